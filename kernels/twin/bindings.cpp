@@ -1,0 +1,196 @@
+// The twin as a Python module: sizes of a layer, and one rank of it. host/engines/twin.py is the
+// only user.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/twin/forward.hpp"
+#include "runtime/layout.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace moeos::twin {
+namespace {
+
+// Tile sizes of the twin. Rows as on the GPU, so that both pack the same tiles; Route blocks small
+// enough that few processors share a call of few tokens.
+constexpr u32 kChunkRows = 32;
+constexpr u32 kTileRows = 128;
+constexpr u32 kRouteTokens = 32;
+
+/// Sizes of a layer as the runtime derives them, checked against what its words can hold.
+struct Sizes {
+  Geometry geometry;
+  LayerShape shape;
+};
+
+void require(bool holds, const std::string& what) {
+  if (!holds) {
+    throw std::invalid_argument(what);
+  }
+}
+
+Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, u32 intermediate,
+                 u32 element_bytes, u32 capacity, bool capacity_rows, u32 activation,
+                 float swiglu_limit, u32 scoring, bool renormalize, float routed_scaling,
+                 u32 expert_groups, u32 top_groups, u32 processors, bool remote) {
+  Sizes sizes{};
+  sizes.shape = LayerShape{hidden,
+                           intermediate,
+                           static_cast<Activation>(activation),
+                           swiglu_limit,
+                           static_cast<Scoring>(scoring),
+                           renormalize,
+                           routed_scaling,
+                           expert_groups,
+                           top_groups};
+  Geometry& geometry = sizes.geometry;
+  geometry.world = world;
+  geometry.experts = experts;
+  geometry.top_k = top_k;
+  geometry.max_tokens = max_tokens;
+  geometry.row_bytes = hidden * element_bytes;
+  geometry.hidden_bytes = intermediate * element_bytes;
+  geometry.row_map = capacity_rows ? RowMap::capacity : RowMap::ragged;
+  geometry.capacity = capacity;
+  geometry.chunk_rows = kChunkRows;
+  geometry.tile_rows = kTileRows;
+  geometry.route_tokens = kRouteTokens;
+  geometry.gemm0_parts = ceil_div(intermediate, gemm0_columns(sizes.shape));
+  geometry.gemm1_parts = ceil_div(hidden, kPlainColumns);
+  geometry.processors = processors;
+  geometry.remote = remote ? 1 : 0;
+
+  const auto limit = [](u64 value, u64 largest, const char* what) {
+    require(value <= largest, std::string(what) + " is " + std::to_string(value) +
+                                  ", and at most " + std::to_string(largest) +
+                                  " fit: lower max_tokens or the world's size");
+  };
+  require(world > 0 && experts % world == 0, "experts must be a multiple of the world's size");
+  limit(u64{world} * max_tokens * minimum(top_k, experts / world),
+        std::numeric_limits<u32>::max() / 2, "the number of rows that a rank can receive");
+  limit(u64{experts / world} * capacity, std::numeric_limits<u32>::max() / 2,
+        "the number of rows of a cell");
+  limit(geometry.tasks_max(), ReadyWord::kTasks, "the number of task descriptors");
+  limit(maximum(geometry.route_parts(), maximum(geometry.gemm0_parts, geometry.gemm1_parts)),
+        ReadyWord::kParts - 1, "the number of parts of a task");
+  limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
+  limit(world, std::numeric_limits<u16>::max(), "the world's size");
+  return sizes;
+}
+
+std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
+  std::vector<u8*> pointers;
+  for (const std::uintptr_t address : addresses) {
+    pointers.push_back(reinterpret_cast<u8*>(address));
+  }
+  return pointers;
+}
+
+nb::dict to_dict(const Tally& tally) {
+  nb::dict tasks;
+  const char* names[kTaskKinds] = {"route", "combine", "gemm1", "gemm0", "dispatch"};
+  for (u32 kind = 0; kind < kTaskKinds; ++kind) {
+    tasks[names[kind]] = tally.tasks[kind];
+  }
+  nb::dict result;
+  result["tasks"] = tasks;
+  result["row_bytes_to_peers"] = tally.row_bytes_to_peers;
+  result["count_bytes_to_peers"] = tally.count_bytes_to_peers;
+  result["flag_bytes_to_peers"] = tally.flag_bytes_to_peers;
+  result["padding_rows"] = tally.padding_rows;
+  result["dropped_pairs"] = tally.dropped_pairs;
+  result["busy_ns"] = tally.busy_ns;
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_twin, module) {
+  module.doc() = "The device OS on a machine without a GPU.";
+
+  nb::class_<Sizes>(module, "Sizes", "Buffers and bounds of a layer, as the runtime derives them.")
+      .def(nb::new_(&make_sizes), nb::kw_only(), "world"_a, "experts"_a, "top_k"_a, "max_tokens"_a,
+           "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
+           "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
+           "expert_groups"_a, "top_groups"_a, "processors"_a, "remote"_a)
+      .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
+      .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
+      .def_prop_ro("intermediate_bytes",
+                   [](const Sizes& s) {
+                     return u64{s.geometry.intermediate_rows_max()} * s.geometry.hidden_bytes;
+                   })
+      .def_prop_ro("cell_rows", [](const Sizes& s) { return s.geometry.cell_rows(); })
+      .def_prop_ro("chunks", [](const Sizes& s) { return s.geometry.chunks(); })
+      .def_prop_ro("chunk_rows", [](const Sizes& s) { return s.geometry.chunk_rows; })
+      .def_prop_ro("tile_rows", [](const Sizes& s) { return s.geometry.tile_rows; })
+      .def_prop_ro("route_tokens", [](const Sizes& s) { return s.geometry.route_tokens; })
+      .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
+      .def_prop_ro("tasks_max", [](const Sizes& s) { return s.geometry.tasks_max(); })
+      .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })
+      .def_prop_ro("gemm0_parts", [](const Sizes& s) { return s.geometry.gemm0_parts; })
+      .def_prop_ro("gemm1_parts", [](const Sizes& s) { return s.geometry.gemm1_parts; });
+
+  nb::class_<Failure>(module, "Failure",
+                      "What ended a call before its time; host/failure.py has the sentences.")
+      .def_prop_ro("kind", [](const Failure& f) { return static_cast<u32>(f.kind); })
+      .def_prop_ro("actor", [](const Failure& f) { return static_cast<u32>(f.actor); })
+      .def_ro("rank", &Failure::rank)
+      .def_ro("peer", &Failure::peer)
+      .def_ro("expert", &Failure::expert)
+      .def_ro("chunk", &Failure::chunk)
+      .def_ro("epoch", &Failure::epoch)
+      .def_ro("expected", &Failure::expected)
+      .def_ro("seen", &Failure::seen)
+      .def_ro("waited_ns", &Failure::waited_ns);
+
+  nb::class_<TwinRank>(module, "Rank", "One rank: its memory, its threads, its calls.")
+      .def(
+          "__init__",
+          [](TwinRank* self, const Sizes& sizes, u32 rank, const std::vector<std::uintptr_t>& heaps,
+             double deadline, bool split_os, double jitter_us, u64 jitter_seed) {
+            require(heaps.size() == sizes.geometry.world && rank < heaps.size(),
+                    "one heap address for each rank");
+            new (self) TwinRank(
+                sizes.geometry, sizes.shape, rank, to_pointers(heaps),
+                TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us, jitter_seed});
+          },
+          nb::kw_only(), "sizes"_a, "rank"_a, "heaps"_a, "deadline"_a, "split_os"_a, "jitter_us"_a,
+          "jitter_seed"_a)
+      .def(
+          "forward",
+          [](TwinRank& self, bool bfloat16, u32 tokens, u32 pair_limit, std::uintptr_t x,
+             std::uintptr_t gate, std::uintptr_t selection_bias, std::uintptr_t topk_ids,
+             std::uintptr_t topk_weights, std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2,
+             std::uintptr_t b2, std::uintptr_t out) {
+            const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
+                                    reinterpret_cast<const void*>(x),
+                                    reinterpret_cast<const void*>(gate),
+                                    reinterpret_cast<const float*>(selection_bias),
+                                    reinterpret_cast<const i32*>(topk_ids),
+                                    reinterpret_cast<const float*>(topk_weights),
+                                    reinterpret_cast<const void*>(w1),
+                                    reinterpret_cast<const void*>(b1),
+                                    reinterpret_cast<const void*>(w2),
+                                    reinterpret_cast<const void*>(b2),
+                                    reinterpret_cast<void*>(out)};
+            const nb::gil_scoped_release release;
+            return self.forward(operands, tokens, pair_limit);
+          },
+          nb::kw_only(), "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a, "gate"_a,
+          "selection_bias"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a,
+          "out"_a)
+      .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
+      .def("reset", &TwinRank::reset, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("epoch", &TwinRank::epoch)
+      .def("tally", [](const TwinRank& self) { return to_dict(self.tally()); })
+      .def("rows_sent", &TwinRank::rows_sent)
+      .def("rows_received", &TwinRank::rows_received, "source"_a);
+}
+
+}  // namespace moeos::twin

@@ -1,0 +1,211 @@
+// A rank of the twin: its memory, its threads, and one forward call. See forward.hpp.
+#include "kernels/twin/forward.hpp"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <random>
+#include <system_error>
+
+#include "kernels/twin/kernels.hpp"
+#include "runtime/os.hpp"
+#include "runtime/processor.hpp"
+
+namespace moeos::twin {
+
+static_assert(Platform<Machine>);
+static_assert(Kernels<TwinKernels>);
+
+namespace {
+
+/// Sleeps now and then at an atomic access, so that actors meet in orders that a quiet machine
+/// never shows.
+class Jitter : public Interposer {
+ public:
+  Jitter(double longest_us, u64 seed) : random_(seed), longest_us_(longest_us) {}
+
+  void at_access() override {
+    constexpr u32 kOneIn = 64;
+    if (random_() % kOneIn != 0) {
+      return;
+    }
+    const double us = std::uniform_real_distribution<double>(0.0, longest_us_)(random_);
+    const timespec nap{0, static_cast<long>(us * 1000.0)};
+    nanosleep(&nap, nullptr);
+  }
+
+ private:
+  std::mt19937_64 random_;
+  double longest_us_;
+};
+
+}  // namespace
+
+void TwinRank::Unmap::operator()(u8* memory) const { munmap(memory, bytes); }
+
+TwinRank::Mapped TwinRank::map_zeroed(u64 bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw std::system_error(errno, std::generic_category(),
+                            "mapping " + std::to_string(bytes) + " bytes");
+  }
+  return Mapped(static_cast<u8*>(memory), Unmap{bytes});
+}
+
+TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
+                   std::vector<u8*> heaps, const TwinSettings& settings)
+    : shape_(shape),
+      settings_(settings),
+      heaps_(std::move(heaps)),
+      own_memory_(map_zeroed(RankMemory::bytes(geometry))),
+      intermediate_(map_zeroed(u64{geometry.intermediate_rows_max()} * geometry.hidden_bytes)),
+      rank_{Machine(heaps_.data(), rank, geometry.remote != 0),
+            Layout(geometry),
+            RankMemory(geometry, own_memory_.get()),
+            heaps_[rank],
+            rank,
+            settings.deadline_ns} {
+  *rank_.memory.epoch = 1;
+  for (u32 i = 0; i < geometry.processors; ++i) {
+    scratch_.push_back(std::make_unique<Scratch>(geometry, shape));
+  }
+  for (u32 i = 0; i < workers(); ++i) {
+    threads_.emplace_back([this, i] { worker(i); });
+  }
+}
+
+TwinRank::~TwinRank() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  started_.notify_all();
+  for (std::thread& thread : threads_) {
+    thread.join();
+  }
+}
+
+u32 TwinRank::workers() const {
+  return rank_.geometry().processors + (settings_.split_os ? kOsWarps - 1 : 0);
+}
+
+void TwinRank::install_jitter(u32 thread_index) {
+  if (settings_.jitter_us > 0.0) {
+    thread_local std::unique_ptr<Jitter> jitter;
+    std::seed_seq seed{settings_.jitter_seed, u64{rank_.rank}, u64{thread_index}};
+    u32 drawn[1];
+    seed.generate(drawn, drawn + 1);
+    jitter = std::make_unique<Jitter>(settings_.jitter_us, drawn[0]);
+    interposer = jitter.get();
+  }
+}
+
+void TwinRank::worker(u32 index) {
+  install_jitter(index + 1);
+  const u32 processors = rank_.geometry().processors;
+  u64 seen = 0;
+  for (;;) {
+    CallInFlight job;
+    {
+      std::unique_lock lock(mutex_);
+      started_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+      if (stopping_) {
+        return;
+      }
+      seen = generation_;
+      job = *in_flight_;
+    }
+    if (index < processors) {
+      TwinKernels kernels(rank_, job.call, shape_, *job.operands, intermediate_.get(),
+                          *scratch_[index]);
+      Processor<Machine, TwinKernels>(rank_, job.call, kernels, index).start();
+    } else {
+      run_os_warp(rank_, job.call, index - processors + 1);
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      --running_;
+    }
+    finished_.notify_one();
+  }
+}
+
+Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) {
+  const Geometry& geometry = rank_.geometry();
+  if (rank_.leaving()) {
+    return first_failure<Machine>(rank_.layout, rank_.heap);
+  }
+  const bool may_be_unsent = operands.topk_ids != nullptr || pair_limit < geometry.max_tokens;
+  const Call call{*rank_.memory.epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};
+  begin_call(rank_, call);
+  {
+    const std::lock_guard lock(mutex_);
+    in_flight_ = CallInFlight{call, &operands};
+    running_ = workers();
+    ++generation_;
+  }
+  started_.notify_all();
+  Interposer* const before = interposer;
+  install_jitter(0);
+  if (settings_.split_os) {
+    run_os_warp(rank_, call, 0);
+  } else {
+    run_os_block(rank_, call);
+  }
+  interposer = before;
+  std::unique_lock lock(mutex_);
+  finished_.wait(lock, [this] { return running_ == 0; });
+  in_flight_.reset();
+  // The epoch moves on only when the call has ended well; a peer's later failure belongs to the
+  // next call.
+  return *rank_.memory.epoch == call.epoch ? first_failure<Machine>(rank_.layout, rank_.heap)
+                                           : Failure{};
+}
+
+void TwinRank::abort() {
+  Failure failure = failure_of(rank_, Call{}, FailureKind::host_abort, Actor::host);
+  rank_.fail(failure);
+}
+
+void TwinRank::reset() {
+  std::memset(rank_.heap, 0, rank_.layout.bytes());
+  std::memset(own_memory_.get(), 0, RankMemory::bytes(rank_.geometry()));
+  *rank_.memory.epoch = 1;
+}
+
+Tally TwinRank::tally() const {
+  Tally sum{};
+  for (u32 i = 0; i < rank_.geometry().processors + RankMemory::kOsTallies; ++i) {
+    const Tally& one = rank_.memory.tallies[i];
+    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
+      sum.tasks[kind] += one.tasks[kind];
+    }
+    sum.row_bytes_to_peers += one.row_bytes_to_peers;
+    sum.count_bytes_to_peers += one.count_bytes_to_peers;
+    sum.flag_bytes_to_peers += one.flag_bytes_to_peers;
+    sum.padding_rows += one.padding_rows;
+    sum.dropped_pairs += one.dropped_pairs;
+    sum.busy_ns += one.busy_ns;
+  }
+  return sum;
+}
+
+std::vector<u32> TwinRank::rows_sent() const {
+  std::vector<u32> rows;
+  for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
+    rows.push_back(rank_.memory.rows_sent(peer));
+  }
+  return rows;
+}
+
+std::vector<u32> TwinRank::rows_received(u32 source) const {
+  const u32* starts = rank_.memory.receive_starts(source);
+  std::vector<u32> rows;
+  for (u32 expert = 0; expert < rank_.geometry().local_experts(); ++expert) {
+    rows.push_back(starts[expert + 1] - starts[expert]);
+  }
+  return rows;
+}
+
+}  // namespace moeos::twin

@@ -1,0 +1,95 @@
+// A rank of the twin: its memory, its threads, and one forward call.
+//
+// The caller's thread is the OS block; each processor is a thread that sleeps between calls. May
+// not know: Python, how ranks found each other.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "kernels/shape.hpp"
+#include "kernels/twin/operands.hpp"
+#include "runtime/geometry.hpp"
+#include "runtime/memory.hpp"
+#include "runtime/platform/twin/platform.hpp"
+#include "runtime/rank.hpp"
+
+namespace moeos::twin {
+
+struct TwinSettings {
+  u64 deadline_ns;
+  bool split_os;     // a thread for each warp of the OS block, instead of one for all four
+  double jitter_us;  // random delays up to this at atomic accesses; 0: none
+  u64 jitter_seed;
+};
+
+class TwinRank {
+ public:
+  /// heaps[p]: rank p's symmetric heap as mapped here, zeroed before the first call of any rank.
+  TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank, std::vector<u8*> heaps,
+           const TwinSettings& settings);
+  ~TwinRank();
+  TwinRank(const TwinRank&) = delete;
+  TwinRank& operator=(const TwinRank&) = delete;
+
+  /// Runs one call and returns when this rank's part in it is over. The failure's kind is `none`
+  /// when all went well; after any other, only reset() makes the rank usable again.
+  Failure forward(const Operands& operands, u32 tokens, u32 pair_limit);
+
+  /// Makes every actor of this rank and, best effort, of its peers leave. From any thread.
+  void abort();
+
+  /// Clears the heap and the memory. Collective: between two barriers of all ranks, and no call
+  /// running.
+  void reset();
+
+  /// What this rank's actors did in the last call.
+  Tally tally() const;
+  std::vector<u32> rows_sent() const;                // [peer]
+  std::vector<u32> rows_received(u32 source) const;  // [local expert]
+  u32 epoch() const { return *rank_.memory.epoch; }
+
+ private:
+  struct CallInFlight {
+    Call call;
+    const Operands* operands;
+  };
+
+  void processor_thread(u32 index);
+  void os_thread(u32 warp);
+  void worker(u32 index);
+  void install_jitter(u32 thread_index);
+  u32 workers() const;
+
+  struct Unmap {
+    u64 bytes = 0;
+    void operator()(u8* memory) const;
+  };
+  using Mapped = std::unique_ptr<u8, Unmap>;
+  static Mapped map_zeroed(u64 bytes);
+
+  LayerShape shape_;
+  TwinSettings settings_;
+  std::vector<u8*> heaps_;
+  Mapped own_memory_;
+  Mapped intermediate_;
+  Rank<Machine> rank_;
+  std::vector<std::unique_ptr<Scratch>> scratch_;
+
+  // Start and end of a call: the only lock, and not part of the protocol. It orders a call after
+  // the one before, as a kernel boundary does on the GPU.
+  std::mutex mutex_;
+  std::condition_variable started_;
+  std::condition_variable finished_;
+  std::optional<CallInFlight> in_flight_;
+  u64 generation_ = 0;
+  u32 running_ = 0;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace moeos::twin

@@ -1,0 +1,53 @@
+#include "kernels/twin/gemm.hpp"
+
+namespace moeos::twin {
+
+extern const GemmKernels kPortableGemm;
+#if defined(__x86_64__)
+extern const GemmKernels kAvx2Gemm;
+extern const GemmKernels kAvx512Gemm;
+#endif
+
+namespace {
+
+struct Supported {
+  const GemmKernels* builds[3];
+  std::size_t count = 0;
+
+  Supported() {
+#if defined(__x86_64__)
+    const bool fma = __builtin_cpu_supports("fma");
+    if (fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      builds[count++] = &kAvx512Gemm;
+    }
+    if (fma && __builtin_cpu_supports("avx2")) builds[count++] = &kAvx2Gemm;
+#endif
+    builds[count++] = &kPortableGemm;
+  }
+};
+
+const Supported& supported() {
+  static const Supported once;
+  return once;
+}
+
+}  // namespace
+
+std::span<const GemmKernels* const> supported_gemm_kernels() {
+  return {supported().builds, supported().count};
+}
+
+void pack_rows(Element element, const void* first_row, std::size_t row_stride_bytes, unsigned rows,
+               unsigned depth, float* panel) {
+  supported().builds[0]->pack_rows(element, first_row, row_stride_bytes, rows, depth, panel);
+}
+
+void multiply(const float* panels, unsigned panel_count, unsigned depth, Element element,
+              const void* weight, std::size_t weight_stride_elements, unsigned columns, float* out,
+              std::size_t out_stride) {
+  supported().builds[0]->multiply(panels, panel_count, depth, element, weight,
+                                  weight_stride_elements, columns, out, out_stride);
+}
+
+}  // namespace moeos::twin

@@ -1,0 +1,61 @@
+// The twin's matrix product on one thread: out = rows * weight^T, accumulated in fp32.
+//
+// Knows packed rows, weights in their storage type and one thread. Knows nothing of tasks, experts,
+// activations or other ranks.
+//
+// Use: pack every 8 rows (of any origin) into a panel with pack_rows, lay panels end to end, then
+// call multiply for the columns wanted. Neither function allocates, locks, throws or keeps state.
+//
+// Determinism: each element is summed over k in one fixed order, which depends on `depth` alone. So
+// its bits do not depend on the row's place in its panel, on the other rows, on the number of
+// panels or on how the columns are divided among calls. They may differ between instruction sets:
+// the portable build of x86-64 has no fused multiply-add.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace moeos::twin {
+
+/// Storage type of rows and weights. kBfloat16 is the upper half of a binary32, as uint16_t.
+enum class Element : std::uint8_t { kFloat32, kBfloat16 };
+
+/// Rows in a panel; row segments are padded to a multiple of it.
+inline constexpr unsigned kPanelRows = 8;
+
+/// `depth` and `columns` are multiples of this.
+inline constexpr unsigned kGemmGranule = 8;
+
+/// Floats in a panel of `depth` columns.
+constexpr std::size_t panel_floats(unsigned depth) { return std::size_t{kPanelRows} * depth; }
+
+/// Converts `rows` rows (1 to 8) of `depth` elements to one panel: float [depth][8], where missing
+/// rows are zero. Row i starts at first_row + i * row_stride_bytes; only the given rows are read.
+void pack_rows(Element element, const void* first_row, std::size_t row_stride_bytes, unsigned rows,
+               unsigned depth, float* panel);
+
+/// out[r][n] = sum over k < depth of rows[r][k] * weight[n][k].
+///
+/// panels:     panel_count panels from pack_rows, end to end: 8 * panel_count rows.
+/// weight:     `columns` rows of `depth` contiguous elements; row n starts at element
+///             n * weight_stride_elements. Nothing outside of these rows is read.
+/// out:        float [8 * panel_count][columns]; row r starts at out + r * out_stride. Overwritten.
+///
+/// depth and columns are positive multiples of 8. Buffers may have any alignment that their
+/// elements allow; panels on 64-byte boundaries are fastest.
+void multiply(const float* panels, unsigned panel_count, unsigned depth, Element element,
+              const void* weight, std::size_t weight_stride_elements, unsigned columns, float* out,
+              std::size_t out_stride);
+
+/// Both functions as built for one instruction set.
+struct GemmKernels {
+  const char* instruction_set;
+  decltype(&moeos::twin::pack_rows) pack_rows;
+  decltype(&moeos::twin::multiply) multiply;
+};
+
+/// Every build that this processor runs, the fastest (which the functions above use) first.
+std::span<const GemmKernels* const> supported_gemm_kernels();
+
+}  // namespace moeos::twin

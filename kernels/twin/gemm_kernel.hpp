@@ -1,0 +1,256 @@
+// The body of gemm.hpp's two functions, compiled once for each instruction set.
+//
+// Knows vectors, registers and caches. Included by gemm_{portable,avx2,avx512}.cpp alone, after
+// they have chosen the instruction set and defined
+//   MOEOS_GEMM_TABLE            the name of the table to export,
+//   MOEOS_GEMM_INSTRUCTION_SET  its name for people,
+//   MOEOS_GEMM_LANES            floats in a vector: 4, 8 or 16.
+// All but the table has internal linkage, and nothing inline of the standard library is called:
+// the linker would be free to keep this instruction set's copy of it for the whole program.
+//
+// Vectors run along rows: a panel [depth][8] gives the rows of one k in one load, and weights are
+// broadcast one by one. So weights are read along k, as they are stored, and are never transposed.
+// A tile of panels x columns of sums stays in registers over kDepthBlock steps of k, then is
+// transposed and added to `out`.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/twin/gemm.hpp"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "bfloat16 is widened by interleaving");
+
+namespace moeos::twin::kernel {
+namespace {
+
+constexpr unsigned kLanes = MOEOS_GEMM_LANES;
+
+// Summands that are added up on their own before they join the total. The rows of a tile over so
+// many k, and kSlabColumns weights, share the first-level cache.
+constexpr unsigned kDepthBlock = 256;
+
+// Columns that are finished for all rows before the next ones are begun.
+constexpr unsigned kSlabColumns = 32;
+
+// The largest tile, in panels: with it the sums, the rows of one k and one weight fill the vector
+// registers (4 lanes: 8 of 16 are sums; 8 lanes: 12 of 16; 16 lanes: 24 of 32).
+constexpr unsigned kTilePanels = kLanes == 4 ? 1 : kLanes == 8 ? 2 : 6;
+
+typedef float Vector __attribute__((vector_size(sizeof(float) * kLanes)));
+typedef float Float4 __attribute__((vector_size(16)));
+typedef std::uint32_t Bits4 __attribute__((vector_size(16)));
+typedef std::uint16_t Half4 __attribute__((vector_size(8)));
+
+template <typename Value>
+[[gnu::always_inline]] inline Value load(const void* from) {
+  Value value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <typename Value>
+[[gnu::always_inline]] inline void store(void* to, Value value) {
+  __builtin_memcpy(to, &value, sizeof value);
+}
+
+// Four elements as binary32.
+[[gnu::always_inline]] inline Float4 widen(const float* from) { return load<Float4>(from); }
+[[gnu::always_inline]] inline Float4 widen(const std::uint16_t* from) {
+  const Half4 zero = {};
+  return reinterpret_cast<Float4>(
+      __builtin_shufflevector(zero, load<Half4>(from), 0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+[[gnu::always_inline]] inline void transpose(Float4 (&m)[4]) {
+  const Float4 low01 = __builtin_shufflevector(m[0], m[1], 0, 4, 1, 5);
+  const Float4 high01 = __builtin_shufflevector(m[0], m[1], 2, 6, 3, 7);
+  const Float4 low23 = __builtin_shufflevector(m[2], m[3], 0, 4, 1, 5);
+  const Float4 high23 = __builtin_shufflevector(m[2], m[3], 2, 6, 3, 7);
+  m[0] = __builtin_shufflevector(low01, low23, 0, 1, 4, 5);
+  m[1] = __builtin_shufflevector(low01, low23, 2, 3, 6, 7);
+  m[2] = __builtin_shufflevector(high01, high23, 0, 1, 4, 5);
+  m[3] = __builtin_shufflevector(high01, high23, 2, 3, 6, 7);
+}
+
+template <typename Storage>
+void pack_rows_of(const void* first_row, std::size_t row_stride_bytes, unsigned rows,
+                  unsigned depth, float* panel) {
+  const char* const first = static_cast<const char*>(first_row);
+  const Storage* row[kPanelRows];
+  Bits4 present[kPanelRows];  // all ones, or zero: then the first row is read instead and masked
+  for (unsigned r = 0; r < kPanelRows; ++r) {
+    row[r] = reinterpret_cast<const Storage*>(first + (r < rows ? r * row_stride_bytes : 0));
+    const std::uint32_t bits = r < rows ? 0xffffffffu : 0u;
+    present[r] = Bits4{bits, bits, bits, bits};
+  }
+  for (unsigned k = 0; k < depth; k += 4) {
+#pragma GCC unroll 2
+    for (unsigned r = 0; r < kPanelRows; r += 4) {
+      Float4 block[4];
+#pragma GCC unroll 4
+      for (unsigned i = 0; i < 4; ++i)
+        block[i] = reinterpret_cast<Float4>(reinterpret_cast<Bits4>(widen(row[r + i] + k)) &
+                                            present[r + i]);
+      transpose(block);
+#pragma GCC unroll 4
+      for (unsigned i = 0; i < 4; ++i)
+        store(panel + std::size_t{k + i} * kPanelRows + r, block[i]);
+    }
+  }
+}
+
+void pack_rows(Element element, const void* first_row, std::size_t row_stride_bytes, unsigned rows,
+               unsigned depth, float* panel) {
+  if (element == Element::kFloat32)
+    pack_rows_of<float>(first_row, row_stride_bytes, rows, depth, panel);
+  else
+    pack_rows_of<std::uint16_t>(first_row, row_stride_bytes, rows, depth, panel);
+}
+
+// Vectors that hold one k of a tile's rows.
+constexpr unsigned tile_vectors(unsigned panels) {
+  return (panels * kPanelRows + kLanes - 1) / kLanes;
+}
+
+// Columns of a tile: enough for 8 independent sums, which hide the latency of a multiply-add
+// (4 cycles, 2 a cycle).
+constexpr unsigned tile_columns(unsigned panels) {
+  return kLanes < 16 && tile_vectors(panels) > 1 ? 4 : 8;
+}
+
+// Vector `v` of the tile's rows at the k that `at` points to in the first panel.
+template <unsigned kPanels>
+[[gnu::always_inline]] inline Vector load_rows(const float* at, std::size_t panel_stride,
+                                               unsigned v) {
+#if MOEOS_GEMM_LANES == 16
+  // Two panels. An odd tile's last panel is taken twice, and the second result is dropped.
+  typedef float Float8 __attribute__((vector_size(32)));
+  const unsigned second = 2 * v + 1 < kPanels ? 2 * v + 1 : 2 * v;
+  return __builtin_shufflevector(load<Float8>(at + 2 * v * panel_stride),
+                                 load<Float8>(at + second * panel_stride), 0, 1, 2, 3, 4, 5, 6, 7,
+                                 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  const unsigned row = v * kLanes;
+  return load<Vector>(at + row / kPanelRows * panel_stride + row % kPanelRows);
+#endif
+}
+
+// Sums `depth` steps for kPanels panels and tile_columns(kPanels) columns, and stores them to
+// `out` (first) or adds them to it.
+template <unsigned kPanels>
+void compute_tile(const float* panels, std::size_t panel_stride, const float* weight,
+                  std::size_t weight_stride, unsigned depth, bool first, float* out,
+                  std::size_t out_stride) {
+  constexpr unsigned kVectors = tile_vectors(kPanels);
+  constexpr unsigned kColumns = tile_columns(kPanels);
+  Vector sums[kColumns][kVectors] = {};
+  for (unsigned k = 0; k < depth; ++k) {
+    Vector rows[kVectors];
+#pragma GCC unroll 3
+    for (unsigned v = 0; v < kVectors; ++v)
+      rows[v] = load_rows<kPanels>(panels + std::size_t{k} * kPanelRows, panel_stride, v);
+#pragma GCC unroll 8
+    for (unsigned n = 0; n < kColumns; ++n) {
+      const float w = weight[n * weight_stride + k];
+#pragma GCC unroll 3
+      for (unsigned v = 0; v < kVectors; ++v) sums[n][v] += rows[v] * w;
+    }
+  }
+
+  float tile[kColumns][kVectors * kLanes];
+#pragma GCC unroll 8
+  for (unsigned n = 0; n < kColumns; ++n)
+#pragma GCC unroll 3
+    for (unsigned v = 0; v < kVectors; ++v) store(&tile[n][v * kLanes], sums[n][v]);
+  for (unsigned r = 0; r < kPanels * kPanelRows; r += 4) {
+    for (unsigned n = 0; n < kColumns; n += 4) {
+      Float4 block[4];
+      for (unsigned i = 0; i < 4; ++i) block[i] = load<Float4>(&tile[n + i][r]);
+      transpose(block);
+      for (unsigned i = 0; i < 4; ++i) {
+        float* const to = out + (r + i) * out_stride + n;
+        store(to, first ? block[i] : load<Float4>(to) + block[i]);
+      }
+    }
+  }
+}
+
+// `columns` columns of kPanels panels or, if there are fewer, of panel_count.
+template <unsigned kPanels>
+void compute_tiles(unsigned panel_count, const float* panels, std::size_t panel_stride,
+                   const float* weight, std::size_t weight_stride, unsigned columns, unsigned depth,
+                   bool first, float* out, std::size_t out_stride) {
+  if constexpr (kPanels > 1) {
+    if (panel_count < kPanels)
+      return compute_tiles<kPanels - 1>(panel_count, panels, panel_stride, weight, weight_stride,
+                                        columns, depth, first, out, out_stride);
+  }
+  for (unsigned n = 0; n < columns; n += tile_columns(kPanels))
+    compute_tile<kPanels>(panels, panel_stride, weight + n * weight_stride, weight_stride, depth,
+                          first, out + n, out_stride);
+}
+
+struct Slab {
+  const float* weight;
+  std::size_t stride;
+};
+
+// The weights of a slab as float: where they are, or in `buffer`.
+Slab widen_slab(const float* weight, std::size_t stride, unsigned, unsigned, float*) {
+  return {weight, stride};
+}
+Slab widen_slab(const std::uint16_t* weight, std::size_t stride, unsigned columns, unsigned depth,
+                float* buffer) {
+  for (unsigned n = 0; n < columns; ++n)
+#pragma GCC unroll 8
+    for (unsigned k = 0; k < depth; k += 4)
+      store(buffer + n * kDepthBlock + k, widen(weight + n * stride + k));
+  return {buffer, kDepthBlock};
+}
+
+template <typename Storage>
+void multiply_by(const float* panels, unsigned panel_count, unsigned depth, const Storage* weight,
+                 std::size_t weight_stride, unsigned columns, float* out, std::size_t out_stride) {
+  alignas(64) float buffer[kSlabColumns * kDepthBlock];
+  const std::size_t panel_stride = panel_floats(depth);
+  const unsigned tiles = (panel_count + kTilePanels - 1) / kTilePanels;
+  for (unsigned n = 0; n < columns; n += kSlabColumns) {
+    const unsigned slab_columns = columns - n < kSlabColumns ? columns - n : kSlabColumns;
+    for (unsigned k = 0; k < depth; k += kDepthBlock) {
+      const unsigned slab_depth = depth - k < kDepthBlock ? depth - k : kDepthBlock;
+      const Slab slab = widen_slab(weight + n * weight_stride + k, weight_stride, slab_columns,
+                                   slab_depth, buffer);
+      for (unsigned tile = 0; tile < tiles; ++tile) {  // of as equal a height as possible
+        const unsigned begin = tile * panel_count / tiles;
+        const unsigned end = (tile + 1) * panel_count / tiles;
+        compute_tiles<kTilePanels>(
+            end - begin, panels + begin * panel_stride + std::size_t{k} * kPanelRows, panel_stride,
+            slab.weight, slab.stride, slab_columns, slab_depth, k == 0,
+            out + std::size_t{begin} * kPanelRows * out_stride + n, out_stride);
+      }
+    }
+  }
+}
+
+void multiply(const float* panels, unsigned panel_count, unsigned depth, Element element,
+              const void* weight, std::size_t weight_stride_elements, unsigned columns, float* out,
+              std::size_t out_stride) {
+  if (element == Element::kFloat32)
+    multiply_by(panels, panel_count, depth, static_cast<const float*>(weight),
+                weight_stride_elements, columns, out, out_stride);
+  else
+    multiply_by(panels, panel_count, depth, static_cast<const std::uint16_t*>(weight),
+                weight_stride_elements, columns, out, out_stride);
+}
+
+}  // namespace
+}  // namespace moeos::twin::kernel
+
+namespace moeos::twin {
+
+extern const GemmKernels MOEOS_GEMM_TABLE;
+const GemmKernels MOEOS_GEMM_TABLE = {MOEOS_GEMM_INSTRUCTION_SET, kernel::pack_rows,
+                                      kernel::multiply};
+
+}  // namespace moeos::twin

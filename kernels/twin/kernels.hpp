@@ -1,0 +1,185 @@
+// What a twin processor computes: the five tasks on one thread.
+//
+// Satisfies runtime/processor.hpp's Kernels. May not know: queues, flags, when a task runs.
+#pragma once
+
+#include <cstring>
+
+#include "kernels/shape.hpp"
+#include "kernels/twin/activation.hpp"
+#include "kernels/twin/element.hpp"
+#include "kernels/twin/gemm.hpp"
+#include "kernels/twin/operands.hpp"
+#include "kernels/twin/route.hpp"
+#include "runtime/packet.hpp"
+#include "runtime/platform/twin/platform.hpp"
+#include "runtime/rank.hpp"
+#include "runtime/routing_map.hpp"
+#include "runtime/task.hpp"
+
+namespace moeos::twin {
+
+class TwinKernels {
+ public:
+  /// intermediate: [Geometry::intermediate_rows_max()][I] in the storage type, shared by the rank's
+  /// processors.
+  TwinKernels(const Rank<Machine>& rank, const Call& call, const LayerShape& shape,
+              const Operands& operands, u8* intermediate, Scratch& scratch)
+      : rank_(rank),
+        call_(call),
+        shape_(shape),
+        operands_(operands),
+        intermediate_(intermediate),
+        scratch_(scratch),
+        router_(rank.geometry(), shape, operands, rank.memory, scratch),
+        map_(rank.geometry(), rank.memory, call.tokens, call.pair_limit) {}
+
+  u32 route(u32 block) {
+    const Geometry& geometry = rank_.geometry();
+    const u32 first = block * geometry.route_tokens;
+    const u32 end = minimum(call_.tokens, first + geometry.route_tokens);
+    if (first >= end) {
+      return kNone;  // a call without tokens has one empty block
+    }
+    const u32 bad_token = router_.route(first, end);
+    if (bad_token == kNone) {
+      sort_block(geometry, rank_.memory, call_.tokens, block);
+    }
+    return bad_token;
+  }
+
+  void copy_row(u32 token, u8* destination) {
+    std::memcpy(destination,
+                ConstElements(operands_.element, operands_.x).at(u64{token} * shape_.hidden),
+                rank_.geometry().row_bytes);
+  }
+
+  /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile.
+  void gemm0(const Task& task, u32 part) {
+    const Element element = operands_.element;
+    const u32 width = gemm0_columns(shape_);
+    const u32 first = part * width;
+    const u32 columns = minimum(width, shape_.intermediate - first);
+    const u32 panels = task.padded_rows / kPanelRows;
+    pack_arrivals(task);
+
+    const u64 weight_row = u64{task.local_expert} * shape_.w1_rows() + first;
+    const ConstElements w1(element, operands_.w1);
+    float* results = scratch_.results.get();
+    const u32 stride = shape_.gated() ? 2 * width : width;
+    multiply(scratch_.panels.get(), panels, shape_.hidden, element,
+             w1.at(weight_row * shape_.hidden), shape_.hidden, columns, results, stride);
+    if (shape_.gated()) {  // the up rows lie below all gate rows in the checkpoint's own layout
+      multiply(scratch_.panels.get(), panels, shape_.hidden, element,
+               w1.at((weight_row + shape_.intermediate) * shape_.hidden), shape_.hidden, columns,
+               results + width, stride);
+    }
+    const ConstElements b1(element, operands_.b1);
+    for (u32 row = 0; row < task.padded_rows; ++row) {
+      float* values = results + std::size_t{row} * stride;
+      for (u32 n = 0; n < columns; ++n) {
+        const float value = values[n] + (b1 ? b1[weight_row + n] : 0.0F);
+        if (shape_.gated()) {
+          const float up =
+              values[width + n] + (b1 ? b1[weight_row + shape_.intermediate + n] : 0.0F);
+          values[n] = swiglu(value, up, shape_.swiglu_limit);
+        } else {
+          values[n] = activate(shape_.activation, value);
+        }
+      }
+      store(element, values, columns, intermediate_at(task.first_result + row, first));
+    }
+  }
+
+  /// One N-tile of the second GEMM, each row written where its owner will combine it.
+  void gemm1(const Task& task, u32 part) {
+    const Element element = operands_.element;
+    const u32 first = part * kPlainColumns;
+    const u32 columns = minimum(kPlainColumns, shape_.hidden - first);
+    const std::size_t row_bytes = std::size_t{shape_.intermediate} * size_of(element);
+    for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {
+      pack_rows(element, intermediate_at(task.first_result + row, 0), row_bytes, kPanelRows,
+                shape_.intermediate,
+                &scratch_.panels[row / kPanelRows * panel_floats(shape_.intermediate)]);
+    }
+    const u64 weight_row = u64{task.local_expert} * shape_.hidden + first;
+    float* results = scratch_.results.get();
+    multiply(scratch_.panels.get(), task.padded_rows / kPanelRows, shape_.intermediate, element,
+             ConstElements(element, operands_.w2).at(weight_row * shape_.intermediate),
+             shape_.intermediate, columns, results, kPlainColumns);
+    const ConstElements b2(element, operands_.b2);
+    u32 tile_row = 0;
+    for (u32 s = 0; s < task.segment_count; ++s) {
+      const Segment& segment = task.segments[s];
+      for (u32 i = 0; i < segment.rows; ++i) {
+        float* values = results + std::size_t{tile_row + i} * kPlainColumns;
+        for (u32 n = 0; b2 && n < columns; ++n) {
+          values[n] += b2[weight_row + n];
+        }
+        u8* destination =
+            outgoing_row(rank_, segment.source, Round::combine, segment.first_row + i);
+        store(element, values, columns, destination + first * size_of(element));
+      }
+      tile_row += align_up(u32{segment.rows}, Geometry::kSegmentAlign);
+    }
+  }
+
+  /// The token's rows, weighted and summed in the order j = 0 ... k-1 in fp32 (thesis eq. 5.2),
+  /// rounded once.
+  void combine(u32 token) {
+    const Geometry& geometry = rank_.geometry();
+    float* sum = scratch_.row.get();
+    std::fill(sum, sum + shape_.hidden, 0.0F);
+    for (u32 j = 0; j < geometry.top_k; ++j) {
+      const u32 pair = token * geometry.top_k + j;
+      if (!map_.sent(pair)) {
+        continue;
+      }
+      const RoutingMap::Place place = map_.place_of(pair);
+      const u32 row = rank_.layout.row(place.local_expert, place.slot, place.row - place.slot);
+      const ConstElements values(
+          operands_.element,
+          rank_.heap + rank_.layout.cell_row(place.peer, Round::combine, Buffer::arrival, row));
+      const float weight = rank_.memory.pair_weight[pair];
+      for (u32 n = 0; n < shape_.hidden; ++n) {
+        sum[n] += weight * values[n];
+      }
+    }
+    store(
+        operands_.element, sum, shape_.hidden,
+        static_cast<u8*>(operands_.out) + u64{token} * shape_.hidden * size_of(operands_.element));
+  }
+
+ private:
+  static_assert(kPanelRows == Geometry::kSegmentAlign, "a segment fills whole panels");
+
+  /// Packs the tile's segments out of the arrival cells, each padded with zero rows to a panel.
+  void pack_arrivals(const Task& task) {
+    u32 panel = 0;
+    for (u32 s = 0; s < task.segment_count; ++s) {
+      const Segment& segment = task.segments[s];
+      for (u32 row = 0; row < segment.rows; row += kPanelRows) {
+        const u64 offset = rank_.layout.cell_row(segment.source, Round::dispatch, Buffer::arrival,
+                                                 segment.first_row + row);
+        pack_rows(operands_.element, rank_.heap + offset, rank_.geometry().row_bytes,
+                  minimum(kPanelRows, segment.rows - row), shape_.hidden,
+                  &scratch_.panels[panel++ * panel_floats(shape_.hidden)]);
+      }
+    }
+  }
+
+  u8* intermediate_at(u32 row, u32 column) const {
+    return intermediate_ + (u64{row} * shape_.intermediate + column) * size_of(operands_.element);
+  }
+
+  const Rank<Machine>& rank_;
+  const Call& call_;
+  const LayerShape& shape_;
+  const Operands& operands_;
+  u8* intermediate_;
+  Scratch& scratch_;
+  Router router_;
+  RoutingMap map_;
+};
+
+}  // namespace moeos::twin

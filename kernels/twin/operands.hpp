@@ -1,0 +1,74 @@
+// The tensors of one call, and one processor's scratch memory.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <new>
+
+#include "kernels/shape.hpp"
+#include "kernels/twin/element.hpp"
+#include "kernels/twin/gemm.hpp"
+#include "runtime/geometry.hpp"
+
+namespace moeos::twin {
+
+/// Addresses of contiguous row-major tensors; null where the call has none.
+struct Operands {
+  Element element;              // of x, gate, w1, w2, b1, b2 and out
+  const void* x;                // [S, H]
+  const void* gate;             // [E, H]
+  const float* selection_bias;  // [E]
+  const i32* topk_ids;          // [S, k]: routing given by the caller, -1 unused; else null
+  const float* topk_weights;    // [S, k], with topk_ids
+  const void* w1;               // [X, 2I or I, H]
+  const void* b1;               // [X, 2I or I]
+  const void* w2;               // [X, H, I]
+  const void* b2;               // [X, H]
+  void* out;                    // [S, H]
+};
+
+/// N-tiles: columns of the first GEMM's result, and of the second's, that one part computes.
+inline constexpr u32 kGatedColumns = 128;  // of gate and of up each
+inline constexpr u32 kPlainColumns = 256;
+
+constexpr u32 gemm0_columns(const LayerShape& shape) {
+  return shape.gated() ? kGatedColumns : kPlainColumns;
+}
+
+/// Sized for the largest task at construction; never grows.
+class Scratch {
+ public:
+  Scratch(const Geometry& geometry, const LayerShape& shape)
+      : panels(allocate(panel_floats(maximum(shape.hidden, shape.intermediate)) *
+                        ceil_div(maximum(geometry.tile_rows, geometry.route_tokens), kPanelRows))),
+        results(allocate(std::size_t{maximum(geometry.tile_rows, geometry.route_tokens)} *
+                         result_columns(geometry))),
+        last_gate_rows(allocate(std::size_t{kGemmGranule} * shape.hidden)),
+        scores(allocate(geometry.experts)),
+        choice(allocate(geometry.experts)),
+        row(allocate(maximum(shape.hidden, geometry.experts))) {}
+
+  struct Free {
+    void operator()(float* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
+  };
+  using Floats = std::unique_ptr<float[], Free>;
+
+  Floats panels;          // packed rows of a tile
+  Floats results;         // fp32 results of a part: gate block and up block, or one block
+  Floats last_gate_rows;  // the gate's last rows, padded to the GEMM's granule
+  Floats scores;          // of one token
+  Floats choice;          // what its experts are selected by
+  Floats row;             // one output row; the scores of expert groups
+
+ private:
+  static u32 result_columns(const Geometry& geometry) {
+    return maximum(2 * kGatedColumns,
+                   maximum(kPlainColumns, align_up(geometry.experts, kGemmGranule)));
+  }
+  static Floats allocate(std::size_t count) {
+    return Floats(
+        static_cast<float*>(::operator new[](count * sizeof(float), std::align_val_t{64})));
+  }
+};
+
+}  // namespace moeos::twin

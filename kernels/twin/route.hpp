@@ -1,0 +1,190 @@
+// The Route task: logits, scores, top-k and weights of one block of tokens, or the caller's
+// routing.
+//
+// Logits and scores are fp32. Ties go to the lower expert. May not know: slots, rows, flags.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/shape.hpp"
+#include "kernels/twin/operands.hpp"
+#include "runtime/geometry.hpp"
+#include "runtime/memory.hpp"
+
+namespace moeos::twin {
+
+class Router {
+ public:
+  Router(const Geometry& geometry, const LayerShape& shape, const Operands& operands,
+         const RankMemory& memory, Scratch& scratch)
+      : geometry_(geometry),
+        shape_(shape),
+        operands_(operands),
+        memory_(memory),
+        scratch_(scratch) {}
+
+  /// Writes pair_expert and pair_weight of tokens [first, end). Returns the first token whose
+  /// logits are not all finite (its pairs are then not written), or kNone.
+  u32 route(u32 first, u32 end) {
+    if (operands_.topk_ids != nullptr) {
+      copy_given(first, end);
+      return kNone;
+    }
+    compute_logits(first, end);
+    for (u32 token = first; token < end; ++token) {
+      const float* logits = &scratch_.results[std::size_t{token - first} * logit_stride()];
+      for (u32 expert = 0; expert < geometry_.experts; ++expert) {
+        if (!std::isfinite(logits[expert])) {
+          return token;
+        }
+      }
+      choose(logits, token * geometry_.top_k);
+    }
+    return kNone;
+  }
+
+ private:
+  static constexpr float kExcluded = -std::numeric_limits<float>::infinity();
+
+  u32 logit_stride() const { return align_up(geometry_.experts, kGemmGranule); }
+
+  void copy_given(u32 first, u32 end) {
+    for (u32 pair = first * geometry_.top_k; pair < end * geometry_.top_k; ++pair) {
+      const i32 expert = operands_.topk_ids[pair];
+      memory_.pair_expert[pair] = expert < 0 ? kNone : static_cast<u32>(expert);
+      memory_.pair_weight[pair] = operands_.topk_weights[pair];
+    }
+  }
+
+  /// results[token - first][expert] = x . gate
+  void compute_logits(u32 first, u32 end) {
+    const std::size_t size = size_of(operands_.element);
+    const std::size_t row_bytes = shape_.hidden * size;
+    u32 panels = 0;
+    for (u32 token = first; token < end; token += kPanelRows) {
+      pack_rows(operands_.element,
+                ConstElements(operands_.element, operands_.x).at(u64{token} * shape_.hidden),
+                row_bytes, minimum(kPanelRows, end - token), shape_.hidden,
+                &scratch_.panels[panels++ * panel_floats(shape_.hidden)]);
+    }
+    const u32 whole = geometry_.experts / kGemmGranule * kGemmGranule;
+    const u32 rest = geometry_.experts - whole;
+    if (whole > 0) {
+      multiply(scratch_.panels.get(), panels, shape_.hidden, operands_.element, operands_.gate,
+               shape_.hidden, whole, scratch_.results.get(), logit_stride());
+    }
+    if (rest > 0) {
+      auto* padded = reinterpret_cast<u8*>(scratch_.last_gate_rows.get());
+      std::memcpy(padded,
+                  ConstElements(operands_.element, operands_.gate).at(u64{whole} * shape_.hidden),
+                  rest * row_bytes);
+      std::memset(padded + rest * row_bytes, 0, (kGemmGranule - rest) * row_bytes);
+      multiply(scratch_.panels.get(), panels, shape_.hidden, operands_.element, padded,
+               shape_.hidden, kGemmGranule, scratch_.results.get() + whole, logit_stride());
+    }
+  }
+
+  /// Top-k of one token (softmax or sigmoid; DeepSeek-V3's bias and groups), weights renormalised
+  /// and scaled.
+  void choose(const float* logits, u32 first_pair) {
+    const u32 experts = geometry_.experts;
+    float* scores = scratch_.scores.get();
+    float* choice = scratch_.choice.get();
+    score(logits, scores);
+    // Scores are monotonic in the logits, and fp32 scores saturate: without bias and groups the
+    // logits decide.
+    const bool by_logit = operands_.selection_bias == nullptr && shape_.expert_groups == 1;
+    for (u32 e = 0; e < experts; ++e) {
+      choice[e] =
+          by_logit ? logits[e]
+                   : scores[e] +
+                         (operands_.selection_bias != nullptr ? operands_.selection_bias[e] : 0.0F);
+    }
+    if (shape_.expert_groups > 1) {
+      exclude_groups(choice);
+    }
+    float sum = 0.0F;
+    for (u32 j = 0; j < geometry_.top_k; ++j) {
+      const u32 best = best_of(choice, experts);
+      choice[best] = kExcluded;
+      memory_.pair_expert[first_pair + j] = best;
+      memory_.pair_weight[first_pair + j] = scores[best];
+      sum += scores[best];
+    }
+    // A sum of zero (every chosen sigmoid underflowed) leaves zero weights rather than NaN.
+    const float factor =
+        (shape_.renormalize && sum > 0.0F ? 1.0F / sum : 1.0F) * shape_.routed_scaling;
+    for (u32 j = 0; j < geometry_.top_k; ++j) {
+      memory_.pair_weight[first_pair + j] *= factor;
+    }
+  }
+
+  void score(const float* logits, float* scores) const {
+    const u32 experts = geometry_.experts;
+    if (shape_.scoring == Scoring::sigmoid) {
+      for (u32 e = 0; e < experts; ++e) {
+        scores[e] = 1.0F / (1.0F + std::exp(-logits[e]));
+      }
+      return;
+    }
+    float top = logits[0];
+    for (u32 e = 1; e < experts; ++e) {
+      top = maximum(top, logits[e]);
+    }
+    float sum = 0.0F;
+    for (u32 e = 0; e < experts; ++e) {
+      scores[e] = std::exp(logits[e] - top);
+      sum += scores[e];
+    }
+    for (u32 e = 0; e < experts; ++e) {
+      scores[e] /= sum;
+    }
+  }
+
+  static u32 best_of(const float* values, u32 count) {
+    u32 best = 0;
+    for (u32 i = 1; i < count; ++i) {
+      if (values[i] > values[best]) {
+        best = i;
+      }
+    }
+    return best;
+  }
+
+  /// Keeps the top_groups groups whose two best experts sum highest.
+  void exclude_groups(float* choice) {
+    const u32 size = geometry_.experts / shape_.expert_groups;
+    float* group_scores = scratch_.row.get();
+    for (u32 g = 0; g < shape_.expert_groups; ++g) {
+      float first = kExcluded;
+      float second = kExcluded;
+      for (u32 e = g * size; e < (g + 1) * size; ++e) {
+        if (choice[e] > first) {
+          second = first;
+          first = choice[e];
+        } else if (choice[e] > second) {
+          second = choice[e];
+        }
+      }
+      group_scores[g] = size == 1 ? first : first + second;
+    }
+    for (u32 kept = 0; kept < shape_.top_groups; ++kept) {
+      group_scores[best_of(group_scores, shape_.expert_groups)] = kExcluded;
+    }
+    for (u32 e = 0; e < geometry_.experts; ++e) {
+      if (group_scores[e / size] != kExcluded) {
+        choice[e] = kExcluded;
+      }
+    }
+  }
+
+  const Geometry& geometry_;
+  const LayerShape& shape_;
+  const Operands& operands_;
+  const RankMemory& memory_;
+  Scratch& scratch_;
+};
+
+}  // namespace moeos::twin

@@ -1,0 +1,113 @@
+// The sizes that are fixed when a layer is built, and the bounds that follow from them.
+//
+// Every rank of a world has the same Geometry (the host compares them at construction). All buffers
+// of the device OS are sized from the bounds here, so an overflow anywhere is a broken invariant,
+// never a matter of input. May not know: element types, activations, addresses.
+#pragma once
+
+#include "runtime/base.hpp"
+
+namespace moeos {
+
+/// Where a pair's row lies in its cell (design section 4).
+enum class RowMap : u32 {
+  ragged,    ///< row = start[expert] + slot: rows packed, dropless worst case fits
+  capacity,  ///< row = expert * capacity + slot: the thesis' layout, fixed rows for each expert
+};
+
+struct Geometry {
+  u32 world;         // ranks
+  u32 experts;       // experts in all; a multiple of world
+  u32 top_k;         // experts a token is sent to
+  u32 max_tokens;    // tokens of one rank in one call, at most
+  u32 row_bytes;     // one token's hidden vector
+  u32 hidden_bytes;  // one row between the two GEMMs
+  RowMap row_map;
+  u32 capacity;  // rows one source may send to one expert in a call, at most (max_tokens when
+                 // dropless)
+
+  u32 chunk_rows;    // rows of one transfer and of one arrival flag
+  u32 tile_rows;     // rows that one GEMM task computes together
+  u32 route_tokens;  // tokens that one Route part handles
+  u32 gemm0_parts;   // N-tiles of the first GEMM
+  u32 gemm1_parts;   // N-tiles of the second GEMM
+  u32 processors;    // processors of this rank; the only field that may differ between ranks
+  u32 remote;        // 1: peers are reached by puts from a staging copy, 0: by direct stores
+
+  constexpr u32 local_experts() const { return experts / world; }
+  constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
+
+  /// Rows of one cell. A token reaches an expert once, so a source sends a rank at most min(k, X)
+  /// rows a token.
+  constexpr u32 cell_rows() const {
+    const u32 all_experts_full = local_experts() * capacity;
+    return row_map == RowMap::capacity
+               ? all_experts_full
+               : minimum(max_tokens * minimum(top_k, local_experts()), all_experts_full);
+  }
+  /// Rows that can ever arrive in one cell in one call, whatever the row map.
+  constexpr u32 cell_rows_used() const {
+    return minimum(max_tokens * minimum(top_k, local_experts()), local_experts() * capacity);
+  }
+  constexpr u32 chunks() const { return ceil_div(cell_rows_used(), chunk_rows); }
+  /// 1 when rows are staged for remote peers: the b = 0 half of the thesis' layout exists.
+  constexpr u32 staging_buffers() const { return remote != 0 ? 1 : 0; }
+
+  constexpr u32 pairs() const { return max_tokens * top_k; }
+  constexpr u32 route_parts() const { return maximum(1U, ceil_div(max_tokens, route_tokens)); }
+
+  // --- Bounds of the tile plan (tile_plan.hpp keeps them) ---
+
+  /// Rows of a segment inside a tile are padded to a multiple of this (one wgmma core matrix, one
+  /// twin panel).
+  static constexpr u32 kSegmentAlign = 8;
+  static constexpr u32 kMaxSegments = 8;
+
+  constexpr u32 rows_received_max() const { return world * cell_rows_used(); }
+  /// Tiles that one expert's merged remainders fill at most: each source's is below a tile, so
+  /// their padded rows fill `world` tiles; a tile closes early at 8 segments; one is left over.
+  constexpr u32 remainder_tiles() const { return world + ceil_div(world, kMaxSegments) + 1; }
+  /// Tiles that may be packed early because processors idle; beyond it the plan waits for whole
+  /// remainders.
+  constexpr u32 early_tiles() const {
+    return maximum(64U, 2 * local_experts()) + remainder_tiles();
+  }
+  /// Full single-source tiles, remainders, early tiles. A tile has a row, so there are never more
+  /// than rows.
+  constexpr u32 tiles_max() const {
+    return minimum(rows_received_max(), rows_received_max() / tile_rows +
+                                            local_experts() * remainder_tiles() + early_tiles());
+  }
+  /// Rows of the buffer between the GEMMs: a tile's segments, each padded.
+  constexpr u32 intermediate_rows_max() const {
+    const u64 by_tiles = u64{tiles_max()} * tile_rows;
+    const u64 by_rows = u64{rows_received_max()} * kSegmentAlign;
+    return static_cast<u32>(minimum(by_tiles, by_rows));
+  }
+
+  /// Chunks that one Dispatch descriptor covers; its parts are the chunks.
+  static constexpr u32 kChunksPerDispatch = 8;
+  constexpr u32 dispatch_tasks_max() const {
+    return world * ceil_div(chunks(), kChunksPerDispatch);
+  }
+  /// One Combine task for each returned chunk, and one (with a part a token block) for tokens that
+  /// sent nothing.
+  constexpr u32 combine_tasks_max() const { return world * chunks() + 1; }
+  constexpr u32 tasks_max() const {
+    return 1 + dispatch_tasks_max() + 2 * tiles_max() + combine_tasks_max();
+  }
+  /// (descriptor, part) words that one call can publish.
+  constexpr u64 parts_max() const {
+    return u64{route_parts()} + u64{dispatch_tasks_max()} * kChunksPerDispatch +
+           u64{tiles_max()} * (gemm0_parts + gemm1_parts) + u64{world} * chunks() + route_parts();
+  }
+};
+
+/// How many of one rank's rows, in a call with this per-expert limit, lie in chunk `chunk` of a
+/// cell with `rows` rows.
+constexpr u32 rows_in_chunk(const Geometry& geometry, u32 rows, u32 chunk) {
+  const u32 first = chunk * geometry.chunk_rows;
+  return first >= rows ? 0 : minimum(geometry.chunk_rows, rows - first);
+}
+
+}  // namespace moeos

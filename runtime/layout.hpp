@@ -1,0 +1,111 @@
+// The symmetric heap: where each word and row of the protocol lies, as byte offsets that are equal
+// on all ranks.
+//
+// L in R^{P x R x B x E x C x H} of the thesis (section 5.3): source rank, round, staging or
+// arrival buffer, local expert, capacity slot, hidden. Here (E, C) is one row index behind `row()`,
+// in one of two maps, and B = 0 exists only when a peer is remote. May not know: who reads or
+// writes when; element types.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/geometry.hpp"
+
+namespace moeos {
+
+/// The R of the layout: what a cell carries.
+enum class Round : u32 { dispatch = 0, combine = 1 };
+inline constexpr u32 kRounds = 2;
+
+/// The B of the layout: the sender's own copy for a put, or the place where a peer's rows arrive.
+enum class Buffer : u32 { staging = 0, arrival = 1 };
+
+class Layout {
+ public:
+  explicit constexpr Layout(const Geometry& geometry) : geometry_(geometry) {
+    u64 offset = 0;
+    const auto reserve = [&offset](u64 bytes) {
+      const u64 begin = offset;
+      offset = align_up(offset + bytes, u64{kCacheLine});
+      return begin;
+    };
+    abort_ = reserve(sizeof(u32));
+    failures_ = reserve(u64{geometry.world} * kCacheLine);
+    counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
+    arrived_ = reserve(u64{geometry.world} * geometry.chunks() * sizeof(u32));
+    returned_ = reserve(u64{geometry.world} * geometry.chunks() * sizeof(u32));
+    cells_ = reserve(u64{geometry.world} * kRounds * buffers() * geometry.cell_rows() *
+                     geometry.row_bytes);
+    // A tile may read past the last segment of the last cell: rows whose result nobody keeps.
+    reserve(u64{geometry.tile_rows} * geometry.row_bytes);
+    bytes_ = offset;
+  }
+
+  constexpr u64 bytes() const { return bytes_; }
+
+  /// The word that makes every actor of this rank leave: 0, or 1 + the rank that failed first.
+  constexpr u64 abort_word() const { return abort_; }
+  /// Where rank p describes its failure to this rank (one cache line, written by p alone).
+  constexpr u64 failure(u32 p) const { return failures_ + u64{p} * kCacheLine; }
+
+  /// `epoch << 32 | rows` that p sends to local expert e. Two parities, because p may be one call
+  /// ahead.
+  constexpr u64 count(u32 epoch, u32 p, u32 local_expert) const {
+    const u64 index =
+        (u64{epoch & 1} * geometry_.world + p) * geometry_.local_experts() + local_expert;
+    return counts_ + index * sizeof(u64);
+  }
+  /// The epoch in which rows of this chunk of p's dispatch cell last arrived.
+  constexpr u64 arrived(u32 p, u32 chunk) const {
+    return arrived_ + (u64{p} * geometry_.chunks() + chunk) * sizeof(u32);
+  }
+  /// Rows that p has written back into this chunk of its combine cell in this epoch.
+  constexpr u64 returned(u32 p, u32 chunk) const {
+    return returned_ + (u64{p} * geometry_.chunks() + chunk) * sizeof(u32);
+  }
+
+  /// A row's number in its cell: expert e's slot c, where `expert_start` is the number of rows that
+  /// the same source sends to this owner's experts before e.
+  constexpr u32 row(u32 local_expert, u32 slot, u32 expert_start) const {
+    MOEOS_CHECK(slot < geometry_.capacity);
+    const u32 number = geometry_.row_map == RowMap::ragged
+                           ? expert_start + slot
+                           : local_expert * geometry_.capacity + slot;
+    MOEOS_CHECK(number < geometry_.cell_rows());
+    return number;
+  }
+
+  /// L(p, r, b, row): the row's first byte in the heap of the rank that holds it.
+  constexpr u64 cell_row(u32 p, Round round, Buffer buffer, u32 row_number) const {
+    MOEOS_CHECK(p < geometry_.world && row_number < geometry_.cell_rows());
+    MOEOS_CHECK(buffer == Buffer::arrival || geometry_.staging_buffers() == 1);
+    const u64 b = buffer == Buffer::arrival ? geometry_.staging_buffers() : 0;
+    const u64 cell = (u64{p} * kRounds + static_cast<u32>(round)) * buffers() + b;
+    return cells_ + (cell * geometry_.cell_rows() + row_number) * geometry_.row_bytes;
+  }
+
+  /// cell_row for a write by `writer` into `holder`'s heap; debug builds check that it is valid in
+  /// the sense of thesis Definition 5.3.2, so that Theorem 5.3.1 (no write-write conflict) holds.
+  constexpr u64 write_row(u32 writer, u32 holder, u32 p, Round round, Buffer buffer,
+                          u32 row_number) const {
+    MOEOS_CHECK(buffer == Buffer::staging ? writer == holder : p == writer);
+    static_cast<void>(writer);
+    static_cast<void>(holder);
+    return cell_row(p, round, buffer, row_number);
+  }
+
+  constexpr const Geometry& geometry() const { return geometry_; }
+
+ private:
+  constexpr u64 buffers() const { return 1 + geometry_.staging_buffers(); }
+
+  Geometry geometry_;
+  u64 abort_ = 0;
+  u64 failures_ = 0;
+  u64 counts_ = 0;
+  u64 arrived_ = 0;
+  u64 returned_ = 0;
+  u64 cells_ = 0;
+  u64 bytes_ = 0;
+};
+
+}  // namespace moeos

@@ -1,0 +1,191 @@
+// A rank's own memory: queues, counters and maps that no peer ever touches, in one allocation.
+//
+// The symmetric heap (layout.hpp) is what peers write; everything else the device OS needs is here,
+// sized from Geometry. May not know: who waits for what; element types.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/geometry.hpp"
+#include "runtime/task.hpp"
+
+namespace moeos {
+
+/// Counters of one call. Two of them alternate by the parity of the epoch: while a call runs, the
+/// OS block clears the other one, so a call starts with zeros and nobody waits for a reset.
+struct CallState {
+  Line<u32> ring_claimed;                // tickets that processors have taken
+  Line<u32> mailbox_posted[kTaskKinds];  // slots reserved in each mailbox
+  Line<u32> route_parts_done;
+  Line<u32> dispatch_parts_done;
+  Line<u32>
+      routed;  // 1: our counts and the routing map are complete (released by the last Route part)
+  Line<u32> rows_returned;    // received rows whose results have left for their owners
+  Line<u32> tokens_combined;  // own tokens whose output is written
+  Line<u32> interrupt;        // 1: the call is over, everyone leaves
+  Line<u32> heartbeat;  // sweeps of the scheduler, so that a processor can tell waiting from a dead
+                        // OS block
+};
+
+/// What one actor did in the last call. Each actor writes its own; the host adds them up after the
+/// call.
+struct alignas(kCacheLine) Tally {
+  u64 tasks[kTaskKinds];     // parts run
+  u64 row_bytes_to_peers;    // rows written into other ranks' cells, both rounds
+  u64 count_bytes_to_peers;  // count words
+  u64 flag_bytes_to_peers;   // arrival flags and returned-row counters
+  u64 padding_rows;          // rows computed only because segments are padded to 8
+  u64 dropped_pairs;         // pairs beyond their expert's capacity
+  u64 busy_ns;               // time inside tasks
+};
+
+/// Where a mailbox's words start and how many there are (mailbox.hpp).
+struct MailboxView {
+  u64* words;
+  u32 capacity;
+};
+
+/// Byte offsets of one rank's own memory; the same arithmetic sizes the allocation and finds the
+/// arrays.
+class RankMemory {
+ public:
+  static u64 bytes(const Geometry& geometry) { return RankMemory(geometry, nullptr).bytes_; }
+
+  RankMemory(const Geometry& geometry, u8* base) : geometry_(geometry) {
+    u64 offset = 0;
+    const auto take = [&offset, base]<class T>(T*& array, u64 count) {
+      array = reinterpret_cast<T*>(base + offset);
+      offset = align_up(offset + count * sizeof(T), u64{kCacheLine});
+    };
+    const u64 world = geometry.world;
+    const u64 local = geometry.local_experts();
+    const u64 blocks = geometry.route_parts();
+    take(epoch, 1);
+    take(failure_claimed, 1);
+    take(call_states, 2);
+    take(tallies, geometry.processors + kOsTallies);
+    take(tasks, geometry.tasks_max());
+    take(ring, ring_slots());
+    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
+      mailboxes_[kind].capacity = tasks_of(static_cast<TaskKind>(kind));
+      take(mailboxes_[kind].words, mailboxes_[kind].capacity);
+    }
+    take(gemm0_parts_done, geometry.tiles_max());
+    take(gemm1_parts_done, geometry.tiles_max());
+    take(pair_expert, geometry.pairs());
+    take(pair_weight, geometry.pairs());
+    take(pair_rank, geometry.pairs());
+    take(block_pairs, blocks * geometry.route_tokens * geometry.top_k);
+    take(block_first, blocks * geometry.experts);
+    take(block_base, blocks * geometry.experts);
+    take(send_start, world * (local + 1));
+    take(rows_seen, geometry.max_tokens);
+    take(receive_start, world * (local + 1));
+    take(counts_known, world);
+    take(rows_expected, 1);
+    take(starving, 1);
+    take(inquiry, 1);
+    take(taken, world * local);
+    take(rows_arrived, world);
+    take(expert_cursor, world);
+    take(sources_complete, local);
+    take(chunk_prefix, world);
+    take(chunk_combined, world * geometry.chunks());
+    take(first_uncombined, world);
+    bytes_ = offset;
+  }
+
+  CallState& call(u32 call_epoch) const { return call_states[call_epoch & 1]; }
+  const MailboxView& mailbox(TaskKind kind) const { return mailboxes_[static_cast<u32>(kind)]; }
+
+  /// Descriptor indices: each kind has its own range, and those that are determined by what they
+  /// cover (a tile, a returned chunk) need no allocation.
+  u32 first_task(TaskKind kind) const {
+    u32 first = 0;
+    for (u32 before = 0; before < static_cast<u32>(kind); ++before) {
+      first += tasks_of(static_cast<TaskKind>(before));
+    }
+    return first;
+  }
+  u32 combine_task(u32 peer, u32 chunk) const {
+    return first_task(TaskKind::combine) + peer * geometry_.chunks() + chunk;
+  }
+  u32 combine_unsent_task() const {
+    return first_task(TaskKind::combine) + geometry_.world * geometry_.chunks();
+  }
+
+  /// Every part has its own slot, and every processor may wait for one slot beyond them.
+  u64 ring_slots() const { return geometry_.parts_max() + geometry_.processors; }
+
+  /// Tally of the OS block's actors, after those of the processors.
+  static constexpr u32 kOsTallies = 1;
+  Tally& os_tally() const { return tallies[geometry_.processors]; }
+
+  u32* send_starts(u32 peer) const {
+    return send_start + u64{peer} * (geometry_.local_experts() + 1);
+  }
+  u32* receive_starts(u32 source) const {
+    return receive_start + u64{source} * (geometry_.local_experts() + 1);
+  }
+  /// Rows that we send to `peer` in this call; valid once `routed` has been acquired.
+  u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_.local_experts()]; }
+  /// Rows that `source` sends us in this call; valid once its counts are known.
+  u32 rows_received(u32 source) const { return receive_starts(source)[geometry_.local_experts()]; }
+
+  u32* epoch = nullptr;            // the call that is running or will run next; starts at 1
+  u32* failure_claimed = nullptr;  // 1: an actor of this rank has written its failure
+  CallState* call_states = nullptr;
+  Tally* tallies = nullptr;
+  Task* tasks = nullptr;
+  u64* ring = nullptr;
+
+  // Completion counters; the part that completes a tile sets its counter back to zero.
+  u32* gemm0_parts_done = nullptr;
+  u32* gemm1_parts_done = nullptr;
+
+  // Routing (routing_map.hpp): what Route wrote for each pair and each block of tokens.
+  u32* pair_expert = nullptr;  // kNone: unused slot
+  float* pair_weight = nullptr;
+  u32* pair_rank = nullptr;    // how many earlier pairs of the same block chose the same expert
+  u32* block_pairs = nullptr;  // pairs of a block, sorted by expert
+  u32* block_first = nullptr;  // [block][expert]: where the expert's pairs start in block_pairs
+  u32* block_base = nullptr;   // [block][expert]: pairs of the expert in this block, then (last
+                               // Route part) before it
+  u32* send_start = nullptr;   // [peer][X + 1]: first row of each expert in the order of sending
+  u32* rows_seen = nullptr;    // [token]: rows of the token that are back
+
+  // The OS block's own.
+  u32* receive_start =
+      nullptr;                  // [source][X + 1]: first row of each expert in the order of arrival
+  u32* counts_known = nullptr;  // [source]: the epoch whose counts are decoded
+  u32* rows_expected =
+      nullptr;  // Algorithm 2's bound: rows to return in this call; corrected as counts arrive
+  u32* starving = nullptr;  // 1: processors wait and nothing is ready
+  u32* inquiry = nullptr;   // os.hpp: which subscriber is asked what it waits for
+  u32* taken = nullptr;     // [source][expert]: rows already in a tile
+  u32* rows_arrived = nullptr;
+  u32* expert_cursor = nullptr;     // [source]: first expert whose rows are not all here
+  u32* sources_complete = nullptr;  // [expert]: sources whose rows are all here
+  u32* chunk_prefix = nullptr;      // [source]: chunks that have arrived, in order
+  u32* chunk_combined = nullptr;    // [peer][chunk]: 1 once its Combine is posted
+  u32* first_uncombined = nullptr;  // [peer]
+
+ private:
+  u32 tasks_of(TaskKind kind) const {
+    switch (kind) {
+      case TaskKind::route:
+        return 1;
+      case TaskKind::dispatch:
+        return geometry_.dispatch_tasks_max();
+      case TaskKind::combine:
+        return geometry_.combine_tasks_max();
+      default:
+        return geometry_.tiles_max();
+    }
+  }
+
+  Geometry geometry_;
+  MailboxView mailboxes_[kTaskKinds];
+  u64 bytes_ = 0;
+};
+
+}  // namespace moeos

@@ -1,0 +1,159 @@
+// The OS block: starts a call, runs the scheduler and the three subscribers, and notices when
+// nothing moves.
+//
+// Each of the four warps runs one actor in a loop of steps (run_os_warp); a machine with few
+// threads lets one thread run all four in turn (run_os_block). May not know: what tasks compute.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/mailbox.hpp"
+#include "runtime/rank.hpp"
+#include "runtime/scheduler.hpp"
+#include "runtime/subscriber.hpp"
+
+namespace moeos {
+
+inline constexpr u32 kOsWarps = 4;
+
+/// Prepares a call, by one warp, before any actor of it runs: the other parity's counters for the
+/// call after it, this call's bound, the first task.
+template <Platform P>
+void begin_call(const Rank<P>& rank, const Call& call) {
+  const RankMemory& memory = rank.memory;
+  if (P::lane() == 0) {
+    memory.call(call.epoch + 1) = CallState{};
+    *memory.rows_expected = rank.geometry().rows_received_max();
+    *memory.starving = 0;
+    *memory.inquiry = 0;
+    memory.os_tally() = Tally{};
+    const u32 index = memory.first_task(TaskKind::route);
+    Task task{};
+    task.kind = TaskKind::route;
+    task.parts = static_cast<u16>(maximum(1U, ceil_div(call.tokens, rank.geometry().route_tokens)));
+    task.epoch = call.epoch;
+    memory.tasks[index] = task;
+    post(rank, call, TaskKind::route, index, task.parts, Actor::scheduler);
+  }
+  P::sync_lanes();
+}
+
+/// When nothing has moved for a deadline, the scheduler opens an inquiry: each subscriber in turn
+/// either names what it is waiting for, and fails the call with it, or passes the inquiry on. So
+/// the failure names the earliest thing in a call's order that has not happened, and each actor's
+/// state is only read by itself.
+inline constexpr u32 kNoInquiry = 0;
+inline constexpr u32 kInquiryUnanswered = kOsWarps;
+
+template <Platform P, class Subscriber>
+void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& subscriber, u32 warp) {
+  // Pairs with the release of the warp before: what it has decoded is known here.
+  if (P::template load_acquire<Scope::block>(rank.memory.inquiry) != warp) {
+    return;
+  }
+  Failure failure = failure_of(rank, call, FailureKind::none, Actor::subscriber);
+  failure.waited_ns = rank.deadline_ns;
+  if (P::lane() == 0) {
+    if (subscriber.missing(failure)) {
+      rank.fail(failure);
+    } else {
+      P::template store_release<Scope::block>(rank.memory.inquiry, warp + 1);
+    }
+  }
+  P::sync_lanes();
+}
+
+/// The scheduler's side: whether this block's work is over, by success or by failure.
+template <Platform P>
+bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, Watch<P>& watch) {
+  if (rank.leaving()) {
+    return true;
+  }
+  if (scheduler.finished()) {
+    scheduler.interrupt();
+    return true;
+  }
+  u32* inquiry = rank.memory.inquiry;
+  if (watch.expired() && P::template load_relaxed<Scope::block>(inquiry) == kNoInquiry) {
+    P::template store_release<Scope::block>(inquiry,
+                                            1U);  // publishes nothing; asks the first subscriber
+  }
+  if (P::template load_acquire<Scope::block>(inquiry) == kInquiryUnanswered) {
+    // All rows came and went: it is our own processors that have not finished.
+    Failure failure = failure_of(rank, call, FailureKind::tasks_late, Actor::scheduler);
+    failure.waited_ns = rank.deadline_ns;
+    failure.expected = P::template load_relaxed<Scope::block>(rank.memory.rows_expected);
+    failure.seen =
+        P::template load_relaxed<Scope::device>(&rank.memory.call(call.epoch).rows_returned.value);
+    rank.fail(failure);
+    return true;
+  }
+  return false;
+}
+
+template <Platform P>
+void wait_unless(bool progress, Watch<P>& watch, u32& idle) {
+  if (progress) {
+    watch.progress();
+    P::rest(idle);
+  } else {
+    P::pause(idle);
+  }
+}
+
+/// All four actors in turn, until the call ends or is aborted.
+template <Platform P>
+void run_os_block(const Rank<P>& rank, const Call& call) {
+  Scheduler<P> scheduler(rank, call);
+  CountsSubscriber<P> counts(rank, call);
+  ArrivalsSubscriber<P> arrivals(rank, call);
+  ReturnsSubscriber<P> returns(rank, call);
+  Watch<P> watch(rank.deadline_ns);
+  u32 idle = 0;
+  while (!call_over(rank, call, scheduler, watch)) {
+    bool progress = scheduler.step();
+    progress = counts.step() || progress;
+    progress = arrivals.step() || progress;
+    progress = returns.step() || progress;
+    answer_inquiry(rank, call, counts, 1);
+    answer_inquiry(rank, call, arrivals, 2);
+    answer_inquiry(rank, call, returns, 3);
+    wait_unless(progress, watch, idle);
+  }
+}
+
+/// A subscriber's warp. Its wait is bounded by the scheduler's watch: everything that it learns
+/// becomes a task that the scheduler publishes, so it leaves on the interrupt or on the abort.
+template <Platform P, class Subscriber>
+void run_subscriber(const Rank<P>& rank, const Call& call, u32 warp) {
+  Subscriber subscriber(rank, call);
+  u32 idle = 0;
+  // Pairs with Scheduler::interrupt.
+  while (P::template load_acquire<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) ==
+             0 &&
+         !rank.leaving()) {
+    const bool progress = subscriber.step();
+    answer_inquiry(rank, call, subscriber, warp);
+    progress ? P::rest(idle) : P::pause(idle);
+  }
+}
+
+/// One of the block's warps: 0 the scheduler, 1 to 3 the subscribers.
+template <Platform P>
+void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
+  if (warp == 1) {
+    run_subscriber<P, CountsSubscriber<P>>(rank, call, warp);
+  } else if (warp == 2) {
+    run_subscriber<P, ArrivalsSubscriber<P>>(rank, call, warp);
+  } else if (warp == 3) {
+    run_subscriber<P, ReturnsSubscriber<P>>(rank, call, warp);
+  } else {
+    Scheduler<P> scheduler(rank, call);
+    Watch<P> watch(rank.deadline_ns);
+    u32 idle = 0;
+    while (!call_over(rank, call, scheduler, watch)) {
+      wait_unless(scheduler.step(), watch, idle);
+    }
+  }
+}
+
+}  // namespace moeos

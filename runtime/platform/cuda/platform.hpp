@@ -1,0 +1,216 @@
+// The GPU's machine: a block is a block, a warp has 32 lanes, peers are mapped memory over NVLink.
+//
+// Knows PTX's memory model (ld/st/atom/fence with .cta, .gpu, .sys); may not know the heap's layout
+// or what an actor does with a word. Compiled by NVRTC with device as the default execution space,
+// so it carries no annotations.
+//
+// Written for the release that launches it; so far it is only compiled
+// (tests/runtime/test_nvrtc.py). It has no way to remote peers yet: the host must not build a
+// Geometry with `remote` for it.
+#pragma once
+
+#include "runtime/base.hpp"
+
+namespace moeos::cuda {
+
+class Machine {
+ public:
+  static constexpr u32 kLanes = 32;
+
+  /// peers[p]: rank p's heap as mapped on this device; own rank included.
+  explicit Machine(u8* const* peers) : peers_(peers) {}
+
+  static u32 lane() {
+    u32 lane;
+    asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+  }
+  static u32 ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+  template <class T>
+  static T broadcast(T value, u32 source_lane) {
+    return __shfl_sync(kAllLanes, value, static_cast<int>(source_lane));
+  }
+  static u32 inclusive_scan(u32 value) {
+    for (u32 distance = 1; distance < kLanes; distance *= 2) {
+      const u32 below = __shfl_up_sync(kAllLanes, value, distance);
+      value += lane() >= distance ? below : 0;
+    }
+    return value;
+  }
+  static void sync_lanes() { __syncwarp(); }
+
+  template <Scope S>
+  static u32 load_relaxed(const u32* word) {
+    u32 value;
+    if constexpr (S == Scope::block) {
+      asm volatile("ld.relaxed.cta.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    } else {
+      asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    }
+    return value;
+  }
+  template <Scope S>
+  static u64 load_relaxed(const u64* word) {
+    u64 value;
+    if constexpr (S == Scope::block) {
+      asm volatile("ld.relaxed.cta.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    } else {
+      asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    }
+    return value;
+  }
+  template <Scope S>
+  static void store_relaxed(u32* word, u32 value) {
+    if constexpr (S == Scope::block) {
+      asm volatile("st.relaxed.cta.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+    } else {
+      asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+    }
+  }
+  template <Scope S>
+  static void store_relaxed(u64* word, u64 value) {
+    if constexpr (S == Scope::block) {
+      asm volatile("st.relaxed.cta.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+    } else {
+      asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+    }
+  }
+  template <Scope S>
+  static u32 add_relaxed(u32* word, u32 value) {
+    u32 before;
+    if constexpr (S == Scope::block) {
+      asm volatile("atom.add.relaxed.cta.u32 %0, [%1], %2;"
+                   : "=r"(before)
+                   : "l"(word), "r"(value)
+                   : "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("atom.add.relaxed.gpu.u32 %0, [%1], %2;"
+                   : "=r"(before)
+                   : "l"(word), "r"(value)
+                   : "memory");
+    } else {
+      asm volatile("atom.add.relaxed.sys.u32 %0, [%1], %2;"
+                   : "=r"(before)
+                   : "l"(word), "r"(value)
+                   : "memory");
+    }
+    return before;
+  }
+  template <Scope S>
+  static bool compare_exchange_release(u32* word, u32 expected, u32 desired) {
+    fence<S>();
+    u32 before;
+    if constexpr (S == Scope::block) {
+      asm volatile("atom.cas.relaxed.cta.b32 %0, [%1], %2, %3;"
+                   : "=r"(before)
+                   : "l"(word), "r"(expected), "r"(desired)
+                   : "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("atom.cas.relaxed.gpu.b32 %0, [%1], %2, %3;"
+                   : "=r"(before)
+                   : "l"(word), "r"(expected), "r"(desired)
+                   : "memory");
+    } else {
+      asm volatile("atom.cas.relaxed.sys.b32 %0, [%1], %2, %3;"
+                   : "=r"(before)
+                   : "l"(word), "r"(expected), "r"(desired)
+                   : "memory");
+    }
+    return before == expected;
+  }
+
+  // PTX defines a release as a fence before, and an acquire as a fence behind, a relaxed access
+  // (PTX ISA, memory consistency model, "release and acquire patterns"): so every stronger access
+  // is made of the four above.
+  template <Scope S, class T>
+  static T load_acquire(const T* word) {
+    const T value = load_relaxed<S>(word);
+    fence<S>();
+    return value;
+  }
+  template <Scope S, class T>
+  static void store_release(T* word, T value) {
+    fence<S>();
+    store_relaxed<S>(word, value);
+  }
+  template <Scope S>
+  static u32 add_release(u32* word, u32 value) {
+    fence<S>();
+    return add_relaxed<S>(word, value);
+  }
+  template <Scope S>
+  static u32 add_acquire_release(u32* word, u32 value) {
+    fence<S>();
+    const u32 before = add_relaxed<S>(word, value);
+    fence<S>();
+    return before;
+  }
+
+  template <Scope S, class T>
+  static T poll(const T* word) {
+    return load_relaxed<S>(word);
+  }
+  template <Scope S>
+  static void acquire_fence() {
+    fence<S>();
+  }
+  template <Scope S>
+  static void publish_fence() {
+    fence<S>();
+  }
+  template <Scope S, class T>
+  static void publish(T* word, T value) {
+    store_relaxed<S>(word, value);
+  }
+
+  static u64 now_ns() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+  }
+  /// A short sleep frees issue slots for the warps that compute on the same SM.
+  static void pause(u32& idle) {
+    constexpr u32 kSpins = 16;
+    constexpr u32 kNapNs = 32;
+    if (idle < kSpins) {
+      ++idle;
+    } else {
+      __nanosleep(kNapNs);
+    }
+  }
+  static void rest(u32& idle) { idle = 0; }
+
+  u8* peer(u32 rank) const { return peers_[rank]; }
+
+  // No transport to remote peers: reaching one of these is a broken Geometry.
+  void put(u32, u64, const void*, u64) const { __trap(); }
+  void put_word(u32, u64, u64) const { __trap(); }
+  void signal_set(u32, u64, u32) const { __trap(); }
+  void signal_add(u32, u64, u32) const { __trap(); }
+
+ private:
+  static constexpr u32 kAllLanes = 0xFFFFFFFFU;
+
+  template <Scope S>
+  static void fence() {
+    if constexpr (S == Scope::block) {
+      asm volatile("fence.acq_rel.cta;" ::: "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    } else {
+      asm volatile("fence.acq_rel.sys;" ::: "memory");
+    }
+  }
+
+  u8* const* peers_;
+};
+
+}  // namespace moeos::cuda

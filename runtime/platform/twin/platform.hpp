@@ -1,0 +1,159 @@
+// The twin's machine: a block is a thread, a warp has one lane, peers are mapped memory.
+//
+// Knows C++ atomics, clocks and sleeping; may not know the heap's layout or what an actor does with
+// a word. Ranks may share a process (virtual ranks) or only memory (one process a rank):
+// std::atomic_ref serves both, because lock-free atomics are address-free.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#include "runtime/base.hpp"
+
+namespace moeos::twin {
+
+/// What happens at every atomic access of the calling thread: nothing, or what a test wants (random
+/// delays today). Set for the thread's life by the engine, never from the runtime.
+class Interposer {
+ public:
+  virtual ~Interposer() = default;
+  virtual void at_access() = 0;
+};
+
+inline thread_local Interposer* interposer = nullptr;
+
+class Machine {
+ public:
+  static constexpr u32 kLanes = 1;
+
+  /// heaps[p]: rank p's heap as mapped in this process. With `remote`, the runtime is told that
+  /// only `self` can be addressed, and reaches the others by puts: the RDMA path without a NIC.
+  Machine(u8* const* heaps, u32 self, bool remote) : heaps_(heaps), self_(self), remote_(remote) {}
+
+  static u32 lane() { return 0; }
+  static u32 ballot(bool predicate) { return predicate ? 1U : 0U; }
+  template <class T>
+  static T broadcast(T value, u32 /*source_lane*/) {
+    return value;
+  }
+  static u32 inclusive_scan(u32 value) { return value; }
+  static void sync_lanes() {}
+
+  template <Scope, class T>
+  static T load_relaxed(const T* word) {
+    return access(word).load(std::memory_order_relaxed);
+  }
+  template <Scope, class T>
+  static T load_acquire(const T* word) {
+    return access(word).load(std::memory_order_acquire);
+  }
+  template <Scope, class T>
+  static void store_relaxed(T* word, T value) {
+    access(word).store(value, std::memory_order_relaxed);
+  }
+  template <Scope, class T>
+  static void store_release(T* word, T value) {
+    access(word).store(value, std::memory_order_release);
+  }
+  template <Scope, class T>
+  static T add_relaxed(T* word, T value) {
+    return access(word).fetch_add(value, std::memory_order_relaxed);
+  }
+  template <Scope, class T>
+  static T add_release(T* word, T value) {
+    return access(word).fetch_add(value, std::memory_order_release);
+  }
+  template <Scope, class T>
+  static T add_acquire_release(T* word, T value) {
+    return access(word).fetch_add(value, std::memory_order_acq_rel);
+  }
+  template <Scope, class T>
+  static bool compare_exchange_release(T* word, T expected, T desired) {
+    return access(word).compare_exchange_strong(expected, desired, std::memory_order_release,
+                                                std::memory_order_relaxed);
+  }
+
+  // ThreadSanitizer does not model fences, so a swept word carries its own order here.
+  template <Scope S, class T>
+  static T poll(const T* word) {
+    return load_acquire<S>(word);
+  }
+  template <Scope>
+  static void acquire_fence() {}
+  template <Scope>
+  static void publish_fence() {}
+  template <Scope S, class T>
+  static void publish(T* word, T value) {
+    store_release<S>(word, value);
+  }
+
+  static u64 now_ns() {
+    return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch() /
+                            std::chrono::nanoseconds(1));
+  }
+
+  /// Waits a little longer each time: first on the core, then giving it up, then asleep. With fewer
+  /// cores than threads the sleepers leave the cores to those that compute.
+  static void pause(u32& idle) {
+    constexpr u32 kSpins = 200;
+    constexpr u32 kYields = 20;
+    constexpr long kShortestSleep = 20'000;
+    constexpr long kLongestSleep = 500'000;
+    if (idle < kSpins) {
+      cpu_relax();
+    } else if (idle < kSpins + kYields) {
+      sched_yield();
+    } else {
+      const u32 doublings = minimum(5U, (idle - kSpins - kYields) / 4);
+      const timespec nap{0, minimum(kLongestSleep, kShortestSleep << doublings)};
+      nanosleep(&nap, nullptr);
+    }
+    ++idle;
+  }
+  static void rest(u32& idle) { idle = 0; }
+
+  u8* peer(u32 rank) const { return remote_ && rank != self_ ? nullptr : heaps_[rank]; }
+
+  // A put is done when it returns, so a release on the signal is all the order that it needs.
+  void put(u32 rank, u64 offset, const void* source, u64 bytes) const {
+    std::memcpy(heaps_[rank] + offset, source, bytes);
+  }
+  void put_word(u32 rank, u64 offset, u64 value) const {
+    store_release<Scope::system>(reinterpret_cast<u64*>(heaps_[rank] + offset), value);
+  }
+  void signal_set(u32 rank, u64 offset, u32 value) const {
+    store_release<Scope::system>(reinterpret_cast<u32*>(heaps_[rank] + offset), value);
+  }
+  void signal_add(u32 rank, u64 offset, u32 value) const {
+    add_release<Scope::system>(reinterpret_cast<u32*>(heaps_[rank] + offset), value);
+  }
+
+ private:
+  template <class T>
+  static std::atomic_ref<T> access(const T* word) {
+    static_assert(std::atomic_ref<T>::is_always_lock_free,
+                  "shared between processes: must not need a lock");
+    if (interposer != nullptr) {
+      interposer->at_access();
+    }
+    return std::atomic_ref<T>(*const_cast<T*>(word));
+  }
+
+  static void cpu_relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+  }
+
+  u8* const* heaps_;
+  u32 self_;
+  bool remote_;
+};
+
+}  // namespace moeos::twin

@@ -1,0 +1,61 @@
+// What every actor of a rank is handed: the machine, the memory, and the call that is running.
+//
+// May not know: actors. Actors hold a Rank and a Call by reference and nothing of each other.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/layout.hpp"
+#include "runtime/memory.hpp"
+#include "runtime/platform/concept.hpp"
+#include "runtime/watchdog.hpp"
+
+namespace moeos {
+
+/// Fixed for a layer's life.
+template <Platform P>
+struct Rank {
+  P platform;
+  Layout layout;
+  RankMemory memory;
+  u8* heap;  // this rank's symmetric heap
+  u32 rank;
+  u64 deadline_ns;
+
+  const Geometry& geometry() const { return layout.geometry(); }
+
+  template <class T>
+  T* here(u64 offset) const {
+    return reinterpret_cast<T*>(heap + offset);
+  }
+
+  bool leaving() const { return aborted<P>(layout, heap); }
+  void fail(const Failure& failure) const {
+    raise_everywhere(platform, layout, heap, memory.failure_claimed, failure);
+  }
+};
+
+/// Fixed for one call; the epoch is read from device memory when the call starts.
+struct Call {
+  u32 epoch;
+  u32 tokens;      // S of this rank
+  u32 pair_limit;  // rows we may send to one expert in this call: capacity(S), or max_tokens when
+                   // dropless
+  u32 may_be_unsent;  // 1: a token may send no row at all (capacity, or routing given by the
+                      // caller)
+};
+
+/// A failure of this rank's actor in this call, to be filled in by the caller.
+template <Platform P>
+Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Actor actor) {
+  Failure failure{};
+  failure.kind = kind;
+  failure.actor = actor;
+  failure.rank = rank.rank;
+  failure.peer = kNone;
+  failure.expert = kNone;
+  failure.chunk = kNone;
+  failure.epoch = call.epoch;
+  return failure;
+}
+
+}  // namespace moeos

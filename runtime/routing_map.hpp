@@ -1,0 +1,126 @@
+// Which row carries which (token, j) pair, in both directions, for the rows that this rank sends.
+//
+// Route sorts each block of tokens by expert on its own (block_pairs, block_first, block_base); a
+// prefix over the blocks then gives every pair its slot at its expert, in the order (token, j). So
+// the map is the same for any number of processors and any timing, no atomic decides a row, and
+// with a capacity the pairs that are dropped are the last ones. Nothing is written per pair after
+// Route: both directions are computed from the prefixes. May not know: flags, queues, where a row
+// lies in memory (layout.hpp).
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/geometry.hpp"
+#include "runtime/memory.hpp"
+
+namespace moeos {
+
+class RoutingMap {
+ public:
+  RoutingMap(const Geometry& geometry, const RankMemory& memory, u32 tokens, u32 pair_limit)
+      : geometry_(geometry),
+        memory_(memory),
+        blocks_(ceil_div(tokens, geometry.route_tokens)),
+        limit_(pair_limit) {}
+
+  struct Place {
+    u32 peer;  // owner of the expert
+    u32 local_expert;
+    u32 slot;  // among the rows that we send to that expert
+    u32 row;   // in the order of sending to that peer: what chunks count
+  };
+
+  /// Whether a pair has a row: its slot is used and within the expert's capacity.
+  bool sent(u32 pair) const {
+    const u32 expert = memory_.pair_expert[pair];
+    return expert != kNone && slot(pair, expert) < limit_;
+  }
+
+  /// The place of a pair that is sent.
+  Place place_of(u32 pair) const {
+    const u32 expert = memory_.pair_expert[pair];
+    const u32 peer = geometry_.owner_of(expert);
+    const u32 local = expert % geometry_.local_experts();
+    const u32 in_expert = slot(pair, expert);
+    return Place{peer, local, in_expert, memory_.send_starts(peer)[local] + in_expert};
+  }
+
+  /// Where a row that we send to `peer` lies: the inverse of place_of's `row`.
+  Place place_at(u32 peer, u32 row) const {
+    const u32* starts = memory_.send_starts(peer);
+    MOEOS_CHECK(row < starts[geometry_.local_experts()]);
+    // The last expert that starts at or before the row; experts without rows start where the next
+    // one does.
+    const u32 local = partition_point(geometry_.local_experts(),
+                                      [&](u32 expert) { return starts[expert + 1] <= row; });
+    return Place{peer, local, row - starts[local], row};
+  }
+
+  /// The pair that a place carries.
+  u32 pair_at(const Place& place) const {
+    const u32 expert = place.peer * geometry_.local_experts() + place.local_expert;
+    const u32 block =
+        partition_point(blocks_, [&](u32 b) { return base(b, expert) <= place.slot; }) - 1;
+    const u64 first = u64{block} * geometry_.route_tokens * geometry_.top_k;
+    return memory_
+        .block_pairs[first + memory_.block_first[u64{block} * geometry_.experts + expert] +
+                     (place.slot - base(block, expert))];
+  }
+
+  /// Rows that come back for the token.
+  u32 rows_of(u32 token) const {
+    u32 rows = 0;
+    for (u32 j = 0; j < geometry_.top_k; ++j) {
+      rows += sent(token * geometry_.top_k + j) ? 1 : 0;
+    }
+    return rows;
+  }
+
+ private:
+  u32 base(u32 block, u32 expert) const {
+    return memory_.block_base[u64{block} * geometry_.experts + expert];
+  }
+  u32 slot(u32 pair, u32 expert) const {
+    return base(pair / geometry_.top_k / geometry_.route_tokens, expert) + memory_.pair_rank[pair];
+  }
+
+  const Geometry& geometry_;
+  const RankMemory& memory_;
+  u32 blocks_;
+  u32 limit_;
+};
+
+/// What Route does after it has chosen the experts of a block of tokens: sorts the block's pairs by
+/// expert.
+///
+/// Reads pair_expert of the block; writes pair_rank, block_pairs, block_first and block_base (as
+/// pairs in this block). `tokens` are those of the call. One thread.
+inline void sort_block(const Geometry& geometry, const RankMemory& memory, u32 tokens, u32 block) {
+  const u32 first_token = block * geometry.route_tokens;
+  const u32 begin = first_token * geometry.top_k;
+  const u32 end = minimum(tokens, first_token + geometry.route_tokens) * geometry.top_k;
+  u32* in_block = memory.block_base + u64{block} * geometry.experts;
+  u32* first = memory.block_first + u64{block} * geometry.experts;
+  for (u32 expert = 0; expert < geometry.experts; ++expert) {
+    in_block[expert] = 0;
+  }
+  for (u32 pair = begin; pair < end; ++pair) {
+    const u32 expert = memory.pair_expert[pair];
+    if (expert != kNone) {
+      memory.pair_rank[pair] = in_block[expert]++;
+    }
+  }
+  u32 start = 0;
+  for (u32 expert = 0; expert < geometry.experts; ++expert) {
+    first[expert] = start;
+    start += in_block[expert];
+  }
+  u32* sorted = memory.block_pairs + u64{block} * geometry.route_tokens * geometry.top_k;
+  for (u32 pair = begin; pair < end; ++pair) {
+    const u32 expert = memory.pair_expert[pair];
+    if (expert != kNone) {
+      sorted[first[expert] + memory.pair_rank[pair]] = pair;
+    }
+  }
+}
+
+}  // namespace moeos

@@ -1,0 +1,190 @@
+// Algorithm 3: one warp that decides what runs next and when the call is over.
+//
+// Sweeps the mailboxes and publishes (descriptor, part) words into the ready ring in priority
+// order, but only about one word a processor ahead of what has been claimed, so that a more urgent
+// task never waits behind a long queue. The thesis rings a doorbell at each processor instead; one
+// ring keeps every processor busy while any part is ready. May not know: what a task computes,
+// where rows lie.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/rank.hpp"
+#include "runtime/task.hpp"
+
+namespace moeos {
+
+template <Platform P>
+class Scheduler {
+ public:
+  /// Processors kept on Dispatch while rows are still to be sent: 8 to 16 SMs saturate NVLink.
+  static constexpr u32 kDispatchersMin = 12;
+
+  Scheduler(const Rank<P>& rank, const Call& call)
+      : rank_(rank), call_(call), state_(rank.memory.call(call.epoch)) {
+    // Never all of the processors, when they are few: computing must go on beside sending.
+    dispatchers_ = minimum(kDispatchersMin, maximum(1U, rank.geometry().processors / 2));
+  }
+
+  /// One sweep. True if anything was published or claimed: the call is alive.
+  bool step() {
+    if (P::lane() == 0) {
+      // Relaxed: a processor only looks whether it changes.
+      P::template store_relaxed<Scope::device>(&state_.heartbeat.value, ++sweeps_);
+    }
+    fetch();
+    const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
+    const bool moved = claimed != claimed_;
+    claimed_ = claimed;
+    const u32 published = publish_up_to(claimed + rank_.geometry().processors);
+    // Block scope, relaxed: a hint to the arrivals subscriber that packing early would feed
+    // someone.
+    P::template store_relaxed<Scope::block>(rank_.memory.starving,
+                                            claimed > published_ && !anything_ready() ? 1U : 0U);
+    return moved || published > 0;
+  }
+
+  /// Whether the call is over for this rank: counts seen from all peers, every received row
+  /// returned, every token combined, and every processor back at the ring (so that all have read
+  /// this call's epoch).
+  bool finished() const {
+    if (P::template load_relaxed<Scope::device>(&state_.routed.value) == 0) {
+      return false;
+    }
+    const u32 returned = P::template load_relaxed<Scope::device>(&state_.rows_returned.value);
+    const u32 combined = P::template load_relaxed<Scope::device>(&state_.tokens_combined.value);
+    const u32 expected = P::template load_relaxed<Scope::block>(rank_.memory.rows_expected);
+    const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
+    return returned == expected && combined == call_.tokens &&
+           claimed == published_ + rank_.geometry().processors;
+  }
+
+  /// Tells everyone to leave, and starts the next epoch. Only after finished(): a processor that
+  /// had not read the epoch yet would otherwise wait for the wrong call.
+  void interrupt() {
+    if (P::lane() == 0) {
+      P::template store_relaxed<Scope::device>(rank_.memory.epoch, call_.epoch + 1);
+      // Publishes nothing that the next call does not get from the kernel boundary; pairs with
+      // Processor::claim.
+      P::template store_release<Scope::device>(&state_.interrupt.value, 1U);
+    }
+  }
+
+ private:
+  /// Words of one mailbox that have been read and not handed out: lane i holds word i.
+  struct Batch {
+    u64 word = 0;
+    u32 size = 0;
+    u32 next = 0;    // first word not handed out completely
+    u32 part = 0;    // first part of it
+    u32 cursor = 0;  // slots of the mailbox that have been read
+    bool empty() const { return next == size; }
+  };
+
+  /// Refills the batches that are used up.
+  void fetch() {
+    bool any = false;
+    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
+      Batch& batch = batches_[kind];
+      if (!batch.empty()) {
+        continue;
+      }
+      const MailboxView& mailbox = rank_.memory.mailbox(static_cast<TaskKind>(kind));
+      const u32 slot = batch.cursor + P::lane();
+      batch.word =
+          slot < mailbox.capacity ? P::template poll<Scope::device>(&mailbox.words[slot]) : 0;
+      const u32 filled = P::ballot(ReadyWord(batch.word).epoch() == call_.epoch);
+      batch.size =
+          count_trailing_ones(filled);  // in order: an unfilled slot holds back those behind it
+      batch.next = 0;
+      batch.part = 0;
+      batch.cursor += batch.size;
+      any = any || batch.size > 0;
+    }
+    if (any) {
+      // Pairs with fill_slot: what the posters published is ordered before what publish_up_to
+      // publishes.
+      P::template acquire_fence<Scope::device>();
+    }
+  }
+
+  static u32 count_trailing_ones(u32 bits) {
+    u32 ones = 0;
+    while (ones < 32 && (bits >> ones & 1U) != 0) {
+      ++ones;
+    }
+    return ones;
+  }
+
+  bool anything_ready() const {
+    for (const Batch& batch : batches_) {
+      if (!batch.empty()) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  /// The kind to hand out next: in order of TaskKind, but Dispatch first while fewer than
+  /// `dispatchers_` of its parts are under way. kTaskKinds when nothing is ready.
+  u32 choose(u32 dispatch_done) const {
+    const u32 dispatch = static_cast<u32>(TaskKind::dispatch);
+    if (!batches_[dispatch].empty() && dispatch_published_ - dispatch_done < dispatchers_) {
+      return dispatch;
+    }
+    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
+      if (!batches_[kind].empty()) {
+        return kind;
+      }
+    }
+    return kTaskKinds;
+  }
+
+  /// Publishes ready parts until `limit` words have been published in this call; returns how many
+  /// it published.
+  u32 publish_up_to(u32 limit) {
+    const u32 before = published_;
+    const u32 dispatch_done =
+        P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value);
+    // Orders what fetch() acquired before the words below, for the processors that acquire them.
+    P::template publish_fence<Scope::device>();
+    while (published_ < limit) {
+      const u32 kind = choose(dispatch_done);
+      if (kind == kTaskKinds) {
+        break;
+      }
+      Batch& batch = batches_[kind];
+      const ReadyWord word{P::broadcast(batch.word, batch.next)};
+      const u32 parts = word.part();
+      const u32 handed = minimum(minimum(limit - published_, parts - batch.part), P::kLanes);
+      MOEOS_CHECK(published_ + handed <= rank_.geometry().parts_max());
+      if (P::lane() < handed) {
+        // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
+        // with the acquire in Processor::claim.
+        P::template publish<Scope::device>(&rank_.memory.ring[published_ + P::lane()],
+                                           word.with_part(batch.part + P::lane()).bits());
+      }
+      published_ += handed;
+      batch.part += handed;
+      if (kind == static_cast<u32>(TaskKind::dispatch)) {
+        dispatch_published_ += handed;
+      }
+      if (batch.part == parts) {
+        ++batch.next;
+        batch.part = 0;
+      }
+    }
+    return published_ - before;
+  }
+
+  const Rank<P>& rank_;
+  const Call& call_;
+  CallState& state_;
+  Batch batches_[kTaskKinds];
+  u32 dispatchers_;
+  u32 published_ = 0;
+  u32 dispatch_published_ = 0;
+  u32 claimed_ = 0;
+  u32 sweeps_ = 0;
+};
+
+}  // namespace moeos

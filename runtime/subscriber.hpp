@@ -1,0 +1,351 @@
+// Algorithm 2: three warps that watch what peers write, and turn it into tasks.
+//
+//   CountsSubscriber    row counts   -> where each source's rows start; corrects the bound on this
+//   call's rows ArrivalsSubscriber  chunk flags  -> row tiles (tile_plan.hpp), posted as Gemm0
+//   ReturnsSubscriber   row credits  -> Combine tasks, one for each chunk that is back
+//
+// Each has step(), which looks once at its words and returns whether anything was new, and
+// describes in missing() what it still waits for. May not know: what a task computes; the ready
+// ring.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/mailbox.hpp"
+#include "runtime/rank.hpp"
+#include "runtime/task.hpp"
+#include "runtime/tile_plan.hpp"
+
+namespace moeos {
+
+template <Platform P>
+class CountsSubscriber {
+ public:
+  CountsSubscriber(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {}
+
+  bool step() {
+    const Geometry& geometry = rank_.geometry();
+    bool progress = false;
+    for (u32 source = 0; known_ < geometry.world && source < geometry.world; ++source) {
+      if (rank_.memory.counts_known[source] != call_.epoch) {  // this warp alone writes it
+        progress = decode(source) || progress;
+      }
+    }
+    return progress;
+  }
+
+  /// The first count that has not come; false when all have.
+  bool missing(Failure& failure) const {
+    const Geometry& geometry = rank_.geometry();
+    for (u32 source = 0; source < geometry.world; ++source) {
+      for (u32 expert = 0; expert < geometry.local_experts(); ++expert) {
+        const u64 word = look(source, expert);
+        if (static_cast<u32>(word >> 32) != call_.epoch) {
+          failure.kind = FailureKind::counts_late;
+          failure.peer = source;
+          failure.expert = expert;
+          failure.expected = call_.epoch;
+          failure.seen = word >> 32;
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
+ private:
+  u64 look(u32 source, u32 expert) const {
+    // A count word carries its own epoch and publishes nothing but itself.
+    return P::template load_relaxed<Scope::system>(
+        rank_.template here<u64>(rank_.layout.count(call_.epoch, source, expert)));
+  }
+
+  /// Reads a source's counts if they are all here.
+  bool decode(u32 source) {
+    const Geometry& geometry = rank_.geometry();
+    const u32 experts = geometry.local_experts();
+    u32* starts = rank_.memory.receive_starts(source);
+    u32 start = 0;
+    for (u32 first = 0; first < experts; first += P::kLanes) {
+      const u32 expert = first + P::lane();
+      const u64 word = expert < experts ? look(source, expert) : u64{call_.epoch} << 32;
+      if (P::ballot(static_cast<u32>(word >> 32) != call_.epoch) != 0) {
+        return false;
+      }
+      const u32 rows = static_cast<u32>(word);
+      if (P::ballot(rows > geometry.capacity) != 0) {
+        if (rows > geometry.capacity) {
+          reject(source, expert, rows);
+        }
+        return false;
+      }
+      const u32 inclusive = P::inclusive_scan(rows);
+      if (expert < experts) {
+        starts[expert] = start + inclusive - rows;
+      }
+      start += P::broadcast(inclusive, P::kLanes - 1);
+    }
+    if (start > geometry.cell_rows_used()) {
+      reject(source, kNone, start);
+      return false;
+    }
+    P::sync_lanes();
+    if (P::lane() == 0) {
+      starts[experts] = start;
+      // Algorithm 2, SelfCorrectTaskBound: the bound counted this source's cell as full. Relaxed:
+      // the scheduler compares a number; nothing is read because of it.
+      const u32 bound = P::template load_relaxed<Scope::block>(rank_.memory.rows_expected);
+      P::template store_relaxed<Scope::block>(rank_.memory.rows_expected,
+                                              bound - (geometry.cell_rows_used() - start));
+      // Publishes receive_starts(source) to the arrivals subscriber, which acquires this word.
+      P::template store_release<Scope::block>(&rank_.memory.counts_known[source], call_.epoch);
+    }
+    P::sync_lanes();
+    ++known_;
+    return true;
+  }
+
+  void reject(u32 source, u32 expert, u32 rows) const {
+    Failure failure = failure_of(rank_, call_, FailureKind::count_too_large, Actor::subscriber);
+    failure.peer = source;
+    failure.expert = expert;
+    failure.expected =
+        expert == kNone ? rank_.geometry().cell_rows_used() : rank_.geometry().capacity;
+    failure.seen = rows;
+    rank_.fail(failure);
+  }
+
+  const Rank<P>& rank_;
+  const Call& call_;
+  u32 known_ = 0;
+};
+
+template <Platform P>
+class ArrivalsSubscriber {
+ public:
+  /// How long processors must have had nothing to do before incomplete remainders are packed.
+  /// Shorter would split tiles that are about to fill; longer would leave processors idle for a
+  /// straggler's rows.
+  static constexpr u64 kPatienceNs = 20'000;
+
+  ArrivalsSubscriber(const Rank<P>& rank, const Call& call)
+      : rank_(rank), call_(call), plan_(rank.layout, rank.memory) {
+    plan_.begin(call.epoch);
+    for (u32 source = 0; source < rank.geometry().world; ++source) {
+      rank.memory.chunk_prefix[source] = kUndecoded;
+    }
+  }
+
+  bool step() {
+    bool progress = false;
+    for (u32 source = 0; source < rank_.geometry().world; ++source) {
+      progress = watch(source) || progress;
+    }
+    return progress || pack_for_idle_processors();
+  }
+
+  /// The first chunk that was announced and has not come; false when all have.
+  bool missing(Failure& failure) const {
+    for (u32 source = 0; source < rank_.geometry().world; ++source) {
+      const u32 prefix = rank_.memory.chunk_prefix[source];
+      if (prefix == kUndecoded ||
+          prefix * rank_.geometry().chunk_rows < rank_.memory.rows_received(source)) {
+        failure.kind = FailureKind::rows_late;
+        failure.peer = source;
+        failure.chunk = prefix == kUndecoded ? 0 : prefix;
+        failure.expected = rank_.memory.rows_received(source);
+        failure.seen = prefix == kUndecoded ? 0 : u64{prefix} * rank_.geometry().chunk_rows;
+        return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  static constexpr u32 kUndecoded =
+      kNone;  // as chunk_prefix: the source's counts are not known yet
+
+  /// Advances the prefix of chunks that have arrived from a source.
+  bool watch(u32 source) {
+    const Geometry& geometry = rank_.geometry();
+    u32& prefix = rank_.memory.chunk_prefix[source];
+    // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
+    if (P::template load_acquire<Scope::block>(&rank_.memory.counts_known[source]) != call_.epoch) {
+      return false;
+    }
+    const bool first_look = prefix == kUndecoded;
+    const u32 before = first_look ? 0 : prefix;
+    const u32 rows = rank_.memory.rows_received(source);
+    const u32 chunks = ceil_div(rows, geometry.chunk_rows);
+    if (before == chunks && !first_look) {
+      return false;
+    }
+    const u32 chunk = before + P::lane();
+    const bool here = chunk < chunks && P::template poll<Scope::system>(rank_.template here<u32>(
+                                            rank_.layout.arrived(source, chunk))) == call_.epoch;
+    const u32 arrived = P::ballot(here);
+    u32 now = before;
+    while (now - before < P::kLanes && (arrived >> (now - before) & 1U) != 0) {
+      ++now;
+    }
+    if (now == before && !first_look) {
+      return false;
+    }
+    // Pairs with send_chunk: the rows of these chunks are here, for us and for whoever acquires the
+    // tiles below.
+    P::template acquire_fence<Scope::system>();
+    if (P::lane() == 0) {
+      prefix = now;
+      plan_.advance(source, minimum(now * geometry.chunk_rows, rows),
+                    [this](const Task& tile) { post_tile(tile); });
+    }
+    P::sync_lanes();
+    return true;
+  }
+
+  bool pack_for_idle_processors() {
+    if (P::template load_relaxed<Scope::block>(rank_.memory.starving) == 0) {
+      starving_since_ = 0;
+      return false;
+    }
+    const u64 now = P::now_ns();
+    if (starving_since_ == 0) {
+      starving_since_ = now;
+    }
+    if (now - starving_since_ < kPatienceNs) {
+      return false;
+    }
+    starving_since_ = 0;
+    u32 packed = 0;
+    if (P::lane() == 0) {
+      packed = plan_.pack_early([this](const Task& tile) { post_tile(tile); }) ? 1 : 0;
+    }
+    return P::broadcast(packed, 0) != 0;
+  }
+
+  void post_tile(const Task& tile) {
+    const u32 task = rank_.memory.first_task(TaskKind::gemm0) + tile.tile;
+    rank_.memory.tasks[task] = tile;
+    post(rank_, call_, TaskKind::gemm0, task, tile.parts, Actor::subscriber);
+  }
+
+  const Rank<P>& rank_;
+  const Call& call_;
+  TilePlan plan_;
+  u64 starving_since_ = 0;
+};
+
+template <Platform P>
+class ReturnsSubscriber {
+ public:
+  ReturnsSubscriber(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {
+    const Geometry& geometry = rank.geometry();
+    for (u32 i = P::lane(); i < geometry.world * geometry.chunks(); i += P::kLanes) {
+      rank.memory.chunk_combined[i] = 0;
+    }
+    for (u32 p = P::lane(); p < geometry.world; p += P::kLanes) {
+      rank.memory.first_uncombined[p] = 0;
+    }
+    P::sync_lanes();
+  }
+
+  bool step() {
+    if (!routed_) {
+      // Pairs with RouteFinish: how many rows we sent to each peer.
+      routed_ = P::template load_acquire<Scope::device>(
+                    &rank_.memory.call(call_.epoch).routed.value) != 0;
+      if (!routed_) {
+        return false;
+      }
+    }
+    bool progress = false;
+    for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
+      progress = watch(peer) || progress;
+    }
+    return progress;
+  }
+
+  /// The first chunk of ours that is not back; false when all are.
+  bool missing(Failure& failure) const {
+    for (u32 peer = 0; routed_ && peer < rank_.geometry().world; ++peer) {
+      const u32 chunk = rank_.memory.first_uncombined[peer];
+      const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
+      if (rows > 0) {
+        failure.kind = FailureKind::returns_late;
+        failure.peer = peer;
+        failure.chunk = chunk;
+        failure.expected = rows;
+        failure.seen = P::template load_relaxed<Scope::system>(credit(peer, chunk));
+        return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  u32* credit(u32 peer, u32 chunk) const {
+    return rank_.template here<u32>(rank_.layout.returned(peer, chunk));
+  }
+
+  /// Looks at all chunks of a peer that are not back; they come in any order.
+  bool watch(u32 peer) {
+    const Geometry& geometry = rank_.geometry();
+    const u32 rows_sent = rank_.memory.rows_sent(peer);
+    const u32 chunks = ceil_div(rows_sent, geometry.chunk_rows);
+    u32* combined = rank_.memory.chunk_combined + u64{peer} * geometry.chunks();
+    u32& first = rank_.memory.first_uncombined[peer];
+    bool progress = false;
+    for (u32 base = first; base < chunks; base += P::kLanes) {
+      const u32 chunk = base + P::lane();
+      const u32 rows = rows_in_chunk(geometry, rows_sent, chunk);
+      const bool open = chunk < chunks && combined[chunk] == 0;
+      const u32 back = open ? P::template poll<Scope::system>(credit(peer, chunk)) : 0;
+      if (open && back > rows) {
+        Failure failure =
+            failure_of(rank_, call_, FailureKind::returns_too_many, Actor::subscriber);
+        failure.peer = peer;
+        failure.chunk = chunk;
+        failure.expected = rows;
+        failure.seen = back;
+        rank_.fail(failure);
+        return false;
+      }
+      const bool complete = open && back == rows;
+      if (P::ballot(complete) == 0) {
+        continue;
+      }
+      // Pairs with return_rows: the results of these chunks are here.
+      P::template acquire_fence<Scope::system>();
+      if (complete) {
+        finish(peer, chunk);
+        combined[chunk] = 1;
+      }
+      P::sync_lanes();
+      progress = true;
+    }
+    while (first < chunks && combined[first] != 0) {
+      ++first;
+    }
+    return progress;
+  }
+
+  void finish(u32 peer, u32 chunk) {
+    // Ready for the next call. The peer adds to it again only after rows of our next call have
+    // reached it, and those are published by releases that follow this call's end.
+    P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
+    const u32 index = rank_.memory.combine_task(peer, chunk);
+    Task task{};
+    task.kind = TaskKind::combine;
+    task.parts = 1;
+    task.epoch = call_.epoch;
+    task.peer = peer;
+    task.first_chunk = chunk;
+    rank_.memory.tasks[index] = task;
+    post(rank_, call_, TaskKind::combine, index, 1, Actor::subscriber);
+  }
+
+  const Rank<P>& rank_;
+  const Call& call_;
+  bool routed_ = false;
+};
+
+}  // namespace moeos

@@ -1,0 +1,131 @@
+// Deadlines and failures: how a wait that lasts too long becomes a sentence instead of a hang.
+//
+// Every waiting loop owns a Watch. A failure is written once, into the symmetric heaps of this rank
+// and, as far as they can be reached, of its peers; then their abort words are raised, and every
+// actor that polls one leaves. May not know: what is being waited for; the caller says that in the
+// Failure.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/layout.hpp"
+#include "runtime/platform/concept.hpp"
+
+namespace moeos {
+
+enum class Actor : u32 { host = 0, scheduler = 1, subscriber = 2, processor = 3 };
+
+/// What went wrong. The host turns it into an exception (host/failure.py holds the sentences).
+enum class FailureKind : u32 {
+  none = 0,
+  counts_late = 1,        // peer has not published its row counts
+  rows_late = 2,          // peer has not sent all rows it announced
+  returns_late = 3,       // peer has not returned all rows we sent
+  tasks_late = 4,         // our own processors have not finished
+  os_silent = 5,          // a processor found the OS block no longer sweeping
+  logits_not_finite = 6,  // chunk = token
+  count_too_large = 7,    // a peer's count word is beyond what its cell holds
+  returns_too_many = 8,   // a chunk was returned more rows than it holds
+  overflow = 9,           // a bounded buffer was full: a broken invariant
+  host_abort = 10,        // the host asked this rank to stop
+};
+
+struct alignas(kCacheLine) Failure {
+  FailureKind kind;
+  Actor actor;
+  u32 rank;    // who noticed
+  u32 peer;    // who is late or wrong, or kNone
+  u32 expert;  // local expert of the peer or of this rank, or kNone
+  u32 chunk;   // or kNone
+  u32 epoch;
+  u32 reserved;
+  u64 expected;
+  u64 seen;
+  u64 waited_ns;
+};
+static_assert(sizeof(Failure) == kCacheLine, "one cache line in the heap");
+
+/// A deadline that starts again whenever there is progress. Reads the clock once in 32 looks.
+template <Platform P>
+class Watch {
+ public:
+  explicit Watch(u64 deadline_ns) : deadline_ns_(deadline_ns), since_(P::now_ns()) {}
+
+  void progress() { stale_ = true; }
+
+  bool expired() {
+    if ((++looks_ & 31U) != 0) {
+      return false;
+    }
+    const u64 now = P::now_ns();
+    if (stale_) {
+      stale_ = false;
+      since_ = now;
+    }
+    waited_ns_ = now - since_;
+    return waited_ns_ > deadline_ns_;
+  }
+  u64 waited_ns() const { return waited_ns_; }
+
+ private:
+  u64 deadline_ns_;
+  u64 since_;
+  u64 waited_ns_ = 0;
+  u32 looks_ = 0;
+  bool stale_ = false;
+};
+
+/// Writes `failure` where `holder` will find it and raises its abort word, unless another failure
+/// was first.
+template <Platform P>
+void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure) {
+  auto* record = reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank));
+  auto* abort_word = reinterpret_cast<u32*>(holder_heap + layout.abort_word());
+  if (P::template load_relaxed<Scope::system>(abort_word) != 0) {
+    return;
+  }
+  *record = failure;
+  // Publishes the record above to whoever acquires the abort word (first_failure); the loser of a
+  // race leaves its record unread.
+  P::template compare_exchange_release<Scope::system>(abort_word, 0U, failure.rank + 1);
+}
+
+/// Raises a failure here and, best effort, at every peer that can be written directly. `claimed` is
+/// this rank's word that lets only its first failing actor write, so that a record is never written
+/// twice.
+template <Platform P>
+void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32* claimed,
+                      const Failure& failure) {
+  // Publishes nothing: it only elects the writer among this rank's actors.
+  if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U)) {
+    return;
+  }
+  raise_at<P>(layout, own_heap, failure);
+  for (u32 p = 0; p < layout.geometry().world; ++p) {
+    u8* heap = platform.peer(p);
+    if (heap != nullptr && p != failure.rank) {
+      raise_at<P>(layout, heap, failure);
+    }
+  }
+}
+
+template <Platform P>
+bool aborted(const Layout& layout, const u8* own_heap) {
+  // Relaxed: the word alone decides whether to leave; first_failure acquires before it reads the
+  // record.
+  return P::template load_relaxed<Scope::system>(
+             reinterpret_cast<const u32*>(own_heap + layout.abort_word())) != 0;
+}
+
+/// The failure that raised this rank's abort word; kind none when there is none.
+template <Platform P>
+Failure first_failure(const Layout& layout, const u8* own_heap) {
+  // Pairs with the release in raise_at: the record of the rank named by the word is complete.
+  const u32 word = P::template load_acquire<Scope::system>(
+      reinterpret_cast<const u32*>(own_heap + layout.abort_word()));
+  if (word == 0) {
+    return Failure{};
+  }
+  return *reinterpret_cast<const Failure*>(own_heap + layout.failure(word - 1));
+}
+
+}  // namespace moeos
