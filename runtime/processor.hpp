@@ -1,10 +1,10 @@
 // Algorithm 4: the actor that runs parts of tasks, and what follows from a part's end.
 //
-// claim() takes the next part from the ready ring; run() computes it through the kernels;
-// complete() makes its effects visible: a chunk's flag, the next GEMM of a tile, credits to owners.
-// On the GPU a fetch warp claims ahead while other warps compute; on the twin one thread does all
-// three in turn. A part never waits for another task: it was posted because its inputs are here.
-// May not know: arithmetic, element types.
+// claim() takes the next part from the ready ring; move_rows() runs the tasks that only move rows;
+// complete() makes a part's effects visible: a chunk's flag, the next GEMM of a tile, credits to
+// owners. A machine with one warp a processor runs them in turn (run_processor); on the GPU a fetch
+// warp claims ahead while other warps compute. A part never waits for another task: it was posted
+// because its inputs are here. May not know: arithmetic, element types.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -13,58 +13,29 @@
 #include "runtime/rank.hpp"
 #include "runtime/routing_finish.hpp"
 #include "runtime/routing_map.hpp"
+#include "runtime/row_tasks.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos {
 
-/// What a processor computes with. One object a processor; every function is called by all lanes,
-/// and runs to its end without waiting.
-template <class K>
-concept Kernels = requires(K& kernels, const Task& task, u32 index, u8* destination) {
-  {
-    kernels.route(index)
-  } -> SameAs<u32>;  // block of tokens -> first token with logits not finite, or kNone
-  kernels.copy_row(index, destination);  // token -> its row's place in a cell
-  kernels.gemm0(task, index);            // tile, N-part
-  kernels.gemm1(task, index);
-  kernels.combine(index);  // token whose rows are all back, or that sent none
-};
-
-template <Platform P, Kernels K>
+template <Platform P>
 class Processor {
  public:
-  Processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
+  Processor(const Rank<P>& rank, const Call& call, u32 index)
       : rank_(rank),
         call_(call),
         state_(rank.memory.call(call.epoch)),
-        kernels_(kernels),
         tally_(rank.memory.tallies[index]),
-        map_(rank.geometry(), rank.memory, call.tokens, call.pair_limit) {
+        map_(rank.geometry(), rank.memory, call.tokens, call.pair_limit) {}
+
+  /// Forgets what this processor did in the last call. One warp, before its first part.
+  void begin() {
     if (P::lane() == 0) {
       tally_ = Tally{};
     }
     P::sync_lanes();
   }
 
-  /// Fetch, run, repeat, until the scheduler interrupts or the call is aborted.
-  void start() {
-    ReadyWord word;
-    while (claim(word)) {
-      const Task& task = rank_.memory.tasks[word.task()];
-      MOEOS_CHECK(task.epoch == call_.epoch && task.kind == word.kind());
-      const u64 begin = P::now_ns();
-      if (!run(task, word.part())) {
-        return;
-      }
-      complete(task, word.task());
-      if (P::lane() == 0) {
-        ++tally_.tasks[static_cast<u32>(task.kind)];
-        tally_.busy_ns += P::now_ns() - begin;
-      }
-    }
-  }
-
- private:
   /// Takes a ticket and waits for its slot. False: leave.
   bool claim(ReadyWord& word) {
     // Relaxed: a ticket publishes nothing; the slot does.
@@ -101,33 +72,33 @@ class Processor {
     }
   }
 
-  /// Computes one part. False: the call cannot go on, and a failure has been raised.
-  bool run(const Task& task, u32 part) {
-    switch (task.kind) {
-      case TaskKind::route:
-        return route(part);
-      case TaskKind::dispatch:
-        dispatch(task.peer, task.first_chunk + part);
-        return true;
-      case TaskKind::gemm0:
-        kernels_.gemm0(task, part);
-        return true;
-      case TaskKind::gemm1:
-        kernels_.gemm1(task, part);
-        return true;
-      case TaskKind::combine:
-        if (task.peer == kNone) {
-          combine_unsent(part);
-        } else {
-          combine(task.peer, task.first_chunk);
-        }
-        return true;
+  /// Runs a Dispatch or Combine part as one warp of a team; the parts of other kinds are the
+  /// kernels' alone.
+  template <RowKernels K>
+  void move_rows(const Task& task, u32 part, K& kernels, Team team) {
+    if (task.kind == TaskKind::dispatch) {
+      copy_chunk(rank_, map_, kernels, task.peer, task.first_chunk + part, team);
+    } else if (task.kind == TaskKind::combine && task.peer != kNone) {
+      count_combined(combine_chunk(rank_, map_, kernels, task.peer, task.first_chunk, team));
+    } else if (task.kind == TaskKind::combine) {
+      count_combined(combine_unsent(rank_, call_, map_, kernels, part, team));
     }
-    return false;
   }
 
-  /// Makes a finished part's effects visible.
-  void complete(const Task& task, u32 index) {
+  /// Ends the call because a token's logits are not finite: a wrong route would be a silent error.
+  void reject_logits(u32 token) {
+    Failure failure = failure_of(rank_, call_, FailureKind::logits_not_finite, Actor::processor);
+    failure.chunk = token;
+    rank_.fail(failure);
+  }
+
+  /// Makes a finished part's effects visible. One warp, after everything that the part's other
+  /// warps wrote.
+  void complete(const Task& task, ReadyWord word, u64 busy_ns) {
+    if (P::lane() == 0) {
+      ++tally_.tasks[static_cast<u32>(task.kind)];
+      tally_.busy_ns += busy_ns;
+    }
     switch (task.kind) {
       case TaskKind::route:
         // Acquire-release: publishes this block's routing, and gives the last part every block's.
@@ -140,6 +111,9 @@ class Processor {
         }
         break;
       case TaskKind::dispatch:
+        if (P::lane() == 0) {
+          send_chunk(rank_, call_, map_, task.peer, task.first_chunk + word.part(), tally_);
+        }
         // Relaxed: the scheduler only counts how many are under way.
         by_one_lane([this] {
           return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_done.value, 1U);
@@ -147,7 +121,7 @@ class Processor {
         break;
       case TaskKind::gemm0:
         if (last_part(rank_.memory.gemm0_parts_done, task) && P::lane() == 0) {
-          post_gemm1(task, index);
+          post_gemm1(task, word.task());
         }
         break;
       case TaskKind::gemm1:
@@ -164,33 +138,7 @@ class Processor {
     }
   }
 
-  bool route(u32 block) {
-    const u32 token = kernels_.route(block);
-    if (token == kNone) {
-      return true;
-    }
-    Failure failure = failure_of(rank_, call_, FailureKind::logits_not_finite, Actor::processor);
-    failure.chunk = token;
-    rank_.fail(failure);
-    return false;
-  }
-
-  void dispatch(u32 peer, u32 chunk) {
-    const Geometry& geometry = rank_.geometry();
-    const u32 rows = rows_in_chunk(geometry, rank_.memory.rows_sent(peer), chunk);
-    const u32* starts = rank_.memory.send_starts(peer);
-    for (u32 i = 0; i < rows; ++i) {
-      const RoutingMap::Place place = map_.place_at(peer, chunk * geometry.chunk_rows + i);
-      const u32 row = rank_.layout.row(place.local_expert, place.slot, starts[place.local_expert]);
-      kernels_.copy_row(map_.pair_at(place) / geometry.top_k,
-                        outgoing_row(rank_, peer, Round::dispatch, row));
-    }
-    P::sync_lanes();
-    if (P::lane() == 0) {
-      send_chunk(rank_, call_, map_, peer, chunk, tally_);
-    }
-  }
-
+ private:
   /// Counts a part of a tile; true for the one that completes it.
   bool last_part(u32* parts_done, const Task& task) {
     // Acquire-release: publishes this part's columns, and gives the last part all others' before it
@@ -216,42 +164,6 @@ class Processor {
     post(rank_, call_, TaskKind::gemm1, next, task.parts, Actor::processor);
   }
 
-  /// Counts every row of a returned chunk for its token; whoever counts a token's last row sums it.
-  void combine(u32 peer, u32 chunk) {
-    const Geometry& geometry = rank_.geometry();
-    const u32 rows = rows_in_chunk(geometry, rank_.memory.rows_sent(peer), chunk);
-    u32 combined = 0;
-    for (u32 i = 0; i < rows; ++i) {
-      const u32 token =
-          map_.pair_at(map_.place_at(peer, chunk * geometry.chunk_rows + i)) / geometry.top_k;
-      u32* seen = &rank_.memory.rows_seen[token];
-      // Acquire-release: publishes that this row is here (acquired through the ring), and gives the
-      // one who counts the last row all of the token's rows.
-      if (by_one_lane([seen] { return P::template add_acquire_release<Scope::device>(seen, 1U); }) +
-              1 ==
-          map_.rows_of(token)) {
-        P::template store_relaxed<Scope::device>(
-            seen, 0U);  // for the next call; nobody else counts it in this one
-        kernels_.combine(token);
-        ++combined;
-      }
-    }
-    count_combined(combined);
-  }
-
-  void combine_unsent(u32 block) {
-    const Geometry& geometry = rank_.geometry();
-    const u32 end = minimum(call_.tokens, (block + 1) * geometry.route_tokens);
-    u32 combined = 0;
-    for (u32 token = block * geometry.route_tokens; token < end; ++token) {
-      if (map_.rows_of(token) == 0) {
-        kernels_.combine(token);
-        ++combined;
-      }
-    }
-    count_combined(combined);
-  }
-
   void count_combined(u32 tokens) {
     // Relaxed: the scheduler compares a number; the end of the call publishes the output.
     by_one_lane([&] {
@@ -272,9 +184,44 @@ class Processor {
   const Rank<P>& rank_;
   const Call& call_;
   CallState& state_;
-  K& kernels_;
   Tally& tally_;
   RoutingMap map_;
 };
+
+/// What a processor of one warp computes; every function runs to its end without waiting.
+template <class K>
+concept Kernels = RowKernels<K> && requires(K& kernels, const Task& task, u32 index) {
+  // block of tokens -> first token with logits that are not finite, or kNone
+  { kernels.route(index) } -> SameAs<u32>;
+  kernels.gemm0(task, index);  // tile, N-part
+  kernels.gemm1(task, index);
+};
+
+/// Fetch, run, repeat, until the scheduler interrupts or the call is aborted.
+template <Platform P, Kernels K>
+void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index) {
+  Processor<P> processor(rank, call, index);
+  processor.begin();
+  ReadyWord word;
+  while (processor.claim(word)) {
+    const Task& task = rank.memory.tasks[word.task()];
+    MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
+    const u64 begin = P::now_ns();
+    if (task.kind == TaskKind::route) {
+      const u32 bad_token = kernels.route(word.part());
+      if (bad_token != kNone) {
+        processor.reject_logits(bad_token);
+        return;
+      }
+    } else if (task.kind == TaskKind::gemm0) {
+      kernels.gemm0(task, word.part());
+    } else if (task.kind == TaskKind::gemm1) {
+      kernels.gemm1(task, word.part());
+    } else {
+      processor.move_rows(task, word.part(), kernels, Team{0, 1});
+    }
+    processor.complete(task, word, P::now_ns() - begin);
+  }
+}
 
 }  // namespace moeos

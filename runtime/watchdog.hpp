@@ -27,6 +27,7 @@ enum class FailureKind : u32 {
   returns_too_many = 8,   // a chunk was returned more rows than it holds
   overflow = 9,           // a bounded buffer was full: a broken invariant
   host_abort = 10,        // the host asked this rank to stop
+  epochs_spent = 11,      // 2^32 - 2 calls since the last reset
 };
 
 struct alignas(kCacheLine) Failure {

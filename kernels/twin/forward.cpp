@@ -119,7 +119,7 @@ void TwinRank::worker(u32 index) {
     if (index < processors) {
       TwinKernels kernels(rank_, job.call, shape_, *job.operands, intermediate_.get(),
                           *scratch_[index]);
-      Processor<Machine, TwinKernels>(rank_, job.call, kernels, index).start();
+      run_processor(rank_, job.call, kernels, index);
     } else {
       run_os_warp(rank_, job.call, index - processors + 1);
     }
@@ -135,6 +135,9 @@ Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) 
   const Geometry& geometry = rank_.geometry();
   if (rank_.leaving()) {
     return first_failure<Machine>(rank_.layout, rank_.heap);
+  }
+  if (*rank_.memory.epoch == kNone) {  // a word of call 1 would look like one of the next
+    return failure_of(rank_, Call{kNone, 0, 0, 0}, FailureKind::epochs_spent, Actor::host);
   }
   const bool may_be_unsent = operands.topk_ids != nullptr || pair_limit < geometry.max_tokens;
   const Call call{*rank_.memory.epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};

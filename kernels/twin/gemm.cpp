@@ -1,4 +1,8 @@
+// Chooses among the builds of gemm.hpp's functions, once, by what the processor supports.
 #include "kernels/twin/gemm.hpp"
+
+#include <array>
+#include <cassert>
 
 namespace moeos::twin {
 
@@ -11,17 +15,18 @@ extern const GemmKernels kAvx512Gemm;
 namespace {
 
 struct Supported {
-  const GemmKernels* builds[3];
+  std::array<const GemmKernels*, 3> builds{};
   std::size_t count = 0;
 
   Supported() {
 #if defined(__x86_64__)
-    const bool fma = __builtin_cpu_supports("fma");
-    if (fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
       builds[count++] = &kAvx512Gemm;
     }
-    if (fma && __builtin_cpu_supports("avx2")) builds[count++] = &kAvx2Gemm;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+      builds[count++] = &kAvx2Gemm;
+    }
 #endif
     builds[count++] = &kPortableGemm;
   }
@@ -35,17 +40,19 @@ const Supported& supported() {
 }  // namespace
 
 std::span<const GemmKernels* const> supported_gemm_kernels() {
-  return {supported().builds, supported().count};
+  return std::span(supported().builds).first(supported().count);
 }
 
 void pack_rows(Element element, const void* first_row, std::size_t row_stride_bytes, unsigned rows,
                unsigned depth, float* panel) {
+  assert(rows >= 1 && rows <= kPanelRows && depth % kGemmGranule == 0);
   supported().builds[0]->pack_rows(element, first_row, row_stride_bytes, rows, depth, panel);
 }
 
 void multiply(const float* panels, unsigned panel_count, unsigned depth, Element element,
               const void* weight, std::size_t weight_stride_elements, unsigned columns, float* out,
               std::size_t out_stride) {
+  assert(depth >= kGemmGranule && depth % kGemmGranule == 0 && columns % kGemmGranule == 0);
   supported().builds[0]->multiply(panels, panel_count, depth, element, weight,
                                   weight_stride_elements, columns, out, out_stride);
 }

@@ -4,9 +4,10 @@
 #include "kernels/twin/gemm.hpp"  // before the instruction set changes: its own includes stay portable
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))), \
+                             apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
 #endif
 
 #define MOEOS_GEMM_TABLE kAvx512Gemm

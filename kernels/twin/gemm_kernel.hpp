@@ -26,15 +26,15 @@ namespace {
 
 constexpr unsigned kLanes = MOEOS_GEMM_LANES;
 
-// Summands that are added up on their own before they join the total. The rows of a tile over so
-// many k, and kSlabColumns weights, share the first-level cache.
+// Summands that are added up on their own before they join the total. Over so many k, the rows of
+// a tile share the first-level cache with a slab of weights.
 constexpr unsigned kDepthBlock = 256;
 
 // Columns that are finished for all rows before the next ones are begun.
-constexpr unsigned kSlabColumns = 32;
+constexpr unsigned kSlabColumns = 16;
 
-// The largest tile, in panels: with it the sums, the rows of one k and one weight fill the vector
-// registers (4 lanes: 8 of 16 are sums; 8 lanes: 12 of 16; 16 lanes: 24 of 32).
+// Panels of a full tile. Its sums take 8, 8 and 24 vector registers for 4, 8 and 16 lanes. (With 3
+// panels of 8 lanes the tile needs all 16 registers: no faster under gcc, and clang spills.)
 constexpr unsigned kTilePanels = kLanes == 4 ? 1 : kLanes == 8 ? 2 : 6;
 
 typedef float Vector __attribute__((vector_size(sizeof(float) * kLanes)));
@@ -94,8 +94,7 @@ void pack_rows_of(const void* first_row, std::size_t row_stride_bytes, unsigned 
                                             present[r + i]);
       transpose(block);
 #pragma GCC unroll 4
-      for (unsigned i = 0; i < 4; ++i)
-        store(panel + std::size_t{k + i} * kPanelRows + r, block[i]);
+      for (unsigned i = 0; i < 4; ++i) store(panel + std::size_t{k + i} * kPanelRows + r, block[i]);
     }
   }
 }
@@ -113,8 +112,8 @@ constexpr unsigned tile_vectors(unsigned panels) {
   return (panels * kPanelRows + kLanes - 1) / kLanes;
 }
 
-// Columns of a tile: enough for 8 independent sums, which hide the latency of a multiply-add
-// (4 cycles, 2 a cycle).
+// Columns of a tile: enough for 8 independent vectors of sums, which hide the latency of a
+// multiply-add (4 cycles, with 2 begun in each).
 constexpr unsigned tile_columns(unsigned panels) {
   return kLanes < 16 && tile_vectors(panels) > 1 ? 4 : 8;
 }
@@ -176,7 +175,7 @@ void compute_tile(const float* panels, std::size_t panel_stride, const float* we
   }
 }
 
-// `columns` columns of kPanels panels or, if there are fewer, of panel_count.
+// Computes kPanels panels by `columns` columns, or fewer panels if only panel_count are left.
 template <unsigned kPanels>
 void compute_tiles(unsigned panel_count, const float* panels, std::size_t panel_stride,
                    const float* weight, std::size_t weight_stride, unsigned columns, unsigned depth,
@@ -214,21 +213,17 @@ void multiply_by(const float* panels, unsigned panel_count, unsigned depth, cons
                  std::size_t weight_stride, unsigned columns, float* out, std::size_t out_stride) {
   alignas(64) float buffer[kSlabColumns * kDepthBlock];
   const std::size_t panel_stride = panel_floats(depth);
-  const unsigned tiles = (panel_count + kTilePanels - 1) / kTilePanels;
   for (unsigned n = 0; n < columns; n += kSlabColumns) {
     const unsigned slab_columns = columns - n < kSlabColumns ? columns - n : kSlabColumns;
     for (unsigned k = 0; k < depth; k += kDepthBlock) {
       const unsigned slab_depth = depth - k < kDepthBlock ? depth - k : kDepthBlock;
       const Slab slab = widen_slab(weight + n * weight_stride + k, weight_stride, slab_columns,
                                    slab_depth, buffer);
-      for (unsigned tile = 0; tile < tiles; ++tile) {  // of as equal a height as possible
-        const unsigned begin = tile * panel_count / tiles;
-        const unsigned end = (tile + 1) * panel_count / tiles;
+      for (unsigned panel = 0; panel < panel_count; panel += kTilePanels)
         compute_tiles<kTilePanels>(
-            end - begin, panels + begin * panel_stride + std::size_t{k} * kPanelRows, panel_stride,
-            slab.weight, slab.stride, slab_columns, slab_depth, k == 0,
-            out + std::size_t{begin} * kPanelRows * out_stride + n, out_stride);
-      }
+            panel_count - panel, panels + panel * panel_stride + std::size_t{k} * kPanelRows,
+            panel_stride, slab.weight, slab.stride, slab_columns, slab_depth, k == 0,
+            out + std::size_t{panel} * kPanelRows * out_stride + n, out_stride);
     }
   }
 }
