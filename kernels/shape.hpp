@@ -8,6 +8,9 @@
 
 namespace moeos {
 
+/// Also "no limit". NVRTC has no <limits>.
+inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7F800000U);
+
 enum class Activation : u32 {
   swiglu = 0,
   gelu = 1,

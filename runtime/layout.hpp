@@ -41,6 +41,9 @@ class Layout {
   }
 
   constexpr u64 bytes() const { return bytes_; }
+  /// Where the cells start; they fill the rest of the heap, one behind the other.
+  constexpr u64 first_cell() const { return cells_; }
+  constexpr u32 cells() const { return geometry_.world * kRounds * buffers(); }
 
   /// The word that makes every actor of this rank leave: 0, or 1 + the rank that failed first.
   constexpr u64 abort_word() const { return abort_; }
@@ -74,13 +77,19 @@ class Layout {
     return number;
   }
 
+  /// L(p, r, b): which of the heap's cells it is, in the order in which they lie.
+  constexpr u32 cell_index(u32 p, Round round, Buffer buffer) const {
+    MOEOS_CHECK(p < geometry_.world);
+    MOEOS_CHECK(buffer == Buffer::arrival || geometry_.staging_buffers() == 1);
+    const u32 b = buffer == Buffer::arrival ? geometry_.staging_buffers() : 0;
+    return (p * kRounds + static_cast<u32>(round)) * buffers() + b;
+  }
+
   /// L(p, r, b, row): the row's first byte in the heap of the rank that holds it.
   constexpr u64 cell_row(u32 p, Round round, Buffer buffer, u32 row_number) const {
-    MOEOS_CHECK(p < geometry_.world && row_number < geometry_.cell_rows());
-    MOEOS_CHECK(buffer == Buffer::arrival || geometry_.staging_buffers() == 1);
-    const u64 b = buffer == Buffer::arrival ? geometry_.staging_buffers() : 0;
-    const u64 cell = (u64{p} * kRounds + static_cast<u32>(round)) * buffers() + b;
-    return cells_ + (cell * geometry_.cell_rows() + row_number) * geometry_.row_bytes;
+    MOEOS_CHECK(row_number < geometry_.cell_rows());
+    return cells_ + (u64{cell_index(p, round, buffer)} * geometry_.cell_rows() + row_number) *
+                        geometry_.row_bytes;
   }
 
   /// cell_row for a write by `writer` into `holder`'s heap; debug builds check that it is valid in
@@ -96,7 +105,7 @@ class Layout {
   constexpr const Geometry& geometry() const { return geometry_; }
 
  private:
-  constexpr u64 buffers() const { return 1 + geometry_.staging_buffers(); }
+  constexpr u32 buffers() const { return 1 + geometry_.staging_buffers(); }
 
   Geometry geometry_;
   u64 abort_ = 0;

@@ -38,7 +38,8 @@ void require(bool holds, const std::string& what) {
 Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, u32 intermediate,
                  u32 element_bytes, u32 capacity, bool capacity_rows, u32 activation,
                  float swiglu_limit, u32 scoring, bool renormalize, float routed_scaling,
-                 u32 expert_groups, u32 top_groups, u32 processors, bool remote) {
+                 u32 expert_groups, u32 top_groups, u32 processors, bool remote, u32 tile_rows,
+                 u32 route_tokens, u32 gemm0_columns, u32 gemm1_columns) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -59,10 +60,10 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.row_map = capacity_rows ? RowMap::capacity : RowMap::ragged;
   geometry.capacity = capacity;
   geometry.chunk_rows = kChunkRows;
-  geometry.tile_rows = kTileRows;
-  geometry.route_tokens = kRouteTokens;
-  geometry.gemm0_parts = ceil_div(intermediate, gemm0_columns(sizes.shape));
-  geometry.gemm1_parts = ceil_div(hidden, kPlainColumns);
+  geometry.tile_rows = tile_rows;
+  geometry.route_tokens = route_tokens;
+  geometry.gemm0_parts = ceil_div(intermediate, gemm0_columns);
+  geometry.gemm1_parts = ceil_div(hidden, gemm1_columns);
   geometry.processors = processors;
   geometry.remote = remote ? 1 : 0;
 
@@ -113,18 +114,27 @@ nb::dict to_dict(const Tally& tally) {
 
 NB_MODULE(_twin, module) {
   module.doc() = "The device OS on a machine without a GPU.";
+  module.attr("TILE_ROWS") = kTileRows;
+  module.attr("ROUTE_TOKENS") = kRouteTokens;
+  module.attr("GATED_COLUMNS") = kGatedColumns;
+  module.attr("PLAIN_COLUMNS") = kPlainColumns;
 
   nb::class_<Sizes>(module, "Sizes", "Buffers and bounds of a layer, as the runtime derives them.")
       .def(nb::new_(&make_sizes), nb::kw_only(), "world"_a, "experts"_a, "top_k"_a, "max_tokens"_a,
            "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
            "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
-           "expert_groups"_a, "top_groups"_a, "processors"_a, "remote"_a)
+           "expert_groups"_a, "top_groups"_a, "processors"_a, "remote"_a, "tile_rows"_a,
+           "route_tokens"_a, "gemm0_columns"_a, "gemm1_columns"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("intermediate_bytes",
                    [](const Sizes& s) {
                      return u64{s.geometry.intermediate_rows_max()} * s.geometry.hidden_bytes;
                    })
+      .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
+      .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
+      .def_prop_ro("intermediate_rows",
+                   [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })
       .def_prop_ro("cell_rows", [](const Sizes& s) { return s.geometry.cell_rows(); })
       .def_prop_ro("chunks", [](const Sizes& s) { return s.geometry.chunks(); })
       .def_prop_ro("chunk_rows", [](const Sizes& s) { return s.geometry.chunk_rows; })

@@ -4,7 +4,8 @@
 // activations or other ranks.
 //
 // Use: pack every 8 rows (of any origin) into a panel with pack_rows, lay panels end to end, then
-// call multiply for the columns wanted. Neither function allocates, locks, throws or keeps state.
+// call multiply for the columns wanted. Neither function allocates, locks, throws or keeps state;
+// multiply takes 16 KiB of stack.
 //
 // Determinism: each element is summed over k in one fixed order, which depends on `depth` alone. So
 // its bits do not depend on the row's place in its panel, on the other rows, on the number of

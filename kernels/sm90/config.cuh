@@ -1,0 +1,69 @@
+// What is fixed when a layer's kernel is compiled: its sizes and rules, from the compiler's command
+// line.
+//
+// host/jit.py defines the MOEOS_ macros; nothing else reads them.
+#pragma once
+
+#include "kernels/shape.hpp"
+#include "kernels/sm90/element.cuh"
+#include "runtime/geometry.hpp"
+
+namespace moeos::sm90 {
+
+inline constexpr Geometry kGeometry{
+    MOEOS_WORLD,
+    MOEOS_EXPERTS,
+    MOEOS_TOP_K,
+    MOEOS_MAX_TOKENS,
+    MOEOS_HIDDEN * 2,
+    MOEOS_INTERMEDIATE * 2,
+    static_cast<RowMap>(MOEOS_ROW_MAP),
+    MOEOS_CAPACITY,
+    MOEOS_CHUNK_ROWS,
+    MOEOS_TILE_ROWS,
+    MOEOS_ROUTE_TOKENS,
+    MOEOS_GEMM0_PARTS,
+    MOEOS_GEMM1_PARTS,
+    MOEOS_PROCESSORS,
+    0,
+};
+
+inline constexpr LayerShape kShape{
+    MOEOS_HIDDEN,
+    MOEOS_INTERMEDIATE,
+    static_cast<Activation>(MOEOS_ACTIVATION),
+    MOEOS_SWIGLU_LIMIT,
+    static_cast<Scoring>(MOEOS_SCORING),
+    MOEOS_RENORMALIZE != 0,
+    MOEOS_ROUTED_SCALING,
+    MOEOS_EXPERT_GROUPS,
+    MOEOS_TOP_GROUPS,
+};
+
+/// Virtual ranks in one launch; 1 when each rank has a GPU.
+inline constexpr u32 kVirtualRanks = MOEOS_VIRTUAL_RANKS;
+
+#if MOEOS_FLOAT16
+using Element = Float16;
+#else
+using Element = Bfloat16;
+#endif
+
+// The tile: 128 rows, 256 columns, 64 deep; each of two consumer warpgroups computes 64 x 256.
+inline constexpr u32 kTileRows = 128;
+inline constexpr u32 kTileColumns = 256;
+inline constexpr u32 kTileDepth = 64;
+inline constexpr u32 kConsumers = 2;  // warpgroups
+inline constexpr u32 kConsumerRows = kTileRows / kConsumers;
+inline constexpr u32 kStages = 4;
+inline constexpr u32 kSwizzleBytes = 128;  // one row of a stage: 64 elements
+static_assert(kTileDepth * 2 == kSwizzleBytes && kGeometry.tile_rows == kTileRows);
+
+/// Columns of the first GEMM's result in one part: half a tile when the other half is `up`.
+inline constexpr u32 kGemm0Columns = kShape.gated() ? kTileColumns / 2 : kTileColumns;
+static_assert(kGeometry.gemm0_parts == ceil_div(kShape.intermediate, kGemm0Columns));
+static_assert(kGeometry.gemm1_parts == ceil_div(kShape.hidden, kTileColumns));
+static_assert(kGeometry.experts <= kTileColumns, "Route computes all logits in one tile");
+static_assert(kGeometry.route_tokens == kTileRows, "a block of tokens is one tile");
+
+}  // namespace moeos::sm90

@@ -1,0 +1,43 @@
+// Two-byte storage types and their conversion to and from fp32, two at a time.
+#pragma once
+
+#include "runtime/base.hpp"
+
+namespace moeos::sm90 {
+
+struct Bfloat16 {
+  static u32 pack(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  static float low(u32 pair) { return __uint_as_float(pair << 16); }
+  static float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000U); }
+};
+
+struct Float16 {
+  static u32 pack(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  static float low(u32 pair) {
+    float value;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(pair));
+    return value;
+  }
+  static float high(u32 pair) {
+    float value;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(pair));
+    return value;
+  }
+};
+
+/// Element `index` of an array in storage type T.
+template <class T>
+float element_at(const u8* array, u64 index) {
+  const u32 pair = reinterpret_cast<const u32*>(array)[index / 2];
+  return index % 2 == 0 ? T::low(pair) : T::high(pair);
+}
+
+}  // namespace moeos::sm90

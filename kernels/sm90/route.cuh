@@ -1,0 +1,285 @@
+// Route on tensor cores: the logits of 128 tokens lie in the accumulators of two warpgroups, and
+// never leave registers.
+//
+// The four lanes of a quad hold one token's logits (64 each, see epilogue.cuh) for two tokens;
+// scores and top-k are loops over registers with shuffles inside the quad. Ties go to the lower
+// expert. May not know: slots, flags.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+#include "runtime/memory.hpp"
+#include "runtime/routing_map.hpp"
+
+namespace moeos::sm90 {
+
+inline constexpr float kExcluded = -kInfinity;
+inline constexpr u32 kColumnsPerLane = 64;
+
+/// The expert of a lane's i-th logit.
+inline u32 expert_of(u32 i) { return 8 * (i / 2) + 2 * (threadIdx.x % 4) + i % 2; }
+
+inline float quad_maximum(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0U, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0U, value, 2));
+}
+inline float quad_sum(float value) {
+  value += __shfl_xor_sync(~0U, value, 1);
+  return value + __shfl_xor_sync(~0U, value, 2);
+}
+
+/// The largest value of a quad and its expert; the lower expert among equals.
+struct Best {
+  float value;
+  u32 expert;
+  void join(float other, u32 other_expert) {
+    if (other > value || (other == value && other_expert < expert)) {
+      value = other;
+      expert = other_expert;
+    }
+  }
+};
+inline Best quad_best(Best best) {
+  for (u32 distance = 1; distance <= 2; distance *= 2) {
+    const float value = __shfl_xor_sync(~0U, best.value, distance);
+    const u32 expert = __shfl_xor_sync(~0U, best.expert, distance);
+    best.join(value, expert);
+  }
+  return best;
+}
+
+/// The routing rules applied to one token's logits, which stay where they are: a bit for each logit
+/// of the lane says whether it can still be chosen, and choices are computed again each time,
+/// because registers are scarcer than exponentials.
+class Token {
+ public:
+  /// `lower` selects which of the quad's two rows of the accumulators d is meant.
+  template <u32 kLower>
+  static float logit(const float (&d)[128], u32 i) {
+    return d[i / 2 * 4 + 2 * kLower + i % 2];
+  }
+
+  /// Chooses the experts of `token`; false when its logits are not finite. The quad's first lane
+  /// writes, unless the quad lies beyond the last token (`exists` false) and only takes part in the
+  /// warp's shuffles.
+  template <u32 kLower>
+  static bool choose(const float (&d)[128], const RankArguments& arguments,
+                     const RankMemory& memory, u32 token, bool exists) {
+    const bool writer = exists && threadIdx.x % 4 == 0;
+    float top = kExcluded;
+    bool finite = true;
+#pragma unroll
+    for (u32 i = 0; i < kColumnsPerLane; ++i) {
+      if (expert_of(i) < kGeometry.experts) {
+        finite = finite && isfinite(logit<kLower>(d, i));
+        top = fmaxf(top, logit<kLower>(d, i));
+      }
+    }
+    const u32 quad_lanes = 0xFU << (threadIdx.x % 32 / 4 * 4);
+    if (__all_sync(~0U, finite || !exists) == 0) {
+      const bool all_finite = (__ballot_sync(~0U, finite) & quad_lanes) == quad_lanes;
+      return all_finite || !exists;
+    }
+    Rule rule{quad_maximum(top), 1.0F, arguments.selection_bias};
+    if constexpr (kShape.scoring == Scoring::softmax) {
+      float sum = 0.0F;
+#pragma unroll
+      for (u32 i = 0; i < kColumnsPerLane; ++i) {
+        sum += expert_of(i) < kGeometry.experts ? __expf(logit<kLower>(d, i) - rule.top) : 0.0F;
+      }
+      rule.sum = quad_sum(sum);
+    }
+    u64 open = open_logits<kLower>(d, rule);
+    float weight_sum = 0.0F;
+#pragma unroll 1
+    for (u32 j = 0; j < kGeometry.top_k; ++j) {
+      Best best{kExcluded, kNone};
+      float chosen_logit = 0.0F;
+#pragma unroll
+      for (u32 i = 0; i < kColumnsPerLane; ++i) {
+        if ((open >> i & 1) != 0) {
+          const float choice = rule.choice(logit<kLower>(d, i), expert_of(i));
+          if (choice > best.value) {
+            best = Best{choice, expert_of(i)};
+            chosen_logit = logit<kLower>(d, i);
+          }
+        }
+      }
+      best = quad_best(best);
+      const u32 owner = best.expert % 8 / 2;  // the lane of the quad that holds it
+      if (threadIdx.x % 4 == owner) {
+        open &= ~(u64{1} << (best.expert / 8 * 2 + best.expert % 2));
+      }
+      const float weight =
+          rule.score(__shfl_sync(~0U, chosen_logit, threadIdx.x % 32 / 4 * 4 + owner));
+      weight_sum += weight;
+      if (writer) {
+        memory.pair_expert[token * kGeometry.top_k + j] = best.expert;
+        memory.pair_weight[token * kGeometry.top_k + j] = weight;
+      }
+    }
+    const float factor = (kShape.renormalize && weight_sum > 0.0F ? 1.0F / weight_sum : 1.0F) *
+                         kShape.routed_scaling;
+    if (writer) {
+      for (u32 j = 0; j < kGeometry.top_k; ++j) {
+        memory.pair_weight[token * kGeometry.top_k + j] *= factor;
+      }
+    }
+    return true;
+  }
+
+ private:
+  struct Rule {
+    float top;  // of the token's logits
+    float sum;  // of exp(logit - top)
+    const float* selection_bias;
+
+    float score(float logit) const {
+      return kShape.scoring == Scoring::softmax ? __expf(logit - top) / sum
+                                                : 1.0F / (1.0F + __expf(-logit));
+    }
+    /// What experts are selected by. Scores are monotonic in the logits, and fp32 scores saturate:
+    /// without bias and groups the logits decide.
+    float choice(float logit, u32 expert) const {
+      if (selection_bias == nullptr && kShape.expert_groups == 1) {
+        return logit;
+      }
+      return score(logit) + (selection_bias != nullptr ? selection_bias[expert] : 0.0F);
+    }
+  };
+
+  /// The logits that can be chosen: those of the best groups (DeepSeek-V3; a group's score is the
+  /// sum of its two best choices), or all.
+  template <u32 kLower>
+  static u64 open_logits(const float (&d)[128], const Rule& rule) {
+    if constexpr (kShape.expert_groups == 1) {
+      u64 open = 0;
+#pragma unroll
+      for (u32 i = 0; i < kColumnsPerLane; ++i) {
+        open |= expert_of(i) < kGeometry.experts ? u64{1} << i : 0;
+      }
+      return open;
+    } else {
+      constexpr u32 kSize = kGeometry.experts / kShape.expert_groups;
+      static_assert(kSize % 8 == 0 && kShape.expert_groups <= 32,
+                    "each lane of a quad holds a quarter of each group");
+      constexpr u32 kPerLane = kSize / 4;
+      float scores[kShape.expert_groups];
+#pragma unroll
+      for (u32 g = 0; g < kShape.expert_groups; ++g) {
+        float first = kExcluded;
+        float second = kExcluded;
+#pragma unroll
+        for (u32 i = g * kPerLane; i < (g + 1) * kPerLane; ++i) {
+          const float choice = rule.choice(logit<kLower>(d, i), expert_of(i));
+          second = fmaxf(second, fminf(first, choice));
+          first = fmaxf(first, choice);
+        }
+#pragma unroll
+        for (u32 distance = 1; distance <= 2; distance *= 2) {
+          const float other_first = __shfl_xor_sync(~0U, first, distance);
+          const float other_second = __shfl_xor_sync(~0U, second, distance);
+          second = fmaxf(fmaxf(second, other_second), fminf(first, other_first));
+          first = fmaxf(first, other_first);
+        }
+        scores[g] = first + second;
+      }
+      u32 kept = 0;
+#pragma unroll 1
+      for (u32 n = 0; n < kShape.top_groups; ++n) {
+        Best best{kExcluded, kNone};
+#pragma unroll
+        for (u32 g = 0; g < kShape.expert_groups; ++g) {
+          if ((kept >> g & 1U) == 0 && scores[g] > best.value) {
+            best = Best{scores[g], g};
+          }
+        }
+        kept |= 1U << best.expert;
+      }
+      u64 open = 0;
+#pragma unroll
+      for (u32 g = 0; g < kShape.expert_groups; ++g) {
+        open |= (kept >> g & 1U) != 0 ? ((u64{1} << kPerLane) - 1) << (g * kPerLane) : 0;
+      }
+      return open;
+    }
+  }
+};
+
+/// Routes the two tokens of each quad of a consumer warpgroup. Sets bad_token to a token whose
+/// logits are not finite.
+inline void route_rows(const float (&d)[128], const RankArguments& arguments,
+                       const RankMemory& memory, u32 first_token, u32 end, u32* bad_token) {
+  const u32 warp = threadIdx.x / 32 % 4;
+  const u32 lane = threadIdx.x % 32;
+  const u32 token = first_token + warp * 16 + lane / 4;
+  if (!Token::choose<0>(d, arguments, memory, token, token < end) && lane % 4 == 0) {
+    atomicMin(bad_token, token);
+  }
+  if (!Token::choose<1>(d, arguments, memory, token + 8, token + 8 < end) && lane % 4 == 0) {
+    atomicMin(bad_token, token + 8);
+  }
+}
+
+/// The caller's routing of a block of tokens. Called by all consumer threads.
+inline void copy_given_routing(const RankArguments& arguments, const RankMemory& memory, u32 first,
+                               u32 end) {
+  for (u32 pair = first * kGeometry.top_k + threadIdx.x % kConsumerThreads;
+       pair < end * kGeometry.top_k; pair += kConsumerThreads) {
+    const i32 expert = arguments.topk_ids[pair];
+    memory.pair_expert[pair] = expert < 0 ? kNone : static_cast<u32>(expert);
+    memory.pair_weight[pair] = arguments.topk_weights[pair];
+  }
+}
+
+/// Sorts a block's pairs by expert, as runtime/routing_map.hpp's sort_block does on one thread. One
+/// warp: 32 pairs at a time, a pair's rank is the earlier pairs of its expert plus the lanes before
+/// it that chose the same.
+inline void sort_block_by_warp(const RankMemory& memory, u32 tokens, u32 block, u32* in_block) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 begin = block * kGeometry.route_tokens * kGeometry.top_k;
+  const u32 end = minimum(tokens, (block + 1) * kGeometry.route_tokens) * kGeometry.top_k;
+  for (u32 expert = lane; expert < kGeometry.experts; expert += 32) {
+    in_block[expert] = 0;
+  }
+  __syncwarp();
+  for (u32 first = begin; first < end; first += 32) {
+    const u32 pair = first + lane;
+    const u32 expert = pair < end ? memory.pair_expert[pair] : kNone;
+    const u32 same = __match_any_sync(~0U, expert);
+    if (expert != kNone) {
+      const u32 before = __popc(same & ((1U << lane) - 1));
+      const u32 rank = in_block[expert] + before;
+      memory.pair_rank[pair] = rank;
+      __syncwarp(__activemask());
+      if (before == 0) {
+        in_block[expert] = rank + __popc(same);
+      }
+    }
+    __syncwarp();
+  }
+  u32 start = 0;
+  u32* firsts = memory.block_first + u64{block} * kGeometry.experts;
+  u32* bases = memory.block_base + u64{block} * kGeometry.experts;
+  for (u32 base = 0; base < kGeometry.experts; base += 32) {
+    const u32 expert = base + lane;
+    const u32 pairs = expert < kGeometry.experts ? in_block[expert] : 0;
+    const u32 inclusive = cuda::Machine::inclusive_scan(pairs);
+    if (expert < kGeometry.experts) {
+      bases[expert] = pairs;
+      firsts[expert] = start + inclusive - pairs;
+      in_block[expert] = start + inclusive - pairs;
+    }
+    start += __shfl_sync(~0U, inclusive, 31);
+  }
+  __syncwarp();
+  u32* sorted = memory.block_pairs + u64{block} * kGeometry.route_tokens * kGeometry.top_k;
+  for (u32 pair = begin + lane; pair < end; pair += 32) {
+    const u32 expert = memory.pair_expert[pair];
+    if (expert != kNone) {
+      sorted[in_block[expert] + memory.pair_rank[pair]] = pair;
+    }
+  }
+}
+
+}  // namespace moeos::sm90
