@@ -35,7 +35,7 @@ struct alignas(kCacheLine) Tally {
   u64 flag_bytes_to_peers;   // arrival flags and returned-row counters
   u64 padding_rows;          // rows computed only because segments are padded to 8
   u64 dropped_pairs;         // pairs beyond their expert's capacity
-  u64 busy_ns;               // time inside tasks
+  u64 busy_ns[kTaskKinds];   // time inside parts
 };
 
 /// Where a mailbox's words start and how many there are (mailbox.hpp).

@@ -27,11 +27,10 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *memory.inquiry = 0;
     memory.os_tally() = Tally{};
     const u32 index = memory.first_task(TaskKind::route);
-    Task task{};
+    Task& task = memory.tasks[index];
     task.kind = TaskKind::route;
     task.parts = static_cast<u16>(maximum(1U, ceil_div(call.tokens, rank.geometry().route_tokens)));
     task.epoch = call.epoch;
-    memory.tasks[index] = task;
     post(rank, call, TaskKind::route, index, task.parts, Actor::scheduler);
   }
   P::sync_lanes();

@@ -97,7 +97,7 @@ class Processor {
   void complete(const Task& task, ReadyWord word, u64 busy_ns) {
     if (P::lane() == 0) {
       ++tally_.tasks[static_cast<u32>(task.kind)];
-      tally_.busy_ns += busy_ns;
+      tally_.busy_ns[static_cast<u32>(task.kind)] += busy_ns;
     }
     switch (task.kind) {
       case TaskKind::route:
@@ -157,10 +157,10 @@ class Processor {
   void post_gemm1(const Task& gemm0, u32 index) {
     const u32 next = rank_.memory.first_task(TaskKind::gemm1) +
                      (index - rank_.memory.first_task(TaskKind::gemm0));
-    Task task = gemm0;
+    Task& task = rank_.memory.tasks[next];
+    task = gemm0;
     task.kind = TaskKind::gemm1;
     task.parts = static_cast<u16>(rank_.geometry().gemm1_parts);
-    rank_.memory.tasks[next] = task;
     post(rank_, call_, TaskKind::gemm1, next, task.parts, Actor::processor);
   }
 

@@ -21,14 +21,23 @@ void assign_slots(const Rank<P>& rank, const Call& call, Tally& tally) {
   const Geometry& geometry = rank.geometry();
   const u32 blocks = ceil_div(call.tokens, geometry.route_tokens);
   const u32 experts = geometry.local_experts();
+  constexpr u32 kBlocksAtOnce = 4;
   u32 dropped = 0;
   for (u32 expert = P::lane(); expert < geometry.experts; expert += P::kLanes) {
     u32 pairs = 0;
-    for (u32 block = 0; block < blocks; ++block) {
-      u32& base = rank.memory.block_base[u64{block} * geometry.experts + expert];
-      const u32 in_block = base;
-      base = pairs;
-      pairs += in_block;
+    for (u32 first = 0; first < blocks; first += kBlocksAtOnce) {
+      u32 in_block[kBlocksAtOnce];  // loaded together: one round trip to memory for all
+      for (u32 i = 0; i < kBlocksAtOnce; ++i) {
+        in_block[i] = first + i < blocks
+                          ? rank.memory.block_base[u64{first + i} * geometry.experts + expert]
+                          : 0;
+      }
+      for (u32 i = 0; i < kBlocksAtOnce; ++i) {
+        if (first + i < blocks) {
+          rank.memory.block_base[u64{first + i} * geometry.experts + expert] = pairs;
+        }
+        pairs += in_block[i];
+      }
     }
     const u32 sent = minimum(pairs, call.pair_limit);
     dropped += pairs - sent;
@@ -62,14 +71,15 @@ void send_counts(const Rank<P>& rank, const Call& call, Tally& tally) {
   }
 }
 
-/// Posts the Dispatch tasks: chunks in order, peers in turn, so that all links are busy and every
-/// peer's first tiles are complete early.
-template <Platform P>
-void post_dispatch(const Rank<P>& rank, const Call& call) {
+/// Calls visit(slot, peer, first chunk, chunks) for this lane's share of the Dispatch tasks: chunks
+/// in order, peers in turn, so that all links are busy and every peer's first tiles are complete
+/// early.
+template <Platform P, class Visit>
+void for_each_dispatch(const Rank<P>& rank, Visit visit) {
   const Geometry& geometry = rank.geometry();
-  u32 posted = 0;
-  for (u32 group = 0; group * Geometry::kChunksPerDispatch < geometry.chunks(); ++group) {
-    const u32 first_chunk = group * Geometry::kChunksPerDispatch;
+  u32 slots = 0;
+  for (u32 first_chunk = 0; first_chunk < geometry.chunks();
+       first_chunk += Geometry::kChunksPerDispatch) {
     for (u32 first = 1; first <= geometry.world; first += P::kLanes) {
       const u32 step = first + P::lane();
       const u32 peer = (rank.rank + step) % geometry.world;
@@ -77,19 +87,34 @@ void post_dispatch(const Rank<P>& rank, const Call& call) {
       const bool any = step <= geometry.world && first_chunk < chunks;
       const u32 place = P::inclusive_scan(any ? 1 : 0);
       if (any) {
-        const u32 index = rank.memory.first_task(TaskKind::dispatch) + posted + place - 1;
-        Task task{};
-        task.kind = TaskKind::dispatch;
-        task.parts = static_cast<u16>(minimum(Geometry::kChunksPerDispatch, chunks - first_chunk));
-        task.epoch = call.epoch;
-        task.peer = peer;
-        task.first_chunk = first_chunk;
-        rank.memory.tasks[index] = task;
-        fill_slot(rank, call, TaskKind::dispatch, posted + place - 1, index, task.parts);
+        visit(slots + place - 1, peer, first_chunk,
+              minimum(Geometry::kChunksPerDispatch, chunks - first_chunk));
       }
-      posted += P::broadcast(place, P::kLanes - 1);
+      slots += P::broadcast(place, P::kLanes - 1);
     }
   }
+}
+
+/// Posts the Dispatch tasks: first all descriptors, then, behind one fence, all mailbox words.
+template <Platform P>
+void post_dispatch(const Rank<P>& rank, const Call& call) {
+  const u32 first_task = rank.memory.first_task(TaskKind::dispatch);
+  for_each_dispatch(rank, [&](u32 slot, u32 peer, u32 first_chunk, u32 chunks) {
+    Task& task = rank.memory.tasks[first_task + slot];
+    task.kind = TaskKind::dispatch;
+    task.parts = static_cast<u16>(chunks);
+    task.epoch = call.epoch;
+    task.peer = peer;
+    task.first_chunk = first_chunk;
+  });
+  // Orders the descriptors and the routing map before the words below; pairs with the scheduler's
+  // poll of the mailbox.
+  P::template publish_fence<Scope::device>();
+  for_each_dispatch(rank, [&](u32 slot, u32, u32, u32 chunks) {
+    P::template publish<Scope::device>(
+        &rank.memory.mailbox(TaskKind::dispatch).words[slot],
+        ReadyWord(call.epoch, TaskKind::dispatch, first_task + slot, chunks).bits());
+  });
 }
 
 /// Posts one Combine that writes zeros for tokens that sent no row: they would otherwise never be
@@ -99,12 +124,11 @@ void post_unsent(const Rank<P>& rank, const Call& call) {
   const u32 blocks = ceil_div(call.tokens, rank.geometry().route_tokens);
   if (P::lane() == 0 && call.may_be_unsent != 0 && blocks > 0) {
     const u32 index = rank.memory.combine_unsent_task();
-    Task task{};
+    Task& task = rank.memory.tasks[index];
     task.kind = TaskKind::combine;
     task.parts = static_cast<u16>(blocks);
     task.epoch = call.epoch;
     task.peer = kNone;
-    rank.memory.tasks[index] = task;
     post(rank, call, TaskKind::combine, index, task.parts, Actor::processor);
   }
 }

@@ -80,26 +80,38 @@ class Scheduler {
     bool empty() const { return next == size; }
   };
 
+  /// Calls visit(kind, batch) for every kind, in the order in which the scheduler prefers them.
+  /// Written out, so that a batch is never indexed and lives in registers.
+  template <class Visit>
+  void for_each_batch(Visit visit) {
+    static_assert(kTaskKinds == 5);
+    visit(TaskKind::route, batches_[0]);
+    visit(TaskKind::combine, batches_[1]);
+    visit(TaskKind::gemm1, batches_[2]);
+    visit(TaskKind::gemm0, batches_[3]);
+    visit(TaskKind::dispatch, batches_[4]);
+  }
+
   /// Refills the batches that are used up.
   void fetch() {
     bool any = false;
-    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
-      Batch& batch = batches_[kind];
+    for_each_batch([&](TaskKind kind, Batch& batch) {
       if (!batch.empty()) {
-        continue;
+        return;
       }
-      const MailboxView& mailbox = rank_.memory.mailbox(static_cast<TaskKind>(kind));
+      const MailboxView& mailbox = rank_.memory.mailbox(kind);
       const u32 slot = batch.cursor + P::lane();
       batch.word =
           slot < mailbox.capacity ? P::template poll<Scope::device>(&mailbox.words[slot]) : 0;
       const u32 filled = P::ballot(ReadyWord(batch.word).epoch() == call_.epoch);
-      batch.size =
-          count_trailing_ones(filled);  // in order: an unfilled slot holds back those behind it
+      // In order: an unfilled slot holds back those behind it.
+      batch.size = partition_point(
+          P::kLanes, [filled](u32 lane) { return (~filled & ((u64{2} << lane) - 1)) == 0; });
       batch.next = 0;
       batch.part = 0;
       batch.cursor += batch.size;
       any = any || batch.size > 0;
-    }
+    });
     if (any) {
       // Pairs with fill_slot: what the posters published is ordered before what publish_up_to
       // publishes.
@@ -107,52 +119,37 @@ class Scheduler {
     }
   }
 
-  static u32 count_trailing_ones(u32 bits) {
-    u32 ones = 0;
-    while (ones < 32 && (bits >> ones & 1U) != 0) {
-      ++ones;
-    }
-    return ones;
-  }
-
-  bool anything_ready() const {
-    for (const Batch& batch : batches_) {
-      if (!batch.empty()) {
-        return true;
-      }
-    }
-    return false;
-  }
-
-  /// The kind to hand out next: in order of TaskKind, but Dispatch first while fewer than
-  /// `dispatchers_` of its parts are under way. kTaskKinds when nothing is ready.
-  u32 choose(u32 dispatch_done) const {
-    const u32 dispatch = static_cast<u32>(TaskKind::dispatch);
-    if (!batches_[dispatch].empty() && dispatch_published_ - dispatch_done < dispatchers_) {
-      return dispatch;
-    }
-    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
-      if (!batches_[kind].empty()) {
-        return kind;
-      }
-    }
-    return kTaskKinds;
+  bool anything_ready() {
+    bool ready = false;
+    for_each_batch([&](TaskKind, Batch& batch) { ready = ready || !batch.empty(); });
+    return ready;
   }
 
   /// Publishes ready parts until `limit` words have been published in this call; returns how many
-  /// it published.
+  /// it published. In order of TaskKind, but Dispatch first while fewer than `dispatchers_` of its
+  /// parts are under way.
   u32 publish_up_to(u32 limit) {
     const u32 before = published_;
+    if (!anything_ready()) {
+      return 0;
+    }
     const u32 dispatch_done =
         P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value);
+    const u32 under_way = dispatch_published_ - dispatch_done;
     // Orders what fetch() acquired before the words below, for the processors that acquire them.
     P::template publish_fence<Scope::device>();
-    while (published_ < limit) {
-      const u32 kind = choose(dispatch_done);
-      if (kind == kTaskKinds) {
-        break;
-      }
-      Batch& batch = batches_[kind];
+    if (under_way < dispatchers_) {
+      hand_out(TaskKind::dispatch, batches_[static_cast<u32>(TaskKind::dispatch)],
+               minimum(limit, published_ + (dispatchers_ - under_way)));
+    }
+    for_each_batch([&](TaskKind kind, Batch& batch) { hand_out(kind, batch, limit); });
+    return published_ - before;
+  }
+
+  /// Publishes parts of a batch until it is used up or `limit` words have been published in this
+  /// call.
+  void hand_out(TaskKind kind, Batch& batch, u32 limit) {
+    while (published_ < limit && !batch.empty()) {
       const ReadyWord word{P::broadcast(batch.word, batch.next)};
       const u32 parts = word.part();
       const u32 handed = minimum(minimum(limit - published_, parts - batch.part), P::kLanes);
@@ -165,7 +162,7 @@ class Scheduler {
       }
       published_ += handed;
       batch.part += handed;
-      if (kind == static_cast<u32>(TaskKind::dispatch)) {
+      if (kind == TaskKind::dispatch) {
         dispatch_published_ += handed;
       }
       if (batch.part == parts) {
@@ -173,7 +170,6 @@ class Scheduler {
         batch.part = 0;
       }
     }
-    return published_ - before;
   }
 
   const Rank<P>& rank_;

@@ -224,7 +224,6 @@ class ArrivalsSubscriber {
 
   void post_tile(const Task& tile) {
     const u32 task = rank_.memory.first_task(TaskKind::gemm0) + tile.tile;
-    rank_.memory.tasks[task] = tile;
     post(rank_, call_, TaskKind::gemm0, task, tile.parts, Actor::subscriber);
   }
 
@@ -333,13 +332,12 @@ class ReturnsSubscriber {
     // reached it, and those are published by releases that follow this call's end.
     P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
     const u32 index = rank_.memory.combine_task(peer, chunk);
-    Task task{};
+    Task& task = rank_.memory.tasks[index];
     task.kind = TaskKind::combine;
     task.parts = 1;
     task.epoch = call_.epoch;
     task.peer = peer;
     task.first_chunk = chunk;
-    rank_.memory.tasks[index] = task;
     post(rank_, call_, TaskKind::combine, index, 1, Actor::subscriber);
   }
 

@@ -40,7 +40,8 @@ class TilePlan {
   }
 
   /// Notes that `rows` rows of a source (whose counts are known) have arrived in all, and emits the
-  /// tiles that became possible: emit(const Task&) posts a Gemm0 descriptor.
+  /// tiles that became possible: emit(const Task&) posts the Gemm0 descriptor, which stays where it
+  /// is.
   template <class Emit>
   void advance(u32 source, u32 rows, Emit&& emit) {
     const Geometry& geometry = layout_.geometry();
@@ -49,7 +50,7 @@ class TilePlan {
     u32 expert = memory_.expert_cursor[source];
     for (; expert < geometry.local_experts(); ++expert) {
       while (ready(source, expert) >= geometry.tile_rows) {
-        Task tile = open(expert);
+        Task& tile = open(expert);
         append(tile, source, geometry.tile_rows);
         close(tile, emit);
       }
@@ -107,12 +108,19 @@ class TilePlan {
     return memory_.taken[source * layout_.geometry().local_experts() + expert];
   }
 
-  Task open(u32 expert) const {
-    Task tile{};
+  /// The next tile's descriptor, empty. It is built where processors will read it.
+  Task& open(u32 expert) const {
+    Task& tile = memory_.tasks[memory_.first_task(TaskKind::gemm0) + tiles_];
+    MOEOS_CHECK(tiles_ < layout_.geometry().tiles_max());
     tile.kind = TaskKind::gemm0;
+    tile.segment_count = 0;
     tile.parts = static_cast<u16>(layout_.geometry().gemm0_parts);
     tile.epoch = epoch_;
     tile.local_expert = expert;
+    tile.tile = tiles_;
+    tile.rows = 0;
+    tile.padded_rows = 0;
+    tile.first_result = results_;
     return tile;
   }
 
@@ -130,32 +138,33 @@ class TilePlan {
   template <class Emit>
   void pack(u32 expert, Emit&& emit) {
     const Geometry& geometry = layout_.geometry();
-    Task tile = open(expert);
+    Task* tile = nullptr;
     for (u32 source = 0; source < geometry.world; ++source) {
       for (u32 rows = ready(source, expert); rows > 0;) {
-        const u32 room = geometry.tile_rows - tile.padded_rows;
-        if (room == 0 || tile.segment_count == Geometry::kMaxSegments) {
-          close(tile, emit);
-          tile = open(expert);
+        if (tile == nullptr) {
+          tile = &open(expert);
+        }
+        const u32 room = geometry.tile_rows - tile->padded_rows;
+        if (room == 0 || tile->segment_count == Geometry::kMaxSegments) {
+          close(*tile, emit);
+          tile = nullptr;
           continue;
         }
         const u32 fitting =
             minimum(rows, room);  // room is a multiple of 8: a cut never adds padding
-        append(tile, source, fitting);
+        append(*tile, source, fitting);
         rows -= fitting;
       }
     }
-    if (tile.segment_count > 0) {
-      close(tile, emit);
+    if (tile != nullptr) {
+      close(*tile, emit);
     }
   }
 
   template <class Emit>
   void close(Task& tile, Emit&& emit) {
-    tile.tile = tiles_++;
-    tile.first_result = results_;
+    ++tiles_;
     results_ += tile.padded_rows;
-    MOEOS_CHECK(tiles_ <= layout_.geometry().tiles_max());
     MOEOS_CHECK(results_ <= layout_.geometry().intermediate_rows_max());
     emit(static_cast<const Task&>(tile));
   }

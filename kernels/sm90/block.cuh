@@ -25,6 +25,14 @@ inline constexpr u32 kLoadWarp = 1;
 inline constexpr u32 kCompleteWarp = 2;
 inline constexpr u32 kFirstConsumerWarp = 4;
 
+// 64 K registers, of which accumulators take 128 a consumer thread; the rest is what each role's
+// code needs without spilling.
+inline constexpr u32 kConsumerRegisters = 224;
+inline constexpr u32 kOtherRegisters = 56;
+static_assert(kConsumerRegisters * kConsumerThreads +
+                  kOtherRegisters * (kThreads - kConsumerThreads) <=
+              65536);
+
 // Named barriers.
 inline constexpr u32 kConsumersBarrier = 1;
 inline constexpr u32 kFirstGroupBarrier = 2;  // and 3: one for each consumer warpgroup

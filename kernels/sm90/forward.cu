@@ -31,7 +31,6 @@ inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Mac
     }
     if (Machine::lane() == 0) {
       slot.word = more ? word.bits() : 0;
-      slot.begun_ns = Machine::now_ns();
       slot.bad_token = kNone;
     }
     __syncwarp();
@@ -143,6 +142,9 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     }
     const Task& task = slot.task;
     const u32 part = word.part();
+    if (threadIdx.x == kFirstConsumerWarp * 32) {
+      slot.begun_ns = Machine::now_ns();
+    }
     if (task.kind == TaskKind::route) {
       const u32 first = part * kTileRows;
       const u32 end = minimum(call.tokens, first + kTileRows);
@@ -186,11 +188,11 @@ inline void run_processor_block(const RankArguments& arguments, const Rank<Machi
   const u32 warp = threadIdx.x / 32;
   Processor<Machine> processor(rank, call, index);
   if (warp >= kFirstConsumerWarp) {
-    raise_registers<216>();
+    raise_registers<kConsumerRegisters>();
     run_consumers(arguments, rank, call, processor, shared);
     return;
   }
-  lower_registers<72>();
+  lower_registers<kOtherRegisters>();
   if (warp == kFetchWarp) {
     run_fetch(rank, call, processor, shared);
   } else if (warp == kLoadWarp) {

@@ -87,24 +87,28 @@ class Token {
       for (u32 i = 0; i < kColumnsPerLane; ++i) {
         sum += expert_of(i) < kGeometry.experts ? __expf(logit<kLower>(d, i) - rule.top) : 0.0F;
       }
-      rule.sum = quad_sum(sum);
+      rule.inverse_sum = 1.0F / quad_sum(sum);
     }
     u64 open = open_logits<kLower>(d, rule);
     float weight_sum = 0.0F;
 #pragma unroll 1
     for (u32 j = 0; j < kGeometry.top_k; ++j) {
-      Best best{kExcluded, kNone};
+      float value = kExcluded;
       float chosen_logit = 0.0F;
+      u32 place = 0;
 #pragma unroll
       for (u32 i = 0; i < kColumnsPerLane; ++i) {
         if ((open >> i & 1) != 0) {
           const float choice = rule.choice(logit<kLower>(d, i), expert_of(i));
-          if (choice > best.value) {
-            best = Best{choice, expert_of(i)};
+          if (choice > value) {
+            value = choice;
             chosen_logit = logit<kLower>(d, i);
+            place = i;  // ascending like the experts, and a constant: 64 expert numbers would not
+                        // fit into registers
           }
         }
       }
+      Best best{value, expert_of(place)};
       best = quad_best(best);
       const u32 owner = best.expert % 8 / 2;  // the lane of the quad that holds it
       if (threadIdx.x % 4 == owner) {
@@ -130,12 +134,12 @@ class Token {
 
  private:
   struct Rule {
-    float top;  // of the token's logits
-    float sum;  // of exp(logit - top)
+    float top;          // of the token's logits
+    float inverse_sum;  // of exp(logit - top)
     const float* selection_bias;
 
     float score(float logit) const {
-      return kShape.scoring == Scoring::softmax ? __expf(logit - top) / sum
+      return kShape.scoring == Scoring::softmax ? __expf(logit - top) * inverse_sum
                                                 : 1.0F / (1.0F + __expf(-logit));
     }
     /// What experts are selected by. Scores are monotonic in the logits, and fp32 scores saturate:

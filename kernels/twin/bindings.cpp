@@ -95,9 +95,11 @@ std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
 
 nb::dict to_dict(const Tally& tally) {
   nb::dict tasks;
+  nb::dict busy_ns;
   const char* names[kTaskKinds] = {"route", "combine", "gemm1", "gemm0", "dispatch"};
   for (u32 kind = 0; kind < kTaskKinds; ++kind) {
     tasks[names[kind]] = tally.tasks[kind];
+    busy_ns[names[kind]] = tally.busy_ns[kind];
   }
   nb::dict result;
   result["tasks"] = tasks;
@@ -106,7 +108,7 @@ nb::dict to_dict(const Tally& tally) {
   result["flag_bytes_to_peers"] = tally.flag_bytes_to_peers;
   result["padding_rows"] = tally.padding_rows;
   result["dropped_pairs"] = tally.dropped_pairs;
-  result["busy_ns"] = tally.busy_ns;
+  result["busy_ns"] = busy_ns;
   return result;
 }
 

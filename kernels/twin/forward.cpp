@@ -183,13 +183,13 @@ Tally TwinRank::tally() const {
     const Tally& one = rank_.memory.tallies[i];
     for (u32 kind = 0; kind < kTaskKinds; ++kind) {
       sum.tasks[kind] += one.tasks[kind];
+      sum.busy_ns[kind] += one.busy_ns[kind];
     }
     sum.row_bytes_to_peers += one.row_bytes_to_peers;
     sum.count_bytes_to_peers += one.count_bytes_to_peers;
     sum.flag_bytes_to_peers += one.flag_bytes_to_peers;
     sum.padding_rows += one.padding_rows;
     sum.dropped_pairs += one.dropped_pairs;
-    sum.busy_ns += one.busy_ns;
   }
   return sum;
 }
