@@ -80,17 +80,6 @@ class RankMemory {
     take(send_start, world * (local + 1));
     take(rows_seen, geometry.max_tokens);
     take(receive_start, world * (local + 1));
-    take(counts_known, world);
-    take(rows_expected, 1);
-    take(starving, 1);
-    take(inquiry, 1);
-    take(taken, world * local);
-    take(rows_arrived, world);
-    take(expert_cursor, world);
-    take(sources_complete, local);
-    take(chunk_prefix, world);
-    take(chunk_combined, world * geometry.chunks());
-    take(first_uncombined, world);
     bytes_ = offset;
   }
 
@@ -153,21 +142,8 @@ class RankMemory {
   u32* send_start = nullptr;   // [peer][X + 1]: first row of each expert in the order of sending
   u32* rows_seen = nullptr;    // [token]: rows of the token that are back
 
-  // The OS block's own.
   u32* receive_start =
-      nullptr;                  // [source][X + 1]: first row of each expert in the order of arrival
-  u32* counts_known = nullptr;  // [source]: the epoch whose counts are decoded
-  u32* rows_expected =
-      nullptr;  // Algorithm 2's bound: rows to return in this call; corrected as counts arrive
-  u32* starving = nullptr;  // 1: processors wait and nothing is ready
-  u32* inquiry = nullptr;   // os.hpp: which subscriber is asked what it waits for
-  u32* taken = nullptr;     // [source][expert]: rows already in a tile
-  u32* rows_arrived = nullptr;
-  u32* expert_cursor = nullptr;     // [source]: first expert whose rows are not all here
-  u32* sources_complete = nullptr;  // [expert]: sources whose rows are all here
-  u32* chunk_prefix = nullptr;      // [source]: chunks that have arrived, in order
-  u32* chunk_combined = nullptr;    // [peer][chunk]: 1 once its Combine is posted
-  u32* first_uncombined = nullptr;  // [peer]
+      nullptr;  // [source][X + 1]: first row of each expert in the order of arrival
 
  private:
   u32 tasks_of(TaskKind kind) const {
@@ -185,6 +161,61 @@ class RankMemory {
 
   Geometry geometry_;
   MailboxView mailboxes_[kTaskKinds];
+  u64 bytes_ = 0;
+};
+
+/// What only the actors of the OS block touch: in its shared memory on the GPU, where every look
+/// costs a tenth of a look at global memory.
+class OsMemory {
+ public:
+  static u64 bytes(const Geometry& geometry) { return OsMemory(geometry, nullptr).bytes_; }
+
+  OsMemory(const Geometry& geometry, u8* base) : geometry_(geometry) {
+    u64 offset = 0;
+    const auto take = [&offset, base]<class T>(T*& array, u64 count) {
+      array = reinterpret_cast<T*>(base + offset);
+      offset = align_up(offset + count * sizeof(T), u64{16});
+    };
+    const u64 world = geometry.world;
+    const u64 local = geometry.local_experts();
+    take(tile, 1);
+    take(rows_expected, 1);
+    take(starving, 1);
+    take(inquiry, 1);
+    take(receive_start, world * (local + 1));
+    take(counts_known, world);
+    take(taken, world * local);
+    take(rows_arrived, world);
+    take(expert_cursor, world);
+    take(sources_complete, local);
+    take(chunk_prefix, world);
+    take(first_uncombined, world);
+    take(chunk_combined, world * geometry.chunks());
+    bytes_ = offset;
+  }
+
+  u32* receive_starts(u32 source) const {
+    return receive_start + u64{source} * (geometry_.local_experts() + 1);
+  }
+  /// Rows that `source` sends us in this call; valid once its counts are known.
+  u32 rows_received(u32 source) const { return receive_starts(source)[geometry_.local_experts()]; }
+
+  Task* tile = nullptr;          // the descriptor that tile_plan.hpp is writing
+  u32* rows_expected = nullptr;  // Algorithm 2's bound: rows to return; corrected as counts arrive
+  u32* starving = nullptr;       // 1: processors wait and nothing is ready
+  u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
+  u32* receive_start = nullptr;  // [source][X + 1]: as RankMemory's, which processors read
+  u32* counts_known = nullptr;   // [source]: the epoch whose counts are decoded
+  u32* taken = nullptr;          // [source][expert]: rows already in a tile
+  u32* rows_arrived = nullptr;   // [source]
+  u32* expert_cursor = nullptr;  // [source]: first expert whose rows are not all here
+  u32* sources_complete = nullptr;  // [expert]: sources whose rows are all here
+  u32* chunk_prefix = nullptr;      // [source]: chunks that have arrived, in order
+  u32* first_uncombined = nullptr;  // [peer]
+  u8* chunk_combined = nullptr;     // [peer][chunk]: 1 once its Combine is posted
+
+ private:
+  Geometry geometry_;
   u64 bytes_ = 0;
 };
 

@@ -17,7 +17,8 @@ struct Rank {
   P platform;
   Layout layout;
   RankMemory memory;
-  u8* heap;  // this rank's symmetric heap
+  OsMemory os;  // valid in the OS block alone
+  u8* heap;     // this rank's symmetric heap
   u32 rank;
   u64 deadline_ns;
 

@@ -44,11 +44,19 @@ void assign_slots(const Rank<P>& rank, const Call& call, Tally& tally) {
     rank.memory.send_starts(geometry.owner_of(expert))[expert % experts + 1] = sent;
   }
   P::sync_lanes();
-  for (u32 peer = P::lane(); peer < geometry.world; peer += P::kLanes) {
+  for (u32 peer = 0; peer < geometry.world; ++peer) {
     u32* starts = rank.memory.send_starts(peer);
-    starts[0] = 0;
-    for (u32 expert = 0; expert < experts; ++expert) {
-      starts[expert + 1] += starts[expert];
+    u32 start = 0;
+    for (u32 first = 0; first < experts; first += P::kLanes) {
+      const u32 expert = first + P::lane();
+      const u32 inclusive = P::inclusive_scan(expert < experts ? starts[expert + 1] : 0);
+      if (expert < experts) {
+        starts[expert + 1] = start + inclusive;
+      }
+      start += P::broadcast(inclusive, P::kLanes - 1);
+    }
+    if (P::lane() == 0) {
+      starts[0] = 0;
     }
   }
   P::sync_lanes();

@@ -38,7 +38,7 @@ class Scheduler {
     const u32 published = publish_up_to(claimed + rank_.geometry().processors);
     // Block scope, relaxed: a hint to the arrivals subscriber that packing early would feed
     // someone.
-    P::template store_relaxed<Scope::block>(rank_.memory.starving,
+    P::template store_relaxed<Scope::block>(rank_.os.starving,
                                             claimed > published_ && !anything_ready() ? 1U : 0U);
     return moved || published > 0;
   }
@@ -52,7 +52,7 @@ class Scheduler {
     }
     const u32 returned = P::template load_relaxed<Scope::device>(&state_.rows_returned.value);
     const u32 combined = P::template load_relaxed<Scope::device>(&state_.tokens_combined.value);
-    const u32 expected = P::template load_relaxed<Scope::block>(rank_.memory.rows_expected);
+    const u32 expected = P::template load_relaxed<Scope::block>(rank_.os.rows_expected);
     const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
     return returned == expected && combined == call_.tokens &&
            claimed == published_ + rank_.geometry().processors;

@@ -26,7 +26,7 @@ class CountsSubscriber {
     const Geometry& geometry = rank_.geometry();
     bool progress = false;
     for (u32 source = 0; known_ < geometry.world && source < geometry.world; ++source) {
-      if (rank_.memory.counts_known[source] != call_.epoch) {  // this warp alone writes it
+      if (rank_.os.counts_known[source] != call_.epoch) {  // this warp alone writes it
         progress = decode(source) || progress;
       }
     }
@@ -63,7 +63,8 @@ class CountsSubscriber {
   bool decode(u32 source) {
     const Geometry& geometry = rank_.geometry();
     const u32 experts = geometry.local_experts();
-    u32* starts = rank_.memory.receive_starts(source);
+    u32* starts = rank_.os.receive_starts(source);
+    u32* shared_starts = rank_.memory.receive_starts(source);
     u32 start = 0;
     for (u32 first = 0; first < experts; first += P::kLanes) {
       const u32 expert = first + P::lane();
@@ -81,6 +82,7 @@ class CountsSubscriber {
       const u32 inclusive = P::inclusive_scan(rows);
       if (expert < experts) {
         starts[expert] = start + inclusive - rows;
+        shared_starts[expert] = start + inclusive - rows;
       }
       start += P::broadcast(inclusive, P::kLanes - 1);
     }
@@ -91,13 +93,14 @@ class CountsSubscriber {
     P::sync_lanes();
     if (P::lane() == 0) {
       starts[experts] = start;
+      shared_starts[experts] = start;
       // Algorithm 2, SelfCorrectTaskBound: the bound counted this source's cell as full. Relaxed:
       // the scheduler compares a number; nothing is read because of it.
-      const u32 bound = P::template load_relaxed<Scope::block>(rank_.memory.rows_expected);
-      P::template store_relaxed<Scope::block>(rank_.memory.rows_expected,
+      const u32 bound = P::template load_relaxed<Scope::block>(rank_.os.rows_expected);
+      P::template store_relaxed<Scope::block>(rank_.os.rows_expected,
                                               bound - (geometry.cell_rows_used() - start));
       // Publishes receive_starts(source) to the arrivals subscriber, which acquires this word.
-      P::template store_release<Scope::block>(&rank_.memory.counts_known[source], call_.epoch);
+      P::template store_release<Scope::block>(&rank_.os.counts_known[source], call_.epoch);
     }
     P::sync_lanes();
     ++known_;
@@ -128,10 +131,10 @@ class ArrivalsSubscriber {
   static constexpr u64 kPatienceNs = 20'000;
 
   ArrivalsSubscriber(const Rank<P>& rank, const Call& call)
-      : rank_(rank), call_(call), plan_(rank.layout, rank.memory) {
+      : rank_(rank), call_(call), plan_(rank.layout, rank.memory, rank.os) {
     plan_.begin(call.epoch);
     for (u32 source = 0; source < rank.geometry().world; ++source) {
-      rank.memory.chunk_prefix[source] = kUndecoded;
+      rank.os.chunk_prefix[source] = kUndecoded;
     }
   }
 
@@ -146,13 +149,13 @@ class ArrivalsSubscriber {
   /// The first chunk that was announced and has not come; false when all have.
   bool missing(Failure& failure) const {
     for (u32 source = 0; source < rank_.geometry().world; ++source) {
-      const u32 prefix = rank_.memory.chunk_prefix[source];
+      const u32 prefix = rank_.os.chunk_prefix[source];
       if (prefix == kUndecoded ||
-          prefix * rank_.geometry().chunk_rows < rank_.memory.rows_received(source)) {
+          prefix * rank_.geometry().chunk_rows < rank_.os.rows_received(source)) {
         failure.kind = FailureKind::rows_late;
         failure.peer = source;
         failure.chunk = prefix == kUndecoded ? 0 : prefix;
-        failure.expected = rank_.memory.rows_received(source);
+        failure.expected = rank_.os.rows_received(source);
         failure.seen = prefix == kUndecoded ? 0 : u64{prefix} * rank_.geometry().chunk_rows;
         return true;
       }
@@ -167,14 +170,14 @@ class ArrivalsSubscriber {
   /// Advances the prefix of chunks that have arrived from a source.
   bool watch(u32 source) {
     const Geometry& geometry = rank_.geometry();
-    u32& prefix = rank_.memory.chunk_prefix[source];
+    u32& prefix = rank_.os.chunk_prefix[source];
     // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
-    if (P::template load_acquire<Scope::block>(&rank_.memory.counts_known[source]) != call_.epoch) {
+    if (P::template load_acquire<Scope::block>(&rank_.os.counts_known[source]) != call_.epoch) {
       return false;
     }
     const bool first_look = prefix == kUndecoded;
     const u32 before = first_look ? 0 : prefix;
-    const u32 rows = rank_.memory.rows_received(source);
+    const u32 rows = rank_.os.rows_received(source);
     const u32 chunks = ceil_div(rows, geometry.chunk_rows);
     if (before == chunks && !first_look) {
       return false;
@@ -203,7 +206,7 @@ class ArrivalsSubscriber {
   }
 
   bool pack_for_idle_processors() {
-    if (P::template load_relaxed<Scope::block>(rank_.memory.starving) == 0) {
+    if (P::template load_relaxed<Scope::block>(rank_.os.starving) == 0) {
       starving_since_ = 0;
       return false;
     }
@@ -239,10 +242,10 @@ class ReturnsSubscriber {
   ReturnsSubscriber(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {
     const Geometry& geometry = rank.geometry();
     for (u32 i = P::lane(); i < geometry.world * geometry.chunks(); i += P::kLanes) {
-      rank.memory.chunk_combined[i] = 0;
+      rank.os.chunk_combined[i] = 0;
     }
     for (u32 p = P::lane(); p < geometry.world; p += P::kLanes) {
-      rank.memory.first_uncombined[p] = 0;
+      rank.os.first_uncombined[p] = 0;
     }
     P::sync_lanes();
   }
@@ -266,7 +269,7 @@ class ReturnsSubscriber {
   /// The first chunk of ours that is not back; false when all are.
   bool missing(Failure& failure) const {
     for (u32 peer = 0; routed_ && peer < rank_.geometry().world; ++peer) {
-      const u32 chunk = rank_.memory.first_uncombined[peer];
+      const u32 chunk = rank_.os.first_uncombined[peer];
       const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
       if (rows > 0) {
         failure.kind = FailureKind::returns_late;
@@ -290,8 +293,8 @@ class ReturnsSubscriber {
     const Geometry& geometry = rank_.geometry();
     const u32 rows_sent = rank_.memory.rows_sent(peer);
     const u32 chunks = ceil_div(rows_sent, geometry.chunk_rows);
-    u32* combined = rank_.memory.chunk_combined + u64{peer} * geometry.chunks();
-    u32& first = rank_.memory.first_uncombined[peer];
+    u8* combined = rank_.os.chunk_combined + u64{peer} * geometry.chunks();
+    u32& first = rank_.os.first_uncombined[peer];
     bool progress = false;
     for (u32 base = first; base < chunks; base += P::kLanes) {
       const u32 chunk = base + P::lane();

@@ -18,7 +18,8 @@ namespace moeos {
 /// Keeps one call's packing state in the rank's memory; only the arrivals subscriber touches it.
 class TilePlan {
  public:
-  TilePlan(const Layout& layout, const RankMemory& memory) : layout_(layout), memory_(memory) {}
+  TilePlan(const Layout& layout, const RankMemory& memory, const OsMemory& os)
+      : layout_(layout), memory_(memory), os_(os) {}
 
   /// Forgets the last call.
   void begin(u32 epoch) {
@@ -28,14 +29,14 @@ class TilePlan {
     results_ = 0;
     early_left_ = geometry.early_tiles();
     for (u32 i = 0; i < geometry.world * geometry.local_experts(); ++i) {
-      memory_.taken[i] = 0;
+      os_.taken[i] = 0;
     }
     for (u32 p = 0; p < geometry.world; ++p) {
-      memory_.rows_arrived[p] = 0;
-      memory_.expert_cursor[p] = 0;
+      os_.rows_arrived[p] = 0;
+      os_.expert_cursor[p] = 0;
     }
     for (u32 e = 0; e < geometry.local_experts(); ++e) {
-      memory_.sources_complete[e] = 0;
+      os_.sources_complete[e] = 0;
     }
   }
 
@@ -45,9 +46,9 @@ class TilePlan {
   template <class Emit>
   void advance(u32 source, u32 rows, Emit&& emit) {
     const Geometry& geometry = layout_.geometry();
-    const u32* starts = memory_.receive_starts(source);
-    memory_.rows_arrived[source] = rows;
-    u32 expert = memory_.expert_cursor[source];
+    const u32* starts = os_.receive_starts(source);
+    os_.rows_arrived[source] = rows;
+    u32 expert = os_.expert_cursor[source];
     for (; expert < geometry.local_experts(); ++expert) {
       while (ready(source, expert) >= geometry.tile_rows) {
         Task& tile = open(expert);
@@ -57,11 +58,11 @@ class TilePlan {
       if (rows < starts[expert + 1]) {
         break;
       }
-      if (++memory_.sources_complete[expert] == geometry.world) {
+      if (++os_.sources_complete[expert] == geometry.world) {
         pack(expert, emit);
       }
     }
-    memory_.expert_cursor[source] = expert;
+    os_.expert_cursor[source] = expert;
   }
 
   /// Packs the rows that are here of the expert that has most of them, complete or not; false when
@@ -95,22 +96,22 @@ class TilePlan {
  private:
   /// Rows of (source, expert) that are here and in no tile yet.
   u32 ready(u32 source, u32 expert) const {
-    if (memory_.rows_arrived[source] == 0) {
+    if (os_.rows_arrived[source] == 0) {
       return 0;  // perhaps its counts are not known yet: the starts below would be another call's
     }
-    const u32* starts = memory_.receive_starts(source);
-    const u32 arrived = minimum(memory_.rows_arrived[source], starts[expert + 1]);
+    const u32* starts = os_.receive_starts(source);
+    const u32 arrived = minimum(os_.rows_arrived[source], starts[expert + 1]);
     const u32 here = arrived > starts[expert] ? arrived - starts[expert] : 0;
     return here - taken(source, expert);
   }
 
   u32& taken(u32 source, u32 expert) const {
-    return memory_.taken[source * layout_.geometry().local_experts() + expert];
+    return os_.taken[source * layout_.geometry().local_experts() + expert];
   }
 
-  /// The next tile's descriptor, empty. It is built where processors will read it.
+  /// The next tile's descriptor, empty.
   Task& open(u32 expert) const {
-    Task& tile = memory_.tasks[memory_.first_task(TaskKind::gemm0) + tiles_];
+    Task& tile = *os_.tile;
     MOEOS_CHECK(tiles_ < layout_.geometry().tiles_max());
     tile.kind = TaskKind::gemm0;
     tile.segment_count = 0;
@@ -126,7 +127,7 @@ class TilePlan {
 
   void append(Task& tile, u32 source, u32 rows) const {
     const u32 slot = taken(source, tile.local_expert);
-    const u32 start = memory_.receive_starts(source)[tile.local_expert];
+    const u32 start = os_.receive_starts(source)[tile.local_expert];
     tile.segments[tile.segment_count++] = Segment{layout_.row(tile.local_expert, slot, start),
                                                   static_cast<u16>(source), static_cast<u16>(rows)};
     tile.rows += rows;
@@ -163,6 +164,7 @@ class TilePlan {
 
   template <class Emit>
   void close(Task& tile, Emit&& emit) {
+    memory_.tasks[memory_.first_task(TaskKind::gemm0) + tiles_] = tile;
     ++tiles_;
     results_ += tile.padded_rows;
     MOEOS_CHECK(results_ <= layout_.geometry().intermediate_rows_max());
@@ -171,6 +173,7 @@ class TilePlan {
 
   const Layout& layout_;
   const RankMemory& memory_;
+  const OsMemory& os_;
   u32 epoch_ = 0;
   u32 tiles_ = 0;
   u32 results_ = 0;

@@ -5,11 +5,14 @@
 
 namespace moeos::sm90 {
 
-inline float silu(float x) { return x / (1.0F + __expf(-x)); }
+inline float silu(float x) { return __fdividef(x, 1.0F + __expf(-x)); }
 
 /// gate and up of one hidden unit; the limit clamps gate from above and up on both sides.
+/// Written with comparisons, because fminf would turn a NaN into the limit.
 inline float swiglu(float gate, float up, float limit) {
-  return silu(fminf(gate, limit)) * fmaxf(fminf(up, limit), -limit);
+  const float gate_below = gate > limit ? limit : gate;
+  const float up_below = up > limit ? limit : up;
+  return silu(gate_below) * (up_below < -limit ? -limit : up_below);
 }
 
 template <Activation kActivation>

@@ -11,8 +11,11 @@ inline float silu(float x) { return x / (1.0F + std::exp(-x)); }
 
 /// gate and up of one hidden unit. The limit clamps as in DeepGEMM's MegaMoE: gate from above, up
 /// on both sides.
+/// Written with comparisons, because std::fmin would turn a NaN into the limit.
 inline float swiglu(float gate, float up, float limit) {
-  return silu(std::fmin(gate, limit)) * std::fmax(std::fmin(up, limit), -limit);
+  const float gate_below = gate > limit ? limit : gate;
+  const float up_below = up > limit ? limit : up;
+  return silu(gate_below) * (up_below < -limit ? -limit : up_below);
 }
 
 /// The activations without a gate.

@@ -200,7 +200,9 @@ NB_MODULE(_twin, module) {
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("reset", &TwinRank::reset, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("epoch", &TwinRank::epoch)
-      .def("tally", [](const TwinRank& self) { return to_dict(self.tally()); })
+      .def(
+          "tally", [](const TwinRank& self) { return to_dict(self.tally()); },
+          nb::sig("def tally(self) -> dict[str, typing.Any]"))
       .def("rows_sent", &TwinRank::rows_sent)
       .def("rows_received", &TwinRank::rows_received, "source"_a);
 }

@@ -59,10 +59,12 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
       settings_(settings),
       heaps_(std::move(heaps)),
       own_memory_(map_zeroed(RankMemory::bytes(geometry))),
+      os_memory_(map_zeroed(OsMemory::bytes(geometry))),
       intermediate_(map_zeroed(u64{geometry.intermediate_rows_max()} * geometry.hidden_bytes)),
       rank_{Machine(heaps_.data(), rank, geometry.remote != 0),
             Layout(geometry),
             RankMemory(geometry, own_memory_.get()),
+            OsMemory(geometry, os_memory_.get()),
             heaps_[rank],
             rank,
             settings.deadline_ns} {
@@ -174,6 +176,7 @@ void TwinRank::abort() {
 void TwinRank::reset() {
   std::memset(rank_.heap, 0, rank_.layout.bytes());
   std::memset(own_memory_.get(), 0, RankMemory::bytes(rank_.geometry()));
+  std::memset(os_memory_.get(), 0, OsMemory::bytes(rank_.geometry()));
   *rank_.memory.epoch = 1;
 }
 

@@ -76,6 +76,7 @@ class TwinRank {
   TwinSettings settings_;
   std::vector<u8*> heaps_;
   Mapped own_memory_;
+  Mapped os_memory_;
   Mapped intermediate_;
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;

@@ -1,0 +1,26 @@
+"""moeos: an expert-parallel Mixture-of-Experts layer in one persistent kernel."""
+
+from importlib.metadata import version
+
+from moeos import reference, virtual
+from moeos.bootstrap import init
+from moeos.config import MoEConfig
+from moeos.errors import ConfigMismatch, NumericalError, PeerTimeout
+from moeos.layer import MoELayer
+from moeos.world import TwinOptions, World
+
+__version__ = version("moeos")
+
+__all__ = [
+    "ConfigMismatch",
+    "MoEConfig",
+    "MoELayer",
+    "NumericalError",
+    "PeerTimeout",
+    "TwinOptions",
+    "World",
+    "__version__",
+    "init",
+    "reference",
+    "virtual",
+]

@@ -1,0 +1,137 @@
+"""The device OS on a machine without a GPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+TILE_ROWS: int = 128
+
+ROUTE_TOKENS: int = 32
+
+GATED_COLUMNS: int = 128
+
+PLAIN_COLUMNS: int = 256
+
+class Sizes:
+    """Buffers and bounds of a layer, as the runtime derives them."""
+
+    def __init__(
+        self,
+        *,
+        world: int,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        hidden: int,
+        intermediate: int,
+        element_bytes: int,
+        capacity: int,
+        capacity_rows: bool,
+        activation: int,
+        swiglu_limit: float,
+        scoring: int,
+        renormalize: bool,
+        routed_scaling: float,
+        expert_groups: int,
+        top_groups: int,
+        processors: int,
+        remote: bool,
+        tile_rows: int,
+        route_tokens: int,
+        gemm0_columns: int,
+        gemm1_columns: int,
+    ) -> None: ...
+    @property
+    def heap_bytes(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    @property
+    def intermediate_bytes(self) -> int: ...
+    @property
+    def first_cell(self) -> int: ...
+    @property
+    def cells(self) -> int: ...
+    @property
+    def intermediate_rows(self) -> int: ...
+    @property
+    def cell_rows(self) -> int: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def chunk_rows(self) -> int: ...
+    @property
+    def tile_rows(self) -> int: ...
+    @property
+    def route_tokens(self) -> int: ...
+    @property
+    def tiles_max(self) -> int: ...
+    @property
+    def tasks_max(self) -> int: ...
+    @property
+    def parts_max(self) -> int: ...
+    @property
+    def gemm0_parts(self) -> int: ...
+    @property
+    def gemm1_parts(self) -> int: ...
+
+class Failure:
+    """What ended a call before its time; host/failure.py has the sentences."""
+
+    @property
+    def kind(self) -> int: ...
+    @property
+    def actor(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def expected(self) -> int: ...
+    @property
+    def seen(self) -> int: ...
+    @property
+    def waited_ns(self) -> int: ...
+
+class Rank:
+    """One rank: its memory, its threads, its calls."""
+
+    def __init__(
+        self,
+        *,
+        sizes: Sizes,
+        rank: int,
+        heaps: Sequence[int],
+        deadline: float,
+        split_os: bool,
+        jitter_us: float,
+        jitter_seed: int,
+    ) -> None: ...
+    def forward(
+        self,
+        *,
+        bfloat16: bool,
+        tokens: int,
+        pair_limit: int,
+        x: int,
+        gate: int,
+        selection_bias: int,
+        topk_ids: int,
+        topk_weights: int,
+        w1: int,
+        b1: int,
+        w2: int,
+        b2: int,
+        out: int,
+    ) -> Failure: ...
+    def abort(self) -> None: ...
+    def reset(self) -> None: ...
+    @property
+    def epoch(self) -> int: ...
+    def tally(self) -> dict[str, Any]: ...
+    def rows_sent(self) -> list[int]: ...
+    def rows_received(self, source: int) -> list[int]: ...

@@ -1,0 +1,206 @@
+"""Finds out how this process was started, and makes its world.
+
+The only file that reads launchers' environment variables. It knows nothing of layers or heaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.metadata
+import os
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from moeos.control import (
+    ControlPlane,
+    MpiControl,
+    SoloControl,
+    StoreControl,
+    name_ranks,
+    require_equal,
+)
+from moeos.world import Backend, TwinOptions, World, check_deadline
+
+BACKENDS = ("auto", "twin", "cuda")
+"""What `init` and `virtual.run` take as a backend."""
+
+DEFAULT_TWIN = TwinOptions()
+
+_FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux hands out by itself
+
+
+def init(
+    backend: str = "auto", *, deadline: float = 30.0, twin: TwinOptions = DEFAULT_TWIN
+) -> World:
+    """This process's world. Collective over all processes that the launcher started.
+
+    mpirun, torchrun and srun are recognised by the environment that they set; without one of them
+    the world has one rank. With mpirun, MPI itself first waits for every process to start MPI.
+
+    Args:
+        backend: "twin" (CPU threads), "cuda", or "auto": the GPU where one can be used, or the
+            twin.
+        deadline: seconds after which a wait for another rank raises `PeerTimeout`, here and in
+            every call.
+        twin: how the twin uses this machine.
+
+    Raises:
+        ValueError, TypeError: an argument, or what the launcher set, is not allowed.
+        ConfigMismatch: the ranks run different versions or backends.
+        RuntimeError: the backend cannot be used here, or the twin's ranks are on several hosts.
+        PeerTimeout: a rank did not call it before the deadline.
+    """
+    chosen = choose_backend(backend)
+    check_deadline(deadline)
+    if not isinstance(twin, TwinOptions):
+        raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
+    control = _connect(detect(os.environ), deadline)
+    try:
+        version = importlib.metadata.version("moeos")
+        require_equal(control, (version, chosen), "the version of moeos and its backend")
+        _require_one_host(control)
+        return World(control, backend=chosen, deadline=deadline, twin=twin)
+    except BaseException as error:
+        control.abort(f"{type(error).__name__}: {error}")
+        control.close()
+        raise
+
+
+def choose_backend(backend: str) -> Backend:
+    """The backend that a name means on this machine.
+
+    Raises `ValueError` for an unknown name, and `RuntimeError` for "cuda": this release has the
+    twin only.
+    """
+    if backend not in BACKENDS:
+        nearest = difflib.get_close_matches(str(backend), BACKENDS, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        allowed = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"backend is {backend!r}; allowed: {allowed}{hint}")
+    if backend == "cuda":
+        raise RuntimeError(
+            'backend is "cuda", but this release has the twin only: use "twin" or "auto"'
+        )
+    return "twin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Attributes:
+        launcher: "mpirun" (also srun with PMIx), "torchrun", "srun" (without PMIx), or "none".
+        rank, size: as the launcher says; None where only MPI knows.
+        host, port: of the store, for torchrun and srun.
+        serve: whether this rank holds that store.
+    """
+
+    launcher: Literal["mpirun", "torchrun", "srun", "none"]
+    rank: int | None = 0
+    size: int | None = 1
+    host: str = ""
+    port: int = 0
+    serve: bool = False
+
+
+def detect(environment: Mapping[str, str]) -> Launch:
+    """How a process with this environment was started; the innermost launcher decides.
+
+    Raises `ValueError` naming the variable that is missing or not a number in its range.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return _detect_torchrun(environment)
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        rank, size = _rank_and_size(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        return Launch("mpirun", rank, size)
+    if "PMI_SIZE" in environment:
+        return Launch("mpirun", *_rank_and_size(environment, "PMI_RANK", "PMI_SIZE"))
+    if "PMIX_RANK" in environment:
+        return Launch("mpirun", None, None)
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _detect_torchrun(environment)
+    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
+        return _detect_srun(environment)
+    return Launch("none")
+
+
+def _detect_torchrun(environment: Mapping[str, str]) -> Launch:
+    rank, size = _rank_and_size(environment, "RANK", "WORLD_SIZE")
+    host = environment.get("MASTER_ADDR")
+    if not host:
+        raise ValueError("RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun")
+    port = _integer(environment, "MASTER_PORT", 1, 65_535)
+    serve = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return Launch("torchrun", rank, size, host, port, serve)
+
+
+def _detect_srun(environment: Mapping[str, str]) -> Launch:
+    step_size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    rank, size = _rank_and_size(environment, "SLURM_PROCID", step_size)
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    host = environment.get("MASTER_ADDR") or _first_host(nodes) or "localhost"
+    if "MASTER_PORT" in environment:
+        port = _integer(environment, "MASTER_PORT", 1, 65_535)
+    else:
+        job, step = (environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        digits = int(re.sub(r"\D", "", job + step) or "0")
+        port = _FIRST_PORT + digits % _PORTS
+    return Launch("srun", rank, size, host, port, serve=rank == 0)
+
+
+def _first_host(nodes: str) -> str:
+    """The first of Slurm's compressed host names: "gpu[03-07,9],x" gives "gpu03"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else "")
+
+
+def _rank_and_size(environment: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    ranks = _integer(environment, size, 1, 1 << 20)
+    return _integer(environment, rank, 0, ranks - 1), ranks
+
+
+def _integer(environment: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = environment.get(name, "")
+    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+        given = f"is {text!r}" if name in environment else "is not set"
+        raise ValueError(f"the environment variable {name} {given}; allowed: {low} to {high}")
+    return int(text)
+
+
+def _connect(launch: Launch, deadline: float) -> ControlPlane:
+    if launch.size == 1:
+        return SoloControl()
+    if launch.launcher != "mpirun":
+        assert launch.rank is not None
+        assert launch.size is not None
+        return StoreControl(
+            launch.rank,
+            launch.size,
+            deadline,
+            host=launch.host,
+            port=launch.port,
+            serve=launch.serve,
+        )
+    control = MpiControl(deadline)
+    if launch.size not in (None, control.size):
+        raise RuntimeError(
+            f"the launcher started {launch.size} ranks, but mpi4py's MPI sees {control.size}: it "
+            "is another MPI than the launcher's. Use the mpirun that lies beside this Python"
+        )
+    return control
+
+
+def _require_one_host(control: ControlPlane) -> None:
+    """Raises `RuntimeError`, the same on all ranks, unless all are on one host."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    hosts = control.allgather((socket.gethostname(), boot), "the names of the ranks' hosts")
+    if len(set(hosts)) > 1:
+        where = "; ".join(
+            f"{name_ranks(r for r in range(control.size) if hosts[r] == host)} on {host[0]}"
+            for host in dict.fromkeys(hosts)
+        )
+        raise RuntimeError(f"the twin needs all ranks on one host, but there are {where}")

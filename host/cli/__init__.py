@@ -1,0 +1,28 @@
+"""The command `moeos`: run a layer, size one, or look at this machine.
+
+Commands use the package's public interface; nothing outside this folder may import it.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from moeos.cli.doctor import doctor
+from moeos.cli.plan import plan
+from moeos.cli.run import run
+
+app = typer.Typer(
+    name="moeos",
+    help="An expert-parallel Mixture-of-Experts layer in one persistent kernel.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(run)
+app.command()(plan)
+app.command()(doctor)
+
+
+def main() -> None:
+    """What the script `moeos` starts."""
+    app()

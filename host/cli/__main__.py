@@ -1,0 +1,5 @@
+"""`python -m moeos.cli`: the command `moeos` where its script is not installed."""
+
+from moeos.cli import main
+
+main()

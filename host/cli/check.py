@@ -1,0 +1,144 @@
+"""Checks a layer's outputs against the float64 reference.
+
+Each rank checks its own tokens, with the weights of all experts, which the ranks show each other.
+This file knows nothing of where tokens come from or of what is reported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from moeos import reference
+from moeos.cli.workload import Batch
+from moeos.layer import MoELayer
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+"""The largest relative error of a correct layer, by its dtype."""
+
+NEAR_TIE = 2e-6
+"""A token whose selection scores are closer than this may go to other experts in float32."""
+
+_MAX_FLOPS = 4e10  # of one rank's reference: seconds on one core
+_MAX_BYTES = 1 << 28  # of one rank's float64 rows
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckResult:
+    """What the check of one rank found.
+
+    Attributes:
+        errors: for each call the relative Frobenius error of the checked tokens' outputs.
+        checked: tokens whose output was compared.
+        near_ties: tokens left out because their experts are not certain in float32.
+        tokens: of all calls.
+    """
+
+    errors: list[float]
+    checked: int
+    near_ties: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """The checked tokens of one call: x, out [n, H], ids int64 and weights float64 [n, k]."""
+
+    x: Tensor
+    out: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+class Checker:
+    """Keeps inputs and outputs of a run's calls, and compares them when the run is over.
+
+    All tokens are checked where that takes seconds; else evenly spaced ones of each call.
+    """
+
+    def __init__(self, layer: MoELayer, calls: int) -> None:
+        cfg = layer.cfg
+        flops = 2 * cfg.top_k * (cfg.w1_rows + cfg.intermediate) * cfg.hidden
+        row_bytes = 8 * max(2 * cfg.hidden, cfg.w1_rows)
+        self._layer = layer
+        self._per_call = max(1, int(min(_MAX_FLOPS / flops, _MAX_BYTES / row_bytes)) // calls)
+        self._samples: list[_Sample] = []
+        self._tokens = 0
+        self._near_ties = 0
+
+    def keep(self, batch: Batch, out: Tensor) -> None:
+        """Notes one call: its arguments and its output [S, H].
+
+        Drops are decided here, among all tokens of the call. A near tie may also decide whose pair
+        is dropped, which is not allowed for.
+        """
+        cfg = self._layer.cfg
+        certain = torch.ones(len(batch.x), dtype=torch.bool)
+        if batch.topk_ids is None or batch.topk_weights is None:
+            gate = self._layer.gate
+            ids, weights, margin = reference.route(batch.x, gate.weight, cfg, gate.selection_bias)
+            certain = margin > NEAR_TIE
+        else:
+            ids, weights = batch.topk_ids, batch.topk_weights.double()
+        ids = ids.masked_fill(reference.dropped(ids, cfg), -1)
+        rows = certain.nonzero().flatten()
+        if len(rows) > self._per_call:
+            spread = torch.linspace(0, len(rows) - 1, self._per_call, dtype=torch.float64)
+            rows = rows[spread.round().long()]
+        self._tokens += len(batch.x)
+        self._near_ties += int((~certain).sum())
+        self._samples.append(_Sample(batch.x[rows], out[rows], ids[rows], weights[rows]))
+
+    def compare(self) -> CheckResult:
+        """The errors of all calls that were kept. Collective: weights are shown to all ranks."""
+        weights = share_weights(self._layer)
+        samples = self._samples
+        cfg = dataclasses.replace(self._layer.cfg, capacity_factor=None, row_map=None)  # see keep
+        expected = reference.moe(
+            torch.cat([sample.x for sample in samples]),
+            self._layer.gate.weight,
+            weights["w1"],
+            weights["w2"],
+            cfg,
+            torch.cat([sample.ids for sample in samples]),
+            torch.cat([sample.weights for sample in samples]),
+            b1=weights.get("b1"),
+            b2=weights.get("b2"),
+            selection_bias=self._layer.gate.selection_bias,
+        ).split([len(sample.x) for sample in samples])
+        errors = [
+            reference.relative_error(sample.out, rows)
+            for sample, rows in zip(samples, expected, strict=True)
+        ]
+        checked = sum(len(sample.x) for sample in samples)
+        return CheckResult(errors, checked, self._near_ties, self._tokens)
+
+
+def share_weights(layer: MoELayer) -> dict[str, Tensor]:
+    """The weights of all experts, in the layer's dtype: w1 and w2, b1 and b2 where it has them.
+
+    Collective. Each rank copies its own into rank 0's part of a new heap, and all see them there:
+    one copy for all ranks. It is gone when the world is closed.
+    """
+    world = layer.world
+    mine = {
+        name: weight
+        for name in ("w1", "w2", "b1", "b2")
+        if (weight := getattr(layer, name)) is not None
+    }
+    sizes = {name: weight.nbytes * world.size for name, weight in mine.items()}
+    heap = world.allocate_heap(sum(size + _ALIGNMENT for size in sizes.values()))
+    address = heap.addresses[0]
+    every: dict[str, Tensor] = {}
+    for name, weight in mine.items():
+        memory = (ctypes.c_byte * sizes[name]).from_address(address)
+        experts = torch.frombuffer(memory, dtype=weight.dtype).view(-1, *weight.shape[1:])
+        experts[world.rank * len(weight) : (world.rank + 1) * len(weight)].copy_(weight)
+        every[name] = experts
+        address += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
+    world.control.barrier()
+    return every

@@ -1,0 +1,247 @@
+"""What a layer needs and what one call of it does, from its config alone.
+
+Sizes and bounds come from the runtime's own arithmetic; work is counted for even routing, by the
+rules of the tile plan (runtime/tile_plan.hpp). Nothing is allocated and nothing runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+from moeos.config import MoEConfig, RowMap
+from moeos.engines.twin import sizes_of
+
+H200_GEMM_FLOPS = 806e12
+"""Dense BF16 GEMM of an H200, measured with cuBLAS at 8192 x 8192 x 8192; FLOP/s."""
+H200_LINK_BYTES = 355e9
+"""What one H200 sends to peers over NVLink with plain stores, measured; bytes/s."""
+H200_MEMORY_BYTES = 4.4e12
+"""What one H200 reads from its memory, measured; bytes/s."""
+
+_SEGMENT_ALIGN = 8  # Geometry::kSegmentAlign
+_MAX_SEGMENTS = 8  # Geometry::kMaxSegments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Buffers and bounds of one rank, for the most tokens and the worst routing.
+
+    Attributes:
+        heap_bytes: the symmetric heap, which peers write.
+        memory_bytes: queues, counters and maps of the rank's own.
+        intermediate_bytes: the buffer between the two GEMMs.
+        cell_rows: rows that one source may send, and those that return to it.
+        chunks: transfers, each with its flag, in which these rows come.
+        tiles, tasks, parts: the most row tiles, task descriptors and pieces of work of a call.
+    """
+
+    heap_bytes: int
+    memory_bytes: int
+    intermediate_bytes: int
+    cell_rows: int
+    chunks: int
+    tiles: int
+    tasks: int
+    parts: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What rank 0 does in one call with even routing; the others differ by a few rows.
+
+    Attributes:
+        tokens: S, of every rank.
+        pairs_sent, pairs_received: to and from all ranks, this one included.
+        tiles: row tiles.
+        tasks: pieces of work by kind, as `CallStats.tasks` counts them.
+        padding_rows: rows computed only because segments are padded to 8 rows.
+        router_flops: 2 S E H.
+        expert_flops: 2 (2I + I) H for each pair received, or 2 (I + I) H where there is no gate.
+        weight_bytes: weights of the experts that have rows, read once.
+        dispatch_bytes: rows to other ranks, H elements each.
+        combine_bytes: result rows returned to other ranks.
+        count_bytes: 8 for each expert of another rank.
+        flag_bytes: 4 for each chunk sent to another rank, and for each chunk that a tile's segment
+            of another rank's rows touches.
+    """
+
+    tokens: int
+    pairs_sent: int
+    pairs_received: int
+    tiles: int
+    tasks: dict[str, int]
+    padding_rows: int
+    router_flops: int
+    expert_flops: int
+    weight_bytes: int
+    dispatch_bytes: int
+    combine_bytes: int
+    count_bytes: int
+    flag_bytes: int
+
+    @property
+    def bytes_to_peers(self) -> int:
+        """All that rank 0 writes into other ranks' memory."""
+        return self.dispatch_bytes + self.combine_bytes + self.count_bytes + self.flag_bytes
+
+    @property
+    def floors(self) -> dict[str, float]:
+        """Seconds that each limit of an H200 alone would need; no call can be faster than any.
+
+        compute: FLOPs at the dense BF16 rate. link: bytes to peers. memory: reading the weights.
+        """
+        return {
+            "compute": (self.router_flops + self.expert_flops) / H200_GEMM_FLOPS,
+            "link": self.bytes_to_peers / H200_LINK_BYTES,
+            "memory": self.weight_bytes / H200_MEMORY_BYTES,
+        }
+
+
+def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
+    """The sizes with each row map, for a rank with one processor.
+
+    Raises:
+        ValueError: the experts cannot be divided among the ranks, or the runtime cannot number so
+            many rows or tasks.
+    """
+    found: dict[RowMap, Sizes] = {}
+    for row_map in get_args(RowMap):
+        sizes = sizes_of(dataclasses.replace(cfg, row_map=row_map), ranks, processors=1)
+        found[row_map] = Sizes(
+            heap_bytes=sizes.heap_bytes,
+            memory_bytes=sizes.memory_bytes,
+            intermediate_bytes=sizes.intermediate_bytes,
+            cell_rows=sizes.cell_rows,
+            chunks=sizes.chunks,
+            tiles=sizes.tiles_max,
+            tasks=sizes.tasks_max,
+            parts=sizes.parts_max,
+        )
+    return found
+
+
+def weight_bytes_per_rank(cfg: MoEConfig, ranks: int) -> int:
+    """Gate, w1 and w2, and b1 and b2 where the layer has them, of one rank."""
+    router = cfg.experts * cfg.hidden * cfg.dtype.itemsize
+    return router + cfg.experts_per_rank(ranks) * _expert_bytes(cfg)
+
+
+def even_routing(cfg: MoEConfig, ranks: int, tokens: int) -> list[list[int]]:
+    """Rows from each source to each expert, [P][E], when pairs go to the experts in turn.
+
+    Pairs are numbered over the world, S·k from each rank; pair i goes to expert i mod E. So all
+    experts get equally many, to within one, and the k experts of a token are different.
+    """
+    per_rank = tokens * cfg.top_k
+
+    def before(pair: int, expert: int) -> int:
+        return (pair - 1 - expert) // cfg.experts + 1  # pairs below `pair` that go to `expert`
+
+    return [
+        [
+            before((source + 1) * per_rank, expert) - before(source * per_rank, expert)
+            for expert in range(cfg.experts)
+        ]
+        for source in range(ranks)
+    ]
+
+
+def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
+    """What a call costs with even routing and S = `tokens` on every rank.
+
+    Tiles and what follows from them are those of a call in which no tile is packed early because
+    processors idle; early ones are more and have more padding. Rows beyond an expert's capacity are
+    not sent. N-tiles, and so the numbers of GEMM tasks, are the twin's.
+
+    Raises:
+        ValueError: `tokens` is not 0 to max_tokens, or the experts cannot be divided.
+    """
+    if not 0 <= tokens <= cfg.max_tokens:
+        raise ValueError(f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}")
+    local = cfg.experts_per_rank(ranks)
+    sizes = sizes_of(dataclasses.replace(cfg, row_map="ragged"), ranks, processors=1)
+    capacity = cfg.capacity(tokens)
+    wanted = even_routing(cfg, ranks, tokens)
+    rows = [[n if capacity is None else min(n, capacity) for n in source] for source in wanted]
+    to_rank = [sum(rows[0][peer * local : (peer + 1) * local]) for peer in range(ranks)]
+    chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
+
+    tiles = padding = flags = received = busy_experts = 0
+    starts = [0] * ranks
+    for expert in range(local):
+        of_source = [source[expert] for source in rows]
+        packed = pack_tiles(of_source, sizes.tile_rows)
+        tiles += len(packed)
+        for source, slot, n in (segment for tile in packed for segment in tile):
+            padding += -n % _SEGMENT_ALIGN
+            first = starts[source] + slot
+            last = first + n - 1
+            if source != 0:
+                flags += last // sizes.chunk_rows - first // sizes.chunk_rows + 1
+        starts = [start + n for start, n in zip(starts, of_source, strict=True)]
+        received += sum(of_source)
+        busy_experts += any(of_source)
+
+    row_bytes = cfg.hidden * cfg.dtype.itemsize
+    route_parts = -(-tokens // sizes.route_tokens)
+    # Where pairs may be dropped, the runtime looks for tokens that sent nothing.
+    may_drop = capacity is not None and capacity < cfg.max_tokens
+    return Work(
+        tokens=tokens,
+        pairs_sent=sum(to_rank),
+        pairs_received=received,
+        tiles=tiles,
+        tasks={
+            "route": max(1, route_parts),
+            "dispatch": sum(chunks_to_rank),
+            "gemm0": tiles * sizes.gemm0_parts,
+            "gemm1": tiles * sizes.gemm1_parts,
+            "combine": sum(chunks_to_rank) + (route_parts if may_drop else 0),
+        },
+        padding_rows=padding,
+        router_flops=2 * tokens * cfg.experts * cfg.hidden,
+        expert_flops=2 * received * (cfg.w1_rows + cfg.intermediate) * cfg.hidden,
+        weight_bytes=busy_experts * _expert_bytes(cfg),
+        dispatch_bytes=sum(to_rank[1:]) * row_bytes,
+        combine_bytes=(received - sum(rows[0][:local])) * row_bytes,
+        count_bytes=8 * (ranks - 1) * local,
+        flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags),
+    )
+
+
+def pack_tiles(rows: list[int], tile_rows: int) -> list[list[tuple[int, int, int]]]:
+    """The row tiles of one expert: lists of segments (source, first slot, rows).
+
+    Full tiles of one source each, then all sources' remainders merged: a segment is padded to 8
+    rows, and a tile closes when it is full or has 8 segments.
+
+    Args:
+        rows: of each source.
+        tile_rows: rows of a full tile.
+    """
+    tiles = [
+        [(source, first, tile_rows)]
+        for source, n in enumerate(rows)
+        for first in range(0, n - tile_rows + 1, tile_rows)
+    ]
+    tile: list[tuple[int, int, int]] = []
+    room = tile_rows
+    for source, n in enumerate(rows):
+        slot = n - n % tile_rows
+        while slot < n:
+            if room == 0 or len(tile) == _MAX_SEGMENTS:
+                tiles.append(tile)
+                tile, room = [], tile_rows
+            fitting = min(n - slot, room)
+            tile.append((source, slot, fitting))
+            slot += fitting
+            room -= fitting + -fitting % _SEGMENT_ALIGN
+    return [*tiles, tile] if tile else tiles
+
+
+def _expert_bytes(cfg: MoEConfig) -> int:
+    elements = (cfg.w1_rows + cfg.intermediate) * cfg.hidden
+    if cfg.bias:
+        elements += cfg.w1_rows + cfg.hidden
+    return elements * cfg.dtype.itemsize

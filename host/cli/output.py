@@ -1,0 +1,73 @@
+"""Where a command's results go: tables on stdout, progress on stderr, JSON into a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_LABEL_WIDTH = 28
+_COLUMN_WIDTH = 13
+
+
+def tables(columns: int) -> Console:
+    """A console on stdout, wide enough for `columns` columns, that writes plain text.
+
+    A launcher may give its ranks a terminal of its own and send what they write to a file.
+    """
+    console = Console(color_system=None, highlight=False)
+    console.width = max(console.width, _LABEL_WIDTH + columns * _COLUMN_WIDTH)
+    return console
+
+
+def table(*columns: str) -> Table:
+    """An empty table whose first column has labels and whose other columns have numbers."""
+    made = Table()
+    made.add_column("", no_wrap=True)
+    for column in columns:
+        made.add_column(column, justify="right")
+    return made
+
+
+def count(number: float) -> str:
+    """A whole number with its thousands apart."""
+    return f"{number:,.0f}".replace(",", " ")
+
+
+def size(number: float) -> str:
+    """Bytes in the binary unit that keeps the number short."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that keeps the number short."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises `ValueError` now if `write_json` could not write there later."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"--json is {path}; it must name a file in a folder that exists")
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Writes a document, with null for numbers that JSON has no word for."""
+    path.write_text(json.dumps(_finite(document), indent=2) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,304 @@
+"""`moeos run`: makes a layer, calls it, checks it against the reference and reports.
+
+It works in one process and under every launcher that `moeos.init` knows; rank 0 speaks for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+import moeos
+from moeos.cli import failures, machine, output, report
+from moeos.cli.check import TOLERANCE, Checker, CheckResult
+from moeos.cli.report import RankReport
+from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
+from moeos.cli.settings import RunSettings, read_settings
+from moeos.cli.tensors import SafetensorsFile, piece, read_rows
+from moeos.cli.text import read_documents
+from moeos.cli.totals import Totals
+from moeos.cli.workload import GivenTokens, RandomTokens, TextTokens, Workload
+
+MAX_ITERATIONS = 10_000
+"""The most calls of one run: each rank reports the numbers of each."""
+
+_MAX_SEED = 2**31 - 1
+_RANK_SEEDS = 1_000_003  # between the seeds of consecutive ranks
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the command line says; None where the config decides."""
+
+    config: Path
+    tokens: int | None = None
+    iterations: int | None = None
+    routing: str | None = None
+    weights: Path | None = None
+    prefix: str = ""
+    input_file: Path | None = None
+    input_text: tuple[str, ...] = ()
+    deadline: float = 30.0
+    backend: str = "auto"
+    seed: int = 0
+    json_file: Path | None = None
+    check: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What this rank will run.
+
+    Attributes:
+        tokens: of each call, or the most where they vary.
+        calls: how many.
+        varies: whether the tokens of each call are drawn from 0 to `tokens`.
+        source: the workload in words.
+    """
+
+    cfg: moeos.MoEConfig
+    tokens: int
+    calls: int
+    varies: bool
+    workload: Workload
+    source: str
+    generator: torch.Generator
+
+
+def run(
+    config: Annotated[Path, typer.Argument(help="TOML file of the layer, with a table [run].")],
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each rank and call; else as the config says.")
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="Calls of the layer; else as the config says.")
+    ] = None,
+    routing: Annotated[
+        str | None, typer.Option(help=f"Random tokens, routed by a pattern: {PATTERNS}.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Safetensors file with a Hugging Face block's weights.")
+    ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="Of the block's names in it, like model.layers.0.mlp.")
+    ] = "",
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            help='Safetensors file with tokens "x" [tokens, H], split over the ranks.',
+        ),
+    ] = None,
+    input_text: Annotated[
+        list[str] | None,
+        typer.Option(help="A document whose bytes are the tokens, or a pattern; repeatable."),
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which a wait for another rank fails.")
+    ] = 30.0,
+    backend: Annotated[str, typer.Option(help=f"{', '.join(moeos.bootstrap.BACKENDS)}.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of weights, random tokens and token counts.")] = 0,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Writes configuration, machine and results to this file."),
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Compare with the float64 reference.")] = True,
+) -> None:
+    """Runs a layer and checks it.
+
+    Exit code 0 if the error is within the tolerance, 1 if not, 2 for bad input, 3 for a failure.
+    """
+    options = RunOptions(
+        config=config,
+        tokens=tokens,
+        iterations=iterations,
+        routing=routing,
+        weights=weights,
+        prefix=prefix,
+        input_file=input_file,
+        input_text=tuple(input_text or ()),
+        deadline=deadline,
+        backend=backend,
+        seed=seed,
+        json_file=json_file,
+        check=check,
+    )
+    failures.finish(lambda: execute(options))
+
+
+def execute(options: RunOptions) -> int:
+    """Runs the command in the world of this process; the exit code.
+
+    Raises what `moeos.init` and a call of the layer raise.
+    """
+    with moeos.init(options.backend, deadline=options.deadline) as world:
+        return failures.together(world, lambda: _run(world, options))
+
+
+def _run(world: moeos.World, options: RunOptions) -> int:
+    plan = failures.agree(world, lambda: _prepare(world, options), "the input of the run")
+    torch.manual_seed(options.seed)
+    layer = failures.agree(world, lambda: _make_layer(plan.cfg, world, options), "the layer")
+    speaks = world.rank == 0
+    if speaks:
+        _introduce(world, plan)
+
+    totals = Totals(world.rank)
+    checker = Checker(layer, plan.calls) if options.check else None
+    for _ in _progress(range(plan.calls), "calls of the layer", visible=speaks):
+        tokens = plan.tokens
+        if plan.varies:
+            tokens = int(torch.randint(plan.tokens + 1, (), generator=plan.generator))
+        batch = plan.workload.draw(tokens)
+        begin = time.perf_counter()
+        out = layer(batch.x, batch.topk_ids, batch.topk_weights)
+        seconds = time.perf_counter() - begin
+        totals.add(layer.stats(), seconds)
+        if checker is not None:
+            checker.keep(batch, out)
+
+    result: CheckResult | None = checker.compare() if checker is not None else None
+    reports = world.control.allgather(RankReport(totals, result), "the results of the run")
+    error = report.largest_error(reports) if options.check else None
+    tolerance = TOLERANCE[plan.cfg.dtype]
+    if speaks:
+        _conclude(world, options, plan, reports, error, tolerance)
+    return failures.ABOVE_TOLERANCE if error is not None and error > tolerance else failures.DONE
+
+
+def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
+    cfg = moeos.MoEConfig.from_toml(options.config)
+    settings = read_settings(options.config)
+    output.check_writable(options.json_file)
+    if not 0 <= options.seed <= _MAX_SEED:
+        raise ValueError(f"--seed is {options.seed}; allowed: 0 to {_MAX_SEED}")
+    if options.prefix and options.weights is None:
+        raise ValueError(f"--prefix is {options.prefix!r}; it needs --weights")
+    calls = settings.iterations if options.iterations is None else options.iterations
+    if not 1 <= calls <= MAX_ITERATIONS:
+        raise ValueError(f"iterations is {calls}; allowed: 1 to {MAX_ITERATIONS}")
+    generator = torch.Generator().manual_seed(options.seed + _RANK_SEEDS * (world.rank + 1))
+    workload, source, rows = _workload(cfg, world, options, settings, generator)
+    tokens = next(
+        given
+        for given in (options.tokens, rows, settings.tokens, cfg.max_tokens)
+        if given is not None
+    )
+    if not 0 <= tokens <= cfg.max_tokens:
+        advice = "; give --tokens to pass fewer in each call" if options.tokens is None else ""
+        raise ValueError(
+            f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}, of this rank{advice}"
+        )
+    varies = settings.vary_tokens and rows is None
+    return _Plan(cfg, tokens, calls, varies, workload, source, generator)
+
+
+def _workload(
+    cfg: moeos.MoEConfig,
+    world: moeos.World,
+    options: RunOptions,
+    settings: RunSettings,
+    generator: torch.Generator,
+) -> tuple[Workload, str, int | None]:
+    """Where tokens come from, in words as well, and how many a file has for this rank."""
+    chosen = [
+        name
+        for name, value in (
+            ("--routing", options.routing),
+            ("--input", options.input_file),
+            ("--input-text", options.input_text),
+        )
+        if value
+    ]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)} are given; choose one source of tokens")
+    if options.input_file is not None:
+        rows = read_rows(options.input_file, cfg.hidden, world.rank, world.size)
+        return GivenTokens(cfg, rows), f"tokens from {options.input_file}", len(rows)
+    if options.routing is None and (options.input_text or settings.text):
+        if options.input_text:
+            text = read_documents(options.input_text, Path())
+        else:
+            text = read_documents(settings.text, options.config.parent)
+        mine = text[slice(*piece(len(text), world.rank, world.size))]
+        return TextTokens(cfg, mine), f"tokens from {len(text)} bytes of text", None
+    name = options.routing or "uniform"
+    pattern = parse_pattern(name)
+    check_pattern(pattern, cfg, world.size)
+    return RandomTokens(cfg, world.size, pattern, generator), f"random tokens, {name} routing", None
+
+
+def _make_layer(cfg: moeos.MoEConfig, world: moeos.World, options: RunOptions) -> moeos.MoELayer:
+    if options.weights is None:
+        return moeos.MoELayer(cfg, world)
+    tensors = SafetensorsFile(options.weights)
+    return moeos.MoELayer.from_hf(cfg, world, tensors, options.prefix)
+
+
+def _introduce(world: moeos.World, plan: _Plan) -> None:
+    cfg = plan.cfg
+    ranks, processors = _plural(world.size, "rank"), _plural(world.processors, "processor")
+    upto = "0 to " if plan.varies else ""
+    print(
+        f"{ranks} on the {world.backend}, {processors} each\n"
+        f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "
+        f"{cfg.intermediate}, {cfg.activation}, {str(cfg.dtype).removeprefix('torch.')}\n"
+        f"{_plural(plan.calls, 'call')} with {upto}{plan.tokens} tokens a rank; {plan.source}",
+        flush=True,
+    )
+
+
+def _progress(items: Iterable[Item], what: str, *, visible: bool) -> Iterable[Item]:
+    with Progress(console=Console(stderr=True), disable=not visible) as progress:
+        yield from progress.track(list(items), description=what)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _conclude(
+    world: moeos.World,
+    options: RunOptions,
+    plan: _Plan,
+    reports: list[RankReport],
+    error: float | None,
+    tolerance: float,
+) -> None:
+    if options.json_file is not None:
+        document: dict[str, Any] = {
+            "command": shlex.join(sys.argv),
+            "versions": machine.versions(),
+            "machine": machine.describe(),
+            "config": json.loads(plan.cfg.digest()),
+            "backend": world.backend,
+            "ranks": world.size,
+            "processors": world.processors,
+            "source": plan.source,
+            "calls": plan.calls,
+            "seed": options.seed,
+            "max_relative_error": error,
+            "tolerance": tolerance,
+            "by_rank": report.as_json(reports),
+        }
+        output.write_json(options.json_file, document)
+    print(f"\nsums over all {plan.calls} calls:", flush=True)
+    output.tables(world.size).print(report.rank_table(reports))
+    print(report.balance_line(reports))
+    print(report.time_line(reports))
+    if error is not None:
+        print(report.check_line(reports))
+        print(report.error_line(error, tolerance), flush=True)

@@ -1,0 +1,311 @@
+"""What one Mixture-of-Experts layer is: its sizes, activation, routing and limits.
+
+A `MoEConfig` is checked once, when it is made; every other module may rely on what it says.
+This file knows nothing of ranks, heaps or engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+Activation = Literal["swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity"]
+Scoring = Literal["softmax", "sigmoid"]
+RowMap = Literal["ragged", "capacity"]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_MINIMUM_CAPACITY_FACTOR = 1e-6
+_CAPACITY_DENOMINATOR = 10**6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The shape and the rules of one Mixture-of-Experts layer.
+
+    Attributes:
+        hidden: H, elements of a token; a positive multiple of 8.
+        intermediate: I, elements between the two GEMMs of an expert; a positive multiple of 8.
+        experts: E, routed experts over all ranks.
+        top_k: k, experts of a token; 1 <= k <= E.
+        activation: "swiglu" (gated: silu(gate) * up), "gelu" (exact, with erf), "gelu_tanh",
+            "silu", "relu" or "identity".
+        dtype: of tokens, weights and output: torch.float32, bfloat16 or float16.
+        max_tokens: the most tokens that one rank may pass in one call; sizes all buffers.
+        scoring: expert scores are the softmax over all logits, or the sigmoid of each.
+        renormalize: divide the k weights of a token by their sum (FlashDMoE, eq. 5.1 and 5.2).
+        capacity_factor: None is dropless. Otherwise at least 1e-6: an expert takes at most
+            `capacity(S)` pairs from the S tokens of one rank and the rest are dropped (GShard,
+            arXiv:2006.16668).
+        row_map: how the rows of a source are laid out on the expert's rank; "ragged" packs them,
+            "capacity" gives every expert the same number of slots. None means "capacity" where a
+            capacity factor is set and "ragged" where not; read `resolved_row_map`.
+        routed_scaling: multiplies the weights after renormalisation (DeepSeek-V3).
+        selection_bias: the layer holds an fp32 [E] bias that is added to the scores to choose the
+            experts, and not to weigh them (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+        expert_groups: consecutive experts form this many groups of equal size.
+        top_groups: only experts of a token's best `top_groups` groups can be chosen; a group's
+            score is the sum of its two best selection scores, or its only one (DeepSeek-V3).
+        swiglu_limit: computes silu(min(gate, limit)) * clamp(up, -limit, limit).
+        bias: experts have biases b1 [X, w1_rows] and b2 [X, H].
+
+    Raises:
+        TypeError: an argument has the wrong type (a bool is not an int).
+        ValueError: an argument has a value that is not allowed, or that does not fit another's.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    activation: Activation = "swiglu"
+    dtype: torch.dtype = torch.bfloat16
+    max_tokens: int = 1024
+    scoring: Scoring = "softmax"
+    renormalize: bool = True
+    capacity_factor: float | None = None
+    row_map: RowMap | None = None
+    routed_scaling: float = 1.0
+    selection_bias: bool = False
+    expert_groups: int = 1
+    top_groups: int = 1
+    swiglu_limit: float | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate"):
+            self._check_integer(name, multiple=8)
+        for name in ("experts", "top_k", "max_tokens", "expert_groups", "top_groups"):
+            self._check_integer(name)
+        for name in ("renormalize", "selection_bias", "bias"):
+            self._check_type(name, bool)
+        self._check_choice("activation", get_args(Activation))
+        self._check_choice("scoring", get_args(Scoring))
+        if self.row_map is not None:
+            self._check_choice("row_map", get_args(RowMap))
+        self._check_dtype()
+        self._check_positive_number("routed_scaling")
+        self._check_routing()
+        if self.capacity_factor is not None:
+            self._check_positive_number("capacity_factor")
+            if self.capacity_factor < _MINIMUM_CAPACITY_FACTOR:
+                raise self._error("capacity_factor", f"at least {_MINIMUM_CAPACITY_FACTOR}")
+        if self.swiglu_limit is not None:
+            self._check_positive_number("swiglu_limit")
+            if not self.gated:
+                raise self._error("swiglu_limit", f"None with activation {self.activation!r}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether w1 holds gate rows and up rows."""
+        return self.activation == "swiglu"
+
+    @property
+    def w1_rows(self) -> int:
+        """Rows of one expert's w1: 2I (gate, then up) if gated, else I."""
+        return 2 * self.intermediate if self.gated else self.intermediate
+
+    @property
+    def resolved_row_map(self) -> RowMap:
+        """The row map in use: `row_map`, or the default that goes with `capacity_factor`."""
+        if self.row_map is not None:
+            return self.row_map
+        return "ragged" if self.capacity_factor is None else "capacity"
+
+    @property
+    def capacity_ratio(self) -> Fraction | None:
+        """Slots of an expert for each token of a source, at most 1; None when dropless.
+
+        It is capacity_factor * k / E in exact arithmetic, for code that has only integers:
+        capacity(S) = ceil(S * numerator / denominator), and the denominator is at most E * 10^6.
+        The factor is taken as the nearest fraction with a denominator of at most 10^6, so that
+        1.1 means 11/10 and not the binary number above it, whose ceiling may be one slot more.
+        """
+        if self.capacity_factor is None:
+            return None
+        factor = Fraction(self.capacity_factor).limit_denominator(_CAPACITY_DENOMINATOR)
+        return min(Fraction(1), factor * self.top_k / self.experts)
+
+    def capacity(self, tokens: int) -> int | None:
+        """Slots of one expert for a source of `tokens` tokens: min(S, ceil(factor * S * k / E)).
+
+        More than S slots cannot be used, since a token chooses an expert at most once. None when
+        dropless. The ceiling is exact; see `capacity_ratio`.
+
+        Raises:
+            ValueError: `tokens` is negative.
+        """
+        if tokens < 0:
+            raise ValueError(f"tokens is {tokens}; it must be at least 0")
+        ratio = self.capacity_ratio
+        return None if ratio is None else math.ceil(ratio * tokens)
+
+    def experts_per_rank(self, world_size: int) -> int:
+        """X, the experts that each of `world_size` ranks holds.
+
+        Raises:
+            ValueError: the experts cannot be divided equally among the ranks.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; it must be at least 1")
+        if self.experts % world_size != 0:
+            raise ValueError(
+                f"experts is {self.experts} and cannot be divided equally among {world_size} "
+                f"ranks; start a number of ranks that divides {self.experts}"
+            )
+        return self.experts // world_size
+
+    def digest(self) -> str:
+        """All fields as one line of JSON: equal exactly when two layers are the same.
+
+        The row map is the resolved one. It is what ranks send each other to compare; see
+        `digest_differences`.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["dtype"] = _dtype_name(self.dtype)
+        fields["row_map"] = self.resolved_row_map
+        return json.dumps(fields)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> MoEConfig:
+        """Read a config from the top-level keys of a TOML file, named like the fields.
+
+        dtype is written as its name (`dtype = "bfloat16"`). One table, `[run]`, is allowed and
+        ignored: it is for the command line.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not TOML, a key is unknown or missing, or a value is not allowed.
+            TypeError: a value has the wrong type.
+        """
+        with open(path, "rb") as file:
+            try:
+                values: dict[str, Any] = tomllib.load(file)
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}: not a TOML file: {error}") from error
+        run = values.pop("run", {})
+        if not isinstance(run, dict):
+            raise TypeError(f"{path}: run is {run!r}; it must be a table, [run]")
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in fields:
+                raise ValueError(
+                    f"{path}: unknown key {key!r}; the nearest valid one is "
+                    f"{_nearest(key, [*fields, 'run'])!r}"
+                )
+        missing = [
+            name
+            for name, field in fields.items()
+            if field.default is dataclasses.MISSING and name not in values
+        ]
+        if missing:
+            raise ValueError(f"{path}: missing key {', '.join(missing)}")
+        try:
+            if "dtype" in values:
+                values["dtype"] = _dtype_of(values["dtype"])
+            return cls(**values)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{path}: {error}") from None
+
+    def _check_type(self, name: str, kind: type) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError(_must_be(name, value, f"of type {kind.__name__}"))
+
+    def _check_integer(self, name: str, multiple: int = 1) -> None:
+        self._check_type(name, int)
+        value = getattr(self, name)
+        if value < 1 or value % multiple != 0:
+            allowed = "at least 1" if multiple == 1 else f"a positive multiple of {multiple}"
+            raise self._error(name, allowed)
+
+    def _check_positive_number(self, name: str) -> None:
+        """Check a float field and store an int as the float that it means."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(_must_be(name, value, "a number"))
+        if not (math.isfinite(value) and value > 0):
+            raise self._error(name, "finite and greater than 0")
+        object.__setattr__(self, name, float(value))
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        self._check_type(name, str)
+        value = getattr(self, name)
+        if value not in allowed:
+            raise self._error(name, _one_of(value, allowed))
+
+    def _check_dtype(self) -> None:
+        self._check_type("dtype", torch.dtype)
+        if self.dtype not in DTYPES.values():
+            raise self._error("dtype", f"one of {', '.join(map(str, DTYPES.values()))}")
+
+    def _check_routing(self) -> None:
+        if self.top_k > self.experts:
+            raise self._error("top_k", f"at most experts, {self.experts}")
+        if self.experts % self.expert_groups != 0:
+            raise self._error("expert_groups", f"a divisor of experts, {self.experts}")
+        if self.top_groups > self.expert_groups:
+            raise self._error("top_groups", f"at most expert_groups, {self.expert_groups}")
+        candidates = self.top_groups * self.experts // self.expert_groups
+        if self.top_k > candidates:
+            raise self._error("top_k", f"at most {candidates}, the experts of top_groups groups")
+
+    def _error(self, name: str, allowed: str) -> ValueError:
+        return ValueError(_must_be(name, getattr(self, name), allowed))
+
+
+def digest_differences(first: str, second: str) -> dict[str, tuple[object, object]]:
+    """The fields in which two configs, given by their digests, are not the same layer.
+
+    Returns:
+        field name -> (first's value, second's), in the fields' order, with values as in
+        `MoEConfig.digest`; empty where both are the same.
+    """
+    one: dict[str, object] = json.loads(first)
+    two: dict[str, object] = json.loads(second)
+    return {
+        name: (one.get(name), two.get(name)) for name in one | two if one.get(name) != two.get(name)
+    }
+
+
+def _must_be(name: str, value: object, allowed: str) -> str:
+    return f"{name} is {value!r}; it must be {allowed}"
+
+
+def _one_of(value: str, allowed: Iterable[str]) -> str:
+    names = list(allowed)
+    return f"one of {', '.join(names)}; the nearest valid one is {_nearest(value, names)!r}"
+
+
+def _nearest(word: str, allowed: Iterable[str]) -> str:
+    return difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.0)[0]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, value in DTYPES.items() if value == dtype)
+
+
+def _dtype_of(name: object) -> torch.dtype:
+    if not isinstance(name, str):
+        raise TypeError(_must_be("dtype", name, "a name such as 'bfloat16'"))
+    if name not in DTYPES:
+        raise ValueError(_must_be("dtype", name, _one_of(name, DTYPES)))
+    return DTYPES[name]

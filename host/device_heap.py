@@ -1,0 +1,154 @@
+"""The symmetric heap on GPUs: memory of equal size on every rank, which all ranks' GPUs address.
+
+Of one rank, and of virtual ranks on one GPU, it is plain device memory; between processes it is
+NVSHMEM's, and every peer must be reached by plain loads and stores. This file knows nothing of what
+lies in a heap.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moeos.control import ControlPlane, raise_together, require_equal
+from moeos.errors import PeerTimeout
+from moeos.jit import INSTALL
+
+Value = TypeVar("Value")
+
+_started: tuple[int, int] | None = None  # the rank and the size that NVSHMEM runs with
+_unreachable: list[Sequence[Tensor]] = []  # heaps that cannot be freed, because a peer is gone
+
+
+class DeviceHeap:
+    """One rank's view of the heaps of all ranks. Collective to make, with one size on all ranks.
+
+    Attributes:
+        heaps: uint8 [size] for each rank, in rank order, as this rank's GPU addresses them. The
+            memory starts as zeros.
+        own: this rank's.
+
+    Raises:
+        ConfigMismatch: ranks ask for different sizes.
+        RuntimeError: NVSHMEM is missing, there is no memory, or a rank cannot address the memory
+            of a peer's GPU; on all ranks.
+        PeerTimeout: a rank did not take part.
+    """
+
+    def __init__(self, control: ControlPlane, size: int, device: torch.device) -> None:
+        require_equal(control, size, "the size of a heap")
+        self._control = control
+        self._symmetric = not control.shares_memory
+        self.heaps: list[Tensor]
+        if self._symmetric:
+            _start_nvshmem(control, device)
+
+        def allocate() -> Tensor:
+            if self._symmetric:
+                memory: Tensor = _nvshmem().tensor((size,), dtype=torch.uint8, except_on_del=False)
+            else:
+                memory = torch.empty(size, dtype=torch.uint8, device=device)
+            memory.zero_()
+            torch.cuda.synchronize(device)
+            return memory
+
+        self.own = _agree(control, allocate, f"allocating a heap of {size} bytes")
+        if self._symmetric:
+            self.heaps = _agree(control, self._map_peers, "mapping the peers' heaps")
+        else:
+            self.heaps = control.allgather(self.own, "the addresses of a heap")
+
+    def close(self) -> None:
+        """Gives the memory back; idempotent. No kernel may use it any more.
+
+        Between processes it waits for the peers to close theirs, up to the control plane's
+        deadline; if one is gone, this process keeps the memory until it ends.
+        """
+        heaps, self.heaps = self.heaps, []
+        if not heaps or not self._symmetric:
+            return
+        try:
+            self._control.barrier()
+        except (PeerTimeout, RuntimeError):
+            _unreachable.append(heaps)
+        else:
+            _nvshmem().free_tensor(self.own)
+
+    def _map_peers(self) -> list[Tensor]:
+        heaps = []
+        for peer in range(self._control.size):
+            try:
+                heaps.append(_nvshmem().get_peer_tensor(self.own, peer))
+            except Exception as error:  # NVSHMEM's own
+                raise RuntimeError(
+                    f"rank {self._control.rank} cannot address the GPU memory of rank {peer} "
+                    f"({error}); all ranks' GPUs must be in one host and have peer access, as over "
+                    "NVLink"
+                ) from error
+        return heaps
+
+
+def _nvshmem() -> Any:
+    try:
+        return importlib.import_module("nvshmem.core")
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"NVSHMEM, by which GPUs of several processes share memory, is missing ({error}): "
+            f"{INSTALL}"
+        ) from error
+
+
+def _start_nvshmem(control: ControlPlane, device: torch.device) -> None:
+    """Starts NVSHMEM with the ranks of `control`, once in a process. Collective.
+
+    It is never ended, which would wait for all ranks; it ends with the process.
+    """
+    global _started
+    ranks = (control.rank, control.size)
+    if _started is not None:
+        if _started != ranks:
+            raise RuntimeError(
+                f"this process runs NVSHMEM as rank {_started[0]} of {_started[1]} and cannot "
+                f"become rank {ranks[0]} of {ranks[1]}"
+            )
+        return
+    # It would set NVLink multicast up, which nothing here uses.
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+    first = control.rank == 0
+    identity = _agree(control, lambda: _nvshmem().get_unique_id(empty=not first), "NVSHMEM")
+    numpy = importlib.import_module("numpy")
+    words = identity._data.view(numpy.uint8)
+    words[:] = numpy.frombuffer(
+        control.allgather(words.tobytes(), "NVSHMEM's identity")[0], dtype=numpy.uint8
+    )
+
+    def start() -> None:
+        made = importlib.import_module("cuda.core").Device(device.index)
+        made.set_current()
+        _nvshmem().init(
+            device=made,
+            uid=identity,
+            rank=control.rank,
+            nranks=control.size,
+            initializer_method="uid",
+        )
+
+    _agree(control, start, "starting NVSHMEM")
+    _started = ranks
+
+
+def _agree(control: ControlPlane, do: Callable[[], Value], what: str) -> Value:
+    """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""
+    error: Exception | None = None
+    value: Value | None = None
+    try:
+        value = do()
+    except Exception as raised:  # NVSHMEM and CUDA have types of their own
+        error = RuntimeError(f"rank {control.rank}, {what}: {raised}")
+    raise_together(control, error, what)
+    return value  # type: ignore[return-value]

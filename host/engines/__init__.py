@@ -1,0 +1,1 @@
+"""One file for each machine that the device OS runs on; each makes an `Engine`."""

@@ -1,0 +1,83 @@
+"""What a layer asks of the machine that it runs on. May not know: modules, checkpoints,
+launchers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallTensors:
+    """The checked tensors of one call, contiguous and in the layer's dtype unless said.
+
+    x [S, H] and out [S, H]; gate [E, H]; selection_bias fp32 [E] or None; topk_ids int32 [S, k] and
+    topk_weights fp32 [S, k], both or neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None.
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+    gate: torch.Tensor
+    selection_bias: torch.Tensor | None
+    topk_ids: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    w1: torch.Tensor
+    b1: torch.Tensor | None
+    w2: torch.Tensor
+    b2: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallStats:
+    """What one rank did in its last call.
+
+    Attributes:
+        tokens: S of the call.
+        pairs_sent: [P] (token, expert) pairs sent to each rank, this one included.
+        pairs_received: [P] pairs that came from each rank.
+        expert_pairs: [X] pairs that each local expert computed.
+        tasks: parts run, by kind: route, dispatch, gemm0, gemm1, combine.
+        row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
+            layer.
+        count_bytes_to_peers: bytes of row counts.
+        flag_bytes_to_peers: bytes of arrival flags and of credits for returned rows.
+        padding_rows: rows computed only because a tile's segments are padded to 8 rows.
+        drops: pairs of this rank beyond their expert's capacity.
+        busy_seconds: time inside tasks, added over the processors.
+    """
+
+    tokens: int
+    pairs_sent: list[int]
+    pairs_received: list[int]
+    expert_pairs: list[int]
+    tasks: dict[str, int]
+    row_bytes_to_peers: int
+    count_bytes_to_peers: int
+    flag_bytes_to_peers: int
+    padding_rows: int
+    drops: int
+    busy_seconds: float
+
+    @property
+    def bytes_to_peers(self) -> int:
+        """All bytes that this rank wrote into other ranks' memory."""
+        return self.row_bytes_to_peers + self.count_bytes_to_peers + self.flag_bytes_to_peers
+
+
+class Engine(Protocol):
+    """One layer on one rank."""
+
+    def forward(self, tensors: CallTensors, pair_limit: int) -> None:
+        """Runs one call; `pair_limit` is the number of rows that one expert takes from this rank.
+
+        Raises what `moeos.failure.exception_of` says when the call does not end well.
+        """
+
+    def stats(self) -> CallStats:
+        """The last call's."""
+
+    def reset(self) -> None:
+        """Makes the engine usable after a failure. Collective."""

@@ -1,0 +1,149 @@
+"""What a rank's device memory says after a call: the failure, if there is one, and the tallies.
+
+The only file of the GPU's host side that knows where runtime/layout.hpp and runtime/memory.hpp put
+things, and how Failure (runtime/watchdog.hpp) and Tally are laid out. It reads and waits for
+nothing but its own copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import torch
+from torch import Tensor
+
+from moeos.engines.base import CallStats
+from moeos.jit import KernelShape
+
+CACHE_LINE = 128
+FIRST_EPOCH = 1
+_HOST_ABORT = 10  # FailureKind
+_NONE = 0xFFFFFFFF
+_KINDS = ("route", "combine", "gemm1", "gemm0", "dispatch")  # TaskKind
+_FAILURE = struct.Struct("<8I3Q")
+_TALLY_WORDS = CACHE_LINE // 8
+
+
+@dataclasses.dataclass
+class Failure:
+    """The runtime's record of what ended a call; `moeos.failure` has the sentences."""
+
+    kind: int
+    actor: int
+    rank: int
+    peer: int
+    expert: int
+    chunk: int
+    epoch: int
+    reserved: int
+    expected: int
+    seen: int
+    waited_ns: int
+
+
+def offsets_of(shape: KernelShape) -> dict[str, int]:
+    """Byte offsets of what the host reads and writes.
+
+    In the heap: `abort_word` u32; `failures`, a cache line for each rank. In the rank's memory:
+    `epoch` u32; `tallies`, a cache line for each processor and one for the OS block; `send_start`
+    and `receive_start`, u32 [P, X + 1].
+    """
+    cfg, sizes, world = shape.cfg, shape.sizes, shape.world_size
+    local = cfg.experts_per_rank(world)
+    pairs = cfg.max_tokens * cfg.top_k
+    blocks = max(1, -(-cfg.max_tokens // sizes.route_tokens))
+    combine_tasks = world * sizes.chunks + 1
+    dispatch_tasks = world * -(-sizes.chunks // 8)
+    starts = world * (local + 1) * 4
+    offsets = {"abort_word": 0, "failures": CACHE_LINE}
+    at = 0
+    for name, size in (
+        ("epoch", 4),
+        ("failure_claimed", 4),
+        ("call_states", 2 * 13 * CACHE_LINE),
+        ("tallies", (shape.processors + 1) * CACHE_LINE),
+        ("tasks", sizes.tasks_max * CACHE_LINE),
+        ("ring", (sizes.parts_max + shape.processors) * 8),
+        ("mailbox route", 8),
+        ("mailbox combine", combine_tasks * 8),
+        ("mailbox gemm1", sizes.tiles_max * 8),
+        ("mailbox gemm0", sizes.tiles_max * 8),
+        ("mailbox dispatch", dispatch_tasks * 8),
+        ("gemm0_parts_done", sizes.tiles_max * 4),
+        ("gemm1_parts_done", sizes.tiles_max * 4),
+        ("pair_expert", pairs * 4),
+        ("pair_weight", pairs * 4),
+        ("pair_rank", pairs * 4),
+        ("block_pairs", blocks * sizes.route_tokens * cfg.top_k * 4),
+        ("block_first", blocks * cfg.experts * 4),
+        ("block_base", blocks * cfg.experts * 4),
+        ("send_start", starts),
+        ("rows_seen", cfg.max_tokens * 4),
+        ("receive_start", starts),
+    ):
+        offsets[name] = at
+        at += -(-size // CACHE_LINE) * CACHE_LINE
+    if at > sizes.memory_bytes:
+        raise RuntimeError(
+            f"a rank's memory has {sizes.memory_bytes} bytes, but the host's map of it {at}: "
+            "runtime/memory.hpp has changed, and cuda_records.py must follow"
+        )
+    return offsets
+
+
+def first_failure(heap: Tensor, offsets: dict[str, int]) -> Failure | None:
+    """The failure that raised a heap's abort word, or None. Waits for the current stream."""
+    word = int(_words(heap, offsets["abort_word"], 1)[0])
+    if word == 0:
+        return None
+    at = offsets["failures"] + (word - 1) * CACHE_LINE
+    return Failure(*_FAILURE.unpack(heap[at : at + _FAILURE.size].cpu().numpy().tobytes()))
+
+
+def host_abort(rank: int) -> tuple[Tensor, Tensor]:
+    """What a rank that gives up writes into a heap, in pinned memory: its record, then the word."""
+    record = _FAILURE.pack(_HOST_ABORT, 0, rank, _NONE, _NONE, _NONE, 0, 0, 0, 0, 0)
+    word = struct.pack("<I", rank + 1)
+    return tuple(  # type: ignore[return-value]
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).pin_memory() for text in (record, word)
+    )
+
+
+def clear(heap: Tensor, memory: Tensor, offsets: dict[str, int]) -> None:
+    """Makes a rank's heap and memory those of a first call, on the current stream."""
+    heap.zero_()
+    memory.zero_()
+    _words(memory, offsets["epoch"], 1).fill_(FIRST_EPOCH)
+
+
+def stats_of(memory: Tensor, offsets: dict[str, int], shape: KernelShape, tokens: int) -> CallStats:
+    """What a rank did in its last call, of `tokens` tokens. Waits for the current stream."""
+    actors = shape.processors + 1
+    at = offsets["tallies"]
+    tallies = memory[at : at + actors * CACHE_LINE].view(torch.int64).view(actors, _TALLY_WORDS)
+    total = tallies.sum(dim=0).tolist()
+    kinds, rest = total[: len(_KINDS)], total[len(_KINDS) :]
+    tasks = dict(zip(_KINDS, kinds, strict=True))
+    starts = shape.cfg.experts_per_rank(shape.world_size) + 1
+    sent, received = (
+        _words(memory, offsets[name], shape.world_size * starts).view(-1, starts).cpu()
+        for name in ("send_start", "receive_start")
+    )
+    return CallStats(
+        tokens=tokens,
+        pairs_sent=sent[:, -1].tolist(),
+        pairs_received=received[:, -1].tolist(),
+        expert_pairs=received.diff(dim=1).sum(dim=0).tolist(),
+        tasks={kind: tasks[kind] for kind in ("route", "dispatch", "gemm0", "gemm1", "combine")},
+        row_bytes_to_peers=rest[0],
+        count_bytes_to_peers=rest[1],
+        flag_bytes_to_peers=rest[2],
+        padding_rows=rest[3],
+        drops=rest[4],
+        busy_seconds=rest[5] / 1e9,
+    )
+
+
+def _words(memory: Tensor, offset: int, count: int) -> Tensor:
+    return memory[offset : offset + 4 * count].view(torch.int32)

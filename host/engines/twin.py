@@ -1,0 +1,156 @@
+"""The twin: a layer of the device OS on CPU threads, through the compiled module `moeos._twin`.
+
+The default where there is no GPU, and the place where every invariant of the protocol is tested. It
+is the same scheduler, subscribers, packets and tile plan as on the GPU; only the arithmetic is its
+own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from moeos import _twin
+from moeos.config import MoEConfig
+from moeos.engines.base import CallStats, CallTensors
+from moeos.failure import exception_of
+from moeos.world import World
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Storage types that the twin computes with."""
+
+_ACTIVATIONS = ("swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity")  # kernels/shape.hpp
+_SCORINGS = ("softmax", "sigmoid")
+
+
+def sizes_of(cfg: MoEConfig, world_size: int, processors: int, remote: bool = False) -> _twin.Sizes:
+    """Buffers and bounds of a layer, as the runtime derives them from a config.
+
+    Raises `ValueError` when E is not divisible by the world or a bound does not fit the runtime's
+    words.
+    """
+    cfg.experts_per_rank(world_size)
+    capacity = cfg.capacity(cfg.max_tokens)
+    return _twin.Sizes(
+        world=world_size,
+        experts=cfg.experts,
+        top_k=cfg.top_k,
+        max_tokens=cfg.max_tokens,
+        hidden=cfg.hidden,
+        intermediate=cfg.intermediate,
+        element_bytes=cfg.dtype.itemsize,
+        capacity=cfg.max_tokens if capacity is None else capacity,
+        capacity_rows=cfg.resolved_row_map == "capacity",
+        activation=_ACTIVATIONS.index(cfg.activation),
+        swiglu_limit=math.inf if cfg.swiglu_limit is None else cfg.swiglu_limit,
+        scoring=_SCORINGS.index(cfg.scoring),
+        renormalize=cfg.renormalize,
+        routed_scaling=cfg.routed_scaling,
+        expert_groups=cfg.expert_groups,
+        top_groups=cfg.top_groups,
+        processors=processors,
+        remote=remote,
+        tile_rows=_twin.TILE_ROWS,
+        route_tokens=_twin.ROUTE_TOKENS,
+        gemm0_columns=_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS,
+        gemm1_columns=_twin.PLAIN_COLUMNS,
+    )
+
+
+class TwinEngine:
+    """One layer on one rank of the twin. Collective to make; lives as long as its world."""
+
+    def __init__(self, cfg: MoEConfig, world: World) -> None:
+        if cfg.dtype not in DTYPES:
+            allowed = " or ".join(map(str, DTYPES))
+            raise ValueError(f"dtype is {cfg.dtype}; the twin computes with {allowed}")
+        options = world.twin
+        self._cfg = cfg
+        self._world = world
+        self._tokens = 0
+        sizes = sizes_of(cfg, world.size, world.processors, options.remote)
+        heap = world.allocate_heap(sizes.heap_bytes)
+        self._rank: _twin.Rank | None = _twin.Rank(
+            sizes=sizes,
+            rank=world.rank,
+            heaps=list(heap.addresses),
+            deadline=world.deadline,
+            split_os=options.split_os,
+            jitter_us=options.jitter_us,
+            jitter_seed=options.jitter_seed,
+        )
+        world.on_abort.append(self._abort)
+        world.on_close.append(self._close)
+
+    def forward(self, tensors: CallTensors, pair_limit: int) -> None:
+        """Runs one call on this thread and the rank's processor threads; see `Engine.forward`."""
+        self._tokens = tensors.x.shape[0]
+        failure = self._live().forward(
+            bfloat16=self._cfg.dtype == torch.bfloat16,
+            tokens=self._tokens,
+            pair_limit=pair_limit,
+            x=tensors.x.data_ptr(),
+            gate=tensors.gate.data_ptr(),
+            selection_bias=_address(tensors.selection_bias),
+            topk_ids=_given(tensors.topk_ids),
+            topk_weights=_given(tensors.topk_weights),
+            w1=tensors.w1.data_ptr(),
+            b1=_address(tensors.b1),
+            w2=tensors.w2.data_ptr(),
+            b2=_address(tensors.b2),
+            out=tensors.out.data_ptr(),
+        )
+        if failure.kind != 0:
+            raise exception_of(failure, self._world.rank)
+
+    def stats(self) -> CallStats:
+        """See `Engine.stats`."""
+        rank = self._live()
+        tally = rank.tally()
+        received = [rank.rows_received(source) for source in range(self._world.size)]
+        return CallStats(
+            tokens=self._tokens,
+            pairs_sent=rank.rows_sent(),
+            pairs_received=[sum(rows) for rows in received],
+            expert_pairs=[sum(rows) for rows in zip(*received, strict=True)],
+            tasks={
+                kind: tally["tasks"][kind]
+                for kind in ("route", "dispatch", "gemm0", "gemm1", "combine")
+            },
+            row_bytes_to_peers=tally["row_bytes_to_peers"],
+            count_bytes_to_peers=tally["count_bytes_to_peers"],
+            flag_bytes_to_peers=tally["flag_bytes_to_peers"],
+            padding_rows=tally["padding_rows"],
+            drops=tally["dropped_pairs"],
+            busy_seconds=sum(tally["busy_ns"].values()) / 1e9,
+        )
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self._world.control.barrier()  # no rank is inside a call any more
+        self._live().reset()
+        self._world.control.barrier()  # every heap is clean before anyone writes into it
+
+    def _live(self) -> _twin.Rank:
+        self._world.require_open()
+        assert self._rank is not None  # only _close, called by the world, ends it
+        return self._rank
+
+    def _abort(self, reason: str) -> None:
+        if self._rank is not None:
+            self._rank.abort()
+
+    def _close(self) -> None:
+        self._rank = None  # joins the threads, so that the heap may be unmapped
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _given(tensor: torch.Tensor | None) -> int:
+    """The address of routing given by the caller; never 0, which means that there is none."""
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() or torch.iinfo(torch.int64).max

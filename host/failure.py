@@ -1,0 +1,131 @@
+"""What a failure of the device OS means to the person who reads it.
+
+The runtime records a failure as numbers (`runtime/watchdog.hpp`); this file has the sentences and
+chooses the exception. It knows nothing of engines or of how the record got here.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+from moeos.errors import NumericalError, PeerTimeout
+
+
+class FailureKind(enum.IntEnum):
+    """`moeos::FailureKind`."""
+
+    NONE = 0
+    COUNTS_LATE = 1
+    ROWS_LATE = 2
+    RETURNS_LATE = 3
+    TASKS_LATE = 4
+    OS_SILENT = 5
+    LOGITS_NOT_FINITE = 6
+    COUNT_TOO_LARGE = 7
+    RETURNS_TOO_MANY = 8
+    OVERFLOW = 9
+    HOST_ABORT = 10
+    EPOCHS_SPENT = 11
+
+
+class FailureRecord(Protocol):
+    """The fields of `moeos::Failure`."""
+
+    @property
+    def kind(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def peer(self) -> int: ...
+
+    @property
+    def expert(self) -> int: ...
+
+    @property
+    def chunk(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def expected(self) -> int: ...
+
+    @property
+    def seen(self) -> int: ...
+
+    @property
+    def waited_ns(self) -> int: ...
+
+
+def exception_of(failure: FailureRecord, rank: int) -> Exception:
+    """The exception to raise on `rank` for a failure whose kind is not NONE.
+
+    `PeerTimeout` for whatever was late or aborted, `NumericalError` for logits that are not finite,
+    and `RuntimeError` where the protocol itself was broken: a defect of moeos, or memory that
+    someone overwrote.
+    """
+    f = failure
+    who = f"rank {f.rank}" + ("" if f.rank == rank else f" (said by it to rank {rank})")
+    waited = f"{f.waited_ns / 1e9:.1f} s in call {f.epoch}"
+    owed = _owed(f)
+    if owed is not None:
+        return PeerTimeout(
+            f"{who} waited {waited} for rank {f.peer}, which owes {owed}. "
+            f"Look at what rank {f.peer} is doing; then all ranks may call reset()"
+        )
+    if f.kind == FailureKind.TASKS_LATE:
+        return PeerTimeout(
+            f"{who} waited {waited} for its own processors: {f.seen} of {f.expected} received rows "
+            "are done. Raise the deadline if this machine is that slow"
+        )
+    if f.kind == FailureKind.OS_SILENT:
+        return PeerTimeout(
+            f"a processor of {who} saw no sweep of its scheduler for {waited}. "
+            "Raise the deadline if this machine has too few cores for its threads"
+        )
+    if f.kind == FailureKind.HOST_ABORT:
+        return PeerTimeout(f"rank {f.rank} gave up, and with it the layer's call on rank {rank}")
+    if f.kind == FailureKind.LOGITS_NOT_FINITE:
+        return NumericalError(
+            f"the router's logits of token {f.chunk} on rank {f.rank} are not finite in call "
+            f"{f.epoch}: look for NaN or infinity in that row of x and in gate.weight; "
+            "then all ranks may call reset()"
+        )
+    if f.kind == FailureKind.EPOCHS_SPENT:
+        return RuntimeError(
+            f"the layer of rank {rank} has made 2^32 - 2 calls, as many as its words can tell "
+            "apart: all ranks must call reset()"
+        )
+    return RuntimeError(
+        f"{who}, call {f.epoch}: {_broken(f)}. The protocol's state is damaged: stop all ranks"
+    )
+
+
+def _owed(f: FailureRecord) -> str | None:
+    """What the late peer has not delivered; None if the failure is not a late peer."""
+    if f.kind == FailureKind.COUNTS_LATE:
+        return (
+            f"its row count for local expert {f.expert}: it has not made call {f.epoch}, or not "
+            "finished routing"
+        )
+    if f.kind == FailureKind.ROWS_LATE:
+        return (
+            f"rows from chunk {f.chunk} on: it announced {f.expected} rows and at least {f.seen} "
+            "have arrived"
+        )
+    if f.kind == FailureKind.RETURNS_LATE:
+        return f"results of chunk {f.chunk}: {f.seen} of {f.expected} rows have come back"
+    return None
+
+
+def _broken(f: FailureRecord) -> str:
+    if f.kind == FailureKind.COUNT_TOO_LARGE:
+        return f"rank {f.peer} announced {f.seen} rows where at most {f.expected} fit"
+    if f.kind == FailureKind.RETURNS_TOO_MANY:
+        return f"rank {f.peer} returned {f.seen} rows of chunk {f.chunk}, which has {f.expected}"
+    if f.kind == FailureKind.OVERFLOW:
+        return f"a queue of {f.expected} slots was asked for slot {f.seen}"
+    return f"failure kind {f.kind}"

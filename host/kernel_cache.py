@@ -1,0 +1,156 @@
+"""Compiled kernels on disk, so that a layer of a known shape starts at once.
+
+One file holds one entry under its key; ranks that start together make an entry once. Code that will
+run is loaded from here, so the folder and its files belong to this user alone. This file knows
+nothing of compilers or of what an entry holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+MAX_ENTRIES = 256
+"""Entries that are kept; beyond it the ones not used for longest go."""
+MAX_ENTRY_BYTES = 1 << 26
+"""The largest entry that is stored or loaded."""
+LOCK_SECONDS = 600.0
+"""How long an entry that another process is making is waited for; then it is made here as well."""
+
+_MAGIC = b"moeos kernel 1\n"
+_SUFFIX = ".kernel"
+_UNFINISHED = ".tmp"
+_PAUSE = 0.05  # seconds between two looks at a lock
+
+
+def default_folder() -> Path:
+    """`$XDG_CACHE_HOME/moeos`, or `~/.cache/moeos` where that is not an absolute path."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moeos"
+
+
+def get_or_make(
+    key: str, make: Callable[[], bytes], folder: Path | None = None
+) -> tuple[bytes, bool]:
+    """The entry `key`, and whether it was found; if it was not, `make` makes it and it is stored.
+
+    Among processes and threads of one host that ask for the same missing entry, one makes it and
+    the others wait, for at most `LOCK_SECONDS`. A damaged entry and one of another owner count as
+    missing. Where there is no usable folder, a warning says why and `make` makes every entry.
+
+    Args:
+        key: hexadecimal digits.
+        make: its bytes, at most `MAX_ENTRY_BYTES`; what it raises is raised here.
+        folder: None for `default_folder()`.
+    """
+    folder = default_folder() if folder is None else folder
+    try:
+        _prepare(folder)
+    except OSError as error:
+        warnings.warn(f"compiled kernels are not kept in {folder}: {error}", stacklevel=2)
+        return make(), False
+    path = folder / (key + _SUFFIX)
+    found = _load(path)
+    if found is not None:
+        return found, True
+    with _lock(folder / f"{key[:2]}.lock"):
+        found = _load(path)
+        if found is not None:
+            return found, True
+        made = make()
+        try:
+            _store(path, made)
+        except OSError as error:
+            warnings.warn(f"a compiled kernel is not kept in {folder}: {error}", stacklevel=2)
+        return made, False
+
+
+def _prepare(folder: Path) -> None:
+    """Makes the folder this user's alone; `OSError` if it cannot be."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise PermissionError(
+            f"the folder belongs to user {status.st_uid}, not to {os.geteuid()}; set XDG_CACHE_HOME"
+        )
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def _load(path: Path) -> bytes | None:
+    """An entry's bytes; None if there is no whole one that only this user can have written."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or status.st_mode & 0o022
+            or status.st_size > MAX_ENTRY_BYTES
+        ):
+            return None
+        text = file.read()
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)  # the order in which entries go
+    start = len(_MAGIC) + hashlib.sha256().digest_size
+    magic, digest, entry = text[: len(_MAGIC)], text[len(_MAGIC) : start], text[start:]
+    return entry if magic == _MAGIC and digest == hashlib.sha256(entry).digest() else None
+
+
+def _store(path: Path, entry: bytes) -> None:
+    """Puts an entry in its place, whole, in one step; old ones make room."""
+    if len(entry) > MAX_ENTRY_BYTES:
+        raise OSError(f"it has {len(entry)} bytes; at most {MAX_ENTRY_BYTES} are kept")
+    descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, path.stem[:16], path.parent)  # mode 0600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(entry).digest() + entry)
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
+    _prune(path.parent)
+
+
+def _prune(folder: Path) -> None:
+    """Removes the least recently used files, also those that a killed process left unfinished."""
+    used: list[tuple[float, Path]] = []
+    for path in folder.iterdir():
+        if path.suffix in (_SUFFIX, _UNFINISHED):
+            with contextlib.suppress(OSError):  # another process has just removed it
+                used.append((path.stat().st_mtime, path))
+    for _, path in sorted(used)[:-MAX_ENTRIES]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds the lock file, or goes on without it after `LOCK_SECONDS`: entries are atomic anyway.
+
+    The lock ends with the process that holds it. Files are few, because keys share them, and stay.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        ends = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < ends:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_PAUSE)
+        yield
+    finally:
+        os.close(descriptor)

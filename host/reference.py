@@ -1,0 +1,254 @@
+"""The layer in float64 and plain PyTorch: what moeos computes, written to be read.
+
+Everything that runs a Mixture-of-Experts layer is checked against this file, so it shares no code
+with any engine and knows nothing of ranks: it sees the tokens of one rank and the weights of all
+experts. It runs on the device of its arguments and can be differentiated.
+
+Letters: S tokens, k experts of a token, H hidden, I intermediate, E experts in all. A *pair* is
+one (token, j) with j < k.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeos.config import MoEConfig
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to, and with what weight.
+
+    Attributes:
+        ids: int64 [S, k], the experts of each token, the highest selection score first.
+        weights: float64 [S, k], what multiplies the output of each.
+        margin: float64 [S], how far the selection is from a tie. If every selection score of the
+            token changes by less than half of it, the same experts are chosen; a computation in
+            float32 may choose others where the margin is no larger than its rounding error
+            (scores are at most 1, so about 1e-6). Infinite where there is nothing to choose.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    margin: Tensor
+
+
+def route(
+    x: Tensor, gate_weight: Tensor, cfg: MoEConfig, selection_bias: Tensor | None = None
+) -> Routing:
+    """Choose and weigh the experts of each token.
+
+    The scores are the softmax or the sigmoid of the logits x · gate_weightᵀ. Experts are chosen by
+    their selection score, which is score + selection_bias: the best k, of the best `top_groups`
+    groups only if there are groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); of equal ones
+    the lower expert, or group, wins. Their weights are the scores without the bias, divided by
+    their sum if `renormalize` is set (FlashDMoE, eq. 5.1 and 5.2), times `routed_scaling`.
+
+    Args:
+        x: [S, H], any floating dtype.
+        gate_weight: [E, H].
+        cfg: the layer.
+        selection_bias: [E]; given exactly if `cfg.selection_bias` is set.
+
+    Raises:
+        ValueError: a shape does not fit `cfg`, `selection_bias` is missing or unexpected, or a
+            token's logits are not finite.
+    """
+    _check_shape("x", x, (len(x), cfg.hidden))
+    _check_shape("gate_weight", gate_weight, (cfg.experts, cfg.hidden))
+    _check_optional("selection_bias", selection_bias, cfg.selection_bias, (cfg.experts,))
+
+    logits = x.double() @ gate_weight.double().T
+    finite = logits.isfinite().all(dim=1)
+    if not finite.all():
+        token = int(finite.logical_not().nonzero()[0])
+        raise ValueError(f"the logits of token {token} are not finite")
+
+    scores = logits.softmax(dim=1) if cfg.scoring == "softmax" else logits.sigmoid()
+    selection = scores.detach()
+    if selection_bias is not None:
+        selection = selection + selection_bias.detach().double()
+    candidates, group_margin = _limit_groups(selection, cfg)
+    ids, margin = _best(candidates, cfg.top_k)
+
+    weights = scores.gather(1, ids)
+    if cfg.renormalize:
+        smallest = torch.finfo(torch.float64).tiny  # all k scores may have underflowed to zero
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(smallest)
+    return Routing(ids, weights * cfg.routed_scaling, torch.minimum(margin, group_margin))
+
+
+def moe(
+    x: Tensor,
+    gate_weight: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    cfg: MoEConfig,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+) -> Tensor:
+    """The output of the layer for the tokens of one rank.
+
+    Token i becomes the sum over its k experts e of
+    weight(i, e) · (w2[e] · activation(w1[e] · x[i] + b1[e]) + b2[e]),
+    without the pairs that `dropped` names; the weights of the other pairs stay as they are.
+
+    Args:
+        x: [S, H], any floating dtype.
+        gate_weight: [E, H]; not read if `topk_ids` is given.
+        w1: [E, 2I, H] with the I gate rows first and then the I up rows if `cfg.gated`, else
+            [E, I, H].
+        w2: [E, H, I].
+        cfg: the layer.
+        topk_ids: integers [S, k]; replaces the routing together with `topk_weights`. Both are used
+            as they are. -1 is an unused slot.
+        topk_weights: [S, k].
+        b1: [E, 2I] or [E, I]; given exactly if `cfg.bias` is set.
+        b2: [E, H]; as b1.
+        selection_bias: [E]; given exactly if `cfg.selection_bias` is set.
+
+    Returns:
+        float64 [S, H].
+
+    Raises:
+        ValueError: a shape does not fit `cfg`, an argument is missing or unexpected, an id is not
+            an expert, or logits are not finite.
+    """
+    pairs = (len(x), cfg.top_k)
+    _check_shape("x", x, (len(x), cfg.hidden))
+    _check_shape("w1", w1, (cfg.experts, cfg.w1_rows, cfg.hidden))
+    _check_shape("w2", w2, (cfg.experts, cfg.hidden, cfg.intermediate))
+    _check_optional("b1", b1, cfg.bias, (cfg.experts, cfg.w1_rows))
+    _check_optional("b2", b2, cfg.bias, (cfg.experts, cfg.hidden))
+    if topk_ids is None and topk_weights is None:
+        topk_ids, topk_weights, _ = route(x, gate_weight, cfg, selection_bias)
+    if topk_ids is None or topk_weights is None:
+        raise ValueError("topk_ids and topk_weights replace the routing only together")
+    _check_shape("topk_ids", topk_ids, pairs)
+    _check_shape("topk_weights", topk_weights, pairs)
+    wrong = (topk_ids < -1) | (topk_ids >= cfg.experts)
+    if wrong.any():
+        found = int(topk_ids[wrong][0])
+        raise ValueError(f"topk_ids holds {found}; it must be an expert below {cfg.experts}, or -1")
+
+    x, topk_weights = x.double(), topk_weights.double()
+    kept = ~dropped(topk_ids, cfg)
+    y = torch.zeros_like(x)
+    for expert in range(cfg.experts):
+        token, j = (kept & (topk_ids == expert)).nonzero(as_tuple=True)
+        if len(token) == 0:
+            continue
+        rows = x[token] @ w1[expert].double().T
+        if b1 is not None:
+            rows = rows + b1[expert].double()
+        rows = _activate(rows, cfg) @ w2[expert].double().T
+        if b2 is not None:
+            rows = rows + b2[expert].double()
+        y = y.index_add(0, token, topk_weights[token, j, None] * rows)
+    return y
+
+
+def dropped(ids: Tensor, cfg: MoEConfig) -> Tensor:
+    """Which pairs exceed their expert's capacity: bool [S, k].
+
+    An expert takes the first `cfg.capacity(S)` of its pairs, counted by token and then by j. An
+    unused slot (-1) takes no place and is never dropped. Nothing is dropped without a capacity
+    factor.
+
+    Args:
+        ids: integers [S, k], the experts of the tokens of one rank.
+        cfg: the layer.
+    """
+    capacity = cfg.capacity(len(ids))
+    result = torch.zeros_like(ids, dtype=torch.bool)
+    if capacity is None:
+        return result
+    for expert in range(cfg.experts):
+        chosen = ids == expert
+        position = chosen.flatten().cumsum(0).view_as(ids) - 1
+        result |= chosen & (position >= capacity)
+    return result
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """‖actual - expected‖ / ‖expected‖, Frobenius norms in float64.
+
+    0 if both are zero or empty; infinite if only `expected` is zero, and wherever the quotient is
+    not a number (a NaN or an infinity in either).
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if actual.shape != expected.shape:
+        raise ValueError(f"actual is {list(actual.shape)} and expected {list(expected.shape)}")
+    reference = expected.detach().cpu().double()
+    difference = actual.detach().cpu().double() - reference
+    if not difference.any():
+        return 0.0
+    norm = float(reference.norm())
+    error = float(difference.norm()) / norm if norm > 0.0 else math.inf
+    return math.inf if math.isnan(error) else error
+
+
+def _activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
+    """[n, w1_rows] -> [n, I]."""
+    match cfg.activation:
+        case "swiglu":
+            gate, up = rows.chunk(2, dim=1)
+            if cfg.swiglu_limit is not None:
+                gate = gate.clamp(max=cfg.swiglu_limit)
+                up = up.clamp(-cfg.swiglu_limit, cfg.swiglu_limit)
+            return functional.silu(gate) * up
+        case "gelu":
+            return functional.gelu(rows)
+        case "gelu_tanh":
+            return functional.gelu(rows, approximate="tanh")
+        case "silu":
+            return functional.silu(rows)
+        case "relu":
+            return functional.relu(rows)
+        case "identity":
+            return rows
+
+
+def _limit_groups(selection: Tensor, cfg: MoEConfig) -> tuple[Tensor, Tensor]:
+    """Selection scores [S, E] with -inf outside the best groups, and the groups' margin [S]."""
+    size = cfg.experts // cfg.expert_groups
+    groups = selection.view(-1, cfg.expert_groups, size)
+    counted = min(2, size)
+    group_scores = groups.topk(counted, dim=2).values.sum(dim=2)
+    best, gap = _best(group_scores, cfg.top_groups)
+    is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, best, True)
+    candidates = groups.masked_fill(~is_best.unsqueeze(2), -math.inf).flatten(1)
+    return candidates, gap / counted  # a group's score moves by as much as `counted` expert scores
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Columns [S, count] of the best scores of each row, and the gap [S] to the next best."""
+    ordered = scores.sort(dim=1, descending=True, stable=True)
+    if count == scores.shape[1]:
+        gap = torch.full_like(scores[:, 0], math.inf)
+    else:
+        gap = ordered.values[:, count - 1] - ordered.values[:, count]
+    return ordered.indices[:, :count], gap
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {list(tensor.shape)}; it must be {list(shape)}")
+
+
+def _check_optional(name: str, tensor: Tensor | None, wanted: bool, shape: tuple[int, ...]) -> None:
+    if (tensor is not None) != wanted:
+        expected = "given" if wanted else "None"
+        raise ValueError(f"{name} must be {expected} for this config")
+    if tensor is not None:
+        _check_shape(name, tensor, shape)

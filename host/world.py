@@ -1,0 +1,198 @@
+"""A world: the ranks that run layers together, seen from one of them.
+
+It owns the rank's control plane and heaps, and ends them in the right order. It knows nothing of
+layers or of how the ranks were started; an engine hooks into `on_abort` and `on_close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal
+
+from moeos.control import ControlPlane
+from moeos.heap import SymmetricHeap
+
+Backend = Literal["twin", "cuda"]
+
+MAX_DEADLINE = 86_400.0
+"""The longest deadline, in seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TwinOptions:
+    """How a rank of the twin uses this machine. No option changes a result.
+
+    Attributes:
+        processors: processor threads of each rank, 1 to 1024; None divides the cores that this
+            process may use among the ranks of this host, at least 1 each.
+        split_os: runs the scheduler and the subscribers as threads of their own; otherwise they
+            take turns in one.
+        jitter_us: longest of the random delays put between the steps of all actors, in
+            microseconds, 0 to 1e6; for tests of the protocol.
+        jitter_seed: seed of these delays, 0 to 2^63 - 1.
+        remote: treats every peer as one that memory cannot be mapped from, so that rows are staged
+            and put.
+    """
+
+    processors: int | None = None
+    split_os: bool = False
+    jitter_us: float = 0.0
+    jitter_seed: int = 0
+    remote: bool = False
+
+    def __post_init__(self) -> None:
+        if self.processors is not None:
+            _check_integer("processors", self.processors, 1, 1024)
+        _check_number("jitter_us", self.jitter_us, 0.0, 1e6)
+        _check_integer("jitter_seed", self.jitter_seed, 0, 2**63 - 1)
+        for name in ("split_os", "remote"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+
+    def processors_for(self, ranks: int) -> int:
+        """Processor threads of each of `ranks` ranks on this host."""
+        if self.processors is not None:
+            return self.processors
+        return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+class World:
+    """The ranks that run layers together; made by `moeos.init` and `moeos.virtual.run`.
+
+    A context manager. Leaving it by an exception aborts it: the other ranks' waits end with
+    `PeerTimeout`.
+
+    Attributes:
+        control: the control plane, whose calls are collective.
+        backend: "twin" or "cuda".
+        deadline: seconds after which a wait for another rank raises `PeerTimeout`.
+        twin: the twin's options, and `processors`, what they mean here: processor threads of this
+            rank.
+        on_abort: called with the reason when this rank must leave a call at once, from any thread.
+        on_close: called before the heaps are unmapped, the last added first.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        *,
+        backend: Backend,
+        deadline: float,
+        twin: TwinOptions,
+    ) -> None:
+        check_deadline(deadline)
+        self.control = control
+        self.backend: Backend = backend
+        self.deadline = float(deadline)
+        self.twin = twin
+        self.processors = twin.processors_for(control.size)
+        self.on_abort: list[Callable[[str], None]] = []
+        self.on_close: list[Callable[[], None]] = []
+        self._heaps: list[SymmetricHeap] = []
+        self._closed = False
+        self._lock = threading.RLock()  # an abort may come from another thread than a close
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 ≤ rank < size."""
+        return self.control.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks, P."""
+        return self.control.size
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closed
+
+    def allocate_heap(self, size: int) -> SymmetricHeap:
+        """A zeroed heap of `size` bytes on every rank; lives as long as this world. Collective.
+
+        Raises what `SymmetricHeap` raises, and `RuntimeError` if this world is closed.
+        """
+        self.require_open()
+        heap = SymmetricHeap(self.control, size)
+        self._heaps.append(heap)
+        return heap
+
+    def require_open(self) -> None:
+        """Raises `RuntimeError` if this world is closed."""
+        if self._closed:
+            raise RuntimeError(
+                f"the world of rank {self.rank} is closed; use it and its layers in its with block"
+            )
+
+    def abort(self, reason: str) -> None:
+        """Gives up, and makes the other ranks' waits and calls end with `PeerTimeout`."""
+        with self._lock:
+            if not self._closed:
+                self.control.abort(reason)
+        self.interrupt(reason)
+
+    def interrupt(self, reason: str) -> None:
+        """Makes this rank leave the call that it is in. May be called from any thread."""
+        with self._lock:
+            for callback in list(self.on_abort):
+                callback(reason)
+
+    def close(self) -> None:
+        """Ends engines, unmaps heaps, leaves the control plane. Idempotent, not collective."""
+        with self._lock, contextlib.ExitStack() as last_first:
+            if self._closed:
+                return
+            self._closed = True
+            last_first.callback(self.control.close)
+            for heap in self._heaps:
+                last_first.callback(heap.close)
+            for callback in self.on_close:
+                last_first.callback(callback)
+            self._heaps.clear()
+            self.on_abort.clear()
+            self.on_close.clear()
+
+    def __enter__(self) -> World:
+        self.require_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"World(rank={self.rank}, size={self.size}, backend={self.backend!r}{state})"
+
+
+def check_deadline(deadline: float) -> None:
+    """Raises unless `deadline` is a number of seconds above 0 and up to MAX_DEADLINE."""
+    _check_number("deadline", deadline, 0.0, MAX_DEADLINE)
+    if deadline == 0:
+        raise ValueError(f"deadline is 0; allowed: above 0 and up to {MAX_DEADLINE:g} seconds")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; allowed: {low} to {high}")
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not (math.isfinite(value) and low <= value <= high):
+        raise ValueError(f"{name} is {value}; allowed: {low:g} to {high:g}")

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Runs a layer with one process a rank under mpirun: [RANKS=4] launch/mpirun.sh CONFIG [ARGUMENTS].
+# Uses the installation that launch/demo or launch/test made. All ranks run on this host.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$root/launch/environment.sh"
+
+: "${1:?which CONFIG? usage: [RANKS=4] launch/mpirun.sh CONFIG [ARGUMENTS OF moeos run]}"
+exec "$root/.venv/bin/mpirun" -n "${RANKS:-4}" "$root/.venv/bin/moeos" run "$@"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Runs a layer with one process a rank under torchrun: [RANKS=4] launch/torchrun.sh CONFIG [ARGUMENTS].
+# Uses the installation that launch/demo or launch/test made. No MPI takes part: the ranks meet in the
+# key-value store of torchrun.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$root/launch/environment.sh"
+
+: "${1:?which CONFIG? usage: [RANKS=4] launch/torchrun.sh CONFIG [ARGUMENTS OF moeos run]}"
+exec "$root/.venv/bin/torchrun" --standalone --nproc-per-node "${RANKS:-4}" \
+  --no-python "$root/.venv/bin/moeos" run "$@"

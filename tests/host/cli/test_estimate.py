@@ -1,0 +1,119 @@
+"""The estimate of a call against what a call does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeos import MoEConfig, MoELayer, World, virtual
+from moeos.cli.estimate import even_routing, pack_tiles, weight_bytes_per_rank, work_of
+from moeos.engines.base import CallStats
+from tests.layers import config
+
+
+def stats_of_rank_0(cfg: MoEConfig, ranks: int, tokens: int) -> CallStats:
+    """What rank 0 does in a call in which pairs go to the experts in turn."""
+    pairs = torch.arange(ranks * tokens * cfg.top_k) % cfg.experts
+    ids = pairs.view(ranks, tokens, cfg.top_k)
+
+    def run(world: World) -> dict[str, object]:
+        layer = MoELayer(cfg, world)
+        layer(
+            torch.zeros(tokens, cfg.hidden, dtype=cfg.dtype),
+            ids[world.rank],
+            torch.ones(tokens, cfg.top_k),
+        )
+        stats = layer.stats()
+        del stats["bytes_to_peers"]
+        return stats
+
+    return CallStats(**virtual.run(run, ranks=ranks)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "changes"),
+    [
+        (1, 100, {}),
+        (2, 128, {}),
+        (4, 77, {"top_k": 3}),
+        (4, 1, {}),
+        (8, 128, {"dtype": torch.bfloat16, "activation": "gelu", "bias": True}),
+        (2, 0, {}),
+    ],
+)
+def test_a_call_does_what_the_estimate_says(
+    ranks: int, tokens: int, changes: dict[str, object]
+) -> None:
+    cfg = config(**changes)
+    work, stats = work_of(cfg, ranks, tokens), stats_of_rank_0(cfg, ranks, tokens)
+    assert work.pairs_sent == sum(stats.pairs_sent)
+    assert work.pairs_received == sum(stats.pairs_received)
+    assert work.dispatch_bytes + work.combine_bytes == stats.row_bytes_to_peers
+    assert work.count_bytes == stats.count_bytes_to_peers
+    assert work.tasks["route"] == stats.tasks["route"]
+    assert work.tasks["dispatch"] == stats.tasks["dispatch"]
+    # The runtime looks for tokens without pairs wherever the caller routes.
+    assert work.tasks["combine"] + -(-tokens // 32) == stats.tasks["combine"]
+    # Tiles that are packed early, because processors idle, are more than the fewest.
+    for kind in ("gemm0", "gemm1"):
+        assert work.tasks[kind] <= stats.tasks[kind]
+    assert work.padding_rows <= stats.padding_rows
+    assert work.flag_bytes <= stats.flag_bytes_to_peers
+
+
+def test_without_early_tiles_even_tiles_padding_and_flags_are_exact() -> None:
+    cfg = config()
+    work, stats = work_of(cfg, 1, 100), stats_of_rank_0(cfg, 1, 100)
+    assert work.tiles == cfg.experts == 8
+    assert work.tasks["gemm0"] == stats.tasks["gemm0"]
+    assert work.padding_rows == stats.padding_rows == 8 * (32 - 25)
+    assert work.flag_bytes == 0
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(0, 2), (1, 4), (77, 4), (128, 8)])
+def test_even_routing_gives_experts_equally_many_rows(tokens: int, ranks: int) -> None:
+    cfg = config(top_k=3)
+    rows = even_routing(cfg, ranks, tokens)
+    assert [sum(source) for source in rows] == [3 * tokens] * ranks
+    by_expert = [sum(source[expert] for source in rows) for expert in range(cfg.experts)]
+    assert max(by_expert) - min(by_expert) <= 1
+
+
+def test_remainders_share_a_tile_until_it_is_full() -> None:
+    assert pack_tiles([300, 0, 50, 60], 128) == [
+        [(0, 0, 128)],
+        [(0, 128, 128)],
+        [(0, 256, 44), (2, 0, 50), (3, 0, 24)],
+        [(3, 24, 36)],
+    ]
+
+
+def test_a_tile_has_at_most_eight_segments() -> None:
+    assert [len(tile) for tile in pack_tiles([1] * 11, 128)] == [8, 3]
+
+
+def test_rows_beyond_the_capacity_are_not_sent() -> None:
+    cfg = config(capacity_factor=0.5)
+    assert work_of(cfg, 2, 128).pairs_sent == 128
+    assert work_of(cfg, 2, 128).tasks["combine"] == 4 + 4
+
+
+def test_weights_count_router_experts_and_biases() -> None:
+    cfg = config(activation="gelu", bias=True)
+    expert = 2 * 64 * 96 + 64 + 96
+    assert weight_bytes_per_rank(cfg, 4) == 4 * (8 * 64 + 2 * expert)
+
+
+def test_floors_are_work_over_the_measured_rates() -> None:
+    cfg = config(hidden=4096, intermediate=4096, experts=8, max_tokens=1024, dtype=torch.bfloat16)
+    work = work_of(cfg, 8, 1024)
+    flops = 2 * 2048 * 3 * 4096 * 4096 + 2 * 1024 * 8 * 4096
+    sent = 2 * 2048 * 7 // 8 * 4096 * 2
+    assert work.floors["compute"] == pytest.approx(flops / 806e12)
+    assert work.floors["link"] == pytest.approx(sent / 355e9, rel=1e-3)
+    assert work.floors["memory"] == pytest.approx(3 * 4096 * 4096 * 2 / 4.4e12)
+
+
+def test_more_tokens_than_the_layer_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokens is 129; allowed: 0 to max_tokens, 128"):
+        work_of(config(), 2, 129)

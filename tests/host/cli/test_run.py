@@ -1,0 +1,247 @@
+"""`moeos run` in one process: its sources of tokens and weights, its results, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from moeos import MoELayer, PeerTimeout
+from moeos.cli import app
+from tests.processes import ROOT
+
+CONFIG = """
+hidden = 32
+intermediate = 48
+experts = 8
+top_k = 2
+dtype = "float32"
+max_tokens = 64
+"""
+
+Outcome = tuple[int, str, str]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "layer.toml"
+    path.write_text(CONFIG + "[run]\ntokens = 40\niterations = 3\n")
+    return path
+
+
+def invoke(*arguments: object) -> Outcome:
+    ended = CliRunner().invoke(app, ["run", *map(str, arguments)])
+    assert ended.exception is None or isinstance(ended.exception, SystemExit)
+    return ended.exit_code, ended.stdout, ended.stderr
+
+
+def results(config: Path, *arguments: object) -> dict[str, Any]:
+    """The JSON of a run that must pass."""
+    path = config.with_suffix(".json")
+    code, _, err = invoke(config, "--json", path, *arguments)
+    assert code == 0, err
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def draw_block(prefix: str, experts: int = 8) -> dict[str, torch.Tensor]:
+    """A block under Mixtral's names."""
+    tensors = {f"{prefix}gate.weight": torch.randn(experts, 32)}
+    for expert in range(experts):
+        for name, shape in (("w1", (48, 32)), ("w2", (32, 48)), ("w3", (48, 32))):
+            tensors[f"{prefix}experts.{expert}.{name}.weight"] = torch.randn(shape) / 6
+    return tensors
+
+
+def test_the_demos_config_passes_and_ends_with_the_error_line() -> None:
+    code, out, _ = invoke(ROOT / "configs" / "demo.toml", "--iterations", 3)
+    assert code == 0
+    last = out.rstrip().splitlines()[-1]
+    found = re.fullmatch(r"max relative error (\d\.\de-\d\d) \(tolerance 8\.0e-03\)", last)
+    assert found
+    assert 1e-4 < float(found[1]) <= 8e-3  # bfloat16 rounds: no error would be no check
+    for label in ("tokens", "pairs sent to rank 0", "gemm0 tasks", "hottest expert"):
+        assert label in out
+
+
+def test_the_demos_text_is_skewed_over_the_experts(tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    invoke(ROOT / "configs" / "demo.toml", "--iterations", 3, "--json", path)
+    rank = json.loads(path.read_text())["by_rank"][0]
+    assert rank["hottest_expert"]["pairs"] > 2 * sum(rank["expert_pairs"]) / 16
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "zipf:1.2", "one-expert"])
+def test_a_synthetic_routing_passes_the_check(config: Path, pattern: str) -> None:
+    document = results(config, "--routing", pattern)
+    assert document["max_relative_error"] <= document["tolerance"] == 1e-5
+    assert document["source"] == f"random tokens, {pattern} routing"
+    (rank,) = document["by_rank"]
+    assert rank["tokens"] == [40, 40, 40]
+    assert rank["check"]["checked"] == 120
+    pairs = 120 if pattern == "one-expert" else 240
+    assert sum(rank["expert_pairs"]) == pairs
+    if pattern == "one-expert":
+        assert rank["expert_pairs"][0] == 120
+
+
+def test_the_json_tells_what_ran_where(config: Path) -> None:
+    document = results(config, "--seed", 5)
+    assert document["config"]["hidden"] == 32
+    assert document["config"]["dtype"] == "float32"
+    assert (document["ranks"], document["calls"], document["seed"]) == (1, 3, 5)
+    assert document["versions"]["torch"] == torch.__version__
+    assert document["machine"]["cores"] >= 1
+    assert len(document["by_rank"][0]["seconds"]) == 3
+
+
+def test_options_overrule_the_config(config: Path) -> None:
+    document = results(config, "--tokens", 7, "--iterations", 2)
+    assert document["by_rank"][0]["tokens"] == [7, 7]
+
+
+def test_varied_tokens_are_0_to_the_limit_and_follow_the_seed(config: Path) -> None:
+    config.write_text(CONFIG + "[run]\ntokens = 5\niterations = 60\nvary_tokens = true\n")
+    first, again, other = (
+        results(config, "--seed", seed)["by_rank"][0]["tokens"] for seed in (1, 1, 2)
+    )
+    assert set(first) == set(range(6))
+    assert first == again
+    assert first != other
+
+
+def test_without_the_table_a_call_has_max_tokens(config: Path) -> None:
+    config.write_text(CONFIG)
+    assert results(config)["by_rank"][0]["tokens"] == [64] * 10
+
+
+def test_weights_of_a_file_are_what_the_layer_has(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "block.safetensors"
+    prefix = "model.layers.0.block_sparse_moe."
+    block = draw_block(prefix)
+    block[f"{prefix}gate.weight"][3] = 0.0
+    block[f"{prefix}gate.weight"][3, 0] = 100.0  # every second token's first choice
+    save_file(block, path)
+    document = results(config, "--weights", path, "--prefix", prefix)
+    assert document["by_rank"][0]["hottest_expert"]["expert"] == 3
+
+
+def test_a_weight_that_the_file_lacks_is_named(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "block.safetensors"
+    save_file(draw_block("", experts=7) | {"gate.weight": torch.randn(8, 32)}, path)
+    code, _, err = invoke(config, "--weights", path)
+    assert code == 2
+    assert "experts.7.w1.weight is missing" in err
+
+
+def test_tokens_of_a_file_are_all_passed_in_each_call(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.randn(13, 32, dtype=torch.bfloat16)}, path)
+    assert results(config, "--input", path)["by_rank"][0]["tokens"] == [13] * 3
+
+
+def test_more_tokens_in_a_file_than_a_call_takes_need_a_number(
+    config: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.randn(70, 32)}, path)
+    code, _, err = invoke(config, "--input", path)
+    assert code == 2
+    assert "tokens is 70; allowed: 0 to max_tokens, 64, of this rank; give --tokens" in err
+    assert results(config, "--input", path, "--tokens", 64)["by_rank"][0]["tokens"] == [64] * 3
+
+
+def test_documents_can_be_named(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    document = results(config, "--input-text", tmp_path / "*.txt")
+    assert document["source"] == "tokens from 18 bytes of text"
+    assert document["by_rank"][0]["tokens"] == [40] * 3
+
+
+def test_the_reference_can_be_left_out(config: Path) -> None:
+    code, out, _ = invoke(config, "--no-check", "--json", config.with_suffix(".json"))
+    assert code == 0
+    assert "max relative error" not in out
+    assert json.loads(config.with_suffix(".json").read_text())["max_relative_error"] is None
+
+
+@pytest.mark.parametrize("wrong", [1.001, math.nan])
+def test_a_wrong_output_is_exit_code_1(
+    config: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    right = MoELayer.forward
+
+    def forward(layer: MoELayer, *arguments: torch.Tensor | None) -> torch.Tensor:
+        return right(layer, *arguments) * wrong  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MoELayer, "forward", forward)
+    code, out, _ = invoke(config, "--json", config.with_suffix(".json"))
+    assert code == 1
+    assert out.rstrip().splitlines()[-1].startswith("max relative error ")
+    assert config.with_suffix(".json").exists()
+
+
+def test_a_lost_rank_is_one_line_and_exit_code_3(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: object) -> torch.Tensor:
+        raise PeerTimeout("rank 0 waited for rank 1")
+
+    monkeypatch.setattr(MoELayer, "forward", forward)
+    code, _, err = invoke(config)
+    assert code == 3
+    assert err.rstrip().splitlines()[-1] == "moeos: rank 0 waited for rank 1"
+    assert "Traceback" not in err
+
+
+def test_tokens_that_cannot_be_routed_are_named(config: Path, tmp_path: Path) -> None:
+    x = torch.randn(9, 32)
+    x[5, 2] = math.nan
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    code, _, err = invoke(config, "--input", tmp_path / "x.safetensors")
+    assert code == 2
+    assert "token 5" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "65"], "tokens is 65; allowed: 0 to max_tokens, 64"),
+        (["--tokens", "-1"], "tokens is -1"),
+        (["--iterations", "0"], "iterations is 0; allowed: 1 to 10000"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--routing", "zip"], "--routing is 'zip'; allowed: uniform, zipf:A"),
+        (["--routing", "empty-rank:1"], "empty-rank:1; ranks are 0 to 0"),
+        (["--prefix", "model."], "it needs --weights"),
+        (["--weights", "absent"], "absent: No such file or directory"),
+        (["--input", "absent"], "absent: No such file or directory"),
+        (["--input-text", "absent"], "absent: No such file or directory"),
+        (["--input", "a", "--routing", "uniform"], "--routing and --input are given; choose one"),
+        (["--json", "no/folder/out.json"], "--json is no/folder/out.json"),
+        (["--backend", "gpu"], "backend is 'gpu'"),
+        (["--deadline", "0"], "deadline is 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    config: Path, arguments: list[str], message: str
+) -> None:
+    code, out, err = invoke(config, *arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("moeos: ")
+    assert message in err
+
+
+def test_a_mistake_in_the_config_is_told_with_the_file(config: Path) -> None:
+    config.write_text(CONFIG.replace("hidden", "hiden"))
+    code, _, err = invoke(config)
+    assert code == 2
+    assert f"{config}: unknown key 'hiden'; the nearest valid one is 'hidden'" in err

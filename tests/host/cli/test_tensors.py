@@ -1,0 +1,69 @@
+"""Safetensors files: tensors are read when asked for, rows in pieces, and bad files are named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moeos.cli.tensors import SafetensorsFile, piece, read_rows
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "x.safetensors"
+    save_file(
+        {"x": torch.arange(40.0).view(10, 4), "words": torch.zeros(3, dtype=torch.int64)}, path
+    )
+    return path
+
+
+def test_a_file_is_a_mapping_from_names_to_tensors(rows: Path) -> None:
+    tensors = SafetensorsFile(rows)
+    assert sorted(tensors) == ["words", "x"]
+    assert len(tensors) == 2
+    assert "y" not in tensors
+    assert torch.equal(tensors["x"], torch.arange(40.0).view(10, 4))
+    with pytest.raises(KeyError, match="y"):
+        tensors["y"]
+
+
+def test_the_ranks_pieces_are_all_rows_in_order(rows: Path) -> None:
+    pieces = [read_rows(rows, 4, rank, 3) for rank in range(3)]
+    assert torch.equal(torch.cat(pieces), torch.arange(40.0).view(10, 4))
+    assert [len(part) for part in pieces] == [3, 3, 4]
+
+
+def test_more_ranks_than_rows_leave_some_without() -> None:
+    assert [piece(2, rank, 4) for rank in range(4)] == [(0, 0), (0, 1), (1, 1), (1, 2)]
+
+
+def test_a_missing_file_is_an_os_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        SafetensorsFile(tmp_path / "absent.safetensors")
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"not at all" * 10)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        SafetensorsFile(tmp_path / "x.safetensors")
+
+
+def test_rows_of_another_width_are_refused(rows: Path) -> None:
+    with pytest.raises(ValueError, match=r"has shape \[10, 4\]; it must be \[tokens, 8\]"):
+        read_rows(rows, 8, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"y": torch.zeros(2, 4)}, "has no tensor 'x'; it has y"),
+        ({"x": torch.zeros(2, 4, dtype=torch.int32)}, "has dtype torch.int32"),
+    ],
+)
+def test_a_file_without_tokens_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path / "x.safetensors", 4, 0, 1)

@@ -1,0 +1,219 @@
+"""init: it recognises how the process was started, and fails alike on all ranks."""
+
+import importlib.metadata
+import os
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import moeos
+from moeos.bootstrap import Launch, choose_backend, detect
+from moeos.errors import ConfigMismatch, PeerTimeout
+from tests.processes import ForkedRanks, free_port, mpirun, torchrun, torchrun_environment
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
+TORCHRUN = torchrun_environment(2, 3, 4321) | {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1200"}
+SRUN = BATCH | {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NODELIST": "gpu[03-07,9],cpu1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, Launch("none", 0, 1)),
+        (MPIRUN, Launch("mpirun", 1, 4)),
+        ({"PMIX_RANK": "5"}, Launch("mpirun", None, None)),
+        ({"PMI_RANK": "5", "PMI_SIZE": "6"}, Launch("mpirun", 5, 6)),
+        (TORCHRUN, Launch("torchrun", 2, 3, "127.0.0.1", 4321, serve=False)),
+        (
+            TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"},
+            Launch("torchrun", 0, 3, "127.0.0.1", 4321, serve=True),
+        ),
+        (
+            torchrun_environment(0, 3, 4321),
+            Launch("torchrun", 0, 3, "127.0.0.1", 4321, serve=True),
+        ),
+        (SRUN, Launch("srun", 0, 2, "gpu03", 20_000 + 12_003 % 10_000, serve=True)),
+        (
+            SRUN | {"SLURM_PROCID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "99"},
+            Launch("srun", 1, 2, "head", 99, serve=False),
+        ),
+        (BATCH, Launch("srun", 0, 8, "localhost", 20_000 + 12_000 % 10_000, serve=True)),
+        # One launcher inside another.
+        (MPIRUN | TORCHRUN, Launch("torchrun", 2, 3, "127.0.0.1", 4321, serve=False)),
+        (BATCH | MPIRUN, Launch("mpirun", 1, 4)),
+        (SRUN | {"PMIX_RANK": "0"}, Launch("mpirun", None, None)),
+    ],
+)
+def test_the_launcher_is_recognised_by_its_environment(
+    environment: dict[str, str], launch: Launch
+) -> None:
+    assert detect(environment) == launch
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("one", "one"),
+        ("a1,a2", "a1"),
+        ("node[12,14]", "node12"),
+        ("rack[0-1]node[2-3],x", "rack0node2"),
+        ("n[001-128].site", "n001.site"),
+    ],
+)
+def test_the_store_of_srun_is_on_the_first_node(nodes: str, first: str) -> None:
+    assert detect(SRUN | {"SLURM_STEP_NODELIST": nodes}).host == first
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            MPIRUN | {"OMPI_COMM_WORLD_RANK": "4"},
+            "the environment variable OMPI_COMM_WORLD_RANK is '4'; allowed: 0 to 3",
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4"},
+            "the environment variable OMPI_COMM_WORLD_RANK is not set; allowed: 0 to 3",
+        ),
+        (
+            TORCHRUN | {"WORLD_SIZE": "two"},
+            "the environment variable WORLD_SIZE is 'two'; allowed: 1 to 1048576",
+        ),
+        (
+            TORCHRUN | {"MASTER_PORT": "70000"},
+            "the environment variable MASTER_PORT is '70000'; allowed: 1 to 65535",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun",
+        ),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_an_error_that_names_the_variable(
+    environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        detect(environment)
+
+
+def test_auto_is_the_twin_in_this_release() -> None:
+    assert choose_backend("auto") == choose_backend("twin") == "twin"
+
+
+def test_cuda_is_refused_with_what_to_use_instead() -> None:
+    with pytest.raises(RuntimeError, match=r'backend is "cuda".*use "twin" or "auto"'):
+        moeos.init("cuda")
+
+
+@pytest.mark.parametrize(("name", "hint"), [("cude", "did you mean 'cuda'?"), ("tpu", "'cuda'")])
+def test_an_unknown_backend_is_refused_with_the_nearest_one(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"backend is '{name}'; allowed: 'auto', ") as raised:
+        moeos.init(name)
+    assert str(raised.value).endswith(hint)
+
+
+def test_options_that_are_no_twin_options_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"twin is 4; it must be a moeos\.TwinOptions"):
+        moeos.init(twin=4)  # type: ignore[arg-type]
+
+
+def test_a_process_without_a_launcher_is_a_world_of_one_rank() -> None:
+    with moeos.init() as world:
+        assert (world.rank, world.size, world.backend, world.deadline) == (0, 1, "twin", 30.0)
+        assert len(world.allocate_heap(64).addresses) == 1
+
+
+def init_in_processes(
+    function: Callable[[moeos.World], Any],
+    size: int,
+    before: Callable[[int], None] = lambda rank: None,
+    deadline: float = 20.0,
+) -> list[Any]:
+    """`function(moeos.init())` in forked processes with torchrun's environment variables."""
+    port = free_port()
+
+    def live(rank: int) -> Any:
+        os.environ.update(torchrun_environment(rank, size, port))
+        before(rank)
+        with moeos.init(deadline=deadline) as world:
+            return function(world)
+
+    return ForkedRanks(live, size).ended(60)
+
+
+def test_processes_with_torchruns_variables_meet_again_and_again() -> None:
+    def meet(world: moeos.World) -> list[int]:
+        first = world.control.allgather(world.rank)
+        world.close()
+        with moeos.init() as second, moeos.init() as third:
+            return first + second.control.allgather(10) + third.control.allgather(20)
+
+    assert init_in_processes(meet, 3) == [[0, 1, 2] + [10] * 3 + [20] * 3] * 3
+
+
+def test_ranks_on_different_hosts_are_refused_alike_on_all_ranks() -> None:
+    def move(rank: int) -> None:
+        socket.gethostname = lambda: "left" if rank < 2 else "right"  # type: ignore[assignment]
+
+    outcomes = init_in_processes(lambda world: None, 3, move)
+    assert [type(error) for error in outcomes] == [RuntimeError] * 3
+    assert {str(error) for error in outcomes} == {
+        "the twin needs all ranks on one host, but there are ranks 0, 1 on left; rank 2 on right"
+    }
+
+
+def test_ranks_with_different_versions_are_refused_alike_on_all_ranks() -> None:
+    def age(rank: int) -> None:
+        if rank == 1:
+            importlib.metadata.version = lambda name: "0.0.9"
+
+    outcomes = init_in_processes(lambda world: None, 2, age)
+    assert [type(error) for error in outcomes] == [ConfigMismatch] * 2
+    assert len({str(error) for error in outcomes}) == 1
+    assert "rank 1: ('0.0.9', 'twin')" in str(outcomes[0])
+
+
+def test_a_rank_that_never_calls_init_is_named_by_the_others() -> None:
+    def stay_away(rank: int) -> None:
+        if rank == 2:
+            raise KeyError("stayed away")
+
+    first, second, third = init_in_processes(lambda world: None, 3, stay_away, deadline=2.0)
+    assert isinstance(third, KeyError)
+    for error in (first, second):
+        assert isinstance(error, PeerTimeout)
+        assert "rank 2 did not arrive" in str(error)
+
+
+PROGRAM = """
+import ctypes
+import moeos
+
+with moeos.init(deadline=100.0) as world:
+    heap = world.allocate_heap(4096)
+    for address in heap.addresses:
+        ctypes.c_uint8.from_address(address + world.rank).value = world.rank + 1
+    world.control.barrier()
+    mine = list(ctypes.string_at(heap.addresses[world.rank], world.size))
+    assert mine == list(range(1, world.size + 1)), mine
+    print(f"[rank {world.rank} of {world.size}]", flush=True)
+"""
+
+
+@pytest.mark.parametrize("launch", [mpirun, torchrun])
+def test_ranks_started_by_a_launcher_share_one_heap(launch: Callable[[int, str], Any]) -> None:
+    ended = launch(4, PROGRAM)
+    assert ended.returncode == 0, ended.stderr
+    said = sorted(re.findall(r"\[rank . of 4\]", ended.stdout))
+    assert said == [f"[rank {rank} of 4]" for rank in range(4)]

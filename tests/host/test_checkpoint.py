@@ -1,0 +1,300 @@
+"""load_block: Hugging Face names and layouts in, this rank's weights out."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeos.checkpoint import load_block
+from moeos.config import MoEConfig
+from tests.huggingface import FAMILIES
+
+HIDDEN, INTERMEDIATE, EXPERTS = 16, 24, 4
+PREFIX = "model.layers.3.mlp."
+
+
+def config(**changes: Any) -> MoEConfig:
+    sizes: dict[str, Any] = {
+        "hidden": HIDDEN,
+        "intermediate": INTERMEDIATE,
+        "experts": EXPERTS,
+        "top_k": 2,
+        "dtype": torch.float32,
+    }
+    return MoEConfig(**(sizes | changes))
+
+
+def split_names(bias: bool = False) -> dict[str, Tensor]:
+    """A block as checkpoint files of Qwen3-MoE, OLMoE and DeepSeek-V3 hold it."""
+    generator = torch.Generator().manual_seed(0)
+    names = {PREFIX + "gate.weight": torch.randn(EXPERTS, HIDDEN, generator=generator)}
+    shapes = {
+        "gate_proj": (INTERMEDIATE, HIDDEN),
+        "up_proj": (INTERMEDIATE, HIDDEN),
+        "down_proj": (HIDDEN, INTERMEDIATE),
+    }
+    for expert in range(EXPERTS):
+        for projection, shape in shapes.items():
+            name = f"{PREFIX}experts.{expert}.{projection}"
+            names[f"{name}.weight"] = torch.randn(shape, generator=generator)
+            if bias:
+                names[f"{name}.bias"] = torch.randn(shape[0], generator=generator)
+    return names
+
+
+def mixtral_names() -> dict[str, Tensor]:
+    """The same block as a Mixtral checkpoint file names it."""
+    renamed = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", ".mlp.": ".block_sparse_moe."}
+    names = {}
+    for name, tensor in split_names().items():
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        names[name] = tensor
+    return names
+
+
+def fused_names(bias: bool = False) -> dict[str, Tensor]:
+    """The same block as transformers' modules hold it."""
+    split = split_names(bias)
+
+    def every(projection: str, kind: str) -> Tensor:
+        return torch.stack(
+            [split[f"{PREFIX}experts.{expert}.{projection}.{kind}"] for expert in range(EXPERTS)]
+        )
+
+    names = {PREFIX + "gate.weight": split[PREFIX + "gate.weight"]}
+    for kind, suffix in [("weight", ""), ("bias", "_bias")][: 1 + bias]:
+        gate_up = torch.cat([every("gate_proj", kind), every("up_proj", kind)], dim=1)
+        names[f"{PREFIX}experts.gate_up_proj{suffix}"] = gate_up
+        names[f"{PREFIX}experts.down_proj{suffix}"] = every("down_proj", kind)
+    return names
+
+
+class Recording(Mapping[str, Tensor]):
+    """A state_dict that remembers which tensors were asked for."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(name)
+        return self.tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def assert_same_block(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def test_gate_rows_come_before_up_rows() -> None:
+    names = split_names()
+    block = load_block(config(), names, PREFIX, rank=0, world_size=1)
+    assert set(block) == {"gate.weight", "w1", "w2"}
+    assert torch.equal(block["gate.weight"], names[PREFIX + "gate.weight"])
+    for expert in range(EXPERTS):
+        name = f"{PREFIX}experts.{expert}."
+        gate, up = block["w1"][expert].chunk(2)
+        assert torch.equal(gate, names[name + "gate_proj.weight"])
+        assert torch.equal(up, names[name + "up_proj.weight"])
+        assert torch.equal(block["w2"][expert], names[name + "down_proj.weight"])
+
+
+def test_all_layouts_give_the_same_block() -> None:
+    expected = load_block(config(), split_names(), PREFIX, rank=1, world_size=2)
+    mixtral = load_block(
+        config(), mixtral_names(), "model.layers.3.block_sparse_moe.", rank=1, world_size=2
+    )
+    assert_same_block(mixtral, expected)
+    assert_same_block(load_block(config(), fused_names(), PREFIX, rank=1, world_size=2), expected)
+
+
+@pytest.mark.parametrize("names", [split_names, fused_names])
+def test_expert_biases_are_laid_out_like_the_rows_they_add_to(names: Any) -> None:
+    state_dict = names(bias=True)
+    split = split_names(bias=True)
+    block = load_block(config(bias=True), state_dict, PREFIX, rank=1, world_size=4)
+    assert_same_block(
+        {name: block[name] for name in ("b1", "b2")},
+        {
+            "b1": torch.cat(
+                [split[f"{PREFIX}experts.1.{name}.bias"] for name in ("gate_proj", "up_proj")]
+            ).unsqueeze(0),
+            "b2": split[f"{PREFIX}experts.1.down_proj.bias"].unsqueeze(0),
+        },
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoint_files_and_modules_of_each_family_give_the_same_block(
+    family: str, tmp_path: Path
+) -> None:
+    made = FAMILIES[family]()
+    from_module = load_block(made.config, made.state_dict, made.prefix, rank=1, world_size=2)
+    from_file = load_block(
+        made.config, made.save_checkpoint(tmp_path), made.checkpoint_prefix, rank=1, world_size=2
+    )
+    assert_same_block(from_file, from_module)
+    assert ("gate.selection_bias" in from_file) == (family == "deepseek_v3")
+
+
+@pytest.mark.parametrize("names", [split_names, fused_names])
+def test_ranks_hold_consecutive_experts_and_all_of_them_together(names: Any) -> None:
+    whole = load_block(config(), names(), PREFIX, rank=0, world_size=1)
+    parts = [load_block(config(), names(), PREFIX, rank=rank, world_size=2) for rank in range(2)]
+    for name in ("w1", "w2"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
+    for part in parts:
+        assert torch.equal(part["gate.weight"], whole["gate.weight"])
+
+
+def test_other_ranks_experts_are_never_looked_up() -> None:
+    names = Recording(split_names())
+    load_block(config(), names, PREFIX, rank=2, world_size=4)
+    experts = {name.split(".")[5] for name in names.read if ".experts." in name}
+    assert experts == {"2"}
+
+
+@pytest.mark.parametrize("names", [split_names, fused_names])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_contiguous_copies_in_the_layers_dtype(names: Any, dtype: torch.dtype) -> None:
+    state_dict = {name: tensor.requires_grad_() for name, tensor in names().items()}
+    before = {name: tensor.detach().clone() for name, tensor in state_dict.items()}
+    block = load_block(config(dtype=dtype), state_dict, PREFIX, rank=0, world_size=2)
+    for tensor in block.values():
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.zero_()
+    for name, tensor in state_dict.items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_the_selection_bias_stays_float32() -> None:
+    bias = torch.randn(EXPERTS, dtype=torch.float32)
+    names = split_names() | {PREFIX + "gate.e_score_correction_bias": bias}
+    cfg = config(dtype=torch.bfloat16, selection_bias=True)
+    block = load_block(cfg, names, PREFIX, rank=0, world_size=1)
+    assert block["gate.selection_bias"].dtype == torch.float32
+    assert torch.equal(block["gate.selection_bias"], bias)
+
+
+@pytest.mark.parametrize("prefix", [PREFIX, PREFIX.rstrip(".")])
+def test_the_last_dot_of_the_prefix_may_be_left_out(prefix: str) -> None:
+    assert "w1" in load_block(config(), split_names(), prefix, rank=0, world_size=1)
+
+
+def test_the_prefix_may_be_empty() -> None:
+    names = {name.removeprefix(PREFIX): tensor for name, tensor in split_names().items()}
+    assert_same_block(
+        load_block(config(), names, "", rank=0, world_size=1),
+        load_block(config(), split_names(), PREFIX, rank=0, world_size=1),
+    )
+
+
+def test_shared_experts_and_other_layers_are_ignored() -> None:
+    others = {
+        PREFIX + "shared_experts.gate_proj.weight": torch.ones(1),
+        PREFIX + "shared_expert_gate.weight": torch.ones(1),
+        "model.layers.30.mlp.experts.0.gate_proj.weight": torch.ones(1),
+        "model.layers.30.mlp.experts.0.gate_proj.weight_scale_inv": torch.ones(1),
+        "model.layers.3.self_attn.q_proj.weight": torch.ones(1),
+    }
+    assert_same_block(
+        load_block(config(), split_names() | others, PREFIX, rank=0, world_size=1),
+        load_block(config(), split_names(), PREFIX, rank=0, world_size=1),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["gate.weight", "experts.1.gate_proj.weight", "experts.3.down_proj.weight"]
+)
+def test_a_missing_tensor_is_named_with_the_shape_it_should_have(name: str) -> None:
+    names = split_names()
+    shape = list(names.pop(PREFIX + name).shape)
+    message = f"{PREFIX}{name} is missing; this config needs it with shape {shape}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_block(config(), names, PREFIX, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        (split_names, "gate.weight"),
+        (split_names, "experts.2.up_proj.weight"),
+        (fused_names, "experts.gate_up_proj"),
+        (fused_names, "experts.down_proj"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(names: Any, name: str) -> None:
+    state_dict = names()
+    expected = list(state_dict[PREFIX + name].shape)
+    state_dict[PREFIX + name] = state_dict[PREFIX + name].transpose(-1, -2)
+    found = list(state_dict[PREFIX + name].shape)
+    message = f"{PREFIX}{name} has shape {found}; this config needs {expected}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_block(config(), state_dict, PREFIX, rank=0, world_size=1)
+
+
+def test_a_wrong_prefix_is_answered_with_the_nearest_right_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.3\.' .*1 prefixes .*'model\.layers\.3\.mlp\.'"
+    ):
+        load_block(config(), split_names(), "model.layers.3", rank=0, world_size=1)
+    with pytest.raises(ValueError, match="no name in the state_dict is that of an expert's weight"):
+        load_block(config(), {"gate.weight": torch.ones(1)}, "", rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("experts.0.gate_proj.weight_scale_inv", "is not understood; only unquantised weights"),
+        ("gate.bias", "is not understood"),
+        ("gate.e_score_correction_bias", "needs a config with selection_bias=True"),
+        ("experts.0.gate_proj.bias", "needs a config with bias=True"),
+        ("experts.gate_up_proj", "stored in 2 layouts at once"),
+    ],
+)
+def test_a_tensor_that_would_be_silently_ignored_is_refused(name: str, message: str) -> None:
+    names = split_names() | {PREFIX + name: torch.ones(EXPERTS)}
+    with pytest.raises(ValueError, match=message):
+        load_block(config(), names, PREFIX, rank=0, world_size=1)
+
+
+def test_quantised_weights_are_refused() -> None:
+    names = split_names()
+    name = PREFIX + "experts.0.up_proj.weight"
+    names[name] = names[name].to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=f"{name} is torch.float8_e4m3fn; dequantise it"):
+        load_block(config(), names, PREFIX, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "world_size", "message"),
+    [
+        ({"activation": "relu"}, 0, 1, "activation is 'relu'; these models need 'swiglu'"),
+        ({}, 2, 2, "rank is 2; it must be at least 0 and below 2"),
+        ({}, -1, 2, "rank is -1; it must be at least 0 and below 2"),
+        ({}, 0, 3, "experts is 4 and cannot be divided equally among 3 ranks"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    changes: dict[str, Any], rank: int, world_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_block(config(**changes), split_names(), PREFIX, rank, world_size)

@@ -1,0 +1,305 @@
+"""MoEConfig: what it accepts, what it derives, and how it is read and compared."""
+
+import dataclasses
+import math
+import pickle
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeos.config import MoEConfig, digest_differences
+
+REQUIRED: dict[str, Any] = {"hidden": 256, "intermediate": 512, "experts": 16, "top_k": 2}
+
+
+def config(**changes: Any) -> MoEConfig:
+    return MoEConfig(**(REQUIRED | changes))
+
+
+def test_defaults_are_those_of_the_documented_layer() -> None:
+    cfg = config()
+    assert dataclasses.asdict(cfg) == REQUIRED | {
+        "activation": "swiglu",
+        "dtype": torch.bfloat16,
+        "max_tokens": 1024,
+        "scoring": "softmax",
+        "renormalize": True,
+        "capacity_factor": None,
+        "row_map": None,
+        "routed_scaling": 1.0,
+        "selection_bias": False,
+        "expert_groups": 1,
+        "top_groups": 1,
+        "swiglu_limit": None,
+        "bias": False,
+    }
+
+
+def test_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().hidden = 8  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        MoEConfig(256, 512, 16, 2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["hidden", "intermediate"])
+@pytest.mark.parametrize("value", [-8, 0, 4, 100])
+def test_sizes_must_be_positive_multiples_of_8(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {value}; .*multiple of 8"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["experts", "top_k", "max_tokens", "expert_groups", "top_groups"])
+@pytest.mark.parametrize("value", [-1, 0])
+def test_counts_must_be_at_least_1(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {value}; .*at least 1"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden", 256.0),
+        ("hidden", True),
+        ("top_k", True),
+        ("max_tokens", "1024"),
+        ("experts", None),
+        ("renormalize", 1),
+        ("selection_bias", None),
+        ("bias", "no"),
+        ("activation", 3),
+        ("scoring", None),
+        ("row_map", 1),
+        ("dtype", "bfloat16"),
+        ("capacity_factor", "1.0"),
+        ("capacity_factor", True),
+        ("routed_scaling", None),
+        ("swiglu_limit", "7"),
+    ],
+)
+def test_a_wrong_type_is_a_type_error_that_names_argument_and_value(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} is {value!r}; it must be "):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nearest"),
+    [
+        ("activation", "swigelu", "swiglu"),
+        ("activation", "gelu_tan", "gelu_tanh"),
+        ("scoring", "softmaxx", "softmax"),
+        ("row_map", "raged", "ragged"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_valid_one(
+    name: str, value: str, nearest: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"^{name} is {value!r}; .*nearest valid one is {nearest!r}"
+    ):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_only_three_dtypes_are_allowed(dtype: torch.dtype) -> None:
+    for allowed in (torch.float32, torch.bfloat16, torch.float16):
+        assert config(dtype=allowed).dtype == allowed
+    with pytest.raises(ValueError, match=rf"dtype is {dtype}; .*torch.bfloat16"):
+        config(dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["capacity_factor", "routed_scaling", "swiglu_limit"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, -math.inf, math.nan])
+def test_factors_must_be_finite_and_positive(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is {value!r}; .*finite and greater than 0"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 17}, "top_k is 17; it must be at most experts, 16"),
+        ({"expert_groups": 3}, "expert_groups is 3; it must be a divisor of experts, 16"),
+        (
+            {"expert_groups": 2, "top_groups": 3},
+            "top_groups is 3; it must be at most expert_groups, 2",
+        ),
+        (
+            {"expert_groups": 8, "top_groups": 2, "top_k": 5},
+            "top_k is 5; it must be at most 4, the experts of top_groups groups",
+        ),
+        (
+            {"activation": "relu", "swiglu_limit": 7.0},
+            "swiglu_limit is 7.0; it must be None with activation 'relu'",
+        ),
+        ({"capacity_factor": 1e-7}, "capacity_factor is 1e-07; it must be at least 1e-06"),
+    ],
+)
+def test_arguments_that_do_not_fit_each_other_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        config(**changes)
+
+
+def test_only_swiglu_has_gate_and_up_rows() -> None:
+    assert (config().gated, config().w1_rows) == (True, 1024)
+    for activation in ("gelu", "gelu_tanh", "silu", "relu", "identity"):
+        cfg = config(activation=activation)
+        assert (cfg.gated, cfg.w1_rows) == (False, 512)
+
+
+def test_the_row_map_follows_the_capacity_factor_unless_it_is_set() -> None:
+    assert config().resolved_row_map == "ragged"
+    assert config(capacity_factor=1.0).resolved_row_map == "capacity"
+    assert config(row_map="capacity").resolved_row_map == "capacity"
+    assert config(capacity_factor=1.0, row_map="ragged").resolved_row_map == "ragged"
+
+
+@pytest.mark.parametrize(
+    ("factor", "tokens", "capacity"),
+    [
+        (1.0, 64, 8),
+        (1.0, 65, 9),
+        (1.0, 0, 0),
+        (1.0, 1, 1),
+        (100.0, 64, 64),  # never more than the tokens
+        (1.1, 80, 11),  # exactly 11, though the nearest double to 1.1 is above it
+        (1e-6, 64, 1),
+        (4 / 3, 48, 8),
+    ],
+)
+def test_capacity_is_the_exact_ceiling(factor: float, tokens: int, capacity: int) -> None:
+    assert config(capacity_factor=factor).capacity(tokens) == capacity
+
+
+def test_a_dropless_layer_has_no_capacity() -> None:
+    assert config().capacity(64) is None
+    assert config().capacity_ratio is None
+
+
+def test_capacity_of_a_negative_number_of_tokens_is_an_error() -> None:
+    with pytest.raises(ValueError, match="tokens is -1; it must be at least 0"):
+        config().capacity(-1)
+
+
+@settings(deadline=None)
+@given(
+    hundredths=st.integers(1, 1000),
+    tokens=st.integers(0, 5000),
+    top_k=st.integers(1, 16),
+)
+def test_capacity_agrees_with_integer_arithmetic_on_the_ratio(
+    hundredths: int, tokens: int, top_k: int
+) -> None:
+    cfg = config(capacity_factor=hundredths / 100, top_k=top_k)
+    ratio = cfg.capacity_ratio
+    assert ratio == min(Fraction(1), Fraction(hundredths * top_k, 1600))
+    expected = min(tokens, -(-hundredths * tokens * top_k // 1600))
+    assert cfg.capacity(tokens) == expected
+    assert -(-tokens * ratio.numerator // ratio.denominator) == expected
+
+
+def test_experts_are_divided_equally_among_ranks() -> None:
+    assert [config().experts_per_rank(size) for size in (1, 2, 16)] == [16, 8, 1]
+    with pytest.raises(ValueError, match=r"experts is 16 and cannot be divided .* among 3 ranks"):
+        config().experts_per_rank(3)
+    with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
+        config().experts_per_rank(0)
+
+
+def test_configs_that_mean_the_same_layer_have_the_same_digest() -> None:
+    assert config().digest() == config(row_map="ragged").digest()
+    assert config(capacity_factor=1).digest() == config(capacity_factor=1.0).digest()
+    assert config().digest() == pickle.loads(pickle.dumps(config())).digest()
+    assert "\n" not in config().digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("hidden", 264, (256, 264)),
+        ("intermediate", 8, (512, 8)),
+        ("experts", 8, (16, 8)),
+        ("top_k", 1, (2, 1)),
+        ("activation", "silu", ("swiglu", "silu")),
+        ("dtype", torch.float32, ("bfloat16", "float32")),
+        ("max_tokens", 1, (1024, 1)),
+        ("scoring", "sigmoid", ("softmax", "sigmoid")),
+        ("renormalize", False, (True, False)),
+        ("row_map", "capacity", ("ragged", "capacity")),
+        ("routed_scaling", 2.5, (1.0, 2.5)),
+        ("selection_bias", True, (False, True)),
+        ("expert_groups", 4, (1, 4)),
+        ("swiglu_limit", 7.0, (None, 7.0)),
+        ("bias", True, (False, True)),
+    ],
+)
+def test_every_field_that_differs_is_reported_with_both_values(
+    name: str, value: Any, shown: tuple[object, object]
+) -> None:
+    other = config(**{name: value})
+    assert config().digest() != other.digest()
+    assert digest_differences(config().digest(), other.digest()) == {name: shown}
+
+
+def test_equal_configs_have_no_differences() -> None:
+    assert digest_differences(config().digest(), config().digest()) == {}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "layer.toml"
+    path.write_text(text)
+    return path
+
+
+TOML = "hidden = 256\nintermediate = 512\nexperts = 16\ntop_k = 2\n"
+
+
+def test_toml_gives_every_kind_of_field(tmp_path: Path) -> None:
+    text = TOML + 'dtype = "float16"\nscoring = "sigmoid"\ncapacity_factor = 1\nrenormalize = false'
+    expected = config(
+        dtype=torch.float16, scoring="sigmoid", capacity_factor=1.0, renormalize=False
+    )
+    assert MoEConfig.from_toml(write(tmp_path, text)) == expected
+    assert MoEConfig.from_toml(str(write(tmp_path, TOML))) == config()
+
+
+def test_toml_run_table_is_left_to_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, TOML + "[run]\ntokens = 5\nanything = true\n")
+    assert MoEConfig.from_toml(path) == config()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        (TOML + "hiden = 8", ValueError, "unknown key 'hiden'; the nearest valid one is 'hidden'"),
+        (TOML + "[rum]\ntokens = 5", ValueError, "unknown key 'rum'; .* 'run'"),
+        ("hidden = 256\nexperts = 16", ValueError, "missing key intermediate, top_k"),
+        ("hidden = = 256", ValueError, "not a TOML file"),
+        (TOML + "run = 5", TypeError, r"run is 5; it must be a table, \[run\]"),
+        (TOML + 'max_tokens = "many"', TypeError, "max_tokens is 'many'; .* int"),
+        (TOML + "dtype = 16", TypeError, "dtype is 16; it must be a name such as 'bfloat16'"),
+        (TOML + 'dtype = "bf16"', ValueError, "dtype is 'bf16'; .*nearest valid one is 'bfloat16'"),
+        (TOML + 'scoring = "hardmax"', ValueError, "scoring is 'hardmax'; .*'softmax'"),
+        (TOML + "max_tokens = 0", ValueError, "max_tokens is 0; it must be at least 1"),
+    ],
+)
+def test_a_bad_toml_file_is_an_error_that_names_file_and_key(
+    tmp_path: Path, text: str, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=rf"layer\.toml: {message}"):
+        MoEConfig.from_toml(write(tmp_path, text))
+
+
+def test_a_toml_file_that_is_not_text_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "layer.toml"
+    path.write_bytes(b"hidden = \xff")
+    with pytest.raises(ValueError, match=r"layer\.toml: not a TOML file"):
+        MoEConfig.from_toml(path)

@@ -1,0 +1,328 @@
+"""The control planes: what they exchange, and that a missing rank is named and never waited for."""
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import pytest
+
+from moeos.control import (
+    MAX_PAYLOAD_BYTES,
+    ControlPlane,
+    SoloControl,
+    StoreControl,
+    ThreadControl,
+    raise_together,
+    require_equal,
+)
+from moeos.errors import ConfigMismatch, PeerTimeout
+from tests.processes import ForkedRanks, free_port, mpirun
+
+RanksFunction = Callable[[ControlPlane], Any]
+
+
+class RunRanks(Protocol):
+    """Runs a function on every rank; an outcome is what it returned or the exception it raised."""
+
+    def __call__(self, function: RanksFunction, size: int, deadline: float = 10.0) -> list[Any]: ...
+
+
+def in_threads(function: RanksFunction, size: int, deadline: float = 10.0) -> list[Any]:
+    controls = ThreadControl.group(size, deadline)
+    outcomes: list[Any] = [None] * size
+
+    def live(control: ThreadControl) -> None:
+        try:
+            outcomes[control.rank] = function(control)
+        except Exception as error:
+            outcomes[control.rank] = error
+        finally:
+            control.close()
+
+    threads = [threading.Thread(target=live, args=(control,)) for control in controls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def store_rank(function: RanksFunction, size: int, deadline: float = 10.0) -> Callable[[int], Any]:
+    """What one process does: `function` with a control plane over a store that rank 0 serves."""
+    port = free_port()
+
+    def live(rank: int) -> Any:
+        control = StoreControl(rank, size, deadline, host="127.0.0.1", port=port, serve=rank == 0)
+        try:
+            return function(control)
+        finally:
+            control.close()
+
+    return live
+
+
+def over_a_store(function: RanksFunction, size: int, deadline: float = 10.0) -> list[Any]:
+    return ForkedRanks(store_rank(function, size, deadline), size).ended()
+
+
+def shorten_deadline(control: ControlPlane, seconds: float) -> None:
+    """From here on; ranks that start at different speeds have met under the longer one."""
+    control._deadline = seconds  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=[in_threads, over_a_store], ids=["threads", "store"])
+def run_ranks(request: pytest.FixtureRequest) -> RunRanks:
+    run: RunRanks = request.param
+    return run
+
+
+def test_every_rank_gets_the_values_of_all_in_rank_order(run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(lambda control: control.allgather(("rank", control.rank)), 4)
+    assert outcomes == [[("rank", 0), ("rank", 1), ("rank", 2), ("rank", 3)]] * 4
+
+
+def test_exchanges_in_a_row_keep_their_order_when_ranks_run_at_different_speeds(
+    run_ranks: RunRanks,
+) -> None:
+    def exchange_often(control: ControlPlane) -> bool:
+        delays = random.Random(control.rank)
+        for number in range(40):
+            time.sleep(delays.choice([0.0, 0.0, 0.002]))
+            if control.allgather((number, control.rank)) != [(number, r) for r in range(3)]:
+                return False
+        return True
+
+    assert run_ranks(exchange_often, 3) == [True] * 3
+
+
+def test_a_barrier_is_left_by_nobody_before_all_have_come(run_ranks: RunRanks) -> None:
+    def come_late(control: ControlPlane) -> tuple[float, float]:
+        time.sleep(0.1 * control.rank)
+        came = time.monotonic()
+        control.barrier()
+        return came, time.monotonic()
+
+    came, left = zip(*run_ranks(come_late, 4), strict=True)
+    assert max(came) <= min(left)
+
+
+def test_a_wait_past_the_deadline_names_exactly_the_ranks_that_are_missing(
+    run_ranks: RunRanks,
+) -> None:
+    def skip_some(control: ControlPlane) -> None:
+        control.barrier()
+        shorten_deadline(control, 0.5)
+        if control.rank not in (1, 3):
+            control.allgather(0, "the test's values")
+
+    outcomes = run_ranks(skip_some, 4)
+    assert [type(outcome) for outcome in outcomes[1::2]] == [type(None)] * 2
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], PeerTimeout)
+        assert str(outcomes[rank]).startswith(
+            f"rank {rank} of 4 waited 0.5 s for the test's values: ranks 1, 3 did not arrive"
+        )
+
+
+def test_an_abort_ends_the_waits_of_all_ranks_at_once_and_tells_the_reason(
+    run_ranks: RunRanks,
+) -> None:
+    def one_gives_up(control: ControlPlane) -> float:
+        if control.rank == 1:
+            control.abort("the reason")
+            return 0.0
+        started = time.monotonic()
+        with pytest.raises(PeerTimeout, match="rank 1 gave up: the reason"):
+            control.barrier()
+        with pytest.raises(PeerTimeout, match="rank 1 gave up: the reason"):
+            control.barrier()
+        return time.monotonic() - started
+
+    outcomes = run_ranks(one_gives_up, 3, deadline=25.0)
+    assert all(isinstance(outcome, float) and outcome < 5 for outcome in outcomes), outcomes
+
+
+def test_an_exchange_after_a_timeout_fails_at_once_with_the_same_cause(run_ranks: RunRanks) -> None:
+    def try_twice(control: ControlPlane) -> str:
+        control.barrier()
+        shorten_deadline(control, 0.3)
+        if control.rank == 1:
+            return ""
+        with pytest.raises(PeerTimeout):
+            control.barrier()
+        with pytest.raises(PeerTimeout) as second:
+            control.allgather(0, "another try")
+        return str(second.value)
+
+    message = run_ranks(try_twice, 2)[0]
+    assert message.startswith("rank 0 cannot begin another try: rank 0 of 2 waited 0.3 s")
+
+
+def test_a_closed_control_plane_exchanges_nothing_more(run_ranks: RunRanks) -> None:
+    def close_twice(control: ControlPlane) -> bool:
+        control.barrier()
+        control.close()
+        control.close()
+        with pytest.raises(RuntimeError, match="its world is closed"):
+            control.barrier()
+        return True
+
+    assert run_ranks(close_twice, 2) == [True, True]
+
+
+def test_an_error_on_some_ranks_is_raised_on_all_of_them_as_the_lowest_ranks(
+    run_ranks: RunRanks,
+) -> None:
+    def some_fail(control: ControlPlane) -> None:
+        error = ValueError(f"from rank {control.rank}") if control.rank in (1, 2) else None
+        raise_together(control, error, "a check")
+
+    outcomes = run_ranks(some_fail, 4)
+    assert [(type(error), str(error)) for error in outcomes] == [(ValueError, "from rank 1")] * 4
+
+
+def test_no_error_on_any_rank_raises_nothing(run_ranks: RunRanks) -> None:
+    assert run_ranks(lambda control: raise_together(control, None, "a check"), 3) == [None] * 3
+
+
+def test_unequal_values_raise_one_message_on_all_ranks_that_says_who_holds_what(
+    run_ranks: RunRanks,
+) -> None:
+    def differ(control: ControlPlane) -> None:
+        require_equal(control, 8 if control.rank == 2 else 4, "top_k")
+
+    outcomes = run_ranks(differ, 4)
+    assert [type(error) for error in outcomes] == [ConfigMismatch] * 4
+    assert {str(error) for error in outcomes} == {
+        "top_k must be the same on all ranks, but they differ: ranks 0, 1, 3: 4; rank 2: 8"
+    }
+
+
+def test_virtual_ranks_keep_no_more_than_the_last_two_posts_of_each() -> None:
+    controls = ThreadControl.group(1, 1.0)
+    for number in range(10):
+        controls[0].allgather(number)
+    assert len(controls[0]._board.posts) == 2
+
+
+def test_a_value_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    def send_much(control: ControlPlane) -> None:
+        control.allgather(b"x" * MAX_PAYLOAD_BYTES)
+
+    (error,) = over_a_store(send_much, 1)
+    assert isinstance(error, ValueError)
+    assert f"allowed: {MAX_PAYLOAD_BYTES}" in str(error)
+
+
+def test_one_rank_alone_exchanges_with_itself() -> None:
+    control = SoloControl()
+    control.barrier()
+    assert control.allgather("mine") == ["mine"]
+
+
+def test_a_rank_killed_in_mid_life_is_named_by_the_others() -> None:
+    def lose_one(control: ControlPlane) -> None:
+        control.barrier()
+        shorten_deadline(control, 0.5)
+        if control.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        control.barrier()
+
+    first, second, killed = over_a_store(lose_one, 3)
+    assert killed is None
+    for error in (first, second):
+        assert isinstance(error, PeerTimeout)
+        assert "rank 2 did not arrive" in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_the_end_of_the_rank_that_serves_the_store_ends_the_others(number: signal.Signals) -> None:
+    def lose_the_server(control: ControlPlane) -> None:
+        control.barrier()
+        shorten_deadline(control, 1.0)
+        if control.rank == 0:
+            time.sleep(0.3)  # the others leave the barrier
+            os.kill(os.getpid(), number)
+        control.barrier()
+
+    ranks = ForkedRanks(store_rank(lose_the_server, 3), 3)
+    outcomes = ranks.ended(ranks=[1, 2])
+    ranks.signal(0, signal.SIGKILL)
+    ranks.ended(ranks=[0])
+    for rank, error in enumerate(outcomes, start=1):
+        assert isinstance(error, PeerTimeout)
+        assert "the store at" in str(error)
+        assert str(error).startswith(f"rank {rank} ")
+
+
+def test_a_store_that_nobody_serves_is_given_up_at_the_deadline() -> None:
+    started = time.monotonic()
+    with pytest.raises(PeerTimeout, match=r"rank 1 of 2 waited 0\.5 s for the store at 127"):
+        StoreControl(1, 2, 0.5, host="127.0.0.1", port=free_port(), serve=False)
+    assert time.monotonic() - started < 3
+
+
+MPI_PROGRAM = """
+from moeos.control import MpiControl
+from moeos.errors import PeerTimeout
+
+control = MpiControl(deadline=5.0)
+assert control.size == 3
+values = control.allgather((control.rank, b"x" * 300_000))
+assert [rank for rank, _ in values] == [0, 1, 2], values
+assert {len(load) for _, load in values} == {300_000}
+for number in range(100):
+    assert control.allgather(number * control.rank) == [0, number, 2 * number]
+control.close()
+
+control = MpiControl(deadline=2.0)
+control.barrier()
+if control.rank != 1:
+    try:
+        control.barrier()
+    except PeerTimeout as error:
+        assert "2 s for a barrier: rank 1 did not arrive" in str(error), error
+        print(f"[late {control.rank}]", flush=True)
+
+control = MpiControl(deadline=20.0)
+if control.rank == 2:
+    control.abort("enough")
+else:
+    try:
+        control.barrier()
+    except PeerTimeout as error:
+        assert "rank 2 gave up: enough" in str(error), error
+        print(f"[aborted {control.rank}]", flush=True)
+control.close()
+"""
+
+
+def test_ranks_of_mpirun_exchange_values_name_who_is_late_and_hear_of_an_abort() -> None:
+    ended = mpirun(3, MPI_PROGRAM)
+    assert ended.returncode == 0, ended.stderr
+    for text in ("[late 0]", "[late 2]", "[aborted 0]", "[aborted 1]"):
+        assert text in ended.stdout
+
+
+STUCK_PROGRAM = """
+import time
+import moeos
+
+with moeos.init(deadline=3.0) as world:
+    if world.rank == 1:
+        time.sleep(300)
+    world.control.barrier()
+"""
+
+
+def test_a_stuck_rank_does_not_keep_a_failed_job_of_mpirun_alive() -> None:
+    ended = mpirun(3, STUCK_PROGRAM)
+    assert ended.returncode != 0
+    for rank in (0, 2):  # whichever was the first, the other has heard it from that one
+        (line,) = re.findall(rf"^moeos\.errors\.PeerTimeout: rank {rank} .*$", ended.stderr, re.M)
+        assert "waited 3 s for a barrier: rank 1 did not arrive" in line

@@ -1,0 +1,246 @@
+"""The symmetric heap: what it looks like, that all ranks see it, and that nothing of it is left."""
+
+import ctypes
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeos.control import ControlPlane, SoloControl, StoreControl
+from moeos.errors import ConfigMismatch
+from moeos.heap import MAX_HEAP_BYTES, SymmetricHeap
+from tests.host.test_control import RunRanks, in_threads, over_a_store, store_rank
+from tests.processes import ForkedRanks, mpirun
+
+BYTES = 3 * mmap.PAGESIZE + 40
+
+
+@pytest.fixture(params=[in_threads, over_a_store], ids=["threads", "processes"])
+def run_ranks(request: pytest.FixtureRequest) -> RunRanks:
+    run: RunRanks = request.param
+    return run
+
+
+def at(address: int, offset: int) -> ctypes.c_uint8:
+    return ctypes.c_uint8.from_address(address + offset)
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def processes_with(mark: str) -> list[int]:
+    """Living processes, zombies aside, whose command line holds the mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_text()
+            except OSError:  # it has just ended
+                continue
+            if mark in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_heap_starts_as_zeros_on_a_page_of_its_own_on_every_rank(run_ranks: RunRanks) -> None:
+    def look(control: ControlPlane) -> bool:
+        heap = SymmetricHeap(control, BYTES)
+        assert heap.size == BYTES
+        assert len(set(heap.addresses)) == control.size
+        assert all(address % mmap.PAGESIZE == 0 for address in heap.addresses)
+        zero = all(ctypes.string_at(a, BYTES) == bytes(BYTES) for a in heap.addresses)
+        control.barrier()  # nobody unmaps before all have looked
+        heap.close()
+        return zero
+
+    assert run_ranks(look, 3) == [True] * 3
+
+
+def test_what_a_rank_writes_into_a_peers_heap_the_peer_reads(run_ranks: RunRanks) -> None:
+    def write_to_all(control: ControlPlane) -> list[int]:
+        heap = SymmetricHeap(control, BYTES)
+        for peer, address in enumerate(heap.addresses):
+            at(address, BYTES - 1 - control.rank).value = 10 * peer + control.rank + 1
+        control.barrier()
+        mine = heap.addresses[control.rank]
+        seen = [at(mine, BYTES - 1 - source).value for source in range(control.size)]
+        control.barrier()
+        heap.close()
+        return seen
+
+    assert run_ranks(write_to_all, 4) == [[10 * r + s + 1 for s in range(4)] for r in range(4)]
+
+
+def test_heaps_of_one_world_do_not_overlap(run_ranks: RunRanks) -> None:
+    def make_two(control: ControlPlane) -> int:
+        first, second = SymmetricHeap(control, BYTES), SymmetricHeap(control, BYTES)
+        ctypes.memset(first.addresses[control.rank], 255, BYTES)
+        control.barrier()
+        sum_of_second = sum(ctypes.string_at(second.addresses[control.rank], BYTES))
+        control.barrier()
+        first.close()
+        second.close()
+        return sum_of_second
+
+    assert run_ranks(make_two, 2) == [0, 0]
+
+
+def test_different_sizes_raise_the_same_error_on_all_ranks(run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(lambda control: SymmetricHeap(control, 4096 + control.rank // 2), 3)
+    assert [type(error) for error in outcomes] == [ConfigMismatch] * 3
+    assert {str(error) for error in outcomes} == {
+        "the size of a heap must be the same on all ranks, but they differ: "
+        "ranks 0, 1: 4096; rank 2: 4097"
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (MAX_HEAP_BYTES + 1, ValueError),
+        (1.5, TypeError),
+        (True, TypeError),
+    ],
+)
+def test_a_size_that_is_no_number_of_bytes_is_refused(size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"size is .*(allowed|must be)"):
+        SymmetricHeap(SoloControl(), size)
+
+
+def test_closing_twice_is_closing_once() -> None:
+    heap = SymmetricHeap(SoloControl(), BYTES)
+    heap.close()
+    heap.close()
+    assert heap.addresses == ()
+
+
+def test_no_file_descriptor_stays_open() -> None:
+    def count(control: ControlPlane) -> tuple[int, int]:
+        control.barrier()  # all connections to the store are made
+        before = len(os.listdir("/proc/self/fd"))
+        heap = SymmetricHeap(control, BYTES)
+        after = len(os.listdir("/proc/self/fd"))
+        control.barrier()
+        heap.close()
+        return before, after
+
+    for before, after in over_a_store(count, 3):
+        assert before == after
+
+
+def test_closing_gives_back_every_mapping() -> None:
+    def mapped(control: ControlPlane) -> tuple[int, int]:
+        heap = SymmetricHeap(control, BYTES)
+        during = Path("/proc/self/maps").read_text().count("memfd:moeos-heap")
+        heap.close()
+        return during, Path("/proc/self/maps").read_text().count("memfd:moeos-heap")
+
+    assert over_a_store(mapped, 3) == [(3, 0)] * 3
+
+
+def test_a_virtual_ranks_heap_stays_mapped_until_the_last_rank_closes_it() -> None:
+    closed = threading.Barrier(2)
+
+    def write_late(control: ControlPlane) -> int:
+        heap = SymmetricHeap(control, BYTES)
+        if control.rank == 0:
+            heap.close()
+            closed.wait(10)
+            return 0
+        closed.wait(10)
+        at(heap.addresses[0], 0).value = 7
+        seen = at(heap.addresses[0], 0).value
+        heap.close()
+        return seen
+
+    assert in_threads(write_late, 2) == [0, 7]
+
+
+class OfferedWrongly(StoreControl):
+    """Rank 1 of this control plane offers what `wrong` makes of its heap's address."""
+
+    wrong: Callable[[Any], Any]
+
+    def allgather(self, value: Any, what: str = "an exchange") -> list[Any]:
+        if what == "the addresses of a heap" and self.rank == 1:
+            value = type(self).wrong(value)
+        return super().allgather(value, what)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (lambda offer: (2**22 + 1, *offer[1:]), "No such file or directory"),
+        (lambda offer: (*offer[:2], (0, 0, 0)), "there is another file"),
+    ],
+    ids=["no such process", "another file"],
+)
+def test_a_heap_that_one_rank_cannot_open_is_an_error_on_all_ranks_that_says_why(
+    wrong: Callable[[Any], Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OfferedWrongly, "wrong", staticmethod(wrong), raising=False)
+    monkeypatch.setattr("tests.host.test_control.StoreControl", OfferedWrongly)
+
+    def make(control: ControlPlane) -> tuple[str, int]:
+        with pytest.raises(RuntimeError) as raised:
+            SymmetricHeap(control, BYTES)
+        return str(raised.value), Path("/proc/self/maps").read_text().count("memfd:moeos-heap")
+
+    outcomes = over_a_store(make, 3)
+    assert len(set(outcomes)) == 1, outcomes
+    message, left = outcomes[0]
+    assert message.startswith("rank 0 cannot open the heap of rank 1 at /proc/")
+    assert why in message
+    assert "one PID namespace" in message
+    assert left == 0
+
+
+def test_ranks_killed_while_they_hold_a_heap_leave_no_shared_memory() -> None:
+    def hold(control: ControlPlane) -> None:
+        SymmetricHeap(control, BYTES)
+        time.sleep(60)
+
+    before = shared_memory()
+    ranks = ForkedRanks(store_rank(hold, 3), 3)
+    time.sleep(0.5)
+    assert shared_memory() == before
+    for rank in range(3):
+        ranks.signal(rank, signal.SIGKILL)
+    assert ranks.ended() == [None] * 3
+    assert shared_memory() == before
+
+
+KILLED_PROGRAM = """
+import os, signal, sys, time
+import moeos
+
+with moeos.init() as world:
+    heap = world.allocate_heap(1 << 20)
+    print("[made a heap]", flush=True)
+    world.control.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+"""
+
+
+def test_a_rank_of_mpirun_killed_while_it_holds_a_heap_leaves_no_memory_and_no_process() -> None:
+    mark = f"moeos-test-{os.getpid()}-{time.monotonic_ns()}"
+    before = shared_memory()
+    ended = mpirun(3, KILLED_PROGRAM, mark)
+    assert ended.stdout.count("[made a heap]") == 3, ended.stderr
+    assert ended.returncode != 0
+    ends = time.monotonic() + 10
+    while processes_with(mark) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert processes_with(mark) == []
+    assert shared_memory() == before

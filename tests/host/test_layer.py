@@ -1,0 +1,287 @@
+"""The layer computes what the float64 reference says, whatever its options and its routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from moeos import MoEConfig, MoELayer, TwinOptions, World, virtual
+from tests.layers import (
+    PREFERENCES,
+    Call,
+    Weights,
+    assert_all_match,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_output")
+
+ONE_PROCESSOR = TwinOptions(processors=1)
+TOKENS = ((77, 0, 128), (128, 5, 64), (1, 33, 0), (40, 128, 9))
+"""[rank][call]"""
+
+
+def stats_of_calls(
+    weights: Weights, calls: Sequence[Sequence[Call]], twin: TwinOptions = ONE_PROCESSOR
+) -> list[list[dict[str, Any]]]:
+    """Makes the calls [rank][call], checks every output, and returns the stats [rank][call]."""
+
+    def rank_main(world: World) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        layer = weights.layer(world)
+        return [(call(layer), layer.stats()) for call in calls[world.rank]]
+
+    results = virtual.run(rank_main, ranks=len(calls), twin=twin)
+    assert_all_match(weights, calls, [[y for y, _ in rank] for rank in results])
+    return [[stats for _, stats in rank] for rank in results]
+
+
+def check(
+    cfg: MoEConfig, *, given: bool = False, seed: int = 0, twin: TwinOptions = ONE_PROCESSOR
+) -> None:
+    """Four ranks, three calls each, against the reference."""
+    draw = draw_given_call if given else draw_call
+    calls = [
+        [draw(cfg, tokens, seed + 100 * rank + call) for call, tokens in enumerate(rank_tokens)]
+        for rank, rank_tokens in enumerate(TOKENS)
+    ]
+    stats_of_calls(draw_weights(cfg, seed), calls, twin)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity"])
+def test_activations(activation: str, bias: bool, dtype: torch.dtype) -> None:
+    check(config(activation=activation, bias=bias, dtype=dtype))
+
+
+@DTYPES
+def test_swiglu_limit_clamps_gate_and_up(dtype: torch.dtype) -> None:
+    check(config(swiglu_limit=0.25, bias=True, dtype=dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "plain"])
+@pytest.mark.parametrize("routed_scaling", [1.0, 2.5])
+@pytest.mark.parametrize("selection_bias", [False, True], ids=["", "biased"])
+def test_routing_rules(
+    scoring: str, renormalize: bool, routed_scaling: float, selection_bias: bool, dtype: torch.dtype
+) -> None:
+    check(
+        config(
+            scoring=scoring,
+            renormalize=renormalize,
+            routed_scaling=routed_scaling,
+            selection_bias=selection_bias,
+            dtype=dtype,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "expert_groups", "top_groups"),
+    [(16, 4, 4, 2), (16, 4, 8, 3), (16, 2, 16, 2), (32, 8, 8, 4), (12, 5, 2, 1), (16, 3, 4, 4)],
+)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("selection_bias", [False, True], ids=["", "biased"])
+def test_group_limited_routing(
+    experts: int,
+    top_k: int,
+    expert_groups: int,
+    top_groups: int,
+    scoring: str,
+    selection_bias: bool,
+) -> None:
+    check(
+        config(
+            experts=experts,
+            top_k=top_k,
+            expert_groups=expert_groups,
+            top_groups=top_groups,
+            scoring=scoring,
+            selection_bias=selection_bias,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k"), [(4, 1), (4, 4), (8, 8), (12, 3), (20, 7), (100, 2), (64, 16)]
+)
+def test_numbers_of_experts_that_fill_no_register(experts: int, top_k: int) -> None:
+    check(config(experts=experts, top_k=top_k))
+
+
+@DTYPES
+@pytest.mark.parametrize("row_map", ["ragged", "capacity"])
+@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+@pytest.mark.parametrize("split_os", [False, True], ids=["one-thread", "split-os"])
+def test_ways_to_run_it(dtype: torch.dtype, row_map: str, remote: bool, split_os: bool) -> None:
+    twin = TwinOptions(processors=2, remote=remote, split_os=split_os)
+    check(config(row_map=row_map, dtype=dtype), given=True, twin=twin)
+
+
+@DTYPES
+@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+@pytest.mark.parametrize("row_map", ["ragged", "capacity"])
+@pytest.mark.parametrize("capacity_factor", [0.01, 0.5, 1.0, 1.1, 8.0])
+@pytest.mark.parametrize("given", [False, True], ids=["routed", "given"])
+def test_capacity_drops_the_pairs_that_the_reference_drops(
+    capacity_factor: float, row_map: str, remote: bool, given: bool, dtype: torch.dtype
+) -> None:
+    cfg = config(capacity_factor=capacity_factor, row_map=row_map, dtype=dtype)
+    preference = PREFERENCES["zipf"](cfg.experts, 4)
+    weights = draw_weights(cfg, 3, preference)
+    calls = [
+        [
+            draw_given_call(cfg, tokens, 10 * rank + call, preference)
+            if given
+            else draw_call(cfg, tokens, 10 * rank + call)
+            for call, tokens in enumerate(rank_tokens)
+        ]
+        for rank, rank_tokens in enumerate(TOKENS)
+    ]
+    stats = stats_of_calls(weights, calls, TwinOptions(processors=1, remote=remote))
+    drops = [[call_stats["drops"] for call_stats in rank] for rank in stats]
+    assert drops == [[weights.drops(call) for call in rank] for rank in calls]
+    assert (sum(map(sum, drops)) > 0) == (capacity_factor < 4)
+
+
+@pytest.mark.parametrize("kind", PREFERENCES)
+@pytest.mark.parametrize("given", [False, True], ids=["routed", "given"])
+def test_skewed_routing(kind: str, given: bool) -> None:
+    cfg = config(experts=16, top_k=3, max_tokens=300)
+    preference = PREFERENCES[kind](16, 4)
+    weights = draw_weights(cfg, 1, preference.clamp(-4.0, 4.0))
+    calls = [
+        [
+            draw_given_call(cfg, tokens, 10 * rank + call, preference)
+            if given
+            else draw_call(cfg, tokens, 10 * rank + call)
+            for call, tokens in enumerate((300, 17, 180))
+        ]
+        for rank in range(4)
+    ]
+    stats_of_calls(weights, calls)
+
+
+def test_tokens_without_any_expert_are_zero() -> None:
+    cfg = config(bias=True)
+    weights = draw_weights(cfg)
+    calls = [[draw_given_call(cfg, 70, rank, unused=0.7)] for rank in range(4)]
+    calls[2] = [draw_given_call(cfg, 70, 2, unused=1.1)]
+    assert (calls[2][0].ids == -1).all()
+
+    def rank_main(world: World) -> torch.Tensor:
+        return calls[world.rank][0](weights.layer(world))
+
+    outputs = virtual.run(rank_main, ranks=4)
+    assert_all_match(weights, calls, [[y] for y in outputs])
+    for [call], y in zip(calls, outputs, strict=True):
+        assert call.ids is not None
+        empty = (call.ids == -1).all(dim=1)
+        assert empty.any()
+        assert (y[empty] == 0).all()
+        assert (y[~empty] != 0).any(dim=1).all()
+
+
+def test_given_ids_and_weights_are_used_as_they_are() -> None:
+    """Weights of any size and sign, 0 among them, int32 and int64 ids, any floating dtype."""
+    cfg = config(scoring="sigmoid", routed_scaling=3.0, selection_bias=True)
+    weights = draw_weights(cfg)
+    ids = torch.tensor([[7, 0], [0, 7], [3, -1], [-1, 3], [5, 6]])
+    factors = torch.tensor([[2.0, -1.5], [0.0, 1.0], [-0.25, 99.0], [99.0, 8.0], [1e-3, 0.5]])
+    x = draw_call(cfg, 5, 0).x
+    kinds = [
+        (torch.int64, torch.float32),
+        (torch.int32, torch.float64),
+        (torch.int64, torch.float16),
+    ]
+    calls = [[Call(x, ids.to(kind), factors.to(dtype)) for kind, dtype in kinds]] * 2
+    stats_of_calls(weights, calls)
+
+
+def test_given_routing_need_not_be_contiguous() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    call = draw_given_call(cfg, 50, 0)
+    assert call.ids is not None
+    assert call.weights is not None
+    strided = Call(call.x, call.ids.T.contiguous().T, call.weights.T.contiguous().T)
+    stats_of_calls(weights, [[strided]] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_hidden_size_keeps_the_accumulated_error_small(dtype: torch.dtype) -> None:
+    cfg = config(hidden=2048, intermediate=1408, experts=4, top_k=2, dtype=dtype)
+    calls = [[draw_call(cfg, 48, rank)] for rank in range(2)]
+    stats_of_calls(draw_weights(cfg), calls)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"), [(8, 8), (8, 264), (264, 8), (520, 136), (248, 120), (256, 128)]
+)
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+def test_sizes_around_those_of_a_part(hidden: int, intermediate: int, activation: str) -> None:
+    cfg = config(hidden=hidden, intermediate=intermediate, activation=activation, bias=True)
+    check(cfg, given=True)
+
+
+@pytest.mark.parametrize("swiglu_limit", [None, 7.0])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity"])
+def test_a_nan_in_a_token_of_given_routing_reaches_its_output_alone(
+    activation: str, swiglu_limit: float | None
+) -> None:
+    if activation != "swiglu" and swiglu_limit is not None:
+        pytest.skip("only swiglu has a limit")
+    cfg = config(activation=activation, swiglu_limit=swiglu_limit)
+    weights = draw_weights(cfg)
+    call = draw_given_call(cfg, 20, 0, unused=0.0)
+    call.x[4, 3] = torch.nan
+
+    def rank_main(world: World) -> torch.Tensor:
+        return call(weights.layer(world))
+
+    for y in virtual.run(rank_main, ranks=2):
+        assert torch.equal(y.isnan(), weights.expected(call).isnan())
+
+
+def test_state_dict_of_a_layer_restores_it() -> None:
+    cfg = config(bias=True, selection_bias=True)
+    weights = draw_weights(cfg)
+    call = draw_call(cfg, 30, 0)
+
+    def rank_main(world: World) -> bool:
+        first, second = weights.layer(world), draw_weights(cfg, 9).layer(world)
+        expected, before = call(first), call(second)
+        second.load_state_dict(first.state_dict())
+        return not torch.equal(before, expected) and torch.equal(call(second), expected)
+
+    assert all(virtual.run(rank_main, ranks=2))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_expert_starts_the_same_on_whichever_rank_it_lies(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeos.layer.torch.randint", lambda *_: torch.tensor(12345))
+    cfg = config()
+
+    def rank_main(world: World) -> MoELayer:
+        return MoELayer(cfg, world)
+
+    [alone] = virtual.run(rank_main, ranks=1)
+    parts = virtual.run(rank_main, ranks=ranks)
+    for part in parts:
+        assert torch.equal(part.gate.weight, alone.gate.weight)
+    assert torch.equal(torch.cat([part.w1 for part in parts]), alone.w1)
+    assert torch.equal(torch.cat([part.w2 for part in parts]), alone.w2)
+    assert len(set(alone.w1.flatten().tolist())) > alone.w1.numel() // 2  # not one value repeated

@@ -1,0 +1,126 @@
+"""The output is bitwise the same, however the actors of a call happen to meet (invariant 5)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from moeos import MoEConfig, TwinOptions, World, virtual
+from tests.layers import (
+    PREFERENCES,
+    Call,
+    Weights,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_output")
+
+RANKS = 4
+ONE_PROCESSOR = TwinOptions(processors=1)
+CASES = {
+    "float32": config(hidden=136, experts=16, top_k=4, bias=True, max_tokens=256),
+    "bfloat16": config(hidden=136, experts=16, top_k=4, max_tokens=256, dtype=torch.bfloat16),
+    "drops": config(experts=16, top_k=3, capacity_factor=0.7, max_tokens=256),
+    "drops, ragged": config(
+        experts=16, top_k=3, capacity_factor=0.7, row_map="ragged", max_tokens=256
+    ),
+}
+
+
+def draw_calls(cfg: MoEConfig, ranks: int = RANKS) -> list[list[Call]]:
+    """Three calls of each rank, the middle one with routing from the caller."""
+    sizes = [(256, 31, 90), (7, 256, 0), (0, 64, 200), (129, 1, 33)]
+    return [
+        [
+            draw_call(cfg, sizes[rank % 4][0], 3 * rank),
+            draw_given_call(cfg, sizes[rank % 4][1], 3 * rank + 1),
+            draw_call(cfg, sizes[rank % 4][2], 3 * rank + 2),
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def bits(y: torch.Tensor) -> torch.Tensor:
+    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
+
+
+def run(weights: Weights, calls: list[list[Call]], twin: TwinOptions) -> list[list[torch.Tensor]]:
+    def rank_main(world: World) -> list[torch.Tensor]:
+        layer = weights.layer(world)
+        return [bits(call(layer)) for call in calls[world.rank]]
+
+    return virtual.run(rank_main, ranks=len(calls), twin=twin)
+
+
+def assert_same(actual: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    for rank, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        for call, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            different = (one != other).any(dim=1).nonzero().flatten().tolist()
+            assert not different, f"rank {rank}, call {call}: tokens {different[:8]} differ"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_repeated_runs_give_the_same_bits(name: str) -> None:
+    cfg = CASES[name]
+    weights, calls = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS)), draw_calls(cfg)
+    first = run(weights, calls, ONE_PROCESSOR)
+    assert not any(y.eq(0).all() for rank in first for y in rank if y.numel())
+    for _ in range(3):
+        assert_same(run(weights, calls, ONE_PROCESSOR), first)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+@pytest.mark.parametrize("split_os", [False, True], ids=["one-thread", "split-os"])
+def test_any_number_of_processors_gives_the_same_bits(
+    name: str, split_os: bool, remote: bool
+) -> None:
+    cfg = CASES[name]
+    weights, calls = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS)), draw_calls(cfg)
+    first = run(weights, calls, ONE_PROCESSOR)
+    for processors in (1, 2, 3, 4):
+        twin = TwinOptions(processors=processors, split_os=split_os, remote=remote)
+        assert_same(run(weights, calls, twin), first)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_delays_give_the_same_bits(name: str, seed: int) -> None:
+    cfg = dataclasses.replace(CASES[name], max_tokens=256)
+    weights, calls = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS)), draw_calls(cfg)
+    twin = TwinOptions(
+        processors=1 + seed % 3,
+        split_os=seed % 2 == 1,
+        remote=seed >= 2,
+        jitter_us=150.0,
+        jitter_seed=seed,
+    )
+    assert_same(run(weights, calls, twin), run(weights, calls, ONE_PROCESSOR))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_has_the_same_bits_whoever_else_is_there(name: str) -> None:
+    """The tokens of rank 0 in worlds of 1 to 16 ranks, whose other ranks have tokens of their own."""
+    cfg = CASES[name]
+    weights = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS))
+    calls = draw_calls(cfg, 16)
+    [alone] = run(weights, calls[:1], ONE_PROCESSOR)
+    for ranks in (2, 4, 8, 16):
+        first = run(weights, calls[:ranks], ONE_PROCESSOR)[0]
+        assert_same([first], [alone])
+
+
+def test_a_token_has_the_same_bits_in_any_batch() -> None:
+    """Without a capacity a token's output depends on no other token of its call."""
+    cfg = CASES["bfloat16"]
+    weights = draw_weights(cfg)
+    whole = draw_call(cfg, 150, 0)
+    places = torch.randperm(150, generator=torch.Generator().manual_seed(0))
+    calls = [[whole, Call(whole.x[places]), Call(whole.x[40:41])]]
+    [[all_at_once, shuffled, alone]] = run(weights, calls, ONE_PROCESSOR)
+    assert_same([[shuffled, alone]], [[all_at_once[places], all_at_once[40:41]]])

@@ -1,0 +1,259 @@
+"""A rank that dies or never calls ends the others' calls with an error that names it, in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import moeos
+from moeos import PeerTimeout, TwinOptions, World, virtual
+from tests.layers import (
+    assert_all_match,
+    assert_matches,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
+from tests.processes import ROOT, ForkedRanks, free_port, torchrun_environment
+
+DEADLINE = 0.5
+MARGIN = 1.0  # seconds, for a machine with fewer cores than ranks
+CFG = config(max_tokens=64)
+WEIGHTS = draw_weights(CFG)
+CALLS = [draw_call(CFG, 40 + rank, rank) for rank in range(4)]
+
+TWINS = {
+    "one-thread": TwinOptions(processors=1),
+    "split-os": TwinOptions(processors=1, split_os=True),
+    "remote": TwinOptions(processors=1, remote=True),
+}
+twins = pytest.mark.parametrize("twin", TWINS.values(), ids=[*TWINS])
+
+
+def failed_call(call: Callable[[], object]) -> tuple[str, float]:
+    """The message of the `PeerTimeout` that a call raises, and after how many seconds."""
+    begin = time.monotonic()
+    with pytest.raises(PeerTimeout) as raised:
+        call()
+    return str(raised.value), time.monotonic() - begin
+
+
+@twins
+@pytest.mark.parametrize("absent", range(4))
+def test_a_rank_that_never_calls_is_named_within_the_deadline(
+    absent: int, twin: TwinOptions
+) -> None:
+    def rank_main(world: World) -> tuple[str, float]:
+        layer = WEIGHTS.layer(world)
+        CALLS[world.rank](layer)
+        world.control.barrier()
+        if world.rank == absent:
+            time.sleep(2 * DEADLINE)
+            return "", DEADLINE
+        return failed_call(lambda: CALLS[world.rank](layer))
+
+    results = virtual.run(rank_main, ranks=4, deadline=DEADLINE, twin=twin)
+    for rank, (message, seconds) in enumerate(results):
+        assert 0.9 * DEADLINE <= seconds <= DEADLINE + MARGIN
+        if rank != absent:
+            assert f"for rank {absent}, which owes its row count" in message
+            assert "has not made call 2" in message
+            assert "waited 0.5 s" in message
+
+
+def test_a_rank_that_calls_after_the_others_gave_up_is_told_why() -> None:
+    def rank_main(world: World) -> str:
+        layer = WEIGHTS.layer(world)
+        if world.rank == 3:
+            time.sleep(2 * DEADLINE)
+        message, seconds = failed_call(lambda: CALLS[world.rank](layer))
+        assert world.rank != 3 or seconds < DEADLINE / 2
+        return message
+
+    messages = virtual.run(rank_main, ranks=4, deadline=DEADLINE)
+    assert all("for rank 3" in message for message in messages)
+
+
+@twins
+def test_a_hundred_calls_after_a_timeout_and_a_reset_are_right(twin: TwinOptions) -> None:
+    """Routed and given in turn, so that they begin with another kind than the one that failed."""
+    given = [draw_given_call(CFG, 64 - rank, rank) for rank in range(4)]
+    calls = [(given[rank], CALLS[rank]) * 50 for rank in range(4)]
+
+    def rank_main(world: World) -> list[torch.Tensor]:
+        layer = WEIGHTS.layer(world)
+        CALLS[world.rank](layer)
+        world.control.barrier()
+        if world.rank == 2:
+            time.sleep(1.2)
+        else:
+            failed_call(lambda: CALLS[world.rank](layer))
+        layer.reset()
+        return [call(layer) for call in calls[world.rank]]
+
+    outputs = virtual.run(rank_main, ranks=4, deadline=1.0, twin=twin)
+    assert_all_match(WEIGHTS, calls, outputs)
+
+
+def test_a_deadline_bounds_silence_and_not_the_length_of_a_call() -> None:
+    """A call may take longer than the deadline as long as something of it moves."""
+    cfg = config(hidden=512, intermediate=1024, max_tokens=512)
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, 512, rank) for rank in range(2)]
+
+    def rank_main(world: World) -> float:
+        layer = weights.layer(world)
+        begin = time.monotonic()
+        y = calls[world.rank](layer)
+        seconds = time.monotonic() - begin
+        assert_matches(weights, calls[world.rank], y)
+        return seconds
+
+    twin = TwinOptions(processors=1, jitter_us=40_000.0)
+    assert max(virtual.run(rank_main, ranks=2, deadline=0.25, twin=twin)) > 0.25
+
+
+def test_leaving_a_world_by_an_exception_ends_the_peers_calls_at_once() -> None:
+    def rank_main(world: World) -> float:
+        layer = WEIGHTS.layer(world)
+        CALLS[world.rank](layer)
+        world.control.barrier()
+        if world.rank == 1:
+            time.sleep(0.1)
+            world.abort("enough")
+            return 0.0
+        message, seconds = failed_call(lambda: CALLS[world.rank](layer))
+        assert "rank 1 gave up" in message
+        return seconds
+
+    assert max(virtual.run(rank_main, ranks=4, deadline=20.0)) < 5.0
+
+
+@twins
+def test_an_error_in_one_virtual_rank_ends_the_run_with_it(twin: TwinOptions) -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        for number in range(100):
+            if world.rank == 2 and number == 7:
+                raise KeyError("the cause")
+            CALLS[world.rank](layer)
+
+    begin = time.monotonic()
+    with pytest.raises(KeyError, match="the cause"):
+        virtual.run(rank_main, ranks=4, deadline=20.0, twin=twin)
+    assert time.monotonic() - begin < 5.0
+
+
+# --- real processes -----------------------------------------------------------------------------
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def process_ranks(
+    function: Callable[[World], object], size: int, deadline: float, twin: TwinOptions
+) -> ForkedRanks:
+    """Forked processes that find each other as under torchrun."""
+    port = free_port()
+
+    def live(rank: int) -> object:
+        os.environ.update(torchrun_environment(rank, size, port))
+        with moeos.init(deadline=deadline, twin=twin) as world:
+            return function(world)
+
+    return ForkedRanks(live, size)
+
+
+@pytest.mark.parametrize("twin", [TWINS["one-thread"], TWINS["remote"]], ids=["direct", "remote"])
+def test_processes_compute_what_virtual_ranks_compute(twin: TwinOptions) -> None:
+    def rank_main(world: World) -> list[list[float]]:
+        y: list[list[float]] = CALLS[world.rank](WEIGHTS.layer(world)).tolist()
+        return y
+
+    before = shared_memory()
+    processes = process_ranks(rank_main, 4, 20.0, twin).ended()
+    assert processes == virtual.run(rank_main, ranks=4, twin=twin)
+    assert shared_memory() == before
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_process_that_ends_amid_the_calls_is_named_by_the_others(
+    victim: int, number: signal.Signals
+) -> None:
+    """Whatever it was doing, rank 0 with the store of the control plane included."""
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        for _ in range(1_000_000):
+            CALLS[world.rank](layer)
+
+    before = shared_memory()
+    ranks = process_ranks(rank_main, 4, DEADLINE, TwinOptions(processors=1))
+    time.sleep(1.5)  # amid the calls
+    begin = time.monotonic()
+    ranks.signal(victim, number)
+    survivors = [rank for rank in range(4) if rank != victim]
+    outcomes = ranks.ended(ranks=survivors)
+    assert time.monotonic() - begin < 4 * DEADLINE + 5.0  # a served store waits 5 s for its peers
+    ranks.signal(victim, signal.SIGKILL)
+    assert ranks.ended(ranks=[victim]) == [None]
+    for outcome in outcomes:
+        assert isinstance(outcome, PeerTimeout), repr(outcome)
+        assert re.search(
+            rf"for rank {victim}, which owes (its row count|rows|results)", str(outcome)
+        )
+    assert shared_memory() == before
+
+
+PROGRAM = """
+import sys, time, torch, moeos
+torch.set_num_threads(1)
+with moeos.init(deadline=0.7) as world:
+    cfg = moeos.MoEConfig(hidden=64, intermediate=64, experts=6, top_k=2, max_tokens=64)
+    layer = moeos.MoELayer(cfg, world)
+    x = torch.randn(50, 64).bfloat16()
+    layer(x)
+    if world.rank == 1:
+        time.sleep(2.0)
+        sys.exit(0)
+    layer(x)
+"""
+
+
+def test_started_programs_end_with_the_sentence_when_one_never_calls() -> None:
+    """As a person starts them: exit codes, what they print, nothing left behind."""
+    before, port = shared_memory(), free_port()
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **torchrun_environment(rank, 3, port)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        printed = [program.communicate(timeout=60)[1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+    assert [program.returncode for program in programs] == [1, 0, 1]
+    for rank in (0, 2):
+        assert "moeos.errors.PeerTimeout: rank" in printed[rank], printed[rank]
+        assert "for rank 1, which owes its row count" in printed[rank]
+    assert shared_memory() == before

@@ -1,0 +1,93 @@
+"""A layer with the weights of a Hugging Face block computes what that block computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeos import MoELayer, World, reference, virtual
+from tests.huggingface import FAMILIES, Block
+from tests.layers import NEAR_TIE, TOLERANCE
+
+pytestmark = pytest.mark.usefixtures("poisoned_output")
+
+TOKENS = (200, 0, 37, 512)
+"""By rank."""
+
+SIZES: dict[str, list[dict[str, Any]]] = {
+    "mixtral": [{}, {"hidden": 72, "intermediate": 40, "experts": 12, "top_k": 3}],
+    "qwen3_moe": [{}, {"experts": 16, "top_k": 8, "renormalize": False}],
+    "olmoe": [{}, {"experts": 16, "top_k": 8, "renormalize": True}],
+    "deepseek_v3": [
+        {},
+        {"experts": 32, "expert_groups": 8, "top_groups": 3, "top_k": 6, "renormalize": False},
+    ],
+}
+
+families = pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        pytest.param(FAMILIES[name], sizes, id=f"{name}-{number}")
+        for name, all_sizes in SIZES.items()
+        for number, sizes in enumerate(all_sizes)
+    ],
+)
+
+
+def test_every_family_is_tested() -> None:
+    assert SIZES.keys() == FAMILIES.keys()
+
+
+def inputs(block: Block, ranks: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, dtype = block.config.hidden, block.config.dtype
+    return [torch.randn(n, hidden, generator=generator).to(dtype) for n in TOKENS[:ranks]]
+
+
+def assert_is_block(block: Block, x: torch.Tensor, y: torch.Tensor) -> None:
+    cfg = block.config
+    gate = block.state_dict[block.prefix + "gate.weight"]
+    bias = block.state_dict.get(block.prefix + "gate.e_score_correction_bias")
+    sure = reference.route(x, gate, cfg, bias).margin >= NEAR_TIE
+    assert int((~sure).sum()) <= max(1, len(x) // 100)
+    error = reference.relative_error(y[sure], block.routed_output(x)[sure])
+    assert error <= TOLERANCE[cfg.dtype], f"relative error {error:.2e}"
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_from_hf_is_the_block(
+    family: Callable[..., Block], sizes: dict[str, Any], dtype: torch.dtype, ranks: int
+) -> None:
+    block = family(**sizes, dtype=dtype)
+    x = inputs(block, ranks)
+
+    def rank_main(world: World) -> torch.Tensor:
+        layer = MoELayer.from_hf(block.config, world, block.state_dict, block.prefix)
+        y: torch.Tensor = layer(x[world.rank])
+        return y
+
+    for tokens, y in zip(x, virtual.run(rank_main, ranks=ranks), strict=True):
+        assert_is_block(block, tokens, y)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=[*FAMILIES])
+def test_from_hf_takes_the_files_of_a_checkpoint(
+    family: Callable[..., Block], tmp_path: Path
+) -> None:
+    block = family()
+    checkpoint = block.save_checkpoint(tmp_path)
+    x = inputs(block, 4)
+
+    def rank_main(world: World) -> torch.Tensor:
+        layer = MoELayer.from_hf(block.config, world, checkpoint, block.checkpoint_prefix)
+        y: torch.Tensor = layer(x[world.rank])
+        return y
+
+    for tokens, y in zip(x, virtual.run(rank_main, ranks=4), strict=True):
+        assert_is_block(block, tokens, y)

@@ -1,0 +1,486 @@
+"""Bad arguments raise before anything is sent, say what is allowed, and leave the layer usable."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moeos import ConfigMismatch, MoELayer, NumericalError, PeerTimeout, TwinOptions, World, virtual
+from moeos.engines.twin import sizes_of
+from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
+from tests.processes import ForkedRanks
+
+CFG = config(max_tokens=32)
+HIDDEN, EXPERTS, TOP_K = CFG.hidden, CFG.experts, CFG.top_k
+X = torch.zeros(4, HIDDEN)
+IDS = torch.tensor([[0, 1], [2, 3], [-1, -1], [7, -1]])
+FACTORS = torch.ones(4, TOP_K)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad:
+    """Arguments, the error that they raise, and what its message must say."""
+
+    arguments: dict[str, Any]
+    error: type[Exception]
+    words: tuple[str, ...]
+
+
+def changed_ids(row: int, slot: int, value: int) -> torch.Tensor:
+    ids = IDS.clone()
+    ids[row, slot] = value
+    return ids
+
+
+def given(ids: object = IDS, weights: object = FACTORS, x: torch.Tensor = X) -> dict[str, Any]:
+    return {"x": x, "topk_ids": ids, "topk_weights": weights}
+
+
+BAD = {
+    "x is a list": Bad({"x": [[0.0]]}, TypeError, ("x", "list", "torch.Tensor")),
+    "x has one dimension": Bad(
+        {"x": torch.zeros(HIDDEN)}, ValueError, ("x", f"[{HIDDEN}]", f"[S, {HIDDEN}]")
+    ),
+    "x has three dimensions": Bad(
+        {"x": torch.zeros(1, 4, HIDDEN)}, ValueError, ("x", f"[1, 4, {HIDDEN}]", f"[S, {HIDDEN}]")
+    ),
+    "x is too narrow": Bad(
+        {"x": torch.zeros(4, HIDDEN - 8)}, ValueError, ("x", f"[4, {HIDDEN - 8}]", f"[S, {HIDDEN}]")
+    ),
+    "x of another dtype": Bad({"x": X.bfloat16()}, TypeError, ("x", "bfloat16", "float32")),
+    "x of an integer dtype": Bad({"x": X.int()}, TypeError, ("x", "int32", "float32")),
+    "x of a complex dtype": Bad({"x": X.cfloat()}, TypeError, ("x", "complex64", "float32")),
+    "x on another device": Bad({"x": X.to("meta")}, ValueError, ("x", "meta", "cpu")),
+    "x is transposed": Bad(
+        {"x": torch.zeros(HIDDEN, 4).T}, ValueError, ("x", "(1, 4)", "contiguous")
+    ),
+    "x has gaps": Bad(
+        {"x": torch.zeros(4, 2 * HIDDEN)[:, :HIDDEN]}, ValueError, ("x", "contiguous")
+    ),
+    "x is one expanded row": Bad(
+        {"x": torch.zeros(1, HIDDEN).expand(4, -1)}, ValueError, ("x", "(0, 1)", "contiguous")
+    ),
+    "x is sparse": Bad({"x": X.to_sparse()}, ValueError, ("x", "contiguous")),
+    "too many tokens": Bad(
+        {"x": torch.zeros(33, HIDDEN)}, ValueError, ("x", "33", "max_tokens", "32")
+    ),
+    "ids alone": Bad({"x": X, "topk_ids": IDS}, ValueError, ("topk_weights", "None", "together")),
+    "weights alone": Bad(
+        {"x": X, "topk_weights": FACTORS}, ValueError, ("topk_ids", "None", "together")
+    ),
+    "ids are a list": Bad(given(IDS.tolist()), TypeError, ("topk_ids", "list", "torch.Tensor")),
+    "weights are a list": Bad(
+        given(weights=FACTORS.tolist()), TypeError, ("topk_weights", "list", "torch.Tensor")
+    ),
+    "ids of another shape": Bad(
+        given(IDS[:, :1]), ValueError, ("topk_ids", "[4, 1]", f"[4, {TOP_K}]")
+    ),
+    "ids of fewer tokens": Bad(given(IDS[:3]), ValueError, ("topk_ids", "[3, 2]", "[4, 2]")),
+    "ids in one dimension": Bad(given(IDS.flatten()), ValueError, ("topk_ids", "[8]", "[4, 2]")),
+    "weights of another shape": Bad(
+        given(weights=torch.ones(4, 3)), ValueError, ("topk_weights", "[4, 3]", "[4, 2]")
+    ),
+    "ids are not integers": Bad(given(IDS.float()), TypeError, ("topk_ids", "float32", "int64")),
+    "ids of a short integer type": Bad(
+        given(IDS.to(torch.uint8)), TypeError, ("topk_ids", "uint8", "int32")
+    ),
+    "weights are integers": Bad(
+        given(weights=FACTORS.int()), TypeError, ("topk_weights", "int32", "floating")
+    ),
+    "ids on another device": Bad(given(IDS.to("meta")), ValueError, ("topk_ids", "meta", "cpu")),
+    "weights on another device": Bad(
+        given(weights=FACTORS.to("meta")), ValueError, ("topk_weights", "meta", "cpu")
+    ),
+    "an id that is no expert": Bad(
+        given(changed_ids(1, 1, EXPERTS)), ValueError, ("topk_ids[1, 1]", "is 8", "0 to 7")
+    ),
+    "an id beyond 32 bits": Bad(
+        given(changed_ids(1, 1, 1 << 32)), ValueError, ("topk_ids[1, 1]", str(1 << 32), "0 to 7")
+    ),
+    "an id below -1": Bad(
+        given(changed_ids(3, 0, -2)), ValueError, ("topk_ids[3, 0]", "is -2", "0 to 7")
+    ),
+    "an id repeated in a row": Bad(
+        given(changed_ids(1, 1, 2)), ValueError, ("topk_ids[1]", "[2, 2]", "only once")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_raise_and_send_nothing(name: str) -> None:
+    """The peers wait in their call meanwhile, and it ends well once this rank makes it rightly."""
+    bad = BAD[name]
+    weights = draw_weights(CFG)
+    calls = [draw_call(CFG, 20 + rank, rank) for rank in range(2)]
+
+    def rank_main(world: World) -> tuple[str, torch.Tensor]:
+        layer = weights.layer(world)
+        message = ""
+        if world.rank == 1:
+            with pytest.raises(bad.error) as raised:
+                layer(**bad.arguments)
+            message = str(raised.value)
+        return message, calls[world.rank](layer)
+
+    results = virtual.run(rank_main, ranks=2, deadline=10.0)
+    for rank, (_, y) in enumerate(results):
+        assert_matches(weights, calls[rank], y, f"rank {rank}")
+    for word in bad.words:
+        assert word in results[1][0], results[1][0]
+
+
+def test_every_bad_argument_leaves_no_trace_of_the_one_before() -> None:
+    weights = draw_weights(CFG)
+    call = draw_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> torch.Tensor:
+        layer = weights.layer(world)
+        for bad in BAD.values():
+            with pytest.raises(bad.error):
+                layer(**bad.arguments)
+        return call(layer)
+
+    assert_matches(weights, call, virtual.run(rank_main, ranks=1)[0])
+
+
+def test_right_arguments_at_the_limits_are_taken() -> None:
+    weights = draw_weights(CFG)
+    calls = [
+        draw_call(CFG, 32, 0),
+        Call(torch.empty(0, HIDDEN)),
+        Call(torch.empty(0, HIDDEN), IDS[:0], FACTORS[:0]),
+        Call(draw_call(CFG, 40, 0).x[8:]),
+        Call(draw_call(CFG, 4, 0).x, IDS, FACTORS),
+        Call(draw_call(CFG, 4, 0).x, IDS.fill_diagonal_(-1), FACTORS),
+    ]
+
+    def rank_main(world: World) -> list[torch.Tensor]:
+        layer = weights.layer(world)
+        return [call(layer) for call in calls]
+
+    for call, y in zip(calls, virtual.run(rank_main, ranks=1)[0], strict=True):
+        assert_matches(weights, call, y)
+
+
+# --- what the caller does to the layer ----------------------------------------------------------
+
+
+Change = Callable[[MoELayer], object]
+
+CHANGED_LAYERS: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "dtype": (lambda layer: layer.bfloat16(), ("w1", "bfloat16", "float32")),
+    "device": (lambda layer: layer.to("meta"), ("meta", "cpu")),
+    "strides": (
+        lambda layer: setattr(
+            layer.w2, "data", layer.w2.transpose(1, 2).contiguous().transpose(1, 2)
+        ),
+        ("w2", "contiguous"),
+    ),
+    "shape": (
+        lambda layer: setattr(layer.w1, "data", torch.zeros(1, 8, HIDDEN)),
+        ("w1", f"[1, 8, {HIDDEN}]", f"{2 * CFG.intermediate}"),
+    ),
+    "gate of another shape": (
+        lambda layer: setattr(layer.gate.weight, "data", torch.zeros(EXPERTS - 1, HIDDEN)),
+        ("gate.weight", f"[{EXPERTS - 1}, {HIDDEN}]", f"[{EXPERTS}, {HIDDEN}]"),
+    ),
+    "selection bias of another dtype": (
+        lambda layer: setattr(layer.gate, "selection_bias", torch.zeros(EXPERTS).bfloat16()),
+        ("selection_bias", "bfloat16", "float32"),
+    ),
+    "selection bias of another shape": (
+        lambda layer: setattr(layer.gate, "selection_bias", torch.zeros(1)),
+        ("selection_bias", "[1]", f"[{EXPERTS}]"),
+    ),
+    "selection bias on another device": (
+        lambda layer: setattr(layer.gate, "selection_bias", torch.zeros(EXPERTS, device="meta")),
+        ("selection_bias", "meta", "cpu"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_LAYERS)
+def test_changed_parameters_raise_instead_of_being_read_as_what_they_were(name: str) -> None:
+    """In a process of its own: what is wrong here is an address that the twin must not follow."""
+    change, words = CHANGED_LAYERS[name]
+    cfg = dataclasses.replace(CFG, selection_bias=True)
+
+    def rank_main(world: World) -> str:
+        layer = draw_weights(cfg).layer(world)
+        change(layer)
+        x = X.to(layer.w1.device, layer.w1.dtype) if name == "device" else X
+        with pytest.raises((TypeError, ValueError)) as raised:
+            layer(x)
+        return str(raised.value)
+
+    [outcome] = ForkedRanks(lambda _: virtual.run(rank_main, ranks=1), 1).ended()
+    assert isinstance(outcome, list), f"the process ended with {outcome!r}"
+    for word in words:
+        assert word in outcome[0], outcome[0]
+
+
+def test_a_layer_moved_to_bfloat16_keeps_its_selection_bias_in_float32() -> None:
+    """`layer.bfloat16()` does not change a bfloat16 layer, as for every PyTorch module."""
+    cfg = dataclasses.replace(CFG, selection_bias=True, dtype=torch.bfloat16)
+    weights = draw_weights(cfg)
+    call = draw_call(cfg, 32, 0)
+
+    def rank_main(world: World) -> torch.Tensor:
+        return call(weights.layer(world).bfloat16())
+
+    assert_matches(weights, call, virtual.run(rank_main, ranks=1)[0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_selection_bias_that_is_not_finite_raises(value: float) -> None:
+    cfg = dataclasses.replace(CFG, selection_bias=True)
+
+    def rank_main(world: World) -> None:
+        layer = draw_weights(cfg).layer(world)
+        assert layer.gate.selection_bias is not None
+        layer.gate.selection_bias[1:] = value
+        with pytest.raises(ValueError, match="selection_bias"):
+            layer(X)
+
+    virtual.run(rank_main, ranks=1)
+
+
+# --- autograd -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights", "w1", "gate.weight"])
+def test_a_gradient_that_would_be_lost_raises(name: str) -> None:
+    """There is no backward: the error says so instead of training silently on nothing."""
+    weights = draw_weights(CFG)
+    call = draw_given_call(CFG, 6, 0)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        tensors = {"x": call.x.clone(), "topk_weights": call.weights.clone()}
+        tensors |= dict(layer.named_parameters())
+        tensors[name].requires_grad_()
+        arguments = (tensors["x"], call.ids, tensors["topk_weights"])
+        with pytest.raises(RuntimeError, match="backward"):
+            layer(*arguments)
+        with torch.no_grad():
+            assert_matches(weights, call, layer(*arguments))
+        tensors[name].requires_grad_(False)
+        assert_matches(weights, call, layer(*arguments))
+
+    virtual.run(rank_main, ranks=1)
+
+
+# --- configs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden": 128},
+        {"intermediate": 64},
+        {"experts": 16},
+        {"top_k": 3},
+        {"activation": "gelu"},
+        {"dtype": torch.bfloat16},
+        {"max_tokens": 33},
+        {"scoring": "sigmoid"},
+        {"renormalize": False},
+        {"capacity_factor": 1.0},
+        {"row_map": "capacity"},
+        {"routed_scaling": 2.0},
+        {"selection_bias": True},
+        {"swiglu_limit": 1.0},
+        {"bias": True},
+        {"hidden": 128, "bias": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("other", [0, 2])
+def test_configs_that_differ_raise_the_same_error_on_all_ranks(
+    change: dict[str, Any], other: int
+) -> None:
+    def rank_main(world: World) -> str:
+        cfg = config(**change) if world.rank == other else config()
+        with pytest.raises(ConfigMismatch) as raised:
+            MoELayer(cfg, world)
+        return str(raised.value)
+
+    messages = virtual.run(rank_main, ranks=4)
+    assert len(set(messages)) == 1
+    for field in change:
+        assert field in messages[0]
+        value = getattr(config(**change), field)
+        assert str(value).removeprefix("torch.") in messages[0]
+
+
+def test_a_mismatch_leaves_the_world_usable() -> None:
+    weights = draw_weights(CFG)
+    call = draw_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> torch.Tensor:
+        with pytest.raises(ConfigMismatch):
+            MoELayer(dataclasses.replace(CFG, max_tokens=100 + world.rank), world)
+        return call(weights.layer(world))
+
+    for y in virtual.run(rank_main, ranks=2):
+        assert_matches(weights, call, y)
+
+
+def test_ranks_that_are_remote_to_some_only_raise_the_same_error_on_all_ranks() -> None:
+    def rank_main(world: World) -> str:
+        world.twin = TwinOptions(processors=1, remote=world.rank == 1)
+        with pytest.raises(ConfigMismatch) as raised:
+            MoELayer(CFG, world)
+        return str(raised.value)
+
+    assert len(set(virtual.run(rank_main, ranks=2))) == 1
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 3), (4, 8), (9, 2)])
+def test_experts_that_the_ranks_do_not_divide_raise_on_all_ranks(experts: int, ranks: int) -> None:
+    def rank_main(world: World) -> str:
+        with pytest.raises(ValueError, match="experts") as raised:
+            MoELayer(config(experts=experts), world)
+        return str(raised.value)
+
+    messages = virtual.run(rank_main, ranks=ranks)
+    assert len(set(messages)) == 1
+    assert str(experts) in messages[0]
+    assert f"{ranks} ranks" in messages[0]
+
+
+def test_a_dtype_that_the_twin_has_not_raises_on_all_ranks() -> None:
+    def rank_main(world: World) -> str:
+        with pytest.raises(
+            ValueError, match=r"dtype is torch.float16.*float32.*bfloat16"
+        ) as raised:
+            MoELayer(config(dtype=torch.float16), world)
+        return str(raised.value)
+
+    assert len(set(virtual.run(rank_main, ranks=2))) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_tokens": 1 << 20}, {"max_tokens": 1 << 31}, {"hidden": 1 << 31}],
+    ids=str,
+)
+def test_sizes_beyond_the_words_of_the_runtime_raise_before_any_memory_is_made(
+    change: dict[str, Any],
+) -> None:
+    cfg = config(**change)
+    with pytest.raises(ValueError, match="at most"):
+        sizes_of(cfg, 4, 1)
+
+
+def test_arguments_of_other_types_than_config_and_world() -> None:
+    def rank_main(world: World) -> None:
+        with pytest.raises(TypeError, match="cfg is a dict"):
+            MoELayer({}, world)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="world is a int"):
+            MoELayer(CFG, 4)  # type: ignore[arg-type]
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_layer_outlives_its_world_but_cannot_be_called() -> None:
+    weights = draw_weights(CFG)
+    [layer] = virtual.run(weights.layer, ranks=1)
+    with pytest.raises(RuntimeError, match="closed"):
+        layer(X)
+
+
+# --- logits that are not finite -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+def test_logits_that_are_not_finite_name_the_token_on_all_ranks(
+    value: float, scoring: str, remote: bool
+) -> None:
+    cfg = dataclasses.replace(CFG, scoring=scoring)
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, 20 + rank, rank) for rank in range(4)]
+    bad = draw_call(cfg, 32, 9)
+    bad.x[17, 3] = value
+
+    def rank_main(world: World) -> tuple[str, list[torch.Tensor]]:
+        layer = weights.layer(world)
+        first = calls[world.rank](layer)
+        with pytest.raises((NumericalError, PeerTimeout)) as raised:
+            (bad if world.rank == 2 else calls[world.rank])(layer)
+        with pytest.raises(type(raised.value)):
+            calls[world.rank](layer)  # nothing works before the reset
+        layer.reset()
+        again = [calls[world.rank](layer) for _ in range(5)]
+        return f"{raised.type.__name__}: {raised.value}", [first, *again]
+
+    twin = TwinOptions(processors=1, remote=remote)
+    results = virtual.run(rank_main, ranks=4, deadline=3.0, twin=twin)
+    for rank, (message, outputs) in enumerate(results):
+        for y in outputs:
+            assert_matches(weights, calls[rank], y, f"rank {rank}")
+        assert message.startswith("NumericalError"), message
+        assert "token 17 on rank 2" in message
+
+
+def test_a_gate_that_is_not_finite_names_a_token() -> None:
+    weights = draw_weights(CFG)
+    call = draw_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        layer.gate.weight[5, 5] = math.nan
+        with pytest.raises(NumericalError, match=r"token 0 on rank [01]"):
+            call(layer)
+        with torch.no_grad():
+            layer.gate.weight.copy_(weights.gate)
+        layer.reset()
+        assert_matches(weights, call, call(layer))
+
+    virtual.run(rank_main, ranks=2)
+
+
+def test_logits_that_are_not_finite_do_not_matter_to_given_routing() -> None:
+    weights = draw_weights(CFG)
+    weights.gate.fill_(math.nan)
+    call = draw_given_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> None:
+        assert_matches(weights, call, call(weights.layer(world)))
+
+    virtual.run(rank_main, ranks=2)
+
+
+def test_a_bad_token_does_not_spoil_a_slower_rank_s_call_before_it() -> None:
+    """Rank 0 has nothing to do in the first call and is in the second while rank 1 still computes:
+    every rank must get its error in the same call, or they would disagree on what comes next."""
+    cfg = config(hidden=512, intermediate=512, max_tokens=1024)
+    weights = draw_weights(cfg)
+    local = torch.tensor([[6, 7]]).expand(1024, -1)  # rank 1's own experts
+
+    def rank_main(world: World) -> list[str]:
+        layer = weights.layer(world)
+        tokens = 1024 if world.rank == 1 else 0
+        first = Call(torch.randn(tokens, 512), local[:tokens], torch.ones(tokens, 2))
+        second = Call(torch.full((1, 512), math.nan if world.rank == 0 else 1.0))
+        outcomes = []
+        for call in (first, second):
+            try:
+                call(layer)
+                outcomes.append("done")
+            except NumericalError as error:
+                outcomes.append(str(error))
+                break
+        return outcomes
+
+    for outcomes in virtual.run(rank_main, ranks=2):
+        assert len(outcomes) == 2, outcomes
+        assert outcomes[0] == "done"
+        assert "token 0 on rank 0 are not finite in call 2" in outcomes[1]

@@ -1,0 +1,330 @@
+"""What a call writes to peers and what it computes: exactly what the routing asks for."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from moeos import MoEConfig, TwinOptions, World, virtual
+from moeos.engines.twin import sizes_of
+from moeos.heap import SymmetricHeap
+from tests.layers import (
+    PREFERENCES,
+    Call,
+    Weights,
+    assert_matches,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
+
+RANKS = 4
+CHUNK_ROWS, TILE_ROWS, ROUTE_TOKENS, SEGMENT_ALIGN = 32, 128, 32, 8
+TWINS = {
+    "one-thread": TwinOptions(processors=2),
+    "split-os": TwinOptions(processors=2, split_os=True),
+    "remote": TwinOptions(processors=1, remote=True),
+}
+
+Stats = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What the routing of one call of all ranks asks for.
+
+    Attributes:
+        sent: [source][destination][local expert] pairs.
+    """
+
+    cfg: MoEConfig
+    sent: list[list[list[int]]]
+    tokens: list[int]
+
+    @staticmethod
+    def of(weights: Weights, calls: Sequence[Call]) -> Traffic:
+        cfg, ranks = weights.cfg, len(calls)
+        counts = [
+            torch.bincount(ids[ids >= 0], minlength=cfg.experts)
+            for ids in map(weights.routing, calls)
+        ]
+        sent = [count.view(ranks, -1).tolist() for count in counts]
+        return Traffic(cfg, sent, [len(call.x) for call in calls])
+
+    @property
+    def row_bytes(self) -> int:
+        return self.cfg.hidden * self.cfg.dtype.itemsize
+
+    def pairs(self, source: int, destination: int) -> int:
+        return sum(self.sent[source][destination])
+
+    def pairs_with_peers(self, rank: int) -> int:
+        """Rows that `rank` writes into other ranks' memory: its pairs, and its peers' results."""
+        peers = [peer for peer in range(len(self.sent)) if peer != rank]
+        return sum(self.pairs(rank, peer) + self.pairs(peer, rank) for peer in peers)
+
+    def chunks(self, source: int, destination: int) -> int:
+        return -(-self.pairs(source, destination) // CHUNK_ROWS)
+
+    def credits_least(self, source: int, destination: int) -> int:
+        """A credit for each chunk that an expert's rows lie in; more only where a tile ends inside
+        of a chunk."""
+        first, credits_ = 0, 0
+        for rows in self.sent[source][destination]:
+            if rows:
+                credits_ += (first + rows - 1) // CHUNK_ROWS - first // CHUNK_ROWS + 1
+            first += rows
+        return credits_
+
+
+def run(
+    weights: Weights, calls: Sequence[Sequence[Call]], twin: TwinOptions
+) -> list[tuple[Traffic, list[Stats]]]:
+    """Makes calls [call][rank]; what each asks for, and the ranks' stats."""
+
+    def rank_main(world: World) -> list[Stats]:
+        layer = weights.layer(world)
+        stats = []
+        for call in calls:
+            call[world.rank](layer)
+            stats.append(layer.stats())
+        return stats
+
+    by_rank = virtual.run(rank_main, ranks=len(calls[0]), twin=twin)
+    return [
+        (Traffic.of(weights, call), [stats[number] for stats in by_rank])
+        for number, call in enumerate(calls)
+    ]
+
+
+@pytest.fixture(scope="module", params=[*TWINS])
+def twin(request: pytest.FixtureRequest) -> TwinOptions:
+    return TWINS[request.param]
+
+
+CONFIGS = {
+    "float32": config(experts=12, top_k=3, max_tokens=300),
+    "bfloat16": config(experts=12, top_k=3, max_tokens=300, dtype=torch.bfloat16, hidden=72),
+    "one expert a rank": config(experts=4, top_k=2, max_tokens=300, activation="relu"),
+    "capacity": config(experts=12, top_k=3, max_tokens=300, capacity_factor=0.6),
+    "capacity, ragged": config(
+        experts=12, top_k=3, max_tokens=300, capacity_factor=0.6, row_map="ragged"
+    ),
+    "wide": config(hidden=600, intermediate=400, experts=8, max_tokens=300),
+}
+
+
+@pytest.fixture(scope="module", params=[*CONFIGS])
+def traffic(request: pytest.FixtureRequest, twin: TwinOptions) -> list[tuple[Traffic, list[Stats]]]:
+    """Calls of all kinds and sizes: routed and given, equal, unequal and empty."""
+    cfg = CONFIGS[request.param]
+    preference = PREFERENCES["zipf"](cfg.experts, RANKS)
+    weights = draw_weights(cfg, 0, preference)
+    sizes = [(300, 300, 300, 300), (0, 1, 33, 250), (0, 0, 0, 0), (5, 0, 7, 3), (64, 64, 0, 64)]
+    calls = [
+        [draw_call(cfg, tokens, 10 * number + rank) for rank, tokens in enumerate(ranks)]
+        for number, ranks in enumerate(sizes)
+    ] + [
+        [draw_given_call(cfg, tokens, 90 + rank, preference) for rank, tokens in enumerate(ranks)]
+        for ranks in sizes
+    ]
+    for call in calls:
+        for one in call:
+            assert weights.sure(one).all()  # or the counts below could rightly be others
+    return run(weights, calls, twin)
+
+
+Results = list[tuple[Traffic, list[Stats]]]
+
+
+def test_pairs_are_those_of_the_routing(traffic: Results) -> None:
+    for asked, stats in traffic:
+        for rank, own in enumerate(stats):
+            assert own["tokens"] == asked.tokens[rank]
+            assert own["pairs_sent"] == [asked.pairs(rank, peer) for peer in range(RANKS)]
+            assert own["pairs_received"] == [asked.pairs(peer, rank) for peer in range(RANKS)]
+            experts = zip(*(asked.sent[source][rank] for source in range(RANKS)), strict=True)
+            assert own["expert_pairs"] == [sum(pairs) for pairs in experts]
+
+
+def test_row_bytes_are_the_pairs_and_their_results_without_padding(traffic: Results) -> None:
+    for asked, stats in traffic:
+        for rank, own in enumerate(stats):
+            assert own["row_bytes_to_peers"] == asked.pairs_with_peers(rank) * asked.row_bytes
+
+
+def test_count_bytes_are_a_word_for_each_expert_of_each_peer(traffic: Results) -> None:
+    for asked, stats in traffic:
+        for own in stats:
+            words = (RANKS - 1) * asked.cfg.experts // RANKS
+            assert own["count_bytes_to_peers"] == 8 * words
+
+
+def test_flag_bytes_are_a_word_for_each_chunk_and_each_credit(traffic: Results) -> None:
+    for asked, stats in traffic:
+        for rank, own in enumerate(stats):
+            peers = [peer for peer in range(RANKS) if peer != rank]
+            chunks = sum(asked.chunks(rank, peer) for peer in peers)
+            credits_ = sum(asked.credits_least(peer, rank) for peer in peers)
+            if all(pairs <= TILE_ROWS - RANKS * SEGMENT_ALIGN for pairs in own["expert_pairs"]):
+                assert own["flag_bytes_to_peers"] == 4 * (chunks + credits_)
+            else:  # a tile that ends inside of a chunk splits that chunk's credit
+                tiles = own["tasks"]["gemm1"] // -(-asked.cfg.hidden // 256)
+                extra = own["flag_bytes_to_peers"] // 4 - chunks - credits_
+                assert 0 <= extra <= tiles
+            assert own["flag_bytes_to_peers"] % 4 == 0
+
+
+def test_bytes_to_peers_are_their_sum(traffic: Results) -> None:
+    for _, stats in traffic:
+        for own in stats:
+            parts = ("row_bytes_to_peers", "count_bytes_to_peers", "flag_bytes_to_peers")
+            assert own["bytes_to_peers"] == sum(own[part] for part in parts)
+
+
+def test_tasks_cover_the_tokens_the_chunks_and_the_tiles(traffic: Results) -> None:
+    for asked, stats in traffic:
+        cfg = asked.cfg
+        for rank, own in enumerate(stats):
+            tasks = own["tasks"]
+            blocks = -(-asked.tokens[rank] // ROUTE_TOKENS)
+            chunks = sum(asked.chunks(rank, peer) for peer in range(RANKS))
+            assert tasks["route"] == max(1, blocks)
+            assert tasks["dispatch"] == chunks
+            assert tasks["combine"] in (chunks, chunks + blocks)  # and tokens that sent nothing
+            gemm0_parts = -(-cfg.intermediate // (128 if cfg.gated else 256))
+            gemm1_parts = -(-cfg.hidden // 256)
+            assert tasks["gemm1"] % gemm1_parts == 0
+            tiles = tasks["gemm1"] // gemm1_parts
+            assert tasks["gemm0"] == tiles * gemm0_parts
+            assert tiles >= sum(-(-pairs // TILE_ROWS) for pairs in own["expert_pairs"])
+            arrivals = sum(asked.credits_least(peer, rank) for peer in range(RANKS))
+            assert tiles <= arrivals  # never more often than something arrived for an expert
+
+
+def test_padding_is_below_eight_rows_for_each_segment(traffic: Results) -> None:
+    for asked, stats in traffic:
+        for rank, own in enumerate(stats):
+            arrivals = sum(asked.credits_least(peer, rank) for peer in range(RANKS))
+            tiles = own["tasks"]["gemm1"] // -(-asked.cfg.hidden // 256)
+            assert own["padding_rows"] <= (SEGMENT_ALIGN - 1) * (arrivals + tiles)
+            assert (own["padding_rows"] + sum(own["pairs_received"])) % SEGMENT_ALIGN == 0
+
+
+def test_what_is_sent_is_received(traffic: Results) -> None:
+    for _, stats in traffic:
+        for source, sender in enumerate(stats):
+            for destination, receiver in enumerate(stats):
+                sent = sender["pairs_sent"][destination]
+                assert sent == receiver["pairs_received"][source]
+        for own in stats:
+            assert sum(own["expert_pairs"]) == sum(own["pairs_received"])
+
+
+def test_drops_and_pairs_sent_are_all_pairs(traffic: Results) -> None:
+    for asked, stats in traffic:
+        for rank, own in enumerate(stats):
+            if own["drops"]:
+                assert asked.cfg.capacity_factor is not None
+            assert own["drops"] + sum(own["pairs_sent"]) <= asked.tokens[rank] * asked.cfg.top_k
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 31, 32])
+def test_rows_that_arrive_together_make_one_tile_for_each_expert(rows: int) -> None:
+    """One rank, one chunk: here nothing depends on time, so tiles and padding are exact."""
+    cfg = config(experts=8, top_k=1, hidden=264)
+    weights = draw_weights(cfg)
+    ids = torch.arange(rows).remainder(3).square().unsqueeze(1)  # experts 0, 1 and 4
+    call = Call(draw_call(cfg, rows, 0).x, ids, torch.ones(rows, 1))
+    [(_, [stats])] = run(weights, [[call]], TwinOptions(processors=2))
+    used = ids.unique(return_counts=True)[1].tolist()
+    assert stats["tasks"]["gemm0"] == len(used)
+    assert stats["tasks"]["gemm1"] == 2 * len(used)
+    assert stats["padding_rows"] == sum(-pairs % SEGMENT_ALIGN for pairs in used)
+    assert stats["bytes_to_peers"] == 0
+
+
+def test_one_source_and_one_expert_fill_whole_tiles() -> None:
+    """Chunks, tiles and credits then have common borders."""
+    cfg = config(experts=2, top_k=1, max_tokens=600)
+    weights = draw_weights(cfg)
+
+    def call(tokens: int) -> Call:
+        ids = torch.ones(tokens, 1, dtype=torch.int64)
+        return Call(draw_call(cfg, tokens, 0).x, ids, torch.ones(tokens, 1))
+
+    [(_, stats)] = run(weights, [[call(600), call(0)]], TwinOptions(processors=1))
+    assert stats[0]["flag_bytes_to_peers"] == 4 * 19  # chunks
+    assert stats[1]["flag_bytes_to_peers"] == 4 * 19  # credits
+    assert stats[1]["padding_rows"] == 0
+    assert 5 <= stats[1]["tasks"]["gemm1"] <= 19
+    assert stats[0]["tasks"]["gemm1"] == 0
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+@pytest.mark.parametrize("row_map", ["ragged", "capacity"])
+@pytest.mark.parametrize("capacity_factor", [None, 0.6])
+def test_memory_of_a_rank_changes_in_the_rows_that_it_was_sent_alone(
+    remote: bool, row_map: str, capacity_factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in the cells afterwards, whatever the stats say: rows by source and round, nothing
+    beside them. The rest is NaN, so a tile that reads beyond a segment shows in the results."""
+    cfg = config(experts=12, top_k=3, row_map=row_map, capacity_factor=capacity_factor)
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, tokens, tokens) for tokens in (128, 0, 61, 100)]
+    asked = Traffic.of(weights, calls)
+    sizes = sizes_of(cfg, RANKS, 1, remote)
+    buffers = 2 if remote else 1
+    shape = (RANKS, 2, buffers, sizes.cell_rows, cfg.hidden)
+    heaps: dict[int, SymmetricHeap] = {}
+    allocate = World.allocate_heap
+
+    def allocate_and_remember(world: World, size: int) -> SymmetricHeap:
+        heaps[world.rank] = allocate(world, size)
+        return heaps[world.rank]
+
+    monkeypatch.setattr(World, "allocate_heap", allocate_and_remember)
+
+    def rank_main(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = weights.layer(world)
+        heap = heaps[world.rank]
+        raw = (ctypes.c_char * heap.size).from_address(heap.addresses[world.rank])
+        floats = torch.frombuffer(raw, dtype=torch.float32)
+        beyond = sizes.tile_rows * cfg.hidden
+        cells = floats[-math.prod(shape) - beyond : -beyond].view(shape)
+        cells.fill_(torch.nan)
+        world.control.barrier()
+        y = calls[world.rank](layer)
+        world.control.barrier()
+        return y, cells[:, :, -1].clone()
+
+    for rank, (y, cells) in enumerate(
+        virtual.run(rank_main, RANKS, twin=TwinOptions(remote=remote))
+    ):
+        assert_matches(weights, calls[rank], y)
+        written = cells.isfinite()
+        assert torch.equal(written.any(dim=3), written.all(dim=3))
+        rows = written.all(dim=3).sum(dim=2).tolist()
+        assert rows == [[asked.pairs(p, rank), asked.pairs(rank, p)] for p in range(RANKS)]
+
+
+def test_stats_are_those_of_the_last_call_alone() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    calls = [[draw_call(cfg, tokens, tokens + rank) for rank in range(2)] for tokens in (90, 90, 0)]
+    calls[1] = calls[0]
+    (_, first), (_, second), (_, empty) = run(weights, calls, TwinOptions(processors=1))
+    for one, other, nothing in zip(first, second, empty, strict=True):
+        assert one["row_bytes_to_peers"] == other["row_bytes_to_peers"] > 0
+        assert one["pairs_sent"] == other["pairs_sent"]
+        assert one["busy_seconds"] > 0
+        assert nothing["row_bytes_to_peers"] == nothing["flag_bytes_to_peers"] == 0
+        assert sum(nothing["tasks"].values()) == nothing["tasks"]["route"] == 1
+        assert nothing["pairs_sent"] == nothing["pairs_received"] == [0, 0]

@@ -1,0 +1,438 @@
+"""The float64 reference: against Hugging Face's modules, plain definitions, and its own words."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moeos.checkpoint import load_block
+from moeos.config import MoEConfig
+from moeos.reference import dropped, moe, relative_error, route
+from tests.huggingface import Block, deepseek_v3, mixtral, olmoe, qwen3_moe
+
+SIZES: dict[str, Any] = {"hidden": 16, "intermediate": 24, "experts": 16, "top_k": 3}
+
+
+def config(**changes: Any) -> MoEConfig:
+    return MoEConfig(**(SIZES | {"dtype": torch.float32} | changes))
+
+
+def random_arguments(cfg: MoEConfig, tokens: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        normal = torch.randn(shape, dtype=torch.float64, generator=generator)
+        return normal / math.sqrt(shape[-1])
+
+    arguments = {
+        "x": draw(tokens, cfg.hidden) * cfg.hidden**0.5,
+        "gate_weight": draw(cfg.experts, cfg.hidden),
+        "w1": draw(cfg.experts, cfg.w1_rows, cfg.hidden),
+        "w2": draw(cfg.experts, cfg.hidden, cfg.intermediate),
+    }
+    if cfg.bias:
+        arguments["b1"] = draw(cfg.experts, cfg.w1_rows)
+        arguments["b2"] = draw(cfg.experts, cfg.hidden)
+    return arguments
+
+
+# --- Hugging Face's own modules -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (mixtral, {}),
+        (mixtral, {"hidden": 72, "intermediate": 40, "experts": 6, "top_k": 3}),
+        (qwen3_moe, {"renormalize": True}),
+        (qwen3_moe, {"renormalize": False, "experts": 16, "top_k": 8}),
+        (olmoe, {"renormalize": True}),
+        (olmoe, {"renormalize": False, "experts": 16, "top_k": 8}),
+        (deepseek_v3, {}),
+        (deepseek_v3, {"renormalize": False, "routed_scaling": 1.0}),
+        (deepseek_v3, {"experts": 32, "expert_groups": 8, "top_groups": 3, "top_k": 6}),
+    ],
+)
+def test_agrees_with_hugging_face(
+    make: Callable[..., Block], options: dict[str, Any], seed: int
+) -> None:
+    made = make(seed=seed, **options)
+    cfg = made.config
+    block = load_block(cfg, made.state_dict, made.prefix, rank=0, world_size=1)
+    selection_bias = block.get("gate.selection_bias")
+    x = torch.randn(100, cfg.hidden, generator=torch.Generator().manual_seed(seed))
+    gate_weight = block["gate.weight"]
+    # The modules' routers work in float32, so that a near tie may go the other way there.
+    clear = route(x, gate_weight, cfg, selection_bias).margin > 1e-6
+    assert clear.sum() >= 98
+    y = moe(x, gate_weight, block["w1"], block["w2"], cfg, selection_bias=selection_bias)
+    assert relative_error(y[clear], made.routed_output(x)[clear]) <= 1e-6
+
+
+# --- Routing ------------------------------------------------------------------------------------
+
+
+def chosen_by_definition(selection: list[float], cfg: MoEConfig) -> list[int]:
+    """The experts of one token, by sorting."""
+    size = cfg.experts // cfg.expert_groups
+    groups = [list(range(first, first + size)) for first in range(0, cfg.experts, size)]
+    group_scores = [
+        sum(sorted((selection[e] for e in group), reverse=True)[:2]) for group in groups
+    ]
+    best = sorted(range(len(groups)), key=lambda group: (-group_scores[group], group))
+    candidates = [expert for group in best[: cfg.top_groups] for expert in groups[group]]
+    return sorted(candidates, key=lambda expert: (-selection[expert], expert))[: cfg.top_k]
+
+
+@st.composite
+def routed_layers(draw: st.DrawFn) -> tuple[MoEConfig, Tensor, Tensor | None]:
+    """A config, logits with many ties, and a selection bias or None."""
+    groups = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    top_groups = draw(st.integers(1, groups))
+    cfg = config(
+        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
+        renormalize=draw(st.booleans()),
+        routed_scaling=draw(st.sampled_from([1.0, 2.5])),
+        selection_bias=draw(st.booleans()),
+        expert_groups=groups,
+        top_groups=top_groups,
+        top_k=draw(st.integers(1, top_groups * 16 // groups)),
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    logits = torch.randint(-2, 3, (8, 16), generator=generator).double()
+    bias = torch.randint(-1, 2, (16,), generator=generator) / 4 if cfg.selection_bias else None
+    return cfg, logits, bias
+
+
+@settings(deadline=None)
+@given(routed_layers())
+def test_experts_and_weights_are_those_of_the_definition_with_ties_to_the_lower_expert(
+    layer: tuple[MoEConfig, Tensor, Tensor | None],
+) -> None:
+    cfg, logits, bias = layer
+    routing = route(logits, torch.eye(16), cfg, bias)  # hidden = experts: the logits are x
+    assert routing.ids.dtype == torch.int64
+    assert routing.weights.dtype == routing.margin.dtype == torch.float64
+    scores = logits.softmax(dim=1) if cfg.scoring == "softmax" else logits.sigmoid()
+    selection = scores if bias is None else scores + bias
+    for token, ids in enumerate(routing.ids.tolist()):
+        assert ids == chosen_by_definition(selection[token].tolist(), cfg)
+        total = sum(scores[token, expert].item() for expert in ids) if cfg.renormalize else 1.0
+        expected = [scores[token, expert].item() / total * cfg.routed_scaling for expert in ids]
+        assert routing.weights[token].tolist() == pytest.approx(expected, rel=1e-14)
+
+
+def test_softmax_and_sigmoid_scores_by_hand() -> None:
+    logits = torch.zeros(1, 16)
+    logits[0, 5], logits[0, 2] = math.log(6), math.log(3)
+    softmax = route(logits, torch.eye(16), config(top_k=2, renormalize=False))
+    assert softmax.ids.tolist() == [[5, 2]]
+    assert softmax.weights[0].tolist() == pytest.approx([6 / 23, 3 / 23])
+    sigmoid = route(logits, torch.eye(16), config(top_k=2, renormalize=False, scoring="sigmoid"))
+    assert sigmoid.weights[0].tolist() == pytest.approx([6 / 7, 3 / 4])
+    renormalized = route(logits, torch.eye(16), config(top_k=2))
+    assert renormalized.weights[0].tolist() == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_a_selection_bias_moves_the_choice_and_not_the_weights() -> None:
+    cfg = config(top_k=1, scoring="sigmoid", renormalize=False, selection_bias=True)
+    bias = torch.zeros(16)
+    bias[9] = 0.75
+    routing = route(torch.zeros(1, 16), torch.eye(16), cfg, bias)
+    assert routing.ids.tolist() == [[9]]
+    assert routing.weights.tolist() == [[0.5]]
+
+
+def test_equal_scores_go_to_the_lower_experts_and_have_no_margin() -> None:
+    routing = route(torch.zeros(2, 16), torch.eye(16), config(top_k=4))
+    assert routing.ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert routing.margin.tolist() == [0.0, 0.0]
+
+
+def test_a_tie_of_groups_alone_has_no_margin() -> None:
+    cfg = config(top_k=1, expert_groups=2, top_groups=1)
+    logits = torch.zeros(1, 16)
+    logits[0, 0], logits[0, 1], logits[0, 8], logits[0, 9] = 3.0, 1.0, 3.0, 1.0
+    routing = route(logits, torch.eye(16), cfg)
+    assert routing.ids.tolist() == [[0]]
+    assert routing.margin.tolist() == [0.0]
+
+
+def test_the_margin_is_infinite_where_all_experts_are_chosen() -> None:
+    assert route(torch.zeros(1, 16), torch.eye(16), config(top_k=16)).margin.tolist() == [math.inf]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups=st.sampled_from([(1, 1), (4, 2), (8, 3), (16, 5)]),
+    fraction=st.floats(0.0, 0.999),
+)
+def test_scores_that_change_by_less_than_half_the_margin_choose_the_same_experts(
+    seed: int, groups: tuple[int, int], fraction: float
+) -> None:
+    cfg = config(
+        scoring="sigmoid", selection_bias=True, expert_groups=groups[0], top_groups=groups[1]
+    )
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 16, dtype=torch.float64, generator=generator)
+    signs = torch.randint(0, 2, (16,), generator=generator) * 2 - 1
+    before = route(logits, torch.eye(16), cfg, torch.zeros(16))
+    after = route(logits, torch.eye(16), cfg, signs * before.margin * fraction / 2)
+    assert set(before.ids[0].tolist()) == set(after.ids[0].tolist())
+
+
+def test_scores_that_change_by_more_than_half_the_margin_can_choose_other_experts() -> None:
+    cfg = config(scoring="sigmoid", selection_bias=True)
+    logits = torch.randn(50, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = route(logits, torch.eye(16), cfg, torch.zeros(16))
+    for token, chosen in enumerate(before.ids):
+        against_the_choice = torch.ones(16, dtype=torch.float64)
+        against_the_choice[chosen] = -1.0
+        bias = against_the_choice * before.margin[token] * 0.5001
+        after = route(logits[token : token + 1], torch.eye(16), cfg, bias)
+        assert set(after.ids[0].tolist()) != set(chosen.tolist())
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.499, 0), (0.501, 8)])
+def test_the_margin_of_groups_counts_that_both_their_best_scores_can_change(
+    fraction: float, expected: int
+) -> None:
+    cfg = config(scoring="sigmoid", selection_bias=True, top_k=1, expert_groups=2, top_groups=1)
+    logits = torch.zeros(1, 16)
+    logits[0, 0], logits[0, 8] = 1.0, 0.9
+    margin = route(logits, torch.eye(16), cfg, torch.zeros(16)).margin
+    towards_the_second_group = torch.tensor([-1.0] * 8 + [1.0] * 8, dtype=torch.float64)
+    bias = towards_the_second_group * margin * fraction
+    assert route(logits, torch.eye(16), cfg, bias).ids.tolist() == [[expected]]
+
+
+def test_scores_that_all_underflow_give_zero_weights_and_not_nan() -> None:
+    routing = route(torch.full((1, 16), -800.0), torch.eye(16), config(scoring="sigmoid"))
+    assert routing.weights.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_non_finite_logits_are_an_error_that_names_the_token() -> None:
+    x = torch.zeros(4, 16)
+    x[2, 3] = math.nan
+    with pytest.raises(ValueError, match="the logits of token 2 are not finite"):
+        route(x, torch.eye(16), config())
+
+
+# --- The layer ----------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[float], float]] = {
+    "gelu": lambda v: v * 0.5 * (1 + math.erf(v / math.sqrt(2))),
+    "gelu_tanh": lambda v: (
+        v * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+    ),
+    "silu": lambda v: v / (1 + math.exp(-v)),
+    "relu": lambda v: max(v, 0.0),
+    "identity": lambda v: v,
+}
+
+
+def activate_by_definition(rows: Tensor, cfg: MoEConfig) -> Tensor:
+    """[S, w1_rows] -> [S, I], number by number."""
+    if not cfg.gated:
+        return rows.clone().apply_(ACTIVATIONS[cfg.activation])
+    limit = math.inf if cfg.swiglu_limit is None else cfg.swiglu_limit
+    gate = rows[:, : cfg.intermediate].clone().apply_(lambda v: ACTIVATIONS["silu"](min(v, limit)))
+    up = rows[:, cfg.intermediate :].clone().apply_(lambda v: max(-limit, min(v, limit)))
+    return gate * up
+
+
+def moe_by_definition(
+    arguments: dict[str, Tensor], cfg: MoEConfig, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """Every expert over every token, then a weighted sum over [S, E]."""
+    x = arguments["x"]
+    y = torch.zeros_like(x)
+    for expert in range(cfg.experts):
+        rows = x @ arguments["w1"][expert].T
+        rows += arguments["b1"][expert] if cfg.bias else 0.0
+        output = activate_by_definition(rows, cfg) @ arguments["w2"][expert].T
+        output += arguments["b2"][expert] if cfg.bias else 0.0
+        y += (weights * (ids == expert)).sum(dim=1, keepdim=True) * output
+    return y
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "limit"),
+    [("swiglu", None), ("swiglu", 0.5), *((name, None) for name in ACTIVATIONS)],
+)
+def test_computes_the_weighted_sum_of_its_experts(
+    activation: str, limit: float | None, bias: bool
+) -> None:
+    cfg = config(activation=activation, swiglu_limit=limit, bias=bias)
+    arguments = random_arguments(cfg, tokens=20)
+    routing = route(arguments["x"], arguments["gate_weight"], cfg)
+    expected = moe_by_definition(arguments, cfg, routing.ids, routing.weights)
+    y = moe(cfg=cfg, **arguments)
+    assert y.dtype == torch.float64
+    assert relative_error(y, expected) <= 1e-14
+
+
+def test_the_callers_routing_is_used_as_it_is() -> None:
+    cfg = config()
+    arguments = random_arguments(cfg, tokens=3)
+    ids = torch.tensor([[5, -1, 0], [-1, -1, -1], [15, 1, 2]], dtype=torch.int32)
+    weights = torch.tensor([[2.0, math.nan, -1.0], [1.0, 1.0, 1.0], [0.5, 0.25, 3.0]])
+    used = torch.where(ids < 0, 0.0, weights)
+    y = moe(cfg=cfg, topk_ids=ids, topk_weights=weights, **arguments)
+    assert relative_error(y, moe_by_definition(arguments, cfg, ids, used)) <= 1e-14
+    assert not y[1].any()
+
+
+def test_routing_given_by_the_caller_equals_the_layers_own() -> None:
+    cfg = config()
+    arguments = random_arguments(cfg, tokens=20)
+    ids, weights, _ = route(arguments["x"], arguments["gate_weight"], cfg)
+    given_routing = moe(cfg=cfg, topk_ids=ids, topk_weights=weights, **arguments)
+    assert torch.equal(given_routing, moe(cfg=cfg, **arguments))
+
+
+def test_a_dropped_pair_contributes_nothing_and_the_others_keep_their_weights() -> None:
+    cfg = config(capacity_factor=0.5)
+    arguments = random_arguments(cfg, tokens=40)
+    ids, weights, _ = route(arguments["x"], arguments["gate_weight"], cfg)
+    drops = dropped(ids, cfg)
+    assert drops.any()
+    expected = moe_by_definition(arguments, cfg, ids, weights * ~drops)
+    assert relative_error(moe(cfg=cfg, **arguments), expected) <= 1e-14
+
+
+def test_no_tokens_give_no_output() -> None:
+    cfg = config(capacity_factor=1.0, expert_groups=4, top_groups=2)
+    assert moe(cfg=cfg, **random_arguments(cfg, tokens=0)).shape == (0, 16)
+
+
+def test_low_precision_arguments_are_computed_in_float64() -> None:
+    cfg = config(dtype=torch.bfloat16, bias=True)
+    arguments = {name: t.bfloat16() for name, t in random_arguments(cfg, tokens=20).items()}
+    exact = {name: tensor.double() for name, tensor in arguments.items()}
+    assert torch.equal(moe(cfg=cfg, **arguments), moe(cfg=cfg, **exact))
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    cfg = config(hidden=8, intermediate=8, experts=4, top_k=2, bias=True)
+    arguments = random_arguments(cfg, tokens=3)
+    inputs = tuple(tensor.requires_grad_() for tensor in arguments.values())
+
+    def layer(*tensors: Tensor) -> Tensor:
+        return moe(cfg=cfg, **dict(zip(arguments, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(layer, inputs)
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    tokens=st.integers(0, 30),
+    factor=st.sampled_from([0.1, 0.5, 1.0, 1.25, 5.0]),
+)
+def test_an_expert_keeps_its_first_pairs_by_token_and_then_by_slot(
+    seed: int, tokens: int, factor: float
+) -> None:
+    cfg = config(capacity_factor=factor)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, 16, (tokens, 3), generator=generator)
+    capacity = min(tokens, math.ceil(round(factor * 100) * tokens * 3 / 1600))
+    taken = [0] * 16
+    expected = []
+    for row in ids.tolist():
+        for expert in row:
+            expected.append(expert >= 0 and taken[expert] >= capacity)
+            taken[expert] += expert >= 0
+    assert dropped(ids, cfg).flatten().tolist() == expected
+
+
+def test_nothing_is_dropped_without_a_capacity_factor() -> None:
+    assert not dropped(torch.zeros(50, 3, dtype=torch.int64), config(row_map="capacity")).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({}, {"x": torch.zeros(4, 8)}, r"x is \[4, 8\]; it must be \[4, 16\]"),
+        ({}, {"gate_weight": torch.zeros(8, 16)}, r"gate_weight is \[8, 16\]; .*\[16, 16\]"),
+        ({}, {"w1": torch.zeros(16, 24, 16)}, r"w1 is \[16, 24, 16\]; .*\[16, 48, 16\]"),
+        ({}, {"w2": torch.zeros(16, 24, 16)}, r"w2 is \[16, 24, 16\]; .*\[16, 16, 24\]"),
+        ({}, {"b1": torch.zeros(16, 48)}, "b1 must be None for this config"),
+        ({"bias": True}, {"b2": None}, "b2 must be given for this config"),
+        ({"bias": True}, {"b1": torch.zeros(16, 24)}, r"b1 is \[16, 24\]; .*\[16, 48\]"),
+        ({"selection_bias": True}, {}, "selection_bias must be given for this config"),
+        ({}, {"selection_bias": torch.zeros(16)}, "selection_bias must be None for this config"),
+        ({}, {"topk_ids": torch.zeros(4, 3)}, "topk_ids and topk_weights .* only together"),
+        ({}, {"topk_weights": torch.zeros(4, 3)}, "topk_ids and topk_weights .* only together"),
+        (
+            {},
+            {"topk_ids": torch.zeros(4, 2), "topk_weights": torch.zeros(4, 3)},
+            r"topk_ids is \[4, 2\]; it must be \[4, 3\]",
+        ),
+        (
+            {},
+            {"topk_ids": torch.zeros(4, 3), "topk_weights": torch.zeros(4)},
+            r"topk_weights is \[4\]; it must be \[4, 3\]",
+        ),
+        (
+            {},
+            {"topk_ids": torch.full((4, 3), 16), "topk_weights": torch.zeros(4, 3)},
+            "topk_ids holds 16; it must be an expert below 16, or -1",
+        ),
+        (
+            {},
+            {"topk_ids": torch.full((4, 3), -2), "topk_weights": torch.zeros(4, 3)},
+            "topk_ids holds -2; it must be an expert below 16, or -1",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_the_config_are_refused(
+    changes: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    cfg = config(**changes)
+    with pytest.raises(ValueError, match=message):
+        moe(cfg=cfg, **(random_arguments(cfg, tokens=4) | arguments))
+
+
+# --- Relative error -----------------------------------------------------------------------------
+
+
+def test_relative_error_is_a_quotient_of_frobenius_norms() -> None:
+    expected = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    actual = torch.tensor([[3.0, 0.5], [0.0, 4.0]], dtype=torch.bfloat16)
+    assert relative_error(actual, expected) == pytest.approx(0.1)
+    assert relative_error(expected, expected) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "error"),
+    [
+        ([], [], 0.0),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([1e-300, 0.0], [0.0, 0.0], math.inf),
+        ([math.nan, 0.0], [1.0, 0.0], math.inf),
+        ([1.0, 0.0], [math.nan, 0.0], math.inf),
+        ([math.inf, 0.0], [math.inf, 0.0], math.inf),
+        ([math.inf, 0.0], [1.0, 0.0], math.inf),
+        ([1.0, 0.0], [math.inf, 0.0], math.inf),
+        ([math.nan], [0.0], math.inf),
+    ],
+)
+def test_relative_error_of_zeros_and_of_values_that_are_not_finite(
+    actual: list[float], expected: list[float], error: float
+) -> None:
+    as_double = [torch.tensor(values, dtype=torch.float64) for values in (actual, expected)]
+    assert relative_error(*as_double) == error
+
+
+def test_relative_error_of_different_shapes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"actual is \[1, 2\] and expected \[2\]"):
+        relative_error(torch.zeros(1, 2), torch.zeros(2))

@@ -1,0 +1,141 @@
+"""World and TwinOptions: what they accept, and that a world ends in order and only once."""
+
+import ctypes
+import os
+from typing import Any
+
+import pytest
+
+from moeos.control import ControlPlane, SoloControl
+from moeos.errors import PeerTimeout
+from moeos.world import MAX_DEADLINE, TwinOptions, World
+from tests.host.test_control import in_threads
+
+
+def world_of(control: ControlPlane, **changes: Any) -> World:
+    settings: dict[str, Any] = {"backend": "twin", "deadline": 10.0, "twin": TwinOptions()}
+    return World(control, **(settings | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("processors", 0, ValueError),
+        ("processors", 1025, ValueError),
+        ("processors", 1.0, TypeError),
+        ("processors", True, TypeError),
+        ("jitter_us", -0.1, ValueError),
+        ("jitter_us", float("nan"), ValueError),
+        ("jitter_us", 2e6, ValueError),
+        ("jitter_us", "1", TypeError),
+        ("jitter_seed", -1, ValueError),
+        ("jitter_seed", 2**63, ValueError),
+        ("split_os", 1, TypeError),
+        ("remote", "yes", TypeError),
+    ],
+)
+def test_an_option_out_of_range_is_refused_with_its_name_and_value(
+    name: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=f"{name} is {value!r}; (allowed|it must be)"):
+        TwinOptions(**{name: value})
+
+
+@pytest.mark.parametrize("deadline", [0, 0.0, -1.0, float("inf"), float("nan"), MAX_DEADLINE + 1])
+def test_a_deadline_that_is_no_positive_time_is_refused(deadline: float) -> None:
+    with pytest.raises(ValueError, match=r"deadline is .*; allowed: "):
+        world_of(SoloControl(), deadline=deadline)
+
+
+def test_processors_left_open_share_the_usable_cores_among_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert [TwinOptions().processors_for(ranks) for ranks in (1, 3, 8, 9)] == [8, 2, 1, 1]
+
+
+def test_processors_that_are_given_are_used_whatever_the_machine_has() -> None:
+    assert TwinOptions(processors=5).processors_for(64) == 5
+    assert world_of(SoloControl(), twin=TwinOptions(processors=5)).processors == 5
+
+
+def test_a_world_tells_its_rank_size_backend_and_deadline() -> None:
+    with world_of(SoloControl(), deadline=3) as world:
+        assert (world.rank, world.size, world.backend, world.deadline) == (0, 1, "twin", 3.0)
+        assert repr(world) == "World(rank=0, size=1, backend='twin')"
+
+
+def test_engines_are_closed_last_first_and_before_their_heaps_are_unmapped() -> None:
+    events: list[tuple[str, int]] = []
+    world = world_of(SoloControl())
+    heap = world.allocate_heap(64)
+    ctypes.c_uint8.from_address(heap.addresses[0]).value = 9
+    for name in ("first", "second"):
+        world.on_close.append(lambda name=name: events.append((name, len(heap.addresses))))
+    world.close()
+    assert events == [("second", 1), ("first", 1)]
+    assert heap.addresses == ()
+
+
+def test_closing_twice_calls_nothing_twice() -> None:
+    calls: list[str] = []
+    world = world_of(SoloControl())
+    world.on_close.append(lambda: calls.append("close"))
+    world.close()
+    world.close()
+    assert calls == ["close"]
+
+
+def test_heaps_are_unmapped_even_if_an_engine_fails_to_close() -> None:
+    def fail() -> None:
+        raise OSError("the engine's error")
+
+    world = world_of(SoloControl())
+    heap = world.allocate_heap(64)
+    world.on_close.append(fail)
+    with pytest.raises(OSError, match="the engine's error"):
+        world.close()
+    assert heap.addresses == ()
+
+
+def test_a_closed_world_gives_no_heap_and_cannot_be_entered() -> None:
+    with world_of(SoloControl()) as world:
+        pass
+    assert world.closed
+    with pytest.raises(RuntimeError, match="the world of rank 0 is closed"):
+        world.allocate_heap(64)
+    with pytest.raises(RuntimeError, match="the world of rank 0 is closed"), world:
+        pass
+
+
+def test_an_abort_after_the_close_reaches_no_engine() -> None:
+    calls: list[str] = []
+    world = world_of(SoloControl())
+    world.on_abort.append(calls.append)
+    world.close()
+    world.abort("too late")
+    assert calls == []
+
+
+def test_leaving_a_world_by_an_error_interrupts_this_ranks_engines() -> None:
+    reasons: list[str] = []
+    world = world_of(SoloControl())
+    world.on_abort.append(reasons.append)
+    with pytest.raises(KeyError), world:
+        raise KeyError("w1")
+    assert reasons == ["KeyError: 'w1'"]
+    assert world.closed
+
+
+def test_leaving_a_world_by_an_error_ends_the_other_ranks_waits_with_its_reason() -> None:
+    def one_fails(control: ControlPlane) -> None:
+        with world_of(control) as world:
+            if world.rank == 1:
+                raise ValueError("a bad tensor")
+            world.control.barrier()
+
+    first, second, third = in_threads(one_fails, 3)
+    assert isinstance(second, ValueError)
+    for error in (first, third):
+        assert isinstance(error, PeerTimeout)
+        assert "rank 1 gave up: ValueError: a bad tensor" in str(error)

@@ -1,0 +1,57 @@
+"""The demo under mpirun: four processes, one table, one verdict, and one voice."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.processes import ROOT, mpirun
+
+MOEOS = "from moeos.cli import main; main()"
+DEMO = str(ROOT / "configs" / "demo.toml")
+
+ONE_WRONG_RANK = """
+import moeos
+right = moeos.MoELayer.forward
+
+def forward(layer, *arguments):
+    y = right(layer, *arguments)
+    return y * 1.05 if layer.world.rank == 1 else y
+
+moeos.MoELayer.forward = forward
+"""
+
+
+def test_four_ranks_run_a_layer_on_documents_and_match_the_reference(tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    ended = mpirun(4, MOEOS, "run", DEMO, "--iterations", "5", "--json", str(path))
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.rstrip().splitlines()
+    assert re.fullmatch(r"max relative error \d\.\de-\d\d \(tolerance 8\.0e-03\)", lines[-1])
+    assert sum("max relative error" in line for line in lines) == 1
+    assert all(f"rank {rank}" in ended.stdout for rank in range(4))
+
+    document = json.loads(path.read_text())
+    ranks = document["by_rank"]
+    assert document["ranks"] == 4
+    assert 0 < document["max_relative_error"] <= 8e-3
+    sent = [rank["pairs_sent"] for rank in ranks]
+    received = [rank["pairs_received"] for rank in ranks]
+    assert sent == [list(column) for column in zip(*received, strict=True)]
+    assert [2 * sum(rank["tokens"]) for rank in ranks] == [sum(pairs) for pairs in sent]
+    assert len({tuple(rank["tokens"]) for rank in ranks}) == 4  # each rank draws its own
+    for rank in ranks:
+        assert rank["check"]["checked"] + rank["check"]["near_ties"] == sum(rank["tokens"])
+
+
+def test_one_ranks_wrong_output_fails_the_run() -> None:
+    ended = mpirun(2, ONE_WRONG_RANK + MOEOS, "run", DEMO, "--iterations", "2")
+    assert ended.returncode == 1
+    assert "max relative error 5." in ended.stdout
+
+
+def test_what_all_ranks_refuse_is_one_line() -> None:
+    ended = mpirun(2, MOEOS, "run", DEMO, "--tokens", "600")
+    assert ended.returncode == 2
+    said = [line for line in ended.stderr.splitlines() if line.startswith("moeos")]
+    assert said == ["moeos: tokens is 600; allowed: 0 to max_tokens, 512, of this rank"]
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,1 @@
+"""Tests of the compiled sources without Python."""

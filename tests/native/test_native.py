@@ -1,0 +1,240 @@
+"""The twin without Python, plain and under sanitizers: random worlds, and the matrix product alone.
+
+g++ builds tests/native/*.cpp with the twin's sources; nothing but moeos's own code is in these
+programs, so a sanitizer sees all of it and reports nothing else.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TWIN = Path("kernels/twin")
+TESTS = Path("tests/native")
+
+COMPILER = shutil.which("g++")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.timeout(600),
+]
+
+INSTRUCTION_SETS = {  # as in CMakeLists.txt
+    "gemm_avx2.cpp": ["-mavx2", "-mfma"],
+    "gemm_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flavour:
+    """A way to build the programs.
+
+    Attributes:
+        options: for the compiler; those that begin with -fsanitize also for the linker.
+        worlds: how many random worlds run in a few seconds.
+        environment: of the programs, for the sanitizers.
+    """
+
+    options: tuple[str, ...]
+    worlds: int
+    environment: dict[str, str]
+
+
+FLAVOURS = {
+    "plain": Flavour(("-O2", "-DMOEOS_DEBUG_CHECKS"), 400, {}),
+    "thread": Flavour(
+        ("-O1", "-g", "-fsanitize=thread"),
+        60,
+        {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
+    ),
+    "address": Flavour(
+        (
+            "-O1",
+            "-g",
+            "-DMOEOS_DEBUG_CHECKS",
+            "-fsanitize=address,undefined",
+            "-fno-sanitize-recover=all",
+        ),
+        60,
+        {"ASAN_OPTIONS": "detect_stack_use_after_return=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    ),
+}
+
+
+def run(command: Sequence[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*map(str, command)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def compile_all(flavour: Flavour, sources: Sequence[Path], root: Path, to: Path) -> list[Path]:
+    """The object files of sources below `root`, which is also where their includes are found."""
+    to.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: Path) -> Path:
+        output = to / f"{source.stem}.o"
+        options = ["-std=c++20", *flavour.options, *INSTRUCTION_SETS.get(source.name, [])]
+        done = run([str(COMPILER), *options, f"-I{root}", "-c", root / source, "-o", output])
+        assert done.returncode == 0, done.stderr
+        return output
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [*pool.map(compile_one, sources)]
+
+
+def link(flavour: Flavour, objects: Sequence[Path], program: Path) -> Path:
+    sanitizers = [option for option in flavour.options if option.startswith("-fsanitize")]
+    done = run([str(COMPILER), *sanitizers, *objects, "-pthread", "-o", program])
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def execute(
+    flavour: Flavour, program: Path, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program; without address randomisation, which ThreadSanitizer's shadow memory of older
+    compilers does not bear on kernels that randomise many bits."""
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    if fixed and run([*fixed, "true"]).returncode != 0:
+        fixed = []  # a container may forbid it
+    return run([*fixed, program, *map(str, arguments)], **flavour.environment)
+
+
+def gemm_sources() -> list[Path]:
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    sources = sorted(path.relative_to(ROOT) for path in (ROOT / TWIN).glob("gemm*.cpp"))
+    return [source for source in sources if on_x86 or source.name not in INSTRUCTION_SETS]
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """What was built in one flavour."""
+
+    flavour: Flavour
+    virtual_ranks: Path
+    gemm: Path
+    gemm_objects: list[Path]
+
+
+RANK_SOURCES = [TWIN / "forward.cpp", TESTS / "test_virtual_ranks.cpp"]
+Build = Callable[[str], Built]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Builds a flavour, by name, once."""
+
+    @functools.cache
+    def build_once(name: str) -> Built:
+        flavour, to = FLAVOURS[name], tmp_path_factory.mktemp(name)
+        sources = [*RANK_SOURCES, TESTS / "test_gemm.cpp", *gemm_sources()]  # the slowest first
+        objects = compile_all(flavour, sources, ROOT, to)
+        ranks, gemm_test, gemm = objects[:2], objects[2], objects[3:]
+        return Built(
+            flavour,
+            link(flavour, [*ranks, *gemm], to / "virtual_ranks"),
+            link(flavour, [gemm_test, *gemm], to / "gemm"),
+            gemm,
+        )
+
+    return build_once
+
+
+def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
+    report = done.stdout[-4000:] + done.stderr[-8000:]
+    assert done.returncode == 0, report
+    assert "Sanitizer" not in report
+    assert "runtime error" not in report
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_random_worlds_compute_the_right_result(name: str, build: Build) -> None:
+    built = build(name)
+    worlds = built.flavour.worlds
+    done = execute(built.flavour, built.virtual_ranks, 1, worlds)
+    assert_clean(done)
+    assert f"{worlds} worlds, 0 failed" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["plain", "address"])  # it has one thread
+def test_matrix_product_alone(name: str, build: Build) -> None:
+    built = build(name)
+    done = execute(built.flavour, built.gemm)
+    assert_clean(done)
+    assert "portable passed" in done.stdout
+
+
+# --- that these tests can fail ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A defect for a copy of the sources, and what its report says.
+
+    Attributes:
+        flavour: that must notice it.
+        file, text, replacement: the text occurs once in the file.
+        report: in what the program prints, or "" where it ends by a trap.
+    """
+
+    flavour: str
+    file: str
+    text: str
+    replacement: str
+    report: str
+
+
+FAULTS = {
+    "a release that is relaxed": Fault(
+        "thread",
+        "runtime/platform/twin/platform.hpp",
+        "access(word).store(value, std::memory_order_release)",
+        "access(word).store(value, std::memory_order_relaxed)",
+        "ThreadSanitizer: data race",
+    ),
+    "rows of two experts at one place": Fault(
+        "plain",
+        "runtime/layout.hpp",
+        "local_expert * geometry_.capacity + slot",
+        "local_expert + slot",
+        "error",
+    ),
+    "a row written into another rank's cell": Fault(
+        "plain",
+        "runtime/packet.hpp",
+        "direct + rank.layout.write_row(rank.rank, peer, rank.rank,",
+        "direct + rank.layout.write_row(rank.rank, peer, peer,",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_protocol_is_noticed(name: str, build: Build, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    built = build(fault.flavour)
+    for folder in ("runtime", "kernels", "tests/native"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    broken = tmp_path / fault.file
+    text = broken.read_text()
+    assert text.count(fault.text) == 1, f"{fault.file} has changed: choose another fault"
+    broken.write_text(text.replace(fault.text, fault.replacement))
+    objects = compile_all(built.flavour, RANK_SOURCES, tmp_path, tmp_path / "objects")
+    program = link(built.flavour, [*objects, *built.gemm_objects], tmp_path / "broken")
+    done = execute(built.flavour, program, 1, 20)
+    assert done.returncode != 0
+    assert fault.report in done.stdout + done.stderr

@@ -1,0 +1,119 @@
+"""Ranks as real processes, for tests: forked from this one, or started by mpirun or torchrun.
+
+Every process is waited for with a limit and ended by its own id.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+_fork = multiprocessing.get_context("fork")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank, where the ranks serve the store themselves."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+class ForkedRanks:
+    """`function(rank)` in a forked process for each rank; `ended` collects what came of it.
+
+    A rank's outcome is what the function returned, the exception that it raised, or None if the
+    process was killed. A forked process starts in a millisecond, with moeos imported.
+    """
+
+    def __init__(self, function: Callable[[int], Any], size: int) -> None:
+        self.processes = []
+        self._outcomes = []
+        for rank in range(size):
+            receiver, sender = _fork.Pipe(duplex=False)
+            process = _fork.Process(target=self._live, args=(function, rank, sender), daemon=True)
+            process.start()
+            sender.close()
+            self.processes.append(process)
+            self._outcomes.append(receiver)
+
+    @staticmethod
+    def _live(function: Callable[[int], Any], rank: int, sender: Any) -> None:
+        try:
+            outcome = function(rank)
+        except Exception as error:
+            outcome = error
+        sender.send(outcome)
+        sender.close()
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def ended(self, seconds: float = 30.0, ranks: Sequence[int] | None = None) -> list[Any]:
+        ends = time.monotonic() + seconds
+        outcomes = []
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            process, receiver = self.processes[rank], self._outcomes[rank]
+            outcome: Any = None
+            if receiver.poll(max(0.0, ends - time.monotonic())):
+                with contextlib.suppress(EOFError):
+                    outcome = receiver.recv()
+            process.join(max(0.0, ends - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+                raise AssertionError(f"a rank did not end within {seconds} s")
+            outcomes.append(outcome)
+        return outcomes
+
+
+def launched(
+    launcher: Sequence[str],
+    program: str,
+    arguments: Sequence[str] = (),
+    seconds: float = 200.0,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program under a launcher of this environment, as the scripts in launch/ do."""
+    command = [str(BIN / launcher[0]), *launcher[1:], sys.executable, "-c", program, *arguments]
+    shell = 'source "$0" && exec "$@"'
+    return subprocess.run(
+        ["bash", "-c", shell, str(ROOT / "launch" / "environment.sh"), *command],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
+
+
+def mpirun(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return launched(["mpirun", "-n", str(ranks)], program, arguments)
+
+
+def torchrun(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as logs:  # it leaves a folder there in any case
+        options = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--no-python"]
+        return launched(["torchrun", *options], program, arguments)

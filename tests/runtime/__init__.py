@@ -1,0 +1,1 @@
+"""Tests of runtime/: one file for each property of the device OS."""

@@ -1,0 +1,91 @@
+"""The runtime headers must compile for the GPU, or the twin and the GPU would drift apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+
+ROOT = Path(__file__).parents[2]
+HEADERS = sorted(
+    p.relative_to(ROOT) for p in (ROOT / "runtime").rglob("*.hpp") if "twin" not in p.parts
+)
+
+OPTIONS = [
+    b"--gpu-architecture=sm_90a",
+    b"--std=c++20",
+    b"--device-as-default-execution-space",
+    b"--include-path=" + str(ROOT).encode(),
+]
+
+WHOLE_OS = """
+#include "runtime/os.hpp"
+#include "runtime/platform/cuda/platform.hpp"
+#include "runtime/processor.hpp"
+
+namespace moeos {
+
+using Gpu = cuda::Machine;
+static_assert(Platform<Gpu>);
+
+// Does no arithmetic: what matters here is that every template of the OS is instantiated.
+struct NoArithmetic {
+  u32 route(u32) { return kNone; }
+  void copy_row(u32, u8*) {}
+  void gemm0(const Task&, u32) {}
+  void gemm1(const Task&, u32) {}
+  void combine(u32) {}
+};
+
+extern "C" __global__ void device_os(Rank<Gpu> rank, Call call) {
+  const u32 warp = threadIdx.x / Gpu::kLanes;
+  if (blockIdx.x + 1 < gridDim.x) {
+    NoArithmetic kernels;
+    run_processor(rank, call, kernels, blockIdx.x);
+    return;
+  }
+  if (warp == 0) {
+    begin_call(rank, call);
+  }
+  __syncthreads();
+  run_os_warp(rank, call, warp);
+}
+
+}  // namespace moeos
+"""
+
+
+def compile_for_gpu(source: str, *more: bytes) -> bytes:
+    """The cubin of a translation unit; fails the test with the compiler's log."""
+    error, program = nvrtc.nvrtcCreateProgram(source.encode(), b"unit.cu", 0, [], [])
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    options = [*OPTIONS, *more]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        pytest.fail(log.decode(errors="replace")[:8000])
+    _, size = nvrtc.nvrtcGetCUBINSize(program)
+    cubin = b" " * size
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    return cubin
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=str)
+def test_header_compiles_on_its_own_for_sm_90a(header: Path) -> None:
+    compile_for_gpu(f'#include "{header}"\n')
+
+
+@pytest.mark.parametrize(
+    "checks", [(), (b"-DMOEOS_DEBUG_CHECKS",)], ids=["release", "debug-checks"]
+)
+def test_whole_device_os_compiles_for_sm_90a(checks: tuple[bytes, ...]) -> None:
+    assert b"device_os" in compile_for_gpu(WHOLE_OS, *checks)
+
+
+def test_a_broken_header_would_be_noticed() -> None:
+    with pytest.raises(pytest.fail.Exception, match="no_such_member"):
+        compile_for_gpu(WHOLE_OS.replace("begin_call(rank, call)", "rank.no_such_member()"))
