@@ -7,12 +7,17 @@ namespace moeos::sm90 {
 
 inline float silu(float x) { return __fdividef(x, 1.0F + __expf(-x)); }
 
-/// gate and up of one hidden unit; the limit clamps gate from above and up on both sides.
-/// Written with comparisons, because fminf would turn a NaN into the limit.
+/// Comparisons, because fminf would turn a NaN into the limit.
+inline float clamp_above(float x, float limit) { return x > limit ? limit : x; }
+
+/// gate and up of one hidden unit; a limit clamps gate from above and up on both sides.
+template <bool kLimited>
 inline float swiglu(float gate, float up, float limit) {
-  const float gate_below = gate > limit ? limit : gate;
-  const float up_below = up > limit ? limit : up;
-  return silu(gate_below) * (up_below < -limit ? -limit : up_below);
+  if constexpr (kLimited) {
+    return silu(clamp_above(gate, limit)) * -clamp_above(-clamp_above(up, limit), limit);
+  } else {
+    return silu(gate) * up;
+  }
 }
 
 template <Activation kActivation>

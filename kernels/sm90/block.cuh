@@ -57,6 +57,16 @@ inline constexpr u32 kSlots = 2;
 inline constexpr u32 kStagingColumns = 128;
 inline constexpr u32 kStagingBytes = kConsumerRows * kStagingColumns * 2;
 
+/// What Route keeps of its block while it sorts the pairs by expert; in the staging memory, which
+/// it does not use.
+struct RouteScratch {
+  u32 in_block[kTileColumns];               // [expert]: pairs so far, then the first place
+  u16 expert[kTileRows * kGeometry.top_k];  // [pair of the block]; kNoExpert: unused slot
+  u16 rank[kTileRows * kGeometry.top_k];    // [pair of the block]
+};
+inline constexpr u16 kNoExpert = 0xFFFF;
+static_assert(sizeof(RouteScratch) <= kConsumers * kStagingBytes);
+
 struct Shared {
   Stage stages[kStages];
   alignas(128) u8 staging[kConsumers][kStagingBytes];
@@ -69,6 +79,14 @@ struct Shared {
   Barrier slot_empty[kSlots];  // its effects are visible
   alignas(16) u8 rank[sizeof(Rank<Machine>)];
   Call call;
+};
+
+/// Shared memory of an OS block: the actors' own state.
+struct alignas(16) OsShared {
+  alignas(16) u8 rank[sizeof(Rank<Machine>)];
+  Call call;
+  /// OsMemory::bytes() bytes behind this object; the host checks that they fit.
+  u8* memory() { return reinterpret_cast<u8*>(this + 1); }
 };
 
 /// Counts through a ring of `kSize` places and their phases.

@@ -40,6 +40,9 @@ inline constexpr LayerShape kShape{
     MOEOS_TOP_GROUPS,
 };
 
+/// Whether experts have biases.
+inline constexpr bool kBias = MOEOS_BIAS != 0;
+
 /// Virtual ranks in one launch; 1 when each rank has a GPU.
 inline constexpr u32 kVirtualRanks = MOEOS_VIRTUAL_RANKS;
 

@@ -43,7 +43,11 @@ inline void write_staged(const u8* staging, const u64* destinations, u32 rows, u
 }
 
 inline float bias_at(const u8* bias, u64 index, bool exists) {
-  return bias != nullptr && exists ? element_at<Element>(bias, index) : 0.0F;
+  if constexpr (kBias) {
+    return exists ? element_at<Element>(bias, index) : 0.0F;
+  } else {
+    return 0.0F;
+  }
 }
 
 /// First product: activation(d + b1), 128 (gated) or 256 columns.
@@ -74,7 +78,7 @@ inline void finish_gemm0(float (&d)[128], const RankArguments& arguments, const 
           if constexpr (kShape.gated()) {
             const float up = d[64 + 4 * j + 2 * lower + i] +
                              bias_at(arguments.b1, bias_row + kShape.intermediate + unit, exists);
-            results[i] = swiglu(value, up, kShape.swiglu_limit);
+            results[i] = swiglu < kShape.swiglu_limit<kInfinity>(value, up, kShape.swiglu_limit);
           } else {
             results[i] = activate<kShape.activation>(value);
           }

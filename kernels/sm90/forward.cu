@@ -148,6 +148,8 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     if (task.kind == TaskKind::route) {
       const u32 first = part * kTileRows;
       const u32 end = minimum(call.tokens, first + kTileRows);
+      const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
+      auto& scratch = *reinterpret_cast<RouteScratch*>(shared.staging);
       if (arguments.topk_ids != nullptr) {
         copy_given_routing(arguments, rank.memory, first, end);
       } else {
@@ -155,9 +157,10 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
         route_rows(d, arguments, rank.memory, first + group * kConsumerRows, end, &slot.bad_token);
       }
       named_barrier(kConsumersBarrier, kConsumerThreads);
-      if (warp == 0 && first < end) {
-        sort_block_by_warp(rank.memory, call.tokens, part,
-                           reinterpret_cast<u32*>(shared.staging[0]));
+      gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
+      named_barrier(kConsumersBarrier, kConsumerThreads);
+      if (warp == 0 && pairs > 0) {
+        sort_block_by_warp(rank.memory, scratch, part, pairs);
       }
     } else if (multiplies(task.kind)) {
       write_destinations(arguments, rank, task, shared);
@@ -183,7 +186,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
   }
 }
 
-inline void run_processor_block(const RankArguments& arguments, const Rank<Machine>& rank,
+inline void run_processor_roles(const RankArguments& arguments, const Rank<Machine>& rank,
                                 const Call& call, u32 index, Shared& shared) {
   const u32 warp = threadIdx.x / 32;
   Processor<Machine> processor(rank, call, index);
@@ -203,23 +206,23 @@ inline void run_processor_block(const RankArguments& arguments, const Rank<Machi
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    moeos_forward(const __grid_constant__ Arguments arguments) {
-  extern __shared__ __align__(1024) u8 shared_memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-  const u32 blocks = gridDim.x / kVirtualRanks;
-  const RankArguments& mine = arguments.ranks[blockIdx.x / blocks];
-  const u32 index = blockIdx.x % blocks;
-  const u32 warp = threadIdx.x / 32;
+/// Builds the objects that every actor of the block is handed. One thread.
+inline void make_rank(const RankArguments& mine, u8* rank, u8* os_memory, Call& call) {
+  new (rank) Rank<Machine>{Machine(mine.peers),
+                           Layout(kGeometry),
+                           RankMemory(kGeometry, mine.memory),
+                           OsMemory(kGeometry, os_memory),
+                           mine.heap,
+                           mine.rank,
+                           mine.deadline_ns};
+  const bool may_be_unsent = mine.topk_ids != nullptr || mine.pair_limit < kGeometry.max_tokens;
+  call = Call{*reinterpret_cast<const Rank<Machine>*>(rank)->memory.epoch, mine.tokens,
+              mine.pair_limit, may_be_unsent ? 1U : 0U};
+}
 
+inline void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
   if (threadIdx.x == 0) {
-    new (&shared.rank)
-        Rank<Machine>{Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory),
-                      mine.heap,           mine.rank,         mine.deadline_ns};
-    const Rank<Machine>& made = *reinterpret_cast<const Rank<Machine>*>(&shared.rank);
-    shared.call =
-        Call{*made.memory.epoch, mine.tokens, mine.pair_limit,
-             mine.topk_ids != nullptr || mine.pair_limit < kGeometry.max_tokens ? 1U : 0U};
+    make_rank(mine, shared.rank, nullptr, shared.call);
     for (u32 i = 0; i < kStages; ++i) {
       shared.stage_full[i].initialise(1);
       shared.stage_empty[i].initialise(kConsumers);
@@ -232,17 +235,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_initialisation();
   }
   __syncthreads();
-  const Rank<Machine>& rank = *reinterpret_cast<const Rank<Machine>*>(&shared.rank);
-  if (index + 1 < blocks) {
-    run_processor_block(mine, rank, shared.call, index, shared);
-    return;
+  run_processor_roles(mine, *reinterpret_cast<const Rank<Machine>*>(shared.rank), shared.call,
+                      index, shared);
+}
+
+inline void run_os(const RankArguments& mine, OsShared& shared) {
+  const u32 warp = threadIdx.x / 32;
+  // What a call starts from is not what another block left in this memory: clear it.
+  for (u32 i = threadIdx.x; i < OsMemory::bytes(kGeometry) / 4; i += kThreads) {
+    reinterpret_cast<u32*>(shared.memory())[i] = 0;
   }
+  if (threadIdx.x == 0) {
+    make_rank(mine, shared.rank, shared.memory(), shared.call);
+  }
+  __syncthreads();
+  const Rank<Machine>& rank = *reinterpret_cast<const Rank<Machine>*>(shared.rank);
   if (warp == 0) {
     begin_call(rank, shared.call);
   }
   __syncthreads();
   if (warp < kOsWarps) {
     run_os_warp(rank, shared.call, warp);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    moeos_forward(const __grid_constant__ Arguments arguments) {
+  extern __shared__ __align__(1024) u8 shared_memory[];
+  const u32 blocks = gridDim.x / kVirtualRanks;
+  const RankArguments& mine = arguments.ranks[blockIdx.x / blocks];
+  const u32 index = blockIdx.x % blocks;
+  if (index + 1 < blocks) {
+    run_processor_block(mine, index, *reinterpret_cast<Shared*>(shared_memory));
+  } else {
+    run_os(mine, *reinterpret_cast<OsShared*>(shared_memory));
   }
 }
 

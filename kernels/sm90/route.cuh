@@ -214,9 +214,8 @@ class Token {
 /// logits are not finite.
 inline void route_rows(const float (&d)[128], const RankArguments& arguments,
                        const RankMemory& memory, u32 first_token, u32 end, u32* bad_token) {
-  const u32 warp = threadIdx.x / 32 % 4;
   const u32 lane = threadIdx.x % 32;
-  const u32 token = first_token + warp * 16 + lane / 4;
+  const u32 token = first_token + threadIdx.x / 32 % 4 * 16 + lane / 4;
   if (!Token::choose<0>(d, arguments, memory, token, token < end) && lane % 4 == 0) {
     atomicMin(bad_token, token);
   }
@@ -236,52 +235,62 @@ inline void copy_given_routing(const RankArguments& arguments, const RankMemory&
   }
 }
 
+/// Brings the experts that this block has chosen into shared memory. Called by all consumer
+/// threads, between two barriers.
+inline void gather_choices(const RankMemory& memory, RouteScratch& scratch, u32 first_pair,
+                           u32 pairs) {
+  for (u32 i = threadIdx.x % kConsumerThreads; i < pairs; i += kConsumerThreads) {
+    scratch.expert[i] = static_cast<u16>(memory.pair_expert[first_pair + i]);
+  }
+}
+static_assert(static_cast<u16>(kNone) == kNoExpert);
+
 /// Sorts a block's pairs by expert, as runtime/routing_map.hpp's sort_block does on one thread. One
-/// warp: 32 pairs at a time, a pair's rank is the earlier pairs of its expert plus the lanes before
+/// warp, 32 pairs at a time: a pair's rank is the earlier pairs of its expert plus the lanes before
 /// it that chose the same.
-inline void sort_block_by_warp(const RankMemory& memory, u32 tokens, u32 block, u32* in_block) {
+inline void sort_block_by_warp(const RankMemory& memory, RouteScratch& scratch, u32 block,
+                               u32 pairs) {
   const u32 lane = threadIdx.x % 32;
-  const u32 begin = block * kGeometry.route_tokens * kGeometry.top_k;
-  const u32 end = minimum(tokens, (block + 1) * kGeometry.route_tokens) * kGeometry.top_k;
+  const u32 first_pair = block * kGeometry.route_tokens * kGeometry.top_k;
   for (u32 expert = lane; expert < kGeometry.experts; expert += 32) {
-    in_block[expert] = 0;
+    scratch.in_block[expert] = 0;
   }
   __syncwarp();
-  for (u32 first = begin; first < end; first += 32) {
-    const u32 pair = first + lane;
-    const u32 expert = pair < end ? memory.pair_expert[pair] : kNone;
+  for (u32 first = 0; first < pairs; first += 32) {
+    const u32 i = first + lane;
+    const u32 expert = i < pairs ? scratch.expert[i] : kNoExpert;
     const u32 same = __match_any_sync(~0U, expert);
-    if (expert != kNone) {
-      const u32 before = __popc(same & ((1U << lane) - 1));
-      const u32 rank = in_block[expert] + before;
-      memory.pair_rank[pair] = rank;
-      __syncwarp(__activemask());
+    const u32 before = __popc(same & ((1U << lane) - 1));
+    const u32 rank = expert != kNoExpert ? scratch.in_block[expert] + before : 0;
+    __syncwarp();
+    if (expert != kNoExpert) {
+      memory.pair_rank[first_pair + i] = rank;
+      scratch.rank[i] = static_cast<u16>(rank);
       if (before == 0) {
-        in_block[expert] = rank + __popc(same);
+        scratch.in_block[expert] = rank + __popc(same);
       }
     }
     __syncwarp();
   }
   u32 start = 0;
   u32* firsts = memory.block_first + u64{block} * kGeometry.experts;
-  u32* bases = memory.block_base + u64{block} * kGeometry.experts;
+  u32* counts = memory.block_base + u64{block} * kGeometry.experts;
   for (u32 base = 0; base < kGeometry.experts; base += 32) {
     const u32 expert = base + lane;
-    const u32 pairs = expert < kGeometry.experts ? in_block[expert] : 0;
-    const u32 inclusive = cuda::Machine::inclusive_scan(pairs);
+    const u32 count = expert < kGeometry.experts ? scratch.in_block[expert] : 0;
+    const u32 inclusive = Machine::inclusive_scan(count);
     if (expert < kGeometry.experts) {
-      bases[expert] = pairs;
-      firsts[expert] = start + inclusive - pairs;
-      in_block[expert] = start + inclusive - pairs;
+      counts[expert] = count;
+      firsts[expert] = start + inclusive - count;
+      scratch.in_block[expert] = start + inclusive - count;
     }
-    start += __shfl_sync(~0U, inclusive, 31);
+    start += Machine::broadcast(inclusive, 31);
   }
   __syncwarp();
   u32* sorted = memory.block_pairs + u64{block} * kGeometry.route_tokens * kGeometry.top_k;
-  for (u32 pair = begin + lane; pair < end; pair += 32) {
-    const u32 expert = memory.pair_expert[pair];
-    if (expert != kNone) {
-      sorted[in_block[expert] + memory.pair_rank[pair]] = pair;
+  for (u32 i = lane; i < pairs; i += 32) {
+    if (scratch.expert[i] != kNoExpert) {
+      sorted[scratch.in_block[scratch.expert[i]] + scratch.rank[i]] = first_pair + i;
     }
   }
 }
