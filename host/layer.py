@@ -6,7 +6,7 @@ to the engine of its world. It knows nothing of heaps, tasks or how ranks talk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,14 @@ class Gate(nn.Module):
         bias = torch.zeros(cfg.experts, dtype=torch.float32) if cfg.selection_bias else None
         self.register_buffer("selection_bias", bias)
         self.selection_bias: torch.Tensor | None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Gate:
+        """Moves the parameters as `to` asks; the bias goes along and stays fp32 with its bits."""
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.selection_bias is not None:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
 
 
 class MoELayer(nn.Module):
@@ -73,6 +81,8 @@ class MoELayer(nn.Module):
         self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
         drawn = int(torch.randint(1 << _SEED_BITS, ()).item())
         self._initialise(world.control.allgather(drawn, "the seed of the initial weights")[0])
+        self._expected = {name: (t.shape, t.dtype) for name, t in self.state_dict().items()}
+        self._device = self.w1.device
         self._engine: Engine = TwinEngine(cfg, world)
 
     @classmethod
@@ -119,12 +129,7 @@ class MoELayer(nn.Module):
         self._check_x(x)
         ids, weights = self._check_routing(x.shape[0], topk_ids, topk_weights)
         self._check_parameters()
-        if torch.is_grad_enabled() and (
-            x.requires_grad or any(p.requires_grad for p in self.parameters())
-        ):
-            raise RuntimeError(
-                "MoELayer has no backward: call it under torch.no_grad() or detach x and weights"
-            )
+        self._check_gradients(x, topk_weights)
         out = torch.empty_like(x)
         capacity = cfg.capacity(x.shape[0])
         self._engine.forward(
@@ -183,9 +188,9 @@ class MoELayer(nn.Module):
             raise ValueError(f"x has shape {list(x.shape)}; it must be [S, {cfg.hidden}]")
         if x.dtype != cfg.dtype:
             raise TypeError(f"x has dtype {x.dtype}; it must be {cfg.dtype}, the layer's")
-        if x.device != self.w1.device:
+        if x.device != self._device:
             raise ValueError(
-                f"x is on {x.device}; it must be on {self.w1.device}, the layer's device"
+                f"x is on {x.device}; it must be on {self._device}, the layer's device"
             )
         if not x.is_contiguous():
             raise ValueError(
@@ -212,8 +217,8 @@ class MoELayer(nn.Module):
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}; it must be {shape}, [S, top_k]"
                 )
-            if tensor.device != self.w1.device:
-                raise ValueError(f"{name} is on {tensor.device}; it must be on {self.w1.device}")
+            if tensor.device != self._device:
+                raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(
                 f"topk_ids has dtype {ids.dtype}; it must be torch.int32 or torch.int64"
@@ -244,14 +249,32 @@ class MoELayer(nn.Module):
                 "may appear only once in a row"
             )
 
+    def _check_gradients(self, *inputs: torch.Tensor | None) -> None:
+        tensors = [*inputs, *self.parameters()]
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            raise RuntimeError(
+                "MoELayer has no backward, and a tensor requires a gradient: call it under "
+                "torch.no_grad(), or detach x, topk_weights and the parameters"
+            )
+
     def _check_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
-            if parameter.dtype != self.cfg.dtype:
-                raise TypeError(
-                    f"{name} has dtype {parameter.dtype}; it must be {self.cfg.dtype}, the layer's"
-                )
-            if not parameter.is_contiguous():
-                raise ValueError(f"{name} has strides {parameter.stride()}; it must be contiguous")
+        """Parameters may have been replaced or moved since the layer was made."""
+        for name, tensor in self.state_dict().items():
+            shape, dtype = self._expected[name]
+            if tensor.shape != shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+            if tensor.dtype != dtype:
+                raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
+            if tensor.device != self._device:
+                raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
+        bias = self.gate.selection_bias
+        if bias is not None and not bias.isfinite().all():
+            expert = int((~bias.isfinite()).nonzero()[0])
+            raise ValueError(
+                f"gate.selection_bias[{expert}] is {float(bias[expert])}; it must be finite"
+            )
 
 
 def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -28,7 +28,7 @@ class Layout {
       offset = align_up(offset + bytes, u64{kCacheLine});
       return begin;
     };
-    abort_ = reserve(sizeof(u32));
+    abort_ = reserve(sizeof(u64));
     failures_ = reserve(u64{geometry.world} * kCacheLine);
     counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
     arrived_ = reserve(u64{geometry.world} * geometry.chunks() * sizeof(u32));
@@ -45,7 +45,7 @@ class Layout {
   constexpr u64 first_cell() const { return cells_; }
   constexpr u32 cells() const { return geometry_.world * kRounds * buffers(); }
 
-  /// The word that makes every actor of this rank leave: 0, or 1 + the rank that failed first.
+  /// The word that makes every actor of this rank leave (watchdog.hpp), or 0.
   constexpr u64 abort_word() const { return abort_; }
   /// Where rank p describes its failure to this rank (one cache line, written by p alone).
   constexpr u64 failure(u32 p) const { return failures_ + u64{p} * kCacheLine; }

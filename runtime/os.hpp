@@ -64,7 +64,7 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& sub
 /// The scheduler's side: whether this block's work is over, by success or by failure.
 template <Platform P>
 bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, Watch<P>& watch) {
-  if (rank.leaving()) {
+  if (rank.leaving(call.epoch)) {
     return true;
   }
   if (scheduler.finished()) {
@@ -129,7 +129,7 @@ void run_subscriber(const Rank<P>& rank, const Call& call, u32 warp) {
   // Pairs with Scheduler::interrupt.
   while (P::template load_acquire<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) ==
              0 &&
-         !rank.leaving()) {
+         !rank.leaving(call.epoch)) {
     const bool progress = subscriber.step();
     answer_inquiry(rank, call, subscriber, warp);
     progress ? P::rest(idle) : P::pause(idle);

@@ -53,7 +53,7 @@ class Processor {
       }
       // Pairs with Scheduler::interrupt.
       if (P::template load_acquire<Scope::device>(&state_.interrupt.value) != 0 ||
-          rank_.leaving()) {
+          rank_.leaving(call_.epoch)) {
         return false;
       }
       const u32 beat = P::template load_relaxed<Scope::device>(&state_.heartbeat.value);

@@ -29,7 +29,8 @@ struct Rank {
     return reinterpret_cast<T*>(heap + offset);
   }
 
-  bool leaving() const { return aborted<P>(layout, heap); }
+  /// Whether a call must be left: polled by everyone who waits.
+  bool leaving(u32 epoch) const { return aborted<P>(layout, heap, epoch); }
   void fail(const Failure& failure) const {
     raise_everywhere(platform, layout, heap, memory.failure_claimed, failure);
   }

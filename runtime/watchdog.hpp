@@ -75,24 +75,34 @@ class Watch {
   bool stale_ = false;
 };
 
-/// Writes `failure` where `holder` will find it and raises its abort word, unless another failure
-/// was first.
-template <Platform P>
-void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure) {
-  auto* record = reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank));
-  auto* abort_word = reinterpret_cast<u32*>(holder_heap + layout.abort_word());
-  if (P::template load_relaxed<Scope::system>(abort_word) != 0) {
-    return;
-  }
-  *record = failure;
-  // Publishes the record above to whoever acquires the abort word (first_failure); the loser of a
-  // race leaves its record unread.
-  P::template compare_exchange_release<Scope::system>(abort_word, 0U, failure.rank + 1);
+/// `epoch << 32 | rank + 1`: which rank's record says why this rank must leave, and from which call
+/// on. A rank may fail one call ahead of a slower one, whose call can still end well; so only calls
+/// from that epoch on are aborted, and of two failures the one of the earlier call stays.
+constexpr u64 abort_word_of(const Failure& failure) {
+  return u64{failure.epoch} << 32 | (failure.rank + 1);
 }
 
-/// Raises a failure here and, best effort, at every peer that can be written directly. `claimed` is
-/// this rank's word that lets only its first failing actor write, so that a record is never written
-/// twice.
+/// Writes `failure` into a heap that can be written directly, and raises its abort word unless a
+/// failure of the same or an earlier call has.
+template <Platform P>
+void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure) {
+  auto* abort_word = reinterpret_cast<u64*>(holder_heap + layout.abort_word());
+  *reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank)) = failure;
+  u64 seen = P::template load_relaxed<Scope::system>(abort_word);
+  // Each turn means that another rank's failure of an earlier call was written in between: at most
+  // `world` turns.
+  while (seen == 0 || seen >> 32 > failure.epoch) {
+    // Publishes the record above to whoever acquires the abort word (first_failure).
+    if (P::template compare_exchange_release<Scope::system>(abort_word, seen,
+                                                            abort_word_of(failure))) {
+      return;
+    }
+    seen = P::template load_relaxed<Scope::system>(abort_word);
+  }
+}
+
+/// Raises a failure here and, best effort, at every peer. `claimed` is this rank's word that lets
+/// only its first failing actor write, so that a record is never written twice.
 template <Platform P>
 void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32* claimed,
                       const Failure& failure) {
@@ -101,32 +111,40 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
     return;
   }
   raise_at<P>(layout, own_heap, failure);
+  const auto* own_record = own_heap + layout.failure(failure.rank);
   for (u32 p = 0; p < layout.geometry().world; ++p) {
     u8* heap = platform.peer(p);
-    if (heap != nullptr && p != failure.rank) {
+    if (heap == nullptr) {
+      // No compare-exchange reaches a remote peer: a later failure may replace an earlier one
+      // there.
+      platform.put(p, layout.failure(failure.rank), own_record, sizeof(Failure));
+      platform.put_word(p, layout.abort_word(), abort_word_of(failure));
+    } else if (p != failure.rank) {
       raise_at<P>(layout, heap, failure);
     }
   }
 }
 
+/// Whether a call of this rank must be left.
 template <Platform P>
-bool aborted(const Layout& layout, const u8* own_heap) {
+bool aborted(const Layout& layout, const u8* own_heap, u32 epoch) {
   // Relaxed: the word alone decides whether to leave; first_failure acquires before it reads the
   // record.
-  return P::template load_relaxed<Scope::system>(
-             reinterpret_cast<const u32*>(own_heap + layout.abort_word())) != 0;
+  const u64 word = P::template load_relaxed<Scope::system>(
+      reinterpret_cast<const u64*>(own_heap + layout.abort_word()));
+  return word != 0 && word >> 32 <= epoch;
 }
 
 /// The failure that raised this rank's abort word; kind none when there is none.
 template <Platform P>
 Failure first_failure(const Layout& layout, const u8* own_heap) {
   // Pairs with the release in raise_at: the record of the rank named by the word is complete.
-  const u32 word = P::template load_acquire<Scope::system>(
-      reinterpret_cast<const u32*>(own_heap + layout.abort_word()));
+  const u64 word = P::template load_acquire<Scope::system>(
+      reinterpret_cast<const u64*>(own_heap + layout.abort_word()));
   if (word == 0) {
     return Failure{};
   }
-  return *reinterpret_cast<const Failure*>(own_heap + layout.failure(word - 1));
+  return *reinterpret_cast<const Failure*>(own_heap + layout.failure(static_cast<u32>(word) - 1));
 }
 
 }  // namespace moeos

@@ -125,7 +125,7 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
 
     def draw(*shape: int) -> Tensor:
         normal = torch.randn(shape, dtype=torch.float64, generator=generator)
-        return (normal * shape[-1] ** -0.5).to(cfg.dtype)
+        return (normal / math.sqrt(shape[-1])).to(cfg.dtype)
 
     gate = draw(cfg.experts, cfg.hidden)
     if preference is not None:

@@ -45,9 +45,9 @@ class Failure:
 def offsets_of(shape: KernelShape) -> dict[str, int]:
     """Byte offsets of what the host reads and writes.
 
-    In the heap: `abort_word` u32; `failures`, a cache line for each rank. In the rank's memory:
-    `epoch` u32; `tallies`, a cache line for each processor and one for the OS block; `send_start`
-    and `receive_start`, u32 [P, X + 1].
+    In the heap: `abort_word` u64, whose low half is 1 + a rank; `failures`, a cache line for each
+    rank. In the rank's memory: `epoch` u32; `tallies`, a cache line for each processor and one for
+    the OS block; `send_start` and `receive_start`, u32 [P, X + 1].
     """
     cfg, sizes, world = shape.cfg, shape.sizes, shape.world_size
     local = cfg.experts_per_rank(world)
@@ -94,17 +94,17 @@ def offsets_of(shape: KernelShape) -> dict[str, int]:
 
 def first_failure(heap: Tensor, offsets: dict[str, int]) -> Failure | None:
     """The failure that raised a heap's abort word, or None. Waits for the current stream."""
-    word = int(_words(heap, offsets["abort_word"], 1)[0])
-    if word == 0:
+    failed = int(_words(heap, offsets["abort_word"], 1)[0])
+    if failed == 0:
         return None
-    at = offsets["failures"] + (word - 1) * CACHE_LINE
+    at = offsets["failures"] + (failed - 1) * CACHE_LINE
     return Failure(*_FAILURE.unpack(heap[at : at + _FAILURE.size].cpu().numpy().tobytes()))
 
 
 def host_abort(rank: int) -> tuple[Tensor, Tensor]:
     """What a rank that gives up writes into a heap, in pinned memory: its record, then the word."""
     record = _FAILURE.pack(_HOST_ABORT, 0, rank, _NONE, _NONE, _NONE, 0, 0, 0, 0, 0)
-    word = struct.pack("<I", rank + 1)
+    word = struct.pack("<II", rank + 1, 0)  # from call 0 on: all calls
     return tuple(  # type: ignore[return-value]
         torch.frombuffer(bytearray(text), dtype=torch.uint8).pin_memory() for text in (record, word)
     )

@@ -135,7 +135,7 @@ void TwinRank::worker(u32 index) {
 
 Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) {
   const Geometry& geometry = rank_.geometry();
-  if (rank_.leaving()) {
+  if (rank_.leaving(*rank_.memory.epoch)) {
     return first_failure<Machine>(rank_.layout, rank_.heap);
   }
   if (*rank_.memory.epoch == kNone) {  // a word of call 1 would look like one of the next

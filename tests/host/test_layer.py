@@ -129,13 +129,16 @@ def test_ways_to_run_it(dtype: torch.dtype, row_map: str, remote: bool, split_os
     check(config(row_map=row_map, dtype=dtype), given=True, twin=twin)
 
 
-@DTYPES
-@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+@pytest.mark.parametrize(
+    ("dtype", "remote"),
+    [(torch.float32, False), (torch.bfloat16, True)],
+    ids=["float32, direct", "bfloat16, remote"],
+)
 @pytest.mark.parametrize("row_map", ["ragged", "capacity"])
-@pytest.mark.parametrize("capacity_factor", [0.01, 0.5, 1.0, 1.1, 8.0])
+@pytest.mark.parametrize("capacity_factor", [0.01, 0.5, 1.1, 8.0])
 @pytest.mark.parametrize("given", [False, True], ids=["routed", "given"])
 def test_capacity_drops_the_pairs_that_the_reference_drops(
-    capacity_factor: float, row_map: str, remote: bool, given: bool, dtype: torch.dtype
+    capacity_factor: float, row_map: str, dtype: torch.dtype, remote: bool, given: bool
 ) -> None:
     cfg = config(capacity_factor=capacity_factor, row_map=row_map, dtype=dtype)
     preference = PREFERENCES["zipf"](cfg.experts, 4)
@@ -178,7 +181,7 @@ def test_tokens_without_any_expert_are_zero() -> None:
     weights = draw_weights(cfg)
     calls = [[draw_given_call(cfg, 70, rank, unused=0.7)] for rank in range(4)]
     calls[2] = [draw_given_call(cfg, 70, 2, unused=1.1)]
-    assert (calls[2][0].ids == -1).all()
+    assert sum(weights.routing(calls[2][0]).flatten().tolist()) == -140
 
     def rank_main(world: World) -> torch.Tensor:
         return calls[world.rank][0](weights.layer(world))

@@ -105,7 +105,7 @@ def test_random_delays_give_the_same_bits(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_token_has_the_same_bits_whoever_else_is_there(name: str) -> None:
-    """The tokens of rank 0 in worlds of 1 to 16 ranks, whose other ranks have tokens of their own."""
+    """The tokens of rank 0 in worlds of 1 to 16 ranks, which all have tokens of their own."""
     cfg = CASES[name]
     weights = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS))
     calls = draw_calls(cfg, 16)

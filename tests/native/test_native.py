@@ -126,6 +126,7 @@ class Built:
 
     flavour: Flavour
     virtual_ranks: Path
+    damaged_words: Path
     gemm: Path
     gemm_objects: list[Path]
 
@@ -141,12 +142,14 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     @functools.cache
     def build_once(name: str) -> Built:
         flavour, to = FLAVOURS[name], tmp_path_factory.mktemp(name)
-        sources = [*RANK_SOURCES, TESTS / "test_gemm.cpp", *gemm_sources()]  # the slowest first
+        alone = [TESTS / "test_gemm.cpp", TESTS / "test_damaged_words.cpp"]
+        sources = [*RANK_SOURCES, *alone, *gemm_sources()]  # the slowest first
         objects = compile_all(flavour, sources, ROOT, to)
-        ranks, gemm_test, gemm = objects[:2], objects[2], objects[3:]
+        (forward, ranks, gemm_test, words), gemm = objects[:4], objects[4:]
         return Built(
             flavour,
-            link(flavour, [*ranks, *gemm], to / "virtual_ranks"),
+            link(flavour, [ranks, forward, *gemm], to / "virtual_ranks"),
+            link(flavour, [words, forward, *gemm], to / "damaged_words"),
             link(flavour, [gemm_test, *gemm], to / "gemm"),
             gemm,
         )
@@ -168,6 +171,12 @@ def test_random_worlds_compute_the_right_result(name: str, build: Build) -> None
     done = execute(built.flavour, built.virtual_ranks, 1, worlds)
     assert_clean(done)
     assert f"{worlds} worlds, 0 failed" in done.stdout
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_damaged_words_in_a_heap_are_errors(name: str, build: Build) -> None:
+    built = build(name)
+    assert_clean(execute(built.flavour, built.damaged_words))
 
 
 @pytest.mark.parametrize("name", ["plain", "address"])  # it has one thread

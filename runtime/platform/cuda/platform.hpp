@@ -127,6 +127,19 @@ class Machine {
     return before == expected;
   }
 
+  /// Rare and of system scope alone: it only raises failures.
+  template <Scope S>
+  static bool compare_exchange_release(u64* word, u64 expected, u64 desired) {
+    static_assert(S == Scope::system);
+    fence<S>();
+    u64 before;
+    asm volatile("atom.cas.relaxed.sys.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "l"(word), "l"(expected), "l"(desired)
+                 : "memory");
+    return before == expected;
+  }
+
   // PTX defines a release as a fence before, and an acquire as a fence behind, a relaxed access
   // (PTX ISA, memory consistency model, "release and acquire patterns"): so every stronger access
   // is made of the four above.

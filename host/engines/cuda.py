@@ -1,0 +1,306 @@
+"""The GPU: a layer as one persistent kernel, launched once a call on the caller's stream.
+
+Ranks are processes with a GPU each, or virtual ranks that share one GPU and one launch. This file
+makes the device memory, loads the kernel and launches it; it holds no protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy
+import torch
+
+from moeos import jit
+from moeos.config import MoEConfig
+from moeos.control import name_ranks, raise_together
+from moeos.device_heap import DeviceHeap
+from moeos.engines import cuda_records
+from moeos.engines.base import CallStats, CallTensors
+from moeos.engines.cuda_arguments import RECORD_BYTES, ArgumentPacker, RankBuffers
+from moeos.failure import exception_of
+from moeos.jit import INSTALL, Kernel, KernelShape
+from moeos.world import World
+
+CAPABILITY = (9, 0)
+"""Of the GPUs that kernels are made for: Hopper."""
+MAX_ARGUMENT_BYTES = 32_764
+"""That one launch can be given."""
+
+Value = TypeVar("Value")
+
+
+class CudaEngine:
+    """One layer on one rank's current CUDA device. Collective to make; lives as long as its world.
+
+    What only the device sees (a late peer, logits that are not finite) raises in `check`: a call
+    returns when its kernel is launched, and does not look at what became of the calls before. Once
+    a call has failed, later ones end at once, with an output that is not defined, until `reset`.
+
+    Attributes:
+        report: what the compiler says of the kernel.
+
+    Raises:
+        ValueError: the GPU does not have such a layer; see `jit.check_supported`.
+        RuntimeError: there is no GPU of compute capability 9.0, ranks share one that should not,
+            a package is missing, the kernel cannot be compiled, there is no memory; on all ranks.
+    """
+
+    def __init__(self, cfg: MoEConfig, world: World) -> None:
+        self._world = world
+        self._virtual = world.control.shares_memory and world.size > 1
+        self._tokens = 0  # of the last call
+        self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
+        self._require_devices()
+        with torch.cuda.device(self._device):
+            self._shape = self._agree(lambda: self._shape_of(cfg), "the sizes of a layer")
+            # Every rank asks for it, so that all wait for the compiler and none for a rank.
+            kernel = self._agree(lambda: jit.compile_kernel(self._shape), "the compiled kernel")
+            self.report = kernel.report
+            sizes = self._shape.sizes
+            self._offsets = cuda_records.offsets_of(self._shape)
+            self._heap = DeviceHeap(world.control, sizes.heap_bytes, self._device)
+            self._buffers = self._agree(lambda: self._allocate(cfg), "the memory of a layer")
+            self._arguments = ArgumentPacker(cfg, sizes, world.rank, world.deadline, self._buffers)
+            self._kernel = self._agree(lambda: self._load(kernel), "the loading of the kernel")
+            self._abort_stream = torch.cuda.Stream()
+            self._abort_record, self._abort_word = cuda_records.host_abort(world.rank)
+            cuda_records.clear(self._buffers.heap, self._buffers.memory, self._offsets)
+            torch.cuda.synchronize()
+        world.control.barrier()  # every heap is clean before anyone writes into it
+        world.on_abort.append(self._abort)
+        world.on_close.append(self._close)
+
+    def forward(self, tensors: CallTensors, pair_limit: int) -> None:
+        """Launches one call on the current stream and returns; see `Engine.forward`.
+
+        Virtual ranks wait for each other here, since one launch runs all of them.
+
+        Raises `ValueError` for a tensor that is not on the engine's device or lies at an address
+        that the kernel cannot read.
+        """
+        self._world.require_open()
+        for name, tensor in vars(tensors).items():
+            if tensor is not None and tensor.device != self._device:
+                raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
+        with torch.cuda.device(self._device):
+            record = self._arguments.pack(tensors, pair_limit)
+            self._tokens = len(tensors.x)
+            if self._virtual:
+                self._launch_together(record)
+            else:
+                assert self._kernel is not None  # only virtual ranks leave it to rank 0
+                self._kernel.launch(record, torch.cuda.current_stream().cuda_stream)
+
+    def check(self) -> None:
+        """Waits for this rank's calls so far and raises what `exception_of` says of a failure.
+
+        The failed call may be one that a peer has made and this rank has not.
+        """
+        self._world.require_open()
+        torch.cuda.synchronize(self._device)
+        failure = cuda_records.first_failure(self._buffers.heap, self._offsets)
+        if failure is not None:
+            raise exception_of(failure, self._world.rank)
+
+    def stats(self) -> CallStats:
+        """See `Engine.stats`. Waits for the calls so far."""
+        self._world.require_open()
+        torch.cuda.synchronize(self._device)
+        return cuda_records.stats_of(self._buffers.memory, self._offsets, self._shape, self._tokens)
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self._world.require_open()
+        torch.cuda.synchronize(self._device)
+        self._world.control.barrier()  # no rank's kernel runs any more
+        cuda_records.clear(self._buffers.heap, self._buffers.memory, self._offsets)
+        torch.cuda.synchronize(self._device)
+        self._world.control.barrier()  # every heap is clean before anyone writes into it
+
+    def _agree(self, do: Callable[[], Value], what: str) -> Value:
+        """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""
+        error: Exception | None = None
+        value: Value | None = None
+        try:
+            value = do()
+        except (ValueError, RuntimeError) as raised:  # CUDA's and torch's are RuntimeErrors
+            error = raised
+        raise_together(self._world.control, error, what)
+        return value  # type: ignore[return-value]
+
+    def _require_devices(self) -> None:
+        """Raises unless virtual ranks share one GPU, or processes have one each."""
+        properties = torch.cuda.get_device_properties(self._device)
+        identity = str(properties.uuid)
+        found = self._world.control.allgather(identity, "the names of the ranks' GPUs")
+        if self._virtual and len(set(found)) > 1:
+            raise RuntimeError(
+                f"virtual ranks share one GPU, but these have {len(set(found))}: set the same "
+                "device in each"
+            )
+        sharing = [rank for rank, other in enumerate(found) if other == identity]
+        if not self._virtual and len(sharing) > 1:
+            raise RuntimeError(
+                f"{name_ranks(sharing)} use one GPU, {identity}; each needs its own: call "
+                "torch.cuda.set_device first, or start one rank for each GPU"
+            )
+
+    def _shape_of(self, cfg: MoEConfig) -> KernelShape:
+        ranks = self._world.size if self._virtual else 1
+        blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
+        most = min(blocks // 2, MAX_ARGUMENT_BYTES // RECORD_BYTES)
+        if ranks > most:
+            raise ValueError(f"{ranks} virtual ranks are too many for one launch; at most {most}")
+        shape = KernelShape(
+            cfg=cfg,
+            world_size=self._world.size,
+            processors=blocks // ranks - 1,
+            virtual_ranks=ranks,
+        )
+        shape.sizes  # noqa: B018 - raises if a bound does not fit
+        return shape
+
+    def _allocate(self, cfg: MoEConfig) -> RankBuffers:
+        sizes = self._shape.sizes
+        return RankBuffers(
+            heap=self._heap.own,
+            memory=torch.zeros(sizes.memory_bytes, dtype=torch.uint8, device=self._device),
+            # Zeros, because the second product reads rows that no tile of this call has written.
+            intermediate=torch.zeros(
+                (sizes.intermediate_rows, cfg.intermediate), dtype=cfg.dtype, device=self._device
+            ),
+            peers=torch.tensor([heap.data_ptr() for heap in self._heap.heaps], device=self._device),
+        )
+
+    def _load(self, kernel: Kernel) -> _LoadedKernel | None:
+        if kernel.report.argument_bytes != RECORD_BYTES:
+            raise RuntimeError(
+                f"the kernel takes {kernel.report.argument_bytes} bytes of arguments for each rank "
+                f"and the host packs {RECORD_BYTES}: the installation mixes versions"
+            )
+        if self._virtual and self._world.rank != 0:
+            return None
+        ranks = self._shape.virtual_ranks
+        return _LoadedKernel(kernel, (self._shape.processors + 1) * ranks, ranks)
+
+    def _launch_together(self, record: bytes) -> None:
+        """Launches the call of all virtual ranks, ordered behind and before each rank's stream."""
+        stream = torch.cuda.current_stream()
+        ready = torch.cuda.Event()
+        ready.record(stream)
+        calls = self._world.control.allgather((record, ready), "a call of the layer")
+        outcome: torch.cuda.Event | Exception | None = None
+        if self._kernel is not None:
+            try:
+                for _, event in calls:
+                    stream.wait_event(event)
+                self._kernel.launch(b"".join(record for record, _ in calls), stream.cuda_stream)
+                outcome = torch.cuda.Event()
+                outcome.record(stream)
+            except RuntimeError as error:
+                outcome = error
+        done = self._world.control.allgather(outcome, "the launch of the layer")[0]
+        if isinstance(done, Exception):
+            raise copy.copy(done)
+        assert done is not None  # rank 0 launches
+        stream.wait_event(done)
+
+    def _abort(self, reason: str) -> None:
+        """Raises the abort words of this rank and, as far as they can be reached, of its peers.
+
+        The record has no room for the reason.
+        """
+        heaps = self._heap.heaps
+        own = self._world.rank
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._abort_stream):
+            for heap in [heaps[own], *heaps[:own], *heaps[own + 1 :]]:
+                if cuda_records.first_failure(heap, self._offsets) is None:
+                    at = self._offsets["failures"] + own * cuda_records.CACHE_LINE
+                    record, word = self._abort_record, self._abort_word
+                    heap[at : at + len(record)].copy_(record, non_blocking=True)
+                    at = self._offsets["abort_word"]
+                    heap[at : at + len(word)].copy_(word, non_blocking=True)
+            self._abort_stream.synchronize()
+
+    def _close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a kernel that crashed has said so before
+            torch.cuda.synchronize(self._device)
+        if self._kernel is not None:
+            self._kernel.unload()
+        self._heap.close()
+        del self._kernel, self._arguments, self._buffers, self._heap
+
+
+def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
+    """This rank's GPU, if it can run such a layer."""
+    jit.check_supported(cfg)
+    if world.twin.remote:
+        raise ValueError("remote is True; on the GPU every peer is reached by direct stores")
+    if not torch.cuda.is_available():
+        raise RuntimeError('backend is "cuda", but PyTorch sees no GPU: use "twin"')
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}."
+            f"{capability[1]}; kernels are made for {CAPABILITY[0]}.{CAPABILITY[1]} (H100, H200): "
+            'use backend "twin"'
+        )
+    try:
+        importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise RuntimeError(f"cuda-bindings, which loads kernels, is missing: {INSTALL}") from error
+    torch.cuda.init()
+    return device
+
+
+class _LoadedKernel:
+    """The kernel on the current device, and what its launches have in common."""
+
+    def __init__(self, kernel: Kernel, blocks: int, ranks: int) -> None:
+        driver = importlib.import_module("cuda.bindings.driver")
+        self._driver = driver
+        self._context = _ask(driver.cuCtxGetCurrent())
+        self._library = _ask(driver.cuLibraryLoadData(kernel.cubin, [], [], 0, [], [], 0))
+        handle = _ask(driver.cuLibraryGetKernel(self._library, jit.KERNEL.encode()))
+        self._function = _ask(driver.cuKernelGetFunction(handle))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _ask(driver.cuFuncSetAttribute(self._function, limit, kernel.report.shared_bytes))
+        # The driver copies the arguments in the launch, so one place serves all of them.
+        self._bytes = numpy.zeros(ranks * RECORD_BYTES, dtype=numpy.uint8)
+        self._pointers = numpy.array([self._bytes.ctypes.data], dtype=numpy.uint64)
+        cooperative = driver.CUlaunchAttribute()
+        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = blocks, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = kernel.report.threads, 1, 1
+        launch.sharedMemBytes = kernel.report.shared_bytes
+        launch.attrs = [cooperative]
+        launch.numAttrs = 1
+        self._launch = launch
+
+    def launch(self, arguments: bytes, stream: int) -> None:
+        driver = self._driver
+        # The thread's current context may not be set yet: torch does that when it first needs it.
+        _ask(driver.cuCtxSetCurrent(self._context))
+        self._bytes[:] = numpy.frombuffer(arguments, dtype=numpy.uint8)
+        self._launch.hStream = stream
+        _ask(driver.cuLaunchKernelEx(self._launch, self._function, self._pointers.ctypes.data, 0))
+
+    def unload(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            _ask(self._driver.cuCtxSetCurrent(self._context))
+            _ask(self._driver.cuLibraryUnload(self._library))
+
+
+def _ask(answer: tuple[Any, ...]) -> Any:
+    """What the driver answers, if its status is success."""
+    if int(answer[0]) != 0:
+        raise RuntimeError(f"CUDA's driver failed: {answer[0].name}")
+    return answer[1] if len(answer) == 2 else None

@@ -1,0 +1,406 @@
+"""Compiles the kernel of one layer: sizes and rules become macros, NVRTC makes machine code.
+
+Needs no GPU. The only file that knows the macros of kernels/sm90/config.cuh and what the compiler's
+log says. It knows nothing of launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from moeos import _twin, kernel_cache
+from moeos.config import Activation, MoEConfig, Scoring
+
+ARCHITECTURES = ("sm_90a",)
+"""What kernels can be compiled for: Hopper, whose own instructions they use."""
+DTYPES = (torch.bfloat16, torch.float16)
+"""Storage types that the GPU computes with."""
+MAX_EXPERTS = 256
+"""Route computes all logits in the columns of one tile."""
+MAX_TOP_K = 32
+"""A lane of a warp looks up one pair."""
+GROUP_MULTIPLE = 8
+"""Each lane of a quad holds a quarter of each expert group, in pairs."""
+
+KERNEL = "moeos_forward"
+"""The kernel's name in the machine code."""
+
+INSTALL = "pip install 'moeos[cuda]'"
+
+_TILE_ROWS = 128
+_TILE_COLUMNS = 256
+_ROUTE_TOKENS = 128
+
+_ENTRY = "kernels/sm90/forward.cu"
+_FORMAT = 1  # of what is cached
+_LOG_LINES = 20  # of a failed compilation that an error shows
+
+# Compiled behind the kernel, so that what the host must know of it is said by the compiler.
+_FACTS = {
+    "shared_bytes": "sizeof(moeos::sm90::Shared)",
+    "os_bytes": "sizeof(moeos::sm90::OsShared)",
+    "threads": "moeos::sm90::kThreads",
+    "argument_bytes": "sizeof(moeos::sm90::RankArguments)",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelShape:
+    """What a kernel is compiled for.
+
+    Attributes:
+        cfg: the layer.
+        world_size: P.
+        processors: blocks of each rank that run tasks; all but one of its share of the grid.
+        virtual_ranks: ranks in one launch: 1, or P when all of them share one GPU.
+        arch: one of `ARCHITECTURES`.
+
+    Raises:
+        ValueError: the GPU does not have this layer yet; the message says what it has.
+    """
+
+    cfg: MoEConfig
+    world_size: int
+    processors: int
+    virtual_ranks: int = 1
+    arch: str = ARCHITECTURES[0]
+
+    def __post_init__(self) -> None:
+        check_supported(self.cfg)
+        self.cfg.experts_per_rank(self.world_size)
+        if self.arch not in ARCHITECTURES:
+            allowed = ", ".join(ARCHITECTURES)
+            raise ValueError(f"arch is {self.arch!r}; kernels can be compiled for {allowed}")
+        if self.virtual_ranks not in (1, self.world_size):
+            raise ValueError(
+                f"virtual_ranks is {self.virtual_ranks}; allowed: 1, or all {self.world_size} ranks"
+            )
+        if self.processors < 1:
+            raise ValueError(f"processors is {self.processors}; a rank needs at least 1")
+
+    @functools.cached_property
+    def sizes(self) -> _twin.Sizes:
+        """Buffers and bounds of one rank, as the runtime derives them.
+
+        Raises `ValueError` when a bound does not fit the runtime's words.
+        """
+        cfg = self.cfg
+        capacity = cfg.capacity(cfg.max_tokens)
+        return _twin.Sizes(
+            world=self.world_size,
+            experts=cfg.experts,
+            top_k=cfg.top_k,
+            max_tokens=cfg.max_tokens,
+            hidden=cfg.hidden,
+            intermediate=cfg.intermediate,
+            element_bytes=cfg.dtype.itemsize,
+            capacity=cfg.max_tokens if capacity is None else capacity,
+            capacity_rows=cfg.resolved_row_map == "capacity",
+            activation=get_args(Activation).index(cfg.activation),
+            swiglu_limit=float("inf") if cfg.swiglu_limit is None else cfg.swiglu_limit,
+            scoring=get_args(Scoring).index(cfg.scoring),
+            renormalize=cfg.renormalize,
+            routed_scaling=cfg.routed_scaling,
+            expert_groups=cfg.expert_groups,
+            top_groups=cfg.top_groups,
+            processors=self.processors,
+            remote=False,
+            tile_rows=_TILE_ROWS,
+            route_tokens=_ROUTE_TOKENS,
+            gemm0_columns=_TILE_COLUMNS // 2 if cfg.gated else _TILE_COLUMNS,
+            gemm1_columns=_TILE_COLUMNS,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileReport:
+    """What the compiler says of a kernel.
+
+    Attributes:
+        arch: what it is compiled for.
+        compiler: NVRTC's version.
+        seconds: that compiling took.
+        registers: of a thread at the launch, before warps trade them.
+        stack_bytes: the stack frame of the deepest function.
+        spill_store_bytes, spill_load_bytes: registers kept in memory, added over all functions.
+        shared_bytes: shared memory of a block, given at the launch.
+        os_bytes: the part of it that the OS block uses.
+        threads: of a block.
+        argument_bytes: of one rank's arguments.
+        wgmma_instructions: tensor-core instructions in the kernel's PTX, `wgmma.mma_async`.
+        code_bytes: of the machine code's file.
+    """
+
+    arch: str
+    compiler: str
+    seconds: float
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    os_bytes: int
+    threads: int
+    argument_bytes: int
+    wgmma_instructions: int
+    code_bytes: int
+
+    @property
+    def keeps_registers(self) -> bool:
+        """Whether nothing that belongs in registers lies in memory."""
+        return self.stack_bytes == self.spill_store_bytes == self.spill_load_bytes == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Machine code (a cubin) and what the compiler says of it; `cached` if it was on disk."""
+
+    cubin: bytes
+    report: CompileReport
+    cached: bool
+
+
+def check_supported(cfg: MoEConfig) -> None:
+    """Raises `ValueError` if the GPU does not have such a layer; the twin has all but float16."""
+    if cfg.dtype not in DTYPES:
+        allowed = " or ".join(map(str, DTYPES))
+        raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
+    if cfg.experts > MAX_EXPERTS:
+        raise ValueError(f"experts is {cfg.experts}; the GPU routes to at most {MAX_EXPERTS}")
+    if cfg.top_k > MAX_TOP_K:
+        raise ValueError(f"top_k is {cfg.top_k}; on the GPU at most {MAX_TOP_K} are allowed")
+    size = cfg.experts // cfg.expert_groups
+    if cfg.expert_groups > 1 and size % GROUP_MULTIPLE != 0:
+        raise ValueError(
+            f"expert_groups is {cfg.expert_groups}, which makes groups of {size} experts; on the "
+            f"GPU a group's size must be a multiple of {GROUP_MULTIPLE}"
+        )
+
+
+def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
+    """The kernel for a shape, from the disk where it has been compiled before.
+
+    Ranks that ask at the same time compile it once; see `kernel_cache.get_or_make`.
+
+    Args:
+        cache: folder; None for `kernel_cache.default_folder()`.
+
+    Raises:
+        ValueError: a bound does not fit, see `KernelShape.sizes`, or a state shared memory.
+        RuntimeError: NVRTC or a source file is missing, or the compiler refuses: with the first
+            lines that it says.
+    """
+    nvrtc = _load_nvrtc()
+    root = include_root()
+    unit = _unit()
+    options = [f"--gpu-architecture={shape.arch}", *_OPTIONS]
+    options += [f"-DMOEOS_{name}={value}" for name, value in macros(shape).items()]
+    compiler = _version(nvrtc)
+    key = _key(_sources(root), unit, options, compiler)
+
+    def make() -> bytes:
+        began = time.perf_counter()
+        cubin, ptx, log = _compile(nvrtc, unit, [*options, f"--include-path={root}"])
+        report = CompileReport(
+            arch=shape.arch,
+            compiler=compiler,
+            seconds=time.perf_counter() - began,
+            code_bytes=len(cubin),
+            wgmma_instructions=ptx.count("wgmma.mma_async"),
+            **_resources(log),
+            **_facts(ptx, shape),
+        )
+        return json.dumps(dataclasses.asdict(report)).encode() + b"\n" + cubin
+
+    entry, found = kernel_cache.get_or_make(key, make, cache)
+    header, _, cubin = entry.partition(b"\n")
+    return Kernel(cubin, CompileReport(**json.loads(header)), found)
+
+
+def include_root() -> Path:
+    """The folder that kernels/ and runtime/ lie in: of the installed package or the working tree.
+
+    Raises `RuntimeError` if there is none.
+    """
+    package = Path(__file__).resolve().parent
+    candidates = (package / "include", *package.parents[:2])
+    for root in candidates:
+        if (root / _ENTRY).is_file():
+            return root
+    raise RuntimeError(
+        f"the kernel's source, {_ENTRY}, is neither in {' nor in '.join(map(str, candidates))}; "
+        "install moeos again"
+    )
+
+
+_OPTIONS = (
+    "--std=c++20",
+    "--no-source-include",  # or headers would be looked for where the program was started, first
+    "--device-as-default-execution-space",
+    "--extra-device-vectorization",
+    "--ptxas-options=-v",
+)
+
+
+def macros(shape: KernelShape) -> dict[str, str]:
+    """What kernels/sm90/config.cuh reads, without the prefix MOEOS_."""
+    cfg, sizes = shape.cfg, shape.sizes
+    capacity = cfg.capacity(cfg.max_tokens)
+    limit = cfg.swiglu_limit
+    values: dict[str, int | str] = {
+        "WORLD": shape.world_size,
+        "EXPERTS": cfg.experts,
+        "TOP_K": cfg.top_k,
+        "MAX_TOKENS": cfg.max_tokens,
+        "HIDDEN": cfg.hidden,
+        "INTERMEDIATE": cfg.intermediate,
+        "ROW_MAP": int(cfg.resolved_row_map == "capacity"),
+        "CAPACITY": cfg.max_tokens if capacity is None else capacity,
+        "CHUNK_ROWS": sizes.chunk_rows,
+        "TILE_ROWS": sizes.tile_rows,
+        "ROUTE_TOKENS": sizes.route_tokens,
+        "GEMM0_PARTS": sizes.gemm0_parts,
+        "GEMM1_PARTS": sizes.gemm1_parts,
+        "PROCESSORS": shape.processors,
+        "ACTIVATION": get_args(Activation).index(cfg.activation),
+        "SWIGLU_LIMIT": "moeos::kInfinity" if limit is None else f"{limit!r}F",
+        "SCORING": get_args(Scoring).index(cfg.scoring),
+        "RENORMALIZE": int(cfg.renormalize),
+        "ROUTED_SCALING": f"{cfg.routed_scaling!r}F",
+        "EXPERT_GROUPS": cfg.expert_groups,
+        "TOP_GROUPS": cfg.top_groups,
+        "VIRTUAL_RANKS": shape.virtual_ranks,
+        "FLOAT16": int(cfg.dtype == torch.float16),
+        "BIAS": int(cfg.bias),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def _unit() -> str:
+    facts = (
+        f'extern "C" __constant__ const unsigned int moeos_{name} = {value};\n'
+        for name, value in _FACTS.items()
+    )
+    return f'#include "{_ENTRY}"\n' + "".join(facts)
+
+
+def _facts(ptx: str, shape: KernelShape) -> dict[str, int]:
+    """What `_unit` makes the compiler say; `ValueError` if the OS block's state does not fit."""
+    found = dict(re.findall(r"\bmoeos_(\w+) = (\d+);", ptx))
+    facts = {name: int(found[name]) for name in _FACTS}
+    facts["os_bytes"] += _os_memory_bytes(shape)
+    if facts["os_bytes"] > facts["shared_bytes"]:
+        raise ValueError(
+            f"the scheduler's state takes {facts['os_bytes']} bytes of shared memory, and "
+            f"{facts['shared_bytes']} fit: lower max_tokens"
+        )
+    return facts
+
+
+def _os_memory_bytes(shape: KernelShape) -> int:
+    """`OsMemory::bytes` of runtime/memory.hpp."""
+    world, chunks = shape.world_size, shape.sizes.chunks
+    local = shape.cfg.experts_per_rank(world)
+    arrays = [128, 4, 4, 4, 4 * world * (local + 1), 4 * world, 4 * world * local, 4 * world]
+    arrays += [4 * world, 4 * local, 4 * world, 4 * world, world * chunks]
+    return sum(-(-size // 16) * 16 for size in arrays)
+
+
+def _sources(root: Path) -> dict[str, bytes]:
+    """The kernel's source and all that it includes: path below `root` -> content."""
+    found: dict[str, bytes] = {}
+    waiting = [_ENTRY]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            try:
+                found[name] = (root / name).read_bytes()
+            except OSError as error:
+                message = f"{root / name}: {error.strerror}; install moeos again"
+                raise RuntimeError(message) from error
+            included = re.findall(rb'^\s*#\s*include\s*"([^"]+)"', found[name], re.MULTILINE)
+            waiting += [path.decode() for path in included]
+    return found
+
+
+def _key(sources: dict[str, bytes], unit: str, options: list[str], compiler: str) -> str:
+    """SHA-256 of everything that the machine code depends on, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    texts = {name: hashlib.sha256(text).hexdigest() for name, text in sources.items()}
+    digest.update(json.dumps([_FORMAT, compiler, unit, options, sorted(texts.items())]).encode())
+    return digest.hexdigest()
+
+
+def _load_nvrtc() -> Any:
+    """The bindings of NVRTC, whose library can be loaded."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"NVRTC, which compiles kernels, is missing ({error}): {INSTALL}"
+        ) from error
+    return nvrtc
+
+
+def _version(nvrtc: Any) -> str:
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"NVRTC {major}.{minor}"
+
+
+def _compile(nvrtc: Any, unit: str, options: list[str]) -> tuple[bytes, str, str]:
+    """The cubin, the PTX and the log of a translation unit."""
+    _, program = _ask(nvrtc.nvrtcCreateProgram(unit.encode(), b"moeos.cu", 0, [], []))
+    try:
+        status = nvrtc.nvrtcCompileProgram(
+            program, len(options), [option.encode() for option in options]
+        )[0]
+        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        text = log.rstrip(b"\0 \n").decode(errors="replace")
+        if int(status) != 0:
+            first = "\n".join(text.splitlines()[:_LOG_LINES])
+            raise RuntimeError(f"{_version(nvrtc)} refuses the kernel ({status.name}):\n{first}")
+        cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+        return cubin, ptx.decode(errors="replace"), text
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _ask(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An answer of the bindings, whose status says that it is one."""
+    if int(answer[0]) != 0:
+        raise RuntimeError(f"NVRTC failed: {answer[0].name}")
+    return answer
+
+
+def _read(size: Any, get: Any, program: Any) -> bytes:
+    text = bytearray(_ask(size(program))[1])
+    _ask(get(program, text))
+    return bytes(text)
+
+
+def _resources(log: str) -> dict[str, int]:
+    """Registers, stack and spills from what `ptxas -v` says."""
+    frames = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+    )
+    registers = re.findall(r"Used (\d+) registers", log)
+    if not frames or not registers:
+        raise RuntimeError(f"the compiler's log does not tell what the kernel uses:\n{log[:2000]}")
+    return {
+        "registers": max(map(int, registers)),
+        "stack_bytes": max(int(stack) for stack, _, _ in frames),
+        "spill_store_bytes": sum(int(stores) for _, stores, _ in frames),
+        "spill_load_bytes": sum(int(loads) for _, _, loads in frames),
+    }

@@ -1,0 +1,299 @@
+"""The kernel computes what the float64 reference says, with virtual ranks on one GPU.
+
+Goes through `CudaEngine` alone: no module, no launcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeos import World, virtual
+from moeos.engines.base import CallStats
+from moeos.errors import NumericalError
+from tests.gpu.cases import (
+    BY_RANKS,
+    CASES,
+    Case,
+    RankLayer,
+    assert_all_match,
+    assert_matches,
+    call_on_gpu,
+    compile_cases,
+    on_gpu,
+    why_not,
+)
+from tests.layers import Call, Weights, draw_call, draw_given_call, draw_weights
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
+
+DEADLINE = 10.0
+FIRST_SEED = 300
+"""With it no token of a case that has a capacity is near a tie."""
+
+all_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+all_rank_counts = pytest.mark.parametrize(
+    "case", [CASES[name] for name in BY_RANKS.values()], ids=[f"{n}-ranks" for n in BY_RANKS]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """The kernels of all cases are compiled, side by side, before the first test."""
+    compile_cases(torch.cuda.get_device_properties().multi_processor_count)
+
+
+@pytest.fixture(autouse=True)
+def gpu_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual ranks get worlds of the GPU."""
+    monkeypatch.setattr("moeos.virtual.choose_backend", lambda _: "cuda")
+
+
+@functools.cache
+def weights_of(case: Case) -> Weights:
+    """A case's weights, on the GPU."""
+    return on_gpu(draw_weights(case.cfg))
+
+
+def run_calls(
+    case: Case, weights: Weights, calls: Sequence[Sequence[Call]]
+) -> tuple[list[list[Tensor]], list[CallStats]]:
+    """Makes the calls [rank][call], back to back; the outputs, and each rank's last stats."""
+
+    def rank_main(world: World) -> tuple[list[Tensor], CallStats]:
+        layer = RankLayer(weights, world)
+        outputs = [layer(call) for call in calls[world.rank]]
+        layer.engine.check()
+        return outputs, layer.engine.stats()
+
+    results = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    return [outputs for outputs, _ in results], [stats for _, stats in results]
+
+
+def draw(
+    case: Case,
+    tokens: Callable[[int, int], int],
+    count: int = 3,
+    given: Callable[[int, int], Call] | None = None,
+) -> list[list[Call]]:
+    """Calls [rank][call] with `tokens(rank, call)` tokens, routed by the gate unless `given`."""
+
+    def one(rank: int, call: int) -> Call:
+        seed = FIRST_SEED + 1000 * rank + call
+        if given is not None:
+            return given(tokens(rank, call), seed)
+        return draw_call(case.cfg, tokens(rank, call), seed)
+
+    return [[call_on_gpu(one(rank, call)) for call in range(count)] for rank in range(case.ranks)]
+
+
+def varied(case: Case) -> Callable[[int, int], int]:
+    """Token counts among which are none, one, a tile and the most."""
+    counts = (case.cfg.max_tokens, 37, 0, 1, 128, 129, 250, 8)
+    return lambda rank, call: counts[(3 * rank + call) % len(counts)]
+
+
+@all_cases
+def test_outputs_are_those_of_the_reference(case: Case) -> None:
+    weights = weights_of(case)
+    calls = draw(case, varied(case))
+    outputs, _ = run_calls(case, weights, calls)
+    assert_all_match(weights, calls, outputs)
+
+
+@all_cases
+def test_routing_given_by_the_caller_with_unused_slots(case: Case) -> None:
+    weights = weights_of(case)
+    calls = draw(
+        case,
+        varied(case),
+        given=lambda tokens, seed: draw_given_call(case.cfg, tokens, seed, unused=0.3),
+    )
+    outputs, _ = run_calls(case, weights, calls)
+    assert_all_match(weights, calls, outputs)
+
+
+@all_rank_counts
+def test_a_token_whose_slots_are_all_unused_gets_zeros(case: Case) -> None:
+    weights = weights_of(case)
+    calls = draw(
+        case,
+        lambda rank, call: 140,
+        given=lambda tokens, seed: draw_given_call(case.cfg, tokens, seed),
+    )
+    for rank_calls in calls:
+        for call in rank_calls:
+            assert call.ids is not None
+            call.ids[::3] = -1
+    outputs, _ = run_calls(case, weights, calls)
+    assert_all_match(weights, calls, outputs)
+    assert all(not y[::3].any() for rank_outputs in outputs for y in rank_outputs)
+
+
+@all_rank_counts
+def test_a_call_of_all_ranks_without_tokens(case: Case) -> None:
+    calls = draw(case, lambda rank, call: 0)
+    outputs, stats = run_calls(case, weights_of(case), calls)
+    assert all(list(y.shape) == [0, case.cfg.hidden] for ys in outputs for y in ys)
+    assert all(sum(of_rank.pairs_sent) == 0 for of_rank in stats)
+
+
+@all_rank_counts
+def test_a_call_with_one_token_in_all(case: Case) -> None:
+    weights = weights_of(case)
+    calls = draw(case, lambda rank, call: int(rank == call % case.ranks))
+    outputs, _ = run_calls(case, weights, calls)
+    assert_all_match(weights, calls, outputs)
+
+
+@all_rank_counts
+def test_one_expert_that_takes_every_token(case: Case) -> None:
+    weights = weights_of(case)
+    only = torch.full((case.cfg.experts,), -torch.inf)
+    only[case.cfg.experts // 2] = 0.0
+    calls = draw(
+        case,
+        lambda rank, call: case.cfg.max_tokens - call,
+        given=lambda tokens, seed: draw_given_call(case.cfg, tokens, seed, only, unused=0.0),
+    )
+    outputs, stats = run_calls(case, weights, calls)
+    assert_all_match(weights, calls, outputs)
+    received = sorted(rows for of_rank in stats for rows in of_rank.expert_pairs)
+    assert received[-1] == case.ranks * (case.cfg.max_tokens - 2)
+    assert not any(received[:-1])
+
+
+@all_rank_counts
+def test_200_calls_whose_token_counts_change_every_time(case: Case) -> None:
+    weights = weights_of(case)
+    drawn = random.Random(7)
+    counts = [[drawn.randint(0, case.cfg.max_tokens) for _ in range(200)] for _ in range(8)]
+    calls = draw(case, lambda rank, call: counts[rank][call], count=200)
+    outputs, _ = run_calls(case, weights, calls)
+    for rank in range(case.ranks):
+        for number in range(0, 200, 19):
+            assert_matches(weights, calls[rank][number], outputs[rank][number], f"call {number}")
+    assert not any(y.isnan().any() for rank_outputs in outputs for y in rank_outputs)
+
+
+@all_rank_counts
+def test_20_calls_of_the_same_tokens_are_bitwise_equal(case: Case) -> None:
+    weights = weights_of(case)
+    [calls] = zip(*draw(case, lambda rank, call: 300 - 41 * rank, count=1), strict=True)
+    outputs, _ = run_calls(case, weights, [[call] * 20 for call in calls])
+    for rank_outputs in outputs:
+        assert all(torch.equal(y, rank_outputs[0]) for y in rank_outputs[1:])
+
+
+@all_cases
+def test_stats_count_the_pairs_that_the_routing_makes(case: Case) -> None:
+    weights = weights_of(case)
+    calls = draw(case, varied(case))
+    _, stats = run_calls(case, weights, calls)
+    local = case.cfg.experts // case.ranks
+    chosen = []
+    for rank, of_rank in enumerate(stats):
+        call = calls[rank][-1]
+        ids = weights.routing(call).flatten()
+        pairs = torch.bincount(ids[ids >= 0].cpu(), minlength=case.cfg.experts)
+        chosen.append(pairs)
+        assert of_rank.tokens == len(call.x)
+        assert of_rank.pairs_sent == pairs.view(case.ranks, local).sum(dim=1).tolist()
+        assert of_rank.drops == weights.drops(call)
+    for rank, of_rank in enumerate(stats):
+        mine = torch.stack(chosen)[:, rank * local : (rank + 1) * local]
+        assert of_rank.pairs_received == mine.sum(dim=1).tolist()
+        assert of_rank.expert_pairs == mine.sum(dim=0).tolist()
+        assert of_rank.tasks["gemm1"] > 0 or not mine.any()
+
+
+@all_rank_counts
+def test_logits_that_are_not_finite_raise_on_all_ranks_until_reset(case: Case) -> None:
+    weights = weights_of(case)
+    good = draw(case, lambda rank, call: 200, count=1)
+    bad = draw(case, lambda rank, call: 200, count=1)
+    culprit = case.ranks - 1
+    bad[culprit][0].x[131, 5] = torch.nan
+
+    def rank_main(world: World) -> tuple[str, Tensor]:
+        layer = RankLayer(weights, world)
+        layer(bad[world.rank][0])
+        with pytest.raises(NumericalError) as raised:
+            layer.engine.check()
+        layer.engine.reset()
+        y = layer(good[world.rank][0])
+        layer.engine.check()
+        return str(raised.value), y
+
+    results = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    for message, _ in results:
+        assert f"token 131 on rank {culprit}" in message
+    assert_all_match(weights, good, [[y] for _, y in results])
+
+
+def test_a_call_that_follows_a_failed_one_fails_as_well() -> None:
+    case = CASES["swiglu-4-ranks"]
+    weights = weights_of(case)
+    calls = draw(case, lambda rank, call: 200, count=2)
+    calls[0][0].x[0] = torch.inf
+
+    def rank_main(world: World) -> None:
+        layer = RankLayer(weights, world)
+        for call in calls[world.rank]:
+            layer(call)
+        with pytest.raises(NumericalError):
+            layer.engine.check()
+
+    virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+
+
+def test_ranks_on_streams_of_their_own_see_their_own_inputs_and_outputs() -> None:
+    case = CASES["swiglu-4-ranks"]
+    weights = weights_of(case)
+    calls = draw(case, lambda rank, call: 300)
+
+    def rank_main(world: World) -> list[Tensor]:
+        layer = RankLayer(weights, world)
+        outputs = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            for call in calls[world.rank]:
+                late = torch.zeros_like(call.x)
+                torch.cuda._sleep(2_000_000 * world.rank)
+                late.copy_(call.x)
+                outputs.append(layer(Call(late)) + 0)
+        layer.engine.check()
+        return outputs
+
+    outputs = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    assert_all_match(weights, calls, outputs)
+
+
+def test_an_address_that_tensor_maps_cannot_have_is_refused() -> None:
+    case = CASES["swiglu-1-rank"]
+    weights = weights_of(case)
+
+    def rank_main(world: World) -> None:
+        layer = RankLayer(weights, world)
+        flat = torch.zeros(8 * case.cfg.hidden + 4, dtype=case.cfg.dtype, device="cuda")
+        with pytest.raises(ValueError, match=r"x lies at address .* multiple of 16"):
+            layer(Call(flat[4:].view(8, case.cfg.hidden)))
+
+    virtual.run(rank_main, ranks=1, backend="cuda", deadline=DEADLINE)
+
+
+def test_a_tensor_that_is_not_on_the_gpu_is_refused() -> None:
+    case = CASES["swiglu-1-rank"]
+    weights = weights_of(case)
+
+    def rank_main(world: World) -> None:
+        layer = RankLayer(weights, world)
+        with pytest.raises(ValueError, match="x is on cpu; it must be on cuda:0"):
+            layer(Call(torch.zeros((8, case.cfg.hidden), dtype=case.cfg.dtype)))
+
+    virtual.run(rank_main, ranks=1, backend="cuda", deadline=DEADLINE)

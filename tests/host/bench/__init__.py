@@ -1,0 +1,1 @@
+"""Tests of the benchmarks: what they measure, write and print; never how fast anything is."""

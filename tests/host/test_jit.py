@@ -1,0 +1,354 @@
+"""The compiler of kernels: what it refuses, what makes it compile again, and what it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeos import MoEConfig, jit
+from moeos.engines.cuda_arguments import RECORD_BYTES
+from moeos.jit import Kernel, KernelShape, compile_kernel, include_root, macros
+from tests.processes import ROOT, ForkedRanks
+
+LAYER: dict[str, Any] = {
+    "hidden": 64,
+    "intermediate": 64,
+    "experts": 8,
+    "top_k": 2,
+    "max_tokens": 64,
+    "dtype": torch.bfloat16,
+}
+
+
+def shape(**changes: Any) -> KernelShape:
+    """A small layer's kernel on one of two ranks."""
+    return KernelShape(cfg=MoEConfig(**(LAYER | changes)), world_size=2, processors=131)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def compiled(cache: Path) -> Kernel:
+    """The small layer's kernel, compiled into `cache`: it takes a while, so once."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    return compile_kernel(shape(), cache)
+
+
+def refuse(*arguments: object) -> Any:
+    raise AssertionError("this must not be compiled")
+
+
+def test_a_kernel_is_machine_code_for_hopper(compiled: Kernel) -> None:
+    assert not compiled.cached
+    assert compiled.cubin.startswith(b"\x7fELF")
+    assert jit.KERNEL.encode() in compiled.cubin
+    assert compiled.report.arch == "sm_90a"
+
+
+def test_the_report_says_what_the_launch_needs(compiled: Kernel) -> None:
+    report = compiled.report
+    assert 0 < report.registers <= 65_536 // report.threads
+    assert report.threads % 32 == 0
+    assert 0 < report.os_bytes < report.shared_bytes <= 227 * 1024
+    assert report.wgmma_instructions > 0
+    assert report.code_bytes == len(compiled.cubin)
+    assert report.seconds > 0
+    assert report.compiler.startswith("NVRTC 13.")
+
+
+def test_the_host_packs_as_many_bytes_as_the_kernel_takes(compiled: Kernel) -> None:
+    assert compiled.report.argument_bytes == RECORD_BYTES
+
+
+def test_the_second_time_the_kernel_comes_from_the_cache(
+    compiled: Kernel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeos.jit._compile", refuse)
+    assert compile_kernel(shape(), cache) == dataclasses.replace(compiled, cached=True)
+
+
+def test_a_kernel_in_a_damaged_file_is_compiled_again(
+    compiled: Kernel, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(cache, tmp_path / "copy")
+    [path] = copy.glob("*.kernel")
+    path.write_bytes(path.read_bytes()[:-7])
+    monkeypatch.setattr("moeos.jit._compile", refuse)
+    with pytest.raises(AssertionError, match="must not be compiled"):
+        compile_kernel(shape(), copy)
+
+
+def test_ranks_that_start_together_compile_once(tmp_path: Path) -> None:
+    def compile_for_ptx(*arguments: object) -> tuple[bytes, str, str]:
+        with open(tmp_path / "compiled", "a") as file:
+            file.write("x")
+        return b"cubin", PTX, LOG
+
+    def rank_main(rank: int) -> tuple[bytes, bool]:
+        jit._compile = compile_for_ptx  # in this forked process alone
+        kernel = compile_kernel(shape(), tmp_path / "cache")
+        return kernel.cubin, kernel.cached
+
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    outcomes = ForkedRanks(rank_main, 4).ended(60)
+    assert sorted(outcomes) == [(b"cubin", False)] + [(b"cubin", True)] * 3
+    assert (tmp_path / "compiled").read_text() == "x"
+
+
+PTX = """
+.const .align 4 .u32 moeos_shared_bytes = 10000;
+.const .align 4 .u32 moeos_os_bytes = 500;
+.const .align 4 .u32 moeos_threads = 384;
+.const .align 4 .u32 moeos_argument_bytes = 128;
+wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16
+"""
+LOG = """
+ptxas info    : 313 bytes gmem
+ptxas info    : Compiling entry function 'moeos_forward' for 'sm_90a'
+ptxas info    : Function properties for helper
+ptxas         .     24 bytes stack frame, 40 bytes spill stores, 32 bytes spill loads
+ptxas info    : Function properties for moeos_forward
+    8 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 24 bytes cumulative stack size
+"""
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """NVRTC is replaced by one that always says the same; the options that it was given."""
+    options: list[list[str]] = []
+
+    def compile_nothing(nvrtc: object, unit: str, given: list[str]) -> tuple[bytes, str, str]:
+        options.append(given)
+        return b"cubin", PTX, LOG
+
+    monkeypatch.setattr("moeos.jit._load_nvrtc", lambda: None)
+    monkeypatch.setattr("moeos.jit._version", lambda _: "NVRTC 13.0")
+    monkeypatch.setattr("moeos.jit._compile", compile_nothing)
+    return options
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_stack_frames_and_spills_of_all_functions_are_reported(tmp_path: Path) -> None:
+    report = compile_kernel(shape(), tmp_path).report
+    assert (report.registers, report.stack_bytes) == (168, 24)
+    assert (report.spill_store_bytes, report.spill_load_bytes) == (44, 32)
+    assert (report.shared_bytes, report.threads, report.argument_bytes) == (10000, 384, 128)
+    assert 500 < report.os_bytes < 2000
+    assert report.wgmma_instructions == 2
+
+
+@pytest.mark.parametrize("lost", ["stack_bytes", "spill_store_bytes", "spill_load_bytes"])
+@pytest.mark.usefixtures("without_compiler")
+def test_registers_are_kept_only_without_stack_and_spills(tmp_path: Path, lost: str) -> None:
+    none = {"stack_bytes": 0, "spill_store_bytes": 0, "spill_load_bytes": 0}
+    report = dataclasses.replace(compile_kernel(shape(), tmp_path).report, **none)
+    assert report.keeps_registers
+    assert not dataclasses.replace(report, **{lost: 8}).keeps_registers
+
+
+CHANGES: dict[str, Callable[[], KernelShape]] = {
+    "hidden": lambda: shape(hidden=72),
+    "intermediate": lambda: shape(intermediate=72),
+    "experts": lambda: shape(experts=16),
+    "top_k": lambda: shape(top_k=3),
+    "activation": lambda: shape(activation="gelu"),
+    "dtype": lambda: shape(dtype=torch.float16),
+    "max_tokens": lambda: shape(max_tokens=65),
+    "scoring": lambda: shape(scoring="sigmoid"),
+    "renormalize": lambda: shape(renormalize=False),
+    "capacity": lambda: shape(capacity_factor=0.5, row_map="ragged"),
+    "row_map": lambda: shape(row_map="capacity"),
+    "routed_scaling": lambda: shape(routed_scaling=2.5),
+    "expert_groups": lambda: shape(experts=16, expert_groups=2, top_groups=2),
+    "top_groups": lambda: shape(experts=16, expert_groups=2, top_groups=1),
+    "swiglu_limit": lambda: shape(swiglu_limit=7.0),
+    "bias": lambda: shape(bias=True),
+    "world_size": lambda: dataclasses.replace(shape(), world_size=4),
+    "processors": lambda: dataclasses.replace(shape(), processors=65),
+    "virtual_ranks": lambda: dataclasses.replace(shape(), virtual_ranks=2),
+}
+
+
+def test_every_change_of_the_shape_is_another_kernel(
+    without_compiler: list[list[str]], tmp_path: Path
+) -> None:
+    for made in [shape, *CHANGES.values()]:
+        assert not compile_kernel(made(), tmp_path).cached
+    assert len(set(map(tuple, without_compiler))) == 1 + len(CHANGES)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_selection_bias_is_a_pointer_at_run_time_and_needs_no_other_kernel(
+    tmp_path: Path,
+) -> None:
+    compile_kernel(shape(), tmp_path)
+    assert compile_kernel(shape(selection_bias=True), tmp_path).cached
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_scheduler_whose_state_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"takes \d+ bytes of shared memory, and 10000 fit: lower"):
+        compile_kernel(shape(max_tokens=130_000), tmp_path)
+
+
+def copy_sources(folder: Path) -> Path:
+    for name in ("kernels", "runtime"):
+        shutil.copytree(include_root() / name, folder / name)
+    return folder
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("edited", ["kernels/sm90/forward.cu", "runtime/base.hpp"])
+def test_a_changed_source_is_compiled_again_wherever_it_lies(
+    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_kernel(shape(), tmp_path / "cache")
+    root = copy_sources(tmp_path / "moved")
+    monkeypatch.setattr("moeos.jit.include_root", lambda: root)
+    assert compile_kernel(shape(), tmp_path / "cache").cached
+    with open(root / edited, "a") as file:
+        file.write("// changed\n")
+    assert not compile_kernel(shape(), tmp_path / "cache").cached
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_source_that_the_kernel_does_not_include_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_kernel(shape(), tmp_path / "cache")
+    root = copy_sources(tmp_path / "moved")
+    (root / "kernels" / "twin" / "forward.cpp").write_text("")
+    monkeypatch.setattr("moeos.jit.include_root", lambda: root)
+    assert compile_kernel(shape(), tmp_path / "cache").cached
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_another_compiler_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_kernel(shape(), tmp_path)
+    monkeypatch.setattr("moeos.jit._version", lambda _: "NVRTC 13.1")
+    assert not compile_kernel(shape(), tmp_path).cached
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_missing_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = copy_sources(tmp_path / "moved")
+    (root / "runtime" / "task.hpp").unlink()
+    monkeypatch.setattr("moeos.jit.include_root", lambda: root)
+    with pytest.raises(RuntimeError, match=r"runtime/task\.hpp.*install moeos again"):
+        compile_kernel(shape(), tmp_path / "cache")
+
+
+def test_sources_are_found_in_the_working_tree() -> None:
+    assert include_root() == ROOT
+
+
+def test_sources_are_found_in_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "moeos"
+    copy_sources(package / "include")
+    monkeypatch.setattr("moeos.jit.__file__", str(package / "jit.py"))
+    assert include_root() == package / "include"
+
+
+def test_an_installation_without_sources_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeos.jit.__file__", str(tmp_path / "a" / "moeos" / "jit.py"))
+    with pytest.raises(RuntimeError, match="install moeos again"):
+        include_root()
+
+
+def test_a_missing_compiler_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    with pytest.raises(RuntimeError, match=r"NVRTC.*pip install 'moeos\[cuda\]'"):
+        compile_kernel(shape(), tmp_path)
+
+
+def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    monkeypatch.setattr("moeos.jit._unit", lambda: "int f() { return no_such_word; }\n" * 100)
+    with pytest.raises(RuntimeError, match=r"(?s)NVRTC 13.*no_such_word") as raised:
+        compile_kernel(shape(), tmp_path)
+    assert len(str(raised.value).splitlines()) < 30
+    assert not list(tmp_path.glob("*.kernel"))
+
+
+def test_headers_where_the_program_was_started_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "base.hpp").write_text("#error the wrong header")
+    monkeypatch.chdir(tmp_path)
+    facts = "".join(
+        f'extern "C" __constant__ const unsigned int moeos_{name} = {value};\n'
+        for name, value in {**dict.fromkeys(jit._FACTS, 1), "shared_bytes": 10_000}.items()
+    )
+    kernel = 'extern "C" __global__ void k(unsigned* line) { *line = moeos::kCacheLine; }\n'
+    monkeypatch.setattr("moeos.jit._unit", lambda: f'#include "runtime/base.hpp"\n{facts}{kernel}')
+    assert compile_kernel(shape(), tmp_path / "cache").cubin
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float32}, "dtype is torch.float32; .* torch.bfloat16 or torch.float16"),
+        ({"experts": 264}, "experts is 264; .* at most 256"),
+        ({"experts": 64, "top_k": 33}, "top_k is 33; .* at most 32"),
+        ({"experts": 48, "expert_groups": 4}, "groups of 12 experts; .* multiple of 8"),
+    ],
+    ids=["float32", "experts", "top_k", "groups"],
+)
+def test_a_layer_that_the_gpu_does_not_have_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    if "expert_groups" in changes:
+        changes["top_groups"] = changes["expert_groups"]
+    with pytest.raises(ValueError, match=message):
+        shape(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "sm_80"}, "arch is 'sm_80'; .* sm_90a"),
+        ({"world_size": 3}, "cannot be divided equally among 3"),
+        ({"virtual_ranks": 3}, "virtual_ranks is 3; allowed: 1, or all 2"),
+        ({"processors": 0}, "processors is 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_shape_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(shape(), **changes)
+
+
+def test_floats_keep_their_value_as_macros() -> None:
+    values = macros(shape(routed_scaling=1e16, swiglu_limit=0.1))
+    assert values["ROUTED_SCALING"] == "1e+16F"
+    assert values["SWIGLU_LIMIT"] == "0.1F"
+    assert macros(shape())["SWIGLU_LIMIT"] == "moeos::kInfinity"
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_the_report_is_kept_with_the_code(tmp_path: Path) -> None:
+    report = compile_kernel(shape(), tmp_path).report
+    found = compile_kernel(shape(), tmp_path)
+    assert found.cached
+    assert json.loads(json.dumps(dataclasses.asdict(found.report))) == dataclasses.asdict(report)

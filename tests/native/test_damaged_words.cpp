@@ -1,0 +1,175 @@
+// What a rank makes of words in its heap that no peer would write: an error, never an access
+// outside of its buffers and never a hang.
+//
+// Built and run by tests/native/test_native.py. Knows where the heap's words lie (layout.hpp).
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/twin/forward.hpp"
+#include "runtime/layout.hpp"
+
+namespace {
+
+using moeos::Activation;
+using moeos::Failure;
+using moeos::FailureKind;
+using moeos::Geometry;
+using moeos::i32;
+using moeos::LayerShape;
+using moeos::Layout;
+using moeos::RowMap;
+using moeos::Scoring;
+using moeos::u32;
+using moeos::u64;
+using moeos::u8;
+using moeos::twin::Element;
+using moeos::twin::Operands;
+using moeos::twin::TwinRank;
+using moeos::twin::TwinSettings;
+
+constexpr u32 kTokens = 100;
+constexpr u32 kHidden = 8;
+constexpr u32 kExperts = 4;
+constexpr u32 kTopK = 2;
+
+Geometry make_geometry(RowMap row_map) {
+  Geometry g{};
+  g.world = 2;
+  g.experts = kExperts;
+  g.top_k = kTopK;
+  g.max_tokens = kTokens;
+  g.row_bytes = kHidden * sizeof(float);
+  g.hidden_bytes = kHidden * sizeof(float);
+  g.row_map = row_map;
+  g.capacity = kTokens;
+  g.chunk_rows = 32;
+  g.tile_rows = 128;
+  g.route_tokens = 32;
+  g.gemm0_parts = 1;
+  g.gemm1_parts = 1;
+  g.processors = 1;
+  return g;
+}
+
+struct Unmap {
+  u64 bytes = 0;
+  void operator()(u8* memory) const { munmap(memory, bytes); }
+};
+using Heap = std::unique_ptr<u8, Unmap>;
+
+Heap make_heap(u64 bytes) {
+  return Heap(static_cast<u8*>(
+                  mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)),
+              Unmap{bytes});
+}
+
+/// Two ranks; rank 0's heap is damaged before it makes its first call. Rank 1 makes its own beside
+/// it or, so that it cannot write the right words first, afterwards. Returns what came of both
+/// calls.
+std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
+                               const std::function<void(const Layout&, u8*)>& damage) {
+  const Geometry g = make_geometry(row_map);
+  const LayerShape shape{kHidden, kHidden, Activation::relu, INFINITY, Scoring::softmax, true, 1.0F,
+                         1,       1};
+  const TwinSettings settings{2'000'000'000ULL, split_os, 0.0, 0};
+  const Layout layout(g);
+  std::vector<Heap> heaps;
+  heaps.push_back(make_heap(layout.bytes()));
+  heaps.push_back(make_heap(layout.bytes()));
+  const std::vector<u8*> addresses = {heaps[0].get(), heaps[1].get()};
+  damage(layout, addresses[0]);
+
+  const std::vector<float> values(kExperts * kHidden * kHidden, 0.5F);  // of every operand
+  const std::vector<float> x(kTokens * kHidden, 1.0F);
+  std::vector<i32> ids;
+  for (u32 token = 0; token < kTokens; ++token) {
+    ids.push_back(static_cast<i32>(token % kExperts));
+    ids.push_back(static_cast<i32>((token + 1) % kExperts));
+  }
+  const std::vector<float> weights(kTokens * kTopK, 1.0F);
+  std::vector<std::vector<float>> out(2, std::vector<float>(kTokens * kHidden));
+  std::vector<Failure> failures(2);
+  std::vector<std::unique_ptr<TwinRank>> ranks;
+  for (u32 p = 0; p < 2; ++p) {
+    ranks.push_back(std::make_unique<TwinRank>(g, shape, p, addresses, settings));
+  }
+  const auto call = [&](u32 p) {
+    const Operands operands{Element::kFloat32, x.data(),       values.data(), nullptr,
+                            ids.data(),        weights.data(), values.data(), nullptr,
+                            values.data(),     nullptr,        out[p].data()};
+    failures[p] = ranks[p]->forward(operands, kTokens, kTokens);
+  };
+  if (together) {
+    std::thread other(call, 1);
+    call(0);
+    other.join();
+  } else {
+    call(0);
+    call(1);
+  }
+  return failures;
+}
+
+template <class T>
+T& word(u8* heap, u64 offset) {
+  return *reinterpret_cast<T*>(heap + offset);
+}
+
+struct Case {
+  const char* name;
+  FailureKind expected;
+  std::function<void(const Layout&, u8*)> damage;
+};
+
+}  // namespace
+
+int main() {
+  constexpr u64 kFirstEpoch = u64{1} << 32;
+  const Case cases[] = {
+      {"nothing is damaged", FailureKind::none, [](const Layout&, u8*) {}},
+      {"words of an earlier call", FailureKind::none,
+       [](const Layout& layout, u8* heap) {
+         word<u64>(heap, layout.count(0, 1, 0)) = 99;
+         word<u64>(heap, layout.count(1, 1, 1)) = 7;
+         word<u32>(heap, layout.arrived(1, 0)) = 0xFFFFFFFF;
+       }},
+      {"a count beyond an expert's rows", FailureKind::count_too_large,
+       [](const Layout& layout, u8* heap) {
+         word<u64>(heap, layout.count(1, 1, 0)) = kFirstEpoch | (kTokens + 1);
+         word<u64>(heap, layout.count(1, 1, 1)) = kFirstEpoch;
+       }},
+      {"the largest count", FailureKind::count_too_large,
+       [](const Layout& layout, u8* heap) {
+         word<u64>(heap, layout.count(1, 1, 0)) = kFirstEpoch;
+         word<u64>(heap, layout.count(1, 1, 1)) = kFirstEpoch | 0xFFFFFFFF;
+       }},
+      {"a chunk with more results than rows", FailureKind::returns_too_many,
+       [](const Layout& layout, u8* heap) { word<u32>(heap, layout.returned(1, 0)) = 1000; }},
+  };
+  int failed = 0;
+  for (const Case& one : cases) {
+    for (const RowMap row_map : {RowMap::ragged, RowMap::capacity}) {
+      for (const bool split_os : {false, true}) {
+        const bool together = one.expected == FailureKind::none;
+        for (const Failure& failure : call_with(row_map, split_os, together, one.damage)) {
+          if (failure.kind != one.expected) {
+            std::printf("%s: failure kind %u instead of %u\n", one.name,
+                        static_cast<u32>(failure.kind), static_cast<u32>(one.expected));
+            ++failed;
+          }
+        }
+      }
+    }
+  }
+  std::printf("test_damaged_words: %d failed\n", failed);
+  return failed == 0 ? 0 : 1;
+}
