@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from moeos.control import (
     ControlPlane,
     MpiControl,
@@ -51,7 +53,7 @@ def init(
     Raises:
         ValueError, TypeError: an argument, or what the launcher set, is not allowed.
         ConfigMismatch: the ranks run different versions or backends.
-        RuntimeError: the backend cannot be used here, or the twin's ranks are on several hosts.
+        RuntimeError: there are fewer GPUs than ranks, or the ranks are on several hosts.
         PeerTimeout: a rank did not call it before the deadline.
     """
     chosen = choose_backend(backend)
@@ -63,6 +65,8 @@ def init(
         version = importlib.metadata.version("moeos")
         require_equal(control, (version, chosen), "the version of moeos and its backend")
         _require_one_host(control)
+        if chosen == "cuda":
+            _choose_device(os.environ)
         return World(control, backend=chosen, deadline=deadline, twin=twin)
     except BaseException as error:
         control.abort(f"{type(error).__name__}: {error}")
@@ -71,21 +75,39 @@ def init(
 
 
 def choose_backend(backend: str) -> Backend:
-    """The backend that a name means on this machine.
+    """The backend that a name means on this machine: "auto" is the GPU where there is a Hopper.
 
-    Raises `ValueError` for an unknown name, and `RuntimeError` for "cuda": this release has the
-    twin only.
+    Raises `ValueError` for an unknown name. Whether the GPU can really be used, the engine finds
+    out when a layer is made.
     """
     if backend not in BACKENDS:
         nearest = difflib.get_close_matches(str(backend), BACKENDS, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         allowed = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"backend is {backend!r}; allowed: {allowed}{hint}")
-    if backend == "cuda":
+    if backend == "twin" or (backend == "auto" and not _sees_hopper()):
+        return "twin"
+    return "cuda"
+
+
+def _sees_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def _choose_device(environment: Mapping[str, str]) -> None:
+    """Makes the GPU of this process's place on its host the current one.
+
+    Raises `RuntimeError` if the host has fewer GPUs than ranks.
+    """
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+    place = next((int(environment[name]) for name in names if name in environment), 0)
+    count = torch.cuda.device_count()
+    if place >= count:
         raise RuntimeError(
-            'backend is "cuda", but this release has the twin only: use "twin" or "auto"'
+            f"local rank {place} needs a GPU of its own and this host has {count}; "
+            'start fewer ranks, or use backend="twin"'
         )
-    return "twin"
+    torch.cuda.set_device(place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,4 +225,4 @@ def _require_one_host(control: ControlPlane) -> None:
             f"{name_ranks(r for r in range(control.size) if hosts[r] == host)} on {host[0]}"
             for host in dict.fromkeys(hosts)
         )
-        raise RuntimeError(f"the twin needs all ranks on one host, but there are {where}")
+        raise RuntimeError(f"all ranks must be on one host so far, but there are {where}")

@@ -298,22 +298,13 @@ def _facts(ptx: str, shape: KernelShape) -> dict[str, int]:
     """What `_unit` makes the compiler say; `ValueError` if the OS block's state does not fit."""
     found = dict(re.findall(r"\bmoeos_(\w+) = (\d+);", ptx))
     facts = {name: int(found[name]) for name in _FACTS}
-    facts["os_bytes"] += _os_memory_bytes(shape)
+    facts["os_bytes"] += shape.sizes.os_memory_bytes
     if facts["os_bytes"] > facts["shared_bytes"]:
         raise ValueError(
             f"the scheduler's state takes {facts['os_bytes']} bytes of shared memory, and "
             f"{facts['shared_bytes']} fit: lower max_tokens"
         )
     return facts
-
-
-def _os_memory_bytes(shape: KernelShape) -> int:
-    """`OsMemory::bytes` of runtime/memory.hpp."""
-    world, chunks = shape.world_size, shape.sizes.chunks
-    local = shape.cfg.experts_per_rank(world)
-    arrays = [128, 4, 4, 4, 4 * world * (local + 1), 4 * world, 4 * world * local, 4 * world]
-    arrays += [4 * world, 4 * local, 4 * world, 4 * world, world * chunks]
-    return sum(-(-size // 16) * 16 for size in arrays)
 
 
 def _sources(root: Path) -> dict[str, bytes]:

@@ -35,7 +35,7 @@ class Gate(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Gate:
         """Moves the parameters as `to` asks; the bias goes along and stays fp32 with its bits."""
         bias = self.selection_bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if bias is not None and self.selection_bias is not None:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
@@ -72,6 +72,8 @@ class MoELayer(nn.Module):
         digests = world.control.allgather(cfg.digest(), "the comparison of the ranks' configs")
         _require_equal(digests)
         local = cfg.experts_per_rank(world.size)
+        engine_class = _engine_class(world)
+        engine_class.check_supported(cfg)
         self.cfg = cfg
         self.world = world
         self.gate = Gate(cfg)
@@ -79,11 +81,13 @@ class MoELayer(nn.Module):
         self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
         self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
         self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
+        if world.backend == "cuda":
+            self.cuda()
         drawn = int(torch.randint(1 << _SEED_BITS, ()).item())
         self._initialise(world.control.allgather(drawn, "the seed of the initial weights")[0])
         self._expected = {name: (t.shape, t.dtype) for name, t in self.state_dict().items()}
         self._device = self.w1.device
-        self._engine: Engine = TwinEngine(cfg, world)
+        self._engine = engine_class(cfg, world)
 
     @classmethod
     def from_hf(
@@ -156,6 +160,14 @@ class MoELayer(nn.Module):
         stats = self._engine.stats()
         return {**vars(stats), "bytes_to_peers": stats.bytes_to_peers}
 
+    def check(self) -> None:
+        """Raises what has gone wrong in the calls so far. Waits for them.
+
+        On the twin a call raises by itself. On the GPU a call only launches: a late peer or logits
+        that are not finite are known when the kernel has ended, and raise here.
+        """
+        self._engine.check()
+
     def reset(self) -> None:
         """Makes the layer usable again after a call that failed. Collective; no rank may be in a
         call.
@@ -227,7 +239,8 @@ class MoELayer(nn.Module):
             raise TypeError(
                 f"topk_weights has dtype {weights.dtype}; it must be a floating point type"
             )
-        self._check_ids(ids)
+        if ids.device.type == "cpu":  # looking at a GPU's tensor would wait for it
+            self._check_ids(ids)
         return ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
 
     def _check_ids(self, ids: torch.Tensor) -> None:
@@ -270,11 +283,19 @@ class MoELayer(nn.Module):
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
         bias = self.gate.selection_bias
-        if bias is not None and not bias.isfinite().all():
+        if bias is not None and bias.device.type == "cpu" and not bias.isfinite().all():
             expert = int((~bias.isfinite()).nonzero()[0])
             raise ValueError(
                 f"gate.selection_bias[{expert}] is {float(bias[expert])}; it must be finite"
             )
+
+
+def _engine_class(world: World) -> type[Engine]:
+    if world.backend == "twin":
+        return TwinEngine
+    from moeos.engines.cuda import CudaEngine  # needs packages that only a GPU's machine has
+
+    return CudaEngine
 
 
 def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -43,7 +43,7 @@ def run(
 
     Args:
         ranks: 1 to 64.
-        backend: "auto" or "twin".
+        backend: "twin", "cuda" (all ranks share one GPU and one launch) or "auto".
         deadline, twin: as for `moeos.init`.
 
     Raises:

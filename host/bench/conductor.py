@@ -130,13 +130,15 @@ class LoadMeter:
 
     def __init__(self, contestants: Sequence[Contestant]) -> None:
         self._contestants = contestants
-        self._began = time.monotonic()
-        self._others_began = self._others_seconds()
+        self._looked = time.monotonic()
+        self._others = self._others_seconds()
 
     def others(self) -> float:
-        """Cores that others kept busy since this was made, on average."""
-        seconds = time.monotonic() - self._began
-        return (self._others_seconds() - self._others_began) / seconds
+        """Cores that others kept busy since the last look, on average; the first is the making."""
+        now, others = time.monotonic(), self._others_seconds()
+        cores = (others - self._others) / (now - self._looked)
+        self._looked, self._others = now, others
+        return cores
 
     def _others_seconds(self) -> float:
         own = sum(contestant.cpu_seconds for contestant in self._contestants)

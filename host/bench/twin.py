@@ -118,12 +118,13 @@ class _Measurements:
 
     Attributes:
         outcomes: of "pytorch", "mpirun", "virtual", "matmul", "copy", "few" and "many".
-        errors: the largest relative error of "mpirun" and "virtual" against PyTorch.
+        errors: relative errors of "mpirun" and "virtual" against PyTorch.
+        cores_used_by_others: in each round.
     """
 
     outcomes: Mapping[str, Sequence[Outcome]]
     errors: Mapping[str, float]
-    cores_used_by_others: float
+    cores_used_by_others: Sequence[float]
 
 
 def _measure(workload: Workload, rounds: int) -> _Measurements:
@@ -153,6 +154,7 @@ def _measure(workload: Workload, rounds: int) -> _Measurements:
             ("many", alone, "call", _MANY_TOKENS),
         ]
         outcomes: dict[str, list[Outcome]] = {name: [] for name, *_ in jobs}
+        others = []
         meter = LoadMeter([pytorch, processes, threads, alone])
         shown = track(
             range(WARM_UP_ROUNDS + rounds), description="rounds", console=Console(stderr=True)
@@ -165,7 +167,8 @@ def _measure(workload: Workload, rounds: int) -> _Measurements:
                 outcome = contestant.do(job, size)
                 if turn >= WARM_UP_ROUNDS:
                     outcomes[name].append(outcome)
-        return _Measurements(outcomes, errors, meter.others())
+            others.append(meter.others())
+        return _Measurements(outcomes, errors, others[WARM_UP_ROUNDS:])
 
 
 def _compare(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from moeos.cli.compile import compile_
 from moeos.cli.doctor import doctor
 from moeos.cli.plan import plan
 from moeos.cli.run import run
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(plan)
 app.command()(doctor)
+app.command("compile")(compile_)
 
 
 def main() -> None:

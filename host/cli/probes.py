@@ -169,15 +169,6 @@ def nvrtc() -> Finding:
     return Finding(what, works, f"{version} (compiles kernels)", "" if works else _INSTALL_NVRTC)
 
 
-def backend() -> Finding:
-    """moeos's own part for the GPU."""
-    try:
-        moeos.bootstrap.choose_backend("cuda")
-    except RuntimeError:
-        return Finding('backend="cuda"', False, "not in this release: the twin runs instead")
-    return Finding('backend="cuda"', True, "in this release")
-
-
 TWIN: tuple[Callable[[], Finding], ...] = (
     python,
     torch_build,
@@ -195,8 +186,6 @@ GPU: tuple[Callable[[], Finding], ...] = (
     lambda: package("nvshmem4py-cu13", "memory that GPUs share"),
     lambda: package("cuda-core", "loads and launches kernels"),
     nvrtc,
-    lambda: package("nvidia-cutlass", "CuTe headers"),
-    backend,
 )
 """What the GPU will need in addition."""
 

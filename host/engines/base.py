@@ -9,6 +9,9 @@ from typing import Protocol
 
 import torch
 
+from moeos.config import MoEConfig
+from moeos.world import World
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallTensors:
@@ -68,13 +71,22 @@ class CallStats:
 
 
 class Engine(Protocol):
-    """One layer on one rank."""
+    """One layer on one rank. Collective to make."""
+
+    def __init__(self, cfg: MoEConfig, world: World) -> None: ...
+
+    @staticmethod
+    def check_supported(cfg: MoEConfig) -> None:
+        """Raises `ValueError` for a layer that this machine's kernels do not have."""
 
     def forward(self, tensors: CallTensors, pair_limit: int) -> None:
         """Runs one call; `pair_limit` is the number of rows that one expert takes from this rank.
 
         Raises what `moeos.failure.exception_of` says when the call does not end well.
         """
+
+    def check(self) -> None:
+        """Waits for the calls so far and raises as `forward` does, where that could not."""
 
     def stats(self) -> CallStats:
         """The last call's."""

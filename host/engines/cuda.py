@@ -50,6 +50,11 @@ class CudaEngine:
             a package is missing, the kernel cannot be compiled, there is no memory; on all ranks.
     """
 
+    @staticmethod
+    def check_supported(cfg: MoEConfig) -> None:
+        """See `Engine.check_supported`."""
+        jit.check_supported(cfg)
+
     def __init__(self, cfg: MoEConfig, world: World) -> None:
         self._world = world
         self._virtual = world.control.shares_memory and world.size > 1
@@ -62,7 +67,7 @@ class CudaEngine:
             kernel = self._agree(lambda: jit.compile_kernel(self._shape), "the compiled kernel")
             self.report = kernel.report
             sizes = self._shape.sizes
-            self._offsets = cuda_records.offsets_of(self._shape)
+            self._offsets = sizes.offsets
             self._heap = DeviceHeap(world.control, sizes.heap_bytes, self._device)
             self._buffers = self._agree(lambda: self._allocate(cfg), "the memory of a layer")
             self._arguments = ArgumentPacker(cfg, sizes, world.rank, world.deadline, self._buffers)

@@ -1,8 +1,8 @@
 """What a rank's device memory says after a call: the failure, if there is one, and the tallies.
 
-The only file of the GPU's host side that knows where runtime/layout.hpp and runtime/memory.hpp put
-things, and how Failure (runtime/watchdog.hpp) and Tally are laid out. It reads and waits for
-nothing but its own copies.
+The only file of the GPU's host side that knows how Failure (runtime/watchdog.hpp) and Tally are
+laid out; where they lie, `_twin.Sizes.offsets` says. It reads and waits for nothing but its own
+copies.
 """
 
 from __future__ import annotations
@@ -40,56 +40,6 @@ class Failure:
     expected: int
     seen: int
     waited_ns: int
-
-
-def offsets_of(shape: KernelShape) -> dict[str, int]:
-    """Byte offsets of what the host reads and writes.
-
-    In the heap: `abort_word` u64, whose low half is 1 + a rank; `failures`, a cache line for each
-    rank. In the rank's memory: `epoch` u32; `tallies`, a cache line for each processor and one for
-    the OS block; `send_start` and `receive_start`, u32 [P, X + 1].
-    """
-    cfg, sizes, world = shape.cfg, shape.sizes, shape.world_size
-    local = cfg.experts_per_rank(world)
-    pairs = cfg.max_tokens * cfg.top_k
-    blocks = max(1, -(-cfg.max_tokens // sizes.route_tokens))
-    combine_tasks = world * sizes.chunks + 1
-    dispatch_tasks = world * -(-sizes.chunks // 8)
-    starts = world * (local + 1) * 4
-    offsets = {"abort_word": 0, "failures": CACHE_LINE}
-    at = 0
-    for name, size in (
-        ("epoch", 4),
-        ("failure_claimed", 4),
-        ("call_states", 2 * 13 * CACHE_LINE),
-        ("tallies", (shape.processors + 1) * CACHE_LINE),
-        ("tasks", sizes.tasks_max * CACHE_LINE),
-        ("ring", (sizes.parts_max + shape.processors) * 8),
-        ("mailbox route", 8),
-        ("mailbox combine", combine_tasks * 8),
-        ("mailbox gemm1", sizes.tiles_max * 8),
-        ("mailbox gemm0", sizes.tiles_max * 8),
-        ("mailbox dispatch", dispatch_tasks * 8),
-        ("gemm0_parts_done", sizes.tiles_max * 4),
-        ("gemm1_parts_done", sizes.tiles_max * 4),
-        ("pair_expert", pairs * 4),
-        ("pair_weight", pairs * 4),
-        ("pair_rank", pairs * 4),
-        ("block_pairs", blocks * sizes.route_tokens * cfg.top_k * 4),
-        ("block_first", blocks * cfg.experts * 4),
-        ("block_base", blocks * cfg.experts * 4),
-        ("send_start", starts),
-        ("rows_seen", cfg.max_tokens * 4),
-        ("receive_start", starts),
-    ):
-        offsets[name] = at
-        at += -(-size // CACHE_LINE) * CACHE_LINE
-    if at > sizes.memory_bytes:
-        raise RuntimeError(
-            f"a rank's memory has {sizes.memory_bytes} bytes, but the host's map of it {at}: "
-            "runtime/memory.hpp has changed, and cuda_records.py must follow"
-        )
-    return offsets
 
 
 def first_failure(heap: Tensor, offsets: dict[str, int]) -> Failure | None:

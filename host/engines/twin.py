@@ -61,10 +61,14 @@ def sizes_of(cfg: MoEConfig, world_size: int, processors: int, remote: bool = Fa
 class TwinEngine:
     """One layer on one rank of the twin. Collective to make; lives as long as its world."""
 
-    def __init__(self, cfg: MoEConfig, world: World) -> None:
+    @staticmethod
+    def check_supported(cfg: MoEConfig) -> None:
+        """See `Engine.check_supported`."""
         if cfg.dtype not in DTYPES:
             allowed = " or ".join(map(str, DTYPES))
             raise ValueError(f"dtype is {cfg.dtype}; the twin computes with {allowed}")
+
+    def __init__(self, cfg: MoEConfig, world: World) -> None:
         options = world.twin
         self._cfg = cfg
         self._world = world
@@ -103,6 +107,9 @@ class TwinEngine:
         )
         if failure.kind != 0:
             raise exception_of(failure, self._world.rank)
+
+    def check(self) -> None:
+        """See `Engine.check`: a call of the twin has raised by itself."""
 
     def stats(self) -> CallStats:
         """See `Engine.stats`."""

@@ -48,12 +48,6 @@ def kernels() -> None:
     compile_cases(torch.cuda.get_device_properties().multi_processor_count)
 
 
-@pytest.fixture(autouse=True)
-def gpu_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Virtual ranks get worlds of the GPU."""
-    monkeypatch.setattr("moeos.virtual.choose_backend", lambda _: "cuda")
-
-
 @functools.cache
 def weights_of(case: Case) -> Weights:
     """A case's weights, on the GPU."""

@@ -53,7 +53,6 @@ def test_options_reach_every_world() -> None:
         ({"ranks": 65}, ValueError, "ranks is 65; allowed: 1 to 64"),
         ({"ranks": 2.0}, TypeError, "ranks is 2.0; it must be an integer"),
         ({"backend": "twins"}, ValueError, "did you mean 'twin'"),
-        ({"backend": "cuda"}, RuntimeError, "this release has the twin only"),
         ({"deadline": 0}, ValueError, "deadline is 0; allowed"),
         ({"twin": {"processors": 1}}, TypeError, "twin is {'processors': 1}; it must be"),
     ],

@@ -1,4 +1,4 @@
-"""The PyTorch side of the benchmark computes the layer, and no other layer is measured against it."""
+"""The PyTorch side of the benchmark computes the layer; no other layer is measured with it."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The conductor: members answer together, a contestant that dies is named, nothing is left behind."""
+"""The conductor: members answer together, one that dies is named, no process is left behind."""
 
 import json
 import subprocess
@@ -86,9 +86,8 @@ def test_a_contestant_that_does_not_answer_ends_the_wait_and_is_ended(
     assert time.monotonic() - begin < 30
 
 
-def test_load_of_other_processes_is_seen_and_ones_own_is_not() -> None:
+def test_load_of_other_processes_is_seen() -> None:
     meter = LoadMeter([])
     spin = "import time\nends = time.process_time() + 0.5\nwhile time.process_time() < ends: pass"
     subprocess.run([sys.executable, "-c", spin], check=True)
-    with_another = meter.others()
-    assert with_another > 0.0
+    assert meter.others() > 0.1

@@ -1,11 +1,10 @@
-"""Benchmark tables: rendered from the JSON alone, between markers, and those in docs/ are current."""
+"""Benchmark tables: made from the JSON alone, between markers, and those in docs/ are current."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from moeos.bench import report
 from tests.processes import ROOT

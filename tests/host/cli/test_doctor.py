@@ -34,11 +34,6 @@ def test_a_cpu_build_of_pytorch_is_told_from_a_cuda_build(monkeypatch: pytest.Mo
     assert probes.torch_cuda() == Finding("PyTorch's CUDA", True, "CUDA 13.0")
 
 
-def test_the_gpu_backend_is_said_to_be_absent_from_this_release() -> None:
-    assert not probes.backend().works
-    assert "not in this release" in probes.backend().found
-
-
 def test_a_broken_twin_is_found_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_twin_error", lambda: 1.0)
     assert not probes.twin().works
