@@ -224,7 +224,7 @@ def test_given_routing_need_not_be_contiguous() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_hidden_size_keeps_the_accumulated_error_small(dtype: torch.dtype) -> None:
-    cfg = config(hidden=2048, intermediate=1408, experts=4, top_k=2, dtype=dtype)
+    cfg = config(hidden=2048, intermediate=512, experts=4, top_k=2, dtype=dtype)
     calls = [[draw_call(cfg, 48, rank)] for rank in range(2)]
     stats_of_calls(draw_weights(cfg), calls)
 

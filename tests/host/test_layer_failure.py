@@ -49,7 +49,7 @@ def failed_call(call: Callable[[], object]) -> tuple[str, float]:
 
 
 @twins
-@pytest.mark.parametrize("absent", range(4))
+@pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_never_calls_is_named_within_the_deadline(
     absent: int, twin: TwinOptions
 ) -> None:

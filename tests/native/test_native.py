@@ -50,10 +50,10 @@ class Flavour:
 
 
 FLAVOURS = {
-    "plain": Flavour(("-O2", "-DMOEOS_DEBUG_CHECKS"), 400, {}),
+    "plain": Flavour(("-O2", "-DMOEOS_DEBUG_CHECKS"), 300, {}),
     "thread": Flavour(
         ("-O1", "-g", "-fsanitize=thread"),
-        60,
+        40,
         {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
     ),
     "address": Flavour(
@@ -64,7 +64,7 @@ FLAVOURS = {
             "-fsanitize=address,undefined",
             "-fno-sanitize-recover=all",
         ),
-        60,
+        40,
         {"ASAN_OPTIONS": "detect_stack_use_after_return=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     ),
 }
