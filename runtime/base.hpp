@@ -48,16 +48,24 @@ constexpr T align_up(T value, T multiple) {
 }
 
 /// The smallest i in [0, n] with !before(i), for a predicate that is true, then false.
+///
+/// Looks at seven places at once, because a look is often a load from memory and seven loads
+/// together take as long as one: three rounds for 512 places, where halving takes nine.
 template <class Predicate>
 constexpr u32 partition_point(u32 n, Predicate before) {
-  u32 low = 0;
-  u32 high = n;
+  constexpr u32 kWays = 8;
+  u32 low = 0;   // before(i) for all i < low
+  u32 high = n;  // !before(high), or high == n
   while (low < high) {
-    const u32 middle = low + (high - low) / 2;
-    if (before(middle)) {
-      low = middle + 1;
-    } else {
-      high = middle;
+    const u32 stride = ceil_div(high - low, kWays);
+    u32 passed = 0;
+    for (u32 way = 1; way < kWays; ++way) {
+      const u32 place = low + way * stride - 1;
+      passed += place < high && before(place) ? 1 : 0;
+    }
+    low += passed * stride;
+    if (passed + 1 < kWays) {  // the next look answered no, or lay beyond
+      high = minimum(high, low + stride - 1);
     }
   }
   return low;

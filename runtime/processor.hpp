@@ -26,7 +26,7 @@ class Processor {
         call_(call),
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[index]),
-        map_(rank.geometry(), rank.memory, call.tokens, call.pair_limit) {}
+        map_(rank.geometry(), rank.memory, call) {}
 
   /// Forgets what this processor did in the last call. One warp, before its first part.
   void begin() {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/call.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/platform/concept.hpp"
@@ -34,16 +35,6 @@ struct Rank {
   void fail(const Failure& failure) const {
     raise_everywhere(platform, layout, heap, memory.failure_claimed, failure);
   }
-};
-
-/// Fixed for one call; the epoch is read from device memory when the call starts.
-struct Call {
-  u32 epoch;
-  u32 tokens;      // S of this rank
-  u32 pair_limit;  // rows we may send to one expert in this call: capacity(S), or max_tokens when
-                   // dropless
-  u32 may_be_unsent;  // 1: a token may send no row at all (capacity, or routing given by the
-                      // caller)
 };
 
 /// A failure of this rank's actor in this call, to be filled in by the caller.

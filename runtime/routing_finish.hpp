@@ -79,27 +79,26 @@ void send_counts(const Rank<P>& rank, const Call& call, Tally& tally) {
   }
 }
 
-/// Calls visit(slot, peer, first chunk, chunks) for this lane's share of the Dispatch tasks: chunks
-/// in order, peers in turn, so that all links are busy and every peer's first tiles are complete
-/// early.
+/// Calls visit(slot, peer, first chunk, chunks) for this lane's share of the Dispatch tasks: groups
+/// of chunks in order, peers in turn, so that all links are busy and every peer's first tiles are
+/// complete early.
 template <Platform P, class Visit>
 void for_each_dispatch(const Rank<P>& rank, Visit visit) {
   const Geometry& geometry = rank.geometry();
+  const u32 groups = ceil_div(geometry.chunks(), Geometry::kChunksPerDispatch);
   u32 slots = 0;
-  for (u32 first_chunk = 0; first_chunk < geometry.chunks();
-       first_chunk += Geometry::kChunksPerDispatch) {
-    for (u32 first = 1; first <= geometry.world; first += P::kLanes) {
-      const u32 step = first + P::lane();
-      const u32 peer = (rank.rank + step) % geometry.world;
-      const u32 chunks = ceil_div(rank.memory.rows_sent(peer), geometry.chunk_rows);
-      const bool any = step <= geometry.world && first_chunk < chunks;
-      const u32 place = P::inclusive_scan(any ? 1 : 0);
-      if (any) {
-        visit(slots + place - 1, peer, first_chunk,
-              minimum(Geometry::kChunksPerDispatch, chunks - first_chunk));
-      }
-      slots += P::broadcast(place, P::kLanes - 1);
+  for (u32 first = 0; first < groups * geometry.world; first += P::kLanes) {
+    const u32 turn = first + P::lane();
+    const u32 peer = (rank.rank + 1 + turn) % geometry.world;
+    const u32 first_chunk = turn / geometry.world * Geometry::kChunksPerDispatch;
+    const u32 chunks = ceil_div(rank.memory.rows_sent(peer), geometry.chunk_rows);
+    const bool any = turn < groups * geometry.world && first_chunk < chunks;
+    const u32 place = P::inclusive_scan(any ? 1 : 0);
+    if (any) {
+      visit(slots + place - 1, peer, first_chunk,
+            minimum(Geometry::kChunksPerDispatch, chunks - first_chunk));
     }
+    slots += P::broadcast(place, P::kLanes - 1);
   }
 }
 

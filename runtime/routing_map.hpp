@@ -9,6 +9,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/call.hpp"
 #include "runtime/geometry.hpp"
 #include "runtime/memory.hpp"
 
@@ -16,11 +17,12 @@ namespace moeos {
 
 class RoutingMap {
  public:
-  RoutingMap(const Geometry& geometry, const RankMemory& memory, u32 tokens, u32 pair_limit)
+  RoutingMap(const Geometry& geometry, const RankMemory& memory, const Call& call)
       : geometry_(geometry),
         memory_(memory),
-        blocks_(ceil_div(tokens, geometry.route_tokens)),
-        limit_(pair_limit) {}
+        blocks_(ceil_div(call.tokens, geometry.route_tokens)),
+        limit_(call.pair_limit),
+        all_sent_(call.may_be_unsent == 0) {}
 
   struct Place {
     u32 peer;  // owner of the expert
@@ -31,6 +33,9 @@ class RoutingMap {
 
   /// Whether a pair has a row: its slot is used and within the expert's capacity.
   bool sent(u32 pair) const {
+    if (all_sent_) {
+      return true;
+    }
     const u32 expert = memory_.pair_expert[pair];
     return expert != kNone && slot(pair, expert) < limit_;
   }
@@ -68,6 +73,9 @@ class RoutingMap {
 
   /// Rows that come back for the token.
   u32 rows_of(u32 token) const {
+    if (all_sent_) {
+      return geometry_.top_k;
+    }
     u32 rows = 0;
     for (u32 j = 0; j < geometry_.top_k; ++j) {
       rows += sent(token * geometry_.top_k + j) ? 1 : 0;
@@ -87,6 +95,7 @@ class RoutingMap {
   const RankMemory& memory_;
   u32 blocks_;
   u32 limit_;
+  bool all_sent_;  // dropless and routed here: every pair has a row, and nothing need be looked up
 };
 
 /// What Route does after it has chosen the experts of a block of tokens: sorts the block's pairs by

@@ -14,21 +14,25 @@ class PlainLayer:
     """Softmax routing to k renormalised experts, and SwiGLU experts in float32.
 
     Pairs are sorted by expert once. For each expert the rows are gathered, multiplied, weighted and
-    added to their tokens while they are in the cache; that is faster than gathering and adding all
-    pairs at once. No token is dropped.
+    added to their tokens while they are in the cache, in buffers that are kept from call to call.
+    Gathering and adding all pairs at once is slower, and so are fresh buffers. No token is dropped.
 
     Args:
         gate: [E, H].
         w1: [E, 2I, H], gate rows and then up rows.
         w2: [E, H, I].
         top_k: k.
+        max_tokens: the most tokens of a call.
     """
 
-    def __init__(self, gate: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> None:
+    def __init__(self, gate: Tensor, w1: Tensor, w2: Tensor, top_k: int, max_tokens: int) -> None:
         self._gate = gate
         self._w1 = w1
         self._w2 = w2
         self._top_k = top_k
+        self._rows = torch.empty(max_tokens, w1.shape[2])
+        self._hidden = torch.empty(max_tokens, w1.shape[1])
+        self._results = torch.empty(max_tokens, w1.shape[2])
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
@@ -38,14 +42,18 @@ class PlainLayer:
         weights /= weights.sum(dim=1, keepdim=True)
         pairs_of = ids.flatten()
         order = pairs_of.argsort()
-        rows = torch.bincount(pairs_of, minlength=experts).tolist()
-        tokens = (order // self._top_k).split(rows)
-        scales = weights.flatten()[order, None].split(rows)
+        counts = torch.bincount(pairs_of, minlength=experts).tolist()
+        tokens_of = (order // self._top_k).split(counts)
+        weights_of = weights.flatten()[order, None].split(counts)
         y = torch.zeros_like(x)
-        for expert in range(experts):
-            if rows[expert] == 0:
+        for expert, (tokens, scale) in enumerate(zip(tokens_of, weights_of, strict=True)):
+            count = counts[expert]
+            if count == 0:
                 continue
-            hidden = x[tokens[expert]] @ self._w1[expert].T
-            gated = functional.silu(hidden[:, :intermediate]).mul_(hidden[:, intermediate:])
-            y.index_add_(0, tokens[expert], (gated @ self._w2[expert].T).mul_(scales[expert]))
+            rows = torch.index_select(x, 0, tokens, out=self._rows[:count])
+            hidden = torch.mm(rows, self._w1[expert].T, out=self._hidden[:count])
+            gated = functional.silu(hidden[:, :intermediate], inplace=True)
+            gated *= hidden[:, intermediate:]
+            results = torch.mm(gated, self._w2[expert].T, out=self._results[:count])
+            y.index_add_(0, tokens, results.mul_(scale))
         return y

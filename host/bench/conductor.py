@@ -58,10 +58,13 @@ class Contestant:
         """Processor time that its processes have used from the first job to the last."""
         return sum(self._last_cpu[process] - first for process, first in self._first_cpu.items())
 
-    def do(self, job: str, tokens: int, save: Sequence[Path] | None = None) -> Outcome:
-        """Has all members do a job at once, with `tokens` of each rank.
+    def do(
+        self, job: str, tokens: int, *, rehearsals: int = 0, save: Sequence[Path] | None = None
+    ) -> Outcome:
+        """Has all members do a job at once, with `tokens` of each rank, and time it.
 
         Args:
+            rehearsals: how often they first do it untimed. None: what is timed follows a rest.
             save: files for the members' outputs.
 
         Raises:
@@ -69,7 +72,12 @@ class Contestant:
         """
         time.sleep(_SETTLE)
         for member, stream in enumerate(self._streams):
-            order = {"job": job, "tokens": tokens, "save": str(save[member]) if save else None}
+            order = {
+                "job": job,
+                "tokens": tokens,
+                "rehearsals": rehearsals,
+                "save": None if save is None else str(save[member]),
+            }
             stream.write(json.dumps(order).encode() + b"\n")
             stream.flush()
         answers = [Measured(**_read(stream, self.name)) for stream in self._streams]

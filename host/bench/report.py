@@ -163,6 +163,12 @@ def _scheduling(results: Mapping[str, Any]) -> Section:
                 _quartiles(found["call_seconds"]),
                 "",
             ],
+            [
+                "a call after a rest",
+                output.duration(found["median_rested_call_seconds"]),
+                _quartiles(found["rested_call_seconds"]),
+                "",
+            ],
         ],
     )
 

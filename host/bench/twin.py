@@ -3,10 +3,13 @@
 Two questions, answered in one run with interleaved rounds and medians:
     1. How much longer do the ranks of the twin take than the same arithmetic in one PyTorch process
        on the same cores? Ranks are processes under mpirun, and then virtual ranks.
-    2. How much time does a task cost beside what it computes? One rank with one processor and so
-       little arithmetic that tasks are short makes a call of few tasks and one of many. What
+    2. How much time does a task cost beside what it computes? One rank with one processor, and so
+       little arithmetic that tasks are short, makes a call of few tasks and one of many. What
        passes outside of tasks is (call − inside tasks); its growth from the one call to the other,
-       divided by the growth in tasks, is the cost of a task, and the rest is that of a call.
+       divided by the growth in tasks, is the cost of a task, and the rest is that of a call. Both
+       calls are the last of many in a row, when each of the rank's two threads has a core to
+       itself. After a rest Linux sometimes wakes both on the same core, and parts them only
+       milliseconds later; so a call of few tasks after a rest is reported as well.
 It writes every number as JSON and prints a summary. A bar that is missed is a result, no error.
 """
 
@@ -52,6 +55,7 @@ WARM_UP_ROUNDS = 3
 
 _SEED = 20250
 _FEW_TOKENS, _MANY_TOKENS = 1024, 8192
+_CALLS_IN_A_ROW = 20  # some ten milliseconds with few tokens
 _SHORT_TASKS = MoEConfig(
     hidden=8,
     intermediate=8,
@@ -117,7 +121,7 @@ class _Measurements:
     """Outcomes of all rounds but the warm-up, by what was done.
 
     Attributes:
-        outcomes: of "pytorch", "mpirun", "virtual", "matmul", "copy", "few" and "many".
+        outcomes: of "pytorch", "mpirun", "virtual", "matmul", "copy", "few", "many", "rested".
         errors: relative errors of "mpirun" and "virtual" against PyTorch.
         cores_used_by_others: in each round.
     """
@@ -145,13 +149,14 @@ def _measure(workload: Workload, rounds: int) -> _Measurements:
 
         tokens = workload.cfg.max_tokens
         jobs = [
-            ("pytorch", pytorch, "call", tokens),
-            ("mpirun", processes, "call", tokens),
-            ("virtual", threads, "call", tokens),
-            ("matmul", pytorch, "matmul", 0),
-            ("copy", pytorch, "copy", 0),
-            ("few", alone, "call", _FEW_TOKENS),
-            ("many", alone, "call", _MANY_TOKENS),
+            ("pytorch", pytorch, "call", tokens, 0),
+            ("mpirun", processes, "call", tokens, 0),
+            ("virtual", threads, "call", tokens, 0),
+            ("matmul", pytorch, "matmul", 0, 0),
+            ("copy", pytorch, "copy", 0, 0),
+            ("few", alone, "call", _FEW_TOKENS, _CALLS_IN_A_ROW),
+            ("many", alone, "call", _MANY_TOKENS, _CALLS_IN_A_ROW),
+            ("rested", alone, "call", _FEW_TOKENS, 0),
         ]
         outcomes: dict[str, list[Outcome]] = {name: [] for name, *_ in jobs}
         others = []
@@ -161,10 +166,8 @@ def _measure(workload: Workload, rounds: int) -> _Measurements:
         )
         for turn in shown:
             first = turn % len(jobs)  # nobody always follows the same one
-            for name, contestant, job, size in jobs[first:] + jobs[:first]:
-                if contestant is alone:
-                    alone.do(job, size)  # wakes its threads and warms the caches
-                outcome = contestant.do(job, size)
+            for name, contestant, job, size, rehearsals in jobs[first:] + jobs[:first]:
+                outcome = contestant.do(job, size, rehearsals=rehearsals)
                 if turn >= WARM_UP_ROUNDS:
                     outcomes[name].append(outcome)
             others.append(meter.others())
@@ -221,7 +224,7 @@ def _results(workload: Workload, measured: _Measurements) -> dict[str, Any]:
         layer[name]["tasks"] = [outcome.tasks for outcome in outcomes[name]]
         layer[name]["relative_error"] = measured.errors[name]
 
-    scheduling = _scheduling(outcomes["few"], outcomes["many"])
+    scheduling = _scheduling(outcomes["few"], outcomes["many"], outcomes["rested"])
     gemm_rate = 2 * MATRIX**3 / medians["matmul"]
     memory_rate = 2 * COPIED_BYTES / medians["copy"]
     return {
@@ -243,7 +246,9 @@ def _results(workload: Workload, measured: _Measurements) -> dict[str, Any]:
     }
 
 
-def _scheduling(few: Sequence[Outcome], many: Sequence[Outcome]) -> dict[str, Any]:
+def _scheduling(
+    few: Sequence[Outcome], many: Sequence[Outcome], rested: Sequence[Outcome]
+) -> dict[str, Any]:
     """The cost of a task and of a call, in each round and the medians."""
     task_seconds, call_seconds = [], []
     for short, long in zip(few, many, strict=True):
@@ -252,14 +257,22 @@ def _scheduling(few: Sequence[Outcome], many: Sequence[Outcome]) -> dict[str, An
         cost = (outside_long - outside_short) / (long.tasks - short.tasks)
         task_seconds.append(cost)
         call_seconds.append(outside_short - cost * short.tasks)
+    task_cost = statistics.median(task_seconds)
+    rested_call_seconds = [
+        outcome.seconds - outcome.busy_seconds - task_cost * outcome.tasks for outcome in rested
+    ]
     return {
         "config": json.loads(_SHORT_TASKS.digest()),
+        "calls_in_a_row": _CALLS_IN_A_ROW,
         "few": {"tokens": _FEW_TOKENS, **_columns(few)},
         "many": {"tokens": _MANY_TOKENS, **_columns(many)},
+        "rested": {"tokens": _FEW_TOKENS, **_columns(rested)},
         "task_seconds": task_seconds,
-        "median_task_seconds": statistics.median(task_seconds),
+        "median_task_seconds": task_cost,
         "call_seconds": call_seconds,
         "median_call_seconds": statistics.median(call_seconds),
+        "rested_call_seconds": rested_call_seconds,
+        "median_rested_call_seconds": statistics.median(rested_call_seconds),
     }
 
 
@@ -284,8 +297,8 @@ def _commit() -> dict[str, Any] | None:
         return ended.stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
-        return {"id": git("rev-parse", "HEAD"), "changed_files": [line[3:] for line in changed]}
+        changed = git("diff", "--name-only", "HEAD").splitlines()
+        return {"id": git("rev-parse", "HEAD"), "changed_files": changed}
     except (OSError, subprocess.SubprocessError):
         return None
 

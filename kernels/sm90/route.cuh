@@ -14,7 +14,7 @@
 namespace moeos::sm90 {
 
 inline constexpr float kExcluded = -kInfinity;
-inline constexpr u32 kColumnsPerLane = 64;
+inline constexpr u32 kColumnsPerLane = align_up(kGeometry.experts, 8U) / 4;
 
 /// The expert of a lane's i-th logit.
 inline u32 expert_of(u32 i) { return 8 * (i / 2) + 2 * (threadIdx.x % 4) + i % 2; }
@@ -98,15 +98,13 @@ class Token {
       u32 place = 0;
 #pragma unroll
       for (u32 i = 0; i < kColumnsPerLane; ++i) {
-        if ((open >> i & 1) != 0) {
-          const float choice = rule.choice(logit<kLower>(d, i), expert_of(i));
-          if (choice > value) {
-            value = choice;
-            chosen_logit = logit<kLower>(d, i);
-            place = i;  // ascending like the experts, and a constant: 64 expert numbers would not
-                        // fit into registers
-          }
-        }
+        // Selects, not branches. `place` ascends like the experts and is a constant in each step:
+        // 64 expert numbers would not fit into registers.
+        const float choice = rule.choice(logit<kLower>(d, i), expert_of(i));
+        const bool better = (open >> i & 1) != 0 && choice > value;
+        value = better ? choice : value;
+        chosen_logit = better ? logit<kLower>(d, i) : chosen_logit;
+        place = better ? i : place;
       }
       Best best{value, expert_of(place)};
       best = quad_best(best);
@@ -125,8 +123,14 @@ class Token {
     const float factor = (kShape.renormalize && weight_sum > 0.0F ? 1.0F / weight_sum : 1.0F) *
                          kShape.routed_scaling;
     if (writer) {
+      float weights[kGeometry.top_k];  // read together: one round trip
+#pragma unroll
       for (u32 j = 0; j < kGeometry.top_k; ++j) {
-        memory.pair_weight[token * kGeometry.top_k + j] *= factor;
+        weights[j] = memory.pair_weight[token * kGeometry.top_k + j];
+      }
+#pragma unroll
+      for (u32 j = 0; j < kGeometry.top_k; ++j) {
+        memory.pair_weight[token * kGeometry.top_k + j] = weights[j] * factor;
       }
     }
     return true;

@@ -12,9 +12,7 @@ namespace moeos::sm90 {
 class Rows {
  public:
   Rows(const Rank<Machine>& rank, const Call& call, const RankArguments& arguments)
-      : rank_(rank),
-        arguments_(arguments),
-        map_(rank.geometry(), rank.memory, call.tokens, call.pair_limit) {}
+      : rank_(rank), arguments_(arguments), map_(rank.geometry(), rank.memory, call) {}
 
   void copy_row(u32 token, u8* destination) {
     const auto* from =
@@ -46,15 +44,22 @@ class Rows {
     }
     constexpr u32 kVectors = kGeometry.row_bytes / 16;
     u8* out = arguments_.out + u64{token} * kGeometry.row_bytes;
+#pragma unroll 2
     for (u32 first = 0; first < kVectors; first += Machine::kLanes) {
       const u32 vector = first + lane;
       float sum[8] = {};
+      uint4 values[kGeometry.top_k];  // loaded together: one round trip for all rows
+#pragma unroll
       for (u32 j = 0; j < kGeometry.top_k; ++j) {
         const u64 from = Machine::broadcast(row, j);
+        values[j] = from != 0 && vector < kVectors ? reinterpret_cast<const uint4*>(from)[vector]
+                                                   : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (u32 j = 0; j < kGeometry.top_k; ++j) {
         const float scale = Machine::broadcast(weight, j);
-        if (from != 0 && vector < kVectors) {
-          const uint4 values = reinterpret_cast<const uint4*>(from)[vector];
-          const u32 pairs[4] = {values.x, values.y, values.z, values.w};
+        if (Machine::broadcast(row, j) != 0) {
+          const u32 pairs[4] = {values[j].x, values[j].y, values[j].z, values[j].w};
 #pragma unroll
           for (u32 i = 0; i < 4; ++i) {
             sum[2 * i] += scale * Element::low(pairs[i]);

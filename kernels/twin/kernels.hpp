@@ -32,7 +32,7 @@ class TwinKernels {
         intermediate_(intermediate),
         scratch_(scratch),
         router_(rank.geometry(), shape, operands, rank.memory, scratch),
-        map_(rank.geometry(), rank.memory, call.tokens, call.pair_limit) {}
+        map_(rank.geometry(), rank.memory, call) {}
 
   u32 route(u32 block) {
     const Geometry& geometry = rank_.geometry();

@@ -187,6 +187,12 @@ def test_matrix_product_alone(name: str, build: Build) -> None:
     assert "portable passed" in done.stdout
 
 
+def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
+    flavour = FLAVOURS["plain"]
+    objects = compile_all(flavour, [TESTS / "test_base.cpp"], ROOT, tmp_path)
+    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "base")))
+
+
 # --- that these tests can fail ------------------------------------------------------------------
 
 

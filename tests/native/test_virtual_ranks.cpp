@@ -59,7 +59,8 @@ World draw_world(Random& random) {
   g.world = worlds[draw(random, 0, 4)];
   g.experts = g.world * draw(random, 1, 4);
   g.top_k = draw(random, 1, minimum(g.experts, 8U));
-  g.max_tokens = draw(random, 1, 150);
+  // Now and then more than eight Route blocks: look-ups among them then take more than one round.
+  g.max_tokens = draw(random, 0, 9) == 0 ? draw(random, 300, 600) : draw(random, 1, 150);
   world.shape = LayerShape{8 * draw(random, 1, 5),
                            8 * draw(random, 1, 5),
                            draw(random, 0, 1) == 0 ? Activation::swiglu : Activation::relu,

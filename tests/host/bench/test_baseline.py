@@ -16,7 +16,7 @@ WORKLOAD = Workload(cfg=CFG, ranks=2, seed=7)
 def test_plain_pytorch_computes_what_the_reference_does() -> None:
     gate, (w1, w2) = WORKLOAD.gate(), WORKLOAD.experts(0, CFG.experts)
     x = WORKLOAD.all_tokens().flatten(0, 1)
-    y = PlainLayer(gate, w1, w2, CFG.top_k)(x)
+    y = PlainLayer(gate, w1, w2, CFG.top_k, 80)(x)
     expected = reference.moe(x, gate, w1, w2, CFG)
     assert 0 < reference.relative_error(y, expected) < 1e-5
 
@@ -24,8 +24,18 @@ def test_plain_pytorch_computes_what_the_reference_does() -> None:
 def test_an_expert_without_tokens_is_skipped() -> None:
     gate, (w1, w2) = WORKLOAD.gate(), WORKLOAD.experts(0, CFG.experts)
     x = WORKLOAD.tokens(0)[:1]  # k of the E experts have a row
-    y = PlainLayer(gate, w1, w2, CFG.top_k)(x)
+    y = PlainLayer(gate, w1, w2, CFG.top_k, 80)(x)
     assert reference.relative_error(y, reference.moe(x, gate, w1, w2, CFG)) < 1e-5
+
+
+def test_one_call_leaves_nothing_behind_for_the_next() -> None:
+    x = WORKLOAD.all_tokens().flatten(0, 1)
+    layer = PlainLayer(WORKLOAD.gate(), *WORKLOAD.experts(0, CFG.experts), CFG.top_k, 80)
+    first = layer(x)
+    kept = first.clone()
+    layer(-x[:30])
+    assert torch.equal(first, kept)
+    assert torch.equal(layer(x), kept)
 
 
 def test_every_contestant_draws_the_same_work() -> None:

@@ -114,10 +114,12 @@ def test_the_cost_of_a_task_is_the_slope_over_tasks_and_the_rest_is_the_calls() 
 
     few = [call(100, 3e-4), call(110, 9e-4), call(100, 3e-4)]
     many = [call(1000, 4e-3), call(1010, 8e-3), call(1100, 2e-3)]
-    found = twin._scheduling(few, many)
+    rested = [Outcome(seconds=8e-3, cpu_seconds=0, tasks=100, busy_seconds=1e-3)] * 3
+    found = twin._scheduling(few, many, rested)
     assert found["task_seconds"] == pytest.approx([2e-6] * 3)
     assert found["call_seconds"] == pytest.approx([1e-4] * 3)
     assert found["median_task_seconds"] == pytest.approx(2e-6)
+    assert found["rested_call_seconds"] == pytest.approx([8e-3 - 1e-3 - 100 * 2e-6] * 3)
     assert found["few"]["tasks"] == [100, 110, 100]
 
 
