@@ -61,10 +61,8 @@ def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}",
     ]
     environment = os.environ | {"CXX": "g++"}
-    for command in (
-        [BIN / "cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *options],
-        [BIN / "cmake", "--build", build],
-    ):
+    configure: list[str | Path] = [BIN / "cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *options]
+    for command in (configure, [BIN / "cmake", "--build", build]):
         ended = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
@@ -82,10 +80,10 @@ def test_virtual_ranks_race_nowhere(instrumented: Path, tmp_path: Path) -> None:
         "TSAN_OPTIONS": f"exitcode={REPORTED}:log_path={log}",
     }
     # Without address randomisation: the shadow memory has its place.
-    command = ["setarch", "-R", sys.executable, "-c", PROGRAM, instrumented, "-q", *TESTS]
-    no_cache = ["-p", "no:cacheprovider", "--basetemp", tmp_path / "tests"]
+    python: list[str | Path] = ["setarch", "-R", sys.executable, "-c", PROGRAM, instrumented]
+    options: list[str | Path] = ["-q", "-p", "no:cacheprovider", "--basetemp", tmp_path / "tests"]
     ended = subprocess.run(
-        [*command, *no_cache],
+        [*python, *options, *TESTS],
         cwd=ROOT,
         env=environment,
         capture_output=True,
