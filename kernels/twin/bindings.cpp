@@ -85,7 +85,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   return sizes;
 }
 
-/// Where the host finds what it reads of a rank on the GPU: byte offsets in its heap and its memory.
+/// Where the host finds what it reads of a rank on the GPU: byte offsets in its heap and its
+/// memory.
 nb::dict offsets_of(const Sizes& sizes) {
   const Layout layout(sizes.geometry);
   const RankMemory memory(sizes.geometry, nullptr);
@@ -149,8 +150,7 @@ NB_MODULE(_twin, module) {
                      return u64{s.geometry.intermediate_rows_max()} * s.geometry.hidden_bytes;
                    })
       .def_prop_ro("os_memory_bytes", [](const Sizes& s) { return OsMemory::bytes(s.geometry); })
-      .def_prop_ro("offsets", &offsets_of,
-                   nb::sig("def offsets(self) -> dict[str, int]"))
+      .def_prop_ro("offsets", &offsets_of, nb::sig("def offsets(self) -> dict[str, int]"))
       .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",

@@ -65,8 +65,8 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   P::rest(idle);  // the loop found work: forget how long it had waited
 
   // Peers: the address of rank p's heap here, or null when p can only be reached by puts into its
-  // heap (rank, byte offset). Words and signals arrive after the puts to the same rank that the caller
-  // issued before it.
+  // heap (rank, byte offset). Words and signals arrive after the puts to the same rank that the
+  // caller issued before it.
   { platform.peer(value) } -> SameAs<u8*>;
   platform.put(value, u64{0}, source, u64{0});
   platform.put_word(value, u64{0}, u64{0});

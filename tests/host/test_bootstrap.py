@@ -172,7 +172,7 @@ def test_ranks_on_different_hosts_are_refused_alike_on_all_ranks() -> None:
     outcomes = init_in_processes(lambda world: None, 3, move)
     assert [type(error) for error in outcomes] == [RuntimeError] * 3
     assert {str(error) for error in outcomes} == {
-        "the twin needs all ranks on one host, but there are ranks 0, 1 on left; rank 2 on right"
+        "all ranks must be on one host so far, but there are ranks 0, 1 on left; rank 2 on right"
     }
 
 

@@ -200,13 +200,14 @@ def test_a_process_that_ends_amid_the_calls_is_named_by_the_others(
             CALLS[world.rank](layer)
 
     before = shared_memory()
-    ranks = process_ranks(rank_main, 4, DEADLINE, TwinOptions(processors=1))
+    deadline = 2 * DEADLINE
+    ranks = process_ranks(rank_main, 4, deadline, TwinOptions(processors=1))
     time.sleep(1.5)  # amid the calls
     begin = time.monotonic()
     ranks.signal(victim, number)
     survivors = [rank for rank in range(4) if rank != victim]
     outcomes = ranks.ended(ranks=survivors)
-    assert time.monotonic() - begin < 4 * DEADLINE + 5.0  # a served store waits 5 s for its peers
+    assert time.monotonic() - begin < 2 * deadline + 5.0  # a served store waits 5 s for its peers
     ranks.signal(victim, signal.SIGKILL)
     assert ranks.ended(ranks=[victim]) == [None]
     for outcome in outcomes:
@@ -218,17 +219,15 @@ def test_a_process_that_ends_amid_the_calls_is_named_by_the_others(
 
 
 PROGRAM = """
-import sys, time, torch, moeos
+import torch, moeos
 torch.set_num_threads(1)
-with moeos.init(deadline=0.7) as world:
+with moeos.init(deadline=5.0) as world:
     cfg = moeos.MoEConfig(hidden=64, intermediate=64, experts=6, top_k=2, max_tokens=64)
     layer = moeos.MoELayer(cfg, world)
     x = torch.randn(50, 64).bfloat16()
     layer(x)
-    if world.rank == 1:
-        time.sleep(2.0)
-        sys.exit(0)
-    layer(x)
+    if world.rank != 1:
+        layer(x)
 """
 
 

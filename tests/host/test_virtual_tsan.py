@@ -62,7 +62,8 @@ def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     environment = os.environ | {"CXX": "g++"}
     configure: list[str | Path] = [BIN / "cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *options]
-    for command in (configure, [BIN / "cmake", "--build", build]):
+    compile_: list[str | Path] = [BIN / "cmake", "--build", build]
+    for command in (configure, compile_):
         ended = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
