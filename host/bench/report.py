@@ -2,8 +2,8 @@
 
 `python -m moeos.bench.report docs/benchmarks/twin.json` writes the tables into docs/performance.md,
 where lines with the markers `<!-- benchmark twin -->` and `<!-- end of benchmark twin -->` stand.
-So no number there is typed by hand. It knows the fields that moeos.bench.twin writes, and measures
-nothing.
+So no number there is typed by hand. It knows the fields that moeos.bench.twin and moeos.bench.gpu
+write, and measures nothing.
 """
 
 from __future__ import annotations
@@ -101,6 +101,12 @@ def print_tables(results: Mapping[str, Any]) -> None:
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What was measured, on what and when, in one paragraph."""
+    if results["benchmark"] == "gpu":
+        return (
+            f"One {results['gpu']['name']}; one rank with the experts of one of four; bfloat16; "
+            f"PyTorch {results['versions']['torch']}, moeos {results['versions']['moeos']}, commit "
+            f"{results['commit'][:12]}; medians of {results['rounds']} interleaved rounds."
+        )
     config, machine, load = results["config"], results["machine"], results["load"]
     versions, commit = results["versions"], results["commit"]
     source = "an unknown commit"
@@ -121,7 +127,23 @@ def conditions(results: Mapping[str, Any]) -> str:
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
     """All tables of a benchmark."""
+    if results["benchmark"] == "gpu":
+        return [_gpu(results)]
     return [_layer(results), _scheduling(results), _floors(results)]
+
+
+def _gpu(results: Mapping[str, Any]) -> Section:
+    rows = [
+        [
+            row["shape"],
+            str(row["tokens"]),
+            output.duration(row["layer_us"]["median"] / 1e6),
+            output.duration(row["grouped_us"]["median"] / 1e6),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in results["results"]
+    ]
+    return Section("shape", ["tokens", "the layer", "its two grouped GEMMs alone", "ratio"], rows)
 
 
 def _layer(results: Mapping[str, Any]) -> Section:

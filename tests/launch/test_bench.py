@@ -6,7 +6,6 @@ import pytest
 
 from tests.processes import ROOT
 
-
 USAGE = "usage: launch/bench twin [--json OUT] | launch/bench gpu --json OUT"
 
 

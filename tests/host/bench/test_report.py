@@ -21,9 +21,10 @@ def results() -> dict[str, Any]:
     return loaded
 
 
-def test_the_tables_of_the_log_are_those_of_the_results(results: dict[str, Any]) -> None:
-    text = PAGE.read_text()
-    assert report.between_markers(text, "twin", report.markdown(results)) == text
+@pytest.mark.parametrize("file", sorted(RESULTS.parent.glob("*.json")), ids=lambda file: file.stem)
+def test_the_tables_of_the_log_are_those_of_the_results(file: Path) -> None:
+    text, found = PAGE.read_text(), json.loads(file.read_text())
+    assert report.between_markers(text, found["benchmark"], report.markdown(found)) == text
 
 
 def test_the_command_writes_between_the_markers_and_nowhere_else(tmp_path: Path) -> None:
