@@ -272,8 +272,11 @@ class MoELayer(nn.Module):
 
     def _check_parameters(self) -> None:
         """Parameters may have been replaced or moved since the layer was made."""
-        for name, tensor in self.state_dict().items():
-            shape, dtype = self._expected[name]
+        state = self.state_dict()
+        for name, (shape, dtype) in self._expected.items():
+            tensor = state.get(name)
+            if tensor is None:
+                raise ValueError(f"{name} is missing; the layer was made with one: {list(shape)}")
             if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
             if tensor.dtype != dtype:

@@ -492,3 +492,18 @@ def test_a_bad_token_does_not_spoil_a_slower_rank_s_call_before_it() -> None:
         assert len(outcomes) == 2, outcomes
         assert outcomes[0] == "done"
         assert "token 0 on rank 0 are not finite in call 2" in outcomes[1]
+
+
+def test_a_parameter_that_is_taken_away_is_named_and_one_that_is_added_is_no_concern() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        layer.register_buffer("steps", torch.zeros(1))
+        assert layer(torch.randn(4, cfg.hidden).to(cfg.dtype)).shape == (4, cfg.hidden)
+        layer.w2 = None
+        with pytest.raises(ValueError, match="w2 is missing"):
+            layer(torch.randn(4, cfg.hidden).to(cfg.dtype))
+
+    virtual.run(rank_main, ranks=1)
