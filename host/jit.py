@@ -20,6 +20,7 @@ import torch
 
 from moeos import _twin, kernel_cache
 from moeos.config import Activation, MoEConfig, Scoring
+from moeos.sizes import Tiles, layer_sizes
 
 ARCHITECTURES = ("sm_90a",)
 """What kernels can be compiled for: Hopper, whose own instructions they use."""
@@ -94,32 +95,13 @@ class KernelShape:
 
         Raises `ValueError` when a bound does not fit the runtime's words.
         """
-        cfg = self.cfg
-        capacity = cfg.capacity(cfg.max_tokens)
-        return _twin.Sizes(
-            world=self.world_size,
-            experts=cfg.experts,
-            top_k=cfg.top_k,
-            max_tokens=cfg.max_tokens,
-            hidden=cfg.hidden,
-            intermediate=cfg.intermediate,
-            element_bytes=cfg.dtype.itemsize,
-            capacity=cfg.max_tokens if capacity is None else capacity,
-            capacity_rows=cfg.resolved_row_map == "capacity",
-            activation=get_args(Activation).index(cfg.activation),
-            swiglu_limit=float("inf") if cfg.swiglu_limit is None else cfg.swiglu_limit,
-            scoring=get_args(Scoring).index(cfg.scoring),
-            renormalize=cfg.renormalize,
-            routed_scaling=cfg.routed_scaling,
-            expert_groups=cfg.expert_groups,
-            top_groups=cfg.top_groups,
-            processors=self.processors,
-            remote=False,
-            tile_rows=_TILE_ROWS,
+        tiles = Tiles(
+            rows=_TILE_ROWS,
             route_tokens=_ROUTE_TOKENS,
-            gemm0_columns=_TILE_COLUMNS // 2 if cfg.gated else _TILE_COLUMNS,
+            gemm0_columns=_TILE_COLUMNS // 2 if self.cfg.gated else _TILE_COLUMNS,
             gemm1_columns=_TILE_COLUMNS,
         )
+        return layer_sizes(self.cfg, self.world_size, self.processors, tiles)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

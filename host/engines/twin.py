@@ -7,55 +7,28 @@ own.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from moeos import _twin
 from moeos.config import MoEConfig
 from moeos.engines.base import CallStats, CallTensors
 from moeos.failure import exception_of
+from moeos.sizes import Tiles, layer_sizes
 from moeos.world import World
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Storage types that the twin computes with."""
 
-_ACTIVATIONS = ("swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity")  # kernels/shape.hpp
-_SCORINGS = ("softmax", "sigmoid")
-
 
 def sizes_of(cfg: MoEConfig, world_size: int, processors: int, remote: bool = False) -> _twin.Sizes:
-    """Buffers and bounds of a layer, as the runtime derives them from a config.
-
-    Raises `ValueError` when E is not divisible by the world or a bound does not fit the runtime's
-    words.
-    """
-    cfg.experts_per_rank(world_size)
-    capacity = cfg.capacity(cfg.max_tokens)
-    return _twin.Sizes(
-        world=world_size,
-        experts=cfg.experts,
-        top_k=cfg.top_k,
-        max_tokens=cfg.max_tokens,
-        hidden=cfg.hidden,
-        intermediate=cfg.intermediate,
-        element_bytes=cfg.dtype.itemsize,
-        capacity=cfg.max_tokens if capacity is None else capacity,
-        capacity_rows=cfg.resolved_row_map == "capacity",
-        activation=_ACTIVATIONS.index(cfg.activation),
-        swiglu_limit=math.inf if cfg.swiglu_limit is None else cfg.swiglu_limit,
-        scoring=_SCORINGS.index(cfg.scoring),
-        renormalize=cfg.renormalize,
-        routed_scaling=cfg.routed_scaling,
-        expert_groups=cfg.expert_groups,
-        top_groups=cfg.top_groups,
-        processors=processors,
-        remote=remote,
-        tile_rows=_twin.TILE_ROWS,
+    """Buffers and bounds of a layer on the twin; raises as `layer_sizes` does."""
+    tiles = Tiles(
+        rows=_twin.TILE_ROWS,
         route_tokens=_twin.ROUTE_TOKENS,
         gemm0_columns=_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS,
         gemm1_columns=_twin.PLAIN_COLUMNS,
     )
+    return layer_sizes(cfg, world_size, processors, tiles, remote=remote)
 
 
 class TwinEngine:

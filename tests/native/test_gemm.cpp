@@ -3,7 +3,7 @@
 // From the root of the repository (add -fsanitize=address,undefined to check the buffers' bounds):
 //   g++ -std=c++20 -O3 -Wall -Wextra -Werror -I. tests/native/test_gemm.cpp
 //       kernels/twin/gemm.cpp kernels/twin/gemm_portable.cpp kernels/twin/gemm_avx2.cpp
-//       kernels/twin/gemm_avx512.cpp -o /tmp/test_gemm && /tmp/test_gemm
+//       kernels/twin/gemm_avx512.cpp -o test_gemm && ./test_gemm
 #include <algorithm>
 #include <bit>
 #include <cmath>

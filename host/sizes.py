@@ -1,0 +1,61 @@
+"""The sizes of a layer as the runtime derives them, for whichever machine computes it.
+
+The only file that hands a config to `_twin.Sizes`, which is runtime/geometry.hpp and its bounds. It
+knows nothing of engines or compilers; these bring their tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import get_args
+
+from moeos import _twin
+from moeos.config import Activation, MoEConfig, Scoring
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How a machine cuts its work: rows of a tile, tokens of a Route part, columns of the parts."""
+
+    rows: int
+    route_tokens: int
+    gemm0_columns: int
+    gemm1_columns: int
+
+
+def layer_sizes(
+    cfg: MoEConfig, world_size: int, processors: int, tiles: Tiles, *, remote: bool = False
+) -> _twin.Sizes:
+    """Buffers and bounds of one rank of a layer.
+
+    Raises `ValueError` when E is not divisible by the world or a bound does not fit the runtime's
+    words.
+    """
+    cfg.experts_per_rank(world_size)
+    capacity = cfg.capacity(cfg.max_tokens)
+    return _twin.Sizes(
+        world=world_size,
+        experts=cfg.experts,
+        top_k=cfg.top_k,
+        max_tokens=cfg.max_tokens,
+        hidden=cfg.hidden,
+        intermediate=cfg.intermediate,
+        element_bytes=cfg.dtype.itemsize,
+        capacity=cfg.max_tokens if capacity is None else capacity,
+        capacity_rows=cfg.resolved_row_map == "capacity",
+        # kernels/shape.hpp has the enumerators in the order of the names.
+        activation=get_args(Activation).index(cfg.activation),
+        swiglu_limit=math.inf if cfg.swiglu_limit is None else cfg.swiglu_limit,
+        scoring=get_args(Scoring).index(cfg.scoring),
+        renormalize=cfg.renormalize,
+        routed_scaling=cfg.routed_scaling,
+        expert_groups=cfg.expert_groups,
+        top_groups=cfg.top_groups,
+        processors=processors,
+        remote=remote,
+        tile_rows=tiles.rows,
+        route_tokens=tiles.route_tokens,
+        gemm0_columns=tiles.gemm0_columns,
+        gemm1_columns=tiles.gemm1_columns,
+    )
