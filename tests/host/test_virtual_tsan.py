@@ -40,8 +40,8 @@ spec.loader.exec_module(module)
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
-# The dynamic loader frees a thread's storage when it ends, and hands the memory on under a lock of its
-# own that ThreadSanitizer does not see. No frame of moeos calls the loader's allocator.
+# The dynamic loader frees a thread's storage when it ends, and hands the memory on under a lock of
+# its own that ThreadSanitizer does not see. No frame of moeos calls the loader's allocator.
 SUPPRESSIONS = "race:rtld-malloc.h\n"
 
 REPORTED = 66  # the exit status that ThreadSanitizer gives a program in which it found something
