@@ -40,7 +40,7 @@ INSTALL = "pip install 'moeos[cuda]'"
 
 _TILE_ROWS = 128
 _TILE_COLUMNS = 256
-_ROUTE_TOKENS = 128
+_ROUTE_TOKENS = 64
 
 _ENTRY = "kernels/sm90/forward.cu"
 _FORMAT = 1  # of what is cached

@@ -1,7 +1,10 @@
-// One call of the layer, as its actors are told of it. May not know: anything else.
+// One call of the layer, as its actors are told of it, and the task that it starts with. May not
+// know: queues, memory.
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/geometry.hpp"
+#include "runtime/task.hpp"
 
 namespace moeos {
 
@@ -14,5 +17,20 @@ struct Call {
   u32 may_be_unsent;  // 1: a token may send no row at all (capacity, or routing given by the
                       // caller)
 };
+
+/// Parts of the call's Route; a call without tokens has an empty one, which still sends counts.
+constexpr u32 route_parts(const Geometry& geometry, const Call& call) {
+  return maximum(1U, ceil_div(call.tokens, geometry.route_tokens));
+}
+
+/// Everyone knows that a call starts with Route, so its descriptor is never posted: processors make
+/// it themselves.
+constexpr Task route_task(const Geometry& geometry, const Call& call) {
+  Task task{};
+  task.kind = TaskKind::route;
+  task.parts = static_cast<u16>(route_parts(geometry, call));
+  task.epoch = call.epoch;
+  return task;
+}
 
 }  // namespace moeos

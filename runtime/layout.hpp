@@ -33,14 +33,14 @@ class Layout {
     counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
     arrived_ = reserve(u64{geometry.world} * geometry.chunks() * sizeof(u32));
     returned_ = reserve(u64{geometry.world} * geometry.chunks() * sizeof(u32));
-    cells_ = reserve(u64{geometry.world} * kRounds * buffers() * geometry.cell_rows() *
-                     geometry.row_bytes);
-    // A tile may read past the last segment of the last cell: rows whose result nobody keeps.
-    reserve(u64{geometry.tile_rows} * geometry.row_bytes);
-    bytes_ = offset;
+    cells_ = offset;
   }
 
-  constexpr u64 bytes() const { return bytes_; }
+  constexpr u64 bytes() const {
+    // A tile may read past the last segment of the last cell: rows whose result nobody keeps.
+    const u64 rows = u64{cells()} * geometry_.cell_rows() + geometry_.tile_rows;
+    return align_up(cells_ + rows * geometry_.row_bytes, u64{kCacheLine});
+  }
   /// Where the cells start; they fill the rest of the heap, one behind the other.
   constexpr u64 first_cell() const { return cells_; }
   constexpr u32 cells() const { return geometry_.world * kRounds * buffers(); }
@@ -85,11 +85,16 @@ class Layout {
     return (p * kRounds + static_cast<u32>(round)) * buffers() + b;
   }
 
+  /// A row's place among the rows of all cells.
+  constexpr u32 row_index(u32 p, Round round, Buffer buffer, u32 row_number) const {
+    MOEOS_CHECK(row_number < geometry_.cell_rows());
+    return cell_index(p, round, buffer) * geometry_.cell_rows() + row_number;
+  }
+  constexpr u64 row_at(u32 index) const { return cells_ + u64{index} * geometry_.row_bytes; }
+
   /// L(p, r, b, row): the row's first byte in the heap of the rank that holds it.
   constexpr u64 cell_row(u32 p, Round round, Buffer buffer, u32 row_number) const {
-    MOEOS_CHECK(row_number < geometry_.cell_rows());
-    return cells_ + (u64{cell_index(p, round, buffer)} * geometry_.cell_rows() + row_number) *
-                        geometry_.row_bytes;
+    return row_at(row_index(p, round, buffer, row_number));
   }
 
   /// cell_row for a write by `writer` into `holder`'s heap; debug builds check that it is valid in
@@ -114,7 +119,6 @@ class Layout {
   u64 arrived_ = 0;
   u64 returned_ = 0;
   u64 cells_ = 0;
-  u64 bytes_ = 0;
 };
 
 }  // namespace moeos

@@ -48,43 +48,20 @@ struct MailboxView {
 /// arrays.
 class RankMemory {
  public:
-  static u64 bytes(const Geometry& geometry) { return RankMemory(geometry, nullptr).bytes_; }
-
-  RankMemory(const Geometry& geometry, u8* base) : geometry_(geometry) {
-    u64 offset = 0;
-    const auto take = [&offset, base]<class T>(T*& array, u64 count) {
-      array = reinterpret_cast<T*>(base + offset);
-      offset = align_up(offset + count * sizeof(T), u64{kCacheLine});
-    };
-    const u64 world = geometry.world;
-    const u64 local = geometry.local_experts();
-    const u64 blocks = geometry.route_parts();
-    take(epoch, 1);
-    take(failure_claimed, 1);
-    take(call_states, 2);
-    take(tallies, geometry.processors + kOsTallies);
-    take(tasks, geometry.tasks_max());
-    take(ring, ring_slots());
-    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
-      mailboxes_[kind].capacity = tasks_of(static_cast<TaskKind>(kind));
-      take(mailboxes_[kind].words, mailboxes_[kind].capacity);
-    }
-    take(gemm0_parts_done, geometry.tiles_max());
-    take(gemm1_parts_done, geometry.tiles_max());
-    take(pair_expert, geometry.pairs());
-    take(pair_weight, geometry.pairs());
-    take(pair_rank, geometry.pairs());
-    take(block_pairs, blocks * geometry.route_tokens * geometry.top_k);
-    take(block_first, blocks * geometry.experts);
-    take(block_base, blocks * geometry.experts);
-    take(send_start, world * (local + 1));
-    take(rows_seen, geometry.max_tokens);
-    take(receive_start, world * (local + 1));
-    bytes_ = offset;
+  static u64 bytes(const Geometry& geometry) {
+    return RankMemory(geometry, nullptr).lay_out(nullptr);
   }
 
+  /// `geometry` must outlive this object.
+  RankMemory(const Geometry& geometry, u8* base) : geometry_(&geometry) { lay_out(base); }
+
+  /// 1: an actor of this rank has written its failure.
+  u32* failure_claimed() const { return epoch + 1; }
   CallState& call(u32 call_epoch) const { return call_states[call_epoch & 1]; }
-  const MailboxView& mailbox(TaskKind kind) const { return mailboxes_[static_cast<u32>(kind)]; }
+  MailboxView mailbox(TaskKind kind) const {
+    const u32 index = static_cast<u32>(kind);
+    return MailboxView{mailbox_words_[index], mailbox_capacities_[index]};
+  }
 
   /// Descriptor indices: each kind has its own range, and those that are determined by what they
   /// cover (a tile, a returned chunk) need no allocation.
@@ -96,32 +73,32 @@ class RankMemory {
     return first;
   }
   u32 combine_task(u32 peer, u32 chunk) const {
-    return first_task(TaskKind::combine) + peer * geometry_.chunks() + chunk;
+    return first_task(TaskKind::combine) + peer * geometry_->chunks() + chunk;
   }
   u32 combine_unsent_task() const {
-    return first_task(TaskKind::combine) + geometry_.world * geometry_.chunks();
+    return first_task(TaskKind::combine) + geometry_->world * geometry_->chunks();
   }
 
   /// Every part has its own slot, and every processor may wait for one slot beyond them.
-  u64 ring_slots() const { return geometry_.parts_max() + geometry_.processors; }
+  u64 ring_slots() const { return geometry_->parts_max() + geometry_->processors; }
 
   /// Tally of the OS block's actors, after those of the processors.
   static constexpr u32 kOsTallies = 1;
-  Tally& os_tally() const { return tallies[geometry_.processors]; }
+  Tally& os_tally() const { return tallies[geometry_->processors]; }
 
   u32* send_starts(u32 peer) const {
-    return send_start + u64{peer} * (geometry_.local_experts() + 1);
+    return send_start + u64{peer} * (geometry_->local_experts() + 1);
   }
   u32* receive_starts(u32 source) const {
-    return receive_start + u64{source} * (geometry_.local_experts() + 1);
+    return receive_start + u64{source} * (geometry_->local_experts() + 1);
   }
   /// Rows that we send to `peer` in this call; valid once `routed` has been acquired.
-  u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_.local_experts()]; }
+  u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_->local_experts()]; }
   /// Rows that `source` sends us in this call; valid once its counts are known.
-  u32 rows_received(u32 source) const { return receive_starts(source)[geometry_.local_experts()]; }
+  u32 rows_received(u32 source) const { return receive_starts(source)[geometry_->local_experts()]; }
 
-  u32* epoch = nullptr;            // the call that is running or will run next; starts at 1
-  u32* failure_claimed = nullptr;  // 1: an actor of this rank has written its failure
+  u32* epoch =
+      nullptr;  // the call that is running or will run next, from 1; behind it failure_claimed()
   CallState* call_states = nullptr;
   Tally* tallies = nullptr;
   Task* tasks = nullptr;
@@ -140,28 +117,66 @@ class RankMemory {
   u32* block_base = nullptr;   // [block][expert]: pairs of the expert in this block, then (last
                                // Route part) before it
   u32* send_start = nullptr;   // [peer][X + 1]: first row of each expert in the order of sending
+  u32* row_pair = nullptr;     // [peer][row in the order of sending]: the pair that it carries
+  u32* pair_row = nullptr;     // [pair]: where its result comes back, as Layout::row_index
   u32* rows_seen = nullptr;    // [token]: rows of the token that are back
 
   u32* receive_start =
       nullptr;  // [source][X + 1]: first row of each expert in the order of arrival
 
  private:
+  /// Places the arrays one behind the other; returns how many bytes they take.
+  u64 lay_out(u8* base) {
+    const Geometry& geometry = *geometry_;
+    u64 offset = 0;
+    const auto take = [&offset, base]<class T>(T*& array, u64 count) {
+      array = reinterpret_cast<T*>(base + offset);
+      offset = align_up(offset + count * sizeof(T), u64{kCacheLine});
+    };
+    const u64 world = geometry.world;
+    const u64 local = geometry.local_experts();
+    const u64 blocks = geometry.route_parts();
+    take(epoch, 2);
+    take(call_states, 2);
+    take(tallies, geometry.processors + kOsTallies);
+    take(tasks, geometry.tasks_max());
+    take(ring, ring_slots());
+    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
+      mailbox_capacities_[kind] = tasks_of(static_cast<TaskKind>(kind));
+      take(mailbox_words_[kind], mailbox_capacities_[kind]);
+    }
+    take(gemm0_parts_done, geometry.tiles_max());
+    take(gemm1_parts_done, geometry.tiles_max());
+    take(pair_expert, geometry.pairs());
+    take(pair_weight, geometry.pairs());
+    take(pair_rank, geometry.pairs());
+    take(block_pairs, blocks * geometry.route_tokens * geometry.top_k);
+    take(block_first, blocks * geometry.experts);
+    take(block_base, blocks * geometry.experts);
+    take(send_start, world * (local + 1));
+    take(row_pair, world * geometry.cell_rows_used());
+    take(pair_row, geometry.pairs());
+    take(rows_seen, geometry.max_tokens);
+    take(receive_start, world * (local + 1));
+    return offset;
+  }
+
   u32 tasks_of(TaskKind kind) const {
     switch (kind) {
       case TaskKind::route:
-        return 1;
+        return 0;  // processors know it (call.hpp)
       case TaskKind::dispatch:
-        return geometry_.dispatch_tasks_max();
+        return geometry_->dispatch_tasks_max();
       case TaskKind::combine:
-        return geometry_.combine_tasks_max();
+        return geometry_->combine_tasks_max();
       default:
-        return geometry_.tiles_max();
+        return geometry_->tiles_max();
     }
   }
 
-  Geometry geometry_;
-  MailboxView mailboxes_[kTaskKinds];
-  u64 bytes_ = 0;
+  const Geometry* geometry_;
+  u64* mailbox_words_[kTaskKinds];
+  u32 mailbox_capacities_[kTaskKinds];
 };
 
 /// What only the actors of the OS block touch: in its shared memory on the GPU, where every look
@@ -178,7 +193,6 @@ class OsMemory {
     };
     const u64 world = geometry.world;
     const u64 local = geometry.local_experts();
-    take(tile, 1);
     take(rows_expected, 1);
     take(starving, 1);
     take(inquiry, 1);
@@ -186,8 +200,7 @@ class OsMemory {
     take(counts_known, world);
     take(taken, world * local);
     take(rows_arrived, world);
-    take(expert_cursor, world);
-    take(sources_complete, local);
+    take(packed, local);
     take(chunk_prefix, world);
     take(first_uncombined, world);
     take(chunk_combined, world * geometry.chunks());
@@ -200,17 +213,15 @@ class OsMemory {
   /// Rows that `source` sends us in this call; valid once its counts are known.
   u32 rows_received(u32 source) const { return receive_starts(source)[geometry_.local_experts()]; }
 
-  Task* tile = nullptr;          // the descriptor that tile_plan.hpp is writing
   u32* rows_expected = nullptr;  // Algorithm 2's bound: rows to return; corrected as counts arrive
   u32* starving = nullptr;       // 1: processors wait and nothing is ready
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
   u32* receive_start = nullptr;  // [source][X + 1]: as RankMemory's, which processors read
   u32* counts_known = nullptr;   // [source]: the epoch whose counts are decoded
   u32* taken = nullptr;          // [source][expert]: rows already in a tile
-  u32* rows_arrived = nullptr;   // [source]
-  u32* expert_cursor = nullptr;  // [source]: first expert whose rows are not all here
-  u32* sources_complete = nullptr;  // [expert]: sources whose rows are all here
-  u32* chunk_prefix = nullptr;      // [source]: chunks that have arrived, in order
+  u32* rows_arrived = nullptr;   // [source]: kNone while its counts are not known
+  u32* packed = nullptr;         // [expert]: 1 once all of its rows are in tiles
+  u32* chunk_prefix = nullptr;   // [source]: chunks that have arrived, in order
   u32* first_uncombined = nullptr;  // [peer]
   u8* chunk_combined = nullptr;     // [peer][chunk]: 1 once its Combine is posted
 

@@ -16,22 +16,16 @@ namespace moeos {
 inline constexpr u32 kOsWarps = 4;
 
 /// Prepares a call, by one warp, before any actor of it runs: the other parity's counters for the
-/// call after it, this call's bound, the first task.
+/// call after it and this call's bound.
 template <Platform P>
 void begin_call(const Rank<P>& rank, const Call& call) {
   const RankMemory& memory = rank.memory;
   if (P::lane() == 0) {
     memory.call(call.epoch + 1) = CallState{};
-    *rank.os.rows_expected = rank.geometry().rows_received_max();
-    *rank.os.starving = 0;
-    *rank.os.inquiry = 0;
+    *rank.os->rows_expected = rank.geometry().rows_received_max();
+    *rank.os->starving = 0;
+    *rank.os->inquiry = 0;
     memory.os_tally() = Tally{};
-    const u32 index = memory.first_task(TaskKind::route);
-    Task& task = memory.tasks[index];
-    task.kind = TaskKind::route;
-    task.parts = static_cast<u16>(maximum(1U, ceil_div(call.tokens, rank.geometry().route_tokens)));
-    task.epoch = call.epoch;
-    post(rank, call, TaskKind::route, index, task.parts, Actor::scheduler);
   }
   P::sync_lanes();
 }
@@ -46,7 +40,7 @@ inline constexpr u32 kInquiryUnanswered = kOsWarps;
 template <Platform P, class Subscriber>
 void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& subscriber, u32 warp) {
   // Pairs with the release of the warp before: what it has decoded is known here.
-  if (P::template load_acquire<Scope::block>(rank.os.inquiry) != warp) {
+  if (P::template load_acquire<Scope::block>(rank.os->inquiry) != warp) {
     return;
   }
   Failure failure = failure_of(rank, call, FailureKind::none, Actor::subscriber);
@@ -55,7 +49,7 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& sub
     if (subscriber.missing(failure)) {
       rank.fail(failure);
     } else {
-      P::template store_release<Scope::block>(rank.os.inquiry, warp + 1);
+      P::template store_release<Scope::block>(rank.os->inquiry, warp + 1);
     }
   }
   P::sync_lanes();
@@ -71,7 +65,7 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
     scheduler.interrupt();
     return true;
   }
-  u32* inquiry = rank.os.inquiry;
+  u32* inquiry = rank.os->inquiry;
   if (watch.expired() && P::template load_relaxed<Scope::block>(inquiry) == kNoInquiry) {
     P::template store_release<Scope::block>(inquiry,
                                             1U);  // publishes nothing; asks the first subscriber
@@ -80,7 +74,7 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
     // All rows came and went: it is our own processors that have not finished.
     Failure failure = failure_of(rank, call, FailureKind::tasks_late, Actor::scheduler);
     failure.waited_ns = rank.deadline_ns;
-    failure.expected = P::template load_relaxed<Scope::block>(rank.os.rows_expected);
+    failure.expected = P::template load_relaxed<Scope::block>(rank.os->rows_expected);
     failure.seen =
         P::template load_relaxed<Scope::device>(&rank.memory.call(call.epoch).rows_returned.value);
     rank.fail(failure);

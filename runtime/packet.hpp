@@ -38,8 +38,7 @@ void send_staged(const Rank<P>& rank, u32 peer, Round round, u32 row, u32 rows) 
 
 /// Tells `peer` how many rows its local expert gets from us in this call, zero included.
 template <Platform P>
-void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_expert, u32 rows,
-                Tally& tally) {
+void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_expert, u32 rows) {
   const u64 offset = rank.layout.count(call.epoch, rank.rank, local_expert);
   const u64 word = u64{call.epoch} << 32 | rows;
   u8* direct = rank.platform.peer(peer);
@@ -48,9 +47,6 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
     P::template store_relaxed<Scope::system>(reinterpret_cast<u64*>(direct + offset), word);
   } else {
     rank.platform.put_word(peer, offset, word);
-  }
-  if (peer != rank.rank) {
-    tally.count_bytes_to_peers += sizeof(word);
   }
 }
 

@@ -1,10 +1,11 @@
 // Algorithm 4: the actor that runs parts of tasks, and what follows from a part's end.
 //
-// claim() takes the next part from the ready ring; move_rows() runs the tasks that only move rows;
-// complete() makes a part's effects visible: a chunk's flag, the next GEMM of a tile, credits to
-// owners. A machine with one warp a processor runs them in turn (run_processor); on the GPU a fetch
-// warp claims ahead while other warps compute. A part never waits for another task: it was posted
-// because its inputs are here. May not know: arithmetic, element types.
+// claim() takes the next part from the ready ring; combine() and finish_routing() run what the
+// runtime knows how to do; complete() makes a part's effects visible: a chunk's flag, the next GEMM
+// of a tile, credits to owners. A machine with one warp a processor runs them in turn
+// (run_processor); on the GPU a fetch warp claims ahead while other warps compute. A part never
+// waits for another task: it was posted because its inputs are here. May not know: arithmetic,
+// element types.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -15,6 +16,7 @@
 #include "runtime/routing_map.hpp"
 #include "runtime/row_tasks.hpp"
 #include "runtime/task.hpp"
+#include "runtime/team.hpp"
 
 namespace moeos {
 
@@ -28,20 +30,17 @@ class Processor {
         tally_(rank.memory.tallies[index]),
         map_(rank.geometry(), rank.memory, call) {}
 
-  /// Forgets what this processor did in the last call. One warp, before its first part.
-  void begin() {
-    if (P::lane() == 0) {
-      tally_ = Tally{};
-    }
-    P::sync_lanes();
-  }
-
-  /// Takes a ticket and waits for its slot. False: leave.
+  /// Takes a ticket and waits for its slot; the first tickets of a call are its Route parts, which
+  /// nobody needs to publish. False: leave.
   bool claim(ReadyWord& word) {
     // Relaxed: a ticket publishes nothing; the slot does.
     const u32 ticket = by_one_lane(
         [this] { return P::template add_relaxed<Scope::device>(&state_.ring_claimed.value, 1U); });
     MOEOS_CHECK(ticket < rank_.memory.ring_slots());
+    if (ticket < route_parts(rank_.geometry(), call_)) {
+      word = ReadyWord(call_.epoch, TaskKind::route, 0, ticket);
+      return true;
+    }
     Watch<P> watch(2 * rank_.deadline_ns);  // the OS block notices a late peer first, and says more
     u32 heartbeat = 0;
     u32 idle = 0;
@@ -72,18 +71,22 @@ class Processor {
     }
   }
 
-  /// Runs a Dispatch or Combine part as one warp of a team; the parts of other kinds are the
-  /// kernels' alone.
-  template <RowKernels K>
-  void move_rows(const Task& task, u32 part, K& kernels, Team team) {
-    if (task.kind == TaskKind::dispatch) {
-      copy_chunk(rank_, map_, kernels, task.peer, task.first_chunk + part, team);
-    } else if (task.kind == TaskKind::combine && task.peer != kNone) {
-      count_combined(combine_chunk(rank_, map_, kernels, task.peer, task.first_chunk, team));
-    } else if (task.kind == TaskKind::combine) {
-      count_combined(combine_unsent(rank_, call_, map_, kernels, part, team));
-    }
+  /// Counts a Route part whose pairs are sorted; true for the last one, which then must finish the
+  /// routing.
+  bool count_route_part(const Task& task) {
+    // Acquire-release: publishes this block's routing, and gives the last part every block's.
+    return by_one_lane([this] {
+             return P::template add_acquire_release<Scope::device>(&state_.route_parts_done.value,
+                                                                   1U);
+           }) + 1 ==
+           task.parts;
   }
+  template <class Sync>
+  void finish_routing(Team team, Sync sync) {
+    moeos::finish_routing(rank_, call_, tally_, team, sync);
+  }
+
+  const RoutingMap& routing_map() const { return map_; }
 
   /// Ends the call because a token's logits are not finite: a wrong route would be a silent error.
   void reject_logits(u32 token) {
@@ -93,23 +96,13 @@ class Processor {
   }
 
   /// Makes a finished part's effects visible. One warp, after everything that the part's other
-  /// warps wrote.
-  void complete(const Task& task, ReadyWord word, u64 busy_ns) {
+  /// warps wrote. `combined`: tokens that a Combine part has written.
+  void complete(const Task& task, ReadyWord word, u64 busy_ns, u32 combined) {
     if (P::lane() == 0) {
       ++tally_.tasks[static_cast<u32>(task.kind)];
       tally_.busy_ns[static_cast<u32>(task.kind)] += busy_ns;
     }
     switch (task.kind) {
-      case TaskKind::route:
-        // Acquire-release: publishes this block's routing, and gives the last part every block's.
-        if (by_one_lane([this] {
-              return P::template add_acquire_release<Scope::device>(&state_.route_parts_done.value,
-                                                                    1U);
-            }) + 1 ==
-            task.parts) {
-          finish_routing(rank_, call_, tally_);
-        }
-        break;
       case TaskKind::dispatch:
         if (P::lane() == 0) {
           send_chunk(rank_, call_, map_, task.peer, task.first_chunk + word.part(), tally_);
@@ -134,7 +127,13 @@ class Processor {
         }
         break;
       case TaskKind::combine:
-        break;  // counted row by row
+        // Relaxed: the scheduler compares a number; the end of the call publishes the output.
+        by_one_lane([&] {
+          return P::template add_relaxed<Scope::device>(&state_.tokens_combined.value, combined);
+        });
+        break;
+      case TaskKind::route:
+        break;  // counted by those who ran it, who must finish the routing behind the last one
     }
   }
 
@@ -164,13 +163,6 @@ class Processor {
     post(rank_, call_, TaskKind::gemm1, next, task.parts, Actor::processor);
   }
 
-  void count_combined(u32 tokens) {
-    // Relaxed: the scheduler compares a number; the end of the call publishes the output.
-    by_one_lane([&] {
-      return P::template add_relaxed<Scope::device>(&state_.tokens_combined.value, tokens);
-    });
-  }
-
   /// An atomic done once for the warp, after everything its lanes did before, and before anything
   /// they do after.
   template <class Atomic>
@@ -188,39 +180,73 @@ class Processor {
   RoutingMap map_;
 };
 
+/// Clears the tally of a processor, before its first part.
+template <Platform P>
+void forget_last_call(const Rank<P>& rank, u32 index) {
+  rank.memory.tallies[index] = Tally{};
+}
+
 /// What a processor of one warp computes; every function runs to its end without waiting.
 template <class K>
-concept Kernels = RowKernels<K> && requires(K& kernels, const Task& task, u32 index) {
+concept Kernels = requires(K& kernels, const Task& task, u32 index, u8* row) {
+  kernels.copy_row(index, row);  // the token's row of x, to its place in a cell
+  kernels.combine(index);  // a token whose rows are all back, or that sent none, to its output row
   // block of tokens -> first token with logits that are not finite, or kNone
   { kernels.route(index) } -> SameAs<u32>;
   kernels.gemm0(task, index);  // tile, N-part
   kernels.gemm1(task, index);
 };
 
+/// Copies the rows of one chunk to the cell of the rank that owns their experts (or to the staging
+/// copy).
+template <Platform P, Kernels K>
+void copy_chunk(const Rank<P>& rank, const RoutingMap& map, K& kernels, u32 peer, u32 chunk) {
+  const Geometry& geometry = rank.geometry();
+  const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
+  for (u32 i = 0; i < rows; ++i) {
+    const OutgoingRow row = look_up_row(rank, map, peer, chunk * geometry.chunk_rows + i);
+    kernels.copy_row(row.pair / geometry.top_k,
+                     outgoing_row(rank, peer, Round::dispatch, row.number));
+  }
+}
+
 /// Fetch, run, repeat, until the scheduler interrupts or the call is aborted.
 template <Platform P, Kernels K>
 void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index) {
+  forget_last_call(rank, index);
   Processor<P> processor(rank, call, index);
-  processor.begin();
+  const Task route = route_task(rank.geometry(), call);
   ReadyWord word;
   while (processor.claim(word)) {
-    const Task& task = rank.memory.tasks[word.task()];
+    const Task& task = word.kind() == TaskKind::route ? route : rank.memory.tasks[word.task()];
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
     const u64 begin = P::now_ns();
+    u32 combined = 0;
     if (task.kind == TaskKind::route) {
       const u32 bad_token = kernels.route(word.part());
       if (bad_token != kNone) {
         processor.reject_logits(bad_token);
         return;
       }
+      if (processor.count_route_part(task)) {
+        processor.finish_routing(Team{0, 1}, NobodyElse{});
+      }
     } else if (task.kind == TaskKind::gemm0) {
       kernels.gemm0(task, word.part());
     } else if (task.kind == TaskKind::gemm1) {
       kernels.gemm1(task, word.part());
+    } else if (task.kind == TaskKind::dispatch) {
+      copy_chunk(rank, processor.routing_map(), kernels, task.peer, task.first_chunk + word.part());
     } else {
-      processor.move_rows(task, word.part(), kernels, Team{0, 1});
+      for_each_candidate(rank, call, processor.routing_map(), task, word.part(),
+                         [&](u32 token, bool ready) {
+                           if (ready) {
+                             kernels.combine(token);
+                             ++combined;
+                           }
+                         });
     }
-    processor.complete(task, word, P::now_ns() - begin);
+    processor.complete(task, word, P::now_ns() - begin, combined);
   }
 }
 

@@ -18,8 +18,8 @@ struct Rank {
   P platform;
   Layout layout;
   RankMemory memory;
-  OsMemory os;  // valid in the OS block alone
-  u8* heap;     // this rank's symmetric heap
+  const OsMemory* os;  // for the actors of the OS block alone; null elsewhere
+  u8* heap;            // this rank's symmetric heap
   u32 rank;
   u64 deadline_ns;
 
@@ -33,7 +33,7 @@ struct Rank {
   /// Whether a call must be left: polled by everyone who waits.
   bool leaving(u32 epoch) const { return aborted<P>(layout, heap, epoch); }
   void fail(const Failure& failure) const {
-    raise_everywhere(platform, layout, heap, memory.failure_claimed, failure);
+    raise_everywhere(platform, layout, heap, memory.failure_claimed(), failure);
   }
 };
 

@@ -1,9 +1,9 @@
 // What the last Route part does: slots for every pair, counts to every peer, and the Dispatch
 // tasks.
 //
-// Run by one warp. Every rank sends its counts to every peer, zeros too: they are what lets a peer
-// know that it has received everything (invariants 3 and 4). May not know: how routing was
-// computed.
+// Run by the warps of one processor. Every rank sends its counts to every peer, zeros too: they are
+// what lets a peer know that it has received everything (invariants 3 and 4). May not know: how
+// routing was computed.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -11,19 +11,21 @@
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
+#include "runtime/team.hpp"
 
 namespace moeos {
 
 /// Turns the pairs per (block, expert) into pairs before the block, in place, and the rows sent to
-/// each expert.
-template <Platform P>
-void assign_slots(const Rank<P>& rank, const Call& call, Tally& tally) {
+/// each expert into where they start. Returns how many pairs this lane has dropped.
+template <Platform P, class Sync>
+u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
   const u32 blocks = ceil_div(call.tokens, geometry.route_tokens);
   const u32 experts = geometry.local_experts();
-  constexpr u32 kBlocksAtOnce = 4;
+  constexpr u32 kBlocksAtOnce = 16;
   u32 dropped = 0;
-  for (u32 expert = P::lane(); expert < geometry.experts; expert += P::kLanes) {
+  for (u32 expert = team.index * P::kLanes + P::lane(); expert < geometry.experts;
+       expert += team.count * P::kLanes) {
     u32 pairs = 0;
     for (u32 first = 0; first < blocks; first += kBlocksAtOnce) {
       u32 in_block[kBlocksAtOnce];  // loaded together: one round trip to memory for all
@@ -44,7 +46,8 @@ void assign_slots(const Rank<P>& rank, const Call& call, Tally& tally) {
     rank.memory.send_starts(geometry.owner_of(expert))[expert % experts + 1] = sent;
   }
   P::sync_lanes();
-  for (u32 peer = 0; peer < geometry.world; ++peer) {
+  sync();
+  for (u32 peer = team.index; peer < geometry.world; peer += team.count) {
     u32* starts = rank.memory.send_starts(peer);
     u32 start = 0;
     for (u32 first = 0; first < experts; first += P::kLanes) {
@@ -60,22 +63,21 @@ void assign_slots(const Rank<P>& rank, const Call& call, Tally& tally) {
     }
   }
   P::sync_lanes();
-  const u32 all_dropped = P::broadcast(P::inclusive_scan(dropped), P::kLanes - 1);
-  if (P::lane() == 0) {
-    tally.dropped_pairs += all_dropped;
-  }
+  sync();
+  return dropped;
 }
 
 /// Sends the counts, beginning with the next rank so that no peer is everyone's first.
 template <Platform P>
-void send_counts(const Rank<P>& rank, const Call& call, Tally& tally) {
+void send_counts(const Rank<P>& rank, const Call& call, Team team) {
   const Geometry& geometry = rank.geometry();
-  for (u32 step = 1; step <= geometry.world; ++step) {
-    const u32 peer = (rank.rank + step) % geometry.world;
+  const u32 experts = geometry.local_experts();
+  for (u32 i = team.index * P::kLanes + P::lane(); i < geometry.experts;
+       i += team.count * P::kLanes) {
+    const u32 peer = (rank.rank + 1 + i / experts) % geometry.world;
+    const u32 expert = i % experts;
     const u32* starts = rank.memory.send_starts(peer);
-    for (u32 expert = P::lane(); expert < geometry.local_experts(); expert += P::kLanes) {
-      send_count(rank, call, peer, expert, starts[expert + 1] - starts[expert], tally);
-    }
+    send_count(rank, call, peer, expert, starts[expert + 1] - starts[expert]);
   }
 }
 
@@ -140,14 +142,26 @@ void post_unsent(const Rank<P>& rank, const Call& call) {
   }
 }
 
-template <Platform P>
-void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally) {
-  assign_slots(rank, call, tally);
-  send_counts(rank, call, tally);
+/// Called by every warp of the processor that has run the last Route part; sync() is a barrier of
+/// these warps, and what one wrote before it the others may read behind it.
+template <Platform P, class Sync>
+void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team team, Sync sync) {
+  const u32 dropped = assign_slots(rank, call, team, sync);
+  send_counts(rank, call, team);
+  const u32 all_dropped = P::broadcast(P::inclusive_scan(dropped), P::kLanes - 1);
+  if (P::lane() == 0) {
+    // Relaxed: the warps add up a number that the host reads after the call.
+    P::template add_relaxed<Scope::device>(&tally.dropped_pairs, u64{all_dropped});
+  }
+  if (team.index != 0) {
+    return;
+  }
   post_dispatch(rank, call);
   post_unsent(rank, call);
   P::sync_lanes();
   if (P::lane() == 0) {
+    const Geometry& geometry = rank.geometry();
+    tally.count_bytes_to_peers += (geometry.experts - geometry.local_experts()) * sizeof(u64);
     // Publishes the routing map and the rows sent to each peer to the returns subscriber and the
     // scheduler.
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, 1U);

@@ -1,11 +1,11 @@
-// Which row carries which (token, j) pair, in both directions, for the rows that this rank sends.
+// Which (token, j) pair each row carries that this rank sends.
 //
 // Route sorts each block of tokens by expert on its own (block_pairs, block_first, block_base); a
 // prefix over the blocks then gives every pair its slot at its expert, in the order (token, j). So
 // the map is the same for any number of processors and any timing, no atomic decides a row, and
-// with a capacity the pairs that are dropped are the last ones. Nothing is written per pair after
-// Route: both directions are computed from the prefixes. May not know: flags, queues, where a row
-// lies in memory (layout.hpp).
+// with a capacity the pairs that are dropped are the last ones. Whoever dispatches a row finds its
+// pair from the prefixes and notes both directions (row_tasks.hpp), which Combine reads. May not
+// know: flags, queues, where a row lies in memory (layout.hpp).
 #pragma once
 
 #include "runtime/base.hpp"
@@ -40,16 +40,7 @@ class RoutingMap {
     return expert != kNone && slot(pair, expert) < limit_;
   }
 
-  /// The place of a pair that is sent.
-  Place place_of(u32 pair) const {
-    const u32 expert = memory_.pair_expert[pair];
-    const u32 peer = geometry_.owner_of(expert);
-    const u32 local = expert % geometry_.local_experts();
-    const u32 in_expert = slot(pair, expert);
-    return Place{peer, local, in_expert, memory_.send_starts(peer)[local] + in_expert};
-  }
-
-  /// Where a row that we send to `peer` lies: the inverse of place_of's `row`.
+  /// Where a row that we send to `peer` lies.
   Place place_at(u32 peer, u32 row) const {
     const u32* starts = memory_.send_starts(peer);
     MOEOS_CHECK(row < starts[geometry_.local_experts()]);

@@ -1,87 +1,62 @@
-// Dispatch and Combine: the tasks that move rows, as loops over the routing map.
+// Dispatch and Combine: which row carries which token, and which tokens are complete.
 //
-// Shared by one or more warps (a team): each takes an equal run of the chunk's rows, and each lane
-// looks up one row at a time, because a look-up is a chain of dependent loads. The rows themselves
-// are moved by the kernels, a whole warp for one row. May not know: queues; element types.
+// Each lane looks up one row; what is then done with rows and tokens is the kernels' affair. May
+// not know: queues; element types.
 #pragma once
 
 #include "runtime/base.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
+#include "runtime/task.hpp"
 
 namespace moeos {
 
-/// One of the warps that share a part.
-struct Team {
-  u32 index;
-  u32 count;
+/// A row on its way out: the pair that it carries, and its number in the cell.
+struct OutgoingRow {
+  u32 pair;
+  u32 number;
 };
 
-/// What a warp does with one row; called by all its lanes.
-template <class K>
-concept RowKernels = requires(K& kernels, u32 token, u8* destination) {
-  kernels.copy_row(token, destination);  // the token's row of x, to its place in a cell
-  kernels.combine(token);  // a token whose rows are all back, or that sent none, to its output row
-};
-
-/// Copies the rows of one chunk to the cell of the rank that owns their experts (or to the staging
-/// copy).
-template <Platform P, RowKernels K>
-void copy_chunk(const Rank<P>& rank, const RoutingMap& map, K& kernels, u32 peer, u32 chunk,
-                Team team) {
-  const Geometry& geometry = rank.geometry();
-  const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
-  const u32 share = ceil_div(rows, team.count);
-  const u32 end = minimum(rows, (team.index + 1) * share);
-  for (u32 first = team.index * share; first < end; first += P::kLanes) {
-    u32 token = 0;
-    u64 destination = 0;
-    if (first + P::lane() < end) {
-      const u32 row = chunk * geometry.chunk_rows + first + P::lane();
-      const RoutingMap::Place place = map.place_at(peer, row);
-      token = map.pair_at(place) / geometry.top_k;
-      destination = reinterpret_cast<u64>(
-          outgoing_row(rank, peer, Round::dispatch,
-                       rank.layout.row(place.local_expert, place.slot, place.row - place.slot)));
-    }
-    for (u32 i = 0; i < minimum(P::kLanes, end - first); ++i) {
-      kernels.copy_row(P::broadcast(token, i), reinterpret_cast<u8*>(P::broadcast(destination, i)));
-    }
-  }
+/// Finds row `row`, in the order of sending to `peer`, and notes both directions for Combine.
+///
+/// The notes are plain stores: what announces the chunk releases them along with the rows, and
+/// Combine runs because the results of these very rows came back.
+template <Platform P>
+OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row) {
+  const RoutingMap::Place place = map.place_at(peer, row);
+  const OutgoingRow found{map.pair_at(place),
+                          rank.layout.row(place.local_expert, place.slot, place.row - place.slot)};
+  rank.memory.row_pair[u64{peer} * rank.geometry().cell_rows_used() + row] = found.pair;
+  rank.memory.pair_row[found.pair] =
+      rank.layout.row_index(peer, Round::combine, Buffer::arrival, found.number);
+  return found;
 }
 
-/// Combines the tokens of the lanes whose `ready` is set; returns how many there were.
-template <Platform P, RowKernels K>
-u32 combine_ready(K& kernels, u32 token, bool ready) {
-  P::sync_lanes();  // what the lanes have acquired, all lanes may read
-  const u32 lanes = P::ballot(ready);
-  u32 combined = 0;
-  for (u32 i = 0; i < P::kLanes; ++i) {
-    if ((lanes >> i & 1U) != 0) {
-      kernels.combine(P::broadcast(token, i));
-      ++combined;
-    }
+/// The number in its cell of row `row` in the order of sending to `peer`.
+template <Platform P>
+u32 row_number(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row) {
+  if (rank.geometry().row_map == RowMap::ragged) {
+    return row;
   }
-  return combined;
+  const RoutingMap::Place place = map.place_at(peer, row);
+  return rank.layout.row(place.local_expert, place.slot, place.row - place.slot);
 }
 
-/// Counts every row of a returned chunk for its token; whoever counts a token's last row sums it.
-/// Returns the number of tokens combined by this warp.
-template <Platform P, RowKernels K>
-u32 combine_chunk(const Rank<P>& rank, const RoutingMap& map, K& kernels, u32 peer, u32 chunk,
-                  Team team) {
+/// Counts every row of a returned chunk for its token: calls visit(token, ready) with one row a
+/// lane until all rows have been counted, by all lanes; ready says that it was the token's last
+/// row.
+template <Platform P, class Visit>
+void count_returned(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 chunk, Visit visit) {
   const Geometry& geometry = rank.geometry();
   const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
-  const u32 share = ceil_div(rows, team.count);
-  const u32 end = minimum(rows, (team.index + 1) * share);
-  u32 combined = 0;
-  for (u32 first = team.index * share; first < end; first += P::kLanes) {
+  const u32* pairs = rank.memory.row_pair + u64{peer} * geometry.cell_rows_used() +
+                     u64{chunk} * geometry.chunk_rows;
+  for (u32 first = 0; first < rows; first += P::kLanes) {
     u32 token = 0;
     bool last = false;
-    if (first + P::lane() < end) {
-      const u32 row = chunk * geometry.chunk_rows + first + P::lane();
-      token = map.pair_at(map.place_at(peer, row)) / geometry.top_k;
+    if (first + P::lane() < rows) {
+      token = pairs[first + P::lane()] / geometry.top_k;
       u32* seen = &rank.memory.rows_seen[token];
       // Acquire-release: publishes that this row is here (acquired through the ring), and gives the
       // one who counts the last row all of the token's rows.
@@ -91,24 +66,32 @@ u32 combine_chunk(const Rank<P>& rank, const RoutingMap& map, K& kernels, u32 pe
         P::template store_relaxed<Scope::device>(seen, 0U);
       }
     }
-    combined += combine_ready<P>(kernels, token, last);
+    P::sync_lanes();  // what a lane has acquired, all lanes may read
+    visit(token, last);
   }
-  return combined;
 }
 
-/// Combines the tokens of a block that sent no row at all: their output is zero.
-template <Platform P, RowKernels K>
-u32 combine_unsent(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
-                   u32 block, Team team) {
+/// The same for the tokens of a block that sent no row at all: nothing returns for them.
+template <Platform P, class Visit>
+void find_unsent(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32 block,
+                 Visit visit) {
   const Geometry& geometry = rank.geometry();
   const u32 end = minimum(call.tokens, (block + 1) * geometry.route_tokens);
-  u32 combined = 0;
-  for (u32 first = block * geometry.route_tokens + team.index * P::kLanes; first < end;
-       first += team.count * P::kLanes) {
+  for (u32 first = block * geometry.route_tokens; first < end; first += P::kLanes) {
     const u32 token = first + P::lane();
-    combined += combine_ready<P>(kernels, token, token < end && map.rows_of(token) == 0);
+    visit(token, token < end && map.rows_of(token) == 0);
   }
-  return combined;
+}
+
+/// Calls visit(token, ready) for all candidates of a Combine part; the ready ones are combined.
+template <Platform P, class Visit>
+void for_each_candidate(const Rank<P>& rank, const Call& call, const RoutingMap& map,
+                        const Task& task, u32 part, Visit visit) {
+  if (task.peer != kNone) {
+    count_returned(rank, map, task.peer, task.first_chunk, visit);
+  } else {
+    find_unsent(rank, call, map, part, visit);
+  }
 }
 
 }  // namespace moeos

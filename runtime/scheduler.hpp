@@ -21,6 +21,8 @@ class Scheduler {
 
   Scheduler(const Rank<P>& rank, const Call& call)
       : rank_(rank), call_(call), state_(rank.memory.call(call.epoch)) {
+    // Processors know the first parts, those of Route, without being told.
+    published_ = route_parts(rank.geometry(), call);
     // Never all of the processors, when they are few: computing must go on beside sending.
     dispatchers_ = minimum(kDispatchersMin, maximum(1U, rank.geometry().processors / 2));
   }
@@ -31,14 +33,24 @@ class Scheduler {
       // Relaxed: a processor only looks whether it changes.
       P::template store_relaxed<Scope::device>(&state_.heartbeat.value, ++sweeps_);
     }
-    fetch();
+    // All words of a sweep are asked for before the first is looked at: one round trip for all.
+    Words words;
+    for_each_batch([&](TaskKind kind, Batch& batch) {
+      const MailboxView mailbox = rank_.memory.mailbox(kind);
+      const u32 slot = minimum(batch.cursor + P::lane(), mailbox.capacity - 1);
+      words.of_kind[static_cast<u32>(kind)] = P::template poll<Scope::device>(&mailbox.words[slot]);
+    });
     const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
+    const u32 dispatch_done =
+        P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value);
+    fetch(words);
     const bool moved = claimed != claimed_;
     claimed_ = claimed;
-    const u32 published = publish_up_to(claimed + rank_.geometry().processors);
+    const u32 published =
+        publish_up_to(claimed + rank_.geometry().processors, dispatch_published_ - dispatch_done);
     // Block scope, relaxed: a hint to the arrivals subscriber that packing early would feed
     // someone.
-    P::template store_relaxed<Scope::block>(rank_.os.starving,
+    P::template store_relaxed<Scope::block>(rank_.os->starving,
                                             claimed > published_ && !anything_ready() ? 1U : 0U);
     return moved || published > 0;
   }
@@ -52,7 +64,7 @@ class Scheduler {
     }
     const u32 returned = P::template load_relaxed<Scope::device>(&state_.rows_returned.value);
     const u32 combined = P::template load_relaxed<Scope::device>(&state_.tokens_combined.value);
-    const u32 expected = P::template load_relaxed<Scope::block>(rank_.os.rows_expected);
+    const u32 expected = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
     const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
     return returned == expected && combined == call_.tokens &&
            claimed == published_ + rank_.geometry().processors;
@@ -70,6 +82,11 @@ class Scheduler {
   }
 
  private:
+  /// What lane i sees at the cursor of each mailbox, plus i.
+  struct Words {
+    u64 of_kind[kTaskKinds];
+  };
+
   /// Words of one mailbox that have been read and not handed out: lane i holds word i.
   struct Batch {
     u64 word = 0;
@@ -80,12 +97,11 @@ class Scheduler {
     bool empty() const { return next == size; }
   };
 
-  /// Calls visit(kind, batch) for every kind, in the order in which the scheduler prefers them.
-  /// Written out, so that a batch is never indexed and lives in registers.
+  /// Calls visit(kind, batch) for every kind that is posted, in the order in which the scheduler
+  /// prefers them. Written out, so that a batch is never indexed and lives in registers.
   template <class Visit>
   void for_each_batch(Visit visit) {
     static_assert(kTaskKinds == 5);
-    visit(TaskKind::route, batches_[0]);
     visit(TaskKind::combine, batches_[1]);
     visit(TaskKind::gemm1, batches_[2]);
     visit(TaskKind::gemm0, batches_[3]);
@@ -93,16 +109,15 @@ class Scheduler {
   }
 
   /// Refills the batches that are used up.
-  void fetch() {
+  void fetch(const Words& words) {
     bool any = false;
     for_each_batch([&](TaskKind kind, Batch& batch) {
       if (!batch.empty()) {
         return;
       }
-      const MailboxView& mailbox = rank_.memory.mailbox(kind);
-      const u32 slot = batch.cursor + P::lane();
+      const MailboxView mailbox = rank_.memory.mailbox(kind);
       batch.word =
-          slot < mailbox.capacity ? P::template poll<Scope::device>(&mailbox.words[slot]) : 0;
+          batch.cursor + P::lane() < mailbox.capacity ? words.of_kind[static_cast<u32>(kind)] : 0;
       const u32 filled = P::ballot(ReadyWord(batch.word).epoch() == call_.epoch);
       // In order: an unfilled slot holds back those behind it.
       batch.size = partition_point(
@@ -127,15 +142,12 @@ class Scheduler {
 
   /// Publishes ready parts until `limit` words have been published in this call; returns how many
   /// it published. In order of TaskKind, but Dispatch first while fewer than `dispatchers_` of its
-  /// parts are under way.
-  u32 publish_up_to(u32 limit) {
+  /// parts are `under_way`.
+  u32 publish_up_to(u32 limit, u32 under_way) {
     const u32 before = published_;
     if (!anything_ready()) {
       return 0;
     }
-    const u32 dispatch_done =
-        P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value);
-    const u32 under_way = dispatch_published_ - dispatch_done;
     // Orders what fetch() acquired before the words below, for the processors that acquire them.
     P::template publish_fence<Scope::device>();
     if (under_way < dispatchers_) {

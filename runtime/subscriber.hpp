@@ -26,7 +26,7 @@ class CountsSubscriber {
     const Geometry& geometry = rank_.geometry();
     bool progress = false;
     for (u32 source = 0; known_ < geometry.world && source < geometry.world; ++source) {
-      if (rank_.os.counts_known[source] != call_.epoch) {  // this warp alone writes it
+      if (rank_.os->counts_known[source] != call_.epoch) {  // this warp alone writes it
         progress = decode(source) || progress;
       }
     }
@@ -63,7 +63,7 @@ class CountsSubscriber {
   bool decode(u32 source) {
     const Geometry& geometry = rank_.geometry();
     const u32 experts = geometry.local_experts();
-    u32* starts = rank_.os.receive_starts(source);
+    u32* starts = rank_.os->receive_starts(source);
     u32* shared_starts = rank_.memory.receive_starts(source);
     u32 start = 0;
     for (u32 first = 0; first < experts; first += P::kLanes) {
@@ -96,11 +96,11 @@ class CountsSubscriber {
       shared_starts[experts] = start;
       // Algorithm 2, SelfCorrectTaskBound: the bound counted this source's cell as full. Relaxed:
       // the scheduler compares a number; nothing is read because of it.
-      const u32 bound = P::template load_relaxed<Scope::block>(rank_.os.rows_expected);
-      P::template store_relaxed<Scope::block>(rank_.os.rows_expected,
+      const u32 bound = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
+      P::template store_relaxed<Scope::block>(rank_.os->rows_expected,
                                               bound - (geometry.cell_rows_used() - start));
       // Publishes receive_starts(source) to the arrivals subscriber, which acquires this word.
-      P::template store_release<Scope::block>(&rank_.os.counts_known[source], call_.epoch);
+      P::template store_release<Scope::block>(&rank_.os->counts_known[source], call_.epoch);
     }
     P::sync_lanes();
     ++known_;
@@ -131,31 +131,36 @@ class ArrivalsSubscriber {
   static constexpr u64 kPatienceNs = 20'000;
 
   ArrivalsSubscriber(const Rank<P>& rank, const Call& call)
-      : rank_(rank), call_(call), plan_(rank.layout, rank.memory, rank.os) {
+      : rank_(rank), call_(call), plan_(rank.layout, rank.memory, *rank.os) {
     plan_.begin(call.epoch);
-    for (u32 source = 0; source < rank.geometry().world; ++source) {
-      rank.os.chunk_prefix[source] = kUndecoded;
+    for (u32 source = P::lane(); source < rank.geometry().world; source += P::kLanes) {
+      rank.os->chunk_prefix[source] = kUndecoded;
     }
+    P::sync_lanes();
   }
 
   bool step() {
     bool progress = false;
-    for (u32 source = 0; source < rank_.geometry().world; ++source) {
-      progress = watch(source) || progress;
+    const u32 world = rank_.geometry().world;
+    const u32 at_once = minimum(world, P::kLanes);
+    for (u32 first = 0; first < world; first += at_once) {
+      progress = watch(first, minimum(at_once, world - first)) || progress;
     }
-    return progress || pack_for_idle_processors();
+    progress = progress || pack_for_idle_processors();
+    post_new_tiles();
+    return progress;
   }
 
   /// The first chunk that was announced and has not come; false when all have.
   bool missing(Failure& failure) const {
     for (u32 source = 0; source < rank_.geometry().world; ++source) {
-      const u32 prefix = rank_.os.chunk_prefix[source];
+      const u32 prefix = rank_.os->chunk_prefix[source];
       if (prefix == kUndecoded ||
-          prefix * rank_.geometry().chunk_rows < rank_.os.rows_received(source)) {
+          prefix * rank_.geometry().chunk_rows < rank_.os->rows_received(source)) {
         failure.kind = FailureKind::rows_late;
         failure.peer = source;
         failure.chunk = prefix == kUndecoded ? 0 : prefix;
-        failure.expected = rank_.os.rows_received(source);
+        failure.expected = rank_.os->rows_received(source);
         failure.seen = prefix == kUndecoded ? 0 : u64{prefix} * rank_.geometry().chunk_rows;
         return true;
       }
@@ -167,50 +172,50 @@ class ArrivalsSubscriber {
   static constexpr u32 kUndecoded =
       kNone;  // as chunk_prefix: the source's counts are not known yet
 
-  /// Advances the prefix of chunks that have arrived from a source.
-  bool watch(u32 source) {
+  /// Advances the prefixes of chunks that have arrived from `sources` sources, from `first_source`
+  /// on. Each has an equal share of the lanes, and so of the flags that one look covers.
+  bool watch(u32 first_source, u32 sources) {
     const Geometry& geometry = rank_.geometry();
-    u32& prefix = rank_.os.chunk_prefix[source];
+    const u32 share = P::kLanes / sources;
+    const u32 turn = P::lane() / share;
+    const u32 source = first_source + minimum(turn, sources - 1);
     // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
-    if (P::template load_acquire<Scope::block>(&rank_.os.counts_known[source]) != call_.epoch) {
-      return false;
-    }
-    const bool first_look = prefix == kUndecoded;
-    const u32 before = first_look ? 0 : prefix;
-    const u32 rows = rank_.os.rows_received(source);
-    const u32 chunks = ceil_div(rows, geometry.chunk_rows);
-    if (before == chunks && !first_look) {
-      return false;
-    }
-    const u32 chunk = before + P::lane();
-    const bool here = chunk < chunks && P::template poll<Scope::system>(rank_.template here<u32>(
-                                            rank_.layout.arrived(source, chunk))) == call_.epoch;
+    const bool known = turn < sources && P::template load_acquire<Scope::block>(
+                                             &rank_.os->counts_known[source]) == call_.epoch;
+    const bool first_look = known && rank_.os->chunk_prefix[source] == kUndecoded;
+    const u32 before = !known || first_look ? 0 : rank_.os->chunk_prefix[source];
+    const u32 rows = known ? rank_.os->rows_received(source) : 0;
+    const u32 chunk = before + P::lane() % share;
+    const bool here = chunk < ceil_div(rows, geometry.chunk_rows) &&
+                      P::template poll<Scope::system>(rank_.template here<u32>(
+                          rank_.layout.arrived(source, chunk))) == call_.epoch;
     const u32 arrived = P::ballot(here);
-    u32 now = before;
-    while (now - before < P::kLanes && (arrived >> (now - before) & 1U) != 0) {
-      ++now;
-    }
-    if (now == before && !first_look) {
+    if (P::ballot(first_look || (here && chunk == before)) == 0) {
       return false;
     }
     // Pairs with send_chunk: the rows of these chunks are here, for us and for whoever acquires the
     // tiles below.
     P::template acquire_fence<Scope::system>();
-    if (P::lane() == 0) {
-      prefix = now;
-      plan_.advance(source, minimum(now * geometry.chunk_rows, rows),
-                    [this](const Task& tile) { post_tile(tile); });
+    if (known && P::lane() % share == 0) {
+      u32 chunks = 0;
+      while (chunks < share && (arrived >> (P::lane() + chunks) & 1U) != 0) {
+        ++chunks;
+      }
+      rank_.os->chunk_prefix[source] = before + chunks;
+      rank_.os->rows_arrived[source] = minimum((before + chunks) * geometry.chunk_rows, rows);
     }
     P::sync_lanes();
+    plan_.advance();
     return true;
   }
 
   bool pack_for_idle_processors() {
-    if (P::template load_relaxed<Scope::block>(rank_.os.starving) == 0) {
+    const u32 starving = P::template load_relaxed<Scope::block>(rank_.os->starving);
+    if (P::broadcast(starving, 0) == 0) {  // one lane decides for all
       starving_since_ = 0;
       return false;
     }
-    const u64 now = P::now_ns();
+    const u64 now = P::broadcast(P::now_ns(), 0);
     if (starving_since_ == 0) {
       starving_since_ = now;
     }
@@ -218,34 +223,51 @@ class ArrivalsSubscriber {
       return false;
     }
     starving_since_ = 0;
-    u32 packed = 0;
-    if (P::lane() == 0) {
-      packed = plan_.pack_early([this](const Task& tile) { post_tile(tile); }) ? 1 : 0;
-    }
-    return P::broadcast(packed, 0) != 0;
+    return plan_.pack_early();
   }
 
-  void post_tile(const Task& tile) {
-    const u32 task = rank_.memory.first_task(TaskKind::gemm0) + tile.tile;
-    post(rank_, call_, TaskKind::gemm0, task, tile.parts, Actor::subscriber);
+  /// Posts the tiles that were planned since the last time. This warp alone posts Gemm0, so a
+  /// tile's slot in the mailbox is its number.
+  void post_new_tiles() {
+    const u32 planned = plan_.tiles();
+    if (planned == posted_) {
+      return;
+    }
+    const MailboxView mailbox = rank_.memory.mailbox(TaskKind::gemm0);
+    const u32 first_task = rank_.memory.first_task(TaskKind::gemm0);
+    // Orders the descriptors, and the rows acquired above, before the words below; pairs with the
+    // scheduler's poll of the mailbox.
+    P::template publish_fence<Scope::device>();
+    for (u32 tile = posted_ + P::lane(); tile < planned; tile += P::kLanes) {
+      MOEOS_CHECK(tile < mailbox.capacity);
+      P::template publish<Scope::device>(
+          &mailbox.words[tile],
+          ReadyWord(call_.epoch, TaskKind::gemm0, first_task + tile, rank_.geometry().gemm0_parts)
+              .bits());
+    }
+    posted_ = planned;
   }
 
   const Rank<P>& rank_;
   const Call& call_;
-  TilePlan plan_;
+  TilePlan<P> plan_;
+  u32 posted_ = 0;
   u64 starving_since_ = 0;
 };
 
 template <Platform P>
 class ReturnsSubscriber {
  public:
+  /// Words of credit that a lane asks for at once.
+  static constexpr u32 kLooks = 8;
+
   ReturnsSubscriber(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {
     const Geometry& geometry = rank.geometry();
     for (u32 i = P::lane(); i < geometry.world * geometry.chunks(); i += P::kLanes) {
-      rank.os.chunk_combined[i] = 0;
+      rank.os->chunk_combined[i] = 0;
     }
     for (u32 p = P::lane(); p < geometry.world; p += P::kLanes) {
-      rank.os.first_uncombined[p] = 0;
+      rank.os->first_uncombined[p] = 0;
     }
     P::sync_lanes();
   }
@@ -269,7 +291,7 @@ class ReturnsSubscriber {
   /// The first chunk of ours that is not back; false when all are.
   bool missing(Failure& failure) const {
     for (u32 peer = 0; routed_ && peer < rank_.geometry().world; ++peer) {
-      const u32 chunk = rank_.os.first_uncombined[peer];
+      const u32 chunk = rank_.os->first_uncombined[peer];
       const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
       if (rows > 0) {
         failure.kind = FailureKind::returns_late;
@@ -290,39 +312,12 @@ class ReturnsSubscriber {
 
   /// Looks at all chunks of a peer that are not back; they come in any order.
   bool watch(u32 peer) {
-    const Geometry& geometry = rank_.geometry();
-    const u32 rows_sent = rank_.memory.rows_sent(peer);
-    const u32 chunks = ceil_div(rows_sent, geometry.chunk_rows);
-    u8* combined = rank_.os.chunk_combined + u64{peer} * geometry.chunks();
-    u32& first = rank_.os.first_uncombined[peer];
+    const u32 chunks = ceil_div(rank_.memory.rows_sent(peer), rank_.geometry().chunk_rows);
+    const u8* combined = rank_.os->chunk_combined + u64{peer} * rank_.geometry().chunks();
+    u32& first = rank_.os->first_uncombined[peer];
     bool progress = false;
-    for (u32 base = first; base < chunks; base += P::kLanes) {
-      const u32 chunk = base + P::lane();
-      const u32 rows = rows_in_chunk(geometry, rows_sent, chunk);
-      const bool open = chunk < chunks && combined[chunk] == 0;
-      const u32 back = open ? P::template poll<Scope::system>(credit(peer, chunk)) : 0;
-      if (open && back > rows) {
-        Failure failure =
-            failure_of(rank_, call_, FailureKind::returns_too_many, Actor::subscriber);
-        failure.peer = peer;
-        failure.chunk = chunk;
-        failure.expected = rows;
-        failure.seen = back;
-        rank_.fail(failure);
-        return false;
-      }
-      const bool complete = open && back == rows;
-      if (P::ballot(complete) == 0) {
-        continue;
-      }
-      // Pairs with return_rows: the results of these chunks are here.
-      P::template acquire_fence<Scope::system>();
-      if (complete) {
-        finish(peer, chunk);
-        combined[chunk] = 1;
-      }
-      P::sync_lanes();
-      progress = true;
+    for (u32 base = first; base < chunks; base += P::kLanes * kLooks) {
+      progress = look(peer, base, chunks) || progress;
     }
     while (first < chunks && combined[first] != 0) {
       ++first;
@@ -330,18 +325,94 @@ class ReturnsSubscriber {
     return progress;
   }
 
-  void finish(u32 peer, u32 chunk) {
-    // Ready for the next call. The peer adds to it again only after rows of our next call have
-    // reached it, and those are published by releases that follow this call's end.
-    P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
-    const u32 index = rank_.memory.combine_task(peer, chunk);
-    Task& task = rank_.memory.tasks[index];
-    task.kind = TaskKind::combine;
-    task.parts = 1;
-    task.epoch = call_.epoch;
-    task.peer = peer;
-    task.first_chunk = chunk;
-    post(rank_, call_, TaskKind::combine, index, 1, Actor::subscriber);
+  /// One look at P::kLanes * kLooks chunks from `base` on: all words are asked for before the first
+  /// is used.
+  bool look(u32 peer, u32 base, u32 chunks) {
+    const Geometry& geometry = rank_.geometry();
+    const u32 rows_sent = rank_.memory.rows_sent(peer);
+    u8* combined = rank_.os->chunk_combined + u64{peer} * geometry.chunks();
+    u32 back[kLooks];
+    for (u32 i = 0; i < kLooks; ++i) {
+      const u32 chunk = base + i * P::kLanes + P::lane();
+      back[i] = chunk < chunks && combined[chunk] == 0
+                    ? P::template poll<Scope::system>(credit(peer, chunk))
+                    : 0;
+    }
+    u32 complete = 0;  // bit i: this lane's i-th chunk is back
+    u32 too_many = 0;  // rows of a chunk that got more than it sent
+    u32 damaged = kNone;
+    for (u32 i = 0; i < kLooks; ++i) {
+      const u32 chunk = base + i * P::kLanes + P::lane();
+      const u32 rows = rows_in_chunk(geometry, rows_sent, chunk);
+      complete |= back[i] > 0 && back[i] == rows ? 1U << i : 0;
+      if (back[i] > rows) {
+        too_many = back[i];
+        damaged = chunk;
+      }
+    }
+    if (damaged != kNone) {
+      reject(peer, damaged, rows_in_chunk(geometry, rows_sent, damaged), too_many);
+    }
+    if (P::ballot(complete != 0) == 0) {
+      return false;
+    }
+    // Pairs with return_rows: the results of these chunks are here.
+    P::template acquire_fence<Scope::system>();
+    for (u32 i = 0; i < kLooks; ++i) {
+      const bool mine = (complete >> i & 1U) != 0;
+      const u32 chunk = base + i * P::kLanes + P::lane();
+      if (P::ballot(mine) != 0) {
+        post_combine(peer, chunk, mine);
+      }
+      if (mine) {
+        combined[chunk] = 1;
+      }
+    }
+    P::sync_lanes();
+    return true;
+  }
+
+  void reject(u32 peer, u32 chunk, u32 rows, u32 back) const {
+    Failure failure = failure_of(rank_, call_, FailureKind::returns_too_many, Actor::subscriber);
+    failure.peer = peer;
+    failure.chunk = chunk;
+    failure.expected = rows;
+    failure.seen = back;
+    rank_.fail(failure);
+  }
+
+  /// Posts the Combine tasks of the lanes whose chunk is back: one ticket and one fence for all.
+  void post_combine(u32 peer, u32 chunk, bool mine) {
+    const u32 place = P::inclusive_scan(mine ? 1 : 0);
+    const u32 count = P::broadcast(place, P::kLanes - 1);
+    const u32 task = rank_.memory.combine_task(peer, chunk);
+    if (mine) {
+      // Ready for the next call. The peer adds to it again only after rows of our next call have
+      // reached it, and those are published by releases that follow this call's end.
+      P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
+      Task& combine = rank_.memory.tasks[task];
+      combine.kind = TaskKind::combine;
+      combine.parts = 1;
+      combine.epoch = call_.epoch;
+      combine.peer = peer;
+      combine.first_chunk = chunk;
+    }
+    u32 first = 0;
+    if (P::lane() == 0) {
+      first = reserve_slots(rank_, call_, TaskKind::combine, count, Actor::subscriber);
+    }
+    first = P::broadcast(first, 0);
+    if (first == kNone) {
+      return;
+    }
+    // Orders the descriptors, and the rows acquired above, before the words below; pairs with the
+    // scheduler's poll of the mailbox.
+    P::template publish_fence<Scope::device>();
+    if (mine) {
+      P::template publish<Scope::device>(
+          &rank_.memory.mailbox(TaskKind::combine).words[first + place - 1],
+          ReadyWord(call_.epoch, TaskKind::combine, task, 1).bits());
+    }
   }
 
   const Rank<P>& rank_;

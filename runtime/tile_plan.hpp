@@ -15,7 +15,9 @@
 
 namespace moeos {
 
-/// Keeps one call's packing state in the rank's memory; only the arrivals subscriber touches it.
+/// Keeps one call's packing state in the OS block's memory; only the arrivals subscriber's warp
+/// touches it, a lane for each expert. Every function is called by all lanes.
+template <Platform P>
 class TilePlan {
  public:
   TilePlan(const Layout& layout, const RankMemory& memory, const OsMemory& os)
@@ -28,47 +30,25 @@ class TilePlan {
     tiles_ = 0;
     results_ = 0;
     early_left_ = geometry.early_tiles();
-    for (u32 i = 0; i < geometry.world * geometry.local_experts(); ++i) {
+    for (u32 i = P::lane(); i < geometry.world * geometry.local_experts(); i += P::kLanes) {
       os_.taken[i] = 0;
     }
-    for (u32 p = 0; p < geometry.world; ++p) {
-      os_.rows_arrived[p] = 0;
-      os_.expert_cursor[p] = 0;
+    for (u32 p = P::lane(); p < geometry.world; p += P::kLanes) {
+      os_.rows_arrived[p] = kNone;
     }
-    for (u32 e = 0; e < geometry.local_experts(); ++e) {
-      os_.sources_complete[e] = 0;
+    for (u32 e = P::lane(); e < geometry.local_experts(); e += P::kLanes) {
+      os_.packed[e] = 0;
     }
+    P::sync_lanes();
   }
 
-  /// Notes that `rows` rows of a source (whose counts are known) have arrived in all, and emits the
-  /// tiles that became possible: emit(const Task&) posts the Gemm0 descriptor, which stays where it
-  /// is.
-  template <class Emit>
-  void advance(u32 source, u32 rows, Emit&& emit) {
-    const Geometry& geometry = layout_.geometry();
-    const u32* starts = os_.receive_starts(source);
-    os_.rows_arrived[source] = rows;
-    u32 expert = os_.expert_cursor[source];
-    for (; expert < geometry.local_experts(); ++expert) {
-      while (ready(source, expert) >= geometry.tile_rows) {
-        Task& tile = open(expert);
-        append(tile, source, geometry.tile_rows);
-        close(tile, emit);
-      }
-      if (rows < starts[expert + 1]) {
-        break;
-      }
-      if (++os_.sources_complete[expert] == geometry.world) {
-        pack(expert, emit);
-      }
-    }
-    os_.expert_cursor[source] = expert;
-  }
+  /// Writes the Gemm0 descriptors of the tiles that have become possible by the rows that are now
+  /// in OsMemory::rows_arrived.
+  void advance() { plan(kNone); }
 
   /// Packs the rows that are here of the expert that has most of them, complete or not; false when
   /// there are none or the budget for early tiles is spent.
-  template <class Emit>
-  bool pack_early(Emit&& emit) {
+  bool pack_early() {
     const Geometry& geometry = layout_.geometry();
     u32 best = kNone;
     u32 most = 0;
@@ -86,18 +66,63 @@ class TilePlan {
       return false;
     }
     const u32 before = tiles_;
-    pack(best, emit);
-    early_left_ -= tiles_ - before;
+    plan(best);
+    early_left_ -= minimum(early_left_, tiles_ - before);
     return true;
   }
 
+  /// Tiles planned so far in this call; their descriptors are tasks from first_task(gemm0) on.
   u32 tiles() const { return tiles_; }
 
  private:
+  /// What the new tiles of one expert add up to.
+  struct Extent {
+    u32 tiles = 0;
+    u32 rows = 0;  // padded
+  };
+
+  /// Plans all experts' new tiles; of expert `early` the remainders that are here, complete or not.
+  void plan(u32 early) {
+    const Geometry& geometry = layout_.geometry();
+    for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
+      const u32 expert = first + P::lane();
+      const bool open = expert < geometry.local_experts() && os_.packed[expert] == 0;
+      const bool complete = open && all_here(expert);
+      const bool merge = complete || (open && expert == early);
+      Extent extent;
+      if (open) {
+        extent = for_each_tile<false>(expert, merge, 0, 0);
+      }
+      const u32 tiles = P::inclusive_scan(extent.tiles);
+      const u32 rows = P::inclusive_scan(extent.rows);
+      if (extent.tiles > 0) {
+        for_each_tile<true>(expert, merge, tiles_ + tiles - extent.tiles,
+                            results_ + rows - extent.rows);
+      }
+      if (complete) {
+        os_.packed[expert] = 1;
+      }
+      tiles_ += P::broadcast(tiles, P::kLanes - 1);
+      results_ += P::broadcast(rows, P::kLanes - 1);
+      MOEOS_CHECK(tiles_ <= geometry.tiles_max());
+      MOEOS_CHECK(results_ <= geometry.intermediate_rows_max());
+    }
+    P::sync_lanes();
+  }
+
+  bool all_here(u32 expert) const {
+    bool here = true;
+    for (u32 source = 0; source < layout_.geometry().world; ++source) {
+      const u32 arrived = os_.rows_arrived[source];
+      here = here && arrived != kNone && arrived >= os_.receive_starts(source)[expert + 1];
+    }
+    return here;
+  }
+
   /// Rows of (source, expert) that are here and in no tile yet.
   u32 ready(u32 source, u32 expert) const {
-    if (os_.rows_arrived[source] == 0) {
-      return 0;  // perhaps its counts are not known yet: the starts below would be another call's
+    if (os_.rows_arrived[source] == kNone) {
+      return 0;  // its counts are not known yet: the starts below would be another call's
     }
     const u32* starts = os_.receive_starts(source);
     const u32 arrived = minimum(os_.rows_arrived[source], starts[expert + 1]);
@@ -109,66 +134,85 @@ class TilePlan {
     return os_.taken[source * layout_.geometry().local_experts() + expert];
   }
 
-  /// The next tile's descriptor, empty.
-  Task& open(u32 expert) const {
-    Task& tile = *os_.tile;
-    MOEOS_CHECK(tiles_ < layout_.geometry().tiles_max());
-    tile.kind = TaskKind::gemm0;
-    tile.segment_count = 0;
-    tile.parts = static_cast<u16>(layout_.geometry().gemm0_parts);
-    tile.epoch = epoch_;
-    tile.local_expert = expert;
-    tile.tile = tiles_;
-    tile.rows = 0;
-    tile.padded_rows = 0;
-    tile.first_result = results_;
-    return tile;
-  }
-
-  void append(Task& tile, u32 source, u32 rows) const {
-    const u32 slot = taken(source, tile.local_expert);
-    const u32 start = os_.receive_starts(source)[tile.local_expert];
-    tile.segments[tile.segment_count++] = Segment{layout_.row(tile.local_expert, slot, start),
-                                                  static_cast<u16>(source), static_cast<u16>(rows)};
-    tile.rows += rows;
-    tile.padded_rows += align_up(rows, Geometry::kSegmentAlign);
-    taken(source, tile.local_expert) = slot + rows;
-  }
-
-  /// Merges what every source has ready for the expert into tiles.
-  template <class Emit>
-  void pack(u32 expert, Emit&& emit) {
+  /// One lane: goes through the new tiles of an expert, and writes their descriptors from tile
+  /// number `tile` and result row `result` on, or only adds up.
+  template <bool kWrite>
+  Extent for_each_tile(u32 expert, bool merge, u32 tile, u32 result) const {
     const Geometry& geometry = layout_.geometry();
-    Task* tile = nullptr;
+    Extent extent;
     for (u32 source = 0; source < geometry.world; ++source) {
-      for (u32 rows = ready(source, expert); rows > 0;) {
-        if (tile == nullptr) {
-          tile = &open(expert);
+      for (u32 rows = ready(source, expert); rows >= geometry.tile_rows;
+           rows -= geometry.tile_rows) {
+        if constexpr (kWrite) {
+          append(expert, tile + extent.tiles, 0, source, geometry.tile_rows);
+          close(expert, tile + extent.tiles, result + extent.rows, 1, geometry.tile_rows,
+                geometry.tile_rows);
         }
-        const u32 room = geometry.tile_rows - tile->padded_rows;
-        if (room == 0 || tile->segment_count == Geometry::kMaxSegments) {
-          close(*tile, emit);
-          tile = nullptr;
-          continue;
-        }
-        const u32 fitting =
-            minimum(rows, room);  // room is a multiple of 8: a cut never adds padding
-        append(*tile, source, fitting);
-        rows -= fitting;
+        ++extent.tiles;
+        extent.rows += geometry.tile_rows;
       }
     }
-    if (tile != nullptr) {
-      close(*tile, emit);
+    if (!merge) {
+      return extent;
     }
+    u32 segments = 0;
+    u32 rows = 0;
+    u32 padded = 0;
+    const auto finish = [&] {
+      if constexpr (kWrite) {
+        close(expert, tile + extent.tiles, result + extent.rows, segments, rows, padded);
+      }
+      ++extent.tiles;
+      extent.rows += padded;
+      segments = rows = padded = 0;
+    };
+    for (u32 source = 0; source < geometry.world; ++source) {
+      for (u32 left = ready(source, expert) % geometry.tile_rows; left > 0;) {
+        // The room is a multiple of 8: a cut never adds padding.
+        const u32 fitting = minimum(left, geometry.tile_rows - padded);
+        if (fitting == 0 || segments == Geometry::kMaxSegments) {
+          finish();
+          continue;
+        }
+        if constexpr (kWrite) {
+          append(expert, tile + extent.tiles, segments, source, fitting);
+        }
+        ++segments;
+        rows += fitting;
+        padded += align_up(fitting, Geometry::kSegmentAlign);
+        left -= fitting;
+      }
+    }
+    if (segments > 0) {
+      finish();
+    }
+    return extent;
   }
 
-  template <class Emit>
-  void close(Task& tile, Emit&& emit) {
-    memory_.tasks[memory_.first_task(TaskKind::gemm0) + tiles_] = tile;
-    ++tiles_;
-    results_ += tile.padded_rows;
-    MOEOS_CHECK(results_ <= layout_.geometry().intermediate_rows_max());
-    emit(static_cast<const Task&>(tile));
+  Task& descriptor(u32 tile) const {
+    return memory_.tasks[memory_.first_task(TaskKind::gemm0) + tile];
+  }
+
+  /// Takes the next `rows` rows of (source, expert) as a tile's segment.
+  void append(u32 expert, u32 tile, u32 segment, u32 source, u32 rows) const {
+    const u32 slot = taken(source, expert);
+    const u32 start = os_.receive_starts(source)[expert];
+    descriptor(tile).segments[segment] =
+        Segment{layout_.row(expert, slot, start), static_cast<u16>(source), static_cast<u16>(rows)};
+    taken(source, expert) = slot + rows;
+  }
+
+  void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded) const {
+    Task& task = descriptor(tile);
+    task.kind = TaskKind::gemm0;
+    task.segment_count = static_cast<u8>(segments);
+    task.parts = static_cast<u16>(layout_.geometry().gemm0_parts);
+    task.epoch = epoch_;
+    task.local_expert = expert;
+    task.tile = tile;
+    task.rows = rows;
+    task.padded_rows = padded;
+    task.first_result = result;
   }
 
   const Layout& layout_;

@@ -33,8 +33,9 @@ RECORD_BYTES = -(-_FIELDS.size // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 _BOX_COLUMNS = 64  # 128 bytes, one row of a stage
-_TILE_BOX_ROWS = 128  # of x, w1, w2
-_GATE_BOX_ROWS = 256
+_TILE_BOX_ROWS = 128  # of w1, w2
+_ROUTE_BOX_ROWS = 64  # of x
+_GATE_BOX_ROWS = (64, 128, 256)  # the first that holds all experts
 _SEGMENT_BOX_ROWS = (128, 32, 8)  # of cells and of the buffer between the GEMMs
 _ADDRESS_ALIGNMENT = 16
 
@@ -74,6 +75,7 @@ class ArgumentPacker:
         self._cfg = cfg
         self._rank = rank
         self._deadline_ns = int(deadline * 1e9)
+        self._gate_box_rows = next(n for n in _GATE_BOX_ROWS if cfg.experts <= n)
         self._buffers = buffers
         self._maps: dict[tuple[int, int, int, int], bytes] = {}
         self._driver = importlib.import_module("cuda.bindings.driver")
@@ -96,14 +98,14 @@ class ArgumentPacker:
         t, buffers = tensors, self._buffers
         hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
         if len(t.x) > 0:
-            x_map = self._map("x", t.x, hidden, _TILE_BOX_ROWS)
+            x_map = self._map("x", t.x, hidden, _ROUTE_BOX_ROWS)
             x, out = t.x, t.out
         else:  # their rows are never used, but there must be an address
             x_map = self._intermediate_maps[0]
             x = out = buffers.intermediate
         record = _FIELDS.pack(
             x_map,
-            self._map("gate.weight", t.gate, hidden, _GATE_BOX_ROWS),
+            self._map("gate.weight", t.gate, hidden, self._gate_box_rows),
             *self._cell_maps,
             self._map("w1", t.w1, hidden, _TILE_BOX_ROWS),
             self._map("w2", t.w2, intermediate, _TILE_BOX_ROWS),

@@ -13,8 +13,8 @@ inline constexpr u32 kBoxRows[] = {128, 32, 8};
 inline constexpr u32 kBoxes = 3;
 
 struct RankArguments {
-  TensorMap x;                     // [max_tokens, H], box 128 x 64
-  TensorMap gate;                  // [E, H], box 256 x 64
+  TensorMap x;                     // [S, H], box 64 x 64
+  TensorMap gate;                  // [E, H], box kRouteColumns x 64
   TensorMap cells[kBoxes];         // [rows of all cells, H]
   TensorMap w1;                    // [X * 2I or I, H], box 128 x 64
   TensorMap w2;                    // [X * H, I], box 128 x 64

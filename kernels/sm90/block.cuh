@@ -1,10 +1,17 @@
 // Shared memory of a processor block, and the roles of its warps.
 //
 //   warp 0       fetch: claims parts and copies their descriptors here, one ahead
-//   warp 1       load: issues TMA for the products of the part at hand and the next
-//   warp 2       complete: makes a finished part's effects visible
-//   warps 4-11   two consumer warpgroups: products, epilogues, and the tasks that move rows
-// May not know: what an epilogue computes.
+//   warp 1       load: issues the TMA loads of the part at hand and the next
+//   warp 2       store: issues the TMA stores of results and of dispatched rows
+//   warp 3       complete: makes a finished part's effects visible
+//   warps 4-11   two consumer warpgroups: products, epilogues, Route and the sums of Combine
+//
+// A part passes through its slot: full (fetched), begun (its first stage is free and known), done
+// (its results are in memory), empty. What is loaded passes through the stages, in the order of
+// parts; results pass through the staging memory. Dispatch goes from the stages to memory and never
+// meets a consumer. A warp that does not follow the stages of every part waits for `begun` before
+// it looks at one: a barrier's parity tells a phase from the one before it, but not from an older
+// one. May not know: what an epilogue computes.
 #pragma once
 
 #include "kernels/sm90/config.cuh"
@@ -22,7 +29,8 @@ inline constexpr u32 kConsumerThreads = 256;
 inline constexpr u32 kConsumerWarps = 8;
 inline constexpr u32 kFetchWarp = 0;
 inline constexpr u32 kLoadWarp = 1;
-inline constexpr u32 kCompleteWarp = 2;
+inline constexpr u32 kStoreWarp = 2;
+inline constexpr u32 kCompleteWarp = 3;
 inline constexpr u32 kFirstConsumerWarp = 4;
 
 // 64 K registers, of which accumulators take 128 a consumer thread; the rest is what each role's
@@ -37,58 +45,6 @@ static_assert(kConsumerRegisters * kConsumerThreads +
 inline constexpr u32 kConsumersBarrier = 1;
 inline constexpr u32 kFirstGroupBarrier = 2;  // and 3: one for each consumer warpgroup
 
-/// One K-step of both operands, as TMA lands it.
-struct Stage {
-  alignas(1024) u8 rows[kTileRows * kSwizzleBytes];
-  alignas(1024) u8 weights[kTileColumns * kSwizzleBytes];
-};
-inline constexpr u32 kStageColumnsBytes = kTileColumns * kSwizzleBytes;
-
-/// A claimed part; `word` of epoch 0 means: leave.
-struct Slot {
-  Task task;
-  u64 word;
-  u64 begun_ns;
-  u32 bad_token;  // Route: a token whose logits are not finite, or kNone
-};
-inline constexpr u32 kSlots = 2;
-
-/// Results of a consumer warpgroup on their way to memory: 64 rows of 128 two-byte columns.
-inline constexpr u32 kStagingColumns = 128;
-inline constexpr u32 kStagingBytes = kConsumerRows * kStagingColumns * 2;
-
-/// What Route keeps of its block while it sorts the pairs by expert; in the staging memory, which
-/// it does not use.
-struct RouteScratch {
-  u32 in_block[kTileColumns];               // [expert]: pairs so far, then the first place
-  u16 expert[kTileRows * kGeometry.top_k];  // [pair of the block]; kNoExpert: unused slot
-  u16 rank[kTileRows * kGeometry.top_k];    // [pair of the block]
-};
-inline constexpr u16 kNoExpert = 0xFFFF;
-static_assert(sizeof(RouteScratch) <= kConsumers * kStagingBytes);
-
-struct Shared {
-  Stage stages[kStages];
-  alignas(128) u8 staging[kConsumers][kStagingBytes];
-  alignas(128) Slot slots[kSlots];
-  u64 destinations[kTileRows];  // where each row of the tile's result goes
-  Barrier stage_full[kStages];
-  Barrier stage_empty[kStages];
-  Barrier slot_full[kSlots];
-  Barrier slot_done[kSlots];   // consumers have finished the part
-  Barrier slot_empty[kSlots];  // its effects are visible
-  alignas(16) u8 rank[sizeof(Rank<Machine>)];
-  Call call;
-};
-
-/// Shared memory of an OS block: the actors' own state.
-struct alignas(16) OsShared {
-  alignas(16) u8 rank[sizeof(Rank<Machine>)];
-  Call call;
-  /// OsMemory::bytes() bytes behind this object; the host checks that they fit.
-  u8* memory() { return reinterpret_cast<u8*>(this + 1); }
-};
-
 /// Counts through a ring of `kSize` places and their phases.
 template <u32 kSize>
 struct RingPosition {
@@ -100,6 +56,76 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+};
+
+/// One K-step of both operands, as TMA lands it.
+struct Stage {
+  alignas(1024) u8 rows[kTileRows * kSwizzleBytes];
+  alignas(1024) u8 weights[kTileColumns * kSwizzleBytes];
+};
+inline constexpr u32 kStageColumnsBytes = kTileColumns * kSwizzleBytes;
+
+// Dispatch brings as many rows of a chunk at once as fit into a stage.
+inline constexpr u32 kDispatchRows =
+    minimum(kGeometry.chunk_rows, static_cast<u32>(sizeof(Stage)) / kGeometry.row_bytes);
+static_assert(kDispatchRows > 0, "a row must fit into a stage");
+static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
+inline constexpr u32 kDispatchSteps = ceil_div(kGeometry.chunk_rows, kDispatchRows);
+
+/// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.
+struct Slot {
+  u64 word;
+  u64 begun_ns;
+  RingPosition<kStages> stage;  // the part's first
+  u32 combined;                 // Combine: tokens
+  u32 bad_token;                // Route: a token whose logits are not finite, or kNone
+  u32 last_route;               // Route: 1 when this part was the call's last one
+};
+inline constexpr u32 kSlots = 2;
+
+/// Results of a consumer warpgroup on their way to memory: 64 rows of 128 two-byte columns. 16
+/// bytes more between rows, so that eight rows at one column lie in different banks.
+inline constexpr u32 kStagingColumns = 128;
+inline constexpr u32 kStagingStride = kStagingColumns * 2 + 16;
+inline constexpr u32 kStagingBytes = kConsumerRows * kStagingStride;
+
+/// What Route keeps of its block while it sorts the pairs by expert; in the staging memory, which
+/// it does not use.
+struct RouteScratch {
+  u32 in_block[kRouteColumns];                 // [expert]: pairs so far, then the first place
+  u16 expert[kRouteTokens * kGeometry.top_k];  // [pair of the block]; kNoExpert: unused slot
+  u16 rank[kRouteTokens * kGeometry.top_k];    // [pair of the block]
+};
+inline constexpr u16 kNoExpert = 0xFFFF;
+static_assert(sizeof(RouteScratch) <= kConsumers * kStagingBytes);
+
+struct Shared {
+  Stage stages[kStages];
+  alignas(128) u8 staging[kConsumers][kStagingBytes];
+  Task tasks[kSlots];
+  Task finished;  // the complete warp's copy, so that it holds up no slot
+  Slot slots[kSlots];
+  Barrier stage_full[kStages];
+  Barrier stage_empty[kStages];
+  Barrier staging_full[kConsumers];
+  Barrier staging_empty[kConsumers];
+  Barrier slot_full[kSlots];
+  Barrier slot_begun[kSlots];  // Slot::stage is known, and is the next stage to be filled
+  Barrier slot_done[kSlots];   // the part's results are in memory
+  Barrier slot_empty[kSlots];  // its effects are visible
+  alignas(16) u8 rank[sizeof(Rank<Machine>)];
+  Call call;
+};
+
+static_assert(sizeof(Shared) <= 232448, "shared memory of a block on sm_90");
+
+/// Shared memory of an OS block: the actors' own state.
+struct alignas(16) OsShared {
+  alignas(16) u8 rank[sizeof(Rank<Machine>)];
+  alignas(16) u8 os[sizeof(OsMemory)];
+  Call call;
+  /// OsMemory::bytes() bytes behind this object; the host checks that they fit.
+  u8* memory() { return reinterpret_cast<u8*>(this + 1); }
 };
 
 }  // namespace moeos::sm90

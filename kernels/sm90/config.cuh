@@ -66,7 +66,14 @@ static_assert(kTileDepth * 2 == kSwizzleBytes && kGeometry.tile_rows == kTileRow
 inline constexpr u32 kGemm0Columns = kShape.gated() ? kTileColumns / 2 : kTileColumns;
 static_assert(kGeometry.gemm0_parts == ceil_div(kShape.intermediate, kGemm0Columns));
 static_assert(kGeometry.gemm1_parts == ceil_div(kShape.hidden, kTileColumns));
-static_assert(kGeometry.experts <= kTileColumns, "Route computes all logits in one tile");
-static_assert(kGeometry.route_tokens == kTileRows, "a block of tokens is one tile");
+
+// Route: 64 tokens and all experts in one part; each consumer warpgroup takes half of the depth.
+inline constexpr u32 kRouteTokens = 64;
+inline constexpr u32 kRouteColumns =
+    kGeometry.experts <= 64 ? 64 : (kGeometry.experts <= 128 ? 128 : 256);
+static_assert(kGeometry.experts <= kRouteColumns, "Route computes all logits in one tile");
+static_assert(kGeometry.route_tokens == kRouteTokens);
+// Steps of the depth in one stage: as many as fit, because Route waits for loads, not for products.
+inline constexpr u32 kRouteDepth = kRouteColumns <= 128 ? 2 : 1;
 
 }  // namespace moeos::sm90

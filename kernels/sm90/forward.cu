@@ -5,10 +5,11 @@
 // ranks the grid is divided equally among them.
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/combine.cuh"
 #include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/route.cuh"
-#include "kernels/sm90/rows.cuh"
+#include "kernels/sm90/stores.cuh"
 #include "runtime/os.hpp"
 #include "runtime/processor.hpp"
 
@@ -26,12 +27,20 @@ inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Mac
     ReadyWord word;
     const bool more = processor.claim(word);
     if (more) {
-      const auto* from = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()]);
-      reinterpret_cast<u32*>(&slot.task)[Machine::lane()] = from[Machine::lane()];
+      auto* to = reinterpret_cast<u32*>(&shared.tasks[at.index]);
+      if (word.kind() == TaskKind::route) {
+        if (Machine::lane() == 0) {
+          shared.tasks[at.index] = route_task(rank.geometry(), call);
+        }
+      } else {
+        const auto* from = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()]);
+        to[Machine::lane()] = from[Machine::lane()];
+      }
     }
     if (Machine::lane() == 0) {
       slot.word = more ? word.bits() : 0;
       slot.bad_token = kNone;
+      slot.last_route = 0;
     }
     __syncwarp();
     if (Machine::lane() == 0) {
@@ -43,29 +52,73 @@ inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Mac
   }
 }
 
-/// Issues the loads of every part that multiplies, as soon as stages are free.
-inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, Shared& shared) {
+/// Issues the loads of every part that has any, as soon as stages are free.
+inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
+                     Shared& shared) {
+  const RoutingMap map(rank.geometry(), rank.memory, call);
+  const bool given = arguments.topk_ids != nullptr;
   RingPosition<kSlots> at;
   RingPosition<kStages> stage;
-  const bool given = arguments.topk_ids != nullptr;
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
-    const Slot& slot = shared.slots[at.index];
+    Slot& slot = shared.slots[at.index];
+    const Task& task = shared.tasks[at.index];
     const ReadyWord word{slot.word};
     if (word.epoch() == 0) {
       return;
     }
-    // The inputs were written through the generic proxy, here or by peers, and acquired by the
-    // fetch warp; TMA reads them through the async proxy.
+    // The inputs were written by others, here or by peers, and acquired by the fetch warp; TMA
+    // reads them through the async proxy.
     fence_proxy_async();
-    if (multiplies(slot.task.kind) && !(given && slot.task.kind == TaskKind::route) &&
-        Machine::lane() == 0) {
-      load_tile(arguments, rank.layout, slot.task, word.part(), shared, stage);
+    if (Machine::lane() == 0) {
+      shared.stage_empty[stage.index].wait(stage.parity ^ 1);
+      slot.stage = stage;
+      slot.begun_ns = Machine::now_ns();
+      shared.slot_begun[at.index].arrive();
     }
-    if (Machine::lane() == 0) {  // which alone keeps the stages' positions
-      shared.slot_empty[at.index].arrive();
+    if (task.kind == TaskKind::dispatch) {
+      load_chunk(arguments, rank, map, task, word.part(), shared, stage);
+    } else if (task.kind == TaskKind::combine) {
+      load_tokens(rank, call, map, task, word.part(), shared, slot, stage);
+    } else if (!(given && task.kind == TaskKind::route)) {
+      load_tile(arguments, rank.layout, task, word.part(), shared, stage);
     }
     __syncwarp();
+    if (Machine::lane() == 0) {
+      shared.slot_empty[at.index].arrive();
+    }
+  }
+}
+
+/// Issues the stores of every part that has staged any.
+inline void run_store(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
+                      Shared& shared) {
+  const RoutingMap map(rank.geometry(), rank.memory, call);
+  RingPosition<kSlots> at;
+  StagingPosition staging[kConsumers];
+  for (;; at.advance()) {
+    shared.slot_full[at.index].wait(at.parity);
+    const Slot& slot = shared.slots[at.index];
+    const Task& task = shared.tasks[at.index];
+    const ReadyWord word{slot.word};
+    if (word.epoch() == 0) {
+      return;
+    }
+    const TaskKind kind = task.kind;
+    if (kind == TaskKind::dispatch) {
+      shared.slot_begun[at.index].wait(at.parity);
+      RingPosition<kStages> stage = slot.stage;
+      store_chunk(rank, map, task, word.part(), shared, stage);
+    } else if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
+      store_tile(arguments, rank, task, word.part(), shared, staging);
+    }
+    __syncwarp();
+    if (Machine::lane() == 0) {
+      if (kind != TaskKind::route && kind != TaskKind::combine) {
+        shared.slot_done[at.index].arrive();
+      }
+      shared.slot_empty[at.index].arrive();
+    }
   }
 }
 
@@ -80,59 +133,74 @@ inline void run_complete(Processor<Machine>& processor, Shared& shared) {
       return;
     }
     shared.slot_done[at.index].wait(at.parity);
-    if (slot.bad_token != kNone) {
-      if (Machine::lane() == 0) {
-        processor.reject_logits(slot.bad_token);
-      }
-    } else {
-      processor.complete(slot.task, word, Machine::now_ns() - slot.begun_ns);
-    }
+    // A copy, so that the slot is free for the next part while this one is made visible.
+    reinterpret_cast<u32*>(&shared.finished)[Machine::lane()] =
+        reinterpret_cast<const u32*>(&shared.tasks[at.index])[Machine::lane()];
+    const u64 begun_ns = slot.begun_ns;
+    const u32 combined = slot.combined;
+    const u32 bad_token = slot.bad_token;
     __syncwarp();
     if (Machine::lane() == 0) {
       shared.slot_empty[at.index].arrive();
     }
+    if (bad_token != kNone) {
+      if (Machine::lane() == 0) {
+        processor.reject_logits(bad_token);
+      }
+    } else {
+      processor.complete(shared.finished, word, Machine::now_ns() - begun_ns, combined);
+    }
+    __syncwarp();
   }
 }
 
-/// Where each row of the tile's result goes: rows of the intermediate buffer, or of the owners'
-/// combine cells.
-inline void write_destinations(const RankArguments& arguments, const Rank<Machine>& rank,
-                               const Task& task, Shared& shared) {
-  const u32 row = threadIdx.x % kConsumerThreads;
-  if (row >= kTileRows) {
+/// Route: a block of tokens, by all consumers.
+inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
+                      Processor<Machine>& processor, Slot& slot, const Task& task, u32 part,
+                      Shared& shared, RingPosition<kStages>& stage) {
+  const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
+  const u32 group = warp / 4;
+  const auto everyone = [] { named_barrier(kConsumersBarrier, kConsumerThreads); };
+  const u32 first = part * kRouteTokens;
+  const u32 end = minimum(call.tokens, first + kRouteTokens);
+  const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
+  if (arguments.topk_ids != nullptr) {
+    copy_given_routing(arguments, rank.memory, first, end);
+  } else {
+    float d[kRouteColumns / 2];
+    Logits logits;
+    multiply_logits(d, steps_of(TaskKind::route), group, shared, stage);
+    exchange_logits(d, logits, group, shared.staging[0]);
+    route_rows(logits, arguments, rank.memory, group, first, end, &slot.bad_token);
+  }
+  everyone();
+  if (slot.bad_token != kNone) {
     return;
   }
-  u64 destination = 0;
-  if (task.kind == TaskKind::gemm0) {
-    // Padding rows too: the second product reads them, and must not read another call's NaN...
-    // which would stay in their own rows anyway; but uninitialised memory is not read.
-    destination = row < task.padded_rows
-                      ? reinterpret_cast<u64>(arguments.intermediate_rows) +
-                            (u64{task.first_result} + row) * kGeometry.hidden_bytes
-                      : 0;
-  } else {
-    u32 first = 0;
-    for (u32 s = 0; s < task.segment_count; ++s) {
-      const Segment segment = task.segments[s];
-      if (row >= first && row < first + segment.rows) {
-        destination = reinterpret_cast<u64>(
-            outgoing_row(rank, segment.source, Round::combine, segment.first_row + row - first));
-      }
-      first += align_up(u32{segment.rows}, Geometry::kSegmentAlign);
+  auto& scratch = *reinterpret_cast<RouteScratch*>(shared.staging[0]);
+  gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
+  everyone();
+  if (warp == 0) {
+    if (pairs > 0) {
+      sort_block_by_warp(rank.memory, scratch, part, pairs);
+    }
+    if (processor.count_route_part(task) && Machine::lane() == 0) {
+      slot.last_route = 1;
     }
   }
-  shared.destinations[row] = destination;
+  everyone();
+  if (slot.last_route != 0) {
+    processor.finish_routing(Team{warp, kConsumerWarps}, everyone);
+  }
 }
 
-/// Products, epilogues and row moves, by two warpgroups.
+/// Products, epilogues, Route and the sums of Combine, by two warpgroups.
 inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& rank,
                           const Call& call, Processor<Machine>& processor, Shared& shared) {
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const u32 group = warp / 4;
   RingPosition<kSlots> at;
-  RingPosition<kStages> stage;
-  Rows rows(rank, call, arguments);
-  float d[128];
+  StagingPosition staging;
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
     Slot& slot = shared.slots[at.index];
@@ -140,48 +208,41 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     if (word.epoch() == 0) {
       return;
     }
-    const Task& task = slot.task;
-    const u32 part = word.part();
-    if (threadIdx.x == kFirstConsumerWarp * 32) {
-      slot.begun_ns = Machine::now_ns();
+    const Task& task = shared.tasks[at.index];
+    const TaskKind kind = task.kind;
+    if (kind != TaskKind::dispatch) {
+      shared.slot_begun[at.index].wait(at.parity);
     }
-    if (task.kind == TaskKind::route) {
-      const u32 first = part * kTileRows;
-      const u32 end = minimum(call.tokens, first + kTileRows);
-      const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
-      auto& scratch = *reinterpret_cast<RouteScratch*>(shared.staging);
-      if (arguments.topk_ids != nullptr) {
-        copy_given_routing(arguments, rank.memory, first, end);
+    RingPosition<kStages> stage = slot.stage;
+    if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
+      if (group * kConsumerRows >= task.padded_rows) {
+        skip_tile(steps_of(kind), shared, stage);
       } else {
-        multiply_tile(d, steps_of(task.kind), group, shared, stage);
-        route_rows(d, arguments, rank.memory, first + group * kConsumerRows, end, &slot.bad_token);
+        float d[128];
+        multiply_tile(d, steps_of(kind), group, shared, stage);
+        if (kind == TaskKind::gemm0) {
+          finish_gemm0(d, arguments, task, word.part(), group, shared, staging);
+        } else {
+          finish_gemm1(d, arguments, task, word.part(), group, shared, staging);
+        }
+      }
+    } else if (kind != TaskKind::dispatch) {
+      if (kind == TaskKind::route) {
+        // Route works in the staging memory: what was staged before must have left it.
+        shared.staging_empty[group].wait(staging.parity ^ 1);
+        named_barrier(kConsumersBarrier, kConsumerThreads);
+        run_route(arguments, rank, call, processor, slot, task, word.part(), shared, stage);
+      } else {
+        sum_tokens(arguments, group, shared, stage);
       }
       named_barrier(kConsumersBarrier, kConsumerThreads);
-      gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
-      named_barrier(kConsumersBarrier, kConsumerThreads);
-      if (warp == 0 && pairs > 0) {
-        sort_block_by_warp(rank.memory, scratch, part, pairs);
+      if (threadIdx.x == kFirstConsumerWarp * 32) {
+        shared.slot_done[at.index].arrive();
       }
-    } else if (multiplies(task.kind)) {
-      write_destinations(arguments, rank, task, shared);
-      multiply_tile(d, steps_of(task.kind), group, shared, stage);
-      named_barrier(kConsumersBarrier, kConsumerThreads);  // destinations are written
-      const u32 first = group * kConsumerRows;
-      const u32 group_rows =
-          task.padded_rows > first ? minimum(kConsumerRows, task.padded_rows - first) : 0;
-      if (task.kind == TaskKind::gemm0) {
-        finish_gemm0(d, arguments, task, part, group, group_rows, shared);
-      } else {
-        finish_gemm1(d, arguments, task, part, group, group_rows, shared);
-      }
-    } else {
-      processor.move_rows(task, part, rows, Team{warp, kConsumerWarps});
     }
-    // What TMA will read, here or on a peer, was written through the generic proxy.
-    fence_proxy_async();
-    named_barrier(kConsumersBarrier, kConsumerThreads);
-    if (threadIdx.x == kFirstConsumerWarp * 32) {
-      shared.slot_done[at.index].arrive();
+    __syncwarp();
+    if (Machine::lane() == 0) {
+      shared.slot_empty[at.index].arrive();
     }
   }
 }
@@ -199,22 +260,19 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
   if (warp == kFetchWarp) {
     run_fetch(rank, call, processor, shared);
   } else if (warp == kLoadWarp) {
-    run_load(arguments, rank, shared);
-  } else if (warp == kCompleteWarp) {
-    processor.begin();
+    run_load(arguments, rank, call, shared);
+  } else if (warp == kStoreWarp) {
+    run_store(arguments, rank, call, shared);
+  } else {
     run_complete(processor, shared);
   }
 }
 
 /// Builds the objects that every actor of the block is handed. One thread.
-inline void make_rank(const RankArguments& mine, u8* rank, u8* os_memory, Call& call) {
-  new (rank) Rank<Machine>{Machine(mine.peers),
-                           Layout(kGeometry),
-                           RankMemory(kGeometry, mine.memory),
-                           OsMemory(kGeometry, os_memory),
-                           mine.heap,
-                           mine.rank,
-                           mine.deadline_ns};
+inline void make_rank(const RankArguments& mine, u8* rank, const OsMemory* os, Call& call) {
+  new (rank) Rank<Machine>{
+      Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
+      mine.rank,           mine.deadline_ns};
   const bool may_be_unsent = mine.topk_ids != nullptr || mine.pair_limit < kGeometry.max_tokens;
   call = Call{*reinterpret_cast<const Rank<Machine>*>(rank)->memory.epoch, mine.tokens,
               mine.pair_limit, may_be_unsent ? 1U : 0U};
@@ -223,14 +281,20 @@ inline void make_rank(const RankArguments& mine, u8* rank, u8* os_memory, Call& 
 inline void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
   if (threadIdx.x == 0) {
     make_rank(mine, shared.rank, nullptr, shared.call);
+    forget_last_call(*reinterpret_cast<const Rank<Machine>*>(shared.rank), index);
     for (u32 i = 0; i < kStages; ++i) {
       shared.stage_full[i].initialise(1);
       shared.stage_empty[i].initialise(kConsumers);
     }
+    for (u32 i = 0; i < kConsumers; ++i) {
+      shared.staging_full[i].initialise(kConsumerThreads / kConsumers);
+      shared.staging_empty[i].initialise(1);
+    }
     for (u32 i = 0; i < kSlots; ++i) {
       shared.slot_full[i].initialise(1);
+      shared.slot_begun[i].initialise(1);
       shared.slot_done[i].initialise(1);
-      shared.slot_empty[i].initialise(2);  // the complete warp and the load warp
+      shared.slot_empty[i].initialise(3 + kConsumerWarps);  // the warps that read it
     }
     fence_barrier_initialisation();
   }
@@ -246,7 +310,8 @@ inline void run_os(const RankArguments& mine, OsShared& shared) {
     reinterpret_cast<u32*>(shared.memory())[i] = 0;
   }
   if (threadIdx.x == 0) {
-    make_rank(mine, shared.rank, shared.memory(), shared.call);
+    const auto* os = new (shared.os) OsMemory(kGeometry, shared.memory());
+    make_rank(mine, shared.rank, os, shared.call);
   }
   __syncthreads();
   const Rank<Machine>& rank = *reinterpret_cast<const Rank<Machine>*>(shared.rank);

@@ -12,8 +12,11 @@
 
 namespace moeos::sm90 {
 
-/// Depth of a task's products: the row length of its inputs.
+/// Stages that a task's products take: the row length of its inputs.
 inline u32 steps_of(TaskKind kind) {
+  if (kind == TaskKind::route) {
+    return ceil_div(kShape.hidden, kRouteDepth * kTileDepth);
+  }
   return ceil_div(kind == TaskKind::gemm1 ? kShape.intermediate : kShape.hidden, kTileDepth);
 }
 
@@ -34,20 +37,28 @@ inline void load_rows(const TensorMap (&maps)[kBoxes], u8* destination, Barrier&
   }
 }
 
-/// One lane: fills the stages with a part's operands, step by step.
+/// The load warp: fills the stages with a part's operands, step by step. One lane does it; all keep
+/// the position.
 inline void load_tile(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 part, Shared& shared, RingPosition<kStages>& stage) {
   const u32 steps = steps_of(task.kind);
   constexpr u32 kHalf = kTileColumns / 2;
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
+    if (Machine::lane() != 0) {
+      continue;
+    }
     shared.stage_empty[stage.index].wait(stage.parity ^ 1);
     Barrier& full = shared.stage_full[stage.index];
     Stage& to = shared.stages[stage.index];
     const u32 column = step * kTileDepth;
     if (task.kind == TaskKind::route) {
-      full.arrive_expecting(kTileRows * kSwizzleBytes + kStageColumnsBytes);
-      load_box(arguments.x, to.rows, full, part * kTileRows, column);
-      load_box(arguments.gate, to.weights, full, 0, column);
+      full.arrive_expecting(kRouteDepth * (kRouteTokens + kRouteColumns) * kSwizzleBytes);
+      for (u32 n = 0; n < kRouteDepth; ++n) {
+        const u32 at = (step * kRouteDepth + n) * kTileDepth;
+        load_box(arguments.x, to.rows + n * kRouteTokens * kSwizzleBytes, full,
+                 part * kRouteTokens, at);
+        load_box(arguments.gate, to.weights + n * kRouteColumns * kSwizzleBytes, full, 0, at);
+      }
       continue;
     }
     full.arrive_expecting(task.padded_rows * kSwizzleBytes + kStageColumnsBytes);
@@ -76,31 +87,30 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   }
 }
 
-inline void multiply(float (&d)[128], u64 a, u64 b, bool first) {
-  if constexpr (MOEOS_FLOAT16) {
-    wgmma_float16(d, a, b, first);
-  } else {
-    wgmma_bfloat16(d, a, b, first);
-  }
+/// One K-step of 16 elements out of a stage, whose rows and columns begin at `rows` and `columns`.
+template <u32 kRegisters>
+inline void multiply(float (&d)[kRegisters], const u8* rows, const u8* columns, u32 k) {
+  constexpr u32 kInstructionBytes = 32;  // 16 elements
+  multiply_accumulate<MOEOS_FLOAT16>(d, matrix_descriptor(rows + k * kInstructionBytes),
+                                     matrix_descriptor(columns + k * kInstructionBytes));
 }
 
-/// One consumer warpgroup: d = its 64 rows times the tile's weights, over all steps.
-inline void multiply_tile(float (&d)[128], u32 steps, u32 group, Shared& shared,
-                          RingPosition<kStages>& stage) {
-  constexpr u32 kInstructionBytes = 32;  // 16 elements along K
+/// One consumer warpgroup: runs over all steps of a part; issue(stage) adds a step's products
+/// to d, and its operands are released a step later, when they have been used.
+template <u32 kRegisters, class Issue>
+inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
+                          RingPosition<kStages>& stage, Issue issue) {
   const bool elected = threadIdx.x % 128 == 0;
   u32 previous = 0;
+#pragma unroll
+  for (u32 i = 0; i < kRegisters; ++i) {
+    d[i] = 0.0F;
+  }
   hold(d);
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
     shared.stage_full[stage.index].wait(stage.parity);
-    const Stage& from = shared.stages[stage.index];
     wgmma_fence();
-    for (u32 k = 0; k < kTileDepth / 16; ++k) {
-      const u64 a = matrix_descriptor(from.rows + group * kConsumerRows * kSwizzleBytes +
-                                      k * kInstructionBytes);
-      const u64 b = matrix_descriptor(from.weights + k * kInstructionBytes);
-      multiply(d, a, b, step == 0 && k == 0);
-    }
+    issue(shared.stages[stage.index]);
     wgmma_commit();
     if (step > 0) {
       wgmma_wait<1>();  // the step before is done with its stage
@@ -115,6 +125,43 @@ inline void multiply_tile(float (&d)[128], u32 steps, u32 group, Shared& shared,
   if (elected) {
     shared.stage_empty[previous].arrive();
   }
+}
+
+/// d = the warpgroup's 64 rows of the tile times the tile's weights.
+inline void multiply_tile(float (&d)[128], u32 steps, u32 group, Shared& shared,
+                          RingPosition<kStages>& stage) {
+  for_each_step(d, steps, shared, stage, [&](const Stage& from) {
+#pragma unroll
+    for (u32 k = 0; k < kTileDepth / 16; ++k) {
+      multiply(d, from.rows + group * kConsumerRows * kSwizzleBytes, from.weights, k);
+    }
+  });
+}
+
+/// A warpgroup whose 64 rows of the tile are empty: it only lets the stages pass.
+inline void skip_tile(u32 steps, Shared& shared, RingPosition<kStages>& stage) {
+  for (u32 step = 0; step < steps; ++step, stage.advance()) {
+    shared.stage_full[stage.index].wait(stage.parity);
+    if (threadIdx.x % 128 == 0) {
+      shared.stage_empty[stage.index].arrive();
+    }
+  }
+}
+
+/// d = a block's 64 tokens times the router's weights, over this warpgroup's half of the depth.
+inline void multiply_logits(float (&d)[kRouteColumns / 2], u32 steps, u32 group, Shared& shared,
+                            RingPosition<kStages>& stage) {
+  constexpr u32 kInstructions = kTileDepth / 16;
+  constexpr u32 kShare = kRouteDepth * kInstructions / kConsumers;
+  for_each_step(d, steps, shared, stage, [&](const Stage& from) {
+#pragma unroll
+    for (u32 k = 0; k < kShare; ++k) {
+      const u32 n = (group * kShare + k) / kInstructions;
+      multiply(d, from.rows + n * kRouteTokens * kSwizzleBytes,
+               from.weights + n * kRouteColumns * kSwizzleBytes,
+               (group * kShare + k) % kInstructions);
+    }
+  });
 }
 
 }  // namespace moeos::sm90

@@ -1,9 +1,10 @@
-// Route on tensor cores: the logits of 128 tokens lie in the accumulators of two warpgroups, and
-// never leave registers.
+// Route on tensor cores: the logits of 64 tokens lie in the accumulators of two warpgroups, and
+// leave registers only to be added up.
 //
-// The four lanes of a quad hold one token's logits (64 each, see epilogue.cuh) for two tokens;
-// scores and top-k are loops over registers with shuffles inside the quad. Ties go to the lower
-// expert. May not know: slots, flags.
+// Each warpgroup has multiplied half of the depth; they exchange halves of their sums, so that the
+// four lanes of a quad hold one token's logits, up to 64 each (see epilogue.cuh). Scores and top-k
+// are loops over registers with shuffles inside the quad. Ties go to the lower expert. May not
+// know: slots, flags.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -15,6 +16,36 @@ namespace moeos::sm90 {
 
 inline constexpr float kExcluded = -kInfinity;
 inline constexpr u32 kColumnsPerLane = align_up(kGeometry.experts, 8U) / 4;
+
+using Logits = float[kRouteColumns / 4];
+
+/// Adds the two warpgroups' sums: warpgroup 0 gets the first token of each quad, 1 the second.
+/// `memory` holds 32 KB. Called by all consumer threads.
+inline void exchange_logits(const float (&d)[kRouteColumns / 2], Logits& logits, u32 group,
+                            u8* memory) {
+  constexpr u32 kCount = kRouteColumns / 4;
+  constexpr u32 kAtOnce = minimum(kCount, 32U);
+  static_assert(kConsumerThreads * kAtOnce * sizeof(float) <= kConsumers * kStagingBytes);
+  float* sums = reinterpret_cast<float*>(memory) + threadIdx.x % 128;
+  const auto place = [&](u32 of_group, u32 i) { return (of_group * kAtOnce + i) * 128; };
+#pragma unroll
+  for (u32 first = 0; first < kCount; first += kAtOnce) {
+    if (first > 0) {
+      named_barrier(kConsumersBarrier, kConsumerThreads);  // all have read the sums before
+    }
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u32 at = (first + i) / 2 * 4 + i % 2;
+      sums[place(group, i)] = group == 0 ? d[at + 2] : d[at];
+      logits[first + i] = group == 0 ? d[at] : d[at + 2];
+    }
+    named_barrier(kConsumersBarrier, kConsumerThreads);
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      logits[first + i] += sums[place(1 - group, i)];
+    }
+  }
+}
 
 /// The expert of a lane's i-th logit.
 inline u32 expert_of(u32 i) { return 8 * (i / 2) + 2 * (threadIdx.x % 4) + i % 2; }
@@ -53,26 +84,19 @@ inline Best quad_best(Best best) {
 /// because registers are scarcer than exponentials.
 class Token {
  public:
-  /// `lower` selects which of the quad's two rows of the accumulators d is meant.
-  template <u32 kLower>
-  static float logit(const float (&d)[128], u32 i) {
-    return d[i / 2 * 4 + 2 * kLower + i % 2];
-  }
-
   /// Chooses the experts of `token`; false when its logits are not finite. The quad's first lane
   /// writes, unless the quad lies beyond the last token (`exists` false) and only takes part in the
   /// warp's shuffles.
-  template <u32 kLower>
-  static bool choose(const float (&d)[128], const RankArguments& arguments,
-                     const RankMemory& memory, u32 token, bool exists) {
+  static bool choose(const Logits& logits, const RankArguments& arguments, const RankMemory& memory,
+                     u32 token, bool exists) {
     const bool writer = exists && threadIdx.x % 4 == 0;
     float top = kExcluded;
     bool finite = true;
 #pragma unroll
     for (u32 i = 0; i < kColumnsPerLane; ++i) {
       if (expert_of(i) < kGeometry.experts) {
-        finite = finite && isfinite(logit<kLower>(d, i));
-        top = fmaxf(top, logit<kLower>(d, i));
+        finite = finite && isfinite(logits[i]);
+        top = fmaxf(top, logits[i]);
       }
     }
     const u32 quad_lanes = 0xFU << (threadIdx.x % 32 / 4 * 4);
@@ -85,11 +109,11 @@ class Token {
       float sum = 0.0F;
 #pragma unroll
       for (u32 i = 0; i < kColumnsPerLane; ++i) {
-        sum += expert_of(i) < kGeometry.experts ? __expf(logit<kLower>(d, i) - rule.top) : 0.0F;
+        sum += expert_of(i) < kGeometry.experts ? __expf(logits[i] - rule.top) : 0.0F;
       }
       rule.inverse_sum = 1.0F / quad_sum(sum);
     }
-    u64 open = open_logits<kLower>(d, rule);
+    u64 open = open_logits(logits, rule);
     float weight_sum = 0.0F;
 #pragma unroll 1
     for (u32 j = 0; j < kGeometry.top_k; ++j) {
@@ -100,10 +124,10 @@ class Token {
       for (u32 i = 0; i < kColumnsPerLane; ++i) {
         // Selects, not branches. `place` ascends like the experts and is a constant in each step:
         // 64 expert numbers would not fit into registers.
-        const float choice = rule.choice(logit<kLower>(d, i), expert_of(i));
+        const float choice = rule.choice(logits[i], expert_of(i));
         const bool better = (open >> i & 1) != 0 && choice > value;
         value = better ? choice : value;
-        chosen_logit = better ? logit<kLower>(d, i) : chosen_logit;
+        chosen_logit = better ? logits[i] : chosen_logit;
         place = better ? i : place;
       }
       Best best{value, expert_of(place)};
@@ -158,8 +182,7 @@ class Token {
 
   /// The logits that can be chosen: those of the best groups (DeepSeek-V3; a group's score is the
   /// sum of its two best choices), or all.
-  template <u32 kLower>
-  static u64 open_logits(const float (&d)[128], const Rule& rule) {
+  static u64 open_logits(const Logits& logits, const Rule& rule) {
     if constexpr (kShape.expert_groups == 1) {
       u64 open = 0;
 #pragma unroll
@@ -179,7 +202,7 @@ class Token {
         float second = kExcluded;
 #pragma unroll
         for (u32 i = g * kPerLane; i < (g + 1) * kPerLane; ++i) {
-          const float choice = rule.choice(logit<kLower>(d, i), expert_of(i));
+          const float choice = rule.choice(logits[i], expert_of(i));
           second = fmaxf(second, fminf(first, choice));
           first = fmaxf(first, choice);
         }
@@ -214,17 +237,15 @@ class Token {
   }
 };
 
-/// Routes the two tokens of each quad of a consumer warpgroup. Sets bad_token to a token whose
-/// logits are not finite.
-inline void route_rows(const float (&d)[128], const RankArguments& arguments,
-                       const RankMemory& memory, u32 first_token, u32 end, u32* bad_token) {
+/// Routes the token of each quad of a consumer warpgroup. Sets bad_token to a token whose logits
+/// are not finite.
+inline void route_rows(const Logits& logits, const RankArguments& arguments,
+                       const RankMemory& memory, u32 group, u32 first_token, u32 end,
+                       u32* bad_token) {
   const u32 lane = threadIdx.x % 32;
-  const u32 token = first_token + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  if (!Token::choose<0>(d, arguments, memory, token, token < end) && lane % 4 == 0) {
+  const u32 token = first_token + threadIdx.x / 32 % 4 * 16 + group * 8 + lane / 4;
+  if (!Token::choose(logits, arguments, memory, token, token < end) && lane % 4 == 0) {
     atomicMin(bad_token, token);
-  }
-  if (!Token::choose<1>(d, arguments, memory, token + 8, token + 8 < end) && lane % 4 == 0) {
-    atomicMin(bad_token, token + 8);
   }
 }
 

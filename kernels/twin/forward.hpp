@@ -77,6 +77,7 @@ class TwinRank {
   std::vector<u8*> heaps_;
   Mapped own_memory_;
   Mapped os_memory_;
+  OsMemory os_;
   Mapped intermediate_;
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;

@@ -135,11 +135,8 @@ class TwinKernels {
       if (!map_.sent(pair)) {
         continue;
       }
-      const RoutingMap::Place place = map_.place_of(pair);
-      const u32 row = rank_.layout.row(place.local_expert, place.slot, place.row - place.slot);
-      const ConstElements values(
-          operands_.element,
-          rank_.heap + rank_.layout.cell_row(place.peer, Round::combine, Buffer::arrival, row));
+      const ConstElements values(operands_.element,
+                                 rank_.heap + rank_.layout.row_at(rank_.memory.pair_row[pair]));
       const float weight = rank_.memory.pair_weight[pair];
       for (u32 n = 0; n < shape_.hidden; ++n) {
         sum[n] += weight * values[n];

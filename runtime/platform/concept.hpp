@@ -45,6 +45,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   P::template store_relaxed<Scope::device>(word, value);
   P::template store_release<Scope::system>(wide, u64{0});
   { P::template add_relaxed<Scope::device>(word, value) } -> SameAs<u32>;  // the value before
+  { P::template add_relaxed<Scope::device>(wide, u64{0}) } -> SameAs<u64>;
   { P::template add_release<Scope::system>(word, value) } -> SameAs<u32>;  // the value before
   {
     P::template add_acquire_release<Scope::device>(word, value)

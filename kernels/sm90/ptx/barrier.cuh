@@ -23,6 +23,12 @@ struct alignas(8) Barrier {
   void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
+  /// The same for `count` arrivals at once.
+  void arrive(u32 count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+                 "r"(count)
+                 : "memory");
+  }
   void arrive_expecting(u32 bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
@@ -58,6 +64,11 @@ inline void fence_barrier_initialisation() {
 /// Orders this thread's ordinary accesses before its (or, after a barrier, others') TMA accesses,
 /// to any memory.
 inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+/// The same for accesses to shared memory alone.
+inline void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 /// A barrier among `threads` threads of the block; ids 1 to 15.
 inline void named_barrier(u32 id, u32 threads) {

@@ -1,5 +1,5 @@
-// Tensor memory accelerator: boxes of a matrix into shared memory. Source: PTX ISA,
-// "cp.async.bulk.tensor".
+// Tensor memory accelerator: boxes of a matrix into shared memory, and runs of bytes in both
+// directions. Source: PTX ISA, "cp.async.bulk.tensor" and "cp.async.bulk".
 #pragma once
 
 #include "kernels/sm90/ptx/barrier.cuh"
@@ -26,5 +26,27 @@ inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, 
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
       : "memory");
 }
+
+/// Copies `bytes` bytes from global memory and counts them on `barrier`. Addresses and bytes are
+/// multiples of 16.
+inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(destination)),
+      "l"(source), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+/// Copies `bytes` bytes to global memory, here or at a peer, as part of this thread's next group.
+inline void store_bytes(const void* source, u64 destination, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(shared_address(source)), "r"(bytes)
+               : "memory");
+}
+inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Waits until this thread's stores have read their shared memory.
+inline void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+/// Waits until this thread's stores are visible to it; then it may release them to others.
+inline void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace moeos::sm90

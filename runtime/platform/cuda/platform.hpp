@@ -104,6 +104,17 @@ class Machine {
     }
     return before;
   }
+  /// For counts that may outgrow 32 bits, within a rank.
+  template <Scope S>
+  static u64 add_relaxed(u64* word, u64 value) {
+    static_assert(S == Scope::device);
+    u64 before;
+    asm volatile("atom.add.relaxed.gpu.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(word), "l"(value)
+                 : "memory");
+    return before;
+  }
   template <Scope S>
   static bool compare_exchange_release(u32* word, u32 expected, u32 desired) {
     fence<S>();

@@ -1,0 +1,140 @@
+// What the store warp does: staged results and dispatched rows leave for memory, here or at a peer.
+//
+// TMA stores are asynchronous and take whole rows, so neither registers nor consumers wait for
+// them. A part is done when its stores are visible to this warp. May not know: what the results
+// are; flags.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+#include "kernels/sm90/epilogue.cuh"
+#include "kernels/sm90/ptx/tma.cuh"
+#include "runtime/packet.hpp"
+#include "runtime/row_tasks.hpp"
+
+namespace moeos::sm90 {
+
+/// Where a row of the tile's result goes: to the intermediate buffer, or to its owner's combine
+/// cell. 0: nowhere, it is padding.
+inline u64 result_row(const RankArguments& arguments, const Rank<Machine>& rank, const Task& task,
+                      u32 row) {
+  if (task.kind == TaskKind::gemm0) {
+    // Padding rows too: the second product reads them, and must not read uninitialised memory.
+    return row < task.padded_rows ? reinterpret_cast<u64>(arguments.intermediate_rows) +
+                                        (u64{task.first_result} + row) * kGeometry.hidden_bytes
+                                  : 0;
+  }
+  u32 first = 0;
+  for (u32 s = 0; s < task.segment_count; ++s) {
+    const Segment segment = task.segments[s];
+    if (row >= first && row < first + segment.rows) {
+      return reinterpret_cast<u64>(
+          outgoing_row(rank, segment.source, Round::combine, segment.first_row + row - first));
+    }
+    first += align_up(u32{segment.rows}, Geometry::kSegmentAlign);
+  }
+  return 0;
+}
+
+/// Takes one part's results out of the staging memory as the consumers fill it.
+inline void store_tile(const RankArguments& arguments, const Rank<Machine>& rank, const Task& task,
+                       u32 part, Shared& shared, StagingPosition (&positions)[kConsumers]) {
+  const bool first_product = task.kind == TaskKind::gemm0;
+  const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
+  const u32 width = first_product ? kGemm0Columns : kTileColumns;
+  constexpr u32 kLaneRows = kConsumerRows / Machine::kLanes;
+  u64 rows[kConsumers * kLaneRows];
+#pragma unroll
+  for (u32 i = 0; i < kConsumers * kLaneRows; ++i) {
+    rows[i] = result_row(arguments, rank, task, i * Machine::kLanes + Machine::lane());
+  }
+  for (u32 half = 0; half < width / kStagingColumns; ++half) {
+    const u32 column = part * width + half * kStagingColumns;
+    const u32 bytes = column < columns ? minimum(kStagingColumns, columns - column) * 2 : 0;
+#pragma unroll
+    for (u32 group = 0; group < kConsumers; ++group) {
+      if (group * kConsumerRows < task.padded_rows) {
+        shared.staging_full[group].wait(positions[group].parity);
+#pragma unroll
+        for (u32 i = 0; i < kLaneRows; ++i) {
+          const u64 row = rows[group * kLaneRows + i];
+          if (row != 0 && bytes > 0) {
+            store_bytes(
+                shared.staging[group] + (i * Machine::kLanes + Machine::lane()) * kStagingStride,
+                row + u64{column} * 2, bytes);
+          }
+        }
+      }
+    }
+    commit_stores();
+    wait_until_read();
+    __syncwarp();
+#pragma unroll
+    for (u32 group = 0; group < kConsumers; ++group) {
+      if (group * kConsumerRows < task.padded_rows) {
+        if (Machine::lane() == 0) {
+          shared.staging_empty[group].arrive();
+        }
+        positions[group].advance();
+      }
+    }
+  }
+  wait_until_stored();
+}
+
+/// The load warp's side of a Dispatch part: brings the chunk's tokens into the stages.
+inline void load_chunk(const RankArguments& arguments, const Rank<Machine>& rank,
+                       const RoutingMap& map, const Task& task, u32 part, Shared& shared,
+                       RingPosition<kStages>& stage) {
+  const u32 lane = Machine::lane();
+  const u32 chunk = task.first_chunk + part;
+  const u32 rows = rows_in_chunk(kGeometry, rank.memory.rows_sent(task.peer), chunk);
+  const u8* source = nullptr;
+  if (lane < rows) {
+    const OutgoingRow row = look_up_row(rank, map, task.peer, chunk * kGeometry.chunk_rows + lane);
+    source = arguments.x_rows + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes;
+  }
+  for (u32 first = 0; first < kGeometry.chunk_rows; first += kDispatchRows, stage.advance()) {
+    const u32 end = minimum(rows, first + kDispatchRows);
+    Barrier& full = shared.stage_full[stage.index];
+    if (lane == 0) {
+      shared.stage_empty[stage.index].wait(stage.parity ^ 1);
+      full.arrive_expecting(first < end ? (end - first) * kGeometry.row_bytes : 0);
+    }
+    __syncwarp();
+    if (lane >= first && lane < end) {
+      u8* to = reinterpret_cast<u8*>(&shared.stages[stage.index]);
+      load_bytes(source, to + (lane - first) * kGeometry.row_bytes, kGeometry.row_bytes, full);
+    }
+  }
+}
+
+/// The store warp's side: takes them to their cells, or to the staging copies of a remote peer.
+inline void store_chunk(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
+                        u32 part, Shared& shared, RingPosition<kStages>& stage) {
+  const u32 lane = Machine::lane();
+  const u32 chunk = task.first_chunk + part;
+  const u32 rows = rows_in_chunk(kGeometry, rank.memory.rows_sent(task.peer), chunk);
+  u64 destination = 0;
+  if (lane < rows) {
+    destination = reinterpret_cast<u64>(
+        outgoing_row(rank, task.peer, Round::dispatch,
+                     row_number(rank, map, task.peer, chunk * kGeometry.chunk_rows + lane)));
+  }
+  for (u32 first = 0; first < kGeometry.chunk_rows; first += kDispatchRows, stage.advance()) {
+    shared.stage_full[stage.index].wait(stage.parity);
+    if (lane >= first && lane < minimum(rows, first + kDispatchRows)) {
+      const u8* from = reinterpret_cast<const u8*>(&shared.stages[stage.index]);
+      store_bytes(from + (lane - first) * kGeometry.row_bytes, destination, kGeometry.row_bytes);
+    }
+    commit_stores();
+    wait_until_read();
+    __syncwarp();
+    if (lane == 0) {
+      shared.stage_empty[stage.index].arrive(kConsumers);
+    }
+  }
+  wait_until_stored();
+}
+
+}  // namespace moeos::sm90
