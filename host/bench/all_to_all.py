@@ -129,12 +129,13 @@ class AllToAllLayer:
             results, place = self._exchange(x, order, counts)
         if len(x) == 0:
             return torch.empty_like(x)
-        return functional.embedding_bag(
+        y: Tensor = functional.embedding_bag(
             place.view(-1, cfg.top_k),
             results,
             mode="sum",
             per_sample_weights=weights.to(cfg.dtype),
         )
+        return y
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts int64 [S, k] and fp32 weights [S, k] by the gate."""
@@ -158,7 +159,7 @@ class AllToAllLayer:
         cfg = self._cfg
         if cfg.expert_groups == 1:
             return selection
-        groups = selection.unflatten(1, (cfg.expert_groups, -1))
+        groups: Tensor = selection.unflatten(1, (cfg.expert_groups, -1))
         counted = min(2, groups.shape[2])
         best = groups.topk(counted, dim=2).values.sum(dim=2).topk(cfg.top_groups, dim=1).indices
         others = torch.ones(groups.shape[:2], dtype=torch.bool, device=selection.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeos import MoEConfig, reference
 from moeos.bench.all_to_all import AllToAllLayer
-from tests.layers import draw_given_call, draw_weights
+from tests.layers import draw_weights
 from tests.processes import ForkedRanks
 
 PLAIN = MoEConfig(
