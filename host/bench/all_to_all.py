@@ -1,12 +1,13 @@
 """The baseline on GPUs: the layer with NCCL's all-to-all and torch._grouped_mm, in stock PyTorch.
 
 It is what moeos is measured against, so it is written to be as fast as separate kernels allow:
-    * pairs are sorted by expert with 16-bit keys, and counted by a search in the sorted ones;
+    * pairs are sorted by expert with keys of as few bits as do, and counted by a search in them;
     * the counts are exchanged once and copied to the host once, where split sizes are needed; while
-      the host waits, the GPU gathers the rows to be sent;
+      the host waits, the GPU gathers the rows to be sent and computes what only needs counts;
     * received rows are brought into expert order and back by permutations that follow from the
       counts, with no second sort, computed while the rows are still on their way;
-    * the weighted sum gathers and adds in one kernel, an embedding bag;
+    * for many tokens SwiGLU and the weighted sum are fused by torch.compile; for few the sum is an
+      embedding bag, since then the host's time for a call counts;
     * rows travel between buffers that are kept from call to call;
     * with one rank nothing is exchanged, and the host waits for nothing.
 It knows tensors and a process group of torch.distributed, and nothing of how it is timed.
@@ -25,12 +26,37 @@ from torch.nn import functional
 
 from moeos.config import MoEConfig
 
+FEW_TOKENS = 512
+"""Up to this many tokens nothing is compiled."""
+
 Logits = Callable[[Tensor, Tensor], Tensor]
 
 
 def fp32_logits(x: Tensor, gate: Tensor) -> Tensor:
     """x [S, H] · gate [E, H]ᵀ in fp32, as the layer's router has them, from 16-bit operands."""
     return torch.mm(x, gate.t(), out_dtype=torch.float32)
+
+
+@torch.compile
+def _weighted_sum(results: Tensor, place: Tensor, weights: Tensor) -> Tensor:
+    """results [n, H] at place [S, k], times weights [S, k], added over k: [S, H]."""
+    y = results[place[:, 0]].float() * weights[:, :1]
+    for j in range(1, weights.shape[1]):
+        y = y + results[place[:, j]].float() * weights[:, j : j + 1]
+    return y.to(results.dtype)
+
+
+@torch.compile
+def _swiglu(hidden: Tensor) -> Tensor:
+    """[n, 2I] -> [n, I]."""
+    gate, up = hidden.chunk(2, dim=1)
+    return functional.silu(gate) * up
+
+
+def _any_length(tensor: Tensor) -> Tensor:
+    """The tensor, for whose first size nothing is compiled anew."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +123,9 @@ class AllToAllLayer:
 
         self._sent = rows(pairs)
         self._range = torch.arange(max(pairs, most), device=gate.device)
-        self._experts = torch.arange(cfg.experts + 1, dtype=torch.int16, device=gate.device)
+        self._key = torch.uint8 if cfg.experts <= 256 else torch.int16
+        self._experts = torch.arange(cfg.experts, dtype=self._key, device=gate.device)
+        self._bounds = torch.zeros(cfg.experts + 1, dtype=torch.int64, device=gate.device)
         self._place = torch.empty(pairs, dtype=torch.int64, device=gate.device)
         if group is not None:
             self._arrived = rows(most)
@@ -118,23 +146,24 @@ class AllToAllLayer:
         if ids is None or weights is None:
             ids, weights = self.route(x)
         pairs = ids.numel()
-        ordered, order = ids.flatten().to(torch.int16).sort()
-        bounds = torch.searchsorted(ordered, self._experts)
-        counts = bounds.diff()
+        ordered, order = ids.flatten().to(self._key).sort()
+        ends = torch.searchsorted(ordered, self._experts, right=True, out=self._bounds[1:])
+        counts = self._bounds.diff()
         if self._group is None:
             rows = torch.index_select(x, 0, order // cfg.top_k, out=self._sent[:pairs])
             place = self._place[:pairs].scatter_(0, order, self._range[:pairs])
-            results = self._compute(rows, bounds[1:].int(), counts.view(1, -1), [pairs])
+            results = self._compute(rows, ends.int(), counts.view(1, -1), [pairs])
         else:
             results, place = self._exchange(x, order, counts)
         if len(x) == 0:
             return torch.empty_like(x)
-        y: Tensor = functional.embedding_bag(
-            place.view(-1, cfg.top_k),
-            results,
-            mode="sum",
-            per_sample_weights=weights.to(cfg.dtype),
-        )
+        place = place.view(-1, cfg.top_k)
+        y: Tensor
+        if len(x) > FEW_TOKENS:
+            y = _weighted_sum(*map(_any_length, (results, place, weights)))
+        else:
+            scale = weights.to(cfg.dtype)
+            y = functional.embedding_bag(place, results, mode="sum", per_sample_weights=scale)
         return y
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,12 +172,12 @@ class AllToAllLayer:
         logits = self._logits(x, self._gate)
         plain = cfg.scoring == "softmax" and self._bias is None and cfg.expert_groups == 1
         if plain and cfg.renormalize:  # the softmax over all, renormalised, is that over the k
-            best, ids = logits.topk(cfg.top_k, dim=1)
+            best, ids = logits.topk(cfg.top_k, dim=1, sorted=False)
             weights = best.softmax(dim=1)
         else:
             scores = logits.softmax(dim=1) if cfg.scoring == "softmax" else logits.sigmoid()
             selection = scores if self._bias is None else scores + self._bias
-            ids = self._limit_groups(selection).topk(cfg.top_k, dim=1).indices
+            ids = self._limit_groups(selection).topk(cfg.top_k, dim=1, sorted=False).indices
             weights = scores.gather(1, ids)
             if cfg.renormalize:
                 weights = weights / weights.sum(dim=1, keepdim=True)
@@ -178,14 +207,6 @@ class AllToAllLayer:
             copied.record()
         rows = torch.index_select(x, 0, order // self._cfg.top_k, out=self._sent[:pairs])
         place = self._place[:pairs].scatter_(0, order, self._range[:pairs])
-        if copied is not None:
-            copied.synchronize()
-        sent, received = self._host_counts.sum(dim=2).tolist()
-        count = sum(received)
-        arrived = self._arrived[:count]
-        work = dist.all_to_all_single(
-            arrived, rows, received, sent, group=self._group, async_op=True
-        )
 
         # Rows arrive by source and then by expert, and are computed by expert and then by source.
         by_source = self._counts
@@ -194,10 +215,19 @@ class AllToAllLayer:
         start = (by_source.cumsum(0) - by_source).view(ranks, -1)
         target = (ends_by_expert - by_expert).view(-1, ranks).t()
         shift = start - target
-        numbers = self._range[:count]
-        there = numbers + shift.t().reshape(-1).repeat_interleave(by_expert, output_size=count)
-        back = numbers - shift.reshape(-1).repeat_interleave(by_source, output_size=count)
+        shift_by_source, shift_by_expert = shift.reshape(-1), shift.t().reshape(-1)
         ends = ends_by_expert.view(-1, ranks)[:, -1].int()
+        if copied is not None:
+            copied.synchronize()
+        sent, received = self._host_counts.sum(dim=2).tolist()
+        count = sum(received)
+        arrived = self._arrived[:count]
+        work = dist.all_to_all_single(
+            arrived, rows, received, sent, group=self._group, async_op=True
+        )
+        numbers = self._range[:count]
+        there = numbers + shift_by_expert.repeat_interleave(by_expert, output_size=count)
+        back = numbers - shift_by_source.repeat_interleave(by_source, output_size=count)
         work.wait()
 
         rows = torch.index_select(arrived, 0, there, out=self._sorted[:count])
@@ -221,6 +251,9 @@ class AllToAllLayer:
     def _activate(self, hidden: Tensor) -> Tensor:
         match self._cfg.activation:
             case "swiglu":
+                if len(hidden) > FEW_TOKENS * self._cfg.top_k:
+                    compiled: Tensor = _swiglu(_any_length(hidden))
+                    return compiled
                 gate, up = hidden.chunk(2, dim=1)
                 return functional.silu(gate).mul_(up)
             case "gelu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeos import MoEConfig, reference
-from moeos.bench.all_to_all import AllToAllLayer
+from moeos.bench.all_to_all import FEW_TOKENS, AllToAllLayer
 from tests.layers import draw_weights
 from tests.processes import ForkedRanks
 
@@ -92,6 +93,13 @@ def run_pair(
     return outcomes
 
 
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """What the GPU's compiler would fuse runs as it is written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
 def test_two_ranks_compute_what_the_reference_does(cfg: MoEConfig, tmp_path: Path) -> None:
     counts = [(40, 40), (40, 3), (0, 17), (1, 0), (0, 0), (40, 40)]
@@ -150,6 +158,17 @@ def test_one_rank_exchanges_nothing_and_computes_the_same(cfg: MoEConfig, tokens
     layer.grouped_gemms()
     assert layer.last is not None
     assert int(layer.last.counts.sum()) == tokens * cfg.top_k
+
+
+@pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
+def test_what_is_fused_for_many_tokens_computes_the_same(cfg: MoEConfig) -> None:
+    cfg = dataclasses.replace(cfg, max_tokens=FEW_TOKENS + 8)
+    weights = draw_weights(cfg)
+    x = tokens_of(cfg, 0, FEW_TOKENS + 8)
+    expected = reference.moe(
+        x, weights.gate, weights.w1, weights.w2, cfg, selection_bias=weights.selection_bias
+    )
+    assert reference.relative_error(layer_of(cfg, 0, 1)(x), expected) < LIMIT
 
 
 def test_one_call_leaves_nothing_behind_for_the_next() -> None:
