@@ -37,7 +37,6 @@ def fp32_logits(x: Tensor, gate: Tensor) -> Tensor:
     return torch.mm(x, gate.t(), out_dtype=torch.float32)
 
 
-@torch.compile
 def _weighted_sum(results: Tensor, place: Tensor, weights: Tensor) -> Tensor:
     """results [n, H] at place [S, k], times weights [S, k], added over k: [S, H]."""
     y = results[place[:, 0]].float() * weights[:, :1]
@@ -46,7 +45,6 @@ def _weighted_sum(results: Tensor, place: Tensor, weights: Tensor) -> Tensor:
     return y.to(results.dtype)
 
 
-@torch.compile
 def _swiglu(hidden: Tensor) -> Tensor:
     """[n, 2I] -> [n, I]."""
     gate, up = hidden.chunk(2, dim=1)
@@ -134,6 +132,8 @@ class AllToAllLayer:
             self._host_counts = torch.empty(
                 (2, self._ranks, local), dtype=torch.int64, pin_memory=gate.is_cuda
             )
+        self._weighted_sum = torch.compile(_weighted_sum)
+        self._swiglu = torch.compile(_swiglu)
         self.last: Received | None = None
         """Of the last call."""
 
@@ -160,7 +160,7 @@ class AllToAllLayer:
         place = place.view(-1, cfg.top_k)
         y: Tensor
         if len(x) > FEW_TOKENS:
-            y = _weighted_sum(*map(_any_length, (results, place, weights)))
+            y = self._weighted_sum(*map(_any_length, (results, place, weights)))
         else:
             scale = weights.to(cfg.dtype)
             y = functional.embedding_bag(place, results, mode="sum", per_sample_weights=scale)
@@ -252,7 +252,7 @@ class AllToAllLayer:
         match self._cfg.activation:
             case "swiglu":
                 if len(hidden) > FEW_TOKENS * self._cfg.top_k:
-                    compiled: Tensor = _swiglu(_any_length(hidden))
+                    compiled: Tensor = self._swiglu(_any_length(hidden))
                     return compiled
                 gate, up = hidden.chunk(2, dim=1)
                 return functional.silu(gate).mul_(up)

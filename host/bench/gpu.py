@@ -71,7 +71,7 @@ def main(
             commit=provenance.commit() if commit is None else {"id": commit, "changed_files": []},
             command=provenance.command("moeos.bench.gpu"),
         )
-        output.check_writable(out)
+        output.check_writable(out, "--out")
         if bootstrap.detect(os.environ).launcher != "none":
             if ranks is not None:
                 raise ValueError(f"--ranks is {ranks}, but a launcher started the ranks")

@@ -129,6 +129,8 @@ def run(order: Order) -> None:
     # Neither side uses NVLink multicast, and all ranks are on one host.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # The baseline has two small functions to compile: no pool of processes for that.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     with moeos.init("cuda", deadline=_STARTING) as world:
         _Measurement(order, world).run()
         if dist.is_initialized():
