@@ -132,7 +132,11 @@ def run(order: Order) -> None:
     # The baseline has two small functions to compile: no pool of processes for that.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     with moeos.init("cuda", deadline=_STARTING) as world:
-        _Measurement(order, world).run()
+        try:
+            _Measurement(order, world).run()
+        except Exception as error:  # said before the world is closed, which may wait for peers
+            _tell(order, error)
+            raise
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -145,6 +149,8 @@ class _Measurement:
         self._world = world
         self._suite = order.selected()
         self._results = order.results(world.size) if world.rank == 0 else None
+        if self._results is not None and not order.failure:  # nobody who started the ranks did it
+            self._results.forget_failures()
         self._longest = 5.0  # seconds of the longest step so far, a layer's making or a case
         self._step_began = time.monotonic()
         self._group: dist.ProcessGroup | None = None
@@ -412,15 +418,20 @@ def _describe(order: Order, world: moeos.World) -> dict[str, Any]:
     }
 
 
+def _tell(order: Order, error: Exception) -> None:
+    """Writes what went wrong where the order says, unless that has been done."""
+    if order.failure and not Path(order.failure).exists():
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        Path(order.failure).write_text(text, encoding="utf-8")
+
+
 def main() -> None:
-    """Runs one rank; what goes wrong is written where the order says, and ends it with code 1."""
+    """Runs one rank; an error ends it with code 1."""
     order = Order.from_json(sys.argv[1])
     try:
         run(order)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        if order.failure:
-            Path(order.failure).write_text(text, encoding="utf-8")
+        _tell(order, error)
         raise
 
 
