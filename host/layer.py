@@ -76,13 +76,12 @@ class MoELayer(nn.Module):
         engine_class.check_supported(cfg)
         self.cfg = cfg
         self.world = world
-        self.gate = Gate(cfg)
-        self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
-        self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
-        self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
-        self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
-        if world.backend == "cuda":
-            self.cuda()
+        with torch.device("cuda" if world.backend == "cuda" else "cpu"):
+            self.gate = Gate(cfg)
+            self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
+            self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
+            self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
+            self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
         drawn = int(torch.randint(1 << _SEED_BITS, ()).item())
         self._initialise(world.control.allgather(drawn, "the seed of the initial weights")[0])
         self._expected = {name: (t.shape, t.dtype) for name, t in self.state_dict().items()}
@@ -179,7 +178,7 @@ class MoELayer(nn.Module):
         return f"{self.cfg}, rank={self.world.rank}, world={self.world.size}"
 
     def _initialise(self, seed: int) -> None:
-        generator = torch.Generator()
+        generator = torch.Generator(self.w1.device)  # drawn where they lie, gigabytes in no time
         first = self.world.rank * self.w1.shape[0]
         with torch.no_grad():
             generator.manual_seed(seed)
@@ -307,9 +306,8 @@ def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 def _fill_uniform(weight: torch.Tensor, generator: torch.Generator) -> None:
     bound = weight.shape[-1] ** -0.5
-    weight.copy_(
-        torch.empty(weight.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-    )
+    drawn = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
 
 def _require_equal(digests: list[str]) -> None:

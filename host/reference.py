@@ -189,8 +189,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """
     if actual.shape != expected.shape:
         raise ValueError(f"actual is {list(actual.shape)} and expected {list(expected.shape)}")
-    reference = expected.detach().cpu().double()
-    difference = actual.detach().cpu().double() - reference
+    reference = expected.detach().double()
+    difference = actual.detach().to(reference.device).double() - reference
     if not difference.any():
         return 0.0
     norm = float(reference.norm())

@@ -1,132 +1,238 @@
-"""The layer on one GPU beside its own two matrix products: `python -m moeos.bench.gpu`.
+"""`launch/bench gpu`: moeos on GPUs beside the best of stock PyTorch and the machine's limits.
 
-One rank holds the experts that one of four ranks would hold, and routes to all of them; so every
-row travels through the protocol, and none over a link. What it is compared with are the two GEMMs
-alone, `torch._grouped_mm` on as many rows, evenly divided: no routing, no activation, no combine.
-This file measures and writes JSON; it judges nothing.
+One run measures every case of a suite on 1 or more GPUs of one host; see moeos.bench.gpu_rank for
+what is measured and how, and moeos.bench.results for the JSON that it writes as it goes. Started by
+hand it starts the ranks itself; under torchrun or mpirun each process is a rank.
+
+It watches the ranks that it starts. If one fails or stands still, it notes what happened, ends
+them, and starts them again for the shapes that are left. Run again with the same --out, it measures
+what is missing there.
 """
 
 from __future__ import annotations
 
-import functools
-import statistics
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import torch
 import typer
 
-import moeos
-from moeos.cli import machine, output
+from moeos import bootstrap
+from moeos.bench import gpu_rank, provenance
+from moeos.bench.gpu_rank import Order
+from moeos.bench.results import Results
+from moeos.cli import failures, output
 
-SHAPES = {
-    # experts of one of four ranks, as in configs/
-    "qwen3-30b-a3b": moeos.MoEConfig(hidden=2048, intermediate=768, experts=32, top_k=8),
-    "qwen3-235b-a22b": moeos.MoEConfig(hidden=4096, intermediate=1536, experts=32, top_k=8),
-    "deepseek-v3": moeos.MoEConfig(hidden=7168, intermediate=2048, experts=64, top_k=8),
-}
-TOKENS = (8, 128, 512, 2048)
-ROUNDS = 20
-WARM_UP = 5
+STANDSTILL = 150.0
+"""Seconds without a step of the ranks after which they are ended."""
+
+RANK = (sys.executable, "-m", "moeos.bench.gpu_rank")
+"""What starts a rank, but for its order."""
+
+_LOOK = 0.1  # seconds between two looks at the ranks
+_FAREWELL = 5.0  # seconds that the ranks get to end after the first that failed
+_NO_LIMIT = 86_400.0
 
 
 def main(
-    json_file: Annotated[Path, typer.Option("--json", help="Where the results go.")],
-    commit: Annotated[str, typer.Option(help="The commit that is measured.")],
+    out: Annotated[Path, typer.Option(help="Where the results go; continued if it exists.")],
+    suite: Annotated[Path, typer.Option(help="TOML file of the suite.")] = Path(
+        "configs/suites/gpu.toml"
+    ),
+    ranks: Annotated[int | None, typer.Option(help="GPUs; all by default.")] = None,
+    shapes: Annotated[str, typer.Option(help="Shapes of the suite, comma between.")] = "",
+    tokens: Annotated[str, typer.Option(help="Token counts of it, comma between.")] = "",
+    time_limit: Annotated[float, typer.Option(help="Seconds that the run may take.")] = _NO_LIMIT,
+    commit: Annotated[
+        str | None, typer.Option(help="The commit that is measured, where git cannot tell.")
+    ] = None,
 ) -> None:
-    """Measures every shape and token count in interleaved rounds and writes the results."""
-    output.check_writable(json_file)
-    with moeos.init("cuda") as world:
-        if world.size != 1:
-            raise RuntimeError(f"this measures one GPU, and there are {world.size} ranks")
-        rows = [row for name in SHAPES for row in measure(name, world)]
-    gpu = torch.cuda.get_device_properties()
-    results = {
-        "benchmark": "gpu",
-        "command": ["python", "-m", "moeos.bench.gpu", *sys.argv[1:]],
-        "commit": commit,
-        "gpu": {"name": gpu.name, "multiprocessors": gpu.multi_processor_count},
-        "machine": machine.describe(),
-        "rounds": ROUNDS,
-        "versions": machine.versions(),
-        "results": rows,
-    }
-    output.write_json(json_file, results)
-    for row in rows:
-        typer.echo(
-            f"{row['shape']:18} {row['tokens']:5} tokens  "
-            f"layer {row['layer_us']['median']:8.0f} us  "
-            f"grouped GEMMs {row['grouped_us']['median']:8.0f} us  ratio {row['ratio']:.2f}"
+    """Measures a suite's cases on this host's GPUs and writes the results as it goes."""
+    began = time.monotonic()
+
+    def command() -> int:
+        order = Order(
+            suite=str(suite.absolute()),
+            shapes=tuple(name for name in shapes.split(",") if name),
+            tokens=_numbers(tokens),
+            out=str(out.absolute()),
+            ends=began + time_limit,
+            commit=provenance.commit() if commit is None else {"id": commit, "changed_files": []},
+            command=provenance.command("moeos.bench.gpu"),
         )
+        output.check_writable(out, "--out")
+        if bootstrap.detect(os.environ).launcher != "none":
+            if ranks is not None:
+                raise ValueError(f"--ranks is {ranks}, but a launcher started the ranks")
+            gpu_rank.run(order)
+            return failures.DONE
+        return execute(order, torch.cuda.device_count() if ranks is None else ranks)
+
+    failures.finish(command)
 
 
-def measure(name: str, world: moeos.World) -> list[dict[str, Any]]:
-    """Times of one shape at every token count, in microseconds."""
-    shape = SHAPES[name]
-    cfg = moeos.MoEConfig(
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        max_tokens=max(TOKENS),
-    )
-    layer = moeos.MoELayer(cfg, world)
-    rows = []
-    for tokens in TOKENS:
-        x = torch.randn(tokens, cfg.hidden, device="cuda").to(cfg.dtype)
-        runs: dict[str, Callable[[], object]] = {
-            "layer": functools.partial(layer, x),
-            "grouped": grouped(layer, tokens),
-        }
-        times = interleave(runs)
-        layer.check()
-        medians = {what: statistics.median(values) for what, values in times.items()}
-        rows.append(
-            {
-                "shape": name,
-                "tokens": tokens,
-                "ratio": medians["layer"] / medians["grouped"],
-                **{
-                    f"{what}_us": {"median": medians[what], "all": values}
-                    for what, values in times.items()
-                },
-            }
-        )
-    return rows
+def execute(order: Order, ranks: int, rank_command: Sequence[str] = RANK) -> int:
+    """Has the ranks measure until nothing is left to do or time is up; the exit code.
 
-
-def grouped(layer: moeos.MoELayer, tokens: int) -> Callable[[], object]:
-    """The layer's two products for `tokens` tokens, with the same number of rows for each
-    expert.
+    Raises:
+        ValueError, TypeError, OSError: an argument or a file is not as it must be.
+        RuntimeError: the ranks cannot start.
     """
-    cfg = layer.cfg
-    each = max(1, tokens * cfg.top_k // cfg.experts)
-    ends = torch.arange(1, cfg.experts + 1, device="cuda", dtype=torch.int32) * each
-    x = torch.randn(each * cfg.experts, cfg.hidden, device="cuda").to(cfg.dtype)
-    inner = torch.randn(each * cfg.experts, cfg.intermediate, device="cuda").to(cfg.dtype)
+    if ranks < 1:
+        raise ValueError(f"--ranks is {ranks}; it must be at least 1, with a GPU each")
+    results = order.results(ranks)
+    results.forget_failures()
+    results.write()
+    # A program that ends this one by a signal ends the ranks with it.
+    signal.signal(signal.SIGTERM, _leave)
+    while True:
+        what = _attempt(order, ranks, rank_command)
+        results = order.results(ranks)
+        stopped_at = results.document.pop("measuring", None)
+        if what is None or time.monotonic() >= order.ends:
+            break
+        known = {shape.name for shape in order.selected().shapes}
+        if stopped_at is None or stopped_at["shape"] not in known:
+            results.write()
+            raise RuntimeError(what)
+        results.fail(stopped_at["shape"], what)
+        print(f"moeos: {stopped_at['shape']}: {what}", file=sys.stderr, flush=True)
+    results.write()
+    return _tell(results)
 
-    def run() -> None:
-        torch._grouped_mm(x, layer.w1.transpose(1, 2), ends)
-        torch._grouped_mm(inner, layer.w2.transpose(1, 2), ends)
 
-    return run
+def _attempt(order: Order, ranks: int, rank_command: Sequence[str]) -> str | None:
+    """Starts the ranks and waits for their end; what went wrong, None if nothing did."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _started(order, ranks, rank_command, Path(folder)) as processes,
+    ):
+        moved, last_move = None, time.monotonic()
+        while any(process.poll() is None for process in processes):
+            now = time.monotonic()
+            found = _modified(Path(order.out))
+            if found != moved:
+                moved, last_move = found, now
+            if now > order.ends:
+                return "time is up"
+            if now > last_move + STANDSTILL:
+                return f"the ranks stood still for {STANDSTILL:g} s"
+            if any(process.poll() for process in processes):
+                _wait(processes, _FAREWELL)
+                break
+            time.sleep(_LOOK)
+        codes = [process.poll() for process in processes]
+        if not any(codes):
+            return None
+        said = [
+            f"rank {rank}: {file.read_text(encoding='utf-8')}"
+            for rank in range(ranks)
+            if (file := _failure_file(Path(folder), rank)).exists()
+        ]
+        return said[0] if said else f"the ranks ended with codes {codes}"
 
 
-def interleave(runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Every run's times in microseconds; in turn, so that clocks and heat are the same for all."""
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {w: [] for w in runs}
-    for turn in range(WARM_UP + ROUNDS):
-        for what, run in runs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            if turn >= WARM_UP:
-                events[what].append((begin, end))
-    torch.cuda.synchronize()
-    return {w: [b.elapsed_time(e) * 1e3 for b, e in pairs] for w, pairs in events.items()}
+@contextlib.contextmanager
+def _started(
+    order: Order, ranks: int, rank_command: Sequence[str], folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks, in an environment as torchrun makes it; none is left after the with block."""
+    port = _free_port()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            fields: dict[str, Any] = vars(order) | {"failure": str(_failure_file(folder, rank))}
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            processes.append(
+                subprocess.Popen(
+                    [*rank_command, Order(**fields).to_json()],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **environment},
+                )
+            )
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        _wait(processes, _FAREWELL)
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends and any(process.poll() is None for process in processes):
+        time.sleep(_LOOK)
+
+
+def _tell(results: Results) -> int:
+    """Says what was measured and what not; the exit code."""
+    document = results.document
+    for found in document["results"]:
+        medians = {name: of["median"] for name, of in found["times"].items()}
+        print(
+            f"{found['shape']:16} {found['tokens']:5} tokens{' on rank 0' if found['lone'] else ''}"
+            f"{'' if found['routing'] == 'gate' else ' ' + found['routing']}: "
+            + ", ".join(f"{name} {output.duration(value)}" for name, value in medians.items())
+        )
+    for failure in document["failures"]:
+        print(f"failed: {failure['shape']}: {failure['what']}")
+    missing: dict[str, list[str]] = {}
+    for entry in document["not_measured"]:
+        missing.setdefault(entry["shape"], []).append(str(entry["tokens"]))
+    for name, counts in missing.items():
+        print(f"not measured: {name} with {', '.join(counts)} tokens")
+    sys.stdout.flush()
+    return failures.FAILURE if document["failures"] else failures.DONE
+
+
+def _failure_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return math.nan
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(",") if number)
+    except ValueError:
+        raise ValueError(f"--tokens is {text!r}; it must be numbers, comma between") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

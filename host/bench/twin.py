@@ -19,9 +19,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,7 +33,7 @@ from rich.progress import track
 from safetensors.torch import load_file
 
 from moeos import reference
-from moeos.bench import report
+from moeos.bench import provenance, report
 from moeos.bench.conductor import Contestant, LoadMeter, Outcome, started
 from moeos.bench.contestant import COPIED_BYTES, MATRIX
 from moeos.bench.workload import Workload
@@ -94,8 +92,8 @@ def execute(config: Path, ranks: int, json_file: Path | None) -> int:
     measured = _measure(workload, rounds)
     document = {
         "benchmark": "twin",
-        "command": shlex.join(["python", "-m", "moeos.bench.twin", *sys.argv[1:]]),
-        "commit": _commit(),
+        "command": provenance.command("moeos.bench.twin"),
+        "commit": provenance.commit(),
         "versions": machine.versions(),
         "machine": machine.describe(),
         "load": {
@@ -285,21 +283,6 @@ def _columns(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
 
 def _bar(value: float, limit: float) -> dict[str, Any]:
     return {"value": value, "limit": limit, "met": value <= limit}
-
-
-def _commit() -> dict[str, Any] | None:
-    """The commit of this source tree and whether files differ from it; None outside of git."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        return ended.stdout.strip()
-
-    try:
-        changed = git("diff", "--name-only", "HEAD").splitlines()
-        return {"id": git("rev-parse", "HEAD"), "changed_files": changed}
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 if __name__ == "__main__":

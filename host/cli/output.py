@@ -54,10 +54,10 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
-def check_writable(path: Path | None) -> None:
-    """Raises `ValueError` now if `write_json` could not write there later."""
+def check_writable(path: Path | None, option: str = "--json") -> None:
+    """Raises `ValueError`, which names the option, now if a file could not be written later."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"--json is {path}; it must name a file in a folder that exists")
+        raise ValueError(f"{option} is {path}; it must name a file in a folder that exists")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

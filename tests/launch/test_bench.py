@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes import ROOT
 
-USAGE = "usage: launch/bench twin [--json OUT] | launch/bench gpu --json OUT"
+USAGE = "usage: launch/bench twin [--json OUT] | launch/bench gpu --out OUT"
 
 
 @pytest.mark.parametrize(

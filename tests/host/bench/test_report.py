@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moeos.bench import report
+from moeos.bench import plots, report
 from tests.processes import ROOT
 
 RESULTS = ROOT / "docs" / "benchmarks" / "twin.json"
@@ -25,6 +25,24 @@ def results() -> dict[str, Any]:
 def test_the_tables_of_the_log_are_those_of_the_results(file: Path) -> None:
     text, found = PAGE.read_text(), json.loads(file.read_text())
     assert report.between_markers(text, found["benchmark"], report.markdown(found)) == text
+
+
+def test_the_comparison_of_numbers_of_gpus_is_that_of_the_results() -> None:
+    text = PAGE.read_text()
+    assert report.between_markers(text, report.SCALING, report.scaling(RESULTS.parent)) == text
+
+
+def test_the_plots_of_the_log_are_of_the_results() -> None:
+    folder = PAGE.parent / plots.FOLDER
+    drawn = {}
+    for file in RESULTS.parent.glob("*.json"):
+        found = json.loads(file.read_text())
+        for shape in found["shapes"] if report.of_gpus(found) else ():
+            if plots.is_drawn(found, shape):
+                drawn[plots.file_name(found, shape)] = plots.digest(found, shape)
+    assert {file.name for file in folder.glob("*.svg")} == set(drawn)
+    for name, digest in drawn.items():
+        assert digest in (folder / name).read_text(), f"{name}: draw it again from the results"
 
 
 def test_the_command_writes_between_the_markers_and_nowhere_else(tmp_path: Path) -> None:

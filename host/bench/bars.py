@@ -1,0 +1,80 @@
+"""The times and ratios that the project has set itself for the layer on GPUs.
+
+A bar is a sum of the limits of the same case, see moeos.bench.gpu_rank: G is measured, F, W and N
+follow from measured rates. Knows results of single cases, and nothing of tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+FEW_TOKENS = 128
+"""Up to here reading the weights decides."""
+
+WEAK_SCALING = 1.06
+"""T(4 GPUs) is at most this many times T(1 GPU), with as many rows and experts on each."""
+WEAK_SCALING_TOKENS = 8192
+
+_CALL = 20e-6  # seconds of a call whatever its size
+_ZIPF = 1.1  # what uneven routing may add
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """At most `seconds`, which is what `words` say."""
+
+    words: str
+    seconds: float
+
+    @classmethod
+    def of_g_and_n(cls, of_g: float, of_n: float, limits: Mapping[str, float | None]) -> Bar:
+        """max(of_g · G, of_n · N)."""
+        grouped, links = limits["G"] or 0.0, limits["N"] or 0.0
+        words = f"max({of_g:g} G, {of_n:g} N)"
+        return cls(words, max(of_g * grouped, of_n * links))
+
+
+def limits_of(found: Mapping[str, Any]) -> dict[str, float | None]:
+    """All limits of one case, in seconds."""
+    return {"G": found["times"]["grouped"]["median"], **found["limits"]}
+
+
+def floor_of(found: Mapping[str, Any]) -> float:
+    """What no layer can be faster than on this machine: the largest of F, W and N, in seconds."""
+    return max(found["limits"][name] or 0.0 for name in ("F", "W", "N"))
+
+
+def time_bar(found: Mapping[str, Any]) -> Bar | None:
+    """The bar for moeos's time of one case; None where there is none."""
+    bar = _gate_bar(found["shape"], found["tokens"], limits_of(found))
+    if bar is not None and found["routing"].startswith("zipf"):
+        return Bar(f"{_ZIPF:g} × {bar.words}", _ZIPF * bar.seconds)
+    return bar
+
+
+def speed_bar(found: Mapping[str, Any]) -> float | None:
+    """How many times faster than the baseline moeos should be at least, on the full deployment."""
+    tokens, shape = found["tokens"], found["shape"]
+    if tokens <= FEW_TOKENS:
+        return 4.0
+    if tokens == 8192 and shape.startswith(("qwen3", "deepseek")):
+        return 2.5
+    return 1.5
+
+
+def _gate_bar(shape: str, tokens: int, limits: Mapping[str, float | None]) -> Bar | None:
+    if tokens == 0:
+        return Bar("a call", _CALL)
+    if tokens <= FEW_TOKENS:
+        return Bar("1.2 W + 20 µs", 1.2 * (limits["W"] or 0.0) + _CALL)
+    if tokens >= 2048 and shape.startswith(("qwen3-235b", "deepseek")):
+        return Bar("1.05 G", 1.05 * (limits["G"] or 0.0))
+    if tokens == 8192 and shape.startswith("qwen3-30b"):
+        return Bar.of_g_and_n(0.95, 1.25, limits)
+    if (tokens == 2048 and shape.startswith("qwen3-30b")) or (
+        tokens >= 4096 and shape.startswith("thesis")
+    ):
+        return Bar.of_g_and_n(1.0, 1.25, limits)
+    return None

@@ -1,0 +1,69 @@
+"""Compiles the kernels of many layers side by side, so that no rank waits for them one by one.
+
+It puts them where `moeos.jit` looks for them, and knows nothing of what runs them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+
+from moeos.cli import machine
+from moeos.config import MoEConfig
+from moeos.jit import KernelShape, compile_kernel
+
+PATIENCE = 480.0
+"""Seconds that all kernels together may take."""
+
+
+class Compilation:
+    """Kernels that are being compiled; made by `started`."""
+
+    def __init__(self, pending: Mapping[concurrent.futures.Future[None], str]) -> None:
+        self._pending = pending
+
+    def wait(self, moved: Callable[[], None]) -> dict[str, str]:
+        """What the compiler said of the layers whose kernel it refused, by name.
+
+        Calls `moved` when a kernel is done. Raises `TimeoutError` after `PATIENCE` seconds.
+        """
+        refused = {}
+        for done in concurrent.futures.as_completed(self._pending, PATIENCE):
+            moved()
+            error = done.exception()
+            if error is not None:
+                refused[self._pending[done]] = f"{type(error).__name__}: {error}"
+        return refused
+
+
+@contextlib.contextmanager
+def started(
+    layers: Mapping[str, MoEConfig], ranks: int, multiprocessors: int
+) -> Iterator[Compilation]:
+    """Begins to compile, for GPUs of so many multiprocessors; for the length of a with block.
+
+    Args:
+        layers: by name.
+        ranks: of the world that runs them, a GPU each.
+    """
+    if not layers:
+        yield Compilation({})
+        return
+    workers = min(len(layers), machine.cores())
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        try:
+            yield Compilation(
+                {
+                    pool.submit(_compile, cfg, ranks, multiprocessors - 1): name
+                    for name, cfg in layers.items()
+                }
+            )
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _compile(cfg: MoEConfig, ranks: int, processors: int) -> None:
+    compile_kernel(KernelShape(cfg=cfg, world_size=ranks, processors=processors))

@@ -1,0 +1,439 @@
+"""What one rank does in `launch/bench gpu`: makes the layers, checks them, times the contestants.
+
+Contestants, all with the same tokens and weights, in turn within each round:
+    moeos: `MoELayer` on backend "cuda".
+    baseline: `moeos.bench.all_to_all`, stock PyTorch with NCCL; its output must be moeos's.
+    grouped: the layer's two GEMMs alone, torch._grouped_mm on the rows that this rank received.
+Before each of them, at few tokens, the L2 cache is flushed; then the GPU rests while the host gets
+ahead of it, and the ranks meet in an all-reduce of one number, so that they begin together. Only
+then does the timed region begin. `python -m moeos.bench.gpu_rank ORDER` is one rank that
+moeos.bench.gpu started; it judges no time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import moeos
+from moeos import reference
+from moeos.bench import compile_ahead, device_rates, suite
+from moeos.bench.all_to_all import AllToAllLayer
+from moeos.bench.device_rates import Reader
+from moeos.bench.results import Results, timing
+from moeos.bench.suite import GATE, Case, Shape, Suite
+from moeos.cli import machine
+from moeos.cli.routing import draw_routing, parse_pattern
+from moeos.config import MoEConfig
+
+LARGEST_ERROR = 1.2e-2
+"""Of the difference between two bfloat16 results: each is within 8e-3 of the exact one."""
+
+NEAR_TIE = 4e-6
+"""Tokens whose experts are no more certain than this may be routed otherwise in fp32."""
+
+FLUSHED_TOKENS = 512
+"""Up to this many tokens per rank the L2 cache is flushed."""
+
+METHOD = {
+    "moeos": "MoELayer.forward on backend cuda, one kernel; one layer for all token counts",
+    "baseline": "NCCL all-to-all + torch._grouped_mm in PyTorch, eager; see moeos.bench.all_to_all",
+    "G": "the layer's two GEMMs alone, torch._grouped_mm on exactly the rows the rank received",
+    "F limit": "FLOPs of the rank with most rows (both GEMMs, and the router) / F",
+    "W limit": "bytes of the touched experts' weights, of the rank with most / W",
+    "N limit": "bytes that the rank with most sends to peers (rows there, results back) / N; it "
+    "receives as many",
+    "time": "CUDA events around the call; the slowest rank of each round; medians over rounds; "
+    "contestants alternate within a round. Before each: at least 1 ms of rest in which the host "
+    "enqueues ahead, then an all-reduce of one number so that the ranks begin together",
+    "L2": f"up to {FLUSHED_TOKENS} tokens per rank it is flushed before each contestant, by a "
+    f"kernel that reads {device_rates.FLUSH_BYTES >> 20} MiB, so weights come from HBM as in a "
+    "model with many layers; above that it is not",
+    "error": "relative Frobenius error of moeos against the baseline, of the worst rank, over "
+    f"tokens whose routing margin in float64 is above {NEAR_TIE:g}; at most {LARGEST_ERROR:g}",
+    **device_rates.METHOD,
+}
+"""What the numbers of the document are."""
+
+_STARTING = 600.0  # seconds in which ranks meet again outside of calls, the compiler included
+_CALLING = 20.0  # seconds in which a call must end
+_NCCL = timedelta(seconds=120)
+_SPARE = 8.0  # seconds that are kept before the end of the time
+_REST = 2_000_000  # clock cycles before a contestant, 1 ms
+_SEED = 1 << 30
+
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """What moeos.bench.gpu tells its ranks.
+
+    Attributes:
+        suite: file.
+        shapes, tokens: of the suite, all if empty.
+        out: file of the results.
+        ends: when to be done, on the monotonic clock, which all processes of a host share.
+        commit, command: for the results.
+        failure: file into which a rank writes what went wrong; "" for none.
+    """
+
+    suite: str
+    shapes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    out: str
+    ends: float
+    commit: dict[str, Any] | None
+    command: str
+    failure: str = ""
+
+    def selected(self) -> Suite:
+        """The part of the suite that is asked for."""
+        return suite.read(Path(self.suite)).only(self.shapes, self.tokens)
+
+    def results(self, ranks: int) -> Results:
+        """The document, continued if there is one. For one process at a time."""
+        return Results(Path(self.out), self.selected(), ranks, self.commit, METHOD)
+
+    def to_json(self) -> str:
+        """For the command line of a rank."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Order:
+        """What `to_json` wrote."""
+        fields = json.loads(text)
+        fields["shapes"], fields["tokens"] = tuple(fields["shapes"]), tuple(fields["tokens"])
+        return cls(**fields)
+
+
+def run(order: Order) -> None:
+    """Measures what the document lacks, until it is complete or time is up. Collective.
+
+    Raises what a rank cannot go on after; a wrong output is noted and ends its shape alone.
+    """
+    # Neither side uses NVLink multicast, and all ranks are on one host.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # The baseline has two small functions to compile: no pool of processes for that.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    with moeos.init("cuda", deadline=_STARTING) as world:
+        try:
+            _Measurement(order, world).run()
+        except Exception as error:  # said before the world is closed, which may wait for peers
+            _tell(order, error)
+            raise
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Measurement:
+    """One rank's part of a run."""
+
+    def __init__(self, order: Order, world: moeos.World) -> None:
+        self._order = order
+        self._world = world
+        self._suite = order.selected()
+        self._results = order.results(world.size) if world.rank == 0 else None
+        if self._results is not None and not order.failure:  # nobody who started the ranks did it
+            self._results.forget_failures()
+        self._longest = 5.0  # seconds of the longest step so far, a layer's making or a case
+        self._step_began = time.monotonic()
+        self._group: dist.ProcessGroup | None = None
+
+    def run(self) -> None:
+        self._note("starting")
+        layers = {
+            shape.name: shape.config_on(self._world.size, self._suite.full_ranks)
+            for shape in self._suite.shapes
+            if self._open_cases(shape)
+        }
+        if layers:
+            self._measure(layers)
+        if self._results is not None:
+            self._results.end()
+
+    def _measure(self, layers: Mapping[str, MoEConfig]) -> None:
+        mine = layers if self._world.rank == 0 else {}
+        gpu = torch.cuda.get_device_properties()
+        with compile_ahead.started(mine, self._world.size, gpu.multi_processor_count) as compiling:
+            self._group = _start_nccl(self._world)
+            self._one = torch.ones(1, device="cuda")
+            self._reader = Reader()
+            rates = self._world.control.allgather(device_rates.measure(self._world, self._reader))
+            refused = compiling.wait(lambda: self._note("starting"))
+        self._world.control.barrier()
+        self._rates = {
+            name: None if rates[0][name] is None else min(found[name] or 0.0 for found in rates)
+            for name in rates[0]
+        }
+        if self._results is not None:
+            about = _describe(self._order, self._world)
+            self._results.begin_run({**about, "rates": self._rates, "rates_of_ranks": rates})
+            for name, what in refused.items():
+                self._results.fail(name, what)
+        self._step_began = time.monotonic()
+        for shape in self._suite.shapes:
+            cases = self._open_cases(shape)
+            if cases:
+                if not self._time_is_left():
+                    break
+                self._measure_shape(shape, layers[shape.name], cases)
+
+    def _measure_shape(self, shape: Shape, cfg: MoEConfig, cases: list[Case]) -> None:
+        self._note(shape.name)
+        with moeos.init("cuda", deadline=_CALLING) as world:
+            layer = moeos.MoELayer(cfg, world)
+            bias = layer.gate.selection_bias
+            if bias is not None:
+                drawn = torch.rand(cfg.experts, generator=torch.Generator().manual_seed(_SEED))
+                bias.copy_(drawn * 0.01)
+            baseline = AllToAllLayer(cfg, layer.gate.weight, bias, layer.w1, layer.w2, self._group)
+            for case in cases:
+                if not self._time_is_left() or not self._measure_case(shape, case, layer, baseline):
+                    break
+        del layer, baseline, bias
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _measure_case(
+        self, shape: Shape, case: Case, layer: moeos.MoELayer, baseline: AllToAllLayer
+    ) -> bool:
+        """Whether the outputs agreed, so that the case was measured."""
+        self._note(shape.name, case)
+        cfg, control = layer.cfg, self._world.control
+        x, ids, weights = self._inputs(case, cfg)
+        y = layer(x, ids, weights)
+        layer.check()
+        found = _compare(layer, x, ids, y, baseline(x, ids, weights))
+        errors = control.allgather(found)
+        error, near_ties = max(error for error, _ in errors), sum(ties for _, ties in errors)
+        if not error <= LARGEST_ERROR:
+            if self._results is not None:
+                what = f"moeos and the baseline differ: relative error {error:.1e}"
+                self._results.fail(shape.name, what, case)
+            return False
+        load = control.allgather(_load(baseline, cfg, self._world.rank))
+        flushed = case.tokens <= FLUSHED_TOKENS
+        times = self._time(
+            {
+                "moeos": lambda: layer(x, ids, weights),
+                "baseline": lambda: baseline(x, ids, weights),
+                "grouped": baseline.grouped_gemms,
+            },
+            flushed,
+        )
+        layer.check()
+        if self._results is not None:
+            self._results.add(
+                shape,
+                case,
+                {
+                    "relative_error": error,
+                    "near_ties": near_ties,
+                    "l2_flushed": flushed,
+                    "load": load,
+                    "times": times,
+                    "limits": limits(cfg, case.tokens, load, self._rates),
+                },
+            )
+        return True
+
+    def _inputs(self, case: Case, cfg: MoEConfig) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x, and the routing where the gate does not make it; others on each rank."""
+        rank, tokens = self._world.rank, case.tokens_of(self._world.rank)
+        on_gpu = torch.Generator("cuda").manual_seed(_SEED + rank)
+        x = torch.randn(tokens, cfg.hidden, device="cuda", generator=on_gpu).to(cfg.dtype)
+        if case.routing == GATE:
+            return x, None, None
+        on_cpu = torch.Generator().manual_seed(_SEED + rank)
+        drawn = draw_routing(parse_pattern(case.routing), cfg, self._world.size, tokens, on_cpu)
+        if drawn is None:
+            return x, None, None
+        return x, drawn[0].int().cuda(), drawn[1].float().cuda()
+
+    def _time(
+        self, contestants: Mapping[str, Callable[[], object]], flushed: bool
+    ) -> dict[str, dict[str, Any]]:
+        """Each contestant's times, of the slowest rank in each round."""
+        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+            name: [] for name in contestants
+        }
+        names = list(contestants)
+        for turn in range(self._suite.warm_up_rounds + self._suite.rounds):
+            first = turn % len(names)  # nobody always follows the same one
+            for name in names[first:] + names[:first]:
+                if flushed:
+                    self._reader.flush()
+                torch.cuda._sleep(_REST)
+                if self._group is not None:
+                    dist.all_reduce(self._one, group=self._group)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                contestants[name]()
+                end.record()
+                if turn >= self._suite.warm_up_rounds:
+                    events[name].append((begin, end))
+            torch.cuda.synchronize()
+        mine = {
+            name: [begin.elapsed_time(end) * 1e-3 for begin, end in pairs]
+            for name, pairs in events.items()
+        }
+        found = self._world.control.allgather(mine)
+        return {
+            name: timing(
+                [max(of_round) for of_round in zip(*(of[name] for of in found), strict=True)]
+            )
+            for name in names
+        }
+
+    def _open_cases(self, shape: Shape) -> list[Case]:
+        """On all ranks what rank 0's document lacks."""
+        return self._decide(lambda results: results.open_cases(shape))
+
+    def _time_is_left(self) -> bool:
+        """Whether another step will end in time; each call ends a step."""
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._step_began)
+        self._step_began = now
+        enough = now + self._longest * 1.5 + _SPARE < self._order.ends
+        return self._decide(lambda _: enough)
+
+    def _decide(self, decide: Callable[[Results], Value]) -> Value:
+        """What rank 0, who has the document, decides."""
+        mine = None if self._results is None else decide(self._results)
+        decided: Value | None = self._world.control.allgather(mine, "a decision of rank 0")[0]
+        return decided  # type: ignore[return-value]
+
+    def _note(self, what: str, case: Case | None = None) -> None:
+        if self._results is not None:
+            self._results.measuring(what, case)
+
+
+def limits(
+    cfg: MoEConfig,
+    tokens: int,
+    load: list[dict[str, int]],
+    rates: Mapping[str, float | None],
+) -> dict[str, float | None]:
+    """The least times, in seconds, that the rates allow: F, W and N, and what they are made of.
+
+    Args:
+        tokens: of the rank with most.
+        load: of each rank, see `_load`.
+        rates: FLOP/s, bytes/s, bytes/s or None without links.
+    """
+    weights = (cfg.w1_rows + cfg.intermediate) * cfg.hidden  # of one expert
+    flops = 2 * weights * max(of["rows"] for of in load) + 2 * tokens * cfg.experts * cfg.hidden
+    touched = max(of["experts"] for of in load) * weights * cfg.dtype.itemsize
+    link = max(of["to_peers"] + of["from_peers"] for of in load) * cfg.hidden * cfg.dtype.itemsize
+    dense, read, store = rates["F"], rates["W"], rates["N"]
+    assert dense is not None
+    assert read is not None
+    return {
+        "F": flops / dense,
+        "W": touched / read,
+        "N": None if store is None else link / store,
+    }
+
+
+def _load(baseline: AllToAllLayer, cfg: MoEConfig, rank: int) -> dict[str, int]:
+    """What the last call gave this rank to do, in rows: computed, from peers, to peers; and the
+    experts that have rows.
+    """
+    last = baseline.last
+    assert last is not None
+    rows = int(last.counts.sum())
+    return {
+        "rows": rows,
+        "experts": int((last.counts.sum(dim=0) > 0).sum()),
+        "from_peers": rows - int(last.counts[rank].sum()),
+        "to_peers": sum(last.sent) - last.sent[rank],
+    }
+
+
+def _compare(
+    layer: moeos.MoELayer, x: Tensor, ids: Tensor | None, y: Tensor, expected: Tensor
+) -> tuple[float, int]:
+    """The relative error of this rank's output, and how many tokens are too near a tie for it."""
+    if ids is None and len(x) > 0:
+        gate = layer.gate
+        margin = reference.route(x, gate.weight, layer.cfg, gate.selection_bias).margin
+        certain = margin > NEAR_TIE
+        y, expected = y[certain], expected[certain]
+    return reference.relative_error(y, expected), len(x) - len(y)
+
+
+def _start_nccl(world: moeos.World) -> dist.ProcessGroup | None:
+    """The group of all ranks; None where there is one."""
+    if world.size == 1:
+        return None
+    first = world.rank == 0
+    store = None
+    if first:
+        store = TCPStore("127.0.0.1", 0, world.size, True, _NCCL, wait_for_workers=False)
+    port = world.control.allgather(0 if store is None else store.port)[0]
+    if store is None:
+        store = TCPStore("127.0.0.1", port, world.size, False, _NCCL)
+    dist.init_process_group(
+        "nccl", store=store, rank=world.rank, world_size=world.size, timeout=_NCCL
+    )
+    return dist.group.WORLD
+
+
+def _describe(order: Order, world: moeos.World) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_properties()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": order.command,
+        "machine": machine.describe(),
+        "gpus": world.size,
+        "gpu": {
+            "name": gpu.name,
+            "multiprocessors": gpu.multi_processor_count,
+            "memory_bytes": gpu.total_memory,
+            "l2_bytes": gpu.L2_cache_size,
+        },
+        "driver": next(iter(answer.stdout.split()), None),
+        "versions": machine.versions()
+        | {"cuda": torch.version.cuda, "nccl": nccl}
+        | {name: machine.version_of(name) for name in ("nvshmem4py-cu13", "nvidia-nvshmem-cu13")},
+    }
+
+
+def _tell(order: Order, error: Exception) -> None:
+    """Writes what went wrong where the order says, unless that has been done."""
+    if order.failure and not Path(order.failure).exists():
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        Path(order.failure).write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Runs one rank; an error ends it with code 1."""
+    order = Order.from_json(sys.argv[1])
+    try:
+        run(order)
+    except Exception as error:
+        _tell(order, error)
+        raise
+
+
+if __name__ == "__main__":
+    main()

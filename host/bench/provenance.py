@@ -1,0 +1,37 @@
+"""Where results come from: the commit and the command, as every benchmark's JSON records them."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def commit() -> dict[str, Any] | None:
+    """The commit of this source tree and whether files differ from it; None outside of git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return ended.stdout.strip()
+
+    try:
+        changed = git("diff", "--name-only", "HEAD").splitlines()
+        return {"id": git("rev-parse", "HEAD"), "changed_files": changed}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def command(module: str) -> str:
+    """The command line of this process, which runs a module."""
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def source(found: dict[str, Any] | None) -> str:
+    """A commit in words."""
+    if found is None:
+        return "an unknown commit"
+    changes = " with changes" if found["changed_files"] else ""
+    return f"commit {found['id'][:12]}{changes}"
