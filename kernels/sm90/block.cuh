@@ -49,7 +49,8 @@ struct Slot {
   Task task;
   u64 word;
   u64 begun_ns;
-  u32 bad_token;  // Route: a token whose logits are not finite, or kNone
+  u32 bad_token;  // Route: a token whose logits are not finite or whose given ids are wrong, or
+                  // kNone
 };
 inline constexpr u32 kSlots = 2;
 

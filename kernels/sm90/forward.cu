@@ -6,9 +6,11 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/epilogue.cuh"
+#include "kernels/sm90/host_failure.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/route.cuh"
 #include "kernels/sm90/rows.cuh"
+#include "kernels/sm90/token_count.cuh"
 #include "runtime/os.hpp"
 #include "runtime/processor.hpp"
 
@@ -70,7 +72,8 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
 }
 
 /// Makes the effects of finished parts visible, while the consumers are at the next one.
-inline void run_complete(Processor<Machine>& processor, Shared& shared) {
+inline void run_complete(const RankArguments& arguments, Processor<Machine>& processor,
+                         Shared& shared) {
   RingPosition<kSlots> at;
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
@@ -80,7 +83,9 @@ inline void run_complete(Processor<Machine>& processor, Shared& shared) {
       return;
     }
     shared.slot_done[at.index].wait(at.parity);
-    if (slot.bad_token != kNone) {
+    if (slot.bad_token != kNone && arguments.topk_ids != nullptr) {
+      reject_given_routing(arguments, processor, slot.bad_token);
+    } else if (slot.bad_token != kNone) {
       if (Machine::lane() == 0) {
         processor.reject_logits(slot.bad_token);
       }
@@ -151,7 +156,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
       auto& scratch = *reinterpret_cast<RouteScratch*>(shared.staging);
       if (arguments.topk_ids != nullptr) {
-        copy_given_routing(arguments, rank.memory, first, end);
+        copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
       } else {
         multiply_tile(d, steps_of(task.kind), group, shared, stage);
         route_rows(d, arguments, rank.memory, first + group * kConsumerRows, end, &slot.bad_token);
@@ -192,6 +197,7 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
   Processor<Machine> processor(rank, call, index);
   if (warp >= kFirstConsumerWarp) {
     raise_registers<kConsumerRegisters>();
+    clear_rows_beyond(arguments, call.tokens, index);
     run_consumers(arguments, rank, call, processor, shared);
     return;
   }
@@ -202,7 +208,7 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
     run_load(arguments, rank, shared);
   } else if (warp == kCompleteWarp) {
     processor.begin();
-    run_complete(processor, shared);
+    run_complete(arguments, processor, shared);
   }
 }
 
@@ -215,9 +221,11 @@ inline void make_rank(const RankArguments& mine, u8* rank, u8* os_memory, Call& 
                            mine.heap,
                            mine.rank,
                            mine.deadline_ns};
-  const bool may_be_unsent = mine.topk_ids != nullptr || mine.pair_limit < kGeometry.max_tokens;
-  call = Call{*reinterpret_cast<const Rank<Machine>*>(rank)->memory.epoch, mine.tokens,
-              mine.pair_limit, may_be_unsent ? 1U : 0U};
+  const u32 tokens = tokens_of(mine);
+  const u32 pair_limit = pair_limit_of(tokens);
+  const bool may_be_unsent = mine.topk_ids != nullptr || pair_limit < kGeometry.max_tokens;
+  call = Call{*reinterpret_cast<const Rank<Machine>*>(rank)->memory.epoch, tokens, pair_limit,
+              may_be_unsent ? 1U : 0U};
 }
 
 inline void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
@@ -253,9 +261,15 @@ inline void run_os(const RankArguments& mine, OsShared& shared) {
   if (warp == 0) {
     begin_call(rank, shared.call);
   }
+  if (threadIdx.x == 0) {
+    check_count(mine, rank, shared.call);
+  }
   __syncthreads();
   if (warp < kOsWarps) {
     run_os_warp(rank, shared.call, warp);
+  }
+  if (warp == 0) {
+    show_failure(mine, rank, shared.call);
   }
 }
 
