@@ -164,7 +164,9 @@ class MoELayer(nn.Module):
             self._check_routing(x.shape[0], topk_ids, topk_weights)
         if tokens is not None:
             self._check_tokens(tokens)
-        gate, own = self.gate, self._parameters
+        # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
+        gate, own = self._modules["gate"], self._parameters
+        assert gate is not None
         parameters = (
             own.get("w1"),
             own.get("b1"),
@@ -176,8 +178,9 @@ class MoELayer(nn.Module):
         self._check_parameters(parameters)
         if torch.is_grad_enabled():
             _check_gradients(x, topk_weights, *parameters)
+        order = self._buffers["_order"]
         y: torch.Tensor = custom_op.forward(
-            self._order, self._handle, x, topk_ids, topk_weights, tokens, *parameters
+            order, self._handle, x, topk_ids, topk_weights, tokens, *parameters
         )
         return y
 
@@ -279,6 +282,7 @@ class MoELayer(nn.Module):
 
     def _check_parameters(self, parameters: tuple[torch.Tensor | None, ...]) -> None:
         """Parameters may have been replaced or moved since the layer was made."""
+        device = self._device
         for expected, tensor in zip(self._expected, parameters, strict=True):
             if expected is None:
                 continue
@@ -289,8 +293,8 @@ class MoELayer(nn.Module):
                 raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
             if tensor.dtype != dtype:
                 raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
-            if tensor.device != self._device:
-                raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
 
