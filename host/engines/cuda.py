@@ -144,7 +144,8 @@ class CudaEngine:
         if failure is not None:
             raise exception_of(failure, self._world.rank)
         assert self._kernel is not None  # only virtual ranks leave it to rank 0
-        self._kernel.launch(torch.cuda.current_stream().cuda_stream)
+        # As torch.cuda.current_stream() but for the object, whose making takes 3 µs.
+        self._kernel.launch(torch._C._cuda_getCurrentRawStream(self._device.index))
 
     def _agree(self, do: Callable[[], Value], what: str) -> Value:
         """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""
