@@ -27,6 +27,9 @@ class FailureKind(enum.IntEnum):
     OVERFLOW = 9
     HOST_ABORT = 10
     EPOCHS_SPENT = 11
+    ID_NO_EXPERT = 12
+    ID_REPEATED = 13
+    TOKEN_COUNT_WRONG = 14
 
 
 class FailureRecord(Protocol):
@@ -64,8 +67,8 @@ def exception_of(failure: FailureRecord, rank: int) -> Exception:
     """The exception to raise on `rank` for a failure whose kind is not NONE.
 
     `PeerTimeout` for whatever was late or aborted, `NumericalError` for logits that are not finite,
-    and `RuntimeError` where the protocol itself was broken: a defect of moeos, or memory that
-    someone overwrote.
+    `ValueError` for other input that cannot be followed, and `RuntimeError` where the protocol
+    itself was broken: a defect of moeos, or memory that someone overwrote.
     """
     f = failure
     who = f"rank {f.rank}" + ("" if f.rank == rank else f" (said by it to rank {rank})")
@@ -91,8 +94,13 @@ def exception_of(failure: FailureRecord, rank: int) -> Exception:
     if f.kind == FailureKind.LOGITS_NOT_FINITE:
         return NumericalError(
             f"the router's logits of token {f.chunk} on rank {f.rank} are not finite in call "
-            f"{f.epoch}: look for NaN or infinity in that row of x and in gate.weight; "
-            "then all ranks may call reset()"
+            f"{f.epoch}: look for NaN or infinity in that row of x, in gate.weight and in "
+            "gate.selection_bias; then all ranks may call reset()"
+        )
+    wrong = _wrong_input(f)
+    if wrong is not None:
+        return ValueError(
+            f"{wrong} on rank {f.rank} in call {f.epoch}. All ranks may call reset() and go on"
         )
     if f.kind == FailureKind.EPOCHS_SPENT:
         return RuntimeError(
@@ -118,6 +126,21 @@ def _owed(f: FailureRecord) -> str | None:
         )
     if f.kind == FailureKind.RETURNS_LATE:
         return f"results of chunk {f.chunk}: {f.seen} of {f.expected} rows have come back"
+    return None
+
+
+def _wrong_input(f: FailureRecord) -> str | None:
+    """What the caller has put into the GPU's memory that cannot be; None if it is not that."""
+    value = f.seen - (1 << 64) if f.seen >> 63 else f.seen  # it was a signed number
+    if f.kind == FailureKind.ID_NO_EXPERT:
+        return f"topk_ids[{f.chunk}, {f.expected}] is {value}, neither an expert nor −1 (unused),"
+    if f.kind == FailureKind.ID_REPEATED:
+        return (
+            f"topk_ids[{f.chunk}, {f.expected}] is {value}, which is in that row before (an expert "
+            "may appear only once in a row),"
+        )
+    if f.kind == FailureKind.TOKEN_COUNT_WRONG:
+        return f"tokens is {value}, which is not from 0 to {f.expected}, the rows of x,"
     return None
 
 

@@ -237,7 +237,7 @@ _OPTIONS = (
 def macros(shape: KernelShape) -> dict[str, str]:
     """What kernels/sm90/config.cuh reads, without the prefix MOEOS_."""
     cfg, sizes = shape.cfg, shape.sizes
-    capacity = cfg.capacity(cfg.max_tokens)
+    capacity, ratio = cfg.capacity(cfg.max_tokens), cfg.capacity_ratio
     limit = cfg.swiglu_limit
     values: dict[str, int | str] = {
         "WORLD": shape.world_size,
@@ -248,6 +248,8 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "INTERMEDIATE": cfg.intermediate,
         "ROW_MAP": int(cfg.resolved_row_map == "capacity"),
         "CAPACITY": cfg.max_tokens if capacity is None else capacity,
+        "CAPACITY_NUMERATOR": 0 if ratio is None else ratio.numerator,
+        "CAPACITY_DENOMINATOR": 0 if ratio is None else ratio.denominator,
         "CHUNK_ROWS": sizes.chunk_rows,
         "TILE_ROWS": sizes.tile_rows,
         "ROUTE_TOKENS": sizes.route_tokens,

@@ -7,19 +7,27 @@ to the engine of its world. It knows nothing of heaps, tasks or how ranks talk.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from moeos import checkpoint
+from moeos import checkpoint, custom_op, values
 from moeos.config import MoEConfig, digest_differences
-from moeos.engines.base import CallTensors, Engine
+from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
 from moeos.errors import ConfigMismatch
 from moeos.world import World
 
 _SEED_BITS = 62
+
+
+class _Expected(NamedTuple):
+    """What a parameter or buffer must still be when the layer is called."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Gate(nn.Module):
@@ -84,9 +92,16 @@ class MoELayer(nn.Module):
             self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
         drawn = int(torch.randint(1 << _SEED_BITS, ()).item())
         self._initialise(world.control.allgather(drawn, "the seed of the initial weights")[0])
-        self._expected = {name: (t.shape, t.dtype) for name, t in self.state_dict().items()}
         self._device = self.w1.device
+        names = ("w1", "b1", "w2", "b2", "gate.weight", "gate.selection_bias")
+        state = self.state_dict()
+        self._expected = [
+            _Expected(name, state[name].shape, state[name].dtype) if name in state else None
+            for name in names
+        ]
         self._engine = engine_class(cfg, world)
+        self._handle = custom_op.register(self._engine)
+        self.register_buffer("_order", custom_op.order_on(self._device), persistent=False)
 
     @classmethod
     def from_hf(
@@ -108,49 +123,65 @@ class MoELayer(nn.Module):
         x: torch.Tensor,
         topk_ids: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
+        *,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The layer's output for this rank's tokens. Collective: every rank makes the call.
 
         Args:
-            x: [S, H] of `cfg.dtype`, contiguous, on the engine's device; 0 ≤ S ≤ `cfg.max_tokens`,
-                different on every rank and in every call.
-            topk_ids: [S, k] int32 or int64 experts chosen by the caller, used as they are; −1 marks
-                an unused slot. Given together with topk_weights, or not at all: then the layer
-                    routes by its gate.
-            topk_weights: [S, k] floating point weights of these experts, used as they are.
+            x: [rows, H] of `cfg.dtype`, contiguous, on the layer's device; 0 ≤ rows ≤
+                `cfg.max_tokens`, different on every rank and in every call.
+            topk_ids: [rows, k] int32 or int64 experts chosen by the caller, used as they are; −1
+                marks an unused slot. Given together with topk_weights, or not at all: then the
+                layer routes by its gate.
+            topk_weights: [rows, k] floating point weights of these experts, used as they are.
+            tokens: S, how many of the rows, from the first on, are tokens of this call: int32, one
+                element, on the layer's device, 0 ≤ S ≤ rows. What the rows beyond hold, in x and in
+                the routing, does not matter. None: all rows are tokens. On the GPU the kernel reads
+                S, so that a captured CUDA graph can be replayed with another.
 
         Returns:
-            [S, H] of `cfg.dtype`; zeros for a token that no expert took.
+            [rows, H] of `cfg.dtype`; zeros for a token that no expert took and in the rows beyond
+            the tokens.
 
         Raises:
-            TypeError, ValueError: a tensor is not as above; before anything is sent.
-            NumericalError: logits of some token are not finite; on every rank.
+            TypeError, ValueError: an argument or a parameter is not as above.
+            NumericalError: logits of some token are not finite.
             PeerTimeout: a rank did not make the call or did not finish it before the world's
                 deadline.
+
+        Shapes, dtypes and devices are checked before anything is sent. On the twin values are as
+        well, and the call itself raises the errors of the protocol. A call on the GPU launches one
+        kernel and waits for nothing: wrong ids, a wrong S, logits that are not finite and late
+        peers end it, on all ranks and without a defined output, and raise on each rank in its next
+        call that finds them known, or in `check`, until all ranks call `reset`. The kernel takes
+        ids of both widths and weights of 32 and 16 bits as they are; for other strides and float64
+        PyTorch copies them first, with kernels of its own.
         """
-        cfg = self.cfg
         self._check_x(x)
-        ids, weights = self._check_routing(x.shape[0], topk_ids, topk_weights)
-        self._check_parameters()
-        self._check_gradients(x, topk_weights)
-        out = torch.empty_like(x)
-        capacity = cfg.capacity(x.shape[0])
-        self._engine.forward(
-            CallTensors(
-                x=x,
-                out=out,
-                gate=self.gate.weight,
-                selection_bias=self.gate.selection_bias,
-                topk_ids=ids,
-                topk_weights=weights,
-                w1=self.w1,
-                b1=self.b1,
-                w2=self.w2,
-                b2=self.b2,
-            ),
-            pair_limit=cfg.max_tokens if capacity is None else capacity,
+        if topk_ids is not None or topk_weights is not None:
+            self._check_routing(x.shape[0], topk_ids, topk_weights)
+        if tokens is not None:
+            self._check_tokens(tokens)
+        # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
+        gate, own = self._modules["gate"], self._parameters
+        assert gate is not None
+        parameters = (
+            own.get("w1"),
+            own.get("b1"),
+            own.get("w2"),
+            own.get("b2"),
+            gate._parameters.get("weight"),
+            gate._buffers.get("selection_bias"),
         )
-        return out
+        self._check_parameters(parameters)
+        if torch.is_grad_enabled():
+            _check_gradients(x, topk_weights, *parameters)
+        order = self._buffers["_order"]
+        y: torch.Tensor = custom_op.forward(
+            order, self._handle, x, topk_ids, topk_weights, tokens, *parameters
+        )
+        return y
 
     def stats(self) -> dict[str, Any]:
         """What this rank did in its last call: the fields of `CallStats`, and `bytes_to_peers`,
@@ -162,10 +193,13 @@ class MoELayer(nn.Module):
     def check(self) -> None:
         """Raises what has gone wrong in the calls so far. Waits for them.
 
-        On the twin a call raises by itself. On the GPU a call only launches: a late peer or logits
-        that are not finite are known when the kernel has ended, and raise here.
+        On the twin a call raises by itself. On the GPU a call only launches: what goes wrong in it
+        is known when its kernel has ended, and raises here or in a later call. A selection bias
+        that is not finite raises `ValueError` there only here; its expert is a last choice.
         """
         self._engine.check()
+        if self.gate.selection_bias is not None:
+            values.check_selection_bias(self.gate.selection_bias)
 
     def reset(self) -> None:
         """Makes the layer usable again after a call that failed. Collective; no rank may be in a
@@ -212,83 +246,64 @@ class MoELayer(nn.Module):
                 f"x has {x.shape[0]} tokens; at most max_tokens, {cfg.max_tokens}, are allowed"
             )
 
-    def _check_routing(
-        self, tokens: int, ids: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if ids is None and weights is None:
-            return None, None
+    def _check_routing(self, rows: int, ids: object, weights: object) -> None:
         if ids is None or weights is None:
             missing = "topk_ids" if ids is None else "topk_weights"
             raise ValueError(f"{missing} is None; topk_ids and topk_weights must be given together")
-        shape = [tokens, self.cfg.top_k]
         for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-            if list(tensor.shape) != shape:
+            if tensor.shape != (rows, self.cfg.top_k):
+                shape = [rows, self.cfg.top_k]
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}; it must be {shape}, [S, top_k]"
                 )
             if tensor.device != self._device:
                 raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"topk_ids has dtype {ids.dtype}; it must be torch.int32 or torch.int64"
-            )
-        if not weights.is_floating_point():
-            raise TypeError(
-                f"topk_weights has dtype {weights.dtype}; it must be a floating point type"
-            )
-        if ids.device.type == "cpu":  # looking at a GPU's tensor would wait for it
-            self._check_ids(ids)
-        return ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
+            if name == "topk_ids" and tensor.dtype not in (torch.int32, torch.int64):
+                raise TypeError(
+                    f"topk_ids has dtype {tensor.dtype}; it must be torch.int32 or torch.int64"
+                )
+            if name == "topk_weights" and not tensor.is_floating_point():
+                raise TypeError(
+                    f"topk_weights has dtype {tensor.dtype}; it must be a floating point type"
+                )
 
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        outside = (ids < -1) | (ids >= self.cfg.experts)
-        if outside.any():
-            token, slot = outside.nonzero()[0].tolist()
-            raise ValueError(
-                f"topk_ids[{token}, {slot}] is {int(ids[token, slot])}; it must be −1 (unused) "
-                "or an expert, "
-                f"0 to {self.cfg.experts - 1}"
-            )
-        ordered = ids.sort(dim=1).values
-        repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-        if repeated.any():
-            token, slot = repeated.nonzero()[0].tolist()
-            raise ValueError(
-                f"topk_ids[{token}] is {ids[token].tolist()}; an expert, here "
-                f"{int(ordered[token, slot + 1])}, "
-                "may appear only once in a row"
-            )
+    def _check_tokens(self, tokens: object) -> None:
+        if not isinstance(tokens, torch.Tensor):
+            raise TypeError(f"tokens is a {type(tokens).__name__}; it must be a torch.Tensor")
+        if tokens.dim() > 1 or tokens.numel() != 1:
+            raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [1] or []")
+        if tokens.dtype != torch.int32:
+            raise TypeError(f"tokens has dtype {tokens.dtype}; it must be torch.int32")
+        if tokens.device != self._device:
+            raise ValueError(f"tokens is on {tokens.device}; it must be on {self._device}")
 
-    def _check_gradients(self, *inputs: torch.Tensor | None) -> None:
-        tensors = [*inputs, *self.parameters()]
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            raise RuntimeError(
-                "MoELayer has no backward, and a tensor requires a gradient: call it under "
-                "torch.no_grad(), or detach x, topk_weights and the parameters"
-            )
-
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, parameters: tuple[torch.Tensor | None, ...]) -> None:
         """Parameters may have been replaced or moved since the layer was made."""
-        state = self.state_dict()
-        for name, (shape, dtype) in self._expected.items():
-            tensor = state.get(name)
+        device = self._device
+        for expected, tensor in zip(self._expected, parameters, strict=True):
+            if expected is None:
+                continue
+            name, shape, dtype = expected
             if tensor is None:
                 raise ValueError(f"{name} is missing; the layer was made with one: {list(shape)}")
             if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
             if tensor.dtype != dtype:
                 raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
-            if tensor.device != self._device:
-                raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
-        bias = self.gate.selection_bias
-        if bias is not None and bias.device.type == "cpu" and not bias.isfinite().all():
-            expert = int((~bias.isfinite()).nonzero()[0])
-            raise ValueError(
-                f"gate.selection_bias[{expert}] is {float(bias[expert])}; it must be finite"
+
+
+def _check_gradients(*tensors: torch.Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            raise RuntimeError(
+                "MoELayer has no backward, and a tensor requires a gradient: call it under "
+                "torch.no_grad(), or detach x, topk_weights and the parameters"
             )
 
 

@@ -36,6 +36,7 @@ struct alignas(kCacheLine) Tally {
   u64 padding_rows;          // rows computed only because segments are padded to 8
   u64 dropped_pairs;         // pairs beyond their expert's capacity
   u64 busy_ns[kTaskKinds];   // time inside parts
+  u64 tokens;                // S of the call; the OS block's tally alone has it
 };
 
 /// Where a mailbox's words start and how many there are (mailbox.hpp).

@@ -26,6 +26,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->starving = 0;
     *rank.os->inquiry = 0;
     memory.os_tally() = Tally{};
+    memory.os_tally().tokens = call.tokens;
   }
   P::sync_lanes();
 }

@@ -95,6 +95,15 @@ class Processor {
     rank_.fail(failure);
   }
 
+  /// Ends the call because an id that the caller gave a token cannot be followed.
+  void reject_id(FailureKind kind, u32 token, u32 slot, u64 id) {
+    Failure failure = failure_of(rank_, call_, kind, Actor::processor);
+    failure.chunk = token;
+    failure.expected = slot;
+    failure.seen = id;
+    rank_.fail(failure);
+  }
+
   /// Makes a finished part's effects visible. One warp, after everything that the part's other
   /// warps wrote. `combined`: tokens that a Combine part has written.
   void complete(const Task& task, ReadyWord word, u64 busy_ns, u32 combined) {

@@ -28,6 +28,10 @@ enum class FailureKind : u32 {
   overflow = 9,           // a bounded buffer was full: a broken invariant
   host_abort = 10,        // the host asked this rank to stop
   epochs_spent = 11,      // 2^32 - 2 calls since the last reset
+  // What the caller keeps in the GPU's memory. Of an id: chunk = token, expected = slot, seen = id.
+  id_no_expert = 12,       // neither an expert nor -1
+  id_repeated = 13,        // the token has it in an earlier slot
+  token_count_wrong = 14,  // seen = S, which is negative or beyond the rows of x, expected
 };
 
 struct alignas(kCacheLine) Failure {

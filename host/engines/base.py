@@ -5,7 +5,7 @@ launchers.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,12 +13,14 @@ from moeos.config import MoEConfig
 from moeos.world import World
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CallTensors:
-    """The checked tensors of one call, contiguous and in the layer's dtype unless said.
+class CallTensors(NamedTuple):
+    """The tensors of one call, of checked shapes and dtypes; contiguous and in the layer's dtype
+    unless said.
 
-    x [S, H] and out [S, H]; gate [E, H]; selection_bias fp32 [E] or None; topk_ids int32 [S, k] and
-    topk_weights fp32 [S, k], both or neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None.
+    x [rows, H] and out [rows, H]; gate [E, H]; selection_bias fp32 [E] or None; topk_ids int32 or
+    int64 [rows, k] and topk_weights of any floating point type [rows, k], of any strides, both or
+    neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; tokens int32 [1] or [], S, or
+    None: S is the number of rows. Values are not checked: the machine that can look at them does.
     """
 
     x: torch.Tensor
@@ -31,6 +33,7 @@ class CallTensors:
     b1: torch.Tensor | None
     w2: torch.Tensor
     b2: torch.Tensor | None
+    tokens: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,14 +82,15 @@ class Engine(Protocol):
     def check_supported(cfg: MoEConfig) -> None:
         """Raises `ValueError` for a layer that this machine's kernels do not have."""
 
-    def forward(self, tensors: CallTensors, pair_limit: int) -> None:
-        """Runs one call; `pair_limit` is the number of rows that one expert takes from this rank.
+    def forward(self, tensors: CallTensors) -> None:
+        """Runs one call: writes the S first rows of out, and zeros into the others.
 
-        Raises what `moeos.failure.exception_of` says when the call does not end well.
+        Raises what `moeos.failure.exception_of` says when the call does not end well: here, or,
+        where a call only begins, in a later call or in `check`.
         """
 
     def check(self) -> None:
-        """Waits for the calls so far and raises as `forward` does, where that could not."""
+        """Waits for the calls so far and raises what has gone wrong in them."""
 
     def stats(self) -> CallStats:
         """The last call's."""

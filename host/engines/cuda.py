@@ -21,7 +21,12 @@ from moeos.control import name_ranks, raise_together
 from moeos.device_heap import DeviceHeap
 from moeos.engines import cuda_records
 from moeos.engines.base import CallStats, CallTensors
-from moeos.engines.cuda_arguments import RECORD_BYTES, ArgumentPacker, RankBuffers
+from moeos.engines.cuda_arguments import (
+    RECORD_BYTES,
+    WEIGHT_TYPES,
+    ArgumentPacker,
+    RankBuffers,
+)
 from moeos.failure import exception_of
 from moeos.jit import INSTALL, Kernel, KernelShape
 from moeos.world import World
@@ -37,9 +42,10 @@ Value = TypeVar("Value")
 class CudaEngine:
     """One layer on one rank's current CUDA device. Collective to make; lives as long as its world.
 
-    What only the device sees (a late peer, logits that are not finite) raises in `check`: a call
-    returns when its kernel is launched, and does not look at what became of the calls before. Once
-    a call has failed, later ones end at once, with an output that is not defined, until `reset`.
+    A call returns when its kernel is launched. What only the device sees (a late peer, logits that
+    are not finite, wrong ids) ends the call there, on all ranks; each rank's kernel then shows the
+    failure to its host, and the next `forward` that finds it raises, as `check` does. From the
+    failure to `reset` kernels that are launched end at once, with an output that is not defined.
 
     Attributes:
         report: what the compiler says of the kernel.
@@ -58,7 +64,6 @@ class CudaEngine:
     def __init__(self, cfg: MoEConfig, world: World) -> None:
         self._world = world
         self._virtual = world.control.shares_memory and world.size > 1
-        self._tokens = 0  # of the last call
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
         with torch.cuda.device(self._device):
@@ -70,7 +75,10 @@ class CudaEngine:
             self._offsets = sizes.offsets
             self._heap = DeviceHeap(world.control, sizes.heap_bytes, self._device)
             self._buffers = self._agree(lambda: self._allocate(cfg), "the memory of a layer")
-            self._arguments = ArgumentPacker(cfg, sizes, world.rank, world.deadline, self._buffers)
+            self._failure = self._agree(cuda_records.HostFailure, "the host's pinned memory")
+            self._arguments = ArgumentPacker(
+                cfg, sizes, world.rank, world.deadline, self._buffers, self._failure.address
+            )
             self._kernel = self._agree(lambda: self._load(kernel), "the loading of the kernel")
             self._abort_stream = torch.cuda.Stream()
             self._abort_record, self._abort_word = cuda_records.host_abort(world.rank)
@@ -80,26 +88,24 @@ class CudaEngine:
         world.on_abort.append(self._abort)
         world.on_close.append(self._close)
 
-    def forward(self, tensors: CallTensors, pair_limit: int) -> None:
+    def forward(self, tensors: CallTensors) -> None:
         """Launches one call on the current stream and returns; see `Engine.forward`.
 
+        Waits for nothing and allocates nothing, unless routing comes with strides or in float64.
         Virtual ranks wait for each other here, since one launch runs all of them.
 
-        Raises `ValueError` for a tensor that is not on the engine's device or lies at an address
-        that the kernel cannot read.
+        Raises `ValueError` for x or a parameter that is not on the engine's device or lies at an
+        address that the kernel cannot read, and what `exception_of` says of a failure of a call
+        before: then nothing is launched.
         """
         self._world.require_open()
-        for name, tensor in vars(tensors).items():
-            if tensor is not None and tensor.device != self._device:
-                raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
-        with torch.cuda.device(self._device):
-            record = self._arguments.pack(tensors, pair_limit)
-            self._tokens = len(tensors.x)
-            if self._virtual:
-                self._launch_together(record)
-            else:
-                assert self._kernel is not None  # only virtual ranks leave it to rank 0
-                self._kernel.launch(record, torch.cuda.current_stream().cuda_stream)
+        if tensors.topk_ids is not None:
+            tensors = _with_readable_routing(tensors)
+        if torch.cuda.current_device() == self._device.index:
+            self._call(tensors)
+        else:
+            with torch.cuda.device(self._device):
+                self._call(tensors)
 
     def check(self) -> None:
         """Waits for this rank's calls so far and raises what `exception_of` says of a failure.
@@ -116,7 +122,7 @@ class CudaEngine:
         """See `Engine.stats`. Waits for the calls so far."""
         self._world.require_open()
         torch.cuda.synchronize(self._device)
-        return cuda_records.stats_of(self._buffers.memory, self._offsets, self._shape, self._tokens)
+        return cuda_records.stats_of(self._buffers.memory, self._offsets, self._shape)
 
     def reset(self) -> None:
         """See `Engine.reset`."""
@@ -124,8 +130,22 @@ class CudaEngine:
         torch.cuda.synchronize(self._device)
         self._world.control.barrier()  # no rank's kernel runs any more
         cuda_records.clear(self._buffers.heap, self._buffers.memory, self._offsets)
+        self._failure.clear()
         torch.cuda.synchronize(self._device)
         self._world.control.barrier()  # every heap is clean before anyone writes into it
+
+    def _call(self, tensors: CallTensors) -> None:
+        """Launches a call; the engine's device is the current one."""
+        self._arguments.pack(tensors)
+        if self._virtual:
+            self._launch_together()
+            return
+        failure = self._failure.read()
+        if failure is not None:
+            raise exception_of(failure, self._world.rank)
+        assert self._kernel is not None  # only virtual ranks leave it to rank 0
+        # As torch.cuda.current_stream() but for the object, whose making takes 3 µs.
+        self._kernel.launch(torch._C._cuda_getCurrentRawStream(self._device.index))
 
     def _agree(self, do: Callable[[], Value], what: str) -> Value:
         """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""
@@ -191,20 +211,31 @@ class CudaEngine:
         if self._virtual and self._world.rank != 0:
             return None
         ranks = self._shape.virtual_ranks
-        return _LoadedKernel(kernel, (self._shape.processors + 1) * ranks, ranks)
+        record = self._arguments.record
+        arguments = numpy.tile(record, ranks) if self._virtual else record
+        return _LoadedKernel(kernel, (self._shape.processors + 1) * ranks, arguments)
 
-    def _launch_together(self, record: bytes) -> None:
-        """Launches the call of all virtual ranks, ordered behind and before each rank's stream."""
+    def _launch_together(self) -> None:
+        """Launches the call of all virtual ranks, ordered behind and before each rank's stream.
+
+        A failure that any of them has been shown raises on all.
+        """
         stream = torch.cuda.current_stream()
         ready = torch.cuda.Event()
         ready.record(stream)
-        calls = self._world.control.allgather((record, ready), "a call of the layer")
+        calls = self._world.control.allgather(
+            (self._arguments.record.copy(), ready, self._failure.read()), "a call of the layer"
+        )
+        for _, _, failure in calls:
+            if failure is not None:
+                raise exception_of(failure, self._world.rank)
         outcome: torch.cuda.Event | Exception | None = None
         if self._kernel is not None:
             try:
-                for _, event in calls:
+                for _, event, _ in calls:
                     stream.wait_event(event)
-                self._kernel.launch(b"".join(record for record, _ in calls), stream.cuda_stream)
+                numpy.concatenate([record for record, _, _ in calls], out=self._kernel.arguments)
+                self._kernel.launch(stream.cuda_stream)
                 outcome = torch.cuda.Event()
                 outcome.record(stream)
             except RuntimeError as error:
@@ -238,7 +269,7 @@ class CudaEngine:
         if self._kernel is not None:
             self._kernel.unload()
         self._heap.close()
-        del self._kernel, self._arguments, self._buffers, self._heap
+        del self._kernel, self._arguments, self._buffers, self._heap, self._failure
 
 
 def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
@@ -264,10 +295,28 @@ def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
     return device
 
 
-class _LoadedKernel:
-    """The kernel on the current device, and what its launches have in common."""
+def _with_readable_routing(tensors: CallTensors) -> CallTensors:
+    """The call with routing as the kernel can read it, copied only if it is not."""
+    ids, weights = tensors.topk_ids, tensors.topk_weights
+    assert ids is not None
+    assert weights is not None  # the layer takes both or neither
+    if weights.dtype not in WEIGHT_TYPES:
+        weights = weights.float()
+    if weights is tensors.topk_weights and ids.is_contiguous() and weights.is_contiguous():
+        return tensors
+    return tensors._replace(topk_ids=ids.contiguous(), topk_weights=weights.contiguous())
 
-    def __init__(self, kernel: Kernel, blocks: int, ranks: int) -> None:
+
+class _LoadedKernel:
+    """The kernel on the current device, and what its launches have in common.
+
+    Attributes:
+        arguments: uint8, the records of the ranks of a launch, as they are when it is made.
+    """
+
+    def __init__(
+        self, kernel: Kernel, blocks: int, arguments: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
+    ) -> None:
         driver = importlib.import_module("cuda.bindings.driver")
         self._driver = driver
         self._context = _ask(driver.cuCtxGetCurrent())
@@ -277,8 +326,9 @@ class _LoadedKernel:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ask(driver.cuFuncSetAttribute(self._function, limit, kernel.report.shared_bytes))
         # The driver copies the arguments in the launch, so one place serves all of them.
-        self._bytes = numpy.zeros(ranks * RECORD_BYTES, dtype=numpy.uint8)
-        self._pointers = numpy.array([self._bytes.ctypes.data], dtype=numpy.uint64)
+        self.arguments = arguments
+        self._pointers = numpy.array([arguments.ctypes.data], dtype=numpy.uint64)
+        self._pointers_at = self._pointers.ctypes.data
         cooperative = driver.CUlaunchAttribute()
         cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         cooperative.value.cooperative = 1
@@ -289,14 +339,15 @@ class _LoadedKernel:
         launch.attrs = [cooperative]
         launch.numAttrs = 1
         self._launch = launch
+        self._stream: int | None = None  # of the launch before
 
-    def launch(self, arguments: bytes, stream: int) -> None:
+    def launch(self, stream: int) -> None:
         driver = self._driver
         # The thread's current context may not be set yet: torch does that when it first needs it.
         _ask(driver.cuCtxSetCurrent(self._context))
-        self._bytes[:] = numpy.frombuffer(arguments, dtype=numpy.uint8)
-        self._launch.hStream = stream
-        _ask(driver.cuLaunchKernelEx(self._launch, self._function, self._pointers.ctypes.data, 0))
+        if stream != self._stream:
+            self._launch.hStream = self._stream = stream
+        _ask(driver.cuLaunchKernelEx(self._launch, self._function, self._pointers_at, 0))
 
     def unload(self) -> None:
         with contextlib.suppress(RuntimeError):

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import struct
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -20,16 +21,21 @@ from moeos.engines.base import CallTensors
 MAX_MAPS = 512
 """Tensor maps of a rank that are kept for the next call."""
 
-_FIELDS = struct.Struct(
-    "<"
-    + "128s" * 10  # tensor maps: x, gate, cells[3], w1, w2, intermediate[3]
-    # heap, memory, peers, x_rows, selection_bias, topk_ids, topk_weights, b1, b2,
-    # intermediate_rows, out, deadline_ns
-    + "12Q"
-    + "4I"  # rank, tokens, pair_limit, reserved
-)
+WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""In which the kernel reads weights given by the caller: WeightType of arguments.cuh."""
+
+_MAP_BYTES = 128
+_MAPS = ("x", "gate", *("cells",) * 3, "w1", "w2", *("intermediate",) * 3)
+_LAYER = struct.Struct("<6Q")  # heap, memory, peers, intermediate_rows, host_failure, deadline_ns
+_PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
+# x_rows, out, topk_ids, topk_weights, token_count; rank, rows, ids_wide, weight_type
+_CALL = struct.Struct("<5Q4I")
+
+_LAYER_AT = len(_MAPS) * _MAP_BYTES
+_PARAMETERS_AT = _LAYER_AT + _LAYER.size
+_CALL_AT = _PARAMETERS_AT + _PARAMETERS.size
 _MAP_ALIGNMENT = 64
-RECORD_BYTES = -(-_FIELDS.size // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 _BOX_COLUMNS = 64  # 128 bytes, one row of a stage
@@ -58,10 +64,14 @@ class RankBuffers:
 
 
 class ArgumentPacker:
-    """Packs one rank's records. Tensor maps of matrices that come again are made once.
+    """Packs one rank's records, all in one place; what is as in the call before stays there.
 
     Args:
         deadline: seconds.
+        host_failure: address of the memory of `cuda_records.HostFailure`.
+
+    Attributes:
+        record: uint8 [RECORD_BYTES], what `pack` has made; the next `pack` changes it.
     """
 
     def __init__(
@@ -71,69 +81,99 @@ class ArgumentPacker:
         rank: int,
         deadline: float,
         buffers: RankBuffers,
+        host_failure: int,
     ) -> None:
         self._cfg = cfg
         self._rank = rank
-        self._deadline_ns = int(deadline * 1e9)
         self._gate_box_rows = next(n for n in _GATE_BOX_ROWS if cfg.experts <= n)
         self._buffers = buffers
         self._maps: dict[tuple[int, int, int, int], bytes] = {}
         self._driver = importlib.import_module("cuda.bindings.driver")
+        self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
+        self._bytes = memoryview(self.record)  # type: ignore[arg-type]
+        self._x: tuple[int, int] | None = None  # address and rows of the map of x that is packed
+        self._parameters: tuple[int, ...] | None = None  # the addresses that are packed
         cells = buffers.heap.data_ptr() + sizes.first_cell
         between = buffers.intermediate
-        self._cell_maps = [
-            self._encode("the heap", cells, sizes.cells * sizes.cell_rows, cfg.hidden, rows)
-            for rows in _SEGMENT_BOX_ROWS
-        ]
-        self._intermediate_maps = [
-            self._encode("the buffer", between.data_ptr(), len(between), cfg.intermediate, rows)
-            for rows in _SEGMENT_BOX_ROWS
-        ]
-
-    def pack(self, tensors: CallTensors, pair_limit: int) -> bytes:
-        """The record of one call: `RECORD_BYTES` bytes.
-
-        Raises `ValueError` if a tensor lies at an address that tensor maps cannot have.
-        """
-        t, buffers = tensors, self._buffers
-        hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
-        if len(t.x) > 0:
-            x_map = self._map("x", t.x, hidden, _ROUTE_BOX_ROWS)
-            x, out = t.x, t.out
-        else:  # their rows are never used, but there must be an address
-            x_map = self._intermediate_maps[0]
-            x = out = buffers.intermediate
-        record = _FIELDS.pack(
-            x_map,
-            self._map("gate.weight", t.gate, hidden, self._gate_box_rows),
-            *self._cell_maps,
-            self._map("w1", t.w1, hidden, _TILE_BOX_ROWS),
-            self._map("w2", t.w2, intermediate, _TILE_BOX_ROWS),
-            *self._intermediate_maps,
+        for place, rows in enumerate(_SEGMENT_BOX_ROWS):
+            count = sizes.cells * sizes.cell_rows
+            cell_map = self._encode("the heap", cells, count, cfg.hidden, rows)
+            self._place(_MAPS.index("cells") + place, cell_map)
+            between_map = self._encode(
+                "the buffer", between.data_ptr(), len(between), cfg.intermediate, rows
+            )
+            self._place(_MAPS.index("intermediate") + place, between_map)
+        _LAYER.pack_into(
+            self._bytes,
+            _LAYER_AT,
             buffers.heap.data_ptr(),
             buffers.memory.data_ptr(),
             buffers.peers.data_ptr(),
-            x.data_ptr(),
+            between.data_ptr(),
+            host_failure,
+            int(deadline * 1e9),
+        )
+
+    def pack(self, tensors: CallTensors) -> None:
+        """Makes `record` that of a call.
+
+        Routing must be contiguous, and its weights of 16 or 32 bits. Raises `ValueError` if a
+        tensor lies on another device, or at an address that tensor maps cannot have.
+        """
+        t = tensors
+        self._pack_parameters(t)
+        rows = len(t.x)
+        if rows > 0:
+            x, out = t.x.data_ptr(), t.out.data_ptr()
+            if self._x != (x, rows):
+                self._place(0, self._map("x", t.x, self._cfg.hidden, _ROUTE_BOX_ROWS))
+                self._x = (x, rows)
+        else:  # their rows are never used, but there must be an address
+            x = out = self._buffers.intermediate.data_ptr()
+            if self._x is None:
+                self._place(0, self._packed_map(_MAPS.index("intermediate")))
+        ids, weights, count = t.topk_ids, t.topk_weights, t.tokens
+        _CALL.pack_into(
+            self._bytes,
+            _CALL_AT,
+            x,
+            out,
+            # 0 means that there is none; without rows there is no other address.
+            0 if ids is None else ids.data_ptr() or x,
+            0 if weights is None else weights.data_ptr() or x,
+            0 if count is None else count.data_ptr(),
+            self._rank,
+            rows,
+            0 if ids is None else ids.dtype == torch.int64,
+            0 if weights is None else WEIGHT_TYPES[weights.dtype],
+        )
+
+    def _pack_parameters(self, t: CallTensors) -> None:
+        addresses = (
+            t.gate.data_ptr(),
+            t.w1.data_ptr(),
+            t.w2.data_ptr(),
             _address(t.selection_bias),
-            self._given(t.topk_ids),
-            self._given(t.topk_weights),
             _address(t.b1),
             _address(t.b2),
-            buffers.intermediate.data_ptr(),
-            out.data_ptr(),
-            self._deadline_ns,
-            self._rank,
-            len(t.x),
-            pair_limit,
-            0,
         )
-        return record.ljust(RECORD_BYTES, b"\0")
+        if addresses == self._parameters:
+            return
+        hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
+        for name, matrix, columns, box_rows in (
+            ("gate", t.gate, hidden, self._gate_box_rows),
+            ("w1", t.w1, hidden, _TILE_BOX_ROWS),
+            ("w2", t.w2, intermediate, _TILE_BOX_ROWS),
+        ):
+            self._place(_MAPS.index(name), self._map(name, matrix, columns, box_rows))
+        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:])
+        self._parameters = addresses
 
-    def _given(self, tensor: Tensor | None) -> int:
-        """The address of routing given by the caller; 0 means that there is none."""
-        if tensor is None:
-            return 0
-        return tensor.data_ptr() or self._buffers.intermediate.data_ptr()  # no tokens: never read
+    def _place(self, index: int, tensor_map: bytes) -> None:
+        self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES] = tensor_map
+
+    def _packed_map(self, index: int) -> bytes:
+        return bytes(self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES])
 
     def _map(self, name: str, matrix: Tensor, columns: int, box_rows: int) -> bytes:
         """The tensor map of a contiguous tensor whose last dimension has `columns` elements."""
@@ -141,6 +181,9 @@ class ArgumentPacker:
         key = (matrix.data_ptr(), rows, columns, box_rows)
         found = self._maps.get(key)
         if found is None:
+            device = self._buffers.heap.device
+            if matrix.device != device:
+                raise ValueError(f"{name} is on {matrix.device}; it must be on {device}")
             found = self._encode(name, matrix.data_ptr(), rows, columns, box_rows)
             if len(self._maps) == MAX_MAPS:
                 del self._maps[next(iter(self._maps))]

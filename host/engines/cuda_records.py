@@ -1,4 +1,4 @@
-"""What a rank's device memory says after a call: the failure, if there is one, and the tallies.
+"""What a rank's memory says after a call: the failure, if there is one, and the tallies.
 
 The only file of the GPU's host side that knows how Failure (runtime/watchdog.hpp) and Tally are
 laid out; where they lie, `_twin.Sizes.offsets` says. It reads and waits for nothing but its own
@@ -22,7 +22,7 @@ _HOST_ABORT = 10  # FailureKind
 _NONE = 0xFFFFFFFF
 _KINDS = ("route", "combine", "gemm1", "gemm0", "dispatch")  # TaskKind
 _FAILURE = struct.Struct("<8I3Q")
-_TALLY_WORDS = CACHE_LINE // 8
+_TALLY_WORDS = CACHE_LINE // 8  # tasks by kind, five sums, busy times by kind, tokens
 
 
 @dataclasses.dataclass
@@ -40,6 +40,33 @@ class Failure:
     expected: int
     seen: int
     waited_ns: int
+
+
+class HostFailure:
+    """The host's copy of the failure that ended a call of this rank, which the kernel writes.
+
+    In pinned memory, which the GPU addresses as the host does (CUDA programming guide, "unified
+    virtual addressing"), so that looking at it waits for nothing.
+
+    Attributes:
+        address: of the record, for the kernel.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(CACHE_LINE // 4, dtype=torch.int32, pin_memory=True)
+        self._words = self._memory.numpy()
+        self.address = self._memory.data_ptr()
+
+    def read(self) -> Failure | None:
+        """The failure, or None as long as no kernel has left a call because of one."""
+        # The kernel writes the kind last: whoever sees it sees the rest.
+        if self._words[0] == 0:
+            return None
+        return Failure(*_FAILURE.unpack(self._words.tobytes()[: _FAILURE.size]))
+
+    def clear(self) -> None:
+        """Forgets the failure. No kernel of this rank may be running."""
+        self._words[:] = 0
 
 
 def first_failure(heap: Tensor, offsets: dict[str, int]) -> Failure | None:
@@ -67,8 +94,8 @@ def clear(heap: Tensor, memory: Tensor, offsets: dict[str, int]) -> None:
     _words(memory, offsets["epoch"], 1).fill_(FIRST_EPOCH)
 
 
-def stats_of(memory: Tensor, offsets: dict[str, int], shape: KernelShape, tokens: int) -> CallStats:
-    """What a rank did in its last call, of `tokens` tokens. Waits for the current stream."""
+def stats_of(memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> CallStats:
+    """What a rank did in its last call. Waits for the current stream."""
     actors = shape.processors + 1
     at = offsets["tallies"]
     tallies = memory[at : at + actors * CACHE_LINE].view(torch.int64).view(actors, _TALLY_WORDS)
@@ -81,7 +108,7 @@ def stats_of(memory: Tensor, offsets: dict[str, int], shape: KernelShape, tokens
         for name in ("send_start", "receive_start")
     )
     return CallStats(
-        tokens=tokens,
+        tokens=rest[10],
         pairs_sent=sent[:, -1].tolist(),
         pairs_received=received[:, -1].tolist(),
         expert_pairs=received.diff(dim=1).sum(dim=0).tolist(),
@@ -91,7 +118,7 @@ def stats_of(memory: Tensor, offsets: dict[str, int], shape: KernelShape, tokens
         flag_bytes_to_peers=rest[2],
         padding_rows=rest[3],
         drops=rest[4],
-        busy_seconds=rest[5] / 1e9,
+        busy_seconds=sum(rest[5:10]) / 1e9,
     )
 
 

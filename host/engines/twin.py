@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from moeos import _twin
+from moeos import _twin, values
 from moeos.config import MoEConfig
 from moeos.engines.base import CallStats, CallTensors
 from moeos.failure import exception_of
@@ -60,18 +60,32 @@ class TwinEngine:
         world.on_abort.append(self._abort)
         world.on_close.append(self._close)
 
-    def forward(self, tensors: CallTensors, pair_limit: int) -> None:
-        """Runs one call on this thread and the rank's processor threads; see `Engine.forward`."""
-        self._tokens = tensors.x.shape[0]
-        failure = self._live().forward(
-            bfloat16=self._cfg.dtype == torch.bfloat16,
-            tokens=self._tokens,
-            pair_limit=pair_limit,
+    def forward(self, tensors: CallTensors) -> None:
+        """Runs one call on this thread and the rank's processor threads; see `Engine.forward`.
+
+        Raises `ValueError` for an id, a number of tokens or a selection bias that cannot be, before
+        anything is sent.
+        """
+        cfg = self._cfg
+        tokens = values.count_tokens(tensors.tokens, len(tensors.x))
+        ids, weights = tensors.topk_ids, tensors.topk_weights
+        if ids is not None and weights is not None:
+            values.check_ids(ids[:tokens], cfg.experts)
+            ids, weights = ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
+        if tensors.selection_bias is not None:
+            values.check_selection_bias(tensors.selection_bias)
+        capacity = cfg.capacity(tokens)
+        rank = self._live()
+        self._tokens = tokens
+        failure = rank.forward(
+            bfloat16=cfg.dtype == torch.bfloat16,
+            tokens=tokens,
+            pair_limit=cfg.max_tokens if capacity is None else capacity,
             x=tensors.x.data_ptr(),
             gate=tensors.gate.data_ptr(),
             selection_bias=_address(tensors.selection_bias),
-            topk_ids=_given(tensors.topk_ids),
-            topk_weights=_given(tensors.topk_weights),
+            topk_ids=_given(ids),
+            topk_weights=_given(weights),
             w1=tensors.w1.data_ptr(),
             b1=_address(tensors.b1),
             w2=tensors.w2.data_ptr(),
@@ -80,6 +94,7 @@ class TwinEngine:
         )
         if failure.kind != 0:
             raise exception_of(failure, self._world.rank)
+        tensors.out[tokens:].zero_()
 
     def check(self) -> None:
         """See `Engine.check`: a call of the twin has raised by itself."""

@@ -1,10 +1,11 @@
-// What a launch is told: addresses and tensor maps of each rank. host/engines/cuda.py packs the
-// same bytes.
+// What a launch is told: addresses and tensor maps of each rank. host/engines/cuda_arguments.py
+// packs the same bytes.
 #pragma once
 
 #include "kernels/sm90/config.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/base.hpp"
+#include "runtime/watchdog.hpp"
 
 namespace moeos::sm90 {
 
@@ -12,29 +13,37 @@ namespace moeos::sm90 {
 inline constexpr u32 kBoxRows[] = {128, 32, 8};
 inline constexpr u32 kBoxes = 3;
 
+/// Element types of the weights that a caller may give with its routing.
+enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
+
 struct RankArguments {
-  TensorMap x;                     // [S, H], box 64 x 64
+  TensorMap x;                     // [rows, H], box 64 x 64
   TensorMap gate;                  // [E, H], box kRouteColumns x 64
   TensorMap cells[kBoxes];         // [rows of all cells, H]
   TensorMap w1;                    // [X * 2I or I, H], box 128 x 64
   TensorMap w2;                    // [X * H, I], box 128 x 64
   TensorMap intermediate[kBoxes];  // [rows, I]
+  // Of the layer.
   u8* heap;
   u8* memory;
   u8* const* peers;
-  const u8* x_rows;
+  u8* intermediate_rows;
+  Failure* host_failure;  // in the host's memory: see host_failure.cuh
+  u64 deadline_ns;
+  // Of its parameters.
   const float* selection_bias;  // [E] or null
-  const i32* topk_ids;          // routing given by the caller, or null
-  const float* topk_weights;
   const u8* b1;
   const u8* b2;
-  u8* intermediate_rows;
+  // Of the call.
+  const u8* x_rows;
   u8* out;
-  u64 deadline_ns;
+  const void* topk_ids;  // routing given by the caller, [rows, k], or null
+  const void* topk_weights;
+  const i32* token_count;  // S, or null: all rows are tokens
   u32 rank;
-  u32 tokens;      // S
-  u32 pair_limit;  // rows that one expert takes from this rank in this call
-  u32 reserved;
+  u32 rows;      // of x and out
+  u32 ids_wide;  // 1: topk_ids are 64 bits wide, 0: 32
+  WeightType weight_type;
 };
 
 struct Arguments {

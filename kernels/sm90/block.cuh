@@ -78,7 +78,7 @@ struct Slot {
   u64 begun_ns;
   RingPosition<kStages> stage;  // the part's first
   u32 combined;                 // Combine: tokens
-  u32 bad_token;                // Route: a token whose logits are not finite, or kNone
+  u32 bad_token;                // Route: a token with bad logits or bad given ids, or kNone
   u32 last_route;               // Route: 1 when this part was the call's last one
 };
 inline constexpr u32 kSlots = 2;

@@ -40,6 +40,10 @@ inline constexpr LayerShape kShape{
     MOEOS_TOP_GROUPS,
 };
 
+/// Slots of an expert for each token of a source, MoEConfig.capacity_ratio; 0 / 0 when dropless.
+inline constexpr u64 kCapacityNumerator = MOEOS_CAPACITY_NUMERATOR;
+inline constexpr u64 kCapacityDenominator = MOEOS_CAPACITY_DENOMINATOR;
+
 /// Whether experts have biases.
 inline constexpr bool kBias = MOEOS_BIAS != 0;
 

@@ -7,9 +7,11 @@
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/combine.cuh"
 #include "kernels/sm90/epilogue.cuh"
+#include "kernels/sm90/host_failure.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/route.cuh"
 #include "kernels/sm90/stores.cuh"
+#include "kernels/sm90/token_count.cuh"
 #include "runtime/os.hpp"
 #include "runtime/processor.hpp"
 
@@ -123,7 +125,8 @@ inline void run_store(const RankArguments& arguments, const Rank<Machine>& rank,
 }
 
 /// Makes the effects of finished parts visible, while the consumers are at the next one.
-inline void run_complete(Processor<Machine>& processor, Shared& shared) {
+inline void run_complete(const RankArguments& arguments, Processor<Machine>& processor,
+                         Shared& shared) {
   RingPosition<kSlots> at;
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
@@ -143,7 +146,9 @@ inline void run_complete(Processor<Machine>& processor, Shared& shared) {
     if (Machine::lane() == 0) {
       shared.slot_empty[at.index].arrive();
     }
-    if (bad_token != kNone) {
+    if (bad_token != kNone && arguments.topk_ids != nullptr) {
+      reject_given_routing(arguments, processor, bad_token);
+    } else if (bad_token != kNone) {
       if (Machine::lane() == 0) {
         processor.reject_logits(bad_token);
       }
@@ -165,7 +170,7 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
   const u32 end = minimum(call.tokens, first + kRouteTokens);
   const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
   if (arguments.topk_ids != nullptr) {
-    copy_given_routing(arguments, rank.memory, first, end);
+    copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
   } else {
     float d[kRouteColumns / 2];
     Logits logits;
@@ -253,6 +258,7 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
   Processor<Machine> processor(rank, call, index);
   if (warp >= kFirstConsumerWarp) {
     raise_registers<kConsumerRegisters>();
+    clear_rows_beyond(arguments, call.tokens, index);
     run_consumers(arguments, rank, call, processor, shared);
     return;
   }
@@ -264,7 +270,7 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
   } else if (warp == kStoreWarp) {
     run_store(arguments, rank, call, shared);
   } else {
-    run_complete(processor, shared);
+    run_complete(arguments, processor, shared);
   }
 }
 
@@ -273,9 +279,11 @@ inline void make_rank(const RankArguments& mine, u8* rank, const OsMemory* os, C
   new (rank) Rank<Machine>{
       Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
       mine.rank,           mine.deadline_ns};
-  const bool may_be_unsent = mine.topk_ids != nullptr || mine.pair_limit < kGeometry.max_tokens;
-  call = Call{*reinterpret_cast<const Rank<Machine>*>(rank)->memory.epoch, mine.tokens,
-              mine.pair_limit, may_be_unsent ? 1U : 0U};
+  const u32 tokens = tokens_of(mine);
+  const u32 pair_limit = pair_limit_of(tokens);
+  const bool may_be_unsent = mine.topk_ids != nullptr || pair_limit < kGeometry.max_tokens;
+  call = Call{*reinterpret_cast<const Rank<Machine>*>(rank)->memory.epoch, tokens, pair_limit,
+              may_be_unsent ? 1U : 0U};
 }
 
 inline void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
@@ -318,9 +326,15 @@ inline void run_os(const RankArguments& mine, OsShared& shared) {
   if (warp == 0) {
     begin_call(rank, shared.call);
   }
+  if (threadIdx.x == 0) {
+    check_count(mine, rank, shared.call);
+  }
   __syncthreads();
   if (warp < kOsWarps) {
     run_os_warp(rank, shared.call, warp);
+  }
+  if (warp == 0) {
+    show_failure(mine, rank, shared.call);
   }
 }
 

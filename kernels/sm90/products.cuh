@@ -55,8 +55,8 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
       full.arrive_expecting(kRouteDepth * (kRouteTokens + kRouteColumns) * kSwizzleBytes);
       for (u32 n = 0; n < kRouteDepth; ++n) {
         const u32 at = (step * kRouteDepth + n) * kTileDepth;
-        load_box(arguments.x, to.rows + n * kRouteTokens * kSwizzleBytes, full,
-                 part * kRouteTokens, at);
+        load_box(arguments.x, to.rows + n * kRouteTokens * kSwizzleBytes, full, part * kRouteTokens,
+                 at);
         load_box(arguments.gate, to.weights + n * kRouteColumns * kSwizzleBytes, full, 0, at);
       }
       continue;

@@ -151,19 +151,17 @@ class RankLayer:
 
     def __call__(self, call: Call) -> Tensor:
         """The output of a call whose tensors are on the GPU; whatever is not written is NaN."""
-        cfg = self._weights.cfg
         out = torch.full_like(call.x, torch.nan)
-        capacity = cfg.capacity(len(call.x))
         tensors = CallTensors(
             x=call.x,
             out=out,
             gate=self._weights.gate,
             selection_bias=self._weights.selection_bias,
-            topk_ids=None if call.ids is None else call.ids.int(),
+            topk_ids=call.ids,
             topk_weights=call.weights,
             **self._parts,
         )
-        self.engine.forward(tensors, cfg.max_tokens if capacity is None else capacity)
+        self.engine.forward(tensors)
         return out
 
 

@@ -258,6 +258,44 @@ def test_a_nan_in_a_token_of_given_routing_reaches_its_output_alone(
         assert torch.equal(y.isnan(), weights.expected(call).isnan())
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["routed", "given"])
+@pytest.mark.parametrize("capacity_factor", [None, 0.6], ids=["dropless", "capacity"])
+def test_a_count_of_tokens_means_the_first_rows_and_the_others_become_zero(
+    capacity_factor: float | None, given: bool
+) -> None:
+    """Whatever lies in the rows beyond them, in x and in the routing."""
+    cfg = config(capacity_factor=capacity_factor, bias=True)
+    weights = draw_weights(cfg)
+    draw = draw_given_call if given else draw_call
+    counts = [[0, 40, 77], [77, 1, 33]]
+    padded = [[draw(cfg, 77, 10 * rank + n) for n in range(3)] for rank in range(2)]
+    for rank, rank_counts in enumerate(counts):
+        for call, tokens in zip(padded[rank], rank_counts, strict=True):
+            call.x[tokens:] = torch.nan
+            if call.ids is not None:
+                call.ids[tokens:] = 99
+    calls = [
+        [
+            Call(*(None if part is None else part[:tokens] for part in vars(call).values()))
+            for call, tokens in zip(padded[rank], counts[rank], strict=True)
+        ]
+        for rank in range(2)
+    ]
+
+    def rank_main(world: World) -> list[torch.Tensor]:
+        layer = weights.layer(world)
+        outputs = []
+        for call, tokens in zip(padded[world.rank], counts[world.rank], strict=True):
+            count = torch.tensor([tokens], dtype=torch.int32)
+            y = layer(call.x, call.ids, call.weights, tokens=count)
+            assert not y[tokens:].any()
+            assert layer.stats()["tokens"] == tokens
+            outputs.append(y[:tokens])
+        return outputs
+
+    assert_all_match(weights, calls, virtual.run(rank_main, ranks=2))
+
+
 def test_state_dict_of_a_layer_restores_it() -> None:
     cfg = config(bias=True, selection_bias=True)
     weights = draw_weights(cfg)

@@ -38,6 +38,10 @@ def changed_ids(row: int, slot: int, value: int) -> torch.Tensor:
     return ids
 
 
+def count_of(tokens: object) -> torch.Tensor:
+    return torch.tensor(tokens, dtype=torch.int32)
+
+
 def given(ids: object = IDS, weights: object = FACTORS, x: torch.Tensor = X) -> dict[str, Any]:
     return {"x": x, "topk_ids": ids, "topk_weights": weights}
 
@@ -110,6 +114,25 @@ BAD = {
     ),
     "an id repeated in a row": Bad(
         given(changed_ids(1, 1, 2)), ValueError, ("topk_ids[1]", "[2, 2]", "only once")
+    ),
+    "tokens is a number": Bad({"x": X, "tokens": 3}, TypeError, ("tokens", "int", "torch.Tensor")),
+    "tokens of two elements": Bad(
+        {"x": X, "tokens": count_of([1, 2])}, ValueError, ("tokens", "[2]", "[1]")
+    ),
+    "tokens of two dimensions": Bad(
+        {"x": X, "tokens": count_of([[3]])}, ValueError, ("tokens", "[1, 1]", "[1]")
+    ),
+    "tokens of another dtype": Bad(
+        {"x": X, "tokens": torch.tensor([3])}, TypeError, ("tokens", "int64", "int32")
+    ),
+    "tokens on another device": Bad(
+        {"x": X, "tokens": count_of([3]).to("meta")}, ValueError, ("tokens", "meta", "cpu")
+    ),
+    "a negative number of tokens": Bad(
+        {"x": X, "tokens": count_of(-1)}, ValueError, ("tokens is -1", "4 rows", "0 to 4")
+    ),
+    "more tokens than rows": Bad(
+        {"x": X, "tokens": count_of([5])}, ValueError, ("tokens is 5", "4 rows", "0 to 4")
     ),
 }
 

@@ -1,0 +1,183 @@
+"""A compiled layer does what the layer does: in one graph, and once for each call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeos import MoELayer, World, custom_op, virtual
+from moeos.engines.base import CallTensors
+from moeos.engines.twin import TwinEngine
+from tests.layers import Call, config, draw_call, draw_given_call, draw_weights
+
+CFG = config(max_tokens=64, bias=True, selection_bias=True)
+WEIGHTS = draw_weights(CFG)
+TOKENS = torch.tensor([13], dtype=torch.int32)
+
+backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
+    """The function as one graph; a graph break is an error."""
+    made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend, **options)
+    return made
+
+
+@backends
+def test_a_layer_is_traced_without_a_break_and_computes_the_same(backend: str) -> None:
+    given = draw_given_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        traced = compiled(layer, backend)
+        x = draw_call(CFG, 20, 0).x
+        assert torch.equal(traced(x), layer(x))
+        assert torch.equal(traced(given.x, given.ids, given.weights), given(layer))
+        assert torch.equal(traced(x, tokens=TOKENS), layer(x, tokens=TOKENS))
+
+    virtual.run(rank_main, ranks=1)
+
+
+@backends
+def test_one_graph_serves_many_token_counts(backend: str) -> None:
+    def rank_main(world: World) -> int:
+        layer = WEIGHTS.layer(world)
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        traced = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        for tokens in (20, 3, 64, 37, 5, 8):
+            call = draw_call(CFG, tokens, tokens)
+            assert torch.equal(traced(call.x), layer(call.x))
+        frames: int = counter.frame_count
+        return frames
+
+    assert virtual.run(rank_main, ranks=1) == [1]
+
+
+@backends
+def test_layers_amid_other_modules_become_one_graph(backend: str) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self, layers: list[MoELayer]) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(CFG.hidden)
+            self.layers = torch.nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(self.norm(x))
+            return x
+
+    def rank_main(world: World) -> None:
+        block = Block([WEIGHTS.layer(world), draw_weights(CFG, 1).layer(world)])
+        x = draw_call(CFG, 20, world.rank).x
+        with torch.no_grad():
+            assert torch.equal(compiled(block, backend)(x), block(x))
+
+    virtual.run(rank_main, ranks=2)
+
+
+@backends
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "beside a gradient"])
+def test_every_call_is_made_though_its_output_is_unused_or_that_of_another(
+    backend: str, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that made fewer calls than its peers would leave them waiting."""
+    calls: list[int] = []
+    forward = TwinEngine.forward
+
+    def counted(engine: TwinEngine, tensors: CallTensors) -> None:
+        calls.append(len(tensors.x))
+        forward(engine, tensors)
+
+    monkeypatch.setattr(TwinEngine, "forward", counted)
+    scale = torch.ones(CFG.hidden, requires_grad=trains)
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+
+        def program(x: Tensor) -> Tensor:
+            layer(x[:7])
+            return (layer(x) + layer(x)) * scale
+
+        traced, x = compiled(program, backend), draw_call(CFG, 20, 0).x
+        for _ in range(2):
+            traced(x)
+            assert calls == [7, 20, 20]
+            calls.clear()
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_change_of_the_weights_in_a_graph_comes_before_the_call_behind_it() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        x = draw_call(CFG, 20, 0).x
+
+        def program(x: Tensor) -> tuple[Tensor, Tensor]:
+            before = layer(x)
+            layer.w2.zero_()
+            return before, layer(x)
+
+        with torch.no_grad():
+            expected = layer(x)
+            before, after = compiled(program, "aot_eager")(x)
+        assert torch.equal(before, expected)
+        assert not torch.equal(after, expected)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_bad_arguments_of_a_compiled_layer_raise_what_they_raise_otherwise() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        traced = torch.compile(layer, backend="aot_eager")
+        with pytest.raises(ValueError, match="at most max_tokens, 64, are allowed"):
+            traced(torch.zeros(65, CFG.hidden))
+        with pytest.raises(TypeError, match=r"x has dtype torch\.float64"):
+            traced(torch.zeros(4, CFG.hidden, dtype=torch.float64))
+        with pytest.raises(ValueError, match=r"topk_ids\[0, 1\] is 8"):
+            Call(torch.zeros(1, CFG.hidden), torch.tensor([[0, 8]]), torch.ones(1, 2))(traced)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        parameters = (layer.w1, layer.b1, layer.w2, layer.b2)
+        given = draw_given_call(CFG, 20, 0)
+        torch.library.opcheck(
+            custom_op.forward,
+            (
+                layer._order,
+                layer._handle,
+                *(given.x, given.ids, given.weights, TOKENS),
+                *parameters,
+                *(layer.gate.weight, layer.gate.selection_bias),
+            ),
+        )
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_graph_that_outlives_its_layer_says_so() -> None:
+    def rank_main(world: World) -> tuple[Any, ...]:
+        layer = WEIGHTS.layer(world)
+        x = draw_call(CFG, 4, 0).x
+        parameters = (layer.w1, layer.b1, layer.w2, layer.b2)
+        gate = (layer.gate.weight, layer.gate.selection_bias)
+        return (layer._order, layer._handle, x, None, None, None, *parameters, *gate)
+
+    [arguments] = virtual.run(rank_main, ranks=1)
+    gc.collect()
+    with pytest.raises(RuntimeError, match=f"layer of engine {arguments[1]} is gone"):
+        custom_op.forward(*arguments)

@@ -1,0 +1,59 @@
+"""Each failure that the runtime records becomes one sentence, which names what to look at."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeos.engines.cuda_records import Failure
+from moeos.errors import NumericalError
+from moeos.failure import FailureKind, exception_of
+
+NONE = 0xFFFFFFFF
+
+
+def failure(kind: FailureKind, *, chunk: int = NONE, expected: int = 0, seen: int = 0) -> Failure:
+    """A record of call 7 by rank 2."""
+    return Failure(
+        kind=kind,
+        actor=3,
+        rank=2,
+        peer=NONE,
+        expert=NONE,
+        chunk=chunk,
+        epoch=7,
+        reserved=0,
+        expected=expected,
+        seen=seen % (1 << 64),
+        waited_ns=0,
+    )
+
+
+@pytest.mark.parametrize("value", [8, -2, 1 << 40, -(1 << 63)])
+def test_an_id_that_is_no_expert_is_named_with_token_slot_and_value(value: int) -> None:
+    error = exception_of(
+        failure(FailureKind.ID_NO_EXPERT, chunk=131, expected=1, seen=value), rank=0
+    )
+    assert type(error) is ValueError
+    assert f"topk_ids[131, 1] is {value}, neither an expert" in str(error)
+    assert "on rank 2 in call 7" in str(error)
+    assert "reset()" in str(error)
+
+
+def test_a_repeated_id_is_named_with_token_slot_and_value() -> None:
+    error = exception_of(failure(FailureKind.ID_REPEATED, chunk=5, expected=3, seen=6), rank=2)
+    assert type(error) is ValueError
+    assert "topk_ids[5, 3] is 6, which is in that row before" in str(error)
+
+
+@pytest.mark.parametrize("value", [-1, 65])
+def test_a_wrong_number_of_tokens_is_named_with_what_is_allowed(value: int) -> None:
+    error = exception_of(failure(FailureKind.TOKEN_COUNT_WRONG, expected=64, seen=value), rank=1)
+    assert type(error) is ValueError
+    assert f"tokens is {value}, which is not from 0 to 64, the rows of x, on rank 2" in str(error)
+
+
+def test_logits_that_are_not_finite_name_the_token_and_where_to_look() -> None:
+    error = exception_of(failure(FailureKind.LOGITS_NOT_FINITE, chunk=17), rank=1)
+    assert type(error) is NumericalError
+    for words in ("token 17 on rank 2", "call 7", "x, in gate.weight and in gate.selection_bias"):
+        assert words in str(error)
