@@ -86,6 +86,9 @@ void send_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u3
 template <Platform P>
 void return_rows(const Rank<P>& rank, const Task& task, Tally& tally) {
   const Geometry& geometry = rank.geometry();
+  // Orders the results of every part of this tile (acquired by the part that completed it) before
+  // the credits below; pairs with the owners' subscribers, which poll them and fence.
+  P::template publish_fence<Scope::system>();
   for (u32 s = 0; s < task.segment_count; ++s) {
     const Segment& segment = task.segments[s];
     const u32 owner = segment.source;
@@ -101,9 +104,7 @@ void return_rows(const Rank<P>& rank, const Task& task, Tally& tally) {
       const u64 credit = rank.layout.returned(rank.rank, chunk);
       u8* direct = rank.platform.peer(owner);
       if (direct != nullptr) {
-        // Publishes the results of every part of this tile (acquired by the part that completed it)
-        // to the owner's subscriber, which polls this word and fences.
-        P::template add_release<Scope::system>(reinterpret_cast<u32*>(direct + credit), rows);
+        P::template publish_add<Scope::system>(reinterpret_cast<u32*>(direct + credit), rows);
       } else {
         rank.platform.signal_add(owner, credit, rows);
       }

@@ -88,6 +88,13 @@ class Processor {
 
   const RoutingMap& routing_map() const { return map_; }
 
+  /// Counts Combine parts that completed no token and were not worth a complete(). One warp.
+  void count_skipped(u32 parts) {
+    if (P::lane() == 0) {
+      tally_.tasks[static_cast<u32>(TaskKind::combine)] += parts;
+    }
+  }
+
   /// Ends the call because a token's logits are not finite: a wrong route would be a silent error.
   void reject_logits(u32 token) {
     Failure failure = failure_of(rank_, call_, FailureKind::logits_not_finite, Actor::processor);

@@ -22,7 +22,7 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
   const u32 blocks = ceil_div(call.tokens, geometry.route_tokens);
   const u32 experts = geometry.local_experts();
-  constexpr u32 kBlocksAtOnce = 16;
+  constexpr u32 kBlocksAtOnce = 32;
   u32 dropped = 0;
   for (u32 expert = team.index * P::kLanes + P::lane(); expert < geometry.experts;
        expert += team.count * P::kLanes) {
@@ -85,30 +85,49 @@ void send_counts(const Rank<P>& rank, const Call& call, Team team) {
 /// of chunks in order, peers in turn, so that all links are busy and every peer's first tiles are
 /// complete early.
 template <Platform P, class Visit>
-void for_each_dispatch(const Rank<P>& rank, Visit visit) {
+void for_each_dispatch(const Rank<P>& rank, Team team, Visit visit) {
   const Geometry& geometry = rank.geometry();
-  const u32 groups = ceil_div(geometry.chunks(), Geometry::kChunksPerDispatch);
-  u32 slots = 0;
-  for (u32 first = 0; first < groups * geometry.world; first += P::kLanes) {
-    const u32 turn = first + P::lane();
-    const u32 peer = (rank.rank + 1 + turn) % geometry.world;
-    const u32 first_chunk = turn / geometry.world * Geometry::kChunksPerDispatch;
-    const u32 chunks = ceil_div(rank.memory.rows_sent(peer), geometry.chunk_rows);
-    const bool any = turn < groups * geometry.world && first_chunk < chunks;
-    const u32 place = P::inclusive_scan(any ? 1 : 0);
-    if (any) {
-      visit(slots + place - 1, peer, first_chunk,
+  // Lane i keeps the groups for the i-th peer from the next rank on, unless there are more peers
+  // than lanes: a look at memory for each turn would take most of this function's time.
+  const bool kept = geometry.world <= P::kLanes;
+  const auto chunks_from_memory = [&](u32 order) {
+    const u32 peer = (rank.rank + 1 + order) % geometry.world;
+    return ceil_div(rank.memory.rows_sent(peer), geometry.chunk_rows);
+  };
+  const u32 mine = P::lane() < geometry.world ? chunks_from_memory(P::lane()) : 0;
+  const auto chunks_of = [&](u32 order) {
+    const u32 chunks = P::broadcast(mine, kept ? order : 0);
+    return kept ? chunks : chunks_from_memory(order);
+  };
+  const auto groups_of = [&](u32 order) {
+    return ceil_div(chunks_of(order), Geometry::kChunksPerDispatch);
+  };
+  u32 groups = 0;
+  for (u32 order = 0; order < geometry.world; ++order) {
+    groups = maximum(groups, groups_of(order));
+  }
+  for (u32 first = 0; first < groups * geometry.world; first += team.count * P::kLanes) {
+    const u32 turn = first + team.index * P::kLanes + P::lane();
+    const u32 group = turn / geometry.world;
+    const u32 order = turn % geometry.world;
+    u32 slot = 0;  // turns before this one that have a task
+    for (u32 other = 0; other < geometry.world; ++other) {
+      slot += minimum(groups_of(other), group + (other < order ? 1 : 0));
+    }
+    const u32 chunks = chunks_of(order);
+    const u32 first_chunk = group * Geometry::kChunksPerDispatch;
+    if (first_chunk < chunks) {
+      visit(slot, (rank.rank + 1 + order) % geometry.world, first_chunk,
             minimum(Geometry::kChunksPerDispatch, chunks - first_chunk));
     }
-    slots += P::broadcast(place, P::kLanes - 1);
   }
 }
 
 /// Posts the Dispatch tasks: first all descriptors, then, behind one fence, all mailbox words.
 template <Platform P>
-void post_dispatch(const Rank<P>& rank, const Call& call) {
+void post_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const u32 first_task = rank.memory.first_task(TaskKind::dispatch);
-  for_each_dispatch(rank, [&](u32 slot, u32 peer, u32 first_chunk, u32 chunks) {
+  for_each_dispatch(rank, team, [&](u32 slot, u32 peer, u32 first_chunk, u32 chunks) {
     Task& task = rank.memory.tasks[first_task + slot];
     task.kind = TaskKind::dispatch;
     task.parts = static_cast<u16>(chunks);
@@ -116,10 +135,10 @@ void post_dispatch(const Rank<P>& rank, const Call& call) {
     task.peer = peer;
     task.first_chunk = first_chunk;
   });
-  // Orders the descriptors and the routing map before the words below; pairs with the scheduler's
-  // poll of the mailbox.
+  // Orders the descriptors and the routing map (which the team has synchronised on) before the
+  // words below; pairs with the scheduler's poll of the mailbox.
   P::template publish_fence<Scope::device>();
-  for_each_dispatch(rank, [&](u32 slot, u32, u32, u32 chunks) {
+  for_each_dispatch(rank, team, [&](u32 slot, u32, u32, u32 chunks) {
     P::template publish<Scope::device>(
         &rank.memory.mailbox(TaskKind::dispatch).words[slot],
         ReadyWord(call.epoch, TaskKind::dispatch, first_task + slot, chunks).bits());
@@ -153,10 +172,10 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
     // Relaxed: the warps add up a number that the host reads after the call.
     P::template add_relaxed<Scope::device>(&tally.dropped_pairs, u64{all_dropped});
   }
+  post_dispatch(rank, call, team);
   if (team.index != 0) {
     return;
   }
-  post_dispatch(rank, call);
   post_unsent(rank, call);
   P::sync_lanes();
   if (P::lane() == 0) {

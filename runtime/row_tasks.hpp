@@ -43,6 +43,13 @@ u32 row_number(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row) {
   return rank.layout.row(place.local_expert, place.slot, place.row - place.slot);
 }
 
+/// The pairs that the rows of a chunk carry, in their order.
+template <Platform P>
+const u32* pairs_of_chunk(const Rank<P>& rank, u32 peer, u32 chunk) {
+  return rank.memory.row_pair + u64{peer} * rank.geometry().cell_rows_used() +
+         u64{chunk} * rank.geometry().chunk_rows;
+}
+
 /// Counts every row of a returned chunk for its token: calls visit(token, ready) with one row a
 /// lane until all rows have been counted, by all lanes; ready says that it was the token's last
 /// row.
@@ -50,21 +57,24 @@ template <Platform P, class Visit>
 void count_returned(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 chunk, Visit visit) {
   const Geometry& geometry = rank.geometry();
   const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
-  const u32* pairs = rank.memory.row_pair + u64{peer} * geometry.cell_rows_used() +
-                     u64{chunk} * geometry.chunk_rows;
+  const u32* pairs = pairs_of_chunk(rank, peer, chunk);
   for (u32 first = 0; first < rows; first += P::kLanes) {
     u32 token = 0;
     bool last = false;
     if (first + P::lane() < rows) {
       token = pairs[first + P::lane()] / geometry.top_k;
       u32* seen = &rank.memory.rows_seen[token];
-      // Acquire-release: publishes that this row is here (acquired through the ring), and gives the
-      // one who counts the last row all of the token's rows.
-      last = P::template add_acquire_release<Scope::device>(seen, 1U) + 1 == map.rows_of(token);
+      // Publishes that this row is here: acquired through the ring, by a fence that stands before
+      // this add as well as behind that word.
+      last = P::template publish_add<Scope::device>(seen, 1U) + 1 == map.rows_of(token);
       if (last) {
         // For the next call; nobody else counts this token in this one.
         P::template store_relaxed<Scope::device>(seen, 0U);
       }
+    }
+    if (P::ballot(last) != 0) {
+      // Gives those who counted a last row all of the token's rows, which others have counted.
+      P::template acquire_fence<Scope::device>();
     }
     P::sync_lanes();  // what a lane has acquired, all lanes may read
     visit(token, last);

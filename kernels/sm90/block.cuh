@@ -35,8 +35,8 @@ inline constexpr u32 kFirstConsumerWarp = 4;
 
 // 64 K registers, of which accumulators take 128 a consumer thread; the rest is what each role's
 // code needs without spilling.
-inline constexpr u32 kConsumerRegisters = 224;
-inline constexpr u32 kOtherRegisters = 56;
+inline constexpr u32 kConsumerRegisters = 216;
+inline constexpr u32 kOtherRegisters = 72;
 static_assert(kConsumerRegisters * kConsumerThreads +
                   kOtherRegisters * (kThreads - kConsumerThreads) <=
               65536);
@@ -77,7 +77,8 @@ struct Slot {
   u64 word;
   u64 begun_ns;
   RingPosition<kStages> stage;  // the part's first
-  u32 combined;                 // Combine: tokens
+  u32 combined;                 // Combine: a bit for each row that completes a token, then tokens
+  u32 skipped;                  // Combine parts before this one, which completed no token
   u32 bad_token;                // Route: a token with bad logits or bad given ids, or kNone
   u32 last_route;               // Route: 1 when this part was the call's last one
 };

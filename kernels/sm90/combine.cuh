@@ -1,8 +1,9 @@
 // Combine: the weighted sums of tokens whose rows are all back.
 //
-// The load warp finds the tokens and brings their rows into the stages; the consumers sum them from
-// there. A stage carries several tokens when their rows are short, or a piece of one token's rows
-// when they are long; a stage without tokens ends the part. May not know: who counts the tokens.
+// The fetch warp counts rows, the load warp brings those of complete tokens into the stages, and
+// the consumers sum them from there. A stage carries several tokens when their rows are short, or a
+// piece of one token's rows when they are long; a stage without tokens ends the part. May not know:
+// who counts the tokens.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -74,13 +75,14 @@ inline void load_pieces(Shared& shared, RingPosition<kStages>& stage, u32 tokens
   stage.advance();
 }
 
-/// The load warp's side of a Combine part; notes in the slot how many tokens it has found.
+/// The load warp's side of a Combine part, whose rows the fetch warp has counted; notes in the slot
+/// how many tokens there are.
 inline void load_tokens(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
                         const Task& task, u32 part, Shared& shared, Slot& slot,
                         RingPosition<kStages>& stage) {
   const u32 lane = Machine::lane();
   u32 combined = 0;
-  for_each_candidate(rank, call, map, task, part, [&](u32 token, bool ready) {
+  const auto load = [&](u32 token, bool ready) {
     for (u32 open = Machine::ballot(ready); open != 0;) {
       u32 mine = kNone;
       u32 tokens = 0;
@@ -102,7 +104,14 @@ inline void load_tokens(const Rank<Machine>& rank, const Call& call, const Routi
       }
       combined += tokens;
     }
-  });
+  };
+  if (task.peer == kNone) {
+    find_unsent(rank, call, map, part, load);
+  } else {
+    const bool ready = (slot.combined >> lane & 1U) != 0;
+    load(ready ? pairs_of_chunk(rank, task.peer, task.first_chunk)[lane] / kGeometry.top_k : 0,
+         ready);
+  }
   if (lane == 0) {
     slot.combined = combined;
   }

@@ -19,37 +19,57 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-/// Claims parts and copies their descriptors into the block's slots, one ahead of the consumers.
+/// Claims the next part that needs the other warps, and copies its descriptor. Combine's rows are
+/// counted here, while the consumers are at the part before; where they complete no token nothing
+/// is left to do. False: leave.
+inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
+                       Processor<Machine>& processor, Task& task, Slot& slot) {
+  u32 skipped = 0;
+  u32 ready = 0;
+  ReadyWord word;
+  bool more = true;
+  while ((more = processor.claim(word))) {
+    if (word.kind() == TaskKind::route) {
+      if (Machine::lane() == 0) {
+        task = route_task(rank.geometry(), call);
+      }
+      break;
+    }
+    const auto* from = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()]);
+    reinterpret_cast<u32*>(&task)[Machine::lane()] = from[Machine::lane()];
+    __syncwarp();
+    if (word.kind() != TaskKind::combine || task.peer == kNone) {
+      break;
+    }
+    count_returned(rank, map, task.peer, task.first_chunk,
+                   [&](u32, bool last) { ready = Machine::ballot(last); });
+    if (ready != 0) {
+      break;
+    }
+    ++skipped;
+    __syncwarp();
+  }
+  if (Machine::lane() == 0) {
+    slot.word = more ? word.bits() : 0;
+    slot.combined = ready;
+    slot.skipped = skipped;
+    slot.bad_token = kNone;
+    slot.last_route = 0;
+  }
+  __syncwarp();
+  return more;
+}
+
+/// Keeps the block's slots filled, one part ahead of the consumers.
 inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Machine>& processor,
                       Shared& shared) {
+  const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
-  for (;; at.advance()) {
+  for (bool more = true; more; at.advance()) {
     shared.slot_empty[at.index].wait(at.parity ^ 1);
-    Slot& slot = shared.slots[at.index];
-    ReadyWord word;
-    const bool more = processor.claim(word);
-    if (more) {
-      auto* to = reinterpret_cast<u32*>(&shared.tasks[at.index]);
-      if (word.kind() == TaskKind::route) {
-        if (Machine::lane() == 0) {
-          shared.tasks[at.index] = route_task(rank.geometry(), call);
-        }
-      } else {
-        const auto* from = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()]);
-        to[Machine::lane()] = from[Machine::lane()];
-      }
-    }
-    if (Machine::lane() == 0) {
-      slot.word = more ? word.bits() : 0;
-      slot.bad_token = kNone;
-      slot.last_route = 0;
-    }
-    __syncwarp();
+    more = fetch_part(rank, call, map, processor, shared.tasks[at.index], shared.slots[at.index]);
     if (Machine::lane() == 0) {
       shared.slot_full[at.index].arrive();
-    }
-    if (!more) {
-      return;
     }
   }
 }
@@ -132,6 +152,7 @@ inline void run_complete(const RankArguments& arguments, Processor<Machine>& pro
     shared.slot_full[at.index].wait(at.parity);
     const Slot& slot = shared.slots[at.index];
     const ReadyWord word{slot.word};
+    processor.count_skipped(slot.skipped);
     if (word.epoch() == 0) {
       return;
     }

@@ -36,6 +36,26 @@ inline u64 result_row(const RankArguments& arguments, const Rank<Machine>& rank,
   return 0;
 }
 
+/// Copies `columns` columns of 32 staged rows to column `first` of the rows whose addresses the
+/// lanes hold (0: nowhere), two rows at a time.
+inline void copy_rows(const u8* staged, u64 row, u32 first, u32 columns) {
+  constexpr u32 kVectorBytes = 16;
+  constexpr u32 kVectors = kStagingColumns * 2 / kVectorBytes;
+  constexpr u32 kRowsAtOnce = Machine::kLanes / kVectors;
+  const u32 turn = Machine::lane() / kVectors;
+  const u32 vector = Machine::lane() % kVectors;
+  const bool exists = vector * (kVectorBytes / 2) < columns;
+  const u8* from = staged + turn * kStagingStride + vector * kVectorBytes;
+#pragma unroll 8
+  for (u32 i = 0; i < Machine::kLanes; i += kRowsAtOnce) {
+    const u64 to = Machine::broadcast(row, i + turn);
+    if (to != 0 && exists) {
+      *reinterpret_cast<uint4*>(to + u64{first} * 2 + vector * kVectorBytes) =
+          *reinterpret_cast<const uint4*>(from + i * kStagingStride);
+    }
+  }
+}
+
 /// Takes one part's results out of the staging memory as the consumers fill it.
 inline void store_tile(const RankArguments& arguments, const Rank<Machine>& rank, const Task& task,
                        u32 part, Shared& shared, StagingPosition (&positions)[kConsumers]) {
@@ -50,28 +70,17 @@ inline void store_tile(const RankArguments& arguments, const Rank<Machine>& rank
   }
   for (u32 half = 0; half < width / kStagingColumns; ++half) {
     const u32 column = part * width + half * kStagingColumns;
-    const u32 bytes = column < columns ? minimum(kStagingColumns, columns - column) * 2 : 0;
+    const u32 count = column < columns ? minimum(kStagingColumns, columns - column) : 0;
 #pragma unroll
     for (u32 group = 0; group < kConsumers; ++group) {
       if (group * kConsumerRows < task.padded_rows) {
         shared.staging_full[group].wait(positions[group].parity);
 #pragma unroll
         for (u32 i = 0; i < kLaneRows; ++i) {
-          const u64 row = rows[group * kLaneRows + i];
-          if (row != 0 && bytes > 0) {
-            store_bytes(
-                shared.staging[group] + (i * Machine::kLanes + Machine::lane()) * kStagingStride,
-                row + u64{column} * 2, bytes);
-          }
+          copy_rows(shared.staging[group] + i * Machine::kLanes * kStagingStride,
+                    rows[group * kLaneRows + i], column, count);
         }
-      }
-    }
-    commit_stores();
-    wait_until_read();
-    __syncwarp();
-#pragma unroll
-    for (u32 group = 0; group < kConsumers; ++group) {
-      if (group * kConsumerRows < task.padded_rows) {
+        __syncwarp();
         if (Machine::lane() == 0) {
           shared.staging_empty[group].arrive();
         }
@@ -79,7 +88,6 @@ inline void store_tile(const RankArguments& arguments, const Rank<Machine>& rank
       }
     }
   }
-  wait_until_stored();
 }
 
 /// The load warp's side of a Dispatch part: brings the chunk's tokens into the stages.

@@ -59,6 +59,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   P::template acquire_fence<Scope::system>();
   P::template publish_fence<Scope::device>();
   P::template publish<Scope::device>(word, value);
+  { P::template publish_add<Scope::system>(word, value) } -> SameAs<u32>;  // the value before
 
   // Time: a clock for deadlines, and what a waiting loop does between two looks.
   { P::now_ns() } -> SameAs<u64>;

@@ -195,6 +195,11 @@ class Machine {
     store_relaxed<S>(word, value);
   }
 
+  template <Scope S>
+  static u32 publish_add(u32* word, u32 value) {
+    return add_relaxed<S>(word, value);
+  }
+
   static u64 now_ns() {
     u64 now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

@@ -91,6 +91,11 @@ class Machine {
     store_release<S>(word, value);
   }
 
+  template <Scope S, class T>
+  static T publish_add(T* word, T value) {
+    return add_acquire_release<S>(word, value);
+  }
+
   static u64 now_ns() {
     return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch() /
                             std::chrono::nanoseconds(1));
