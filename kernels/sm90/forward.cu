@@ -44,10 +44,7 @@ inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Mac
       slot.bad_token = kNone;
       slot.last_route = 0;
     }
-    __syncwarp();
-    if (Machine::lane() == 0) {
-      shared.slot_full[at.index].arrive();
-    }
+    shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
     if (!more) {
       return;
     }
@@ -299,7 +296,7 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
       shared.staging_empty[i].initialise(1);
     }
     for (u32 i = 0; i < kSlots; ++i) {
-      shared.slot_full[i].initialise(1);
+      shared.slot_full[i].initialise(Machine::kLanes);
       shared.slot_begun[i].initialise(1);
       shared.slot_done[i].initialise(1);
       shared.slot_empty[i].initialise(3 + kConsumerWarps);  // the warps that read it
