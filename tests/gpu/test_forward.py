@@ -24,8 +24,6 @@ from tests.gpu.cases import (
     RankLayer,
     assert_all_match,
     assert_matches,
-    blocks,
-    compile_cases,
     draw_calls,
     draw_routed_call,
     on_gpu,
@@ -34,18 +32,15 @@ from tests.gpu.cases import (
 )
 from tests.layers import PREFERENCES, Call, Weights, draw_given_call, draw_weights
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs"),
+    pytest.mark.usefixtures("kernels"),
+]
 
 all_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 all_rank_counts = pytest.mark.parametrize(
     "case", [CASES[name] for name in BY_RANKS.values()], ids=[f"{n}-ranks" for n in BY_RANKS]
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    """The kernels of all cases are compiled, side by side, before the first test."""
-    compile_cases(CASES.values(), blocks())
 
 
 @functools.cache
