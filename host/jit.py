@@ -209,6 +209,15 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     return Kernel(cubin, CompileReport(**json.loads(header)), found)
 
 
+def compile_file(name: str, arch: str) -> bytes:
+    """The machine code (a cubin) of a file below `include_root()`, for a GPU such as "sm_90".
+
+    Raises `RuntimeError` as `compile_kernel` does.
+    """
+    options = [f"--gpu-architecture={arch}", *_OPTIONS, f"--include-path={include_root()}"]
+    return _compile(_load_nvrtc(), f'#include "{name}"\n', options)[0]
+
+
 def include_root() -> Path:
     """The folder that kernels/ and runtime/ lie in: of the installed package or the working tree.
 

@@ -82,6 +82,34 @@ def route(
     return Routing(ids, weights * cfg.routed_scaling, torch.minimum(margin, group_margin))
 
 
+def margin_in_errors(
+    x: Tensor, gate_weight: Tensor, cfg: MoEConfig, selection_bias: Tensor | None = None
+) -> Tensor:
+    """How far each token is from being routed otherwise in fp32: float64 [S].
+
+    In units of what fp32 can err: a token above 1 has the experts that `route` says, one at or
+    below 1 may have others. The error is that of logits summed as tensor cores do it, 16 products
+    at a time into an fp32 sum that is truncated: an addition loses at most 2^-23 of the sum, which
+    stays within 4 standard deviations of a sum of such products with random signs. Experts are
+    chosen by logits, or by scores where there is a bias or groups; scores move less than logits
+    (softmax by a half, sigmoid by a quarter of it), and err by at most 2^-20 themselves.
+
+    Arguments and errors are those of `route`.
+    """
+    routed = route(x, gate_weight, cfg, selection_bias)
+    gate = gate_weight.double()
+    deviation = (x.double().square() @ gate.square().T).amax(dim=1).sqrt()
+    logit_error = math.ceil(cfg.hidden / 16) * 2.0**-23 * 4 * deviation
+    if cfg.selection_bias or cfg.expert_groups > 1:
+        slope = 0.5 if cfg.scoring == "softmax" else 0.25
+        return routed.margin / (2 * (slope * logit_error + 2.0**-20))
+    if cfg.top_k == cfg.experts:
+        return torch.full_like(logit_error, math.inf)
+    best = (x.double() @ gate.T).topk(cfg.top_k + 1, dim=1).values
+    # Not above 0 for tokens of zeros, all of whose experts are tied.
+    return (best[:, -2] - best[:, -1]) / (2 * logit_error).clamp_min(2.0**-149)
+
+
 def moe(
     x: Tensor,
     gate_weight: Tensor,

@@ -196,6 +196,7 @@ class ArrivalsSubscriber {
     // Pairs with send_chunk: the rows of these chunks are here, for us and for whoever acquires the
     // tiles below.
     P::template acquire_fence<Scope::system>();
+    P::sync_lanes();  // all lanes have read the prefixes
     if (known && P::lane() % share == 0) {
       u32 chunks = 0;
       while (chunks < share && (arrived >> (P::lane() + chunks) & 1U) != 0) {
@@ -319,9 +320,15 @@ class ReturnsSubscriber {
     for (u32 base = first; base < chunks; base += P::kLanes * kLooks) {
       progress = look(peer, base, chunks) || progress;
     }
-    while (first < chunks && combined[first] != 0) {
-      ++first;
+    u32 now = first;
+    while (now < chunks && combined[now] != 0) {
+      ++now;
     }
+    P::sync_lanes();  // all lanes have read it
+    if (P::lane() == 0) {
+      first = now;
+    }
+    P::sync_lanes();
     return progress;
   }
 

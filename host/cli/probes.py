@@ -7,6 +7,7 @@ nothing of how findings are shown.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import mmap
 import os
 import platform
@@ -14,12 +15,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import moeos
+from moeos import bootstrap
 from moeos.cli import machine, output
 from moeos.cli.check import TOLERANCE
 
@@ -108,6 +111,9 @@ def mpirun() -> Finding:
         return Finding(what, False, "there is no mpirun", fix)
     if machine.version_of("mpi4py") is None:
         return Finding(what, False, "there is no mpi4py", fix)
+    if bootstrap.detect(os.environ).launcher == "mpirun":  # it starts no mpirun below another
+        mpi = importlib.import_module("mpi4py.MPI").Get_library_version().partition(",")[0]
+        return Finding(what, True, f"{mpi}, mpi4py {machine.version_of('mpi4py')}; started by it")
     question = "from mpi4py import MPI; print(MPI.Get_library_version().partition(',')[0])"
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     answer = _ask([program, "-n", "1", sys.executable, "-c", question], os.environ | as_root)
@@ -137,10 +143,15 @@ def gpu() -> Finding:
     answer = _ask(query) if shutil.which("nvidia-smi") else None
     if not answer:
         return Finding(what, False, f"none; compute capability {_CAPABILITY} (Hopper) is needed")
-    gpus = answer.splitlines()
+    gpus = Counter(answer.splitlines())
     works = all(gpu.endswith(_CAPABILITY) for gpu in gpus)
     needed = "" if works else f"; capability {_CAPABILITY} (Hopper) is needed"
-    return Finding(what, works, f"{len(gpus)} x {gpus[0]}{needed}")
+    found = "; ".join(
+        f"{count} x {name}, compute capability {capability}"
+        for gpu, count in gpus.items()
+        for name, _, capability in [gpu.rpartition(", ")]
+    )
+    return Finding(what, works, found + needed)
 
 
 def torch_cuda() -> Finding:
@@ -156,6 +167,20 @@ def package(name: str, purpose: str) -> Finding:
     version = machine.version_of(name)
     found = f"{version or 'none'} ({purpose})"
     return Finding(name, version is not None, found, "" if version else f"pip install {name}")
+
+
+def nvshmem() -> Finding:
+    """NVSHMEM: its library, which its Python package must be able to load."""
+    what = "NVSHMEM"
+    fix = "pip install nvidia-nvshmem-cu13 nvshmem4py-cu13"
+    if machine.version_of("nvshmem4py-cu13") is None:
+        return Finding(what, False, "none (memory that GPUs share)", fix)
+    try:
+        found = importlib.import_module("nvshmem.core").get_version().libnvshmem_version
+    except Exception as error:  # whatever a broken installation raises
+        return Finding(what, False, f"it does not load: {error}", fix)
+    packages = machine.version_of("nvshmem4py-cu13")
+    return Finding(what, True, f"{found}, nvshmem4py {packages} (memory that GPUs share)")
 
 
 def nvrtc() -> Finding:
@@ -183,11 +208,12 @@ GPU: tuple[Callable[[], Finding], ...] = (
     driver,
     gpu,
     torch_cuda,
-    lambda: package("nvshmem4py-cu13", "memory that GPUs share"),
-    lambda: package("cuda-core", "loads and launches kernels"),
+    lambda: package("cuda-bindings", "loads and launches kernels"),
     nvrtc,
+    nvshmem,
+    lambda: package("cuda-core", "starts NVSHMEM"),
 )
-"""What the GPU will need in addition."""
+"""What the GPU needs in addition."""
 
 
 def _twin_error() -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import sys
 import time
@@ -53,6 +54,7 @@ class RunOptions:
     input_text: tuple[str, ...] = ()
     deadline: float = 30.0
     backend: str = "auto"
+    virtual_ranks: int | None = None
     seed: int = 0
     json_file: Path | None = None
     check: bool = True
@@ -110,6 +112,9 @@ def run(
         float, typer.Option(help="Seconds after which a wait for another rank fails.")
     ] = 30.0,
     backend: Annotated[str, typer.Option(help=f"{', '.join(moeos.bootstrap.BACKENDS)}.")] = "auto",
+    virtual_ranks: Annotated[
+        int | None, typer.Option(help="Ranks of this one process, on its cores or its GPU.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, random tokens and token counts.")] = 0,
     json_file: Annotated[
         Path | None,
@@ -132,6 +137,7 @@ def run(
         input_text=tuple(input_text or ()),
         deadline=deadline,
         backend=backend,
+        virtual_ranks=virtual_ranks,
         seed=seed,
         json_file=json_file,
         check=check,
@@ -140,10 +146,20 @@ def run(
 
 
 def execute(options: RunOptions) -> int:
-    """Runs the command in the world of this process; the exit code.
+    """Runs the command in the world of this process, or on virtual ranks; the exit code.
 
-    Raises what `moeos.init` and a call of the layer raise.
+    Raises what `moeos.init` and a call of the layer raise, and `ValueError` for virtual ranks where
+    a launcher has started several ranks.
     """
+    if options.virtual_ranks is not None:
+        if moeos.bootstrap.detect(os.environ).size != 1:
+            raise ValueError("--virtual-ranks is given, but a launcher has started several ranks")
+        return moeos.virtual.run(
+            lambda world: failures.together(world, lambda: _run(world, options)),
+            options.virtual_ranks,
+            options.backend,
+            deadline=options.deadline,
+        )[0]
     with moeos.init(options.backend, deadline=options.deadline) as world:
         return failures.together(world, lambda: _run(world, options))
 
@@ -163,8 +179,10 @@ def _run(world: moeos.World, options: RunOptions) -> int:
         if plan.varies:
             tokens = int(torch.randint(plan.tokens + 1, (), generator=plan.generator))
         batch = plan.workload.draw(tokens)
+        given = batch.on(layer.w1.device)
         begin = time.perf_counter()
-        out = layer(batch.x, batch.topk_ids, batch.topk_weights)
+        out = layer(given.x, given.topk_ids, given.topk_weights)
+        layer.check()  # waits for the GPU, where a call only launches
         seconds = time.perf_counter() - begin
         totals.add(layer.stats(), seconds)
         if checker is not None:
@@ -250,7 +268,7 @@ def _make_layer(cfg: moeos.MoEConfig, world: moeos.World, options: RunOptions) -
 
 def _introduce(world: moeos.World, plan: _Plan) -> None:
     cfg = plan.cfg
-    ranks, processors = _plural(world.size, "rank"), _plural(world.processors, "processor")
+    ranks, processors = _plural(world.size, "rank"), _plural(_processors(world), "processor")
     upto = "0 to " if plan.varies else ""
     print(
         f"{ranks} on the {world.backend}, {processors} each\n"
@@ -264,6 +282,14 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
 def _progress(items: Iterable[Item], what: str, *, visible: bool) -> Iterable[Item]:
     with Progress(console=Console(stderr=True), disable=not visible) as progress:
         yield from progress.track(list(items), description=what)
+
+
+def _processors(world: moeos.World) -> int:
+    """Of each rank: threads of the twin, or blocks of the GPU, one of which is the OS block."""
+    if world.backend == "twin":
+        return world.processors
+    blocks = torch.cuda.get_device_properties().multi_processor_count
+    return blocks // (world.size if world.control.shares_memory else 1) - 1
 
 
 def _plural(number: int, noun: str) -> str:
@@ -286,7 +312,7 @@ def _conclude(
             "config": json.loads(plan.cfg.digest()),
             "backend": world.backend,
             "ranks": world.size,
-            "processors": world.processors,
+            "processors": _processors(world),
             "source": plan.source,
             "calls": plan.calls,
             "seed": options.seed,

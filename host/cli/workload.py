@@ -24,6 +24,11 @@ class Batch:
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
 
+    def on(self, device: torch.device) -> Batch:
+        """The same arguments in a device's memory."""
+        parts = (self.x, self.topk_ids, self.topk_weights)
+        return Batch(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
+
 
 class Workload(Protocol):
     """A source of batches."""

@@ -68,9 +68,7 @@ inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Mac
   for (bool more = true; more; at.advance()) {
     shared.slot_empty[at.index].wait(at.parity ^ 1);
     more = fetch_part(rank, call, map, processor, shared.tasks[at.index], shared.slots[at.index]);
-    if (Machine::lane() == 0) {
-      shared.slot_full[at.index].arrive();
-    }
+    shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
   }
 }
 
@@ -320,7 +318,7 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
       shared.staging_empty[i].initialise(1);
     }
     for (u32 i = 0; i < kSlots; ++i) {
-      shared.slot_full[i].initialise(1);
+      shared.slot_full[i].initialise(Machine::kLanes);
       shared.slot_begun[i].initialise(1);
       shared.slot_done[i].initialise(1);
       shared.slot_empty[i].initialise(3 + kConsumerWarps);  // the warps that read it

@@ -200,7 +200,11 @@ class Token {
       static_assert(kShape.expert_groups == 1 || (kSize % 8 == 0 && kShape.expert_groups <= 32),
                     "each lane of a quad holds a quarter of each group");
       constexpr u32 kPerLane = kSize / 4;
-      float scores[kShape.expert_groups];
+      // Each lane of the quad keeps the scores of every fourth group: all of them would not fit
+      // into registers beside the logits.
+      constexpr u32 kKept = ceil_div(kShape.expert_groups, 4U);
+      const u32 lane = threadIdx.x % 4;
+      float scores[kKept] = {};
 #pragma unroll
       for (u32 g = 0; g < kShape.expert_groups; ++g) {
         float first = kExcluded;
@@ -218,19 +222,20 @@ class Token {
           second = fmaxf(fmaxf(second, other_second), fminf(first, other_first));
           first = fmaxf(first, other_first);
         }
-        scores[g] = first + second;
+        scores[g / 4] = g % 4 == lane ? first + second : scores[g / 4];
       }
       u32 kept = 0;
 #pragma unroll 1
       for (u32 n = 0; n < kShape.top_groups; ++n) {
         Best best{kExcluded, kNone};
 #pragma unroll
-        for (u32 g = 0; g < kShape.expert_groups; ++g) {
-          if ((kept >> g & 1U) == 0 && scores[g] > best.value) {
-            best = Best{scores[g], g};
+        for (u32 s = 0; s < kKept; ++s) {
+          const u32 g = 4 * s + lane;
+          if (g < kShape.expert_groups && (kept >> g & 1U) == 0 && scores[s] > best.value) {
+            best = Best{scores[s], g};
           }
         }
-        kept |= 1U << best.expert;
+        kept |= 1U << quad_best(best).expert;
       }
       u64 open = 0;
 #pragma unroll

@@ -2,29 +2,38 @@
 
 Holds no test. Each case is a kernel of its own, so there are few, and together they cover the
 options; `compile_cases` makes all of them at once.
+
+Tokens that the gate routes are drawn so that fp32 cannot route them otherwise than float64: see
+`draw_routed_call`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, World, reference
-from moeos.engines.base import CallTensors
+from moeos import MoEConfig, World, reference, virtual
+from moeos.engines.base import CallStats, CallTensors
 from moeos.engines.cuda import CAPABILITY, CudaEngine
 from moeos.jit import KernelShape, compile_kernel
-from tests.layers import Call, Weights, config
+from tests.layers import Call, Weights, config, draw_call
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """The largest relative Frobenius error of one rank's output of one call."""
-NEAR_TIE = 4e-6
-"""Tokens whose routing margin is below this may be routed otherwise in fp32."""
+
+DEADLINE = 10.0
+"""Seconds, of every world."""
+
+_WIDER = 16
+_FALSE_ALARM = 1e-9
+_REDRAWS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +112,18 @@ def why_not() -> str:
     return ""
 
 
-def compile_cases(blocks: int) -> None:
-    """Puts the kernels of all cases into the cache, each compiled by a process of its own."""
-    workers = min(len(CASES), len(os.sched_getaffinity(0)))
+def compile_cases(cases: Iterable[Case], blocks: int) -> None:
+    """Puts the kernels of cases into the cache, each compiled by a process of its own."""
+    waiting = list(cases)
+    workers = min(len(waiting), len(os.sched_getaffinity(0)))
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        for made in [pool.submit(compile_case, name, blocks) for name in CASES]:
+        for made in [pool.submit(compile_case, case, blocks) for case in waiting]:
             made.result()
 
 
-def compile_case(name: str, blocks: int) -> None:
+def compile_case(case: Case, blocks: int) -> None:
     """Puts a case's kernel into the cache, for a GPU of so many blocks."""
-    case = CASES[name]
     compile_kernel(
         KernelShape(
             cfg=case.cfg,
@@ -123,6 +132,11 @@ def compile_case(name: str, blocks: int) -> None:
             virtual_ranks=case.ranks,
         )
     )
+
+
+def blocks() -> int:
+    """Multiprocessors of the GPU."""
+    return torch.cuda.get_device_properties().multi_processor_count
 
 
 def on_gpu(weights: Weights) -> Weights:
@@ -135,6 +149,36 @@ def on_gpu(weights: Weights) -> Weights:
     return dataclasses.replace(weights, **moved)
 
 
+def draw_weights_on_gpu(cfg: MoEConfig, seed: int = 0) -> Weights:
+    """Random weights with rows of norm about 1, drawn on the GPU, for layers of real sizes.
+
+    Equal on GPUs of one kind.
+    """
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        made = torch.empty(shape, dtype=cfg.dtype, device="cuda")
+        return made.normal_(std=shape[-1] ** -0.5, generator=generator)
+
+    bias = None
+    if cfg.selection_bias:
+        bias = torch.empty(cfg.experts, device="cuda").uniform_(-0.2, 0.2, generator=generator)
+    return Weights(
+        cfg=cfg,
+        gate=draw(cfg.experts, cfg.hidden),
+        w1=draw(cfg.experts, cfg.w1_rows, cfg.hidden),
+        w2=draw(cfg.experts, cfg.hidden, cfg.intermediate),
+        b1=draw(cfg.experts, cfg.w1_rows) if cfg.bias else None,
+        b2=draw(cfg.experts, cfg.hidden) if cfg.bias else None,
+        selection_bias=bias,
+    )
+
+
+def call_on_gpu(call: Call) -> Call:
+    """The same call with its tensors in the GPU's memory."""
+    return Call(*(None if part is None else part.cuda() for part in vars(call).values()))
+
+
 class RankLayer:
     """One rank's engine with its part of weights that are on the GPU."""
 
@@ -142,6 +186,7 @@ class RankLayer:
         local = weights.cfg.experts_per_rank(world.size)
         mine = slice(world.rank * local, (world.rank + 1) * local)
         self._weights = weights
+        self._world = world
         self._parts = {
             name: None if part is None else part[mine]
             for name in ("w1", "w2", "b1", "b2")
@@ -164,27 +209,105 @@ class RankLayer:
         self.engine.forward(tensors)
         return out
 
+    def poison(self) -> None:
+        """Fills all rows of the heap's cells, and all rows between the GEMMs, with NaN. Collective.
 
-def call_on_gpu(call: Call) -> Call:
-    """The same call with its tensors in the GPU's memory."""
-    return Call(*(None if part is None else part.cuda() for part in vars(call).values()))
+        A call that used a row of the call before would have it in its output.
+        """
+        sizes = self.engine._shape.sizes
+        row_bytes = self._weights.cfg.hidden * self._weights.cfg.dtype.itemsize
+        end = sizes.first_cell + sizes.cells * sizes.cell_rows * row_bytes
+        torch.cuda.synchronize()
+        self._world.control.barrier()  # no rank is in a call
+        self.engine._heap.own[sizes.first_cell : end].fill_(0xFF)  # a NaN of either type
+        self.engine._buffers.intermediate.fill_(torch.nan)
+        torch.cuda.synchronize()
+        self._world.control.barrier()
+
+
+def run_calls(
+    case: Case, weights: Weights, calls: Sequence[Sequence[Call]], *, poison: bool = False
+) -> tuple[list[list[Tensor]], list[CallStats]]:
+    """Makes the calls [rank][call]; the outputs, and each rank's last stats.
+
+    Back to back, or, with `poison`, after each rank's rows have been filled with NaN.
+    """
+
+    def rank_main(world: World) -> tuple[list[Tensor], CallStats]:
+        layer = RankLayer(weights, world)
+        outputs = []
+        for call in calls[world.rank]:
+            if poison:
+                layer.poison()
+            outputs.append(layer(call))
+        layer.engine.check()
+        return outputs, layer.engine.stats()
+
+    results = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    return [outputs for outputs, _ in results], [stats for _, stats in results]
+
+
+def draw_calls(case: Case, draw: Callable[[int, int], Call], count: int) -> list[list[Call]]:
+    """Calls [rank][call] on the GPU, from `draw(rank, call)`."""
+    return [[call_on_gpu(draw(rank, call)) for call in range(count)] for rank in range(case.ranks)]
+
+
+def draw_routed_call(weights: Weights, tokens: int, seed: int) -> Call:
+    """Tokens whose experts the gate chooses, the same ones in fp32 as in float64.
+
+    Near ties are drawn again, so every token can be compared, and a capacity drops the same pairs.
+    """
+    cfg = weights.cfg
+    x = draw_call(cfg, tokens, seed).x.to(weights.gate.device)
+    ties = near_ties(weights, x)
+    for again in range(1, _REDRAWS + 1):
+        if not ties.any():
+            return Call(x)
+        x[ties] = draw_call(cfg, int(ties.sum()), seed + 1_000_003 * again).x.to(x.device)
+        ties = near_ties(weights, x)
+    raise AssertionError(f"{int(ties.sum())} tokens are near ties, drawn {_REDRAWS} times")
+
+
+def near_ties(weights: Weights, x: Tensor) -> Tensor:
+    """Which tokens [S] the gate may route otherwise in fp32 than in float64.
+
+    They must be as rare as fp32's error is small: over so short a way the density of margins is
+    flat, so among the tokens whose margin is at most `_WIDER` times that error, each is one of them
+    with a chance of 1 / `_WIDER`. A number of them that is less likely than `_FALSE_ALARM` is a
+    mistake in the bound on the error, or in the margin.
+    """
+    margin = reference.margin_in_errors(x, weights.gate, weights.cfg, weights.selection_bias)
+    ties, wide = int((margin <= 1).sum()), int((margin <= _WIDER).sum())
+    chance = binomial_tail(wide, ties, 1 / _WIDER)
+    assert chance > _FALSE_ALARM, f"{ties} of {len(x)} tokens are near ties, and {wide} are nearly"
+    return margin <= 1
+
+
+def binomial_tail(trials: int, least: int, chance: float) -> float:
+    """The probability of at least `least` successes."""
+    return sum(
+        math.exp(
+            math.lgamma(trials + 1)
+            - math.lgamma(n + 1)
+            - math.lgamma(trials - n + 1)
+            + n * math.log(chance)
+            + (trials - n) * math.log1p(-chance)
+        )
+        for n in range(least, trials + 1)
+    )
 
 
 def assert_matches(weights: Weights, call: Call, y: Tensor, what: str) -> None:
-    """Asserts that an output is the float64 reference's, but for tokens near a tie.
+    """Asserts that an output is the float64 reference's, but for near ties that the gate routes.
 
     With a capacity such a token could move others' drops, so then there must be none. Tensors are
     on the GPU.
     """
     cfg = weights.cfg
+    sure = torch.ones(len(y), dtype=torch.bool, device=y.device)
     if call.ids is None:
-        routed = reference.route(call.x, weights.gate, cfg, weights.selection_bias)
-        sure = routed.margin >= NEAR_TIE
-    else:
-        sure = torch.ones(len(call.x), dtype=torch.bool, device=call.x.device)
-    near_ties = int((~sure).sum())
-    allowed = 0 if cfg.capacity_factor is not None else max(1, len(sure) // 100)
-    assert near_ties <= allowed, f"{what}: {near_ties} of {len(sure)} tokens are near ties"
+        sure = ~near_ties(weights, call.x)
+        assert cfg.capacity_factor is None or sure.all(), f"{what}: draw its tokens otherwise"
     error = reference.relative_error(y[sure], weights.expected(call)[sure])
     assert error <= TOLERANCE[cfg.dtype], f"{what}: relative error {error:.2e}"
 

@@ -7,45 +7,40 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from moeos import World, virtual
-from moeos.engines.base import CallStats
+from moeos import World, reference, virtual
 from moeos.errors import NumericalError
 from tests.gpu.cases import (
     BY_RANKS,
     CASES,
+    DEADLINE,
+    TOLERANCE,
     Case,
     RankLayer,
     assert_all_match,
     assert_matches,
-    call_on_gpu,
-    compile_cases,
+    draw_calls,
+    draw_routed_call,
     on_gpu,
+    run_calls,
     why_not,
 )
-from tests.layers import Call, Weights, draw_call, draw_given_call, draw_weights
+from tests.layers import PREFERENCES, Call, Weights, draw_given_call, draw_weights
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
-
-DEADLINE = 10.0
-FIRST_SEED = 300
-"""With it no token of a case that has a capacity is near a tie."""
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs"),
+    pytest.mark.usefixtures("kernels"),
+]
 
 all_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 all_rank_counts = pytest.mark.parametrize(
     "case", [CASES[name] for name in BY_RANKS.values()], ids=[f"{n}-ranks" for n in BY_RANKS]
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    """The kernels of all cases are compiled, side by side, before the first test."""
-    compile_cases(torch.cuda.get_device_properties().multi_processor_count)
 
 
 @functools.cache
@@ -54,36 +49,36 @@ def weights_of(case: Case) -> Weights:
     return on_gpu(draw_weights(case.cfg))
 
 
-def run_calls(
-    case: Case, weights: Weights, calls: Sequence[Sequence[Call]]
-) -> tuple[list[list[Tensor]], list[CallStats]]:
-    """Makes the calls [rank][call], back to back; the outputs, and each rank's last stats."""
-
-    def rank_main(world: World) -> tuple[list[Tensor], CallStats]:
-        layer = RankLayer(weights, world)
-        outputs = [layer(call) for call in calls[world.rank]]
-        layer.engine.check()
-        return outputs, layer.engine.stats()
-
-    results = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
-    return [outputs for outputs, _ in results], [stats for _, stats in results]
+def seed_of(rank: int, call: int) -> int:
+    """Of the tokens of a call."""
+    return 1000 * rank + call
 
 
-def draw(
+def draw(case: Case, tokens: Callable[[int, int], int], count: int = 3) -> list[list[Call]]:
+    """Calls [rank][call] with `tokens(rank, call)` tokens, routed by the gate."""
+    weights = weights_of(case)
+    return draw_calls(
+        case,
+        lambda rank, call: draw_routed_call(weights, tokens(rank, call), seed_of(rank, call)),
+        count,
+    )
+
+
+def draw_given(
     case: Case,
     tokens: Callable[[int, int], int],
     count: int = 3,
-    given: Callable[[int, int], Call] | None = None,
+    preference: Tensor | None = None,
+    unused: float = 0.1,
 ) -> list[list[Call]]:
-    """Calls [rank][call] with `tokens(rank, call)` tokens, routed by the gate unless `given`."""
-
-    def one(rank: int, call: int) -> Call:
-        seed = FIRST_SEED + 1000 * rank + call
-        if given is not None:
-            return given(tokens(rank, call), seed)
-        return draw_call(case.cfg, tokens(rank, call), seed)
-
-    return [[call_on_gpu(one(rank, call)) for call in range(count)] for rank in range(case.ranks)]
+    """Calls [rank][call] with the caller's routing; see `draw_given_call`."""
+    return draw_calls(
+        case,
+        lambda rank, call: draw_given_call(
+            case.cfg, tokens(rank, call), seed_of(rank, call), preference, unused
+        ),
+        count,
+    )
 
 
 def varied(case: Case) -> Callable[[int, int], int]:
@@ -95,36 +90,64 @@ def varied(case: Case) -> Callable[[int, int], int]:
 @all_cases
 def test_outputs_are_those_of_the_reference(case: Case) -> None:
     weights = weights_of(case)
-    calls = draw(case, varied(case))
-    outputs, _ = run_calls(case, weights, calls)
+    calls = draw(case, varied(case), count=8)
+    outputs, _ = run_calls(case, weights, calls, poison=True)
     assert_all_match(weights, calls, outputs)
 
 
 @all_cases
 def test_routing_given_by_the_caller_with_unused_slots(case: Case) -> None:
     weights = weights_of(case)
-    calls = draw(
-        case,
-        varied(case),
-        given=lambda tokens, seed: draw_given_call(case.cfg, tokens, seed, unused=0.3),
-    )
-    outputs, _ = run_calls(case, weights, calls)
+    calls = draw_given(case, varied(case), unused=0.3)
+    outputs, _ = run_calls(case, weights, calls, poison=True)
     assert_all_match(weights, calls, outputs)
+
+
+@all_cases
+def test_skewed_routing(case: Case) -> None:
+    weights = weights_of(case)
+    tokens = varied(case)
+    preferences = [make(case.cfg.experts, max(2, case.ranks)) for make in PREFERENCES.values()]
+    calls = draw_calls(
+        case,
+        lambda rank, call: draw_given_call(
+            case.cfg, tokens(rank, call), seed_of(rank, call), preferences[call]
+        ),
+        count=len(preferences),
+    )
+    outputs, _ = run_calls(case, weights, calls, poison=True)
+    assert_all_match(weights, calls, outputs)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES.values() if case.cfg.dtype == torch.bfloat16],
+    ids=[name for name, case in CASES.items() if case.cfg.dtype == torch.bfloat16],
+)
+def test_the_twin_computes_the_same_from_the_same_bits(case: Case) -> None:
+    weights = weights_of(case)
+    calls = draw(case, varied(case))
+    outputs, _ = run_calls(case, weights, calls)
+    of_cpu = draw_weights(case.cfg)
+
+    def rank_main(world: World) -> list[Tensor]:
+        layer = of_cpu.layer(world)
+        return [layer(call.x.cpu()) for call in calls[world.rank]]
+
+    for ys, of_twin in zip(outputs, virtual.run(rank_main, ranks=case.ranks), strict=True):
+        for y, expected in zip(ys, of_twin, strict=True):
+            assert reference.relative_error(y, expected) <= TOLERANCE[case.cfg.dtype]
 
 
 @all_rank_counts
 def test_a_token_whose_slots_are_all_unused_gets_zeros(case: Case) -> None:
     weights = weights_of(case)
-    calls = draw(
-        case,
-        lambda rank, call: 140,
-        given=lambda tokens, seed: draw_given_call(case.cfg, tokens, seed),
-    )
+    calls = draw_given(case, lambda rank, call: 140)
     for rank_calls in calls:
         for call in rank_calls:
             assert call.ids is not None
             call.ids[::3] = -1
-    outputs, _ = run_calls(case, weights, calls)
+    outputs, _ = run_calls(case, weights, calls, poison=True)
     assert_all_match(weights, calls, outputs)
     assert all(not y[::3].any() for rank_outputs in outputs for y in rank_outputs)
 
@@ -140,8 +163,8 @@ def test_a_call_of_all_ranks_without_tokens(case: Case) -> None:
 @all_rank_counts
 def test_a_call_with_one_token_in_all(case: Case) -> None:
     weights = weights_of(case)
-    calls = draw(case, lambda rank, call: int(rank == call % case.ranks))
-    outputs, _ = run_calls(case, weights, calls)
+    calls = draw(case, lambda rank, call: int(rank == call % case.ranks), count=case.ranks)
+    outputs, _ = run_calls(case, weights, calls, poison=True)
     assert_all_match(weights, calls, outputs)
 
 
@@ -150,12 +173,8 @@ def test_one_expert_that_takes_every_token(case: Case) -> None:
     weights = weights_of(case)
     only = torch.full((case.cfg.experts,), -torch.inf)
     only[case.cfg.experts // 2] = 0.0
-    calls = draw(
-        case,
-        lambda rank, call: case.cfg.max_tokens - call,
-        given=lambda tokens, seed: draw_given_call(case.cfg, tokens, seed, only, unused=0.0),
-    )
-    outputs, stats = run_calls(case, weights, calls)
+    calls = draw_given(case, lambda rank, call: case.cfg.max_tokens - call, 3, only, unused=0.0)
+    outputs, stats = run_calls(case, weights, calls, poison=True)
     assert_all_match(weights, calls, outputs)
     received = sorted(rows for of_rank in stats for rows in of_rank.expert_pairs)
     assert received[-1] == case.ranks * (case.cfg.max_tokens - 2)
@@ -176,11 +195,12 @@ def test_200_calls_whose_token_counts_change_every_time(case: Case) -> None:
 
 
 @all_rank_counts
-def test_20_calls_of_the_same_tokens_are_bitwise_equal(case: Case) -> None:
+def test_100_calls_of_the_same_tokens_are_bitwise_equal(case: Case) -> None:
     weights = weights_of(case)
     [calls] = zip(*draw(case, lambda rank, call: 300 - 41 * rank, count=1), strict=True)
-    outputs, _ = run_calls(case, weights, [[call] * 20 for call in calls])
-    for rank_outputs in outputs:
+    outputs, _ = run_calls(case, weights, [[call] * 100 for call in calls])
+    for call, rank_outputs in zip(calls, outputs, strict=True):
+        assert_matches(weights, call, rank_outputs[0], "the first call")
         assert all(torch.equal(y, rank_outputs[0]) for y in rank_outputs[1:])
 
 

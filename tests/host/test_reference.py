@@ -1,5 +1,6 @@
 """The float64 reference: against Hugging Face's modules, plain definitions, and its own words."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from moeos.checkpoint import load_block
 from moeos.config import MoEConfig
-from moeos.reference import dropped, moe, relative_error, route
+from moeos.reference import dropped, margin_in_errors, moe, relative_error, route
 from tests.huggingface import Block, deepseek_v3, mixtral, olmoe, qwen3_moe
 
 SIZES: dict[str, Any] = {"hidden": 16, "intermediate": 24, "experts": 16, "top_k": 3}
@@ -211,6 +212,58 @@ def test_the_margin_of_groups_counts_that_both_their_best_scores_can_change(
     towards_the_second_group = torch.tensor([-1.0] * 8 + [1.0] * 8, dtype=torch.float64)
     bias = towards_the_second_group * margin * fraction
     assert route(logits, torch.eye(16), cfg, bias).ids.tolist() == [[expected]]
+
+
+def truncated(sums: Tensor) -> Tensor:
+    """float64 sums to the fp32 number next to them, towards zero."""
+    nearest = sums.float()
+    too_large = nearest.double().abs() > sums.abs()
+    return torch.where(too_large, nearest.nextafter(torch.zeros(())), nearest).double()
+
+
+def logits_in_fp32(x: Tensor, gate: Tensor) -> Tensor:
+    """Logits as tensor cores may sum them: 16 products exactly, then a truncated fp32 addition."""
+    sums = torch.zeros(len(x), len(gate), dtype=torch.float64)
+    for first in range(0, x.shape[1], 16):
+        columns = slice(first, first + 16)
+        sums = truncated(sums + x[:, columns].double() @ gate[:, columns].double().T)
+    return sums
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"scoring": "sigmoid", "selection_bias": True, "expert_groups": 8, "top_groups": 3}],
+    ids=["logits", "groups"],
+)
+def test_a_token_beyond_the_error_of_fp32_is_routed_alike(changes: dict[str, Any]) -> None:
+    cfg = config(hidden=512, experts=64, top_k=7, dtype=torch.bfloat16, **changes)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5000, 512, generator=generator)
+    gate = torch.randn(64, 512, generator=generator) / 512**0.5
+    bias = torch.rand(64, generator=generator) if cfg.selection_bias else None
+    # Experts in pairs, of which an odd top_k divides one; what parts them grows with the tokens.
+    gate[1::2, 1:] = gate[::2, 1:]
+    x[:, 0] = torch.logspace(-8, -1, 5000)
+    if bias is not None:
+        bias[1::2] = bias[::2]
+    x, gate = x.bfloat16(), gate.bfloat16()
+    margin = margin_in_errors(x, gate, cfg, bias)
+    exact = route(x, gate, cfg, bias).ids.sort(dim=1).values
+    logits = logits_in_fp32(x, gate)
+    cfg_of_logits = dataclasses.replace(cfg, hidden=64)
+    in_fp32 = route(logits, torch.eye(64), cfg_of_logits, bias).ids.sort(dim=1).values
+    differs = (in_fp32 != exact).any(dim=1)
+    assert not (differs & (margin > 1)).any()
+    assert int((differs & (margin <= 1)).sum()) > 100
+    assert int((margin > 1).sum()) > 100
+
+
+def test_tokens_whose_experts_are_tied_have_no_margin_in_errors() -> None:
+    cfg = config(top_k=4)
+    assert margin_in_errors(torch.zeros(2, 16), torch.eye(16), cfg).tolist() == [0.0, 0.0]
+    assert margin_in_errors(torch.ones(1, 16), torch.eye(16), cfg).tolist() == [0.0]
+    all_chosen = config(top_k=16)
+    assert margin_in_errors(torch.ones(1, 16), torch.eye(16), all_chosen).tolist() == [math.inf]
 
 
 def test_scores_that_all_underflow_give_zero_weights_and_not_nan() -> None:

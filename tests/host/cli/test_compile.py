@@ -86,7 +86,7 @@ def test_a_kernel_with_registers_in_memory_ends_with_code_1(
         ((DEMO, "--arch", "sm_80"), "arch is 'sm_80'"),
         ((DEMO, "--ranks", 3), "cannot be divided equally among 3"),
         ((DEMO, "--json", "/no/such/folder/report.json"), "--json is"),
-        ((ROOT / "configs" / "thesis.toml",), "dtype is torch.float32"),
+        ((ROOT / "configs" / "twin-bench.toml",), "dtype is torch.float32"),
         ((ROOT / "no-such.toml",), "no-such.toml"),
     ],
     ids=["arch", "ranks", "json", "dtype", "config"],

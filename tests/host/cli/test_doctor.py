@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from moeos.cli import app, probes
+from moeos.cli import app, links, probes
+from moeos.cli.links import Link
 from moeos.cli.probes import Finding
+from tests.processes import mpirun
 
 
 @pytest.mark.parametrize("probe", probes.TWIN, ids=lambda probe: probe.__name__)
@@ -60,3 +63,64 @@ def test_the_exit_code_says_whether_the_twin_works(
     document = json.loads((tmp_path / "doctor.json").read_text())
     assert document["twin"][1]["works"] is works
     assert document["gpu"][0]["what"] == "GPU"
+    assert document["links"] == []
+
+
+def with_links(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: list[Link] | RuntimeError
+) -> tuple[str, dict[str, Any]]:
+    """What doctor prints and writes on a host with GPUs whose links are as said."""
+
+    def try_local_links() -> list[Link]:
+        if isinstance(found, RuntimeError):
+            raise found
+        return found
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(links, "try_local_links", try_local_links)
+    monkeypatch.setattr(probes, "TWIN", (lambda: Finding("the twin", True, "runs"),))
+    monkeypatch.setattr(probes, "GPU", (lambda: Finding("GPU", True, "2 of them"),))
+    ended = CliRunner().invoke(app, ["doctor", "--json", str(tmp_path / "doctor.json")])
+    assert ended.exit_code == 0
+    return ended.stdout, json.loads((tmp_path / "doctor.json").read_text())
+
+
+def test_links_that_work_are_shown_with_their_bandwidth(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = [Link(0, 1, 1000, 368.2, ""), Link(1, 0, 2000, 341.7, "")]
+    out, document = with_links(monkeypatch, tmp_path, found)
+    assert "368" in out
+    assert "on the twin and on the GPU" in out
+    assert document["links"][1]["gigabytes_per_second"] == 341.7
+    assert document["gpu"][-1]["works"] is True
+    for text in ("3 000 rounds", "on 2 in 1 s", "342 to 368 GB/s"):
+        assert text in document["gpu"][-1]["found"]
+
+
+def test_a_link_that_fails_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = [Link(0, 1, 1000, 368.2, ""), Link(1, 0, 3, None, "the flag did not come; see [this]")]
+    out, document = with_links(monkeypatch, tmp_path, found)
+    assert "1 of 2 fail" in out
+    assert "1 → 0: the flag did not come; see [this]" in out
+    assert "the GPU cannot be used" in out
+    assert document["gpu"][-1]["works"] is False
+
+
+def test_links_that_cannot_be_tried_are_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, document = with_links(monkeypatch, tmp_path, RuntimeError("NVRTC is missing: install it"))
+    assert "NVRTC is missing: install it" in " ".join(out.split())
+    assert document["links"] == []
+
+
+def test_of_several_ranks_one_speaks() -> None:
+    program = "import sys; from moeos.cli import main; sys.argv[1:] = ['doctor']; main()"
+    ended = mpirun(2, program)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("The twin: ranks") == 1
+    assert "started by it" in ended.stdout
+    assert 'layers run here with backend="twin"' in ended.stdout or "on the GPU" in ended.stdout

@@ -102,6 +102,23 @@ def test_the_json_tells_what_ran_where(config: Path) -> None:
     assert len(document["by_rank"][0]["seconds"]) == 3
 
 
+def test_virtual_ranks_are_ranks_of_one_process(config: Path) -> None:
+    document = results(config, "--virtual-ranks", 4)
+    assert document["ranks"] == 4
+    assert [rank["tokens"] for rank in document["by_rank"]] == [[40] * 3] * 4
+    assert all(rank["check"]["checked"] >= 119 for rank in document["by_rank"])
+
+
+def test_virtual_ranks_are_refused_under_a_launcher(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    code, _, err = invoke(config, "--virtual-ranks", 2)
+    assert code == 2
+    assert "a launcher has started several ranks" in err
+
+
 def test_options_overrule_the_config(config: Path) -> None:
     document = results(config, "--tokens", 7, "--iterations", 2)
     assert document["by_rank"][0]["tokens"] == [7, 7]
@@ -227,6 +244,7 @@ def test_tokens_that_cannot_be_routed_are_named(config: Path, tmp_path: Path) ->
         (["--json", "no/folder/out.json"], "--json is no/folder/out.json"),
         (["--backend", "gpu"], "backend is 'gpu'"),
         (["--deadline", "0"], "deadline is 0"),
+        (["--virtual-ranks", "0"], "ranks is 0; allowed: 1 to 64"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -1,0 +1,61 @@
+"""What compute-sanitizer watches: a small layer on virtual ranks, `python -m tests.gpu.sanitized`.
+
+Small, because instrumented memory accesses take a hundred times as long. `test_sanitizer.py` starts
+it under the tools.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from moeos import World, jit, virtual
+from tests.gpu.cases import RankLayer, assert_matches, call_on_gpu, draw_routed_call, on_gpu
+from tests.layers import Call, config, draw_given_call, draw_weights
+
+DEADLINE = 200.0
+"""Seconds: the kernel is slow under a tool."""
+
+CONFIGS = {
+    "swiglu": config(dtype=torch.bfloat16, max_tokens=160, bias=True),
+    "groups": config(
+        dtype=torch.float16,
+        activation="gelu",
+        max_tokens=96,
+        experts=32,
+        top_k=4,
+        scoring="sigmoid",
+        selection_bias=True,
+        expert_groups=4,
+        top_groups=2,
+        capacity_factor=1.0,
+    ),
+}
+
+
+def main(name: str, ranks: int) -> None:
+    """Three calls of each rank: routed by the gate, by the caller, and without tokens on a rank."""
+    jit._OPTIONS = (*jit._OPTIONS, "--generate-line-info")  # the tools then name source lines
+    cfg = CONFIGS[name]
+    weights = on_gpu(draw_weights(cfg))
+
+    def rank_main(world: World) -> None:
+        layer = RankLayer(weights, world)
+        most = cfg.max_tokens
+        calls: list[Call] = [
+            draw_routed_call(weights, most, world.rank),
+            call_on_gpu(draw_given_call(cfg, most - 3 * world.rank, world.rank, unused=0.3)),
+            draw_routed_call(weights, 5 * world.rank, world.rank),
+        ]
+        outputs = [layer(call) for call in calls]
+        layer.engine.check()
+        for number, (call, y) in enumerate(zip(calls, outputs, strict=True)):
+            assert_matches(weights, call, y, f"rank {world.rank}, call {number}")
+
+    virtual.run(rank_main, ranks=ranks, backend="cuda", deadline=DEADLINE)
+    print(f"{name} on {ranks} virtual ranks is right", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,21 @@
+"""The kernels that try links between GPUs compile wherever NVRTC is."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeos import jit
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_of_links_compile_for_every_gpu_that_a_host_may_have(arch: str) -> None:
+    cubin = jit.compile_file("kernels/links.cu", arch)
+    for name in ("send", "receive", "stream"):
+        assert f"moeos_link_{name}".encode() in cubin
+
+
+def test_a_file_that_does_not_exist_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"no-such\.cu"):
+        jit.compile_file("kernels/no-such.cu", "sm_90")
