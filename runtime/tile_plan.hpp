@@ -11,6 +11,7 @@
 #include "runtime/geometry.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/platform/concept.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos {

@@ -35,8 +35,8 @@ inline constexpr u32 kFirstConsumerWarp = 4;
 
 // 64 K registers, of which accumulators take 128 a consumer thread; the rest is what each role's
 // code needs without spilling.
-inline constexpr u32 kConsumerRegisters = 216;
-inline constexpr u32 kOtherRegisters = 72;
+inline constexpr u32 kConsumerRegisters = 224;
+inline constexpr u32 kOtherRegisters = 64;
 static_assert(kConsumerRegisters * kConsumerThreads +
                   kOtherRegisters * (kThreads - kConsumerThreads) <=
               65536);

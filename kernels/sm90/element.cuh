@@ -33,11 +33,4 @@ struct Float16 {
   }
 };
 
-/// Element `index` of an array in storage type T.
-template <class T>
-float element_at(const u8* array, u64 index) {
-  const u32 pair = reinterpret_cast<const u32*>(array)[index / 2];
-  return index % 2 == 0 ? T::low(pair) : T::high(pair);
-}
-
 }  // namespace moeos::sm90

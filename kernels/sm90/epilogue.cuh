@@ -1,4 +1,4 @@
-// From accumulators to the staging memory: bias, activation, conversion.
+// Between accumulators and the staging memory: bias, activation, conversion.
 //
 // A wgmma accumulator d of a thread holds, for j in [0, 32): columns 8j + 2(lane % 4) + {0, 1} of
 // row lane / 4 (d[4j], d[4j+1]) and of row lane / 4 + 8 (d[4j+2], d[4j+3]) of its warp's 16 rows.
@@ -38,29 +38,44 @@ inline void stage_results(Shared& shared, u32 group, StagingPosition& position, 
   position.advance();
 }
 
-inline float bias_at(const u8* bias, u64 index, bool exists) {
-  if constexpr (kBias) {
-    return exists ? element_at<Element>(bias, index) : 0.0F;
-  } else {
-    return 0.0F;
+/// What a thread's accumulators start from: the biases of its columns, or zeros. So the epilogue
+/// has nothing to load, and no value is live from one part to the next.
+inline void start_accumulators(float (&d)[128], const RankArguments& arguments, const Task& task,
+                               u32 part) {
+  const bool first_product = task.kind == TaskKind::gemm0;
+  const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
+  const u32 first = part * (first_product ? kGemm0Columns : kTileColumns) + 2 * (threadIdx.x % 4);
+  const u64 row = u64{task.local_expert} * (first_product ? kShape.w1_rows() : kShape.hidden);
+  const u32 second_half = first_product && kShape.gated() ? kShape.intermediate : kTileColumns / 2;
+#pragma unroll
+  for (u32 i = 0; i < 128; i += 4) {
+    float values[2] = {};
+    if constexpr (kBias) {
+      const u32 column = first + 2 * (i % 64);  // eight columns further for every four registers
+      // A gated tile's second half has the up columns of the same hidden units.
+      const u32 at = column + (i < 64 ? 0 : second_half);
+      const bool exists = (first_product && kShape.gated() ? column : at) < columns;
+      const u8* bias = first_product ? arguments.b1 : arguments.b2;
+      if (exists) {
+        const u32 pair = reinterpret_cast<const u32*>(bias)[(row + at) / 2];
+        values[0] = Element::low(pair);
+        values[1] = Element::high(pair);
+      }
+    }
+    d[i] = d[i + 2] = values[0];
+    d[i + 1] = d[i + 3] = values[1];
   }
 }
 
-/// First product: activation(d + b1), 128 (gated) or 256 columns.
-inline void finish_gemm0(float (&d)[128], const RankArguments& arguments, const Task& task,
-                         u32 part, u32 group, Shared& shared, StagingPosition& position) {
-  const u32 first = part * kGemm0Columns + 2 * (threadIdx.x % 4);
-  const u64 bias_row = u64{task.local_expert} * kShape.w1_rows();
+/// First product: activation(d), 128 (gated) or 256 columns.
+inline void finish_gemm0(const float (&d)[128], u32 group, Shared& shared,
+                         StagingPosition& position) {
 #pragma unroll
   for (u32 half = 0; half < kGemm0Columns / kStagingColumns; ++half) {
     stage_results(shared, group, position, [&](u32 j, u32 lower, u32 i) {
-      const u32 unit = first + half * kStagingColumns + 8 * j + i;
-      const bool exists = unit < kShape.intermediate;
-      const u32 at = 4 * j + 2 * lower + i;
-      const float value = d[64 * half + at] + bias_at(arguments.b1, bias_row + unit, exists);
+      const float value = d[64 * half + 4 * j + 2 * lower + i];
       if constexpr (kShape.gated()) {
-        const float up =
-            d[64 + at] + bias_at(arguments.b1, bias_row + kShape.intermediate + unit, exists);
+        const float up = d[64 + 4 * j + 2 * lower + i];
         return swiglu < kShape.swiglu_limit<kInfinity>(value, up, kShape.swiglu_limit);
       } else {
         return activate<kShape.activation>(value);
@@ -69,18 +84,13 @@ inline void finish_gemm0(float (&d)[128], const RankArguments& arguments, const 
   }
 }
 
-/// Second product: d + b2, 256 columns in two halves.
-inline void finish_gemm1(float (&d)[128], const RankArguments& arguments, const Task& task,
-                         u32 part, u32 group, Shared& shared, StagingPosition& position) {
-  const u32 first = part * kTileColumns + 2 * (threadIdx.x % 4);
-  const u64 bias_row = u64{task.local_expert} * kShape.hidden;
+/// Second product: d, 256 columns in two halves.
+inline void finish_gemm1(const float (&d)[128], u32 group, Shared& shared,
+                         StagingPosition& position) {
 #pragma unroll
   for (u32 half = 0; half < kTileColumns / kStagingColumns; ++half) {
-    stage_results(shared, group, position, [&](u32 j, u32 lower, u32 i) {
-      const u32 unit = first + half * kStagingColumns + 8 * j + i;
-      return d[64 * half + 4 * j + 2 * lower + i] +
-             bias_at(arguments.b2, bias_row + unit, unit < kShape.hidden);
-    });
+    stage_results(shared, group, position,
+                  [&](u32 j, u32 lower, u32 i) { return d[64 * half + 4 * j + 2 * lower + i]; });
   }
 }
 

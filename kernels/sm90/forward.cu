@@ -180,8 +180,8 @@ inline void run_complete(const RankArguments& arguments, Processor<Machine>& pro
 
 /// Route: a block of tokens, by all consumers.
 inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                      Processor<Machine>& processor, Slot& slot, const Task& task, u32 part,
-                      Shared& shared, RingPosition<kStages>& stage) {
+                      u32 index, Slot& slot, const Task& task, u32 part, Shared& shared,
+                      RingPosition<kStages>& stage) {
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const u32 group = warp / 4;
   const auto everyone = [] { named_barrier(kConsumersBarrier, kConsumerThreads); };
@@ -191,7 +191,7 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
   if (arguments.topk_ids != nullptr) {
     copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
   } else {
-    float d[kRouteColumns / 2];
+    float d[kRouteColumns / 2] = {};
     Logits logits;
     multiply_logits(d, steps_of(TaskKind::route), group, shared, stage);
     exchange_logits(d, logits, group, shared.staging[0]);
@@ -201,6 +201,7 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
   if (slot.bad_token != kNone) {
     return;
   }
+  Processor<Machine> processor(rank, call, index);
   auto& scratch = *reinterpret_cast<RouteScratch*>(shared.staging[0]);
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
   everyone();
@@ -220,7 +221,7 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
 
 /// Products, epilogues, Route and the sums of Combine, by two warpgroups.
 inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& rank,
-                          const Call& call, Processor<Machine>& processor, Shared& shared) {
+                          const Call& call, u32 index, Shared& shared) {
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const u32 group = warp / 4;
   RingPosition<kSlots> at;
@@ -243,11 +244,12 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
         skip_tile(steps_of(kind), shared, stage);
       } else {
         float d[128];
+        start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(kind), group, shared, stage);
         if (kind == TaskKind::gemm0) {
-          finish_gemm0(d, arguments, task, word.part(), group, shared, staging);
+          finish_gemm0(d, group, shared, staging);
         } else {
-          finish_gemm1(d, arguments, task, word.part(), group, shared, staging);
+          finish_gemm1(d, group, shared, staging);
         }
       }
     } else if (kind != TaskKind::dispatch) {
@@ -255,7 +257,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
         // Route works in the staging memory: what was staged before must have left it.
         shared.staging_empty[group].wait(staging.parity ^ 1);
         named_barrier(kConsumersBarrier, kConsumerThreads);
-        run_route(arguments, rank, call, processor, slot, task, word.part(), shared, stage);
+        run_route(arguments, rank, call, index, slot, task, word.part(), shared, stage);
       } else {
         sum_tokens(arguments, group, shared, stage);
       }
@@ -274,13 +276,13 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
 inline void run_processor_roles(const RankArguments& arguments, const Rank<Machine>& rank,
                                 const Call& call, u32 index, Shared& shared) {
   const u32 warp = threadIdx.x / 32;
-  Processor<Machine> processor(rank, call, index);
   if (warp >= kFirstConsumerWarp) {
     raise_registers<kConsumerRegisters>();
     clear_rows_beyond(arguments, call.tokens, index);
-    run_consumers(arguments, rank, call, processor, shared);
+    run_consumers(arguments, rank, call, index, shared);
     return;
   }
+  Processor<Machine> processor(rank, call, index);
   lower_registers<kOtherRegisters>();
   if (warp == kFetchWarp) {
     run_fetch(rank, call, processor, shared);
@@ -360,10 +362,11 @@ inline void run_os(const RankArguments& mine, OsShared& shared) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moeos_forward(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(1024) u8 shared_memory[];
-  const u32 blocks = gridDim.x / kVirtualRanks;
-  const RankArguments& mine = arguments.ranks[blockIdx.x / blocks];
-  const u32 index = blockIdx.x % blocks;
-  if (index + 1 < blocks) {
+  constexpr u32 kBlocks = kGeometry.processors + 1;  // of a rank
+  const u32 rank = kVirtualRanks == 1 ? 0 : blockIdx.x / kBlocks;
+  const RankArguments& mine = arguments.ranks[rank];
+  const u32 index = blockIdx.x - rank * kBlocks;
+  if (index < kGeometry.processors) {
     run_processor_block(mine, index, *reinterpret_cast<Shared*>(shared_memory));
   } else {
     run_os(mine, *reinterpret_cast<OsShared*>(shared_memory));

@@ -102,10 +102,6 @@ inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
                           RingPosition<kStages>& stage, Issue issue) {
   const bool elected = threadIdx.x % 128 == 0;
   u32 previous = 0;
-#pragma unroll
-  for (u32 i = 0; i < kRegisters; ++i) {
-    d[i] = 0.0F;
-  }
   hold(d);
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
     shared.stage_full[stage.index].wait(stage.parity);
@@ -127,7 +123,7 @@ inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
   }
 }
 
-/// d = the warpgroup's 64 rows of the tile times the tile's weights.
+/// d += the warpgroup's 64 rows of the tile times the tile's weights.
 inline void multiply_tile(float (&d)[128], u32 steps, u32 group, Shared& shared,
                           RingPosition<kStages>& stage) {
   for_each_step(d, steps, shared, stage, [&](const Stage& from) {
@@ -148,7 +144,7 @@ inline void skip_tile(u32 steps, Shared& shared, RingPosition<kStages>& stage) {
   }
 }
 
-/// d = a block's 64 tokens times the router's weights, over this warpgroup's half of the depth.
+/// d += a block's 64 tokens times the router's weights, over this warpgroup's half of the depth.
 inline void multiply_logits(float (&d)[kRouteColumns / 2], u32 steps, u32 group, Shared& shared,
                             RingPosition<kStages>& stage) {
   constexpr u32 kInstructions = kTileDepth / 16;
