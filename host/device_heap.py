@@ -72,6 +72,16 @@ class DeviceHeap:
             for memory in self.heaps
         ]
 
+    def of(self, peer: int) -> Tensor:
+        """A rank's heap. Raises `RuntimeError` if this rank's GPU cannot address it."""
+        memory = self.heaps[peer]
+        if memory is None:
+            raise RuntimeError(
+                f"rank {self._control.rank} cannot address the GPU memory of rank {peer}; their "
+                "GPUs must be in one host and have peer access, as over NVLink"
+            )
+        return memory
+
     def put(self, peer: int, at: int, size: int) -> None:
         """Copies bytes of this rank's heap to the same place in a peer's, on the current stream."""
         memory = self.heaps[peer]
