@@ -114,6 +114,7 @@ class Rank:
         split_os: bool,
         jitter_us: float,
         jitter_seed: int,
+        ranks_per_node: int,
     ) -> None: ...
     def forward(
         self,

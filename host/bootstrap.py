@@ -25,7 +25,7 @@ from moeos.control import (
     name_ranks,
     require_equal,
 )
-from moeos.world import Backend, TwinOptions, World, check_deadline
+from moeos.world import Backend, TwinOptions, World, check_deadline, check_ranks_per_node
 
 BACKENDS = ("auto", "twin", "cuda")
 """What `init` and `virtual.run` take as a backend."""
@@ -36,7 +36,11 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux hands out by 
 
 
 def init(
-    backend: str = "auto", *, deadline: float = 30.0, twin: TwinOptions = DEFAULT_TWIN
+    backend: str = "auto",
+    *,
+    deadline: float = 30.0,
+    twin: TwinOptions = DEFAULT_TWIN,
+    ranks_per_node: int | None = None,
 ) -> World:
     """This process's world. Collective over all processes that the launcher started.
 
@@ -49,25 +53,38 @@ def init(
         deadline: seconds after which a wait for another rank raises `PeerTimeout`, here and in
             every call.
         twin: how the twin uses this machine.
+        ranks_per_node: None finds out which peers' memory can be written directly. A number makes
+            nodes of so many consecutive ranks, and reaches ranks of other nodes by puts even where
+            there is a direct way, on the twin and on the GPU: 1 for all peers. It is there to test
+            that path on one host; it changes no result.
 
     Raises:
         ValueError, TypeError: an argument, or what the launcher set, is not allowed.
-        ConfigMismatch: the ranks run different versions or backends.
-        RuntimeError: there are fewer GPUs than ranks, or the ranks are on several hosts.
+        ConfigMismatch: the ranks run different versions or backends, or differ in ranks_per_node.
+        RuntimeError: a host has fewer GPUs than ranks, or the twin's ranks are on several hosts.
         PeerTimeout: a rank did not call it before the deadline.
     """
     chosen = choose_backend(backend)
     check_deadline(deadline)
+    check_ranks_per_node(ranks_per_node)
     if not isinstance(twin, TwinOptions):
         raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
     control = _connect(detect(os.environ), deadline)
     try:
         version = importlib.metadata.version("moeos")
-        require_equal(control, (version, chosen), "the version of moeos and its backend")
-        _require_one_host(control)
+        same = (version, chosen, ranks_per_node)
+        require_equal(control, same, "the version of moeos, its backend and ranks_per_node")
         if chosen == "cuda":
             _choose_device(os.environ)
-        return World(control, backend=chosen, deadline=deadline, twin=twin)
+        else:
+            _require_one_host(control)
+        return World(
+            control,
+            backend=chosen,
+            deadline=deadline,
+            twin=twin,
+            ranks_per_node=ranks_per_node,
+        )
     except BaseException as error:
         control.abort(f"{type(error).__name__}: {error}")
         control.close()
@@ -225,4 +242,4 @@ def _require_one_host(control: ControlPlane) -> None:
             f"{name_ranks(r for r in range(control.size) if hosts[r] == host)} on {host[0]}"
             for host in dict.fromkeys(hosts)
         )
-        raise RuntimeError(f"all ranks must be on one host so far, but there are {where}")
+        raise RuntimeError(f"all ranks of the twin must be on one host, but there are {where}")

@@ -1,8 +1,8 @@
 """The symmetric heap on GPUs: memory of equal size on every rank, which all ranks' GPUs address.
 
 Of one rank, and of virtual ranks on one GPU, it is plain device memory; between processes it is
-NVSHMEM's, and every peer must be reached by plain loads and stores. This file knows nothing of what
-lies in a heap.
+NVSHMEM's, and a peer whose memory this GPU cannot address is reached by NVSHMEM's puts. This file
+knows nothing of what lies in a heap.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from moeos.jit import INSTALL
 
 Value = TypeVar("Value")
 
+_PROBE_BYTES = 128
+
 _started: tuple[int, int] | None = None  # the rank and the size that NVSHMEM runs with
-_unreachable: list[Sequence[Tensor]] = []  # heaps that cannot be freed, because a peer is gone
+_unreachable: list[
+    Sequence[Tensor | None]
+] = []  # heaps that cannot be freed, because a peer is gone
 
 
 class DeviceHeap:
     """One rank's view of the heaps of all ranks. Collective to make, with one size on all ranks.
 
     Attributes:
-        heaps: uint8 [size] for each rank, in rank order, as this rank's GPU addresses them. The
-            memory starts as zeros.
+        heaps: uint8 [size] for each rank, in rank order, as this rank's GPU addresses them; None
+            for a rank whose memory it cannot. The memory starts as zeros.
         own: this rank's.
+        put_addresses: [P] what a put to each rank's heap goes to.
 
     Raises:
         ConfigMismatch: ranks ask for different sizes.
-        RuntimeError: NVSHMEM is missing, there is no memory, or a rank cannot address the memory
-            of a peer's GPU; on all ranks.
+        RuntimeError: NVSHMEM is missing, or there is no memory; on all ranks.
         PeerTimeout: a rank did not take part.
     """
 
@@ -44,7 +48,7 @@ class DeviceHeap:
         require_equal(control, size, "the size of a heap")
         self._control = control
         self._symmetric = not control.shares_memory
-        self.heaps: list[Tensor]
+        self.heaps: list[Tensor | None]
         if self._symmetric:
             _start_nvshmem(control, device)
 
@@ -61,7 +65,32 @@ class DeviceHeap:
         if self._symmetric:
             self.heaps = _agree(control, self._map_peers, "mapping the peers' heaps")
         else:
-            self.heaps = control.allgather(self.own, "the addresses of a heap")
+            self.heaps = [*control.allgather(self.own, "the addresses of a heap")]
+        # NVSHMEM's puts go by the address of this rank's own copy.
+        self.put_addresses = [
+            self.own.data_ptr() if self._symmetric or memory is None else memory.data_ptr()
+            for memory in self.heaps
+        ]
+
+    def of(self, peer: int) -> Tensor:
+        """A rank's heap. Raises `RuntimeError` if this rank's GPU cannot address it."""
+        memory = self.heaps[peer]
+        if memory is None:
+            raise RuntimeError(
+                f"rank {self._control.rank} cannot address the GPU memory of rank {peer}; their "
+                "GPUs must be in one host and have peer access, as over NVLink"
+            )
+        return memory
+
+    def put(self, peer: int, at: int, size: int) -> None:
+        """Copies bytes of this rank's heap to the same place in a peer's, on the current stream."""
+        memory = self.heaps[peer]
+        if memory is not None:
+            memory[at : at + size].copy_(self.own[at : at + size], non_blocking=True)
+        else:
+            address = self.own.data_ptr() + at
+            stream = torch.cuda.current_stream().cuda_stream
+            _bindings().putmem_on_stream(address, address, size, peer, stream)
 
     def close(self) -> None:
         """Gives the memory back; idempotent. No kernel may use it any more.
@@ -79,18 +108,47 @@ class DeviceHeap:
         else:
             _nvshmem().free_tensor(self.own)
 
-    def _map_peers(self) -> list[Tensor]:
-        heaps = []
-        for peer in range(self._control.size):
-            try:
-                heaps.append(_nvshmem().get_peer_tensor(self.own, peer))
-            except Exception as error:  # NVSHMEM's own
-                raise RuntimeError(
-                    f"rank {self._control.rank} cannot address the GPU memory of rank {peer} "
-                    f"({error}); all ranks' GPUs must be in one host and have peer access, as over "
-                    "NVLink"
-                ) from error
-        return heaps
+    def _map_peers(self) -> list[Tensor | None]:
+        return [
+            _nvshmem().get_peer_tensor(self.own, peer) if _addresses(self.own, peer) else None
+            for peer in range(self._control.size)
+        ]
+
+
+def addressable_peers(control: ControlPlane, device: torch.device) -> list[bool]:
+    """[P] whose memory of a heap this rank's GPU will address by itself. Collective.
+
+    Raises `RuntimeError`, on all ranks, if NVSHMEM is missing or cannot be started.
+    """
+    if control.shares_memory or control.size == 1:
+        return [True] * control.size
+    _start_nvshmem(control, device)
+
+    def look() -> list[bool]:
+        probe = _nvshmem().tensor((_PROBE_BYTES,), dtype=torch.uint8, except_on_del=False)
+        found = [_addresses(probe, peer) for peer in range(control.size)]
+        _nvshmem().free_tensor(probe)
+        return found
+
+    return _agree(control, look, "looking for the peers whose memory is addressed")
+
+
+def fill_in_state(library: int) -> None:
+    """Has NVSHMEM, which is running, fill in its state in a loaded kernel that puts by it."""
+    _bindings().culibrary_init(library)
+
+
+def forget_state(library: int) -> None:
+    """Undoes `fill_in_state`, before the kernel is unloaded."""
+    _bindings().culibrary_finalize(library)
+
+
+def _addresses(memory: Tensor, peer: int) -> bool:
+    return bool(_bindings().ptr(memory.data_ptr(), peer) != 0)
+
+
+def _bindings() -> Any:
+    return importlib.import_module("nvshmem.bindings")
 
 
 def _nvshmem() -> Any:
@@ -119,6 +177,8 @@ def _start_nvshmem(control: ControlPlane, device: torch.device) -> None:
         return
     # It would set NVLink multicast up, which nothing here uses.
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+    # Puts are compiled into the kernel, and are those of the proxy (nvshmem_transport.hpp).
+    os.environ.setdefault("NVSHMEM_IB_ENABLE_IBGDA", "0")
     first = control.rank == 0
     identity = _agree(control, lambda: _nvshmem().get_unique_id(empty=not first), "NVSHMEM")
     numpy = importlib.import_module("numpy")

@@ -30,6 +30,7 @@ class FailureKind(enum.IntEnum):
     ID_NO_EXPERT = 12
     ID_REPEATED = 13
     TOKEN_COUNT_WRONG = 14
+    ECHO_LATE = 15
 
 
 class FailureRecord(Protocol):
@@ -126,6 +127,11 @@ def _owed(f: FailureRecord) -> str | None:
         )
     if f.kind == FailureKind.RETURNS_LATE:
         return f"results of chunk {f.chunk}: {f.seen} of {f.expected} rows have come back"
+    if f.kind == FailureKind.ECHO_LATE:
+        return (
+            f"word of {f.seen} rows that were put to it over the network, where {f.expected} may "
+            "be under way"
+        )
     return None
 
 

@@ -14,7 +14,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -33,6 +33,10 @@ MAX_TOP_K = 32
 GROUP_MULTIPLE = 8
 """Each lane of a quad holds a quarter of each expert group, in pairs."""
 
+Transport = Literal["none", "mapped", "nvshmem"]
+"""How remote peers are reached: there are none; by stores into heaps that this GPU addresses (of
+virtual ranks); by NVSHMEM."""
+
 KERNEL = "moeos_forward"
 """The kernel's name in the machine code."""
 
@@ -43,6 +47,7 @@ _TILE_COLUMNS = 256
 _ROUTE_TOKENS = 64
 
 _ENTRY = "kernels/sm90/forward.cu"
+_NVSHMEM_VERSION = "non_abi/nvshmem_version.h"
 _FORMAT = 1  # of what is cached
 _LOG_LINES = 20  # of a failed compilation that an error shows
 
@@ -64,6 +69,7 @@ class KernelShape:
         world_size: P.
         processors: blocks of each rank that run tasks; all but one of its share of the grid.
         virtual_ranks: ranks in one launch: 1, or P when all of them share one GPU.
+        transport: how those peers are reached whose memory is not written directly.
         arch: one of `ARCHITECTURES`.
 
     Raises:
@@ -74,6 +80,7 @@ class KernelShape:
     world_size: int
     processors: int
     virtual_ranks: int = 1
+    transport: Transport = "none"
     arch: str = ARCHITECTURES[0]
 
     def __post_init__(self) -> None:
@@ -86,6 +93,9 @@ class KernelShape:
             raise ValueError(
                 f"virtual_ranks is {self.virtual_ranks}; allowed: 1, or all {self.world_size} ranks"
             )
+        if self.transport not in get_args(Transport):
+            allowed = ", ".join(map(repr, get_args(Transport)))
+            raise ValueError(f"transport is {self.transport!r}; allowed: {allowed}")
         if self.processors < 1:
             raise ValueError(f"processors is {self.processors}; a rank needs at least 1")
 
@@ -101,7 +111,9 @@ class KernelShape:
             gemm0_columns=_TILE_COLUMNS // 2 if self.cfg.gated else _TILE_COLUMNS,
             gemm1_columns=_TILE_COLUMNS,
         )
-        return layer_sizes(self.cfg, self.world_size, self.processors, tiles)
+        return layer_sizes(
+            self.cfg, self.world_size, self.processors, tiles, remote=self.transport != "none"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,8 +191,8 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
 
     Raises:
         ValueError: a bound does not fit, see `KernelShape.sizes`, or a state shared memory.
-        RuntimeError: NVRTC or a source file is missing, or the compiler refuses: with the first
-            lines that it says.
+        RuntimeError: NVRTC, a source file or, for its transport, NVSHMEM is missing, or the
+            compiler refuses: with the first lines that it says.
     """
     nvrtc = _load_nvrtc()
     root = include_root()
@@ -188,11 +200,17 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     options = [f"--gpu-architecture={shape.arch}", *_OPTIONS]
     options += [f"-DMOEOS_{name}={value}" for name, value in macros(shape).items()]
     compiler = _version(nvrtc)
-    key = _key(_sources(root), unit, options, compiler)
+    sources = _sources(root)
+    folders = [root]
+    if shape.transport == "nvshmem":
+        folders += nvshmem_folders()
+        sources[_NVSHMEM_VERSION] = (folders[1] / _NVSHMEM_VERSION).read_bytes()
+    key = _key(sources, unit, options, compiler)
 
     def make() -> bytes:
         began = time.perf_counter()
-        cubin, ptx, log = _compile(nvrtc, unit, [*options, f"--include-path={root}"])
+        includes = [f"--include-path={folder}" for folder in folders]
+        cubin, ptx, log = _compile(nvrtc, unit, options + includes)
         report = CompileReport(
             arch=shape.arch,
             compiler=compiler,
@@ -275,6 +293,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "VIRTUAL_RANKS": shape.virtual_ranks,
         "FLOAT16": int(cfg.dtype == torch.float16),
         "BIAS": int(cfg.bias),
+        "TRANSPORT": get_args(Transport).index(shape.transport),
     }
     return {name: str(value) for name, value in values.items()}
 
@@ -323,6 +342,29 @@ def _key(sources: dict[str, bytes], unit: str, options: list[str], compiler: str
     texts = {name: hashlib.sha256(text).hexdigest() for name, text in sources.items()}
     digest.update(json.dumps([_FORMAT, compiler, unit, options, sorted(texts.items())]).encode())
     return digest.hexdigest()
+
+
+def nvshmem_folders() -> list[Path]:
+    """Where the headers of NVSHMEM lie, and of CUDA's runtime and C++ library, which they use.
+
+    Raises `RuntimeError` if they are not installed.
+    """
+    try:
+        find = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory
+    except ImportError as error:
+        raise RuntimeError(
+            f"cuda-pathfinder, which finds NVSHMEM, is missing: {INSTALL}"
+        ) from error
+    found = {name: find(name) for name in ("nvshmem", "cudart", "cccl")}
+    missing = [name for name, folder in found.items() if folder is None]
+    if missing:
+        raise RuntimeError(
+            f"the headers of {' and '.join(missing)} are missing, with which kernels are compiled "
+            f"that reach remote peers: {INSTALL}"
+        )
+    folders = [Path(folder) for folder in found.values()]
+    # One header names its neighbour without its folder, where NVRTC does not look for it.
+    return [*folders, folders[0] / "non_abi" / "device" / "pt-to-pt"]
 
 
 def _load_nvrtc() -> Any:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from moeos.bootstrap import choose_backend
 from moeos.control import ThreadControl, name_ranks
 from moeos.errors import PeerTimeout
-from moeos.world import TwinOptions, World, check_deadline
+from moeos.world import TwinOptions, World, check_deadline, check_ranks_per_node
 
 MAX_RANKS = 64
 """The most virtual ranks of one process."""
@@ -33,6 +33,7 @@ def run(
     *,
     deadline: float = 30.0,
     twin: TwinOptions = ONE_PROCESSOR,
+    ranks_per_node: int | None = None,
 ) -> list[Result]:
     """Calls `fn(world)` for each virtual rank, each on a thread; the results in rank order.
 
@@ -44,7 +45,7 @@ def run(
     Args:
         ranks: 1 to 64.
         backend: "twin", "cuda" (all ranks share one GPU and one launch) or "auto".
-        deadline, twin: as for `moeos.init`.
+        deadline, twin, ranks_per_node: as for `moeos.init`.
 
     Raises:
         ValueError, TypeError: an argument is not allowed.
@@ -56,10 +57,17 @@ def run(
         raise ValueError(f"ranks is {ranks}; allowed: 1 to {MAX_RANKS}")
     chosen = choose_backend(backend)
     check_deadline(deadline)
+    check_ranks_per_node(ranks_per_node)
     if not isinstance(twin, TwinOptions):
         raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
     worlds = [
-        World(control, backend=chosen, deadline=deadline, twin=twin)
+        World(
+            control,
+            backend=chosen,
+            deadline=deadline,
+            twin=twin,
+            ranks_per_node=ranks_per_node,
+        )
         for control in ThreadControl.group(ranks, deadline)
     ]
     results: dict[int, Result] = {}

@@ -36,24 +36,20 @@ class TwinOptions:
         jitter_us: longest of the random delays put between the steps of all actors, in
             microseconds, 0 to 1e6; for tests of the protocol.
         jitter_seed: seed of these delays, 0 to 2^63 - 1.
-        remote: treats every peer as one that memory cannot be mapped from, so that rows are staged
-            and put.
     """
 
     processors: int | None = None
     split_os: bool = False
     jitter_us: float = 0.0
     jitter_seed: int = 0
-    remote: bool = False
 
     def __post_init__(self) -> None:
         if self.processors is not None:
             _check_integer("processors", self.processors, 1, 1024)
         _check_number("jitter_us", self.jitter_us, 0.0, 1e6)
         _check_integer("jitter_seed", self.jitter_seed, 0, 2**63 - 1)
-        for name in ("split_os", "remote"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.split_os, bool):
+            raise TypeError(f"split_os is {self.split_os!r}; it must be True or False")
 
     def processors_for(self, ranks: int) -> int:
         """Processor threads of each of `ranks` ranks on this host."""
@@ -74,6 +70,7 @@ class World:
         deadline: seconds after which a wait for another rank raises `PeerTimeout`.
         twin: the twin's options, and `processors`, what they mean here: processor threads of this
             rank.
+        ranks_per_node: ranks that this world treats as being on one node, or None; see `near`.
         on_abort: called with the reason when this rank must leave a call at once, from any thread.
         on_close: called before the heaps are unmapped, the last added first.
     """
@@ -85,13 +82,16 @@ class World:
         backend: Backend,
         deadline: float,
         twin: TwinOptions,
+        ranks_per_node: int | None = None,
     ) -> None:
         check_deadline(deadline)
+        check_ranks_per_node(ranks_per_node)
         self.control = control
         self.backend: Backend = backend
         self.deadline = float(deadline)
         self.twin = twin
         self.processors = twin.processors_for(control.size)
+        self.ranks_per_node = ranks_per_node
         self.on_abort: list[Callable[[str], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self._heaps: list[SymmetricHeap] = []
@@ -107,6 +107,15 @@ class World:
     def size(self) -> int:
         """The number of ranks, P."""
         return self.control.size
+
+    def near(self, peer: int) -> bool:
+        """Whether a peer's memory may be written directly, if this machine can.
+
+        False for ranks of other nodes where `ranks_per_node` makes nodes of that many consecutive
+        ranks: they are reached by puts, as over a network.
+        """
+        size = self.ranks_per_node or self.size
+        return peer // size == self.rank // size
 
     @property
     def closed(self) -> bool:
@@ -182,6 +191,12 @@ def check_deadline(deadline: float) -> None:
     _check_number("deadline", deadline, 0.0, MAX_DEADLINE)
     if deadline == 0:
         raise ValueError(f"deadline is 0; allowed: above 0 and up to {MAX_DEADLINE:g} seconds")
+
+
+def check_ranks_per_node(ranks_per_node: int | None) -> None:
+    """Raises unless `ranks_per_node` is None or an integer from 1 to 2^16."""
+    if ranks_per_node is not None:
+        _check_integer("ranks_per_node", ranks_per_node, 1, 1 << 16)
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -8,7 +8,7 @@
 
 namespace moeos {
 
-using cuda::Machine;
+using Machine = cuda::Machine<cuda::NoTransport, 1>;
 
 /// What a sender or a receiver tells the host.
 struct LinkReport {

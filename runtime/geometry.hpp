@@ -32,7 +32,8 @@ struct Geometry {
   u32 gemm0_parts;   // N-tiles of the first GEMM
   u32 gemm1_parts;   // N-tiles of the second GEMM
   u32 processors;    // processors of this rank; the only field that may differ between ranks
-  u32 remote;        // 1: peers are reached by puts from a staging copy, 0: by direct stores
+  u32 remote;        // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
+  u32 window_rows;   // rows under way to a remote peer at any time, at most; see window()
 
   constexpr u32 local_experts() const { return experts / world; }
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
@@ -52,6 +53,23 @@ struct Geometry {
   constexpr u32 chunks() const { return ceil_div(cell_rows_used(), chunk_rows); }
   /// 1 when rows are staged for remote peers: the b = 0 half of the thesis' layout exists.
   constexpr u32 staging_buffers() const { return remote != 0 ? 1 : 0; }
+
+  // --- Remote peers (sender.hpp) ---
+
+  /// A window that keeps a link of 50 GB/s busy for 20 us, which is how long an echo takes, and of
+  /// which a receiver bears one from each peer.
+  static constexpr u32 kWindowBytes = 1U << 20;
+  /// Bytes of an arrival flag and of a credit: NVSHMEM's signals are 64-bit words. The runtime
+  /// reads and clears the lower half.
+  constexpr u32 signal_bytes() const { return remote != 0 ? sizeof(u64) : sizeof(u32); }
+  /// Rows under way to a remote peer, at most. What is sent at once always fits.
+  constexpr u32 window() const { return maximum(window_rows, maximum(chunk_rows, tile_rows)); }
+  /// Requests to one remote peer in one call: its chunks, and the segments of tiles that it owns,
+  /// of which each has a row and each tile at most kMaxSegments.
+  constexpr u32 outbox_words() const {
+    const u64 segments = minimum(u64{cell_rows_used()}, u64{tiles_max()} * kMaxSegments);
+    return remote != 0 ? chunks() + static_cast<u32>(segments) : 0;
+  }
 
   constexpr u32 pairs() const { return max_tokens * top_k; }
   constexpr u32 route_parts() const { return maximum(1U, ceil_div(max_tokens, route_tokens)); }

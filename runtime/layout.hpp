@@ -29,10 +29,10 @@ class Layout {
       return begin;
     };
     abort_ = reserve(sizeof(u64));
-    failures_ = reserve(u64{geometry.world} * kCacheLine);
+    failures_ = reserve(u64{geometry.world} * (kCacheLine + kPutWords * sizeof(u64)));
     counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
-    arrived_ = reserve(u64{geometry.world} * geometry.chunks() * sizeof(u32));
-    returned_ = reserve(u64{geometry.world} * geometry.chunks() * sizeof(u32));
+    arrived_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
+    returned_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
     cells_ = offset;
   }
 
@@ -49,6 +49,12 @@ class Layout {
   constexpr u64 abort_word() const { return abort_; }
   /// Where rank p describes its failure to this rank (one cache line, written by p alone).
   constexpr u64 failure(u32 p) const { return failures_ + u64{p} * kCacheLine; }
+  /// What remote rank p would have raised the abort word to, put behind its record (watchdog.hpp).
+  constexpr u64 put_failure(u32 p) const { return put_words(0) + u64{p} * sizeof(u64); }
+  /// Rows of both rounds that remote rank p has put here since the last reset, modulo 2^32; p adds.
+  constexpr u64 landed(u32 p) const { return put_words(1) + u64{p} * sizeof(u64); }
+  /// What remote rank p has last seen of the rows that we put there: its landed() of this rank.
+  constexpr u64 echoed(u32 p) const { return put_words(2) + u64{p} * sizeof(u64); }
 
   /// `epoch << 32 | rows` that p sends to local expert e. Two parities, because p may be one call
   /// ahead.
@@ -59,11 +65,11 @@ class Layout {
   }
   /// The epoch in which rows of this chunk of p's dispatch cell last arrived.
   constexpr u64 arrived(u32 p, u32 chunk) const {
-    return arrived_ + (u64{p} * geometry_.chunks() + chunk) * sizeof(u32);
+    return arrived_ + (u64{p} * geometry_.chunks() + chunk) * geometry_.signal_bytes();
   }
   /// Rows that p has written back into this chunk of its combine cell in this epoch.
   constexpr u64 returned(u32 p, u32 chunk) const {
-    return returned_ + (u64{p} * geometry_.chunks() + chunk) * sizeof(u32);
+    return returned_ + (u64{p} * geometry_.chunks() + chunk) * geometry_.signal_bytes();
   }
 
   /// A row's number in its cell: expert e's slot c, where `expert_start` is the number of rows that
@@ -110,6 +116,11 @@ class Layout {
   constexpr const Geometry& geometry() const { return geometry_; }
 
  private:
+  static constexpr u32 kPutWords = 3;  // of each remote rank, behind the failures
+
+  constexpr u64 put_words(u32 kind) const {
+    return failures_ + u64{geometry_.world} * (kCacheLine + kind * sizeof(u64));
+  }
   constexpr u32 buffers() const { return 1 + geometry_.staging_buffers(); }
 
   Geometry geometry_;

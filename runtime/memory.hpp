@@ -93,6 +93,15 @@ class RankMemory {
   u32* receive_starts(u32 source) const {
     return receive_start + u64{source} * (geometry_->local_experts() + 1);
   }
+  /// Slots taken in a remote peer's outbox in this call. Alternates by parity, as the call states
+  /// do.
+  u32* outbox_tickets(u32 call_epoch, u32 peer) const { return &outbox_line(peer, call_epoch & 1); }
+  /// Requests to a remote peer, in the order in which they were posted (packet.hpp).
+  u64* outbox_of(u32 peer) const { return reinterpret_cast<u64*>(&outbox_line(peer, kOutboxHead)); }
+  /// Requests that an outbox has room for: at least Geometry::outbox_words().
+  u32 outbox_slots() const { return (outbox_lines_ - kOutboxHead) * (kCacheLine / sizeof(u64)); }
+  /// Rows of both rounds that we have put to a remote peer since the last reset, modulo 2^32.
+  u32* rows_put(u32 peer) const { return &outbox_line(peer, 2); }
   /// Rows that we send to `peer` in this call; valid once `routed` has been acquired.
   u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_->local_experts()]; }
   /// Rows that `source` sends us in this call; valid once its counts are known.
@@ -125,7 +134,15 @@ class RankMemory {
   u32* receive_start =
       nullptr;  // [source][X + 1]: first row of each expert in the order of arrival
 
+  Line<u32>* outboxes = nullptr;  // [remote peer]: tickets by parity, rows put, requests
+
  private:
+  static constexpr u32 kOutboxHead = 3;  // lines before the requests
+
+  u32& outbox_line(u32 peer, u32 line) const {
+    return outboxes[u64{peer} * outbox_lines_ + line].value;
+  }
+
   /// Places the arrays one behind the other; returns how many bytes they take.
   u64 lay_out(u8* base) {
     const Geometry& geometry = *geometry_;
@@ -159,6 +176,11 @@ class RankMemory {
     take(pair_row, geometry.pairs());
     take(rows_seen, geometry.max_tokens);
     take(receive_start, world * (local + 1));
+    if (geometry.remote != 0) {
+      outbox_lines_ =
+          kOutboxHead + ceil_div(geometry.outbox_words(), u32{kCacheLine / sizeof(u64)});
+      take(outboxes, world * outbox_lines_);
+    }
     return offset;
   }
 
@@ -176,6 +198,7 @@ class RankMemory {
   }
 
   const Geometry* geometry_;
+  u32 outbox_lines_ = 0;  // of one peer's
   u64* mailbox_words_[kTaskKinds];
   u32 mailbox_capacities_[kTaskKinds];
 };
@@ -205,6 +228,10 @@ class OsMemory {
     take(chunk_prefix, world);
     take(first_uncombined, world);
     take(chunk_combined, world * geometry.chunks());
+    if (geometry.remote != 0) {
+      take(outbox_next, kSendersMax * world);
+      take(echo, world);
+    }
     bytes_ = offset;
   }
 
@@ -225,6 +252,11 @@ class OsMemory {
   u32* chunk_prefix = nullptr;   // [source]: chunks that have arrived, in order
   u32* first_uncombined = nullptr;  // [peer]
   u8* chunk_combined = nullptr;     // [peer][chunk]: 1 once its Combine is posted
+
+  // Remote peers; null when there are none.
+  static constexpr u32 kSendersMax = 8;
+  u32* outbox_next = nullptr;  // [sender][peer]: the next request that this sender looks for
+  u32* echo = nullptr;         // [peer]: what it has been told of its rows that landed
 
  private:
   Geometry geometry_;

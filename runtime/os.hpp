@@ -1,19 +1,26 @@
 // The OS block: starts a call, runs the scheduler and the three subscribers, and notices when
-// nothing moves.
+// nothing moves. With remote peers it runs senders, too.
 //
-// Each of the four warps runs one actor in a loop of steps (run_os_warp); a machine with few
-// threads lets one thread run all four in turn (run_os_block). May not know: what tasks compute.
+// Each warp runs one actor in a loop of steps (run_os_warp); a machine with few threads lets one
+// thread run all of them in turn (run_os_block). May not know: what tasks compute.
 #pragma once
 
 #include "runtime/base.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/scheduler.hpp"
+#include "runtime/sender.hpp"
 #include "runtime/subscriber.hpp"
 
 namespace moeos {
 
 inline constexpr u32 kOsWarps = 4;
+
+/// Warps of the OS block that run an actor.
+template <Platform P>
+constexpr u32 os_warps(const Geometry& geometry) {
+  return kOsWarps + (geometry.remote != 0 ? P::kSenders : 0);
+}
 
 /// Prepares a call, by one warp, before any actor of it runs: the other parity's counters for the
 /// call after it and this call's bound.
@@ -27,6 +34,9 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->inquiry = 0;
     memory.os_tally() = Tally{};
     memory.os_tally().tokens = call.tokens;
+    for (u32 peer = 0; rank.geometry().remote != 0 && peer < rank.geometry().world; ++peer) {
+      *memory.outbox_tickets(call.epoch + 1, peer) = 0;
+    }
   }
   P::sync_lanes();
 }
@@ -36,7 +46,12 @@ void begin_call(const Rank<P>& rank, const Call& call) {
 /// the failure names the earliest thing in a call's order that has not happened, and each actor's
 /// state is only read by itself.
 inline constexpr u32 kNoInquiry = 0;
-inline constexpr u32 kInquiryUnanswered = kOsWarps;
+
+/// As the inquiry: all who could name what is missing have passed it on. The last of them is the
+/// first sender, if there is one.
+constexpr u32 inquiry_unanswered(const Geometry& geometry) {
+  return kOsWarps + (geometry.remote != 0 ? 1 : 0);
+}
 
 template <Platform P, class Subscriber>
 void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& subscriber, u32 warp) {
@@ -71,7 +86,7 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
     P::template store_release<Scope::block>(inquiry,
                                             1U);  // publishes nothing; asks the first subscriber
   }
-  if (P::template load_acquire<Scope::block>(inquiry) == kInquiryUnanswered) {
+  if (P::template load_acquire<Scope::block>(inquiry) == inquiry_unanswered(rank.geometry())) {
     // All rows came and went: it is our own processors that have not finished.
     Failure failure = failure_of(rank, call, FailureKind::tasks_late, Actor::scheduler);
     failure.waited_ns = rank.deadline_ns;
@@ -94,13 +109,15 @@ void wait_unless(bool progress, Watch<P>& watch, u32& idle) {
   }
 }
 
-/// All four actors in turn, until the call ends or is aborted.
+/// All actors in turn, until the call ends or is aborted.
 template <Platform P>
 void run_os_block(const Rank<P>& rank, const Call& call) {
+  static_assert(P::kSenders == 1, "one thread has one sender");
   Scheduler<P> scheduler(rank, call);
   CountsSubscriber<P> counts(rank, call);
   ArrivalsSubscriber<P> arrivals(rank, call);
   ReturnsSubscriber<P> returns(rank, call);
+  Sender<P> sender(rank, call, 0);
   Watch<P> watch(rank.deadline_ns);
   u32 idle = 0;
   while (!call_over(rank, call, scheduler, watch)) {
@@ -108,45 +125,53 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
     progress = counts.step() || progress;
     progress = arrivals.step() || progress;
     progress = returns.step() || progress;
+    progress = sender.step() || progress;
     answer_inquiry(rank, call, counts, 1);
     answer_inquiry(rank, call, arrivals, 2);
     answer_inquiry(rank, call, returns, 3);
+    answer_inquiry(rank, call, sender, kOsWarps);
     wait_unless(progress, watch, idle);
   }
+  sender.leave();
 }
 
-/// A subscriber's warp. Its wait is bounded by the scheduler's watch: everything that it learns
-/// becomes a task that the scheduler publishes, so it leaves on the interrupt or on the abort.
-template <Platform P, class Subscriber>
-void run_subscriber(const Rank<P>& rank, const Call& call, u32 warp) {
-  Subscriber subscriber(rank, call);
+/// A subscriber's or sender's warp. Its wait is bounded by the scheduler's watch: everything that a
+/// subscriber learns becomes a task that the scheduler publishes, and the call waits for all that a
+/// sender puts, so it leaves on the interrupt or on the abort. `inquiry`: the one that it answers.
+template <Platform P, class Actor>
+void run_watcher(const Rank<P>& rank, const Call& call, Actor&& actor, u32 inquiry) {
   u32 idle = 0;
   // Pairs with Scheduler::interrupt.
   while (P::template load_acquire<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) ==
              0 &&
          !rank.leaving(call.epoch)) {
-    const bool progress = subscriber.step();
-    answer_inquiry(rank, call, subscriber, warp);
+    const bool progress = actor.step();
+    answer_inquiry(rank, call, actor, inquiry);
     progress ? P::rest(idle) : P::pause(idle);
   }
 }
 
-/// One of the block's warps: 0 the scheduler, 1 to 3 the subscribers.
+/// One of the block's warps: 0 the scheduler, 1 to 3 the subscribers, from kOsWarps on the senders,
+/// of which the first answers an inquiry.
 template <Platform P>
 void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
   if (warp == 1) {
-    run_subscriber<P, CountsSubscriber<P>>(rank, call, warp);
+    run_watcher(rank, call, CountsSubscriber<P>(rank, call), warp);
   } else if (warp == 2) {
-    run_subscriber<P, ArrivalsSubscriber<P>>(rank, call, warp);
+    run_watcher(rank, call, ArrivalsSubscriber<P>(rank, call), warp);
   } else if (warp == 3) {
-    run_subscriber<P, ReturnsSubscriber<P>>(rank, call, warp);
-  } else {
+    run_watcher(rank, call, ReturnsSubscriber<P>(rank, call), warp);
+  } else if (warp == 0) {
     Scheduler<P> scheduler(rank, call);
     Watch<P> watch(rank.deadline_ns);
     u32 idle = 0;
     while (!call_over(rank, call, scheduler, watch)) {
       wait_unless(scheduler.step(), watch, idle);
     }
+  } else if constexpr (P::kRemotePeers) {
+    Sender<P> sender(rank, call, warp - kOsWarps);
+    run_watcher(rank, call, sender, warp == kOsWarps ? warp : kNone);
+    sender.leave();
   }
 }
 

@@ -1,8 +1,9 @@
 // What travels between ranks: row counts, chunks of rows, and credits for returned rows.
 //
-// The only file that writes into a peer's heap. A direct peer is stored to; a remote peer gets puts
-// from this rank's staging copy (b = 0), then a signal. May not know: how rows are computed, who
-// schedules.
+// The only file that moves rows into a peer's heap. A direct peer is stored to; for a remote peer,
+// rows are staged in this rank's heap (b = 0) and a request is posted, which a sender (sender.hpp)
+// turns into a put with a signal. May not know: how rows are computed, who schedules, when a
+// request's turn comes.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -17,23 +18,12 @@ namespace moeos {
 template <Platform P>
 u8* outgoing_row(const Rank<P>& rank, u32 peer, Round round, u32 row) {
   u8* direct = rank.platform.peer(peer);
+  // Looked at even where there are no remote peers: else the GPU's compiler hoists so many of these
+  // out of its loops that registers spill.
   if (direct != nullptr) {
     return direct + rank.layout.write_row(rank.rank, peer, rank.rank, round, Buffer::arrival, row);
   }
   return rank.heap + rank.layout.write_row(rank.rank, rank.rank, peer, round, Buffer::staging, row);
-}
-
-/// Sends `rows` consecutive staged rows to a remote peer; nothing to do for a direct one, whose
-/// rows are in place.
-template <Platform P>
-void send_staged(const Rank<P>& rank, u32 peer, Round round, u32 row, u32 rows) {
-  if (rank.platform.peer(peer) != nullptr) {
-    return;
-  }
-  rank.platform.put(peer,
-                    rank.layout.write_row(rank.rank, peer, rank.rank, round, Buffer::arrival, row),
-                    rank.heap + rank.layout.cell_row(peer, round, Buffer::staging, row),
-                    u64{rows} * rank.geometry().row_bytes);
 }
 
 /// Tells `peer` how many rows its local expert gets from us in this call, zero included.
@@ -42,7 +32,7 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
   const u64 offset = rank.layout.count(call.epoch, rank.rank, local_expert);
   const u64 word = u64{call.epoch} << 32 | rows;
   u8* direct = rank.platform.peer(peer);
-  if (direct != nullptr) {
+  if (!P::kRemotePeers || direct != nullptr) {
     // The word carries its own epoch and publishes nothing but itself: relaxed is enough.
     P::template store_relaxed<Scope::system>(reinterpret_cast<u64*>(direct + offset), word);
   } else {
@@ -50,71 +40,144 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
   }
 }
 
-/// Announces a chunk whose rows this actor has written to outgoing_row.
+/// Asks a sender to put staged rows to a remote peer: a chunk, as `word` of its Dispatch task, or a
+/// tile's segment, as `word` of its Gemm1 task with the segment in place of the part. One lane.
 template <Platform P>
-void send_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32 peer, u32 chunk,
+void post_request(const Rank<P>& rank, const Call& call, u32 peer, ReadyWord word) {
+  const u32 capacity = rank.memory.outbox_slots();
+  // Relaxed: the ticket only makes the slot ours; the word publishes the rows.
+  const u32 slot =
+      P::template add_relaxed<Scope::device>(rank.memory.outbox_tickets(call.epoch, peer), 1U);
+  if (slot >= capacity) {
+    Failure failure = failure_of(rank, call, FailureKind::overflow, Actor::processor);
+    failure.expected = capacity;
+    failure.seen = slot + 1;
+    rank.fail(failure);
+    return;
+  }
+  // Publishes the staged rows (acquired by this actor) and their descriptor to the sender, which
+  // polls this word and fences.
+  P::template store_release<Scope::device>(&rank.memory.outbox_of(peer)[slot], word.bits());
+}
+
+/// Bytes of a flag or a credit: a word that is stored to, or a signal.
+template <Platform P>
+constexpr u32 flag_bytes(const u8* direct) {
+  return !P::kRemotePeers || direct != nullptr ? sizeof(u32) : sizeof(u64);
+}
+
+/// Announces a chunk whose rows this actor has written to outgoing_row, or has a sender put it.
+template <Platform P>
+void send_chunk(const Rank<P>& rank, const Call& call, u32 peer, u32 chunk, ReadyWord word,
                 Tally& tally) {
   const Geometry& geometry = rank.geometry();
-  const u32 first = chunk * geometry.chunk_rows;
-  const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
-  const u64 flag = rank.layout.arrived(rank.rank, chunk);
   u8* direct = rank.platform.peer(peer);
-  if (direct != nullptr) {
+  if (!P::kRemotePeers || direct != nullptr) {
+    const u64 flag = rank.layout.arrived(rank.rank, chunk);
     // Publishes the chunk's rows to the peer's subscriber, which polls this word and fences.
     P::template store_release<Scope::system>(reinterpret_cast<u32*>(direct + flag), call.epoch);
   } else {
-    const u32* starts = rank.memory.send_starts(peer);
-    for (u32 sent = 0;
-         sent <
-         rows;) {  // one put for each expert's run: runs are not adjacent in the capacity map
-      const RoutingMap::Place place = map.place_at(peer, first + sent);
-      const u32 run = minimum(rows - sent, starts[place.local_expert + 1] - place.row);
-      send_staged(rank, peer, Round::dispatch,
-                  rank.layout.row(place.local_expert, place.slot, starts[place.local_expert]), run);
-      sent += run;
-    }
-    rank.platform.signal_set(peer, flag, call.epoch);
+    post_request(rank, call, peer, word);
   }
   if (peer != rank.rank) {
+    const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
     tally.row_bytes_to_peers += u64{rows} * geometry.row_bytes;
-    tally.flag_bytes_to_peers += sizeof(u32);
+    tally.flag_bytes_to_peers += flag_bytes<P>(direct);
   }
 }
 
-/// Credits the owners of a tile's rows: their results are in the owners' combine cells (or staged
-/// for them).
+/// Puts a chunk's staged rows, then its flag, to a remote peer. One warp.
 template <Platform P>
-void return_rows(const Rank<P>& rank, const Task& task, Tally& tally) {
+void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32 peer, u32 chunk) {
   const Geometry& geometry = rank.geometry();
+  const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
+  const u32* starts = rank.memory.send_starts(peer);
+  for (u32 sent = 0; sent < rows;) {
+    const RoutingMap::Place place = map.place_at(peer, chunk * geometry.chunk_rows + sent);
+    // In the capacity map experts' rows are not adjacent, and each expert's run is a put.
+    const u32 run = geometry.row_map == RowMap::ragged
+                        ? rows - sent
+                        : minimum(rows - sent, starts[place.local_expert + 1] - place.row);
+    const u32 row = rank.layout.row(place.local_expert, place.slot, starts[place.local_expert]);
+    const u64 to =
+        rank.layout.write_row(rank.rank, peer, rank.rank, Round::dispatch, Buffer::arrival, row);
+    const u8* from = rank.heap + rank.layout.cell_row(peer, Round::dispatch, Buffer::staging, row);
+    const u64 bytes = u64{run} * geometry.row_bytes;
+    if (sent + run < rows) {
+      rank.platform.put(peer, to, from, bytes);
+    } else {
+      if (sent > 0) {
+        rank.platform.order_puts();  // the flag speaks for the runs before, too
+      }
+      rank.platform.put_signal(peer, to, from, bytes, rank.layout.arrived(rank.rank, chunk),
+                               SignalOp::set, call.epoch);
+    }
+    sent += run;
+  }
+}
+
+/// Calls visit(offset in the segment, chunk of the owner's, rows) for the pieces of a segment that
+/// lie in one chunk each.
+template <Platform P, class Visit>
+void for_each_piece(const Rank<P>& rank, const Task& task, const Segment& segment, Visit visit) {
+  const u32 chunk_rows = rank.geometry().chunk_rows;
+  const u32* starts = rank.memory.receive_starts(segment.source);
+  // Chunks count rows in the order of arrival; the segment names rows of the cell. They differ in
+  // the capacity map.
+  const u32 first_of_expert = rank.layout.row(task.local_expert, 0, starts[task.local_expert]);
+  const u32 first = starts[task.local_expert] + (segment.first_row - first_of_expert);
+  for (u32 row = first; row < first + segment.rows;) {
+    const u32 chunk = row / chunk_rows;
+    const u32 rows = minimum((chunk + 1) * chunk_rows, first + segment.rows) - row;
+    visit(row - first, chunk, rows);
+    row += rows;
+  }
+}
+
+/// Credits the owners of a tile's rows, whose results are in the owners' combine cells, or has a
+/// sender put them. Returns how many rows have been returned by that. One lane.
+template <Platform P>
+u32 return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWord word,
+                Tally& tally) {
+  u32 returned = task.rows;
   // Orders the results of every part of this tile (acquired by the part that completed it) before
   // the credits below; pairs with the owners' subscribers, which poll them and fence.
   P::template publish_fence<Scope::system>();
   for (u32 s = 0; s < task.segment_count; ++s) {
     const Segment& segment = task.segments[s];
     const u32 owner = segment.source;
-    const u32* starts = rank.memory.receive_starts(owner);
-    // Chunks count rows in the order of arrival; the segment names rows of the cell. They differ in
-    // the capacity map.
-    const u32 first_of_expert = rank.layout.row(task.local_expert, 0, starts[task.local_expert]);
-    const u32 first = starts[task.local_expert] + (segment.first_row - first_of_expert);
-    send_staged(rank, owner, Round::combine, segment.first_row, segment.rows);
-    for (u32 row = first; row < first + segment.rows;) {
-      const u32 chunk = row / geometry.chunk_rows;
-      const u32 rows = minimum((chunk + 1) * geometry.chunk_rows, first + segment.rows) - row;
-      const u64 credit = rank.layout.returned(rank.rank, chunk);
-      u8* direct = rank.platform.peer(owner);
-      if (direct != nullptr) {
+    u8* direct = rank.platform.peer(owner);
+    if (P::kRemotePeers && direct == nullptr) {
+      returned -= segment.rows;
+      post_request(rank, call, owner, word.with_part(s));
+    }
+    for_each_piece(rank, task, segment, [&](u32, u32 chunk, u32 rows) {
+      if (!P::kRemotePeers || direct != nullptr) {
+        const u64 credit = rank.layout.returned(rank.rank, chunk);
         P::template publish_add<Scope::system>(reinterpret_cast<u32*>(direct + credit), rows);
-      } else {
-        rank.platform.signal_add(owner, credit, rows);
       }
       if (owner != rank.rank) {
-        tally.row_bytes_to_peers += u64{rows} * geometry.row_bytes;
-        tally.flag_bytes_to_peers += sizeof(u32);
+        tally.row_bytes_to_peers += u64{rows} * rank.geometry().row_bytes;
+        tally.flag_bytes_to_peers += flag_bytes<P>(direct);
       }
-      row += rows;
-    }
+    });
   }
+  return returned;
+}
+
+/// Puts a segment's staged results, and the credits for them, to their remote owner. One warp.
+template <Platform P>
+void put_results(const Rank<P>& rank, const Task& task, const Segment& segment) {
+  const u32 owner = segment.source;
+  for_each_piece(rank, task, segment, [&](u32 offset, u32 chunk, u32 rows) {
+    const u32 row = segment.first_row + offset;
+    rank.platform.put_signal(
+        owner,
+        rank.layout.write_row(rank.rank, owner, rank.rank, Round::combine, Buffer::arrival, row),
+        rank.heap + rank.layout.cell_row(owner, Round::combine, Buffer::staging, row),
+        u64{rows} * rank.geometry().row_bytes, rank.layout.returned(rank.rank, chunk),
+        SignalOp::add, rows);
+  });
 }
 
 }  // namespace moeos

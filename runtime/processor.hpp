@@ -121,7 +121,7 @@ class Processor {
     switch (task.kind) {
       case TaskKind::dispatch:
         if (P::lane() == 0) {
-          send_chunk(rank_, call_, map_, task.peer, task.first_chunk + word.part(), tally_);
+          send_chunk(rank_, call_, task.peer, task.first_chunk + word.part(), word, tally_);
         }
         // Relaxed: the scheduler only counts how many are under way.
         by_one_lane([this] {
@@ -135,11 +135,11 @@ class Processor {
         break;
       case TaskKind::gemm1:
         if (last_part(rank_.memory.gemm1_parts_done, task) && P::lane() == 0) {
-          return_rows(rank_, task, tally_);
+          const u32 returned = return_rows(rank_, call_, task, word, tally_);
           tally_.padding_rows += task.padded_rows - task.rows;
           // Relaxed: the scheduler compares a number; the rows themselves were published to their
-          // owners.
-          P::template add_relaxed<Scope::device>(&state_.rows_returned.value, task.rows);
+          // owners. A sender counts those that it puts.
+          P::template add_relaxed<Scope::device>(&state_.rows_returned.value, returned);
         }
         break;
       case TaskKind::combine:

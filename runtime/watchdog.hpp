@@ -1,9 +1,9 @@
 // Deadlines and failures: how a wait that lasts too long becomes a sentence instead of a hang.
 //
 // Every waiting loop owns a Watch. A failure is written once, into the symmetric heaps of this rank
-// and, as far as they can be reached, of its peers; then their abort words are raised, and every
-// actor that polls one leaves. May not know: what is being waited for; the caller says that in the
-// Failure.
+// and, as far as they can be reached, of its peers (by a sender, of remote ones); then their abort
+// words are raised, and every actor that polls one leaves. May not know: what is being waited for;
+// the caller says that in the Failure.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -32,6 +32,7 @@ enum class FailureKind : u32 {
   id_no_expert = 12,       // neither an expert nor -1
   id_repeated = 13,        // the token has it in an earlier slot
   token_count_wrong = 14,  // seen = S, which is negative or beyond the rows of x, expected
+  echo_late = 15,          // a remote peer has not seen the rows that were put there
 };
 
 struct alignas(kCacheLine) Failure {
@@ -86,27 +87,44 @@ constexpr u64 abort_word_of(const Failure& failure) {
   return u64{failure.epoch} << 32 | (failure.rank + 1);
 }
 
-/// Writes `failure` into a heap that can be written directly, and raises its abort word unless a
-/// failure of the same or an earlier call has.
+/// Raises a heap's abort word, unless a failure of the same or an earlier call has.
 template <Platform P>
-void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure) {
+void raise_word(const Layout& layout, u8* holder_heap, u64 word) {
   auto* abort_word = reinterpret_cast<u64*>(holder_heap + layout.abort_word());
-  *reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank)) = failure;
   u64 seen = P::template load_relaxed<Scope::system>(abort_word);
   // Each turn means that another rank's failure of an earlier call was written in between: at most
   // `world` turns.
-  while (seen == 0 || seen >> 32 > failure.epoch) {
-    // Publishes the record above to whoever acquires the abort word (first_failure).
-    if (P::template compare_exchange_release<Scope::system>(abort_word, seen,
-                                                            abort_word_of(failure))) {
+  while (seen == 0 || seen >> 32 > word >> 32) {
+    // Publishes the failure's record to whoever acquires the abort word (first_failure).
+    if (P::template compare_exchange_release<Scope::system>(abort_word, seen, word)) {
       return;
     }
     seen = P::template load_relaxed<Scope::system>(abort_word);
   }
 }
 
-/// Raises a failure here and, best effort, at every peer. `claimed` is this rank's word that lets
-/// only its first failing actor write, so that a record is never written twice.
+/// Writes `failure` into a heap that can be written directly, and raises its abort word.
+template <Platform P>
+void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure) {
+  *reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank)) = failure;
+  raise_word<P>(layout, holder_heap, abort_word_of(failure));
+}
+
+/// Raises here what remote peers have put. One warp.
+template <Platform P>
+void take_in_failures(const Layout& layout, u8* own_heap) {
+  for (u32 p = P::lane(); p < layout.geometry().world; p += P::kLanes) {
+    // Pairs with put_own_failure: p's record is here before its word.
+    const u64 word = P::template load_acquire<Scope::system>(
+        reinterpret_cast<const u64*>(own_heap + layout.put_failure(p)));
+    if (word != 0) {
+      raise_word<P>(layout, own_heap, word);
+    }
+  }
+}
+
+/// Raises a failure here and, best effort, at every direct peer. `claimed` is this rank's word that
+/// lets only its first failing actor write, so that a record is never written twice.
 template <Platform P>
 void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32* claimed,
                       const Failure& failure) {
@@ -115,16 +133,33 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
     return;
   }
   raise_at<P>(layout, own_heap, failure);
-  const auto* own_record = own_heap + layout.failure(failure.rank);
   for (u32 p = 0; p < layout.geometry().world; ++p) {
     u8* heap = platform.peer(p);
-    if (heap == nullptr) {
-      // No compare-exchange reaches a remote peer: a later failure may replace an earlier one
-      // there.
-      platform.put(p, layout.failure(failure.rank), own_record, sizeof(Failure));
-      platform.put_word(p, layout.abort_word(), abort_word_of(failure));
-    } else if (p != failure.rank) {
+    if (p != failure.rank && (!P::kRemotePeers || heap != nullptr)) {
       raise_at<P>(layout, heap, failure);
+    }
+  }
+}
+
+/// Puts this rank's failure, if one has raised its abort word, to its remote peers: the record,
+/// then the word that only this rank writes there. No compare-exchange reaches a remote peer, so it
+/// raises the word itself (take_in_failures), and an earlier call's stays. By one lane.
+template <Platform P>
+void put_own_failure(const P& platform, const Layout& layout, const u8* own_heap, u32 rank) {
+  // Pairs with the release in raise_word: the record is complete.
+  const u64 word = P::template load_acquire<Scope::system>(
+      reinterpret_cast<const u64*>(own_heap + layout.abort_word()));
+  if (static_cast<u32>(word) != rank + 1) {
+    return;  // there is none, or another rank's, which tells its remote peers
+  }
+  const u64 record = layout.failure(rank);
+  for (u32 p = 0; p < layout.geometry().world; ++p) {
+    if (platform.peer(p) == nullptr) {
+      for (u64 at = record; at < record + sizeof(Failure); at += sizeof(u64)) {
+        platform.put_word(p, at, *reinterpret_cast<const u64*>(own_heap + at));
+      }
+      platform.order_puts();
+      platform.put_word(p, layout.put_failure(rank), word);
     }
   }
 }

@@ -108,7 +108,7 @@ def _store_rate(world: moeos.World) -> float:
     kernel = _kernel("store_all")
     device = torch.device("cuda", torch.cuda.current_device())
     heap = DeviceHeap(world.control, STORED_BYTES, device)
-    target = heap.heaps[(world.rank + 1) % world.size]
+    target = heap.of((world.rank + 1) % world.size)
     count = STORED_BYTES // _VECTOR_BYTES
     seconds = _seconds(world, lambda: kernel(_grid(1), (_THREADS, 1, 1), [target, count]))
     heap.close()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
 from moeos import jit
 from moeos.cli import failures, output
 from moeos.config import MoEConfig
-from moeos.jit import CompileReport, KernelShape
+from moeos.jit import CompileReport, KernelShape, Transport
 
 H200_BLOCKS = 132
 """Streaming multiprocessors of an H100 or H200, one block each."""
@@ -25,15 +25,18 @@ def compile_(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer.")],
     arch: Annotated[str, typer.Option(help="What to compile for.")] = jit.ARCHITECTURES[0],
     ranks: Annotated[int, typer.Option(help="Ranks of the world, a GPU each.")] = 8,
+    transport: Annotated[
+        str, typer.Option(help=f"How remote peers are reached: {', '.join(get_args(Transport))}.")
+    ] = "none",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Writes the report to this file.")
     ] = None,
 ) -> None:
     """Compiles a layer's kernel. Exit code 1 if it keeps registers in memory."""
-    failures.finish(lambda: execute(config, arch, ranks, json_file))
+    failures.finish(lambda: execute(config, arch, ranks, transport, json_file))
 
 
-def execute(config: Path, arch: str, ranks: int, json_file: Path | None) -> int:
+def execute(config: Path, arch: str, ranks: int, transport: str, json_file: Path | None) -> int:
     """Runs the command; the exit code.
 
     Raises `OSError`, `ValueError` and `TypeError` for a file, a config or an argument, and
@@ -41,13 +44,22 @@ def execute(config: Path, arch: str, ranks: int, json_file: Path | None) -> int:
     """
     cfg = MoEConfig.from_toml(config)
     output.check_writable(json_file)
-    shape = KernelShape(cfg=cfg, world_size=ranks, processors=H200_BLOCKS - 1, arch=arch)
+    virtual_ranks = ranks if transport == "mapped" else 1
+    shape = KernelShape(
+        cfg=cfg,
+        world_size=ranks,
+        processors=H200_BLOCKS // virtual_ranks - 1,
+        virtual_ranks=virtual_ranks,
+        transport=cast(Transport, transport),
+        arch=arch,
+    )
     kernel = jit.compile_kernel(shape)
     report = kernel.report
     if json_file is not None:
         document = {
             "config": json.loads(cfg.digest()),
             "ranks": ranks,
+            "transport": transport,
             "cached": kernel.cached,
             "report": dataclasses.asdict(report),
         }

@@ -104,7 +104,7 @@ def try_world_links(world: World) -> list[Link]:
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = Endpoint(device.index)
     heap = DeviceHeap(world.control, _MEMORY_BYTES, device)
-    addresses = [memory.data_ptr() for memory in heap.heaps]
+    addresses = [heap.of(peer).data_ptr() for peer in range(world.size)]
     gpu.address = addresses[world.rank]
     found: dict[tuple[int, int], Link] = {}
     pairs = list(itertools.permutations(range(world.size), 2))

@@ -49,7 +49,8 @@ class CallStats:
         row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
             layer.
         count_bytes_to_peers: bytes of row counts.
-        flag_bytes_to_peers: bytes of arrival flags and of credits for returned rows.
+        flag_bytes_to_peers: bytes of arrival flags and of credits for returned rows; not of the
+            words by which the windows of remote peers are kept.
         padding_rows: rows computed only because a tile's segments are padded to 8 rows.
         drops: pairs of this rank beyond their expert's capacity.
         busy_seconds: time inside tasks, added over the processors.

@@ -18,7 +18,7 @@ import torch
 from moeos import jit
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
-from moeos.device_heap import DeviceHeap
+from moeos.device_heap import DeviceHeap, fill_in_state, forget_state
 from moeos.engines import cuda_records
 from moeos.engines.base import CallStats, CallTensors
 from moeos.engines.cuda_arguments import (
@@ -27,6 +27,7 @@ from moeos.engines.cuda_arguments import (
     ArgumentPacker,
     RankBuffers,
 )
+from moeos.engines.cuda_peers import Peers
 from moeos.failure import exception_of
 from moeos.jit import INSTALL, Kernel, KernelShape
 from moeos.world import World
@@ -67,6 +68,7 @@ class CudaEngine:
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
         with torch.cuda.device(self._device):
+            self._peers = Peers.find(world, self._device)
             self._shape = self._agree(lambda: self._shape_of(cfg), "the sizes of a layer")
             # Every rank asks for it, so that all wait for the compiler and none for a rank.
             kernel = self._agree(lambda: jit.compile_kernel(self._shape), "the compiled kernel")
@@ -186,6 +188,7 @@ class CudaEngine:
             world_size=self._world.size,
             processors=blocks // ranks - 1,
             virtual_ranks=ranks,
+            transport=self._peers.transport,
         )
         shape.sizes  # noqa: B018 - raises if a bound does not fit
         return shape
@@ -199,7 +202,7 @@ class CudaEngine:
             intermediate=torch.zeros(
                 (sizes.intermediate_rows, cfg.intermediate), dtype=cfg.dtype, device=self._device
             ),
-            peers=torch.tensor([heap.data_ptr() for heap in self._heap.heaps], device=self._device),
+            peers=torch.tensor(self._peers.table(self._heap), device=self._device),
         )
 
     def _load(self, kernel: Kernel) -> _LoadedKernel | None:
@@ -213,7 +216,8 @@ class CudaEngine:
         ranks = self._shape.virtual_ranks
         record = self._arguments.record
         arguments = numpy.tile(record, ranks) if self._virtual else record
-        return _LoadedKernel(kernel, (self._shape.processors + 1) * ranks, arguments)
+        blocks = (self._shape.processors + 1) * ranks
+        return _LoadedKernel(kernel, blocks, arguments, self._peers.transport == "nvshmem")
 
     def _launch_together(self) -> None:
         """Launches the call of all virtual ranks, ordered behind and before each rank's stream.
@@ -254,14 +258,30 @@ class CudaEngine:
         heaps = self._heap.heaps
         own = self._world.rank
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._abort_stream):
-            for heap in [heaps[own], *heaps[:own], *heaps[own + 1 :]]:
-                if cuda_records.first_failure(heap, self._offsets) is None:
+            for peer in [own, *range(own), *range(own + 1, len(heaps))]:
+                heap = heaps[peer]
+                if not self._peers.direct[peer]:
+                    self._put_abort(peer)
+                elif heap is not None and cuda_records.first_failure(heap, self._offsets) is None:
                     at = self._offsets["failures"] + own * cuda_records.CACHE_LINE
                     record, word = self._abort_record, self._abort_word
                     heap[at : at + len(record)].copy_(record, non_blocking=True)
                     at = self._offsets["abort_word"]
                     heap[at : at + len(word)].copy_(word, non_blocking=True)
             self._abort_stream.synchronize()
+
+    def _put_abort(self, peer: int) -> None:
+        """Puts what a sender would put of this rank's failure (runtime/watchdog.hpp), if it is the
+        one that has ended the calls here."""
+        own = self._world.rank
+        failure = cuda_records.first_failure(self._heap.own, self._offsets)
+        if failure is not None and failure.rank == own:
+            word = self._abort_word
+            at = self._offsets["put_failures"] + own * len(word)
+            self._heap.own[at : at + len(word)].copy_(word, non_blocking=True)
+            record_at = self._offsets["failures"] + own * cuda_records.CACHE_LINE
+            self._heap.put(peer, record_at, cuda_records.CACHE_LINE)
+            self._heap.put(peer, at, len(word))
 
     def _close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a kernel that crashed has said so before
@@ -275,8 +295,6 @@ class CudaEngine:
 def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
     """This rank's GPU, if it can run such a layer."""
     jit.check_supported(cfg)
-    if world.twin.remote:
-        raise ValueError("remote is True; on the GPU every peer is reached by direct stores")
     if not torch.cuda.is_available():
         raise RuntimeError('backend is "cuda", but PyTorch sees no GPU: use "twin"')
     device = torch.device("cuda", torch.cuda.current_device())
@@ -310,17 +328,27 @@ def _with_readable_routing(tensors: CallTensors) -> CallTensors:
 class _LoadedKernel:
     """The kernel on the current device, and what its launches have in common.
 
+    Args:
+        by_nvshmem: whether the kernel puts by NVSHMEM.
+
     Attributes:
         arguments: uint8, the records of the ranks of a launch, as they are when it is made.
     """
 
     def __init__(
-        self, kernel: Kernel, blocks: int, arguments: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
+        self,
+        kernel: Kernel,
+        blocks: int,
+        arguments: numpy.ndarray[Any, numpy.dtype[numpy.uint8]],
+        by_nvshmem: bool,
     ) -> None:
         driver = importlib.import_module("cuda.bindings.driver")
         self._driver = driver
         self._context = _ask(driver.cuCtxGetCurrent())
         self._library = _ask(driver.cuLibraryLoadData(kernel.cubin, [], [], 0, [], [], 0))
+        self._by_nvshmem = by_nvshmem
+        if by_nvshmem:
+            fill_in_state(int(self._library))
         handle = _ask(driver.cuLibraryGetKernel(self._library, jit.KERNEL.encode()))
         self._function = _ask(driver.cuKernelGetFunction(handle))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -352,6 +380,8 @@ class _LoadedKernel:
     def unload(self) -> None:
         with contextlib.suppress(RuntimeError):
             _ask(self._driver.cuCtxSetCurrent(self._context))
+            if self._by_nvshmem:
+                forget_state(int(self._library))
             _ask(self._driver.cuLibraryUnload(self._library))
 
 

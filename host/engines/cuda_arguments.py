@@ -54,7 +54,7 @@ class RankBuffers:
         heap: uint8, the symmetric heap.
         memory: uint8, the rank's queues, counters and maps.
         intermediate: [rows, I] in the layer's dtype, between the GEMMs.
-        peers: int64 [P], the addresses of all ranks' heaps.
+        peers: int64 [2, P], see `cuda_peers.Peers.table`.
     """
 
     heap: Tensor

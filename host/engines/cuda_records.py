@@ -70,10 +70,17 @@ class HostFailure:
 
 
 def first_failure(heap: Tensor, offsets: dict[str, int]) -> Failure | None:
-    """The failure that raised a heap's abort word, or None. Waits for the current stream."""
-    failed = int(_words(heap, offsets["abort_word"], 1)[0])
-    if failed == 0:
+    """The failure that raised a heap's abort word, or None. Waits for the current stream.
+
+    A remote peer cannot raise the word; what it has put in place of it is raised by the next call's
+    kernel, and counts here.
+    """
+    at = offsets["put_failures"]
+    words = [heap[offsets["abort_word"] :][:8], heap[at : offsets["put_failures_end"]]]
+    raised = [word for word in torch.cat(words).view(torch.int64).tolist() if word != 0]
+    if not raised:
         return None
+    failed = min(raised) & _NONE  # of the earliest call: the epoch is the upper half
     at = offsets["failures"] + (failed - 1) * CACHE_LINE
     return Failure(*_FAILURE.unpack(heap[at : at + _FAILURE.size].cpu().numpy().tobytes()))
 

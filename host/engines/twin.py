@@ -46,7 +46,8 @@ class TwinEngine:
         self._cfg = cfg
         self._world = world
         self._tokens = 0
-        sizes = sizes_of(cfg, world.size, world.processors, options.remote)
+        remote = not all(map(world.near, range(world.size)))
+        sizes = sizes_of(cfg, world.size, world.processors, remote)
         heap = world.allocate_heap(sizes.heap_bytes)
         self._rank: _twin.Rank | None = _twin.Rank(
             sizes=sizes,
@@ -56,6 +57,7 @@ class TwinEngine:
             split_os=options.split_os,
             jitter_us=options.jitter_us,
             jitter_seed=options.jitter_seed,
+            ranks_per_node=world.ranks_per_node or world.size,
         )
         world.on_abort.append(self._abort)
         world.on_close.append(self._close)

@@ -26,7 +26,7 @@ struct RankArguments {
   // Of the layer.
   u8* heap;
   u8* memory;
-  u8* const* peers;
+  u8* const* peers;  // [2][P]: heaps that this GPU addresses, or null; what puts go to
   u8* intermediate_rows;
   Failure* host_failure;  // in the host's memory: see host_failure.cuh
   u64 deadline_ns;

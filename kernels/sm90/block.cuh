@@ -16,13 +16,10 @@
 
 #include "kernels/sm90/config.cuh"
 #include "kernels/sm90/ptx/barrier.cuh"
-#include "runtime/platform/cuda/platform.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos::sm90 {
-
-using cuda::Machine;
 
 inline constexpr u32 kThreads = 384;
 inline constexpr u32 kConsumerThreads = 256;

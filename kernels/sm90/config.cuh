@@ -7,8 +7,24 @@
 #include "kernels/shape.hpp"
 #include "kernels/sm90/element.cuh"
 #include "runtime/geometry.hpp"
+#include "runtime/platform/cuda/platform.hpp"
+#if MOEOS_TRANSPORT == 1
+#include "runtime/platform/cuda/mapped_transport.hpp"
+#elif MOEOS_TRANSPORT == 2
+#include "runtime/platform/cuda/nvshmem_transport.hpp"
+#endif
 
 namespace moeos::sm90 {
+
+/// How remote peers are reached: there are none, or by stores, or by NVSHMEM.
+#if MOEOS_TRANSPORT == 0
+using Transport = cuda::NoTransport;
+#elif MOEOS_TRANSPORT == 1
+using Transport = cuda::MappedTransport;
+#else
+using Transport = cuda::NvshmemTransport;
+#endif
+using Machine = cuda::Machine<Transport, MOEOS_WORLD>;
 
 inline constexpr Geometry kGeometry{
     MOEOS_WORLD,
@@ -25,7 +41,8 @@ inline constexpr Geometry kGeometry{
     MOEOS_GEMM0_PARTS,
     MOEOS_GEMM1_PARTS,
     MOEOS_PROCESSORS,
-    0,
+    MOEOS_TRANSPORT != 0,
+    Geometry::kWindowBytes / (MOEOS_HIDDEN * 2),
 };
 
 inline constexpr LayerShape kShape{

@@ -351,7 +351,7 @@ inline void run_os(const RankArguments& mine, OsShared& shared) {
     check_count(mine, rank, shared.call);
   }
   __syncthreads();
-  if (warp < kOsWarps) {
+  if (warp < os_warps<Machine>(kGeometry)) {
     run_os_warp(rank, shared.call, warp);
   }
   if (warp == 0) {

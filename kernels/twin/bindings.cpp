@@ -66,6 +66,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.gemm1_parts = ceil_div(hidden, gemm1_columns);
   geometry.processors = processors;
   geometry.remote = remote ? 1 : 0;
+  geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
 
   const auto limit = [](u64 value, u64 largest, const char* what) {
     require(value <= largest, std::string(what) + " is " + std::to_string(value) +
@@ -94,6 +95,8 @@ nb::dict offsets_of(const Sizes& sizes) {
   nb::dict offsets;
   offsets["abort_word"] = layout.abort_word();
   offsets["failures"] = layout.failure(0);
+  offsets["put_failures"] = layout.put_failure(0);
+  offsets["put_failures_end"] = layout.put_failure(sizes.geometry.world);
   offsets["epoch"] = offset(memory.epoch);
   offsets["tallies"] = offset(memory.tallies);
   offsets["send_start"] = offset(memory.send_start);
@@ -183,15 +186,16 @@ NB_MODULE(_twin, module) {
       .def(
           "__init__",
           [](TwinRank* self, const Sizes& sizes, u32 rank, const std::vector<std::uintptr_t>& heaps,
-             double deadline, bool split_os, double jitter_us, u64 jitter_seed) {
+             double deadline, bool split_os, double jitter_us, u64 jitter_seed,
+             u32 ranks_per_node) {
             require(heaps.size() == sizes.geometry.world && rank < heaps.size(),
                     "one heap address for each rank");
-            new (self) TwinRank(
-                sizes.geometry, sizes.shape, rank, to_pointers(heaps),
-                TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us, jitter_seed});
+            new (self) TwinRank(sizes.geometry, sizes.shape, rank, to_pointers(heaps),
+                                TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us,
+                                             jitter_seed, ranks_per_node});
           },
           nb::kw_only(), "sizes"_a, "rank"_a, "heaps"_a, "deadline"_a, "split_os"_a, "jitter_us"_a,
-          "jitter_seed"_a)
+          "jitter_seed"_a, "ranks_per_node"_a)
       .def(
           "forward",
           [](TwinRank& self, bool bfloat16, u32 tokens, u32 pair_limit, std::uintptr_t x,

@@ -62,7 +62,7 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
       os_memory_(map_zeroed(OsMemory::bytes(geometry))),
       os_(geometry, os_memory_.get()),
       intermediate_(map_zeroed(u64{geometry.intermediate_rows_max()} * geometry.hidden_bytes)),
-      rank_{Machine(heaps_.data(), rank, geometry.remote != 0),
+      rank_{Machine(heaps_.data(), rank, settings.ranks_per_node),
             Layout(geometry),
             RankMemory(rank_.layout.geometry(), own_memory_.get()),
             &os_,
@@ -90,7 +90,8 @@ TwinRank::~TwinRank() {
 }
 
 u32 TwinRank::workers() const {
-  return rank_.geometry().processors + (settings_.split_os ? kOsWarps - 1 : 0);
+  const Geometry& geometry = rank_.geometry();
+  return geometry.processors + (settings_.split_os ? os_warps<Machine>(geometry) - 1 : 0);
 }
 
 void TwinRank::install_jitter(u32 thread_index) {
@@ -136,6 +137,7 @@ void TwinRank::worker(u32 index) {
 
 Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) {
   const Geometry& geometry = rank_.geometry();
+  take_in_failures<Machine>(rank_.layout, rank_.heap);
   if (rank_.leaving(*rank_.memory.epoch)) {
     return first_failure<Machine>(rank_.layout, rank_.heap);
   }
@@ -172,6 +174,7 @@ Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) 
 void TwinRank::abort() {
   Failure failure = failure_of(rank_, Call{}, FailureKind::host_abort, Actor::host);
   rank_.fail(failure);
+  put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.rank);  // no call may be running
 }
 
 void TwinRank::reset() {

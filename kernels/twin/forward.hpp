@@ -22,9 +22,10 @@ namespace moeos::twin {
 
 struct TwinSettings {
   u64 deadline_ns;
-  bool split_os;     // a thread for each warp of the OS block, instead of one for all four
+  bool split_os;     // a thread for each warp of the OS block, instead of one for all
   double jitter_us;  // random delays up to this at atomic accesses; 0: none
   u64 jitter_seed;
+  u32 ranks_per_node;  // peers of other nodes are remote
 };
 
 class TwinRank {

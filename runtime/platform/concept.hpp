@@ -20,6 +20,9 @@
 
 namespace moeos {
 
+/// What a put does to the signal behind it: an arrival flag is set, a credit is added to.
+enum class SignalOp : u8 { set, add };
+
 // NVRTC has no <concepts>.
 template <class A, class B>
 inline constexpr bool kSame = false;
@@ -67,13 +70,20 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   P::rest(idle);  // the loop found work: forget how long it had waited
 
   // Peers: the address of rank p's heap here, or null when p can only be reached by puts into its
-  // heap (rank, byte offset). Words and signals arrive after the puts to the same rank that the
-  // caller issued before it.
+  // heap (rank, byte offset). Without kRemotePeers it is never null, and no put is compiled.
+  { P::kRemotePeers } -> SameAs<const bool&>;
+  { P::kSenders } -> SameAs<const u32&>;  // warps of the OS block that put (sender.hpp)
   { platform.peer(value) } -> SameAs<u8*>;
+  // By all lanes of a warp: bytes of this rank's own heap. Puts may overtake each other. A put's
+  // signal, a word of Geometry::signal_bytes(), changes after its bytes have arrived.
   platform.put(value, u64{0}, source, u64{0});
+  platform.put_signal(value, u64{0}, source, u64{0}, u64{0}, SignalOp::set, value);
+  // By one lane: a word, set or added to; publishes nothing but itself ...
   platform.put_word(value, u64{0}, u64{0});
-  platform.signal_set(value, u64{0}, value);
-  platform.signal_add(value, u64{0}, value);
+  platform.add_word(value, u64{0}, value);
+  // ... unless it is put behind this: what the caller puts to a rank from now on arrives there
+  // after all that it has put there so far.
+  platform.order_puts();
 };
 
 }  // namespace moeos

@@ -38,10 +38,11 @@ _REDRAWS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer and how many virtual ranks run it."""
+    """A layer, how many virtual ranks run it, and how many of them make a node."""
 
     ranks: int
     cfg: MoEConfig
+    ranks_per_node: int | None = None
 
 
 def _case(ranks: int, **changes: object) -> Case:
@@ -92,6 +93,16 @@ CASES = {
         bias=True,
     ),
 }
+REMOTE_CASES = {
+    "swiglu-4-nodes": dataclasses.replace(CASES["swiglu-4-ranks"], ranks_per_node=1),
+    "swiglu-2-nodes-of-2": dataclasses.replace(CASES["swiglu-4-ranks"], ranks_per_node=2),
+    "gelu_tanh-4-nodes-capacity": dataclasses.replace(
+        CASES["gelu_tanh-4-ranks-capacity"], ranks_per_node=1
+    ),
+    # A window has room for 128 rows, and a cell for 1200.
+    "long-rows-2-nodes-of-4": dataclasses.replace(_case(8, hidden=4096), ranks_per_node=4),
+}
+"""Some peers are remote: each of these has the kernel of its own transport."""
 BY_RANKS = {
     1: "swiglu-1-rank",
     2: "gelu-2-ranks-groups",
@@ -130,6 +141,7 @@ def compile_case(case: Case, blocks: int) -> None:
             world_size=case.ranks,
             processors=blocks // case.ranks - 1,
             virtual_ranks=case.ranks,
+            transport="none" if case.ranks_per_node is None else "mapped",
         )
     )
 
@@ -243,7 +255,13 @@ def run_calls(
         layer.engine.check()
         return outputs, layer.engine.stats()
 
-    results = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    results = virtual.run(
+        rank_main,
+        ranks=case.ranks,
+        backend="cuda",
+        deadline=DEADLINE,
+        ranks_per_node=case.ranks_per_node,
+    )
     return [outputs for outputs, _ in results], [stats for _, stats in results]
 
 

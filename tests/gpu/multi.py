@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -62,12 +63,14 @@ OTHERS = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Runs every check in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=10_000, help="of the long check")
-    calls = parser.parse_args().calls
-    with moeos.init("cuda", deadline=DEADLINE) as world:
+    parser.add_argument("--ranks-per-node", type=int, help="1: every peer is put to")
+    options = parser.parse_args(arguments)
+    calls, nodes = options.calls, options.ranks_per_node
+    with moeos.init("cuda", deadline=DEADLINE, ranks_per_node=nodes) as world:
         for name, cfg in {"swiglu": LARGE, **OTHERS}.items():
             began = time.monotonic()
             check_routings(world, cfg)

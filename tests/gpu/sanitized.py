@@ -31,7 +31,10 @@ CONFIGS = {
         top_groups=2,
         capacity_factor=1.0,
     ),
+    "remote": config(dtype=torch.bfloat16, max_tokens=96, capacity_factor=1.5, row_map="capacity"),
 }
+RANKS_PER_NODE = {"remote": 1}
+"""Where some peers are remote."""
 
 
 def main(name: str, ranks: int) -> None:
@@ -53,7 +56,13 @@ def main(name: str, ranks: int) -> None:
         for number, (call, y) in enumerate(zip(calls, outputs, strict=True)):
             assert_matches(weights, call, y, f"rank {world.rank}, call {number}")
 
-    virtual.run(rank_main, ranks=ranks, backend="cuda", deadline=DEADLINE)
+    virtual.run(
+        rank_main,
+        ranks=ranks,
+        backend="cuda",
+        deadline=DEADLINE,
+        ranks_per_node=RANKS_PER_NODE.get(name),
+    )
     print(f"{name} on {ranks} virtual ranks is right", flush=True)
 
 

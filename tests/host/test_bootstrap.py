@@ -172,7 +172,8 @@ def test_ranks_on_different_hosts_are_refused_alike_on_all_ranks() -> None:
     outcomes = init_in_processes(lambda world: None, 3, move)
     assert [type(error) for error in outcomes] == [RuntimeError] * 3
     assert {str(error) for error in outcomes} == {
-        "all ranks must be on one host so far, but there are ranks 0, 1 on left; rank 2 on right"
+        "all ranks of the twin must be on one host, but there are ranks 0, 1 on left; "
+        "rank 2 on right"
     }
 
 
@@ -184,7 +185,7 @@ def test_ranks_with_different_versions_are_refused_alike_on_all_ranks() -> None:
     outcomes = init_in_processes(lambda world: None, 2, age)
     assert [type(error) for error in outcomes] == [ConfigMismatch] * 2
     assert len({str(error) for error in outcomes}) == 1
-    assert "rank 1: ('0.0.9', 'twin')" in str(outcomes[0])
+    assert "rank 1: ('0.0.9', 'twin', None)" in str(outcomes[0])
 
 
 def test_a_rank_that_never_calls_init_is_named_by_the_others() -> None:

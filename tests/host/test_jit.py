@@ -56,6 +56,33 @@ def test_a_kernel_is_machine_code_for_hopper(compiled: Kernel) -> None:
     assert compiled.report.arch == "sm_90a"
 
 
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
+def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
+    compiled: Kernel, tmp_path: Path, transport: jit.Transport
+) -> None:
+    """A call that is not inlined would end that: see nvshmem_transport.hpp."""
+    if transport == "nvshmem":
+        try:
+            jit.nvshmem_folders()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+    made = compile_kernel(dataclasses.replace(shape(), transport=transport), tmp_path)
+    assert made.report.keeps_registers
+    assert made.report.wgmma_instructions == compiled.report.wgmma_instructions
+    # What NVSHMEM looks for when it fills in its state.
+    for name in (b"nvshmemi_device_state_d", b"nvshmemi_device_lib_version_d"):
+        assert (name in made.cubin) == (transport == "nvshmem")
+
+
+def test_nvshmem_that_is_not_installed_is_named_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_header_directory", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"nvshmem and .* missing.*pip install 'moeos\[cuda\]'"):
+        compile_kernel(dataclasses.replace(shape(), transport="nvshmem"), tmp_path)
+
+
 def test_the_report_says_what_the_launch_needs(compiled: Kernel) -> None:
     report = compiled.report
     assert 0 < report.registers <= 65_536 // report.threads
@@ -179,6 +206,7 @@ CHANGES: dict[str, Callable[[], KernelShape]] = {
     "world_size": lambda: dataclasses.replace(shape(), world_size=4),
     "processors": lambda: dataclasses.replace(shape(), processors=65),
     "virtual_ranks": lambda: dataclasses.replace(shape(), virtual_ranks=2),
+    "transport": lambda: dataclasses.replace(shape(), transport="mapped"),
 }
 
 

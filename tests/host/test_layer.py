@@ -29,7 +29,10 @@ TOKENS = ((77, 0, 128), (128, 5, 64), (1, 33, 0), (40, 128, 9))
 
 
 def stats_of_calls(
-    weights: Weights, calls: Sequence[Sequence[Call]], twin: TwinOptions = ONE_PROCESSOR
+    weights: Weights,
+    calls: Sequence[Sequence[Call]],
+    twin: TwinOptions = ONE_PROCESSOR,
+    ranks_per_node: int | None = None,
 ) -> list[list[dict[str, Any]]]:
     """Makes the calls [rank][call], checks every output, and returns the stats [rank][call]."""
 
@@ -37,13 +40,18 @@ def stats_of_calls(
         layer = weights.layer(world)
         return [(call(layer), layer.stats()) for call in calls[world.rank]]
 
-    results = virtual.run(rank_main, ranks=len(calls), twin=twin)
+    results = virtual.run(rank_main, ranks=len(calls), twin=twin, ranks_per_node=ranks_per_node)
     assert_all_match(weights, calls, [[y for y, _ in rank] for rank in results])
     return [[stats for _, stats in rank] for rank in results]
 
 
 def check(
-    cfg: MoEConfig, *, given: bool = False, seed: int = 0, twin: TwinOptions = ONE_PROCESSOR
+    cfg: MoEConfig,
+    *,
+    given: bool = False,
+    seed: int = 0,
+    twin: TwinOptions = ONE_PROCESSOR,
+    ranks_per_node: int | None = None,
 ) -> None:
     """Four ranks, three calls each, against the reference."""
     draw = draw_given_call if given else draw_call
@@ -51,7 +59,7 @@ def check(
         [draw(cfg, tokens, seed + 100 * rank + call) for call, tokens in enumerate(rank_tokens)]
         for rank, rank_tokens in enumerate(TOKENS)
     ]
-    stats_of_calls(draw_weights(cfg, seed), calls, twin)
+    stats_of_calls(draw_weights(cfg, seed), calls, twin, ranks_per_node)
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -123,23 +131,30 @@ def test_numbers_of_experts_that_fill_no_register(experts: int, top_k: int) -> N
 
 @DTYPES
 @pytest.mark.parametrize("row_map", ["ragged", "capacity"])
-@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+@pytest.mark.parametrize("ranks_per_node", [None, 1, 2], ids=["direct", "remote", "mixed"])
 @pytest.mark.parametrize("split_os", [False, True], ids=["one-thread", "split-os"])
-def test_ways_to_run_it(dtype: torch.dtype, row_map: str, remote: bool, split_os: bool) -> None:
-    twin = TwinOptions(processors=2, remote=remote, split_os=split_os)
-    check(config(row_map=row_map, dtype=dtype), given=True, twin=twin)
+def test_ways_to_run_it(
+    dtype: torch.dtype, row_map: str, ranks_per_node: int | None, split_os: bool
+) -> None:
+    twin = TwinOptions(processors=2, split_os=split_os)
+    cfg = config(row_map=row_map, dtype=dtype)
+    check(cfg, given=True, twin=twin, ranks_per_node=ranks_per_node)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "remote"),
-    [(torch.float32, False), (torch.bfloat16, True)],
+    ("dtype", "ranks_per_node"),
+    [(torch.float32, None), (torch.bfloat16, 1)],
     ids=["float32, direct", "bfloat16, remote"],
 )
 @pytest.mark.parametrize("row_map", ["ragged", "capacity"])
 @pytest.mark.parametrize("capacity_factor", [0.01, 0.5, 1.1, 8.0])
 @pytest.mark.parametrize("given", [False, True], ids=["routed", "given"])
 def test_capacity_drops_the_pairs_that_the_reference_drops(
-    capacity_factor: float, row_map: str, dtype: torch.dtype, remote: bool, given: bool
+    capacity_factor: float,
+    row_map: str,
+    dtype: torch.dtype,
+    ranks_per_node: int | None,
+    given: bool,
 ) -> None:
     cfg = config(capacity_factor=capacity_factor, row_map=row_map, dtype=dtype)
     preference = PREFERENCES["zipf"](cfg.experts, 4)
@@ -153,7 +168,7 @@ def test_capacity_drops_the_pairs_that_the_reference_drops(
         ]
         for rank, rank_tokens in enumerate(TOKENS)
     ]
-    stats = stats_of_calls(weights, calls, TwinOptions(processors=1, remote=remote))
+    stats = stats_of_calls(weights, calls, ranks_per_node=ranks_per_node)
     drops = [[call_stats["drops"] for call_stats in rank] for rank in stats]
     assert drops == [[weights.drops(call) for call in rank] for rank in calls]
     assert (sum(map(sum, drops)) > 0) == (capacity_factor < 4)

@@ -49,12 +49,17 @@ def bits(y: torch.Tensor) -> torch.Tensor:
     return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
 
 
-def run(weights: Weights, calls: list[list[Call]], twin: TwinOptions) -> list[list[torch.Tensor]]:
+def run(
+    weights: Weights,
+    calls: list[list[Call]],
+    twin: TwinOptions,
+    ranks_per_node: int | None = None,
+) -> list[list[torch.Tensor]]:
     def rank_main(world: World) -> list[torch.Tensor]:
         layer = weights.layer(world)
         return [bits(call(layer)) for call in calls[world.rank]]
 
-    return virtual.run(rank_main, ranks=len(calls), twin=twin)
+    return virtual.run(rank_main, ranks=len(calls), twin=twin, ranks_per_node=ranks_per_node)
 
 
 def assert_same(actual: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
@@ -75,17 +80,17 @@ def test_repeated_runs_give_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+@pytest.mark.parametrize("ranks_per_node", [None, 1, 2], ids=["direct", "remote", "mixed"])
 @pytest.mark.parametrize("split_os", [False, True], ids=["one-thread", "split-os"])
 def test_any_number_of_processors_gives_the_same_bits(
-    name: str, split_os: bool, remote: bool
+    name: str, split_os: bool, ranks_per_node: int | None
 ) -> None:
     cfg = CASES[name]
     weights, calls = draw_weights(cfg, 1, PREFERENCES["zipf"](16, RANKS)), draw_calls(cfg)
     first = run(weights, calls, ONE_PROCESSOR)
     for processors in (1, 2, 3, 4):
-        twin = TwinOptions(processors=processors, split_os=split_os, remote=remote)
-        assert_same(run(weights, calls, twin), first)
+        twin = TwinOptions(processors=processors, split_os=split_os)
+        assert_same(run(weights, calls, twin, ranks_per_node), first)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -96,11 +101,11 @@ def test_random_delays_give_the_same_bits(name: str, seed: int) -> None:
     twin = TwinOptions(
         processors=1 + seed % 3,
         split_os=seed % 2 == 1,
-        remote=seed >= 2,
         jitter_us=150.0,
         jitter_seed=seed,
     )
-    assert_same(run(weights, calls, twin), run(weights, calls, ONE_PROCESSOR))
+    delayed = run(weights, calls, twin, ranks_per_node=1 if seed >= 2 else None)
+    assert_same(delayed, run(weights, calls, ONE_PROCESSOR))
 
 
 @pytest.mark.parametrize("name", CASES)

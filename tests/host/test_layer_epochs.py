@@ -63,8 +63,8 @@ def test_a_thousand_calls_with_random_tokens_and_delays(remote: bool) -> None:
             outputs.append(call(layer))
         return outputs
 
-    twin = TwinOptions(processors=1, remote=remote)
-    for rank, outputs in enumerate(virtual.run(rank_main, ranks=RANKS, twin=twin)):
+    results = virtual.run(rank_main, ranks=RANKS, ranks_per_node=1 if remote else None)
+    for rank, outputs in enumerate(results):
         assert_every_call_right(weights, calls[rank], outputs)
 
 
@@ -77,10 +77,11 @@ def test_calls_under_random_delays_of_every_actor() -> None:
         return [call(layer) for call in calls[world.rank]]
 
     for seed in range(3):
-        twin = TwinOptions(
-            processors=2, split_os=True, jitter_us=80.0, jitter_seed=seed, remote=seed == 2
+        twin = TwinOptions(processors=2, split_os=True, jitter_us=80.0, jitter_seed=seed)
+        results = virtual.run(
+            rank_main, ranks=RANKS, twin=twin, ranks_per_node=1 if seed == 2 else None
         )
-        for rank, outputs in enumerate(virtual.run(rank_main, ranks=RANKS, twin=twin)):
+        for rank, outputs in enumerate(results):
             assert_every_call_right(weights, calls[rank], outputs)
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,15 @@ CFG = config(max_tokens=64)
 WEIGHTS = draw_weights(CFG)
 CALLS = [draw_call(CFG, 40 + rank, rank) for rank in range(4)]
 
-TWINS = {
-    "one-thread": TwinOptions(processors=1),
-    "split-os": TwinOptions(processors=1, split_os=True),
-    "remote": TwinOptions(processors=1, remote=True),
+Way = dict[str, Any]
+"""What `virtual.run` and `moeos.init` are given beside the deadline."""
+WAYS: dict[str, Way] = {
+    "one-thread": {"twin": TwinOptions(processors=1)},
+    "split-os": {"twin": TwinOptions(processors=1, split_os=True)},
+    "remote": {"twin": TwinOptions(processors=1), "ranks_per_node": 1},
+    "mixed": {"twin": TwinOptions(processors=1, split_os=True), "ranks_per_node": 2},
 }
-twins = pytest.mark.parametrize("twin", TWINS.values(), ids=[*TWINS])
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=[*WAYS])
 
 
 def failed_call(call: Callable[[], object]) -> tuple[str, float]:
@@ -48,11 +52,9 @@ def failed_call(call: Callable[[], object]) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - begin
 
 
-@twins
+@ways
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_never_calls_is_named_within_the_deadline(
-    absent: int, twin: TwinOptions
-) -> None:
+def test_a_rank_that_never_calls_is_named_within_the_deadline(absent: int, way: Way) -> None:
     def rank_main(world: World) -> tuple[str, float]:
         layer = WEIGHTS.layer(world)
         CALLS[world.rank](layer)
@@ -62,7 +64,7 @@ def test_a_rank_that_never_calls_is_named_within_the_deadline(
             return "", DEADLINE
         return failed_call(lambda: CALLS[world.rank](layer))
 
-    results = virtual.run(rank_main, ranks=4, deadline=DEADLINE, twin=twin)
+    results = virtual.run(rank_main, ranks=4, deadline=DEADLINE, **way)
     for rank, (message, seconds) in enumerate(results):
         assert 0.9 * DEADLINE <= seconds <= DEADLINE + MARGIN
         if rank != absent:
@@ -84,8 +86,8 @@ def test_a_rank_that_calls_after_the_others_gave_up_is_told_why() -> None:
     assert all("for rank 3" in message for message in messages)
 
 
-@twins
-def test_a_hundred_calls_after_a_timeout_and_a_reset_are_right(twin: TwinOptions) -> None:
+@ways
+def test_a_hundred_calls_after_a_timeout_and_a_reset_are_right(way: Way) -> None:
     """Routed and given in turn, so that they begin with another kind than the one that failed."""
     given = [draw_given_call(CFG, 64 - rank, rank) for rank in range(4)]
     calls = [(given[rank], CALLS[rank]) * 50 for rank in range(4)]
@@ -101,7 +103,7 @@ def test_a_hundred_calls_after_a_timeout_and_a_reset_are_right(twin: TwinOptions
         layer.reset()
         return [call(layer) for call in calls[world.rank]]
 
-    outputs = virtual.run(rank_main, ranks=4, deadline=1.0, twin=twin)
+    outputs = virtual.run(rank_main, ranks=4, deadline=1.0, **way)
     assert_all_match(WEIGHTS, calls, outputs)
 
 
@@ -139,8 +141,8 @@ def test_leaving_a_world_by_an_exception_ends_the_peers_calls_at_once() -> None:
     assert max(virtual.run(rank_main, ranks=4, deadline=20.0)) < 5.0
 
 
-@twins
-def test_an_error_in_one_virtual_rank_ends_the_run_with_it(twin: TwinOptions) -> None:
+@ways
+def test_an_error_in_one_virtual_rank_ends_the_run_with_it(way: Way) -> None:
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)
         for number in range(100):
@@ -150,7 +152,7 @@ def test_an_error_in_one_virtual_rank_ends_the_run_with_it(twin: TwinOptions) ->
 
     begin = time.monotonic()
     with pytest.raises(KeyError, match="the cause"):
-        virtual.run(rank_main, ranks=4, deadline=20.0, twin=twin)
+        virtual.run(rank_main, ranks=4, deadline=20.0, **way)
     assert time.monotonic() - begin < 5.0
 
 
@@ -162,28 +164,28 @@ def shared_memory() -> set[str]:
 
 
 def process_ranks(
-    function: Callable[[World], object], size: int, deadline: float, twin: TwinOptions
+    function: Callable[[World], object], size: int, deadline: float, way: Way
 ) -> ForkedRanks:
     """Forked processes that find each other as under torchrun."""
     port = free_port()
 
     def live(rank: int) -> object:
         os.environ.update(torchrun_environment(rank, size, port))
-        with moeos.init(deadline=deadline, twin=twin) as world:
+        with moeos.init(deadline=deadline, **way) as world:
             return function(world)
 
     return ForkedRanks(live, size)
 
 
-@pytest.mark.parametrize("twin", [TWINS["one-thread"], TWINS["remote"]], ids=["direct", "remote"])
-def test_processes_compute_what_virtual_ranks_compute(twin: TwinOptions) -> None:
+@pytest.mark.parametrize("way", [WAYS["one-thread"], WAYS["remote"]], ids=["direct", "remote"])
+def test_processes_compute_what_virtual_ranks_compute(way: Way) -> None:
     def rank_main(world: World) -> list[list[float]]:
         y: list[list[float]] = CALLS[world.rank](WEIGHTS.layer(world)).tolist()
         return y
 
     before = shared_memory()
-    processes = process_ranks(rank_main, 4, 20.0, twin).ended()
-    assert processes == virtual.run(rank_main, ranks=4, twin=twin)
+    processes = process_ranks(rank_main, 4, 20.0, way).ended()
+    assert processes == virtual.run(rank_main, ranks=4, **way)
     assert shared_memory() == before
 
 
@@ -201,7 +203,7 @@ def test_a_process_that_ends_amid_the_calls_is_named_by_the_others(
 
     before = shared_memory()
     deadline = 2 * DEADLINE
-    ranks = process_ranks(rank_main, 4, deadline, TwinOptions(processors=1))
+    ranks = process_ranks(rank_main, 4, deadline, WAYS["one-thread"])
     time.sleep(1.5)  # amid the calls
     begin = time.monotonic()
     ranks.signal(victim, number)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import ConfigMismatch, MoELayer, NumericalError, PeerTimeout, TwinOptions, World, virtual
+from moeos import ConfigMismatch, MoELayer, NumericalError, PeerTimeout, World, virtual
 from moeos.config import Scoring
 from moeos.engines.twin import sizes_of
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
@@ -361,7 +361,7 @@ def test_a_mismatch_leaves_the_world_usable() -> None:
 
 def test_ranks_that_are_remote_to_some_only_raise_the_same_error_on_all_ranks() -> None:
     def rank_main(world: World) -> str:
-        world.twin = TwinOptions(processors=1, remote=world.rank == 1)
+        world.ranks_per_node = 1 if world.rank == 1 else None
         with pytest.raises(ConfigMismatch) as raised:
             MoELayer(CFG, world)
         return str(raised.value)
@@ -452,8 +452,8 @@ def test_logits_that_are_not_finite_name_the_token_on_all_ranks(
         again = [calls[world.rank](layer) for _ in range(5)]
         return f"{raised.type.__name__}: {raised.value}", [first, *again]
 
-    twin = TwinOptions(processors=1, remote=remote)
-    results = virtual.run(rank_main, ranks=4, deadline=3.0, twin=twin)
+    nodes = 1 if remote else None
+    results = virtual.run(rank_main, ranks=4, deadline=3.0, ranks_per_node=nodes)
     for rank, (message, outputs) in enumerate(results):
         for y in outputs:
             assert_matches(weights, calls[rank], y, f"rank {rank}")

@@ -27,10 +27,12 @@ from tests.layers import (
 
 RANKS = 4
 CHUNK_ROWS, TILE_ROWS, ROUTE_TOKENS, SEGMENT_ALIGN = 32, 128, 32, 8
-TWINS = {
-    "one-thread": TwinOptions(processors=2),
-    "split-os": TwinOptions(processors=2, split_os=True),
-    "remote": TwinOptions(processors=1, remote=True),
+Way = dict[str, Any]
+"""What `virtual.run` is given."""
+WAYS: dict[str, Way] = {
+    "one-thread": {"twin": TwinOptions(processors=2)},
+    "split-os": {"twin": TwinOptions(processors=2, split_os=True)},
+    "remote": {"twin": TwinOptions(processors=1), "ranks_per_node": 1},
 }
 
 Stats = dict[str, Any]
@@ -85,7 +87,7 @@ class Traffic:
 
 
 def run(
-    weights: Weights, calls: Sequence[Sequence[Call]], twin: TwinOptions
+    weights: Weights, calls: Sequence[Sequence[Call]], way: Way
 ) -> list[tuple[Traffic, list[Stats]]]:
     """Makes calls [call][rank]; what each asks for, and the ranks' stats."""
 
@@ -97,16 +99,16 @@ def run(
             stats.append(layer.stats())
         return stats
 
-    by_rank = virtual.run(rank_main, ranks=len(calls[0]), twin=twin)
+    by_rank = virtual.run(rank_main, ranks=len(calls[0]), **way)
     return [
         (Traffic.of(weights, call), [stats[number] for stats in by_rank])
         for number, call in enumerate(calls)
     ]
 
 
-@pytest.fixture(scope="module", params=[*TWINS])
-def twin(request: pytest.FixtureRequest) -> TwinOptions:
-    return TWINS[request.param]
+@pytest.fixture(scope="module", params=[*WAYS])
+def way(request: pytest.FixtureRequest) -> Way:
+    return WAYS[request.param]
 
 
 CONFIGS = {
@@ -122,7 +124,7 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module", params=[*CONFIGS])
-def traffic(request: pytest.FixtureRequest, twin: TwinOptions) -> list[tuple[Traffic, list[Stats]]]:
+def traffic(request: pytest.FixtureRequest, way: Way) -> list[tuple[Traffic, list[Stats]]]:
     """Calls of all kinds and sizes: routed and given, equal, unequal and empty."""
     cfg = CONFIGS[request.param]
     preference = PREFERENCES["zipf"](cfg.experts, RANKS)
@@ -138,7 +140,7 @@ def traffic(request: pytest.FixtureRequest, twin: TwinOptions) -> list[tuple[Tra
     for call in calls:
         for one in call:
             assert weights.sure(one).all()  # or the counts below could rightly be others
-    return run(weights, calls, twin)
+    return run(weights, calls, way)
 
 
 Results = list[tuple[Traffic, list[Stats]]]
@@ -167,19 +169,20 @@ def test_count_bytes_are_a_word_for_each_expert_of_each_peer(traffic: Results) -
             assert own["count_bytes_to_peers"] == 8 * words
 
 
-def test_flag_bytes_are_a_word_for_each_chunk_and_each_credit(traffic: Results) -> None:
+def test_flag_bytes_are_a_word_for_each_chunk_and_each_credit(traffic: Results, way: Way) -> None:
+    word = 8 if "ranks_per_node" in way else 4  # a signal that is put, or a flag that is stored
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
             peers = [peer for peer in range(RANKS) if peer != rank]
             chunks = sum(asked.chunks(rank, peer) for peer in peers)
             credits_ = sum(asked.credits_least(peer, rank) for peer in peers)
             if all(pairs <= TILE_ROWS - RANKS * SEGMENT_ALIGN for pairs in own["expert_pairs"]):
-                assert own["flag_bytes_to_peers"] == 4 * (chunks + credits_)
+                assert own["flag_bytes_to_peers"] == word * (chunks + credits_)
             else:  # a tile that ends inside of a chunk splits that chunk's credit
                 tiles = own["tasks"]["gemm1"] // -(-asked.cfg.hidden // 256)
-                extra = own["flag_bytes_to_peers"] // 4 - chunks - credits_
+                extra = own["flag_bytes_to_peers"] // word - chunks - credits_
                 assert 0 <= extra <= tiles
-            assert own["flag_bytes_to_peers"] % 4 == 0
+            assert own["flag_bytes_to_peers"] % word == 0
 
 
 def test_bytes_to_peers_are_their_sum(traffic: Results) -> None:
@@ -243,7 +246,7 @@ def test_rows_that_arrive_together_make_one_tile_for_each_expert(rows: int) -> N
     weights = draw_weights(cfg)
     ids = torch.arange(rows).remainder(3).square().unsqueeze(1)  # experts 0, 1 and 4
     call = Call(draw_call(cfg, rows, 0).x, ids, torch.ones(rows, 1))
-    [(_, [stats])] = run(weights, [[call]], TwinOptions(processors=2))
+    [(_, [stats])] = run(weights, [[call]], WAYS["one-thread"])
     used = ids.unique(return_counts=True)[1].tolist()
     assert stats["tasks"]["gemm0"] == len(used)
     assert stats["tasks"]["gemm1"] == 2 * len(used)
@@ -260,7 +263,7 @@ def test_one_source_and_one_expert_fill_whole_tiles() -> None:
         ids = torch.ones(tokens, 1, dtype=torch.int64)
         return Call(draw_call(cfg, tokens, 0).x, ids, torch.ones(tokens, 1))
 
-    [(_, stats)] = run(weights, [[call(600), call(0)]], TwinOptions(processors=1))
+    [(_, stats)] = run(weights, [[call(600), call(0)]], {})
     assert stats[0]["flag_bytes_to_peers"] == 4 * 19  # chunks
     assert stats[1]["flag_bytes_to_peers"] == 4 * 19  # credits
     assert stats[1]["padding_rows"] == 0
@@ -306,7 +309,7 @@ def test_memory_of_a_rank_changes_in_the_rows_that_it_was_sent_alone(
         return y, cells[:, :, -1].clone()
 
     for rank, (y, cells) in enumerate(
-        virtual.run(rank_main, RANKS, twin=TwinOptions(remote=remote))
+        virtual.run(rank_main, RANKS, ranks_per_node=1 if remote else None)
     ):
         assert_matches(weights, calls[rank], y)
         written = cells.isfinite()
@@ -320,7 +323,7 @@ def test_stats_are_those_of_the_last_call_alone() -> None:
     weights = draw_weights(cfg)
     calls = [[draw_call(cfg, tokens, tokens + rank) for rank in range(2)] for tokens in (90, 90, 0)]
     calls[1] = calls[0]
-    (_, first), (_, second), (_, empty) = run(weights, calls, TwinOptions(processors=1))
+    (_, first), (_, second), (_, empty) = run(weights, calls, {})
     for one, other, nothing in zip(first, second, empty, strict=True):
         assert one["row_bytes_to_peers"] == other["row_bytes_to_peers"] > 0
         assert one["pairs_sent"] == other["pairs_sent"]

@@ -64,8 +64,8 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[MoEConfig, list[list[dict[str, Any]]], TwinOptions, int]:
-    """A config, what each rank passes in each call, how the twin runs, and a seed."""
+def runs(draw: st.DrawFn) -> tuple[MoEConfig, list[list[dict[str, Any]]], dict[str, Any], int]:
+    """A config, what each rank passes in each call, how the ranks run, and a seed."""
     cfg, ranks = draw(layers())
     some = st.one_of(st.just(0), st.just(cfg.max_tokens), st.integers(0, cfg.max_tokens))
     calls = [
@@ -82,10 +82,10 @@ def runs(draw: st.DrawFn) -> tuple[MoEConfig, list[list[dict[str, Any]]], TwinOp
     twin = TwinOptions(
         processors=draw(st.integers(1, 3)),
         split_os=draw(st.booleans()),
-        remote=draw(st.booleans()),
         jitter_us=draw(st.sampled_from([0.0, 0.0, 30.0])),
     )
-    return cfg, calls, twin, draw(st.integers(0, 1 << 16))
+    way = {"twin": twin, "ranks_per_node": draw(st.sampled_from([None, None, 1, 2]))}
+    return cfg, calls, way, draw(st.integers(0, 1 << 16))
 
 
 @settings(
@@ -96,9 +96,9 @@ def runs(draw: st.DrawFn) -> tuple[MoEConfig, list[list[dict[str, Any]]], TwinOp
 )
 @given(runs())
 def test_any_layer_in_any_world(
-    run: tuple[MoEConfig, list[list[dict[str, Any]]], TwinOptions, int],
+    run: tuple[MoEConfig, list[list[dict[str, Any]]], dict[str, Any], int],
 ) -> None:
-    cfg, plan, twin, seed = run
+    cfg, plan, way, seed = run
     ranks = len(plan)
     routed = PREFERENCES[plan[0][0]["kind"]](cfg.experts, ranks).clamp(-3.0, 3.0)
     weights = draw_weights(cfg, seed, routed)
@@ -120,7 +120,7 @@ def test_any_layer_in_any_world(
         layer = weights.layer(world)
         return [(call(layer), layer.stats()) for call in calls[world.rank]]
 
-    results = virtual.run(rank_main, ranks=ranks, twin=twin)
+    results = virtual.run(rank_main, ranks=ranks, **way)
     for rank, rank_results in enumerate(results):
         for number, (y, stats) in enumerate(rank_results):
             call = calls[rank][number]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moeos import virtual
 from moeos.control import ControlPlane, SoloControl
 from moeos.errors import PeerTimeout
 from moeos.world import MAX_DEADLINE, TwinOptions, World
@@ -31,7 +32,6 @@ def world_of(control: ControlPlane, **changes: Any) -> World:
         ("jitter_seed", -1, ValueError),
         ("jitter_seed", 2**63, ValueError),
         ("split_os", 1, TypeError),
-        ("remote", "yes", TypeError),
     ],
 )
 def test_an_option_out_of_range_is_refused_with_its_name_and_value(
@@ -45,6 +45,33 @@ def test_an_option_out_of_range_is_refused_with_its_name_and_value(
 def test_a_deadline_that_is_no_positive_time_is_refused(deadline: float) -> None:
     with pytest.raises(ValueError, match=r"deadline is .*; allowed: "):
         world_of(SoloControl(), deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "error"), [(0, ValueError), (1 << 17, ValueError), (2.0, TypeError)]
+)
+def test_a_number_of_ranks_per_node_out_of_range_is_refused(
+    ranks_per_node: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=f"ranks_per_node is {ranks_per_node}; (allowed|it must be)"):
+        world_of(SoloControl(), ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "near"),
+    [
+        (None, [[0, 1, 2, 3, 4]] * 5),
+        (1, [[0], [1], [2], [3], [4]]),
+        (2, [[0, 1], [0, 1], [2, 3], [2, 3], [4]]),
+    ],
+)
+def test_consecutive_ranks_make_the_nodes_whose_memory_is_written_directly(
+    ranks_per_node: int | None, near: list[list[int]]
+) -> None:
+    def rank_main(world: World) -> list[int]:
+        return [peer for peer in range(world.size) if world.near(peer)]
+
+    assert virtual.run(rank_main, ranks=5, ranks_per_node=ranks_per_node) == near
 
 
 def test_processors_left_open_share_the_usable_cores_among_the_ranks(

@@ -80,7 +80,7 @@ std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
   const Geometry g = make_geometry(row_map);
   const LayerShape shape{kHidden, kHidden, Activation::relu, INFINITY, Scoring::softmax, true, 1.0F,
                          1,       1};
-  const TwinSettings settings{2'000'000'000ULL, split_os, 0.0, 0};
+  const TwinSettings settings{2'000'000'000ULL, split_os, 0.0, 0, g.world};
   const Layout layout(g);
   std::vector<Heap> heaps;
   heaps.push_back(make_heap(layout.bytes()));

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -187,6 +188,15 @@ def test_matrix_product_alone(name: str, build: Build) -> None:
     assert "portable passed" in done.stdout
 
 
+SENDER_SOURCES = [TESTS / "test_sender.cpp"]
+
+
+def test_a_sender_keeps_every_window_and_the_earliest_failure(tmp_path: Path) -> None:
+    flavour = FLAVOURS["address"]
+    objects = compile_all(flavour, SENDER_SOURCES, ROOT, tmp_path)
+    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "sender")))
+
+
 def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
     flavour = FLAVOURS["plain"]
     objects = compile_all(flavour, [TESTS / "test_base.cpp"], ROOT, tmp_path)
@@ -204,6 +214,7 @@ class Fault:
         flavour: that must notice it.
         file, text, replacement: the text occurs once in the file.
         report: in what the program prints, or "" where it ends by a trap.
+    program: that must notice it: the random worlds, or the sender alone.
     """
 
     flavour: str
@@ -211,6 +222,7 @@ class Fault:
     text: str
     replacement: str
     report: str
+    program: Literal["ranks", "sender"] = "ranks"
 
 
 FAULTS = {
@@ -235,6 +247,29 @@ FAULTS = {
         "direct + rank.layout.write_row(rank.rank, peer, peer,",
         "",
     ),
+    "a flag that overtakes its rows": Fault(
+        "thread",
+        "runtime/platform/twin/platform.hpp",
+        "store_release<Scope::system>(word, value);\n    } else",
+        "store_relaxed<Scope::system>(word, value);\n    } else",
+        "ThreadSanitizer: data race",
+    ),
+    "a window that nobody looks at": Fault(
+        "plain",
+        "runtime/sender.hpp",
+        "while (before - echoed(peer) + rows <= rank_.geometry().window())",
+        "while (true)",
+        "two chunks are put in a window",
+        "sender",
+    ),
+    "a later failure that replaces an earlier one": Fault(
+        "plain",
+        "runtime/watchdog.hpp",
+        "while (seen == 0 || seen >> 32 > word >> 32)",
+        "while (seen != word)",
+        "the failure of the earlier call is raised",
+        "sender",
+    ),
 }
 
 
@@ -248,7 +283,8 @@ def test_a_fault_in_the_protocol_is_noticed(name: str, build: Build, tmp_path: P
     text = broken.read_text()
     assert text.count(fault.text) == 1, f"{fault.file} has changed: choose another fault"
     broken.write_text(text.replace(fault.text, fault.replacement))
-    objects = compile_all(built.flavour, RANK_SOURCES, tmp_path, tmp_path / "objects")
+    sources = RANK_SOURCES if fault.program == "ranks" else SENDER_SOURCES
+    objects = compile_all(built.flavour, sources, tmp_path, tmp_path / "objects")
     program = link(built.flavour, [*objects, *built.gemm_objects], tmp_path / "broken")
     done = execute(built.flavour, program, 1, 20)
     assert done.returncode != 0

@@ -80,9 +80,12 @@ World draw_world(Random& random) {
   g.gemm0_parts = ceil_div(world.shape.intermediate, moeos::twin::gemm0_columns(world.shape));
   g.gemm1_parts = ceil_div(world.shape.hidden, moeos::twin::kPlainColumns);
   g.processors = draw(random, 1, 3);
-  g.remote = draw(random, 0, 1);
+  // All peers on one node, each on its own, or a mix of direct and remote peers.
+  const u32 ranks_per_node = draw(random, 0, 2) == 0 ? g.world : draw(random, 1, g.world);
+  g.remote = ranks_per_node < g.world ? 1 : 0;
+  g.window_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, 400);  // 0: as small as it may be
   world.settings = TwinSettings{20'000'000'000ULL, draw(random, 0, 1) == 1,
-                                draw(random, 0, 3) == 0 ? 50.0 : 0.0, 1};
+                                draw(random, 0, 3) == 0 ? 50.0 : 0.0, 1, ranks_per_node};
   return world;
 }
 

@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from moeos import jit
+
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
 
 ROOT = Path(__file__).parents[2]
+NVSHMEM = Path("runtime/platform/cuda/nvshmem_transport.hpp")
 HEADERS = sorted(
     p.relative_to(ROOT) for p in (ROOT / "runtime").rglob("*.hpp") if "twin" not in p.parts
 )
+TRANSPORTS = {
+    "no": "NoTransport",
+    "mapped": "MappedTransport",
+    "nvshmem": "NvshmemTransport",
+}
 
 OPTIONS = [
     b"--gpu-architecture=sm_90a",
@@ -20,14 +28,24 @@ OPTIONS = [
     b"--include-path=" + str(ROOT).encode(),
 ]
 
+
+def nvshmem_options() -> list[bytes]:
+    """Where NVSHMEM's headers are; skips the test where they are not installed."""
+    try:
+        return [b"--include-path=" + str(folder).encode() for folder in jit.nvshmem_folders()]
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
 WHOLE_OS = """
 #include "runtime/os.hpp"
 #include "runtime/platform/cuda/platform.hpp"
+#include TRANSPORT_HEADER
 #include "runtime/processor.hpp"
 
 namespace moeos {
 
-using Gpu = cuda::Machine;
+using Gpu = cuda::Machine<cuda::TRANSPORT, 4>;
 static_assert(Platform<Gpu>);
 
 // Does no arithmetic: what matters here is that every template of the OS is instantiated.
@@ -74,18 +92,28 @@ def compile_for_gpu(source: str, *more: bytes) -> bytes:
     return cubin
 
 
+def whole_os(transport: str) -> str:
+    name = "platform" if transport == "no" else f"{transport}_transport"
+    return WHOLE_OS.replace("TRANSPORT_HEADER", f'"runtime/platform/cuda/{name}.hpp"').replace(
+        "TRANSPORT", TRANSPORTS[transport]
+    )
+
+
 @pytest.mark.parametrize("header", HEADERS, ids=str)
 def test_header_compiles_on_its_own_for_sm_90a(header: Path) -> None:
-    compile_for_gpu(f'#include "{header}"\n')
+    more = nvshmem_options() if header == NVSHMEM else []
+    compile_for_gpu(f'#include "{header}"\n', *more)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     "checks", [(), (b"-DMOEOS_DEBUG_CHECKS",)], ids=["release", "debug-checks"]
 )
-def test_whole_device_os_compiles_for_sm_90a(checks: tuple[bytes, ...]) -> None:
-    assert b"device_os" in compile_for_gpu(WHOLE_OS, *checks)
+def test_whole_device_os_compiles_for_sm_90a(checks: tuple[bytes, ...], transport: str) -> None:
+    more = nvshmem_options() if transport == "nvshmem" else []
+    assert b"device_os" in compile_for_gpu(whole_os(transport), *checks, *more)
 
 
 def test_a_broken_header_would_be_noticed() -> None:
     with pytest.raises(pytest.fail.Exception, match="no_such_member"):
-        compile_for_gpu(WHOLE_OS.replace("begin_call(rank, call)", "rank.no_such_member()"))
+        compile_for_gpu(whole_os("no").replace("begin_call(rank, call)", "rank.no_such_member()"))

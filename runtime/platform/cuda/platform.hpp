@@ -1,23 +1,34 @@
-// The GPU's machine: a block is a block, a warp has 32 lanes, peers are mapped memory over NVLink.
+// The GPU's machine: a block is a block, a warp has 32 lanes, direct peers are mapped memory over
+// NVLink, and remote ones are left to a transport (a file beside this one).
 //
 // Knows PTX's memory model (ld/st/atom/fence with .cta, .gpu, .sys); may not know the heap's layout
 // or what an actor does with a word. Compiled by NVRTC with device as the default execution space,
 // so it carries no annotations.
-//
-// Written for the release that launches it; so far it is only compiled
-// (tests/runtime/test_nvrtc.py). It has no way to remote peers yet: the host must not build a
-// Geometry with `remote` for it.
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/platform/concept.hpp"
 
 namespace moeos::cuda {
 
+/// What a machine whose peers are all direct has in place of a transport.
+class NoTransport {
+ public:
+  static constexpr bool kExists = false;
+  static void acquire_arrivals() {}
+};
+
+/// `Transport` makes puts among `kWorld` ranks; the contract of each is in
+/// runtime/platform/concept.hpp.
+template <class Transport, u32 kWorld>
 class Machine {
  public:
   static constexpr u32 kLanes = 32;
+  static constexpr bool kRemotePeers = Transport::kExists;
+  static constexpr u32 kSenders = kRemotePeers ? 8 : 0;  // the OS block's idle warps
 
-  /// peers[p]: rank p's heap as mapped on this device; own rank included.
+  /// peers[p]: rank p's heap as mapped on this device, own rank included; null for a remote peer.
+  /// With a transport, peers[kWorld + p]: the address of rank p's heap that puts go to.
   explicit Machine(u8* const* peers) : peers_(peers) {}
 
   static u32 lane() {
@@ -185,6 +196,9 @@ class Machine {
   template <Scope S>
   static void acquire_fence() {
     fence<S>();
+    if constexpr (S == Scope::system) {
+      Transport::acquire_arrivals();
+    }
   }
   template <Scope S>
   static void publish_fence() {
@@ -219,13 +233,36 @@ class Machine {
 
   u8* peer(u32 rank) const { return peers_[rank]; }
 
-  // No transport to remote peers: reaching one of these is a broken Geometry.
-  void put(u32, u64, const void*, u64) const { __trap(); }
-  void put_word(u32, u64, u64) const { __trap(); }
-  void signal_set(u32, u64, u32) const { __trap(); }
-  void signal_add(u32, u64, u32) const { __trap(); }
+  void put(u32 rank, u64 offset, const void* source, u64 bytes) const {
+    if constexpr (kRemotePeers) {
+      transport().put(rank, offset, source, bytes);
+    }
+  }
+  void put_signal(u32 rank, u64 offset, const void* source, u64 bytes, u64 signal, SignalOp op,
+                  u32 value) const {
+    if constexpr (kRemotePeers) {
+      transport().put_signal(rank, offset, source, bytes, signal, op, value);
+    }
+  }
+  void put_word(u32 rank, u64 offset, u64 value) const {
+    if constexpr (kRemotePeers) {
+      transport().put_word(rank, offset, value);
+    }
+  }
+  void add_word(u32 rank, u64 offset, u32 value) const {
+    if constexpr (kRemotePeers) {
+      transport().add_word(rank, offset, value);
+    }
+  }
+  void order_puts() const {
+    if constexpr (kRemotePeers) {
+      transport().order_puts();
+    }
+  }
 
  private:
+  Transport transport() const { return Transport(peers_ + kWorld); }
+
   static constexpr u32 kAllLanes = 0xFFFFFFFFU;
 
   template <Scope S>

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "runtime/base.hpp"
+#include "runtime/platform/concept.hpp"
 
 namespace moeos::twin {
 
@@ -29,10 +30,13 @@ inline thread_local Interposer* interposer = nullptr;
 class Machine {
  public:
   static constexpr u32 kLanes = 1;
+  static constexpr bool kRemotePeers = true;
+  static constexpr u32 kSenders = 1;
 
-  /// heaps[p]: rank p's heap as mapped in this process. With `remote`, the runtime is told that
-  /// only `self` can be addressed, and reaches the others by puts: the RDMA path without a NIC.
-  Machine(u8* const* heaps, u32 self, bool remote) : heaps_(heaps), self_(self), remote_(remote) {}
+  /// heaps[p]: rank p's heap as mapped in this process. The runtime is told that it can address
+  /// only the ranks of `self`'s node, and reaches the others by puts: the RDMA path without a NIC.
+  Machine(u8* const* heaps, u32 self, u32 ranks_per_node)
+      : heaps_(heaps), node_(self / ranks_per_node), ranks_per_node_(ranks_per_node) {}
 
   static u32 lane() { return 0; }
   static u32 ballot(bool predicate) { return predicate ? 1U : 0U; }
@@ -121,21 +125,30 @@ class Machine {
   }
   static void rest(u32& idle) { idle = 0; }
 
-  u8* peer(u32 rank) const { return remote_ && rank != self_ ? nullptr : heaps_[rank]; }
+  u8* peer(u32 rank) const { return rank / ranks_per_node_ == node_ ? heaps_[rank] : nullptr; }
 
-  // A put is done when it returns, so a release on the signal is all the order that it needs.
+  // A put is done when it returns, so a release on the signal or word is all the order that it
+  // needs. Of a signal the runtime reads the lower half alone.
   void put(u32 rank, u64 offset, const void* source, u64 bytes) const {
     std::memcpy(heaps_[rank] + offset, source, bytes);
+  }
+  void put_signal(u32 rank, u64 offset, const void* source, u64 bytes, u64 signal, SignalOp op,
+                  u32 value) const {
+    put(rank, offset, source, bytes);
+    auto* word = reinterpret_cast<u32*>(heaps_[rank] + signal);
+    if (op == SignalOp::set) {
+      store_release<Scope::system>(word, value);
+    } else {
+      add_release<Scope::system>(word, value);
+    }
   }
   void put_word(u32 rank, u64 offset, u64 value) const {
     store_release<Scope::system>(reinterpret_cast<u64*>(heaps_[rank] + offset), value);
   }
-  void signal_set(u32 rank, u64 offset, u32 value) const {
-    store_release<Scope::system>(reinterpret_cast<u32*>(heaps_[rank] + offset), value);
-  }
-  void signal_add(u32 rank, u64 offset, u32 value) const {
+  void add_word(u32 rank, u64 offset, u32 value) const {
     add_release<Scope::system>(reinterpret_cast<u32*>(heaps_[rank] + offset), value);
   }
+  void order_puts() const {}
 
  private:
   template <class T>
@@ -157,8 +170,8 @@ class Machine {
   }
 
   u8* const* heaps_;
-  u32 self_;
-  bool remote_;
+  u32 node_;
+  u32 ranks_per_node_;
 };
 
 }  // namespace moeos::twin

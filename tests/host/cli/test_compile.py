@@ -69,6 +69,29 @@ def test_a_kernel_that_keeps_its_registers_is_reported(
     assert document["config"]["hidden"] == 128
 
 
+@pytest.mark.parametrize(
+    ("transport", "virtual_ranks", "processors"),
+    [("none", 1, 131), ("nvshmem", 1, 131), ("mapped", 4, 32)],
+)
+def test_the_kernel_of_a_world_with_remote_peers_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, transport: str, virtual_ranks: int, processors: int
+) -> None:
+    asked = give(monkeypatch, REPORT)
+    assert invoke(DEMO, "--ranks", 4, "--transport", transport)[0] == 0
+    assert [(shape.transport, shape.virtual_ranks, shape.processors) for shape in asked] == [
+        (transport, virtual_ranks, processors)
+    ]
+
+
+def test_a_transport_that_is_none_is_refused_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = give(monkeypatch, REPORT)
+    code, _, err = invoke(DEMO, "--transport", "carrier pigeon")
+    assert (code, asked) == (2, [])
+    assert "transport is 'carrier pigeon'; allowed: 'none', 'mapped', 'nvshmem'" in err
+
+
 @pytest.mark.parametrize("lost", ["stack_bytes", "spill_store_bytes", "spill_load_bytes"])
 def test_a_kernel_with_registers_in_memory_ends_with_code_1(
     monkeypatch: pytest.MonkeyPatch, lost: str
