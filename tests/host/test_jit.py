@@ -229,7 +229,7 @@ def test_a_selection_bias_is_a_pointer_at_run_time_and_needs_no_other_kernel(
 @pytest.mark.usefixtures("without_compiler")
 def test_a_scheduler_whose_state_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"takes \d+ bytes of shared memory, and 10000 fit: lower"):
-        compile_kernel(shape(max_tokens=130_000), tmp_path)
+        compile_kernel(shape(max_tokens=60_000, top_k=4), tmp_path)
 
 
 def copy_sources(folder: Path) -> Path:
