@@ -30,13 +30,15 @@ inline constexpr u32 kStoreWarp = 2;
 inline constexpr u32 kCompleteWarp = 3;
 inline constexpr u32 kFirstConsumerWarp = 4;
 
-// 64 K registers, of which accumulators take 128 a consumer thread; the rest is what each role's
-// code needs without spilling.
+// A block is launched with the same number of registers for every thread, a multiple of 8, and only
+// those are its own to share out: a raise beyond them would wait forever. Accumulators take 128 of
+// a consumer thread's; the rest is what each role's code needs without spilling.
+inline constexpr u32 kLaunchRegisters = 65536 / kThreads / 8 * 8;
 inline constexpr u32 kConsumerRegisters = 224;
-inline constexpr u32 kOtherRegisters = 64;
+inline constexpr u32 kOtherRegisters = 56;
 static_assert(kConsumerRegisters * kConsumerThreads +
                   kOtherRegisters * (kThreads - kConsumerThreads) <=
-              65536);
+              kLaunchRegisters * kThreads);
 
 // Named barriers.
 inline constexpr u32 kConsumersBarrier = 1;
