@@ -44,10 +44,12 @@ INSTALL = "pip install 'moeos[cuda]'"
 
 _TILE_ROWS = 128
 _TILE_COLUMNS = 256
+_NARROW_ROWS = 64
 _ROUTE_TOKENS = 64
 
 _ENTRY = "kernels/sm90/forward.cu"
 _NVSHMEM_VERSION = "non_abi/nvshmem_version.h"
+_NVSHMEM = (3, 4)  # whose internal functions the transport calls: other versions have others
 _FORMAT = 1  # of what is cached
 _LOG_LINES = 20  # of a failed compilation that an error shows
 
@@ -110,6 +112,7 @@ class KernelShape:
             route_tokens=_ROUTE_TOKENS,
             gemm0_columns=_TILE_COLUMNS // 2 if self.cfg.gated else _TILE_COLUMNS,
             gemm1_columns=_TILE_COLUMNS,
+            narrow_rows=_NARROW_ROWS,
         )
         return layer_sizes(
             self.cfg, self.world_size, self.processors, tiles, remote=self.transport != "none"
@@ -282,6 +285,9 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "ROUTE_TOKENS": sizes.route_tokens,
         "GEMM0_PARTS": sizes.gemm0_parts,
         "GEMM1_PARTS": sizes.gemm1_parts,
+        "NARROW_ROWS": sizes.narrow_rows,
+        "GEMM0_NARROW_PARTS": sizes.gemm0_narrow_parts,
+        "GEMM1_NARROW_PARTS": sizes.gemm1_narrow_parts,
         "PROCESSORS": shape.processors,
         "ACTIVATION": get_args(Activation).index(cfg.activation),
         "SWIGLU_LIMIT": "moeos::kInfinity" if limit is None else f"{limit!r}F",
@@ -347,7 +353,7 @@ def _key(sources: dict[str, bytes], unit: str, options: list[str], compiler: str
 def nvshmem_folders() -> list[Path]:
     """Where the headers of NVSHMEM lie, and of CUDA's runtime and C++ library, which they use.
 
-    Raises `RuntimeError` if they are not installed.
+    Raises `RuntimeError` if they are not installed, or are of another NVSHMEM than the kernel uses.
     """
     try:
         find = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory
@@ -363,6 +369,13 @@ def nvshmem_folders() -> list[Path]:
             f"that reach remote peers: {INSTALL}"
         )
     folders = [Path(folder) for folder in found.values()]
+    text = (folders[0] / _NVSHMEM_VERSION).read_text()
+    version = tuple(map(int, re.findall(r"NVSHMEM_VENDOR_(?:MAJOR|MINOR)_VERSION (\d+)", text)))
+    if version != _NVSHMEM:
+        raise RuntimeError(
+            f"{folders[0]} has the headers of NVSHMEM {'.'.join(map(str, version))}; kernels that "
+            f"reach remote peers are made with {'.'.join(map(str, _NVSHMEM))}: {INSTALL}"
+        )
     # One header names its neighbour without its folder, where NVRTC does not look for it.
     return [*folders, folders[0] / "non_abi" / "device" / "pt-to-pt"]
 

@@ -16,12 +16,16 @@ from moeos.config import Activation, MoEConfig, Scoring
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a machine cuts its work: rows of a tile, tokens of a Route part, columns of the parts."""
+    """How a machine cuts its work: rows of a tile, tokens of a Route part, columns of the parts.
+
+    A tile of up to `narrow_rows` padded rows has parts of half as many columns.
+    """
 
     rows: int
     route_tokens: int
     gemm0_columns: int
     gemm1_columns: int
+    narrow_rows: int = 0
 
 
 def layer_sizes(
@@ -58,4 +62,5 @@ def layer_sizes(
         route_tokens=tiles.route_tokens,
         gemm0_columns=tiles.gemm0_columns,
         gemm1_columns=tiles.gemm1_columns,
+        narrow_rows=tiles.narrow_rows,
     )

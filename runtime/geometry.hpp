@@ -31,9 +31,12 @@ struct Geometry {
   u32 route_tokens;  // tokens that one Route part handles
   u32 gemm0_parts;   // N-tiles of the first GEMM
   u32 gemm1_parts;   // N-tiles of the second GEMM
-  u32 processors;    // processors of this rank; the only field that may differ between ranks
-  u32 remote;        // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
-  u32 window_rows;   // rows under way to a remote peer at any time, at most; see window()
+  u32 narrow_rows;   // a tile of up to so many padded rows is cut into narrow N-tiles; 0: none is
+  u32 gemm0_narrow_parts;  // N-tiles of a narrow tile's first GEMM
+  u32 gemm1_narrow_parts;  // and of its second
+  u32 processors;          // processors of this rank; the only field that may differ between ranks
+  u32 remote;       // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
+  u32 window_rows;  // rows under way to a remote peer at any time, at most; see window()
 
   constexpr u32 local_experts() const { return experts / world; }
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
@@ -74,7 +77,22 @@ struct Geometry {
   constexpr u32 pairs() const { return max_tokens * top_k; }
   constexpr u32 route_parts() const { return maximum(1U, ceil_div(max_tokens, route_tokens)); }
 
-  // --- Bounds of the tile plan (tile_plan.hpp keeps them) ---
+  // --- The tile plan (tile_plan.hpp), and its bounds ---
+
+  /// Few rows are computed at the speed at which their weights arrive, so what counts is that
+  /// every processor has the same share of them: a tile of few rows has more, smaller parts.
+  constexpr bool narrow(u32 padded_rows) const { return padded_rows <= narrow_rows; }
+  constexpr u32 gemm0_parts_of(u32 padded_rows) const {
+    return narrow(padded_rows) ? gemm0_narrow_parts : gemm0_parts;
+  }
+  constexpr u32 gemm1_parts_of(u32 padded_rows) const {
+    return narrow(padded_rows) ? gemm1_narrow_parts : gemm1_parts;
+  }
+  /// Parts of both GEMMs of a tile, at most.
+  constexpr u32 tile_parts_max() const {
+    const u32 narrow_parts = narrow_rows > 0 ? gemm0_narrow_parts + gemm1_narrow_parts : 0;
+    return maximum(gemm0_parts + gemm1_parts, narrow_parts);
+  }
 
   /// Rows of a segment inside a tile are padded to a multiple of this (one wgmma core matrix, one
   /// twin panel).
@@ -117,7 +135,7 @@ struct Geometry {
   /// (descriptor, part) words that one call can publish.
   constexpr u64 parts_max() const {
     return u64{route_parts()} + u64{dispatch_tasks_max()} * kChunksPerDispatch +
-           u64{tiles_max()} * (gemm0_parts + gemm1_parts) + u64{world} * chunks() + route_parts();
+           u64{tiles_max()} * tile_parts_max() + u64{world} * chunks() + route_parts();
   }
 };
 

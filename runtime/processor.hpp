@@ -175,7 +175,7 @@ class Processor {
     Task& task = rank_.memory.tasks[next];
     task = gemm0;
     task.kind = TaskKind::gemm1;
-    task.parts = static_cast<u16>(rank_.geometry().gemm1_parts);
+    task.parts = static_cast<u16>(rank_.geometry().gemm1_parts_of(gemm0.padded_rows));
     post(rank_, call_, TaskKind::gemm1, next, task.parts, Actor::processor);
   }
 

@@ -241,10 +241,10 @@ class ArrivalsSubscriber {
     P::template publish_fence<Scope::device>();
     for (u32 tile = posted_ + P::lane(); tile < planned; tile += P::kLanes) {
       MOEOS_CHECK(tile < mailbox.capacity);
+      const u32 task = first_task + tile;
+      const u32 parts = rank_.memory.tasks[task].parts;  // by whichever lane planned it
       P::template publish<Scope::device>(
-          &mailbox.words[tile],
-          ReadyWord(call_.epoch, TaskKind::gemm0, first_task + tile, rank_.geometry().gemm0_parts)
-              .bits());
+          &mailbox.words[tile], ReadyWord(call_.epoch, TaskKind::gemm0, task, parts).bits());
     }
     posted_ = planned;
   }

@@ -207,7 +207,7 @@ class TilePlan {
     Task& task = descriptor(tile);
     task.kind = TaskKind::gemm0;
     task.segment_count = static_cast<u8>(segments);
-    task.parts = static_cast<u16>(layout_.geometry().gemm0_parts);
+    task.parts = static_cast<u16>(layout_.geometry().gemm0_parts_of(padded));
     task.epoch = epoch_;
     task.local_expert = expert;
     task.tile = tile;

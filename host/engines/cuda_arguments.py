@@ -25,7 +25,7 @@ WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """In which the kernel reads weights given by the caller: WeightType of arguments.cuh."""
 
 _MAP_BYTES = 128
-_MAPS = ("x", "gate", *("cells",) * 3, "w1", "w2", *("intermediate",) * 3)
+_MAPS = ("x", "gate", *("cells",) * 3, "w1", "w1_narrow", "w2", *("intermediate",) * 3)
 _LAYER = struct.Struct("<6Q")  # heap, memory, peers, intermediate_rows, host_failure, deadline_ns
 _PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
 # x_rows, out, topk_ids, topk_weights, token_count; rank, rows, ids_wide, weight_type
@@ -39,7 +39,8 @@ RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 _BOX_COLUMNS = 64  # 128 bytes, one row of a stage
-_TILE_BOX_ROWS = 128  # of w1, w2
+_WEIGHT_BOX_ROWS = 128  # of w1, w2
+_NARROW_BOX_ROWS = 64  # of w1
 _ROUTE_BOX_ROWS = 64  # of x
 _GATE_BOX_ROWS = (64, 128, 256)  # the first that holds all experts
 _SEGMENT_BOX_ROWS = (128, 32, 8)  # of cells and of the buffer between the GEMMs
@@ -162,8 +163,9 @@ class ArgumentPacker:
         hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
         for name, matrix, columns, box_rows in (
             ("gate", t.gate, hidden, self._gate_box_rows),
-            ("w1", t.w1, hidden, _TILE_BOX_ROWS),
-            ("w2", t.w2, intermediate, _TILE_BOX_ROWS),
+            ("w1", t.w1, hidden, _WEIGHT_BOX_ROWS),
+            ("w1_narrow", t.w1, hidden, _NARROW_BOX_ROWS),
+            ("w2", t.w2, intermediate, _WEIGHT_BOX_ROWS),
         ):
             self._place(_MAPS.index(name), self._map(name, matrix, columns, box_rows))
         _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:])

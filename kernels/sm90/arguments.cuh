@@ -12,6 +12,10 @@ namespace moeos::sm90 {
 /// Heights of the boxes that rows are loaded in: a segment is cut into as few as possible.
 inline constexpr u32 kBoxRows[] = {128, 32, 8};
 inline constexpr u32 kBoxes = 3;
+/// Of weights, except for the two halves of a gated part of a narrow tile.
+inline constexpr u32 kWeightBoxRows = 128;
+static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
+              kNarrowColumns % kWeightBoxRows == 0);
 
 /// Element types of the weights that a caller may give with its routing.
 enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
@@ -21,6 +25,7 @@ struct RankArguments {
   TensorMap gate;                  // [E, H], box kRouteColumns x 64
   TensorMap cells[kBoxes];         // [rows of all cells, H]
   TensorMap w1;                    // [X * 2I or I, H], box 128 x 64
+  TensorMap w1_narrow;             // the same, box 64 x 64
   TensorMap w2;                    // [X * H, I], box 128 x 64
   TensorMap intermediate[kBoxes];  // [rows, I]
   // Of the layer.

@@ -40,6 +40,9 @@ inline constexpr Geometry kGeometry{
     MOEOS_ROUTE_TOKENS,
     MOEOS_GEMM0_PARTS,
     MOEOS_GEMM1_PARTS,
+    MOEOS_NARROW_ROWS,
+    MOEOS_GEMM0_NARROW_PARTS,
+    MOEOS_GEMM1_NARROW_PARTS,
     MOEOS_PROCESSORS,
     MOEOS_TRANSPORT != 0,
     Geometry::kWindowBytes / (MOEOS_HIDDEN * 2),
@@ -83,10 +86,24 @@ inline constexpr u32 kStages = 4;
 inline constexpr u32 kSwizzleBytes = 128;  // one row of a stage: 64 elements
 static_assert(kTileDepth * 2 == kSwizzleBytes && kGeometry.tile_rows == kTileRows);
 
-/// Columns of the first GEMM's result in one part: half a tile when the other half is `up`.
-inline constexpr u32 kGemm0Columns = kShape.gated() ? kTileColumns / 2 : kTileColumns;
-static_assert(kGeometry.gemm0_parts == ceil_div(kShape.intermediate, kGemm0Columns));
+// The narrow tile, for few rows: 64 rows, 128 columns, and steps of twice the depth in the same
+// stages. One warpgroup computes it, and still waits for the weights: its products of a step take a
+// quarter of the time in which memory brings the step's 32 KB to each of all processors.
+inline constexpr u32 kNarrowRows = kConsumerRows;
+inline constexpr u32 kNarrowColumns = kTileColumns / 2;
+inline constexpr u32 kNarrowDepth = 2;  // steps of kTileDepth in one stage
+static_assert(kGeometry.narrow_rows == kNarrowRows);
+
+/// Columns of a product's result in one part. Of the first product's, a gated part computes two: a
+/// gate and an up column.
+constexpr u32 gemm0_columns(u32 tile_columns) {
+  return kShape.gated() ? tile_columns / 2 : tile_columns;
+}
+static_assert(kGeometry.gemm0_parts == ceil_div(kShape.intermediate, gemm0_columns(kTileColumns)));
 static_assert(kGeometry.gemm1_parts == ceil_div(kShape.hidden, kTileColumns));
+static_assert(kGeometry.gemm0_narrow_parts ==
+              ceil_div(kShape.intermediate, gemm0_columns(kNarrowColumns)));
+static_assert(kGeometry.gemm1_narrow_parts == ceil_div(kShape.hidden, kNarrowColumns));
 
 // Route: 64 tokens and all experts in one part; each consumer warpgroup takes half of the depth.
 inline constexpr u32 kRouteTokens = 64;

@@ -16,47 +16,48 @@ namespace moeos::sm90 {
 /// A consumer warpgroup's place in the hand-over of its staging memory.
 using StagingPosition = RingPosition<1>;
 
-/// Stages 64 rows of 128 columns: value(j, lower, i) is the result whose accumulator is
-/// d[4j + 2 lower + i] of the first 64. Called by the 128 threads of a group; waits until the store
-/// warp has taken what was staged before.
-template <class Value>
+/// Stages 64 rows of up to 128 columns: value(j, lower, i) is the result whose accumulator is
+/// d[4j + 2 lower + i] of the first ones. Called by the 128 threads of a group; waits until the
+/// store warp has taken what was staged before.
+template <u32 kColumns, class Value>
 inline void stage_results(Shared& shared, u32 group, StagingPosition& position, Value value) {
+  static_assert(kColumns <= kStagingColumns && kColumns % 16 == 0);
   const u32 lane = threadIdx.x % 32;
   const u32 row = threadIdx.x / 32 % 4 * 16 + lane % 16;
   u8* to = shared.staging[group] + row * kStagingStride + lane / 16 * 16;
   shared.staging_empty[group].wait(position.parity ^ 1);
 #pragma unroll
-  for (u32 j = 0; j < kStagingColumns / 8; j += 2) {  // 16 rows of 16 columns a warp
+  for (u32 j = 0; j < kColumns / 8; j += 2) {  // 16 rows of 16 columns a warp
     store_matrices(to + j * 16, Element::pack(value(j, 0U, 0U), value(j, 0U, 1U)),
                    Element::pack(value(j, 1U, 0U), value(j, 1U, 1U)),
                    Element::pack(value(j + 1, 0U, 0U), value(j + 1, 0U, 1U)),
                    Element::pack(value(j + 1, 1U, 0U), value(j + 1, 1U, 1U)));
   }
-  // The store warp's TMA reads through the async proxy what was written here.
-  fence_proxy_async_shared();
   shared.staging_full[group].arrive();
   position.advance();
 }
 
 /// What a thread's accumulators start from: the biases of its columns, or zeros. So the epilogue
 /// has nothing to load, and no value is live from one part to the next.
-inline void start_accumulators(float (&d)[128], const RankArguments& arguments, const Task& task,
-                               u32 part) {
+template <u32 kRegisters>
+inline void start_accumulators(float (&d)[kRegisters], const RankArguments& arguments,
+                               const Task& task, u32 part) {
+  constexpr u32 kTile = 2 * kRegisters;  // columns
   const bool first_product = task.kind == TaskKind::gemm0;
+  const bool gated = first_product && kShape.gated();
   const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
-  const u32 first = part * (first_product ? kGemm0Columns : kTileColumns) + 2 * (threadIdx.x % 4);
+  const u32 first = part * (first_product ? gemm0_columns(kTile) : kTile) + 2 * (threadIdx.x % 4);
   const u64 row = u64{task.local_expert} * (first_product ? kShape.w1_rows() : kShape.hidden);
-  const u32 second_half = first_product && kShape.gated() ? kShape.intermediate : kTileColumns / 2;
+  const u32 second_half = gated ? kShape.intermediate : kTile / 2;
 #pragma unroll
-  for (u32 i = 0; i < 128; i += 4) {
+  for (u32 i = 0; i < kRegisters; i += 4) {
     float values[2] = {};
     if constexpr (kBias) {
-      const u32 column = first + 2 * (i % 64);  // eight columns further for every four registers
+      const u32 column = first + 2 * (i % (kRegisters / 2));  // 8 further for every 4 registers
       // A gated tile's second half has the up columns of the same hidden units.
-      const u32 at = column + (i < 64 ? 0 : second_half);
-      const bool exists = (first_product && kShape.gated() ? column : at) < columns;
+      const u32 at = column + (i < kRegisters / 2 ? 0 : second_half);
       const u8* bias = first_product ? arguments.b1 : arguments.b2;
-      if (exists) {
+      if ((gated ? column : at) < columns) {
         const u32 pair = reinterpret_cast<const u32*>(bias)[(row + at) / 2];
         values[0] = Element::low(pair);
         values[1] = Element::high(pair);
@@ -67,30 +68,31 @@ inline void start_accumulators(float (&d)[128], const RankArguments& arguments, 
   }
 }
 
-/// First product: activation(d), 128 (gated) or 256 columns.
-inline void finish_gemm0(const float (&d)[128], u32 group, Shared& shared,
-                         StagingPosition& position) {
+/// Stages d, or activation(d) of a first product, in runs of columns that the staging memory holds.
+template <u32 kRegisters>
+inline void finish_tile(const float (&d)[kRegisters], TaskKind kind, u32 group, Shared& shared,
+                        StagingPosition& position) {
+  constexpr u32 kTile = 2 * kRegisters;  // columns
+  const auto stage_all = [&]<u32 kColumns>(auto value) {
+    constexpr u32 kRun = minimum(kColumns, kStagingColumns);
 #pragma unroll
-  for (u32 half = 0; half < kGemm0Columns / kStagingColumns; ++half) {
-    stage_results(shared, group, position, [&](u32 j, u32 lower, u32 i) {
-      const float value = d[64 * half + 4 * j + 2 * lower + i];
+    for (u32 first = 0; first < kColumns; first += kRun) {
+      stage_results<kRun>(shared, group, position, [&](u32 j, u32 lower, u32 i) {
+        return value(first / 2 + 4 * j + 2 * lower + i);
+      });
+    }
+  };
+  if (kind == TaskKind::gemm1) {
+    stage_all.template operator()<kTile>([&](u32 i) { return d[i]; });
+  } else {
+    stage_all.template operator()<gemm0_columns(kTile)>([&](u32 i) {
       if constexpr (kShape.gated()) {
-        const float up = d[64 + 4 * j + 2 * lower + i];
-        return swiglu < kShape.swiglu_limit<kInfinity>(value, up, kShape.swiglu_limit);
+        constexpr bool kLimited = kShape.swiglu_limit < kInfinity;
+        return swiglu<kLimited>(d[i], d[kRegisters / 2 + i], kShape.swiglu_limit);
       } else {
-        return activate<kShape.activation>(value);
+        return activate<kShape.activation>(d[i]);
       }
     });
-  }
-}
-
-/// Second product: d, 256 columns in two halves.
-inline void finish_gemm1(const float (&d)[128], u32 group, Shared& shared,
-                         StagingPosition& position) {
-#pragma unroll
-  for (u32 half = 0; half < kTileColumns / kStagingColumns; ++half) {
-    stage_results(shared, group, position,
-                  [&](u32 j, u32 lower, u32 i) { return d[64 * half + 4 * j + 2 * lower + i]; });
   }
 }
 

@@ -76,7 +76,6 @@ inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Mac
 inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                      Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
-  const bool given = arguments.topk_ids != nullptr;
   RingPosition<kSlots> at;
   RingPosition<kStages> stage;
   for (;; at.advance()) {
@@ -100,8 +99,10 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
       load_chunk(arguments, rank, map, task, word.part(), shared, stage);
     } else if (task.kind == TaskKind::combine) {
       load_tokens(rank, call, map, task, word.part(), shared, slot, stage);
-    } else if (!(given && task.kind == TaskKind::route)) {
+    } else if (task.kind != TaskKind::route) {
       load_tile(arguments, rank.layout, task, word.part(), shared, stage);
+    } else if (arguments.topk_ids == nullptr) {
+      load_route(arguments, word.part(), shared, stage);
     }
     __syncwarp();
     if (Machine::lane() == 0) {
@@ -193,7 +194,7 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
   } else {
     float d[kRouteColumns / 2] = {};
     Logits logits;
-    multiply_logits(d, steps_of(TaskKind::route), group, shared, stage);
+    multiply_logits(d, group, shared, stage);
     exchange_logits(d, logits, group, shared.staging[0]);
     route_rows(logits, arguments, rank.memory, group, first, end, &slot.bad_token);
   }
@@ -241,16 +242,17 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     RingPosition<kStages> stage = slot.stage;
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
       if (group * kConsumerRows >= task.padded_rows) {
-        skip_tile(steps_of(kind), shared, stage);
-      } else {
-        float d[128];
+        skip_tile(steps_of(task), shared, stage);
+      } else if (kGeometry.narrow(task.padded_rows)) {
+        float d[kNarrowColumns / 2];
         start_accumulators(d, arguments, task, word.part());
-        multiply_tile(d, steps_of(kind), group, shared, stage);
-        if (kind == TaskKind::gemm0) {
-          finish_gemm0(d, group, shared, staging);
-        } else {
-          finish_gemm1(d, group, shared, staging);
-        }
+        multiply_tile(d, steps_of(task), shared, stage);
+        finish_tile(d, kind, group, shared, staging);
+      } else {
+        float d[kTileColumns / 2];
+        start_accumulators(d, arguments, task, word.part());
+        multiply_tile(d, steps_of(task), group, shared, stage);
+        finish_tile(d, kind, group, shared, staging);
       }
     } else if (kind != TaskKind::dispatch) {
       if (kind == TaskKind::route) {

@@ -1,13 +1,15 @@
 // What the store warp does: staged results and dispatched rows leave for memory, here or at a peer.
 //
-// TMA stores are asynchronous and take whole rows, so neither registers nor consumers wait for
-// them. A part is done when its stores are visible to this warp. May not know: what the results
-// are; flags.
+// Results leave by plain stores of 16 bytes: they are done as soon as they are issued, where a bulk
+// store of a part's short rows was waited for until memory had answered. Dispatched rows are long,
+// and leave the stages they were loaded to by bulk stores. May not know: what the results are;
+// flags.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/epilogue.cuh"
+#include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/packet.hpp"
 #include "runtime/row_tasks.hpp"
@@ -61,16 +63,17 @@ inline void store_tile(const RankArguments& arguments, const Rank<Machine>& rank
                        u32 part, Shared& shared, StagingPosition (&positions)[kConsumers]) {
   const bool first_product = task.kind == TaskKind::gemm0;
   const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
-  const u32 width = first_product ? kGemm0Columns : kTileColumns;
+  const u32 width = columns_of(task);
   constexpr u32 kLaneRows = kConsumerRows / Machine::kLanes;
   u64 rows[kConsumers * kLaneRows];
 #pragma unroll
   for (u32 i = 0; i < kConsumers * kLaneRows; ++i) {
     rows[i] = result_row(arguments, rank, task, i * Machine::kLanes + Machine::lane());
   }
-  for (u32 half = 0; half < width / kStagingColumns; ++half) {
-    const u32 column = part * width + half * kStagingColumns;
-    const u32 count = column < columns ? minimum(kStagingColumns, columns - column) : 0;
+  for (u32 first = 0; first < width; first += kStagingColumns) {
+    const u32 column = part * width + first;
+    const u32 count =
+        column < columns ? minimum(minimum(kStagingColumns, width), columns - column) : 0;
 #pragma unroll
     for (u32 group = 0; group < kConsumers; ++group) {
       if (group * kConsumerRows < task.padded_rows) {

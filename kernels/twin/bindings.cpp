@@ -39,7 +39,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  u32 element_bytes, u32 capacity, bool capacity_rows, u32 activation,
                  float swiglu_limit, u32 scoring, bool renormalize, float routed_scaling,
                  u32 expert_groups, u32 top_groups, u32 processors, bool remote, u32 tile_rows,
-                 u32 route_tokens, u32 gemm0_columns, u32 gemm1_columns) {
+                 u32 route_tokens, u32 gemm0_columns, u32 gemm1_columns, u32 narrow_rows) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -64,6 +64,9 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.route_tokens = route_tokens;
   geometry.gemm0_parts = ceil_div(intermediate, gemm0_columns);
   geometry.gemm1_parts = ceil_div(hidden, gemm1_columns);
+  geometry.narrow_rows = narrow_rows;
+  geometry.gemm0_narrow_parts = ceil_div(intermediate, gemm0_columns / 2);
+  geometry.gemm1_narrow_parts = ceil_div(hidden, gemm1_columns / 2);
   geometry.processors = processors;
   geometry.remote = remote ? 1 : 0;
   geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
@@ -79,8 +82,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   limit(u64{experts / world} * capacity, std::numeric_limits<u32>::max() / 2,
         "the number of rows of a cell");
   limit(geometry.tasks_max(), ReadyWord::kTasks, "the number of task descriptors");
-  limit(maximum(geometry.route_parts(), maximum(geometry.gemm0_parts, geometry.gemm1_parts)),
-        ReadyWord::kParts - 1, "the number of parts of a task");
+  limit(maximum(geometry.route_parts(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
+        "the number of parts of a task");
   limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
   limit(world, std::numeric_limits<u16>::max(), "the world's size");
   return sizes;
@@ -145,7 +148,7 @@ NB_MODULE(_twin, module) {
            "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
            "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
            "expert_groups"_a, "top_groups"_a, "processors"_a, "remote"_a, "tile_rows"_a,
-           "route_tokens"_a, "gemm0_columns"_a, "gemm1_columns"_a)
+           "route_tokens"_a, "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("intermediate_bytes",
@@ -167,7 +170,12 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("tasks_max", [](const Sizes& s) { return s.geometry.tasks_max(); })
       .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })
       .def_prop_ro("gemm0_parts", [](const Sizes& s) { return s.geometry.gemm0_parts; })
-      .def_prop_ro("gemm1_parts", [](const Sizes& s) { return s.geometry.gemm1_parts; });
+      .def_prop_ro("gemm1_parts", [](const Sizes& s) { return s.geometry.gemm1_parts; })
+      .def_prop_ro("narrow_rows", [](const Sizes& s) { return s.geometry.narrow_rows; })
+      .def_prop_ro("gemm0_narrow_parts",
+                   [](const Sizes& s) { return s.geometry.gemm0_narrow_parts; })
+      .def_prop_ro("gemm1_narrow_parts",
+                   [](const Sizes& s) { return s.geometry.gemm1_narrow_parts; });
 
   nb::class_<Failure>(module, "Failure",
                       "What ended a call before its time; host/failure.py has the sentences.")

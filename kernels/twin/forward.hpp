@@ -73,6 +73,7 @@ class TwinRank {
   using Mapped = std::unique_ptr<u8, Unmap>;
   static Mapped map_zeroed(u64 bytes);
 
+  Geometry geometry_;
   LayerShape shape_;
   TwinSettings settings_;
   std::vector<u8*> heaps_;

@@ -57,7 +57,8 @@ class TwinKernels {
   /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile.
   void gemm0(const Task& task, u32 part) {
     const Element element = operands_.element;
-    const u32 width = gemm0_columns(shape_);
+    const bool narrow = rank_.geometry().narrow(task.padded_rows);
+    const u32 width = narrow ? kNarrowColumns : gemm0_columns(shape_);
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.intermediate - first);
     const u32 panels = task.padded_rows / kPanelRows;
@@ -94,8 +95,9 @@ class TwinKernels {
   /// One N-tile of the second GEMM, each row written where its owner will combine it.
   void gemm1(const Task& task, u32 part) {
     const Element element = operands_.element;
-    const u32 first = part * kPlainColumns;
-    const u32 columns = minimum(kPlainColumns, shape_.hidden - first);
+    const u32 width = rank_.geometry().narrow(task.padded_rows) ? kNarrowColumns : kPlainColumns;
+    const u32 first = part * width;
+    const u32 columns = minimum(width, shape_.hidden - first);
     const std::size_t row_bytes = std::size_t{shape_.intermediate} * size_of(element);
     for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {
       pack_rows(element, intermediate_at(task.first_result + row, 0), row_bytes, kPanelRows,
@@ -106,13 +108,13 @@ class TwinKernels {
     float* results = scratch_.results.get();
     multiply(scratch_.panels.get(), task.padded_rows / kPanelRows, shape_.intermediate, element,
              ConstElements(element, operands_.w2).at(weight_row * shape_.intermediate),
-             shape_.intermediate, columns, results, kPlainColumns);
+             shape_.intermediate, columns, results, width);
     const ConstElements b2(element, operands_.b2);
     u32 tile_row = 0;
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];
       for (u32 i = 0; i < segment.rows; ++i) {
-        float* values = results + std::size_t{tile_row + i} * kPlainColumns;
+        float* values = results + std::size_t{tile_row + i} * width;
         for (u32 n = 0; b2 && n < columns; ++n) {
           values[n] += b2[weight_row + n];
         }

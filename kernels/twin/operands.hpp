@@ -30,6 +30,8 @@ struct Operands {
 /// N-tiles: columns of the first GEMM's result, and of the second's, that one part computes.
 inline constexpr u32 kGatedColumns = 128;  // of gate and of up each
 inline constexpr u32 kPlainColumns = 256;
+/// The same for narrow tiles: few, so that small layers have several such parts.
+inline constexpr u32 kNarrowColumns = 16;
 
 constexpr u32 gemm0_columns(const LayerShape& shape) {
   return shape.gated() ? kGatedColumns : kPlainColumns;

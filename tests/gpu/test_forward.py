@@ -204,6 +204,19 @@ def test_100_calls_of_the_same_tokens_are_bitwise_equal(case: Case) -> None:
         assert all(torch.equal(y, rank_outputs[0]) for y in rank_outputs[1:])
 
 
+@all_rank_counts
+def test_an_output_does_not_depend_on_the_tokens_beside_it(case: Case) -> None:
+    """Few tokens are computed in narrow tiles, many in wide ones: to the same bits."""
+    weights = weights_of(case)
+    many = draw(case, lambda rank, call: case.cfg.max_tokens, count=1)
+    few = [[Call(call.x[:tokens].clone()) for tokens in (1, 9, 40)] for [call] in many]
+    all_outputs, _ = run_calls(case, weights, many)
+    outputs, _ = run_calls(case, weights, few, poison=True)
+    assert_all_match(weights, few, outputs)
+    for [of_all], ys in zip(all_outputs, outputs, strict=True):
+        assert all(torch.equal(of_all[: len(y)], y) for y in ys)
+
+
 @all_cases
 def test_stats_count_the_pairs_that_the_routing_makes(case: Case) -> None:
     weights = weights_of(case)

@@ -83,6 +83,20 @@ def test_nvshmem_that_is_not_installed_is_named_with_what_to_install(
         compile_kernel(dataclasses.replace(shape(), transport="nvshmem"), tmp_path)
 
 
+def test_nvshmem_of_another_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.pathfinder", reason="install the test extra for NVRTC")
+    version = tmp_path / "non_abi" / "nvshmem_version.h"
+    version.parent.mkdir()
+    version.write_text(
+        "#define NVSHMEM_VENDOR_MAJOR_VERSION 3\n#define NVSHMEM_VENDOR_MINOR_VERSION 8\n"
+    )
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_header_directory", lambda name: str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"headers of NVSHMEM 3\.8; .*made with 3\.4"):
+        jit.nvshmem_folders()
+
+
 def test_the_report_says_what_the_launch_needs(compiled: Kernel) -> None:
     report = compiled.report
     assert 0 < report.registers <= 65_536 // report.threads

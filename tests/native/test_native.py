@@ -236,7 +236,7 @@ FAULTS = {
     "rows of two experts at one place": Fault(
         "plain",
         "runtime/layout.hpp",
-        "local_expert * geometry_.capacity + slot",
+        "local_expert * geometry_->capacity + slot",
         "local_expert + slot",
         "error",
     ),

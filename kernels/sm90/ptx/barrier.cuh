@@ -65,11 +65,6 @@ inline void fence_barrier_initialisation() {
 /// to any memory.
 inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-/// The same for accesses to shared memory alone.
-inline void fence_proxy_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 /// A barrier among `threads` threads of the block; ids 1 to 15.
 inline void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
