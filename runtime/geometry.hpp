@@ -90,8 +90,7 @@ struct Geometry {
   }
   /// Parts of both GEMMs of a tile, at most.
   constexpr u32 tile_parts_max() const {
-    const u32 narrow_parts = narrow_rows > 0 ? gemm0_narrow_parts + gemm1_narrow_parts : 0;
-    return maximum(gemm0_parts + gemm1_parts, narrow_parts);
+    return maximum(gemm0_parts + gemm1_parts, gemm0_narrow_parts + gemm1_narrow_parts);
   }
 
   /// Rows of a segment inside a tile are padded to a multiple of this (one wgmma core matrix, one

@@ -65,8 +65,10 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.gemm0_parts = ceil_div(intermediate, gemm0_columns);
   geometry.gemm1_parts = ceil_div(hidden, gemm1_columns);
   geometry.narrow_rows = narrow_rows;
-  geometry.gemm0_narrow_parts = ceil_div(intermediate, gemm0_columns / 2);
-  geometry.gemm1_narrow_parts = ceil_div(hidden, gemm1_columns / 2);
+  if (narrow_rows > 0) {
+    geometry.gemm0_narrow_parts = ceil_div(intermediate, gemm0_columns / 2);
+    geometry.gemm1_narrow_parts = ceil_div(hidden, gemm1_columns / 2);
+  }
   geometry.processors = processors;
   geometry.remote = remote ? 1 : 0;
   geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
