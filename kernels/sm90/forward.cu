@@ -363,15 +363,14 @@ inline void run_os(const RankArguments& mine, OsShared& shared) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moeos_forward(const __grid_constant__ Arguments arguments) {
-  extern __shared__ __align__(1024) u8 shared_memory[];
   constexpr u32 kBlocks = kGeometry.processors + 1;  // of a rank
   const u32 rank = kVirtualRanks == 1 ? 0 : blockIdx.x / kBlocks;
   const RankArguments& mine = arguments.ranks[rank];
   const u32 index = blockIdx.x - rank * kBlocks;
   if (index < kGeometry.processors) {
-    run_processor_block(mine, index, *reinterpret_cast<Shared*>(shared_memory));
+    run_processor_block(mine, index, *reinterpret_cast<Shared*>(dynamic_shared_memory()));
   } else {
-    run_os(mine, *reinterpret_cast<OsShared*>(shared_memory));
+    run_os(mine, *reinterpret_cast<OsShared*>(dynamic_shared_memory()));
   }
 }
 

@@ -11,6 +11,12 @@ inline u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+/// The block's memory that the launch sizes.
+inline u8* dynamic_shared_memory() {
+  extern __shared__ __align__(1024) u8 memory[];
+  return memory;
+}
+
 /// A barrier in shared memory that counts arrivals and bytes; phases alternate.
 struct alignas(8) Barrier {
   u64 state;

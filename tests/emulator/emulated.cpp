@@ -1,0 +1,104 @@
+// The real kernel of one configuration on the emulated GPU, as a shared library: one call of all
+// virtual ranks. tests/emulator/emulated.py compiles it with the configuration's macros and calls
+// it.
+#include <cstdio>
+
+#include "kernels/sm90/forward.cu"
+#include "tests/emulator/gpu.hpp"
+
+namespace {
+
+using namespace moeos;
+using namespace moeos::sm90;
+
+/// What a rank's launch is told, as the host has it.
+struct RankTensors {
+  u8 *heap, *memory, *intermediate, *host_failure;
+  const u8 *x, *gate, *w1, *w2, *b1, *b2;
+  const float* selection_bias;
+  const void *ids, *weights;
+  const i32* token_count;
+  u8* out;
+  u64 rows;
+};
+
+TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows) {
+  TensorMap map{};
+  map.base = base;
+  map.rows = rows;
+  map.columns = columns;
+  map.box_rows = box_rows;
+  return map;
+}
+
+RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
+  const Layout layout(kGeometry);
+  const u64 experts = kGeometry.local_experts();
+  RankArguments a{};
+  a.x = map_of(t.x, t.rows, kShape.hidden, kRouteTokens);
+  a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns);
+  for (u32 box = 0; box < kBoxes; ++box) {
+    a.cells[box] = map_of(t.heap + layout.first_cell(),
+                          u64{layout.cells()} * kGeometry.cell_rows(), kShape.hidden, kBoxRows[box]);
+    a.intermediate[box] = map_of(t.intermediate, kGeometry.intermediate_rows_max(),
+                                 kShape.intermediate, kBoxRows[box]);
+  }
+  a.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kWeightBoxRows);
+  a.w1_narrow = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kWeightBoxRows / 2);
+  a.w2 = map_of(t.w2, experts * kShape.hidden, kShape.intermediate, kWeightBoxRows);
+  a.heap = t.heap;
+  a.memory = t.memory;
+  a.peers = peers;
+  a.intermediate_rows = t.intermediate;
+  a.host_failure = reinterpret_cast<Failure*>(t.host_failure);
+  a.deadline_ns = deadline_ns;
+  a.selection_bias = t.selection_bias;
+  a.b1 = t.b1;
+  a.b2 = t.b2;
+  a.x_rows = t.x;
+  a.out = t.out;
+  a.topk_ids = t.ids;
+  a.topk_weights = t.weights;
+  a.token_count = t.token_count;
+  a.rank = rank;
+  a.rows = static_cast<u32>(t.rows);
+  a.ids_wide = 1;
+  a.weight_type = WeightType::float32;
+  return a;
+}
+
+}  // namespace
+
+extern "C" {
+
+u64 emulated_heap_bytes() { return Layout(kGeometry).bytes(); }
+u64 emulated_memory_bytes() { return RankMemory::bytes(kGeometry); }
+u64 emulated_intermediate_bytes() {
+  return u64{kGeometry.intermediate_rows_max()} * kGeometry.hidden_bytes;
+}
+
+/// Runs one launch. Returns 0, or 1 with what went wrong in `said`. Pointers: see RankTensors.
+int emulated_call(const RankTensors* ranks, u64 seed, u64 deadline_ns, u64 limit_ns, char* said,
+                  u64 said_bytes) {
+  std::vector<u8*> heaps;
+  for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
+    heaps.push_back(ranks[rank].heap);
+  }
+  heaps.insert(heaps.end(), heaps.begin(), heaps.end());
+  const auto arguments = std::make_unique<Arguments>();
+  for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
+    arguments->ranks[rank] = arguments_of(ranks[rank], heaps.data(), rank, deadline_ns);
+  }
+  const std::size_t os_bytes = sizeof(OsShared) + OsMemory::bytes(kGeometry);
+  try {
+    emulator::run({(kGeometry.processors + 1) * kVirtualRanks, kThreads,
+                   std::max(sizeof(Shared), os_bytes), [&] { moeos_forward(*arguments); }, seed,
+                   limit_ns});
+  } catch (const emulator::Fault& fault) {
+    std::snprintf(said, said_bytes, "%s", fault.what());
+    return 1;
+  }
+  return 0;
+}
+
+}  // extern "C"

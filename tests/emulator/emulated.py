@@ -1,0 +1,124 @@
+"""The GPU's kernel on the emulated GPU of gpu.hpp: the same source, run lane by lane on a CPU.
+
+Holds no test. `build` compiles the kernel of one layer with the macros that NVRTC would be given;
+an `EmulatedLayer` has the memory of all virtual ranks and makes calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moeos import MoEConfig, jit
+from moeos.jit import KernelShape
+from tests.layers import Call, Weights
+from tests.processes import ROOT
+
+DEADLINE_NS = 50_000_000
+"""Of the emulated clock, as every other time."""
+LIMIT_NS = 4 * DEADLINE_NS
+"""How long a kernel may take: a failure ends it within two deadlines."""
+
+_SAID_BYTES = 1 << 16
+_SOURCES = ("tests/emulator/emulated.cpp", "tests/emulator/gpu.cpp")
+_FIELDS = (
+    *("heap", "memory", "intermediate", "host_failure"),
+    *("x", "gate", "w1", "w2", "b1", "b2", "selection_bias"),
+    *("ids", "weights", "token_count", "out", "rows"),
+)
+"""Of RankTensors in emulated.cpp."""
+
+
+class EmulatorFault(AssertionError):
+    """The kernel hangs, or does what the GPU would not forgive; says where."""
+
+
+def build(cfg: MoEConfig, ranks: int, processors: int, folder: Path) -> Path:
+    """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`."""
+    shape = KernelShape(cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks)
+    library = folder / "emulated.so"
+    macros = [f"-DMOEOS_{name}={value}" for name, value in jit.macros(shape).items()]
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-DMOEOS_DEBUG_CHECKS", *macros]
+    # The stand-ins of what is PTX come first.
+    includes = ["-I", "tests/emulator/shadow", "-I", "."]
+    command = ["g++", *options, *includes, "-x", "c++", *_SOURCES, "-o", library]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return library
+
+
+class EmulatedLayer:
+    """All ranks of a layer on one emulated GPU."""
+
+    def __init__(self, library: Path, weights: Weights, ranks: int) -> None:
+        self._library = ctypes.CDLL(str(library))
+        for name in ("heap", "memory", "intermediate"):
+            getattr(self._library, f"emulated_{name}_bytes").restype = ctypes.c_uint64
+        self._weights = weights
+        self._ranks = ranks
+        self._heaps = self._memories("heap")
+        self._own = self._memories("memory")
+        self._between = self._memories("intermediate")
+        self._failures = [torch.zeros(128, dtype=torch.uint8) for _ in range(ranks)]
+        for own in self._own:
+            own[:4].view(torch.int32).fill_(1)  # the first epoch
+
+    def __call__(self, calls: Sequence[Call], seed: int) -> list[Tensor]:
+        """The outputs of a call of each rank; raises `EmulatorFault`."""
+        outputs = [torch.full_like(call.x, torch.nan) for call in calls]
+        kept: list[Tensor] = []
+        records: list[int] = []
+        local = self._weights.cfg.experts_per_rank(self._ranks)
+        for rank, (call, out) in enumerate(zip(calls, outputs, strict=True)):
+            mine = slice(rank * local, (rank + 1) * local)
+            w = self._weights
+            tensors = {
+                "heap": self._heaps[rank],
+                "memory": self._own[rank],
+                "intermediate": self._between[rank],
+                "host_failure": self._failures[rank],
+                "x": call.x,
+                "gate": w.gate,
+                "w1": w.w1[mine],
+                "w2": w.w2[mine],
+                "b1": None if w.b1 is None else w.b1[mine],
+                "b2": None if w.b2 is None else w.b2[mine],
+                "selection_bias": w.selection_bias,
+                "ids": call.ids,
+                "weights": call.weights,
+                "token_count": None,
+                "out": out,
+            }
+            kept += [tensor for tensor in tensors.values() if tensor is not None]
+            for name in _FIELDS[:-1]:
+                tensor = tensors[name]
+                assert tensor is None or tensor.is_contiguous()
+                records.append(0 if tensor is None else tensor.data_ptr())
+            records.append(len(call.x))
+        said = ctypes.create_string_buffer(_SAID_BYTES)
+        status = self._library.emulated_call(
+            (ctypes.c_uint64 * len(records))(*records),
+            ctypes.c_uint64(seed),
+            ctypes.c_uint64(DEADLINE_NS),
+            ctypes.c_uint64(LIMIT_NS),
+            said,
+            ctypes.c_uint64(_SAID_BYTES),
+        )
+        if status != 0:
+            raise EmulatorFault(said.value.decode())
+        return outputs
+
+    def failures(self) -> list[bytes]:
+        """What each rank has shown its host: the record, all zeros for none."""
+        return [bytes(failure.numpy().tobytes()) for failure in self._failures]
+
+    def _memories(self, name: str) -> list[Tensor]:
+        size = getattr(self._library, f"emulated_{name}_bytes")()
+        # Room to spare: an address beyond is a mistake that the debug checks should have found.
+        made = [torch.zeros(size + 128, dtype=torch.uint8) for _ in range(self._ranks)]
+        return [tensor[-tensor.data_ptr() % 128 :][:size] for tensor in made]

@@ -1,0 +1,305 @@
+// The emulator's fibers and their scheduler; see gpu.hpp.
+#include "gpu.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+
+// Saves the registers that a call must keep on the running stack, and goes on with another one.
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+namespace emulator {
+namespace {
+
+constexpr std::size_t kStackBytes = 128 << 10;
+constexpr unsigned long long kTickNs = 100;   // a turn of all warps
+constexpr unsigned kTurnMost = 64;       // runs of a lane in a turn of its warp
+constexpr unsigned kDelayMost = 24;      // ticks until an effect
+
+struct Block;
+struct Warp;
+
+struct Lane {
+  void* stack_pointer = nullptr;
+  Warp* warp = nullptr;
+  unsigned thread = 0;
+  bool left = false;
+  const char* what = nullptr;
+  const std::function<bool()>* ready = nullptr;
+  unsigned stores = 0;
+};
+
+struct Warp {
+  Block* block = nullptr;
+  std::vector<Lane> lanes;
+  unsigned long long values[2][kLanes] = {};
+  const char* what = nullptr;  // the collective that lanes are waiting in
+  unsigned arrived = 0;
+  unsigned long long generation = 0;
+};
+
+struct BlockBarrier {
+  unsigned arrived = 0;
+  unsigned long long generation = 0;
+};
+
+struct Block {
+  unsigned index = 0;
+  std::vector<std::unique_ptr<Warp>> warps;
+  std::map<unsigned, BlockBarrier> barriers;
+  std::unique_ptr<unsigned char[]> memory;
+  unsigned char* shared = nullptr;
+};
+
+struct Effect {
+  unsigned long long due;
+  std::function<void()> run;
+};
+
+struct Grid {
+  const Launch* launch = nullptr;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<Effect> effects;
+  std::mt19937_64 random;
+  unsigned long long tick = 0;
+  unsigned live = 0;
+  Lane* running = nullptr;
+  void* scheduler = nullptr;
+  unsigned char* stacks = nullptr;
+  std::string fault;
+};
+
+Grid* grid = nullptr;
+
+Lane& running() { return *grid->running; }
+
+void leave_turn() { emulator_switch(&running().stack_pointer, grid->scheduler); }
+
+[[noreturn]] void fault(const std::string& text) {
+  std::ostringstream said;
+  said << "block " << running().warp->block->index << ", thread " << running().thread << ": "
+       << text;
+  grid->fault = said.str();
+  leave_turn();
+  std::abort();  // never resumed
+}
+
+void lane_main() {
+  grid->launch->kernel();
+  running().left = true;
+  --grid->live;
+  if (running().warp->arrived != 0) {
+    fault(std::string("leaves a warp whose other lanes wait in ") + running().warp->what);
+  }
+  leave_turn();
+}
+
+void make_lane(Lane& lane, unsigned number) {
+  auto* top = reinterpret_cast<void**>(grid->stacks + (std::size_t{number} + 1) * kStackBytes);
+  *--top = nullptr;  // alignment: the stack is as behind a call
+  *--top = reinterpret_cast<void*>(&lane_main);
+  for (int i = 0; i < 6; ++i) {
+    *--top = nullptr;
+  }
+  lane.stack_pointer = top;
+}
+
+/// Runs the lanes of a warp that can run, up to `most` times each; false if there was none.
+bool take_turn(Warp& warp, unsigned most) {
+  bool any = false;
+  bool moved = true;
+  for (unsigned n = 0; n < most && moved; ++n) {
+    moved = false;
+    for (Lane& lane : warp.lanes) {
+      if (lane.left || (lane.ready != nullptr && !(*lane.ready)())) {
+        continue;
+      }
+      lane.ready = nullptr;
+      grid->running = &lane;
+      emulator_switch(&grid->scheduler, lane.stack_pointer);
+      moved = any = true;
+      if (!grid->fault.empty()) {
+        throw Fault(grid->fault);
+      }
+    }
+  }
+  return any;
+}
+
+void run_effects() {
+  for (std::size_t i = 0; i < grid->effects.size();) {
+    if (grid->effects[i].due <= grid->tick) {
+      auto effect = std::move(grid->effects[i].run);
+      grid->effects[i] = std::move(grid->effects.back());
+      grid->effects.pop_back();
+      effect();
+    } else {
+      ++i;
+    }
+  }
+}
+
+std::string describe() {
+  std::ostringstream said;
+  for (const auto& block : grid->blocks) {
+    for (unsigned w = 0; w < block->warps.size(); ++w) {
+      std::map<std::string, unsigned> waits;
+      for (const Lane& lane : block->warps[w]->lanes) {
+        if (!lane.left) {
+          ++waits[lane.what == nullptr ? "nothing" : lane.what];
+        }
+      }
+      for (const auto& [what, lanes] : waits) {
+        said << "\n  block " << block->index << ", warp " << w << ": " << lanes
+             << " lanes wait for " << what;
+      }
+    }
+  }
+  return said.str();
+}
+
+}  // namespace
+
+void stop(const std::string& what) { fault(what); }
+unsigned block_threads() { return grid->launch->threads; }
+Index thread_index() { return {running().thread}; }
+Index block_index() { return {running().warp->block->index}; }
+unsigned char* shared_memory() { return running().warp->block->shared; }
+unsigned long long now_ns() { return 1'000'000 + grid->tick * kTickNs; }
+unsigned& stores_under_way() { return running().stores; }
+
+void wait_until(const char* what, const std::function<bool()>& ready) {
+  while (!ready()) {
+    running().what = what;
+    running().ready = &ready;
+    leave_turn();
+  }
+  running().what = nullptr;
+}
+
+void yield() {
+  const unsigned long long tick = grid->tick;
+  wait_until("a pause", [tick] { return grid->tick > tick; });
+}
+
+const unsigned long long* exchange(const char* what, unsigned long long value) {
+  Warp& warp = *running().warp;
+  const unsigned lane = running().thread % kLanes;
+  if (warp.arrived == 0) {
+    warp.what = what;
+  } else if (std::string(warp.what) != what) {
+    fault(std::string("meets ") + what + " where other lanes of its warp wait in " + warp.what);
+  }
+  for (const Lane& other : warp.lanes) {
+    if (other.left) {
+      fault(std::string("waits in ") + what + " for a lane that has left");
+    }
+  }
+  const unsigned long long generation = warp.generation;
+  unsigned long long* values = warp.values[generation & 1];
+  values[lane] = value;
+  warp.arrived |= 1U << lane;
+  if (warp.arrived == 0xFFFFFFFFU) {
+    warp.arrived = 0;
+    ++warp.generation;
+    leave_turn();  // all lanes go on together
+  } else {
+    wait_until(what, [&warp, generation] { return warp.generation != generation; });
+  }
+  return values;
+}
+
+void block_barrier(unsigned id, unsigned threads) {
+  BlockBarrier& barrier = running().warp->block->barriers[id];
+  const unsigned long long generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  } else {
+    wait_until("a barrier of the block",
+               [&barrier, generation] { return barrier.generation != generation; });
+  }
+}
+
+void later(std::function<void()> effect) {
+  const unsigned long long delay = grid->random() % kDelayMost;
+  grid->effects.push_back({grid->tick + delay, std::move(effect)});
+}
+
+void run(const Launch& launch) {
+  Grid here;
+  grid = &here;
+  here.launch = &launch;
+  here.random.seed(launch.seed);
+  const std::size_t threads = std::size_t{launch.blocks} * launch.threads;
+  const std::size_t stack_bytes = threads * kStackBytes;
+  void* stacks = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stacks == MAP_FAILED) {
+    throw std::bad_alloc();
+  }
+  const std::unique_ptr<void, std::function<void(void*)>> unmap(
+      stacks, [stack_bytes](void* memory) { munmap(memory, stack_bytes); });
+  here.stacks = static_cast<unsigned char*>(stacks);
+  std::vector<Warp*> warps;
+  for (unsigned b = 0; b < launch.blocks; ++b) {
+    auto block = std::make_unique<Block>();
+    block->index = b;
+    block->memory = std::make_unique<unsigned char[]>(launch.shared_bytes + 1024);
+    const auto address = reinterpret_cast<std::uintptr_t>(block->memory.get());
+    block->shared = reinterpret_cast<unsigned char*>((address + 1023) / 1024 * 1024);
+    std::generate(block->shared, block->shared + launch.shared_bytes,
+                  [&here] { return static_cast<unsigned char>(here.random()); });
+    for (unsigned w = 0; w < launch.threads / kLanes; ++w) {
+      auto warp = std::make_unique<Warp>();
+      warp->block = block.get();
+      warp->lanes.resize(kLanes);
+      for (unsigned l = 0; l < kLanes; ++l) {
+        warp->lanes[l].warp = warp.get();
+        warp->lanes[l].thread = w * kLanes + l;
+        make_lane(warp->lanes[l], b * launch.threads + w * kLanes + l);
+      }
+      warps.push_back(warp.get());
+      block->warps.push_back(std::move(warp));
+    }
+    here.blocks.push_back(std::move(block));
+  }
+  here.live = static_cast<unsigned>(threads);
+  while (here.live > 0) {
+    if (here.tick * kTickNs > launch.limit_ns) {
+      throw Fault("the kernel does not end:" + describe());
+    }
+    std::shuffle(warps.begin(), warps.end(), here.random);
+    for (Warp* warp : warps) {
+      take_turn(*warp, 1 + static_cast<unsigned>(here.random() % kTurnMost));
+    }
+    ++here.tick;
+    run_effects();
+  }
+}
+
+}  // namespace emulator

@@ -1,0 +1,77 @@
+// A GPU in one thread of a CPU: enough of one to run the real kernel, lane by lane.
+//
+// Each lane is a fiber. A fiber runs until it has to wait: for the other lanes of its warp, for a
+// barrier, for a copy, or for time to pass. Warps take turns in an order drawn from a seed, and
+// copies land after a delay drawn from it, so a run that fails is repeated exactly by its seed. All
+// memory accesses are ordered: a missing fence is not found here (ThreadSanitizer looks for those
+// on the twin), but whatever hangs, meets the wrong lanes, or relies on the order of warps and
+// copies is. May not know: moeos.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace emulator {
+
+inline constexpr unsigned kLanes = 32;
+
+/// A mistake of the kernel's, or a hang; what() says where.
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Index {
+  unsigned x;
+};
+Index thread_index();
+Index block_index();
+
+/// The running block's dynamic shared memory.
+unsigned char* shared_memory();
+
+/// Nanoseconds of the emulated clock.
+unsigned long long now_ns();
+
+/// Waits until ready() is true; `what` names the wait in a report of a hang.
+void wait_until(const char* what, const std::function<bool()>& ready);
+
+/// Lets all others have a turn.
+void yield();
+
+/// What the 32 lanes of the warp bring to a collective, once all of them are there.
+const unsigned long long* exchange(const char* what, unsigned long long value);
+
+/// Threads of the running block.
+unsigned block_threads();
+
+/// Ends the run with a Fault that names the running lane.
+[[noreturn]] void stop(const std::string& what);
+
+/// A barrier of the block among `threads` of its threads.
+void block_barrier(unsigned id, unsigned threads);
+
+/// Runs `effect` in a while, as hardware beside the lanes does.
+void later(std::function<void()> effect);
+
+/// The running lane's stores to memory that have not landed.
+unsigned& stores_under_way();
+
+struct Launch {
+  unsigned blocks;
+  unsigned threads;
+  std::size_t shared_bytes;
+  std::function<void()> kernel;
+  unsigned long long seed;
+  unsigned long long limit_ns;  // of the emulated clock
+};
+
+/// Runs a grid to its end. Throws Fault with the waits of all warps when that takes too long.
+void run(const Launch& launch);
+
+}  // namespace emulator

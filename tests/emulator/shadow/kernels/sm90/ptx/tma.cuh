@@ -1,0 +1,68 @@
+// The emulator's tensor memory accelerator, in place of kernels/sm90/ptx/tma.cuh: copies land after
+// a while, in any order.
+#pragma once
+
+#include <cstring>
+
+#include "kernels/sm90/ptx/barrier.cuh"
+
+namespace moeos::sm90 {
+
+struct alignas(64) TensorMap {
+  const u8* base;
+  u64 rows;
+  u64 columns;
+  u32 box_rows;
+  u8 unused[128 - 28];
+};
+static_assert(sizeof(TensorMap) == 128);
+
+inline void prefetch(const TensorMap&) {}
+
+/// The 128-byte swizzle: 16-byte pieces change places within eight rows of 128 bytes.
+inline u8* swizzled(u8* place) {
+  const auto address = reinterpret_cast<u64>(place);
+  return reinterpret_cast<u8*>(address ^ ((address >> 7 & 7) << 4));
+}
+
+inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
+                     u32 column) {
+  constexpr u32 kColumns = 64;
+  emulator::later([&map, to = static_cast<u8*>(destination), &barrier, row, column] {
+    for (u32 r = 0; r < map.box_rows; ++r) {
+      for (u32 c = 0; c < kColumns; ++c) {
+        u8* place = swizzled(to + (r * kColumns + c) * 2);
+        if (row + r < map.rows && column + c < map.columns) {
+          std::memcpy(place, map.base + ((row + r) * map.columns + column + c) * 2, 2);
+        } else {
+          std::memset(place, 0, 2);
+        }
+      }
+    }
+    barrier.complete(map.box_rows * kColumns * 2);
+  });
+}
+
+inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier& barrier) {
+  emulator::later([source, destination, bytes, &barrier] {
+    std::memcpy(destination, source, bytes);
+    barrier.complete(bytes);
+  });
+}
+
+inline void store_bytes(const void* source, u64 destination, u32 bytes) {
+  u32& under_way = emulator::stores_under_way();
+  ++under_way;
+  emulator::later([source, destination, bytes, &under_way] {
+    std::memcpy(reinterpret_cast<void*>(destination), source, bytes);
+    --under_way;
+  });
+}
+inline void commit_stores() {}
+inline void wait_until_stored() {
+  const u32& under_way = emulator::stores_under_way();
+  emulator::wait_until("its bulk stores", [&under_way] { return under_way == 0; });
+}
+inline void wait_until_read() { wait_until_stored(); }
+
+}  // namespace moeos::sm90

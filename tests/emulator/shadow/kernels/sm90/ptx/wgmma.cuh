@@ -1,0 +1,52 @@
+// The emulator's matrix products, in place of kernels/sm90/ptx/wgmma.cuh: each lane computes its
+// own accumulators, when it issues the product.
+#pragma once
+
+#include <cstring>
+
+#include "kernels/sm90/element.cuh"
+#include "kernels/sm90/ptx/tma.cuh"
+
+namespace moeos::sm90 {
+
+inline u64 matrix_descriptor(const void* shared) { return reinterpret_cast<u64>(shared); }
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <u32 kPending>
+inline void wgmma_wait() {}
+template <u32 kRegisters>
+inline void hold(float (&)[kRegisters]) {}
+
+/// One row's 16 elements of an operand.
+template <class Element>
+inline void read_row(u64 matrix, u32 row, float (&values)[16]) {
+  for (u32 k = 0; k < 16; k += 2) {
+    u32 pair;
+    std::memcpy(&pair, swizzled(reinterpret_cast<u8*>(matrix) + row * 128 + k * 2), 4);
+    values[k] = Element::low(pair);
+    values[k + 1] = Element::high(pair);
+  }
+}
+
+template <bool kFloat16, u32 kRegisters>
+inline void multiply_accumulate(float (&d)[kRegisters], u64 a, u64 b) {
+  using Type = std::conditional_t<kFloat16, Float16, Bfloat16>;
+  const u32 lane = threadIdx.x % 32;
+  const u32 first = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  float upper[16];
+  float lower[16];
+  float column[16];
+  read_row<Type>(a, first, upper);
+  read_row<Type>(a, first + 8, lower);
+  for (u32 j = 0; j < kRegisters / 4; ++j) {
+    for (u32 i = 0; i < 2; ++i) {
+      read_row<Type>(b, 8 * j + lane % 4 * 2 + i, column);
+      for (u32 k = 0; k < 16; ++k) {
+        d[4 * j + i] += upper[k] * column[k];
+        d[4 * j + 2 + i] += lower[k] * column[k];
+      }
+    }
+  }
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,108 @@
+// The emulator's machine, in place of runtime/platform/cuda/platform.hpp: all accesses are ordered.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/platform/concept.hpp"
+#include "tests/emulator/cuda.hpp"
+
+namespace moeos::cuda {
+
+class NoTransport {
+ public:
+  static constexpr bool kExists = false;
+};
+
+template <class Transport, u32 kWorld>
+class Machine {
+ public:
+  static constexpr u32 kLanes = 32;
+  static constexpr bool kRemotePeers = Transport::kExists;
+  static constexpr u32 kSenders = 0;
+
+  explicit Machine(u8* const* peers) : peers_(peers) {}
+
+  static u32 lane() { return threadIdx.x % 32; }
+  static u32 ballot(bool predicate) { return __ballot_sync(~0U, predicate); }
+  template <class T>
+  static T broadcast(T value, u32 source_lane) {
+    return __shfl_sync(~0U, value, static_cast<int>(source_lane));
+  }
+  static u32 inclusive_scan(u32 value) {
+    const u64* values = emulator::exchange("a scan", value);
+    u32 sum = 0;
+    for (u32 i = 0; i <= lane(); ++i) {
+      sum += static_cast<u32>(values[i]);
+    }
+    return sum;
+  }
+  static void sync_lanes() { __syncwarp(); }
+
+  template <Scope S, class T>
+  static T load_relaxed(const T* word) {
+    return *static_cast<const volatile T*>(word);
+  }
+  template <Scope S, class T>
+  static void store_relaxed(T* word, std::type_identity_t<T> value) {
+    *static_cast<volatile T*>(word) = value;
+  }
+  template <Scope S, class T>
+  static T add_relaxed(T* word, std::type_identity_t<T> value) {
+    const T before = *word;
+    *word = before + value;
+    return before;
+  }
+  template <Scope S, class T>
+  static bool compare_exchange_release(T* word, std::type_identity_t<T> expected,
+                                       std::type_identity_t<T> desired) {
+    const bool equal = *word == expected;
+    *word = equal ? desired : *word;
+    return equal;
+  }
+  template <Scope S, class T>
+  static T load_acquire(const T* word) {
+    return load_relaxed<S>(word);
+  }
+  template <Scope S, class T>
+  static void store_release(T* word, std::type_identity_t<T> value) {
+    store_relaxed<S>(word, value);
+  }
+  template <Scope S>
+  static u32 add_release(u32* word, u32 value) {
+    return add_relaxed<S>(word, value);
+  }
+  template <Scope S>
+  static u32 add_acquire_release(u32* word, u32 value) {
+    return add_relaxed<S>(word, value);
+  }
+  template <Scope S, class T>
+  static T poll(const T* word) {
+    return load_relaxed<S>(word);
+  }
+  template <Scope S>
+  static void acquire_fence() {}
+  template <Scope S>
+  static void publish_fence() {}
+  template <Scope S, class T>
+  static void publish(T* word, std::type_identity_t<T> value) {
+    store_relaxed<S>(word, value);
+  }
+  template <Scope S>
+  static u32 publish_add(u32* word, u32 value) {
+    return add_relaxed<S>(word, value);
+  }
+  static u64 now_ns() { return emulator::now_ns(); }
+  static void pause(u32&) { emulator::yield(); }
+  static void rest(u32&) {}
+
+  u8* peer(u32 rank) const { return peers_[rank]; }
+  void put(u32, u64, const void*, u64) const {}
+  void put_signal(u32, u64, const void*, u64, u64, SignalOp, u32) const {}
+  void put_word(u32, u64, u64) const {}
+  void add_word(u32, u64, u32) const {}
+  void order_puts() const {}
+
+ private:
+  u8* const* peers_;
+};
+
+}  // namespace moeos::cuda
