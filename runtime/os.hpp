@@ -11,6 +11,7 @@
 #include "runtime/scheduler.hpp"
 #include "runtime/sender.hpp"
 #include "runtime/subscriber.hpp"
+#include "runtime/team.hpp"
 
 namespace moeos {
 
@@ -56,7 +57,7 @@ constexpr u32 inquiry_unanswered(const Geometry& geometry) {
 template <Platform P, class Subscriber>
 void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& subscriber, u32 warp) {
   // Pairs with the release of the warp before: what it has decoded is known here.
-  if (P::template load_acquire<Scope::block>(rank.os->inquiry) != warp) {
+  if (agreed<P>(P::template load_acquire<Scope::block>(rank.os->inquiry)) != warp) {
     return;
   }
   Failure failure = failure_of(rank, call, FailureKind::none, Actor::subscriber);
@@ -74,19 +75,24 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& sub
 /// The scheduler's side: whether this block's work is over, by success or by failure.
 template <Platform P>
 bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, Watch<P>& watch) {
-  if (rank.leaving(call.epoch)) {
+  if (agreed<P>(rank.leaving(call.epoch))) {
     return true;
   }
-  if (scheduler.finished()) {
+  if (agreed<P>(scheduler.finished())) {
     scheduler.interrupt();
     return true;
   }
   u32* inquiry = rank.os->inquiry;
-  if (watch.expired() && P::template load_relaxed<Scope::block>(inquiry) == kNoInquiry) {
-    P::template store_release<Scope::block>(inquiry,
-                                            1U);  // publishes nothing; asks the first subscriber
+  const bool ask = watch.expired() && P::template load_relaxed<Scope::block>(inquiry) == kNoInquiry;
+  if (agreed<P>(ask)) {
+    if (P::lane() == 0) {
+      // Publishes nothing; asks the first subscriber.
+      P::template store_release<Scope::block>(inquiry, 1U);
+    }
+    P::sync_lanes();
   }
-  if (P::template load_acquire<Scope::block>(inquiry) == inquiry_unanswered(rank.geometry())) {
+  if (agreed<P>(P::template load_acquire<Scope::block>(inquiry)) ==
+      inquiry_unanswered(rank.geometry())) {
     // All rows came and went: it is our own processors that have not finished.
     Failure failure = failure_of(rank, call, FailureKind::tasks_late, Actor::scheduler);
     failure.waited_ns = rank.deadline_ns;
@@ -141,10 +147,13 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
 template <Platform P, class Actor>
 void run_watcher(const Rank<P>& rank, const Call& call, Actor&& actor, u32 inquiry) {
   u32 idle = 0;
-  // Pairs with Scheduler::interrupt.
-  while (P::template load_acquire<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) ==
-             0 &&
-         !rank.leaving(call.epoch)) {
+  const auto over = [&] {
+    // Pairs with Scheduler::interrupt.
+    return P::template load_acquire<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) !=
+               0 ||
+           rank.leaving(call.epoch);
+  };
+  while (!agreed<P>(over())) {
     const bool progress = actor.step();
     answer_inquiry(rank, call, actor, inquiry);
     progress ? P::rest(idle) : P::pause(idle);

@@ -46,13 +46,14 @@ class Processor {
     u32 idle = 0;
     for (;;) {
       // Pairs with Scheduler::publish_up_to: the descriptor and the inputs of its parts are here.
-      word = ReadyWord(P::template load_acquire<Scope::device>(&rank_.memory.ring[ticket]));
+      word =
+          ReadyWord(agreed<P>(P::template load_acquire<Scope::device>(&rank_.memory.ring[ticket])));
       if (word.epoch() == call_.epoch) {
         return true;
       }
       // Pairs with Scheduler::interrupt.
-      if (P::template load_acquire<Scope::device>(&state_.interrupt.value) != 0 ||
-          rank_.leaving(call_.epoch)) {
+      if (agreed<P>(P::template load_acquire<Scope::device>(&state_.interrupt.value) != 0 ||
+                    rank_.leaving(call_.epoch))) {
         return false;
       }
       const u32 beat = P::template load_relaxed<Scope::device>(&state_.heartbeat.value);
@@ -60,7 +61,7 @@ class Processor {
         heartbeat = beat;
         watch.progress();
       }
-      if (watch.expired()) {
+      if (agreed<P>(watch.expired())) {
         Failure failure = failure_of(rank_, call_, FailureKind::os_silent, Actor::processor);
         failure.seen = beat;
         failure.waited_ns = watch.waited_ns();

@@ -10,6 +10,7 @@
 #include "runtime/base.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
+#include "runtime/team.hpp"
 
 namespace moeos {
 
@@ -40,9 +41,10 @@ class Scheduler {
       const u32 slot = minimum(batch.cursor + P::lane(), mailbox.capacity - 1);
       words.of_kind[static_cast<u32>(kind)] = P::template poll<Scope::device>(&mailbox.words[slot]);
     });
-    const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
+    const u32 claimed =
+        agreed<P>(P::template load_relaxed<Scope::device>(&state_.ring_claimed.value));
     const u32 dispatch_done =
-        P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value);
+        agreed<P>(P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value));
     fetch(words);
     const bool moved = claimed != claimed_;
     claimed_ = claimed;

@@ -13,6 +13,7 @@
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
+#include "runtime/team.hpp"
 #include "runtime/tile_plan.hpp"
 
 namespace moeos {
@@ -212,11 +213,11 @@ class ArrivalsSubscriber {
 
   bool pack_for_idle_processors() {
     const u32 starving = P::template load_relaxed<Scope::block>(rank_.os->starving);
-    if (P::broadcast(starving, 0) == 0) {  // one lane decides for all
+    if (agreed<P>(starving) == 0) {
       starving_since_ = 0;
       return false;
     }
-    const u64 now = P::broadcast(P::now_ns(), 0);
+    const u64 now = agreed<P>(P::now_ns());
     if (starving_since_ == 0) {
       starving_since_ = now;
     }
@@ -276,8 +277,8 @@ class ReturnsSubscriber {
   bool step() {
     if (!routed_) {
       // Pairs with RouteFinish: how many rows we sent to each peer.
-      routed_ = P::template load_acquire<Scope::device>(
-                    &rank_.memory.call(call_.epoch).routed.value) != 0;
+      routed_ = agreed<P>(P::template load_acquire<Scope::device>(
+                    &rank_.memory.call(call_.epoch).routed.value)) != 0;
       if (!routed_) {
         return false;
       }

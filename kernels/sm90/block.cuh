@@ -6,7 +6,7 @@
 //   warp 3       complete: makes a finished part's effects visible
 //   warps 4-11   two consumer warpgroups: products, epilogues, Route and the sums of Combine
 //
-// A part passes through its slot: full (fetched), begun (its first stage is free and known), done
+// A part passes through its slot: full (fetched), begun (its first round of stages is known), done
 // (its results are in memory), empty. What is loaded passes through the stages, in the order of
 // parts; results pass through the staging memory. Dispatch goes from the stages to memory and never
 // meets a consumer. A warp that does not follow the stages of every part waits for `begun` before
@@ -42,7 +42,6 @@ static_assert(kConsumerRegisters * kConsumerThreads +
 
 // Named barriers.
 inline constexpr u32 kConsumersBarrier = 1;
-inline constexpr u32 kFirstGroupBarrier = 2;  // and 3: one for each consumer warpgroup
 
 /// Counts through a ring of `kSize` places and their phases.
 template <u32 kSize>
@@ -110,7 +109,7 @@ struct Shared {
   Barrier staging_full[kConsumers];
   Barrier staging_empty[kConsumers];
   Barrier slot_full[kSlots];
-  Barrier slot_begun[kSlots];  // Slot::stage is known, and is the next stage to be filled
+  Barrier slot_begun[kSlots];  // Slot::stage is known; see Loader
   Barrier slot_done[kSlots];   // the part's results are in memory
   Barrier slot_empty[kSlots];  // its effects are visible
   alignas(16) u8 rank[sizeof(Rank<Machine>)];
@@ -118,6 +117,54 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) <= 232448, "shared memory of a block on sm_90");
+
+/// The load warp's place in the stages.
+///
+/// A part has begun when all stages of its first round are free: then whatever was in them has
+/// landed and been used, and who waits for one of them cannot take an earlier part's phase for this
+/// part's. Later rounds follow phases that the part's own readers have seen.
+class Loader {
+ public:
+  explicit Loader(Shared& shared) : shared_(shared) {}
+
+  void begin_part(u32 slot) {
+    slot_ = slot;
+    filled_ = 0;
+  }
+  /// One lane, for each stage in turn: waits until it is free.
+  void wait() {
+    shared_.stage_empty[at_.index].wait(at_.parity ^ 1);
+    if (filled_ == 0) {
+      note_begin();
+    }
+    if (++filled_ == kStages) {
+      shared_.slot_begun[slot_].arrive();
+    }
+  }
+  Stage& stage() const { return shared_.stages[at_.index]; }
+  Barrier& full() const { return shared_.stage_full[at_.index]; }
+  void advance() { at_.advance(); }
+  /// One lane, when all of a part's loads are under way.
+  void end_part() {
+    if (filled_ == 0) {
+      note_begin();
+    }
+    if (filled_ < kStages) {
+      shared_.slot_begun[slot_].arrive();
+    }
+  }
+
+ private:
+  void note_begin() {
+    shared_.slots[slot_].stage = at_;
+    shared_.slots[slot_].begun_ns = Machine::now_ns();
+  }
+
+  Shared& shared_;
+  RingPosition<kStages> at_;
+  u32 slot_ = 0;
+  u32 filled_ = 0;  // stages of the part so far; the one lane's alone
+};
 
 /// Shared memory of an OS block: the actors' own state.
 struct alignas(16) OsShared {

@@ -8,6 +8,7 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/row_tasks.hpp"
 
@@ -45,15 +46,15 @@ inline CombineHeader& header_of(Stage& stage) {
 
 /// The load warp: fills one stage with pieces, from `first_byte` on, of the rows that the lanes
 /// name (0: none).
-inline void load_pieces(Shared& shared, RingPosition<kStages>& stage, u32 tokens, u32 first_byte,
-                        u32 token, u64 row, float weight) {
+inline void load_pieces(Loader& loader, u32 tokens, u32 first_byte, u32 token, u64 row,
+                        float weight) {
   const u32 lane = Machine::lane();
-  Barrier& full = shared.stage_full[stage.index];
+  Barrier& full = loader.full();
   if (lane == 0) {
-    shared.stage_empty[stage.index].wait(stage.parity ^ 1);
+    loader.wait();
   }
   __syncwarp();
-  CombineHeader& header = header_of(shared.stages[stage.index]);
+  CombineHeader& header = header_of(loader.stage());
   const u32 present = Machine::ballot(row != 0);
   header.weight[lane] = weight;
   if (lane % kGeometry.top_k == 0) {
@@ -69,17 +70,16 @@ inline void load_pieces(Shared& shared, RingPosition<kStages>& stage, u32 tokens
   }
   __syncwarp();
   if (row != 0) {
-    u8* to = reinterpret_cast<u8*>(&shared.stages[stage.index]) + lane * kPieceBytes;
+    u8* to = reinterpret_cast<u8*>(&loader.stage()) + lane * kPieceBytes;
     load_bytes(reinterpret_cast<const void*>(row + first_byte), to, bytes, full);
   }
-  stage.advance();
+  loader.advance();
 }
 
 /// The load warp's side of a Combine part, whose rows the fetch warp has counted; notes in the slot
 /// how many tokens there are.
 inline void load_tokens(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
-                        const Task& task, u32 part, Shared& shared, Slot& slot,
-                        RingPosition<kStages>& stage) {
+                        const Task& task, u32 part, Slot& slot, Loader& loader) {
   const u32 lane = Machine::lane();
   u32 combined = 0;
   const auto load = [&](u32 token, bool ready) {
@@ -100,7 +100,7 @@ inline void load_tokens(const Rank<Machine>& rank, const Call& call, const Routi
         }
       }
       for (u32 first_byte = 0; first_byte < kGeometry.row_bytes; first_byte += kPieceBytes) {
-        load_pieces(shared, stage, tokens, first_byte, mine, row, weight);
+        load_pieces(loader, tokens, first_byte, mine, row, weight);
       }
       combined += tokens;
     }
@@ -115,12 +115,12 @@ inline void load_tokens(const Rank<Machine>& rank, const Call& call, const Routi
   if (lane == 0) {
     slot.combined = combined;
   }
-  load_pieces(shared, stage, 0, 0, kNone, 0, 0.0F);
+  load_pieces(loader, 0, 0, kNone, 0, 0.0F);
 }
 
 /// The consumers' side: each token's rows, weighted and summed in the order j = 0 ... k-1 in fp32
 /// (thesis eq. 5.2), rounded once.
-inline void sum_tokens(const RankArguments& arguments, u32 group, Shared& shared,
+inline void sum_tokens(const RankArguments& arguments, Shared& shared,
                        RingPosition<kStages>& stage) {
   constexpr u32 kVectors = kPieceBytes / kVectorBytes;
   const u32 thread = threadIdx.x - kFirstConsumerWarp * 32;
@@ -155,10 +155,7 @@ inline void sum_tokens(const RankArguments& arguments, u32 group, Shared& shared
                        Element::pack(sum[4], sum[5]), Element::pack(sum[6], sum[7]));
       }
     }
-    named_barrier(kFirstGroupBarrier + group, kConsumerThreads / kConsumers);
-    if (threadIdx.x % 128 == 0) {
-      shared.stage_empty[stage.index].arrive();
-    }
+    release_stage(shared, stage.index);
   }
 }
 

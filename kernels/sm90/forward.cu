@@ -77,7 +77,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
                      Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
-  RingPosition<kStages> stage;
+  Loader loader(shared);
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
     Slot& slot = shared.slots[at.index];
@@ -89,23 +89,19 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     // The inputs were written by others, here or by peers, and acquired by the fetch warp; TMA
     // reads them through the async proxy.
     fence_proxy_async();
-    if (Machine::lane() == 0) {
-      shared.stage_empty[stage.index].wait(stage.parity ^ 1);
-      slot.stage = stage;
-      slot.begun_ns = Machine::now_ns();
-      shared.slot_begun[at.index].arrive();
-    }
+    loader.begin_part(at.index);
     if (task.kind == TaskKind::dispatch) {
-      load_chunk(arguments, rank, map, task, word.part(), shared, stage);
+      load_chunk(arguments, rank, map, task, word.part(), loader);
     } else if (task.kind == TaskKind::combine) {
-      load_tokens(rank, call, map, task, word.part(), shared, slot, stage);
+      load_tokens(rank, call, map, task, word.part(), slot, loader);
     } else if (task.kind != TaskKind::route) {
-      load_tile(arguments, rank.layout, task, word.part(), shared, stage);
+      load_tile(arguments, rank.layout, task, word.part(), loader);
     } else if (arguments.topk_ids == nullptr) {
-      load_route(arguments, word.part(), shared, stage);
+      load_route(arguments, word.part(), loader);
     }
     __syncwarp();
     if (Machine::lane() == 0) {
+      loader.end_part();
       shared.slot_empty[at.index].arrive();
     }
   }
@@ -261,7 +257,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
         named_barrier(kConsumersBarrier, kConsumerThreads);
         run_route(arguments, rank, call, index, slot, task, word.part(), shared, stage);
       } else {
-        sum_tokens(arguments, group, shared, stage);
+        sum_tokens(arguments, shared, stage);
       }
       named_barrier(kConsumersBarrier, kConsumerThreads);
       if (threadIdx.x == kFirstConsumerWarp * 32) {
@@ -315,7 +311,7 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
     forget_last_call(*reinterpret_cast<const Rank<Machine>*>(shared.rank), index);
     for (u32 i = 0; i < kStages; ++i) {
       shared.stage_full[i].initialise(1);
-      shared.stage_empty[i].initialise(kConsumers);
+      shared.stage_empty[i].initialise(kConsumerWarps);
     }
     for (u32 i = 0; i < kConsumers; ++i) {
       shared.staging_full[i].initialise(kConsumerThreads / kConsumers);

@@ -4,18 +4,19 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "runtime/team.hpp"
 
 namespace moeos::sm90 {
 
 /// Shows the host the failure for which this rank left its call, if it did, unless the host has
 /// been shown one before. One warp, when it leaves.
 inline void show_failure(const RankArguments& mine, const Rank<Machine>& rank, const Call& call) {
-  if (!rank.leaving(call.epoch)) {
+  if (!agreed<Machine>(rank.leaving(call.epoch))) {
     return;
   }
   auto* shown = reinterpret_cast<u32*>(mine.host_failure);
   // Relaxed: only this warp of this rank, in one call after the other, writes what it looks at.
-  if (Machine::load_relaxed<Scope::system>(shown) != 0) {
+  if (agreed<Machine>(Machine::load_relaxed<Scope::system>(shown)) != 0) {
     return;
   }
   // Pairs with the release in raise_at: the record of the rank named by the word is complete.

@@ -80,25 +80,24 @@ inline void load_tile_weights(const RankArguments& arguments, const Task& task, 
 /// The load warp: fills the stages with a part's operands. One lane does it; all keep the position.
 /// load(stage, full, step) begins the loads of one stage, of `bytes` bytes.
 template <class Load>
-inline void fill_stages(u32 steps, u32 bytes, Shared& shared, RingPosition<kStages>& stage,
-                        Load load) {
-  for (u32 step = 0; step < steps; ++step, stage.advance()) {
+inline void fill_stages(u32 steps, u32 bytes, Loader& loader, Load load) {
+  for (u32 step = 0; step < steps; ++step, loader.advance()) {
     if (Machine::lane() == 0) {
-      shared.stage_empty[stage.index].wait(stage.parity ^ 1);
-      shared.stage_full[stage.index].arrive_expecting(bytes);
-      load(shared.stages[stage.index], shared.stage_full[stage.index], step);
+      loader.wait();
+      loader.full().arrive_expecting(bytes);
+      load(loader.stage(), loader.full(), step);
     }
   }
 }
 
 /// A GEMM part's operands.
 inline void load_tile(const RankArguments& arguments, const Layout& layout, const Task& task,
-                      u32 part, Shared& shared, RingPosition<kStages>& stage) {
+                      u32 part, Loader& loader) {
   const bool narrow = kGeometry.narrow(task.padded_rows);
   const u32 depth = narrow ? kNarrowDepth : 1;
   const u32 columns = narrow ? kNarrowColumns : kTileColumns;
   const u32 bytes = depth * (task.padded_rows + columns) * kSwizzleBytes;
-  fill_stages(steps_of(task), bytes, shared, stage, [&](Stage& to, Barrier& full, u32 step) {
+  fill_stages(steps_of(task), bytes, loader, [&](Stage& to, Barrier& full, u32 step) {
     for (u32 n = 0; n < depth; ++n) {
       const u32 column = (step * depth + n) * kTileDepth;  // beyond the matrix: zeros
       load_tile_rows(arguments, layout, task, to.rows + n * kNarrowRows * kSwizzleBytes, full,
@@ -110,10 +109,9 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
 }
 
 /// A Route part's operands: tokens, and the router's weights.
-inline void load_route(const RankArguments& arguments, u32 part, Shared& shared,
-                       RingPosition<kStages>& stage) {
+inline void load_route(const RankArguments& arguments, u32 part, Loader& loader) {
   constexpr u32 kBytes = kRouteDepth * (kRouteTokens + kRouteColumns) * kSwizzleBytes;
-  fill_stages(kRouteSteps, kBytes, shared, stage, [&](Stage& to, Barrier& full, u32 step) {
+  fill_stages(kRouteSteps, kBytes, loader, [&](Stage& to, Barrier& full, u32 step) {
     for (u32 n = 0; n < kRouteDepth; ++n) {
       const u32 column = (step * kRouteDepth + n) * kTileDepth;
       load_box(arguments.x, to.rows + n * kRouteTokens * kSwizzleBytes, full, part * kRouteTokens,
@@ -131,12 +129,20 @@ inline void multiply(float (&d)[kRegisters], const u8* rows, const u8* columns, 
                                      matrix_descriptor(columns + k * kInstructionBytes));
 }
 
+/// A consumer warp has used a stage, or does without it. Every warp says so for itself: one that
+/// lags behind the others of its group must not find the stage two phases on.
+inline void release_stage(Shared& shared, u32 index) {
+  __syncwarp();
+  if (Machine::lane() == 0) {
+    shared.stage_empty[index].arrive();
+  }
+}
+
 /// One consumer warpgroup: runs over all steps of a part; issue(stage) adds a step's products
 /// to d, and its operands are released a step later, when they have been used.
 template <u32 kRegisters, class Issue>
 inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
                           RingPosition<kStages>& stage, Issue issue) {
-  const bool elected = threadIdx.x % 128 == 0;
   u32 previous = 0;
   hold(d);
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
@@ -146,17 +152,13 @@ inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
     wgmma_commit();
     if (step > 0) {
       wgmma_wait<1>();  // the step before is done with its stage
-      if (elected) {
-        shared.stage_empty[previous].arrive();
-      }
+      release_stage(shared, previous);
     }
     previous = stage.index;
   }
   wgmma_wait<0>();
   hold(d);
-  if (elected) {
-    shared.stage_empty[previous].arrive();
-  }
+  release_stage(shared, previous);
 }
 
 /// d += the warpgroup's 64 rows of the tile times the tile's weights.
@@ -188,9 +190,7 @@ inline void multiply_tile(float (&d)[64], u32 steps, Shared& shared, RingPositio
 inline void skip_tile(u32 steps, Shared& shared, RingPosition<kStages>& stage) {
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
     shared.stage_full[stage.index].wait(stage.parity);
-    if (threadIdx.x % 128 == 0) {
-      shared.stage_empty[stage.index].arrive();
-    }
+    release_stage(shared, stage.index);
   }
 }
 

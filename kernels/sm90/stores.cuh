@@ -95,8 +95,7 @@ inline void store_tile(const RankArguments& arguments, const Rank<Machine>& rank
 
 /// The load warp's side of a Dispatch part: brings the chunk's tokens into the stages.
 inline void load_chunk(const RankArguments& arguments, const Rank<Machine>& rank,
-                       const RoutingMap& map, const Task& task, u32 part, Shared& shared,
-                       RingPosition<kStages>& stage) {
+                       const RoutingMap& map, const Task& task, u32 part, Loader& loader) {
   const u32 lane = Machine::lane();
   const u32 chunk = task.first_chunk + part;
   const u32 rows = rows_in_chunk(kGeometry, rank.memory.rows_sent(task.peer), chunk);
@@ -105,16 +104,16 @@ inline void load_chunk(const RankArguments& arguments, const Rank<Machine>& rank
     const OutgoingRow row = look_up_row(rank, map, task.peer, chunk * kGeometry.chunk_rows + lane);
     source = arguments.x_rows + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes;
   }
-  for (u32 first = 0; first < kGeometry.chunk_rows; first += kDispatchRows, stage.advance()) {
+  for (u32 first = 0; first < kGeometry.chunk_rows; first += kDispatchRows, loader.advance()) {
     const u32 end = minimum(rows, first + kDispatchRows);
-    Barrier& full = shared.stage_full[stage.index];
+    Barrier& full = loader.full();
     if (lane == 0) {
-      shared.stage_empty[stage.index].wait(stage.parity ^ 1);
+      loader.wait();
       full.arrive_expecting(first < end ? (end - first) * kGeometry.row_bytes : 0);
     }
     __syncwarp();
     if (lane >= first && lane < end) {
-      u8* to = reinterpret_cast<u8*>(&shared.stages[stage.index]);
+      u8* to = reinterpret_cast<u8*>(&loader.stage());
       load_bytes(source, to + (lane - first) * kGeometry.row_bytes, kGeometry.row_bytes, full);
     }
   }
@@ -142,7 +141,7 @@ inline void store_chunk(const Rank<Machine>& rank, const RoutingMap& map, const 
     wait_until_read();
     __syncwarp();
     if (lane == 0) {
-      shared.stage_empty[stage.index].arrive(kConsumers);
+      shared.stage_empty[stage.index].arrive(kConsumerWarps);
     }
   }
   wait_until_stored();

@@ -1,7 +1,10 @@
 // The real kernel of one configuration on the emulated GPU, as a shared library: one call of all
 // virtual ranks. tests/emulator/emulated.py compiles it with the configuration's macros and calls
 // it.
+#include <cstddef>
 #include <cstdio>
+#include <string>
+#include <vector>
 
 #include "kernels/sm90/forward.cu"
 #include "tests/emulator/gpu.hpp"
@@ -75,6 +78,24 @@ u64 emulated_heap_bytes() { return Layout(kGeometry).bytes(); }
 u64 emulated_memory_bytes() { return RankMemory::bytes(kGeometry); }
 u64 emulated_intermediate_bytes() {
   return u64{kGeometry.intermediate_rows_max()} * kGeometry.hidden_bytes;
+}
+
+/// Offset in shared memory of a processor's barriers, by name; for reports.
+const char* emulated_barriers() {
+  static const std::string text = [] {
+    const auto at = [](const char* name, std::size_t offset, u32 count) {
+      return std::string(name) + " " + std::to_string(offset) + " " + std::to_string(count) + "\n";
+    };
+    return at("stage_full", offsetof(Shared, stage_full), kStages) +
+           at("stage_empty", offsetof(Shared, stage_empty), kStages) +
+           at("staging_full", offsetof(Shared, staging_full), kConsumers) +
+           at("staging_empty", offsetof(Shared, staging_empty), kConsumers) +
+           at("slot_full", offsetof(Shared, slot_full), kSlots) +
+           at("slot_begun", offsetof(Shared, slot_begun), kSlots) +
+           at("slot_done", offsetof(Shared, slot_done), kSlots) +
+           at("slot_empty", offsetof(Shared, slot_empty), kSlots);
+  }();
+  return text.c_str();
 }
 
 /// Runs one launch. Returns 0, or 1 with what went wrong in `said`. Pointers: see RankTensors.

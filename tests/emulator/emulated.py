@@ -19,7 +19,7 @@ from moeos.jit import KernelShape
 from tests.layers import Call, Weights
 from tests.processes import ROOT
 
-DEADLINE_NS = 50_000_000
+DEADLINE_NS = 2_000_000
 """Of the emulated clock, as every other time."""
 LIMIT_NS = 4 * DEADLINE_NS
 """How long a kernel may take: a failure ends it within two deadlines."""
@@ -59,6 +59,7 @@ class EmulatedLayer:
         self._library = ctypes.CDLL(str(library))
         for name in ("heap", "memory", "intermediate"):
             getattr(self._library, f"emulated_{name}_bytes").restype = ctypes.c_uint64
+        self._library.emulated_barriers.restype = ctypes.c_char_p
         self._weights = weights
         self._ranks = ranks
         self._heaps = self._memories("heap")
@@ -110,8 +111,17 @@ class EmulatedLayer:
             ctypes.c_uint64(_SAID_BYTES),
         )
         if status != 0:
-            raise EmulatorFault(said.value.decode())
+            raise EmulatorFault(self._with_names(said.value.decode()))
         return outputs
+
+    def _with_names(self, said: str) -> str:
+        """A report with the barriers' names for their offsets in shared memory."""
+        for line in self._library.emulated_barriers().decode().splitlines():
+            name, offset, count = line.split()
+            for index in range(int(count)):
+                at = f"an mbarrier at {int(offset) + 8 * index}"
+                said = said.replace(at, f"{name}[{index}]")
+        return said
 
     def failures(self) -> list[bytes]:
         """What each rank has shown its host: the record, all zeros for none."""

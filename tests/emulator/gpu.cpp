@@ -39,6 +39,8 @@ constexpr std::size_t kStackBytes = 128 << 10;
 constexpr unsigned long long kTickNs = 100;   // a turn of all warps
 constexpr unsigned kTurnMost = 64;       // runs of a lane in a turn of its warp
 constexpr unsigned kDelayMost = 24;      // ticks until an effect
+constexpr unsigned kLateOneIn = 16;      // effects that take
+constexpr unsigned kLateFactor = 16;     // times as long
 
 struct Block;
 struct Warp;
@@ -49,6 +51,7 @@ struct Lane {
   unsigned thread = 0;
   bool left = false;
   const char* what = nullptr;
+  const void* place = nullptr;
   const std::function<bool()>* ready = nullptr;
   unsigned stores = 0;
 };
@@ -170,7 +173,12 @@ std::string describe() {
       std::map<std::string, unsigned> waits;
       for (const Lane& lane : block->warps[w]->lanes) {
         if (!lane.left) {
-          ++waits[lane.what == nullptr ? "nothing" : lane.what];
+          std::string what = lane.what == nullptr ? "nothing" : lane.what;
+          if (lane.what != nullptr && lane.place != nullptr) {
+            const auto offset = static_cast<const unsigned char*>(lane.place) - block->shared;
+            what += " at " + std::to_string(offset);
+          }
+          ++waits[what];
         }
       }
       for (const auto& [what, lanes] : waits) {
@@ -192,9 +200,10 @@ unsigned char* shared_memory() { return running().warp->block->shared; }
 unsigned long long now_ns() { return 1'000'000 + grid->tick * kTickNs; }
 unsigned& stores_under_way() { return running().stores; }
 
-void wait_until(const char* what, const std::function<bool()>& ready) {
+void wait_until(const char* what, const std::function<bool()>& ready, const void* place) {
   while (!ready()) {
     running().what = what;
+    running().place = place;
     running().ready = &ready;
     leave_turn();
   }
@@ -246,7 +255,8 @@ void block_barrier(unsigned id, unsigned threads) {
 }
 
 void later(std::function<void()> effect) {
-  const unsigned long long delay = grid->random() % kDelayMost;
+  const unsigned long long slow = grid->random() % kLateOneIn == 0 ? kLateFactor : 1;
+  const unsigned long long delay = grid->random() % (kDelayMost * slow);
   grid->effects.push_back({grid->tick + delay, std::move(effect)});
 }
 

@@ -38,8 +38,9 @@ unsigned char* shared_memory();
 /// Nanoseconds of the emulated clock.
 unsigned long long now_ns();
 
-/// Waits until ready() is true; `what` names the wait in a report of a hang.
-void wait_until(const char* what, const std::function<bool()>& ready);
+/// Waits until ready() is true; `what`, and the offset of `place` in shared memory if there is one,
+/// name the wait in a report of a hang.
+void wait_until(const char* what, const std::function<bool()>& ready, const void* place = nullptr);
 
 /// Lets all others have a turn.
 void yield();

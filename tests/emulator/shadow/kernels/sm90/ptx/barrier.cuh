@@ -34,7 +34,9 @@ struct alignas(8) Barrier {
   }
   bool done(u32 parity) const { return phase != parity; }
   void wait(u32 parity) const {
-    emulator::wait_until("an mbarrier", [this, parity] { return done(parity); });
+    emulator::wait_until(
+        parity == 0 ? "phase 0 of an mbarrier" : "phase 1 of an mbarrier",
+        [this, parity] { return done(parity); }, this);
   }
 
  private:

@@ -10,10 +10,14 @@
 namespace moeos::sm90 {
 
 inline u64 matrix_descriptor(const void* shared) { return reinterpret_cast<u64>(shared); }
-inline void wgmma_fence() {}
+// By all lanes of a warp together. That hardware also keeps the warps of a group together is not
+// promised, and not so here.
+inline void wgmma_fence() { emulator::exchange("wgmma.fence", 0); }
 inline void wgmma_commit() {}
 template <u32 kPending>
-inline void wgmma_wait() {}
+inline void wgmma_wait() {
+  emulator::exchange("wgmma.wait_group", 0);
+}
 template <u32 kRegisters>
 inline void hold(float (&)[kRegisters]) {}
 
