@@ -38,6 +38,7 @@ namespace {
 constexpr std::size_t kStackBytes = 128 << 10;
 constexpr unsigned long long kTickNs = 100;   // a turn of all warps
 constexpr unsigned kTurnMost = 64;       // runs of a lane in a turn of its warp
+constexpr unsigned kSkipOneIn = 32;      // of the runs that a lane could make
 constexpr unsigned kDelayMost = 24;      // ticks until an effect
 constexpr unsigned kLateOneIn = 16;      // effects that take
 constexpr unsigned kLateFactor = 16;     // times as long
@@ -141,6 +142,10 @@ bool take_turn(Warp& warp, unsigned most) {
       if (lane.left || (lane.ready != nullptr && !(*lane.ready)())) {
         continue;
       }
+      if (grid->random() % kSkipOneIn == 0) {
+        moved = true;  // a lane may fall behind the others of its warp
+        continue;
+      }
       lane.ready = nullptr;
       grid->running = &lane;
       emulator_switch(&grid->scheduler, lane.stack_pointer);
@@ -235,7 +240,9 @@ const unsigned long long* exchange(const char* what, unsigned long long value) {
   if (warp.arrived == 0xFFFFFFFFU) {
     warp.arrived = 0;
     ++warp.generation;
-    leave_turn();  // all lanes go on together
+    if (grid->random() % 2 == 0) {
+      leave_turn();  // others may go on first
+    }
   } else {
     wait_until(what, [&warp, generation] { return warp.generation != generation; });
   }
