@@ -38,8 +38,13 @@ class EmulatorFault(AssertionError):
     """The kernel hangs, or does what the GPU would not forgive; says where."""
 
 
-def build(cfg: MoEConfig, ranks: int, processors: int, folder: Path) -> Path:
-    """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`."""
+def build(
+    cfg: MoEConfig, ranks: int, processors: int, folder: Path, root: Path = ROOT
+) -> Path:
+    """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
+
+    `root`: where the sources are, if it is not this repository.
+    """
     shape = KernelShape(cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks)
     library = folder / "emulated.so"
     macros = [f"-DMOEOS_{name}={value}" for name, value in jit.macros(shape).items()]
@@ -47,7 +52,7 @@ def build(cfg: MoEConfig, ranks: int, processors: int, folder: Path) -> Path:
     # The stand-ins of what is PTX come first.
     includes = ["-I", "tests/emulator/shadow", "-I", "."]
     command = ["g++", *options, *includes, "-x", "c++", *_SOURCES, "-o", library]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return library
 

@@ -1,0 +1,205 @@
+"""The GPU's own kernel, run on the emulated GPU: results, failures, and the faults that it finds.
+
+Each run has a seed, which decides in what order warps and lanes take turns and how late copies
+land; a failure names it, and is repeated by it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeos import MoEConfig, reference
+from tests.emulator.emulated import EmulatedLayer, EmulatorFault, build
+from tests.layers import (
+    PREFERENCES,
+    Call,
+    Weights,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
+from tests.processes import ROOT
+
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulated:
+    """A layer, and the GPU that it is emulated on: few processors, so that each has much to do."""
+
+    cfg: MoEConfig
+    ranks: int
+    processors: int
+    calls: int
+
+
+def _layer(ranks: int, processors: int, calls: int, **changes: object) -> Emulated:
+    sizes = {"hidden": 256, "intermediate": 192, "experts": 8, "top_k": 2, "max_tokens": 100}
+    cfg = config(**{"dtype": torch.bfloat16, **sizes, **changes})
+    return Emulated(cfg, ranks, processors, calls)
+
+
+LAYERS = {
+    "one processor does everything": _layer(1, 1, 20, max_tokens=200, experts=16, top_k=4),
+    "two ranks, odd sizes, biases": _layer(2, 2, 12, hidden=264, intermediate=136, bias=True),
+    "long rows": _layer(2, 2, 8, hidden=2048, intermediate=64, experts=4, max_tokens=60),
+    "eight ranks, capacity": _layer(
+        8,
+        2,
+        4,
+        experts=16,
+        top_k=4,
+        max_tokens=60,
+        activation="silu",
+        dtype=torch.float16,
+        capacity_factor=0.6,
+    ),
+    "groups": _layer(
+        2,
+        2,
+        4,
+        experts=64,
+        top_k=6,
+        scoring="sigmoid",
+        expert_groups=4,
+        top_groups=2,
+        selection_bias=True,
+        activation="gelu",
+        dtype=torch.float16,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """The emulated kernels, compiled side by side."""
+
+    def make(name: str) -> Path:
+        layer = LAYERS[name]
+        return build(layer.cfg, layer.ranks, layer.processors, tmp_path_factory.mktemp("emulated"))
+
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield dict(zip(LAYERS, pool.map(make, LAYERS), strict=True))
+
+
+def draw_calls(layer: Emulated, seed: int) -> list[Call]:
+    """A call of each rank: routed by the gate or by the caller, with any number of tokens."""
+    drawn = random.Random(seed)
+    most = layer.cfg.max_tokens
+    counts = [drawn.choice([0, 1, most, drawn.randint(0, most)]) for _ in range(layer.ranks)]
+    if drawn.random() < 0.5:
+        return [draw_call(layer.cfg, n, 1000 * seed + rank) for rank, n in enumerate(counts)]
+    popular = drawn.choice(list(PREFERENCES.values()))(layer.cfg.experts, max(2, layer.ranks))
+    unused = drawn.choice([0.0, 0.3, 0.9])
+    return [
+        draw_given_call(layer.cfg, n, 1000 * seed + rank, popular, unused)
+        for rank, n in enumerate(counts)
+    ]
+
+
+def run(layer: Emulated, library: Path, weights: Weights, seeds: range) -> None:
+    """Makes calls one after the other and compares every output with the reference."""
+    emulated = EmulatedLayer(library, weights, layer.ranks)
+    for seed in seeds:
+        calls = draw_calls(layer, seed)
+        outputs = emulated(calls, seed)
+        assert not any(map(any, emulated.failures())), f"seed {seed}: a rank has failed"
+        for rank, (call, y) in enumerate(zip(calls, outputs, strict=True)):
+            sure = weights.sure(call)
+            if layer.cfg.capacity_factor is not None and not sure.all():
+                continue  # a near tie could move others' drops
+            error = reference.relative_error(y[sure], weights.expected(call)[sure])
+            assert error <= TOLERANCE[layer.cfg.dtype], f"seed {seed}, rank {rank}: error {error}"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_are_those_of_the_reference(name: str, libraries: dict[str, Path]) -> None:
+    layer = LAYERS[name]
+    run(layer, libraries[name], draw_weights(layer.cfg), range(layer.calls))
+
+
+def test_logits_that_are_not_finite_end_the_call_on_all_ranks(libraries: dict[str, Path]) -> None:
+    name = "two ranks, odd sizes, biases"
+    layer = LAYERS[name]
+    emulated = EmulatedLayer(libraries[name], draw_weights(layer.cfg), layer.ranks)
+    calls = [draw_call(layer.cfg, 70, rank) for rank in range(layer.ranks)]
+    calls[1].x[66] = torch.nan
+    emulated(calls, 0)
+    shown = [torch.frombuffer(bytearray(f), dtype=torch.int32)[:6] for f in emulated.failures()]
+    for failure in shown:  # kind, actor, rank, peer, expert, token
+        assert failure.tolist() == [6, 3, 1, -1, -1, 66]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A change of the source that must be noticed."""
+
+    file: str
+    changes: dict[str, str]
+    layer: str
+    seeds: int
+
+
+FAULTS = {
+    "a part begins with its first stage": Fault(
+        "kernels/sm90/block.cuh",
+        {"if (++filled_ == kStages) {": "if (++filled_ == 1) {", "if (filled_ < kStages) {": "if (filled_ < 1) {"},
+        "one processor does everything",
+        60,
+    ),
+    "a warp releases stages for its group": Fault(
+        "kernels/sm90/products.cuh",
+        {
+            "  if (Machine::lane() == 0) {\n    shared.stage_empty[index].arrive();": (
+                "  if (threadIdx.x % 128 == 0) {\n    shared.stage_empty[index].arrive(4);"
+            )
+        },
+        "one processor does everything",
+        60,
+    ),
+    "each lane decides for itself": Fault(
+        "runtime/team.hpp",
+        {"return P::broadcast(seen, 0);": "return seen;"},
+        "two ranks, odd sizes, biases",
+        30,
+    ),
+    "staged results are written over": Fault(
+        "kernels/sm90/epilogue.cuh",
+        {"  shared.staging_empty[group].wait(position.parity ^ 1);\n": ""},
+        "two ranks, odd sizes, biases",
+        30,
+    ),
+    "rows are dispatched before they have landed": Fault(
+        "kernels/sm90/stores.cuh",
+        {"    shared.stage_full[stage.index].wait(stage.parity);\n": ""},
+        "two ranks, odd sizes, biases",
+        30,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    layer = LAYERS[fault.layer]
+    for folder in ("runtime", "kernels", "tests/emulator"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    broken = tmp_path / fault.file
+    text = broken.read_text()
+    for good, bad in fault.changes.items():
+        assert text.count(good) == 1, f"{fault.file} has changed: choose another fault"
+        text = text.replace(good, bad)
+    broken.write_text(text)
+    library = build(layer.cfg, layer.ranks, layer.processors, tmp_path, tmp_path)
+    with pytest.raises((EmulatorFault, AssertionError)):
+        run(layer, library, draw_weights(layer.cfg), range(fault.seeds))
