@@ -81,8 +81,11 @@ struct alignas(kCacheLine) Line {
 }  // namespace moeos
 
 // MOEOS_CHECK(condition): an invariant that the surrounding code relies on. Debug builds
-// (MOEOS_DEBUG_CHECKS) stop at the first broken one; release builds compile it to nothing.
-#if defined(MOEOS_DEBUG_CHECKS) && defined(__CUDACC_RTC__)
+// (MOEOS_DEBUG_CHECKS) stop at the first broken one, or hand its text to MOEOS_CHECK_FAILED if that
+// is defined; release builds compile it to nothing.
+#if defined(MOEOS_CHECK_FAILED)
+#define MOEOS_CHECK(condition) ((condition) ? static_cast<void>(0) : MOEOS_CHECK_FAILED(#condition))
+#elif defined(MOEOS_DEBUG_CHECKS) && defined(__CUDACC_RTC__)
 #define MOEOS_CHECK(condition) ((condition) ? static_cast<void>(0) : __trap())
 #elif defined(MOEOS_DEBUG_CHECKS)
 #define MOEOS_CHECK(condition) ((condition) ? static_cast<void>(0) : __builtin_trap())

@@ -129,10 +129,8 @@ class ArgumentPacker:
             if self._x != (x, rows):
                 self._place(0, self._map("x", t.x, self._cfg.hidden, _ROUTE_BOX_ROWS))
                 self._x = (x, rows)
-        else:  # their rows are never used, but there must be an address
+        else:  # nothing of them is read or written
             x = out = self._buffers.intermediate.data_ptr()
-            if self._x is None:
-                self._place(0, self._packed_map(_MAPS.index("intermediate")))
         ids, weights, count = t.topk_ids, t.topk_weights, t.tokens
         _CALL.pack_into(
             self._bytes,
@@ -173,9 +171,6 @@ class ArgumentPacker:
 
     def _place(self, index: int, tensor_map: bytes) -> None:
         self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES] = tensor_map
-
-    def _packed_map(self, index: int) -> bytes:
-        return bytes(self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES])
 
     def _map(self, name: str, matrix: Tensor, columns: int, box_rows: int) -> bytes:
         """The tensor map of a contiguous tensor whose last dimension has `columns` elements."""

@@ -72,6 +72,12 @@ inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Mac
   }
 }
 
+/// Whether a Route part multiplies: not when the caller has routed, nor for the one part of a call
+/// without tokens, which may have no x to load.
+inline bool gate_routes(const RankArguments& arguments, const Call& call, u32 part) {
+  return arguments.topk_ids == nullptr && part * kRouteTokens < call.tokens;
+}
+
 /// Issues the loads of every part that has any, as soon as stages are free.
 inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                      Shared& shared) {
@@ -96,7 +102,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
       load_tokens(rank, call, map, task, word.part(), slot, loader);
     } else if (task.kind != TaskKind::route) {
       load_tile(arguments, rank.layout, task, word.part(), loader);
-    } else if (arguments.topk_ids == nullptr) {
+    } else if (gate_routes(arguments, call, word.part())) {
       load_route(arguments, word.part(), loader);
     }
     __syncwarp();
@@ -185,7 +191,7 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
   const u32 first = part * kRouteTokens;
   const u32 end = minimum(call.tokens, first + kRouteTokens);
   const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
-  if (arguments.topk_ids != nullptr) {
+  if (!gate_routes(arguments, call, part)) {
     copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
   } else {
     float d[kRouteColumns / 2] = {};

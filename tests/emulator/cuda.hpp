@@ -9,6 +9,7 @@
 
 #include "tests/emulator/gpu.hpp"
 
+#define MOEOS_CHECK_FAILED(text) ::emulator::stop(text)
 #define __global__
 #define __launch_bounds__(...)
 #define __grid_constant__

@@ -38,11 +38,13 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   const Layout layout(kGeometry);
   const u64 experts = kGeometry.local_experts();
   RankArguments a{};
-  a.x = map_of(t.x, t.rows, kShape.hidden, kRouteTokens);
+  if (t.rows > 0) {
+    a.x = map_of(t.x, t.rows, kShape.hidden, kRouteTokens);
+  }
   a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns);
   for (u32 box = 0; box < kBoxes; ++box) {
-    a.cells[box] = map_of(t.heap + layout.first_cell(),
-                          u64{layout.cells()} * kGeometry.cell_rows(), kShape.hidden, kBoxRows[box]);
+    a.cells[box] = map_of(t.heap + layout.first_cell(), u64{layout.cells()} * kGeometry.cell_rows(),
+                          kShape.hidden, kBoxRows[box]);
     a.intermediate[box] = map_of(t.intermediate, kGeometry.intermediate_rows_max(),
                                  kShape.intermediate, kBoxRows[box]);
   }

@@ -38,9 +38,7 @@ class EmulatorFault(AssertionError):
     """The kernel hangs, or does what the GPU would not forgive; says where."""
 
 
-def build(
-    cfg: MoEConfig, ranks: int, processors: int, folder: Path, root: Path = ROOT
-) -> Path:
+def build(cfg: MoEConfig, ranks: int, processors: int, folder: Path, root: Path = ROOT) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
     `root`: where the sources are, if it is not this repository.
@@ -48,9 +46,11 @@ def build(
     shape = KernelShape(cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks)
     library = folder / "emulated.so"
     macros = [f"-DMOEOS_{name}={value}" for name, value in jit.macros(shape).items()]
-    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-DMOEOS_DEBUG_CHECKS", *macros]
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", *macros]
+    # Several are loaded into one process, each with a kGeometry of its own.
+    options += ["-fno-gnu-unique", "-Wl,-Bsymbolic"]
     # The stand-ins of what is PTX come first.
-    includes = ["-I", "tests/emulator/shadow", "-I", "."]
+    includes = ["-I", "tests/emulator/shadow", "-I", ".", "-include", "tests/emulator/cuda.hpp"]
     command = ["g++", *options, *includes, "-x", "c++", *_SOURCES, "-o", library]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -36,12 +36,12 @@ namespace emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = 128 << 10;
-constexpr unsigned long long kTickNs = 100;   // a turn of all warps
-constexpr unsigned kTurnMost = 64;       // runs of a lane in a turn of its warp
-constexpr unsigned kSkipOneIn = 32;      // of the runs that a lane could make
-constexpr unsigned kDelayMost = 24;      // ticks until an effect
-constexpr unsigned kLateOneIn = 16;      // effects that take
-constexpr unsigned kLateFactor = 16;     // times as long
+constexpr unsigned long long kTickNs = 100;  // a turn of all warps
+constexpr unsigned kTurnMost = 64;           // runs of a lane in a turn of its warp
+constexpr unsigned kSkipOneIn = 32;          // of the runs that a lane could make
+constexpr unsigned kDelayMost = 24;          // ticks until an effect
+constexpr unsigned kLateOneIn = 16;          // effects that take
+constexpr unsigned kLateFactor = 16;         // times as long
 
 struct Block;
 struct Warp;

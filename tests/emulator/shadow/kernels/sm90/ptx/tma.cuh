@@ -28,6 +28,9 @@ inline u8* swizzled(u8* place) {
 inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
                      u32 column) {
   constexpr u32 kColumns = 64;
+  if (map.base == nullptr) {
+    emulator::stop("loads through a tensor map that nobody has made");
+  }
   emulator::later([&map, to = static_cast<u8*>(destination), &barrier, row, column] {
     for (u32 r = 0; r < map.box_rows; ++r) {
       for (u32 c = 0; c < kColumns; ++c) {
