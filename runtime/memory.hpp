@@ -58,6 +58,8 @@ class RankMemory {
 
   /// 1: an actor of this rank has written its failure.
   u32* failure_claimed() const { return epoch + 1; }
+  /// 1: somebody puts it to the remote peers.
+  u32* failure_put() const { return epoch + 2; }
   CallState& call(u32 call_epoch) const { return call_states[call_epoch & 1]; }
   MailboxView mailbox(TaskKind kind) const {
     const u32 index = static_cast<u32>(kind);
@@ -109,6 +111,7 @@ class RankMemory {
 
   u32* epoch =
       nullptr;  // the call that is running or will run next, from 1; behind it failure_claimed()
+                // and failure_put()
   CallState* call_states = nullptr;
   Tally* tallies = nullptr;
   Task* tasks = nullptr;
@@ -154,7 +157,7 @@ class RankMemory {
     const u64 world = geometry.world;
     const u64 local = geometry.local_experts();
     const u64 blocks = geometry.route_parts();
-    take(epoch, 2);
+    take(epoch, 3);
     take(call_states, 2);
     take(tallies, geometry.processors + kOsTallies);
     take(tasks, geometry.tasks_max());

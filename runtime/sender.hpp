@@ -77,7 +77,8 @@ class Sender {
   /// After the call: if it has failed here, the first sender tells remote peers.
   void leave() const {
     if (world_ > 0 && index_ == 0 && P::lane() == 0) {
-      put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.rank);
+      put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.memory.failure_put(),
+                      rank_.rank);
     }
   }
 

@@ -143,14 +143,21 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
 
 /// Puts this rank's failure, if one has raised its abort word, to its remote peers: the record,
 /// then the word that only this rank writes there. No compare-exchange reaches a remote peer, so it
-/// raises the word itself (take_in_failures), and an earlier call's stays. By one lane.
+/// raises the word itself (take_in_failures), and an earlier call's stays. `claimed` is this rank's
+/// word that lets only one of those who would put do so: the sender after the call and the host,
+/// which may abort it meanwhile; the record must not change under a peer that reads it. By one lane.
 template <Platform P>
-void put_own_failure(const P& platform, const Layout& layout, const u8* own_heap, u32 rank) {
+void put_own_failure(const P& platform, const Layout& layout, const u8* own_heap, u32* claimed,
+                     u32 rank) {
   // Pairs with the release in raise_word: the record is complete.
   const u64 word = P::template load_acquire<Scope::system>(
       reinterpret_cast<const u64*>(own_heap + layout.abort_word()));
   if (static_cast<u32>(word) != rank + 1) {
     return;  // there is none, or another rank's, which tells its remote peers
+  }
+  // Publishes nothing: it only elects the writer.
+  if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U)) {
+    return;
   }
   const u64 record = layout.failure(rank);
   for (u32 p = 0; p < layout.geometry().world; ++p) {

@@ -175,7 +175,7 @@ Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) 
 void TwinRank::abort() {
   Failure failure = failure_of(rank_, Call{}, FailureKind::host_abort, Actor::host);
   rank_.fail(failure);
-  put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.rank);  // no call may be running
+  put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.memory.failure_put(), rank_.rank);
 }
 
 void TwinRank::reset() {

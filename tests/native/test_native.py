@@ -270,6 +270,15 @@ FAULTS = {
         "the failure of the earlier call is raised",
         "sender",
     ),
+    "a record that is put again while it is read": Fault(
+        "plain",
+        "runtime/watchdog.hpp",
+        "if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U)) {\n    return;"
+        "\n  }\n  const u64 record",
+        "(void)claimed;\n  const u64 record",
+        "a record is put once",
+        "sender",
+    ),
 }
 
 

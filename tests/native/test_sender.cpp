@@ -284,6 +284,16 @@ void the_earliest_call_that_failed_stays() {
   }
 }
 
+void a_failure_is_put_once() {
+  World world;
+  world.fail(1, 7);
+  step(world, 0, 1);
+  Failure* const theirs = world.rank(0).here<Failure>(world.rank(0).layout.failure(1));
+  theirs->chunk = 5;  // while its reader holds it, nobody writes it again
+  world.fail(1, 8);
+  expect(theirs->chunk == 5 && world.failure_at(0).epoch == 7, "a record is put once");
+}
+
 }  // namespace
 
 int main() {
@@ -293,6 +303,7 @@ int main() {
   results_and_rows_share_a_window_and_are_counted_as_returned();
   requests_of_an_earlier_call_are_none();
   the_earliest_call_that_failed_stays();
+  a_failure_is_put_once();
   std::printf("test_sender: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }
