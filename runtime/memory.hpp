@@ -104,14 +104,15 @@ class RankMemory {
   u32 outbox_slots() const { return (outbox_lines_ - kOutboxHead) * (kCacheLine / sizeof(u64)); }
   /// Rows of both rounds that we have put to a remote peer since the last reset, modulo 2^32.
   u32* rows_put(u32 peer) const { return &outbox_line(peer, 2); }
+  /// Rows of a remote peer that we have told it of, counted in the same way. The first sender's.
+  u32* rows_told(u32 peer) const { return rows_put(peer) + 1; }
   /// Rows that we send to `peer` in this call; valid once `routed` has been acquired.
   u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_->local_experts()]; }
   /// Rows that `source` sends us in this call; valid once its counts are known.
   u32 rows_received(u32 source) const { return receive_starts(source)[geometry_->local_experts()]; }
 
-  u32* epoch =
-      nullptr;  // the call that is running or will run next, from 1; behind it failure_claimed()
-                // and failure_put()
+  u32* epoch = nullptr;  // the call that is running or will run next, from 1; behind it
+                         // failure_claimed() and failure_put()
   CallState* call_states = nullptr;
   Tally* tallies = nullptr;
   Task* tasks = nullptr;
@@ -259,7 +260,7 @@ class OsMemory {
   // Remote peers; null when there are none.
   static constexpr u32 kSendersMax = 8;
   u32* outbox_next = nullptr;  // [sender][peer]: the next request that this sender looks for
-  u32* echo = nullptr;         // [peer]: what it has been told of its rows that landed
+  u32* echo = nullptr;         // [peer]: as RankMemory::rows_told
 
  private:
   Geometry geometry_;

@@ -47,6 +47,8 @@ void begin_call(const Rank<P>& rank, const Call& call) {
 /// the failure names the earliest thing in a call's order that has not happened, and each actor's
 /// state is only read by itself.
 inline constexpr u32 kNoInquiry = 0;
+/// Somebody was missing something and has it now: there is no need to ask any further.
+inline constexpr u32 kInquiryMoot = kNone;
 
 /// As the inquiry: all who could name what is missing have passed it on. The last of them is the
 /// first sender, if there is one.
@@ -55,7 +57,7 @@ constexpr u32 inquiry_unanswered(const Geometry& geometry) {
 }
 
 template <Platform P, class Subscriber>
-void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& subscriber, u32 warp) {
+void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscriber, u32 warp) {
   // Pairs with the release of the warp before: what it has decoded is known here.
   if (agreed<P>(P::template load_acquire<Scope::block>(rank.os->inquiry)) != warp) {
     return;
@@ -63,10 +65,12 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, const Subscriber& sub
   Failure failure = failure_of(rank, call, FailureKind::none, Actor::subscriber);
   failure.waited_ns = rank.deadline_ns;
   if (P::lane() == 0) {
-    if (subscriber.missing(failure)) {
+    const Answer answer = subscriber.answer(failure);
+    if (answer == Answer::missing) {
       rank.fail(failure);
-    } else {
-      P::template store_release<Scope::block>(rank.os->inquiry, warp + 1);
+    } else if (answer != Answer::wait) {
+      P::template store_release<Scope::block>(rank.os->inquiry,
+                                              answer == Answer::moot ? kInquiryMoot : warp + 1);
     }
   }
   P::sync_lanes();
@@ -83,16 +87,19 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
     return true;
   }
   u32* inquiry = rank.os->inquiry;
-  const bool ask = watch.expired() && P::template load_relaxed<Scope::block>(inquiry) == kNoInquiry;
-  if (agreed<P>(ask)) {
+  const bool expired = agreed<P>(watch.expired());
+  const u32 stands = agreed<P>(P::template load_acquire<Scope::block>(inquiry));
+  if (stands == kInquiryMoot) {
+    watch.progress();
+  }
+  if (stands == kInquiryMoot || (expired && stands == kNoInquiry)) {
     if (P::lane() == 0) {
-      // Publishes nothing; asks the first subscriber.
-      P::template store_release<Scope::block>(inquiry, 1U);
+      // Publishes nothing; asks the first subscriber, or nobody.
+      P::template store_release<Scope::block>(inquiry, stands == kNoInquiry ? 1U : kNoInquiry);
     }
     P::sync_lanes();
   }
-  if (agreed<P>(P::template load_acquire<Scope::block>(inquiry)) ==
-      inquiry_unanswered(rank.geometry())) {
+  if (stands == inquiry_unanswered(rank.geometry())) {
     // All rows came and went: it is our own processors that have not finished.
     Failure failure = failure_of(rank, call, FailureKind::tasks_late, Actor::scheduler);
     failure.waited_ns = rank.deadline_ns;

@@ -40,7 +40,7 @@ class Sender {
     for (u32 peer = P::lane(); peer < world_; peer += P::kLanes) {
       next_[peer] = first_request();
       if (index == 0) {
-        rank.os->echo[peer] = 0;
+        rank.os->echo[peer] = *rank.memory.rows_told(peer);
       }
     }
     P::sync_lanes();
@@ -82,8 +82,8 @@ class Sender {
     }
   }
 
-  /// The first remote peer that has not told of all rows that were put there; false when all have.
-  bool missing(Failure& failure) const {
+  /// Missing is the first remote peer's word on all rows that were put there.
+  Answer answer(Failure& failure) const {
     for (u32 peer = 0; peer < world_; ++peer) {
       const u32 under_way =
           P::template load_relaxed<Scope::device>(rank_.memory.rows_put(peer)) - echoed(peer);
@@ -92,10 +92,10 @@ class Sender {
         failure.peer = peer;
         failure.expected = rank_.geometry().window();
         failure.seen = under_way;
-        return true;
+        return Answer::missing;
       }
     }
-    return false;
+    return Answer::nothing;
   }
 
  private:
@@ -106,7 +106,7 @@ class Sender {
   u32 echoed(u32 peer) const {
     // Relaxed: it only lets more rows be put.
     return static_cast<u32>(P::template load_relaxed<Scope::system>(
-        rank_.template here<u64>(rank_.layout.echoed(peer))));
+        rank_.template here<u32>(rank_.layout.echoed(peer))));
   }
 
   /// Tells remote peers what has landed of the rows that they put here.
@@ -120,8 +120,12 @@ class Sender {
       const u32 landed = P::template load_relaxed<Scope::system>(
           rank_.template here<u32>(rank_.layout.landed(peer)));
       if (landed != rank_.os->echo[peer]) {
+        // What is new, not the sum: sums could overtake each other on the way, and an older one
+        // would close a window that nobody opens again.
+        rank_.platform.add_word(peer, rank_.layout.echoed(rank_.rank),
+                                landed - rank_.os->echo[peer]);
         rank_.os->echo[peer] = landed;
-        rank_.platform.put_word(peer, rank_.layout.echoed(rank_.rank), landed);
+        *rank_.memory.rows_told(peer) = landed;
         told = true;
       }
     }

@@ -5,7 +5,7 @@
 //   ReturnsSubscriber   row credits  -> Combine tasks, one for each chunk that is back
 //
 // Each has step(), which looks once at its words and returns whether anything was new, and
-// describes in missing() what it still waits for. May not know: what a task computes; the ready
+// says in answer() what it still waits for. May not know: what a task computes; the ready
 // ring.
 #pragma once
 
@@ -21,6 +21,11 @@ namespace moeos {
 template <Platform P>
 class CountsSubscriber {
  public:
+  /// A rank that has not made this call may itself wait in the call before, for a third one. It
+  /// will say so, if it is not the one that is late: so wait for that as long after our deadline as
+  /// its own may end behind ours.
+  static constexpr u64 kHearsayNsMost = 500'000'000;
+
   CountsSubscriber(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {}
 
   bool step() {
@@ -34,6 +39,20 @@ class CountsSubscriber {
     return progress;
   }
 
+  /// By one lane.
+  Answer answer(Failure& failure) {
+    if (!missing(failure)) {
+      const bool waited = asked_since_ != 0;
+      asked_since_ = 0;
+      return waited ? Answer::moot : Answer::nothing;
+    }
+    const u64 now = P::now_ns();
+    asked_since_ = asked_since_ == 0 ? now : asked_since_;
+    const u64 hearsay = minimum(rank_.deadline_ns / 4, kHearsayNsMost);
+    return now - asked_since_ < hearsay ? Answer::wait : Answer::missing;
+  }
+
+ private:
   /// The first count that has not come; false when all have.
   bool missing(Failure& failure) const {
     const Geometry& geometry = rank_.geometry();
@@ -53,7 +72,6 @@ class CountsSubscriber {
     return false;
   }
 
- private:
   u64 look(u32 source, u32 expert) const {
     // A count word carries its own epoch and publishes nothing but itself.
     return P::template load_relaxed<Scope::system>(
@@ -121,6 +139,7 @@ class CountsSubscriber {
   const Rank<P>& rank_;
   const Call& call_;
   u32 known_ = 0;
+  u64 asked_since_ = 0;  // the one lane's; 0: not asked
 };
 
 template <Platform P>
@@ -152,8 +171,8 @@ class ArrivalsSubscriber {
     return progress;
   }
 
-  /// The first chunk that was announced and has not come; false when all have.
-  bool missing(Failure& failure) const {
+  /// Missing is the first chunk that was announced and has not come.
+  Answer answer(Failure& failure) const {
     for (u32 source = 0; source < rank_.geometry().world; ++source) {
       const u32 prefix = rank_.os->chunk_prefix[source];
       if (prefix == kUndecoded ||
@@ -163,10 +182,10 @@ class ArrivalsSubscriber {
         failure.chunk = prefix == kUndecoded ? 0 : prefix;
         failure.expected = rank_.os->rows_received(source);
         failure.seen = prefix == kUndecoded ? 0 : u64{prefix} * rank_.geometry().chunk_rows;
-        return true;
+        return Answer::missing;
       }
     }
-    return false;
+    return Answer::nothing;
   }
 
  private:
@@ -290,8 +309,8 @@ class ReturnsSubscriber {
     return progress;
   }
 
-  /// The first chunk of ours that is not back; false when all are.
-  bool missing(Failure& failure) const {
+  /// Missing is the first chunk of ours that is not back.
+  Answer answer(Failure& failure) const {
     for (u32 peer = 0; routed_ && peer < rank_.geometry().world; ++peer) {
       const u32 chunk = rank_.os->first_uncombined[peer];
       const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
@@ -301,10 +320,10 @@ class ReturnsSubscriber {
         failure.chunk = chunk;
         failure.expected = rows;
         failure.seen = P::template load_relaxed<Scope::system>(credit(peer, chunk));
-        return true;
+        return Answer::missing;
       }
     }
-    return false;
+    return Answer::nothing;
   }
 
  private:

@@ -35,6 +35,14 @@ enum class FailureKind : u32 {
   echo_late = 15,          // a remote peer has not seen the rows that were put there
 };
 
+/// What an actor says when it is asked why nothing moves (os.hpp).
+enum class Answer : u32 {
+  nothing,  ///< all that it waits for has come
+  missing,  ///< it fills in the failure
+  wait,     ///< something is missing, but ask again
+  moot,     ///< something was missing and has come since
+};
+
 struct alignas(kCacheLine) Failure {
   FailureKind kind;
   Actor actor;
@@ -145,7 +153,8 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
 /// then the word that only this rank writes there. No compare-exchange reaches a remote peer, so it
 /// raises the word itself (take_in_failures), and an earlier call's stays. `claimed` is this rank's
 /// word that lets only one of those who would put do so: the sender after the call and the host,
-/// which may abort it meanwhile; the record must not change under a peer that reads it. By one lane.
+/// which may abort it meanwhile; the record must not change under a peer that reads it. By one
+/// lane.
 template <Platform P>
 void put_own_failure(const P& platform, const Layout& layout, const u8* own_heap, u32* claimed,
                      u32 rank) {

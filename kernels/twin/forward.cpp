@@ -1,4 +1,4 @@
-// A rank of the twin: its memory, its threads, and one forward call. See forward.hpp.
+// A rank of the twin: its memory, its workers, and one forward call. See forward.hpp.
 #include "kernels/twin/forward.hpp"
 
 #include <sys/mman.h>
@@ -54,7 +54,8 @@ TwinRank::Mapped TwinRank::map_zeroed(u64 bytes) {
 }
 
 TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
-                   std::vector<u8*> heaps, const TwinSettings& settings)
+                   std::vector<u8*> heaps, const TwinSettings& settings, const MakeCrew& make_crew,
+                   Nic* nic)
     : geometry_(geometry),
       shape_(shape),
       settings_(settings),
@@ -63,7 +64,7 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
       os_memory_(map_zeroed(OsMemory::bytes(geometry))),
       os_(geometry, os_memory_.get()),
       intermediate_(map_zeroed(u64{geometry.intermediate_rows_max()} * geometry.hidden_bytes)),
-      rank_{Machine(heaps_.data(), rank, settings.ranks_per_node),
+      rank_{Machine(heaps_.data(), rank, settings.ranks_per_node, nic),
             Layout(geometry_),
             RankMemory(geometry_, own_memory_.get()),
             &os_,
@@ -74,21 +75,11 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
   for (u32 i = 0; i < geometry.processors; ++i) {
     scratch_.push_back(std::make_unique<Scratch>(geometry, shape));
   }
-  for (u32 i = 0; i < workers(); ++i) {
-    threads_.emplace_back([this, i] { worker(i); });
-  }
+  const auto share = [this](u32 worker) { do_share(worker); };
+  crew_ = make_crew ? make_crew(workers(), share) : std::make_unique<ThreadCrew>(workers(), share);
 }
 
-TwinRank::~TwinRank() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  started_.notify_all();
-  for (std::thread& thread : threads_) {
-    thread.join();
-  }
-}
+TwinRank::~TwinRank() = default;
 
 u32 TwinRank::workers() const {
   const Geometry& geometry = rank_.geometry();
@@ -98,7 +89,8 @@ u32 TwinRank::workers() const {
 void TwinRank::install_jitter(u32 thread_index) {
   if (settings_.jitter_us > 0.0) {
     thread_local std::unique_ptr<Jitter> jitter;
-    std::seed_seq seed{settings_.jitter_seed, u64{rank_.rank}, u64{thread_index}};
+    std::seed_seq seed{settings_.jitter_seed, u64{rank_.rank}, u64{thread_index},
+                       u64{*rank_.memory.epoch}};
     u32 drawn[1];
     seed.generate(drawn, drawn + 1);
     jitter = std::make_unique<Jitter>(settings_.jitter_us, drawn[0]);
@@ -106,33 +98,16 @@ void TwinRank::install_jitter(u32 thread_index) {
   }
 }
 
-void TwinRank::worker(u32 index) {
-  install_jitter(index + 1);
+void TwinRank::do_share(u32 worker) {
+  install_jitter(worker + 1);
   const u32 processors = rank_.geometry().processors;
-  u64 seen = 0;
-  for (;;) {
-    CallInFlight job;
-    {
-      std::unique_lock lock(mutex_);
-      started_.wait(lock, [&] { return stopping_ || generation_ != seen; });
-      if (stopping_) {
-        return;
-      }
-      seen = generation_;
-      job = *in_flight_;
-    }
-    if (index < processors) {
-      TwinKernels kernels(rank_, job.call, shape_, *job.operands, intermediate_.get(),
-                          *scratch_[index]);
-      run_processor(rank_, job.call, kernels, index);
-    } else {
-      run_os_warp(rank_, job.call, index - processors + 1);
-    }
-    {
-      const std::lock_guard lock(mutex_);
-      --running_;
-    }
-    finished_.notify_one();
+  const CallInFlight job = *in_flight_;
+  if (worker < processors) {
+    TwinKernels kernels(rank_, job.call, shape_, *job.operands, intermediate_.get(),
+                        *scratch_[worker]);
+    run_processor(rank_, job.call, kernels, worker);
+  } else {
+    run_os_warp(rank_, job.call, worker - processors + 1);
   }
 }
 
@@ -148,13 +123,8 @@ Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) 
   const bool may_be_unsent = operands.topk_ids != nullptr || pair_limit < geometry.max_tokens;
   const Call call{*rank_.memory.epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};
   begin_call(rank_, call);
-  {
-    const std::lock_guard lock(mutex_);
-    in_flight_ = CallInFlight{call, &operands};
-    running_ = workers();
-    ++generation_;
-  }
-  started_.notify_all();
+  in_flight_ = CallInFlight{call, &operands};
+  crew_->start();
   Interposer* const before = interposer;
   install_jitter(0);
   if (settings_.split_os) {
@@ -163,8 +133,7 @@ Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) 
     run_os_block(rank_, call);
   }
   interposer = before;
-  std::unique_lock lock(mutex_);
-  finished_.wait(lock, [this] { return running_ == 0; });
+  crew_->join();
   in_flight_.reset();
   // The epoch moves on only when the call has ended well; a peer's later failure belongs to the
   // next call.

@@ -1,17 +1,15 @@
-// A rank of the twin: its memory, its threads, and one forward call.
+// A rank of the twin: its memory, its workers, and one forward call.
 //
-// The caller's thread is the OS block; each processor is a thread that sleeps between calls. May
-// not know: Python, how ranks found each other.
+// The caller is the OS block; each processor is a worker of the crew. May not know: Python, how
+// ranks found each other, whether workers are threads.
 #pragma once
 
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <thread>
 #include <vector>
 
 #include "kernels/shape.hpp"
+#include "kernels/twin/crew.hpp"
 #include "kernels/twin/operands.hpp"
 #include "runtime/geometry.hpp"
 #include "runtime/memory.hpp"
@@ -31,8 +29,10 @@ struct TwinSettings {
 class TwinRank {
  public:
   /// heaps[p]: rank p's symmetric heap as mapped here, zeroed before the first call of any rank.
+  /// Its actors run on threads, unless `make_crew` makes something else; its puts are done at once,
+  /// unless there is a `nic`.
   TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank, std::vector<u8*> heaps,
-           const TwinSettings& settings);
+           const TwinSettings& settings, const MakeCrew& make_crew = {}, Nic* nic = nullptr);
   ~TwinRank();
   TwinRank(const TwinRank&) = delete;
   TwinRank& operator=(const TwinRank&) = delete;
@@ -53,6 +53,7 @@ class TwinRank {
   std::vector<u32> rows_sent() const;                // [peer]
   std::vector<u32> rows_received(u32 source) const;  // [local expert]
   u32 epoch() const { return *rank_.memory.epoch; }
+  const RankMemory& memory() const { return rank_.memory; }
 
  private:
   struct CallInFlight {
@@ -60,9 +61,7 @@ class TwinRank {
     const Operands* operands;
   };
 
-  void processor_thread(u32 index);
-  void os_thread(u32 warp);
-  void worker(u32 index);
+  void do_share(u32 worker);
   void install_jitter(u32 thread_index);
   u32 workers() const;
 
@@ -83,17 +82,8 @@ class TwinRank {
   Mapped intermediate_;
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
-
-  // Start and end of a call: the only lock, and not part of the protocol. It orders a call after
-  // the one before, as a kernel boundary does on the GPU.
-  std::mutex mutex_;
-  std::condition_variable started_;
-  std::condition_variable finished_;
-  std::optional<CallInFlight> in_flight_;
-  u64 generation_ = 0;
-  u32 running_ = 0;
-  bool stopping_ = false;
-  std::vector<std::thread> threads_;
+  std::optional<CallInFlight> in_flight_;  // crew_ orders it
+  std::unique_ptr<Crew> crew_;             // the last, so that its workers end first
 };
 
 }  // namespace moeos::twin

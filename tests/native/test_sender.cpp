@@ -15,6 +15,7 @@
 
 namespace {
 
+using moeos::Answer;
 using moeos::Buffer;
 using moeos::Call;
 using moeos::Failure;
@@ -197,14 +198,16 @@ void at_most_a_window_is_under_way_and_an_echo_opens_it() {
     step(world, 0, 20);
     expect(world.landed(1) == told + 64, "two chunks are put in a window of 72 rows");
     Failure failure{};
-    expect(world.sender(0).missing(failure) && failure.kind == FailureKind::echo_late &&
-               failure.peer == 1 && failure.seen == 64 && failure.expected == kWindow,
+    expect(world.sender(0).answer(failure) == Answer::missing &&
+               failure.kind == FailureKind::echo_late && failure.peer == 1 && failure.seen == 64 &&
+               failure.expected == kWindow,
            "the peer that has not told of them is named");
     step(world, 1, 1);
     told = world.landed(1);
   }
   Failure failure{};
-  expect(!world.sender(0).missing(failure), "nothing is missing when all has been told of");
+  expect(world.sender(0).answer(failure) == Answer::nothing,
+         "nothing is missing when all has been told of");
   expect(world.arrived_chunks(1) == kChunks && world.rows_are_right(1), "all rows are there");
 }
 
@@ -226,6 +229,7 @@ void rows_are_counted_beyond_the_largest_number() {
   *world.rank(0).memory.rows_put(1) = kBefore;
   *world.rank(0).here<u64>(world.rank(0).layout.echoed(1)) = kBefore;
   *world.rank(1).here<u64>(world.rank(1).layout.landed(0)) = kBefore;
+  world.rank(1).os->echo[0] = kBefore;
   world.ask_for_chunks(1);
   step(world, 0, 20);
   expect(world.landed(1) == kBefore + 64, "a window is a window");

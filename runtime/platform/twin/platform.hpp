@@ -14,18 +14,9 @@
 
 #include "runtime/base.hpp"
 #include "runtime/platform/concept.hpp"
+#include "runtime/platform/twin/interposer.hpp"
 
 namespace moeos::twin {
-
-/// What happens at every atomic access of the calling thread: nothing, or what a test wants (random
-/// delays today). Set for the thread's life by the engine, never from the runtime.
-class Interposer {
- public:
-  virtual ~Interposer() = default;
-  virtual void at_access() = 0;
-};
-
-inline thread_local Interposer* interposer = nullptr;
 
 class Machine {
  public:
@@ -34,9 +25,10 @@ class Machine {
   static constexpr u32 kSenders = 1;
 
   /// heaps[p]: rank p's heap as mapped in this process. The runtime is told that it can address
-  /// only the ranks of `self`'s node, and reaches the others by puts: the RDMA path without a NIC.
-  Machine(u8* const* heaps, u32 self, u32 ranks_per_node)
-      : heaps_(heaps), node_(self / ranks_per_node), ranks_per_node_(ranks_per_node) {}
+  /// only the ranks of `self`'s node, and reaches the others by puts: the RDMA path without a NIC,
+  /// unless there is one.
+  Machine(u8* const* heaps, u32 self, u32 ranks_per_node, Nic* nic = nullptr)
+      : heaps_(heaps), node_(self / ranks_per_node), ranks_per_node_(ranks_per_node), nic_(nic) {}
 
   static u32 lane() { return 0; }
   static u32 ballot(bool predicate) { return predicate ? 1U : 0U; }
@@ -101,6 +93,10 @@ class Machine {
   }
 
   static u64 now_ns() {
+    const u64 interposed = interposer != nullptr ? interposer->now_ns() : 0;
+    if (interposed != 0) {
+      return interposed;
+    }
     return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch() /
                             std::chrono::nanoseconds(1));
   }
@@ -108,6 +104,9 @@ class Machine {
   /// Waits a little longer each time: first on the core, then giving it up, then asleep. With fewer
   /// cores than threads the sleepers leave the cores to those that compute.
   static void pause(u32& idle) {
+    if (interposer != nullptr && interposer->at_pause()) {
+      return;
+    }
     constexpr u32 kSpins = 200;
     constexpr u32 kYields = 20;
     constexpr long kShortestSleep = 20'000;
@@ -127,14 +126,22 @@ class Machine {
 
   u8* peer(u32 rank) const { return rank / ranks_per_node_ == node_ ? heaps_[rank] : nullptr; }
 
-  // A put is done when it returns, so a release on the signal or word is all the order that it
-  // needs. Of a signal the runtime reads the lower half alone.
+  // Without a card a put is done when it returns, so a release on the signal or word is all the
+  // order that it needs. Of a signal the runtime reads the lower half alone.
   void put(u32 rank, u64 offset, const void* source, u64 bytes) const {
-    std::memcpy(heaps_[rank] + offset, source, bytes);
+    if (nic_ != nullptr) {
+      nic_->put(rank, offset, source, bytes);
+    } else {
+      std::memcpy(heaps_[rank] + offset, source, bytes);
+    }
   }
   void put_signal(u32 rank, u64 offset, const void* source, u64 bytes, u64 signal, SignalOp op,
                   u32 value) const {
-    put(rank, offset, source, bytes);
+    if (nic_ != nullptr) {
+      nic_->put_signal(rank, offset, source, bytes, signal, op, value);
+      return;
+    }
+    std::memcpy(heaps_[rank] + offset, source, bytes);
     auto* word = reinterpret_cast<u32*>(heaps_[rank] + signal);
     if (op == SignalOp::set) {
       store_release<Scope::system>(word, value);
@@ -143,12 +150,24 @@ class Machine {
     }
   }
   void put_word(u32 rank, u64 offset, u64 value) const {
+    if (nic_ != nullptr) {
+      nic_->put_word(rank, offset, value);
+      return;
+    }
     store_release<Scope::system>(reinterpret_cast<u64*>(heaps_[rank] + offset), value);
   }
   void add_word(u32 rank, u64 offset, u32 value) const {
+    if (nic_ != nullptr) {
+      nic_->add_word(rank, offset, value);
+      return;
+    }
     add_release<Scope::system>(reinterpret_cast<u32*>(heaps_[rank] + offset), value);
   }
-  void order_puts() const {}
+  void order_puts() const {
+    if (nic_ != nullptr) {
+      nic_->order_puts();
+    }
+  }
 
  private:
   template <class T>
@@ -172,6 +191,7 @@ class Machine {
   u8* const* heaps_;
   u32 node_;
   u32 ranks_per_node_;
+  Nic* nic_;
 };
 
 }  // namespace moeos::twin

@@ -1,0 +1,50 @@
+// Who runs a call's actors beside its caller: threads that sleep between calls.
+//
+// Start and end of a call go through one lock, which stands for the kernel boundary and is not part
+// of the protocol: it orders a call after the one before. May not know: what the workers do.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "runtime/base.hpp"
+
+namespace moeos::twin {
+
+class Crew {
+ public:
+  virtual ~Crew() = default;
+  /// Has every worker do its share of the call.
+  virtual void start() = 0;
+  /// Returns when all have.
+  virtual void join() = 0;
+};
+
+/// Makes a crew of so many workers; worker i does share(i) in each call.
+using MakeCrew = std::function<std::unique_ptr<Crew>(u32 workers, std::function<void(u32)> share)>;
+
+class ThreadCrew : public Crew {
+ public:
+  ThreadCrew(u32 workers, std::function<void(u32)> share);
+  ~ThreadCrew() override;
+  void start() override;
+  void join() override;
+
+ private:
+  void live(u32 index);
+
+  std::function<void(u32)> share_;
+  std::mutex mutex_;
+  std::condition_variable started_;
+  std::condition_variable finished_;
+  u64 generation_ = 0;
+  u32 running_ = 0;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace moeos::twin

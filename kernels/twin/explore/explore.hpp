@@ -1,0 +1,39 @@
+// One run of the real device OS in a small random world, in an order and with a fault that a seed
+// decides; what it must not do is give a wrong result, or not end.
+#pragma once
+
+#include <string>
+
+#include "kernels/twin/explore/schedule.hpp"
+#include "runtime/base.hpp"
+#include "runtime/watchdog.hpp"
+
+namespace moeos::twin {
+
+/// What happens to a world beside its calls.
+enum class Scenario : u32 {
+  quiet = 0,   ///< nothing: every result is right
+  nic = 1,     ///< remote peers' puts go through a hostile network card: every result is right
+  die = 2,     ///< a rank stops for good: the others name it within the deadline
+  stall = 3,   ///< a rank stands still for up to three deadlines: the same, or all is right
+  damage = 4,  ///< a word of a heap or of a rank's queues is overwritten: an error, or all is right
+};
+inline constexpr u32 kScenarios = 5;
+
+struct Outcome {
+  std::string wrong;  // what must not have happened, or ""
+  u32 world;          // ranks
+  u32 calls;          // that ended well and were compared with the right result
+  u32 failed;         // ranks whose calls ended with a failure
+  u64 kinds;          // bit FailureKind: of those
+  u64 points;         // atomic accesses
+  u64 switches;       // between fibers
+  u64 latency_ns;     // virtual: from the fault to the last rank's error
+  bool happened;      // the fault fell into the calls
+  std::string fault;  // in words
+};
+
+/// The same arguments give the same outcome.
+Outcome explore(u64 seed, Strategy strategy, Scenario scenario);
+
+}  // namespace moeos::twin

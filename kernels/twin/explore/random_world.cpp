@@ -1,0 +1,187 @@
+// Random layers, calls and results. See random_world.hpp.
+#include "kernels/twin/explore/random_world.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <system_error>
+
+namespace moeos::twin {
+
+namespace {
+
+u32 draw(Random& random, u32 low, u32 high) {
+  return std::uniform_int_distribution<u32>(low, high)(random);
+}
+
+std::vector<float> draw_floats(Random& random, u64 count, float scale) {
+  std::normal_distribution<float> normal(0.0F, scale);
+  std::vector<float> values(count);
+  for (float& value : values) {
+    value = normal(random);
+  }
+  return values;
+}
+
+}  // namespace
+
+RandomWorld draw_world(Random& random, Extent extent) {
+  const bool small = extent == Extent::fibers;
+  RandomWorld world{};
+  Geometry& g = world.geometry;
+  const u32 worlds[] = {1, 2, 3, 4, 8};
+  g.world = worlds[draw(random, 0, small ? 3 : 4)];
+  g.experts = g.world * draw(random, 1, 4);
+  g.top_k = draw(random, 1, minimum(g.experts, 8U));
+  // Now and then more than eight Route blocks: look-ups among them then take more than one round.
+  g.max_tokens = small                     ? draw(random, 1, 24)
+                 : draw(random, 0, 9) == 0 ? draw(random, 300, 600)
+                                           : draw(random, 1, 150);
+  const u32 eights = small ? 1 : 5;  // of columns
+  world.shape = LayerShape{8 * draw(random, 1, eights),
+                           8 * draw(random, 1, eights),
+                           draw(random, 0, 1) == 0 ? Activation::swiglu : Activation::relu,
+                           INFINITY,
+                           Scoring::softmax,
+                           true,
+                           1.0F,
+                           1,
+                           1};
+  g.row_bytes = world.shape.hidden * sizeof(float);
+  g.hidden_bytes = world.shape.intermediate * sizeof(float);
+  g.row_map = draw(random, 0, 1) == 0 ? RowMap::ragged : RowMap::capacity;
+  g.capacity = draw(random, 0, 2) == 0 ? draw(random, 1, g.max_tokens) : g.max_tokens;
+  g.chunk_rows = small ? 4 * draw(random, 1, 3) : 32;
+  g.tile_rows = small ? 8 * draw(random, 1, 2) : draw(random, 0, 1) == 0 ? 128 : 16;
+  g.route_tokens = small ? 8 : 32;
+  g.gemm0_parts = ceil_div(world.shape.intermediate, moeos::twin::gemm0_columns(world.shape));
+  g.gemm1_parts = ceil_div(world.shape.hidden, moeos::twin::kPlainColumns);
+  g.narrow_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
+  g.gemm0_narrow_parts = ceil_div(world.shape.intermediate, moeos::twin::kNarrowColumns);
+  g.gemm1_narrow_parts = ceil_div(world.shape.hidden, moeos::twin::kNarrowColumns);
+  g.processors = draw(random, 1, 3);
+  // All peers on one node, each on its own, or a mix of direct and remote peers.
+  const u32 ranks_per_node = draw(random, 0, 2) == 0 ? g.world : draw(random, 1, g.world);
+  g.remote = ranks_per_node < g.world ? 1 : 0;
+  g.window_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, 400);  // 0: as small as it may be
+  const bool split_os = draw(random, 0, 1) == 1;
+  const bool jitter = draw(random, 0, 3) == 0;
+  world.settings =
+      small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
+            : TwinSettings{20'000'000'000ULL, split_os, jitter ? 50.0 : 0.0, 1, ranks_per_node};
+  return world;
+}
+
+Experts draw_experts(Random& random, const RandomWorld& world) {
+  const u64 experts = world.geometry.experts;
+  const LayerShape& shape = world.shape;
+  return Experts{draw_floats(random, experts * shape.hidden, 1.0F),
+                 draw_floats(random, experts * shape.w1_rows() * shape.hidden, 0.3F),
+                 draw_floats(random, experts * shape.hidden * shape.intermediate, 0.3F)};
+}
+
+RankCall draw_call(Random& random, const RandomWorld& world) {
+  const Geometry& g = world.geometry;
+  RankCall call;
+  call.tokens = draw(random, 0, 3) == 0 ? 0 : draw(random, 0, g.max_tokens);
+  call.x = draw_floats(random, u64{call.tokens} * world.shape.hidden, 1.0F);
+  call.weights = draw_floats(random, u64{call.tokens} * g.top_k, 1.0F);
+  call.out.assign(u64{call.tokens} * world.shape.hidden, NAN);
+  const bool hot = draw(random, 0, 2) == 0;  // the same few experts for everyone
+  for (u32 token = 0; token < call.tokens; ++token) {
+    std::vector<i32> experts(g.experts);
+    for (u32 e = 0; e < g.experts; ++e) {
+      experts[e] = static_cast<i32>(e);
+    }
+    if (!hot) {
+      std::shuffle(experts.begin(), experts.end(), random);
+    }
+    for (u32 j = 0; j < g.top_k; ++j) {
+      call.ids.push_back(draw(random, 0, 9) == 0 ? -1 : experts[j]);
+    }
+  }
+  return call;
+}
+
+Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank, RankCall& call) {
+  static const i32 kNobody = -1;  // routing is given even where there is no token
+  const u64 first = u64{rank} * world.geometry.local_experts();
+  const LayerShape& shape = world.shape;
+  return Operands{Element::kFloat32,
+                  call.x.data(),
+                  experts.gate.data(),
+                  nullptr,
+                  call.ids.empty() ? &kNobody : call.ids.data(),
+                  call.weights.data(),
+                  &experts.w1[first * shape.w1_rows() * shape.hidden],
+                  nullptr,
+                  &experts.w2[first * shape.hidden * shape.intermediate],
+                  nullptr,
+                  call.out.data()};
+}
+
+/// The layer's definition, in double precision, one pair at a time.
+double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call) {
+  const Geometry& g = world.geometry;
+  const u32 hidden = world.shape.hidden;
+  const u32 inner = world.shape.intermediate;
+  const u32 rows = world.shape.w1_rows();
+  std::vector<u32> used(g.experts, 0);
+  double worst = 0.0;
+  for (u32 token = 0; token < call.tokens; ++token) {
+    const float* x = &call.x[u64{token} * hidden];
+    std::vector<double> sum(hidden, 0.0);
+    for (u32 j = 0; j < g.top_k; ++j) {
+      const i32 expert = call.ids[token * g.top_k + j];
+      if (expert < 0 || used[expert]++ >= g.capacity) {
+        continue;
+      }
+      std::vector<double> inside(inner);
+      for (u32 i = 0; i < inner; ++i) {
+        double gate = 0.0;
+        double up = 0.0;
+        for (u32 h = 0; h < hidden; ++h) {
+          gate += double{x[h]} * experts.w1[(u64{rows} * expert + i) * hidden + h];
+          up += world.shape.gated()
+                    ? double{x[h]} * experts.w1[(u64{rows} * expert + inner + i) * hidden + h]
+                    : 0.0;
+        }
+        inside[i] =
+            world.shape.gated() ? gate / (1.0 + std::exp(-gate)) * up : std::fmax(gate, 0.0);
+      }
+      for (u32 h = 0; h < hidden; ++h) {
+        double value = 0.0;
+        for (u32 i = 0; i < inner; ++i) {
+          value += inside[i] * experts.w2[(u64{hidden} * expert + h) * inner + i];
+        }
+        sum[h] += value * call.weights[token * g.top_k + j];
+      }
+    }
+    for (u32 h = 0; h < hidden; ++h) {
+      const double error =
+          std::fabs(sum[h] - call.out[u64{token} * hidden + h]) / (1.0 + std::fabs(sum[h]));
+      worst = std::isnan(error) ? INFINITY : std::fmax(worst, error);
+    }
+  }
+  return worst;
+}
+
+Heaps::Heaps(const Geometry& geometry) : bytes_(Layout(geometry).bytes()) {
+  for (u32 p = 0; p < geometry.world; ++p) {
+    void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+      throw std::system_error(errno, std::generic_category(), "mapping a heap");
+    }
+    addresses_.push_back(static_cast<u8*>(memory));
+  }
+}
+
+Heaps::~Heaps() {
+  for (u8* memory : addresses_) {
+    munmap(memory, bytes_);
+  }
+}
+
+}  // namespace moeos::twin

@@ -1,0 +1,70 @@
+// Random small layers and calls, and their results in double precision.
+//
+// Routing is given by the caller, so that a near-tie in the router cannot be mistaken for an error.
+// May not know: how ranks run.
+#pragma once
+
+#include <random>
+#include <vector>
+
+#include "kernels/shape.hpp"
+#include "kernels/twin/forward.hpp"
+#include "kernels/twin/operands.hpp"
+#include "runtime/geometry.hpp"
+#include "runtime/layout.hpp"
+
+namespace moeos::twin {
+
+using Random = std::mt19937_64;
+
+/// What a world is drawn for.
+enum class Extent {
+  threads,  ///< up to 8 ranks and 600 tokens
+  fibers,   ///< up to 4 ranks and 24 tokens, in chunks and tiles of few rows: many messages, little
+            ///< to compute; a deadline of a millisecond, for a clock that only idling moves
+};
+
+struct RandomWorld {
+  Geometry geometry;
+  LayerShape shape;
+  TwinSettings settings;
+};
+RandomWorld draw_world(Random& random, Extent extent);
+
+/// All experts' weights.
+struct Experts {
+  std::vector<float> gate, w1, w2;
+};
+Experts draw_experts(Random& random, const RandomWorld& world);
+
+/// One call of one rank.
+struct RankCall {
+  u32 tokens = 0;
+  std::vector<float> x, weights, out;
+  std::vector<i32> ids;
+};
+RankCall draw_call(Random& random, const RandomWorld& world);
+
+/// What rank `rank` hands to TwinRank::forward.
+Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank, RankCall& call);
+
+/// By how much the largest element of `call.out` is wrong: |difference| / (1 + |right value|);
+/// infinite for a value that is not a number.
+double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call);
+inline constexpr double kErrorMost = 1e-4;  // in float32
+
+/// The symmetric heaps of a world, zeroed.
+class Heaps {
+ public:
+  explicit Heaps(const Geometry& geometry);
+  ~Heaps();
+  Heaps(const Heaps&) = delete;
+  Heaps& operator=(const Heaps&) = delete;
+  const std::vector<u8*>& addresses() const { return addresses_; }
+
+ private:
+  u64 bytes_;
+  std::vector<u8*> addresses_;
+};
+
+}  // namespace moeos::twin

@@ -1,0 +1,39 @@
+// Hooks of the twin's machine: what a test puts between the runtime and memory, clock and network.
+//
+// None is installed in ordinary use. May not know: what a word means, who accesses it.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/platform/concept.hpp"
+
+namespace moeos::twin {
+
+/// What happens around the accesses of the calling thread. Set for the thread's life by whoever
+/// runs it, never from the runtime.
+class Interposer {
+ public:
+  virtual ~Interposer() = default;
+  /// Before each atomic access.
+  virtual void at_access() = 0;
+  /// In place of a pause between two looks; false: pause as usual.
+  virtual bool at_pause() { return false; }
+  /// In place of the clock, in nanoseconds; 0: the machine's own.
+  virtual u64 now_ns() { return 0; }
+};
+
+inline thread_local Interposer* interposer = nullptr;
+
+/// A network card in place of puts that are done when they return. Its functions have the contract
+/// of Platform's puts (runtime/platform/concept.hpp), of one rank.
+class Nic {
+ public:
+  virtual ~Nic() = default;
+  virtual void put(u32 rank, u64 offset, const void* source, u64 bytes) = 0;
+  virtual void put_signal(u32 rank, u64 offset, const void* source, u64 bytes, u64 signal,
+                          SignalOp op, u32 value) = 0;
+  virtual void put_word(u32 rank, u64 offset, u64 value) = 0;
+  virtual void add_word(u32 rank, u64 offset, u32 value) = 0;
+  virtual void order_puts() = 0;
+};
+
+}  // namespace moeos::twin
