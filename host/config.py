@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -18,10 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from moeos.files import read_toml
 
 Activation = Literal["swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity"]
 Scoring = Literal["softmax", "sigmoid"]
@@ -33,6 +29,11 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
+MAX_EXPERTS = 1 << 16
+"""The most experts of a layer, over all ranks."""
+
+_MAX_INTEGER = 2**31 - 1  # the runtime counts in 32 bits
+_MIN_NUMBER, _MAX_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _MINIMUM_CAPACITY_FACTOR = 1e-6
 _CAPACITY_DENOMINATOR = 10**6
 
@@ -41,10 +42,12 @@ _CAPACITY_DENOMINATOR = 10**6
 class MoEConfig:
     """The shape and the rules of one Mixture-of-Experts layer.
 
+    Integers are at most 2^31 - 1; other numbers are positive and within the range of float32.
+
     Attributes:
         hidden: H, elements of a token; a positive multiple of 8.
         intermediate: I, elements between the two GEMMs of an expert; a positive multiple of 8.
-        experts: E, routed experts over all ranks.
+        experts: E, routed experts over all ranks; at most MAX_EXPERTS.
         top_k: k, experts of a token; 1 <= k <= E.
         activation: "swiglu" (gated: silu(gate) * up), "gelu" (exact, with erf), "gelu_tanh",
             "silu", "relu" or "identity".
@@ -95,6 +98,8 @@ class MoEConfig:
             self._check_integer(name, multiple=8)
         for name in ("experts", "top_k", "max_tokens", "expert_groups", "top_groups"):
             self._check_integer(name)
+        if self.experts > MAX_EXPERTS:
+            raise self._error("experts", f"at most {MAX_EXPERTS}")
         for name in ("renormalize", "selection_bias", "bias"):
             self._check_type(name, bool)
         self._check_choice("activation", get_args(Activation))
@@ -196,20 +201,27 @@ class MoEConfig:
             ValueError: it is not TOML, a key is unknown or missing, or a value is not allowed.
             TypeError: a value has the wrong type.
         """
-        with open(path, "rb") as file:
-            try:
-                values: dict[str, Any] = tomllib.load(file)
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}: not a TOML file: {error}") from error
+        values = read_toml(path)
         run = values.pop("run", {})
         if not isinstance(run, dict):
             raise TypeError(f"{path}: run is {run!r}; it must be a table, [run]")
+        try:
+            return cls.from_table(values, others=["run"])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{path}: {error}") from None
+
+    @classmethod
+    def from_table(cls, values: Mapping[str, Any], others: Iterable[str] = ()) -> MoEConfig:
+        """The config of a TOML table that has been read; `others` are keys that stand beside it.
+
+        Raises `ValueError` and `TypeError` as `from_toml` does, without a file's name.
+        """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for key in values:
             if key not in fields:
                 raise ValueError(
-                    f"{path}: unknown key {key!r}; the nearest valid one is "
-                    f"{_nearest(key, [*fields, 'run'])!r}"
+                    f"unknown key {key!r}; the nearest valid one is "
+                    f"{_nearest(key, [*fields, *others])!r}"
                 )
         missing = [
             name
@@ -217,13 +229,9 @@ class MoEConfig:
             if field.default is dataclasses.MISSING and name not in values
         ]
         if missing:
-            raise ValueError(f"{path}: missing key {', '.join(missing)}")
-        try:
-            if "dtype" in values:
-                values["dtype"] = _dtype_of(values["dtype"])
-            return cls(**values)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{path}: {error}") from None
+            raise ValueError(f"missing key {', '.join(missing)}")
+        dtype = {"dtype": _dtype_of(values["dtype"])} if "dtype" in values else {}
+        return cls(**{**values, **dtype})
 
     def _check_type(self, name: str, kind: type) -> None:
         value = getattr(self, name)
@@ -236,14 +244,18 @@ class MoEConfig:
         if value < 1 or value % multiple != 0:
             allowed = "at least 1" if multiple == 1 else f"a positive multiple of {multiple}"
             raise self._error(name, allowed)
+        if value > _MAX_INTEGER:
+            raise self._error(name, f"at most {_MAX_INTEGER}")
 
     def _check_positive_number(self, name: str) -> None:
         """Check a float field and store an int as the float that it means."""
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(_must_be(name, value, "a number"))
-        if not (math.isfinite(value) and value > 0):
+        if not 0 < value < math.inf:
             raise self._error(name, "finite and greater than 0")
+        if not _MIN_NUMBER <= value <= _MAX_NUMBER:
+            raise self._error(name, f"{_MIN_NUMBER:.8g} to {_MAX_NUMBER:.8g}, as float32 has it")
         object.__setattr__(self, name, float(value))
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:

@@ -105,6 +105,7 @@ def _exchange(control: ControlPlane, size: int) -> list[_Mapping]:
         with _agreement(control, "the memory of a heap"):
             descriptor = os.memfd_create("moeos-heap", os.MFD_CLOEXEC)
             descriptors.callback(os.close, descriptor)
+            os.fchmod(descriptor, 0o600)  # it is made with 0777
             os.ftruncate(descriptor, size)
         status = os.fstat(descriptor)
         offer = (os.getpid(), descriptor, (status.st_dev, status.st_ino, status.st_size))

@@ -1,8 +1,9 @@
 """Compiled kernels on disk, so that a layer of a known shape starts at once.
 
 One file holds one entry under its key; ranks that start together make an entry once. Code that will
-run is loaded from here, so the folder and its files belong to this user alone. This file knows
-nothing of compilers or of what an entry holds.
+run is loaded from here, so the folder and its files belong to this user alone, and a folder or a
+file that others can have changed is not used. This file knows nothing of compilers or of what an
+entry holds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_ENTRY_BYTES = 1 << 26
 LOCK_SECONDS = 600.0
 """How long an entry that another process is making is waited for; then it is made here as well."""
 
-_MAGIC = b"moeos kernel 1\n"
+_MAGIC = b"moeos kernel 2\n"
 _SUFFIX = ".kernel"
 _UNFINISHED = ".tmp"
 _PAUSE = 0.05  # seconds between two looks at a lock
@@ -43,8 +44,9 @@ def get_or_make(
     """The entry `key`, and whether it was found; if it was not, `make` makes it and it is stored.
 
     Among processes and threads of one host that ask for the same missing entry, one makes it and
-    the others wait, for at most `LOCK_SECONDS`. A damaged entry and one of another owner count as
-    missing. Where there is no usable folder, a warning says why and `make` makes every entry.
+    the others wait, for at most `LOCK_SECONDS`. An entry that is damaged or another key's, a link,
+    and one that another user owns or may write count as missing. Where there is no usable folder, a
+    warning says why and `make` makes every entry.
 
     Args:
         key: hexadecimal digits.
@@ -52,76 +54,89 @@ def get_or_make(
         folder: None for `default_folder()`.
     """
     folder = default_folder() if folder is None else folder
-    try:
-        _prepare(folder)
-    except OSError as error:
-        warnings.warn(f"compiled kernels are not kept in {folder}: {error}", stacklevel=2)
-        return make(), False
-    path = folder / (key + _SUFFIX)
-    found = _load(path)
-    if found is not None:
-        return found, True
-    with _lock(folder / f"{key[:2]}.lock"):
-        found = _load(path)
+    with contextlib.ExitStack() as held:
+        try:
+            _prepare(folder)
+            found = _load(folder, key)
+            if found is not None:
+                return found, True
+            held.enter_context(_lock(folder / f"{key[:2]}.lock"))
+        except OSError as error:
+            warnings.warn(f"compiled kernels are not kept in {folder}: {error}", stacklevel=2)
+            return make(), False
+        found = _load(folder, key)
         if found is not None:
             return found, True
         made = make()
         try:
-            _store(path, made)
+            _store(folder, key, made)
         except OSError as error:
             warnings.warn(f"a compiled kernel is not kept in {folder}: {error}", stacklevel=2)
         return made, False
 
 
 def _prepare(folder: Path) -> None:
-    """Makes the folder this user's alone; `OSError` if it cannot be."""
+    """Makes the folder this user's alone; `OSError` if it is not or cannot be."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError("the folder is a link; set XDG_CACHE_HOME to where it leads")
     if status.st_uid != os.geteuid():
         raise PermissionError(
             f"the folder belongs to user {status.st_uid}, not to {os.geteuid()}; set XDG_CACHE_HOME"
         )
+    if status.st_mode & 0o022:
+        raise PermissionError("others may write to the folder; remove it, or set XDG_CACHE_HOME")
     if status.st_mode & 0o077:
         folder.chmod(0o700)
 
 
-def _load(path: Path) -> bytes | None:
+def _load(folder: Path, key: str) -> bytes | None:
     """An entry's bytes; None if there is no whole one that only this user can have written."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is not waited for
+    head = _head(key, b"")
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(folder / (key + _SUFFIX), flags)
     except OSError:
         return None
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if (
             not stat.S_ISREG(status.st_mode)
             or status.st_uid != os.geteuid()
             or status.st_mode & 0o022
-            or status.st_size > MAX_ENTRY_BYTES
+            or status.st_size > len(head) + MAX_ENTRY_BYTES
         ):
             return None
-        text = file.read()
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(status.st_size)
         with contextlib.suppress(OSError):
             os.utime(descriptor)  # the order in which entries go
-    start = len(_MAGIC) + hashlib.sha256().digest_size
-    magic, digest, entry = text[: len(_MAGIC)], text[len(_MAGIC) : start], text[start:]
-    return entry if magic == _MAGIC and digest == hashlib.sha256(entry).digest() else None
+    finally:
+        os.close(descriptor)
+    entry = text[len(head) :]
+    return entry if text.startswith(_head(key, entry)) else None
 
 
-def _store(path: Path, entry: bytes) -> None:
+def _head(key: str, entry: bytes) -> bytes:
+    """What stands before an entry; its key is part of it, so a renamed file is no entry."""
+    return _MAGIC + hashlib.sha256(key.encode() + b"\n" + entry).digest()
+
+
+def _store(folder: Path, key: str, entry: bytes) -> None:
     """Puts an entry in its place, whole, in one step; old ones make room."""
     if len(entry) > MAX_ENTRY_BYTES:
         raise OSError(f"it has {len(entry)} bytes; at most {MAX_ENTRY_BYTES} are kept")
-    descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, path.stem[:16], path.parent)  # mode 0600
+    descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, key[:16], folder)  # mode 0600
     try:
         with open(descriptor, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(entry).digest() + entry)
-        os.replace(unfinished, path)
+            file.write(_head(key, entry) + entry)
+        os.replace(unfinished, folder / (key + _SUFFIX))
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(unfinished)
         raise
-    _prune(path.parent)
+    _prune(folder)
 
 
 def _prune(folder: Path) -> None:

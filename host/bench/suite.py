@@ -15,17 +15,13 @@ It knows nothing of devices, ranks or how anything is measured.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from moeos.config import DTYPES, MoEConfig
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from moeos.cli.routing import LARGEST_EXPONENT
+from moeos.config import MoEConfig
+from moeos.files import read_toml
 
 GATE = "gate"
 """The routing of a case in which the layer routes by its own gate."""
@@ -118,10 +114,7 @@ def read(path: Path) -> Suite:
         OSError: the file, or a layer's, cannot be read.
         ValueError, TypeError: it is not as the head of this module says.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a TOML file: {error}") from error
+    values = read_toml(path)
     try:
         return _suite(values, path.parent)
     except (ValueError, TypeError) as error:
@@ -146,6 +139,9 @@ def _suite(values: Mapping[str, Any], folder: Path) -> Suite:
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     common = {key: values[key] for key in _INHERITED if key in values}
+    for entry in values["shapes"]:
+        if not isinstance(entry, dict):
+            raise TypeError(f"shapes has {entry!r}; each must be a table, [[shapes]]")
     shapes = tuple(_shape({**common, **entry}, folder) for entry in values["shapes"])
     names = [shape.name for shape in shapes]
     if not names or len(set(names)) < len(names):
@@ -166,6 +162,9 @@ def _shape(values: Mapping[str, Any], folder: Path) -> Shape:
         cases.insert(0, Case(1, lone=True))
     if zipf_tokens and "zipf_exponent" not in values:
         raise ValueError("zipf_tokens needs a zipf_exponent")
+    exponent = values.get("zipf_exponent", 1.0)
+    if not 0 < exponent <= LARGEST_EXPONENT:
+        raise ValueError(f"zipf_exponent is {exponent}; allowed: above 0, to {LARGEST_EXPONENT:g}")
     cases += [Case(count, routing=f"zipf:{values['zipf_exponent']:g}") for count in zipf_tokens]
     cfg = dataclasses.replace(
         _layer(values, folder), max_tokens=max(1, max(case.tokens for case in cases))
@@ -176,10 +175,7 @@ def _shape(values: Mapping[str, Any], folder: Path) -> Shape:
 def _layer(values: Mapping[str, Any], folder: Path) -> MoEConfig:
     if "config" in values:
         return MoEConfig.from_toml(folder / values["config"])
-    fields = dict(values["layer"])
-    if "dtype" in fields:
-        fields["dtype"] = DTYPES[fields["dtype"]]
-    return MoEConfig(**fields)
+    return MoEConfig.from_table(values["layer"])
 
 
 def _counts(name: str, values: Collection[object]) -> list[int]:

@@ -44,6 +44,8 @@ def execute(config: Path, arch: str, ranks: int, transport: str, json_file: Path
     """
     cfg = MoEConfig.from_toml(config)
     output.check_writable(json_file)
+    if ranks < 1:
+        raise ValueError(f"--ranks is {ranks}; it must be at least 1")
     virtual_ranks = ranks if transport == "mapped" else 1
     shape = KernelShape(
         cfg=cfg,

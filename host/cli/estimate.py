@@ -7,6 +7,7 @@ rules of the tile plan (runtime/tile_plan.hpp). Nothing is allocated and nothing
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import get_args
 
 from moeos.config import MoEConfig, RowMap
@@ -127,8 +128,8 @@ def weight_bytes_per_rank(cfg: MoEConfig, ranks: int) -> int:
     return router + cfg.experts_per_rank(ranks) * _expert_bytes(cfg)
 
 
-def even_routing(cfg: MoEConfig, ranks: int, tokens: int) -> list[list[int]]:
-    """Rows from each source to each expert, [P][E], when pairs go to the experts in turn.
+def even_routing(cfg: MoEConfig, source: int, experts: range, tokens: int) -> list[int]:
+    """Rows from a source to each of `experts`, when pairs go to the experts in turn.
 
     Pairs are numbered over the world, S·k from each rank; pair i goes to expert i mod E. So all
     experts get equally many, to within one, and the k experts of a token are different.
@@ -139,11 +140,8 @@ def even_routing(cfg: MoEConfig, ranks: int, tokens: int) -> list[list[int]]:
         return (pair - 1 - expert) // cfg.experts + 1  # pairs below `pair` that go to `expert`
 
     return [
-        [
-            before((source + 1) * per_rank, expert) - before(source * per_rank, expert)
-            for expert in range(cfg.experts)
-        ]
-        for source in range(ranks)
+        before((source + 1) * per_rank, expert) - before(source * per_rank, expert)
+        for expert in experts
     ]
 
 
@@ -162,15 +160,19 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     local = cfg.experts_per_rank(ranks)
     sizes = sizes_of(dataclasses.replace(cfg, row_map="ragged"), ranks, processors=1)
     capacity = cfg.capacity(tokens)
-    wanted = even_routing(cfg, ranks, tokens)
-    rows = [[n if capacity is None else min(n, capacity) for n in source] for source in wanted]
-    to_rank = [sum(rows[0][peer * local : (peer + 1) * local]) for peer in range(ranks)]
+
+    def rows(source: int, experts: range) -> list[int]:
+        wanted = even_routing(cfg, source, experts, tokens)
+        return wanted if capacity is None else [min(n, capacity) for n in wanted]
+
+    sent = rows(0, range(cfg.experts))
+    to_rank = [sum(sent[peer * local : (peer + 1) * local]) for peer in range(ranks)]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
 
     tiles = padding = flags = received = busy_experts = 0
     starts = [0] * ranks
-    for expert in range(local):
-        of_source = [source[expert] for source in rows]
+    # Of the other ranks only what they send to rank 0: all would be P times E numbers.
+    for of_source in zip(*(rows(source, range(local)) for source in range(ranks)), strict=True):
         packed = pack_tiles(of_source, sizes.tile_rows)
         tiles += len(packed)
         for source, slot, n in (segment for tile in packed for segment in tile):
@@ -204,13 +206,13 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         expert_flops=2 * received * (cfg.w1_rows + cfg.intermediate) * cfg.hidden,
         weight_bytes=busy_experts * _expert_bytes(cfg),
         dispatch_bytes=sum(to_rank[1:]) * row_bytes,
-        combine_bytes=(received - sum(rows[0][:local])) * row_bytes,
+        combine_bytes=(received - sum(sent[:local])) * row_bytes,
         count_bytes=8 * (ranks - 1) * local,
         flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags),
     )
 
 
-def pack_tiles(rows: list[int], tile_rows: int) -> list[list[tuple[int, int, int]]]:
+def pack_tiles(rows: Sequence[int], tile_rows: int) -> list[list[tuple[int, int, int]]]:
     """The row tiles of one expert: lists of segments (source, first slot, rows).
 
     Full tiles of one source each, then all sources' remainders merged: a segment is padded to 8

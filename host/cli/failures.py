@@ -25,6 +25,8 @@ FAILURE = 3
 _BAD_INPUT = (ValueError, TypeError, OSError)
 _FAILURES = (RuntimeError, MemoryError)
 
+_LONGEST = 2000  # characters of a sentence: a value in it may be as long as a file
+
 Value = TypeVar("Value")
 
 
@@ -87,9 +89,14 @@ def together(world: World, command: Callable[[], int]) -> int:
 
 
 def _sentence(error: BaseException) -> str:
+    text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+        text = f"{error.filename}: {error.strerror}"
+    sentence = " ".join(text.split()) or type(error).__name__
+    if len(sentence) > _LONGEST:
+        sentence = f"{sentence[: _LONGEST // 2]} ... {sentence[-_LONGEST // 2 :]}"
+    # A name from a file may hold what would move a terminal's cursor.
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in sentence)
 
 
 def _remember(error: Exception) -> None:

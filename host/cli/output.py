@@ -61,8 +61,15 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Writes a document, with null for numbers that JSON has no word for."""
-    path.write_text(json.dumps(_finite(document), indent=2) + "\n", encoding="utf-8")
+    """Writes a document, with null for numbers that JSON has no word for.
+
+    Raises `OSError`, which names the file.
+    """
+    text = json.dumps(_finite(document), indent=2) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:  # of a full disk it names none
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _finite(value: Any) -> Any:

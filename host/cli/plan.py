@@ -54,6 +54,8 @@ def execute(config: Path, ranks: int, tokens: int | None, json_file: Path | None
     """
     cfg = MoEConfig.from_toml(config)
     output.check_writable(json_file)
+    if ranks < 1:
+        raise ValueError(f"--ranks is {ranks}; it must be at least 1")
     sizes = estimate.sizes_by_row_map(cfg, ranks)
     weights = estimate.weight_bytes_per_rank(cfg, ranks)
     work = estimate.work_of(cfg, ranks, cfg.max_tokens if tokens is None else tokens)

@@ -16,7 +16,8 @@ from moeos.config import MoEConfig
 
 PATTERNS = "uniform, zipf:A (A > 0), one-expert, empty-rank:R (R a rank)"
 
-_LARGEST_EXPONENT = 100.0
+LARGEST_EXPONENT = 100.0
+"""The largest A of "zipf:A"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ def parse_pattern(text: str) -> Pattern:
             exponent = float(value)
         except ValueError:
             raise wrong from None
-        if 0 < exponent <= _LARGEST_EXPONENT:
+        if 0 < exponent <= LARGEST_EXPONENT:
             return Pattern("zipf", exponent=exponent)
     raise wrong
 

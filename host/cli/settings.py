@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import sys
 from pathlib import Path
-from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+from moeos.files import read_toml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +35,10 @@ def read_settings(path: Path) -> RunSettings:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a key is unknown.
+        ValueError: it is not a TOML file, or a key is unknown.
         TypeError: a value has the wrong type.
     """
-    with path.open("rb") as file:
-        values: dict[str, Any] = tomllib.load(file).get("run", {})
+    values = read_toml(path).get("run", {})
     kinds = {"tokens": int, "iterations": int, "vary_tokens": bool, "text": list}
     for key, value in values.items():
         if key not in kinds:

@@ -8,6 +8,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moeos.files import open_regular
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
 
 class SafetensorsFile(Mapping[str, Tensor]):
     """The tensors of a file by name; each is read when it is looked up, and never kept.
@@ -17,22 +21,28 @@ class SafetensorsFile(Mapping[str, Tensor]):
 
     Raises:
         OSError: there is no such file.
-        ValueError: it is not a safetensors file.
+        ValueError: it is not a safetensors file, or a tensor that is looked up is of a kind that
+            PyTorch does not have.
     """
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb"):  # for its OSError, which names the file
-            pass
+        open_regular(path).close()  # for its errors, which name the file
+        self._path = path
         try:
             self.file = safe_open(path, framework="pt")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:  # OSError: it cannot be mapped
             raise ValueError(f"{path}: not a safetensors file: {error}") from error
         self._names = dict.fromkeys(self.file.keys())
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        tensor: Tensor = self.file.get_tensor(name)
+        try:
+            tensor: Tensor = self.file.get_tensor(name)
+        except (SafetensorError, RuntimeError, TypeError) as error:
+            # Its dtype or a length is none of PyTorch's: the error's first line says which.
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{name} in {self._path} cannot be read: {reason}") from error
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -52,7 +62,7 @@ def read_rows(path: Path, hidden: int, rank: int, ranks: int) -> Tensor:
 
     Raises:
         OSError: there is no such file.
-        ValueError: it is not a safetensors file, or has no such floating point tensor.
+        ValueError: it is not a safetensors file, or has no such tensor of floating point numbers.
     """
     names = SafetensorsFile(path)
     if "x" not in names:
@@ -61,9 +71,11 @@ def read_rows(path: Path, hidden: int, rank: int, ranks: int) -> Tensor:
     shape = every.get_shape()
     if len(shape) != 2 or shape[1] != hidden:
         raise ValueError(f"x in {path} has shape {shape}; it must be [tokens, {hidden}]")
+    if every.get_dtype() not in _FLOATS:
+        raise ValueError(
+            f"x in {path} has dtype {every.get_dtype()}; it must be one of {', '.join(_FLOATS)}"
+        )
     rows: Tensor = every[slice(*piece(shape[0], rank, ranks))]
-    if not rows.is_floating_point():
-        raise ValueError(f"x in {path} has dtype {rows.dtype}; it must be a floating point type")
     return rows
 
 

@@ -7,14 +7,20 @@ of layers or ranks.
 from __future__ import annotations
 
 import glob
+import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moeos.files import open_regular
+
 MAX_TEXT_BYTES = 1 << 28
 """The most bytes that are read as tokens."""
+MAX_DOCUMENTS = 1 << 16
+"""The most paths that a pattern may match."""
 
 _CONTEXT = 8  # bytes that a token depends on: its own and those before it
 _DECAY = 0.5  # of a byte's part in a token, with every byte that follows it
@@ -31,21 +37,33 @@ def read_documents(patterns: Sequence[str], folder: Path) -> Tensor:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: there is no byte to read, or more than MAX_TEXT_BYTES.
+        ValueError: there is no byte to read, or more than MAX_TEXT_BYTES; a pattern matches more
+            than MAX_DOCUMENTS paths; a document is not a file.
     """
     documents: dict[Path, None] = {}  # in order, each once
     for pattern in patterns:
         path = str(folder / pattern)
-        found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
+        found = [path]
+        if glob.has_magic(path):
+            every = glob.iglob(path, recursive=True)
+            found = sorted(itertools.islice(every, MAX_DOCUMENTS + 1))
+            if len(found) > MAX_DOCUMENTS:
+                raise ValueError(f"the pattern {pattern} matches more than {MAX_DOCUMENTS} paths")
         documents |= dict.fromkeys(Path(name) for name in found if not Path(name).is_dir())
-    total = sum(document.stat().st_size for document in documents)
+    total = 0
+    for document in documents:
+        with open_regular(document) as file:
+            total += os.fstat(file.fileno()).st_size
     if not 0 < total <= MAX_TEXT_BYTES:
         raise ValueError(
             f"the documents {', '.join(patterns)} in {folder} have {total} bytes; allowed: 1 to "
             f"{MAX_TEXT_BYTES}"
         )
-    content = b"".join(document.read_bytes() for document in documents)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    content = bytearray()
+    for document in documents:
+        with open_regular(document) as file:
+            content += file.read(MAX_TEXT_BYTES - len(content))  # it may have grown meanwhile
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 class ByteEmbedding:

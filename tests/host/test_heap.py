@@ -137,6 +137,29 @@ def test_no_file_descriptor_stays_open() -> None:
         assert before == after
 
 
+def test_the_memory_of_a_heap_is_its_owners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    create = os.memfd_create
+
+    def keep(name: str, flags: int) -> int:
+        descriptor = create(name, flags)
+        made.append(os.dup(descriptor))
+        return descriptor
+
+    monkeypatch.setattr("moeos.heap.os.memfd_create", keep)
+
+    def look(control: ControlPlane) -> tuple[int, int]:
+        heap = SymmetricHeap(control, BYTES)
+        [descriptor] = made
+        status = os.fstat(descriptor)
+        os.close(descriptor)
+        control.barrier()
+        heap.close()
+        return status.st_mode & 0o777, status.st_uid
+
+    assert over_a_store(look, 2) == [(0o600, os.geteuid())] * 2
+
+
 def test_closing_gives_back_every_mapping() -> None:
     def mapped(control: ControlPlane) -> tuple[int, int]:
         heap = SymmetricHeap(control, BYTES)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ from moeos.kernel_cache import get_or_make
 from tests.processes import ForkedRanks
 
 KEY = "ab" + "0" * 62
+ANOTHER = 65534
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
 @pytest.fixture
@@ -62,9 +67,84 @@ def test_folder_and_entry_are_the_owners_alone(folder: Path) -> None:
 
 def test_a_folder_that_others_may_enter_is_closed_to_them(folder: Path) -> None:
     folder.mkdir(parents=True)
-    folder.chmod(0o777)
+    folder.chmod(0o755)
     get_or_make(KEY, Maker(), folder)
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_a_folder_that_others_may_write_to_is_not_used(folder: Path, mode: int) -> None:
+    get_or_make(KEY, Maker(b"planted"), folder)
+    folder.chmod(mode)
+    with pytest.warns(UserWarning, match="others may write to the folder"):
+        assert get_or_make(KEY, Maker(), folder) == (b"code", False)
+
+
+def test_a_folder_that_is_a_link_is_not_used(folder: Path, tmp_path: Path) -> None:
+    get_or_make(KEY, Maker(b"planted"), folder)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.warns(UserWarning, match="the folder is a link"):
+        assert get_or_make(KEY, Maker(), tmp_path / "link") == (b"code", False)
+
+
+def test_an_entry_that_was_renamed_is_not_another_keys(folder: Path) -> None:
+    get_or_make(KEY, Maker(b"another"), folder)
+    other = KEY[:-1] + "1"
+    file_of(folder).rename(folder / f"{other}.kernel")
+    assert get_or_make(other, Maker(), folder) == (b"code", False)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_what_is_no_file_is_no_entry(folder: Path, kind: str) -> None:
+    folder.mkdir(mode=0o700, parents=True)
+    path = folder / f"{KEY}.kernel"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a folder cannot be replaced by the entry
+        assert get_or_make(KEY, Maker(), folder) == (b"code", False)
+
+
+def test_a_lock_that_cannot_be_opened_keeps_nobody_from_compiling(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True)
+    (folder / f"{KEY[:2]}.lock").symlink_to(folder / "elsewhere")
+    with pytest.warns(UserWarning, match="compiled kernels are not kept in"):
+        assert get_or_make(KEY, Maker(), folder) == (b"code", False)
+    assert not (folder / "elsewhere").exists()
+
+
+@needs_root
+def test_what_another_user_really_owns_is_not_loaded(folder: Path) -> None:
+    get_or_make(KEY, Maker(b"planted"), folder)
+    os.chown(file_of(folder), ANOTHER, ANOTHER)
+    assert get_or_make(KEY, Maker(b"mine"), folder) == (b"mine", False)
+    assert file_of(folder).stat().st_uid == os.geteuid()
+    os.chown(folder, ANOTHER, ANOTHER)
+    with pytest.warns(UserWarning, match=f"belongs to user {ANOTHER}"):
+        assert get_or_make(KEY, Maker(), folder) == (b"code", False)
+
+
+def test_unfinished_files_have_names_that_nobody_can_guess(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    replace = os.replace
+
+    def note(source: str, target: Path) -> None:
+        assert os.stat(source).st_mode & 0o777 == 0o600
+        names.append(os.path.basename(source))
+        replace(source, target)
+
+    monkeypatch.setattr("moeos.kernel_cache.os.replace", note)
+    for number in range(2):
+        get_or_make(f"{number:064x}", Maker(), folder)
+    parts = {name[16:] for name in names}
+    assert len(parts) == 2
+    assert all(len(part) >= 12 for part in parts)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "lengthened", "empty", "no-magic"])

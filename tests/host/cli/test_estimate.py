@@ -73,7 +73,8 @@ def test_without_early_tiles_even_tiles_padding_and_flags_are_exact() -> None:
 @pytest.mark.parametrize(("tokens", "ranks"), [(0, 2), (1, 4), (77, 4), (128, 8)])
 def test_even_routing_gives_experts_equally_many_rows(tokens: int, ranks: int) -> None:
     cfg = config(top_k=3)
-    rows = even_routing(cfg, ranks, tokens)
+    experts = range(cfg.experts)
+    rows = [even_routing(cfg, source, experts, tokens) for source in range(ranks)]
     assert [sum(source) for source in rows] == [3 * tokens] * ranks
     by_expert = [sum(source[expert] for source in rows) for expert in range(cfg.experts)]
     assert max(by_expert) - min(by_expert) <= 1

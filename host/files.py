@@ -1,0 +1,82 @@
+"""Reads files that others may have written: none of them can hang, crash or exhaust the reader.
+
+It knows how a file is opened and how TOML is read, and nothing of what a file means.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+MAX_TOML_BYTES = 1 << 18
+"""The largest TOML file that is read."""
+MAX_LINE_DOTS = 64
+"""The most dots of one of its lines: what a dotted key costs the parser grows with their square."""
+
+_INTEGERS = range(-(2**63), 2**63)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """A file opened for reading, if it is one: a pipe may never begin, and a device never end.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is something else than a file.
+    """
+    # Opening a pipe without O_NONBLOCK waits for a writer; on a file it changes nothing.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path}: not a regular file")
+    return file
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The keys and values of a TOML file; integers are those of TOML, of 64 bits.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a TOML file, or larger or deeper than any that is meant.
+    """
+    with open_regular(path) as file:
+        try:
+            content = file.read(MAX_TOML_BYTES + 1)
+        except OSError as error:  # which names no file when it is read
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    if len(content) > MAX_TOML_BYTES:
+        raise ValueError(f"{path}: larger than {MAX_TOML_BYTES} bytes, the most of a TOML file")
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.count(b".") > MAX_LINE_DOTS:
+            raise ValueError(f"{path}: line {number} has more than {MAX_LINE_DOTS} dots; break it")
+    try:
+        values: dict[str, Any] = tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError(f"{path}: not a TOML file: nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of 5000 digits
+        raise ValueError(f"{path}: not a TOML file: {error}") from error
+    for key, value in values.items():
+        if not _fits(value):
+            raise ValueError(f"{path}: {key} has an integer of more than 64 bits")
+    return values
+
+
+def _fits(value: object) -> bool:
+    """Whether all integers in a value have 64 bits."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict):
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
+        elif isinstance(found, int) and found not in _INTEGERS:
+            return False
+    return True
