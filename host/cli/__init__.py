@@ -5,6 +5,9 @@ Commands use the package's public interface; nothing outside this folder may imp
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 from moeos.cli.compile import compile_
@@ -27,4 +30,6 @@ app.command("compile")(compile_)
 
 def main() -> None:
     """What the script `moeos` starts."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     app()
