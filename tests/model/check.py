@@ -1,0 +1,324 @@
+"""The protocol's models, checked by spin: the worlds that must hold, the mutations that must not.
+
+`python -m tests.model.check` prints all numbers; `check_all` gives them to other programs.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SECONDS_MAX = 200  # of one search; all of them together take less than half of that
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One search through all states of a model.
+
+    Attributes:
+        name: unique, in words.
+        model: tests/model/<model>.pml.
+        macros: that choose a world, and perhaps a mutation.
+        liveness: look for fair cycles that violate the model's temporal formula, not for
+            assertions and deadlocks.
+        fair: of cycles, look only at those in which every process that could go on does.
+        violation: what spin must report, or "" where it must find nothing.
+        states: how many a complete search has at least, so that a model which no longer moves is
+            noticed.
+    """
+
+    name: str
+    model: str
+    macros: tuple[str, ...]
+    liveness: bool = False
+    fair: bool = True
+    violation: str = ""
+    states: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What a search has found.
+
+    Attributes:
+        name: of the check.
+        states, transitions: explored; where there is an error, those before it.
+        errors: 1 or 0, because a search ends with the first.
+        seconds: of the search, without its compilation.
+        violation: in spin's words, or "".
+        complete: every state was visited; nothing was cut off or only hashed.
+    """
+
+    name: str
+    states: int
+    transitions: int
+    errors: int
+    seconds: float
+    violation: str
+    complete: bool
+
+
+def world(
+    name: str, model: str, states: int, *macros: str, liveness: bool = False, fair: bool = True
+) -> Check:
+    return Check(name, model, macros, liveness, fair, "", states)
+
+
+def mutation(
+    name: str, model: str, violation: str, macro: str, *macros: str, liveness: bool = False
+) -> Check:
+    return Check(name, model, (f"MUTATION_{macro}", *macros), liveness, True, violation)
+
+
+READS_WRONG_ROW = "assertion violated (row_seen["
+READS_WRONG_RESULT = "assertion violated (result_seen["
+OVERWRITES_ROW = "assertion violated  !(row_needed["
+OVERWRITES_RESULT = "assertion violated  !(result_needed["
+WRONG_CREDIT = "assertion violated (returned["
+SKEW = "assertion violated (epoch[_pid]<=(epoch[i]+1))"
+DEADLOCK = "invalid end state"
+NEVER_ENDS = "acceptance cycle"
+
+THREE_CALLS = ("RANKS=2", "EPOCHS=3")
+
+# The slowest first, because they run beside each other.
+WORLDS = [
+    world(
+        "3 ranks, 2 calls, a row to each peer",
+        "exchange",
+        800_000,
+        *("RANKS=3", "EPOCHS=2", "TOTAL_ROWS=2", "COARSE"),
+    ),
+    world(
+        "2 ranks, 2 calls, two chunks of a row",
+        "exchange",
+        300_000,
+        *("RANKS=2", "EPOCHS=2", "ROWS=2", "CHUNK_ROWS=1"),
+    ),
+    world(
+        "3 ranks, 3 calls, a row to one of the peers",
+        "exchange",
+        150_000,
+        *("RANKS=3", "EPOCHS=3", "TOTAL_ROWS=1", "COARSE"),
+    ),
+    world(
+        "2 ranks, 3 calls, a chunk of two rows",
+        "exchange",
+        50_000,
+        *("RANKS=2", "EPOCHS=3", "ROWS=2", "CHUNK_ROWS=2"),
+    ),
+    world(
+        "2 ranks, 4 calls, a row to each, themselves included",
+        "exchange",
+        10_000,
+        *("RANKS=2", "EPOCHS=4", "WITH_SELF", "COARSE"),
+    ),
+    world("2 ranks, 4 calls, a row", "exchange", 30_000, "RANKS=2", "EPOCHS=4"),
+    world("2 ranks, 3 calls, results in two parts", "exchange", 30_000, *THREE_CALLS, "PARTS=2"),
+    world(
+        "2 ranks, 3 calls, termination under fairness",
+        "exchange",
+        25_000,
+        *THREE_CALLS,
+        "SWEEPS",
+        liveness=True,
+    ),
+]
+
+MUTATIONS = [
+    mutation(
+        "a flag without its release", "exchange", READS_WRONG_ROW, "FLAG_RELAXED", *THREE_CALLS
+    ),
+    mutation(
+        "a flag that is not acquired", "exchange", READS_WRONG_ROW, "ACQUIRE_DROPPED", *THREE_CALLS
+    ),
+    mutation(
+        "a flag before its rows", "exchange", READS_WRONG_ROW, "FLAG_BEFORE_DATA", *THREE_CALLS
+    ),
+    mutation(
+        "a flag that names no call", "exchange", READS_WRONG_ROW, "FLAG_WITHOUT_EPOCH", *THREE_CALLS
+    ),
+    mutation(
+        "a credit without its release",
+        "exchange",
+        READS_WRONG_RESULT,
+        *("CREDIT_RELAXED", *THREE_CALLS),
+    ),
+    mutation(
+        "parts of a tile counted relaxed",
+        "exchange",
+        READS_WRONG_RESULT,
+        *("PARTS_COUNTED_RELAXED", *THREE_CALLS, "PARTS=2"),
+    ),
+    mutation(
+        "a credit that is not reset",
+        "exchange",
+        READS_WRONG_RESULT,
+        *("CREDIT_NOT_RESET", *THREE_CALLS),
+    ),
+    mutation(
+        "a reset that the end of the kernel does not order",
+        "exchange",
+        DEADLOCK,
+        *("KERNEL_BOUNDARY_ORDERS_NOTHING", *THREE_CALLS),
+    ),
+    mutation("a credit for padding", "exchange", WRONG_CREDIT, "PADDING_CREDITED", *THREE_CALLS),
+    mutation("counts in one parity", "exchange", DEADLOCK, "SINGLE_PARITY", *THREE_CALLS),
+    mutation(
+        "counts in one parity, among three ranks",
+        "exchange",
+        DEADLOCK,
+        *("SINGLE_PARITY", "RANKS=3", "EPOCHS=2", "TOTAL_ROWS=1", "COARSE"),
+    ),
+    mutation(
+        "a count left out when zero", "exchange", DEADLOCK, "COUNT_OMITTED_WHEN_ZERO", *THREE_CALLS
+    ),
+    mutation(
+        "a count left out when zero, under fairness",
+        "exchange",
+        NEVER_ENDS,
+        *("COUNT_OMITTED_WHEN_ZERO", *THREE_CALLS, "SWEEPS"),
+        liveness=True,
+    ),
+    mutation(
+        "a bound that begins with nothing", "exchange", SKEW, "BOUND_STARTS_EMPTY", *THREE_CALLS
+    ),
+    mutation(
+        "a call that ends with rows owed", "exchange", SKEW, "ENDS_BEFORE_RETURNED", *THREE_CALLS
+    ),
+    mutation(
+        "a call that ends when its rows are sent",
+        "exchange",
+        OVERWRITES_ROW,
+        *("ENDS_WHEN_SENT", *THREE_CALLS),
+    ),
+    mutation(
+        "a call that ends when its Combine is posted",
+        "exchange",
+        OVERWRITES_RESULT,
+        *("ENDS_WHEN_POSTED", *THREE_CALLS),
+    ),
+    mutation(
+        "an epoch that does not wait for a late processor",
+        "exchange",
+        DEADLOCK,
+        *("EPOCH_ADVANCED_EARLY", *THREE_CALLS),
+    ),
+    mutation(
+        "no Combine for a token without rows",
+        "exchange",
+        DEADLOCK,
+        "UNSENT_NOT_POSTED",
+        *THREE_CALLS,
+    ),
+    mutation("a flag that wakes once", "exchange", DEADLOCK, "FLAG_LOOKED_AT_ONCE", *THREE_CALLS),
+    mutation(
+        "a flag that wakes once, under fairness",
+        "exchange",
+        NEVER_ENDS,
+        *("FLAG_LOOKED_AT_ONCE", *THREE_CALLS, "SWEEPS"),
+        liveness=True,
+    ),
+    Check("sweeps without fairness", "exchange", (*THREE_CALLS, "SWEEPS"), True, False, NEVER_ENDS),
+]
+
+
+def missing() -> str:
+    """The program that is missing here, and how to get it; "" where all are there."""
+    if shutil.which("spin") is None:
+        return "needs spin: apt-get install spin"
+    if shutil.which("cc") is None:
+        return "needs a C compiler: apt-get install gcc"
+    return ""
+
+
+def output_of(command: Iterable[str | Path], folder: Path) -> str:
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    if done.returncode != 0:
+        raise RuntimeError(f"{done.args} in {folder}:\n{output[-4000:]}")
+    return output
+
+
+def number(pattern: str, output: str) -> int:
+    found = re.search(pattern, output)
+    if found is None:
+        raise RuntimeError(f"no {pattern!r} in what spin printed:\n{output[-4000:]}")
+    return int(found[1])
+
+
+def check(one: Check) -> Checked:
+    """Translates, compiles and runs one check."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        macros = [f"-D{macro}" for macro in one.macros]
+        output_of(["spin", "-a", *macros, FOLDER / f"{one.model}.pml"], folder)
+        # What takes time is the compiler, above all where a mutation is found after few states.
+        options = ["-O0" if one.violation else "-O1", "-w"]
+        # NFAIR: room for the marks of up to 24 processes.
+        options += ["-DNFAIR=3"] if one.liveness else ["-DSAFETY"]
+        output_of(["cc", *options, "pan.c", "-o", "pan"], folder)
+        arguments = ["-m100000", "-w20"]
+        if one.liveness:
+            arguments += ["-a", "-f"] if one.fair else ["-a"]
+        began = time.monotonic()
+        output = output_of(["./pan", *arguments], folder)
+        seconds = time.monotonic() - began
+    reported = re.search(r"pan:1: (.*?) \(at depth", output)
+    cut = ("not completed", "max search depth", "Bit statespace", "Hash-Compact", "aborted")
+    return Checked(
+        name=one.name,
+        states=number(r"(\d+) states, stored", output),
+        transitions=number(r"(\d+) transitions", output),
+        errors=number(r"errors: (\d+)", output),
+        seconds=seconds,
+        violation=reported[1] if reported else "",
+        complete="Full statespace search" in output and not any(word in output for word in cut),
+    )
+
+
+def as_expected(one: Check, checked: Checked) -> bool:
+    """Whether a world holds in all of its states, or a mutation breaks it as it should."""
+    if one.violation:
+        return checked.errors == 1 and one.violation in checked.violation
+    return checked.errors == 0 and checked.complete and checked.states >= one.states
+
+
+def check_all(checks: Iterable[Check]) -> dict[str, concurrent.futures.Future[Checked]]:
+    """Starts checks beside each other, one a core; by name, what each will have found."""
+    pool = concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    started = {one.name: pool.submit(check, one) for one in checks}
+    pool.shutdown(wait=False)
+    return started
+
+
+def main() -> None:
+    checks = [*WORLDS, *MUTATIONS]
+    results = check_all(checks)
+    for one in checks:
+        found = results[one.name].result()
+        holds = "" if as_expected(one, found) else "NOT AS EXPECTED "
+        print(
+            f"{holds}{one.model}: {one.name}: {found.states} states, {found.transitions} "
+            f"transitions, {found.seconds:.1f} s, {found.violation or 'no error'}"
+        )
+
+
+if __name__ == "__main__":
+    main()
