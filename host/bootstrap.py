@@ -32,6 +32,7 @@ BACKENDS = ("auto", "twin", "cuda")
 
 DEFAULT_TWIN = TwinOptions()
 
+_MAX_DIGITS = 20  # of a variable: Python refuses to read thousands, in words of its own
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux hands out by itself
 
 
@@ -204,7 +205,8 @@ def _rank_and_size(environment: Mapping[str, str], rank: str, size: str) -> tupl
 
 def _integer(environment: Mapping[str, str], name: str, low: int, high: int) -> int:
     text = environment.get(name, "")
-    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+    digits = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    if not digits or not low <= int(text) <= high:
         given = f"is {text!r}" if name in environment else "is not set"
         raise ValueError(f"the environment variable {name} {given}; allowed: {low} to {high}")
     return int(text)

@@ -16,6 +16,8 @@ from moeos.config import MoEConfig
 
 PATTERNS = "uniform, zipf:A (A > 0), one-expert, empty-rank:R (R a rank)"
 
+_MAX_DIGITS = 20  # of a rank: Python refuses to read thousands, in words of its own
+
 LARGEST_EXPONENT = 100.0
 """The largest A of "zipf:A"."""
 
@@ -50,7 +52,7 @@ def parse_pattern(text: str) -> Pattern:
         return Pattern("uniform")
     if not colon and name == "one-expert":
         return Pattern("one-expert")
-    if name == "empty-rank" and value.isascii() and value.isdigit():
+    if name == "empty-rank" and value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS:
         return Pattern("empty-rank", rank=int(value))
     if name == "zipf":
         try:

@@ -96,6 +96,10 @@ def test_the_store_of_srun_is_on_the_first_node(nodes: str, first: str) -> None:
             "the environment variable MASTER_PORT is '70000'; allowed: 1 to 65535",
         ),
         (
+            TORCHRUN | {"MASTER_PORT": "9" * 5000},
+            f"the environment variable MASTER_PORT is '{'9' * 5000}'; allowed: 1 to 65535",
+        ),
+        (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun",
         ),
