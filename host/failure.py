@@ -31,6 +31,10 @@ class FailureKind(enum.IntEnum):
     ID_REPEATED = 13
     TOKEN_COUNT_WRONG = 14
     ECHO_LATE = 15
+    COUNT_DAMAGED = 16
+    FLAG_DAMAGED = 17
+    WORD_DAMAGED = 18
+    TASK_DAMAGED = 19
 
 
 class FailureRecord(Protocol):
@@ -157,4 +161,18 @@ def _broken(f: FailureRecord) -> str:
         return f"rank {f.peer} returned {f.seen} rows of chunk {f.chunk}, which has {f.expected}"
     if f.kind == FailureKind.OVERFLOW:
         return f"a queue of {f.expected} slots was asked for slot {f.seen}"
+    if f.kind == FailureKind.COUNT_DAMAGED:
+        return (
+            f"rank {f.peer}'s row count for local expert {f.expert} is {f.seen:#x}, which nobody "
+            "writes"
+        )
+    if f.kind == FailureKind.FLAG_DAMAGED:
+        return (
+            f"the arrival flag of rank {f.peer}'s chunk {f.chunk} names call {f.seen}, which "
+            "nobody has made"
+        )
+    if f.kind == FailureKind.WORD_DAMAGED:
+        return f"slot {f.chunk} of a queue holds {f.seen:#x}, which nobody writes"
+    if f.kind == FailureKind.TASK_DAMAGED:
+        return f"task descriptor {f.chunk} is not what was written"
     return f"failure kind {f.kind}"

@@ -9,6 +9,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/geometry.hpp"
+#include "runtime/sealed.hpp"
 
 namespace moeos {
 
@@ -18,6 +19,9 @@ inline constexpr u32 kRounds = 2;
 
 /// The B of the layout: the sender's own copy for a put, or the place where a peer's rows arrive.
 enum class Buffer : u32 { staging = 0, arrival = 1 };
+
+/// What a count says, as it lies in the heap.
+constexpr u64 count_word(u32 epoch, u32 rows) { return seal(u64{epoch} << 32 | rows); }
 
 class Layout {
  public:
@@ -57,18 +61,18 @@ class Layout {
   /// What remote rank p has last seen of the rows that we put there: its landed() of this rank.
   constexpr u64 echoed(u32 p) const { return put_words(2) + u64{p} * sizeof(u64); }
 
-  /// `epoch << 32 | rows` that p sends to local expert e. Two parities, because p may be one call
-  /// ahead.
+  /// `epoch << 32 | rows`, sealed, that p sends to local expert e. Two parities, because p may be
+  /// one call ahead.
   constexpr u64 count(u32 epoch, u32 p, u32 local_expert) const {
     const u64 index =
         (u64{epoch & 1} * geometry_->world + p) * geometry_->local_experts() + local_expert;
     return counts_ + index * sizeof(u64);
   }
-  /// The epoch in which rows of this chunk of p's dispatch cell last arrived.
+  /// The epoch, sealed, in which rows of this chunk of p's dispatch cell last arrived.
   constexpr u64 arrived(u32 p, u32 chunk) const {
     return arrived_ + (u64{p} * geometry_->chunks() + chunk) * geometry_->signal_bytes();
   }
-  /// Rows that p has written back into this chunk of its combine cell in this epoch.
+  /// Rows, sealed, that p has written back into this chunk of its combine cell in this epoch.
   constexpr u64 returned(u32 p, u32 chunk) const {
     return returned_ + (u64{p} * geometry_->chunks() + chunk) * geometry_->signal_bytes();
   }

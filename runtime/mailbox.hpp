@@ -38,7 +38,7 @@ void fill_slot(const Rank<P>& rank, const Call& call, TaskKind kind, u32 slot, u
   // Publishes tasks[task], and everything this actor has acquired or done before (rows that
   // arrived, tiles that were written), to the scheduler; pairs with its poll of the mailbox.
   P::template store_release<Scope::device>(&rank.memory.mailbox(kind).words[slot],
-                                           ReadyWord(call.epoch, kind, task, parts).bits());
+                                           ReadyWord(call.epoch, kind, task, parts).sealed());
 }
 
 /// Posts one descriptor.

@@ -30,7 +30,7 @@ u8* outgoing_row(const Rank<P>& rank, u32 peer, Round round, u32 row) {
 template <Platform P>
 void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_expert, u32 rows) {
   const u64 offset = rank.layout.count(call.epoch, rank.rank, local_expert);
-  const u64 word = u64{call.epoch} << 32 | rows;
+  const u64 word = count_word(call.epoch, rows);
   u8* direct = rank.platform.peer(peer);
   if (!P::kRemotePeers || direct != nullptr) {
     // The word carries its own epoch and publishes nothing but itself: relaxed is enough.
@@ -57,7 +57,7 @@ void post_request(const Rank<P>& rank, const Call& call, u32 peer, ReadyWord wor
   }
   // Publishes the staged rows (acquired by this actor) and their descriptor to the sender, which
   // polls this word and fences.
-  P::template store_release<Scope::device>(&rank.memory.outbox_of(peer)[slot], word.bits());
+  P::template store_release<Scope::device>(&rank.memory.outbox_of(peer)[slot], word.sealed());
 }
 
 /// Bytes of a flag or a credit: a word that is stored to, or a signal.
@@ -75,7 +75,8 @@ void send_chunk(const Rank<P>& rank, const Call& call, u32 peer, u32 chunk, Read
   if (!P::kRemotePeers || direct != nullptr) {
     const u64 flag = rank.layout.arrived(rank.rank, chunk);
     // Publishes the chunk's rows to the peer's subscriber, which polls this word and fences.
-    P::template store_release<Scope::system>(reinterpret_cast<u32*>(direct + flag), call.epoch);
+    P::template store_release<Scope::system>(reinterpret_cast<u32*>(direct + flag),
+                                             seal(call.epoch));
   } else {
     post_request(rank, call, peer, word);
   }
@@ -110,7 +111,7 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
         rank.platform.order_puts();  // the flag speaks for the runs before, too
       }
       rank.platform.put_signal(peer, to, from, bytes, rank.layout.arrived(rank.rank, chunk),
-                               SignalOp::set, call.epoch);
+                               SignalOp::set, seal(call.epoch));
     }
     sent += run;
   }
@@ -119,13 +120,13 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
 /// Calls visit(offset in the segment, chunk of the owner's, rows) for the pieces of a segment that
 /// lie in one chunk each.
 template <Platform P, class Visit>
-void for_each_piece(const Rank<P>& rank, const Task& task, const Segment& segment, Visit visit) {
+void for_each_piece(const Rank<P>& rank, u32 local_expert, const Segment& segment, Visit visit) {
   const u32 chunk_rows = rank.geometry().chunk_rows;
   const u32* starts = rank.memory.receive_starts(segment.source);
   // Chunks count rows in the order of arrival; the segment names rows of the cell. They differ in
   // the capacity map.
-  const u32 first_of_expert = rank.layout.row(task.local_expert, 0, starts[task.local_expert]);
-  const u32 first = starts[task.local_expert] + (segment.first_row - first_of_expert);
+  const u32 first_of_expert = rank.layout.row(local_expert, 0, starts[local_expert]);
+  const u32 first = starts[local_expert] + (segment.first_row - first_of_expert);
   for (u32 row = first; row < first + segment.rows;) {
     const u32 chunk = row / chunk_rows;
     const u32 rows = minimum((chunk + 1) * chunk_rows, first + segment.rows) - row;
@@ -151,10 +152,10 @@ u32 return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWo
       returned -= segment.rows;
       post_request(rank, call, owner, word.with_part(s));
     }
-    for_each_piece(rank, task, segment, [&](u32, u32 chunk, u32 rows) {
+    for_each_piece(rank, task.local_expert, segment, [&](u32, u32 chunk, u32 rows) {
       if (!P::kRemotePeers || direct != nullptr) {
         const u64 credit = rank.layout.returned(rank.rank, chunk);
-        P::template publish_add<Scope::system>(reinterpret_cast<u32*>(direct + credit), rows);
+        P::template publish_add<Scope::system>(reinterpret_cast<u32*>(direct + credit), seal(rows));
       }
       if (owner != rank.rank) {
         tally.row_bytes_to_peers += u64{rows} * rank.geometry().row_bytes;
@@ -165,18 +166,19 @@ u32 return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWo
   return returned;
 }
 
-/// Puts a segment's staged results, and the credits for them, to their remote owner. One warp.
+/// Puts the staged results of a segment of an expert's tile, and the credits for them, to their
+/// remote owner. One warp.
 template <Platform P>
-void put_results(const Rank<P>& rank, const Task& task, const Segment& segment) {
+void put_results(const Rank<P>& rank, u32 local_expert, const Segment& segment) {
   const u32 owner = segment.source;
-  for_each_piece(rank, task, segment, [&](u32 offset, u32 chunk, u32 rows) {
+  for_each_piece(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
     const u32 row = segment.first_row + offset;
     rank.platform.put_signal(
         owner,
         rank.layout.write_row(rank.rank, owner, rank.rank, Round::combine, Buffer::arrival, row),
         rank.heap + rank.layout.cell_row(owner, Round::combine, Buffer::staging, row),
         u64{rows} * rank.geometry().row_bytes, rank.layout.returned(rank.rank, chunk),
-        SignalOp::add, rows);
+        SignalOp::add, seal(rows));
   });
 }
 

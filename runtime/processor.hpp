@@ -51,6 +51,10 @@ class Processor {
       if (word.epoch() == call_.epoch) {
         return true;
       }
+      if (word.epoch() > call_.epoch) {
+        reject_task(FailureKind::word_damaged, ticket, word.sealed());
+        return false;
+      }
       // Pairs with Scheduler::interrupt.
       if (agreed<P>(P::template load_acquire<Scope::device>(&state_.interrupt.value) != 0 ||
                     rank_.leaving(call_.epoch))) {
@@ -94,6 +98,14 @@ class Processor {
     if (P::lane() == 0) {
       tally_.tasks[static_cast<u32>(TaskKind::combine)] += parts;
     }
+  }
+
+  /// Ends the call because a word of the ready ring, or a descriptor, is not what was written.
+  void reject_task(FailureKind kind, u32 index, u64 seen) {
+    Failure failure = failure_of(rank_, call_, kind, Actor::processor);
+    failure.chunk = index;
+    failure.seen = seen;
+    rank_.fail(failure);
   }
 
   /// Ends the call because a token's logits are not finite: a wrong route would be a silent error.
@@ -173,11 +185,9 @@ class Processor {
   void post_gemm1(const Task& gemm0, u32 index) {
     const u32 next = rank_.memory.first_task(TaskKind::gemm1) +
                      (index - rank_.memory.first_task(TaskKind::gemm0));
-    Task& task = rank_.memory.tasks[next];
-    task = gemm0;
-    task.kind = TaskKind::gemm1;
-    task.parts = static_cast<u16>(rank_.geometry().gemm1_parts_of(gemm0.padded_rows));
-    post(rank_, call_, TaskKind::gemm1, next, task.parts, Actor::processor);
+    const u32 parts = rank_.geometry().gemm1_parts_of(gemm0.padded_rows);
+    make_gemm1(rank_.memory.tasks[next], gemm0, parts);
+    post(rank_, call_, TaskKind::gemm1, next, parts, Actor::processor);
   }
 
   /// An atomic done once for the warp, after everything its lanes did before, and before anything
@@ -235,7 +245,12 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   const Task route = route_task(rank.geometry(), call);
   ReadyWord word;
   while (processor.claim(word)) {
-    const Task& task = word.kind() == TaskKind::route ? route : rank.memory.tasks[word.task()];
+    // A copy: what has been looked at is what is done.
+    const Task task = word.kind() == TaskKind::route ? route : rank.memory.tasks[word.task()];
+    if (word.kind() != TaskKind::route && !is_whole(task)) {
+      processor.reject_task(FailureKind::task_damaged, word.task(), 0);
+      return;
+    }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
     const u64 begin = P::now_ns();
     u32 combined = 0;

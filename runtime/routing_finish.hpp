@@ -128,12 +128,8 @@ template <Platform P>
 void post_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const u32 first_task = rank.memory.first_task(TaskKind::dispatch);
   for_each_dispatch(rank, team, [&](u32 slot, u32 peer, u32 first_chunk, u32 chunks) {
-    Task& task = rank.memory.tasks[first_task + slot];
-    task.kind = TaskKind::dispatch;
-    task.parts = static_cast<u16>(chunks);
-    task.epoch = call.epoch;
-    task.peer = peer;
-    task.first_chunk = first_chunk;
+    make_row_task(rank.memory.tasks[first_task + slot], TaskKind::dispatch, chunks, call.epoch,
+                  peer, first_chunk);
   });
   // Orders the descriptors and the routing map (which the team has synchronised on) before the
   // words below; pairs with the scheduler's poll of the mailbox.
@@ -141,7 +137,7 @@ void post_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   for_each_dispatch(rank, team, [&](u32 slot, u32, u32, u32 chunks) {
     P::template publish<Scope::device>(
         &rank.memory.mailbox(TaskKind::dispatch).words[slot],
-        ReadyWord(call.epoch, TaskKind::dispatch, first_task + slot, chunks).bits());
+        ReadyWord(call.epoch, TaskKind::dispatch, first_task + slot, chunks).sealed());
   });
 }
 
@@ -152,12 +148,8 @@ void post_unsent(const Rank<P>& rank, const Call& call) {
   const u32 blocks = ceil_div(call.tokens, rank.geometry().route_tokens);
   if (P::lane() == 0 && call.may_be_unsent != 0 && blocks > 0) {
     const u32 index = rank.memory.combine_unsent_task();
-    Task& task = rank.memory.tasks[index];
-    task.kind = TaskKind::combine;
-    task.parts = static_cast<u16>(blocks);
-    task.epoch = call.epoch;
-    task.peer = kNone;
-    post(rank, call, TaskKind::combine, index, task.parts, Actor::processor);
+    make_row_task(rank.memory.tasks[index], TaskKind::combine, blocks, call.epoch, kNone, 0);
+    post(rank, call, TaskKind::combine, index, blocks, Actor::processor);
   }
 }
 

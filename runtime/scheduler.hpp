@@ -120,7 +120,11 @@ class Scheduler {
       const MailboxView mailbox = rank_.memory.mailbox(kind);
       batch.word =
           batch.cursor + P::lane() < mailbox.capacity ? words.of_kind[static_cast<u32>(kind)] : 0;
-      const u32 filled = P::ballot(ReadyWord(batch.word).epoch() == call_.epoch);
+      const u32 epoch = ReadyWord(batch.word).epoch();
+      if (epoch > call_.epoch) {  // nobody writes such a word
+        reject(FailureKind::word_damaged, batch.cursor + P::lane(), batch.word);
+      }
+      const u32 filled = P::ballot(epoch == call_.epoch);
       // In order: an unfilled slot holds back those behind it.
       batch.size = partition_point(
           P::kLanes, [filled](u32 lane) { return (~filled & ((u64{2} << lane) - 1)) == 0; });
@@ -172,7 +176,7 @@ class Scheduler {
         // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
         // with the acquire in Processor::claim.
         P::template publish<Scope::device>(&rank_.memory.ring[published_ + P::lane()],
-                                           word.with_part(batch.part + P::lane()).bits());
+                                           word.with_part(batch.part + P::lane()).sealed());
       }
       published_ += handed;
       batch.part += handed;
@@ -184,6 +188,13 @@ class Scheduler {
         batch.part = 0;
       }
     }
+  }
+
+  void reject(FailureKind kind, u32 slot, u64 seen) const {
+    Failure failure = failure_of(rank_, call_, kind, Actor::scheduler);
+    failure.chunk = slot;
+    failure.seen = seen;
+    rank_.fail(failure);
   }
 
   const Rank<P>& rank_;

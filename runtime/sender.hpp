@@ -59,6 +59,9 @@ class Sender {
                         next_[peer] < rank_.memory.outbox_slots();
       const u64 word =
           open ? P::template poll<Scope::device>(&rank_.memory.outbox_of(peer)[next_[peer]]) : 0;
+      if (ReadyWord(word).epoch() > call_.epoch) {
+        reject(FailureKind::word_damaged, next_[peer], word);
+      }
       const u32 ready = P::ballot(ReadyWord(word).epoch() == call_.epoch);
       if (ready == 0) {
         continue;
@@ -135,17 +138,23 @@ class Sender {
   /// Puts what a request asks for, if the peer's window has room for it.
   bool send(u32 peer, ReadyWord word) {
     const Task& task = rank_.memory.tasks[word.task()];
+    if (!is_whole(task)) {
+      reject(FailureKind::task_damaged, word.task(), 0);
+      return false;
+    }
     const bool dispatch = word.kind() == TaskKind::dispatch;
     const u32 chunk = task.first_chunk + word.part();
+    const u32 expert = task.local_expert;
+    const Segment segment = task.segments[dispatch ? 0 : word.part()];
     const u32 rows = dispatch ? rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk)
-                              : task.segments[word.part()].rows;
+                              : segment.rows;
     if (!reserve(peer, rows)) {
       return false;
     }
     if (dispatch) {
       put_chunk(rank_, call_, map_, peer, chunk);
     } else {
-      put_results(rank_, task, task.segments[word.part()]);
+      put_results(rank_, expert, segment);
     }
     P::sync_lanes();
     if (P::lane() == 0) {
@@ -161,6 +170,13 @@ class Sender {
     }
     P::sync_lanes();
     return true;
+  }
+
+  void reject(FailureKind kind, u32 index, u64 seen) const {
+    Failure failure = failure_of(rank_, call_, kind, Actor::sender);
+    failure.chunk = index;
+    failure.seen = seen;
+    rank_.fail(failure);
   }
 
   /// Takes room for rows in a peer's window; shared by all senders.

@@ -21,9 +21,9 @@ namespace moeos {
 template <Platform P>
 class CountsSubscriber {
  public:
-  /// A rank that has not made this call may itself wait in the call before, for a third one. It
-  /// will say so, if it is not the one that is late: so wait for that as long after our deadline as
-  /// its own may end behind ours.
+  /// Of several ranks that have not made this call, some may wait in the call before for the one
+  /// that is late, and will say so: so wait for that as long after our deadline as theirs may end
+  /// behind ours.
   static constexpr u64 kHearsayNsMost = 500'000'000;
 
   CountsSubscriber(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {}
@@ -41,41 +41,47 @@ class CountsSubscriber {
 
   /// By one lane.
   Answer answer(Failure& failure) {
-    if (!missing(failure)) {
+    const u32 late = missing(failure);
+    if (late == 0) {
       const bool waited = asked_since_ != 0;
       asked_since_ = 0;
       return waited ? Answer::moot : Answer::nothing;
     }
     const u64 now = P::now_ns();
     asked_since_ = asked_since_ == 0 ? now : asked_since_;
-    const u64 hearsay = minimum(rank_.deadline_ns / 4, kHearsayNsMost);
+    const u64 hearsay = late > 1 ? minimum(rank_.deadline_ns / 4, kHearsayNsMost) : 0;
     return now - asked_since_ < hearsay ? Answer::wait : Answer::missing;
   }
 
  private:
-  /// The first count that has not come; false when all have.
-  bool missing(Failure& failure) const {
+  /// How many ranks' counts have not come, and the first count that has not.
+  u32 missing(Failure& failure) const {
     const Geometry& geometry = rank_.geometry();
+    u32 late = 0;
     for (u32 source = 0; source < geometry.world; ++source) {
       for (u32 expert = 0; expert < geometry.local_experts(); ++expert) {
         const u64 word = look(source, expert);
-        if (static_cast<u32>(word >> 32) != call_.epoch) {
+        if (static_cast<u32>(word >> 32) == call_.epoch) {
+          continue;
+        }
+        if (late == 0) {
           failure.kind = FailureKind::counts_late;
           failure.peer = source;
           failure.expert = expert;
           failure.expected = call_.epoch;
           failure.seen = word >> 32;
-          return true;
         }
+        ++late;
+        break;
       }
     }
-    return false;
+    return late;
   }
 
   u64 look(u32 source, u32 expert) const {
     // A count word carries its own epoch and publishes nothing but itself.
-    return P::template load_relaxed<Scope::system>(
-        rank_.template here<u64>(rank_.layout.count(call_.epoch, source, expert)));
+    return open(P::template load_relaxed<Scope::system>(
+        rank_.template here<u64>(rank_.layout.count(call_.epoch, source, expert))));
   }
 
   /// Reads a source's counts if they are all here.
@@ -88,13 +94,17 @@ class CountsSubscriber {
     for (u32 first = 0; first < experts; first += P::kLanes) {
       const u32 expert = first + P::lane();
       const u64 word = expert < experts ? look(source, expert) : u64{call_.epoch} << 32;
-      if (P::ballot(static_cast<u32>(word >> 32) != call_.epoch) != 0) {
+      const u32 epoch = static_cast<u32>(word >> 32);
+      if (P::ballot(epoch != call_.epoch) != 0) {
+        if (epoch > call_.epoch) {  // nobody can be so far ahead
+          reject(FailureKind::count_damaged, source, expert, word);
+        }
         return false;
       }
       const u32 rows = static_cast<u32>(word);
       if (P::ballot(rows > geometry.capacity) != 0) {
         if (rows > geometry.capacity) {
-          reject(source, expert, rows);
+          reject(FailureKind::count_too_large, source, expert, rows);
         }
         return false;
       }
@@ -106,7 +116,7 @@ class CountsSubscriber {
       start += P::broadcast(inclusive, P::kLanes - 1);
     }
     if (start > geometry.cell_rows_used()) {
-      reject(source, kNone, start);
+      reject(FailureKind::count_too_large, source, kNone, start);
       return false;
     }
     P::sync_lanes();
@@ -126,13 +136,13 @@ class CountsSubscriber {
     return true;
   }
 
-  void reject(u32 source, u32 expert, u32 rows) const {
-    Failure failure = failure_of(rank_, call_, FailureKind::count_too_large, Actor::subscriber);
+  void reject(FailureKind kind, u32 source, u32 expert, u64 seen) const {
+    Failure failure = failure_of(rank_, call_, kind, Actor::subscriber);
     failure.peer = source;
     failure.expert = expert;
     failure.expected =
         expert == kNone ? rank_.geometry().cell_rows_used() : rank_.geometry().capacity;
-    failure.seen = rows;
+    failure.seen = seen;
     rank_.fail(failure);
   }
 
@@ -206,9 +216,14 @@ class ArrivalsSubscriber {
     const u32 before = !known || first_look ? 0 : rank_.os->chunk_prefix[source];
     const u32 rows = known ? rank_.os->rows_received(source) : 0;
     const u32 chunk = before + P::lane() % share;
-    const bool here = chunk < ceil_div(rows, geometry.chunk_rows) &&
-                      P::template poll<Scope::system>(rank_.template here<u32>(
-                          rank_.layout.arrived(source, chunk))) == call_.epoch;
+    const u32 epoch = chunk < ceil_div(rows, geometry.chunk_rows)
+                          ? open(P::template poll<Scope::system>(
+                                rank_.template here<u32>(rank_.layout.arrived(source, chunk))))
+                          : 0;
+    if (epoch > call_.epoch + 1) {  // a peer is one call ahead at most
+      reject(source, chunk, epoch);
+    }
+    const bool here = epoch == call_.epoch;
     const u32 arrived = P::ballot(here);
     if (P::ballot(first_look || (here && chunk == before)) == 0) {
       return false;
@@ -228,6 +243,15 @@ class ArrivalsSubscriber {
     P::sync_lanes();
     plan_.advance();
     return true;
+  }
+
+  void reject(u32 source, u32 chunk, u32 epoch) const {
+    Failure failure = failure_of(rank_, call_, FailureKind::flag_damaged, Actor::subscriber);
+    failure.peer = source;
+    failure.chunk = chunk;
+    failure.expected = call_.epoch;
+    failure.seen = epoch;
+    rank_.fail(failure);
   }
 
   bool pack_for_idle_processors() {
@@ -264,7 +288,7 @@ class ArrivalsSubscriber {
       const u32 task = first_task + tile;
       const u32 parts = rank_.memory.tasks[task].parts;  // by whichever lane planned it
       P::template publish<Scope::device>(
-          &mailbox.words[tile], ReadyWord(call_.epoch, TaskKind::gemm0, task, parts).bits());
+          &mailbox.words[tile], ReadyWord(call_.epoch, TaskKind::gemm0, task, parts).sealed());
     }
     posted_ = planned;
   }
@@ -319,7 +343,7 @@ class ReturnsSubscriber {
         failure.peer = peer;
         failure.chunk = chunk;
         failure.expected = rows;
-        failure.seen = P::template load_relaxed<Scope::system>(credit(peer, chunk));
+        failure.seen = open(P::template load_relaxed<Scope::system>(credit(peer, chunk)));
         return Answer::missing;
       }
     }
@@ -362,7 +386,7 @@ class ReturnsSubscriber {
     for (u32 i = 0; i < kLooks; ++i) {
       const u32 chunk = base + i * P::kLanes + P::lane();
       back[i] = chunk < chunks && combined[chunk] == 0
-                    ? P::template poll<Scope::system>(credit(peer, chunk))
+                    ? open(P::template poll<Scope::system>(credit(peer, chunk)))
                     : 0;
     }
     u32 complete = 0;  // bit i: this lane's i-th chunk is back
@@ -417,12 +441,7 @@ class ReturnsSubscriber {
       // Ready for the next call. The peer adds to it again only after rows of our next call have
       // reached it, and those are published by releases that follow this call's end.
       P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
-      Task& combine = rank_.memory.tasks[task];
-      combine.kind = TaskKind::combine;
-      combine.parts = 1;
-      combine.epoch = call_.epoch;
-      combine.peer = peer;
-      combine.first_chunk = chunk;
+      make_row_task(rank_.memory.tasks[task], TaskKind::combine, 1, call_.epoch, peer, chunk);
     }
     u32 first = 0;
     if (P::lane() == 0) {
@@ -438,7 +457,7 @@ class ReturnsSubscriber {
     if (mine) {
       P::template publish<Scope::device>(
           &rank_.memory.mailbox(TaskKind::combine).words[first + place - 1],
-          ReadyWord(call_.epoch, TaskKind::combine, task, 1).bits());
+          ReadyWord(call_.epoch, TaskKind::combine, task, 1).sealed());
     }
   }
 

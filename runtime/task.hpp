@@ -8,6 +8,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/geometry.hpp"
+#include "runtime/sealed.hpp"
 
 namespace moeos {
 
@@ -43,15 +44,68 @@ struct alignas(kCacheLine) Task {
   u32 peer;  // dispatch: destination; combine: whose rows came back, or kNone for tokens that sent
              // none
   u32 first_chunk;  // dispatch, combine
-  u32 reserved[7];
+  u32 seal;         // what makes the descriptor whole; see is_whole()
+  u32 reserved[6];
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
               "a descriptor is one cache line, read in one load");
 
-/// `epoch | kind | part | task`: one part of a descriptor, as it lies in a mailbox (part = number
-/// of parts) or in the ready ring (part = which one). The epoch makes a word of an earlier call
-/// unmistakable, so that no slot needs clearing between calls.
+/// What all words of a descriptor together are, one exclusive-or the other, without those of
+/// segments that it does not have: whoever reads one knows that nobody else has written into it.
+inline constexpr u32 kWhole = 0x4D6F454FU;
+
+/// Words of a descriptor that are always its own.
+inline constexpr u32 kTaskHeaderWords = 16;
+inline constexpr u32 kTaskWords = sizeof(Task) / sizeof(u32);
+static_assert(sizeof(Task) - sizeof(Task::segments) == kTaskHeaderWords * sizeof(u32));
+
+constexpr u32 first_word(TaskKind kind, u32 segments, u32 parts) {
+  return static_cast<u32>(kind) | segments << 8 | parts << 16;
+}
+constexpr u32 words_of(const Segment& segment) {
+  return segment.first_row ^ (u32{segment.source} | u32{segment.rows} << 16);
+}
+
+/// Fills in a Dispatch or a Combine.
+constexpr void make_row_task(Task& task, TaskKind kind, u32 parts, u32 epoch, u32 peer,
+                             u32 first_chunk) {
+  task.kind = kind;
+  task.parts = static_cast<u16>(parts);
+  task.epoch = epoch;
+  task.peer = peer;
+  task.first_chunk = first_chunk;
+  task.seal = kWhole ^ first_word(kind, 0, parts) ^ epoch ^ peer ^ first_chunk;
+}
+
+/// Makes a tile's Gemm0 its Gemm1: the same rows.
+constexpr void make_gemm1(Task& task, const Task& gemm0, u32 parts) {
+  task = gemm0;
+  task.kind = TaskKind::gemm1;
+  task.parts = static_cast<u16>(parts);
+  task.seal = gemm0.seal ^ first_word(TaskKind::gemm0, gemm0.segment_count, gemm0.parts) ^
+              first_word(TaskKind::gemm1, gemm0.segment_count, parts);
+}
+
+/// Whether a descriptor is what its poster has written.
+constexpr bool is_whole(const Task& task) {
+  u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
+            task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.peer ^
+            task.first_chunk ^ task.seal;
+  for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
+    all ^= words_of(task.segments[s]);
+  }
+  return all == kWhole;
+}
+
+/// What a lane that holds word `index` of a descriptor brings to the exclusive-or of all.
+constexpr u32 share_of(u32 index, u32 word, u32 segments) {
+  return index < kTaskHeaderWords + segments * (sizeof(Segment) / sizeof(u32)) ? word : 0;
+}
+
+/// `epoch | kind | part | task`: one part of a descriptor, as it lies, sealed, in a mailbox (part =
+/// number of parts) or in the ready ring (part = which one). The epoch makes a word of an earlier
+/// call unmistakable, so that no slot needs clearing between calls.
 class ReadyWord {
  public:
   static constexpr u32 kTaskBits = 19;
@@ -62,14 +116,16 @@ class ReadyWord {
   static constexpr u32 kParts = 1U << kPartBits;
 
   constexpr ReadyWord() = default;
-  explicit constexpr ReadyWord(u64 bits) : bits_(bits) {}
+  /// From memory.
+  explicit constexpr ReadyWord(u64 sealed) : bits_(open(sealed)) {}
   constexpr ReadyWord(u32 epoch, TaskKind kind, u32 task, u32 part)
       : bits_(u64{epoch} << 32 | u64{static_cast<u32>(kind)} << (kTaskBits + kPartBits) |
               u64{part} << kTaskBits | task) {
     MOEOS_CHECK(task < kTasks && part < kParts);
   }
 
-  constexpr u64 bits() const { return bits_; }
+  /// For memory.
+  constexpr u64 sealed() const { return seal(bits_); }
   constexpr u32 epoch() const { return static_cast<u32>(bits_ >> 32); }
   constexpr TaskKind kind() const {
     return static_cast<TaskKind>((bits_ >> (kTaskBits + kPartBits)) & ((1U << kKindBits) - 1));

@@ -145,9 +145,9 @@ class TilePlan {
       for (u32 rows = ready(source, expert); rows >= geometry.tile_rows;
            rows -= geometry.tile_rows) {
         if constexpr (kWrite) {
-          append(expert, tile + extent.tiles, 0, source, geometry.tile_rows);
+          const u32 words = append(expert, tile + extent.tiles, 0, source, geometry.tile_rows);
           close(expert, tile + extent.tiles, result + extent.rows, 1, geometry.tile_rows,
-                geometry.tile_rows);
+                geometry.tile_rows, words);
         }
         ++extent.tiles;
         extent.rows += geometry.tile_rows;
@@ -159,13 +159,14 @@ class TilePlan {
     u32 segments = 0;
     u32 rows = 0;
     u32 padded = 0;
+    u32 words = 0;
     const auto finish = [&] {
       if constexpr (kWrite) {
-        close(expert, tile + extent.tiles, result + extent.rows, segments, rows, padded);
+        close(expert, tile + extent.tiles, result + extent.rows, segments, rows, padded, words);
       }
       ++extent.tiles;
       extent.rows += padded;
-      segments = rows = padded = 0;
+      segments = rows = padded = words = 0;
     };
     for (u32 source = 0; source < geometry.world; ++source) {
       for (u32 left = ready(source, expert) % geometry.tile_rows; left > 0;) {
@@ -176,7 +177,7 @@ class TilePlan {
           continue;
         }
         if constexpr (kWrite) {
-          append(expert, tile + extent.tiles, segments, source, fitting);
+          words ^= append(expert, tile + extent.tiles, segments, source, fitting);
         }
         ++segments;
         rows += fitting;
@@ -194,26 +195,32 @@ class TilePlan {
     return memory_.tasks[memory_.first_task(TaskKind::gemm0) + tile];
   }
 
-  /// Takes the next `rows` rows of (source, expert) as a tile's segment.
-  void append(u32 expert, u32 tile, u32 segment, u32 source, u32 rows) const {
+  /// Takes the next `rows` rows of (source, expert) as a tile's segment; returns words_of() it.
+  u32 append(u32 expert, u32 tile, u32 segment, u32 source, u32 rows) const {
     const u32 slot = taken(source, expert);
     const u32 start = os_.receive_starts(source)[expert];
-    descriptor(tile).segments[segment] =
-        Segment{layout_.row(expert, slot, start), static_cast<u16>(source), static_cast<u16>(rows)};
+    const Segment made{layout_.row(expert, slot, start), static_cast<u16>(source),
+                       static_cast<u16>(rows)};
+    descriptor(tile).segments[segment] = made;
     taken(source, expert) = slot + rows;
+    return words_of(made);
   }
 
-  void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded) const {
+  void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded,
+             u32 words) const {
     Task& task = descriptor(tile);
+    const u32 parts = layout_.geometry().gemm0_parts_of(padded);
     task.kind = TaskKind::gemm0;
     task.segment_count = static_cast<u8>(segments);
-    task.parts = static_cast<u16>(layout_.geometry().gemm0_parts_of(padded));
+    task.parts = static_cast<u16>(parts);
     task.epoch = epoch_;
     task.local_expert = expert;
     task.tile = tile;
     task.rows = rows;
     task.padded_rows = padded;
     task.first_result = result;
+    task.seal = kWhole ^ first_word(TaskKind::gemm0, segments, parts) ^ epoch_ ^ expert ^ tile ^
+                rows ^ padded ^ result ^ words;
   }
 
   const Layout& layout_;

@@ -12,7 +12,7 @@
 
 namespace moeos {
 
-enum class Actor : u32 { host = 0, scheduler = 1, subscriber = 2, processor = 3 };
+enum class Actor : u32 { host = 0, scheduler = 1, subscriber = 2, processor = 3, sender = 4 };
 
 /// What went wrong. The host turns it into an exception (host/failure.py holds the sentences).
 enum class FailureKind : u32 {
@@ -33,6 +33,11 @@ enum class FailureKind : u32 {
   id_repeated = 13,        // the token has it in an earlier slot
   token_count_wrong = 14,  // seen = S, which is negative or beyond the rows of x, expected
   echo_late = 15,          // a remote peer has not seen the rows that were put there
+  // Words that nobody writes (sealed.hpp): memory that someone else has overwritten.
+  count_damaged = 16,  // seen = the word
+  flag_damaged = 17,   // a chunk's arrival flag; seen = the call that it names
+  word_damaged = 18,   // of the ready ring, a mailbox or an outbox: chunk = which, seen = the word
+  task_damaged = 19,   // chunk = which descriptor
 };
 
 /// What an actor says when it is asked why nothing moves (os.hpp).

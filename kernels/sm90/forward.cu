@@ -14,6 +14,7 @@
 #include "kernels/sm90/token_count.cuh"
 #include "runtime/os.hpp"
 #include "runtime/processor.hpp"
+#include "runtime/whole.hpp"
 
 namespace moeos::sm90 {
 
@@ -35,9 +36,14 @@ inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const Routin
       }
       break;
     }
-    const auto* from = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()]);
-    reinterpret_cast<u32*>(&task)[Machine::lane()] = from[Machine::lane()];
+    const u32 mine = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()])[Machine::lane()];
+    reinterpret_cast<u32*>(&task)[Machine::lane()] = mine;
     __syncwarp();
+    if (!is_whole<Machine>(mine, task.segment_count)) {
+      processor.reject_task(FailureKind::task_damaged, word.task(), 0);
+      more = false;
+      break;
+    }
     if (word.kind() != TaskKind::combine || task.peer == kNone) {
       break;
     }
@@ -50,7 +56,7 @@ inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const Routin
     __syncwarp();
   }
   if (Machine::lane() == 0) {
-    slot.word = more ? word.bits() : 0;
+    slot.word = more ? word.sealed() : 0;
     slot.combined = ready;
     slot.skipped = skipped;
     slot.bad_token = kNone;

@@ -86,11 +86,10 @@ u32 TwinRank::workers() const {
   return geometry.processors + (settings_.split_os ? os_warps<Machine>(geometry) - 1 : 0);
 }
 
-void TwinRank::install_jitter(u32 thread_index) {
+void TwinRank::install_jitter(u32 thread_index, u32 epoch) {
   if (settings_.jitter_us > 0.0) {
     thread_local std::unique_ptr<Jitter> jitter;
-    std::seed_seq seed{settings_.jitter_seed, u64{rank_.rank}, u64{thread_index},
-                       u64{*rank_.memory.epoch}};
+    std::seed_seq seed{settings_.jitter_seed, u64{rank_.rank}, u64{thread_index}, u64{epoch}};
     u32 drawn[1];
     seed.generate(drawn, drawn + 1);
     jitter = std::make_unique<Jitter>(settings_.jitter_us, drawn[0]);
@@ -99,9 +98,9 @@ void TwinRank::install_jitter(u32 thread_index) {
 }
 
 void TwinRank::do_share(u32 worker) {
-  install_jitter(worker + 1);
   const u32 processors = rank_.geometry().processors;
   const CallInFlight job = *in_flight_;
+  install_jitter(worker + 1, job.call.epoch);
   if (worker < processors) {
     TwinKernels kernels(rank_, job.call, shape_, *job.operands, intermediate_.get(),
                         *scratch_[worker]);
@@ -126,7 +125,7 @@ Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) 
   in_flight_ = CallInFlight{call, &operands};
   crew_->start();
   Interposer* const before = interposer;
-  install_jitter(0);
+  install_jitter(0, call.epoch);
   if (settings_.split_os) {
     run_os_warp(rank_, call, 0);
   } else {

@@ -62,7 +62,7 @@ class TwinRank {
   };
 
   void do_share(u32 worker);
-  void install_jitter(u32 thread_index);
+  void install_jitter(u32 thread_index, u32 epoch);
   u32 workers() const;
 
   struct Unmap {

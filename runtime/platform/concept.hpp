@@ -40,6 +40,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::ballot(true) } -> SameAs<u32>;             // bit i: lane i's predicate
   { P::broadcast(value, value) } -> SameAs<u32>;  // (value, source lane)
   { P::inclusive_scan(value) } -> SameAs<u32>;
+  { P::exclusive_or(value) } -> SameAs<u32>;  // of all lanes' values
   P::sync_lanes();
 
   // Atomics, each with the scope of the actors that must agree.

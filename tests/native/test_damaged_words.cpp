@@ -20,6 +20,7 @@
 namespace {
 
 using moeos::Activation;
+using moeos::count_word;
 using moeos::Failure;
 using moeos::FailureKind;
 using moeos::Geometry;
@@ -28,6 +29,7 @@ using moeos::LayerShape;
 using moeos::Layout;
 using moeos::RowMap;
 using moeos::Scoring;
+using moeos::seal;
 using moeos::u32;
 using moeos::u64;
 using moeos::u8;
@@ -133,27 +135,41 @@ struct Case {
 }  // namespace
 
 int main() {
-  constexpr u64 kFirstEpoch = u64{1} << 32;
   const Case cases[] = {
       {"nothing is damaged", FailureKind::none, [](const Layout&, u8*) {}},
       {"words of an earlier call", FailureKind::none,
        [](const Layout& layout, u8* heap) {
-         word<u64>(heap, layout.count(0, 1, 0)) = 99;
-         word<u64>(heap, layout.count(1, 1, 1)) = 7;
-         word<u32>(heap, layout.arrived(1, 0)) = 0xFFFFFFFF;
+         word<u64>(heap, layout.count(0, 1, 0)) = count_word(0, 99);
+         word<u64>(heap, layout.count(1, 1, 1)) = count_word(0, 7);
+         word<u32>(heap, layout.arrived(1, 0)) = seal(0U);
        }},
       {"a count beyond an expert's rows", FailureKind::count_too_large,
        [](const Layout& layout, u8* heap) {
-         word<u64>(heap, layout.count(1, 1, 0)) = kFirstEpoch | (kTokens + 1);
-         word<u64>(heap, layout.count(1, 1, 1)) = kFirstEpoch;
+         word<u64>(heap, layout.count(1, 1, 0)) = count_word(1, kTokens + 1);
+         word<u64>(heap, layout.count(1, 1, 1)) = count_word(1, 0);
        }},
       {"the largest count", FailureKind::count_too_large,
        [](const Layout& layout, u8* heap) {
-         word<u64>(heap, layout.count(1, 1, 0)) = kFirstEpoch;
-         word<u64>(heap, layout.count(1, 1, 1)) = kFirstEpoch | 0xFFFFFFFF;
+         word<u64>(heap, layout.count(1, 1, 0)) = count_word(1, 0);
+         word<u64>(heap, layout.count(1, 1, 1)) = count_word(1, 0xFFFFFFFF);
        }},
       {"a chunk with more results than rows", FailureKind::returns_too_many,
-       [](const Layout& layout, u8* heap) { word<u32>(heap, layout.returned(1, 0)) = 1000; }},
+       [](const Layout& layout, u8* heap) {
+         word<u32>(heap, layout.returned(1, 0)) = seal(1000U);
+       }},
+      {"a credit that nobody gives", FailureKind::returns_too_many,
+       [](const Layout& layout, u8* heap) { word<u32>(heap, layout.returned(1, 0)) = 1; }},
+      {"a count with a bit too many", FailureKind::count_damaged,
+       [](const Layout& layout, u8* heap) {
+         word<u64>(heap, layout.count(1, 1, 0)) = count_word(1, 5) ^ 16;
+       }},
+      {"an arrival flag that was never written", FailureKind::flag_damaged,
+       [](const Layout& layout, u8* heap) {
+         constexpr u32 kRowsEach = kTokens * kTopK / kExperts;
+         word<u64>(heap, layout.count(1, 1, 0)) = count_word(1, kRowsEach);
+         word<u64>(heap, layout.count(1, 1, 1)) = count_word(1, kRowsEach);
+         word<u32>(heap, layout.arrived(1, 0)) = 1;
+       }},
   };
   int failed = 0;
   for (const Case& one : cases) {

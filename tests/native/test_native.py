@@ -132,7 +132,8 @@ class Built:
     gemm_objects: list[Path]
 
 
-RANK_SOURCES = [TWIN / "forward.cpp", TESTS / "test_virtual_ranks.cpp"]
+TWIN_SOURCES = [TWIN / "forward.cpp", TWIN / "crew.cpp", TWIN / "explore" / "random_world.cpp"]
+RANK_SOURCES = [*TWIN_SOURCES, TESTS / "test_virtual_ranks.cpp"]
 Build = Callable[[str], Built]
 
 
@@ -145,13 +146,19 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         flavour, to = FLAVOURS[name], tmp_path_factory.mktemp(name)
         alone = [TESTS / "test_gemm.cpp", TESTS / "test_damaged_words.cpp"]
         sources = [*RANK_SOURCES, *alone, *gemm_sources()]  # the slowest first
-        objects = compile_all(flavour, sources, ROOT, to)
-        (forward, ranks, gemm_test, words), gemm = objects[:4], objects[4:]
+        made = dict(zip(sources, compile_all(flavour, sources, ROOT, to), strict=True))
+        gemm = [made[source] for source in gemm_sources()]
+        twin = [*[made[source] for source in TWIN_SOURCES], *gemm]
+
+        def program(name: str, *objects: Path) -> Path:
+            test = made[TESTS / f"test_{name}.cpp"]
+            return link(flavour, [test, *objects], to / name)
+
         return Built(
             flavour,
-            link(flavour, [ranks, forward, *gemm], to / "virtual_ranks"),
-            link(flavour, [words, forward, *gemm], to / "damaged_words"),
-            link(flavour, [gemm_test, *gemm], to / "gemm"),
+            program("virtual_ranks", *twin),
+            program("damaged_words", *twin),
+            program("gemm", *gemm),
             gemm,
         )
 

@@ -114,9 +114,8 @@ class World {
     }
     for (u32 chunk = 0; chunk < kChunks; ++chunk) {
       const u32 index = from.memory.first_task(TaskKind::dispatch) + 2 * (peer - 1) + chunk / 8;
-      Task& task = from.memory.tasks[index];
-      task.kind = TaskKind::dispatch;
-      task.first_chunk = chunk / 8 * 8;
+      moeos::make_row_task(from.memory.tasks[index], TaskKind::dispatch, 8, kEpoch, peer,
+                           chunk / 8 * 8);
       moeos::post_request(from, call_, peer,
                           ReadyWord(kEpoch, TaskKind::dispatch, index, chunk % 8));
     }
@@ -130,6 +129,8 @@ class World {
     task.kind = TaskKind::gemm1;
     task.segment_count = 1;
     task.segments[0] = Segment{first, static_cast<u16>(peer), static_cast<u16>(rows)};
+    task.seal = moeos::kWhole ^ moeos::first_word(TaskKind::gemm1, 1, 0) ^
+                moeos::words_of(task.segments[0]);
     moeos::post_request(from, call_, peer, ReadyWord(kEpoch, TaskKind::gemm1, index, 0));
   }
 
@@ -138,7 +139,8 @@ class World {
   u32 arrived_chunks(u32 peer) const {
     u32 arrived = 0;
     for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-      arrived += *rank(peer).here<u32>(rank(peer).layout.arrived(0, chunk)) == kEpoch ? 1 : 0;
+      arrived +=
+          *rank(peer).here<u32>(rank(peer).layout.arrived(0, chunk)) == moeos::seal(kEpoch) ? 1 : 0;
     }
     return arrived;
   }
@@ -248,7 +250,7 @@ void results_and_rows_share_a_window_and_are_counted_as_returned() {
   step(world, 0, 20);
   expect(world.landed(1) == 50, "no chunk fits beside 50 rows of 72");
   const auto credit = [&](u32 chunk) {
-    return *world.rank(1).here<u32>(world.rank(1).layout.returned(0, chunk));
+    return moeos::open(*world.rank(1).here<u32>(world.rank(1).layout.returned(0, chunk)));
   };
   expect(credit(0) == 0 && credit(1) == 24 && credit(2) == 26, "credits are given by chunk");
   expect(world.rank(0).memory.call(kEpoch).rows_returned.value == 50, "they are returned");
@@ -260,7 +262,7 @@ void results_and_rows_share_a_window_and_are_counted_as_returned() {
 void requests_of_an_earlier_call_are_none() {
   World world;
   const Rank<Machine>& from = world.rank(0);
-  from.memory.outbox_of(1)[0] = ReadyWord(kEpoch - 1, TaskKind::dispatch, 0, 0).bits();
+  from.memory.outbox_of(1)[0] = ReadyWord(kEpoch - 1, TaskKind::dispatch, 0, 0).sealed();
   step(world, 0, 3);
   expect(world.landed(1) == 0, "a word of another call is not looked at");
 }

@@ -48,6 +48,11 @@ class Machine {
     }
     return value;
   }
+  static u32 exclusive_or(u32 value) {
+    u32 all;
+    asm volatile("redux.sync.xor.b32 %0, %1, 0xffffffff;" : "=r"(all) : "r"(value));
+    return all;
+  }
   static void sync_lanes() { __syncwarp(); }
 
   template <Scope S>

@@ -37,6 +37,7 @@ class Machine {
     return value;
   }
   static u32 inclusive_scan(u32 value) { return value; }
+  static u32 exclusive_or(u32 value) { return value; }
   static void sync_lanes() {}
 
   template <Scope, class T>

@@ -35,6 +35,14 @@ class Machine {
     }
     return sum;
   }
+  static u32 exclusive_or(u32 value) {
+    const u64* values = emulator::exchange("an exclusive-or", value);
+    u32 all = 0;
+    for (u32 i = 0; i < kLanes; ++i) {
+      all ^= static_cast<u32>(values[i]);
+    }
+    return all;
+  }
   static void sync_lanes() { __syncwarp(); }
 
   template <Scope S, class T>
