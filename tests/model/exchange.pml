@@ -304,8 +304,9 @@ inline take_chunk(me, source) {
 #define CAN_COMPUTE(me, source, row, part) \
   (RUNNING(me) && tile[ROW(source, me, row)] == ARRIVED && !part_done[PART(source, me, row, part)])
 inline compute(me, source, row, part) {
-  assert(row_seen[ROW(source, me, row)] == epoch[me]); /* this call's row, neither older nor newer */
-  assert(!result_needed[PART(source, me, row, part)]); /* not before Combine has read the last one */
+  /* This call's row, neither older nor newer; and not before Combine has read the last result. */
+  assert(row_seen[ROW(source, me, row)] == epoch[me]);
+  assert(!result_needed[PART(source, me, row, part)]);
   result_written[PART(source, me, row, part)] = row_seen[ROW(source, me, row)];
   result_needed[PART(source, me, row, part)] = true;
   part_done[PART(source, me, row, part)] = true;
@@ -350,7 +351,8 @@ inline return_row(me, source, row) {
 /* What the returns subscriber reads: its own store of 0 is the newest it knows, visible or not. */
 #define CAN_TAKE_CREDIT(me, peer, chunk) \
   (RUNNING(me) && routed[me] && chunk_back[CHUNK(me, peer, chunk)] == 0 && \
-   ROWS_IN_CHUNK(rows_sent[PAIR(me, peer)], chunk) > 0 && !reset_pending[CHUNK(me, peer, chunk)] && \
+   ROWS_IN_CHUNK(rows_sent[PAIR(me, peer)], chunk) > 0 && \
+   !reset_pending[CHUNK(me, peer, chunk)] && \
    returned[CHUNK(me, peer, chunk)] >= ROWS_IN_CHUNK(rows_sent[PAIR(me, peer)], chunk))
 inline take_credit(me, peer, chunk) {
   /* No row is credited twice, and none of an earlier call is left. */
@@ -432,9 +434,9 @@ inline interrupt(me) {
   over[me] = true;
 }
 
-/* Values of calls that are over are only compared with later epochs, so which call they are of makes
- * no difference, and they are made equal: flags become those of call 1, and counts, and rows that have
- * been read, nobody's. This is of the model alone, and keeps it small. */
+/* Values of calls that are over are only compared with later epochs, so which call they are of
+ * makes no difference, and they are made equal: flags become those of call 1, and counts, and rows
+ * that have been read, nobody's. This is of the model alone, and keeps it small. */
 inline forget(me) {
   for (i : 0 .. RANKS - 1) {
     for (j : PAIR(i, me) * 2 .. PAIR(i, me) * 2 + 1) {
@@ -528,9 +530,10 @@ inline begin_call(me) {
   :: d_step { COUNT_IS_UNDER_WAY(me, peer, 1) -> deliver_count(me, peer, 1) } \
   RESETS_OF(peer)
 #ifdef MUTATION_KERNEL_BOUNDARY_ORDERS_NOTHING
-#define RESETS_OF(peer) :: d_step { reset_pending[CHUNK(me, peer, 0)] -> deliver_reset(me, peer, 0) }
+#define RESETS_OF(peer) \
+  :: d_step { reset_pending[CHUNK(me, peer, 0)] -> deliver_reset(me, peer, 0) }
 #else
-#define RESETS_OF(peer) /* the end of the kernel is the latest time, and an assertion sees an add before */
+#define RESETS_OF(peer) /* at the latest time there is: a credit added before it would be lost */
 #endif
 
 #define CHUNK_BY_PROCESSORS(peer, chunk) \
@@ -570,7 +573,14 @@ inline begin_call(me) {
 #else
 #define MISSES(peer)
 #endif
+/* The code refuses a count of a call that is later than the one that runs: nobody can be so far. */
+#define HAS_LATER_COUNT(me, source) \
+  (RUNNING(me) && !counts_known[PAIR(source, me)] && \
+   EPOCH_OF(count_visible[COUNT(source, me, epoch[me])]) > epoch[me])
+#define REFUSE_LATER_COUNT(peer) \
+  :: d_step { HAS_LATER_COUNT(me, peer) -> assert(!HAS_LATER_COUNT(me, peer)) }
 #define SUBSCRIBERS_FOR(peer) \
+  REFUSE_LATER_COUNT(peer) \
   :: d_step { CAN_DECODE(me, peer) -> decode(me, peer) } \
   :: d_step { CAN_TAKE_CHUNK(me, peer) -> take_chunk(me, peer) } \
   CREDITS(peer) \
@@ -604,6 +614,9 @@ inline choose_all_rows(me) {
 #define ROUTE \
   :: atomic { RUNNING(me) && !routed[me] -> choose_all_rows(me); send_counts(me) }
 
+/* Steps that nobody else can see between are one; for one row to a peer. A row that is written and
+ * not announced is as one that is not written, a count that nobody has looked at as one that is
+ * under way, and what an actor has learnt and not acted on as what it has not learnt. */
 #ifdef COARSE
 
 #define RECEIVE_COUNT(peer, parity) \
