@@ -12,6 +12,7 @@ import typer
 
 from moeos.cli.compile import compile_
 from moeos.cli.doctor import doctor
+from moeos.cli.fuzz import fuzz
 from moeos.cli.plan import plan
 from moeos.cli.run import run
 
@@ -26,6 +27,7 @@ app.command()(run)
 app.command()(plan)
 app.command()(doctor)
 app.command("compile")(compile_)
+app.command()(fuzz)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-// The twin as a Python module: sizes of a layer, and one rank of it. host/engines/twin.py is the
-// only user.
+// The twin as a Python module: sizes of a layer, one rank of it (for host/engines/twin.py), and
+// runs in an order that a seed decides (for host/explore.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/twin/explore/explore.hpp"
 #include "kernels/twin/forward.hpp"
 #include "runtime/layout.hpp"
 
@@ -237,6 +238,29 @@ NB_MODULE(_twin, module) {
           nb::sig("def tally(self) -> dict[str, typing.Any]"))
       .def("rows_sent", &TwinRank::rows_sent)
       .def("rows_received", &TwinRank::rows_received, "source"_a);
+
+  nb::class_<Outcome>(module, "Outcome", "What came of a run of explore().")
+      .def_ro("wrong", &Outcome::wrong)
+      .def_ro("world", &Outcome::world)
+      .def_ro("calls", &Outcome::calls)
+      .def_ro("failed", &Outcome::failed)
+      .def_ro("kinds", &Outcome::kinds)
+      .def_ro("points", &Outcome::points)
+      .def_ro("switches", &Outcome::switches)
+      .def_ro("latency_ns", &Outcome::latency_ns)
+      .def_ro("deadline_ns", &Outcome::deadline_ns)
+      .def_ro("happened", &Outcome::happened)
+      .def_ro("fault", &Outcome::fault);
+  module.def(
+      "explore",
+      [](u64 seed, u32 strategy, u32 scenario) {
+        require(strategy < kStrategies, "no such strategy");
+        require(scenario < kScenarios, "no such scenario");
+        const nb::gil_scoped_release release;
+        return explore(seed, static_cast<Strategy>(strategy), static_cast<Scenario>(scenario));
+      },
+      "seed"_a, "strategy"_a, "scenario"_a,
+      "Runs a small random world in an order and with a fault that the seed decides.");
 }
 
 }  // namespace moeos::twin

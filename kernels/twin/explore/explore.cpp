@@ -20,10 +20,6 @@ namespace {
 constexpr u32 kCalls = 3;
 constexpr u64 kPointsMost = 20'000'000;  // of a run; the longest seen take a tenth of it
 
-u32 draw(Random& random, u32 low, u32 high) {
-  return std::uniform_int_distribution<u32>(low, high)(random);
-}
-
 /// A word that peers or actors write, and what to put there.
 struct Damage {
   std::string what;
@@ -43,7 +39,7 @@ class Fault : public Device {
     heaps_ = &heaps;
   }
 
-  bool act(Random& random) override {
+  bool act(Random& random, bool) override {
     if (happened_ || scenario_ < Scenario::die || schedule_.points() < at_) {
       return false;
     }
@@ -187,6 +183,7 @@ class Run {
     outcome.points = schedule_.points();
     outcome.switches = schedule_.switches();
     outcome.latency_ns = latency_ns_;
+    outcome.deadline_ns = world_.settings.deadline_ns;
     outcome.happened = fault_.happened();
     outcome.fault = fault_.text();
     return outcome;
@@ -262,7 +259,9 @@ class Run {
       complain(rank, "fails with kind " + std::to_string(kind) + " without a fault");
     } else if (fault_.happened()) {
       kinds_ |= u64{1} << kind;
-      latency_ns_ = maximum(latency_ns_, failed_at_ns_[rank] - fault_.at_ns());
+      if (scenario_ == Scenario::damage || rank != fault_.rank()) {
+        latency_ns_ = maximum(latency_ns_, failed_at_ns_[rank] - fault_.at_ns());
+      }
       if (scenario_ == Scenario::die && failure.peer != fault_.rank()) {
         complain(rank, "fails with kind " + std::to_string(kind) + " and names rank " +
                            std::to_string(static_cast<i32>(failure.peer)));

@@ -28,7 +28,9 @@ struct Outcome {
   u64 kinds;          // bit FailureKind: of those
   u64 points;         // atomic accesses
   u64 switches;       // between fibers
-  u64 latency_ns;     // virtual: from the fault to the last rank's error
+  u64 latency_ns;     // virtual: from the fault to the last error of a rank that is not the faulty
+                      // one, or 0
+  u64 deadline_ns;
   bool happened;      // the fault fell into the calls
   std::string fault;  // in words
 };

@@ -76,9 +76,13 @@ void HostileNic::arrive(const Piece& piece) {
   }
 }
 
-bool HostileNic::act(Random& random) {
-  constexpr u32 kIdleOneIn = 3;
-  if (!pieces_.empty() && random() % kIdleOneIn != 0) {
+bool HostileNic::act(Random& random, bool all_wait) {
+  if (act_one_in_ == 0) {
+    const u32 slower[] = {1, 4, 30, 200};
+    act_one_in_ = slower[draw(random, 0, 3)];
+  }
+  const bool had = !pieces_.empty();
+  if (had && (all_wait || draw(random, 1, act_one_in_) == 1)) {
     ready_.clear();
     for (std::size_t i = 0; i < pieces_.size(); ++i) {
       if (may_arrive(pieces_[i])) {
@@ -91,7 +95,7 @@ bool HostileNic::act(Random& random) {
     pieces_.erase(pieces_.begin() + static_cast<std::ptrdiff_t>(chosen));
     arrive(piece);
   }
-  return !pieces_.empty();
+  return had;
 }
 
 void HostileNic::clear() {

@@ -28,7 +28,7 @@ class HostileNic : public Nic, public Device {
   void order_puts() override { ++fences_; }
 
   /// Lets something that may arrive do so, or not.
-  bool act(Random& random) override;
+  bool act(Random& random, bool all_wait) override;
 
   /// Puts that were beyond the limit, and never arrive.
   u64 refused() const { return refused_; }
@@ -58,6 +58,7 @@ class HostileNic : public Nic, public Device {
   std::vector<u64> held_;  // [rank]: bytes
   std::vector<Piece> pieces_;
   std::vector<std::size_t> ready_;
+  u32 act_one_in_ = 0;  // accesses: drawn at the first
   u64 fences_ = 0;
   u64 puts_ = 0;
   u64 refused_ = 0;

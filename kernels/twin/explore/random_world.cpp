@@ -11,10 +11,6 @@ namespace moeos::twin {
 
 namespace {
 
-u32 draw(Random& random, u32 low, u32 high) {
-  return std::uniform_int_distribution<u32>(low, high)(random);
-}
-
 std::vector<float> draw_floats(Random& random, u64 count, float scale) {
   std::normal_distribution<float> normal(0.0F, scale);
   std::vector<float> values(count);

@@ -4,18 +4,16 @@
 // May not know: how ranks run.
 #pragma once
 
-#include <random>
 #include <vector>
 
 #include "kernels/shape.hpp"
+#include "kernels/twin/explore/draw.hpp"
 #include "kernels/twin/forward.hpp"
 #include "kernels/twin/operands.hpp"
 #include "runtime/geometry.hpp"
 #include "runtime/layout.hpp"
 
 namespace moeos::twin {
-
-using Random = std::mt19937_64;
 
 /// What a world is drawn for.
 enum class Extent {

@@ -11,10 +11,6 @@ namespace {
 
 constexpr std::size_t kStackBytes = 128 << 10;
 
-u32 draw(Random& random, u32 low, u32 high) {
-  return std::uniform_int_distribution<u32>(low, high)(random);
-}
-
 }  // namespace
 
 Schedule::Schedule(u64 seed, Strategy strategy) : random_(seed), strategy_(strategy) {
@@ -83,10 +79,10 @@ Schedule::Fiber* Schedule::choose_among(const std::vector<Fiber*>& fibers) {
   });
 }
 
-bool Schedule::act_devices() {
+bool Schedule::act_devices(bool all_wait) {
   bool more = false;
   for (Device* device : devices_) {
-    more = device->act(random_) || more;
+    more = device->act(random_, all_wait) || more;
   }
   return more;
 }
@@ -114,7 +110,7 @@ Schedule::Fiber* Schedule::choose() {
       }
       return choose_among(candidates_);
     }
-    if (!act_devices()) {
+    if (!act_devices(true)) {
       now_ns_ += kTickNs;  // all have looked, and nothing has come since
     }
     for (const auto& fiber : fibers_) {
@@ -179,7 +175,7 @@ void Schedule::at_access() {
   }
   constexpr u32 kDevicesOneIn = 4;
   if (!devices_.empty() && draw(random_, 1, kDevicesOneIn) == 1) {
-    act_devices();
+    act_devices(false);
   }
   const bool stopped = !may_go_on(*running_);  // by a device
   if (draw(random_, 1, switch_one_in_) == 1 || stopped) {

@@ -11,16 +11,14 @@
 
 #include <functional>
 #include <memory>
-#include <random>
 #include <vector>
 
 #include "kernels/twin/crew.hpp"
+#include "kernels/twin/explore/draw.hpp"
 #include "runtime/base.hpp"
 #include "runtime/platform/twin/interposer.hpp"
 
 namespace moeos::twin {
-
-using Random = std::mt19937_64;
 
 /// How the next fiber is chosen.
 enum class Strategy : u32 {
@@ -30,13 +28,14 @@ enum class Strategy : u32 {
   /// Guarantees of Finding Bugs", ASPLOS 2010).
   priority = 1,
 };
+inline constexpr u32 kStrategies = 2;
 
 /// Something beside the fibers that acts between their accesses: a network card, a fault.
 class Device {
  public:
   virtual ~Device() = default;
-  /// Acts once, or not. True: there is more to do, and whoever waits may wait for it.
-  virtual bool act(Random& random) = 0;
+  /// Acts once, or not; but if everyone waits, it must act if it can. True: it has acted, or can.
+  virtual bool act(Random& random, bool all_wait) = 0;
 };
 
 class Schedule : public Interposer {
@@ -92,7 +91,7 @@ class Schedule : public Interposer {
   /// The fiber that goes on; null when there is none left.
   Fiber* choose();
   Fiber* choose_among(const std::vector<Fiber*>& fibers);
-  bool act_devices();
+  bool act_devices(bool all_wait);
   void switch_to_next();
 
   Random random_;

@@ -1,0 +1,167 @@
+"""The device OS in orders that seeds decide: what `moeos fuzz` runs, and CI.
+
+A run makes a small random world (1 to 4 ranks, 3 calls), whose actors are fibers of one thread; at
+each atomic access another one may go on, and something may happen to the world beside its calls
+(`SCENARIOS`). The result must be right, or an error that names the right rank; after a reset the
+same calls must be right. A seed repeats its run exactly. The C++ side is `kernels/twin/explore/`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from moeos import _twin
+from moeos.failure import FailureKind
+
+SCENARIOS = ("quiet", "nic", "die", "stall", "damage")
+"""`moeos::twin::Scenario`: nothing; a network card that reorders and delays puts between fences; a
+rank that stops; one that stands still for a while; a word of the protocol that is overwritten."""
+
+STRATEGIES = ("random", "priority")
+"""`moeos::twin::Strategy`: who goes on is drawn at each access, or by priorities that change seldom
+(probabilistic concurrency testing)."""
+
+_TURNS = [(scenario, strategy) for scenario in SCENARIOS for strategy in STRATEGIES]
+
+
+@dataclasses.dataclass
+class Tally:
+    """What came of the runs of one scenario.
+
+    Attributes:
+        runs: seeds times strategies.
+        calls: that ended well; each result was compared with one in double precision.
+        faults: runs in which the fault fell into the calls.
+        failed: ranks whose calls ended with an error.
+        points: atomic accesses, at each of which another actor could go on.
+        switches: at which another one did.
+        latency: the longest time from a fault to an error, in deadlines; virtual.
+        endings: in how many runs a rank failed with this kind of failure, by name.
+    """
+
+    runs: int = 0
+    calls: int = 0
+    faults: int = 0
+    failed: int = 0
+    points: int = 0
+    switches: int = 0
+    latency: float = 0.0
+    endings: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, outcome: _twin.Outcome) -> None:
+        """Counts one run."""
+        self.runs += 1
+        self.calls += outcome.calls
+        self.faults += outcome.happened
+        self.failed += outcome.failed
+        self.points += outcome.points
+        self.switches += outcome.switches
+        self.latency = max(self.latency, outcome.latency_ns / outcome.deadline_ns)
+        self.endings.update(kind.name for kind in FailureKind if outcome.kinds >> kind & 1)
+
+    def merge(self, other: Tally) -> None:
+        """Counts what another one has counted."""
+        for field in ("runs", "calls", "faults", "failed", "points", "switches"):
+            setattr(self, field, getattr(self, field) + getattr(other, field))
+        self.latency = max(self.latency, other.latency)
+        self.endings.update(other.endings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """A run that must not have ended as it did, and how to repeat it."""
+
+    seed: int
+    scenario: str
+    strategy: str
+    text: str
+
+
+@dataclasses.dataclass
+class Found:
+    """What came of all runs, by scenario."""
+
+    tallies: dict[str, Tally] = dataclasses.field(
+        default_factory=lambda: {scenario: Tally() for scenario in SCENARIOS}
+    )
+    wrong: list[Wrong] = dataclasses.field(default_factory=list)
+
+
+def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
+    """One run; the same arguments give the same outcome.
+
+    Raises `ValueError` for a scenario or a strategy that there is not, or a seed beyond 64 bits.
+    """
+    for value, allowed, what in (
+        (scenario, SCENARIOS, "scenario"),
+        (strategy, STRATEGIES, "strategy"),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{what} is {value!r}; allowed: {', '.join(allowed)}")
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed is {seed}; allowed: 0 to 2^64 − 1")
+    return _twin.explore(seed, STRATEGIES.index(strategy), SCENARIOS.index(scenario))
+
+
+def explore(seeds: Iterator[int], seconds: float, most: int | None = None) -> Found:
+    """Runs seed after seed in every scenario and strategy, on this thread.
+
+    Ends after `seconds`, or after `most` seeds.
+    """
+    found = Found()
+    end = time.monotonic() + seconds
+    for number, seed in enumerate(seeds):
+        if time.monotonic() > end or number == most:
+            break
+        for scenario, strategy in _TURNS:
+            outcome = run(seed, scenario, strategy)
+            found.tallies[scenario].add(outcome)
+            if outcome.wrong:
+                found.wrong.append(Wrong(seed, scenario, strategy, outcome.wrong))
+    return found
+
+
+def explore_side_by_side(first_seed: int, seconds: float, jobs: int | None = None) -> Found:
+    """`explore` from `first_seed` on, in as many processes as this one may use cores.
+
+    A process that dies is a finding too; its seeds are those of the form first_seed + i + n * jobs.
+    """
+    jobs = jobs or len(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("fork")
+    found = Found()
+    working: dict[Connection, tuple[int, BaseProcess]] = {}
+    for index in range(jobs):
+        ours, theirs = context.Pipe(duplex=False)
+        process: BaseProcess = context.Process(
+            target=_work, args=(theirs, first_seed + index, jobs, seconds), daemon=True
+        )
+        process.start()
+        theirs.close()
+        working[ours] = index, process
+    while working:
+        for ready in wait(list(working)):
+            assert isinstance(ready, Connection)
+            index, process = working.pop(ready)
+            try:
+                part: Found = ready.recv()
+            except EOFError:
+                process.join()
+                text = f"process {index} of {jobs} died with exit code {process.exitcode}"
+                found.wrong.append(Wrong(first_seed + index, "any", "any", text))
+                continue
+            process.join()
+            for scenario, tally in part.tallies.items():
+                found.tallies[scenario].merge(tally)
+            found.wrong.extend(part.wrong)
+    return found
+
+
+def _work(results: Connection, first_seed: int, step: int, seconds: float) -> None:
+    results.send(explore(iter(range(first_seed, 1 << 64, step)), seconds))

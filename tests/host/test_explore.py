@@ -1,0 +1,121 @@
+"""Thousands of small worlds in orders that seeds decide: results and errors are as they must be.
+
+What a run does and judges is in kernels/twin/explore/; tests/native breaks the runtime and wants it
+noticed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import signal
+
+import pytest
+
+from moeos import _twin, explore
+from moeos.explore import SCENARIOS, STRATEGIES, Found
+
+SEEDS = 400
+"""Of which each is run in all scenarios and strategies: 4000 runs."""
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return explore.explore(itertools.count(1), seconds=240, most=SEEDS)
+
+
+def test_no_order_and_no_fault_gives_a_wrong_result_or_blames_the_wrong_rank(found: Found) -> None:
+    assert found.wrong == []
+    assert {name: tally.runs for name, tally in found.tallies.items()} == dict.fromkeys(
+        SCENARIOS, SEEDS * len(STRATEGIES)
+    )
+
+
+def test_runs_without_a_fault_end_well(found: Found) -> None:
+    for name in ("quiet", "nic"):
+        tally = found.tallies[name]
+        assert tally.failed == 0
+        assert tally.calls > 3 * tally.runs  # three calls of each rank
+
+
+def test_every_fault_ends_soon_after_its_deadline(found: Found) -> None:
+    """A quarter of it more where others are waited for; damaged words are noticed at once."""
+    for name in ("die", "stall"):
+        tally = found.tallies[name]
+        assert tally.failed > tally.faults / 2
+        assert 1.0 <= tally.latency < 1.5
+        assert {"COUNTS_LATE", "ROWS_LATE", "RETURNS_LATE"} <= set(tally.endings)
+    damage = found.tallies["damage"]
+    assert {"COUNT_DAMAGED", "FLAG_DAMAGED", "WORD_DAMAGED", "TASK_DAMAGED"} <= set(damage.endings)
+    assert "RETURNS_TOO_MANY" in damage.endings  # a credit
+
+
+def fields(outcome: _twin.Outcome) -> dict[str, object]:
+    names = [name for name in dir(outcome) if not name.startswith("_")]
+    return {name: getattr(outcome, name) for name in names}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_seed_repeats_its_run_exactly(scenario: str) -> None:
+    for seed in range(20):
+        first, again = (fields(explore.run(seed, scenario, "random")) for _ in range(2))
+        assert first == again
+        assert first["points"] != explore.run(seed + 1, scenario, "random").points
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1, "boredom", "random"), "scenario is 'boredom'; allowed: quiet, nic, die"),
+        ((1, "quiet", "luck"), "strategy is 'luck'; allowed: random, priority"),
+        ((-1, "quiet", "random"), "seed is -1"),
+        ((1 << 64, "quiet", "random"), "seed is 18446744073709551616"),
+    ],
+)
+def test_what_there_is_not_is_named(arguments: tuple[int, str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        explore.run(*arguments)
+
+
+def test_processes_side_by_side_try_different_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
+        outcome = _twin.explore(seed, 0, 0)
+        if seed < 14 and (scenario, strategy) == ("die", "priority"):
+            return dataclasses.replace(WRONG, wrong=f"seed {seed}")  # type: ignore[return-value]
+        return outcome
+
+    monkeypatch.setattr(explore, "run", run)
+    found = explore.explore_side_by_side(10, seconds=1.5, jobs=3)
+    assert sorted((wrong.seed, wrong.text) for wrong in found.wrong) == [
+        (seed, f"seed {seed}") for seed in range(10, 14)
+    ]
+    assert {(wrong.scenario, wrong.strategy) for wrong in found.wrong} == {("die", "priority")}
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeOutcome:
+    wrong: str = ""
+    calls: int = 0
+    failed: int = 1
+    kinds: int = 2
+    points: int = 0
+    switches: int = 0
+    latency_ns: int = 0
+    deadline_ns: int = 1
+    happened: bool = True
+
+
+WRONG = FakeOutcome()
+
+
+def test_a_process_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
+        if seed % 2 == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return _twin.explore(seed, 0, 0)
+
+    monkeypatch.setattr(explore, "run", run)
+    [wrong] = explore.explore_side_by_side(4, seconds=0.2, jobs=2).wrong
+    assert wrong.seed == 5
+    assert wrong.text == "process 1 of 2 died with exit code -9"
