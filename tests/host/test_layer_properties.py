@@ -89,7 +89,7 @@ def runs(draw: st.DrawFn) -> tuple[MoEConfig, list[list[dict[str, Any]]], dict[s
 
 
 @settings(
-    max_examples=100,
+    max_examples=60,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

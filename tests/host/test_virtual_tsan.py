@@ -20,9 +20,7 @@ from tests.processes import BIN, ROOT
 
 TESTS = [
     "tests/host/test_layer.py::test_ways_to_run_it",
-    "tests/host/test_layer_epochs.py::test_two_layers_of_a_world_in_turn",
     "tests/host/test_layer_inputs.py::test_a_mismatch_leaves_the_world_usable",
-    "tests/host/test_layer_inputs.py::test_a_gate_that_is_not_finite_names_a_token",
     "tests/host/test_layer_failure.py::test_a_hundred_calls_after_a_timeout_and_a_reset_are_right[split-os]",
     "tests/host/test_layer_failure.py::test_leaving_a_world_by_an_exception_ends_the_peers_calls_"
     "at_once",
