@@ -118,6 +118,17 @@ struct Shared {
 
 static_assert(sizeof(Shared) <= 232448, "shared memory of a block on sm_90");
 
+/// Of a processor block: its rank's call has failed, and who could leave has long done so.
+inline bool hopeless(u64& since) {
+  constexpr u64 kLongNs = 5'000'000;
+  const auto& shared = *reinterpret_cast<const Shared*>(dynamic_shared_memory());
+  if (!reinterpret_cast<const Rank<Machine>*>(shared.rank)->leaving(shared.call.epoch)) {
+    return false;
+  }
+  since = since == 0 ? Machine::now_ns() : since;
+  return Machine::now_ns() - since > kLongNs;
+}
+
 /// The load warp's place in the stages.
 ///
 /// A part has begun when all stages of its first round are free: then whatever was in them has

@@ -17,6 +17,16 @@ inline u8* dynamic_shared_memory() {
   return memory;
 }
 
+/// Whether a wait can only be one without an end (block.cuh). `since` is 0 at the first question,
+/// and kept from one to the next.
+bool hopeless(u64& since);
+
+/// Ends the kernel with an error of the driver's.
+[[noreturn]] inline void trap() {
+  asm volatile("trap;");
+  __builtin_unreachable();
+}
+
 /// A barrier in shared memory that counts arrivals and bytes; phases alternate.
 struct alignas(8) Barrier {
   u64 state;
@@ -54,10 +64,17 @@ struct alignas(8) Barrier {
         : "memory");
     return complete != 0;
   }
-  /// Waits for actors of this block, which never wait for other blocks while others wait for them;
-  /// so the wait is bounded by theirs.
+  /// Waits for actors of this block and for copies that they have begun. They never wait for other
+  /// blocks while others wait for them, so the wait is short, or somebody has made a mistake: then
+  /// the OS block finds after its deadline that this rank's processors do not finish, and everybody
+  /// leaves who can. Who cannot ends the kernel. A look lasts while the hardware suspends it.
   void wait(u32 parity) {
-    while (!done(parity)) {
+    constexpr u32 kLooksEach = 256;
+    u64 since = 0;
+    for (u32 looks = 1; !done(parity); ++looks) {
+      if (looks % kLooksEach == 0 && hopeless(since)) {
+        trap();
+      }
     }
   }
 };

@@ -8,6 +8,8 @@ namespace moeos::sm90 {
 
 inline u8* dynamic_shared_memory() { return emulator::shared_memory(); }
 
+bool hopeless(u64& since);
+
 /// As PTX ISA has it: a phase ends when no arrival and no byte is pending.
 struct alignas(8) Barrier {
   u32 arrivals : 12;
@@ -34,12 +36,20 @@ struct alignas(8) Barrier {
   }
   bool done(u32 parity) const { return phase != parity; }
   void wait(u32 parity) const {
-    emulator::wait_until(
-        parity == 0 ? "phase 0 of an mbarrier" : "phase 1 of an mbarrier",
-        [this, parity] { return done(parity); }, this);
+    u64 since = 0;
+    while (!done(parity)) {
+      const u64 look_ends = emulator::now_ns() + kLookNs;
+      emulator::wait_until(
+          parity == 0 ? "phase 0 of an mbarrier" : "phase 1 of an mbarrier",
+          [&] { return done(parity) || emulator::now_ns() > look_ends; }, this);
+      if (!done(parity) && hopeless(since)) {
+        emulator::stop("trap");
+      }
+    }
   }
 
  private:
+  static constexpr u64 kLookNs = 100'000;
   void end_phase() {
     if (pending == 0 && bytes == 0) {
       pending = arrivals;
