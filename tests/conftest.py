@@ -22,7 +22,8 @@ COMPILING = (
     "host/test_jit.py",
     "host/test_virtual_tsan.py",
 )
-"""Folders and files, below this one, of tests that mostly wait for a compiler."""
+"""Folders and files, below this one, of tests that mostly wait for a compiler; each file of them
+is a group of its own."""
 
 
 def group_of(path: Path) -> str:
@@ -30,7 +31,7 @@ def group_of(path: Path) -> str:
     below = path.relative_to(TESTS)
     if below.parts[0] == "gpu":
         return "gpu"
-    return "compile" if any(below.is_relative_to(one) for one in COMPILING) else "ranks"
+    return str(below) if any(below.is_relative_to(one) for one in COMPILING) else "ranks"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

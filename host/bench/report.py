@@ -4,7 +4,8 @@
 where lines with the markers `<!-- benchmark twin -->` and `<!-- end of benchmark twin -->` stand.
 So no number there is typed by hand. Of a GPU benchmark it also draws the plots, beside the document
 in benchmarks/plots/, and compares the results of all numbers of GPUs that lie beside the file. It
-measures nothing; what a kind of results looks like, twin_tables.py and gpu_tables.py know.
+measures nothing; what a kind of results looks like, the files *_tables.py know. `--document` names
+another page, such as docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
-from moeos.bench import gpu_tables, plots, twin_tables
+from moeos.bench import gpu_tables, plots, reliability_tables, twin_tables
 from moeos.bench.section import Section
 from moeos.cli import failures, output
 
@@ -113,12 +114,24 @@ def print_tables(results: Mapping[str, Any]) -> None:
 
 def conditions(results: Mapping[str, Any]) -> str:
     """What was measured, on what and when, in one paragraph."""
-    return gpu_tables.conditions(results) if of_gpus(results) else twin_tables.conditions(results)
+    return _tables_of(results).conditions(results)
 
 
 def sections(results: Mapping[str, Any]) -> Sequence[Section]:
     """All tables of a benchmark."""
-    return gpu_tables.sections(results) if of_gpus(results) else twin_tables.sections(results)
+    return _tables_of(results).sections(results)
+
+
+class _Tables(Protocol):
+    def conditions(self, results: Mapping[str, Any]) -> str: ...
+
+    def sections(self, results: Mapping[str, Any]) -> Sequence[Section]: ...
+
+
+def _tables_of(results: Mapping[str, Any]) -> _Tables:
+    if of_gpus(results):
+        return gpu_tables
+    return reliability_tables if results["benchmark"] in reliability_tables.NAMES else twin_tables
 
 
 def _table(section: Section) -> str:

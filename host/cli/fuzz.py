@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from moeos import explore
-from moeos.cli import failures, output
+from moeos.bench import provenance
+from moeos.cli import failures, machine, output
 from moeos.explore import Found, Tally
 
 FOUND = 1
@@ -48,7 +49,7 @@ def execute(seconds: float, seed: int, replay: str | None, json_file: Path | Non
         return _replay(seed, replay)
     found = explore.explore_side_by_side(seed, seconds)
     if json_file is not None:
-        output.write_json(json_file, {"seconds": seconds, "seed": seed, **document(found)})
+        output.write_json(json_file, document(found, seconds, seed))
     _print(found)
     for wrong in found.wrong:
         print(
@@ -58,9 +59,16 @@ def execute(seconds: float, seed: int, replay: str | None, json_file: Path | Non
     return FOUND if found.wrong else failures.DONE
 
 
-def document(found: Found) -> dict[str, object]:
-    """The figures as JSON has them."""
+def document(found: Found, seconds: float, seed: int) -> dict[str, object]:
+    """The figures as JSON has them; `python -m moeos.bench.report` makes tables of it."""
     return {
+        "benchmark": "fuzz",
+        "command": provenance.command("moeos.cli"),
+        "commit": provenance.commit(),
+        "versions": machine.versions(),
+        "machine": machine.describe(),
+        "seconds": seconds,
+        "seed": seed,
         "scenarios": {
             name: {**vars(tally), "endings": dict(tally.endings)}
             for name, tally in found.tallies.items()

@@ -161,16 +161,6 @@ FAULTS = {
         "one processor does everything",
         60,
     ),
-    "a warp releases stages for its group": Fault(
-        "kernels/sm90/products.cuh",
-        {
-            "  if (Machine::lane() == 0) {\n    shared.stage_empty[index].arrive();": (
-                "  if (threadIdx.x % 128 == 0) {\n    shared.stage_empty[index].arrive(4);"
-            )
-        },
-        "one processor does everything",
-        60,
-    ),
     "each lane decides for itself": Fault(
         "runtime/team.hpp",
         {"return P::broadcast(seen, 0);": "return seen;"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -196,15 +197,21 @@ def test_a_process_that_ends_amid_the_calls_is_named_by_the_others(
 ) -> None:
     """Whatever it was doing, rank 0 with the store of the control plane included."""
 
+    amid = multiprocessing.get_context("fork").Semaphore(0)
+
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)
+        CALLS[world.rank](layer)
+        amid.release()
         for _ in range(1_000_000):
             CALLS[world.rank](layer)
 
     before = shared_memory()
     deadline = 2 * DEADLINE
     ranks = process_ranks(rank_main, 4, deadline, WAYS["one-thread"])
-    time.sleep(1.5)  # amid the calls
+    for _ in range(4):
+        assert amid.acquire(timeout=60)
+    time.sleep(0.2)
     begin = time.monotonic()
     ranks.signal(victim, number)
     survivors = [rank for rank in range(4) if rank != victim]

@@ -401,9 +401,8 @@ def test_a_dtype_that_the_twin_has_not_raises_on_all_ranks() -> None:
 def test_sizes_beyond_the_words_of_the_runtime_raise_before_any_memory_is_made(
     change: dict[str, Any],
 ) -> None:
-    cfg = config(**change)
     with pytest.raises(ValueError, match="at most"):
-        sizes_of(cfg, 4, 1)
+        sizes_of(config(**change), 4, 1)
 
 
 def test_arguments_of_other_types_than_config_and_world() -> None:

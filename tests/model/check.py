@@ -1,21 +1,27 @@
 """The protocol's models, checked by spin: the worlds that must hold, the mutations that must not.
 
-`python -m tests.model.check [large]` prints all numbers; `check_all` gives them to other programs.
+`python -m tests.model.check` prints all numbers; `check_all` gives them to other programs.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeos.bench import provenance
+from moeos.cli import machine
 
 FOLDER = Path(__file__).parent
 SECONDS_MAX = 900  # of one search; those of every day take a few
@@ -442,17 +448,46 @@ def check_all(checks: Iterable[Check]) -> dict[str, concurrent.futures.Future[Ch
     return started
 
 
-def main() -> None:
-    checks = LARGE_WORLDS if sys.argv[1:] == ["large"] else [*WORLDS, *MUTATIONS]
+def main(
+    large: Annotated[
+        bool, typer.Option(help="The worlds that take minutes and gigabytes.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Writes the figures to this file.")
+    ] = None,
+) -> None:
+    """Checks the models, and what must not hold."""
+    checks = LARGE_WORLDS if large else [*WORLDS, *MUTATIONS]
     results = check_all(checks)
+    rows = []
     for one in checks:
         found = results[one.name].result()
-        holds = "" if as_expected(one, found) else "NOT AS EXPECTED "
+        good = as_expected(one, found)
         print(
-            f"{holds}{one.model}: {one.name}: {found.states} states, {found.transitions} "
-            f"transitions, {found.seconds:.1f} s, {found.violation or 'no error'}"
+            f"{'' if good else 'NOT AS EXPECTED '}{one.model}: {one.name}: {found.states} states, "
+            f"{found.transitions} transitions, {found.seconds:.1f} s, "
+            f"{found.violation or 'no error'}"
         )
+        rows.append(
+            {
+                "model": one.model,
+                "macros": one.macros,
+                "expected": one.violation,
+                "as_expected": good,
+                **dataclasses.asdict(found),
+            }
+        )
+    if json_file is not None:
+        document = {
+            "benchmark": "model",
+            "command": provenance.command("tests.model.check"),
+            "commit": provenance.commit(),
+            "machine": machine.describe(),
+            "spin": output_of(["spin", "-V"], FOLDER).strip(),
+            "checks": rows,
+        }
+        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""The twin without Python, plain and under sanitizers: random worlds, and the matrix product alone.
+"""The twin without Python under sanitizers: random worlds, and the matrix product alone.
 
 g++ builds tests/native/*.cpp with the twin's sources; nothing but moeos's own code is in these
 programs, so a sanitizer sees all of it and reports nothing else.
@@ -50,11 +50,10 @@ class Flavour:
     environment: dict[str, str]
 
 
-QUICK = Flavour(("-O1", "-DMOEOS_DEBUG_CHECKS"), 0, {})
-"""For programs that run for a moment."""
+PLAIN = Flavour(("-O1", "-DMOEOS_DEBUG_CHECKS"), 0, {})
+"""For programs that run for a moment, or have one thread."""
 
 FLAVOURS = {
-    "plain": Flavour(("-O2", "-DMOEOS_DEBUG_CHECKS"), 300, {}),
     "thread": Flavour(
         ("-O1", "-g", "-fsanitize=thread"),
         40,
@@ -190,10 +189,8 @@ def test_damaged_words_in_a_heap_are_errors(name: str, build: Build) -> None:
     assert_clean(execute(built.flavour, built.damaged_words))
 
 
-@pytest.mark.parametrize("name", ["plain", "address"])  # it has one thread
-def test_matrix_product_alone(name: str, build: Build) -> None:
-    built = build(name)
-    done = execute(built.flavour, built.gemm)
+def test_matrix_product_alone(build: Build) -> None:
+    done = execute(FLAVOURS["address"], build("address").gemm)
     assert_clean(done)
     assert "portable passed" in done.stdout
 
@@ -217,9 +214,14 @@ def test_a_sender_keeps_every_window_and_the_earliest_failure(tmp_path: Path) ->
 
 
 def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
-    flavour = FLAVOURS["plain"]
-    objects = compile_all(flavour, [TESTS / "test_base.cpp"], ROOT, tmp_path)
-    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "base")))
+    objects = compile_all(PLAIN, [TESTS / "test_base.cpp"], ROOT, tmp_path)
+    assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "base")))
+
+
+@pytest.fixture(scope="module")
+def gemm_objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The matrix product, for programs that nothing sanitizes."""
+    return compile_all(PLAIN, gemm_sources(), ROOT, tmp_path_factory.mktemp("gemm"))
 
 
 # --- that these tests can fail ------------------------------------------------------------------
@@ -338,10 +340,12 @@ def sources(program: str, root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_the_protocol_is_noticed(name: str, build: Build, tmp_path: Path) -> None:
+def test_a_fault_in_the_protocol_is_noticed(
+    name: str, build: Build, gemm_objects: list[Path], tmp_path: Path
+) -> None:
     fault = FAULTS[name]
-    flavour = FLAVOURS["thread"] if fault.program == "threads" else QUICK
-    gemm = build("thread" if fault.program == "threads" else "plain").gemm_objects
+    flavour = FLAVOURS["thread"] if fault.program == "threads" else PLAIN
+    gemm = build("thread").gemm_objects if fault.program == "threads" else gemm_objects
     for folder in ("runtime", "kernels", "tests/native"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     broken = tmp_path / fault.file

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from moeos.bench import plots, report
+from moeos.bench import plots, reliability_tables, report
 from tests.processes import ROOT
 
 RESULTS = ROOT / "docs" / "benchmarks" / "twin.json"
 PAGE = ROOT / "docs" / "performance.md"
+RELIABILITY = ROOT / "docs" / "reliability.md"
 
 EMPTY = "# Log\n<!-- benchmark twin -->\n<!-- end of benchmark twin -->\nafter\n"
 
@@ -22,8 +23,10 @@ def results() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.parent.glob("*.json")), ids=lambda file: file.stem)
-def test_the_tables_of_the_log_are_those_of_the_results(file: Path) -> None:
-    text, found = PAGE.read_text(), json.loads(file.read_text())
+def test_the_tables_of_the_pages_are_those_of_the_results(file: Path) -> None:
+    found = json.loads(file.read_text())
+    of_reliability = found["benchmark"] in reliability_tables.NAMES
+    text = (RELIABILITY if of_reliability else PAGE).read_text()
     assert report.between_markers(text, found["benchmark"], report.markdown(found)) == text
 
 
