@@ -138,6 +138,13 @@ def fill_in_state(library: int) -> None:
     _bindings().culibrary_init(library)
 
 
+def finish_puts() -> None:
+    """Returns when all that this rank's kernels have put by NVSHMEM so far has arrived."""
+    stream = torch.cuda.current_stream()
+    _bindings().quiet_on_stream(stream.cuda_stream)
+    stream.synchronize()
+
+
 def forget_state(library: int) -> None:
     """Undoes `fill_in_state`, before the kernel is unloaded."""
     _bindings().culibrary_finalize(library)

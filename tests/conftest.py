@@ -34,6 +34,7 @@ def group_of(path: Path) -> str:
     return str(below) if any(below.is_relative_to(one) for one in COMPILING) else "ranks"
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts every test into its group."""
     for item in items:

@@ -18,7 +18,7 @@ import torch
 from moeos import jit
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
-from moeos.device_heap import DeviceHeap, fill_in_state, forget_state
+from moeos.device_heap import DeviceHeap, fill_in_state, finish_puts, forget_state
 from moeos.engines import cuda_records
 from moeos.engines.base import CallStats, CallTensors
 from moeos.engines.cuda_arguments import (
@@ -130,7 +130,10 @@ class CudaEngine:
         """See `Engine.reset`."""
         self._world.require_open()
         torch.cuda.synchronize(self._device)
-        self._world.control.barrier()  # no rank's kernel runs any more
+        if self._peers.transport == "nvshmem":
+            with torch.cuda.device(self._device):
+                finish_puts()  # before it is forgotten what they are
+        self._world.control.barrier()  # no rank's kernel runs any more, and nothing is on the way
         cuda_records.clear(self._buffers.heap, self._buffers.memory, self._offsets)
         self._failure.clear()
         torch.cuda.synchronize(self._device)

@@ -148,12 +148,14 @@ class Run {
     failures_.resize(g.world);
     failed_at_ns_.resize(g.world);
     calls_.resize(g.world);
+    const bool with_nic =
+        scenario == Scenario::nic || (scenario != Scenario::quiet && draw(random_, 0, 1) == 1);
     for (u32 p = 0; p < g.world; ++p) {
       for (u32 call = 0; call < kCalls; ++call) {
         calls_[p].push_back(draw_call(random_, world_));
       }
       Nic* nic = nullptr;
-      if (scenario == Scenario::nic) {
+      if (with_nic) {
         nics_.push_back(
             std::make_unique<HostileNic>(heaps_.addresses(), u64{g.window()} * g.row_bytes));
         schedule_.attach(nics_.back().get());
@@ -277,6 +279,9 @@ class Run {
   /// After a failure all ranks are reset, and the same calls are right.
   void begin_again() {
     schedule_.release();
+    for (const auto& nic : nics_) {
+      nic->quiet();
+    }
     for (const auto& rank : ranks_) {
       rank->reset();
     }

@@ -12,8 +12,9 @@ namespace moeos::twin {
 
 /// What happens to a world beside its calls.
 enum class Scenario : u32 {
-  quiet = 0,   ///< nothing: every result is right
-  nic = 1,     ///< remote peers' puts go through a hostile network card: every result is right
+  quiet = 0,  ///< nothing: every result is right
+  nic = 1,    ///< remote peers' puts go through a hostile network card: every result is right
+  // With the card or without:
   die = 2,     ///< a rank stops for good: the others name it within the deadline
   stall = 3,   ///< a rank stands still for up to three deadlines: the same, or all is right
   damage = 4,  ///< a word of a heap or of a rank's queues is overwritten: an error, or all is right

@@ -98,9 +98,11 @@ bool HostileNic::act(Random& random, bool all_wait) {
   return had;
 }
 
-void HostileNic::clear() {
+void HostileNic::quiet() {
+  for (const Piece& piece : pieces_) {  // in the order in which they were put: one that may be
+    arrive(piece);
+  }
   pieces_.clear();
-  std::fill(held_.begin(), held_.end(), 0);
 }
 
 }  // namespace moeos::twin

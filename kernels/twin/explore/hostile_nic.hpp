@@ -32,8 +32,8 @@ class HostileNic : public Nic, public Device {
 
   /// Puts that were beyond the limit, and never arrive.
   u64 refused() const { return refused_; }
-  /// Forgets what is on the way.
-  void clear();
+  /// Everything arrives.
+  void quiet();
 
  private:
   enum class Kind : u8 { bytes, signal, word, add };
