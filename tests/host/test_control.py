@@ -12,11 +12,13 @@ from typing import Any, Protocol
 import pytest
 
 from moeos.control import (
+    _NOTHING,
     MAX_PAYLOAD_BYTES,
     ControlPlane,
     SoloControl,
     StoreControl,
     ThreadControl,
+    _PolledControl,
     raise_together,
     require_equal,
 )
@@ -79,6 +81,31 @@ def shorten_deadline(control: ControlPlane, seconds: float) -> None:
 def run_ranks(request: pytest.FixtureRequest) -> RunRanks:
     run: RunRanks = request.param
     return run
+
+
+class _SlowEyes(_PolledControl):
+    """A rank whose peer posts and gives up between its looks at the post and at aborts."""
+
+    def __init__(self, posts: bool) -> None:
+        super().__init__(0, 2, 5.0)
+        self._looks = 0
+        self._posts = posts
+
+    def _post(self, value: object) -> None:
+        pass
+
+    def _take(self, peer: int) -> Any:
+        self._looks += 1
+        return "posted" if self._posts and self._looks > 1 else _NOTHING
+
+    def _find_abort(self) -> str | None:
+        return "rank 1 gave up: enough"
+
+
+def test_a_value_that_was_posted_counts_although_its_rank_gave_up() -> None:
+    assert _SlowEyes(posts=True).allgather("mine") == ["mine", "posted"]
+    with pytest.raises(PeerTimeout, match="stopped waiting for an exchange: rank 1 gave up"):
+        _SlowEyes(posts=False).allgather("mine")
 
 
 def test_every_rank_gets_the_values_of_all_in_rank_order(run_ranks: RunRanks) -> None:
