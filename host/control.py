@@ -180,7 +180,7 @@ class _PolledControl:
             aborted = self._find_abort()
             if aborted is not None:
                 # A rank posts before it gives up: what all have posted still counts.
-                if all([arrived(peer) for peer in missing]):
+                if all(arrived(peer) for peer in missing):
                     return
                 self._fail(f"rank {self.rank} stopped waiting for {what}: {aborted}")
             if time.monotonic() > ends:

@@ -7,6 +7,7 @@ that compile may run beside them.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,20 +23,22 @@ COMPILING = (
     "host/test_jit.py",
     "host/test_virtual_tsan.py",
 )
-"""Folders and files, below this one, of tests that mostly wait for a compiler; each file of them
-is a group of its own."""
+"""Folders and files, below this one, of tests that mostly wait for a compiler."""
 
 
-def group_of(path: Path) -> str:
-    """The group of a test's file."""
-    below = path.relative_to(TESTS)
-    if below.parts[0] == "gpu":
-        return "gpu"
-    return str(below) if any(below.is_relative_to(one) for one in COMPILING) else "ranks"
+def group_of(node: str) -> str:
+    """The group of a test: its file, or one name for all that do not compile."""
+    file = Path(node.split("::")[0]).relative_to(TESTS.name)
+    return str(file) if any(file.is_relative_to(one) for one in COMPILING) else "the rest"
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts every test into its group."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's own groups (3.8) are not heeded with pytest 9.2, so it is told here."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByGroup(config, log)
