@@ -97,7 +97,9 @@ def _mutations(checks: list[dict[str, Any]]) -> Section:
     rows = [
         [
             f"{check['model']}: {check['name']}",
-            f"`{check['violation']}`" if check["as_expected"] else "NOT NOTICED",
+            "`{}`".format(check["violation"].replace("|", "\\|"))
+            if check["as_expected"]
+            else "NOT NOTICED",
         ]
         for check in checks
         if check["expected"]
