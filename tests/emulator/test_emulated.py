@@ -167,12 +167,6 @@ FAULTS = {
         "two ranks, odd sizes, biases",
         30,
     ),
-    "staged results are written over": Fault(
-        "kernels/sm90/epilogue.cuh",
-        {"  shared.staging_empty[group].wait(position.parity ^ 1);\n": ""},
-        "two ranks, odd sizes, biases",
-        30,
-    ),
     # The kernel ends by itself, where nobody else could end it.
     "a copy that never lands": Fault(
         "kernels/sm90/products.cuh",

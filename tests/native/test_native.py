@@ -56,7 +56,7 @@ PLAIN = Flavour(("-O1", "-DMOEOS_DEBUG_CHECKS"), 0, {})
 FLAVOURS = {
     "thread": Flavour(
         ("-O1", "-g", "-fsanitize=thread"),
-        40,
+        25,
         {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
     ),
     "address": Flavour(
@@ -67,7 +67,7 @@ FLAVOURS = {
             "-fsanitize=address,undefined",
             "-fno-sanitize-recover=all",
         ),
-        40,
+        25,
         {"ASAN_OPTIONS": "detect_stack_use_after_return=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     ),
 }
