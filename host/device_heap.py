@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from moeos.jit import INSTALL
 Value = TypeVar("Value")
 
 _PROBE_BYTES = 128
+_PAUSE = 1e-3  # seconds between two looks at whether puts have arrived
 
 _started: tuple[int, int] | None = None  # the rank and the size that NVSHMEM runs with
 _unreachable: list[
@@ -138,11 +140,22 @@ def fill_in_state(library: int) -> None:
     _bindings().culibrary_init(library)
 
 
-def finish_puts() -> None:
-    """Returns when all that this rank's kernels have put by NVSHMEM so far has arrived."""
+def finish_puts(rank: int, deadline: float) -> None:
+    """Returns when all that this rank's kernels have put by NVSHMEM so far has arrived.
+
+    Raises `PeerTimeout` if that takes longer than `deadline` seconds.
+    """
     stream = torch.cuda.current_stream()
     _bindings().quiet_on_stream(stream.cuda_stream)
-    stream.synchronize()
+    arrived = stream.record_event()
+    ends = time.monotonic() + deadline
+    while not arrived.query():
+        if time.monotonic() > ends:
+            raise PeerTimeout(
+                f"rank {rank} waited {deadline:g} s for its puts to arrive: a peer or the network "
+                "between them is gone. Stop all ranks"
+            )
+        time.sleep(_PAUSE)
 
 
 def forget_state(library: int) -> None:

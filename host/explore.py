@@ -13,9 +13,10 @@ import dataclasses
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Protocol
 
 from moeos import _twin
 from moeos.failure import FailureKind
@@ -27,6 +28,9 @@ rank that stops; one that stands still for a while; a word of the protocol that 
 STRATEGIES = ("random", "priority")
 """`moeos::twin::Strategy`: who goes on is drawn at each access, or by priorities that change seldom
 (probabilistic concurrency testing)."""
+
+LONGEST_RUN = 60.0
+"""Seconds that a run may take; it takes some milliseconds."""
 
 _TURNS = [(scenario, strategy) for scenario in SCENARIOS for strategy in STRATEGIES]
 
@@ -110,17 +114,22 @@ def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
     return _twin.explore(seed, STRATEGIES.index(strategy), SCENARIOS.index(scenario))
 
 
-def explore(seeds: Iterator[int], seconds: float, most: int | None = None) -> Found:
-    """Runs seed after seed in every scenario and strategy, on this thread.
+def explore(
+    seeds: Iterable[int],
+    seconds: float,
+    begin: Callable[[int, int], None] = lambda seed, turn: None,
+) -> Found:
+    """Runs seed after seed in every scenario and strategy, on this thread, for at most `seconds`.
 
-    Ends after `seconds`, or after `most` seeds.
+    `begin` is told of each run before it: its seed, and which of the scenarios and strategies.
     """
     found = Found()
     end = time.monotonic() + seconds
-    for number, seed in enumerate(seeds):
-        if time.monotonic() > end or number == most:
+    for seed in seeds:
+        if time.monotonic() > end:
             break
-        for scenario, strategy in _TURNS:
+        for turn, (scenario, strategy) in enumerate(_TURNS):
+            begin(seed, turn)
             outcome = run(seed, scenario, strategy)
             found.tallies[scenario].add(outcome)
             if outcome.wrong:
@@ -131,37 +140,54 @@ def explore(seeds: Iterator[int], seconds: float, most: int | None = None) -> Fo
 def explore_side_by_side(first_seed: int, seconds: float, jobs: int | None = None) -> Found:
     """`explore` from `first_seed` on, in as many processes as this one may use cores.
 
-    A process that dies is a finding too; its seeds are those of the form first_seed + i + n * jobs.
+    A run that ends its process, or does not end within `LONGEST_RUN`, is a finding too.
     """
     jobs = jobs or len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("fork")
     found = Found()
-    working: dict[Connection, tuple[int, BaseProcess]] = {}
+    end = time.monotonic() + seconds + LONGEST_RUN
+    working: list[tuple[Connection, BaseProcess, _Current]] = []
     for index in range(jobs):
         ours, theirs = context.Pipe(duplex=False)
+        current: _Current = context.RawArray("Q", 2)
         process: BaseProcess = context.Process(
-            target=_work, args=(theirs, first_seed + index, jobs, seconds), daemon=True
+            target=_work, args=(theirs, current, first_seed + index, jobs, seconds), daemon=True
         )
         process.start()
         theirs.close()
-        working[ours] = index, process
-    while working:
-        for ready in wait(list(working)):
-            assert isinstance(ready, Connection)
-            index, process = working.pop(ready)
-            try:
-                part: Found = ready.recv()
-            except EOFError:
-                process.join()
-                text = f"process {index} of {jobs} died with exit code {process.exitcode}"
-                found.wrong.append(Wrong(first_seed + index, "any", "any", text))
-                continue
-            process.join()
-            for scenario, tally in part.tallies.items():
-                found.tallies[scenario].merge(tally)
-            found.wrong.extend(part.wrong)
+        working.append((ours, process, current))
+    for results, process, current in working:
+        try:
+            ended = results.poll(max(0.0, end - time.monotonic()))
+            part: Found | None = results.recv() if ended else None
+        except EOFError:
+            ended, part = True, None
+        if part is None:
+            process.kill()
+        process.join()
+        if part is None:
+            text = f"died with exit code {process.exitcode}" if ended else "did not end"
+            scenario, strategy = _TURNS[current[1]]
+            found.wrong.append(Wrong(current[0], scenario, strategy, f"the process {text}"))
+            continue
+        for scenario, tally in part.tallies.items():
+            found.tallies[scenario].merge(tally)
+        found.wrong.extend(part.wrong)
     return found
 
 
-def _work(results: Connection, first_seed: int, step: int, seconds: float) -> None:
-    results.send(explore(iter(range(first_seed, 1 << 64, step)), seconds))
+class _Current(Protocol):
+    """What a process is at: the seed, and which of _TURNS."""
+
+    def __getitem__(self, index: int) -> int: ...
+
+    def __setitem__(self, index: int, value: int) -> None: ...
+
+
+def _work(
+    results: Connection, current: _Current, first_seed: int, step: int, seconds: float
+) -> None:
+    def begin(seed: int, turn: int) -> None:
+        current[0], current[1] = seed, turn
+
+    results.send(explore(range(first_seed, 1 << 64, step), seconds, begin))

@@ -234,7 +234,6 @@ class OsMemory {
     take(chunk_combined, world * geometry.chunks());
     if (geometry.remote != 0) {
       take(outbox_next, kSendersMax * world);
-      take(echo, world);
     }
     bytes_ = offset;
   }
@@ -260,7 +259,6 @@ class OsMemory {
   // Remote peers; null when there are none.
   static constexpr u32 kSendersMax = 8;
   u32* outbox_next = nullptr;  // [sender][peer]: the next request that this sender looks for
-  u32* echo = nullptr;         // [peer]: as RankMemory::rows_told
 
  private:
   Geometry geometry_;

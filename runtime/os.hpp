@@ -69,6 +69,8 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscribe
     if (answer == Answer::missing) {
       rank.fail(failure);
     } else if (answer != Answer::wait) {
+      // Publishes what this warp has decoded to the next one that is asked, which acquires above,
+      // or nothing to the scheduler (call_over).
       P::template store_release<Scope::block>(rank.os->inquiry,
                                               answer == Answer::moot ? kInquiryMoot : warp + 1);
     }

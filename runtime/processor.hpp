@@ -52,7 +52,8 @@ class Processor {
         return true;
       }
       if (word.epoch() > call_.epoch) {
-        reject_task(FailureKind::word_damaged, ticket, word.sealed());
+        reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, ticket,
+                       word.sealed());
         return false;
       }
       // Pairs with Scheduler::interrupt.
@@ -98,14 +99,6 @@ class Processor {
     if (P::lane() == 0) {
       tally_.tasks[static_cast<u32>(TaskKind::combine)] += parts;
     }
-  }
-
-  /// Ends the call because a word of the ready ring, or a descriptor, is not what was written.
-  void reject_task(FailureKind kind, u32 index, u64 seen) {
-    Failure failure = failure_of(rank_, call_, kind, Actor::processor);
-    failure.chunk = index;
-    failure.seen = seen;
-    rank_.fail(failure);
   }
 
   /// Ends the call because a token's logits are not finite: a wrong route would be a silent error.
@@ -248,7 +241,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     // A copy: what has been looked at is what is done.
     const Task task = word.kind() == TaskKind::route ? route : rank.memory.tasks[word.task()];
     if (word.kind() != TaskKind::route && !is_whole(task)) {
-      processor.reject_task(FailureKind::task_damaged, word.task(), 0);
+      reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());

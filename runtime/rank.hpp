@@ -51,4 +51,15 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   return failure;
 }
 
+/// Ends the call because a queue's word, or a descriptor, is not what was written there
+/// (sealed.hpp).
+template <Platform P>
+void reject_damaged(const Rank<P>& rank, const Call& call, FailureKind kind, Actor actor, u32 index,
+                    u64 seen) {
+  Failure failure = failure_of(rank, call, kind, actor);
+  failure.chunk = index;
+  failure.seen = seen;
+  rank.fail(failure);
+}
+
 }  // namespace moeos

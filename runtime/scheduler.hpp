@@ -122,7 +122,8 @@ class Scheduler {
           batch.cursor + P::lane() < mailbox.capacity ? words.of_kind[static_cast<u32>(kind)] : 0;
       const u32 epoch = ReadyWord(batch.word).epoch();
       if (epoch > call_.epoch) {  // nobody writes such a word
-        reject(FailureKind::word_damaged, batch.cursor + P::lane(), batch.word);
+        reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::scheduler,
+                       batch.cursor + P::lane(), batch.word);
       }
       const u32 filled = P::ballot(epoch == call_.epoch);
       // In order: an unfilled slot holds back those behind it.
@@ -188,13 +189,6 @@ class Scheduler {
         batch.part = 0;
       }
     }
-  }
-
-  void reject(FailureKind kind, u32 slot, u64 seen) const {
-    Failure failure = failure_of(rank_, call_, kind, Actor::scheduler);
-    failure.chunk = slot;
-    failure.seen = seen;
-    rank_.fail(failure);
   }
 
   const Rank<P>& rank_;

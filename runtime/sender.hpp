@@ -39,9 +39,6 @@ class Sender {
     static_assert(P::kSenders <= OsMemory::kSendersMax);
     for (u32 peer = P::lane(); peer < world_; peer += P::kLanes) {
       next_[peer] = first_request();
-      if (index == 0) {
-        rank.os->echo[peer] = *rank.memory.rows_told(peer);
-      }
     }
     P::sync_lanes();
   }
@@ -60,7 +57,7 @@ class Sender {
       const u64 word =
           open ? P::template poll<Scope::device>(&rank_.memory.outbox_of(peer)[next_[peer]]) : 0;
       if (ReadyWord(word).epoch() > call_.epoch) {
-        reject(FailureKind::word_damaged, next_[peer], word);
+        reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::sender, next_[peer], word);
       }
       const u32 ready = P::ballot(ReadyWord(word).epoch() == call_.epoch);
       if (ready == 0) {
@@ -108,8 +105,8 @@ class Sender {
   /// Rows that the peer has told of, since the last reset, modulo 2^32.
   u32 echoed(u32 peer) const {
     // Relaxed: it only lets more rows be put.
-    return static_cast<u32>(P::template load_relaxed<Scope::system>(
-        rank_.template here<u32>(rank_.layout.echoed(peer))));
+    return P::template load_relaxed<Scope::system>(
+        rank_.template here<u32>(rank_.layout.echoed(peer)));
   }
 
   /// Tells remote peers what has landed of the rows that they put here.
@@ -122,13 +119,12 @@ class Sender {
       // Relaxed: the number speaks for itself.
       const u32 landed = P::template load_relaxed<Scope::system>(
           rank_.template here<u32>(rank_.layout.landed(peer)));
-      if (landed != rank_.os->echo[peer]) {
+      u32* const told_of = rank_.memory.rows_told(peer);
+      if (landed != *told_of) {
         // What is new, not the sum: sums could overtake each other on the way, and an older one
         // would close a window that nobody opens again.
-        rank_.platform.add_word(peer, rank_.layout.echoed(rank_.rank),
-                                landed - rank_.os->echo[peer]);
-        rank_.os->echo[peer] = landed;
-        *rank_.memory.rows_told(peer) = landed;
+        rank_.platform.add_word(peer, rank_.layout.echoed(rank_.rank), landed - *told_of);
+        *told_of = landed;
         told = true;
       }
     }
@@ -139,11 +135,12 @@ class Sender {
   bool send(u32 peer, ReadyWord word) {
     const Task& task = rank_.memory.tasks[word.task()];
     if (!is_whole(task)) {
-      reject(FailureKind::task_damaged, word.task(), 0);
+      reject_damaged(rank_, call_, FailureKind::task_damaged, Actor::sender, word.task(), 0);
       return false;
     }
     const bool dispatch = word.kind() == TaskKind::dispatch;
     const u32 chunk = task.first_chunk + word.part();
+    // Copies: what has been looked at is what is put.
     const u32 expert = task.local_expert;
     const Segment segment = task.segments[dispatch ? 0 : word.part()];
     const u32 rows = dispatch ? rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk)
@@ -170,13 +167,6 @@ class Sender {
     }
     P::sync_lanes();
     return true;
-  }
-
-  void reject(FailureKind kind, u32 index, u64 seen) const {
-    Failure failure = failure_of(rank_, call_, kind, Actor::sender);
-    failure.chunk = index;
-    failure.seen = seen;
-    rank_.fail(failure);
   }
 
   /// Takes room for rows in a peer's window; shared by all senders.

@@ -62,18 +62,29 @@ class Weights:
     b2: Tensor | None
     selection_bias: Tensor | None
 
+    def of_rank(self, rank: int, ranks: int) -> Weights:
+        """The router's parameters and those of one rank's experts."""
+        local = self.cfg.experts_per_rank(ranks)
+        mine = slice(rank * local, (rank + 1) * local)
+        return dataclasses.replace(
+            self,
+            w1=self.w1[mine],
+            w2=self.w2[mine],
+            b1=None if self.b1 is None else self.b1[mine],
+            b2=None if self.b2 is None else self.b2[mine],
+        )
+
     def layer(self, world: World) -> MoELayer:
         """A layer of `world` with this rank's part of the weights. Collective."""
         layer = MoELayer(self.cfg, world)
-        local = self.cfg.experts_per_rank(world.size)
-        mine = slice(world.rank * local, (world.rank + 1) * local)
+        mine = self.of_rank(world.rank, world.size)
         parts = {
-            "gate.weight": self.gate,
-            "gate.selection_bias": self.selection_bias,
-            "w1": self.w1[mine],
-            "w2": self.w2[mine],
-            "b1": None if self.b1 is None else self.b1[mine],
-            "b2": None if self.b2 is None else self.b2[mine],
+            "gate.weight": mine.gate,
+            "gate.selection_bias": mine.selection_bias,
+            "w1": mine.w1,
+            "w2": mine.w2,
+            "b1": mine.b1,
+            "b2": mine.b2,
         }
         layer.load_state_dict({name: part for name, part in parts.items() if part is not None})
         return layer

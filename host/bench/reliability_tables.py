@@ -55,7 +55,7 @@ def _scenarios(scenarios: Mapping[str, Any]) -> Section:
         failed = tally["failed"] > 0
         rows.append(
             [
-                _SCENARIOS[name],
+                f"{name}: {_SCENARIOS[name]}",
                 *(output.count(tally[key]) for key in ("runs", "calls", "faults", "failed")),
                 f"{tally['latency']:.2f} deadlines" if failed else "",
                 output.count(tally["points"]),
@@ -74,8 +74,7 @@ def _endings(scenarios: Mapping[str, Any]) -> Section:
         ]
         for kind in kinds
     ]
-    columns = [_SCENARIOS[name] for name in faulty]
-    return Section("runs that ended with", columns, rows, "How they ended:")
+    return Section("runs that ended with", faulty, rows, "How they ended:")
 
 
 def _worlds(checks: list[dict[str, Any]]) -> Section:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from moeos import explore
-from moeos.bench import provenance
+from moeos.bench import provenance, report
 from moeos.cli import failures, machine, output
-from moeos.explore import Found, Tally
+from moeos.explore import Found
 
 FOUND = 1
 """The exit code where a run gave a wrong result, did not end, or blamed the wrong rank."""
@@ -48,9 +48,10 @@ def execute(seconds: float, seed: int, replay: str | None, json_file: Path | Non
     if replay is not None:
         return _replay(seed, replay)
     found = explore.explore_side_by_side(seed, seconds)
+    figures = document(found, seconds, seed)
     if json_file is not None:
-        output.write_json(json_file, document(found, seconds, seed))
-    _print(found)
+        output.write_json(json_file, figures)
+    report.print_tables(figures)
     for wrong in found.wrong:
         print(
             f"WRONG: {wrong.text}\n"
@@ -59,7 +60,7 @@ def execute(seconds: float, seed: int, replay: str | None, json_file: Path | Non
     return FOUND if found.wrong else failures.DONE
 
 
-def document(found: Found, seconds: float, seed: int) -> dict[str, object]:
+def document(found: Found, seconds: float, seed: int) -> dict[str, Any]:
     """The figures as JSON has them; `python -m moeos.bench.report` makes tables of it."""
     return {
         "benchmark": "fuzz",
@@ -88,22 +89,3 @@ def _replay(seed: int, replay: str) -> int:
     )
     print(f"WRONG: {outcome.wrong}" if outcome.wrong else "as it must be")
     return FOUND if outcome.wrong else failures.DONE
-
-
-def _print(found: Found) -> None:
-    made = output.table("runs", "calls right", "faults", "ranks failed", "accesses", "latest error")
-    for name, tally in found.tallies.items():
-        made.add_row(
-            name,
-            output.count(tally.runs),
-            output.count(tally.calls),
-            output.count(tally.faults),
-            output.count(tally.failed),
-            output.count(tally.points),
-            _latest(tally),
-        )
-    output.tables(6).print(made)
-
-
-def _latest(tally: Tally) -> str:
-    return f"{tally.latency:.2f} deadlines" if tally.failed else ""

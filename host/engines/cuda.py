@@ -132,7 +132,7 @@ class CudaEngine:
         torch.cuda.synchronize(self._device)
         if self._peers.transport == "nvshmem":
             with torch.cuda.device(self._device):
-                finish_puts()  # before it is forgotten what they are
+                finish_puts(self._world.rank, self._world.deadline)
         self._world.control.barrier()  # no rank's kernel runs any more, and nothing is on the way
         cuda_records.clear(self._buffers.heap, self._buffers.memory, self._offsets)
         self._failure.clear()

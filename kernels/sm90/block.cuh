@@ -72,7 +72,7 @@ inline constexpr u32 kDispatchSteps = ceil_div(kGeometry.chunk_rows, kDispatchRo
 
 /// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.
 struct Slot {
-  u64 word;
+  ReadyWord word;
   u64 begun_ns;
   RingPosition<kStages> stage;  // the part's first
   u32 combined;                 // Combine: a bit for each row that completes a token, then tokens
@@ -117,6 +117,15 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) <= 232448, "shared memory of a block on sm_90");
+
+/// A consumer warp has used a stage, or does without it. Every warp says so for itself: one that
+/// lags behind the others of its group must not find the stage two phases on.
+inline void release_stage(Shared& shared, u32 index) {
+  __syncwarp();
+  if (Machine::lane() == 0) {
+    shared.stage_empty[index].arrive();
+  }
+}
 
 /// Of a processor block: its rank's call has failed, and who could leave has long done so.
 inline bool hopeless(u64& since) {

@@ -8,7 +8,6 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
-#include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/row_tasks.hpp"
 

@@ -40,7 +40,7 @@ inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const Routin
     reinterpret_cast<u32*>(&task)[Machine::lane()] = mine;
     __syncwarp();
     if (!is_whole<Machine>(mine, task.segment_count)) {
-      processor.reject_task(FailureKind::task_damaged, word.task(), 0);
+      reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
       more = false;
       break;
     }
@@ -56,7 +56,7 @@ inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const Routin
     __syncwarp();
   }
   if (Machine::lane() == 0) {
-    slot.word = more ? word.sealed() : 0;
+    slot.word = more ? word : ReadyWord();
     slot.combined = ready;
     slot.skipped = skipped;
     slot.bad_token = kNone;
@@ -94,7 +94,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     shared.slot_full[at.index].wait(at.parity);
     Slot& slot = shared.slots[at.index];
     const Task& task = shared.tasks[at.index];
-    const ReadyWord word{slot.word};
+    const ReadyWord word = slot.word;
     if (word.epoch() == 0) {
       return;
     }
@@ -129,7 +129,7 @@ inline void run_store(const RankArguments& arguments, const Rank<Machine>& rank,
     shared.slot_full[at.index].wait(at.parity);
     const Slot& slot = shared.slots[at.index];
     const Task& task = shared.tasks[at.index];
-    const ReadyWord word{slot.word};
+    const ReadyWord word = slot.word;
     if (word.epoch() == 0) {
       return;
     }
@@ -158,7 +158,7 @@ inline void run_complete(const RankArguments& arguments, Processor<Machine>& pro
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
     const Slot& slot = shared.slots[at.index];
-    const ReadyWord word{slot.word};
+    const ReadyWord word = slot.word;
     processor.count_skipped(slot.skipped);
     if (word.epoch() == 0) {
       return;
@@ -238,7 +238,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
     Slot& slot = shared.slots[at.index];
-    const ReadyWord word{slot.word};
+    const ReadyWord word = slot.word;
     if (word.epoch() == 0) {
       return;
     }

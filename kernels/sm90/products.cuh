@@ -129,15 +129,6 @@ inline void multiply(float (&d)[kRegisters], const u8* rows, const u8* columns, 
                                      matrix_descriptor(columns + k * kInstructionBytes));
 }
 
-/// A consumer warp has used a stage, or does without it. Every warp says so for itself: one that
-/// lags behind the others of its group must not find the stage two phases on.
-inline void release_stage(Shared& shared, u32 index) {
-  __syncwarp();
-  if (Machine::lane() == 0) {
-    shared.stage_empty[index].arrive();
-  }
-}
-
 /// One consumer warpgroup: runs over all steps of a part; issue(stage) adds a step's products
 /// to d, and its operands are released a step later, when they have been used.
 template <u32 kRegisters, class Issue>

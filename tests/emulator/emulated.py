@@ -79,10 +79,8 @@ class EmulatedLayer:
         outputs = [torch.full_like(call.x, torch.nan) for call in calls]
         kept: list[Tensor] = []
         records: list[int] = []
-        local = self._weights.cfg.experts_per_rank(self._ranks)
         for rank, (call, out) in enumerate(zip(calls, outputs, strict=True)):
-            mine = slice(rank * local, (rank + 1) * local)
-            w = self._weights
+            w = self._weights.of_rank(rank, self._ranks)
             tensors = {
                 "heap": self._heaps[rank],
                 "memory": self._own[rank],
@@ -90,10 +88,10 @@ class EmulatedLayer:
                 "host_failure": self._failures[rank],
                 "x": call.x,
                 "gate": w.gate,
-                "w1": w.w1[mine],
-                "w2": w.w2[mine],
-                "b1": None if w.b1 is None else w.b1[mine],
-                "b2": None if w.b2 is None else w.b2[mine],
+                "w1": w.w1,
+                "w2": w.w2,
+                "b1": w.b1,
+                "b2": w.b2,
                 "selection_bias": w.selection_bias,
                 "ids": call.ids,
                 "weights": call.weights,

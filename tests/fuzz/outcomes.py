@@ -11,6 +11,7 @@ import collections
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, settings
@@ -42,6 +43,23 @@ def examples(number: int) -> Callable[[Test], Test]:
         database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
+
+
+NO_FILES = {"device": "/dev/null", "endless device": "/dev/zero", "memory": "/proc/self/mem"}
+"""What can be opened like a file and is none."""
+
+
+def make_no_file(path: Path, kind: str) -> Path:
+    """A path that is no file: a pipe, a folder, a loop of links, missing, or one of NO_FILES."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind != "missing":
+        return Path(NO_FILES[kind])
+    return path
 
 
 def read_well(kind: str, read: Callable[[], object], names: Iterable[str]) -> bool:

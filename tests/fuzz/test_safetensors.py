@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from moeos.checkpoint import load_block
 from moeos.cli.tensors import SafetensorsFile, read_rows
 from moeos.config import MoEConfig
-from tests.fuzz.outcomes import examples, read_well
+from tests.fuzz.outcomes import examples, make_no_file, read_well
 
 HIDDEN = 8
 CFG = MoEConfig(hidden=HIDDEN, intermediate=8, experts=2, top_k=1, dtype=torch.float32)
@@ -196,15 +196,7 @@ def test_tensors_that_share_or_leave_the_files_bytes_are_refused(
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "missing", "endless device", "memory"])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "block.safetensors"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "loop":
-        path.symlink_to(path)
-    elif kind != "missing":
-        path = Path({"endless device": "/dev/zero", "memory": "/proc/self/mem"}[kind])
+    path = make_no_file(tmp_path / "block.safetensors", kind)
     read_all(path, "safetensors no files")
     with pytest.raises((OSError, ValueError), match=str(path)):
         SafetensorsFile(path)

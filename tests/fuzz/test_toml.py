@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from moeos.bench import suite
 from moeos.cli.settings import read_settings
 from moeos.config import MAX_EXPERTS, MoEConfig
 from moeos.files import MAX_LINE_DOTS, MAX_TOML_BYTES, read_toml
-from tests.fuzz.outcomes import examples, read_well
+from tests.fuzz.outcomes import examples, make_no_file, read_well
 from tests.processes import ROOT
 
 CONFIG = {
@@ -219,17 +218,7 @@ def test_what_would_cost_the_parser_too_much_is_refused(
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "endless device", "folder", "loop", "memory"])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "layer.toml"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "loop":
-        path.symlink_to(path)
-    else:
-        path = Path(
-            {"device": "/dev/null", "endless device": "/dev/zero", "memory": "/proc/self/mem"}[kind]
-        )
+    path = make_no_file(tmp_path / "layer.toml", kind)
     for read in (MoEConfig.from_toml, read_settings, suite.read):
         assert not read_well("TOML no files", lambda read=read: read(path), [str(path)])  # type: ignore[misc]
 

@@ -6,15 +6,16 @@ noticed here.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import os
 import signal
+import time
+import types
+from typing import cast
 
 import pytest
 
 from moeos import _twin, explore
-from moeos.explore import SCENARIOS, STRATEGIES, Found
+from moeos.explore import SCENARIOS, STRATEGIES, Found, Wrong
 
 SEEDS = 400
 """Of which each is run in all scenarios and strategies: 4000 runs."""
@@ -22,7 +23,7 @@ SEEDS = 400
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    return explore.explore(itertools.count(1), seconds=240, most=SEEDS)
+    return explore.explore(range(1, SEEDS + 1), seconds=240)
 
 
 def test_no_order_and_no_fault_gives_a_wrong_result_or_blames_the_wrong_rank(found: Found) -> None:
@@ -82,7 +83,8 @@ def test_processes_side_by_side_try_different_seeds(monkeypatch: pytest.MonkeyPa
     def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
         outcome = _twin.explore(seed, 0, 0)
         if seed < 14 and (scenario, strategy) == ("die", "priority"):
-            return dataclasses.replace(WRONG, wrong=f"seed {seed}")  # type: ignore[return-value]
+            changed = types.SimpleNamespace(**(fields(outcome) | {"wrong": f"seed {seed}"}))
+            return cast(_twin.Outcome, changed)
         return outcome
 
     monkeypatch.setattr(explore, "run", run)
@@ -93,29 +95,24 @@ def test_processes_side_by_side_try_different_seeds(monkeypatch: pytest.MonkeyPa
     assert {(wrong.scenario, wrong.strategy) for wrong in found.wrong} == {("die", "priority")}
 
 
-@dataclasses.dataclass(frozen=True)
-class FakeOutcome:
-    wrong: str = ""
-    calls: int = 0
-    failed: int = 1
-    kinds: int = 2
-    points: int = 0
-    switches: int = 0
-    latency_ns: int = 0
-    deadline_ns: int = 1
-    happened: bool = True
-
-
-WRONG = FakeOutcome()
-
-
-def test_a_process_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_its_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
-        if seed % 2 == 1:
+        if (seed, scenario, strategy) == (7, "die", "priority"):
             os.kill(os.getpid(), signal.SIGKILL)
         return _twin.explore(seed, 0, 0)
 
     monkeypatch.setattr(explore, "run", run)
     [wrong] = explore.explore_side_by_side(4, seconds=0.2, jobs=2).wrong
-    assert wrong.seed == 5
-    assert wrong.text == "process 1 of 2 died with exit code -9"
+    assert wrong == Wrong(7, "die", "priority", "the process died with exit code -9")
+
+
+def test_a_run_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
+        if (seed, scenario) == (5, "nic"):
+            time.sleep(60)
+        return _twin.explore(seed, 0, 0)
+
+    monkeypatch.setattr(explore, "run", run)
+    monkeypatch.setattr(explore, "LONGEST_RUN", 1.0)
+    [wrong] = explore.explore_side_by_side(4, seconds=0.2, jobs=2).wrong
+    assert wrong == Wrong(5, "nic", "random", "the process did not end")

@@ -231,7 +231,7 @@ void rows_are_counted_beyond_the_largest_number() {
   *world.rank(0).memory.rows_put(1) = kBefore;
   *world.rank(0).here<u64>(world.rank(0).layout.echoed(1)) = kBefore;
   *world.rank(1).here<u64>(world.rank(1).layout.landed(0)) = kBefore;
-  world.rank(1).os->echo[0] = kBefore;
+  *world.rank(1).memory.rows_told(0) = kBefore;
   world.ask_for_chunks(1);
   step(world, 0, 20);
   expect(world.landed(1) == kBefore + 64, "a window is a window");

@@ -1,5 +1,5 @@
-// mbarriers and named barriers of one block, as thin instruction wrappers. Source: PTX ISA,
-// "mbarrier" and "barrier".
+// mbarriers and named barriers of one block, and the shared memory that they lie in, as thin
+// instruction wrappers. Source: PTX ISA, "mbarrier" and "barrier".
 #pragma once
 
 #include "runtime/base.hpp"

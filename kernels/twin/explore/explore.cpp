@@ -237,6 +237,9 @@ class Run {
     }
     for (u32 p = 0; p < world; ++p) {
       judge(p, made[p]);
+      if (!nics_.empty() && nics_[p]->refused() > 0) {
+        complain(p, "puts more than a window");
+      }
     }
   }
 
@@ -259,7 +262,7 @@ class Run {
       complain(rank, "neither makes its calls nor fails");
     } else if (!fault_.happened()) {
       complain(rank, "fails with kind " + std::to_string(kind) + " without a fault");
-    } else if (fault_.happened()) {
+    } else {
       kinds_ |= u64{1} << kind;
       if (scenario_ == Scenario::damage || rank != fault_.rank()) {
         latency_ns_ = maximum(latency_ns_, failed_at_ns_[rank] - fault_.at_ns());
@@ -267,11 +270,6 @@ class Run {
       if (scenario_ == Scenario::die && failure.peer != fault_.rank()) {
         complain(rank, "fails with kind " + std::to_string(kind) + " and names rank " +
                            std::to_string(static_cast<i32>(failure.peer)));
-      }
-    }
-    for (const auto& nic : nics_) {
-      if (nic->refused() > 0) {
-        complain(rank, "puts more than a window");
       }
     }
   }

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from moeos.cli.compile import compile_
 from moeos.jit import CompileReport, Kernel, KernelShape
+from tests.host.cli import commands
 from tests.processes import ROOT
 
 DEMO = ROOT / "configs" / "demo.toml"
@@ -32,12 +31,7 @@ REPORT = CompileReport(
 )
 
 
-def invoke(*arguments: object) -> tuple[int, str, str]:
-    app = typer.Typer()
-    app.command("compile")(compile_)
-    ended = CliRunner().invoke(app, list(map(str, arguments)))
-    assert ended.exception is None or isinstance(ended.exception, SystemExit)
-    return ended.exit_code, ended.stdout, ended.stderr
+invoke = functools.partial(commands.invoke, "compile")
 
 
 def give(monkeypatch: pytest.MonkeyPatch, report: CompileReport) -> list[KernelShape]:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from moeos import explore
-from moeos.cli.fuzz import fuzz
 from moeos.explore import SCENARIOS, Found, Tally, Wrong
+from tests.host.cli import commands
 
-
-def invoke(*arguments: object) -> tuple[int, str, str]:
-    app = typer.Typer()
-    app.command("fuzz")(fuzz)
-    ended = CliRunner().invoke(app, list(map(str, arguments)))
-    assert ended.exception is None or isinstance(ended.exception, SystemExit)
-    return ended.exit_code, ended.stdout, ended.stderr
+invoke = functools.partial(commands.invoke, "fuzz")
 
 
 def test_a_moment_of_it_finds_nothing_and_says_what_was_tried(tmp_path: Path) -> None:

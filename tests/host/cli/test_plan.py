@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from moeos import MoEConfig
-from moeos.cli import app
 from moeos.engines.twin import sizes_of
+from tests.host.cli import commands
 from tests.processes import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
-def invoke(*arguments: object) -> tuple[int, str, str]:
-    ended = CliRunner().invoke(app, ["plan", *map(str, arguments)])
-    assert ended.exception is None or isinstance(ended.exception, SystemExit)
-    return ended.exit_code, ended.stdout, ended.stderr
+invoke = functools.partial(commands.invoke, "plan")
 
 
 def test_the_repository_has_the_configs_that_it_promises() -> None:

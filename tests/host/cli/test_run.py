@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -11,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from moeos import MoELayer, PeerTimeout
-from moeos.cli import app
+from tests.host.cli import commands
 from tests.processes import ROOT
 
 CONFIG = """
@@ -36,10 +36,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def invoke(*arguments: object) -> Outcome:
-    ended = CliRunner().invoke(app, ["run", *map(str, arguments)])
-    assert ended.exception is None or isinstance(ended.exception, SystemExit)
-    return ended.exit_code, ended.stdout, ended.stderr
+invoke = functools.partial(commands.invoke, "run")
 
 
 def results(config: Path, *arguments: object) -> dict[str, Any]:
