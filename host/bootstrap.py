@@ -25,7 +25,14 @@ from moeos.control import (
     name_ranks,
     require_equal,
 )
-from moeos.world import Backend, TwinOptions, World, check_deadline, check_ranks_per_node
+from moeos.world import (
+    Backend,
+    TwinOptions,
+    World,
+    check_deadline,
+    check_ranks_per_node,
+    check_trace_events,
+)
 
 BACKENDS = ("auto", "twin", "cuda")
 """What `init` and `virtual.run` take as a backend."""
@@ -42,6 +49,7 @@ def init(
     deadline: float = 30.0,
     twin: TwinOptions = DEFAULT_TWIN,
     ranks_per_node: int | None = None,
+    trace_events: int = 0,
 ) -> World:
     """This process's world. Collective over all processes that the launcher started.
 
@@ -58,6 +66,8 @@ def init(
             nodes of so many consecutive ranks, and reaches ranks of other nodes by puts even where
             there is a direct way, on the twin and on the GPU: 1 for all peers. It is there to test
             that path on one host; it changes no result.
+        trace_events: events that each actor notes of a call, at most, for `MoELayer.trace`; 0 notes
+            none, and compiles nothing of it into the kernel. A part of a task is an event.
 
     Raises:
         ValueError, TypeError: an argument, or what the launcher set, is not allowed.
@@ -68,6 +78,7 @@ def init(
     chosen = choose_backend(backend)
     check_deadline(deadline)
     check_ranks_per_node(ranks_per_node)
+    check_trace_events(trace_events)
     if not isinstance(twin, TwinOptions):
         raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
     control = _connect(detect(os.environ), deadline)
@@ -85,6 +96,7 @@ def init(
             deadline=deadline,
             twin=twin,
             ranks_per_node=ranks_per_node,
+            trace_events=trace_events,
         )
     except BaseException as error:
         control.abort(f"{type(error).__name__}: {error}")

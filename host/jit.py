@@ -72,6 +72,7 @@ class KernelShape:
         processors: blocks of each rank that run tasks; all but one of its share of the grid.
         virtual_ranks: ranks in one launch: 1, or P when all of them share one GPU.
         transport: how those peers are reached whose memory is not written directly.
+        trace_events: events that each actor notes of a call, at most; 0 compiles none of it in.
         arch: one of `ARCHITECTURES`.
 
     Raises:
@@ -83,6 +84,7 @@ class KernelShape:
     processors: int
     virtual_ranks: int = 1
     transport: Transport = "none"
+    trace_events: int = 0
     arch: str = ARCHITECTURES[0]
 
     def __post_init__(self) -> None:
@@ -115,7 +117,12 @@ class KernelShape:
             narrow_rows=_NARROW_ROWS,
         )
         return layer_sizes(
-            self.cfg, self.world_size, self.processors, tiles, remote=self.transport != "none"
+            self.cfg,
+            self.world_size,
+            self.processors,
+            tiles,
+            remote=self.transport != "none",
+            trace_events=self.trace_events,
         )
 
 
@@ -270,6 +277,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
     capacity, ratio = cfg.capacity(cfg.max_tokens), cfg.capacity_ratio
     limit = cfg.swiglu_limit
     values: dict[str, int | str] = {
+        "FIXED_GEOMETRY": '"kernels/sm90/geometry.cuh"',
         "WORLD": shape.world_size,
         "EXPERTS": cfg.experts,
         "TOP_K": cfg.top_k,
@@ -299,6 +307,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "VIRTUAL_RANKS": shape.virtual_ranks,
         "FLOAT16": int(cfg.dtype == torch.float16),
         "BIAS": int(cfg.bias),
+        "TRACE_EVENTS": shape.trace_events,
         "TRANSPORT": get_args(Transport).index(shape.transport),
     }
     return {name: str(value) for name, value in values.items()}

@@ -17,6 +17,7 @@ from moeos.config import MoEConfig, digest_differences
 from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
 from moeos.errors import ConfigMismatch
+from moeos.tracing import RankTrace
 from moeos.world import World
 
 _SEED_BITS = 62
@@ -189,6 +190,13 @@ class MoELayer(nn.Module):
         """
         stats = self._engine.stats()
         return {**vars(stats), "bytes_to_peers": stats.bytes_to_peers}
+
+    def trace(self) -> RankTrace:
+        """What this rank's actors did in its last call, and when. Waits for it.
+
+        Raises `RuntimeError` if the world was made without `trace_events`.
+        """
+        return self._engine.trace()
 
     def check(self) -> None:
         """Raises what has gone wrong in the calls so far. Waits for them.

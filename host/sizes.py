@@ -29,7 +29,13 @@ class Tiles:
 
 
 def layer_sizes(
-    cfg: MoEConfig, world_size: int, processors: int, tiles: Tiles, *, remote: bool = False
+    cfg: MoEConfig,
+    world_size: int,
+    processors: int,
+    tiles: Tiles,
+    *,
+    remote: bool = False,
+    trace_events: int = 0,
 ) -> _twin.Sizes:
     """Buffers and bounds of one rank of a layer.
 
@@ -63,4 +69,5 @@ def layer_sizes(
         gemm0_columns=tiles.gemm0_columns,
         gemm1_columns=tiles.gemm1_columns,
         narrow_rows=tiles.narrow_rows,
+        trace_events=trace_events,
     )

@@ -14,7 +14,7 @@ from typing import TypeVar
 from moeos.bootstrap import choose_backend
 from moeos.control import ThreadControl, name_ranks
 from moeos.errors import PeerTimeout
-from moeos.world import TwinOptions, World, check_deadline, check_ranks_per_node
+from moeos.world import TwinOptions, World, check_deadline, check_ranks_per_node, check_trace_events
 
 MAX_RANKS = 64
 """The most virtual ranks of one process."""
@@ -34,6 +34,7 @@ def run(
     deadline: float = 30.0,
     twin: TwinOptions = ONE_PROCESSOR,
     ranks_per_node: int | None = None,
+    trace_events: int = 0,
 ) -> list[Result]:
     """Calls `fn(world)` for each virtual rank, each on a thread; the results in rank order.
 
@@ -45,7 +46,7 @@ def run(
     Args:
         ranks: 1 to 64.
         backend: "twin", "cuda" (all ranks share one GPU and one launch) or "auto".
-        deadline, twin, ranks_per_node: as for `moeos.init`.
+        deadline, twin, ranks_per_node, trace_events: as for `moeos.init`.
 
     Raises:
         ValueError, TypeError: an argument is not allowed.
@@ -58,6 +59,7 @@ def run(
     chosen = choose_backend(backend)
     check_deadline(deadline)
     check_ranks_per_node(ranks_per_node)
+    check_trace_events(trace_events)
     if not isinstance(twin, TwinOptions):
         raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
     worlds = [
@@ -67,6 +69,7 @@ def run(
             deadline=deadline,
             twin=twin,
             ranks_per_node=ranks_per_node,
+            trace_events=trace_events,
         )
         for control in ThreadControl.group(ranks, deadline)
     ]

@@ -20,6 +20,8 @@ from moeos.heap import SymmetricHeap
 
 Backend = Literal["twin", "cuda"]
 
+MAX_TRACE_EVENTS = 1 << 16
+"""The most events that an actor can be asked to note of a call; each takes 64 bytes."""
 MAX_DEADLINE = 86_400.0
 """The longest deadline, in seconds."""
 
@@ -71,6 +73,8 @@ class World:
         twin: the twin's options, and `processors`, what they mean here: processor threads of this
             rank.
         ranks_per_node: ranks that this world treats as being on one node, or None; see `near`.
+        trace_events: events that each actor of this rank notes of a call, at most; see
+            `moeos.init`.
         on_abort: called with the reason when this rank must leave a call at once, from any thread.
         on_close: called before the heaps are unmapped, the last added first.
     """
@@ -83,15 +87,18 @@ class World:
         deadline: float,
         twin: TwinOptions,
         ranks_per_node: int | None = None,
+        trace_events: int = 0,
     ) -> None:
         check_deadline(deadline)
         check_ranks_per_node(ranks_per_node)
+        check_trace_events(trace_events)
         self.control = control
         self.backend: Backend = backend
         self.deadline = float(deadline)
         self.twin = twin
         self.processors = twin.processors_for(control.size)
         self.ranks_per_node = ranks_per_node
+        self.trace_events = trace_events
         self.on_abort: list[Callable[[str], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self._heaps: list[SymmetricHeap] = []
@@ -121,6 +128,15 @@ class World:
     def closed(self) -> bool:
         """Whether `close` has been called."""
         return self._closed
+
+    def require_trace(self) -> None:
+        """Raises `RuntimeError` if this world's actors note no events, or it is closed."""
+        self.require_open()
+        if self.trace_events == 0:
+            raise RuntimeError(
+                f"nothing notes what rank {self.rank} does: make its world with "
+                "moeos.init(..., trace_events=4096)"
+            )
 
     def allocate_heap(self, size: int) -> SymmetricHeap:
         """A zeroed heap of `size` bytes on every rank; lives as long as this world. Collective.
@@ -191,6 +207,11 @@ def check_deadline(deadline: float) -> None:
     _check_number("deadline", deadline, 0.0, MAX_DEADLINE)
     if deadline == 0:
         raise ValueError(f"deadline is 0; allowed: above 0 and up to {MAX_DEADLINE:g} seconds")
+
+
+def check_trace_events(trace_events: int) -> None:
+    """Raises `TypeError` or `ValueError` unless so many events can be noted."""
+    _check_integer("trace_events", trace_events, 0, MAX_TRACE_EVENTS)
 
 
 def check_ranks_per_node(ranks_per_node: int | None) -> None:

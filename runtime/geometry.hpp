@@ -35,8 +35,9 @@ struct Geometry {
   u32 gemm0_narrow_parts;  // N-tiles of a narrow tile's first GEMM
   u32 gemm1_narrow_parts;  // and of its second
   u32 processors;          // processors of this rank; the only field that may differ between ranks
-  u32 remote;       // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
-  u32 window_rows;  // rows under way to a remote peer at any time, at most; see window()
+  u32 remote;        // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
+  u32 window_rows;   // rows under way to a remote peer at any time, at most; see window()
+  u32 trace_events;  // events that each actor notes of a call, at most (trace.hpp); 0: none does
 
   constexpr u32 local_experts() const { return experts / world; }
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
@@ -131,6 +132,9 @@ struct Geometry {
   constexpr u32 tasks_max() const {
     return 1 + dispatch_tasks_max() + 2 * tiles_max() + combine_tasks_max();
   }
+  /// Actors that note events: the processors, the scheduler and the subscribers.
+  static constexpr u32 kTracedOsActors = 4;  // TraceKind has them
+  constexpr u32 trace_actors() const { return processors + kTracedOsActors; }
   /// (descriptor, part) words that one call can publish.
   constexpr u64 parts_max() const {
     return u64{route_parts()} + u64{dispatch_tasks_max()} * kChunksPerDispatch +

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
-#include "runtime/geometry.hpp"
+#include "runtime/geometry_of.hpp"
 #include "runtime/sealed.hpp"
 
 namespace moeos {
@@ -26,7 +26,7 @@ constexpr u64 count_word(u32 epoch, u32 rows) { return seal(u64{epoch} << 32 | r
 class Layout {
  public:
   /// `geometry` must outlive this object.
-  explicit constexpr Layout(const Geometry& geometry) : geometry_(&geometry) {
+  explicit constexpr Layout(const Geometry& geometry) : geometry_(geometry) {
     u64 offset = 0;
     const auto reserve = [&offset](u64 bytes) {
       const u64 begin = offset;
@@ -43,12 +43,12 @@ class Layout {
 
   constexpr u64 bytes() const {
     // A tile may read past the last segment of the last cell: rows whose result nobody keeps.
-    const u64 rows = u64{cells()} * geometry_->cell_rows() + geometry_->tile_rows;
-    return align_up(cells_ + rows * geometry_->row_bytes, u64{kCacheLine});
+    const u64 rows = u64{cells()} * geometry().cell_rows() + geometry().tile_rows;
+    return align_up(cells_ + rows * geometry().row_bytes, u64{kCacheLine});
   }
   /// Where the cells start; they fill the rest of the heap, one behind the other.
   constexpr u64 first_cell() const { return cells_; }
-  constexpr u32 cells() const { return geometry_->world * kRounds * buffers(); }
+  constexpr u32 cells() const { return geometry().world * kRounds * buffers(); }
 
   /// The word that makes every actor of this rank leave (watchdog.hpp), or 0.
   constexpr u64 abort_word() const { return abort_; }
@@ -65,43 +65,43 @@ class Layout {
   /// one call ahead.
   constexpr u64 count(u32 epoch, u32 p, u32 local_expert) const {
     const u64 index =
-        (u64{epoch & 1} * geometry_->world + p) * geometry_->local_experts() + local_expert;
+        (u64{epoch & 1} * geometry().world + p) * geometry().local_experts() + local_expert;
     return counts_ + index * sizeof(u64);
   }
   /// The epoch, sealed, in which rows of this chunk of p's dispatch cell last arrived.
   constexpr u64 arrived(u32 p, u32 chunk) const {
-    return arrived_ + (u64{p} * geometry_->chunks() + chunk) * geometry_->signal_bytes();
+    return arrived_ + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
   }
   /// Rows, sealed, that p has written back into this chunk of its combine cell in this epoch.
   constexpr u64 returned(u32 p, u32 chunk) const {
-    return returned_ + (u64{p} * geometry_->chunks() + chunk) * geometry_->signal_bytes();
+    return returned_ + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
   }
 
   /// A row's number in its cell: expert e's slot c, where `expert_start` is the number of rows that
   /// the same source sends to this owner's experts before e.
   constexpr u32 row(u32 local_expert, u32 slot, u32 expert_start) const {
-    MOEOS_CHECK(slot < geometry_->capacity);
-    const u32 number = geometry_->row_map == RowMap::ragged
+    MOEOS_CHECK(slot < geometry().capacity);
+    const u32 number = geometry().row_map == RowMap::ragged
                            ? expert_start + slot
-                           : local_expert * geometry_->capacity + slot;
-    MOEOS_CHECK(number < geometry_->cell_rows());
+                           : local_expert * geometry().capacity + slot;
+    MOEOS_CHECK(number < geometry().cell_rows());
     return number;
   }
 
   /// L(p, r, b): which of the heap's cells it is, in the order in which they lie.
   constexpr u32 cell_index(u32 p, Round round, Buffer buffer) const {
-    MOEOS_CHECK(p < geometry_->world);
-    MOEOS_CHECK(buffer == Buffer::arrival || geometry_->staging_buffers() == 1);
-    const u32 b = buffer == Buffer::arrival ? geometry_->staging_buffers() : 0;
+    MOEOS_CHECK(p < geometry().world);
+    MOEOS_CHECK(buffer == Buffer::arrival || geometry().staging_buffers() == 1);
+    const u32 b = buffer == Buffer::arrival ? geometry().staging_buffers() : 0;
     return (p * kRounds + static_cast<u32>(round)) * buffers() + b;
   }
 
   /// A row's place among the rows of all cells.
   constexpr u32 row_index(u32 p, Round round, Buffer buffer, u32 row_number) const {
-    MOEOS_CHECK(row_number < geometry_->cell_rows());
-    return cell_index(p, round, buffer) * geometry_->cell_rows() + row_number;
+    MOEOS_CHECK(row_number < geometry().cell_rows());
+    return cell_index(p, round, buffer) * geometry().cell_rows() + row_number;
   }
-  constexpr u64 row_at(u32 index) const { return cells_ + u64{index} * geometry_->row_bytes; }
+  constexpr u64 row_at(u32 index) const { return cells_ + u64{index} * geometry().row_bytes; }
 
   /// L(p, r, b, row): the row's first byte in the heap of the rank that holds it.
   constexpr u64 cell_row(u32 p, Round round, Buffer buffer, u32 row_number) const {
@@ -118,17 +118,17 @@ class Layout {
     return cell_row(p, round, buffer, row_number);
   }
 
-  constexpr const Geometry& geometry() const { return *geometry_; }
+  constexpr const Geometry& geometry() const { return geometry_.get(); }
 
  private:
   static constexpr u32 kPutWords = 3;  // of each remote rank, behind the failures
 
   constexpr u64 put_words(u32 kind) const {
-    return failures_ + u64{geometry_->world} * (kCacheLine + kind * sizeof(u64));
+    return failures_ + u64{geometry().world} * (kCacheLine + kind * sizeof(u64));
   }
-  constexpr u32 buffers() const { return 1 + geometry_->staging_buffers(); }
+  constexpr u32 buffers() const { return 1 + geometry().staging_buffers(); }
 
-  const Geometry* geometry_;
+  GeometryOf geometry_;
   u64 abort_ = 0;
   u64 failures_ = 0;
   u64 counts_ = 0;

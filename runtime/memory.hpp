@@ -5,8 +5,9 @@
 #pragma once
 
 #include "runtime/base.hpp"
-#include "runtime/geometry.hpp"
+#include "runtime/geometry_of.hpp"
 #include "runtime/task.hpp"
+#include "runtime/trace_event.hpp"
 
 namespace moeos {
 
@@ -54,7 +55,7 @@ class RankMemory {
   }
 
   /// `geometry` must outlive this object.
-  RankMemory(const Geometry& geometry, u8* base) : geometry_(&geometry) { lay_out(base); }
+  RankMemory(const Geometry& geometry, u8* base) : geometry_(geometry) { lay_out(base); }
 
   /// 1: an actor of this rank has written its failure.
   u32* failure_claimed() const { return epoch + 1; }
@@ -76,24 +77,24 @@ class RankMemory {
     return first;
   }
   u32 combine_task(u32 peer, u32 chunk) const {
-    return first_task(TaskKind::combine) + peer * geometry_->chunks() + chunk;
+    return first_task(TaskKind::combine) + peer * geometry_.get().chunks() + chunk;
   }
   u32 combine_unsent_task() const {
-    return first_task(TaskKind::combine) + geometry_->world * geometry_->chunks();
+    return first_task(TaskKind::combine) + geometry_.get().world * geometry_.get().chunks();
   }
 
   /// Every part has its own slot, and every processor may wait for one slot beyond them.
-  u64 ring_slots() const { return geometry_->parts_max() + geometry_->processors; }
+  u64 ring_slots() const { return geometry_.get().parts_max() + geometry_.get().processors; }
 
   /// Tally of the OS block's actors, after those of the processors.
   static constexpr u32 kOsTallies = 1;
-  Tally& os_tally() const { return tallies[geometry_->processors]; }
+  Tally& os_tally() const { return tallies[geometry_.get().processors]; }
 
   u32* send_starts(u32 peer) const {
-    return send_start + u64{peer} * (geometry_->local_experts() + 1);
+    return send_start + u64{peer} * (geometry_.get().local_experts() + 1);
   }
   u32* receive_starts(u32 source) const {
-    return receive_start + u64{source} * (geometry_->local_experts() + 1);
+    return receive_start + u64{source} * (geometry_.get().local_experts() + 1);
   }
   /// Slots taken in a remote peer's outbox in this call. Alternates by parity, as the call states
   /// do.
@@ -107,9 +108,11 @@ class RankMemory {
   /// Rows of a remote peer that we have told it of, counted in the same way. The first sender's.
   u32* rows_told(u32 peer) const { return rows_put(peer) + 1; }
   /// Rows that we send to `peer` in this call; valid once `routed` has been acquired.
-  u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_->local_experts()]; }
+  u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_.get().local_experts()]; }
   /// Rows that `source` sends us in this call; valid once its counts are known.
-  u32 rows_received(u32 source) const { return receive_starts(source)[geometry_->local_experts()]; }
+  u32 rows_received(u32 source) const {
+    return receive_starts(source)[geometry_.get().local_experts()];
+  }
 
   u32* epoch = nullptr;  // the call that is running or will run next, from 1; behind it
                          // failure_claimed() and failure_put()
@@ -140,6 +143,9 @@ class RankMemory {
 
   Line<u32>* outboxes = nullptr;  // [remote peer]: tickets by parity, rows put, requests
 
+  u32* trace_counts = nullptr;         // [processor or actor of the OS block]: events, noted or not
+  TraceEvent* trace_events = nullptr;  // [the same][event]
+
  private:
   static constexpr u32 kOutboxHead = 3;  // lines before the requests
 
@@ -149,7 +155,7 @@ class RankMemory {
 
   /// Places the arrays one behind the other; returns how many bytes they take.
   u64 lay_out(u8* base) {
-    const Geometry& geometry = *geometry_;
+    const Geometry& geometry = geometry_.get();
     u64 offset = 0;
     const auto take = [&offset, base]<class T>(T*& array, u64 count) {
       array = reinterpret_cast<T*>(base + offset);
@@ -185,6 +191,10 @@ class RankMemory {
           kOutboxHead + ceil_div(geometry.outbox_words(), u32{kCacheLine / sizeof(u64)});
       take(outboxes, world * outbox_lines_);
     }
+    if (geometry.trace_events != 0) {
+      take(trace_counts, geometry.trace_actors());
+      take(trace_events, u64{geometry.trace_actors()} * geometry.trace_events);
+    }
     return offset;
   }
 
@@ -193,15 +203,15 @@ class RankMemory {
       case TaskKind::route:
         return 0;  // processors know it (call.hpp)
       case TaskKind::dispatch:
-        return geometry_->dispatch_tasks_max();
+        return geometry_.get().dispatch_tasks_max();
       case TaskKind::combine:
-        return geometry_->combine_tasks_max();
+        return geometry_.get().combine_tasks_max();
       default:
-        return geometry_->tiles_max();
+        return geometry_.get().tiles_max();
     }
   }
 
-  const Geometry* geometry_;
+  GeometryOf geometry_;
   u32 outbox_lines_ = 0;  // of one peer's
   u64* mailbox_words_[kTaskKinds];
   u32 mailbox_capacities_[kTaskKinds];
@@ -213,6 +223,7 @@ class OsMemory {
  public:
   static u64 bytes(const Geometry& geometry) { return OsMemory(geometry, nullptr).bytes_; }
 
+  /// `geometry` must outlive this object.
   OsMemory(const Geometry& geometry, u8* base) : geometry_(geometry) {
     u64 offset = 0;
     const auto take = [&offset, base]<class T>(T*& array, u64 count) {
@@ -239,10 +250,12 @@ class OsMemory {
   }
 
   u32* receive_starts(u32 source) const {
-    return receive_start + u64{source} * (geometry_.local_experts() + 1);
+    return receive_start + u64{source} * (geometry_.get().local_experts() + 1);
   }
   /// Rows that `source` sends us in this call; valid once its counts are known.
-  u32 rows_received(u32 source) const { return receive_starts(source)[geometry_.local_experts()]; }
+  u32 rows_received(u32 source) const {
+    return receive_starts(source)[geometry_.get().local_experts()];
+  }
 
   u32* rows_expected = nullptr;  // Algorithm 2's bound: rows to return; corrected as counts arrive
   u32* starving = nullptr;       // 1: processors wait and nothing is ready
@@ -261,7 +274,7 @@ class OsMemory {
   u32* outbox_next = nullptr;  // [sender][peer]: the next request that this sender looks for
 
  private:
-  Geometry geometry_;
+  GeometryOf geometry_;
   u64 bytes_ = 0;
 };
 

@@ -12,6 +12,7 @@
 #include "runtime/sender.hpp"
 #include "runtime/subscriber.hpp"
 #include "runtime/team.hpp"
+#include "runtime/trace.hpp"
 
 namespace moeos {
 
@@ -33,6 +34,9 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->rows_expected = rank.geometry().rows_received_max();
     *rank.os->starving = 0;
     *rank.os->inquiry = 0;
+    for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
+      trace_of(rank, static_cast<TraceKind>(kind)).clear();
+    }
     memory.os_tally() = Tally{};
     memory.os_tally().tokens = call.tokens;
     for (u32 peer = 0; rank.geometry().remote != 0 && peer < rank.geometry().world; ++peer) {
@@ -124,6 +128,22 @@ void wait_unless(bool progress, Watch<P>& watch, u32& idle) {
   }
 }
 
+/// An actor's step, noted if it has found something.
+template <Platform P, class Actor>
+bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind) {
+  const u64 begin = trace_time<P>(rank.geometry());
+  const bool progress = actor.step();
+  if (progress && P::lane() == 0) {
+    TraceEvent event{};
+    event.kind = static_cast<u32>(kind);
+    event.peer = event.expert = kNone;
+    event.begin_ns = begin;
+    event.end_ns = trace_time<P>(rank.geometry());
+    trace_of(rank, kind).note(event);
+  }
+  return progress;
+}
+
 /// All actors in turn, until the call ends or is aborted.
 template <Platform P>
 void run_os_block(const Rank<P>& rank, const Call& call) {
@@ -136,10 +156,10 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   Watch<P> watch(rank.deadline_ns);
   u32 idle = 0;
   while (!call_over(rank, call, scheduler, watch)) {
-    bool progress = scheduler.step();
-    progress = counts.step() || progress;
-    progress = arrivals.step() || progress;
-    progress = returns.step() || progress;
+    bool progress = traced_step(rank, scheduler, TraceKind::schedule);
+    progress = traced_step(rank, counts, TraceKind::counts) || progress;
+    progress = traced_step(rank, arrivals, TraceKind::arrivals) || progress;
+    progress = traced_step(rank, returns, TraceKind::returns) || progress;
     progress = sender.step() || progress;
     answer_inquiry(rank, call, counts, 1);
     answer_inquiry(rank, call, arrivals, 2);
@@ -152,21 +172,28 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
 
 /// A subscriber's or sender's warp. Its wait is bounded by the scheduler's watch: everything that a
 /// subscriber learns becomes a task that the scheduler publishes, and the call waits for all that a
-/// sender puts, so it leaves on the interrupt or on the abort. `inquiry`: the one that it answers.
-template <Platform P, class Actor>
-void run_watcher(const Rank<P>& rank, const Call& call, Actor&& actor, u32 inquiry) {
+/// sender puts, so it leaves on the interrupt or on the abort. `inquiry`: the one that it answers;
+/// step(): the actor's.
+template <Platform P, class Actor, class Step>
+void run_watcher(const Rank<P>& rank, const Call& call, Actor& actor, u32 inquiry, Step step) {
   u32 idle = 0;
   const auto over = [&] {
-    // Pairs with Scheduler::interrupt.
-    return P::template load_acquire<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) !=
+    // Relaxed, as in Processor::claim.
+    return P::template load_relaxed<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) !=
                0 ||
            rank.leaving(call.epoch);
   };
   while (!agreed<P>(over())) {
-    const bool progress = actor.step();
+    const bool progress = step();
     answer_inquiry(rank, call, actor, inquiry);
     progress ? P::rest(idle) : P::pause(idle);
   }
+}
+
+template <template <class> class Subscriber, Platform P>
+void run_subscriber(const Rank<P>& rank, const Call& call, u32 warp, TraceKind kind) {
+  Subscriber<P> subscriber(rank, call);
+  run_watcher(rank, call, subscriber, warp, [&] { return traced_step(rank, subscriber, kind); });
 }
 
 /// One of the block's warps: 0 the scheduler, 1 to 3 the subscribers, from kOsWarps on the senders,
@@ -174,21 +201,21 @@ void run_watcher(const Rank<P>& rank, const Call& call, Actor&& actor, u32 inqui
 template <Platform P>
 void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
   if (warp == 1) {
-    run_watcher(rank, call, CountsSubscriber<P>(rank, call), warp);
+    run_subscriber<CountsSubscriber>(rank, call, warp, TraceKind::counts);
   } else if (warp == 2) {
-    run_watcher(rank, call, ArrivalsSubscriber<P>(rank, call), warp);
+    run_subscriber<ArrivalsSubscriber>(rank, call, warp, TraceKind::arrivals);
   } else if (warp == 3) {
-    run_watcher(rank, call, ReturnsSubscriber<P>(rank, call), warp);
+    run_subscriber<ReturnsSubscriber>(rank, call, warp, TraceKind::returns);
   } else if (warp == 0) {
     Scheduler<P> scheduler(rank, call);
     Watch<P> watch(rank.deadline_ns);
     u32 idle = 0;
     while (!call_over(rank, call, scheduler, watch)) {
-      wait_unless(scheduler.step(), watch, idle);
+      wait_unless(traced_step(rank, scheduler, TraceKind::schedule), watch, idle);
     }
   } else if constexpr (P::kRemotePeers) {
     Sender<P> sender(rank, call, warp - kOsWarps);
-    run_watcher(rank, call, sender, warp == kOsWarps ? warp : kNone);
+    run_watcher(rank, call, sender, warp == kOsWarps ? warp : kNone, [&] { return sender.step(); });
     sender.leave();
   }
 }

@@ -17,6 +17,7 @@
 #include "runtime/row_tasks.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
+#include "runtime/trace.hpp"
 
 namespace moeos {
 
@@ -45,10 +46,11 @@ class Processor {
     u32 heartbeat = 0;
     u32 idle = 0;
     for (;;) {
-      // Pairs with Scheduler::publish_up_to: the descriptor and the inputs of its parts are here.
-      word =
-          ReadyWord(agreed<P>(P::template load_acquire<Scope::device>(&rank_.memory.ring[ticket])));
+      word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
       if (word.epoch() == call_.epoch) {
+        // Pairs with Scheduler::publish_up_to: the descriptor and the inputs of its parts are here.
+        // Not at every look: a fence costs more than the look.
+        P::template acquire_fence<Scope::device>();
         return true;
       }
       if (word.epoch() > call_.epoch) {
@@ -56,8 +58,8 @@ class Processor {
                        word.sealed());
         return false;
       }
-      // Pairs with Scheduler::interrupt.
-      if (agreed<P>(P::template load_acquire<Scope::device>(&state_.interrupt.value) != 0 ||
+      // Relaxed: the word alone says that the call is over (Scheduler::interrupt).
+      if (agreed<P>(P::template load_relaxed<Scope::device>(&state_.interrupt.value) != 0 ||
                     rank_.leaving(call_.epoch))) {
         return false;
       }
@@ -204,6 +206,7 @@ class Processor {
 template <Platform P>
 void forget_last_call(const Rank<P>& rank, u32 index) {
   rank.memory.tallies[index] = Tally{};
+  Trace<P>(rank, index).clear();
 }
 
 /// What a processor of one warp computes; every function runs to its end without waiting.
@@ -235,6 +238,7 @@ template <Platform P, Kernels K>
 void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index) {
   forget_last_call(rank, index);
   Processor<P> processor(rank, call, index);
+  const Trace<P> trace(rank, index);
   const Task route = route_task(rank.geometry(), call);
   ReadyWord word;
   while (processor.claim(word)) {
@@ -271,7 +275,13 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
                            }
                          });
     }
-    processor.complete(task, word, P::now_ns() - begin, combined);
+    const u64 end = P::now_ns();
+    processor.complete(task, word, end - begin, combined);
+    TraceEvent event = event_of(task, word, combined);
+    event.begin_ns = begin;
+    event.end_ns = trace_time<P>(rank.geometry());
+    event.computed = event.stored = event.since(end);
+    trace.note(event);
   }
 }
 

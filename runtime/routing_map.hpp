@@ -10,7 +10,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
-#include "runtime/geometry.hpp"
+#include "runtime/geometry_of.hpp"
 #include "runtime/memory.hpp"
 
 namespace moeos {
@@ -43,46 +43,47 @@ class RoutingMap {
   /// Where a row that we send to `peer` lies.
   Place place_at(u32 peer, u32 row) const {
     const u32* starts = memory_.send_starts(peer);
-    MOEOS_CHECK(row < starts[geometry_.local_experts()]);
+    MOEOS_CHECK(row < starts[geometry_.get().local_experts()]);
     // The last expert that starts at or before the row; experts without rows start where the next
     // one does.
-    const u32 local = partition_point(geometry_.local_experts(),
+    const u32 local = partition_point(geometry_.get().local_experts(),
                                       [&](u32 expert) { return starts[expert + 1] <= row; });
     return Place{peer, local, row - starts[local], row};
   }
 
   /// The pair that a place carries.
   u32 pair_at(const Place& place) const {
-    const u32 expert = place.peer * geometry_.local_experts() + place.local_expert;
+    const u32 expert = place.peer * geometry_.get().local_experts() + place.local_expert;
     const u32 block =
         partition_point(blocks_, [&](u32 b) { return base(b, expert) <= place.slot; }) - 1;
-    const u64 first = u64{block} * geometry_.route_tokens * geometry_.top_k;
+    const u64 first = u64{block} * geometry_.get().route_tokens * geometry_.get().top_k;
     return memory_
-        .block_pairs[first + memory_.block_first[u64{block} * geometry_.experts + expert] +
+        .block_pairs[first + memory_.block_first[u64{block} * geometry_.get().experts + expert] +
                      (place.slot - base(block, expert))];
   }
 
   /// Rows that come back for the token.
   u32 rows_of(u32 token) const {
     if (all_sent_) {
-      return geometry_.top_k;
+      return geometry_.get().top_k;
     }
     u32 rows = 0;
-    for (u32 j = 0; j < geometry_.top_k; ++j) {
-      rows += sent(token * geometry_.top_k + j) ? 1 : 0;
+    for (u32 j = 0; j < geometry_.get().top_k; ++j) {
+      rows += sent(token * geometry_.get().top_k + j) ? 1 : 0;
     }
     return rows;
   }
 
  private:
   u32 base(u32 block, u32 expert) const {
-    return memory_.block_base[u64{block} * geometry_.experts + expert];
+    return memory_.block_base[u64{block} * geometry_.get().experts + expert];
   }
   u32 slot(u32 pair, u32 expert) const {
-    return base(pair / geometry_.top_k / geometry_.route_tokens, expert) + memory_.pair_rank[pair];
+    return base(pair / geometry_.get().top_k / geometry_.get().route_tokens, expert) +
+           memory_.pair_rank[pair];
   }
 
-  const Geometry& geometry_;
+  GeometryOf geometry_;
   const RankMemory& memory_;
   u32 blocks_;
   u32 limit_;

@@ -77,9 +77,9 @@ class Scheduler {
   void interrupt() {
     if (P::lane() == 0) {
       P::template store_relaxed<Scope::device>(rank_.memory.epoch, call_.epoch + 1);
-      // Publishes nothing that the next call does not get from the kernel boundary; pairs with
-      // Processor::claim.
-      P::template store_release<Scope::device>(&state_.interrupt.value, 1U);
+      // Relaxed: publishes nothing. The next call gets all of this one from the kernel boundary, or
+      // from whatever joins the actors.
+      P::template store_relaxed<Scope::device>(&state_.interrupt.value, 1U);
     }
   }
 

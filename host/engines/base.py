@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from moeos.config import MoEConfig
+from moeos.tracing import RankTrace
 from moeos.world import World
 
 
@@ -95,6 +96,9 @@ class Engine(Protocol):
 
     def stats(self) -> CallStats:
         """The last call's."""
+
+    def trace(self) -> RankTrace:
+        """The last call's. The world must have been made with `trace_events`."""
 
     def reset(self) -> None:
         """Makes the engine usable after a failure. Collective."""

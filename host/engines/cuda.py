@@ -30,6 +30,7 @@ from moeos.engines.cuda_arguments import (
 from moeos.engines.cuda_peers import Peers
 from moeos.failure import exception_of
 from moeos.jit import INSTALL, Kernel, KernelShape
+from moeos.tracing import RankTrace
 from moeos.world import World
 
 CAPABILITY = (9, 0)
@@ -126,6 +127,14 @@ class CudaEngine:
         torch.cuda.synchronize(self._device)
         return cuda_records.stats_of(self._buffers.memory, self._offsets, self._shape)
 
+    def trace(self) -> RankTrace:
+        """See `Engine.trace`. Waits for the calls so far."""
+        self._world.require_trace()
+        torch.cuda.synchronize(self._device)
+        return cuda_records.trace_of(
+            self._world.rank, self._buffers.memory, self._offsets, self._shape
+        )
+
     def reset(self) -> None:
         """See `Engine.reset`."""
         self._world.require_open()
@@ -192,6 +201,7 @@ class CudaEngine:
             processors=blocks // ranks - 1,
             virtual_ranks=ranks,
             transport=self._peers.transport,
+            trace_events=self._world.trace_events,
         )
         shape.sizes  # noqa: B018 - raises if a bound does not fit
         return shape

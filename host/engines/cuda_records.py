@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import struct
 
+import numpy
 import torch
 from torch import Tensor
 
+from moeos import tracing
 from moeos.engines.base import CallStats
 from moeos.jit import KernelShape
+from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 
 CACHE_LINE = 128
 FIRST_EPOCH = 1
@@ -127,6 +130,15 @@ def stats_of(memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> Cal
         drops=rest[4],
         busy_seconds=sum(rest[5:10]) / 1e9,
     )
+
+
+def trace_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> RankTrace:
+    """What a rank's actors noted of the last call. Waits for the current stream."""
+    actors = shape.processors + len(OS_ACTORS)
+    at, size = offsets["trace_events"], actors * shape.trace_events * EVENT.itemsize
+    events = memory[at : at + size].cpu().numpy().view(EVENT).reshape(actors, shape.trace_events)
+    counts = _words(memory, offsets["trace_counts"], actors).cpu().numpy().view(numpy.uint32)
+    return tracing.read(rank, counts, events)
 
 
 def _words(memory: Tensor, offset: int, count: int) -> Tensor:

@@ -7,20 +7,24 @@ own.
 
 from __future__ import annotations
 
+import numpy
 import torch
 
-from moeos import _twin, values
+from moeos import _twin, tracing, values
 from moeos.config import MoEConfig
 from moeos.engines.base import CallStats, CallTensors
 from moeos.failure import exception_of
 from moeos.sizes import Tiles, layer_sizes
+from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import World
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Storage types that the twin computes with."""
 
 
-def sizes_of(cfg: MoEConfig, world_size: int, processors: int, remote: bool = False) -> _twin.Sizes:
+def sizes_of(
+    cfg: MoEConfig, world_size: int, processors: int, remote: bool = False, trace_events: int = 0
+) -> _twin.Sizes:
     """Buffers and bounds of a layer on the twin; raises as `layer_sizes` does."""
     tiles = Tiles(
         rows=_twin.TILE_ROWS,
@@ -28,7 +32,7 @@ def sizes_of(cfg: MoEConfig, world_size: int, processors: int, remote: bool = Fa
         gemm0_columns=_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS,
         gemm1_columns=_twin.PLAIN_COLUMNS,
     )
-    return layer_sizes(cfg, world_size, processors, tiles, remote=remote)
+    return layer_sizes(cfg, world_size, processors, tiles, remote=remote, trace_events=trace_events)
 
 
 class TwinEngine:
@@ -47,7 +51,7 @@ class TwinEngine:
         self._world = world
         self._tokens = 0
         remote = not all(map(world.near, range(world.size)))
-        sizes = sizes_of(cfg, world.size, world.processors, remote)
+        sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events)
         heap = world.allocate_heap(sizes.heap_bytes)
         self._rank: _twin.Rank | None = _twin.Rank(
             sizes=sizes,
@@ -121,6 +125,17 @@ class TwinEngine:
             padding_rows=tally["padding_rows"],
             drops=tally["dropped_pairs"],
             busy_seconds=sum(tally["busy_ns"].values()) / 1e9,
+        )
+
+    def trace(self) -> RankTrace:
+        """See `Engine.trace`."""
+        self._world.require_trace()
+        counts, events = self._live().trace()
+        actors = self._world.processors + len(OS_ACTORS)
+        return tracing.read(
+            self._world.rank,
+            numpy.frombuffer(counts, numpy.uint32),
+            numpy.frombuffer(events, EVENT).reshape(actors, -1),
         )
 
     def reset(self) -> None:

@@ -82,6 +82,14 @@ struct Slot {
 };
 inline constexpr u32 kSlots = 2;
 
+/// When what happened to a slot's part, for a trace; not touched without one.
+struct Stamps {
+  u64 claimed_ns;
+  u64 computing_ns;  // Dispatch has none, and Combine none that completes no token
+  u64 computed_ns;
+};
+inline constexpr bool kTraced = kGeometry.trace_events != 0;
+
 /// Results of a consumer warpgroup on their way to memory: 64 rows of 128 two-byte columns. 16
 /// bytes more between rows, so that eight rows at one column lie in different banks.
 inline constexpr u32 kStagingColumns = 128;
@@ -111,9 +119,10 @@ struct Shared {
   Barrier slot_full[kSlots];
   Barrier slot_begun[kSlots];  // Slot::stage is known; see Loader
   Barrier slot_done[kSlots];   // the part's results are in memory
-  Barrier slot_empty[kSlots];  // its effects are visible
+  Barrier slot_empty[kSlots];  // every warp that reads it is done with it
   alignas(16) u8 rank[sizeof(Rank<Machine>)];
   Call call;
+  Stamps stamps[kSlots];
 };
 
 static_assert(sizeof(Shared) <= 232448, "shared memory of a block on sm_90");
@@ -127,15 +136,33 @@ inline void release_stage(Shared& shared, u32 index) {
   }
 }
 
-/// Of a processor block: its rank's call has failed, and who could leave has long done so.
-inline bool hopeless(u64& since) {
-  constexpr u64 kLongNs = 5'000'000;
-  const auto& shared = *reinterpret_cast<const Shared*>(dynamic_shared_memory());
-  if (!reinterpret_cast<const Rank<Machine>*>(shared.rank)->leaving(shared.call.epoch)) {
-    return false;
+/// A warp is done with a part's slot; also with the one that tells it to leave.
+inline void release_slot(Shared& shared, u32 index) {
+  __syncwarp();
+  if (Machine::lane() == 0) {
+    shared.slot_empty[index].arrive();
   }
-  since = since == 0 ? Machine::now_ns() : since;
-  return Machine::now_ns() - since > kLongNs;
+}
+
+/// The fetch warp's wait for a slot. It is the block's watchman: the slots pass through every warp
+/// in turn, so a warp that waits at a barrier for something that does not come holds up this wait,
+/// too. The OS block then finds after its deadline that this rank's processors do not finish, and
+/// the call fails; who can leave does so at once. If the slot is not free long after that, it never
+/// will be, and the kernel ends with the driver's error. A look lasts while the hardware suspends
+/// it.
+inline void wait_for_slot(Shared& shared, u32 index, u32 parity) {
+  constexpr u32 kLooksEach = 32;
+  constexpr u64 kLongNs = 5'000'000;
+  u64 failed_since = 0;
+  for (u32 looks = 1; !shared.slot_empty[index].done(parity); ++looks) {
+    if (looks % kLooksEach == 0 &&
+        reinterpret_cast<const Rank<Machine>*>(shared.rank)->leaving(shared.call.epoch)) {
+      failed_since = failed_since == 0 ? Machine::now_ns() : failed_since;
+      if (Machine::now_ns() - failed_since > kLongNs) {
+        trap();
+      }
+    }
+  }
 }
 
 /// The load warp's place in the stages.

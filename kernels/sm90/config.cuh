@@ -1,12 +1,12 @@
-// What is fixed when a layer's kernel is compiled: its sizes and rules, from the compiler's command
-// line.
+// What is fixed when a layer's kernel is compiled: its rules and the tiles, from the compiler's
+// command line.
 //
-// host/jit.py defines the MOEOS_ macros; nothing else reads them.
+// host/jit.py defines the MOEOS_ macros; nothing but this file and geometry.cuh reads them.
 #pragma once
 
 #include "kernels/shape.hpp"
 #include "kernels/sm90/element.cuh"
-#include "runtime/geometry.hpp"
+#include "kernels/sm90/geometry.cuh"
 #include "runtime/platform/cuda/platform.hpp"
 #if MOEOS_TRANSPORT == 1
 #include "runtime/platform/cuda/mapped_transport.hpp"
@@ -25,28 +25,6 @@ using Transport = cuda::MappedTransport;
 using Transport = cuda::NvshmemTransport;
 #endif
 using Machine = cuda::Machine<Transport, MOEOS_WORLD>;
-
-inline constexpr Geometry kGeometry{
-    MOEOS_WORLD,
-    MOEOS_EXPERTS,
-    MOEOS_TOP_K,
-    MOEOS_MAX_TOKENS,
-    MOEOS_HIDDEN * 2,
-    MOEOS_INTERMEDIATE * 2,
-    static_cast<RowMap>(MOEOS_ROW_MAP),
-    MOEOS_CAPACITY,
-    MOEOS_CHUNK_ROWS,
-    MOEOS_TILE_ROWS,
-    MOEOS_ROUTE_TOKENS,
-    MOEOS_GEMM0_PARTS,
-    MOEOS_GEMM1_PARTS,
-    MOEOS_NARROW_ROWS,
-    MOEOS_GEMM0_NARROW_PARTS,
-    MOEOS_GEMM1_NARROW_PARTS,
-    MOEOS_PROCESSORS,
-    MOEOS_TRANSPORT != 0,
-    Geometry::kWindowBytes / (MOEOS_HIDDEN * 2),
-};
 
 inline constexpr LayerShape kShape{
     MOEOS_HIDDEN,

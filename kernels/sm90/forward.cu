@@ -14,6 +14,7 @@
 #include "kernels/sm90/token_count.cuh"
 #include "runtime/os.hpp"
 #include "runtime/processor.hpp"
+#include "runtime/trace.hpp"
 #include "runtime/whole.hpp"
 
 namespace moeos::sm90 {
@@ -24,12 +25,14 @@ static_assert(Platform<Machine>);
 /// counted here, while the consumers are at the part before; where they complete no token nothing
 /// is left to do. False: leave.
 inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
-                       Processor<Machine>& processor, Task& task, Slot& slot) {
+                       Processor<Machine>& processor, Task& task, Slot& slot, Stamps& stamps) {
+  u64 claimed_ns = 0;
   u32 skipped = 0;
   u32 ready = 0;
   ReadyWord word;
   bool more = true;
   while ((more = processor.claim(word))) {
+    claimed_ns = trace_time<Machine>(kGeometry);
     if (word.kind() == TaskKind::route) {
       if (Machine::lane() == 0) {
         task = route_task(rank.geometry(), call);
@@ -61,20 +64,27 @@ inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const Routin
     slot.skipped = skipped;
     slot.bad_token = kNone;
     slot.last_route = 0;
+    if constexpr (kTraced) {
+      stamps = Stamps{claimed_ns, 0, 0};
+    }
   }
   __syncwarp();
   return more;
 }
 
-/// Keeps the block's slots filled, one part ahead of the consumers.
+/// Keeps the block's slots filled, one part ahead of the consumers. Leaves last.
 inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Machine>& processor,
                       Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
   for (bool more = true; more; at.advance()) {
-    shared.slot_empty[at.index].wait(at.parity ^ 1);
-    more = fetch_part(rank, call, map, processor, shared.tasks[at.index], shared.slots[at.index]);
+    wait_for_slot(shared, at.index, at.parity ^ 1);
+    more = fetch_part(rank, call, map, processor, shared.tasks[at.index], shared.slots[at.index],
+                      shared.stamps[at.index]);
     shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
+  }
+  for (u32 i = 0; i < kSlots; ++i, at.advance()) {
+    wait_for_slot(shared, at.index, at.parity ^ 1);
   }
 }
 
@@ -96,6 +106,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     const Task& task = shared.tasks[at.index];
     const ReadyWord word = slot.word;
     if (word.epoch() == 0) {
+      release_slot(shared, at.index);
       return;
     }
     // The inputs were written by others, here or by peers, and acquired by the fetch warp; TMA
@@ -111,11 +122,10 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     } else if (gate_routes(arguments, call, word.part())) {
       load_route(arguments, word.part(), loader);
     }
-    __syncwarp();
     if (Machine::lane() == 0) {
       loader.end_part();
-      shared.slot_empty[at.index].arrive();
     }
+    release_slot(shared, at.index);
   }
 }
 
@@ -131,6 +141,7 @@ inline void run_store(const RankArguments& arguments, const Rank<Machine>& rank,
     const Task& task = shared.tasks[at.index];
     const ReadyWord word = slot.word;
     if (word.epoch() == 0) {
+      release_slot(shared, at.index);
       return;
     }
     const TaskKind kind = task.kind;
@@ -142,18 +153,17 @@ inline void run_store(const RankArguments& arguments, const Rank<Machine>& rank,
       store_tile(arguments, rank, task, word.part(), shared, staging);
     }
     __syncwarp();
-    if (Machine::lane() == 0) {
-      if (kind != TaskKind::route && kind != TaskKind::combine) {
-        shared.slot_done[at.index].arrive();
-      }
-      shared.slot_empty[at.index].arrive();
+    if (Machine::lane() == 0 && kind != TaskKind::route && kind != TaskKind::combine) {
+      shared.slot_done[at.index].arrive();
     }
+    release_slot(shared, at.index);
   }
 }
 
 /// Makes the effects of finished parts visible, while the consumers are at the next one.
-inline void run_complete(const RankArguments& arguments, Processor<Machine>& processor,
-                         Shared& shared) {
+inline void run_complete(const RankArguments& arguments, const Rank<Machine>& rank,
+                         Processor<Machine>& processor, u32 index, Shared& shared) {
+  const Trace<Machine> trace(rank, index);
   RingPosition<kSlots> at;
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
@@ -161,6 +171,7 @@ inline void run_complete(const RankArguments& arguments, Processor<Machine>& pro
     const ReadyWord word = slot.word;
     processor.count_skipped(slot.skipped);
     if (word.epoch() == 0) {
+      release_slot(shared, at.index);
       return;
     }
     shared.slot_done[at.index].wait(at.parity);
@@ -170,10 +181,9 @@ inline void run_complete(const RankArguments& arguments, Processor<Machine>& pro
     const u64 begun_ns = slot.begun_ns;
     const u32 combined = slot.combined;
     const u32 bad_token = slot.bad_token;
-    __syncwarp();
-    if (Machine::lane() == 0) {
-      shared.slot_empty[at.index].arrive();
-    }
+    const Stamps stamps = kTraced ? shared.stamps[at.index] : Stamps{};
+    const u64 stored_ns = trace_time<Machine>(kGeometry);
+    release_slot(shared, at.index);
     if (bad_token != kNone && arguments.topk_ids != nullptr) {
       reject_given_routing(arguments, processor, bad_token);
     } else if (bad_token != kNone) {
@@ -182,6 +192,16 @@ inline void run_complete(const RankArguments& arguments, Processor<Machine>& pro
       }
     } else {
       processor.complete(shared.finished, word, Machine::now_ns() - begun_ns, combined);
+    }
+    if (kTraced && Machine::lane() == 0) {
+      TraceEvent event = event_of(shared.finished, word, combined);
+      event.begin_ns = stamps.claimed_ns;
+      event.end_ns = Machine::now_ns();
+      event.loading = event.since(begun_ns);
+      event.computing = event.since(stamps.computing_ns);
+      event.computed = event.since(stamps.computed_ns);
+      event.stored = event.since(stored_ns);
+      trace.note(event);
     }
     __syncwarp();
   }
@@ -228,6 +248,27 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
   }
 }
 
+/// Notes when the consumers have a part's first operands.
+inline void stamp_computing(Shared& shared, u32 slot, const RingPosition<kStages>& stage) {
+  if constexpr (kTraced) {
+    if (threadIdx.x == kFirstConsumerWarp * 32) {
+      shared.stage_full[stage.index].wait(stage.parity);
+      shared.stamps[slot].computing_ns = Machine::now_ns();
+    }
+    __syncwarp();
+  }
+}
+
+/// And when they have its results.
+inline void stamp_computed(Shared& shared, u32 slot) {
+  if constexpr (kTraced) {
+    if (threadIdx.x == kFirstConsumerWarp * 32) {
+      shared.stamps[slot].computed_ns = Machine::now_ns();
+    }
+    __syncwarp();
+  }
+}
+
 /// Products, epilogues, Route and the sums of Combine, by two warpgroups.
 inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& rank,
                           const Call& call, u32 index, Shared& shared) {
@@ -240,6 +281,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     Slot& slot = shared.slots[at.index];
     const ReadyWord word = slot.word;
     if (word.epoch() == 0) {
+      release_slot(shared, at.index);
       return;
     }
     const Task& task = shared.tasks[at.index];
@@ -248,6 +290,10 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       shared.slot_begun[at.index].wait(at.parity);
     }
     RingPosition<kStages> stage = slot.stage;
+    if (kind != TaskKind::dispatch &&
+        (kind != TaskKind::route || gate_routes(arguments, call, word.part()))) {
+      stamp_computing(shared, at.index, stage);
+    }
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
       if (group * kConsumerRows >= task.padded_rows) {
         skip_tile(steps_of(task), shared, stage);
@@ -255,11 +301,13 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
         float d[kNarrowColumns / 2];
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), shared, stage);
+        stamp_computed(shared, at.index);
         finish_tile(d, kind, group, shared, staging);
       } else {
         float d[kTileColumns / 2];
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), group, shared, stage);
+        stamp_computed(shared, at.index);
         finish_tile(d, kind, group, shared, staging);
       }
     } else if (kind != TaskKind::dispatch) {
@@ -271,15 +319,13 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       } else {
         sum_tokens(arguments, shared, stage);
       }
+      stamp_computed(shared, at.index);
       named_barrier(kConsumersBarrier, kConsumerThreads);
       if (threadIdx.x == kFirstConsumerWarp * 32) {
         shared.slot_done[at.index].arrive();
       }
     }
-    __syncwarp();
-    if (Machine::lane() == 0) {
-      shared.slot_empty[at.index].arrive();
-    }
+    release_slot(shared, at.index);
   }
 }
 
@@ -301,7 +347,7 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
   } else if (warp == kStoreWarp) {
     run_store(arguments, rank, call, shared);
   } else {
-    run_complete(arguments, processor, shared);
+    run_complete(arguments, rank, processor, index, shared);
   }
 }
 

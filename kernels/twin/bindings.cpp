@@ -40,7 +40,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  u32 element_bytes, u32 capacity, bool capacity_rows, u32 activation,
                  float swiglu_limit, u32 scoring, bool renormalize, float routed_scaling,
                  u32 expert_groups, u32 top_groups, u32 processors, bool remote, u32 tile_rows,
-                 u32 route_tokens, u32 gemm0_columns, u32 gemm1_columns, u32 narrow_rows) {
+                 u32 route_tokens, u32 gemm0_columns, u32 gemm1_columns, u32 narrow_rows,
+                 u32 trace_events) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -73,6 +74,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.processors = processors;
   geometry.remote = remote ? 1 : 0;
   geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
+  geometry.trace_events = trace_events;
 
   const auto limit = [](u64 value, u64 largest, const char* what) {
     require(value <= largest, std::string(what) + " is " + std::to_string(value) +
@@ -107,6 +109,8 @@ nb::dict offsets_of(const Sizes& sizes) {
   offsets["tallies"] = offset(memory.tallies);
   offsets["send_start"] = offset(memory.send_start);
   offsets["receive_start"] = offset(memory.receive_start);
+  offsets["trace_counts"] = offset(memory.trace_counts);
+  offsets["trace_events"] = offset(memory.trace_events);
   return offsets;
 }
 
@@ -137,6 +141,15 @@ nb::dict to_dict(const Tally& tally) {
   return result;
 }
 
+/// What a rank's actors noted of the last call: how many events each, and the events.
+nb::tuple trace_of(const TwinRank& rank) {
+  const RankMemory& memory = rank.memory();
+  const u64 actors = rank.geometry().trace_actors();
+  const u64 room = rank.geometry().trace_events;
+  return nb::make_tuple(nb::bytes(memory.trace_counts, room > 0 ? actors * sizeof(u32) : 0),
+                        nb::bytes(memory.trace_events, actors * room * sizeof(TraceEvent)));
+}
+
 }  // namespace
 
 NB_MODULE(_twin, module) {
@@ -151,7 +164,8 @@ NB_MODULE(_twin, module) {
            "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
            "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
            "expert_groups"_a, "top_groups"_a, "processors"_a, "remote"_a, "tile_rows"_a,
-           "route_tokens"_a, "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a)
+           "route_tokens"_a, "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a,
+           "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("intermediate_bytes",
@@ -236,6 +250,7 @@ NB_MODULE(_twin, module) {
       .def(
           "tally", [](const TwinRank& self) { return to_dict(self.tally()); },
           nb::sig("def tally(self) -> dict[str, typing.Any]"))
+      .def("trace", &trace_of, nb::sig("def trace(self) -> tuple[bytes, bytes]"))
       .def("rows_sent", &TwinRank::rows_sent)
       .def("rows_received", &TwinRank::rows_received, "source"_a);
 

@@ -54,6 +54,7 @@ class TwinRank {
   std::vector<u32> rows_received(u32 source) const;  // [local expert]
   u32 epoch() const { return *rank_.memory.epoch; }
   const RankMemory& memory() const { return rank_.memory; }
+  const Geometry& geometry() const { return geometry_; }
 
  private:
   struct CallInFlight {

@@ -84,12 +84,14 @@ LAYERS = {
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """The emulated kernels, compiled side by side."""
 
-    def make(name: str) -> Path:
+    def make(name: str, folder: Path) -> Path:
         layer = LAYERS[name]
-        return build(layer.cfg, layer.ranks, layer.processors, tmp_path_factory.mktemp("emulated"))
+        return build(layer.cfg, layer.ranks, layer.processors, folder)
 
+    # Made here, because pytest's folders are not for several threads.
+    folders = [tmp_path_factory.mktemp("emulated") for _ in LAYERS]
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield dict(zip(LAYERS, pool.map(make, LAYERS), strict=True))
+        yield dict(zip(LAYERS, pool.map(make, LAYERS, folders), strict=True))
 
 
 def draw_calls(layer: Emulated, seed: int) -> list[Call]:

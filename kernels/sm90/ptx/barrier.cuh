@@ -17,10 +17,6 @@ inline u8* dynamic_shared_memory() {
   return memory;
 }
 
-/// Whether a wait can only be one without an end (block.cuh). `since` is 0 at the first question,
-/// and kept from one to the next.
-bool hopeless(u64& since);
-
 /// Ends the kernel with an error of the driver's.
 [[noreturn]] inline void trap() {
   asm volatile("trap;");
@@ -66,15 +62,9 @@ struct alignas(8) Barrier {
   }
   /// Waits for actors of this block and for copies that they have begun. They never wait for other
   /// blocks while others wait for them, so the wait is short, or somebody has made a mistake: then
-  /// the OS block finds after its deadline that this rank's processors do not finish, and everybody
-  /// leaves who can. Who cannot ends the kernel. A look lasts while the hardware suspends it.
+  /// the block's watchman ends the kernel (block.cuh).
   void wait(u32 parity) {
-    constexpr u32 kLooksEach = 256;
-    u64 since = 0;
-    for (u32 looks = 1; !done(parity); ++looks) {
-      if (looks % kLooksEach == 0 && hopeless(since)) {
-        trap();
-      }
+    while (!done(parity)) {
     }
   }
 };

@@ -8,7 +8,10 @@ namespace moeos::sm90 {
 
 inline u8* dynamic_shared_memory() { return emulator::shared_memory(); }
 
-bool hopeless(u64& since);
+[[noreturn]] inline void trap() {
+  emulator::stop("trap");
+  __builtin_unreachable();
+}
 
 /// As PTX ISA has it: a phase ends when no arrival and no byte is pending.
 struct alignas(8) Barrier {
@@ -34,22 +37,22 @@ struct alignas(8) Barrier {
     bytes -= static_cast<i32>(count);
     end_phase();
   }
-  bool done(u32 parity) const { return phase != parity; }
+  /// A look that lasts until the phase ends, or as long as hardware suspends a thread.
+  bool done(u32 parity) const {
+    const u64 look_ends = emulator::now_ns() + kLookNs;
+    emulator::wait_until(
+        kWhat[parity], [&] { return ended(parity) || emulator::now_ns() > look_ends; }, this);
+    return ended(parity);
+  }
   void wait(u32 parity) const {
-    u64 since = 0;
-    while (!done(parity)) {
-      const u64 look_ends = emulator::now_ns() + kLookNs;
-      emulator::wait_until(
-          parity == 0 ? "phase 0 of an mbarrier" : "phase 1 of an mbarrier",
-          [&] { return done(parity) || emulator::now_ns() > look_ends; }, this);
-      if (!done(parity) && hopeless(since)) {
-        emulator::stop("trap");
-      }
-    }
+    emulator::wait_until(kWhat[parity], [&] { return ended(parity); }, this);
   }
 
  private:
-  static constexpr u64 kLookNs = 100'000;
+  static constexpr u64 kLookNs = 20'000;
+  static constexpr const char* kWhat[] = {"phase 0 of an mbarrier", "phase 1 of an mbarrier"};
+
+  bool ended(u32 parity) const { return phase != parity; }
   void end_phase() {
     if (pending == 0 && bytes == 0) {
       pending = arrivals;

@@ -1,0 +1,59 @@
+"""What the actors of a rank did in a call, and when, as the device noted it (runtime/trace.hpp).
+
+It knows nothing of files or pictures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy
+from numpy.typing import NDArray
+
+KINDS = (
+    *("route", "combine", "gemm1", "gemm0", "dispatch"),
+    *("schedule", "counts", "arrivals", "returns"),
+)
+"""TraceKind: the parts of tasks, then the steps of the OS block's actors."""
+TASK_KINDS = KINDS[:5]
+OS_ACTORS = ("scheduler", "counts", "arrivals", "returns")
+"""The actors behind the processors, in the order of their lists."""
+
+EVENT = numpy.dtype(
+    [
+        ("begin_ns", "<u8"),
+        ("end_ns", "<u8"),
+        *[(name, "<u4") for name in ("kind", "part", "peer", "expert", "place", "rows")],
+        *[(name, "<u4") for name in ("loading", "computing", "computed", "stored")],
+        ("reserved", "<u8"),
+    ]
+)
+"""TraceEvent: see runtime/trace_event.hpp."""
+assert EVENT.itemsize == 64
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTrace:
+    """One rank's part of a call.
+
+    Attributes:
+        rank: whose.
+        events: of each actor, in the order in which they were noted: the processors, then
+            `OS_ACTORS`. Of dtype `EVENT`; times in ns of the device's clock.
+        dropped: [actor] events that found no room.
+    """
+
+    rank: int
+    events: list[NDArray[numpy.void]]
+    dropped: list[int]
+
+
+def read(rank: int, counts: NDArray[numpy.uint32], events: NDArray[numpy.void]) -> RankTrace:
+    """A rank's trace out of its memory: counts [actors], events [actors, room] of `EVENT`."""
+    room = events.shape[1]
+    noted = [min(int(count), room) for count in counts]
+    return RankTrace(
+        rank,
+        [actor[:count].copy() for actor, count in zip(events, noted, strict=True)],
+        [int(count) - kept for count, kept in zip(counts, noted, strict=True)],
+    )

@@ -1,0 +1,59 @@
+// One event of a trace, as it lies in memory.
+//
+// May not know: who notes events, and when.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/task.hpp"
+
+namespace moeos {
+
+/// What the OS block's actors note beside the parts of tasks: steps that found something.
+enum class TraceKind : u32 {
+  // 0 to kTaskKinds - 1: a part, as TaskKind
+  schedule = kTaskKinds,  ///< the scheduler published parts, or saw that some were claimed
+  counts,                 ///< a source's counts were decoded
+  arrivals,               ///< flags were seen, and tiles planned
+  returns,                ///< chunks came back
+};
+
+inline constexpr u32 kTraceKinds = kTaskKinds + 4;
+
+/// One part of a task, or one step of an actor. 64 bytes; the host reads it as it lies.
+struct alignas(64) TraceEvent {
+  u64 begin_ns;  // a part: claimed
+  u64 end_ns;    // a part: its effects are visible
+  u32 kind;
+  u32 part;
+  u32 peer;    // dispatch, combine: the task's peer
+  u32 expert;  // GEMMs: the local expert
+  u32 place;   // GEMMs: the tile; dispatch, combine: the chunk
+  u32 rows;    // GEMMs: of the tile; combine: tokens written
+  // Of a part, in ns behind begin_ns; 0 where a machine has no such moment.
+  u32 loading;    // its loads begin
+  u32 computing;  // its first operands are here
+  u32 computed;   // its products or sums are done
+  u32 stored;     // its results are in memory
+  u32 reserved[2];
+
+  /// A moment, as the fields above have it.
+  constexpr u32 since(u64 moment_ns) const {
+    return moment_ns == 0 ? 0 : static_cast<u32>(moment_ns - begin_ns);
+  }
+};
+static_assert(sizeof(TraceEvent) == 64);
+
+/// What the event of a finished part says of its task; `combined`: tokens that it has written.
+constexpr TraceEvent event_of(const Task& task, ReadyWord word, u32 combined) {
+  const bool product = task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1;
+  TraceEvent event{};
+  event.kind = static_cast<u32>(task.kind);
+  event.part = word.part();
+  event.peer = product || task.kind == TaskKind::route ? kNone : task.peer;
+  event.expert = product ? task.local_expert : kNone;
+  event.place = product ? task.tile : task.first_chunk;
+  event.rows = product ? task.rows : combined;
+  return event;
+}
+
+}  // namespace moeos
