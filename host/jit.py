@@ -307,6 +307,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "VIRTUAL_RANKS": shape.virtual_ranks,
         "FLOAT16": int(cfg.dtype == torch.float16),
         "BIAS": int(cfg.bias),
+        "SELECTION_BIAS": int(cfg.selection_bias),
         "TRACE_EVENTS": shape.trace_events,
         "TRANSPORT": get_args(Transport).index(shape.transport),
     }

@@ -18,6 +18,11 @@ struct Call {
                       // caller)
 };
 
+/// Whether the call has a Combine of tokens that sent no row; then it is the first one.
+constexpr bool combines_unsent(const Call& call) {
+  return call.may_be_unsent != 0 && call.tokens > 0;
+}
+
 /// Parts of the call's Route; a call without tokens has an empty one, which still sends counts.
 constexpr u32 route_parts(const Geometry& geometry, const Call& call) {
   return maximum(1U, ceil_div(call.tokens, geometry.route_tokens));

@@ -126,9 +126,15 @@ struct Geometry {
   constexpr u32 dispatch_tasks_max() const {
     return world * ceil_div(chunks(), kChunksPerDispatch);
   }
-  /// One Combine task for each returned chunk, and one (with a part a token block) for tokens that
-  /// sent nothing.
-  constexpr u32 combine_tasks_max() const { return world * chunks() + 1; }
+  /// Tokens that one Combine part writes at most, in a call of `tokens`: fewer where processors
+  /// would idle otherwise.
+  static constexpr u32 kCombineTokens = 8;
+  constexpr u32 combine_tokens(u32 tokens) const {
+    return minimum(kCombineTokens, maximum(1U, ceil_div(tokens, 2 * processors)));
+  }
+  /// A Combine task is posted when chunks have come back that complete tokens; and one (with a part
+  /// a token block) for tokens that sent nothing.
+  constexpr u32 combine_tasks_max() const { return minimum(max_tokens, world * chunks()) + 1; }
   constexpr u32 tasks_max() const {
     return 1 + dispatch_tasks_max() + 2 * tiles_max() + combine_tasks_max();
   }
@@ -138,7 +144,7 @@ struct Geometry {
   /// (descriptor, part) words that one call can publish.
   constexpr u64 parts_max() const {
     return u64{route_parts()} + u64{dispatch_tasks_max()} * kChunksPerDispatch +
-           u64{tiles_max()} * tile_parts_max() + u64{world} * chunks() + route_parts();
+           u64{tiles_max()} * tile_parts_max() + u64{max_tokens} + route_parts();
   }
 };
 

@@ -20,9 +20,10 @@ struct CallState {
   Line<u32> dispatch_parts_done;
   Line<u32>
       routed;  // 1: our counts and the routing map are complete (released by the last Route part)
-  Line<u32> rows_returned;    // received rows whose results have left for their owners
-  Line<u32> tokens_combined;  // own tokens whose output is written
-  Line<u32> interrupt;        // 1: the call is over, everyone leaves
+  Line<u32> token_rows_known;  // blocks of tokens whose token_rows are written
+  Line<u32> rows_returned;     // received rows whose results have left for their owners
+  Line<u32> tokens_combined;   // own tokens whose output is written
+  Line<u32> interrupt;         // 1: the call is over, everyone leaves
   Line<u32> heartbeat;  // sweeps of the scheduler, so that a processor can tell waiting from a dead
                         // OS block
 };
@@ -76,12 +77,6 @@ class RankMemory {
     }
     return first;
   }
-  u32 combine_task(u32 peer, u32 chunk) const {
-    return first_task(TaskKind::combine) + peer * geometry_.get().chunks() + chunk;
-  }
-  u32 combine_unsent_task() const {
-    return first_task(TaskKind::combine) + geometry_.get().world * geometry_.get().chunks();
-  }
 
   /// Every part has its own slot, and every processor may wait for one slot beyond them.
   u64 ring_slots() const { return geometry_.get().parts_max() + geometry_.get().processors; }
@@ -128,15 +123,17 @@ class RankMemory {
   // Routing (routing_map.hpp): what Route wrote for each pair and each block of tokens.
   u32* pair_expert = nullptr;  // kNone: unused slot
   float* pair_weight = nullptr;
-  u32* pair_rank = nullptr;    // how many earlier pairs of the same block chose the same expert
-  u32* block_pairs = nullptr;  // pairs of a block, sorted by expert
-  u32* block_first = nullptr;  // [block][expert]: where the expert's pairs start in block_pairs
-  u32* block_base = nullptr;   // [block][expert]: pairs of the expert in this block, then (last
-                               // Route part) before it
-  u32* send_start = nullptr;   // [peer][X + 1]: first row of each expert in the order of sending
-  u32* row_pair = nullptr;     // [peer][row in the order of sending]: the pair that it carries
-  u32* pair_row = nullptr;     // [pair]: where its result comes back, as Layout::row_index
-  u32* rows_seen = nullptr;    // [token]: rows of the token that are back
+  u32* pair_rank = nullptr;     // how many earlier pairs of the same block chose the same expert
+  u32* block_pairs = nullptr;   // pairs of a block, sorted by expert
+  u32* block_first = nullptr;   // [block][expert]: where the expert's pairs start in block_pairs
+  u32* block_base = nullptr;    // [block][expert]: pairs of the expert in this block, then (last
+                                // Route part) before it
+  u32* send_start = nullptr;    // [peer][X + 1]: first row of each expert in the order of sending
+  u32* row_pair = nullptr;      // [peer][row in the order of sending]: the pair that it carries
+  u32* pair_row = nullptr;      // [pair]: where its result comes back, as Layout::row_index
+  u32* token_rows = nullptr;    // [token]: rows that it has sent, where they are not top_k for all
+  u32* ready_tokens = nullptr;  // [place]: tokens whose rows are all back, in the order in which
+                                // they came
 
   u32* receive_start =
       nullptr;  // [source][X + 1]: first row of each expert in the order of arrival
@@ -184,7 +181,8 @@ class RankMemory {
     take(send_start, world * (local + 1));
     take(row_pair, world * geometry.cell_rows_used());
     take(pair_row, geometry.pairs());
-    take(rows_seen, geometry.max_tokens);
+    take(token_rows, geometry.max_tokens);
+    take(ready_tokens, geometry.max_tokens);
     take(receive_start, world * (local + 1));
     if (geometry.remote != 0) {
       outbox_lines_ =
@@ -241,8 +239,10 @@ class OsMemory {
     take(rows_arrived, world);
     take(packed, local);
     take(chunk_prefix, world);
-    take(first_uncombined, world);
-    take(chunk_combined, world * geometry.chunks());
+    take(first_missing, world);
+    take(chunks_back, world * chunk_words());
+    take(chunks_found, kFoundMost);
+    take(rows_back, ceil_div(geometry.max_tokens, kTokensPerWord));
     if (geometry.remote != 0) {
       take(outbox_next, kSendersMax * world);
     }
@@ -256,6 +256,9 @@ class OsMemory {
   u32 rows_received(u32 source) const {
     return receive_starts(source)[geometry_.get().local_experts()];
   }
+  static constexpr u32 kBitsPerWord = 32;
+  u32 chunk_words() const { return ceil_div(geometry_.get().chunks(), kBitsPerWord); }
+  static constexpr u32 kTokensPerWord = 2;
 
   u32* rows_expected = nullptr;  // Algorithm 2's bound: rows to return; corrected as counts arrive
   u32* starving = nullptr;       // 1: processors wait and nothing is ready
@@ -266,8 +269,11 @@ class OsMemory {
   u32* rows_arrived = nullptr;   // [source]: kNone while its counts are not known
   u32* packed = nullptr;         // [expert]: 1 once all of its rows are in tiles
   u32* chunk_prefix = nullptr;   // [source]: chunks that have arrived, in order
-  u32* first_uncombined = nullptr;  // [peer]
-  u8* chunk_combined = nullptr;     // [peer][chunk]: 1 once its Combine is posted
+  u32* first_missing = nullptr;  // [peer]: the first chunk that is not back
+  u32* chunks_back = nullptr;    // [peer][chunk / 32]: a bit for each chunk whose rows are counted
+  static constexpr u32 kFoundMost = 256;
+  u32* chunks_found = nullptr;  // chunks that one look has found to be back
+  u32* rows_back = nullptr;     // [token / 2]: half a word for each token: its rows that are back
 
   // Remote peers; null when there are none.
   static constexpr u32 kSendersMax = 8;

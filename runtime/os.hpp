@@ -85,7 +85,7 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscribe
 /// The scheduler's side: whether this block's work is over, by success or by failure.
 template <Platform P>
 bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, Watch<P>& watch) {
-  if (agreed<P>(rank.leaving(call.epoch))) {
+  if (scheduler.leaving()) {
     return true;
   }
   if (agreed<P>(scheduler.finished())) {

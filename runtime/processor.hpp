@@ -96,13 +96,6 @@ class Processor {
 
   const RoutingMap& routing_map() const { return map_; }
 
-  /// Counts Combine parts that completed no token and were not worth a complete(). One warp.
-  void count_skipped(u32 parts) {
-    if (P::lane() == 0) {
-      tally_.tasks[static_cast<u32>(TaskKind::combine)] += parts;
-    }
-  }
-
   /// Ends the call because a token's logits are not finite: a wrong route would be a silent error.
   void reject_logits(u32 token) {
     Failure failure = failure_of(rank_, call_, FailureKind::logits_not_finite, Actor::processor);
@@ -151,6 +144,12 @@ class Processor {
         }
         break;
       case TaskKind::combine:
+        if (task.rows == 0) {
+          // Publishes token_rows of a block to the returns subscriber.
+          by_one_lane([this] {
+            return P::template add_release<Scope::device>(&state_.token_rows_known.value, 1U);
+          });
+        }
         // Relaxed: the scheduler compares a number; the end of the call publishes the output.
         by_one_lane([&] {
           return P::template add_relaxed<Scope::device>(&state_.tokens_combined.value, combined);
@@ -267,13 +266,13 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     } else if (task.kind == TaskKind::dispatch) {
       copy_chunk(rank, processor.routing_map(), kernels, task.peer, task.first_chunk + word.part());
     } else {
-      for_each_candidate(rank, call, processor.routing_map(), task, word.part(),
-                         [&](u32 token, bool ready) {
-                           if (ready) {
-                             kernels.combine(token);
-                             ++combined;
-                           }
-                         });
+      for_each_token(rank, call, processor.routing_map(), task, word.part(),
+                     [&](u32 token, bool exists) {
+                       if (exists) {
+                         kernels.combine(token);
+                         ++combined;
+                       }
+                     });
     }
     const u64 end = P::now_ns();
     processor.complete(task, word, end - begin, combined);

@@ -15,35 +15,50 @@
 
 namespace moeos {
 
+/// Where the pairs of an expert in a block are counted.
+template <Platform P>
+u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
+  return rank.memory.block_base + u64{block} * rank.geometry().experts + expert;
+}
+
 /// Turns the pairs per (block, expert) into pairs before the block, in place, and the rows sent to
 /// each expert into where they start. Returns how many pairs this lane has dropped.
+///
+/// A lane for each block, and some experts at once: loads together, little code. This is run once a
+/// call, when nothing else can be, and code that has not been run before is slow.
 template <Platform P, class Sync>
 u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
   const u32 blocks = ceil_div(call.tokens, geometry.route_tokens);
   const u32 experts = geometry.local_experts();
-  constexpr u32 kBlocksAtOnce = 32;
+  constexpr u32 kAtOnce = 4;
   u32 dropped = 0;
-  for (u32 expert = team.index * P::kLanes + P::lane(); expert < geometry.experts;
-       expert += team.count * P::kLanes) {
-    u32 pairs = 0;
-    for (u32 first = 0; first < blocks; first += kBlocksAtOnce) {
-      u32 in_block[kBlocksAtOnce];  // loaded together: one round trip to memory for all
-      for (u32 i = 0; i < kBlocksAtOnce; ++i) {
-        in_block[i] = first + i < blocks
-                          ? rank.memory.block_base[u64{first + i} * geometry.experts + expert]
-                          : 0;
+  for (u32 first_expert = team.index * kAtOnce; first_expert < geometry.experts;
+       first_expert += team.count * kAtOnce) {
+    u32 pairs[kAtOnce] = {};
+    for (u32 first = 0; first < blocks; first += P::kLanes) {
+      const u32 block = first + P::lane();
+      u32 in_block[kAtOnce];
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        const bool exists = block < blocks && first_expert + i < geometry.experts;
+        in_block[i] = exists ? *block_base(rank, block, first_expert + i) : 0;
       }
-      for (u32 i = 0; i < kBlocksAtOnce; ++i) {
-        if (first + i < blocks) {
-          rank.memory.block_base[u64{first + i} * geometry.experts + expert] = pairs;
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        const u32 inclusive = P::inclusive_scan(in_block[i]);
+        if (block < blocks && first_expert + i < geometry.experts) {
+          *block_base(rank, block, first_expert + i) = pairs[i] + inclusive - in_block[i];
         }
-        pairs += in_block[i];
+        pairs[i] += P::broadcast(inclusive, P::kLanes - 1);
       }
     }
-    const u32 sent = minimum(pairs, call.pair_limit);
-    dropped += pairs - sent;
-    rank.memory.send_starts(geometry.owner_of(expert))[expert % experts + 1] = sent;
+    if (P::lane() == 0) {
+      for (u32 i = 0; i < kAtOnce && first_expert + i < geometry.experts; ++i) {
+        const u32 expert = first_expert + i;
+        const u32 sent = minimum(pairs[i], call.pair_limit);
+        dropped += pairs[i] - sent;
+        rank.memory.send_starts(geometry.owner_of(expert))[expert % experts + 1] = sent;
+      }
+    }
   }
   P::sync_lanes();
   sync();
@@ -128,8 +143,7 @@ template <Platform P>
 void post_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const u32 first_task = rank.memory.first_task(TaskKind::dispatch);
   for_each_dispatch(rank, team, [&](u32 slot, u32 peer, u32 first_chunk, u32 chunks) {
-    make_row_task(rank.memory.tasks[first_task + slot], TaskKind::dispatch, chunks, call.epoch,
-                  peer, first_chunk);
+    make_dispatch(rank.memory.tasks[first_task + slot], chunks, call.epoch, peer, first_chunk);
   });
   // Orders the descriptors and the routing map (which the team has synchronised on) before the
   // words below; pairs with the scheduler's poll of the mailbox.
@@ -141,15 +155,15 @@ void post_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   });
 }
 
-/// Posts one Combine that writes zeros for tokens that sent no row: they would otherwise never be
-/// counted.
+/// Posts one Combine that counts the rows of every token, where they are not the same for all, and
+/// writes zeros for those that sent none: nothing will come back for them.
 template <Platform P>
 void post_unsent(const Rank<P>& rank, const Call& call) {
-  const u32 blocks = ceil_div(call.tokens, rank.geometry().route_tokens);
-  if (P::lane() == 0 && call.may_be_unsent != 0 && blocks > 0) {
-    const u32 index = rank.memory.combine_unsent_task();
-    make_row_task(rank.memory.tasks[index], TaskKind::combine, blocks, call.epoch, kNone, 0);
-    post(rank, call, TaskKind::combine, index, blocks, Actor::processor);
+  if (P::lane() == 0 && combines_unsent(call)) {
+    const u32 blocks = ceil_div(call.tokens, rank.geometry().route_tokens);
+    const u32 task = rank.memory.first_task(TaskKind::combine);
+    make_combine(rank.memory.tasks[task], blocks, call.epoch, 0, 0);
+    fill_slot(rank, call, TaskKind::combine, 0, task, blocks);
   }
 }
 

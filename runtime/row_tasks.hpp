@@ -1,4 +1,4 @@
-// Dispatch and Combine: which row carries which token, and which tokens are complete.
+// Dispatch and Combine: which row carries which token, and which tokens a part writes.
 //
 // Each lane looks up one row; what is then done with rows and tokens is the kernels' affair. May
 // not know: queues; element types.
@@ -43,45 +43,14 @@ u32 row_number(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row) {
   return rank.layout.row(place.local_expert, place.slot, place.row - place.slot);
 }
 
-/// The pairs that the rows of a chunk carry, in their order.
+/// Where the pairs lie that the rows carry which we send to a peer, in the order of sending.
 template <Platform P>
-const u32* pairs_of_chunk(const Rank<P>& rank, u32 peer, u32 chunk) {
-  return rank.memory.row_pair + u64{peer} * rank.geometry().cell_rows_used() +
-         u64{chunk} * rank.geometry().chunk_rows;
+const u32* pairs_sent_to(const Rank<P>& rank, u32 peer) {
+  return rank.memory.row_pair + u64{peer} * rank.geometry().cell_rows_used();
 }
 
-/// Counts every row of a returned chunk for its token: calls visit(token, ready) with one row a
-/// lane until all rows have been counted, by all lanes; ready says that it was the token's last
-/// row.
-template <Platform P, class Visit>
-void count_returned(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 chunk, Visit visit) {
-  const Geometry& geometry = rank.geometry();
-  const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
-  const u32* pairs = pairs_of_chunk(rank, peer, chunk);
-  for (u32 first = 0; first < rows; first += P::kLanes) {
-    u32 token = 0;
-    bool last = false;
-    if (first + P::lane() < rows) {
-      token = pairs[first + P::lane()] / geometry.top_k;
-      u32* seen = &rank.memory.rows_seen[token];
-      // Publishes that this row is here: acquired through the ring, by a fence that stands before
-      // this add as well as behind that word.
-      last = P::template publish_add<Scope::device>(seen, 1U) + 1 == map.rows_of(token);
-      if (last) {
-        // For the next call; nobody else counts this token in this one.
-        P::template store_relaxed<Scope::device>(seen, 0U);
-      }
-    }
-    if (P::ballot(last) != 0) {
-      // Gives those who counted a last row all of the token's rows, which others have counted.
-      P::template acquire_fence<Scope::device>();
-    }
-    P::sync_lanes();  // what a lane has acquired, all lanes may read
-    visit(token, last);
-  }
-}
-
-/// The same for the tokens of a block that sent no row at all: nothing returns for them.
+/// Counts the rows of a block of tokens for the returns subscriber, and calls visit(token, unsent)
+/// with one token a lane, by all lanes; `unsent`: it has none.
 template <Platform P, class Visit>
 void find_unsent(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32 block,
                  Visit visit) {
@@ -89,18 +58,30 @@ void find_unsent(const Rank<P>& rank, const Call& call, const RoutingMap& map, u
   const u32 end = minimum(call.tokens, (block + 1) * geometry.route_tokens);
   for (u32 first = block * geometry.route_tokens; first < end; first += P::kLanes) {
     const u32 token = first + P::lane();
-    visit(token, token < end && map.rows_of(token) == 0);
+    u32 rows = kNone;
+    if (token < end) {
+      rows = map.rows_of(token);
+      // A plain store: the part's end publishes it (Processor::complete).
+      rank.memory.token_rows[token] = rows;
+    }
+    visit(token, rows == 0);
   }
 }
 
-/// Calls visit(token, ready) for all candidates of a Combine part; the ready ones are combined.
+/// Calls visit(token, exists) for the tokens that a Combine part writes, one a lane, by all lanes.
 template <Platform P, class Visit>
-void for_each_candidate(const Rank<P>& rank, const Call& call, const RoutingMap& map,
-                        const Task& task, u32 part, Visit visit) {
-  if (task.peer != kNone) {
-    count_returned(rank, map, task.peer, task.first_chunk, visit);
-  } else {
+void for_each_token(const Rank<P>& rank, const Call& call, const RoutingMap& map, const Task& task,
+                    u32 part, Visit visit) {
+  if (task.rows == 0) {
     find_unsent(rank, call, map, part, visit);
+    return;
+  }
+  const u32 each = rank.geometry().combine_tokens(call.tokens);
+  const u32 end = minimum(task.rows, (part + 1) * each);
+  for (u32 first = part * each; first < end; first += P::kLanes) {
+    const u32 place = first + P::lane();
+    // Acquired with the descriptor.
+    visit(place < end ? rank.memory.ready_tokens[task.first_ready + place] : 0, place < end);
   }
 }
 

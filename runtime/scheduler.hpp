@@ -41,35 +41,40 @@ class Scheduler {
       const u32 slot = minimum(batch.cursor + P::lane(), mailbox.capacity - 1);
       words.of_kind[static_cast<u32>(kind)] = P::template poll<Scope::device>(&mailbox.words[slot]);
     });
-    const u32 claimed =
-        agreed<P>(P::template load_relaxed<Scope::device>(&state_.ring_claimed.value));
-    const u32 dispatch_done =
-        agreed<P>(P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value));
+    // Relaxed, all of them: numbers that are compared.
+    const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
+    const u32 sent = P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value);
+    const u32 routed = P::template load_relaxed<Scope::device>(&state_.routed.value);
+    const u32 returned = P::template load_relaxed<Scope::device>(&state_.rows_returned.value);
+    const u32 combined = P::template load_relaxed<Scope::device>(&state_.tokens_combined.value);
+    leaving_ = rank_.leaving(call_.epoch);
+    const u32 before = claimed_;
+    claimed_ = agreed<P>(claimed);
+    dispatch_done_ = agreed<P>(sent);
+    routed_ = agreed<P>(routed) != 0;
+    returned_ = agreed<P>(returned);
+    combined_ = agreed<P>(combined);
+    leaving_ = agreed<P>(leaving_);
     fetch(words);
-    const bool moved = claimed != claimed_;
-    claimed_ = claimed;
     const u32 published =
-        publish_up_to(claimed + rank_.geometry().processors, dispatch_published_ - dispatch_done);
+        publish_up_to(claimed_ + rank_.geometry().processors, dispatch_published_ - dispatch_done_);
     // Block scope, relaxed: a hint to the arrivals subscriber that packing early would feed
     // someone.
     P::template store_relaxed<Scope::block>(rank_.os->starving,
-                                            claimed > published_ && !anything_ready() ? 1U : 0U);
-    return moved || published > 0;
+                                            claimed_ > published_ && !anything_ready() ? 1U : 0U);
+    return claimed_ != before || published > 0;
   }
 
-  /// Whether the call is over for this rank: counts seen from all peers, every received row
-  /// returned, every token combined, and every processor back at the ring (so that all have read
-  /// this call's epoch).
+  /// Whether, at the last sweep, a failure had ended the call.
+  bool leaving() const { return leaving_; }
+
+  /// Whether the call is over for this rank, by what the last sweep saw: counts seen from all
+  /// peers, every received row returned, every token combined, and every processor back at the ring
+  /// (so that all have read this call's epoch). Each of these stays so once it is.
   bool finished() const {
-    if (P::template load_relaxed<Scope::device>(&state_.routed.value) == 0) {
-      return false;
-    }
-    const u32 returned = P::template load_relaxed<Scope::device>(&state_.rows_returned.value);
-    const u32 combined = P::template load_relaxed<Scope::device>(&state_.tokens_combined.value);
     const u32 expected = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
-    const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
-    return returned == expected && combined == call_.tokens &&
-           claimed == published_ + rank_.geometry().processors;
+    return routed_ && returned_ == expected && combined_ == call_.tokens &&
+           claimed_ == published_ + rank_.geometry().processors;
   }
 
   /// Tells everyone to leave, and starts the next epoch. Only after finished(): a processor that
@@ -155,8 +160,9 @@ class Scheduler {
     if (!anything_ready()) {
       return 0;
     }
-    // Orders what fetch() acquired before the words below, for the processors that acquire them.
-    P::template publish_fence<Scope::device>();
+    // No fence: the one behind the polls that found these words (fetch) also stands before the
+    // words below, and so orders what it has acquired before them, for the processors that acquire
+    // them.
     if (under_way < dispatchers_) {
       hand_out(TaskKind::dispatch, batches_[static_cast<u32>(TaskKind::dispatch)],
                minimum(limit, published_ + (dispatchers_ - under_way)));
@@ -198,8 +204,14 @@ class Scheduler {
   u32 dispatchers_;
   u32 published_ = 0;
   u32 dispatch_published_ = 0;
-  u32 claimed_ = 0;
   u32 sweeps_ = 0;
+  // Of the last sweep.
+  u32 claimed_ = 0;
+  u32 dispatch_done_ = 0;
+  u32 returned_ = 0;
+  u32 combined_ = 0;
+  bool routed_ = false;
+  bool leaving_ = false;
 };
 
 }  // namespace moeos

@@ -1,8 +1,8 @@
 // Algorithm 2: three warps that watch what peers write, and turn it into tasks.
 //
-//   CountsSubscriber    row counts   -> where each source's rows start; corrects the bound on this
-//   call's rows ArrivalsSubscriber  chunk flags  -> row tiles (tile_plan.hpp), posted as Gemm0
-//   ReturnsSubscriber   row credits  -> Combine tasks, one for each chunk that is back
+//   CountsSubscriber    row counts -> where each source's rows start; the bound on this call's rows
+//   ArrivalsSubscriber  chunk flags -> row tiles (tile_plan.hpp), posted as Gemm0
+//   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine
 //
 // Each has step(), which looks once at its words and returns whether anything was new, and
 // says in answer() what it still waits for. May not know: what a task computes; the ready
@@ -12,6 +12,7 @@
 #include "runtime/base.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"
+#include "runtime/row_tasks.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/tile_plan.hpp"
@@ -159,6 +160,8 @@ class ArrivalsSubscriber {
   /// Shorter would split tiles that are about to fill; longer would leave processors idle for a
   /// straggler's rows.
   static constexpr u64 kPatienceNs = 20'000;
+  /// Flags that a lane asks for at once.
+  static constexpr u32 kLooks = 8;
 
   ArrivalsSubscriber(const Rank<P>& rank, const Call& call)
       : rank_(rank), call_(call), plan_(rank.layout, rank.memory, *rank.os) {
@@ -203,7 +206,7 @@ class ArrivalsSubscriber {
       kNone;  // as chunk_prefix: the source's counts are not known yet
 
   /// Advances the prefixes of chunks that have arrived from `sources` sources, from `first_source`
-  /// on. Each has an equal share of the lanes, and so of the flags that one look covers.
+  /// on. Each has an equal share of the lanes, and `kLooks` times as many flags are looked at.
   bool watch(u32 first_source, u32 sources) {
     const Geometry& geometry = rank_.geometry();
     const u32 share = P::kLanes / sources;
@@ -215,17 +218,37 @@ class ArrivalsSubscriber {
     const bool first_look = known && rank_.os->chunk_prefix[source] == kUndecoded;
     const u32 before = !known || first_look ? 0 : rank_.os->chunk_prefix[source];
     const u32 rows = known ? rank_.os->rows_received(source) : 0;
-    const u32 chunk = before + P::lane() % share;
-    const u32 epoch = chunk < ceil_div(rows, geometry.chunk_rows)
-                          ? open(P::template poll<Scope::system>(
-                                rank_.template here<u32>(rank_.layout.arrived(source, chunk))))
-                          : 0;
-    if (epoch > call_.epoch + 1) {  // a peer is one call ahead at most
-      reject(source, chunk, epoch);
+    const u32 chunks = ceil_div(rows, geometry.chunk_rows);
+    const u32 first = before + P::lane() % share;
+    u32 epochs[kLooks];  // asked for together: one round trip
+    for (u32 i = 0; i < kLooks; ++i) {
+      const u32 chunk = first + i * share;
+      epochs[i] = chunk < chunks ? open(P::template poll<Scope::system>(rank_.template here<u32>(
+                                       rank_.layout.arrived(source, chunk))))
+                                 : 0;
     }
-    const bool here = epoch == call_.epoch;
-    const u32 arrived = P::ballot(here);
-    if (P::ballot(first_look || (here && chunk == before)) == 0) {
+    u32 here = 0;  // bit i: this lane's i-th chunk
+    u32 ahead = kNone;
+    u32 seen = 0;
+    for (u32 i = 0; i < kLooks; ++i) {
+      here |= epochs[i] == call_.epoch ? 1U << i : 0;
+      const bool wrong = epochs[i] > call_.epoch + 1;  // a peer is one call ahead at most
+      ahead = wrong ? first + i * share : ahead;
+      seen = wrong ? epochs[i] : seen;
+    }
+    if (ahead != kNone) {
+      reject(source, ahead, seen);
+    }
+    const u32 of_source = share == 32 ? ~0U : (1U << share) - 1;
+    u32 arrived = 0;  // chunks of this lane's source, in order
+    bool in_order = true;
+    for (u32 i = 0; i < kLooks; ++i) {
+      const u32 lanes = P::ballot((here >> i & 1U) != 0) >> (turn * share % P::kLanes);
+      const u32 missing = ~lanes & of_source;
+      arrived += !in_order ? 0 : missing == 0 ? share : P::first_lane(missing);
+      in_order = in_order && missing == 0;
+    }
+    if (P::ballot(first_look || arrived > 0) == 0) {
       return false;
     }
     // Pairs with send_chunk: the rows of these chunks are here, for us and for whoever acquires the
@@ -233,12 +256,8 @@ class ArrivalsSubscriber {
     P::template acquire_fence<Scope::system>();
     P::sync_lanes();  // all lanes have read the prefixes
     if (known && P::lane() % share == 0) {
-      u32 chunks = 0;
-      while (chunks < share && (arrived >> (P::lane() + chunks) & 1U) != 0) {
-        ++chunks;
-      }
-      rank_.os->chunk_prefix[source] = before + chunks;
-      rank_.os->rows_arrived[source] = minimum((before + chunks) * geometry.chunk_rows, rows);
+      rank_.os->chunk_prefix[source] = before + arrived;
+      rank_.os->rows_arrived[source] = minimum((before + arrived) * geometry.chunk_rows, rows);
     }
     P::sync_lanes();
     plan_.advance();
@@ -304,28 +323,33 @@ template <Platform P>
 class ReturnsSubscriber {
  public:
   /// Words of credit that a lane asks for at once.
-  static constexpr u32 kLooks = 8;
+  static constexpr u32 kLooks = OsMemory::kFoundMost / 32;
+  static_assert(P::kLanes * kLooks <= OsMemory::kFoundMost);
+  /// Chunks whose rows are counted together, so that their pairs come from memory in one round
+  /// trip.
+  static constexpr u32 kChunksAtOnce = 16;
 
-  ReturnsSubscriber(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {
+  ReturnsSubscriber(const Rank<P>& rank, const Call& call)
+      : rank_(rank), call_(call), tasks_(combines_unsent(call) ? 1 : 0) {
     const Geometry& geometry = rank.geometry();
-    for (u32 i = P::lane(); i < geometry.world * geometry.chunks(); i += P::kLanes) {
-      rank.os->chunk_combined[i] = 0;
+    const OsMemory& os = *rank.os;
+    for (u32 i = P::lane(); i < geometry.world * os.chunk_words(); i += P::kLanes) {
+      os.chunks_back[i] = 0;
+    }
+    for (u32 i = P::lane(); i * OsMemory::kTokensPerWord < call.tokens; i += P::kLanes) {
+      os.rows_back[i] = 0;
     }
     for (u32 p = P::lane(); p < geometry.world; p += P::kLanes) {
-      rank.os->first_uncombined[p] = 0;
+      os.first_missing[p] = 0;
     }
     P::sync_lanes();
   }
 
   bool step() {
-    if (!routed_) {
-      // Pairs with RouteFinish: how many rows we sent to each peer.
-      routed_ = agreed<P>(P::template load_acquire<Scope::device>(
-                    &rank_.memory.call(call_.epoch).routed.value)) != 0;
-      if (!routed_) {
-        return false;
-      }
+    if (!routed_ && !knows_rows()) {
+      return false;
     }
+    routed_ = true;
     bool progress = false;
     for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
       progress = watch(peer) || progress;
@@ -336,7 +360,7 @@ class ReturnsSubscriber {
   /// Missing is the first chunk of ours that is not back.
   Answer answer(Failure& failure) const {
     for (u32 peer = 0; routed_ && peer < rank_.geometry().world; ++peer) {
-      const u32 chunk = rank_.os->first_uncombined[peer];
+      const u32 chunk = rank_.os->first_missing[peer];
       const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
       if (rows > 0) {
         failure.kind = FailureKind::returns_late;
@@ -351,21 +375,56 @@ class ReturnsSubscriber {
   }
 
  private:
+  /// Whether it is known how many rows we sent to each peer, and each token to all of them.
+  bool knows_rows() const {
+    const CallState& state = rank_.memory.call(call_.epoch);
+    // Pairs with finish_routing: how many rows we sent to each peer.
+    if (agreed<P>(P::template load_acquire<Scope::device>(&state.routed.value)) == 0) {
+      return false;
+    }
+    if (!combines_unsent(call_)) {
+      return true;
+    }
+    // Pairs with Processor::complete: token_rows.
+    return agreed<P>(P::template load_acquire<Scope::device>(&state.token_rows_known.value)) ==
+           route_parts(rank_.geometry(), call_);
+  }
+
   u32* credit(u32 peer, u32 chunk) const {
     return rank_.template here<u32>(rank_.layout.returned(peer, chunk));
+  }
+  /// The word of OsMemory::chunks_back that has the bit of a chunk.
+  u32& back_word(u32 peer, u32 chunk) const {
+    return rank_.os->chunks_back[peer * rank_.os->chunk_words() + chunk / OsMemory::kBitsPerWord];
+  }
+  static constexpr u32 back_bit(u32 chunk) { return 1U << chunk % OsMemory::kBitsPerWord; }
+  bool is_back(u32 peer, u32 chunk) const {
+    return (back_word(peer, chunk) & back_bit(chunk)) != 0;
+  }
+
+  /// Where a token's rows are counted: half a word of OsMemory::rows_back.
+  u32& rows_back_word(u32 token) const {
+    return rank_.os->rows_back[token / OsMemory::kTokensPerWord];
+  }
+  static constexpr u32 kRowsBackBits = OsMemory::kBitsPerWord / OsMemory::kTokensPerWord;
+  static constexpr u32 kRowsBackMask = (1U << kRowsBackBits) - 1;
+  static constexpr u32 rows_back_shift(u32 token) {
+    return token % OsMemory::kTokensPerWord * kRowsBackBits;
   }
 
   /// Looks at all chunks of a peer that are not back; they come in any order.
   bool watch(u32 peer) {
     const u32 chunks = ceil_div(rank_.memory.rows_sent(peer), rank_.geometry().chunk_rows);
-    const u8* combined = rank_.os->chunk_combined + u64{peer} * rank_.geometry().chunks();
-    u32& first = rank_.os->first_uncombined[peer];
+    u32& first = rank_.os->first_missing[peer];
     bool progress = false;
     for (u32 base = first; base < chunks; base += P::kLanes * kLooks) {
       progress = look(peer, base, chunks) || progress;
     }
+    if (!progress) {
+      return false;
+    }
     u32 now = first;
-    while (now < chunks && combined[now] != 0) {
+    while (now < chunks && is_back(peer, now)) {
       ++now;
     }
     P::sync_lanes();  // all lanes have read it
@@ -373,7 +432,7 @@ class ReturnsSubscriber {
       first = now;
     }
     P::sync_lanes();
-    return progress;
+    return true;
   }
 
   /// One look at P::kLanes * kLooks chunks from `base` on: all words are asked for before the first
@@ -381,11 +440,10 @@ class ReturnsSubscriber {
   bool look(u32 peer, u32 base, u32 chunks) {
     const Geometry& geometry = rank_.geometry();
     const u32 rows_sent = rank_.memory.rows_sent(peer);
-    u8* combined = rank_.os->chunk_combined + u64{peer} * geometry.chunks();
     u32 back[kLooks];
     for (u32 i = 0; i < kLooks; ++i) {
       const u32 chunk = base + i * P::kLanes + P::lane();
-      back[i] = chunk < chunks && combined[chunk] == 0
+      back[i] = chunk < chunks && !is_back(peer, chunk)
                     ? open(P::template poll<Scope::system>(credit(peer, chunk)))
                     : 0;
     }
@@ -409,18 +467,107 @@ class ReturnsSubscriber {
     }
     // Pairs with return_rows: the results of these chunks are here.
     P::template acquire_fence<Scope::system>();
+    u32 mine = 0;
     for (u32 i = 0; i < kLooks; ++i) {
-      const bool mine = (complete >> i & 1U) != 0;
-      const u32 chunk = base + i * P::kLanes + P::lane();
-      if (P::ballot(mine) != 0) {
-        post_combine(peer, chunk, mine);
-      }
-      if (mine) {
-        combined[chunk] = 1;
+      mine += complete >> i & 1U;
+    }
+    const u32 places = P::inclusive_scan(mine);
+    u32 place = places - mine;
+    for (u32 i = 0; i < kLooks; ++i) {
+      if ((complete >> i & 1U) != 0) {
+        const u32 chunk = base + i * P::kLanes + P::lane();
+        // Ready for the next call. The peer adds to it again only after rows of our next call have
+        // reached it, and those are published by releases that follow this call's end.
+        P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
+        // An addition, because other lanes set other bits of the word.
+        P::template add_relaxed<Scope::block>(&back_word(peer, chunk), back_bit(chunk));
+        rank_.os->chunks_found[place++] = chunk;
       }
     }
     P::sync_lanes();
+    const u32 found = P::broadcast(places, P::kLanes - 1);
+    for (u32 first = 0; first < found; first += kChunksAtOnce) {
+      count_chunks(peer, rows_sent, rank_.os->chunks_found + first,
+                   minimum(kChunksAtOnce, found - first));
+    }
+    P::sync_lanes();  // all lanes have read what was found
+    post_combine();
     return true;
+  }
+
+  /// Counts the rows of up to kChunksAtOnce chunks for their tokens. A token whose last row is
+  /// among them is complete.
+  ///
+  /// Nothing in the loops over n is conditional, so that each loop's loads and additions are under
+  /// way together; what does not exist is looked up at another place, and counts for nothing.
+  void count_chunks(u32 peer, u32 rows_sent, const u32* chunks, u32 count) {
+    const Geometry& geometry = rank_.geometry();
+    const u32* pairs = pairs_sent_to(rank_, peer);
+    for (u32 in_chunk = P::lane(); in_chunk < geometry.chunk_rows; in_chunk += P::kLanes) {
+      u32 token[kChunksAtOnce];
+      u32 exists = 0;  // bit n
+      for (u32 n = 0; n < kChunksAtOnce; ++n) {
+        const u32 row = chunks[minimum(n, count - 1)] * geometry.chunk_rows + in_chunk;
+        exists |= n < count && row < rows_sent ? 1U << n : 0;
+        token[n] = pairs[minimum(row, rows_sent - 1)];
+      }
+      u32 rows[kChunksAtOnce];  // that the token has sent
+      for (u32 n = 0; n < kChunksAtOnce; ++n) {
+        token[n] /= geometry.top_k;
+        rows[n] = geometry.top_k;
+      }
+      if (combines_unsent(call_)) {
+        for (u32 n = 0; n < kChunksAtOnce; ++n) {
+          rows[n] = rank_.memory.token_rows[token[n]];
+        }
+      }
+      u32 back[kChunksAtOnce];
+      for (u32 n = 0; n < kChunksAtOnce; ++n) {
+        // Relaxed: this warp alone counts, and several lanes may count for one token.
+        back[n] = P::template add_relaxed<Scope::block>(
+            &rows_back_word(token[n]), (exists >> n & 1U) << rows_back_shift(token[n]));
+      }
+      u32 complete = 0;
+      u32 mine = 0;
+      for (u32 n = 0; n < kChunksAtOnce; ++n) {
+        const u32 before = back[n] >> rows_back_shift(token[n]) & kRowsBackMask;
+        const bool last = (exists >> n & 1U) != 0 && before + 1 == rows[n];
+        complete |= last ? 1U << n : 0;
+        mine += last ? 1 : 0;
+      }
+      if (P::ballot(mine != 0) == 0) {
+        continue;
+      }
+      const u32 places = P::inclusive_scan(mine);
+      u32 place = ready_ + places - mine;
+      for (u32 n = 0; n < kChunksAtOnce; ++n) {
+        if ((complete >> n & 1U) != 0) {
+          // A plain store: published with the descriptor.
+          rank_.memory.ready_tokens[place++] = token[n];
+        }
+      }
+      ready_ += P::broadcast(places, P::kLanes - 1);
+    }
+  }
+
+  /// Posts the tokens that have become complete. This warp alone posts Combine, but for the first,
+  /// so a task's slot in the mailbox is its number.
+  void post_combine() {
+    const u32 each = rank_.geometry().combine_tokens(call_.tokens);
+    while (posted_ < ready_) {
+      const u32 tokens = minimum(ready_ - posted_, each * (ReadyWord::kParts - 1));
+      const u32 task = rank_.memory.first_task(TaskKind::combine) + tasks_;
+      MOEOS_CHECK(tasks_ < rank_.memory.mailbox(TaskKind::combine).capacity);
+      if (P::lane() == 0) {
+        const u32 parts = ceil_div(tokens, each);
+        make_combine(rank_.memory.tasks[task], parts, call_.epoch, posted_, tokens);
+        // Publishes the results acquired above, too: whoever acquires the part may read them.
+        fill_slot(rank_, call_, TaskKind::combine, tasks_, task, parts);
+      }
+      posted_ += tokens;
+      ++tasks_;
+    }
+    P::sync_lanes();
   }
 
   void reject(u32 peer, u32 chunk, u32 rows, u32 back) const {
@@ -432,38 +579,12 @@ class ReturnsSubscriber {
     rank_.fail(failure);
   }
 
-  /// Posts the Combine tasks of the lanes whose chunk is back: one ticket and one fence for all.
-  void post_combine(u32 peer, u32 chunk, bool mine) {
-    const u32 place = P::inclusive_scan(mine ? 1 : 0);
-    const u32 count = P::broadcast(place, P::kLanes - 1);
-    const u32 task = rank_.memory.combine_task(peer, chunk);
-    if (mine) {
-      // Ready for the next call. The peer adds to it again only after rows of our next call have
-      // reached it, and those are published by releases that follow this call's end.
-      P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
-      make_row_task(rank_.memory.tasks[task], TaskKind::combine, 1, call_.epoch, peer, chunk);
-    }
-    u32 first = 0;
-    if (P::lane() == 0) {
-      first = reserve_slots(rank_, call_, TaskKind::combine, count, Actor::subscriber);
-    }
-    first = P::broadcast(first, 0);
-    if (first == kNone) {
-      return;
-    }
-    // Orders the descriptors, and the rows acquired above, before the words below; pairs with the
-    // scheduler's poll of the mailbox.
-    P::template publish_fence<Scope::device>();
-    if (mine) {
-      P::template publish<Scope::device>(
-          &rank_.memory.mailbox(TaskKind::combine).words[first + place - 1],
-          ReadyWord(call_.epoch, TaskKind::combine, task, 1).sealed());
-    }
-  }
-
   const Rank<P>& rank_;
   const Call& call_;
   bool routed_ = false;
+  u32 tasks_;       // number of the next Combine
+  u32 ready_ = 0;   // complete tokens so far
+  u32 posted_ = 0;  // of these, in a task
 };
 
 }  // namespace moeos

@@ -38,14 +38,15 @@ struct alignas(kCacheLine) Task {
   u32 epoch;         // the call it belongs to: a reader checks it against its own
   u32 local_expert;  // GEMMs: whose weights
   u32 tile;          // GEMMs: index of the row tile, for its completion counter
-  u32 rows;          // GEMMs: rows of the tile that count
+  u32 rows;          // GEMMs: rows of the tile that count; combine: tokens, or 0 for all that sent
+                     // no row
   u32 padded_rows;   // GEMMs: rows of the tile as laid out, a multiple of 8
   u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs
-  u32 peer;  // dispatch: destination; combine: whose rows came back, or kNone for tokens that sent
-             // none
-  u32 first_chunk;  // dispatch, combine
-  u32 seal;         // what makes the descriptor whole; see is_whole()
-  u32 reserved[6];
+  u32 peer;          // dispatch: destination
+  u32 first_chunk;   // dispatch
+  u32 first_ready;   // combine: place of the first token among those that are complete
+  u32 seal;          // what makes the descriptor whole; see is_whole()
+  u32 reserved[5];
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
@@ -67,15 +68,24 @@ constexpr u32 words_of(const Segment& segment) {
   return segment.first_row ^ (u32{segment.source} | u32{segment.rows} << 16);
 }
 
-/// Fills in a Dispatch or a Combine.
-constexpr void make_row_task(Task& task, TaskKind kind, u32 parts, u32 epoch, u32 peer,
-                             u32 first_chunk) {
-  task.kind = kind;
+constexpr void make_dispatch(Task& task, u32 parts, u32 epoch, u32 peer, u32 first_chunk) {
+  task.kind = TaskKind::dispatch;
   task.parts = static_cast<u16>(parts);
   task.epoch = epoch;
   task.peer = peer;
   task.first_chunk = first_chunk;
-  task.seal = kWhole ^ first_word(kind, 0, parts) ^ epoch ^ peer ^ first_chunk;
+  task.seal = kWhole ^ first_word(TaskKind::dispatch, 0, parts) ^ epoch ^ peer ^ first_chunk;
+}
+
+/// Fills in the Combine of `tokens` complete tokens from `first_ready` on, or, with none, of those
+/// that sent no row.
+constexpr void make_combine(Task& task, u32 parts, u32 epoch, u32 first_ready, u32 tokens) {
+  task.kind = TaskKind::combine;
+  task.parts = static_cast<u16>(parts);
+  task.epoch = epoch;
+  task.rows = tokens;
+  task.first_ready = first_ready;
+  task.seal = kWhole ^ first_word(TaskKind::combine, 0, parts) ^ epoch ^ tokens ^ first_ready;
 }
 
 /// Makes a tile's Gemm0 its Gemm1: the same rows.
@@ -91,7 +101,7 @@ constexpr void make_gemm1(Task& task, const Task& gemm0, u32 parts) {
 constexpr bool is_whole(const Task& task) {
   u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
             task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.peer ^
-            task.first_chunk ^ task.seal;
+            task.first_chunk ^ task.first_ready ^ task.seal;
   for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }

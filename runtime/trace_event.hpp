@@ -25,9 +25,10 @@ struct alignas(64) TraceEvent {
   u64 end_ns;    // a part: its effects are visible
   u32 kind;
   u32 part;
-  u32 peer;    // dispatch, combine: the task's peer
+  u32 peer;    // dispatch: the destination
   u32 expert;  // GEMMs: the local expert
-  u32 place;   // GEMMs: the tile; dispatch, combine: the chunk
+  u32 place;   // GEMMs: the tile; dispatch: the task's first chunk; combine: its first token's
+               // place among the complete ones
   u32 rows;    // GEMMs: of the tile; combine: tokens written
   // Of a part, in ns behind begin_ns; 0 where a machine has no such moment.
   u32 loading;    // its loads begin
@@ -49,9 +50,11 @@ constexpr TraceEvent event_of(const Task& task, ReadyWord word, u32 combined) {
   TraceEvent event{};
   event.kind = static_cast<u32>(task.kind);
   event.part = word.part();
-  event.peer = product || task.kind == TaskKind::route ? kNone : task.peer;
+  event.peer = task.kind == TaskKind::dispatch ? task.peer : kNone;
   event.expert = product ? task.local_expert : kNone;
-  event.place = product ? task.tile : task.first_chunk;
+  event.place = product                           ? task.tile
+                : task.kind == TaskKind::dispatch ? task.first_chunk
+                                                  : task.first_ready;
   event.rows = product ? task.rows : combined;
   return event;
 }

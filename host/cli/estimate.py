@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import get_args
 
+from moeos import _twin
 from moeos.config import MoEConfig, RowMap
 from moeos.engines.twin import sizes_of
 
@@ -149,7 +150,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     """What a call costs with even routing and S = `tokens` on every rank.
 
     Tiles and what follows from them are those of a call in which no tile is packed early because
-    processors idle; early ones are more and have more padding. Rows beyond an expert's capacity are
+    processors idle; early ones are more and have more padding. Combine tasks are the fewest: they
+    are more where few tokens become complete at a time. Rows beyond an expert's capacity are
     not sent. N-tiles, and so the numbers of GEMM tasks, are the twin's.
 
     Raises:
@@ -189,6 +191,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     route_parts = -(-tokens // sizes.route_tokens)
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing.
     may_drop = capacity is not None and capacity < cfg.max_tokens
+    complete = -(-sum(to_rank) // cfg.top_k)  # tokens with a row, at least
     return Work(
         tokens=tokens,
         pairs_sent=sum(to_rank),
@@ -199,7 +202,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             "dispatch": sum(chunks_to_rank),
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,
-            "combine": sum(chunks_to_rank) + (route_parts if may_drop else 0),
+            "combine": -(-complete // _twin.COMBINE_TOKENS) + (route_parts if may_drop else 0),
         },
         padding_rows=padding,
         router_flops=2 * tokens * cfg.experts * cfg.hidden,

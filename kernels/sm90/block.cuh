@@ -17,6 +17,7 @@
 #include "kernels/sm90/config.cuh"
 #include "kernels/sm90/ptx/barrier.cuh"
 #include "runtime/rank.hpp"
+#include "runtime/row_tasks.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos::sm90 {
@@ -75,10 +76,10 @@ struct Slot {
   ReadyWord word;
   u64 begun_ns;
   RingPosition<kStages> stage;  // the part's first
-  u32 combined;                 // Combine: a bit for each row that completes a token, then tokens
-  u32 skipped;                  // Combine parts before this one, which completed no token
+  u32 combined;                 // Combine: tokens that the part writes
   u32 bad_token;                // Route: a token with bad logits or bad given ids, or kNone
   u32 last_route;               // Route: 1 when this part was the call's last one
+  u32 pairs[Machine::kLanes];   // Dispatch: what the chunk's rows carry; kNone: there are no more
 };
 inline constexpr u32 kSlots = 2;
 
@@ -90,25 +91,30 @@ struct Stamps {
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;
 
-/// Results of a consumer warpgroup on their way to memory: 64 rows of 128 two-byte columns. 16
-/// bytes more between rows, so that eight rows at one column lie in different banks.
+/// Results of a consumer warpgroup on their way to memory: 64 rows of 128 two-byte columns. The
+/// 16-byte pieces of a row lie in an order of its own, so that eight rows at one column lie in
+/// different banks.
 inline constexpr u32 kStagingColumns = 128;
-inline constexpr u32 kStagingStride = kStagingColumns * 2 + 16;
+inline constexpr u32 kStagingStride = kStagingColumns * 2;
+inline constexpr u32 kStagingPiece = 16;
+constexpr u32 staging_place(u32 row, u32 piece) { return (piece ^ row % 8) * kStagingPiece; }
 inline constexpr u32 kStagingBytes = kConsumerRows * kStagingStride;
 
 /// What Route keeps of its block while it sorts the pairs by expert; in the staging memory, which
 /// it does not use.
 struct RouteScratch {
-  u32 in_block[kRouteColumns];                 // [expert]: pairs so far, then the first place
+  u16 of_warp[kConsumerWarps][kRouteColumns];  // [expert]: pairs in a warp's share of the block,
+                                               // then those in the shares before it
+  u16 first[kRouteColumns];                    // [expert]: its first place among the block's pairs
   u16 expert[kRouteTokens * kGeometry.top_k];  // [pair of the block]; kNoExpert: unused slot
-  u16 rank[kRouteTokens * kGeometry.top_k];    // [pair of the block]
+  u16 rank[kRouteTokens * kGeometry.top_k];    // [pair of the block]: earlier ones in the share
 };
 inline constexpr u16 kNoExpert = 0xFFFF;
 static_assert(sizeof(RouteScratch) <= kConsumers * kStagingBytes);
 
 struct Shared {
   Stage stages[kStages];
-  alignas(128) u8 staging[kConsumers][kStagingBytes];
+  alignas(kStagingStride) u8 staging[kConsumers][kStagingBytes];
   Task tasks[kSlots];
   Task finished;  // the complete warp's copy, so that it holds up no slot
   Slot slots[kSlots];

@@ -1,7 +1,7 @@
 // Combine: the weighted sums of tokens whose rows are all back.
 //
-// The fetch warp counts rows, the load warp brings those of complete tokens into the stages, and
-// the consumers sum them from there. A stage carries several tokens when their rows are short, or a
+// The load warp brings the rows of complete tokens into the stages, and the consumers sum them from
+// there. A stage carries several tokens when their rows are short, or a
 // piece of one token's rows when they are long; a stage without tokens ends the part. May not know:
 // who counts the tokens.
 #pragma once
@@ -75,18 +75,17 @@ inline void load_pieces(Loader& loader, u32 tokens, u32 first_byte, u32 token, u
   loader.advance();
 }
 
-/// The load warp's side of a Combine part, whose rows the fetch warp has counted; notes in the slot
-/// how many tokens there are.
+/// The load warp's side of a Combine part; notes in the slot how many tokens there are.
 inline void load_tokens(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
                         const Task& task, u32 part, Slot& slot, Loader& loader) {
   const u32 lane = Machine::lane();
   u32 combined = 0;
-  const auto load = [&](u32 token, bool ready) {
-    for (u32 open = Machine::ballot(ready); open != 0;) {
+  for_each_token(rank, call, map, task, part, [&](u32 token, bool exists) {
+    for (u32 open = Machine::ballot(exists); open != 0;) {
       u32 mine = kNone;
       u32 tokens = 0;
       for (; tokens < kCombineTokens && open != 0; ++tokens, open &= open - 1) {
-        const u32 next = Machine::broadcast(token, static_cast<u32>(__ffs(open)) - 1);
+        const u32 next = Machine::broadcast(token, Machine::first_lane(open));
         mine = lane / kGeometry.top_k == tokens ? next : mine;
       }
       u64 row = 0;
@@ -103,14 +102,7 @@ inline void load_tokens(const Rank<Machine>& rank, const Call& call, const Routi
       }
       combined += tokens;
     }
-  };
-  if (task.peer == kNone) {
-    find_unsent(rank, call, map, part, load);
-  } else {
-    const bool ready = (slot.combined >> lane & 1U) != 0;
-    load(ready ? pairs_of_chunk(rank, task.peer, task.first_chunk)[lane] / kGeometry.top_k : 0,
-         ready);
-  }
+  });
   if (lane == 0) {
     slot.combined = combined;
   }

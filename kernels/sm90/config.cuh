@@ -42,8 +42,9 @@ inline constexpr LayerShape kShape{
 inline constexpr u64 kCapacityNumerator = MOEOS_CAPACITY_NUMERATOR;
 inline constexpr u64 kCapacityDenominator = MOEOS_CAPACITY_DENOMINATOR;
 
-/// Whether experts have biases.
+/// Whether experts have biases, and whether their selection has.
 inline constexpr bool kBias = MOEOS_BIAS != 0;
+inline constexpr bool kSelectionBias = MOEOS_SELECTION_BIAS != 0;
 
 /// Virtual ranks in one launch; 1 when each rank has a GPU.
 inline constexpr u32 kVirtualRanks = MOEOS_VIRTUAL_RANKS;

@@ -24,11 +24,12 @@ inline void stage_results(Shared& shared, u32 group, StagingPosition& position, 
   static_assert(kColumns <= kStagingColumns && kColumns % 16 == 0);
   const u32 lane = threadIdx.x % 32;
   const u32 row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-  u8* to = shared.staging[group] + row * kStagingStride + lane / 16 * 16;
+  u8* to = shared.staging[group] + row * kStagingStride;
   shared.staging_empty[group].wait(position.parity ^ 1);
 #pragma unroll
   for (u32 j = 0; j < kColumns / 8; j += 2) {  // 16 rows of 16 columns a warp
-    store_matrices(to + j * 16, Element::pack(value(j, 0U, 0U), value(j, 0U, 1U)),
+    store_matrices(to + staging_place(row, j + lane / 16),
+                   Element::pack(value(j, 0U, 0U), value(j, 0U, 1U)),
                    Element::pack(value(j, 1U, 0U), value(j, 1U, 1U)),
                    Element::pack(value(j + 1, 0U, 0U), value(j + 1, 0U, 1U)),
                    Element::pack(value(j + 1, 1U, 0U), value(j + 1, 1U, 1U)));

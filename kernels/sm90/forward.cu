@@ -21,47 +21,33 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-/// Claims the next part that needs the other warps, and copies its descriptor. Combine's rows are
-/// counted here, while the consumers are at the part before; where they complete no token nothing
-/// is left to do. False: leave.
+/// Claims the next part and copies its descriptor. Looks up a Dispatch part's rows, while the block
+/// is at the part before. False: leave.
 inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
                        Processor<Machine>& processor, Task& task, Slot& slot, Stamps& stamps) {
-  u64 claimed_ns = 0;
-  u32 skipped = 0;
-  u32 ready = 0;
+  const u32 lane = Machine::lane();
   ReadyWord word;
-  bool more = true;
-  while ((more = processor.claim(word))) {
-    claimed_ns = trace_time<Machine>(kGeometry);
-    if (word.kind() == TaskKind::route) {
-      if (Machine::lane() == 0) {
-        task = route_task(rank.geometry(), call);
-      }
-      break;
+  bool more = processor.claim(word);
+  const u64 claimed_ns = trace_time<Machine>(kGeometry);
+  if (more && word.kind() == TaskKind::route) {
+    if (lane == 0) {
+      task = route_task(rank.geometry(), call);
     }
-    const u32 mine = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()])[Machine::lane()];
-    reinterpret_cast<u32*>(&task)[Machine::lane()] = mine;
+  } else if (more) {
+    const u32 mine = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()])[lane];
+    reinterpret_cast<u32*>(&task)[lane] = mine;
     __syncwarp();
     if (!is_whole<Machine>(mine, task.segment_count)) {
       reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
       more = false;
-      break;
+    } else if (word.kind() == TaskKind::dispatch) {
+      const u32 row = (task.first_chunk + word.part()) * kGeometry.chunk_rows + lane;
+      const bool exists = lane < kGeometry.chunk_rows && row < rank.memory.rows_sent(task.peer);
+      slot.pairs[lane] = exists ? look_up_row(rank, map, task.peer, row).pair : kNone;
     }
-    if (word.kind() != TaskKind::combine || task.peer == kNone) {
-      break;
-    }
-    count_returned(rank, map, task.peer, task.first_chunk,
-                   [&](u32, bool last) { ready = Machine::ballot(last); });
-    if (ready != 0) {
-      break;
-    }
-    ++skipped;
-    __syncwarp();
   }
-  if (Machine::lane() == 0) {
+  if (lane == 0) {
     slot.word = more ? word : ReadyWord();
-    slot.combined = ready;
-    slot.skipped = skipped;
     slot.bad_token = kNone;
     slot.last_route = 0;
     if constexpr (kTraced) {
@@ -114,7 +100,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     fence_proxy_async();
     loader.begin_part(at.index);
     if (task.kind == TaskKind::dispatch) {
-      load_chunk(arguments, rank, map, task, word.part(), loader);
+      load_chunk(arguments, slot, loader);
     } else if (task.kind == TaskKind::combine) {
       load_tokens(rank, call, map, task, word.part(), slot, loader);
     } else if (task.kind != TaskKind::route) {
@@ -148,7 +134,7 @@ inline void run_store(const RankArguments& arguments, const Rank<Machine>& rank,
     if (kind == TaskKind::dispatch) {
       shared.slot_begun[at.index].wait(at.parity);
       RingPosition<kStages> stage = slot.stage;
-      store_chunk(rank, map, task, word.part(), shared, stage);
+      store_chunk(rank, map, task, word.part(), slot, shared, stage);
     } else if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
       store_tile(arguments, rank, task, word.part(), shared, staging);
     }
@@ -169,7 +155,6 @@ inline void run_complete(const RankArguments& arguments, const Rank<Machine>& ra
     shared.slot_full[at.index].wait(at.parity);
     const Slot& slot = shared.slots[at.index];
     const ReadyWord word = slot.word;
-    processor.count_skipped(slot.skipped);
     if (word.epoch() == 0) {
       release_slot(shared, at.index);
       return;
@@ -234,13 +219,12 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
   auto& scratch = *reinterpret_cast<RouteScratch*>(shared.staging[0]);
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
   everyone();
-  if (warp == 0) {
-    if (pairs > 0) {
-      sort_block_by_warp(rank.memory, scratch, part, pairs);
-    }
-    if (processor.count_route_part(task) && Machine::lane() == 0) {
-      slot.last_route = 1;
-    }
+  if (pairs > 0) {
+    sort_block_by_warps(rank.memory, scratch, part, pairs, warp, everyone);
+    everyone();
+  }
+  if (warp == 0 && processor.count_route_part(task) && Machine::lane() == 0) {
+    slot.last_route = 1;
   }
   everyone();
   if (slot.last_route != 0) {

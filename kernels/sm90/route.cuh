@@ -82,8 +82,7 @@ inline Best quad_best(Best best) {
 }
 
 /// The routing rules applied to one token's logits, which stay where they are: a bit for each logit
-/// of the lane says whether it can still be chosen, and choices are computed again each time,
-/// because registers are scarcer than exponentials.
+/// of the lane says whether it can still be chosen.
 class Token {
  public:
   /// Chooses the experts of `token`; false when its logits are not finite. The quad's first lane
@@ -115,8 +114,21 @@ class Token {
       }
       rule.inverse_sum = 1.0F / quad_sum(sum);
     }
-    u64 open = open_logits(logits, rule);
+    // Computed once where registers allow it, and else again each time.
+    constexpr u32 kKeptChoices = kColumnsPerLane <= 32 ? kColumnsPerLane : 1;
+    float kept_choices[kKeptChoices];
+#pragma unroll
+    for (u32 i = 0; kKeptChoices > 1 && i < kColumnsPerLane; ++i) {
+      kept_choices[i] = rule.choice(logits[i], expert_of(i));
+    }
+    const auto choice_of = [&](u32 i) {
+      return kKeptChoices > 1 ? kept_choices[i] : rule.choice(logits[i], expert_of(i));
+    };
+    u64 open = open_choices(choice_of);
     float weight_sum = 0.0F;
+    // Each lane of the quad keeps every fourth weight, until their sum is known.
+    constexpr u32 kKept = ceil_div(kGeometry.top_k, 4U);
+    float kept[kKept] = {};
 #pragma unroll 1
     for (u32 j = 0; j < kGeometry.top_k; ++j) {
       float value = kExcluded;
@@ -126,7 +138,7 @@ class Token {
       for (u32 i = 0; i < kColumnsPerLane; ++i) {
         // Selects, not branches. `place` ascends like the experts and is a constant in each step:
         // 64 expert numbers would not fit into registers.
-        const float choice = rule.choice(logits[i], expert_of(i));
+        const float choice = choice_of(i);
         const bool better = (open >> i & 1) != 0 && choice > value;
         value = better ? choice : value;
         chosen_logit = better ? logits[i] : chosen_logit;
@@ -141,22 +153,21 @@ class Token {
       const float weight =
           rule.score(__shfl_sync(~0U, chosen_logit, threadIdx.x % 32 / 4 * 4 + owner));
       weight_sum += weight;
+#pragma unroll
+      for (u32 n = 0; n < kKept; ++n) {
+        kept[n] = j == 4 * n + threadIdx.x % 4 ? weight : kept[n];
+      }
       if (writer) {
         memory.pair_expert[token * kGeometry.top_k + j] = best.expert;
-        memory.pair_weight[token * kGeometry.top_k + j] = weight;
       }
     }
     const float factor = (kShape.renormalize && weight_sum > 0.0F ? 1.0F / weight_sum : 1.0F) *
                          kShape.routed_scaling;
-    if (writer) {
-      float weights[kGeometry.top_k];  // read together: one round trip
 #pragma unroll
-      for (u32 j = 0; j < kGeometry.top_k; ++j) {
-        weights[j] = memory.pair_weight[token * kGeometry.top_k + j];
-      }
-#pragma unroll
-      for (u32 j = 0; j < kGeometry.top_k; ++j) {
-        memory.pair_weight[token * kGeometry.top_k + j] = weights[j] * factor;
+    for (u32 n = 0; n < kKept; ++n) {
+      const u32 j = 4 * n + threadIdx.x % 4;
+      if (exists && j < kGeometry.top_k) {
+        memory.pair_weight[token * kGeometry.top_k + j] = kept[n] * factor;
       }
     }
     return true;
@@ -175,19 +186,23 @@ class Token {
     /// What experts are selected by. Scores are monotonic in the logits, and fp32 scores saturate:
     /// without bias and groups the logits decide.
     float choice(float logit, u32 expert) const {
-      if (selection_bias == nullptr && kShape.expert_groups == 1) {
+      if constexpr (kSelectionBias) {
+        // A bias of NaN or −∞ makes an expert the last choice, but a choice: k different experts
+        // are chosen whatever the biases are.
+        const float bias = expert < kGeometry.experts ? selection_bias[expert] : 0.0F;
+        return fmaxf(score(logit) + bias, kLeast);
+      } else if constexpr (kShape.expert_groups > 1) {
+        return score(logit);
+      } else {
         return logit;
       }
-      // A bias of NaN or −∞ makes an expert the last choice, but a choice: k different experts are
-      // chosen whatever the biases are.
-      return selection_bias == nullptr ? score(logit)
-                                       : fmaxf(score(logit) + selection_bias[expert], kLeast);
     }
   };
 
-  /// The logits that can be chosen: those of the best groups (DeepSeek-V3; a group's score is the
-  /// sum of its two best choices), or all.
-  static u64 open_logits(const Logits& logits, const Rule& rule) {
+  /// Which can be chosen: those of the best groups (DeepSeek-V3; a group's score is the sum of its
+  /// two best choices), or all.
+  template <class Choice>
+  static u64 open_choices(Choice choice_of) {
     if constexpr (kShape.expert_groups == 1) {
       u64 open = 0;
 #pragma unroll
@@ -211,7 +226,7 @@ class Token {
         float second = kExcluded;
 #pragma unroll
         for (u32 i = g * kPerLane; i < (g + 1) * kPerLane; ++i) {
-          const float choice = rule.choice(logits[i], expert_of(i));
+          const float choice = choice_of(i);
           second = fmaxf(second, fminf(first, choice));
           first = fmaxf(first, choice);
         }
@@ -313,7 +328,7 @@ inline void reject_given_routing(const RankArguments& arguments, Processor<Machi
     fault = given_fault(arguments, pair, id);
   }
   const u32 wrong = Machine::ballot(fault != FailureKind::none);
-  if (lane == static_cast<u32>(__ffs(static_cast<int>(wrong))) - 1) {
+  if (wrong != 0 && lane == Machine::first_lane(wrong)) {
     processor.reject_id(fault, token, lane, static_cast<u64>(id));
   }
   Machine::sync_lanes();
@@ -329,52 +344,70 @@ inline void gather_choices(const RankMemory& memory, RouteScratch& scratch, u32 
 }
 static_assert(static_cast<u16>(kNone) == kNoExpert);
 
-/// Sorts a block's pairs by expert, as runtime/routing_map.hpp's sort_block does on one thread. One
-/// warp, 32 pairs at a time: a pair's rank is the earlier pairs of its expert plus the lanes before
-/// it that chose the same.
-inline void sort_block_by_warp(const RankMemory& memory, RouteScratch& scratch, u32 block,
-                               u32 pairs) {
+/// Sorts a block's pairs by expert, as runtime/routing_map.hpp's sort_block does on one thread. By
+/// all consumer warps, each with a share of the pairs; sync() is their barrier. A pair's rank is
+/// the earlier pairs of its expert in the shares before, in its own share, and in the lanes before.
+template <class Sync>
+inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch, u32 block,
+                                u32 pairs, u32 warp, Sync sync) {
   const u32 lane = threadIdx.x % 32;
   const u32 first_pair = block * kGeometry.route_tokens * kGeometry.top_k;
+  const u32 share = align_up(ceil_div(pairs, kConsumerWarps), 32U);
+  const u32 begin = minimum(pairs, warp * share);
+  const u32 end = minimum(pairs, begin + share);
+  u16(&mine)[kRouteColumns] = scratch.of_warp[warp];
   for (u32 expert = lane; expert < kGeometry.experts; expert += 32) {
-    scratch.in_block[expert] = 0;
+    mine[expert] = 0;
   }
   __syncwarp();
-  for (u32 first = 0; first < pairs; first += 32) {
+  for (u32 first = begin; first < end; first += 32) {
     const u32 i = first + lane;
-    const u32 expert = i < pairs ? scratch.expert[i] : kNoExpert;
+    const u32 expert = i < end ? scratch.expert[i] : kNoExpert;
     const u32 same = __match_any_sync(~0U, expert);
     const u32 before = __popc(same & ((1U << lane) - 1));
-    const u32 rank = expert != kNoExpert ? scratch.in_block[expert] + before : 0;
+    const u32 rank = expert != kNoExpert ? mine[expert] + before : 0;
     __syncwarp();
     if (expert != kNoExpert) {
-      memory.pair_rank[first_pair + i] = rank;
       scratch.rank[i] = static_cast<u16>(rank);
       if (before == 0) {
-        scratch.in_block[expert] = rank + __popc(same);
+        mine[expert] = static_cast<u16>(rank + __popc(same));
       }
     }
     __syncwarp();
   }
-  u32 start = 0;
-  u32* firsts = memory.block_first + u64{block} * kGeometry.experts;
-  u32* counts = memory.block_base + u64{block} * kGeometry.experts;
-  for (u32 base = 0; base < kGeometry.experts; base += 32) {
-    const u32 expert = base + lane;
-    const u32 count = expert < kGeometry.experts ? scratch.in_block[expert] : 0;
-    const u32 inclusive = Machine::inclusive_scan(count);
-    if (expert < kGeometry.experts) {
-      counts[expert] = count;
-      firsts[expert] = start + inclusive - count;
-      scratch.in_block[expert] = start + inclusive - count;
+  sync();
+  if (warp == 0) {
+    u32 start = 0;
+    u32* firsts = memory.block_first + u64{block} * kGeometry.experts;
+    u32* counts = memory.block_base + u64{block} * kGeometry.experts;
+    for (u32 base = 0; base < kGeometry.experts; base += 32) {
+      const u32 expert = base + lane;
+      u32 count = 0;
+      if (expert < kGeometry.experts) {
+#pragma unroll
+        for (auto& of_warp : scratch.of_warp) {
+          const u32 in_share = of_warp[expert];
+          of_warp[expert] = static_cast<u16>(count);
+          count += in_share;
+        }
+      }
+      const u32 inclusive = Machine::inclusive_scan(count);
+      if (expert < kGeometry.experts) {
+        counts[expert] = count;
+        firsts[expert] = start + inclusive - count;
+        scratch.first[expert] = static_cast<u16>(start + inclusive - count);
+      }
+      start += Machine::broadcast(inclusive, 31);
     }
-    start += Machine::broadcast(inclusive, 31);
   }
-  __syncwarp();
+  sync();
   u32* sorted = memory.block_pairs + u64{block} * kGeometry.route_tokens * kGeometry.top_k;
-  for (u32 i = lane; i < pairs; i += 32) {
-    if (scratch.expert[i] != kNoExpert) {
-      sorted[scratch.in_block[scratch.expert[i]] + scratch.rank[i]] = first_pair + i;
+  for (u32 i = begin + lane; i < end; i += 32) {
+    const u32 expert = scratch.expert[i];
+    if (expert != kNoExpert) {
+      const u32 rank = mine[expert] + scratch.rank[i];
+      memory.pair_rank[first_pair + i] = rank;
+      sorted[scratch.first[expert] + rank] = first_pair + i;
     }
   }
 }

@@ -12,7 +12,6 @@
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/packet.hpp"
-#include "runtime/row_tasks.hpp"
 
 namespace moeos::sm90 {
 
@@ -41,19 +40,19 @@ inline u64 result_row(const RankArguments& arguments, const Rank<Machine>& rank,
 /// Copies `columns` columns of 32 staged rows to column `first` of the rows whose addresses the
 /// lanes hold (0: nowhere), two rows at a time.
 inline void copy_rows(const u8* staged, u64 row, u32 first, u32 columns) {
-  constexpr u32 kVectorBytes = 16;
-  constexpr u32 kVectors = kStagingColumns * 2 / kVectorBytes;
+  constexpr u32 kVectorBytes = kStagingPiece;
+  constexpr u32 kVectors = kStagingStride / kVectorBytes;
   constexpr u32 kRowsAtOnce = Machine::kLanes / kVectors;
   const u32 turn = Machine::lane() / kVectors;
   const u32 vector = Machine::lane() % kVectors;
   const bool exists = vector * (kVectorBytes / 2) < columns;
-  const u8* from = staged + turn * kStagingStride + vector * kVectorBytes;
 #pragma unroll 8
   for (u32 i = 0; i < Machine::kLanes; i += kRowsAtOnce) {
     const u64 to = Machine::broadcast(row, i + turn);
     if (to != 0 && exists) {
       *reinterpret_cast<uint4*>(to + u64{first} * 2 + vector * kVectorBytes) =
-          *reinterpret_cast<const uint4*>(from + i * kStagingStride);
+          *reinterpret_cast<const uint4*>(staged + (i + turn) * kStagingStride +
+                                          staging_place(i + turn, vector));
     }
   }
 }
@@ -93,17 +92,17 @@ inline void store_tile(const RankArguments& arguments, const Rank<Machine>& rank
   }
 }
 
+/// How many rows the chunk of a Dispatch part has; by all lanes.
+inline u32 rows_of(const Slot& slot) {
+  return static_cast<u32>(__popc(Machine::ballot(slot.pairs[Machine::lane()] != kNone)));
+}
+
 /// The load warp's side of a Dispatch part: brings the chunk's tokens into the stages.
-inline void load_chunk(const RankArguments& arguments, const Rank<Machine>& rank,
-                       const RoutingMap& map, const Task& task, u32 part, Loader& loader) {
+inline void load_chunk(const RankArguments& arguments, const Slot& slot, Loader& loader) {
   const u32 lane = Machine::lane();
-  const u32 chunk = task.first_chunk + part;
-  const u32 rows = rows_in_chunk(kGeometry, rank.memory.rows_sent(task.peer), chunk);
-  const u8* source = nullptr;
-  if (lane < rows) {
-    const OutgoingRow row = look_up_row(rank, map, task.peer, chunk * kGeometry.chunk_rows + lane);
-    source = arguments.x_rows + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes;
-  }
+  const u32 rows = rows_of(slot);
+  const u8* source =
+      arguments.x_rows + u64{slot.pairs[lane] / kGeometry.top_k} * kGeometry.row_bytes;
   for (u32 first = 0; first < kGeometry.chunk_rows; first += kDispatchRows, loader.advance()) {
     const u32 end = minimum(rows, first + kDispatchRows);
     Barrier& full = loader.full();
@@ -121,15 +120,14 @@ inline void load_chunk(const RankArguments& arguments, const Rank<Machine>& rank
 
 /// The store warp's side: takes them to their cells, or to the staging copies of a remote peer.
 inline void store_chunk(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
-                        u32 part, Shared& shared, RingPosition<kStages>& stage) {
+                        u32 part, const Slot& slot, Shared& shared, RingPosition<kStages>& stage) {
   const u32 lane = Machine::lane();
-  const u32 chunk = task.first_chunk + part;
-  const u32 rows = rows_in_chunk(kGeometry, rank.memory.rows_sent(task.peer), chunk);
+  const u32 rows = rows_of(slot);
   u64 destination = 0;
   if (lane < rows) {
+    const u32 row = (task.first_chunk + part) * kGeometry.chunk_rows + lane;
     destination = reinterpret_cast<u64>(
-        outgoing_row(rank, task.peer, Round::dispatch,
-                     row_number(rank, map, task.peer, chunk * kGeometry.chunk_rows + lane)));
+        outgoing_row(rank, task.peer, Round::dispatch, row_number(rank, map, task.peer, row)));
   }
   for (u32 first = 0; first < kGeometry.chunk_rows; first += kDispatchRows, stage.advance()) {
     shared.stage_full[stage.index].wait(stage.parity);

@@ -9,11 +9,11 @@
 // Two pairs of accesses publish data:
 //   store_release / add_release  -> load_acquire           one word at a time;
 //   publish_fence, then publish  -> poll, then acquire_fence   many words in one sweep: on the GPU
-//   the words are
-//                                   relaxed and one fence a sweep orders them all (1.35 us
-//                                   against 2.35 us with an acquire per word); on the twin each
-//                                   word carries its own order, because ThreadSanitizer does not
-//                                   understand fences.
+//                                   the words are relaxed and one fence a sweep orders them all
+//                                   (1.35 us against 2.35 us with an acquire per word); on the twin
+//                                   each word carries its own order, because ThreadSanitizer does
+//                                   not understand fences. Either fence orders both ways: who
+//                                   passes on what it has acquired needs no second one.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -38,6 +38,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::kLanes } -> SameAs<const u32&>;
   { P::lane() } -> SameAs<u32>;
   { P::ballot(true) } -> SameAs<u32>;             // bit i: lane i's predicate
+  { P::first_lane(value) } -> SameAs<u32>;        // of a ballot; 0 of none
   { P::broadcast(value, value) } -> SameAs<u32>;  // (value, source lane)
   { P::inclusive_scan(value) } -> SameAs<u32>;
   { P::exclusive_or(value) } -> SameAs<u32>;  // of all lanes' values

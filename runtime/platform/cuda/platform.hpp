@@ -37,6 +37,9 @@ class Machine {
     return lane;
   }
   static u32 ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+  static u32 first_lane(u32 ballot) {
+    return ballot == 0 ? 0 : static_cast<u32>(__ffs(static_cast<int>(ballot))) - 1;
+  }
   template <class T>
   static T broadcast(T value, u32 source_lane) {
     return __shfl_sync(kAllLanes, value, static_cast<int>(source_lane));

@@ -53,7 +53,8 @@ def test_a_call_does_what_the_estimate_says(
     assert work.tasks["route"] == stats.tasks["route"]
     assert work.tasks["dispatch"] == stats.tasks["dispatch"]
     # The runtime looks for tokens without pairs wherever the caller routes.
-    assert work.tasks["combine"] + -(-tokens // 32) == stats.tasks["combine"]
+    blocks = -(-tokens // 32)
+    assert work.tasks["combine"] + blocks <= stats.tasks["combine"] <= tokens + blocks
     # Tiles that are packed early, because processors idle, are more than the fewest.
     for kind in ("gemm0", "gemm1"):
         assert work.tasks[kind] <= stats.tasks[kind]
@@ -96,7 +97,7 @@ def test_a_tile_has_at_most_eight_segments() -> None:
 def test_rows_beyond_the_capacity_are_not_sent() -> None:
     cfg = config(capacity_factor=0.5)
     assert work_of(cfg, 2, 128).pairs_sent == 128
-    assert work_of(cfg, 2, 128).tasks["combine"] == 4 + 4
+    assert work_of(cfg, 2, 128).tasks["combine"] == 128 // 2 // 8 + 4  # top_k is 2
 
 
 def test_weights_count_router_experts_and_biases() -> None:

@@ -23,6 +23,9 @@ class Machine {
 
   static u32 lane() { return threadIdx.x % 32; }
   static u32 ballot(bool predicate) { return __ballot_sync(~0U, predicate); }
+  static u32 first_lane(u32 ballot) {
+    return ballot == 0 ? 0 : static_cast<u32>(__builtin_ctz(ballot));
+  }
   template <class T>
   static T broadcast(T value, u32 source_lane) {
     return __shfl_sync(~0U, value, static_cast<int>(source_lane));
