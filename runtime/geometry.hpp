@@ -121,8 +121,15 @@ struct Geometry {
     return static_cast<u32>(minimum(by_tiles, by_rows));
   }
 
-  /// Chunks that one Dispatch descriptor covers; its parts are the chunks.
+  /// Chunks that one Dispatch descriptor covers.
   static constexpr u32 kChunksPerDispatch = 8;
+  /// Chunks that one part of it sends at most: several behind each other take little longer than
+  /// one. But the first rows of a call are what all processors wait for, so as many as processors
+  /// send at once are parts of their own.
+  static constexpr u32 kChunksPerPart = 4;
+  constexpr u32 part_chunks(u32 first_chunk) const {
+    return first_chunk * world < 2 * processors ? 1 : kChunksPerPart;
+  }
   constexpr u32 dispatch_tasks_max() const {
     return world * ceil_div(chunks(), kChunksPerDispatch);
   }

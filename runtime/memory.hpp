@@ -179,7 +179,7 @@ class RankMemory {
     take(block_first, blocks * geometry.experts);
     take(block_base, blocks * geometry.experts);
     take(send_start, world * (local + 1));
-    take(row_pair, world * geometry.cell_rows_used());
+    take(row_pair, world * geometry.chunks() * geometry.chunk_rows);
     take(pair_row, geometry.pairs());
     take(token_rows, geometry.max_tokens);
     take(ready_tokens, geometry.max_tokens);
@@ -213,6 +213,12 @@ class RankMemory {
   u32 outbox_lines_ = 0;  // of one peer's
   u64* mailbox_words_[kTaskKinds];
   u32 mailbox_capacities_[kTaskKinds];
+};
+
+/// A chunk of ours that is back: its number among all peers' chunks, and its rows.
+struct FoundChunk {
+  u32 number;
+  u32 rows;
 };
 
 /// What only the actors of the OS block touch: in its shared memory on the GPU, where every look
@@ -271,9 +277,9 @@ class OsMemory {
   u32* chunk_prefix = nullptr;   // [source]: chunks that have arrived, in order
   u32* first_missing = nullptr;  // [peer]: the first chunk that is not back
   u32* chunks_back = nullptr;    // [peer][chunk / 32]: a bit for each chunk whose rows are counted
-  static constexpr u32 kFoundMost = 256;
-  u32* chunks_found = nullptr;  // chunks that one look has found to be back
-  u32* rows_back = nullptr;     // [token / 2]: half a word for each token: its rows that are back
+  static constexpr u32 kFoundMost = 512;
+  FoundChunk* chunks_found = nullptr;  // [kFoundMost]
+  u32* rows_back = nullptr;  // [token / 2]: half a word for each token: its rows that are back
 
   // Remote peers; null when there are none.
   static constexpr u32 kSendersMax = 8;

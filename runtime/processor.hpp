@@ -121,9 +121,7 @@ class Processor {
     }
     switch (task.kind) {
       case TaskKind::dispatch:
-        if (P::lane() == 0) {
-          send_chunk(rank_, call_, task.peer, task.first_chunk + word.part(), word, tally_);
-        }
+        send_chunks(rank_, call_, task, word, tally_);
         // Relaxed: the scheduler only counts how many are under way.
         by_one_lane([this] {
           return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_done.value, 1U);
@@ -264,7 +262,10 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     } else if (task.kind == TaskKind::gemm1) {
       kernels.gemm1(task, word.part());
     } else if (task.kind == TaskKind::dispatch) {
-      copy_chunk(rank, processor.routing_map(), kernels, task.peer, task.first_chunk + word.part());
+      const ChunkRange chunks = chunks_in_part(task, word.part());
+      for (u32 i = 0; i < chunks.count; ++i) {
+        copy_chunk(rank, processor.routing_map(), kernels, task.peer, chunks.first + i);
+      }
     } else {
       for_each_token(rank, call, processor.routing_map(), task, word.part(),
                      [&](u32 token, bool exists) {

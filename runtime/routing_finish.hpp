@@ -39,11 +39,12 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
     for (u32 first = 0; first < blocks; first += P::kLanes) {
       const u32 block = first + P::lane();
       u32 in_block[kAtOnce];
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        const bool exists = block < blocks && first_expert + i < geometry.experts;
-        in_block[i] = exists ? *block_base(rank, block, first_expert + i) : 0;
+      for (u32 i = 0; i < kAtOnce; ++i) {  // no conditions: one would wait for each load
+        in_block[i] = *block_base(rank, minimum(block, blocks - 1),
+                                  minimum(first_expert + i, geometry.experts - 1));
       }
       for (u32 i = 0; i < kAtOnce; ++i) {
+        in_block[i] = block < blocks ? in_block[i] : 0;
         const u32 inclusive = P::inclusive_scan(in_block[i]);
         if (block < blocks && first_expert + i < geometry.experts) {
           *block_base(rank, block, first_expert + i) = pairs[i] + inclusive - in_block[i];
@@ -142,16 +143,20 @@ void for_each_dispatch(const Rank<P>& rank, Team team, Visit visit) {
 template <Platform P>
 void post_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const u32 first_task = rank.memory.first_task(TaskKind::dispatch);
+  const Geometry& geometry = rank.geometry();
   for_each_dispatch(rank, team, [&](u32 slot, u32 peer, u32 first_chunk, u32 chunks) {
-    make_dispatch(rank.memory.tasks[first_task + slot], chunks, call.epoch, peer, first_chunk);
+    const u32 parts = ceil_div(chunks, geometry.part_chunks(first_chunk));
+    make_dispatch(rank.memory.tasks[first_task + slot], parts, call.epoch, peer, first_chunk,
+                  chunks);
   });
   // Orders the descriptors and the routing map (which the team has synchronised on) before the
   // words below; pairs with the scheduler's poll of the mailbox.
   P::template publish_fence<Scope::device>();
-  for_each_dispatch(rank, team, [&](u32 slot, u32, u32, u32 chunks) {
+  for_each_dispatch(rank, team, [&](u32 slot, u32, u32 first_chunk, u32 chunks) {
+    const u32 parts = ceil_div(chunks, geometry.part_chunks(first_chunk));
     P::template publish<Scope::device>(
         &rank.memory.mailbox(TaskKind::dispatch).words[slot],
-        ReadyWord(call.epoch, TaskKind::dispatch, first_task + slot, chunks).sealed());
+        ReadyWord(call.epoch, TaskKind::dispatch, first_task + slot, parts).sealed());
   });
 }
 

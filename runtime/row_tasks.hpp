@@ -27,7 +27,8 @@ OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, u32 peer, u3
   const RoutingMap::Place place = map.place_at(peer, row);
   const OutgoingRow found{map.pair_at(place),
                           rank.layout.row(place.local_expert, place.slot, place.row - place.slot)};
-  rank.memory.row_pair[u64{peer} * rank.geometry().cell_rows_used() + row] = found.pair;
+  const Geometry& geometry = rank.geometry();
+  rank.memory.row_pair[u64{peer} * geometry.chunks() * geometry.chunk_rows + row] = found.pair;
   rank.memory.pair_row[found.pair] =
       rank.layout.row_index(peer, Round::combine, Buffer::arrival, found.number);
   return found;
@@ -41,12 +42,6 @@ u32 row_number(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row) {
   }
   const RoutingMap::Place place = map.place_at(peer, row);
   return rank.layout.row(place.local_expert, place.slot, place.row - place.slot);
-}
-
-/// Where the pairs lie that the rows carry which we send to a peer, in the order of sending.
-template <Platform P>
-const u32* pairs_sent_to(const Rank<P>& rank, u32 peer) {
-  return rank.memory.row_pair + u64{peer} * rank.geometry().cell_rows_used();
 }
 
 /// Counts the rows of a block of tokens for the returns subscriber, and calls visit(token, unsent)

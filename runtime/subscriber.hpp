@@ -220,21 +220,23 @@ class ArrivalsSubscriber {
     const u32 rows = known ? rank_.os->rows_received(source) : 0;
     const u32 chunks = ceil_div(rows, geometry.chunk_rows);
     const u32 first = before + P::lane() % share;
-    u32 epochs[kLooks];  // asked for together: one round trip
+    // Asked for together, in one round trip, and so without conditions: where there is no chunk, at
+    // another one's flag.
+    u32 epochs[kLooks];
     for (u32 i = 0; i < kLooks; ++i) {
-      const u32 chunk = first + i * share;
-      epochs[i] = chunk < chunks ? open(P::template poll<Scope::system>(rank_.template here<u32>(
-                                       rank_.layout.arrived(source, chunk))))
-                                 : 0;
+      const u32 chunk = minimum(first + i * share, maximum(chunks, 1U) - 1);
+      epochs[i] = P::template poll<Scope::system>(
+          rank_.template here<u32>(rank_.layout.arrived(source, chunk)));
     }
     u32 here = 0;  // bit i: this lane's i-th chunk
     u32 ahead = kNone;
     u32 seen = 0;
     for (u32 i = 0; i < kLooks; ++i) {
-      here |= epochs[i] == call_.epoch ? 1U << i : 0;
-      const bool wrong = epochs[i] > call_.epoch + 1;  // a peer is one call ahead at most
+      const u32 epoch = first + i * share < chunks ? open(epochs[i]) : 0;
+      here |= epoch == call_.epoch ? 1U << i : 0;
+      const bool wrong = epoch > call_.epoch + 1;  // a peer is one call ahead at most
       ahead = wrong ? first + i * share : ahead;
-      seen = wrong ? epochs[i] : seen;
+      seen = wrong ? epoch : seen;
     }
     if (ahead != kNone) {
       reject(source, ahead, seen);
@@ -251,8 +253,8 @@ class ArrivalsSubscriber {
     if (P::ballot(first_look || arrived > 0) == 0) {
       return false;
     }
-    // Pairs with send_chunk: the rows of these chunks are here, for us and for whoever acquires the
-    // tiles below.
+    // Pairs with send_chunks: the rows of these chunks are here, for us and for whoever acquires
+    // the tiles below.
     P::template acquire_fence<Scope::system>();
     P::sync_lanes();  // all lanes have read the prefixes
     if (known && P::lane() % share == 0) {
@@ -323,11 +325,11 @@ template <Platform P>
 class ReturnsSubscriber {
  public:
   /// Words of credit that a lane asks for at once.
-  static constexpr u32 kLooks = OsMemory::kFoundMost / 32;
+  static constexpr u32 kLooks = 8;
   static_assert(P::kLanes * kLooks <= OsMemory::kFoundMost);
   /// Chunks whose rows are counted together, so that their pairs come from memory in one round
   /// trip.
-  static constexpr u32 kChunksAtOnce = 16;
+  static constexpr u32 kChunksAtOnce = 8;
 
   ReturnsSubscriber(const Rank<P>& rank, const Call& call)
       : rank_(rank), call_(call), tasks_(combines_unsent(call) ? 1 : 0) {
@@ -354,7 +356,7 @@ class ReturnsSubscriber {
     for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
       progress = watch(peer) || progress;
     }
-    return progress;
+    return take_in() || progress;
   }
 
   /// Missing is the first chunk of ours that is not back.
@@ -402,10 +404,7 @@ class ReturnsSubscriber {
     return (back_word(peer, chunk) & back_bit(chunk)) != 0;
   }
 
-  /// Where a token's rows are counted: half a word of OsMemory::rows_back.
-  u32& rows_back_word(u32 token) const {
-    return rank_.os->rows_back[token / OsMemory::kTokensPerWord];
-  }
+  // A token's rows are counted in half a word of OsMemory::rows_back.
   static constexpr u32 kRowsBackBits = OsMemory::kBitsPerWord / OsMemory::kTokensPerWord;
   static constexpr u32 kRowsBackMask = (1U << kRowsBackBits) - 1;
   static constexpr u32 rows_back_shift(u32 token) {
@@ -414,140 +413,157 @@ class ReturnsSubscriber {
 
   /// Looks at all chunks of a peer that are not back; they come in any order.
   bool watch(u32 peer) {
-    const u32 chunks = ceil_div(rank_.memory.rows_sent(peer), rank_.geometry().chunk_rows);
-    u32& first = rank_.os->first_missing[peer];
-    bool progress = false;
-    for (u32 base = first; base < chunks; base += P::kLanes * kLooks) {
-      progress = look(peer, base, chunks) || progress;
-    }
-    if (!progress) {
-      return false;
-    }
-    u32 now = first;
-    while (now < chunks && is_back(peer, now)) {
-      ++now;
+    const u32 rows_sent = rank_.memory.rows_sent(peer);
+    const u32 chunks = ceil_div(rows_sent, rank_.geometry().chunk_rows);
+    u32 first = rank_.os->first_missing[peer];
+    while (first < chunks && is_back(peer, first)) {
+      ++first;
     }
     P::sync_lanes();  // all lanes have read it
     if (P::lane() == 0) {
-      first = now;
+      rank_.os->first_missing[peer] = first;
     }
-    P::sync_lanes();
-    return true;
+    bool progress = false;
+    for (u32 base = first; base < chunks; base += P::kLanes * kLooks) {
+      if (found_ + P::kLanes * kLooks > OsMemory::kFoundMost) {
+        progress = take_in() || progress;
+      }
+      look(peer, base, rows_sent);
+    }
+    return progress;
   }
 
   /// One look at P::kLanes * kLooks chunks from `base` on: all words are asked for before the first
-  /// is used.
-  bool look(u32 peer, u32 base, u32 chunks) {
+  /// is used, and so without conditions. Notes which are back.
+  void look(u32 peer, u32 base, u32 rows_sent) {
     const Geometry& geometry = rank_.geometry();
-    const u32 rows_sent = rank_.memory.rows_sent(peer);
+    const u32 chunks = ceil_div(rows_sent, geometry.chunk_rows);
     u32 back[kLooks];
     for (u32 i = 0; i < kLooks; ++i) {
       const u32 chunk = base + i * P::kLanes + P::lane();
-      back[i] = chunk < chunks && !is_back(peer, chunk)
-                    ? open(P::template poll<Scope::system>(credit(peer, chunk)))
-                    : 0;
+      back[i] = P::template poll<Scope::system>(credit(peer, minimum(chunk, chunks - 1)));
     }
     u32 complete = 0;  // bit i: this lane's i-th chunk is back
+    u32 mine = 0;
     u32 too_many = 0;  // rows of a chunk that got more than it sent
     u32 damaged = kNone;
     for (u32 i = 0; i < kLooks; ++i) {
       const u32 chunk = base + i * P::kLanes + P::lane();
+      const bool awaited = chunk < chunks && !is_back(peer, minimum(chunk, chunks - 1));
       const u32 rows = rows_in_chunk(geometry, rows_sent, chunk);
-      complete |= back[i] > 0 && back[i] == rows ? 1U << i : 0;
-      if (back[i] > rows) {
-        too_many = back[i];
-        damaged = chunk;
-      }
+      const u32 returned = awaited ? open(back[i]) : 0;
+      const bool all = returned > 0 && returned == rows;
+      complete |= all ? 1U << i : 0;
+      mine += all ? 1 : 0;
+      too_many = returned > rows ? returned : too_many;
+      damaged = returned > rows ? chunk : damaged;
     }
     if (damaged != kNone) {
       reject(peer, damaged, rows_in_chunk(geometry, rows_sent, damaged), too_many);
     }
     if (P::ballot(complete != 0) == 0) {
-      return false;
-    }
-    // Pairs with return_rows: the results of these chunks are here.
-    P::template acquire_fence<Scope::system>();
-    u32 mine = 0;
-    for (u32 i = 0; i < kLooks; ++i) {
-      mine += complete >> i & 1U;
+      return;
     }
     const u32 places = P::inclusive_scan(mine);
-    u32 place = places - mine;
+    u32 place = found_ + places - mine;
     for (u32 i = 0; i < kLooks; ++i) {
       if ((complete >> i & 1U) != 0) {
         const u32 chunk = base + i * P::kLanes + P::lane();
-        // Ready for the next call. The peer adds to it again only after rows of our next call have
-        // reached it, and those are published by releases that follow this call's end.
-        P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
-        // An addition, because other lanes set other bits of the word.
-        P::template add_relaxed<Scope::block>(&back_word(peer, chunk), back_bit(chunk));
-        rank_.os->chunks_found[place++] = chunk;
+        rank_.os->chunks_found[place++] =
+            FoundChunk{peer * geometry.chunks() + chunk, rows_in_chunk(geometry, rows_sent, chunk)};
       }
     }
+    found_ += P::broadcast(places, P::kLanes - 1);
+  }
+
+  /// Counts the rows of all chunks that were found, behind one fence, and posts the tokens that
+  /// they complete.
+  bool take_in() {
+    if (found_ == 0) {
+      return false;
+    }
+    const u32 in_cell = rank_.geometry().chunks();
+    // Pairs with return_rows: the results of these chunks are here.
+    P::template acquire_fence<Scope::system>();
     P::sync_lanes();
-    const u32 found = P::broadcast(places, P::kLanes - 1);
-    for (u32 first = 0; first < found; first += kChunksAtOnce) {
-      count_chunks(peer, rows_sent, rank_.os->chunks_found + first,
-                   minimum(kChunksAtOnce, found - first));
+    for (u32 i = P::lane(); i < found_; i += P::kLanes) {
+      const u32 peer = rank_.os->chunks_found[i].number / in_cell;
+      const u32 chunk = rank_.os->chunks_found[i].number % in_cell;
+      // Ready for the next call. The peer adds to it again only after rows of our next call have
+      // reached it, and those are published by releases that follow this call's end.
+      P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
+      // An addition, because other lanes set other bits of the word.
+      P::template add_relaxed<Scope::block>(&back_word(peer, chunk), back_bit(chunk));
+    }
+    for (u32 row = P::lane(); row < rank_.geometry().chunk_rows; row += P::kLanes) {
+      count_rows(row);
     }
     P::sync_lanes();  // all lanes have read what was found
+    found_ = 0;
     post_combine();
     return true;
   }
 
-  /// Counts the rows of up to kChunksAtOnce chunks for their tokens. A token whose last row is
-  /// among them is complete.
-  ///
-  /// Nothing in the loops over n is conditional, so that each loop's loads and additions are under
-  /// way together; what does not exist is looked up at another place, and counts for nothing.
-  void count_chunks(u32 peer, u32 rows_sent, const u32* chunks, u32 count) {
-    const Geometry& geometry = rank_.geometry();
-    const u32* pairs = pairs_sent_to(rank_, peer);
-    for (u32 in_chunk = P::lane(); in_chunk < geometry.chunk_rows; in_chunk += P::kLanes) {
+  /// Some chunks' rows, one row of each a lane.
+  struct Rows {
+    u32 pair[kChunksAtOnce];
+    u32 exist;  // bit n: pair[n] is one
+  };
+
+  /// Asks for the pairs that row `row` of some of the found chunks carries. Nothing is conditional,
+  /// so that all loads are under way together.
+  Rows ask(u32 first, u32 row) const {
+    Rows rows;
+    rows.exist = 0;
+    for (u32 n = 0; n < kChunksAtOnce; ++n) {
+      const FoundChunk found = rank_.os->chunks_found[minimum(first + n, found_ - 1)];
+      rows.exist |= first + n < found_ && row < found.rows ? 1U << n : 0;
+      rows.pair[n] = rank_.memory.row_pair[u64{found.number} * rank_.geometry().chunk_rows + row];
+    }
+    return rows;
+  }
+
+  /// Counts row `row` of every found chunk for its token. The pairs of the next chunks are on their
+  /// way meanwhile; the loop is short, because a single warp that runs through much code waits for
+  /// that.
+  void count_rows(u32 row) {
+    Rows next = ask(0, row);
+    for (u32 first = 0; first < found_; first += kChunksAtOnce) {
+      const Rows rows = next;
+      next = ask(first + kChunksAtOnce, row);
       u32 token[kChunksAtOnce];
-      u32 exists = 0;  // bit n
+      u32 sent[kChunksAtOnce];  // rows of the token
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
-        const u32 row = chunks[minimum(n, count - 1)] * geometry.chunk_rows + in_chunk;
-        exists |= n < count && row < rows_sent ? 1U << n : 0;
-        token[n] = pairs[minimum(row, rows_sent - 1)];
-      }
-      u32 rows[kChunksAtOnce];  // that the token has sent
-      for (u32 n = 0; n < kChunksAtOnce; ++n) {
-        token[n] /= geometry.top_k;
-        rows[n] = geometry.top_k;
+        token[n] = rows.pair[n] / rank_.geometry().top_k;
+        sent[n] = rank_.geometry().top_k;
       }
       if (combines_unsent(call_)) {
         for (u32 n = 0; n < kChunksAtOnce; ++n) {
-          rows[n] = rank_.memory.token_rows[token[n]];
+          sent[n] = rank_.memory.token_rows[token[n]];
         }
       }
       u32 back[kChunksAtOnce];
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
         // Relaxed: this warp alone counts, and several lanes may count for one token.
         back[n] = P::template add_relaxed<Scope::block>(
-            &rows_back_word(token[n]), (exists >> n & 1U) << rows_back_shift(token[n]));
+            &rank_.os->rows_back[token[n] / OsMemory::kTokensPerWord],
+            (rows.exist >> n & 1U) << rows_back_shift(token[n]));
       }
-      u32 complete = 0;
-      u32 mine = 0;
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
         const u32 before = back[n] >> rows_back_shift(token[n]) & kRowsBackMask;
-        const bool last = (exists >> n & 1U) != 0 && before + 1 == rows[n];
-        complete |= last ? 1U << n : 0;
-        mine += last ? 1 : 0;
+        append((rows.exist >> n & 1U) != 0 && before + 1 == sent[n], token[n]);
       }
-      if (P::ballot(mine != 0) == 0) {
-        continue;
-      }
-      const u32 places = P::inclusive_scan(mine);
-      u32 place = ready_ + places - mine;
-      for (u32 n = 0; n < kChunksAtOnce; ++n) {
-        if ((complete >> n & 1U) != 0) {
-          // A plain store: published with the descriptor.
-          rank_.memory.ready_tokens[place++] = token[n];
-        }
-      }
-      ready_ += P::broadcast(places, P::kLanes - 1);
     }
+  }
+
+  /// Notes the lanes' tokens that are complete.
+  void append(bool complete, u32 token) {
+    const u32 lanes = P::ballot(complete);
+    if (complete) {
+      // A plain store: published with the descriptor.
+      rank_.memory.ready_tokens[ready_ + P::lanes_before(lanes)] = token;
+    }
+    ready_ += P::count(lanes);
   }
 
   /// Posts the tokens that have become complete. This warp alone posts Combine, but for the first,
@@ -582,6 +598,7 @@ class ReturnsSubscriber {
   const Rank<P>& rank_;
   const Call& call_;
   bool routed_ = false;
+  u32 found_ = 0;   // chunks that are back and not taken in yet
   u32 tasks_;       // number of the next Combine
   u32 ready_ = 0;   // complete tokens so far
   u32 posted_ = 0;  // of these, in a task

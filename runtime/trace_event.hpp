@@ -27,9 +27,9 @@ struct alignas(64) TraceEvent {
   u32 part;
   u32 peer;    // dispatch: the destination
   u32 expert;  // GEMMs: the local expert
-  u32 place;   // GEMMs: the tile; dispatch: the task's first chunk; combine: its first token's
-               // place among the complete ones
-  u32 rows;    // GEMMs: of the tile; combine: tokens written
+  u32 place;   // GEMMs: the tile; dispatch: the part's first chunk; combine: the task's first
+               // token's place among the complete ones, kNone for tokens that sent no row
+  u32 rows;    // GEMMs: of the tile; dispatch: chunks; combine: tokens written
   // Of a part, in ns behind begin_ns; 0 where a machine has no such moment.
   u32 loading;    // its loads begin
   u32 computing;  // its first operands are here
@@ -46,16 +46,23 @@ static_assert(sizeof(TraceEvent) == 64);
 
 /// What the event of a finished part says of its task; `combined`: tokens that it has written.
 constexpr TraceEvent event_of(const Task& task, ReadyWord word, u32 combined) {
-  const bool product = task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1;
   TraceEvent event{};
   event.kind = static_cast<u32>(task.kind);
   event.part = word.part();
-  event.peer = task.kind == TaskKind::dispatch ? task.peer : kNone;
-  event.expert = product ? task.local_expert : kNone;
-  event.place = product                           ? task.tile
-                : task.kind == TaskKind::dispatch ? task.first_chunk
-                                                  : task.first_ready;
-  event.rows = product ? task.rows : combined;
+  event.peer = event.expert = kNone;
+  if (task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1) {
+    event.expert = task.local_expert;
+    event.place = task.tile;
+    event.rows = task.rows;
+  } else if (task.kind == TaskKind::dispatch) {
+    const ChunkRange sent = chunks_in_part(task, word.part());
+    event.peer = task.peer;
+    event.place = sent.first;
+    event.rows = sent.count;
+  } else if (task.kind == TaskKind::combine) {
+    event.place = task.rows == 0 ? kNone : task.first_ready;
+    event.rows = combined;
+  }
   return event;
 }
 

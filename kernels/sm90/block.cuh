@@ -2,16 +2,17 @@
 //
 //   warp 0       fetch: claims parts and copies their descriptors here, one ahead
 //   warp 1       load: issues the TMA loads of the part at hand and the next
-//   warp 2       store: issues the TMA stores of results and of dispatched rows
+//   warp 2       store: issues the TMA stores of dispatched rows
 //   warp 3       complete: makes a finished part's effects visible
-//   warps 4-11   two consumer warpgroups: products, epilogues, Route and the sums of Combine
+//   warps 4-11   two consumer warpgroups: products and their results' way to memory, Route and the
+//                sums of Combine
 //
 // A part passes through its slot: full (fetched), begun (its first round of stages is known), done
 // (its results are in memory), empty. What is loaded passes through the stages, in the order of
-// parts; results pass through the staging memory. Dispatch goes from the stages to memory and never
-// meets a consumer. A warp that does not follow the stages of every part waits for `begun` before
-// it looks at one: a barrier's parity tells a phase from the one before it, but not from an older
-// one. May not know: what an epilogue computes.
+// parts; each consumer warp turns its results into rows in memory of its own. Dispatch goes from
+// the stages to memory and never meets a consumer. A warp that does not follow the stages of every
+// part waits for `begun` before it looks at one: a barrier's parity tells a phase from the one
+// before it, but not from an older one. May not know: what an epilogue computes.
 #pragma once
 
 #include "kernels/sm90/config.cuh"
@@ -75,11 +76,13 @@ inline constexpr u32 kDispatchSteps = ceil_div(kGeometry.chunk_rows, kDispatchRo
 struct Slot {
   ReadyWord word;
   u64 begun_ns;
-  RingPosition<kStages> stage;  // the part's first
-  u32 combined;                 // Combine: tokens that the part writes
-  u32 bad_token;                // Route: a token with bad logits or bad given ids, or kNone
-  u32 last_route;               // Route: 1 when this part was the call's last one
-  u32 pairs[Machine::kLanes];   // Dispatch: what the chunk's rows carry; kNone: there are no more
+  RingPosition<kStages> stage;          // the part's first
+  u32 combined;                         // Combine: tokens that the part writes
+  u32 bad_token;                        // Route: a token with bad logits or bad given ids, or kNone
+  u32 last_route;                       // Route: 1 when this part was the call's last one
+  u8* results[Geometry::kMaxSegments];  // products: where each segment's first row goes
+  ChunkRange chunks;                    // Dispatch: of the part
+  u32 pairs[Geometry::kChunksPerPart][Machine::kLanes];  // what their rows carry; kNone: nothing
 };
 inline constexpr u32 kSlots = 2;
 
@@ -91,14 +94,15 @@ struct Stamps {
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;
 
-/// Results of a consumer warpgroup on their way to memory: 64 rows of 128 two-byte columns. The
-/// 16-byte pieces of a row lie in an order of its own, so that eight rows at one column lie in
-/// different banks.
+/// Results of a consumer warp on their way to memory: 16 rows of 128 two-byte columns. The 16-byte
+/// pieces of a row lie in an order of its own, so that eight rows at one column lie in different
+/// banks.
 inline constexpr u32 kStagingColumns = 128;
 inline constexpr u32 kStagingStride = kStagingColumns * 2;
 inline constexpr u32 kStagingPiece = 16;
 constexpr u32 staging_place(u32 row, u32 piece) { return (piece ^ row % 8) * kStagingPiece; }
-inline constexpr u32 kStagingBytes = kConsumerRows * kStagingStride;
+inline constexpr u32 kStagingRows = kConsumerRows / (kConsumerWarps / kConsumers);
+inline constexpr u32 kStagingBytes = kStagingRows * kStagingStride;
 
 /// What Route keeps of its block while it sorts the pairs by expert; in the staging memory, which
 /// it does not use.
@@ -110,18 +114,16 @@ struct RouteScratch {
   u16 rank[kRouteTokens * kGeometry.top_k];    // [pair of the block]: earlier ones in the share
 };
 inline constexpr u16 kNoExpert = 0xFFFF;
-static_assert(sizeof(RouteScratch) <= kConsumers * kStagingBytes);
+static_assert(sizeof(RouteScratch) <= kConsumerWarps * kStagingBytes);
 
 struct Shared {
   Stage stages[kStages];
-  alignas(kStagingStride) u8 staging[kConsumers][kStagingBytes];
+  alignas(kStagingStride) u8 staging[kConsumerWarps][kStagingBytes];
   Task tasks[kSlots];
   Task finished;  // the complete warp's copy, so that it holds up no slot
   Slot slots[kSlots];
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
-  Barrier staging_full[kConsumers];
-  Barrier staging_empty[kConsumers];
   Barrier slot_full[kSlots];
   Barrier slot_begun[kSlots];  // Slot::stage is known; see Loader
   Barrier slot_done[kSlots];   // the part's results are in memory

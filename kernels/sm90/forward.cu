@@ -6,11 +6,11 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/combine.cuh"
+#include "kernels/sm90/dispatch.cuh"
 #include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/host_failure.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/route.cuh"
-#include "kernels/sm90/stores.cuh"
 #include "kernels/sm90/token_count.cuh"
 #include "runtime/os.hpp"
 #include "runtime/processor.hpp"
@@ -21,10 +21,11 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-/// Claims the next part and copies its descriptor. Looks up a Dispatch part's rows, while the block
-/// is at the part before. False: leave.
-inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
-                       Processor<Machine>& processor, Task& task, Slot& slot, Stamps& stamps) {
+/// Claims the next part and copies its descriptor. Looks up where its rows lie, while the block is
+/// at the part before. False: leave.
+inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
+                       const RoutingMap& map, Processor<Machine>& processor, Task& task, Slot& slot,
+                       Stamps& stamps) {
   const u32 lane = Machine::lane();
   ReadyWord word;
   bool more = processor.claim(word);
@@ -41,9 +42,16 @@ inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const Routin
       reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
       more = false;
     } else if (word.kind() == TaskKind::dispatch) {
-      const u32 row = (task.first_chunk + word.part()) * kGeometry.chunk_rows + lane;
-      const bool exists = lane < kGeometry.chunk_rows && row < rank.memory.rows_sent(task.peer);
-      slot.pairs[lane] = exists ? look_up_row(rank, map, task.peer, row).pair : kNone;
+      const ChunkRange chunks = chunks_in_part(task, word.part());
+      const u32 rows_sent = rank.memory.rows_sent(task.peer);
+      for (u32 i = 0; i < chunks.count; ++i) {
+        const u32 row = (chunks.first + i) * kGeometry.chunk_rows + lane;
+        const bool exists = lane < kGeometry.chunk_rows && row < rows_sent;
+        slot.pairs[i][lane] = exists ? look_up_row(rank, map, task.peer, row).pair : kNone;
+      }
+      slot.chunks = chunks;
+    } else {
+      find_results(arguments, rank, task, slot);
     }
   }
   if (lane == 0) {
@@ -59,14 +67,14 @@ inline bool fetch_part(const Rank<Machine>& rank, const Call& call, const Routin
 }
 
 /// Keeps the block's slots filled, one part ahead of the consumers. Leaves last.
-inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Machine>& processor,
-                      Shared& shared) {
+inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
+                      Processor<Machine>& processor, Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
   for (bool more = true; more; at.advance()) {
     wait_for_slot(shared, at.index, at.parity ^ 1);
-    more = fetch_part(rank, call, map, processor, shared.tasks[at.index], shared.slots[at.index],
-                      shared.stamps[at.index]);
+    more = fetch_part(arguments, rank, call, map, processor, shared.tasks[at.index],
+                      shared.slots[at.index], shared.stamps[at.index]);
     shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
   }
   for (u32 i = 0; i < kSlots; ++i, at.advance()) {
@@ -100,7 +108,9 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     fence_proxy_async();
     loader.begin_part(at.index);
     if (task.kind == TaskKind::dispatch) {
-      load_chunk(arguments, slot, loader);
+      for (u32 i = 0; i < slot.chunks.count; ++i) {
+        load_chunk(arguments, slot.pairs[i], loader);
+      }
     } else if (task.kind == TaskKind::combine) {
       load_tokens(rank, call, map, task, word.part(), slot, loader);
     } else if (task.kind != TaskKind::route) {
@@ -115,32 +125,29 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
   }
 }
 
-/// Issues the stores of every part that has staged any.
-inline void run_store(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                      Shared& shared) {
+/// Issues the stores of Dispatch parts.
+inline void run_store(const Rank<Machine>& rank, const Call& call, Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
-  StagingPosition staging[kConsumers];
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
     const Slot& slot = shared.slots[at.index];
     const Task& task = shared.tasks[at.index];
-    const ReadyWord word = slot.word;
-    if (word.epoch() == 0) {
+    if (slot.word.epoch() == 0) {
       release_slot(shared, at.index);
       return;
     }
-    const TaskKind kind = task.kind;
-    if (kind == TaskKind::dispatch) {
+    if (task.kind == TaskKind::dispatch) {
       shared.slot_begun[at.index].wait(at.parity);
       RingPosition<kStages> stage = slot.stage;
-      store_chunk(rank, map, task, word.part(), slot, shared, stage);
-    } else if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
-      store_tile(arguments, rank, task, word.part(), shared, staging);
-    }
-    __syncwarp();
-    if (Machine::lane() == 0 && kind != TaskKind::route && kind != TaskKind::combine) {
-      shared.slot_done[at.index].arrive();
+      for (u32 i = 0; i < slot.chunks.count; ++i) {
+        store_chunk(rank, map, task.peer, slot.chunks.first + i, slot.pairs[i], shared, stage);
+      }
+      wait_until_stored();
+      __syncwarp();
+      if (Machine::lane() == 0) {
+        shared.slot_done[at.index].arrive(kConsumerWarps);
+      }
     }
     release_slot(shared, at.index);
   }
@@ -259,7 +266,6 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const u32 group = warp / 4;
   RingPosition<kSlots> at;
-  StagingPosition staging;
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
     Slot& slot = shared.slots[at.index];
@@ -286,18 +292,21 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), shared, stage);
         stamp_computed(shared, at.index);
-        finish_tile(d, kind, group, shared, staging);
+        finish_tile(d, task, slot, word.part(), shared);
       } else {
         float d[kTileColumns / 2];
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), group, shared, stage);
         stamp_computed(shared, at.index);
-        finish_tile(d, kind, group, shared, staging);
+        finish_tile(d, task, slot, word.part(), shared);
+      }
+      __syncwarp();
+      if (Machine::lane() == 0) {
+        shared.slot_done[at.index].arrive();
       }
     } else if (kind != TaskKind::dispatch) {
       if (kind == TaskKind::route) {
-        // Route works in the staging memory: what was staged before must have left it.
-        shared.staging_empty[group].wait(staging.parity ^ 1);
+        // Route works in the staging memory: all warps must be done with theirs.
         named_barrier(kConsumersBarrier, kConsumerThreads);
         run_route(arguments, rank, call, index, slot, task, word.part(), shared, stage);
       } else {
@@ -306,7 +315,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       stamp_computed(shared, at.index);
       named_barrier(kConsumersBarrier, kConsumerThreads);
       if (threadIdx.x == kFirstConsumerWarp * 32) {
-        shared.slot_done[at.index].arrive();
+        shared.slot_done[at.index].arrive(kConsumerWarps);
       }
     }
     release_slot(shared, at.index);
@@ -325,11 +334,11 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
   Processor<Machine> processor(rank, call, index);
   lower_registers<kOtherRegisters>();
   if (warp == kFetchWarp) {
-    run_fetch(rank, call, processor, shared);
+    run_fetch(arguments, rank, call, processor, shared);
   } else if (warp == kLoadWarp) {
     run_load(arguments, rank, call, shared);
   } else if (warp == kStoreWarp) {
-    run_store(arguments, rank, call, shared);
+    run_store(rank, call, shared);
   } else {
     run_complete(arguments, rank, processor, index, shared);
   }
@@ -355,14 +364,10 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
       shared.stage_full[i].initialise(1);
       shared.stage_empty[i].initialise(kConsumerWarps);
     }
-    for (u32 i = 0; i < kConsumers; ++i) {
-      shared.staging_full[i].initialise(kConsumerThreads / kConsumers);
-      shared.staging_empty[i].initialise(1);
-    }
     for (u32 i = 0; i < kSlots; ++i) {
       shared.slot_full[i].initialise(Machine::kLanes);
       shared.slot_begun[i].initialise(1);
-      shared.slot_done[i].initialise(1);
+      shared.slot_done[i].initialise(kConsumerWarps);
       shared.slot_empty[i].initialise(3 + kConsumerWarps);  // the warps that read it
     }
     fence_barrier_initialisation();

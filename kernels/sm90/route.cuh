@@ -27,7 +27,7 @@ inline void exchange_logits(const float (&d)[kRouteColumns / 2], Logits& logits,
                             u8* memory) {
   constexpr u32 kCount = kRouteColumns / 4;
   constexpr u32 kAtOnce = minimum(kCount, 32U);
-  static_assert(kConsumerThreads * kAtOnce * sizeof(float) <= kConsumers * kStagingBytes);
+  static_assert(kConsumerThreads * kAtOnce * sizeof(float) <= kConsumerWarps * kStagingBytes);
   float* sums = reinterpret_cast<float*>(memory) + threadIdx.x % 128;
   const auto place = [&](u32 of_group, u32 i) { return (of_group * kAtOnce + i) * 128; };
 #pragma unroll

@@ -37,6 +37,10 @@ class Machine {
     return lane;
   }
   static u32 ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+  static u32 lanes_before(u32 ballot) {
+    return static_cast<u32>(__popc(static_cast<int>(ballot & ((1U << lane()) - 1))));
+  }
+  static u32 count(u32 ballot) { return static_cast<u32>(__popc(static_cast<int>(ballot))); }
   static u32 first_lane(u32 ballot) {
     return ballot == 0 ? 0 : static_cast<u32>(__ffs(static_cast<int>(ballot))) - 1;
   }
@@ -62,7 +66,10 @@ class Machine {
   static u32 load_relaxed(const u32* word) {
     u32 value;
     if constexpr (S == Scope::block) {
-      asm volatile("ld.relaxed.cta.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+      asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];"
+                   : "=r"(value)
+                   : "r"(in_shared_memory(word))
+                   : "memory");
     } else if constexpr (S == Scope::device) {
       asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
     } else {
@@ -85,7 +92,9 @@ class Machine {
   template <Scope S>
   static void store_relaxed(u32* word, u32 value) {
     if constexpr (S == Scope::block) {
-      asm volatile("st.relaxed.cta.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+      asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(in_shared_memory(word)),
+                   "r"(value)
+                   : "memory");
     } else if constexpr (S == Scope::device) {
       asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
     } else {
@@ -106,9 +115,9 @@ class Machine {
   static u32 add_relaxed(u32* word, u32 value) {
     u32 before;
     if constexpr (S == Scope::block) {
-      asm volatile("atom.add.relaxed.cta.u32 %0, [%1], %2;"
+      asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], %2;"
                    : "=r"(before)
-                   : "l"(word), "r"(value)
+                   : "r"(in_shared_memory(word)), "r"(value)
                    : "memory");
     } else if constexpr (S == Scope::device) {
       asm volatile("atom.add.relaxed.gpu.u32 %0, [%1], %2;"
@@ -272,6 +281,12 @@ class Machine {
   Transport transport() const { return Transport(peers_ + kWorld); }
 
   static constexpr u32 kAllLanes = 0xFFFFFFFFU;
+
+  /// The address of a word of the block's own: all of them are OsMemory's. By a generic address the
+  /// same access takes several times as long.
+  static u32 in_shared_memory(const u32* word) {
+    return static_cast<u32>(__cvta_generic_to_shared(word));
+  }
 
   template <Scope S>
   static void fence() {

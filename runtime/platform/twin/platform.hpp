@@ -32,6 +32,8 @@ class Machine {
 
   static u32 lane() { return 0; }
   static u32 ballot(bool predicate) { return predicate ? 1U : 0U; }
+  static u32 lanes_before(u32 /*ballot*/) { return 0; }
+  static u32 count(u32 ballot) { return ballot; }
   static u32 first_lane(u32 /*ballot*/) { return 0; }
   template <class T>
   static T broadcast(T value, u32 /*source_lane*/) {

@@ -23,6 +23,10 @@ class Machine {
 
   static u32 lane() { return threadIdx.x % 32; }
   static u32 ballot(bool predicate) { return __ballot_sync(~0U, predicate); }
+  static u32 lanes_before(u32 ballot) {
+    return static_cast<u32>(__builtin_popcount(ballot & ((1U << lane()) - 1)));
+  }
+  static u32 count(u32 ballot) { return static_cast<u32>(__builtin_popcount(ballot)); }
   static u32 first_lane(u32 ballot) {
     return ballot == 0 ? 0 : static_cast<u32>(__builtin_ctz(ballot));
   }
