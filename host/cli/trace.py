@@ -20,6 +20,7 @@ import typer
 
 import moeos
 from moeos import drawing
+from moeos.bench import provenance
 from moeos.cli import failures, machine, output, trace_report
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.cli.settings import read_settings
@@ -151,22 +152,31 @@ def _run(world: moeos.World, options: TraceOptions) -> int:
         layer(given.x, given.topk_ids, given.topk_weights)
     layer.check()
     traces = _gather(world, layer.trace())
-    tokens = world.control.allgather(len(batch.x), "the tokens of the call")
     if world.rank != 0:
         return failures.DONE
+    return _conclude(options, traces, _about(world, options, cfg, len(batch.x)))
+
+
+def _about(
+    world: moeos.World, options: TraceOptions, cfg: moeos.MoEConfig, tokens: int
+) -> dict[str, Any]:
+    """What ran, in words and in full."""
     assert options.config is not None  # execute has seen to it
-    about = {
-        "layer": options.config.stem,
+    device = machine.gpus()[0] if world.backend == "cuda" else f"the twin, {machine.processor()}"
+    return {
+        "what": (
+            f"{options.config.stem}, {cfg.experts} experts, {output.plural(world.size, 'rank')} on "
+            f"{device}, {tokens} tokens a rank"
+        ),
+        "commit": provenance.commit(),
         "config": json.loads(cfg.digest()),
         "backend": world.backend,
-        "machine": (machine.gpus() or [machine.processor()])[0],
         "tokens": tokens,
         "calls_before": options.calls,
         "routing": options.routing,
         "seed": options.seed,
         "versions": machine.versions(),
     }
-    return _conclude(options, traces, about)
 
 
 def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig, Batch]:

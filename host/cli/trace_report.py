@@ -41,14 +41,8 @@ class Report:
 
     def title(self) -> str:
         """What ran, in a line."""
-        about = self._about
-        tokens = about["tokens"]
-        many = str(tokens[0]) if len(set(tokens)) == 1 else f"{min(tokens)} to {max(tokens)}"
-        return (
-            f"{about['layer']}, {about['config']['experts']} experts: {output.plural(len(self._ranks), 'rank')} on "
-            f"{about['machine']} ({about['backend']}), {many} tokens a rank, "
-            f"{_time(self._call.length)} from the first event to the last"
-        )
+        what = self._about.get("what", "a call")
+        return f"{what}: {_time(self._call.length)} from the first event to the last"
 
     def warnings(self) -> Iterator[str]:
         """What makes the trace less than it should be, a sentence each."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def load(file: Path) -> tuple[list[RankTrace], dict[str, Any]]:
                     raise ValueError(f"its format is {about['format']}, not {FORMAT}")
                 size = int(about["ranks"])
                 return [_rank(arrays, rank, size) for rank in range(size)], about
-        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(
                 f"{file} is no trace that `moeos trace --save` wrote: {error}"
             ) from error
@@ -79,7 +80,14 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         or noted.sum() != len(events)
     ):
         raise ValueError(f"the lists of rank {rank} do not fit its events")
-    if received.ndim != 2 or len(received) != size or received.min() < 0 or chunk_rows < 1:
+    if (
+        received.ndim != 2
+        or received.shape[0] != size
+        or received.shape[1] < 1
+        or received.dtype.kind not in "iu"
+        or received.min() < 0
+        or chunk_rows < 1
+    ):
         raise ValueError(f"the rows that rank {rank} received are not those of {size} ranks")
     trace = RankTrace(
         rank,
