@@ -71,7 +71,7 @@ def lone_rank(dispatched: tuple[int, int]) -> CallTrace:
                     event("gemm0", 110, 119, expert=0, place=1, rows=8),
                     event("gemm0", 120, 130, expert=1, place=2, rows=24, part=0),
                     event("gemm0", 130, 141, expert=1, place=2, rows=24, part=1),
-                    event("gemm1", 150, 162, expert=0, place=0, rows=32),
+                    event("gemm1", 150, 190, expert=0, place=0, rows=32),  # after the others
                     event("gemm1", 162, 175, expert=0, place=1, rows=8),
                     event("gemm1", 176, 180, expert=1, place=2, rows=24),
                 ],
