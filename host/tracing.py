@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 KINDS = (
     *("route", "combine", "gemm1", "gemm0", "dispatch"),
@@ -18,6 +18,9 @@ KINDS = (
 TASK_KINDS = KINDS[:5]
 OS_ACTORS = ("scheduler", "counts", "arrivals", "returns")
 """The actors behind the processors, in the order of their lists."""
+
+MAX_EVENTS = 1 << 16
+"""The most events that an actor can be asked to note of a call."""
 
 EVENT = numpy.dtype(
     [
@@ -41,19 +44,39 @@ class RankTrace:
         events: of each actor, in the order in which they were noted: the processors, then
             `OS_ACTORS`. Of dtype `EVENT`; times in ns of the device's clock.
         dropped: [actor] events that found no room.
+        received: int64 [P, X] rows that came from each rank for each local expert, which are sent
+            in this order, `chunk_rows` at a time.
+        chunk_rows: rows of a chunk.
     """
 
     rank: int
     events: list[NDArray[numpy.void]]
     dropped: list[int]
+    received: NDArray[numpy.int64]
+    chunk_rows: int
+
+    @property
+    def processors(self) -> int:
+        """How many processors the rank has."""
+        return len(self.events) - len(OS_ACTORS)
 
 
-def read(rank: int, counts: NDArray[numpy.uint32], events: NDArray[numpy.void]) -> RankTrace:
-    """A rank's trace out of its memory: counts [actors], events [actors, room] of `EVENT`."""
+def read(
+    rank: int,
+    counts: NDArray[numpy.uint32],
+    events: NDArray[numpy.void],
+    received: ArrayLike,
+    chunk_rows: int,
+) -> RankTrace:
+    """A rank's trace out of its memory: counts [actors], events [actors, room] of `EVENT`; and
+    received and chunk_rows as in `RankTrace`.
+    """
     room = events.shape[1]
     noted = [min(int(count), room) for count in counts]
     return RankTrace(
         rank,
         [actor[:count].copy() for actor, count in zip(events, noted, strict=True)],
         [int(count) - kept for count, kept in zip(counts, noted, strict=True)],
+        numpy.asarray(received, numpy.int64),
+        chunk_rows,
     )

@@ -17,11 +17,10 @@ from typing import Literal
 
 from moeos.control import ControlPlane
 from moeos.heap import SymmetricHeap
+from moeos.tracing import MAX_EVENTS
 
 Backend = Literal["twin", "cuda"]
 
-MAX_TRACE_EVENTS = 1 << 16
-"""The most events that an actor can be asked to note of a call; each takes 64 bytes."""
 MAX_DEADLINE = 86_400.0
 """The longest deadline, in seconds."""
 
@@ -211,7 +210,7 @@ def check_deadline(deadline: float) -> None:
 
 def check_trace_events(trace_events: int) -> None:
     """Raises `TypeError` or `ValueError` unless so many events can be noted."""
-    _check_integer("trace_events", trace_events, 0, MAX_TRACE_EVENTS)
+    _check_integer("trace_events", trace_events, 0, MAX_EVENTS)
 
 
 def check_ranks_per_node(ranks_per_node: int | None) -> None:

@@ -7,12 +7,12 @@ it again, whether it is of the results that lie beside it. Drawing needs matplot
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moeos import drawing
 from moeos.bench import bars
 
 FOLDER = "benchmarks/plots"
@@ -20,8 +20,6 @@ FOLDER = "benchmarks/plots"
 
 LEAST_POINTS = 3
 """A shape with fewer token counts is not drawn."""
-
-INSTALL = "pip install 'moeos[plots]'"
 
 _LINES: Mapping[str, Mapping[str, Any]] = {
     "moeos": {"color": "#d62728", "marker": "o", "linewidth": 2.0},
@@ -73,10 +71,7 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
     shapes = [shape for shape in results["shapes"] if is_drawn(results, shape)]
     if not shapes:
         return []
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise RuntimeError(f"matplotlib, which draws plots, is missing: {INSTALL}") from error
+    matplotlib = drawing.matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for shape in shapes:
@@ -88,7 +83,7 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def _draw(results: Mapping[str, Any], shape: str, file: Path) -> None:
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(10, 4.2))
+    figure = drawing.figure(10, 4.2)
     times, shares = figure.subplots(1, 2, width_ratios=(3, 2))
     found = series(results, shape)
     tokens = found["tokens"]

@@ -1,4 +1,4 @@
-"""The command `moeos`: run a layer, size one, or look at this machine.
+"""The command `moeos`: run a layer, size one, look into a call, or look at this machine.
 
 Commands use the package's public interface; nothing outside this folder may import it.
 """
@@ -15,6 +15,7 @@ from moeos.cli.doctor import doctor
 from moeos.cli.fuzz import fuzz
 from moeos.cli.plan import plan
 from moeos.cli.run import run
+from moeos.cli.trace import trace
 
 app = typer.Typer(
     name="moeos",
@@ -28,6 +29,7 @@ app.command()(plan)
 app.command()(doctor)
 app.command("compile")(compile_)
 app.command()(fuzz)
+app.command()(trace)
 
 
 def main() -> None:

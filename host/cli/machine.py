@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from moeos.world import World
+
 _PACKAGES = (
     "moeos",
     "torch",
@@ -79,3 +81,11 @@ def describe() -> dict[str, object]:
         "gpus": gpus(),
         "system": platform.platform(),
     }
+
+
+def processors_of(world: World) -> int:
+    """Of each rank: threads of the twin, or blocks of the GPU, one of which is the OS block."""
+    if world.backend == "twin":
+        return world.processors
+    blocks = torch.cuda.get_device_properties().multi_processor_count
+    return blocks // (world.size if world.control.shares_memory else 1) - 1

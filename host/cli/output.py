@@ -54,6 +54,11 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
+def plural(number: int, noun: str) -> str:
+    """A number of things."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def check_writable(path: Path | None, option: str = "--json") -> None:
     """Raises `ValueError`, which names the option, now if a file could not be written later."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -65,7 +70,11 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
     Raises `OSError`, which names the file.
     """
-    text = json.dumps(_finite(document), indent=2) + "\n"
+    write_text(path, json.dumps(_finite(document), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file. Raises `OSError`, which names it."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:  # of a full disk it names none

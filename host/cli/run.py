@@ -29,13 +29,17 @@ from moeos.cli.settings import RunSettings, read_settings
 from moeos.cli.tensors import SafetensorsFile, piece, read_rows
 from moeos.cli.text import read_documents
 from moeos.cli.totals import Totals
-from moeos.cli.workload import GivenTokens, RandomTokens, TextTokens, Workload
+from moeos.cli.workload import (
+    GivenTokens,
+    RandomTokens,
+    TextTokens,
+    Workload,
+    check_tokens,
+    generator_of,
+)
 
 MAX_ITERATIONS = 10_000
 """The most calls of one run: each rank reports the numbers of each."""
-
-_MAX_SEED = 2**31 - 1
-_RANK_SEEDS = 1_000_003  # between the seeds of consecutive ranks
 
 Item = TypeVar("Item")
 
@@ -201,25 +205,20 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     cfg = moeos.MoEConfig.from_toml(options.config)
     settings = read_settings(options.config)
     output.check_writable(options.json_file)
-    if not 0 <= options.seed <= _MAX_SEED:
-        raise ValueError(f"--seed is {options.seed}; allowed: 0 to {_MAX_SEED}")
+    generator = generator_of(options.seed, world.rank)
     if options.prefix and options.weights is None:
         raise ValueError(f"--prefix is {options.prefix!r}; it needs --weights")
     calls = settings.iterations if options.iterations is None else options.iterations
     if not 1 <= calls <= MAX_ITERATIONS:
         raise ValueError(f"iterations is {calls}; allowed: 1 to {MAX_ITERATIONS}")
-    generator = torch.Generator().manual_seed(options.seed + _RANK_SEEDS * (world.rank + 1))
     workload, source, rows = _workload(cfg, world, options, settings, generator)
     tokens = next(
         given
         for given in (options.tokens, rows, settings.tokens, cfg.max_tokens)
         if given is not None
     )
-    if not 0 <= tokens <= cfg.max_tokens:
-        advice = "; give --tokens to pass fewer in each call" if options.tokens is None else ""
-        raise ValueError(
-            f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}, of this rank{advice}"
-        )
+    advice = "; give --tokens to pass fewer in each call" if options.tokens is None else ""
+    check_tokens(tokens, cfg, advice)
     varies = settings.vary_tokens and rows is None
     return _Plan(cfg, tokens, calls, varies, workload, source, generator)
 
@@ -268,13 +267,17 @@ def _make_layer(cfg: moeos.MoEConfig, world: moeos.World, options: RunOptions) -
 
 def _introduce(world: moeos.World, plan: _Plan) -> None:
     cfg = plan.cfg
-    ranks, processors = _plural(world.size, "rank"), _plural(_processors(world), "processor")
+    ranks, processors = (
+        output.plural(world.size, "rank"),
+        output.plural(machine.processors_of(world), "processor"),
+    )
     upto = "0 to " if plan.varies else ""
+    calls = output.plural(plan.calls, "call")
     print(
         f"{ranks} on the {world.backend}, {processors} each\n"
         f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "
         f"{cfg.intermediate}, {cfg.activation}, {str(cfg.dtype).removeprefix('torch.')}\n"
-        f"{_plural(plan.calls, 'call')} with {upto}{plan.tokens} tokens a rank; {plan.source}",
+        f"{calls} with {upto}{plan.tokens} tokens a rank; {plan.source}",
         flush=True,
     )
 
@@ -282,18 +285,6 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
 def _progress(items: Iterable[Item], what: str, *, visible: bool) -> Iterable[Item]:
     with Progress(console=Console(stderr=True), disable=not visible) as progress:
         yield from progress.track(list(items), description=what)
-
-
-def _processors(world: moeos.World) -> int:
-    """Of each rank: threads of the twin, or blocks of the GPU, one of which is the OS block."""
-    if world.backend == "twin":
-        return world.processors
-    blocks = torch.cuda.get_device_properties().multi_processor_count
-    return blocks // (world.size if world.control.shares_memory else 1) - 1
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _conclude(
@@ -312,7 +303,7 @@ def _conclude(
             "config": json.loads(plan.cfg.digest()),
             "backend": world.backend,
             "ranks": world.size,
-            "processors": _processors(world),
+            "processors": machine.processors_of(world),
             "source": plan.source,
             "calls": plan.calls,
             "seed": options.seed,

@@ -15,6 +15,24 @@ from moeos.cli.routing import Pattern, draw_routing
 from moeos.cli.text import ByteEmbedding
 from moeos.config import MoEConfig
 
+_MAX_SEED = 2**31 - 1
+_RANK_SEEDS = 1_000_003  # between the seeds of consecutive ranks
+
+
+def generator_of(seed: int, rank: int) -> torch.Generator:
+    """What a rank draws its tokens from. Raises `ValueError` for a seed that cannot be."""
+    if not 0 <= seed <= _MAX_SEED:
+        raise ValueError(f"--seed is {seed}; allowed: 0 to {_MAX_SEED}")
+    return torch.Generator().manual_seed(seed + _RANK_SEEDS * (rank + 1))
+
+
+def check_tokens(tokens: int, cfg: MoEConfig, advice: str = "") -> None:
+    """Raises `ValueError`, with the advice, if a rank cannot pass so many in a call."""
+    if not 0 <= tokens <= cfg.max_tokens:
+        raise ValueError(
+            f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}, of this rank{advice}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:

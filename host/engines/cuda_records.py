@@ -112,10 +112,8 @@ def stats_of(memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> Cal
     total = tallies.sum(dim=0).tolist()
     kinds, rest = total[: len(_KINDS)], total[len(_KINDS) :]
     tasks = dict(zip(_KINDS, kinds, strict=True))
-    starts = shape.cfg.experts_per_rank(shape.world_size) + 1
     sent, received = (
-        _words(memory, offsets[name], shape.world_size * starts).view(-1, starts).cpu()
-        for name in ("send_start", "receive_start")
+        _starts(memory, offsets[name], shape) for name in ("send_start", "receive_start")
     )
     return CallStats(
         tokens=rest[10],
@@ -138,7 +136,14 @@ def trace_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelSh
     at, size = offsets["trace_events"], actors * shape.trace_events * EVENT.itemsize
     events = memory[at : at + size].cpu().numpy().view(EVENT).reshape(actors, shape.trace_events)
     counts = _words(memory, offsets["trace_counts"], actors).cpu().numpy().view(numpy.uint32)
-    return tracing.read(rank, counts, events)
+    starts = _starts(memory, offsets["receive_start"], shape)
+    return tracing.read(rank, counts, events, starts.diff(dim=1).numpy(), shape.sizes.chunk_rows)
+
+
+def _starts(memory: Tensor, offset: int, shape: KernelShape) -> Tensor:
+    """int32 [P, X + 1]: of each rank, where each expert's rows start, and where the last's end."""
+    starts = shape.cfg.experts_per_rank(shape.world_size) + 1
+    return _words(memory, offset, shape.world_size * starts).view(-1, starts).cpu()
 
 
 def _words(memory: Tensor, offset: int, count: int) -> Tensor:

@@ -52,6 +52,7 @@ class TwinEngine:
         self._tokens = 0
         remote = not all(map(world.near, range(world.size)))
         sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events)
+        self._chunk_rows = sizes.chunk_rows
         heap = world.allocate_heap(sizes.heap_bytes)
         self._rank: _twin.Rank | None = _twin.Rank(
             sizes=sizes,
@@ -130,12 +131,15 @@ class TwinEngine:
     def trace(self) -> RankTrace:
         """See `Engine.trace`."""
         self._world.require_trace()
-        counts, events = self._live().trace()
+        rank = self._live()
+        counts, events = rank.trace()
         actors = self._world.processors + len(OS_ACTORS)
         return tracing.read(
             self._world.rank,
             numpy.frombuffer(counts, numpy.uint32),
             numpy.frombuffer(events, EVENT).reshape(actors, -1),
+            [rank.rows_received(source) for source in range(self._world.size)],
+            self._chunk_rows,
         )
 
     def reset(self) -> None:

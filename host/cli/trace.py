@@ -1,0 +1,240 @@
+"""`moeos trace`: what every actor did in a call, as a summary, for viewers, as a picture.
+
+It works in one process and under every launcher that `moeos.init` knows; rank 0 speaks for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import moeos
+from moeos import drawing
+from moeos.bench import provenance
+from moeos.cli import failures, machine, output, trace_report
+from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
+from moeos.cli.settings import read_settings
+from moeos.cli.workload import Batch, RandomTokens, check_tokens, generator_of
+from moeos.control import MAX_PAYLOAD_BYTES
+from moeos.timeline import causes, chrome, files, picture
+from moeos.timeline.call import CallTrace
+from moeos.tracing import MAX_EVENTS, RankTrace
+
+MAX_CALLS = 10_000
+"""The most calls before the one that is traced."""
+
+_PIECE_BYTES = MAX_PAYLOAD_BYTES // 2  # of a trace on its way to rank 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """What the command line says; None where the config decides, or nothing is written."""
+
+    config: Path | None = None
+    load: Path | None = None
+    out: Path | None = None
+    png: Path | None = None
+    save: Path | None = None
+    json_file: Path | None = None
+    summary: bool = True
+    tokens: int | None = None
+    ranks: int | None = None
+    backend: str = "auto"
+    calls: int = 3
+    routing: str = "uniform"
+    seed: int = 0
+    events: int = 4096
+    deadline: float = 30.0
+
+
+def trace(
+    config: Annotated[Path | None, typer.Argument(help="TOML file of the layer.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Writes the call for Perfetto's or Chrome's viewer."),
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draws the call; needs matplotlib.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Writes the events as they were noted, for --load.")
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option(help="Reads what --save wrote, in place of a layer.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Writes the summary to this file.")
+    ] = None,
+    summary: Annotated[bool, typer.Option(help="Prints the summary.")] = True,
+    tokens: Annotated[
+        int | None, typer.Option(help="Of each rank; else as the config says.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of this one process, on its cores or its GPU.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help=f"{', '.join(moeos.bootstrap.BACKENDS)}.")] = "auto",
+    calls: Annotated[
+        int, typer.Option(help="Calls with the same tokens before the one that is traced.")
+    ] = 3,
+    routing: Annotated[str, typer.Option(help=f"A pattern: {PATTERNS}.")] = "uniform",
+    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    events: Annotated[int, typer.Option(help="Room for events of each actor.")] = 4096,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which a wait for another rank fails.")
+    ] = 30.0,
+) -> None:
+    """Says what each processor, the scheduler and the subscribers did in a call, and when."""
+    options = TraceOptions(
+        config=config,
+        load=load,
+        out=out,
+        png=png,
+        save=save,
+        json_file=json_file,
+        summary=summary,
+        tokens=tokens,
+        ranks=ranks,
+        backend=backend,
+        calls=calls,
+        routing=routing,
+        seed=seed,
+        events=events,
+        deadline=deadline,
+    )
+    failures.finish(lambda: execute(options))
+
+
+def execute(options: TraceOptions) -> int:
+    """Runs the command in the world of this process, on virtual ranks, or on a file; the exit code.
+
+    Raises what `moeos.init` and a call of the layer raise; `ValueError` for an argument, a trace
+    that cannot be read, and virtual ranks where a launcher has started several ranks; `OSError` for
+    a file; `RuntimeError` if a picture is wanted and matplotlib is missing.
+    """
+    if (options.config is None) == (options.load is None):
+        given = "both are given" if options.load is not None else "neither is given"
+        raise ValueError(f"{given} of CONFIG, a layer to run, and --load, a trace to read")
+    if options.load is not None:
+        _check_files(options)
+        return _conclude(options, *files.load(options.load))
+    if not 1 <= options.events <= MAX_EVENTS:
+        raise ValueError(f"--events is {options.events}; allowed: 1 to {MAX_EVENTS}")
+    if options.ranks is not None:
+        if moeos.bootstrap.detect(os.environ).size != 1:
+            raise ValueError("--ranks is given, but a launcher has started several ranks")
+        return moeos.virtual.run(
+            lambda world: failures.together(world, lambda: _run(world, options)),
+            options.ranks,
+            options.backend,
+            deadline=options.deadline,
+            trace_events=options.events,
+        )[0]
+    with moeos.init(
+        options.backend, deadline=options.deadline, trace_events=options.events
+    ) as world:
+        return failures.together(world, lambda: _run(world, options))
+
+
+def _run(world: moeos.World, options: TraceOptions) -> int:
+    cfg, batch = failures.agree(world, lambda: _prepare(world, options), "the input of the call")
+    torch.manual_seed(options.seed)
+    layer = failures.agree(world, lambda: moeos.MoELayer(cfg, world), "the layer")
+    given = batch.on(layer.w1.device)
+    for _ in range(options.calls + 1):
+        layer(given.x, given.topk_ids, given.topk_weights)
+    layer.check()
+    traces = _gather(world, layer.trace())
+    if world.rank != 0:
+        return failures.DONE
+    return _conclude(options, traces, _about(world, options, cfg, len(batch.x)))
+
+
+def _about(
+    world: moeos.World, options: TraceOptions, cfg: moeos.MoEConfig, tokens: int
+) -> dict[str, Any]:
+    """What ran, in words and in full."""
+    assert options.config is not None  # execute has seen to it
+    device = machine.gpus()[0] if world.backend == "cuda" else f"the twin, {machine.processor()}"
+    return {
+        "what": (
+            f"{options.config.stem}, {cfg.experts} experts, {output.plural(world.size, 'rank')} on "
+            f"{device}, {tokens} tokens a rank"
+        ),
+        "commit": provenance.commit(),
+        "config": json.loads(cfg.digest()),
+        "backend": world.backend,
+        "tokens": tokens,
+        "calls_before": options.calls,
+        "routing": options.routing,
+        "seed": options.seed,
+        "versions": machine.versions(),
+    }
+
+
+def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig, Batch]:
+    assert options.config is not None  # execute has seen to it
+    cfg = moeos.MoEConfig.from_toml(options.config)
+    settings = read_settings(options.config)
+    _check_files(options)
+    if not 0 <= options.calls <= MAX_CALLS:
+        raise ValueError(f"--calls is {options.calls}; allowed: 0 to {MAX_CALLS}")
+    pattern = parse_pattern(options.routing)
+    check_pattern(pattern, cfg, world.size)
+    tokens = settings.tokens if options.tokens is None else options.tokens
+    tokens = cfg.max_tokens if tokens is None else tokens
+    check_tokens(tokens, cfg)
+    workload = RandomTokens(cfg, world.size, pattern, generator_of(options.seed, world.rank))
+    return cfg, workload.draw(tokens)
+
+
+def _check_files(options: TraceOptions) -> None:
+    output.check_writable(options.out, "--out")
+    output.check_writable(options.png, "--png")
+    output.check_writable(options.save, "--save")
+    output.check_writable(options.json_file)
+    if options.png is not None:
+        drawing.matplotlib()
+
+
+def _gather(world: moeos.World, own: RankTrace) -> list[RankTrace]:
+    """The traces of all ranks, in rank order. Collective.
+
+    They travel in pieces of a size that the control plane takes.
+    """
+    content = pickle.dumps(own)
+    count = max(world.control.allgather(-(-len(content) // _PIECE_BYTES), "the traces' sizes"))
+    pieces = [
+        world.control.allgather(
+            content[place * _PIECE_BYTES : (place + 1) * _PIECE_BYTES], "the traces"
+        )
+        for place in range(count)
+    ]
+    return [pickle.loads(b"".join(parts)) for parts in zip(*pieces, strict=True)]
+
+
+def _conclude(options: TraceOptions, traces: Sequence[RankTrace], about: dict[str, Any]) -> int:
+    if options.save is not None:
+        files.save(options.save, traces, about)
+    call = CallTrace.of(traces)
+    found = causes.find(call)
+    report = trace_report.Report(call, found, about)
+    for warning in report.warnings():
+        print(f"moeos: {warning}", file=sys.stderr, flush=True)
+    if options.out is not None:
+        output.write_text(options.out, json.dumps(chrome.document(call, found, about)))
+    if options.png is not None:
+        picture.draw(call, report.title(), options.png)
+    if options.json_file is not None:
+        document = {"command": shlex.join(sys.argv), **report.as_json()}
+        output.write_json(options.json_file, document)
+    if options.summary:
+        report.print()
+    return failures.DONE

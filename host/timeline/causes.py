@@ -1,0 +1,205 @@
+"""What each part waited for, as far as the events and the counts of rows determine it.
+
+It knows how a call's work follows from other work (docs/tracing.md has the rules in words), and
+nothing of files or pictures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+from moeos.timeline.call import (
+    COMBINE,
+    DISPATCH,
+    GEMM0,
+    GEMM1,
+    NONE,
+    ROUTE,
+    CallTrace,
+    Numbers,
+    Parts,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Causes:
+    """Of each part of a call, in the order of `CallTrace.parts`.
+
+    Attributes:
+        part: int64 [n] the number of the part that was the last of those it waited for, or NONE.
+        certain: bool [n] whether it could not begin before that one's results were in memory.
+            Otherwise that one is the last of several, one or more of which it waited for.
+    """
+
+    part: Numbers
+    certain: NDArray[numpy.bool_]
+
+    def since(self, parts: Parts) -> Numbers:
+        """int64 [n] when the results of each part's cause were in memory, or NONE."""
+        return numpy.where(self.part == NONE, NONE, parts["stored"][self.part])
+
+
+def find(call: CallTrace) -> Causes:
+    """The causes of all parts; of none, if events are missing: it could be any of those.
+
+    * Dispatch, and Combine of tokens without rows: the last Route part of its rank.
+    * Gemm0 of a tile: the chunk with which as many rows of its expert had arrived as its tiles, up
+      to this one, hold. A chunk has arrived when those before it, of its source, have.
+    * Gemm1 of a tile: the last part of the tile's Gemm0.
+    * Combine of a chunk: the last Gemm1 part of the tiles that hold the chunk's rows. Which tiles
+      these are is certain where an expert has one tile, or rows of one source.
+    """
+    finder = _Finder(call)
+    if call.whole:
+        finder.run()
+    return Causes(finder.cause, finder.certain)
+
+
+def lead(call: CallTrace, causes: Causes) -> dict[tuple[int, int], int]:
+    """By how many ns, at least, one rank's clock is behind another's: (ahead, behind) -> ns.
+
+    A part that was claimed before what it certainly waited for was stored, by the clocks of the
+    two, shows that these differ.
+    """
+    found: dict[tuple[int, int], int] = {}
+    parts, since = call.parts, causes.since(call.parts)
+    early = causes.certain & (causes.part != NONE) & (parts["claimed"] < since)
+    for index in numpy.flatnonzero(early):
+        pair = (int(parts["rank"][causes.part[index]]), int(parts["rank"][index]))
+        if pair[0] != pair[1]:
+            found[pair] = max(found.get(pair, 0), int(since[index] - parts["claimed"][index]))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """One of an expert's row tiles: how many rows it has, and its parts."""
+
+    rows: int
+    gemm0: Sequence[int]
+    gemm1: Sequence[int]
+
+
+class _Finder:
+    """Finds causes, one kind of task after the other."""
+
+    def __init__(self, call: CallTrace) -> None:
+        self._ranks = call.ranks
+        self._column: dict[str, list[int]] = {
+            name: call.parts[name].tolist() for name in call.parts.dtype.names or ()
+        }
+        self.cause = numpy.full(len(call.parts), NONE, numpy.int64)
+        self.certain = numpy.ones(len(call.parts), numpy.bool_)
+
+    def run(self) -> None:
+        column = self._column
+        by_rank: dict[tuple[int, int], list[int]] = defaultdict(list)
+        by_tile: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for index, (rank, kind) in enumerate(zip(column["rank"], column["kind"], strict=True)):
+            by_rank[rank, kind].append(index)
+            if kind in (GEMM0, GEMM1):
+                by_tile[rank, kind, column["place"][index]].append(index)
+        tiles: dict[tuple[int, int], list[_Tile]] = defaultdict(list)  # of (rank, expert), in order
+        for (rank, kind, number), parts in sorted(by_tile.items()):
+            if kind == GEMM0:
+                gemm1 = by_tile.get((rank, GEMM1, number), [])
+                rows, expert = column["rows"][parts[0]], column["expert"][parts[0]]
+                tiles[rank, expert].append(_Tile(rows, parts, gemm1))
+                self._set(gemm1, self._last_stored(parts))
+        for rank in range(len(self._ranks)):
+            self._after_route(rank, by_rank)
+            arrived = [
+                self._arrived(by_rank[source, DISPATCH], rank) for source in range(len(self._ranks))
+            ]
+            for expert in range(self._ranks[rank].received.shape[1]):
+                self._after_dispatch(rank, expert, arrived, tiles[rank, expert])
+        for rank in range(len(self._ranks)):
+            for index in by_rank[rank, COMBINE]:
+                if column["peer"][index] != NONE:
+                    self._after_gemm1(index, tiles)
+
+    def _set(self, parts: Sequence[int], cause: int, certain: bool = True) -> None:
+        for index in parts:
+            self.cause[index] = cause
+            self.certain[index] = certain
+
+    def _last_stored(self, parts: Sequence[int]) -> int:
+        return max(parts, key=self._column["stored"].__getitem__, default=NONE)
+
+    def _after_route(self, rank: int, by_rank: dict[tuple[int, int], list[int]]) -> None:
+        last = self._last_stored(by_rank[rank, ROUTE])
+        self._set(by_rank[rank, DISPATCH], last)
+        peers = self._column["peer"]
+        self._set([i for i in by_rank[rank, COMBINE] if peers[i] == NONE], last)
+
+    def _arrived(self, dispatched: Sequence[int], rank: int) -> list[int]:
+        """For each chunk that a source sent to a rank, the part with which it had arrived."""
+        column = self._column
+        by_chunk = {
+            column["place"][i] + column["part"][i]: i
+            for i in dispatched
+            if column["peer"][i] == rank
+        }
+        arrived: list[int] = []
+        for chunk in range(len(by_chunk)):
+            if chunk not in by_chunk:
+                break
+            arrived.append(self._last_stored([*arrived[-1:], by_chunk[chunk]]))
+        return arrived
+
+    def _after_dispatch(
+        self, rank: int, expert: int, arrived: Sequence[Sequence[int]], tiles: Sequence[_Tile]
+    ) -> None:
+        trace = self._ranks[rank]
+        arrivals: list[tuple[int, int, int]] = []  # when rows had arrived, by which part; how many
+        for source, parts in enumerate(arrived):
+            begin, end = _range(trace.received[source], expert)
+            for chunk in range(begin // trace.chunk_rows, -(-end // trace.chunk_rows)):
+                first_row = chunk * trace.chunk_rows
+                rows = min(end, first_row + trace.chunk_rows) - max(begin, first_row)
+                if chunk >= len(parts):
+                    return
+                if rows > 0:
+                    arrivals.append((self._column["stored"][parts[chunk]], parts[chunk], rows))
+        arrivals.sort()
+        rows_here = numpy.cumsum([rows for _, _, rows in arrivals])
+        rows_taken = numpy.cumsum([tile.rows for tile in tiles])
+        for tile, place in zip(tiles, numpy.searchsorted(rows_here, rows_taken), strict=True):
+            if place < len(arrivals):
+                self._set(tile.gemm0, arrivals[place][1])
+
+    def _after_gemm1(self, index: int, tiles: dict[tuple[int, int], list[_Tile]]) -> None:
+        column = self._column
+        rank, owner = column["rank"][index], column["peer"][index]
+        trace = self._ranks[owner]
+        first_row = (column["place"][index] + column["part"][index]) * trace.chunk_rows
+        last_parts: list[int] = []
+        certain = True
+        for expert in range(trace.received.shape[1]):
+            start, stop = _range(trace.received[rank], expert)
+            begin, end = max(start, first_row), min(stop, first_row + trace.chunk_rows)
+            if begin >= end:
+                continue
+            holders = tiles[owner, expert]
+            if len(holders) > 1 and int(trace.received[:, expert].sum()) == stop - start:
+                ends = numpy.cumsum([tile.rows for tile in holders])
+                first, last = numpy.searchsorted(ends, [begin - start, end - start - 1], "right")
+                holders = holders[first : last + 1]
+            elif len(holders) > 1:
+                certain = False
+            done = [self._last_stored(tile.gemm1) for tile in holders]
+            if not certain:  # those that were done too late hold none of the rows
+                done = [i for i in done if column["stored"][i] <= column["claimed"][index]]
+            last_parts += done
+        self._set([index], self._last_stored(last_parts), certain)
+
+
+def _range(received: Numbers, expert: int) -> tuple[int, int]:
+    """Where an expert's rows begin and end among those of a source."""
+    begin = int(received[:expert].sum())
+    return begin, begin + int(received[expert])

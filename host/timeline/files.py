@@ -1,0 +1,111 @@
+"""A call's traces in a file: numpy's .npz with the events as they were noted, and what ran as JSON.
+
+It knows the file's layout and nothing of what events mean.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from moeos.files import open_regular
+from moeos.tracing import EVENT, KINDS, OS_ACTORS, TASK_KINDS, RankTrace
+
+FORMAT = 1
+MAX_BYTES = 1 << 30
+"""The most that a file may hold, uncompressed."""
+
+_NO_PEER = 0xFFFFFFFF
+
+
+def save(file: Path, ranks: Sequence[RankTrace], about: Mapping[str, Any]) -> None:
+    """Writes the traces of all ranks. Raises `OSError`."""
+    arrays: dict[str, NDArray[Any]] = {
+        "about": numpy.array(json.dumps({**about, "format": FORMAT, "ranks": len(ranks)}))
+    }
+    for trace in ranks:
+        arrays[f"events_{trace.rank}"] = numpy.concatenate(trace.events)
+        arrays[f"noted_{trace.rank}"] = numpy.array([len(events) for events in trace.events])
+        arrays[f"dropped_{trace.rank}"] = numpy.array(trace.dropped)
+        arrays[f"received_{trace.rank}"] = trace.received
+        arrays[f"chunk_rows_{trace.rank}"] = numpy.array(trace.chunk_rows)
+    memory = io.BytesIO()
+    numpy.savez_compressed(memory, allow_pickle=False, **arrays)
+    file.write_bytes(memory.getvalue())
+
+
+def load(file: Path) -> tuple[list[RankTrace], dict[str, Any]]:
+    """The traces in rank order, and what `save` was told about them.
+
+    Raises `OSError` if the file cannot be read, and `ValueError` if it is not of `save`.
+    """
+    with open_regular(file) as stream:
+        try:
+            with zipfile.ZipFile(stream) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > MAX_BYTES:
+                    raise ValueError(f"it holds more than {MAX_BYTES} bytes")
+            stream.seek(0)
+            with numpy.load(stream, allow_pickle=False) as arrays:
+                about = json.loads(str(arrays["about"]))
+                if about["format"] != FORMAT:
+                    raise ValueError(f"its format is {about['format']}, not {FORMAT}")
+                size = int(about["ranks"])
+                return [_rank(arrays, rank, size) for rank in range(size)], about
+        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(
+                f"{file} is no trace that `moeos trace --save` wrote: {error}"
+            ) from error
+
+
+def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
+    events, noted, dropped, received, chunk_rows = (
+        arrays[f"{name}_{rank}"]
+        for name in ("events", "noted", "dropped", "received", "chunk_rows")
+    )
+    if events.dtype != EVENT:
+        raise ValueError(f"the events of rank {rank} have dtype {events.dtype}")
+    if (
+        noted.shape != dropped.shape
+        or noted.ndim != 1
+        or len(noted) <= len(OS_ACTORS)
+        or noted.min() < 0
+        or noted.sum() != len(events)
+    ):
+        raise ValueError(f"the lists of rank {rank} do not fit its events")
+    if (
+        received.ndim != 2
+        or received.shape[0] != size
+        or received.shape[1] < 1
+        or received.dtype.kind not in "iu"
+        or received.min() < 0
+        or chunk_rows < 1
+    ):
+        raise ValueError(f"the rows that rank {rank} received are not those of {size} ranks")
+    trace = RankTrace(
+        rank,
+        numpy.split(events, numpy.cumsum(noted)[:-1]),
+        dropped.tolist(),
+        received.astype(numpy.int64),
+        int(chunk_rows),
+    )
+    parts = numpy.concatenate(trace.events[: trace.processors])
+    steps = numpy.concatenate(trace.events[trace.processors :])
+    products = parts[parts["expert"] != _NO_PEER]
+    others = parts[parts["peer"] != _NO_PEER]
+    if (
+        (parts["kind"] >= len(TASK_KINDS)).any()
+        or (steps["kind"] < len(TASK_KINDS)).any()
+        or (steps["kind"] >= len(KINDS)).any()
+        or (products["expert"] >= received.shape[1]).any()
+        or (others["peer"] >= size).any()
+    ):
+        raise ValueError(f"an event of rank {rank} names what the world does not have")
+    return trace

@@ -1,0 +1,193 @@
+"""What a call's parts add up to, and the chain of parts that its end waited for.
+
+It knows numbers and parts, and nothing of how they are written down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy
+
+from moeos.timeline.call import (
+    COMBINE,
+    NONE,
+    STAGES,
+    CallTrace,
+    Numbers,
+    Parts,
+    kind_name,
+    phases,
+    work_time,
+)
+from moeos.timeline.causes import Causes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One kind of task on all ranks; times in ns of the call's clock.
+
+    Attributes:
+        parts: how many were noted.
+        first_claimed, last_visible: None where there is no part.
+        work: time at work, added over the processors of all ranks.
+        share: of the time of all processors, from the call's first event to its last.
+        waited: of parts whose cause is certain, the mean time from its results to the claim, 0
+            where the claim came before; None where no part has such a cause.
+        phases: mean of each phase over the parts that have it, by its name.
+    """
+
+    kind: str
+    parts: int
+    first_claimed: int | None
+    last_visible: int | None
+    work: int
+    share: float
+    waited: float | None
+    phases: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """One rank; times in ns of the call's clock, None where it has no part.
+
+    Attributes:
+        work: time at work, added over its processors; parts that overlap on one count once.
+        share: of its processors' time, from the call's first event to its last, at work.
+    """
+
+    processors: int
+    parts: int
+    first_claimed: int | None
+    last_visible: int | None
+    work: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """A part of the chain that the end of the call waited for.
+
+    Attributes:
+        part: its number in `CallTrace.parts`.
+        waited: ns from its cause's results to its claim; None without a cause. Below 0 where it was
+            claimed while its cause was still at work, as what the last Route part posts.
+        busy: of the processors' time on its rank, while it waited, the share at work; None where it
+            did not wait.
+        idle: ns before its claim in which no processor of its rank was at work.
+        certain: whether it waited for the link before, or perhaps for another part.
+    """
+
+    part: int
+    waited: int | None
+    busy: float | None
+    idle: int
+    certain: bool
+
+
+def stages_of(call: CallTrace, causes: Causes) -> list[Stage]:
+    """Of each kind of task, in the order in which a row meets them."""
+    found = []
+    since = causes.since(call.parts)
+    for kind in STAGES:
+        mine = call.parts["kind"] == kind
+        parts = call.parts[mine]
+        known = mine & causes.certain & (causes.part != NONE)
+        waits = numpy.maximum(0, call.parts["claimed"][known] - since[known])
+        found.append(
+            Stage(
+                kind=kind_name(kind),
+                parts=len(parts),
+                first_claimed=_least(parts["claimed"]),
+                last_visible=_most(parts["visible"]),
+                work=(work := work_time(parts)),
+                share=_share(call, work, call.processors),
+                waited=float(waits.mean()) if len(waits) else None,
+                phases=_mean_phases(parts),
+            )
+        )
+    return found
+
+
+def ranks_of(call: CallTrace) -> list[RankSummary]:
+    """Of each rank."""
+    found = []
+    for trace in call.ranks:
+        parts = call.parts[call.parts["rank"] == trace.rank]
+        work = work_time(parts)
+        found.append(
+            RankSummary(
+                processors=trace.processors,
+                parts=len(parts),
+                first_claimed=_least(parts["claimed"]),
+                last_visible=_most(parts["visible"]),
+                work=work,
+                share=_share(call, work, trace.processors),
+            )
+        )
+    return found
+
+
+def chain_of(call: CallTrace, causes: Causes) -> list[Link]:
+    """What the end of the call waited for, from the last Combine part back; the last first.
+
+    Empty where there is no Combine part, or events are missing.
+    """
+    combines = numpy.flatnonzero(call.parts["kind"] == COMBINE)
+    if len(combines) == 0 or not call.whole:
+        return []
+    since = causes.since(call.parts)
+    chain: list[Link] = []
+    index = int(combines[numpy.argmax(call.parts["visible"][combines])])
+    while index != NONE:
+        cause = int(causes.part[index])
+        claimed, stored = int(call.parts["claimed"][index]), int(since[index])
+        chain.append(
+            Link(
+                part=index,
+                waited=None if cause == NONE else claimed - stored,
+                busy=None if cause == NONE else _busy(call, index, stored, claimed),
+                idle=_idle_before(call.parts, index),
+                certain=bool(causes.certain[index]),
+            )
+        )
+        index = cause
+    return chain
+
+
+def _share(call: CallTrace, work: int, processors: int) -> float:
+    return work / (processors * call.length) if call.length else 0.0
+
+
+def _busy(call: CallTrace, index: int, begin: int, end: int) -> float | None:
+    """The share of its rank's processors' time that was work, between two moments."""
+    if begin >= end:
+        return None
+    rank = int(call.parts["rank"][index])
+    parts = call.parts[call.parts["rank"] == rank]
+    for name in ("work_begin", "work_end"):
+        parts[name] = parts[name].clip(begin, end)
+    return work_time(parts) / (call.ranks[rank].processors * (end - begin))
+
+
+def _idle_before(parts: Parts, index: int) -> int:
+    claimed = int(parts["claimed"][index])
+    before = (parts["rank"] == parts["rank"][index]) & (parts["work_begin"] < claimed)
+    return max(0, claimed - int(parts["work_end"][before].max())) if before.any() else 0
+
+
+def _mean_phases(parts: Parts) -> dict[str, float]:
+    means = {}
+    for phase, begin, end in phases(parts):
+        there = end != NONE
+        if there.any():
+            means[phase] = float((end[there] - begin[there]).mean())
+    return means
+
+
+def _least(times: Numbers) -> int | None:
+    return int(times.min()) if len(times) else None
+
+
+def _most(times: Numbers) -> int | None:
+    return int(times.max()) if len(times) else None

@@ -1,0 +1,122 @@
+"""A traced kernel computes the same bits, and its events are the call that it made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy
+import pytest
+from torch import Tensor
+
+from moeos import World, virtual
+from moeos.engines.base import CallStats
+from moeos.timeline import causes, chrome
+from moeos.timeline.call import MOMENTS, NONE, CallTrace
+from moeos.tracing import OS_ACTORS, TASK_KINDS, RankTrace
+from tests.gpu.cases import (
+    CASES,
+    DEADLINE,
+    REMOTE_CASES,
+    Case,
+    RankLayer,
+    call_on_gpu,
+    on_gpu,
+    why_not,
+)
+from tests.host import chrome_format
+from tests.layers import draw_call, draw_weights
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
+
+ROOM = 2048
+
+traced_cases = pytest.mark.parametrize(
+    "case",
+    [CASES["swiglu-1-rank"], CASES["swiglu-4-ranks"], REMOTE_CASES["swiglu-2-nodes-of-2"]],
+    ids=["1 rank", "4 ranks", "2 nodes"],
+)
+
+
+def run(case: Case, events: int) -> list[tuple[list[Tensor], RankTrace | None, CallStats]]:
+    """Two calls on each rank: the outputs, the last one's trace where it is noted, and stats."""
+    weights = on_gpu(draw_weights(case.cfg))
+    calls = [
+        [call_on_gpu(draw_call(case.cfg, 300 - 70 * rank, 2 * rank + n)) for n in range(2)]
+        for rank in range(case.ranks)
+    ]
+
+    def rank_main(world: World) -> tuple[list[Tensor], RankTrace | None, CallStats]:
+        layer = RankLayer(weights, world)
+        outputs = [layer(call) for call in calls[world.rank]]
+        layer.engine.check()
+        trace = layer.engine.trace() if events else None
+        return outputs, trace, layer.engine.stats()
+
+    return virtual.run(
+        rank_main,
+        ranks=case.ranks,
+        backend="cuda",
+        deadline=DEADLINE,
+        ranks_per_node=case.ranks_per_node,
+        trace_events=events,
+    )
+
+
+def traces_of(results: list[tuple[Any, RankTrace | None, CallStats]]) -> list[RankTrace]:
+    return [trace for _, trace, _ in results if trace is not None]
+
+
+@traced_cases
+def test_outputs_are_bitwise_those_of_the_kernel_without_a_trace(case: Case) -> None:
+    for (traced, _, _), (plain, _, _) in zip(run(case, ROOM), run(case, 0), strict=True):
+        assert all(one.equal(other) for one, other in zip(traced, plain, strict=True))
+
+
+@traced_cases
+def test_every_part_is_there_once_and_its_moments_are_in_order(case: Case) -> None:
+    results = run(case, ROOM)
+    for trace, (_, _, stats) in zip(traces_of(results), results, strict=True):
+        assert len(trace.events) == trace.processors + len(OS_ACTORS)
+        assert not any(trace.dropped)
+        parts = numpy.concatenate(trace.events[: trace.processors])
+        kinds = Counter(TASK_KINDS[kind] for kind in parts["kind"])
+        for kind in ("route", "dispatch", "gemm0", "gemm1"):
+            assert kinds[kind] == stats.tasks[kind], kind
+        # Combine parts that complete no token have no event.
+        assert 0 < kinds["combine"] <= stats.tasks["combine"]
+        assert parts["rows"][parts["kind"] == TASK_KINDS.index("combine")].sum() == stats.tokens
+        which = parts[["kind", "part", "peer", "expert", "place"]].tolist()
+        assert len(set(which)) == len(which)
+    call = CallTrace.of(traces_of(results))
+    for part in call.parts:
+        there = [int(part[moment]) for moment in MOMENTS if part[moment] != NONE]
+        assert there == sorted(there), part
+        if TASK_KINDS[part["kind"]] in ("gemm0", "gemm1"):
+            assert len(there) == len(MOMENTS), part
+    steps = {int(kind) for kind in call.steps["kind"]}
+    assert steps == set(range(len(TASK_KINDS), len(TASK_KINDS) + len(OS_ACTORS)))
+
+
+@traced_cases
+def test_no_part_begins_before_its_cause_and_viewers_can_show_the_call(case: Case) -> None:
+    call = CallTrace.of(traces_of(run(case, ROOM)))
+    found = causes.find(call)
+    kinds = numpy.array(TASK_KINDS)[call.parts["kind"]]
+    products = numpy.isin(kinds, ["gemm0", "gemm1"])
+    assert (found.part[kinds != "route"] != NONE).all()
+    waits = call.parts["claimed"] - found.since(call.parts)
+    assert (waits[products] >= 0).all()
+    assert causes.lead(call, found) == {}
+    chrome_format.check(chrome.document(call, found, {}))
+
+
+def test_events_without_room_are_counted() -> None:
+    case = CASES["swiglu-1-rank"]
+    [(_, trace, stats)] = run(case, 1)
+    assert trace is not None
+    assert all(len(events) <= 1 for events in trace.events)
+    noted = sum(len(events) for events in trace.events[: trace.processors])
+    lost = sum(trace.dropped[: trace.processors])
+    others = sum(count for kind, count in stats.tasks.items() if kind != "combine")
+    assert others < noted + lost <= others + stats.tasks["combine"]

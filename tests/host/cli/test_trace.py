@@ -1,0 +1,311 @@
+"""`moeos trace` on the twin: its files, its summary, its warnings, its exit codes, its guide."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeos import MoELayer, PeerTimeout, drawing
+from moeos.timeline import causes, chrome, files, picture
+from moeos.timeline.call import DISPATCH, NONE, ROUTE, CallTrace
+from tests.host import chrome_format
+from tests.host.cli import commands
+from tests.processes import ROOT, mpirun
+
+CONFIG = """
+hidden = 32
+intermediate = 48
+experts = 8
+top_k = 2
+dtype = "float32"
+max_tokens = 400
+
+[run]
+tokens = 300
+"""
+STAGES = ("route", "dispatch", "gemm0", "gemm1", "combine")
+MOEOS = "from moeos.cli import main; main()"
+
+invoke = functools.partial(commands.invoke, "trace")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "layer.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def summary_of(config: Path, *arguments: object) -> dict[str, Any]:
+    """The JSON of a trace that must work and lack nothing."""
+    path = config.with_suffix(".json")
+    code, _, err = invoke(config, "--json", path, "--backend", "twin", *arguments)
+    assert (code, err) == (0, "")
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def test_the_file_for_viewers_has_every_part_of_every_rank(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    summary = summary_of(config, "--ranks", 2, "-o", out, "--tokens", 290)
+    document = json.loads(out.read_text())
+    events = chrome_format.check(document)
+    parts = [event for event in events if event.get("cat") == "part"]
+    for stage in summary["stages"]:
+        assert sum(event["name"] == stage["kind"] for event in parts) == stage["parts"] > 0
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {"rank 0", "rank 1"}
+    threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    actors = ["processor 0", "scheduler", *(f"{n} subscriber" for n in ("counts", "arrivals"))]
+    assert sorted(threads) == sorted([*actors, "returns subscriber"] * 2)
+    gemm = next(event for event in parts if event["name"] == "gemm0")
+    assert set(gemm["args"]) == {"expert", "tile", "rows", "part"}
+    dispatch = next(event for event in parts if event["name"] == "dispatch")
+    assert set(dispatch["args"]) == {"peer", "chunk", "first_expert", "last_expert"}
+    flows = {event["name"] for event in events if event["ph"] == "s"}
+    assert {"route → dispatch", "dispatch → gemm0", "gemm0 → gemm1"} <= flows
+    other = document["otherData"]
+    assert other["tokens"] == 290
+    assert other["config"]["hidden"] == 32
+    assert other["dropped_events"] == {}
+
+
+def test_the_summary_adds_up(config: Path) -> None:
+    summary = summary_of(config, "--ranks", 2)
+    assert [stage["kind"] for stage in summary["stages"]] == list(STAGES)
+    for stage in summary["stages"]:
+        assert 0 <= stage["first_claimed"] <= stage["last_visible"] <= summary["length_ns"]
+        assert stage["work"] > 0
+        assert stage["phases"]["computing"] > 0
+    assert sum(stage["parts"] for stage in summary["stages"]) == sum(
+        rank["parts"] for rank in summary["by_rank"]
+    )
+    # A processor of the twin does one part at a time.
+    assert sum(stage["work"] for stage in summary["stages"]) == sum(
+        rank["work"] for rank in summary["by_rank"]
+    )
+    assert all(0 < rank["share"] < 1 for rank in summary["by_rank"])
+    assert [link["kind"] for link in summary["chain"]] == list(reversed(STAGES))
+
+
+def test_the_terminal_gets_tables_and_the_chain(config: Path) -> None:
+    code, out, err = invoke(config, "--ranks", 2, "--backend", "twin")
+    assert (code, err) == (0, "")
+    assert re.match(r"layer, 8 experts, 2 ranks on the twin, .*, 300 tokens a rank: .* first", out)
+    for words in ("a part's wait, mean", "rank 1", "at work", "dispatch", "of block"):
+        assert words in out
+    chain = out.split("what the last Combine waited for, backwards:\n")[1]
+    kinds = [re.findall("rank \\d's (\\w+) of", line)[0] for line in chain.splitlines()[:5]]
+    assert kinds == list(reversed(STAGES))
+    code, out, err = invoke(config, "--no-summary", "--backend", "twin")
+    assert (code, out, err) == (0, "", "")
+
+
+def test_events_without_room_are_told_with_the_room_that_they_need(
+    config: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "trace.json"
+    arguments = (config, "--ranks", 2, "--backend", "twin", "-o", out)
+    code, text, err = invoke(*arguments, "--events", 20)
+    assert code == 0
+    lines = err.splitlines()
+    pattern = (
+        r"moeos: the trace of rank (\d) lacks (\d+) events? for .* \(.*(processor 0) (\d+).*\)"
+    )
+    found = [re.match(pattern + r"; give --events (\d+)$", line) for line in lines]
+    assert [match.group(1) for match in found if match] == ["0", "1"]
+    lost = json.loads(out.read_text())["otherData"]["dropped_events"]
+    for match in found:
+        assert match is not None
+        actors = lost[f"rank {match.group(1)}"]
+        assert sum(actors.values()) == int(match.group(2))
+        assert actors[match.group(3)] == int(match.group(4)) > 0
+    assert "events are missing" in text
+    assert "what the last Combine waited for" not in text
+    chrome_format.check(json.loads(out.read_text()))
+    room = max(int(match.group(5)) for match in found if match)
+    code, _, err = invoke(*arguments, "--events", 4 * room)  # the OS actors' steps vary by timing
+    assert (code, err) == (0, "")
+
+
+def test_a_saved_call_can_be_read_again(config: Path, tmp_path: Path) -> None:
+    saved, first, again = (tmp_path / name for name in ("call.npz", "first.json", "again.json"))
+    summary = summary_of(config, "--ranks", 2, "--save", saved, "--out", first)
+    code, out, err = invoke("--load", saved, "--out", again, "--json", tmp_path / "again-sum.json")
+    assert (code, err) == (0, "")
+    assert "layer, 8 experts, 2 ranks on the twin" in out
+    loaded = json.loads((tmp_path / "again-sum.json").read_text())
+    assert loaded["stages"] == summary["stages"]
+    assert loaded["chain"] == summary["chain"]
+    documents = [json.loads(path.read_text()) for path in (first, again)]
+    assert documents[0]["traceEvents"] == documents[1]["traceEvents"]
+    assert documents[0]["otherData"].items() <= documents[1]["otherData"].items()
+
+
+def test_the_picture_is_a_png(config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    summary_of(config, "--png", tmp_path / "call.png")
+    assert (tmp_path / "call.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_matplotlib_is_told_before_anything_runs(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(drawing.importlib, "import_module", missing)
+    monkeypatch.setattr(MoELayer, "forward", None)
+    code, out, err = invoke(config, "--backend", "twin", "--png", tmp_path / "call.png")
+    assert (code, out) == (3, "")
+    assert err == "moeos: matplotlib, which draws plots, is missing: pip install 'moeos[plots]'\n"
+
+
+def test_the_traced_call_is_the_last_of_all(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = MoELayer.forward, []
+
+    def forward(layer: MoELayer, *arguments: Any) -> Any:
+        calls.append(arguments[0].clone())
+        return right(layer, *arguments)
+
+    monkeypatch.setattr(MoELayer, "forward", forward)
+    assert summary_of(config, "--calls", 2)["calls_before"] == 2
+    assert len(calls) == 3
+    assert calls[0].equal(calls[2])
+
+
+def test_a_pattern_of_routing_can_be_chosen(config: Path) -> None:
+    summary = summary_of(config, "--ranks", 2, "--routing", "one-expert")
+    assert summary["routing"] == "one-expert"
+    assert summary["by_rank"][1]["parts"] < summary["by_rank"][0]["parts"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "neither is given of CONFIG, a layer to run, and --load, a trace to read"),
+        (["{config}", "--load", "a.npz"], "both are given of CONFIG, a layer to run, and --load"),
+        (["--load", "absent.npz"], "absent.npz: No such file or directory"),
+        (["--load", "{config}"], "layer.toml is no trace that `moeos trace --save` wrote"),
+        (["absent.toml"], "absent.toml: No such file or directory"),
+        (["{config}", "--tokens", "401"], "tokens is 401; allowed: 0 to max_tokens, 400"),
+        (["{config}", "--events", "0"], "--events is 0; allowed: 1 to 65536"),
+        (["{config}", "--events", "65537"], "--events is 65537; allowed: 1 to 65536"),
+        (["{config}", "--calls", "-1"], "--calls is -1; allowed: 0 to 10000"),
+        (["{config}", "--seed", "-1"], "--seed is -1"),
+        (["{config}", "--ranks", "0"], "ranks is 0; allowed: 1 to 64"),
+        (["{config}", "--ranks", "3"], "experts is 8 and cannot be divided equally among 3 ranks"),
+        (["{config}", "--routing", "zip"], "--routing is 'zip'; allowed: uniform, zipf:A"),
+        (["{config}", "--backend", "gpu"], "backend is 'gpu'"),
+        (["{config}", "--deadline", "0"], "deadline is 0"),
+        *[
+            (["{config}", option, "no/folder/file"], f"{option} is no/folder/file; it must name")
+            for option in ("--out", "--png", "--save", "--json")
+        ],
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    config: Path, arguments: list[str], message: str
+) -> None:
+    code, out, err = invoke(*(argument.format(config=config) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("moeos: ")
+    assert message in err
+
+
+def test_a_lost_rank_is_one_line_and_exit_code_3(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: object) -> None:
+        raise PeerTimeout("rank 0 waited for rank 1")
+
+    monkeypatch.setattr(MoELayer, "forward", forward)
+    assert invoke(config, "--backend", "twin") == (3, "", "moeos: rank 0 waited for rank 1\n")
+
+
+def test_virtual_ranks_are_refused_under_a_launcher(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    code, _, err = invoke(config, "--ranks", 2)
+    assert code == 2
+    assert "--ranks is given, but a launcher has started several ranks" in err
+
+
+def test_a_trace_that_is_too_large_for_one_exchange_travels_in_pieces(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (config, "--ranks", 2, "--routing", "one-expert")
+    whole = summary_of(*arguments)["by_rank"]
+    assert whole[0]["parts"] > whole[1]["parts"]  # so the ranks have different numbers of pieces
+    monkeypatch.setattr(importlib.import_module("moeos.cli.trace"), "_PIECE_BYTES", 777)
+    pieces = summary_of(*arguments)["by_rank"]
+    assert [rank["parts"] for rank in pieces] == [rank["parts"] for rank in whole]
+
+
+def test_under_mpirun_rank_0_has_the_traces_of_all(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    ended = mpirun(2, MOEOS, "trace", str(config), "-o", str(out), "--backend", "twin")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    events = chrome_format.check(json.loads(out.read_text()))
+    processes = {event["pid"] for event in events if event.get("cat") == "part"}
+    assert len(processes) == 2
+    assert ended.stdout.count("first event to the last") == 1
+
+
+def test_the_guides_commands_run_and_print_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every `moeos` command of docs/tracing.md, where it would be typed: in the repository."""
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    page = (ROOT / "docs" / "tracing.md").read_text()
+    for name in ("configs", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in fenced(page, "sh") for line in block.splitlines()]
+    assert len(lines) >= 5
+    for line in lines:
+        moeos, *words = shlex.split(line, comments=True)
+        assert moeos == "moeos"
+        code, out, err = commands.invoke(*words)
+        assert (code, err) == (0, ""), line
+    [shown] = fenced(page, "text")
+    assert shown == out  # of the last command
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The blocks of a language in a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def test_the_guides_picture_is_of_the_trace_beside_it() -> None:
+    image = pytest.importorskip("PIL.Image", reason="matplotlib, which draws, brings pillow")
+    folder = ROOT / "docs" / "benchmarks"
+    ranks, about = files.load(folder / "trace-qwen3-30b-a3b-2048.npz")
+    drawn = image.open(folder / "plots" / "trace-qwen3-30b-a3b-2048.png")
+    assert drawn.info["Description"] == picture.digest(CallTrace.of(ranks))
+    assert "NVIDIA H200" in about["what"]
+
+
+def test_a_trace_of_a_gpu_is_a_file_that_viewers_can_show() -> None:
+    """With parts that overlap on a processor, and fewer Combine parts than chunks."""
+    ranks, _ = files.load(ROOT / "docs" / "benchmarks" / "trace-qwen3-30b-a3b-2048.npz")
+    call = CallTrace.of(ranks)
+    found = causes.find(call)
+    chrome_format.check(chrome.document(call, found, {}))
+    assert found.certain.all()
+    assert causes.lead(call, found) == {}
+    waited = found.part != NONE
+    assert (waited == (call.parts["kind"] != ROUTE)).all()
+    late = waited & (call.parts["claimed"] < found.since(call.parts))
+    assert (call.parts["kind"][late] == DISPATCH).all()  # posted while the last Route part ends

@@ -1,0 +1,385 @@
+"""What is read out of traces: causes, the chain, sums, and the files; by hand and on the twin."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from moeos import TwinOptions, World, virtual
+from moeos.timeline import causes, chrome, files, picture, summary
+from moeos.timeline.call import NONE, CallTrace, phases, work_time
+from moeos.tracing import EVENT, OS_ACTORS, TASK_KINDS, RankTrace
+from tests.host import chrome_format
+from tests.layers import config, draw_given_call, draw_weights
+
+NOBODY = 0xFFFFFFFF
+CHUNK_ROWS = 32
+
+
+def event(kind: str, begin: int, end: int, **fields: int) -> Any:
+    """A part from `begin` to `end` whose results are in memory when it ends."""
+    made = numpy.zeros((), EVENT)
+    made["peer"] = made["expert"] = NOBODY
+    made["kind"] = TASK_KINDS.index(kind)
+    made["begin_ns"], made["end_ns"] = 10**15 + begin, 10**15 + end
+    made["computed"] = made["stored"] = end - begin
+    for name, value in fields.items():
+        made[name] = value
+    return made
+
+
+def rank_trace(rank: int, received: list[list[int]], *processors: list[Any]) -> RankTrace:
+    lists = [numpy.array(noted, EVENT) for noted in [*processors, *[[] for _ in OS_ACTORS]]]
+    rows = numpy.array(received, numpy.int64)
+    return RankTrace(rank, lists, [0] * len(lists), rows, CHUNK_ROWS)
+
+
+def caused(call: CallTrace) -> dict[tuple[Any, ...], tuple[Any, ...] | None]:
+    """(rank, kind, place, part) of each part -> that of its cause."""
+    found = causes.find(call)
+
+    def name(index: int) -> tuple[Any, ...]:
+        part = call.parts[index]
+        place, number = int(part["place"]), int(part["part"])
+        return int(part["rank"]), TASK_KINDS[part["kind"]], place, number
+
+    return {
+        name(index): None if cause == NONE else name(cause)
+        for index, cause in enumerate(found.part.tolist())
+    }
+
+
+def lone_rank(dispatched: tuple[int, int]) -> CallTrace:
+    """One rank with 40 rows of expert 0 and 24 of expert 1, in two chunks that end as given."""
+    return CallTrace.of(
+        [
+            rank_trace(
+                0,
+                [[40, 24]],
+                [event("route", 0, 10), event("route", 20, 30, part=1)],
+                [
+                    event("dispatch", 31, end, peer=0, part=chunk)
+                    for chunk, end in enumerate(dispatched)
+                ],
+                [
+                    event("gemm0", 100, 110, expert=0, place=0, rows=32),
+                    event("gemm0", 110, 119, expert=0, place=1, rows=8),
+                    event("gemm0", 120, 130, expert=1, place=2, rows=24, part=0),
+                    event("gemm0", 130, 141, expert=1, place=2, rows=24, part=1),
+                    event("gemm1", 150, 190, expert=0, place=0, rows=32),  # after the others
+                    event("gemm1", 162, 175, expert=0, place=1, rows=8),
+                    event("gemm1", 176, 180, expert=1, place=2, rows=24),
+                ],
+                [
+                    event("combine", 200, 210, peer=0, place=0, rows=20),
+                    event("combine", 211, 222, peer=0, place=1, rows=5),
+                    event("combine", 223, 225, part=3, rows=2),
+                ],
+            )
+        ]
+    )
+
+
+def test_causes_follow_from_rows_tiles_and_chunks() -> None:
+    assert caused(lone_rank((40, 50))) == {
+        (0, "route", 0, 0): None,
+        (0, "route", 0, 1): None,
+        (0, "dispatch", 0, 0): (0, "route", 0, 1),
+        (0, "dispatch", 0, 1): (0, "route", 0, 1),
+        (0, "gemm0", 0, 0): (0, "dispatch", 0, 0),  # its 32 rows are chunk 0
+        (0, "gemm0", 1, 0): (0, "dispatch", 0, 1),  # rows 32 to 39
+        (0, "gemm0", 2, 0): (0, "dispatch", 0, 1),
+        (0, "gemm0", 2, 1): (0, "dispatch", 0, 1),
+        (0, "gemm1", 0, 0): (0, "gemm0", 0, 0),
+        (0, "gemm1", 1, 0): (0, "gemm0", 1, 0),
+        (0, "gemm1", 2, 0): (0, "gemm0", 2, 1),  # the tile's last part
+        (0, "combine", 0, 0): (0, "gemm1", 0, 0),
+        (0, "combine", 1, 0): (0, "gemm1", 2, 0),  # it holds rows of tiles 1 and 2
+        (0, "combine", 0, 3): (0, "route", 0, 1),  # tokens without rows
+    }
+    assert causes.find(lone_rank((40, 50))).certain.all()
+
+
+def test_a_chunk_has_arrived_when_those_before_it_have() -> None:
+    found = caused(lone_rank((60, 50)))
+    assert all(
+        cause == (0, "dispatch", 0, 0) for part, cause in found.items() if part[1] == "gemm0"
+    )
+
+
+def two_ranks(shift: int = 0) -> CallTrace:
+    """Rank 1 routes late, and expert 0, on rank 0, has two tiles with rows of both ranks.
+
+    `shift`: ns that rank 1's clock is ahead.
+    """
+    first = rank_trace(
+        0,
+        [[130], [20]],
+        [event("route", 0, 10)],
+        [event("dispatch", 11, 20 + chunk, peer=0, part=chunk) for chunk in range(5)],
+        [
+            event("gemm0", 30, 40, place=0, expert=0, rows=128),
+            event("gemm0", 500, 510, place=1, expert=0, rows=22),
+            event("gemm1", 60, 70, place=0, expert=0, rows=128),
+            event("gemm1", 530, 540, place=1, expert=0, rows=22),
+            event("combine", 560, 570, peer=0, place=4, rows=2),
+        ],
+    )
+    late = [
+        event("route", 400, 450),
+        event("dispatch", 460, 470, peer=0),
+        event("combine", 600, 620, peer=0, rows=20),
+    ]
+    for noted in late:
+        noted["begin_ns"] += shift
+        noted["end_ns"] += shift
+    return CallTrace.of([first, rank_trace(1, [[0], [0]], late)])
+
+
+def test_the_chain_leads_back_to_the_rank_that_was_late() -> None:
+    call = two_ranks()
+    found = causes.find(call)
+    chain = summary.chain_of(call, found)
+    steps = [call.parts[link.part] for link in chain]
+    assert [(TASK_KINDS[part["kind"]], part["rank"], part["place"]) for part in steps] == [
+        ("combine", 1, 0),
+        ("gemm1", 0, 1),
+        ("gemm0", 0, 1),
+        ("dispatch", 1, 0),
+        ("route", 1, 0),
+    ]
+    assert [link.waited for link in chain] == [60, 20, 30, 10, None]
+    # Rank 0 did nothing between the first tile's Gemm1, which ended at 70, and the second's Gemm0.
+    assert chain[2].idle == 430
+    assert chain[2].busy == 0.0
+
+
+def test_a_cause_that_the_events_do_not_determine_is_not_called_certain() -> None:
+    call = two_ranks()
+    found = causes.find(call)
+    combines = numpy.flatnonzero(call.parts["kind"] == TASK_KINDS.index("combine"))
+    assert not found.certain[combines].any()  # two tiles with rows of two ranks
+    assert found.certain[call.parts["kind"] != TASK_KINDS.index("combine")].all()
+    names = {
+        event["name"]
+        for event in chrome_format.check(chrome.document(call, found, {}))
+        if event["ph"] == "s"
+    }
+    assert names == {"route → dispatch", "dispatch → gemm0", "gemm0 → gemm1"}
+
+
+def test_what_was_done_too_late_holds_no_row_of_a_chunk() -> None:
+    call = two_ranks()
+    first = call.ranks[0]
+    noted = first.events[2].copy()
+    noted[4]["begin_ns"] -= 400  # a Combine at 160, before the second tile's Gemm1
+    noted[4]["end_ns"] -= 400
+    lists = [*first.events[:2], noted, *first.events[3:]]
+    call = CallTrace.of([dataclasses.replace(first, events=lists), call.ranks[1]])
+    found = caused(call)
+    assert found[0, "combine", 4, 0] == (0, "gemm1", 0, 0)
+
+
+def test_clocks_that_contradict_causes_are_found() -> None:
+    assert causes.lead(two_ranks(), causes.find(two_ranks())) == {}
+    call = two_ranks(shift=100)  # the Dispatch seems to end at 570, its Gemm0 begins at 500
+    assert causes.lead(call, causes.find(call)) == {(1, 0): 70}
+
+
+def test_no_cause_is_claimed_where_parts_are_missing() -> None:
+    call = two_ranks()
+    lossy = dataclasses.replace(call.ranks[1], dropped=[1, 0, 0, 0, 0])
+    call = CallTrace.of([call.ranks[0], lossy])
+    found = causes.find(call)
+    assert (found.part == NONE).all()
+    assert summary.chain_of(call, found) == []
+    # What only the OS block's actors lack says nothing about parts.
+    lossy = dataclasses.replace(lossy, dropped=[0, 1, 0, 0, 0])
+    assert (causes.find(CallTrace.of([call.ranks[0], lossy])).part != NONE).any()
+
+
+def pipelined() -> CallTrace:
+    """One processor as on the GPU: parts overlap, and Dispatch has no moments of consumers."""
+    return CallTrace.of(
+        [
+            rank_trace(
+                0,
+                [[64]],
+                [
+                    event("route", 0, 10, loading=1, computing=2, computed=8, stored=9),
+                    event("dispatch", 12, 40, peer=0, loading=3, computed=0, stored=23),
+                    event("dispatch", 14, 50, peer=0, part=1, loading=16, computed=0, stored=33),
+                    event("gemm0", 30, 90, expert=0, loading=10, computing=20, computed=40),
+                    event("gemm1", 91, 99, expert=0, loading=1, computing=1, computed=5, stored=6),
+                ],
+            )
+        ]
+    )
+
+
+def test_phases_end_with_the_moments_that_a_part_has() -> None:
+    call = pipelined()
+    lengths = {
+        name: [
+            None if e == NONE else e - b for b, e in zip(begin.tolist(), end.tolist(), strict=True)
+        ]
+        for name, begin, end in phases(call.parts)
+    }
+    assert lengths == {
+        "fetching": [1, 3, 16, 10, 1],
+        "loading": [1, None, None, 10, 0],
+        "computing": [6, None, None, 20, 4],
+        "storing": [1, 20, 17, 20, 1],
+        "publishing": [1, 5, 3, 0, 2],
+    }
+    stages = {stage.kind: stage for stage in summary.stages_of(call, causes.find(call))}
+    assert stages["dispatch"].phases == {"fetching": 9.5, "storing": 18.5, "publishing": 4.0}
+    assert stages["combine"].phases == {}
+    assert stages["combine"].first_claimed is None
+
+
+def test_work_that_overlaps_on_a_processor_counts_once() -> None:
+    call = pipelined()
+    intervals = call.parts[["work_begin", "work_end"]].tolist()
+    assert intervals == [(2, 8), (15, 35), (30, 47), (50, 70), (92, 96)]
+    assert work_time(call.parts) == 6 + 32 + 20 + 4
+    [rank] = summary.ranks_of(call)
+    assert rank.share == pytest.approx(62 / 99)
+    stages = summary.stages_of(call, causes.find(call))
+    assert [stage.work for stage in stages] == [6, 32, 20, 4, 0]
+
+
+def test_overlapping_parts_lie_on_threads_beside_each_other() -> None:
+    call = pipelined()
+    events = chrome_format.check(chrome.document(call, causes.find(call), {}))
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    parts = {
+        (e["name"], e["args"].get("chunk", 0)): threads[e["tid"]]
+        for e in events
+        if e.get("cat") == "part"
+    }
+    assert parts == {
+        ("route", 0): "processor 0",
+        ("dispatch", 0): "processor 0",
+        ("dispatch", 1): "processor 0, beside 1",
+        ("gemm0", 0): "processor 0, beside 2",
+        ("gemm1", 0): "processor 0",
+    }
+    assert set(threads.values()) == {*parts.values(), "scheduler"} | {
+        f"{name} subscriber" for name in OS_ACTORS[1:]
+    }
+
+
+def test_counters_say_how_many_parts_are_in_flight_and_ready() -> None:
+    call = lone_rank((40, 50))
+    events = chrome_format.check(chrome.document(call, causes.find(call), {}))
+    levels: dict[str, list[tuple[int, int]]] = {}
+    for found in events:
+        if found["ph"] == "C":
+            point = (chrome_format.ns(found["ts"]), found["args"]["parts"])
+            levels.setdefault(found["name"], []).append(point)
+    assert levels["dispatch in flight"] == [(31, 2), (40, 1), (50, 0)]
+    assert levels["gemm0 ready"] == [(40, 1), (50, 4), (100, 3), (110, 2), (120, 1), (130, 0)]
+    assert "route ready" not in levels
+
+
+@pytest.mark.parametrize(("seed", "ranks_per_node"), [(0, None), (1, None), (2, 1)])
+def test_on_the_twin_no_part_begins_before_its_cause(seed: int, ranks_per_node: int | None) -> None:
+    """All causes but those of Combine are found, and none is contradicted by the clock."""
+    cfg = config(experts=6, max_tokens=700)
+    weights = draw_weights(cfg)
+    twin = TwinOptions(processors=2, jitter_us=30.0, jitter_seed=seed)
+
+    def rank_main(world: World) -> RankTrace:
+        layer = weights.layer(world)
+        for number in range(2):
+            draw_given_call(cfg, 700 - 200 * world.rank, 9 * seed + world.rank + number)(layer)
+        return layer.trace()
+
+    call = CallTrace.of(
+        virtual.run(rank_main, 3, twin=twin, trace_events=4096, ranks_per_node=ranks_per_node)
+    )
+    found = causes.find(call)
+    kinds = numpy.array(TASK_KINDS)[call.parts["kind"]]
+    known = found.part != NONE
+    assert known[kinds != "route"].all()
+    assert found.certain[kinds != "combine"].all()
+    tiles = call.parts[(kinds == "gemm0") & (call.parts["part"] == 0)]
+    assert len(tiles) > len(set(tiles[["rank", "expert"]].tolist()))  # some experts have several
+    waits = call.parts["claimed"] - found.since(call.parts)
+    assert (waits[known & (kinds != "dispatch") & (call.parts["peer"] != NONE)] >= 0).all()
+    assert (waits[known & numpy.isin(kinds, ["gemm0", "gemm1"])] >= 0).all()
+    assert causes.lead(call, found) == {}
+    chain = [kinds[link.part] for link in summary.chain_of(call, found)]
+    assert chain == ["combine", "gemm1", "gemm0", "dispatch", "route"]
+    chrome_format.check(chrome.document(call, found, {}))
+
+
+def test_a_saved_call_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
+    call = two_ranks()
+    files.save(tmp_path / "call.npz", call.ranks, {"what": "a test", "seed": 3})
+    ranks, about = files.load(tmp_path / "call.npz")
+    assert (about["what"], about["seed"]) == ("a test", 3)
+    again = CallTrace.of(ranks)
+    assert again.parts.tolist() == call.parts.tolist()
+    documents = [json.dumps(chrome.document(c, causes.find(c), {})) for c in (call, again)]
+    assert documents[0] == documents[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"received_1": None}, "received_1"),
+        ({"about": numpy.array("{}")}, "format"),
+        ({"about": numpy.array('{"format": 9, "ranks": 2}')}, "its format is 9, not 1"),
+        ({"events_0": numpy.zeros(3)}, "the events of rank 0 have dtype float64"),
+        ({"noted_0": numpy.array([1, 2, 3])}, "the lists of rank 0 do not fit"),
+        ({"received_0": numpy.array([[130]])}, "rank 0 received are not those of 2 ranks"),
+        ({"received_1": numpy.array([[], []])}, "rank 1 received are not those of 2 ranks"),
+        ({"events_1": numpy.full(3, 7, numpy.uint8).repeat(64).view(EVENT)}, "rank 1 names what"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_file_that_is_no_trace_is_named(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "call.npz"
+    files.save(path, two_ranks().ranks, {})
+    with numpy.load(path) as arrays:
+        changed = {**arrays, **change}
+    numpy.savez(path, **{name: array for name, array in changed.items() if array is not None})
+    with pytest.raises(ValueError, match=message) as raised:
+        files.load(path)
+    assert str(raised.value).startswith(f"{path} is no trace that `moeos trace --save` wrote")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"x" * 1000])
+def test_a_file_of_something_else_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "call.npz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"call\.npz is no trace"):
+        files.load(path)
+
+
+def test_traces_must_be_of_all_ranks_of_one_world() -> None:
+    first, second = two_ranks().ranks
+    for wrong in ([], [first], [second, first]):
+        with pytest.raises(ValueError, match="they must be those of all ranks of one world"):
+            CallTrace.of(wrong)
+    with pytest.raises(ValueError, match="no event"):
+        CallTrace.of([rank_trace(0, [[0]], [])])
+
+
+def test_a_picture_carries_the_digest_of_what_it_shows(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="matplotlib, which draws, brings pillow")
+    call = two_ranks()
+    picture.draw(call, "a title", tmp_path / "call.png")
+    drawn = image.open(tmp_path / "call.png")
+    assert drawn.info["Description"] == picture.digest(call) != picture.digest(two_ranks(1))
+    colours = {colour for _, colour in drawn.convert("RGB").getcolors(1 << 20)}
+    assert {(148, 103, 189), (255, 127, 14), (31, 119, 180), (44, 160, 44), (214, 39, 40)} < colours
