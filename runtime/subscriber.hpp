@@ -333,9 +333,13 @@ class ReturnsSubscriber {
     return progress;
   }
 
-  /// Missing is the first chunk of ours that is not back.
+  /// Missing is the first chunk of ours that is not back. Nothing is as long as our own processors
+  /// have not sent all of them: then it is not the peers who are late.
   Answer answer(Failure& failure) const {
-    for (u32 peer = 0; routed_ && peer < rank_.geometry().world; ++peer) {
+    if (!routed_ || !all_sent()) {
+      return Answer::nothing;
+    }
+    for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
       const u32 chunk = rank_.os->first_uncombined[peer];
       const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
       if (rows > 0) {
@@ -351,6 +355,16 @@ class ReturnsSubscriber {
   }
 
  private:
+  bool all_sent() const {
+    u32 chunks = 0;
+    for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
+      chunks += ceil_div(rank_.memory.rows_sent(peer), rank_.geometry().chunk_rows);
+    }
+    // Relaxed: a number is compared.
+    return P::template load_relaxed<Scope::device>(
+               &rank_.memory.call(call_.epoch).dispatch_parts_done.value) == chunks;
+  }
+
   u32* credit(u32 peer, u32 chunk) const {
     return rank_.template here<u32>(rank_.layout.returned(peer, chunk));
   }
