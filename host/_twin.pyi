@@ -11,6 +11,10 @@ GATED_COLUMNS: int = 128
 
 PLAIN_COLUMNS: int = 256
 
+FAULTS: int = 16
+
+FAULT_PLAN_BYTES: int = 1664
+
 class Sizes:
     """Buffers and bounds of a layer, as the runtime derives them."""
 
@@ -122,6 +126,7 @@ class Rank:
         jitter_us: float,
         jitter_seed: int,
         ranks_per_node: int,
+        faults: bytes,
     ) -> None: ...
     def forward(
         self,
@@ -141,7 +146,7 @@ class Rank:
         out: int,
     ) -> Failure: ...
     def abort(self) -> None: ...
-    def reset(self) -> None: ...
+    def reset(self, faults: bytes) -> None: ...
     @property
     def epoch(self) -> int: ...
     def tally(self) -> dict[str, Any]: ...

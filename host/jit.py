@@ -72,6 +72,8 @@ class KernelShape:
         processors: blocks of each rank that run tasks; all but one of its share of the grid.
         virtual_ranks: ranks in one launch: 1, or P when all of them share one GPU.
         transport: how those peers are reached whose memory is not written directly.
+        faults: whether it does what a fault plan asks of it (runtime/faults.hpp); otherwise it has
+            no code for that.
         arch: one of `ARCHITECTURES`.
 
     Raises:
@@ -83,6 +85,7 @@ class KernelShape:
     processors: int
     virtual_ranks: int = 1
     transport: Transport = "none"
+    faults: bool = False
     arch: str = ARCHITECTURES[0]
 
     def __post_init__(self) -> None:
@@ -300,6 +303,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "FLOAT16": int(cfg.dtype == torch.float16),
         "BIAS": int(cfg.bias),
         "TRANSPORT": get_args(Transport).index(shape.transport),
+        "FAULTS": int(shape.faults),
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from moeos.bootstrap import choose_backend
 from moeos.control import ThreadControl, name_ranks
 from moeos.errors import PeerTimeout
+from moeos.faults import FaultPlan, plan_of
 from moeos.world import TwinOptions, World, check_deadline, check_ranks_per_node
 
 MAX_RANKS = 64
@@ -34,6 +35,7 @@ def run(
     deadline: float = 30.0,
     twin: TwinOptions = ONE_PROCESSOR,
     ranks_per_node: int | None = None,
+    faults: FaultPlan | None = None,
 ) -> list[Result]:
     """Calls `fn(world)` for each virtual rank, each on a thread; the results in rank order.
 
@@ -45,10 +47,11 @@ def run(
     Args:
         ranks: 1 to 64.
         backend: "twin", "cuda" (all ranks share one GPU and one launch) or "auto".
-        deadline, twin, ranks_per_node: as for `moeos.init`.
+        deadline, twin, ranks_per_node, faults: as for `moeos.init`; no virtual rank can be killed.
 
     Raises:
-        ValueError, TypeError: an argument is not allowed.
+        ValueError, TypeError: an argument or a fault plan is not allowed.
+        OSError: the fault plan cannot be read.
         Exception: what `fn` raised.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int):
@@ -60,6 +63,9 @@ def run(
     check_ranks_per_node(ranks_per_node)
     if not isinstance(twin, TwinOptions):
         raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
+    plan = plan_of(faults)
+    if plan is not None:
+        plan.check_ranks(ranks, processes=False)
     worlds = [
         World(
             control,
@@ -67,6 +73,7 @@ def run(
             deadline=deadline,
             twin=twin,
             ranks_per_node=ranks_per_node,
+            faults=plan,
         )
         for control in ThreadControl.group(ranks, deadline)
     ]

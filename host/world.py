@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Literal
 
 from moeos.control import ControlPlane
+from moeos.faults import FaultPlan
 from moeos.heap import SymmetricHeap
 
 Backend = Literal["twin", "cuda"]
@@ -71,6 +72,7 @@ class World:
         twin: the twin's options, and `processors`, what they mean here: processor threads of this
             rank.
         ranks_per_node: ranks that this world treats as being on one node, or None; see `near`.
+        faults: what goes wrong in it, or None.
         on_abort: called with the reason when this rank must leave a call at once, from any thread.
         on_close: called before the heaps are unmapped, the last added first.
     """
@@ -83,6 +85,7 @@ class World:
         deadline: float,
         twin: TwinOptions,
         ranks_per_node: int | None = None,
+        faults: FaultPlan | None = None,
     ) -> None:
         check_deadline(deadline)
         check_ranks_per_node(ranks_per_node)
@@ -92,9 +95,11 @@ class World:
         self.twin = twin
         self.processors = twin.processors_for(control.size)
         self.ranks_per_node = ranks_per_node
+        self.faults = faults
         self.on_abort: list[Callable[[str], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self._heaps: list[SymmetricHeap] = []
+        self._layers = 0
         self._closed = False
         self._lock = threading.RLock()  # an abort may come from another thread than a close
 
@@ -121,6 +126,11 @@ class World:
     def closed(self) -> bool:
         """Whether `close` has been called."""
         return self._closed
+
+    def number_layer(self) -> int:
+        """The number of a layer that is being made: 0 for this world's first."""
+        self._layers += 1
+        return self._layers - 1
 
     def allocate_heap(self, size: int) -> SymmetricHeap:
         """A zeroed heap of `size` bytes on every rank; lives as long as this world. Collective.
