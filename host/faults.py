@@ -156,11 +156,10 @@ class SlowProcessor(_Entry):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlowLink(_Entry):
-    """A link from a rank to a peer whose flags and credits are held back.
+    """A link from a rank to a peer over which everything comes later: rows, results, their flags.
 
-    Rows are written as ever; what is late is the word that announces them, by `seconds` and, where
-    `bytes_per_second` is set, by the time that all rows so far take at that rate. The processor
-    that announces waits.
+    By `seconds`, and, where `bytes_per_second` is set, by the time that all rows so far take at
+    that rate. The processor waits before it begins what brings them.
     """
 
     TABLE: ClassVar[str] = "slow_link"

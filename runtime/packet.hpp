@@ -7,7 +7,6 @@
 #pragma once
 
 #include "runtime/base.hpp"
-#include "runtime/faults.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/task.hpp"
@@ -73,9 +72,6 @@ void send_chunk(const Rank<P>& rank, const Call& call, u32 peer, u32 chunk, Read
                 Tally& tally) {
   const Geometry& geometry = rank.geometry();
   u8* direct = rank.platform.peer(peer);
-  if constexpr (P::has_faults()) {
-    wait_for_link(rank, call, peer, rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk));
-  }
   if (!P::kRemotePeers || direct != nullptr) {
     const u64 flag = rank.layout.arrived(rank.rank, chunk);
     // Publishes the chunk's rows to the peer's subscriber, which polls this word and fences.
@@ -152,7 +148,6 @@ u32 return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWo
     const Segment& segment = task.segments[s];
     const u32 owner = segment.source;
     u8* direct = rank.platform.peer(owner);
-    wait_for_link(rank, call, owner, segment.rows);
     if (P::kRemotePeers && direct == nullptr) {
       returned -= segment.rows;
       post_request(rank, call, owner, word.with_part(s));

@@ -22,10 +22,11 @@
 namespace moeos {
 
 template <Platform P>
-class Processor {
+class Processor : Pace<P> {
  public:
   Processor(const Rank<P>& rank, const Call& call, u32 index)
-      : rank_(rank),
+      : Pace<P>(rank, index),
+        rank_(rank),
         call_(call),
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[index]),
@@ -82,12 +83,15 @@ class Processor {
   }
 
   /// Before a part is begun for which complete() will be called. One warp.
-  void begin_part() { moeos::begin_part(rank_, call_, index()); }
+  void begin_part(const Task& task, ReadyWord word) {
+    Pace<P>::begin_part(rank_, call_);
+    wait_for_links(rank_, call_, task, word.part());
+  }
 
   /// Counts a Route part whose pairs are sorted; true for the last one, which then must finish the
   /// routing.
   bool count_route_part(const Task& task) {
-    slow_down(rank_, call_, index());
+    Pace<P>::slow_down(rank_, call_);
     // Acquire-release: publishes this block's routing, and gives the last part every block's.
     return by_one_lane([this] {
              return P::template add_acquire_release<Scope::device>(&state_.route_parts_done.value,
@@ -129,7 +133,7 @@ class Processor {
   /// warps wrote. `combined`: tokens that a Combine part has written.
   void complete(const Task& task, ReadyWord word, u64 busy_ns, u32 combined) {
     if (task.kind != TaskKind::route) {
-      busy_ns += slow_down(rank_, call_, index());
+      busy_ns += Pace<P>::slow_down(rank_, call_);
     }
     if (P::lane() == 0) {
       ++tally_.tasks[static_cast<u32>(task.kind)];
@@ -168,13 +172,10 @@ class Processor {
       case TaskKind::route:
         break;  // counted by those who ran it, who must finish the routing behind the last one
     }
-    end_part(rank_, index());
+    Pace<P>::end_part();
   }
 
  private:
-  /// Of this processor.
-  u32 index() const { return static_cast<u32>(&tally_ - rank_.memory.tallies); }
-
   /// Counts a part of a tile; true for the one that completes it.
   bool last_part(u32* parts_done, const Task& task) {
     // Acquire-release: publishes this part's columns, and gives the last part all others' before it
@@ -260,7 +261,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
-    processor.begin_part();
+    processor.begin_part(task, word);
     const u64 begin = P::now_ns();
     u32 combined = 0;
     if (task.kind == TaskKind::route) {

@@ -75,7 +75,7 @@ inline void run_fetch(const Rank<Machine>& rank, const Call& call, Processor<Mac
     shared.slot_empty[at.index].wait(at.parity ^ 1);
     more = fetch_part(rank, call, map, processor, shared.tasks[at.index], shared.slots[at.index]);
     if (more) {
-      processor.begin_part();
+      processor.begin_part(shared.tasks[at.index], shared.slots[at.index].word);
     }
     shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
   }

@@ -41,6 +41,15 @@ CFG = config(max_tokens=64)
 WEIGHTS = draw_weights(CFG)
 CALLS = [draw_call(CFG, 40 + rank, rank) for rank in range(RANKS)]
 STAGES = get_args(Stage)
+OWED = {
+    "start": "its row count .* has not made call 3",
+    "route": "its row count .* has not made call 3",
+    "dispatch": "rows from chunk 0 on: .* at least 0 have arrived",
+    "gemm0": "results of chunk",
+    "gemm1": "results of chunk",
+    "combine": "results of chunk",  # whoever holds a Combine computes nothing
+}
+"""What others wait for when a rank stands still at a stage."""
 
 Way = dict[str, Any]
 WAYS: dict[str, Way] = {
@@ -97,10 +106,11 @@ def test_a_stalled_rank_is_named_by_all_within_the_deadline(stage: str, way: Way
     def rank_main(world: World) -> tuple[str, float]:
         return last_call(world, WEIGHTS.layer(world))
 
-    for outcome in virtual.run(
+    for message, seconds in virtual.run(
         rank_main, RANKS, deadline=DEADLINE, faults=plan("stall", stage), **way
     ):
-        assert_named(*outcome)
+        assert_named(message, seconds)
+        assert re.search(f"in call 3 .*{OWED[stage]}|for its own processors", message)
 
 
 def test_a_rank_alone_says_itself_that_it_stands_still() -> None:
@@ -121,14 +131,13 @@ def test_a_rank_alone_says_itself_that_it_stands_still() -> None:
 @ways
 @stages
 def test_results_are_right_beside_a_delay_within_the_deadline(stage: str, way: Way) -> None:
-    def rank_main(world: World) -> float:
+    def rank_main(world: World) -> list[float]:
         layer = WEIGHTS.layer(world)
-        seconds = [right_call(world, layer) for _ in range(4)]
-        return sum(seconds[2:])  # a rank that is done before the culprit waits in the next call
+        return [right_call(world, layer) for _ in range(4)]
 
     held = plan("delay", stage, seconds=0.2)
-    seconds = virtual.run(rank_main, RANKS, deadline=10.0, faults=held, **way)
-    assert min(seconds) >= 0.19
+    results = virtual.run(rank_main, RANKS, deadline=10.0, faults=held, **way)
+    assert [seconds >= 0.2 for seconds in results[CULPRIT]] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("way", [WAYS["one-thread"], WAYS["mixed"]], ids=["direct", "mixed"])
@@ -153,8 +162,8 @@ def test_a_fault_is_of_the_layer_that_it_names() -> None:
         return [right_call(world, layer) for layer in layers]
 
     held = plan("delay", "gemm0", call=1, seconds=0.3, layer=1)
-    for first, second, third in virtual.run(rank_main, RANKS, deadline=10.0, faults=held):
-        assert second >= 0.25 > max(first, third)
+    results = virtual.run(rank_main, RANKS, deadline=10.0, faults=held)
+    assert [seconds >= 0.3 for seconds in results[CULPRIT]] == [False, True, False]
 
 
 # --- slow parts of a rank -------------------------------------------------------------------------
@@ -197,21 +206,18 @@ def test_a_slow_processor_takes_the_factor_of_its_own_time() -> None:
 
 @ways
 def test_a_slow_link_holds_back_what_is_announced_to_one_peer(way: Way) -> None:
-    latency, rate = 0.1, 20_000.0
+    latency, rate = 0.05, 50_000.0
     link = SlowLink(rank=CULPRIT, peer=3, seconds=latency, bytes_per_second=rate)
 
     def rank_main(world: World) -> tuple[float, int]:
         layer = WEIGHTS.layer(world)
-        seconds = right_call(world, layer) + right_call(world, layer)
-        return seconds, layer.stats()["pairs_sent"][3]
+        return right_call(world, layer), layer.stats()["pairs_sent"][3]
 
-    results = virtual.run(
-        rank_main, RANKS, deadline=10.0, faults=FaultPlan(slow_links=(link,)), **way
-    )
-    seconds, _ = results[3]
-    _, rows = results[CULPRIT]
+    slow = FaultPlan(slow_links=(link,))
+    results = virtual.run(rank_main, RANKS, deadline=10.0, faults=slow, **way)
+    seconds, rows = results[CULPRIT]  # which has sent them before its call is over
     assert rows > 0
-    assert seconds >= 2 * (latency + rows * CFG.hidden * 4 / rate)
+    assert seconds >= latency + rows * CFG.hidden * 4 / rate
 
 
 @pytest.mark.parametrize(
@@ -232,15 +238,16 @@ def test_what_is_slower_than_the_deadline_is_named(slow: FaultPlan, way: Way) ->
 
 
 def test_what_is_slow_stays_slow_after_a_reset() -> None:
-    slow = FaultPlan(slow_processors=(SlowProcessor(rank=0, processor=0, seconds=0.05),))
+    slow = FaultPlan(slow_processors=(SlowProcessor(rank=0, processor=0, seconds=0.02),))
 
-    def rank_main(world: World) -> float:
+    def rank_main(world: World) -> tuple[float, int]:
         layer = WEIGHTS.layer(world)
         right_call(world, layer)
         layer.reset()
-        return right_call(world, layer)
+        return right_call(world, layer), sum(layer.stats()["tasks"].values())
 
-    assert virtual.run(rank_main, 1, faults=slow)[0] >= 0.15
+    [(seconds, parts)] = virtual.run(rank_main, 1, faults=slow)
+    assert seconds >= 0.02 * parts
 
 
 # --- starts ---------------------------------------------------------------------------------------
@@ -308,7 +315,9 @@ def test_a_rank_that_starts_late_holds_up_the_others_and_is_named_beyond_the_dea
         layer = WEIGHTS.layer(world)
         return right_call(world, layer) + right_call(world, layer)
 
-    assert min(virtual.run(right_calls, RANKS, deadline=5.0, faults=late(0.2))) >= 0.38
+    seconds = virtual.run(right_calls, RANKS, deadline=5.0, faults=late(0.2))
+    assert seconds[CULPRIT] >= 0.4
+    assert min(seconds) >= 0.2  # the second calls wait, whenever the first ones began
 
     def one_call(world: World) -> tuple[str, float]:
         return last_call(world, WEIGHTS.layer(world))
@@ -322,8 +331,12 @@ def test_a_rank_that_starts_late_holds_up_the_others_and_is_named_beyond_the_dea
 # --- processes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [WAYS["one-thread"], WAYS["remote"]], ids=["direct", "remote"])
-@pytest.mark.parametrize("stage", ["start", "dispatch", "gemm0", "combine"])
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [(stage, WAYS["one-thread"]) for stage in ("start", "gemm0", "combine")]
+    + [("dispatch", WAYS["remote"])],
+    ids=["start", "gemm0", "combine", "dispatch-remote"],
+)
 def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, way: Way) -> None:
     deadline, port = 1.0, free_port()
 
