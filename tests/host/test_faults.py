@@ -30,7 +30,7 @@ from moeos.faults import (
     Stage,
     StartDelay,
 )
-from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
+from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.processes import ForkedRanks, free_port, mpirun, torchrun, torchrun_environment
 
 DEADLINE = 0.5
@@ -126,6 +126,64 @@ def test_a_rank_alone_says_itself_that_it_stands_still() -> None:
         with pytest.raises(PeerTimeout, match=r"rank 0\b"):
             virtual.run(rank_main, 1, deadline=0.3, faults=FaultPlan(faults=(fault,)))
         assert time.monotonic() - begin <= 0.3 + MARGIN, stage
+
+
+def one_way_calls(alone: bool) -> list[Call]:
+    """Calls of two ranks: rank 0's tokens go to rank 1, whose own, if it has any, stay there."""
+    calls = []
+    for rank, tokens in enumerate((10, 0 if alone else 10)):  # whose rows fit into a chunk
+        elsewhere = torch.zeros(CFG.experts)
+        elsewhere[: CFG.experts // 2] = -torch.inf
+        calls.append(draw_given_call(CFG, tokens, rank, elsewhere, unused=0.0))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"twin": TwinOptions(processors=2)}, WAYS["mixed"], WAYS["remote"]],
+    ids=["direct", "mixed", "remote"],
+)
+def test_a_rank_to_which_all_came_back_blames_its_own_processors(way: Way) -> None:
+    """The last that are asked are the scheduler's, whoever is there to be asked before."""
+    calls = one_way_calls(alone=True)
+    stalled = Fault(kind="stall", rank=0, call=1, stage="combine")
+
+    def rank_main(world: World) -> float:
+        layer = WEIGHTS.layer(world)
+        begin = time.monotonic()
+        if world.rank == 1:
+            calls[1](layer)
+        else:
+            with pytest.raises(PeerTimeout, match=r"^rank 0 waited .* for its own processors"):
+                calls[0](layer)
+        return time.monotonic() - begin
+
+    seconds = virtual.run(
+        rank_main, 2, deadline=DEADLINE, faults=FaultPlan(faults=(stalled,)), **way
+    )
+    assert seconds[0] <= DEADLINE + MARGIN
+
+
+@ways
+def test_a_rank_whose_rows_have_not_left_does_not_blame_the_peer_that_lacks_them(way: Way) -> None:
+    """The peer is busy with its own tokens, so that it is not the first to ask."""
+    calls = one_way_calls(alone=False)
+    faults = FaultPlan(
+        faults=(
+            Fault(kind="stall", rank=0, call=1, stage="dispatch"),
+            Fault(kind="delay", rank=1, call=1, stage="route", seconds=0.1),
+            Fault(kind="delay", rank=1, call=1, stage="combine", seconds=0.3),
+        )
+    )
+
+    def rank_main(world: World) -> str:
+        layer = WEIGHTS.layer(world)
+        with pytest.raises(PeerTimeout) as raised:
+            calls[world.rank](layer)
+        return str(raised.value)
+
+    for message in virtual.run(rank_main, 2, deadline=DEADLINE, faults=faults, **way):
+        assert re.search("^rank 0 .* for its own processors|for rank 0, which owes", message)
 
 
 @ways
