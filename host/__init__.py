@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from moeos import reference, virtual
+from moeos import faults, reference, virtual
 from moeos.bootstrap import init
 from moeos.config import MoEConfig
 from moeos.errors import ConfigMismatch, NumericalError, PeerTimeout
@@ -20,6 +20,7 @@ __all__ = [
     "TwinOptions",
     "World",
     "__version__",
+    "faults",
     "init",
     "reference",
     "virtual",

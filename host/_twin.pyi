@@ -7,9 +7,15 @@ TILE_ROWS: int = 128
 
 ROUTE_TOKENS: int = 32
 
+COMBINE_TOKENS: int = 8
+
 GATED_COLUMNS: int = 128
 
 PLAIN_COLUMNS: int = 256
+
+FAULTS: int = 16
+
+FAULT_PLAN_BYTES: int = 1664
 
 class Sizes:
     """Buffers and bounds of a layer, as the runtime derives them."""
@@ -123,6 +129,7 @@ class Rank:
         jitter_us: float,
         jitter_seed: int,
         ranks_per_node: int,
+        faults: bytes,
     ) -> None: ...
     def forward(
         self,
@@ -142,7 +149,7 @@ class Rank:
         out: int,
     ) -> Failure: ...
     def abort(self) -> None: ...
-    def reset(self) -> None: ...
+    def reset(self, faults: bytes) -> None: ...
     @property
     def epoch(self) -> int: ...
     def tally(self) -> dict[str, Any]: ...

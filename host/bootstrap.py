@@ -25,6 +25,7 @@ from moeos.control import (
     name_ranks,
     require_equal,
 )
+from moeos.faults import FaultPlan, plan_of
 from moeos.world import (
     Backend,
     TwinOptions,
@@ -50,6 +51,7 @@ def init(
     twin: TwinOptions = DEFAULT_TWIN,
     ranks_per_node: int | None = None,
     trace_events: int = 0,
+    faults: FaultPlan | None = None,
 ) -> World:
     """This process's world. Collective over all processes that the launcher started.
 
@@ -68,9 +70,12 @@ def init(
             that path on one host; it changes no result.
         trace_events: events that each actor notes of a call, at most, for `MoELayer.trace`; 0 notes
             none, and compiles nothing of it into the kernel. A part of a task is an event.
+        faults: what is to go wrong, for tests (`moeos.faults`); None for what the file says that
+            the environment variable MOEOS_FAULTS names, or for nothing.
 
     Raises:
-        ValueError, TypeError: an argument, or what the launcher set, is not allowed.
+        ValueError, TypeError: an argument, what the launcher set or a fault plan is not allowed.
+        OSError: the fault plan cannot be read.
         ConfigMismatch: the ranks run different versions or backends, or differ in ranks_per_node.
         RuntimeError: a host has fewer GPUs than ranks, or the twin's ranks are on several hosts.
         PeerTimeout: a rank did not call it before the deadline.
@@ -81,8 +86,11 @@ def init(
     check_trace_events(trace_events)
     if not isinstance(twin, TwinOptions):
         raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
+    plan = plan_of(faults)
     control = _connect(detect(os.environ), deadline)
     try:
+        if plan is not None:
+            plan.check_ranks(control.size, processes=True)
         version = importlib.metadata.version("moeos")
         same = (version, chosen, ranks_per_node)
         require_equal(control, same, "the version of moeos, its backend and ranks_per_node")
@@ -97,6 +105,7 @@ def init(
             twin=twin,
             ranks_per_node=ranks_per_node,
             trace_events=trace_events,
+            faults=plan,
         )
     except BaseException as error:
         control.abort(f"{type(error).__name__}: {error}")

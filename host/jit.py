@@ -73,6 +73,8 @@ class KernelShape:
         virtual_ranks: ranks in one launch: 1, or P when all of them share one GPU.
         transport: how those peers are reached whose memory is not written directly.
         trace_events: events that each actor notes of a call, at most; 0 compiles none of it in.
+        faults: whether it does what a fault plan asks of it (runtime/faults.hpp); otherwise it has
+            no code for that.
         arch: one of `ARCHITECTURES`.
 
     Raises:
@@ -85,6 +87,7 @@ class KernelShape:
     virtual_ranks: int = 1
     transport: Transport = "none"
     trace_events: int = 0
+    faults: bool = False
     arch: str = ARCHITECTURES[0]
 
     def __post_init__(self) -> None:
@@ -310,6 +313,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "SELECTION_BIAS": int(cfg.selection_bias),
         "TRACE_EVENTS": shape.trace_events,
         "TRANSPORT": get_args(Transport).index(shape.transport),
+        "FAULTS": int(shape.faults),
     }
     return {name: str(value) for name, value in values.items()}
 

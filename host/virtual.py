@@ -14,6 +14,7 @@ from typing import TypeVar
 from moeos.bootstrap import choose_backend
 from moeos.control import ThreadControl, name_ranks
 from moeos.errors import PeerTimeout
+from moeos.faults import FaultPlan, plan_of
 from moeos.world import TwinOptions, World, check_deadline, check_ranks_per_node, check_trace_events
 
 MAX_RANKS = 64
@@ -35,6 +36,7 @@ def run(
     twin: TwinOptions = ONE_PROCESSOR,
     ranks_per_node: int | None = None,
     trace_events: int = 0,
+    faults: FaultPlan | None = None,
 ) -> list[Result]:
     """Calls `fn(world)` for each virtual rank, each on a thread; the results in rank order.
 
@@ -46,10 +48,12 @@ def run(
     Args:
         ranks: 1 to 64.
         backend: "twin", "cuda" (all ranks share one GPU and one launch) or "auto".
-        deadline, twin, ranks_per_node, trace_events: as for `moeos.init`.
+        deadline, twin, ranks_per_node, trace_events, faults: as for `moeos.init`; no virtual rank
+            can be killed.
 
     Raises:
-        ValueError, TypeError: an argument is not allowed.
+        ValueError, TypeError: an argument or a fault plan is not allowed.
+        OSError: the fault plan cannot be read.
         Exception: what `fn` raised.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int):
@@ -62,6 +66,9 @@ def run(
     check_trace_events(trace_events)
     if not isinstance(twin, TwinOptions):
         raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
+    plan = plan_of(faults)
+    if plan is not None:
+        plan.check_ranks(ranks, processes=False)
     worlds = [
         World(
             control,
@@ -70,6 +77,7 @@ def run(
             twin=twin,
             ranks_per_node=ranks_per_node,
             trace_events=trace_events,
+            faults=plan,
         )
         for control in ThreadControl.group(ranks, deadline)
     ]

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Literal
 
 from moeos.control import ControlPlane
+from moeos.faults import FaultPlan
 from moeos.heap import SymmetricHeap
 from moeos.tracing import MAX_EVENTS
 
@@ -74,6 +75,7 @@ class World:
         ranks_per_node: ranks that this world treats as being on one node, or None; see `near`.
         trace_events: events that each actor of this rank notes of a call, at most; see
             `moeos.init`.
+        faults: what goes wrong in it, or None.
         on_abort: called with the reason when this rank must leave a call at once, from any thread.
         on_close: called before the heaps are unmapped, the last added first.
     """
@@ -87,6 +89,7 @@ class World:
         twin: TwinOptions,
         ranks_per_node: int | None = None,
         trace_events: int = 0,
+        faults: FaultPlan | None = None,
     ) -> None:
         check_deadline(deadline)
         check_ranks_per_node(ranks_per_node)
@@ -98,9 +101,11 @@ class World:
         self.processors = twin.processors_for(control.size)
         self.ranks_per_node = ranks_per_node
         self.trace_events = trace_events
+        self.faults = faults
         self.on_abort: list[Callable[[str], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self._heaps: list[SymmetricHeap] = []
+        self._layers = 0
         self._closed = False
         self._lock = threading.RLock()  # an abort may come from another thread than a close
 
@@ -136,6 +141,11 @@ class World:
                 f"nothing notes what rank {self.rank} does: make its world with "
                 "moeos.init(..., trace_events=4096)"
             )
+
+    def number_layer(self) -> int:
+        """The number of a layer that is being made: 0 for this world's first."""
+        self._layers += 1
+        return self._layers - 1
 
     def allocate_heap(self, size: int) -> SymmetricHeap:
         """A zeroed heap of `size` bytes on every rank; lives as long as this world. Collective.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/fault_plan.hpp"
 #include "runtime/geometry_of.hpp"
 #include "runtime/task.hpp"
 #include "runtime/trace_event.hpp"
@@ -51,13 +52,15 @@ struct MailboxView {
 /// arrays.
 class RankMemory {
  public:
-  static u64 bytes(const Geometry& geometry) {
-    return RankMemory(geometry, nullptr).lay_out(nullptr);
-  }
+  static u64 bytes(const Geometry& geometry) { return faults_at(geometry) + sizeof(FaultPlan); }
 
   /// `geometry` must outlive this object.
   RankMemory(const Geometry& geometry, u8* base) : geometry_(geometry) { lay_out(base); }
 
+  /// Behind everything else; all zeros in a world without faults.
+  FaultPlan& faults() const {
+    return *reinterpret_cast<FaultPlan*>(reinterpret_cast<u8*>(epoch) + faults_at(geometry_.get()));
+  }
   /// 1: an actor of this rank has written its failure.
   u32* failure_claimed() const { return epoch + 1; }
   /// 1: somebody puts it to the remote peers.
@@ -145,6 +148,10 @@ class RankMemory {
 
  private:
   static constexpr u32 kOutboxHead = 3;  // lines before the requests
+
+  static u64 faults_at(const Geometry& geometry) {
+    return RankMemory(geometry, nullptr).lay_out(nullptr);
+  }
 
   u32& outbox_line(u32 peer, u32 line) const {
     return outboxes[u64{peer} * outbox_lines_ + line].value;

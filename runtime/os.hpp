@@ -53,6 +53,8 @@ void begin_call(const Rank<P>& rank, const Call& call) {
 inline constexpr u32 kNoInquiry = 0;
 /// Somebody was missing something and has it now: there is no need to ask any further.
 inline constexpr u32 kInquiryMoot = kNone;
+/// No inquiry comes to an actor with this number.
+inline constexpr u32 kNeverAsked = kNone - 1;
 
 /// As the inquiry: all who could name what is missing have passed it on. The last of them is the
 /// first sender, if there is one.
@@ -164,7 +166,7 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
     answer_inquiry(rank, call, counts, 1);
     answer_inquiry(rank, call, arrivals, 2);
     answer_inquiry(rank, call, returns, 3);
-    answer_inquiry(rank, call, sender, kOsWarps);
+    answer_inquiry(rank, call, sender, rank.geometry().remote != 0 ? kOsWarps : kNeverAsked);
     wait_unless(progress, watch, idle);
   }
   sender.leave();
@@ -215,7 +217,8 @@ void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
     }
   } else if constexpr (P::kRemotePeers) {
     Sender<P> sender(rank, call, warp - kOsWarps);
-    run_watcher(rank, call, sender, warp == kOsWarps ? warp : kNone, [&] { return sender.step(); });
+    run_watcher(rank, call, sender, warp == kOsWarps ? warp : kNeverAsked,
+                [&] { return sender.step(); });
     sender.leave();
   }
 }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/faults.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
@@ -22,10 +23,11 @@
 namespace moeos {
 
 template <Platform P>
-class Processor {
+class Processor : Pace<P> {
  public:
   Processor(const Rank<P>& rank, const Call& call, u32 index)
-      : rank_(rank),
+      : Pace<P>(rank, index),
+        rank_(rank),
         call_(call),
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[index]),
@@ -34,13 +36,16 @@ class Processor {
   /// Takes a ticket and waits for its slot; the first tickets of a call are its Route parts, which
   /// nobody needs to publish. False: leave.
   bool claim(ReadyWord& word) {
+    if (!hold_back(rank_, call_, Stage::start)) {
+      return false;
+    }
     // Relaxed: a ticket publishes nothing; the slot does.
     const u32 ticket = by_one_lane(
         [this] { return P::template add_relaxed<Scope::device>(&state_.ring_claimed.value, 1U); });
     MOEOS_CHECK(ticket < rank_.memory.ring_slots());
     if (ticket < route_parts(rank_.geometry(), call_)) {
       word = ReadyWord(call_.epoch, TaskKind::route, 0, ticket);
-      return true;
+      return hold_back(rank_, call_, stage_of(TaskKind::route));
     }
     Watch<P> watch(2 * rank_.deadline_ns);  // the OS block notices a late peer first, and says more
     u32 heartbeat = 0;
@@ -51,7 +56,7 @@ class Processor {
         // Pairs with Scheduler::publish_up_to: the descriptor and the inputs of its parts are here.
         // Not at every look: a fence costs more than the look.
         P::template acquire_fence<Scope::device>();
-        return true;
+        return hold_back(rank_, call_, stage_of(word.kind()));
       }
       if (word.epoch() > call_.epoch) {
         reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, ticket,
@@ -79,9 +84,16 @@ class Processor {
     }
   }
 
+  /// Before a part is begun for which complete() will be called. One warp.
+  void begin_part(const Task& task, ReadyWord word) {
+    Pace<P>::begin_part(rank_, call_);
+    wait_for_links(rank_, call_, task, word.part());
+  }
+
   /// Counts a Route part whose pairs are sorted; true for the last one, which then must finish the
   /// routing.
   bool count_route_part(const Task& task) {
+    Pace<P>::slow_down(rank_, call_);
     // Acquire-release: publishes this block's routing, and gives the last part every block's.
     return by_one_lane([this] {
              return P::template add_acquire_release<Scope::device>(&state_.route_parts_done.value,
@@ -115,6 +127,9 @@ class Processor {
   /// Makes a finished part's effects visible. One warp, after everything that the part's other
   /// warps wrote. `combined`: tokens that a Combine part has written.
   void complete(const Task& task, ReadyWord word, u64 busy_ns, u32 combined) {
+    if (task.kind != TaskKind::route) {
+      busy_ns += Pace<P>::slow_down(rank_, call_);
+    }
     if (P::lane() == 0) {
       ++tally_.tasks[static_cast<u32>(task.kind)];
       tally_.busy_ns[static_cast<u32>(task.kind)] += busy_ns;
@@ -156,6 +171,7 @@ class Processor {
       case TaskKind::route:
         break;  // counted by those who ran it, who must finish the routing behind the last one
     }
+    Pace<P>::end_part();
   }
 
  private:
@@ -246,6 +262,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
+    processor.begin_part(task, word);
     const u64 begin = P::now_ns();
     u32 combined = 0;
     if (task.kind == TaskKind::route) {

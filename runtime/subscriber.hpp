@@ -359,10 +359,17 @@ class ReturnsSubscriber {
     return take_in() || progress;
   }
 
-  /// Missing is the first chunk of ours that is not back.
+  /// Missing is the first chunk of ours that is not back. Nothing is as long as our own processors
+  /// have not sent all of them: then it is not the peers who are late.
   Answer answer(Failure& failure) const {
-    for (u32 peer = 0; routed_ && peer < rank_.geometry().world; ++peer) {
-      const u32 chunk = rank_.os->first_missing[peer];
+    if (!routed_ || !all_sent()) {
+      return Answer::nothing;
+    }
+    for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
+      u32 chunk = rank_.os->first_missing[peer];
+      while (chunk < rank_.geometry().chunks() && is_back(peer, chunk)) {
+        ++chunk;
+      }
       const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
       if (rows > 0) {
         failure.kind = FailureKind::returns_late;
@@ -390,6 +397,21 @@ class ReturnsSubscriber {
     // Pairs with Processor::complete: token_rows.
     return agreed<P>(P::template load_acquire<Scope::device>(&state.token_rows_known.value)) ==
            route_parts(rank_.geometry(), call_);
+  }
+
+  bool all_sent() const {
+    const Geometry& geometry = rank_.geometry();
+    u32 parts = 0;
+    for (u32 peer = 0; peer < geometry.world; ++peer) {
+      const u32 chunks = ceil_div(rank_.memory.rows_sent(peer), geometry.chunk_rows);
+      for (u32 first = 0; first < chunks; first += Geometry::kChunksPerDispatch) {
+        parts += ceil_div(minimum(Geometry::kChunksPerDispatch, chunks - first),
+                          geometry.part_chunks(first));
+      }
+    }
+    // Relaxed: a number is compared.
+    return P::template load_relaxed<Scope::device>(
+               &rank_.memory.call(call_.epoch).dispatch_parts_done.value) == parts;
   }
 
   u32* credit(u32 peer, u32 chunk) const {

@@ -29,6 +29,7 @@ from moeos.engines.cuda_arguments import (
 )
 from moeos.engines.cuda_peers import Peers
 from moeos.failure import exception_of
+from moeos.faults import LayerFaults
 from moeos.jit import INSTALL, Kernel, KernelShape
 from moeos.tracing import RankTrace
 from moeos.world import World
@@ -85,7 +86,7 @@ class CudaEngine:
             self._kernel = self._agree(lambda: self._load(kernel), "the loading of the kernel")
             self._abort_stream = torch.cuda.Stream()
             self._abort_record, self._abort_word = cuda_records.host_abort(world.rank)
-            cuda_records.clear(self._buffers.heap, self._buffers.memory, self._offsets)
+            self._clear()
             torch.cuda.synchronize()
         world.control.barrier()  # every heap is clean before anyone writes into it
         world.on_abort.append(self._abort)
@@ -102,6 +103,7 @@ class CudaEngine:
         before: then nothing is launched.
         """
         self._world.require_open()
+        self._faults.before_call()
         if tensors.topk_ids is not None:
             tensors = _with_readable_routing(tensors)
         if torch.cuda.current_device() == self._device.index:
@@ -143,7 +145,7 @@ class CudaEngine:
             with torch.cuda.device(self._device):
                 finish_puts(self._world.rank, self._world.deadline)
         self._world.control.barrier()  # no rank's kernel runs any more, and nothing is on the way
-        cuda_records.clear(self._buffers.heap, self._buffers.memory, self._offsets)
+        self._clear(again=True)
         self._failure.clear()
         torch.cuda.synchronize(self._device)
         self._world.control.barrier()  # every heap is clean before anyone writes into it
@@ -195,13 +197,18 @@ class CudaEngine:
         most = min(blocks // 2, MAX_ARGUMENT_BYTES // RECORD_BYTES)
         if ranks > most:
             raise ValueError(f"{ranks} virtual ranks are too many for one launch; at most {most}")
+        world, processors = self._world, blocks // ranks - 1
+        self._faults = LayerFaults(
+            world.faults, world.rank, world.number_layer(), processors, pinned=True
+        )
         shape = KernelShape(
             cfg=cfg,
-            world_size=self._world.size,
-            processors=blocks // ranks - 1,
+            world_size=world.size,
+            processors=processors,
             virtual_ranks=ranks,
             transport=self._peers.transport,
             trace_events=self._world.trace_events,
+            faults=self._faults.on_device,
         )
         shape.sizes  # noqa: B018 - raises if a bound does not fit
         return shape
@@ -231,6 +238,14 @@ class CudaEngine:
         arguments = numpy.tile(record, ranks) if self._virtual else record
         blocks = (self._shape.processors + 1) * ranks
         return _LoadedKernel(kernel, blocks, arguments, self._peers.transport == "nvshmem")
+
+    def _clear(self, *, again: bool = False) -> None:
+        """Makes heap and memory those of a first call; `again`: what goes wrong once has."""
+        memory = self._buffers.memory
+        cuda_records.clear(self._buffers.heap, memory, self._offsets)
+        if self._shape.faults:
+            plan = torch.frombuffer(bytearray(self._faults.packed(again=again)), dtype=torch.uint8)
+            memory[self._offsets["faults"] :][: len(plan)].copy_(plan)
 
     def _launch_together(self) -> None:
         """Launches the call of all virtual ranks, ordered behind and before each rank's stream.
@@ -299,6 +314,7 @@ class CudaEngine:
     def _close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a kernel that crashed has said so before
             torch.cuda.synchronize(self._device)
+        self._faults.close()
         if self._kernel is not None:
             self._kernel.unload()
         self._heap.close()

@@ -14,6 +14,7 @@ from moeos import _twin, tracing, values
 from moeos.config import MoEConfig
 from moeos.engines.base import CallStats, CallTensors
 from moeos.failure import exception_of
+from moeos.faults import LayerFaults
 from moeos.sizes import Tiles, layer_sizes
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import World
@@ -53,6 +54,9 @@ class TwinEngine:
         remote = not all(map(world.near, range(world.size)))
         sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events)
         self._chunk_rows = sizes.chunk_rows
+        self._faults = LayerFaults(
+            world.faults, world.rank, world.number_layer(), world.processors, pinned=False
+        )
         heap = world.allocate_heap(sizes.heap_bytes)
         self._rank: _twin.Rank | None = _twin.Rank(
             sizes=sizes,
@@ -63,6 +67,7 @@ class TwinEngine:
             jitter_us=options.jitter_us,
             jitter_seed=options.jitter_seed,
             ranks_per_node=world.ranks_per_node or world.size,
+            faults=self._faults.packed(),
         )
         world.on_abort.append(self._abort)
         world.on_close.append(self._close)
@@ -84,6 +89,7 @@ class TwinEngine:
         capacity = cfg.capacity(tokens)
         rank = self._live()
         self._tokens = tokens
+        self._faults.before_call()
         failure = rank.forward(
             bfloat16=cfg.dtype == torch.bfloat16,
             tokens=tokens,
@@ -145,7 +151,7 @@ class TwinEngine:
     def reset(self) -> None:
         """See `Engine.reset`."""
         self._world.control.barrier()  # no rank is inside a call any more
-        self._live().reset()
+        self._live().reset(self._faults.packed(again=True))
         self._world.control.barrier()  # every heap is clean before anyone writes into it
 
     def _live(self) -> _twin.Rank:
@@ -158,6 +164,7 @@ class TwinEngine:
             self._rank.abort()
 
     def _close(self) -> None:
+        self._faults.close()
         self._rank = None  # joins the threads, so that the heap may be unmapped
 
 

@@ -8,6 +8,7 @@
 #include "kernels/sm90/element.cuh"
 #include "kernels/sm90/geometry.cuh"
 #include "runtime/platform/cuda/platform.hpp"
+#include "runtime/platform/with_faults.hpp"
 #if MOEOS_TRANSPORT == 1
 #include "runtime/platform/cuda/mapped_transport.hpp"
 #elif MOEOS_TRANSPORT == 2
@@ -24,7 +25,11 @@ using Transport = cuda::MappedTransport;
 #else
 using Transport = cuda::NvshmemTransport;
 #endif
+#if MOEOS_FAULTS
+using Machine = WithFaults<cuda::Machine<Transport, MOEOS_WORLD>>;
+#else
 using Machine = cuda::Machine<Transport, MOEOS_WORLD>;
+#endif
 
 inline constexpr LayerShape kShape{
     MOEOS_HIDDEN,

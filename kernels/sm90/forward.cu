@@ -75,6 +75,9 @@ inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
     wait_for_slot(shared, at.index, at.parity ^ 1);
     more = fetch_part(arguments, rank, call, map, processor, shared.tasks[at.index],
                       shared.slots[at.index], shared.stamps[at.index]);
+    if (more) {
+      processor.begin_part(shared.tasks[at.index], shared.slots[at.index].word);
+    }
     shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
   }
   for (u32 i = 0; i < kSlots; ++i, at.advance()) {

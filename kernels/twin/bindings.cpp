@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -111,7 +112,15 @@ nb::dict offsets_of(const Sizes& sizes) {
   offsets["receive_start"] = offset(memory.receive_start);
   offsets["trace_counts"] = offset(memory.trace_counts);
   offsets["trace_events"] = offset(memory.trace_events);
+  offsets["faults"] = RankMemory::bytes(sizes.geometry) - sizeof(FaultPlan);
   return offsets;
+}
+
+FaultPlan to_fault_plan(const nb::bytes& packed) {
+  require(packed.size() == sizeof(FaultPlan), "a fault plan has FAULT_PLAN_BYTES bytes");
+  FaultPlan plan;
+  std::memcpy(&plan, packed.data(), sizeof(plan));
+  return plan;
 }
 
 std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
@@ -159,6 +168,8 @@ NB_MODULE(_twin, module) {
   module.attr("COMBINE_TOKENS") = Geometry::kCombineTokens;
   module.attr("GATED_COLUMNS") = kGatedColumns;
   module.attr("PLAIN_COLUMNS") = kPlainColumns;
+  module.attr("FAULTS") = u32{FaultPlan::kMost};
+  module.attr("FAULT_PLAN_BYTES") = sizeof(FaultPlan);
 
   nb::class_<Sizes>(module, "Sizes", "Buffers and bounds of a layer, as the runtime derives them.")
       .def(nb::new_(&make_sizes), nb::kw_only(), "world"_a, "experts"_a, "top_k"_a, "max_tokens"_a,
@@ -212,16 +223,16 @@ NB_MODULE(_twin, module) {
       .def(
           "__init__",
           [](TwinRank* self, const Sizes& sizes, u32 rank, const std::vector<std::uintptr_t>& heaps,
-             double deadline, bool split_os, double jitter_us, u64 jitter_seed,
-             u32 ranks_per_node) {
+             double deadline, bool split_os, double jitter_us, u64 jitter_seed, u32 ranks_per_node,
+             const nb::bytes& faults) {
             require(heaps.size() == sizes.geometry.world && rank < heaps.size(),
                     "one heap address for each rank");
             new (self) TwinRank(sizes.geometry, sizes.shape, rank, to_pointers(heaps),
                                 TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us,
-                                             jitter_seed, ranks_per_node});
+                                             jitter_seed, ranks_per_node, to_fault_plan(faults)});
           },
           nb::kw_only(), "sizes"_a, "rank"_a, "heaps"_a, "deadline"_a, "split_os"_a, "jitter_us"_a,
-          "jitter_seed"_a, "ranks_per_node"_a)
+          "jitter_seed"_a, "ranks_per_node"_a, "faults"_a)
       .def(
           "forward",
           [](TwinRank& self, bool bfloat16, u32 tokens, u32 pair_limit, std::uintptr_t x,
@@ -246,7 +257,10 @@ NB_MODULE(_twin, module) {
           "selection_bias"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a,
           "out"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
-      .def("reset", &TwinRank::reset, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "reset",
+          [](TwinRank& self, const nb::bytes& faults) { self.reset(to_fault_plan(faults)); },
+          "faults"_a)
       .def_prop_ro("epoch", &TwinRank::epoch)
       .def(
           "tally", [](const TwinRank& self) { return to_dict(self.tally()); },

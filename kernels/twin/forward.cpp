@@ -72,6 +72,7 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
             rank,
             settings.deadline_ns} {
   *rank_.memory.epoch = 1;
+  rank_.memory.faults() = settings.faults;
   for (u32 i = 0; i < geometry.processors; ++i) {
     scratch_.push_back(std::make_unique<Scratch>(geometry, shape));
   }
@@ -146,11 +147,12 @@ void TwinRank::abort() {
   put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.memory.failure_put(), rank_.rank);
 }
 
-void TwinRank::reset() {
+void TwinRank::reset(const FaultPlan& faults) {
   std::memset(rank_.heap, 0, rank_.layout.bytes());
   std::memset(own_memory_.get(), 0, RankMemory::bytes(rank_.geometry()));
   std::memset(os_memory_.get(), 0, OsMemory::bytes(rank_.geometry()));
   *rank_.memory.epoch = 1;
+  rank_.memory.faults() = faults;
 }
 
 Tally TwinRank::tally() const {

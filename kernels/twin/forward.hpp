@@ -24,6 +24,7 @@ struct TwinSettings {
   double jitter_us;  // random delays up to this at atomic accesses; 0: none
   u64 jitter_seed;
   u32 ranks_per_node;  // peers of other nodes are remote
+  FaultPlan faults = {};
 };
 
 class TwinRank {
@@ -44,9 +45,9 @@ class TwinRank {
   /// Makes every actor of this rank and, best effort, of its peers leave. From any thread.
   void abort();
 
-  /// Clears the heap and the memory. Collective: between two barriers of all ranks, and no call
-  /// running.
-  void reset();
+  /// Clears the heap and the memory, but for what goes wrong from now on. Collective: between two
+  /// barriers of all ranks, and no call running.
+  void reset(const FaultPlan& faults = {});
 
   /// What this rank's actors did in the last call.
   Tally tally() const;

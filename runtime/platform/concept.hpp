@@ -73,6 +73,9 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   P::pause(idle);
   P::rest(idle);  // the loop found work: forget how long it had waited
 
+  // Whether actors do what a rank's fault plan says (faults.hpp).
+  { P::has_faults() } -> SameAs<bool>;
+
   // Peers: the address of rank p's heap here, or null when p can only be reached by puts into its
   // heap (rank, byte offset). Without kRemotePeers it is never null, and no put is compiled.
   { P::kRemotePeers } -> SameAs<const bool&>;

@@ -38,12 +38,23 @@ class EmulatorFault(AssertionError):
     """The kernel hangs, or does what the GPU would not forgive; says where."""
 
 
-def build(cfg: MoEConfig, ranks: int, processors: int, folder: Path, root: Path = ROOT) -> Path:
+def build(
+    cfg: MoEConfig,
+    ranks: int,
+    processors: int,
+    folder: Path,
+    root: Path = ROOT,
+    *,
+    faults: bool = False,
+) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
-    `root`: where the sources are, if it is not this repository.
+    `root`: where the sources are, if it is not this repository. `faults`: the kernel that does what
+    fault plans say.
     """
-    shape = KernelShape(cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks)
+    shape = KernelShape(
+        cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks, faults=faults
+    )
     library = folder / "emulated.so"
     macros = [f"-DMOEOS_{name}={value}" for name, value in jit.macros(shape).items()]
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", *macros]
@@ -58,9 +69,11 @@ def build(cfg: MoEConfig, ranks: int, processors: int, folder: Path, root: Path 
 
 
 class EmulatedLayer:
-    """All ranks of a layer on one emulated GPU."""
+    """All ranks of a layer on one emulated GPU; `plans`: of each, what `LayerFaults` packs."""
 
-    def __init__(self, library: Path, weights: Weights, ranks: int) -> None:
+    def __init__(
+        self, library: Path, weights: Weights, ranks: int, plans: Sequence[bytes] = ()
+    ) -> None:
         self._library = ctypes.CDLL(str(library))
         for name in ("heap", "memory", "intermediate"):
             getattr(self._library, f"emulated_{name}_bytes").restype = ctypes.c_uint64
@@ -73,6 +86,8 @@ class EmulatedLayer:
         self._failures = [torch.zeros(128, dtype=torch.uint8) for _ in range(ranks)]
         for own in self._own:
             own[:4].view(torch.int32).fill_(1)  # the first epoch
+        for own, plan in zip(self._own, plans, strict=False):
+            own[-len(plan) :] = torch.frombuffer(bytearray(plan), dtype=torch.uint8)
 
     def __call__(self, calls: Sequence[Call], seed: int) -> list[Tensor]:
         """The outputs of a call of each rank; raises `EmulatorFault`."""

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from moeos import MoEConfig, reference
-from tests.emulator.emulated import EmulatedLayer, EmulatorFault, build
+from moeos.failure import FailureKind
+from moeos.faults import Fault, FaultPlan, LayerFaults, SlowLink, SlowProcessor
+from tests.emulator.emulated import DEADLINE_NS, EmulatedLayer, EmulatorFault, build
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -142,8 +144,47 @@ def test_logits_that_are_not_finite_end_the_call_on_all_ranks(libraries: dict[st
         assert failure.tolist() == [6, 3, 1, -1, -1, 66]
 
 
+def with_faults(plan: FaultPlan, library: Path, ends_well: bool) -> None:
+    """Makes two calls of two ranks, of which rank 1 is late in the second: too late, or not."""
+    layer = LAYERS["two ranks, odd sizes, biases"]
+    weights = draw_weights(layer.cfg)
+    plans = [
+        LayerFaults(plan, rank, 0, layer.processors, pinned=False).packed()
+        for rank in range(layer.ranks)
+    ]
+    emulated = EmulatedLayer(library, weights, layer.ranks, plans)
+    calls = [draw_call(layer.cfg, 90, rank) for rank in range(layer.ranks)]
+    for seed in range(2):
+        outputs = emulated(calls, seed)
+        shown = [torch.frombuffer(bytearray(f), dtype=torch.int32) for f in emulated.failures()]
+        if seed == 0 or ends_well:
+            assert not any(failure.any() for failure in shown)
+            for call, y in zip(calls, outputs, strict=True):
+                sure = weights.sure(call)
+                error = reference.relative_error(y[sure], weights.expected(call)[sure])
+                assert error <= TOLERANCE[layer.cfg.dtype]
+            continue
+        for failure in shown:
+            kind, _, rank, peer, _, _, epoch, _ = failure[:8].tolist()
+            blamed = rank if kind == FailureKind.TASKS_LATE else peer
+            assert (blamed, epoch) == (1, 2), failure.tolist()
+
+
+def test_the_kernel_with_faults_is_late_or_stands_still_as_it_is_told(tmp_path: Path) -> None:
+    layer = LAYERS["two ranks, odd sizes, biases"]
+    library = build(layer.cfg, layer.ranks, layer.processors, tmp_path, faults=True)
+    stalled = Fault(kind="stall", rank=1, call=2, stage="gemm1")
+    with_faults(FaultPlan(faults=(stalled,)), library, ends_well=False)
+    late = FaultPlan(
+        faults=(Fault(kind="delay", rank=1, call=2, stage="dispatch", seconds=DEADLINE_NS / 10e9),),
+        slow_processors=(SlowProcessor(rank=1, processor=0, seconds=1e-6, factor=2.0),),
+        slow_links=(SlowLink(rank=1, peer=0, seconds=1e-5, bytes_per_second=1e9),),
+    )
+    with_faults(late, library, ends_well=True)
+
+
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class BrokenSource:
     """A change of the source that must be noticed, and what is said of it."""
 
     file: str
@@ -154,7 +195,7 @@ class Fault:
 
 
 FAULTS = {
-    "a part begins with its first stage": Fault(
+    "a part begins with its first stage": BrokenSource(
         "kernels/sm90/block.cuh",
         {
             "if (++filled_ == kStages) {": "if (++filled_ == 1) {",
@@ -163,14 +204,14 @@ FAULTS = {
         "one processor does everything",
         60,
     ),
-    "each lane decides for itself": Fault(
+    "each lane decides for itself": BrokenSource(
         "runtime/team.hpp",
         {"return P::broadcast(seen, 0);": "return seen;"},
         "two ranks, odd sizes, biases",
         30,
     ),
     # The kernel ends by itself, where nobody else could end it.
-    "a copy that never lands": Fault(
+    "a copy that never lands": BrokenSource(
         "kernels/sm90/products.cuh",
         {
             "= depth * (task.padded_rows + columns) * kSwizzleBytes;": (

@@ -38,11 +38,15 @@ _REDRAWS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer, how many virtual ranks run it, and how many of them make a node."""
+    """A layer, how many virtual ranks run it, and how many of them make a node.
+
+    `faults`: its kernel is the one that does what fault plans say.
+    """
 
     ranks: int
     cfg: MoEConfig
     ranks_per_node: int | None = None
+    faults: bool = False
 
 
 def _case(ranks: int, **changes: object) -> Case:
@@ -142,6 +146,7 @@ def compile_case(case: Case, blocks: int) -> None:
             processors=blocks // case.ranks - 1,
             virtual_ranks=case.ranks,
             transport="none" if case.ranks_per_node is None else "mapped",
+            faults=case.faults,
         )
     )
 
@@ -206,8 +211,11 @@ class RankLayer:
         }
         self.engine = CudaEngine(weights.cfg, world)
 
-    def __call__(self, call: Call) -> Tensor:
-        """The output of a call whose tensors are on the GPU; whatever is not written is NaN."""
+    def __call__(self, call: Call, tokens: Tensor | None = None) -> Tensor:
+        """The output of a call whose tensors are on the GPU; whatever is not written is NaN.
+
+        `tokens`: as of `MoELayer.forward`.
+        """
         out = torch.full_like(call.x, torch.nan)
         tensors = CallTensors(
             x=call.x,
@@ -216,6 +224,7 @@ class RankLayer:
             selection_bias=self._weights.selection_bias,
             topk_ids=call.ids,
             topk_weights=call.weights,
+            tokens=tokens,
             **self._parts,
         )
         self.engine.forward(tensors)

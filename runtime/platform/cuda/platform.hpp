@@ -26,6 +26,7 @@ class Machine {
   static constexpr u32 kLanes = 32;
   static constexpr bool kRemotePeers = Transport::kExists;
   static constexpr u32 kSenders = kRemotePeers ? 8 : 0;  // the OS block's idle warps
+  static constexpr bool has_faults() { return false; }
 
   /// peers[p]: rank p's heap as mapped on this device, own rank included; null for a remote peer.
   /// With a transport, peers[kWorld + p]: the address of rank p's heap that puts go to.

@@ -1,0 +1,664 @@
+"""Faults on demand: a rank that is late gives right results, one that is too late is named in time.
+
+Ranks are virtual here, or forked processes, or started by torchrun and mpirun with MOEOS_FAULTS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import moeos
+from moeos import PeerTimeout, TwinOptions, World, virtual
+from moeos.faults import (
+    Fault,
+    FaultPlan,
+    LayerFaults,
+    SlowLink,
+    SlowProcessor,
+    Stage,
+    StartDelay,
+)
+from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
+from tests.processes import ForkedRanks, free_port, mpirun, torchrun, torchrun_environment
+
+DEADLINE = 0.5
+MARGIN = 1.0
+RANKS = 4
+CULPRIT = 1
+CFG = config(max_tokens=64)
+WEIGHTS = draw_weights(CFG)
+CALLS = [draw_call(CFG, 40 + rank, rank) for rank in range(RANKS)]
+STAGES = get_args(Stage)
+OWED = {
+    "start": "call 3 .* its row count .* has not made call 3",
+    "route": "call 3 .* its row count .* has not made call 3",
+    "dispatch": "call 3 .* rows from chunk 0 on: .* at least 0 have arrived",
+    "gemm0": "call 3 .* results of chunk",
+    "gemm1": "call 3 .* results of chunk",
+    # A processor that holds a Combine computes nothing; or the others have all that they need.
+    "combine": "call 3 .* results of chunk|call 4 .* its row count",
+}
+"""What others wait for when a rank stands still at a stage."""
+
+Way = dict[str, Any]
+WAYS: dict[str, Way] = {
+    "one-thread": {"twin": TwinOptions(processors=1)},
+    "mixed": {"twin": TwinOptions(processors=2, split_os=True), "ranks_per_node": 2},
+    "remote": {"twin": TwinOptions(processors=2), "ranks_per_node": 1},
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=[*WAYS])
+stages = pytest.mark.parametrize("stage", STAGES)
+
+
+@pytest.fixture(autouse=True)
+def _no_plan_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOEOS_FAULTS", raising=False)
+
+
+def plan(kind: Any, stage: Any, *, call: int = 3, seconds: float = 0.0, **more: Any) -> FaultPlan:
+    """A fault of the culprit's."""
+    fault = Fault(kind=kind, rank=CULPRIT, call=call, stage=stage, seconds=seconds, **more)
+    return FaultPlan(faults=(fault,))
+
+
+def right_call(world: World, layer: moeos.MoELayer) -> float:
+    """Makes a call whose result must be right; its seconds."""
+    begin = time.monotonic()
+    y = CALLS[world.rank](layer)
+    seconds = time.monotonic() - begin
+    assert_matches(WEIGHTS, CALLS[world.rank], y)
+    return seconds
+
+
+def last_call(world: World, layer: moeos.MoELayer, calls: int = 5) -> tuple[str, float]:
+    """Makes right calls up to one that raises `PeerTimeout`: its message and its seconds."""
+    for _ in range(calls):
+        begin = time.monotonic()
+        try:
+            right_call(world, layer)
+        except PeerTimeout as error:
+            return str(error), time.monotonic() - begin
+    raise AssertionError(f"rank {world.rank}: {calls} calls without an error")
+
+
+def assert_named(message: str, seconds: float, deadline: float = DEADLINE) -> None:
+    """The error blames the culprit, and came in time."""
+    late = rf"for rank {CULPRIT}, which owes "
+    alone = rf"^rank {CULPRIT}\b.* for its own processors"
+    assert re.search(rf"{late}|{alone}", message), message
+    assert seconds <= deadline + MARGIN
+
+
+@ways
+@stages
+def test_a_stalled_rank_is_named_by_all_within_the_deadline(stage: str, way: Way) -> None:
+    def rank_main(world: World) -> tuple[str, float]:
+        return last_call(world, WEIGHTS.layer(world))
+
+    for message, seconds in virtual.run(
+        rank_main, RANKS, deadline=DEADLINE, faults=plan("stall", stage), **way
+    ):
+        assert_named(message, seconds)
+        assert re.search(f"{OWED[stage]}|call 3 for its own processors", message), message
+
+
+def test_a_rank_alone_says_itself_that_it_stands_still() -> None:
+    """Nobody else could; one thread runs the scheduler, and no sender is there to be asked."""
+    call = draw_call(CFG, 40, 0)
+    for stage in STAGES:
+        fault = Fault(kind="stall", rank=0, call=1, stage=stage)
+
+        def rank_main(world: World) -> None:
+            call(WEIGHTS.layer(world))
+
+        begin = time.monotonic()
+        with pytest.raises(PeerTimeout, match=r"rank 0\b"):
+            virtual.run(rank_main, 1, deadline=0.3, faults=FaultPlan(faults=(fault,)))
+        assert time.monotonic() - begin <= 0.3 + MARGIN, stage
+
+
+def one_way_calls(alone: bool) -> list[Call]:
+    """Calls of two ranks: rank 0's tokens go to rank 1, whose own, if it has any, stay there."""
+    calls = []
+    for rank, tokens in enumerate((10, 0 if alone else 10)):  # whose rows fit into a chunk
+        elsewhere = torch.zeros(CFG.experts)
+        elsewhere[: CFG.experts // 2] = -torch.inf
+        calls.append(draw_given_call(CFG, tokens, rank, elsewhere, unused=0.0))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"twin": TwinOptions(processors=2)}, WAYS["mixed"], WAYS["remote"]],
+    ids=["direct", "mixed", "remote"],
+)
+def test_a_rank_to_which_all_came_back_blames_its_own_processors(way: Way) -> None:
+    """The last that are asked are the scheduler's, whoever is there to be asked before."""
+    calls = one_way_calls(alone=True)
+    stalled = Fault(kind="stall", rank=0, call=1, stage="combine")
+
+    def rank_main(world: World) -> float:
+        layer = WEIGHTS.layer(world)
+        begin = time.monotonic()
+        if world.rank == 1:
+            calls[1](layer)
+        else:
+            with pytest.raises(PeerTimeout, match=r"^rank 0 waited .* for its own processors"):
+                calls[0](layer)
+        return time.monotonic() - begin
+
+    seconds = virtual.run(
+        rank_main, 2, deadline=DEADLINE, faults=FaultPlan(faults=(stalled,)), **way
+    )
+    assert seconds[0] <= DEADLINE + MARGIN
+
+
+@ways
+def test_a_rank_whose_rows_have_not_left_does_not_blame_the_peer_that_lacks_them(way: Way) -> None:
+    """The peer is busy with its own tokens, so that it is not the first to ask."""
+    calls = one_way_calls(alone=False)
+    faults = FaultPlan(
+        faults=(
+            Fault(kind="stall", rank=0, call=1, stage="dispatch"),
+            Fault(kind="delay", rank=1, call=1, stage="route", seconds=0.1),
+            Fault(kind="delay", rank=1, call=1, stage="combine", seconds=0.3),
+        )
+    )
+
+    def rank_main(world: World) -> str:
+        layer = WEIGHTS.layer(world)
+        with pytest.raises(PeerTimeout) as raised:
+            calls[world.rank](layer)
+        return str(raised.value)
+
+    for message in virtual.run(rank_main, 2, deadline=DEADLINE, faults=faults, **way):
+        assert re.search("^rank 0 .* for its own processors|for rank 0, which owes", message)
+
+
+@ways
+@stages
+def test_results_are_right_beside_a_delay_within_the_deadline(stage: str, way: Way) -> None:
+    def rank_main(world: World) -> list[float]:
+        layer = WEIGHTS.layer(world)
+        return [right_call(world, layer) for _ in range(4)]
+
+    held = plan("delay", stage, seconds=0.2)
+    results = virtual.run(rank_main, RANKS, deadline=10.0, faults=held, **way)
+    assert [seconds >= 0.2 for seconds in results[CULPRIT]] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("way", [WAYS["one-thread"], WAYS["mixed"]], ids=["direct", "mixed"])
+@pytest.mark.parametrize("stage", ["start", "dispatch", "gemm1"])
+def test_a_delay_beyond_the_deadline_is_named_and_a_reset_forgets_it(stage: str, way: Way) -> None:
+    def rank_main(world: World) -> tuple[str, float]:
+        layer = WEIGHTS.layer(world)
+        outcome = last_call(world, layer)
+        layer.reset()
+        for _ in range(4):
+            assert right_call(world, layer) < DEADLINE
+        return outcome
+
+    held = plan("delay", stage, seconds=60.0)
+    for outcome in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=held, **way):
+        assert_named(*outcome)
+
+
+def test_a_fault_is_of_the_layer_that_it_names() -> None:
+    def rank_main(world: World) -> list[float]:
+        layers = [WEIGHTS.layer(world) for _ in range(3)]
+        return [right_call(world, layer) for layer in layers]
+
+    held = plan("delay", "gemm0", call=1, seconds=0.3, layer=1)
+    results = virtual.run(rank_main, RANKS, deadline=10.0, faults=held)
+    assert [seconds >= 0.3 for seconds in results[CULPRIT]] == [False, True, False]
+
+
+# --- slow parts of a rank -------------------------------------------------------------------------
+
+
+@ways
+def test_every_part_of_a_slow_processor_takes_longer(way: Way) -> None:
+    """With one processor the call takes as long as its parts; beside others it may do fewer."""
+    slow = FaultPlan(slow_processors=(SlowProcessor(rank=CULPRIT, processor=0, seconds=0.02),))
+
+    def rank_main(world: World) -> tuple[float, int]:
+        layer = WEIGHTS.layer(world)
+        seconds = right_call(world, layer)
+        return seconds, sum(layer.stats()["tasks"].values())
+
+    results = virtual.run(rank_main, RANKS, deadline=10.0, faults=slow, **way)
+    seconds, parts = results[CULPRIT]
+    alone = way["twin"].processors == 1
+    assert seconds >= 0.02 * (parts if alone else 1)
+
+
+def test_a_slow_processor_takes_the_factor_of_its_own_time() -> None:
+    cfg = config(hidden=256, intermediate=512, max_tokens=256)
+    weights = draw_weights(cfg)
+    call = draw_given_call(cfg, 256, 0)
+    slow = FaultPlan(slow_processors=(SlowProcessor(rank=0, processor=0, factor=8.0),))
+
+    def rank_main(world: World) -> float:
+        layer = weights.layer(world)
+        busy = []
+        for _ in range(3):
+            y = call(layer)
+            assert_matches(weights, call, y)
+            busy.append(layer.stats()["busy_seconds"])
+        return min(busy)
+
+    [usual], [slowed] = (virtual.run(rank_main, 1, faults=plan) for plan in (None, slow))
+    assert 5 * usual < slowed < 20 * usual
+
+
+@ways
+def test_a_slow_link_holds_back_what_is_announced_to_one_peer(way: Way) -> None:
+    latency, rate = 0.05, 50_000.0
+    link = SlowLink(rank=CULPRIT, peer=3, seconds=latency, bytes_per_second=rate)
+
+    def rank_main(world: World) -> tuple[float, int]:
+        layer = WEIGHTS.layer(world)
+        return right_call(world, layer), layer.stats()["pairs_sent"][3]
+
+    slow = FaultPlan(slow_links=(link,))
+    results = virtual.run(rank_main, RANKS, deadline=10.0, faults=slow, **way)
+    seconds, rows = results[CULPRIT]  # which has sent them before its call is over
+    assert rows > 0
+    assert seconds >= latency + rows * CFG.hidden * 4 / rate
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        FaultPlan(slow_links=(SlowLink(rank=CULPRIT, peer=2, seconds=60.0),)),
+        FaultPlan(slow_processors=(SlowProcessor(rank=CULPRIT, processor=0, seconds=60.0),)),
+    ],
+    ids=["link", "processor"],
+)
+@ways
+def test_what_is_slower_than_the_deadline_is_named(slow: FaultPlan, way: Way) -> None:
+    def rank_main(world: World) -> tuple[str, float]:
+        return last_call(world, WEIGHTS.layer(world))
+
+    for outcome in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=slow, **way):
+        assert_named(*outcome)
+
+
+def test_what_is_slow_stays_slow_after_a_reset() -> None:
+    slow = FaultPlan(slow_processors=(SlowProcessor(rank=0, processor=0, seconds=0.02),))
+
+    def rank_main(world: World) -> tuple[float, int]:
+        layer = WEIGHTS.layer(world)
+        right_call(world, layer)
+        layer.reset()
+        return right_call(world, layer), sum(layer.stats()["tasks"].values())
+
+    [(seconds, parts)] = virtual.run(rank_main, 1, faults=slow)
+    assert seconds >= 0.02 * parts
+
+
+# --- starts ---------------------------------------------------------------------------------------
+
+DELAYS = {
+    "constant": (StartDelay(distribution="constant", seconds=0.5), 0.5, 0.5, 0.5),
+    "uniform": (StartDelay(distribution="uniform", low=1.0, high=3), 1.0, 2.0, 3.0),
+    "lognormal": (StartDelay(distribution="lognormal", median=0.1, sigma=0.5), 0.0, 0.1, 5.0),
+    "samples": (StartDelay(distribution="samples", samples=(0.1, 0.1, 0.2)), 0.1, 0.1, 0.2),
+}
+
+
+@pytest.mark.parametrize("name", DELAYS)
+def test_delays_are_drawn_from_their_distribution(name: str) -> None:
+    delay, low, median, high = DELAYS[name]
+    source = random.Random(0)
+    drawn = [delay.draw(source) for _ in range(2000)]
+    assert low <= min(drawn) <= max(drawn) <= high
+    assert statistics.median(drawn) == pytest.approx(median, rel=0.1)
+
+
+def test_a_lognormal_delay_spreads_by_its_sigma_and_has_a_bound() -> None:
+    source = random.Random(0)
+    delay = StartDelay(distribution="lognormal", median=1.0, sigma=0.5)
+    quartiles = statistics.quantiles((delay.draw(source) for _ in range(4000)), n=4)
+    assert quartiles[2] == pytest.approx(1.401, rel=0.05)  # exp(0.5 * 0.6745)
+    wild = StartDelay(distribution="lognormal", median=86_400.0, sigma=10.0)
+    assert max(wild.draw(source) for _ in range(20)) == 86_400.0
+
+
+def test_start_delays_add_up_and_are_drawn_by_seed_rank_and_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("moeos.faults.time.sleep", slept.append)
+
+    def sleeps(rank: int, layer: int, seed: int = 7) -> list[float]:
+        delays = (
+            StartDelay(distribution="uniform", low=0.0, high=1.0),
+            StartDelay(distribution="constant", seconds=10.0, rank=1),
+            StartDelay(distribution="constant", seconds=100.0, layer=2),
+        )
+        slept.clear()
+        faults = LayerFaults(
+            FaultPlan(start_delays=delays, seed=seed), rank, layer, 1, pinned=False
+        )
+        assert not faults.on_device
+        for _ in range(3):
+            faults.before_call()
+        return list(slept)
+
+    assert sleeps(0, 0) == sleeps(0, 0)
+    assert len({*sleeps(0, 0), *sleeps(0, 1), *sleeps(0, 0, seed=8)}) == 9
+    assert all(int(seconds) == 110 for seconds in sleeps(1, 2))
+    assert all(int(seconds) == 10 for seconds in sleeps(1, 0))
+    assert all(int(seconds) == 0 for seconds in sleeps(0, 0))
+
+
+def test_a_rank_that_starts_late_holds_up_the_others_and_is_named_beyond_the_deadline() -> None:
+    def late(seconds: float) -> FaultPlan:
+        delay = StartDelay(distribution="constant", seconds=seconds, rank=CULPRIT)
+        return FaultPlan(start_delays=(delay,))
+
+    def right_calls(world: World) -> float:
+        layer = WEIGHTS.layer(world)
+        return right_call(world, layer) + right_call(world, layer)
+
+    seconds = virtual.run(right_calls, RANKS, deadline=5.0, faults=late(0.2))
+    assert seconds[CULPRIT] >= 0.4
+    assert min(seconds) >= 0.2  # the second calls wait, whenever the first ones began
+
+    def one_call(world: World) -> tuple[str, float]:
+        return last_call(world, WEIGHTS.layer(world))
+
+    outcomes = virtual.run(one_call, RANKS, deadline=DEADLINE, faults=late(1.2))
+    for rank, outcome in enumerate(outcomes):
+        if rank != CULPRIT:
+            assert_named(*outcome)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [(stage, WAYS["one-thread"]) for stage in ("start", "gemm0", "combine")]
+    + [("dispatch", WAYS["remote"])],
+    ids=["start", "gemm0", "combine", "dispatch-remote"],
+)
+def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, way: Way) -> None:
+    deadline, port = 1.0, free_port()
+
+    def live(rank: int) -> tuple[str, float]:
+        os.environ.update(torchrun_environment(rank, RANKS, port))
+        with moeos.init("twin", deadline=deadline, faults=plan("kill", stage), **way) as world:
+            layer = WEIGHTS.layer(world)
+            return last_call(world, layer)
+
+    ranks = ForkedRanks(live, RANKS)
+    survivors = [rank for rank in range(RANKS) if rank != CULPRIT]
+    outcomes = ranks.ended(ranks=survivors)
+    assert ranks.ended(ranks=[CULPRIT]) == [None]
+    assert ranks.processes[CULPRIT].exitcode == -signal.SIGKILL
+    for outcome in outcomes:
+        assert isinstance(outcome, tuple), repr(outcome)
+        assert_named(*outcome, deadline=deadline)
+
+
+PROGRAM = """
+import time, torch, moeos
+torch.set_num_threads(1)
+with moeos.init("twin", deadline=1.0) as world:
+    cfg = moeos.MoEConfig(hidden=64, intermediate=64, experts=6, top_k=2, max_tokens=64)
+    layer = moeos.MoELayer(cfg, world)
+    x = torch.randn(50, 64).bfloat16()
+    layer(x)
+    begin = time.monotonic()
+    try:
+        layer(x)
+        layer(x)
+    except moeos.PeerTimeout as error:
+        in_time = time.monotonic() - begin <= 2.0
+        print(f"[{world.rank}: {in_time}, {error}]", flush=True)
+    world.control.barrier()  # no launcher ends a rank because another was faster
+"""
+
+
+@pytest.mark.parametrize("launch", [torchrun, mpirun], ids=["torchrun", "mpirun"])
+def test_a_started_program_takes_its_plan_from_the_environment(
+    launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "faults.toml"
+    file.write_text('[[fault]]\nkind = "stall"\nrank = 2\ncall = 2\nstage = "gemm0"\n')
+    monkeypatch.setenv("MOEOS_FAULTS", str(file))
+    ended = launch(3, PROGRAM)
+    said = re.findall(r"\[(\d): (\w+), ([^]]*)\]", ended.stdout)
+    assert sorted(rank for rank, _, _ in said) == ["0", "1", "2"], ended.stdout + ended.stderr
+    for _, in_time, message in said:
+        assert in_time == "True"
+        assert "for rank 2, which owes results" in message
+
+
+def test_a_plan_that_is_given_goes_before_the_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "faults.toml"
+    file.write_text("seed = 5\n")
+    monkeypatch.setenv("MOEOS_FAULTS", str(file))
+
+    def seed(world: World) -> int:
+        assert world.faults is not None
+        return world.faults.seed
+
+    assert virtual.run(seed, 2) == [5, 5]
+    assert virtual.run(seed, 2, faults=FaultPlan(seed=3)) == [3, 3]
+    monkeypatch.setenv("MOEOS_FAULTS", str(tmp_path / "none.toml"))
+    with pytest.raises(FileNotFoundError, match=r"none\.toml"):
+        moeos.init("twin")
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+GOOD = """
+seed = 11
+[[fault]]
+kind = "delay"
+rank = 1
+call = 3
+stage = "gemm0"
+seconds = 0.25
+[[fault]]
+kind = "kill"
+rank = 0
+call = 9
+stage = "start"
+layer = 2
+[[slow_processor]]
+rank = 0
+processor = 2
+factor = 1.5
+[[slow_link]]
+rank = 0
+peer = 1
+seconds = 1e-3
+bytes_per_second = 1_000_000
+[[start_delay]]
+distribution = "samples"
+file = "delays.txt"
+[[start_delay]]
+distribution = "constant"
+rank = 3
+seconds = 1
+"""
+
+
+def test_a_plan_is_read_from_a_file_and_its_samples_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "delays.txt").write_text("0.1 0.2\n\n3e-1\n")
+    file = tmp_path / "plan.toml"
+    file.write_text(GOOD)
+    assert FaultPlan.from_toml(file) == FaultPlan(
+        seed=11,
+        faults=(
+            Fault(kind="delay", rank=1, call=3, stage="gemm0", seconds=0.25),
+            Fault(kind="kill", rank=0, call=9, stage="start", layer=2),
+        ),
+        slow_processors=(SlowProcessor(rank=0, processor=2, factor=1.5),),
+        slow_links=(SlowLink(rank=0, peer=1, seconds=0.001, bytes_per_second=1e6),),
+        start_delays=(
+            StartDelay(distribution="samples", samples=(0.1, 0.2, 0.3)),
+            StartDelay(distribution="constant", rank=3, seconds=1.0),
+        ),
+    )
+
+
+FAULT = {"kind": "stall", "rank": 1, "call": 2, "stage": "gemm0"}
+DELAY = {"distribution": "constant", "seconds": 1.0}
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "stage": ("fault", {**FAULT, "stage": "gem0"}, "stage is 'gem0'; .* nearest is 'gemm0'"),
+    "kind": ("fault", {**FAULT, "kind": "stal"}, "kind is 'stal'; .* nearest is 'stall'"),
+    "key": ("fault", {**FAULT, "stages": 1}, "unknown key 'stages'; .* nearest is 'stage'"),
+    "missing": ("fault", {"kind": "stall"}, "missing key rank"),
+    "call": ("fault", {**FAULT, "call": 0}, "call is 0; allowed: 1 to"),
+    "negative rank": ("fault", {**FAULT, "rank": -1}, "rank is -1; allowed: 0 to"),
+    "rank": ("fault", {**FAULT, "rank": "one"}, "rank is 'one'; it must be an integer"),
+    "boolean": ("fault", {**FAULT, "rank": True}, "rank is True; it must be an integer"),
+    "no delay": ("fault", {**FAULT, "kind": "delay"}, "seconds is 0.0 of a delay; .* above 0"),
+    "stall": ("fault", {**FAULT, "seconds": 1}, "seconds is 1.0 of a stall; only a delay has"),
+    "long": ("fault", {**FAULT, "kind": "delay", "seconds": 1e6}, "seconds is 1000000.0; allowed"),
+    "itself": ("slow_link", {"rank": 1, "peer": 1}, "rank and peer are both 1; a link joins"),
+    "rate": ("slow_link", {"rank": 1, "peer": 0, "bytes_per_second": 0}, "bytes_per_second is 0;"),
+    "factor": ("slow_processor", {"rank": 0, "processor": 0, "factor": 0.5}, "factor is 0.5;"),
+    "distribution": ("start_delay", {"distribution": "normal"}, "distribution is 'normal'; .*allo"),
+    "parameter": ("start_delay", {**DELAY, "sigma": 1.0}, "sigma is given; .*'constant' takes sec"),
+    "no parameter": ("start_delay", {"distribution": "uniform", "low": 1}, "high is missing; "),
+    "turned": (
+        "start_delay",
+        {"distribution": "uniform", "low": 2, "high": 1},
+        "low is 2.0; it must be at most high, 1.0",
+    ),
+    "no file": (
+        "start_delay",
+        {"distribution": "samples", "file": "gone.txt"},
+        r"file is 'gone.txt'; .*gone.txt cannot be read: No such file",
+    ),
+    "a word": ("start_delay", {"distribution": "samples", "file": "words.txt"}, "'b' in line 2"),
+    "negative": (
+        "start_delay",
+        {"distribution": "samples", "file": "minus.txt"},
+        r"samples\[1\] is -1.0; allowed: 0 to 86400",
+    ),
+    "empty": ("start_delay", {"distribution": "samples", "file": "empty.txt"}, "has 0 numbers"),
+    "table": ("faults", FAULT, "unknown key 'faults'; .* nearest is 'fault'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_plan_that_cannot_be_is_refused_with_file_table_and_key(
+    name: str, tmp_path: Path
+) -> None:
+    table, entry, words = BAD[name]
+    for file, text in (("words.txt", "1\n2 b"), ("minus.txt", "0.5 -1"), ("empty.txt", "\n")):
+        (tmp_path / file).write_text(text)
+    file = tmp_path / "plan.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in entry.items()]
+    file.write_text("\n".join([f"[[{table}]]", *lines]))
+    with pytest.raises((ValueError, TypeError), match=words) as raised:
+        FaultPlan.from_toml(file)
+    assert str(raised.value).startswith(f"{file}: ")
+    assert table == "faults" or f"{table} 0: " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        (
+            plan("stall", "gemm0"),
+            "fault 0 of the fault plan: rank is 1; the world has ranks 0 to 0",
+        ),
+        (
+            FaultPlan(slow_links=(SlowLink(rank=0, peer=7),)),
+            "slow_link 0 of the fault plan: peer is 7; the world has ranks 0 to 0",
+        ),
+        (
+            FaultPlan(start_delays=(StartDelay(distribution="constant", rank=2, seconds=1.0),)),
+            "start_delay 0 of the fault plan: rank is 2",
+        ),
+    ],
+)
+def test_a_rank_that_the_world_does_not_have_is_refused(faults: FaultPlan, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        virtual.run(lambda world: None, 1, faults=faults)
+    with pytest.raises(ValueError, match=words):
+        moeos.init("twin", faults=faults)
+
+
+def test_a_virtual_rank_cannot_be_killed() -> None:
+    with pytest.raises(ValueError, match=r"kind is 'kill' of a virtual rank, .* use 'stall'"):
+        virtual.run(lambda world: None, 2, faults=plan("kill", "start"))
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"it must be a moeos\.faults\.FaultPlan"):
+        virtual.run(lambda world: None, 2, faults="plan.toml")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"faults is .* must be a tuple of Fault"):
+        FaultPlan(faults=[])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        (
+            FaultPlan(slow_processors=(SlowProcessor(rank=1, processor=2, factor=2.0),)),
+            "slow_processor of rank 1 .*: processor is 2; a rank has processors 0 to 0",
+        ),
+        (
+            FaultPlan(faults=plan("stall", "start").faults * 17),
+            "rank 1 has more than 16 of fault in layer 0",
+        ),
+    ],
+)
+def test_what_the_device_has_no_room_for_is_refused_by_all_ranks(
+    faults: FaultPlan, words: str
+) -> None:
+    def rank_main(world: World) -> None:
+        with pytest.raises(ValueError, match=words):
+            WEIGHTS.layer(world)
+
+    virtual.run(rank_main, 2, faults=faults)
+
+
+def test_sixteen_delays_of_one_rank_all_happen() -> None:
+    held = FaultPlan(
+        faults=tuple(
+            Fault(kind="delay", rank=CULPRIT, call=call, stage=stage, seconds=0.02)
+            for call, stage in zip(range(1, 17), (STAGES * 3)[:16], strict=True)
+        )
+    )
+
+    def rank_main(world: World) -> float:
+        layer = WEIGHTS.layer(world)
+        return sum(right_call(world, layer) for _ in range(17))
+
+    assert min(virtual.run(rank_main, 2, faults=held)) >= 16 * 0.019
+
+
+def test_a_world_without_a_plan_has_no_faults() -> None:
+    faults = LayerFaults(None, 0, 0, 1, pinned=False)
+    assert not faults.on_device
+    assert not any(faults.packed())
+    assert torch.equal(
+        *(
+            virtual.run(lambda world: CALLS[world.rank](WEIGHTS.layer(world)), 2, faults=given)[0]
+            for given in (None, FaultPlan())
+        )
+    )
