@@ -130,6 +130,14 @@ struct Geometry {
   constexpr u32 part_chunks(u32 first_chunk) const {
     return first_chunk * world < 2 * processors ? 1 : kChunksPerPart;
   }
+  /// Parts that send so many chunks to one peer.
+  constexpr u32 dispatch_parts(u32 chunks_sent) const {
+    u32 parts = 0;
+    for (u32 first = 0; first < chunks_sent; first += kChunksPerDispatch) {
+      parts += ceil_div(minimum(kChunksPerDispatch, chunks_sent - first), part_chunks(first));
+    }
+    return parts;
+  }
   constexpr u32 dispatch_tasks_max() const {
     return world * ceil_div(chunks(), kChunksPerDispatch);
   }

@@ -403,11 +403,7 @@ class ReturnsSubscriber {
     const Geometry& geometry = rank_.geometry();
     u32 parts = 0;
     for (u32 peer = 0; peer < geometry.world; ++peer) {
-      const u32 chunks = ceil_div(rank_.memory.rows_sent(peer), geometry.chunk_rows);
-      for (u32 first = 0; first < chunks; first += Geometry::kChunksPerDispatch) {
-        parts += ceil_div(minimum(Geometry::kChunksPerDispatch, chunks - first),
-                          geometry.part_chunks(first));
-      }
+      parts += geometry.dispatch_parts(ceil_div(rank_.memory.rows_sent(peer), geometry.chunk_rows));
     }
     // Relaxed: a number is compared.
     return P::template load_relaxed<Scope::device>(

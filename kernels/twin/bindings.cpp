@@ -193,6 +193,9 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("cell_rows", [](const Sizes& s) { return s.geometry.cell_rows(); })
       .def_prop_ro("chunks", [](const Sizes& s) { return s.geometry.chunks(); })
       .def_prop_ro("chunk_rows", [](const Sizes& s) { return s.geometry.chunk_rows; })
+      .def(
+          "dispatch_parts",
+          [](const Sizes& s, u32 chunks) { return s.geometry.dispatch_parts(chunks); }, "chunks"_a)
       .def_prop_ro("tile_rows", [](const Sizes& s) { return s.geometry.tile_rows; })
       .def_prop_ro("route_tokens", [](const Sizes& s) { return s.geometry.route_tokens; })
       .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
