@@ -11,8 +11,9 @@
  *   compute          one part of a tile: reads its row, writes  processor.hpp gemm0 and gemm1
  *                    its columns of the result
  *   return_row       the credit, behind a fence                 packet.hpp return_rows
- *   take_credit      full credit: set back to 0, Combine posted subscriber.hpp ReturnsSubscriber
- *   combine          counts rows for the token; the last reads  row_tasks.hpp count_returned
+ *   take_credit      full credit: taken in, set back to 0       subscriber.hpp ReturnsSubscriber
+ *   combine          counts rows for the token; with the last   subscriber.hpp count_rows,
+ *                    its Combine, which reads all of them       kernels/sm90/combine.cuh
  *   combine_unsent   a token without rows                       routing_finish.hpp post_unsent
  *   read_epoch       a processor that has nothing to do starts  processor.hpp claim
  *   interrupt        the end of a call, the next epoch          scheduler.hpp finished, interrupt
