@@ -27,13 +27,33 @@ from moeos.cli.settings import read_settings
 from moeos.cli.workload import Batch, RandomTokens, check_tokens, generator_of
 from moeos.control import MAX_PAYLOAD_BYTES
 from moeos.timeline import causes, chrome, files, picture
-from moeos.timeline.call import CallTrace
+from moeos.timeline.call import COMBINE, DISPATCH, NONE, CallTrace
+from moeos.timeline.summary import Link
 from moeos.tracing import MAX_EVENTS, RankTrace
 
 MAX_CALLS = 10_000
 """The most calls before the one that is traced."""
 
 _PIECE_BYTES = MAX_PAYLOAD_BYTES // 2  # of a trace on its way to rank 0
+
+
+class _Report(trace_report.Report):
+    """Names a Dispatch by all of its chunks, and a Combine by tokens: it is of no chunk."""
+
+    def _named(self, link: Link) -> str:
+        part = self._call.parts[link.part]
+        of = chrome.arguments(self._call, part)
+        if part["kind"] == DISPATCH:
+            last = of["chunk"] + of["chunks"] - 1
+            chunks = f"chunk {last}" if of["chunks"] == 1 else f"chunks {of['chunk']} to {last}"
+            low, high = of["first_expert"], of["last_expert"]
+            experts = f"expert {low}" if low == high else f"experts {low} to {high}"
+            return f"rank {part['rank']}'s dispatch of {chunks} to rank {of['peer']} ({experts})"
+        if part["kind"] == COMBINE and part["place"] != NONE:
+            tokens = output.plural(of["tokens"], "token")
+            which = f"part {of['part']} of those complete from place {of['first_complete']} on"
+            return f"rank {part['rank']}'s combine of {tokens}, {which}"
+        return super()._named(link)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +68,7 @@ class TraceOptions:
     json_file: Path | None = None
     summary: bool = True
     tokens: int | None = None
+    experts: int | None = None
     ranks: int | None = None
     backend: str = "auto"
     calls: int = 3
@@ -77,6 +98,9 @@ def trace(
     tokens: Annotated[
         int | None, typer.Option(help="Of each rank; else as the config says.")
     ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Of all ranks together; else as the config says.")
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Ranks of this one process, on its cores or its GPU.")
     ] = None,
@@ -101,6 +125,7 @@ def trace(
         json_file=json_file,
         summary=summary,
         tokens=tokens,
+        experts=experts,
         ranks=ranks,
         backend=backend,
         calls=calls,
@@ -182,6 +207,8 @@ def _about(
 def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig, Batch]:
     assert options.config is not None  # execute has seen to it
     cfg = moeos.MoEConfig.from_toml(options.config)
+    if options.experts is not None:
+        cfg = dataclasses.replace(cfg, experts=options.experts)
     settings = read_settings(options.config)
     _check_files(options)
     if not 0 <= options.calls <= MAX_CALLS:
@@ -225,7 +252,7 @@ def _conclude(options: TraceOptions, traces: Sequence[RankTrace], about: dict[st
         files.save(options.save, traces, about)
     call = CallTrace.of(traces)
     found = causes.find(call)
-    report = trace_report.Report(call, found, about)
+    report = _Report(call, found, about)
     for warning in report.warnings():
         print(f"moeos: {warning}", file=sys.stderr, flush=True)
     if options.out is not None:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from moeos.tracing import KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 
 NONE = -1
-"""As a peer, an expert or a moment: there is none."""
+"""As a peer, an expert, a place or a moment: there is none."""
 
 ROUTE, COMBINE, GEMM1, GEMM0, DISPATCH = range(len(TASK_KINDS))
+RETURNS = KINDS.index("returns")
 STAGES = (ROUTE, DISPATCH, GEMM0, GEMM1, COMBINE)
 """Kinds of tasks in the order in which a row meets them."""
 
@@ -109,18 +110,18 @@ class CallTrace:
         experts: int = self.ranks[rank].received.shape[1]
         return rank * experts
 
-    def chunk_experts(self, source: int, owner: int, chunk: int) -> tuple[int, int]:
-        """The first and the last expert, among those of all ranks, of whose rows a source's chunk
-        for their owner consists; (NONE, NONE) if it has no row.
+    def chunk_experts(self, source: int, owner: int, first: int, chunks: int) -> tuple[int, int]:
+        """The first and the last expert, among those of all ranks, of whose rows so many chunks of
+        a source for their owner consist; (NONE, NONE) if they have no row.
         """
         trace = self.ranks[owner]
         ends = trace.received[source].cumsum()
-        first_row = chunk * trace.chunk_rows
-        last_row = min(first_row + trace.chunk_rows, int(ends[-1])) - 1
+        first_row = first * trace.chunk_rows
+        last_row = min(first_row + chunks * trace.chunk_rows, int(ends[-1])) - 1
         if last_row < first_row:
             return NONE, NONE
-        first, last = numpy.searchsorted(ends, [first_row, last_row], "right").tolist()
-        return self.first_expert(owner) + first, self.first_expert(owner) + last
+        found = numpy.searchsorted(ends, [first_row, last_row], "right").tolist()
+        return self.first_expert(owner) + found[0], self.first_expert(owner) + found[1]
 
 
 def phases(parts: Parts) -> Iterable[tuple[str, Numbers, Numbers]]:
@@ -164,9 +165,9 @@ def _parts_of(trace: RankTrace, origin: int) -> Parts:
     parts = numpy.empty(len(events), PART)
     parts["rank"] = trace.rank
     parts["processor"] = numpy.repeat(numpy.arange(len(lists)), [len(noted) for noted in lists])
-    for name in ("kind", "part", "place", "rows"):
+    for name in ("kind", "part", "rows"):
         parts[name] = events[name]
-    for name in ("peer", "expert"):
+    for name in ("peer", "expert", "place"):
         parts[name] = events[name].astype(numpy.uint32).view(numpy.int32)  # kNone is -1
     begin = (events["begin_ns"] - numpy.uint64(origin)).astype(numpy.int64)
     parts["claimed"] = begin

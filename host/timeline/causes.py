@@ -19,11 +19,13 @@ from moeos.timeline.call import (
     GEMM0,
     GEMM1,
     NONE,
+    RETURNS,
     ROUTE,
     CallTrace,
     Numbers,
     Parts,
 )
+from moeos.tracing import TASK_KINDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Causes:
     Attributes:
         part: int64 [n] the number of the part that was the last of those it waited for, or NONE.
         certain: bool [n] whether it could not begin before that one's results were in memory.
-            Otherwise that one is the last of several, one or more of which it waited for.
+            Otherwise that one is likely, and nothing says so.
     """
 
     part: Numbers
@@ -48,11 +50,15 @@ def find(call: CallTrace) -> Causes:
     """The causes of all parts; of none, if events are missing: it could be any of those.
 
     * Dispatch, and Combine of tokens without rows: the last Route part of its rank.
-    * Gemm0 of a tile: the chunk with which as many rows of its expert had arrived as its tiles, up
-      to this one, hold. A chunk has arrived when those before it, of its source, have.
+    * Gemm0 of a tile: the Dispatch part of the chunk with which as many rows of its expert had
+      arrived as its tiles, up to this one, hold. A chunk has arrived when those before it, of its
+      source, have.
     * Gemm1 of a tile: the last part of the tile's Gemm0.
-    * Combine of a chunk: the last Gemm1 part of the tiles that hold the chunk's rows. Which tiles
-      these are is certain where an expert has one tile, or rows of one source.
+    * Combine of complete tokens: the last Gemm1 part, of a tile that may hold rows of the rank,
+      that was visible before the step began in which the returns subscriber, it seems, posted the
+      task; or, if that was later, the last Combine part of tokens without rows, for all of which
+      the subscriber waits. The events do not say which rows a token has, nor which step posted
+      what: so of these two only the latter is certain.
     """
     finder = _Finder(call)
     if call.whole:
@@ -90,6 +96,7 @@ class _Finder:
 
     def __init__(self, call: CallTrace) -> None:
         self._ranks = call.ranks
+        self._steps = call.steps
         self._column: dict[str, list[int]] = {
             name: call.parts[name].tolist() for name in call.parts.dtype.names or ()
         }
@@ -119,9 +126,7 @@ class _Finder:
             for expert in range(self._ranks[rank].received.shape[1]):
                 self._after_dispatch(rank, expert, arrived, tiles[rank, expert])
         for rank in range(len(self._ranks)):
-            for index in by_rank[rank, COMBINE]:
-                if column["peer"][index] != NONE:
-                    self._after_gemm1(index, tiles)
+            self._after_returns(rank, by_rank[rank, COMBINE], tiles)
 
     def _set(self, parts: Sequence[int], cause: int, certain: bool = True) -> None:
         for index in parts:
@@ -134,16 +139,17 @@ class _Finder:
     def _after_route(self, rank: int, by_rank: dict[tuple[int, int], list[int]]) -> None:
         last = self._last_stored(by_rank[rank, ROUTE])
         self._set(by_rank[rank, DISPATCH], last)
-        peers = self._column["peer"]
-        self._set([i for i in by_rank[rank, COMBINE] if peers[i] == NONE], last)
+        place = self._column["place"]
+        self._set([i for i in by_rank[rank, COMBINE] if place[i] == NONE], last)
 
     def _arrived(self, dispatched: Sequence[int], rank: int) -> list[int]:
         """For each chunk that a source sent to a rank, the part with which it had arrived."""
         column = self._column
         by_chunk = {
-            column["place"][i] + column["part"][i]: i
+            chunk: i
             for i in dispatched
             if column["peer"][i] == rank
+            for chunk in range(column["place"][i], column["place"][i] + column["rows"][i])
         }
         arrived: list[int] = []
         for chunk in range(len(by_chunk)):
@@ -173,30 +179,46 @@ class _Finder:
             if place < len(arrivals):
                 self._set(tile.gemm0, arrivals[place][1])
 
-    def _after_gemm1(self, index: int, tiles: dict[tuple[int, int], list[_Tile]]) -> None:
+    def _after_returns(
+        self, rank: int, combines: Sequence[int], tiles: dict[tuple[int, int], list[_Tile]]
+    ) -> None:
+        steps = self._steps[(self._steps["rank"] == rank) & (self._steps["kind"] == RETURNS)]
+        trace = self._ranks[rank]
+        returned = self._last_parts(rank, tiles)
+        incomplete = trace.dropped[trace.processors + RETURNS - len(TASK_KINDS)]
+        if incomplete or not len(steps) or not returned:
+            return
         column = self._column
-        rank, owner = column["rank"][index], column["peer"][index]
-        trace = self._ranks[owner]
-        first_row = (column["place"][index] + column["part"][index]) * trace.chunk_rows
-        last_parts: list[int] = []
-        certain = True
-        for expert in range(trace.received.shape[1]):
-            start, stop = _range(trace.received[rank], expert)
-            begin, end = max(start, first_row), min(stop, first_row + trace.chunk_rows)
-            if begin >= end:
-                continue
-            holders = tiles[owner, expert]
-            if len(holders) > 1 and int(trace.received[:, expert].sum()) == stop - start:
-                ends = numpy.cumsum([tile.rows for tile in holders])
-                first, last = numpy.searchsorted(ends, [begin - start, end - start - 1], "right")
-                holders = holders[first : last + 1]
-            elif len(holders) > 1:
-                certain = False
-            done = [self._last_stored(tile.gemm1) for tile in holders]
-            if not certain:  # those that were done too late hold none of the rows
-                done = [i for i in done if column["stored"][i] <= column["claimed"][index]]
-            last_parts += done
-        self._set([index], self._last_stored(last_parts), certain)
+        unsent = self._last_stored([i for i in combines if column["place"][i] == NONE])
+        first_stored = min(returned, key=column["stored"].__getitem__)
+        visible = [column["visible"][i] for i in returned]
+        by_place: dict[int, list[int]] = defaultdict(list)
+        for index in combines:
+            if column["place"][index] != NONE:
+                by_place[column["place"][index]].append(index)
+        # Tasks are posted in the order of their places, so a claim of a later one bounds this one.
+        claimed = numpy.iinfo(numpy.int64).max
+        for _, parts in sorted(by_place.items(), reverse=True):
+            claimed = min(claimed, *(column["claimed"][i] for i in parts))
+            # The actor's clock is read after it has posted: if no step had ended, it was the first.
+            step = max(0, int(numpy.searchsorted(steps["end"], claimed, "right")) - 1)
+            before = int(numpy.searchsorted(visible, steps["begin"][step], "right"))
+            likely = returned[before - 1] if before else first_stored
+            cause = self._last_stored([i for i in (likely, unsent) if i != NONE])
+            self._set(parts, cause, certain=cause == unsent)
+
+    def _last_parts(self, rank: int, tiles: dict[tuple[int, int], list[_Tile]]) -> list[int]:
+        """The last Gemm1 part of each tile that may hold rows of a rank, in the order in which
+        these were visible: it tells the rank that its rows are back.
+        """
+        visible = self._column["visible"].__getitem__
+        last = [
+            max(tile.gemm1, key=visible)
+            for (owner, expert), held in tiles.items()
+            for tile in held
+            if tile.gemm1 and self._ranks[owner].received[rank, expert] > 0
+        ]
+        return sorted(last, key=visible)
 
 
 def _range(received: Numbers, expert: int) -> tuple[int, int]:

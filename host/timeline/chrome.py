@@ -19,6 +19,7 @@ from moeos.timeline.call import (
     GEMM0,
     GEMM1,
     NONE,
+    ROUTE,
     STAGES,
     CallTrace,
     Numbers,
@@ -125,20 +126,23 @@ def _parts(call: CallTrace, lanes: Numbers) -> Iterator[Event]:
 def arguments(call: CallTrace, part: Any) -> dict[str, int]:
     """What a part is of, by name; experts and chunks as they are numbered among all of a rank's."""
     rank, kind = int(part["rank"]), int(part["kind"])
-    place, number = int(part["place"]), int(part["part"])
-    if kind in (GEMM0, GEMM1):
-        return {
-            "expert": call.first_expert(rank) + int(part["expert"]),
-            "tile": place,
-            "rows": int(part["rows"]),
-            "part": number,
-        }
-    if part["peer"] == NONE:
-        return {"block": number} | ({"tokens": int(part["rows"])} if kind == COMBINE else {})
-    peer, chunk = int(part["peer"]), place + number
-    first, last = call.chunk_experts(rank, peer, chunk)
-    found = {"peer": peer, "chunk": chunk, "first_expert": first, "last_expert": last}
-    return found | ({"tokens": int(part["rows"])} if kind == COMBINE else {})
+    place, rows, number = (int(part[name]) for name in ("place", "rows", "part"))
+    if kind == ROUTE:
+        return {"block": number}
+    if kind == DISPATCH:
+        peer = int(part["peer"])
+        first, last = call.chunk_experts(rank, peer, place, rows)
+        of_chunks = {"peer": peer, "chunk": place, "chunks": rows}
+        return {**of_chunks, "first_expert": first, "last_expert": last}
+    if kind == COMBINE:
+        which = {"block": number} if place == NONE else {"first_complete": place, "part": number}
+        return {**which, "tokens": rows}
+    return {
+        "expert": call.first_expert(rank) + int(part["expert"]),
+        "tile": place,
+        "rows": rows,
+        "part": number,
+    }
 
 
 def _steps(call: CallTrace) -> Iterator[Event]:
@@ -155,7 +159,9 @@ def _slice(name: str, category: str, begin: int, end: int, more: Event) -> Event
 
 
 def _flows(call: CallTrace, causes: Causes, lanes: Numbers) -> Iterator[Event]:
-    """An arrow from each certain cause to the first part of each task that waited for it."""
+    """An arrow from each certain cause to the first part of each task that waited for it; of
+    Dispatch, whose parts do not say which task they are of, to each part.
+    """
     parts = call.parts
     drawn: set[tuple[int, ...]] = set()
     for index in numpy.flatnonzero(causes.certain & (causes.part != NONE)):

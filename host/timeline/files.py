@@ -1,6 +1,6 @@
 """A call's traces in a file: numpy's .npz with the events as they were noted, and what ran as JSON.
 
-It knows the file's layout and nothing of what events mean.
+It knows the file's layout, and of what events mean only what tells that a file cannot be right.
 """
 
 from __future__ import annotations
@@ -108,4 +108,7 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         or (others["peer"] >= size).any()
     ):
         raise ValueError(f"an event of rank {rank} names what the world does not have")
+    dispatches = parts[parts["kind"] == TASK_KINDS.index("dispatch")]
+    if len(others) != len(dispatches) or not dispatches["rows"].all():
+        raise ValueError(f"an event of rank {rank} is of an older runtime")
     return trace

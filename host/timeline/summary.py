@@ -75,7 +75,7 @@ class Link:
         busy: of the processors' time on its rank, while it waited, the share at work; None where it
             did not wait.
         idle: ns before its claim in which no processor of its rank was at work.
-        certain: whether it waited for the link before, or perhaps for another part.
+        certain: whether its cause, the next link of the chain, is; see `Causes`.
     """
 
     part: int

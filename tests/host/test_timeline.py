@@ -13,7 +13,7 @@ import pytest
 from moeos import TwinOptions, World, virtual
 from moeos.timeline import causes, chrome, files, picture, summary
 from moeos.timeline.call import NONE, CallTrace, phases, work_time
-from moeos.tracing import EVENT, OS_ACTORS, TASK_KINDS, RankTrace
+from moeos.tracing import EVENT, KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 from tests.host import chrome_format
 from tests.layers import config, draw_given_call, draw_weights
 
@@ -25,7 +25,7 @@ def event(kind: str, begin: int, end: int, **fields: int) -> Any:
     """A part from `begin` to `end` whose results are in memory when it ends."""
     made = numpy.zeros((), EVENT)
     made["peer"] = made["expert"] = NOBODY
-    made["kind"] = TASK_KINDS.index(kind)
+    made["kind"] = KINDS.index(kind)
     made["begin_ns"], made["end_ns"] = 10**15 + begin, 10**15 + end
     made["computed"] = made["stored"] = end - begin
     for name, value in fields.items():
@@ -33,8 +33,15 @@ def event(kind: str, begin: int, end: int, **fields: int) -> Any:
     return made
 
 
-def rank_trace(rank: int, received: list[list[int]], *processors: list[Any]) -> RankTrace:
-    lists = [numpy.array(noted, EVENT) for noted in [*processors, *[[] for _ in OS_ACTORS]]]
+def rank_trace(
+    rank: int,
+    received: list[list[int]],
+    *processors: list[Any],
+    returns: tuple[tuple[int, int], ...] = (),
+) -> RankTrace:
+    """`returns`: when the steps of its returns subscriber began and ended."""
+    steps = [event("returns", begin, end) for begin, end in returns]
+    lists = [numpy.array(noted, EVENT) for noted in [*processors, [], [], [], steps]]
     rows = numpy.array(received, numpy.int64)
     return RankTrace(rank, lists, [0] * len(lists), rows, CHUNK_ROWS)
 
@@ -63,7 +70,7 @@ def lone_rank(dispatched: tuple[int, int]) -> CallTrace:
                 [[40, 24]],
                 [event("route", 0, 10), event("route", 20, 30, part=1)],
                 [
-                    event("dispatch", 31, end, peer=0, part=chunk)
+                    event("dispatch", 31, end, peer=0, place=chunk, part=chunk, rows=1)
                     for chunk, end in enumerate(dispatched)
                 ],
                 [
@@ -76,10 +83,12 @@ def lone_rank(dispatched: tuple[int, int]) -> CallTrace:
                     event("gemm1", 176, 180, expert=1, place=2, rows=24),
                 ],
                 [
-                    event("combine", 200, 210, peer=0, place=0, rows=20),
-                    event("combine", 211, 222, peer=0, place=1, rows=5),
-                    event("combine", 223, 225, part=3, rows=2),
+                    event("combine", 200, 210, place=0, rows=8),
+                    event("combine", 215, 222, place=0, part=1, rows=3),
+                    event("combine", 211, 213, place=11, rows=5),
+                    event("combine", 60, 65, part=3, place=NOBODY, rows=2),
                 ],
+                returns=((176, 179), (181, 189), (195, 199), (214, 215)),
             )
         ]
     )
@@ -90,19 +99,97 @@ def test_causes_follow_from_rows_tiles_and_chunks() -> None:
         (0, "route", 0, 0): None,
         (0, "route", 0, 1): None,
         (0, "dispatch", 0, 0): (0, "route", 0, 1),
-        (0, "dispatch", 0, 1): (0, "route", 0, 1),
+        (0, "dispatch", 1, 1): (0, "route", 0, 1),
         (0, "gemm0", 0, 0): (0, "dispatch", 0, 0),  # its 32 rows are chunk 0
-        (0, "gemm0", 1, 0): (0, "dispatch", 0, 1),  # rows 32 to 39
-        (0, "gemm0", 2, 0): (0, "dispatch", 0, 1),
-        (0, "gemm0", 2, 1): (0, "dispatch", 0, 1),
+        (0, "gemm0", 1, 0): (0, "dispatch", 1, 1),  # rows 32 to 39
+        (0, "gemm0", 2, 0): (0, "dispatch", 1, 1),
+        (0, "gemm0", 2, 1): (0, "dispatch", 1, 1),
         (0, "gemm1", 0, 0): (0, "gemm0", 0, 0),
         (0, "gemm1", 1, 0): (0, "gemm0", 1, 0),
         (0, "gemm1", 2, 0): (0, "gemm0", 2, 1),  # the tile's last part
-        (0, "combine", 0, 0): (0, "gemm1", 0, 0),
-        (0, "combine", 1, 0): (0, "gemm1", 2, 0),  # it holds rows of tiles 1 and 2
-        (0, "combine", 0, 3): (0, "route", 0, 1),  # tokens without rows
+        (0, "combine", 0, 0): (0, "gemm1", 0, 0),  # visible before the step from 195 to 199
+        (0, "combine", 0, 1): (0, "gemm1", 0, 0),  # of the same task: as its first part
+        (0, "combine", 11, 0): (0, "gemm1", 0, 0),
+        (0, "combine", NONE, 3): (0, "route", 0, 1),  # tokens without rows
     }
-    assert causes.find(lone_rank((40, 50))).certain.all()
+
+
+def test_a_part_of_dispatch_may_send_several_chunks() -> None:
+    """Of 128 rows in four chunks: rows 32 to 127 come with one part, which ends first."""
+    parts = [
+        event("dispatch", 11, 30, peer=0, place=0, rows=1),
+        event("dispatch", 11, 20, peer=0, place=1, rows=3),
+        event("gemm0", 40, 50, expert=0, place=0, rows=32),
+        event("gemm0", 50, 60, expert=1, place=1, rows=96),
+    ]
+    call = CallTrace.of([rank_trace(0, [[32, 96]], parts)])
+    found = caused(call)
+    # The chunks of the second part have arrived when the first one's has.
+    assert found[0, "gemm0", 1, 0] == (0, "dispatch", 0, 0)
+    parts[0] = event("dispatch", 11, 15, peer=0, place=0, rows=1)
+    found = caused(CallTrace.of([rank_trace(0, [[32, 96]], parts)]))
+    assert found[0, "gemm0", 0, 0] == (0, "dispatch", 0, 0)
+    assert found[0, "gemm0", 1, 0] == (0, "dispatch", 1, 0)
+    of = chrome.arguments(call, call.parts[call.parts["place"] == 1][0])
+    assert of == {"peer": 0, "chunk": 1, "chunks": 3, "first_expert": 1, "last_expert": 1}
+
+
+def combining(*returns: tuple[int, int], unsent: int = 5, claimed: int = 100) -> CallTrace:
+    """Three tiles done at 40, 60 and 80, the second without rows of ours; steps as given."""
+    products = [
+        *(event("gemm0", 3, 9, expert=tile, place=tile, rows=8) for tile in range(3)),
+        event("gemm1", 10, 40, expert=0, place=0, rows=8),
+        event("gemm1", 10, 60, expert=1, place=1, rows=8),
+        event("gemm1", 10, 70, expert=2, place=2, rows=8, part=0),
+        event("gemm1", 10, 80, expert=2, place=2, rows=8, part=1),
+    ]
+    own = [
+        event("combine", 2, unsent, place=NOBODY, rows=1),
+        event("combine", claimed, claimed + 10, rows=8),
+        event("combine", 150, 160, place=8, rows=8),
+    ]
+    return CallTrace.of(
+        [
+            rank_trace(0, [[8, 0, 8], [8, 8, 8]], products, own, returns=returns),
+            rank_trace(1, [[0, 0, 0], [0, 0, 0]], [], returns=((85, 86), (88, 89))),
+        ]
+    )
+
+
+def combined_after(call: CallTrace, place: int) -> tuple[tuple[Any, ...] | None, bool]:
+    """The cause of the Combine task at a place, and whether it is certain."""
+    kinds = call.parts["kind"] == TASK_KINDS.index("combine")
+    [index] = numpy.flatnonzero(kinds & (call.parts["place"] == place))
+    return caused(call)[0, "combine", place, 0], bool(causes.find(call).certain[index])
+
+
+@pytest.mark.parametrize(
+    ("call", "place", "cause", "certain"),
+    [
+        (combining((45, 50), (82, 90)), 0, ("gemm1", 2, 1), False),
+        (combining((45, 50), (79, 90)), 0, ("gemm1", 0, 0), False),  # not visible yet
+        (combining((45, 50), (82, 101)), 0, ("gemm1", 0, 0), False),  # ends behind the claim
+        (combining((45, 50), (82, 101)), 8, ("gemm1", 2, 1), False),
+        (combining((65, 70)), 0, ("gemm1", 0, 0), False),  # at 60 nothing of ours was done
+        (combining((39, 41)), 0, ("gemm1", 0, 0), False),  # the first: at least that
+        (combining((45, 110)), 0, ("gemm1", 0, 0), False),  # posted before the step ended
+        (combining((45, 50), (82, 90), claimed=170), 0, ("gemm1", 2, 1), False),
+        (combining((45, 50), (82, 160), claimed=170), 0, ("gemm1", 0, 0), False),  # as place 8
+        (combining((45, 50), (82, 90), unsent=79), 0, ("gemm1", 2, 1), False),
+        (combining((45, 50), (82, 90), unsent=81), 0, ("combine", NONE, 0), True),
+    ],
+)
+def test_combine_waited_for_what_was_back_when_its_task_was_posted(
+    call: CallTrace, place: int, cause: tuple[Any, ...], certain: bool
+) -> None:
+    assert combined_after(call, place) == ((0, *cause), certain)
+
+
+def test_no_cause_of_a_combine_is_named_without_all_steps_of_the_returns() -> None:
+    call = combining((45, 50), (82, 90))
+    lossy = dataclasses.replace(call.ranks[0], dropped=[0, 0, 0, 0, 0, 1])
+    for wrong in (combining(), CallTrace.of([lossy, call.ranks[1]])):
+        assert caused(wrong)[0, "combine", 0, 0] is None
 
 
 def test_a_chunk_has_arrived_when_those_before_it_have() -> None:
@@ -121,24 +208,26 @@ def two_ranks(shift: int = 0) -> CallTrace:
         0,
         [[130], [20]],
         [event("route", 0, 10)],
-        [event("dispatch", 11, 20 + chunk, peer=0, part=chunk) for chunk in range(5)],
+        [event("dispatch", 11, 20 + chunk, peer=0, place=chunk, rows=1) for chunk in range(5)],
         [
             event("gemm0", 30, 40, place=0, expert=0, rows=128),
             event("gemm0", 500, 510, place=1, expert=0, rows=22),
             event("gemm1", 60, 70, place=0, expert=0, rows=128),
             event("gemm1", 530, 540, place=1, expert=0, rows=22),
-            event("combine", 560, 570, peer=0, place=4, rows=2),
+            event("combine", 560, 570, rows=130),
         ],
+        returns=((550, 555),),
     )
     late = [
         event("route", 400, 450),
-        event("dispatch", 460, 470, peer=0),
-        event("combine", 600, 620, peer=0, rows=20),
+        event("dispatch", 460, 470, peer=0, rows=1),
+        event("combine", 600, 620, rows=20),
     ]
     for noted in late:
         noted["begin_ns"] += shift
         noted["end_ns"] += shift
-    return CallTrace.of([first, rank_trace(1, [[0], [0]], late)])
+    step = (580 + shift, 590 + shift)
+    return CallTrace.of([first, rank_trace(1, [[0], [0]], late, returns=(step,))])
 
 
 def test_the_chain_leads_back_to_the_rank_that_was_late() -> None:
@@ -163,7 +252,7 @@ def test_a_cause_that_the_events_do_not_determine_is_not_called_certain() -> Non
     call = two_ranks()
     found = causes.find(call)
     combines = numpy.flatnonzero(call.parts["kind"] == TASK_KINDS.index("combine"))
-    assert not found.certain[combines].any()  # two tiles with rows of two ranks
+    assert not found.certain[combines].any()
     assert found.certain[call.parts["kind"] != TASK_KINDS.index("combine")].all()
     names = {
         event["name"]
@@ -171,18 +260,6 @@ def test_a_cause_that_the_events_do_not_determine_is_not_called_certain() -> Non
         if event["ph"] == "s"
     }
     assert names == {"route → dispatch", "dispatch → gemm0", "gemm0 → gemm1"}
-
-
-def test_what_was_done_too_late_holds_no_row_of_a_chunk() -> None:
-    call = two_ranks()
-    first = call.ranks[0]
-    noted = first.events[2].copy()
-    noted[4]["begin_ns"] -= 400  # a Combine at 160, before the second tile's Gemm1
-    noted[4]["end_ns"] -= 400
-    lists = [*first.events[:2], noted, *first.events[3:]]
-    call = CallTrace.of([dataclasses.replace(first, events=lists), call.ranks[1]])
-    found = caused(call)
-    assert found[0, "combine", 4, 0] == (0, "gemm1", 0, 0)
 
 
 def test_clocks_that_contradict_causes_are_found() -> None:
@@ -212,8 +289,12 @@ def pipelined() -> CallTrace:
                 [[64]],
                 [
                     event("route", 0, 10, loading=1, computing=2, computed=8, stored=9),
-                    event("dispatch", 12, 40, peer=0, loading=3, computed=0, stored=23),
-                    event("dispatch", 14, 50, peer=0, part=1, loading=16, computed=0, stored=33),
+                    event("dispatch", 12, 40, peer=0, rows=1, loading=3, computed=0, stored=23),
+                    event(
+                        *("dispatch", 14, 50),
+                        **{"peer": 0, "place": 1, "rows": 1},
+                        **{"loading": 16, "computed": 0, "stored": 33},
+                    ),
                     event("gemm0", 30, 90, expert=0, loading=10, computing=20, computed=40),
                     event("gemm1", 91, 99, expert=0, loading=1, computing=1, computed=5, stored=6),
                 ],
@@ -290,7 +371,7 @@ def test_counters_say_how_many_parts_are_in_flight_and_ready() -> None:
 
 @pytest.mark.parametrize(("seed", "ranks_per_node"), [(0, None), (1, None), (2, 1)])
 def test_on_the_twin_no_part_begins_before_its_cause(seed: int, ranks_per_node: int | None) -> None:
-    """All causes but those of Combine are found, and none is contradicted by the clock."""
+    """All causes are found, and none is contradicted by the clock."""
     cfg = config(experts=6, max_tokens=700)
     weights = draw_weights(cfg)
     twin = TwinOptions(processors=2, jitter_us=30.0, jitter_seed=seed)
@@ -312,8 +393,7 @@ def test_on_the_twin_no_part_begins_before_its_cause(seed: int, ranks_per_node: 
     tiles = call.parts[(kinds == "gemm0") & (call.parts["part"] == 0)]
     assert len(tiles) > len(set(tiles[["rank", "expert"]].tolist()))  # some experts have several
     waits = call.parts["claimed"] - found.since(call.parts)
-    assert (waits[known & (kinds != "dispatch") & (call.parts["peer"] != NONE)] >= 0).all()
-    assert (waits[known & numpy.isin(kinds, ["gemm0", "gemm1"])] >= 0).all()
+    assert (waits[known & numpy.isin(kinds, ["gemm0", "gemm1", "combine"])] >= 0).all()
     assert causes.lead(call, found) == {}
     chain = [kinds[link.part] for link in summary.chain_of(call, found)]
     assert chain == ["combine", "gemm1", "gemm0", "dispatch", "route"]
@@ -331,6 +411,11 @@ def test_a_saved_call_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     assert documents[0] == documents[1]
 
 
+_OTHERS = [event("route", 0, 1), event("route", 0, 1), event("returns", 0, 1)]
+OLD_COMBINE = [event("combine", 0, 1, peer=1), *_OTHERS]
+OLD_DISPATCH = [event("dispatch", 0, 1, peer=1), *_OTHERS]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -341,7 +426,9 @@ def test_a_saved_call_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
         ({"noted_0": numpy.array([1, 2, 3])}, "the lists of rank 0 do not fit"),
         ({"received_0": numpy.array([[130]])}, "rank 0 received are not those of 2 ranks"),
         ({"received_1": numpy.array([[], []])}, "rank 1 received are not those of 2 ranks"),
-        ({"events_1": numpy.full(3, 7, numpy.uint8).repeat(64).view(EVENT)}, "rank 1 names what"),
+        ({"events_1": numpy.full(4, 7, numpy.uint8).repeat(64).view(EVENT)}, "rank 1 names what"),
+        ({"events_1": numpy.array(OLD_COMBINE, EVENT)}, "rank 1 is of an older runtime"),
+        ({"events_1": numpy.array(OLD_DISPATCH, EVENT)}, "rank 1 is of an older runtime"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -14,6 +14,7 @@ from moeos import MoELayer, TwinOptions, World, tracing, virtual
 from moeos.tracing import EVENT, MAX_EVENTS, OS_ACTORS, TASK_KINDS, RankTrace
 from tests.layers import Call, config, draw_call, draw_given_call, draw_weights
 
+NOBODY = 0xFFFFFFFF
 Traced = tuple[RankTrace, dict[str, Any], Tensor]
 
 CFG = config(experts=12, max_tokens=300)
@@ -73,9 +74,10 @@ def test_parts_say_what_they_were_of() -> None:
         parts = parts_of(trace)
         sent = parts[parts["kind"] == TASK_KINDS.index("dispatch")]
         for peer, rows in enumerate(stats["pairs_sent"]):
-            chunks = sent[sent["peer"] == peer]
-            numbers = sorted((chunks["place"] + chunks["part"]).tolist())
-            assert numbers == list(range(-(-rows // trace.chunk_rows)))
+            to_peer = numpy.sort(sent[sent["peer"] == peer], order="place")
+            chunks = [*to_peer["place"].tolist(), -(-rows // trace.chunk_rows)]
+            assert numpy.diff(chunks).tolist() == to_peer["rows"].tolist()
+            assert chunks[0] == 0
         for kind in ("gemm0", "gemm1"):
             products = parts[parts["kind"] == TASK_KINDS.index(kind)]
             tiles = {(e["expert"], e["place"], e["rows"]) for e in products}
@@ -85,6 +87,14 @@ def test_parts_say_what_they_were_of() -> None:
             assert rows == stats["expert_pairs"]
         combined = parts[parts["kind"] == TASK_KINDS.index("combine")]
         assert combined["rows"].sum() == stats["tokens"]
+        assert (combined["peer"] == NOBODY).all()
+        # Tasks hold consecutive tokens in the order in which they became complete; all sent rows.
+        tasks = [combined[combined["place"] == place] for place in numpy.unique(combined["place"])]
+        ends = numpy.cumsum([task["rows"].sum() for task in tasks])
+        starts = [task["place"][0] for task in tasks]
+        assert starts == [0, *ends][: len(starts)]
+        for task in tasks:
+            assert sorted(task["part"].tolist()) == list(range(len(task)))
         assert trace.received.sum(axis=1).tolist() == stats["pairs_received"]
         assert trace.received.sum(axis=0).tolist() == stats["expert_pairs"]
 
@@ -182,5 +192,7 @@ def test_a_call_without_tokens_or_rows_has_a_trace() -> None:
     for trace, stats, _ in virtual.run(rank_main, 2, trace_events=64):
         parts = parts_of(trace)
         assert len(parts) == sum(stats["tasks"].values())
-        assert parts["rows"].sum() == stats["tokens"]
+        combined = parts[parts["kind"] == TASK_KINDS.index("combine")]
+        assert combined["rows"].sum() == parts["rows"].sum() == stats["tokens"]
+        assert (combined["place"] == NOBODY).all()
         assert stats["tasks"]["gemm0"] == 0

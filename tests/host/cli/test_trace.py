@@ -1,4 +1,8 @@
-"""`moeos trace` on the twin: its files, its summary, its warnings, its exit codes, its guide."""
+"""`moeos trace` on the twin: its files, its summary, its warnings, its exit codes, its guide.
+
+`python -m tests.host.cli.test_trace FILE.npz` makes what `moeos trace --save` wrote the guide's
+example: the trace, the picture and what the page shows of them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,17 @@ import importlib
 import json
 import re
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moeos import MoELayer, PeerTimeout, drawing
+from moeos.bench import report
 from moeos.timeline import causes, chrome, files, picture
-from moeos.timeline.call import DISPATCH, NONE, ROUTE, CallTrace
+from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
 from tests.host import chrome_format
 from tests.host.cli import commands
 from tests.processes import ROOT, mpirun
@@ -31,6 +38,7 @@ max_tokens = 400
 tokens = 300
 """
 STAGES = ("route", "dispatch", "gemm0", "gemm1", "combine")
+EXAMPLE = "trace-qwen3-30b-a3b-2048"
 MOEOS = "from moeos.cli import main; main()"
 
 invoke = functools.partial(commands.invoke, "trace")
@@ -68,7 +76,9 @@ def test_the_file_for_viewers_has_every_part_of_every_rank(config: Path, tmp_pat
     gemm = next(event for event in parts if event["name"] == "gemm0")
     assert set(gemm["args"]) == {"expert", "tile", "rows", "part"}
     dispatch = next(event for event in parts if event["name"] == "dispatch")
-    assert set(dispatch["args"]) == {"peer", "chunk", "first_expert", "last_expert"}
+    assert set(dispatch["args"]) == {"peer", "chunk", "chunks", "first_expert", "last_expert"}
+    combine = next(event for event in parts if event["name"] == "combine")
+    assert set(combine["args"]) == {"first_complete", "part", "tokens"}
     flows = {event["name"] for event in events if event["ph"] == "s"}
     assert {"route → dispatch", "dispatch → gemm0", "gemm0 → gemm1"} <= flows
     other = document["otherData"]
@@ -99,7 +109,10 @@ def test_the_terminal_gets_tables_and_the_chain(config: Path) -> None:
     code, out, err = invoke(config, "--ranks", 2, "--backend", "twin")
     assert (code, err) == (0, "")
     assert re.match(r"layer, 8 experts, 2 ranks on the twin, .*, 300 tokens a rank: .* first", out)
-    for words in ("a part's wait, mean", "rank 1", "at work", "dispatch", "of block"):
+    for words in (
+        *("a part's wait, mean", "rank 1", "at work", "dispatch of chunk", "of block"),
+        *("those complete from place", "or those of another tile that may hold its rows"),
+    ):
         assert words in out
     chain = out.split("what the last Combine waited for, backwards:\n")[1]
     kinds = [re.findall("rank \\d's (\\w+) of", line)[0] for line in chain.splitlines()[:5]]
@@ -181,6 +194,12 @@ def test_the_traced_call_is_the_last_of_all(config: Path, monkeypatch: pytest.Mo
     assert calls[0].equal(calls[2])
 
 
+def test_a_number_of_experts_can_be_chosen(config: Path) -> None:
+    summary = summary_of(config, "--experts", 4)
+    assert summary["config"]["experts"] == 4
+    assert ", 4 experts, " in summary["what"]
+
+
 def test_a_pattern_of_routing_can_be_chosen(config: Path) -> None:
     summary = summary_of(config, "--ranks", 2, "--routing", "one-expert")
     assert summary["routing"] == "one-expert"
@@ -201,6 +220,7 @@ def test_a_pattern_of_routing_can_be_chosen(config: Path) -> None:
         (["{config}", "--calls", "-1"], "--calls is -1; allowed: 0 to 10000"),
         (["{config}", "--seed", "-1"], "--seed is -1"),
         (["{config}", "--ranks", "0"], "ranks is 0; allowed: 1 to 64"),
+        (["{config}", "--experts", "1"], "top_k is 2"),
         (["{config}", "--ranks", "3"], "experts is 8 and cannot be divided equally among 3 ranks"),
         (["{config}", "--routing", "zip"], "--routing is 'zip'; allowed: uniform, zipf:A"),
         (["{config}", "--backend", "gpu"], "backend is 'gpu'"),
@@ -288,24 +308,80 @@ def fenced(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-def test_the_guides_picture_is_of_the_trace_beside_it() -> None:
+def example(root: Path) -> str:
+    """What the guide shows of the trace in docs/benchmarks of a checkout."""
+    file = root / "docs" / "benchmarks" / f"{EXAMPLE}.npz"
+    ranks, about = files.load(file)
+    code, shown, err = invoke("--load", file)
+    assert (code, err) == (0, "")
+    call = CallTrace.of(ranks)
+    picture_of = f"{call.processors} processors: tasks by colour over {call.length / 1000:.0f} µs"
+    converted = f"\nThis trace was {about['converted']}.\n" if "converted" in about else ""
+    return (
+        f"For instance {about['what']}; the trace lies beside this page:\n\n"
+        f"```sh\nmoeos trace --load docs/benchmarks/{EXAMPLE}.npz --png trace.png\n```\n\n"
+        f"![{picture_of}](benchmarks/plots/{EXAMPLE}.png)\n\n"
+        f"```text\n{shown}```\n{converted}"
+    )
+
+
+def replace_example(saved: Path, root: Path) -> None:
+    """Makes a saved trace the example of the guide of a checkout."""
+    folder = root / "docs" / "benchmarks"
+    if saved.resolve() != (folder / f"{EXAMPLE}.npz").resolve():
+        shutil.copyfile(saved, folder / f"{EXAMPLE}.npz")
+    drawn = folder / "plots" / f"{EXAMPLE}.png"
+    code, _, err = invoke("--load", saved, "--png", drawn, "--no-summary")
+    assert (code, err) == (0, "")
+    page = root / "docs" / "tracing.md"
+    page.write_text(report.between_markers(page.read_text(), EXAMPLE, example(root)))
+
+
+def example_of(root: Path) -> tuple[CallTrace, dict[str, Any]]:
+    ranks, about = files.load(root / "docs" / "benchmarks" / f"{EXAMPLE}.npz")
+    return CallTrace.of(ranks), about
+
+
+def check_example(root: Path) -> None:
+    """Fails unless page and picture are of the trace that lies beside them."""
     image = pytest.importorskip("PIL.Image", reason="matplotlib, which draws, brings pillow")
-    folder = ROOT / "docs" / "benchmarks"
-    ranks, about = files.load(folder / "trace-qwen3-30b-a3b-2048.npz")
-    drawn = image.open(folder / "plots" / "trace-qwen3-30b-a3b-2048.png")
-    assert drawn.info["Description"] == picture.digest(CallTrace.of(ranks))
-    assert "NVIDIA H200" in about["what"]
+    page = (root / "docs" / "tracing.md").read_text()
+    assert report.between_markers(page, EXAMPLE, example(root)) == page
+    drawn = image.open(root / "docs" / "benchmarks" / "plots" / f"{EXAMPLE}.png")
+    assert drawn.info["Description"] == picture.digest(example_of(root)[0])
+
+
+def test_the_guides_example_is_of_the_trace_beside_it() -> None:
+    check_example(ROOT)
+    _, about = example_of(ROOT)
+    assert re.match(
+        "qwen3-30b-a3b, 32 experts, 1 rank on .*NVIDIA H200.*, 2048 tokens", about["what"]
+    )
+
+
+def test_the_guides_example_can_be_replaced(config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    root, saved = tmp_path / "checkout", tmp_path / "call.npz"
+    (root / "docs" / "benchmarks" / "plots").mkdir(parents=True)
+    shutil.copyfile(ROOT / "docs" / "tracing.md", root / "docs" / "tracing.md")
+    summary_of(config, "--save", saved)
+    replace_example(saved, root)
+    check_example(root)
+    assert "layer, 8 experts, 1 rank on the twin" in (root / "docs" / "tracing.md").read_text()
 
 
 def test_a_trace_of_a_gpu_is_a_file_that_viewers_can_show() -> None:
-    """With parts that overlap on a processor, and fewer Combine parts than chunks."""
-    ranks, _ = files.load(ROOT / "docs" / "benchmarks" / "trace-qwen3-30b-a3b-2048.npz")
-    call = CallTrace.of(ranks)
+    """With parts that overlap on a processor."""
+    call, _ = example_of(ROOT)
     found = causes.find(call)
     chrome_format.check(chrome.document(call, found, {}))
-    assert found.certain.all()
+    assert (found.certain == (call.parts["kind"] != COMBINE)).all()
     assert causes.lead(call, found) == {}
     waited = found.part != NONE
     assert (waited == (call.parts["kind"] != ROUTE)).all()
     late = waited & (call.parts["claimed"] < found.since(call.parts))
     assert (call.parts["kind"][late] == DISPATCH).all()  # posted while the last Route part ends
+
+
+if __name__ == "__main__":
+    replace_example(Path(sys.argv[1]), ROOT)
