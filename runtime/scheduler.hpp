@@ -58,10 +58,12 @@ class Scheduler {
     fetch(words);
     const u32 published =
         publish_up_to(claimed_ + rank_.geometry().processors, dispatch_published_ - dispatch_done_);
-    // Block scope, relaxed: a hint to the arrivals subscriber that packing early would feed
-    // someone.
-    P::template store_relaxed<Scope::block>(rank_.os->starving,
-                                            claimed_ > published_ && !anything_ready() ? 1U : 0U);
+    const bool starving = claimed_ > published_ && !anything_ready();
+    if (P::lane() == 0) {
+      // Block scope, relaxed: a hint to the arrivals subscriber that packing early would feed
+      // someone.
+      P::template store_relaxed<Scope::block>(rank_.os->starving, starving ? 1U : 0U);
+    }
     return claimed_ != before || published > 0;
   }
 

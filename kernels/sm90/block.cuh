@@ -144,12 +144,11 @@ inline void release_stage(Shared& shared, u32 index) {
   }
 }
 
-/// A warp is done with a part's slot; also with the one that tells it to leave.
+/// A warp is done with a part's slot; also with the one that tells it to leave. Every lane arrives:
+/// that is seldom, and tools follow it (tests/gpu/test_sanitizer.py).
 inline void release_slot(Shared& shared, u32 index) {
   __syncwarp();
-  if (Machine::lane() == 0) {
-    shared.slot_empty[index].arrive();
-  }
+  shared.slot_empty[index].arrive();
 }
 
 /// The fetch warp's wait for a slot. It is the block's watchman: the slots pass through every warp

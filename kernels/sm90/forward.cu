@@ -371,7 +371,7 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
       shared.slot_full[i].initialise(Machine::kLanes);
       shared.slot_begun[i].initialise(1);
       shared.slot_done[i].initialise(kConsumerWarps);
-      shared.slot_empty[i].initialise(3 + kConsumerWarps);  // the warps that read it
+      shared.slot_empty[i].initialise((3 + kConsumerWarps) * Machine::kLanes);  // all who read it
     }
     fence_barrier_initialisation();
   }

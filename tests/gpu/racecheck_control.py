@@ -12,7 +12,7 @@ import sys
 
 import cupy
 
-_SOURCE = """
+_SOURCE = r"""
 extern "C" __global__ void hand_over(unsigned* out, unsigned arrivals) {
   __shared__ unsigned words[32];
   __shared__ alignas(8) unsigned long long barrier;

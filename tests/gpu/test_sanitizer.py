@@ -43,9 +43,7 @@ HAZARD = re.compile(
 
 HAND_OVERS = {
     frozenset({"load_pieces", "sum_tokens"}),  # Combine's headers, by stage_full and stage_empty
-    frozenset(
-        {"note_begin", "run_consumers"}
-    ),  # a slot's first stage, by slot_begun and slot_empty
+    frozenset({"load_bytes", "sum_tokens"}),  # and its rows, by stage_empty
 }
 """Functions of two warps between which one lane arrives, or waits, for its warp."""
 

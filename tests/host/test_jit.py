@@ -198,7 +198,7 @@ def test_stack_frames_and_spills_of_all_functions_are_reported(tmp_path: Path) -
     assert (report.registers, report.stack_bytes) == (168, 24)
     assert (report.spill_store_bytes, report.spill_load_bytes) == (44, 32)
     assert (report.shared_bytes, report.threads, report.argument_bytes) == (10000, 384, 128)
-    assert 500 < report.os_bytes < 2000
+    assert 4000 < report.os_bytes < 6000
     assert report.wgmma_instructions == 2
 
 
@@ -220,6 +220,7 @@ CHANGES: dict[str, Callable[[], KernelShape]] = {
     "dtype": lambda: shape(dtype=torch.float16),
     "max_tokens": lambda: shape(max_tokens=65),
     "scoring": lambda: shape(scoring="sigmoid"),
+    "selection_bias": lambda: shape(selection_bias=True),
     "renormalize": lambda: shape(renormalize=False),
     "capacity": lambda: shape(capacity_factor=0.5, row_map="ragged"),
     "row_map": lambda: shape(row_map="capacity"),
@@ -241,14 +242,6 @@ def test_every_change_of_the_shape_is_another_kernel(
     for made in [shape, *CHANGES.values()]:
         assert not compile_kernel(made(), tmp_path).cached
     assert len(set(map(tuple, without_compiler))) == 1 + len(CHANGES)
-
-
-@pytest.mark.usefixtures("without_compiler")
-def test_a_selection_bias_is_a_pointer_at_run_time_and_needs_no_other_kernel(
-    tmp_path: Path,
-) -> None:
-    compile_kernel(shape(), tmp_path)
-    assert compile_kernel(shape(selection_bias=True), tmp_path).cached
 
 
 @pytest.mark.usefixtures("without_compiler")

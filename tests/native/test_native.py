@@ -298,7 +298,7 @@ FAULTS = {
     "rows of two experts at one place": Fault(
         "explorer",
         "runtime/layout.hpp",
-        "local_expert * geometry_->capacity + slot",
+        "local_expert * geometry().capacity + slot",
         "local_expert + slot",
         "gives a wrong result",
     ),
