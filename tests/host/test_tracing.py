@@ -133,9 +133,9 @@ def test_events_without_room_are_counted_and_the_first_are_kept() -> None:
     twin = TwinOptions(processors=1)
     [(whole, stats, _)] = run(1, twin=twin)
     [(cut, cut_stats, _)] = run(1, twin=twin, events=5)
-    assert stats["tasks"] == cut_stats["tasks"]
     assert len(cut.events[0]) == 5
-    assert cut.dropped[0] == len(whole.events[0]) - 5 == sum(stats["tasks"].values()) - 5
+    assert len(whole.events[0]) == sum(stats["tasks"].values())
+    assert cut.dropped[0] == sum(cut_stats["tasks"].values()) - 5 > 0
     assert all(len(events) <= 5 for events in cut.events)
     # One processor begins every call alike, with Route.
     assert cut.events[0]["kind"].tolist() == whole.events[0]["kind"][:5].tolist()

@@ -22,6 +22,7 @@ from moeos import MoELayer, PeerTimeout, drawing
 from moeos.bench import report
 from moeos.timeline import causes, chrome, files, picture
 from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
+from moeos.tracing import RankTrace
 from tests.host import chrome_format
 from tests.host.cli import commands
 from tests.processes import ROOT, mpirun
@@ -263,14 +264,25 @@ def test_virtual_ranks_are_refused_under_a_launcher(
 
 
 def test_a_trace_that_is_too_large_for_one_exchange_travels_in_pieces(
-    config: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = (config, "--ranks", 2, "--routing", "one-expert")
-    whole = summary_of(*arguments)["by_rank"]
-    assert whole[0]["parts"] > whole[1]["parts"]  # so the ranks have different numbers of pieces
+    right, taken = MoELayer.trace, {}
+
+    def trace(layer: MoELayer) -> RankTrace:
+        own = right(layer)
+        taken[own.rank] = own
+        return own
+
+    monkeypatch.setattr(MoELayer, "trace", trace)
     monkeypatch.setattr(importlib.import_module("moeos.cli.trace"), "_PIECE_BYTES", 777)
-    pieces = summary_of(*arguments)["by_rank"]
-    assert [rank["parts"] for rank in pieces] == [rank["parts"] for rank in whole]
+    saved = tmp_path / "call.npz"
+    summary = summary_of(config, "--ranks", 2, "--routing", "one-expert", "--save", saved)
+    by_rank = summary["by_rank"]
+    assert by_rank[0]["parts"] > by_rank[1]["parts"]  # so they have different numbers of pieces
+    for arrived in files.load(saved)[0]:
+        sent = taken[arrived.rank]
+        assert [e.tolist() for e in arrived.events] == [e.tolist() for e in sent.events]
+        assert arrived.received.tolist() == sent.received.tolist()
 
 
 def test_under_mpirun_rank_0_has_the_traces_of_all(config: Path, tmp_path: Path) -> None:
