@@ -27,33 +27,13 @@ from moeos.cli.settings import read_settings
 from moeos.cli.workload import Batch, RandomTokens, check_tokens, generator_of
 from moeos.control import MAX_PAYLOAD_BYTES
 from moeos.timeline import causes, chrome, files, picture
-from moeos.timeline.call import COMBINE, DISPATCH, NONE, CallTrace
-from moeos.timeline.summary import Link
+from moeos.timeline.call import CallTrace
 from moeos.tracing import MAX_EVENTS, RankTrace
 
 MAX_CALLS = 10_000
 """The most calls before the one that is traced."""
 
 _PIECE_BYTES = MAX_PAYLOAD_BYTES // 2  # of a trace on its way to rank 0
-
-
-class _Report(trace_report.Report):
-    """Names a Dispatch by all of its chunks, and a Combine by tokens: it is of no chunk."""
-
-    def _named(self, link: Link) -> str:
-        part = self._call.parts[link.part]
-        of = chrome.arguments(self._call, part)
-        if part["kind"] == DISPATCH:
-            last = of["chunk"] + of["chunks"] - 1
-            chunks = f"chunk {last}" if of["chunks"] == 1 else f"chunks {of['chunk']} to {last}"
-            low, high = of["first_expert"], of["last_expert"]
-            experts = f"expert {low}" if low == high else f"experts {low} to {high}"
-            return f"rank {part['rank']}'s dispatch of {chunks} to rank {of['peer']} ({experts})"
-        if part["kind"] == COMBINE and part["place"] != NONE:
-            tokens = output.plural(of["tokens"], "token")
-            which = f"part {of['part']} of those complete from place {of['first_complete']} on"
-            return f"rank {part['rank']}'s combine of {tokens}, {which}"
-        return super()._named(link)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +232,7 @@ def _conclude(options: TraceOptions, traces: Sequence[RankTrace], about: dict[st
         files.save(options.save, traces, about)
     call = CallTrace.of(traces)
     found = causes.find(call)
-    report = _Report(call, found, about)
+    report = trace_report.Report(call, found, about)
     for warning in report.warnings():
         print(f"moeos: {warning}", file=sys.stderr, flush=True)
     if options.out is not None:

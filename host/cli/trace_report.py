@@ -12,7 +12,6 @@ from rich.table import Table
 from moeos.cli import output
 from moeos.timeline import causes, chrome, summary
 from moeos.timeline.call import (
-    COMBINE,
     DISPATCH,
     NONE,
     PHASES,
@@ -133,13 +132,19 @@ class Report:
             what = f"block {of['block']}"
         elif "tile" in of:
             what = f"tile {of['tile']} of expert {of['expert']} ({of['rows']} rows)"
-        elif part["peer"] == NONE:
+        elif kind == DISPATCH:
+            last = of["chunk"] + of["chunks"] - 1
+            chunks = f"chunk {last}" if of["chunks"] == 1 else f"chunks {of['chunk']} to {last}"
+            low, high = of["first_expert"], of["last_expert"]
+            experts = f"expert {low}" if low == high else f"experts {low} to {high}"
+            what = f"{chunks} to rank {of['peer']} ({experts})"
+        elif part["place"] == NONE:
             what = f"tokens without rows, block {of['block']}"
         else:
-            first, last = of["first_expert"], of["last_expert"]
-            experts = f"expert {first}" if first == last else f"experts {first} to {last}"
-            way = {DISPATCH: "to", COMBINE: "back from"}[kind]
-            what = f"chunk {of['chunk']} {way} rank {of['peer']} ({experts})"
+            what = (
+                f"{output.plural(of['tokens'], 'token')}, part {of['part']} of those complete from "
+                f"place {of['first_complete']} on"
+            )
         return f"rank {rank}'s {kind_name(kind)} of {what}"
 
     def _link_as_json(self, link: Link) -> dict[str, Any]:

@@ -279,10 +279,11 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     }
     const Task& task = shared.tasks[at.index];
     const TaskKind kind = task.kind;
+    RingPosition<kStages> stage;
     if (kind != TaskKind::dispatch) {
       shared.slot_begun[at.index].wait(at.parity);
+      stage = slot.stage;
     }
-    RingPosition<kStages> stage = slot.stage;
     if (kind != TaskKind::dispatch &&
         (kind != TaskKind::route || gate_routes(arguments, call, word.part()))) {
       stamp_computing(shared, at.index, stage);
