@@ -330,6 +330,9 @@ class ReturnsSubscriber {
   /// Chunks whose rows are counted together, so that their pairs come from memory in one round
   /// trip.
   static constexpr u32 kChunksAtOnce = 8;
+  /// Chunks after which the tokens that they have completed are posted, while others are counted.
+  static constexpr u32 kChunksAPost = 32;
+  static_assert(kChunksAPost % kChunksAtOnce == 0);
 
   ReturnsSubscriber(const Rank<P>& rank, const Call& call)
       : rank_(rank), call_(call), tasks_(combines_unsent(call) ? 1 : 0) {
@@ -570,6 +573,9 @@ class ReturnsSubscriber {
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
         const u32 before = back[n] >> rows_back_shift(token[n]) & kRowsBackMask;
         append((rows.exist >> n & 1U) != 0 && before + 1 == sent[n], token[n]);
+      }
+      if (first % kChunksAPost == kChunksAPost - kChunksAtOnce) {
+        post_combine();
       }
     }
   }

@@ -39,10 +39,52 @@ inline void load_chunk(const RankArguments& arguments, const ChunkPairs& pairs, 
   }
 }
 
+/// The store warp's place in the stages of a Dispatch part: what it stores next, and the stages
+/// that its stores may still read. A peer's memory takes them slowly, so some are under way
+/// together.
+class StoredStages {
+ public:
+  explicit StoredStages(RingPosition<kStages> first) : next_(first), oldest_(first) {}
+
+  const RingPosition<kStages>& next() const { return next_; }
+  /// The stores out of the next stage have been issued.
+  void advance(Shared& shared) {
+    commit_stores();
+    next_.advance();
+    if (++unread_ > kUnread) {
+      wait_until_read<kUnread>();
+      release(shared);
+    }
+  }
+  void finish(Shared& shared) {
+    wait_until_read<0>();
+    while (unread_ > 0) {
+      release(shared);
+    }
+  }
+
+ private:
+  // The other stages are what the loads have meanwhile.
+  static constexpr u32 kUnread = kStages / 2;
+
+  void release(Shared& shared) {
+    __syncwarp();
+    if (Machine::lane() == 0) {
+      shared.stage_empty[oldest_.index].arrive(kConsumerWarps);
+    }
+    oldest_.advance();
+    --unread_;
+  }
+
+  RingPosition<kStages> next_;
+  RingPosition<kStages> oldest_;
+  u32 unread_ = 0;
+};
+
 /// The store warp's side: takes them to their cells, or to the staging copies of a remote peer.
 /// They are on their way when it returns; wait_until_stored() waits for them.
 inline void store_chunk(const Rank<Machine>& rank, const RoutingMap& map, u32 peer, u32 chunk,
-                        const ChunkPairs& pairs, Shared& shared, RingPosition<kStages>& stage) {
+                        const ChunkPairs& pairs, Shared& shared, StoredStages& stages) {
   const u32 lane = Machine::lane();
   const u32 rows = rows_of(pairs);
   u64 destination = 0;
@@ -50,18 +92,14 @@ inline void store_chunk(const Rank<Machine>& rank, const RoutingMap& map, u32 pe
     const u32 number = row_number(rank, map, peer, chunk * kGeometry.chunk_rows + lane);
     destination = reinterpret_cast<u64>(outgoing_row(rank, peer, Round::dispatch, number));
   }
-  for (u32 first = 0; first < kGeometry.chunk_rows; first += kDispatchRows, stage.advance()) {
+  for (u32 first = 0; first < kGeometry.chunk_rows; first += kDispatchRows) {
+    const RingPosition<kStages>& stage = stages.next();
     shared.stage_full[stage.index].wait(stage.parity);
     if (lane >= first && lane < minimum(rows, first + kDispatchRows)) {
       const u8* from = reinterpret_cast<const u8*>(&shared.stages[stage.index]);
       store_bytes(from + (lane - first) * kGeometry.row_bytes, destination, kGeometry.row_bytes);
     }
-    commit_stores();
-    wait_until_read();
-    __syncwarp();
-    if (lane == 0) {
-      shared.stage_empty[stage.index].arrive(kConsumerWarps);
-    }
+    stages.advance(shared);
   }
 }
 

@@ -142,10 +142,11 @@ inline void run_store(const Rank<Machine>& rank, const Call& call, Shared& share
     }
     if (task.kind == TaskKind::dispatch) {
       shared.slot_begun[at.index].wait(at.parity);
-      RingPosition<kStages> stage = slot.stage;
+      StoredStages stages(slot.stage);
       for (u32 i = 0; i < slot.chunks.count; ++i) {
-        store_chunk(rank, map, task.peer, slot.chunks.first + i, slot.pairs[i], shared, stage);
+        store_chunk(rank, map, task.peer, slot.chunks.first + i, slot.pairs[i], shared, stages);
       }
+      stages.finish(shared);
       wait_until_stored();
       __syncwarp();
       if (Machine::lane() == 0) {

@@ -54,7 +54,7 @@ struct Lane {
   const char* what = nullptr;
   const void* place = nullptr;
   const std::function<bool()>* ready = nullptr;
-  unsigned stores = 0;
+  std::deque<unsigned> store_groups{0};
 };
 
 struct Warp {
@@ -203,7 +203,7 @@ Index thread_index() { return {running().thread}; }
 Index block_index() { return {running().warp->block->index}; }
 unsigned char* shared_memory() { return running().warp->block->shared; }
 unsigned long long now_ns() { return 1'000'000 + grid->tick * kTickNs; }
-unsigned& stores_under_way() { return running().stores; }
+std::deque<unsigned>& store_groups() { return running().store_groups; }
 
 void wait_until(const char* what, const std::function<bool()>& ready, const void* place) {
   while (!ready()) {

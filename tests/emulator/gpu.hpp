@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -60,8 +61,9 @@ void block_barrier(unsigned id, unsigned threads);
 /// Runs `effect` in a while, as hardware beside the lanes does.
 void later(std::function<void()> effect);
 
-/// The running lane's stores to memory that have not landed.
-unsigned& stores_under_way();
+/// The running lane's stores to memory that have not landed: how many of each group, the last one
+/// still open. A group keeps its place as long as it has any.
+std::deque<unsigned>& store_groups();
 
 struct Launch {
   unsigned blocks;

@@ -44,8 +44,12 @@ inline void store_bytes(const void* source, u64 destination, u32 bytes) {
                : "memory");
 }
 inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Waits until this thread's stores have read their shared memory.
-inline void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+/// Waits until this thread's stores, but for the last `kGroups` groups, have read their shared
+/// memory.
+template <u32 kGroups>
+inline void wait_until_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
+}
 /// Waits until this thread's stores are visible to it; then it may release them to others.
 inline void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

@@ -54,18 +54,25 @@ inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier
 }
 
 inline void store_bytes(const void* source, u64 destination, u32 bytes) {
-  u32& under_way = emulator::stores_under_way();
+  unsigned& under_way = emulator::store_groups().back();
   ++under_way;
   emulator::later([source, destination, bytes, &under_way] {
     std::memcpy(reinterpret_cast<void*>(destination), source, bytes);
     --under_way;
   });
 }
-inline void commit_stores() {}
-inline void wait_until_stored() {
-  const u32& under_way = emulator::stores_under_way();
-  emulator::wait_until("its bulk stores", [&under_way] { return under_way == 0; });
+inline void commit_stores() { emulator::store_groups().push_back(0); }
+template <u32 kGroups>
+inline void wait_until_read() {
+  std::deque<unsigned>& groups = emulator::store_groups();
+  const auto landed = [&groups] {
+    while (groups.size() > 1 && groups.front() == 0) {
+      groups.pop_front();
+    }
+    return groups.size() <= 1 + kGroups;  // the open one is not waited for
+  };
+  emulator::wait_until("its bulk stores", landed);
 }
-inline void wait_until_read() { wait_until_stored(); }
+inline void wait_until_stored() { wait_until_read<0>(); }
 
 }  // namespace moeos::sm90
