@@ -97,12 +97,48 @@ void send_counts(const Rank<P>& rank, const Call& call, Team team) {
   }
 }
 
-/// Calls visit(slot, peer, first chunk, chunks) for this lane's share of the Dispatch tasks: groups
-/// of chunks in order, peers in turn, so that all links are busy and every peer's first tiles are
-/// complete early.
+/// The order of the Dispatch tasks: rows of groups of chunks, in each row one group for every peer
+/// whose turn it is, the next rank first and this one last.
+///
+/// A link to a peer is full when few processors send, and in the beginning all of them do, since
+/// there is nothing else: so at first the peers' turns are rare, or most processors would wait for
+/// the links while this rank's own rows could be computed. Later all have a turn in each row, so
+/// that every peer's tiles are complete early.
+struct DispatchOrder {
+  static constexpr u32 kRare = 8;  // rows between two turns of a peer, in the beginning
+  u32 world;
+  u32 first_rows;  // in which turns are rare: a multiple of kRare
+
+  explicit constexpr DispatchOrder(const Geometry& geometry)
+      : world(geometry.world),
+        first_rows(align_up(2 * geometry.processors / Geometry::kChunksPerDispatch, kRare)) {}
+
+  /// `order`: of a peer, counted from the next rank on; the last is this rank.
+  constexpr bool own(u32 order) const { return order == world - 1; }
+  constexpr bool has_turn(u32 row, u32 order) const {
+    return own(order) || row >= first_rows || row % kRare == 0;
+  }
+  /// Its groups in the rows before.
+  constexpr u32 groups_before(u32 row, u32 order) const {
+    return own(order)          ? row
+           : row <= first_rows ? ceil_div(row, kRare)
+                               : first_rows / kRare + (row - first_rows);
+  }
+  /// Rows until it has had so many turns.
+  constexpr u32 rows_of(u32 groups, u32 order) const {
+    const u32 rare = first_rows / kRare;
+    return own(order)       ? groups
+           : groups == 0    ? 0
+           : groups <= rare ? (groups - 1) * kRare + 1
+                            : first_rows + (groups - rare);
+  }
+};
+
+/// Calls visit(slot, peer, first chunk, chunks) for this lane's share of the Dispatch tasks.
 template <Platform P, class Visit>
 void for_each_dispatch(const Rank<P>& rank, Team team, Visit visit) {
   const Geometry& geometry = rank.geometry();
+  const DispatchOrder schedule(geometry);
   // Lane i keeps the groups for the i-th peer from the next rank on, unless there are more peers
   // than lanes: a look at memory for each turn would take most of this function's time.
   const bool kept = geometry.world <= P::kLanes;
@@ -118,21 +154,22 @@ void for_each_dispatch(const Rank<P>& rank, Team team, Visit visit) {
   const auto groups_of = [&](u32 order) {
     return ceil_div(chunks_of(order), Geometry::kChunksPerDispatch);
   };
-  u32 groups = 0;
+  u32 rows = 0;
   for (u32 order = 0; order < geometry.world; ++order) {
-    groups = maximum(groups, groups_of(order));
+    rows = maximum(rows, schedule.rows_of(groups_of(order), order));
   }
-  for (u32 first = 0; first < groups * geometry.world; first += team.count * P::kLanes) {
+  for (u32 first = 0; first < rows * geometry.world; first += team.count * P::kLanes) {
     const u32 turn = first + team.index * P::kLanes + P::lane();
-    const u32 group = turn / geometry.world;
+    const u32 row = turn / geometry.world;
     const u32 order = turn % geometry.world;
     u32 slot = 0;  // turns before this one that have a task
     for (u32 other = 0; other < geometry.world; ++other) {
-      slot += minimum(groups_of(other), group + (other < order ? 1 : 0));
+      const u32 in_row = other < order && schedule.has_turn(row, other) ? 1 : 0;
+      slot += minimum(groups_of(other), schedule.groups_before(row, other) + in_row);
     }
     const u32 chunks = chunks_of(order);
-    const u32 first_chunk = group * Geometry::kChunksPerDispatch;
-    if (first_chunk < chunks) {
+    const u32 first_chunk = schedule.groups_before(row, order) * Geometry::kChunksPerDispatch;
+    if (schedule.has_turn(row, order) && first_chunk < chunks) {
       visit(slot, (rank.rank + 1 + order) % geometry.world, first_chunk,
             minimum(Geometry::kChunksPerDispatch, chunks - first_chunk));
     }
