@@ -100,14 +100,16 @@ constexpr u64 abort_word_of(const Failure& failure) {
   return u64{failure.epoch} << 32 | (failure.rank + 1);
 }
 
-/// Raises a heap's abort word, unless a failure of the same or an earlier call has.
+/// Raises a heap's abort word, unless a failure of the same or an earlier call has. A host that
+/// gives up does so for all calls (epoch 0), often because of a failure that its peers may not have
+/// looked at yet: it replaces none, since that one says more.
 template <Platform P>
 void raise_word(const Layout& layout, u8* holder_heap, u64 word) {
   auto* abort_word = reinterpret_cast<u64*>(holder_heap + layout.abort_word());
   u64 seen = P::template load_relaxed<Scope::system>(abort_word);
   // Each turn means that another rank's failure of an earlier call was written in between: at most
   // `world` turns.
-  while (seen == 0 || seen >> 32 > word >> 32) {
+  while (seen == 0 || (seen >> 32 > word >> 32 && word >> 32 != 0)) {
     // Publishes the failure's record to whoever acquires the abort word (first_failure).
     if (P::template compare_exchange_release<Scope::system>(abort_word, seen, word)) {
       return;
