@@ -154,7 +154,7 @@ struct Geometry {
     return 1 + dispatch_tasks_max() + 2 * tiles_max() + combine_tasks_max();
   }
   /// Actors that note events: the processors, the scheduler and the subscribers.
-  static constexpr u32 kTracedOsActors = 4;  // TraceKind has them
+  static constexpr u32 kTracedOsActors = 4;  // TraceKind names them
   constexpr u32 trace_actors() const { return processors + kTracedOsActors; }
   /// (descriptor, part) words that one call can publish.
   constexpr u64 parts_max() const {

@@ -17,7 +17,7 @@ enum class TraceKind : u32 {
   returns,                ///< chunks came back
 };
 
-inline constexpr u32 kTraceKinds = kTaskKinds + 4;
+inline constexpr u32 kTraceKinds = kTaskKinds + Geometry::kTracedOsActors;
 
 /// One part of a task, or one step of an actor. 64 bytes; the host reads it as it lies.
 struct alignas(64) TraceEvent {

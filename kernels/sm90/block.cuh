@@ -70,7 +70,6 @@ inline constexpr u32 kDispatchRows =
     minimum(kGeometry.chunk_rows, static_cast<u32>(sizeof(Stage)) / kGeometry.row_bytes);
 static_assert(kDispatchRows > 0, "a row must fit into a stage");
 static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
-inline constexpr u32 kDispatchSteps = ceil_div(kGeometry.chunk_rows, kDispatchRows);
 
 /// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.
 struct Slot {
@@ -89,7 +88,7 @@ inline constexpr u32 kSlots = 2;
 /// When what happened to a slot's part, for a trace; not touched without one.
 struct Stamps {
   u64 claimed_ns;
-  u64 computing_ns;  // Dispatch has none, and Combine none that completes no token
+  u64 computing_ns;  // Dispatch has none
   u64 computed_ns;
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;

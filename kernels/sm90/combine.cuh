@@ -1,9 +1,8 @@
 // Combine: the weighted sums of tokens whose rows are all back.
 //
 // The load warp brings the rows of complete tokens into the stages, and the consumers sum them from
-// there. A stage carries several tokens when their rows are short, or a
-// piece of one token's rows when they are long; a stage without tokens ends the part. May not know:
-// who counts the tokens.
+// there. A stage carries several tokens when their rows are short, or a piece of one token's rows
+// when they are long; a stage without tokens ends the part. May not know: who counts the tokens.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"

@@ -16,7 +16,7 @@ using ChunkPairs = u32[Machine::kLanes];
 
 /// How many rows it has; by all lanes.
 inline u32 rows_of(const ChunkPairs& pairs) {
-  return static_cast<u32>(__popc(Machine::ballot(pairs[Machine::lane()] != kNone)));
+  return Machine::count(Machine::ballot(pairs[Machine::lane()] != kNone));
 }
 
 /// The load warp's side of a Dispatch part: brings a chunk's tokens into the stages.

@@ -283,8 +283,7 @@ class Machine {
 
   static constexpr u32 kAllLanes = 0xFFFFFFFFU;
 
-  /// The address of a word of the block's own: all of them are OsMemory's. By a generic address the
-  /// same access takes several times as long.
+  /// The shared-memory address of a word of Scope::block: all of them are OsMemory's.
   static u32 in_shared_memory(const u32* word) {
     return static_cast<u32>(__cvta_generic_to_shared(word));
   }
