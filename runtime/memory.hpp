@@ -15,8 +15,8 @@ namespace moeos {
 /// Counters of one call. Two of them alternate by the parity of the epoch: while a call runs, the
 /// OS block clears the other one, so a call starts with zeros and nobody waits for a reset.
 struct CallState {
-  Line<u32> ring_claimed;                // tickets that processors have taken
-  Line<u32> mailbox_posted[kTaskKinds];  // slots reserved in each mailbox
+  Line<u32> ring_claimed;  // tickets that processors have taken
+  Line<u32> gemm1_posted;  // tickets of slots in the mailbox of Gemm1
   Line<u32> route_parts_done;
   Line<u32> dispatch_parts_done;
   Line<u32>

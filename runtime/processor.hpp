@@ -195,7 +195,7 @@ class Processor : Pace<P> {
                      (index - rank_.memory.first_task(TaskKind::gemm0));
     const u32 parts = rank_.geometry().gemm1_parts_of(gemm0.padded_rows);
     make_gemm1(rank_.memory.tasks[next], gemm0, parts);
-    post(rank_, call_, TaskKind::gemm1, next, parts, Actor::processor);
+    moeos::post_gemm1(rank_, call_, next, parts);
   }
 
   /// An atomic done once for the warp, after everything its lanes did before, and before anything

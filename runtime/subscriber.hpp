@@ -390,16 +390,18 @@ class ReturnsSubscriber {
   /// Whether it is known how many rows we sent to each peer, and each token to all of them.
   bool knows_rows() const {
     const CallState& state = rank_.memory.call(call_.epoch);
-    // Pairs with finish_routing: how many rows we sent to each peer.
-    if (agreed<P>(P::template load_acquire<Scope::device>(&state.routed.value)) == 0) {
+    if (agreed<P>(P::template poll<Scope::device>(&state.routed.value)) == 0) {
       return false;
     }
-    if (!combines_unsent(call_)) {
-      return true;
+    if (combines_unsent(call_) &&
+        agreed<P>(P::template poll<Scope::device>(&state.token_rows_known.value)) !=
+            route_parts(rank_.geometry(), call_)) {
+      return false;
     }
-    // Pairs with Processor::complete: token_rows.
-    return agreed<P>(P::template load_acquire<Scope::device>(&state.token_rows_known.value)) ==
-           route_parts(rank_.geometry(), call_);
+    // Pairs with finish_routing: how many rows we sent to each peer; and with Processor::complete:
+    // token_rows. Not at every look: a fence costs more than the look.
+    P::template acquire_fence<Scope::device>();
+    return true;
   }
 
   bool all_sent() const {

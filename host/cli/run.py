@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 import sys
 import time
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import moeos
-from moeos.cli import failures, machine, output, report
+from moeos.cli import failures, machine, output, report, worlds
 from moeos.cli.check import TOLERANCE, Checker, CheckResult
 from moeos.cli.report import RankReport
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
@@ -152,20 +151,14 @@ def run(
 def execute(options: RunOptions) -> int:
     """Runs the command in the world of this process, or on virtual ranks; the exit code.
 
-    Raises what `moeos.init` and a call of the layer raise, and `ValueError` for virtual ranks where
-    a launcher has started several ranks.
+    Raises what `worlds.run` and a call of the layer raise.
     """
-    if options.virtual_ranks is not None:
-        if moeos.bootstrap.detect(os.environ).size != 1:
-            raise ValueError("--virtual-ranks is given, but a launcher has started several ranks")
-        return moeos.virtual.run(
-            lambda world: failures.together(world, lambda: _run(world, options)),
-            options.virtual_ranks,
-            options.backend,
-            deadline=options.deadline,
-        )[0]
-    with moeos.init(options.backend, deadline=options.deadline) as world:
-        return failures.together(world, lambda: _run(world, options))
+    return worlds.run(
+        lambda world: _run(world, options),
+        options.backend,
+        deadline=options.deadline,
+        virtual_ranks=("--virtual-ranks", options.virtual_ranks),
+    )
 
 
 def _run(world: moeos.World, options: RunOptions) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
 import shlex
 import sys
@@ -21,7 +20,7 @@ import typer
 import moeos
 from moeos import drawing
 from moeos.bench import provenance
-from moeos.cli import failures, machine, output, trace_report
+from moeos.cli import failures, machine, output, trace_report, worlds
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.cli.settings import read_settings
 from moeos.cli.workload import Batch, RandomTokens, check_tokens, generator_of
@@ -120,9 +119,9 @@ def trace(
 def execute(options: TraceOptions) -> int:
     """Runs the command in the world of this process, on virtual ranks, or on a file; the exit code.
 
-    Raises what `moeos.init` and a call of the layer raise; `ValueError` for an argument, a trace
-    that cannot be read, and virtual ranks where a launcher has started several ranks; `OSError` for
-    a file; `RuntimeError` if a picture is wanted and matplotlib is missing.
+    Raises what `worlds.run` and a call of the layer raise; `ValueError` for an argument and a trace
+    that cannot be read; `OSError` for a file; `RuntimeError` if a picture is wanted and matplotlib
+    is missing.
     """
     if (options.config is None) == (options.load is None):
         given = "both are given" if options.load is not None else "neither is given"
@@ -132,20 +131,13 @@ def execute(options: TraceOptions) -> int:
         return _conclude(options, *files.load(options.load))
     if not 1 <= options.events <= MAX_EVENTS:
         raise ValueError(f"--events is {options.events}; allowed: 1 to {MAX_EVENTS}")
-    if options.ranks is not None:
-        if moeos.bootstrap.detect(os.environ).size != 1:
-            raise ValueError("--ranks is given, but a launcher has started several ranks")
-        return moeos.virtual.run(
-            lambda world: failures.together(world, lambda: _run(world, options)),
-            options.ranks,
-            options.backend,
-            deadline=options.deadline,
-            trace_events=options.events,
-        )[0]
-    with moeos.init(
-        options.backend, deadline=options.deadline, trace_events=options.events
-    ) as world:
-        return failures.together(world, lambda: _run(world, options))
+    return worlds.run(
+        lambda world: _run(world, options),
+        options.backend,
+        deadline=options.deadline,
+        virtual_ranks=("--ranks", options.ranks),
+        trace_events=options.events,
+    )
 
 
 def _run(world: moeos.World, options: TraceOptions) -> int:

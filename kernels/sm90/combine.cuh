@@ -64,7 +64,7 @@ inline void load_pieces(Loader& loader, u32 tokens, u32 first_byte, u32 token, u
     header.tokens = tokens;
     header.first_byte = first_byte;
     header.present = present;
-    full.arrive_expecting(__popc(present) * bytes);
+    full.arrive_expecting(Machine::count(present) * bytes);
   }
   __syncwarp();
   if (row != 0) {

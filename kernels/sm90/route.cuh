@@ -364,13 +364,13 @@ inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch,
     const u32 i = first + lane;
     const u32 expert = i < end ? scratch.expert[i] : kNoExpert;
     const u32 same = __match_any_sync(~0U, expert);
-    const u32 before = __popc(same & ((1U << lane) - 1));
+    const u32 before = Machine::lanes_before(same);
     const u32 rank = expert != kNoExpert ? mine[expert] + before : 0;
     __syncwarp();
     if (expert != kNoExpert) {
       scratch.rank[i] = static_cast<u16>(rank);
       if (before == 0) {
-        mine[expert] = static_cast<u16>(rank + __popc(same));
+        mine[expert] = static_cast<u16>(rank + Machine::count(same));
       }
     }
     __syncwarp();

@@ -283,9 +283,16 @@ FAULTS = {
     "a later failure that replaces an earlier one": Fault(
         "sender",
         "runtime/watchdog.hpp",
-        "while (seen == 0 || seen >> 32 > word >> 32)",
+        "while (seen == 0 || (seen >> 32 > word >> 32 && word >> 32 != 0))",
         "while (seen != word)",
         "the failure of the earlier call is raised",
+    ),
+    "a host that gives up and hides why": Fault(
+        "sender",
+        "runtime/watchdog.hpp",
+        " && word >> 32 != 0))",
+        "))",
+        "a host that gives up replaces nothing",
     ),
     "a record that is put again while it is read": Fault(
         "sender",

@@ -289,6 +289,19 @@ void the_earliest_call_that_failed_stays() {
   }
 }
 
+void a_host_that_gives_up_replaces_no_failure() {
+  World world;
+  world.fail(1, 7);
+  step(world, 0, 1);
+  world.fail(2, 0);  // for all calls, as a host does
+  step(world, 0, 1);
+  expect(world.failure_at(0).rank == 1, "a host that gives up replaces nothing");
+  World alone;
+  alone.fail(2, 0);
+  step(alone, 0, 1);
+  expect(alone.failure_at(0).rank == 2 && alone.rank(0).leaving(1), "where it is alone, it tells");
+}
+
 void a_failure_is_put_once() {
   World world;
   world.fail(1, 7);
@@ -308,6 +321,7 @@ int main() {
   results_and_rows_share_a_window_and_are_counted_as_returned();
   requests_of_an_earlier_call_are_none();
   the_earliest_call_that_failed_stays();
+  a_host_that_gives_up_replaces_no_failure();
   a_failure_is_put_once();
   std::printf("test_sender: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
