@@ -2,8 +2,8 @@
 //
 // Nothing is compiled on a machine without P::has_faults(). Every wait here ends at its time, or
 // when the call has failed, which the scheduler's Watch sees to: a fault that lasts longer than the
-// deadline is noticed as any other silence. May not know: how a plan came here; what a part
-// computes.
+// deadline is noticed as any other silence. The loops over a plan's entries are not unrolled: NVRTC
+// would compile the kernel for minutes. May not know: how a plan came here; what a part computes.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -23,16 +23,17 @@ void wait_until(const Rank<P>& rank, const Call& call, u64 ns) {
   }
 }
 
-/// Keeps a processor from beginning a part of a stage as long as the plan says. One warp. False:
-/// the call must be left.
+/// Keeps a processor from beginning a part of a stage, or any part of a call, as long as the plan
+/// says. One warp. False: the call must be left.
 template <Platform P>
 bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
   bool go = true;
   if constexpr (P::has_faults()) {
     FaultPlan& plan = rank.memory.faults();
+#pragma unroll 1
     for (u32 i = 0; i < plan.holds; ++i) {
       Hold& hold = plan.hold[i];
-      if (hold.epoch != call.epoch || hold.stage != stage) {
+      if (hold.epoch != call.epoch || (hold.stage != stage && hold.stage != Stage::start)) {
         continue;
       }
       if (P::lane() == 0) {
@@ -63,12 +64,14 @@ u64 bytes_to(const Rank<P>& rank, const Task& task, u32 part, u32 peer) {
   if (task.kind == TaskKind::dispatch) {
     const ChunkRange chunks = chunks_in_part(task, part);
     u64 rows = 0;
+#pragma unroll 1
     for (u32 i = 0; task.peer == peer && i < chunks.count; ++i) {
       rows += rows_in_chunk(rank.geometry(), rank.memory.rows_sent(peer), chunks.first + i);
     }
     return rows * row_bytes;
   }
   u64 rows = 0;
+#pragma unroll 1
   for (u32 s = 0; task.kind == TaskKind::gemm1 && s < task.segment_count; ++s) {
     rows += task.segments[s].source == peer ? task.segments[s].rows : 0;
   }
@@ -82,6 +85,7 @@ template <Platform P>
 void wait_for_links(const Rank<P>& rank, const Call& call, const Task& task, u32 part) {
   if constexpr (P::has_faults()) {
     FaultPlan& plan = rank.memory.faults();
+#pragma unroll 1
     for (u32 i = 0; i < plan.links; ++i) {
       SlowLink& link = plan.link[i];
       const u64 bytes = bytes_to(rank, task, part, link.peer);
@@ -125,6 +129,7 @@ class Pace<P, true> {
  public:
   Pace(const Rank<P>& rank, u32 index) {
     FaultPlan& plan = rank.memory.faults();
+#pragma unroll 1
     for (u32 i = 0; i < plan.processors; ++i) {
       if (plan.processor[i].index == index) {
         slow_ = &plan.processor[i];

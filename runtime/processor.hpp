@@ -36,52 +36,16 @@ class Processor : Pace<P> {
   /// Takes a ticket and waits for its slot; the first tickets of a call are its Route parts, which
   /// nobody needs to publish. False: leave.
   bool claim(ReadyWord& word) {
-    if (!hold_back(rank_, call_, Stage::start)) {
-      return false;
-    }
     // Relaxed: a ticket publishes nothing; the slot does.
     const u32 ticket = by_one_lane(
         [this] { return P::template add_relaxed<Scope::device>(&state_.ring_claimed.value, 1U); });
     MOEOS_CHECK(ticket < rank_.memory.ring_slots());
     if (ticket < route_parts(rank_.geometry(), call_)) {
       word = ReadyWord(call_.epoch, TaskKind::route, 0, ticket);
-      return hold_back(rank_, call_, stage_of(TaskKind::route));
+    } else if (!wait_for(ticket, word)) {
+      return false;
     }
-    Watch<P> watch(2 * rank_.deadline_ns);  // the OS block notices a late peer first, and says more
-    u32 heartbeat = 0;
-    u32 idle = 0;
-    for (;;) {
-      word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
-      if (word.epoch() == call_.epoch) {
-        // Pairs with Scheduler::publish_up_to: the descriptor and the inputs of its parts are here.
-        // Not at every look: a fence costs more than the look.
-        P::template acquire_fence<Scope::device>();
-        return hold_back(rank_, call_, stage_of(word.kind()));
-      }
-      if (word.epoch() > call_.epoch) {
-        reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, ticket,
-                       word.sealed());
-        return false;
-      }
-      // Relaxed: the word alone says that the call is over (Scheduler::interrupt).
-      if (agreed<P>(P::template load_relaxed<Scope::device>(&state_.interrupt.value) != 0 ||
-                    rank_.leaving(call_.epoch))) {
-        return false;
-      }
-      const u32 beat = P::template load_relaxed<Scope::device>(&state_.heartbeat.value);
-      if (beat != heartbeat) {
-        heartbeat = beat;
-        watch.progress();
-      }
-      if (agreed<P>(watch.expired())) {
-        Failure failure = failure_of(rank_, call_, FailureKind::os_silent, Actor::processor);
-        failure.seen = beat;
-        failure.waited_ns = watch.waited_ns();
-        rank_.fail(failure);
-        return false;
-      }
-      P::pause(idle);
-    }
+    return hold_back(rank_, call_, stage_of(word.kind()));
   }
 
   /// Before a part is begun for which complete() will be called. One warp.
@@ -175,6 +139,45 @@ class Processor : Pace<P> {
   }
 
  private:
+  /// Waits for a slot of the ready ring. False: leave.
+  bool wait_for(u32 ticket, ReadyWord& word) {
+    Watch<P> watch(2 * rank_.deadline_ns);  // the OS block notices a late peer first, and says more
+    u32 heartbeat = 0;
+    u32 idle = 0;
+    for (;;) {
+      word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
+      if (word.epoch() == call_.epoch) {
+        // Pairs with Scheduler::publish_up_to: the descriptor and the inputs of its parts are here.
+        // Not at every look: a fence costs more than the look.
+        P::template acquire_fence<Scope::device>();
+        return true;
+      }
+      if (word.epoch() > call_.epoch) {
+        reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, ticket,
+                       word.sealed());
+        return false;
+      }
+      // Relaxed: the word alone says that the call is over (Scheduler::interrupt).
+      if (agreed<P>(P::template load_relaxed<Scope::device>(&state_.interrupt.value) != 0 ||
+                    rank_.leaving(call_.epoch))) {
+        return false;
+      }
+      const u32 beat = P::template load_relaxed<Scope::device>(&state_.heartbeat.value);
+      if (beat != heartbeat) {
+        heartbeat = beat;
+        watch.progress();
+      }
+      if (agreed<P>(watch.expired())) {
+        Failure failure = failure_of(rank_, call_, FailureKind::os_silent, Actor::processor);
+        failure.seen = beat;
+        failure.waited_ns = watch.waited_ns();
+        rank_.fail(failure);
+        return false;
+      }
+      P::pause(idle);
+    }
+  }
+
   /// Counts a part of a tile; true for the one that completes it.
   bool last_part(u32* parts_done, const Task& task) {
     // Acquire-release: publishes this part's columns, and gives the last part all others' before it

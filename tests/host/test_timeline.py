@@ -392,8 +392,12 @@ def test_on_the_twin_no_part_begins_before_its_cause(seed: int, ranks_per_node: 
     assert found.certain[kinds != "combine"].all()
     tiles = call.parts[(kinds == "gemm0") & (call.parts["part"] == 0)]
     assert len(tiles) > len(set(tiles[["rank", "expert"]].tolist()))  # some experts have several
-    waits = call.parts["claimed"] - found.since(call.parts)
-    assert (waits[known & numpy.isin(kinds, ["gemm0", "gemm1", "combine"])] >= 0).all()
+    # What the last Route part posts, Dispatch and Combine of tokens without rows, may be claimed
+    # while it is still at work.
+    behind = known & ~numpy.isin(kinds[found.part], ["route"])
+    waits = (call.parts["claimed"] - found.since(call.parts))[behind]
+    assert len(waits) > 0
+    assert waits.min() >= 0
     assert causes.lead(call, found) == {}
     chain = [kinds[link.part] for link in summary.chain_of(call, found)]
     assert chain == ["combine", "gemm1", "gemm0", "dispatch", "route"]
