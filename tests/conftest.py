@@ -1,7 +1,7 @@
 """Which tests run one after the other when two processes share the suite (launch/test).
 
-Tests with deadlines must not meet each other on few cores, nor those that need a GPU on it; tests
-that compile may run beside them.
+Tests with short deadlines must not meet each other on few cores, nor those that need a GPU on it;
+all others may run beside them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,31 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-COMPILING = (
+ONE_BY_ONE = (
+    "gpu",
+    "launch",
+    "host/bench/test_gpu.py",
+    "host/bench/test_twin.py",
+    "host/cli/test_doctor.py",
+    "host/cli/test_run.py",
+    "host/cli/test_trace.py",
+    "host/test_bootstrap.py",
+    "host/test_control.py",
+    "host/test_counters.py",
+    "host/test_faults.py",
+    "host/test_heap.py",
+    "host/test_layer_epochs.py",
+    "host/test_layer_failure.py",
+    "host/test_layer_inputs.py",
+    "host/test_layer_properties.py",
+    "host/test_tracing.py",
+    "host/test_virtual.py",
+    "host/test_world.py",
+)
+"""Folders and files, below this one, of tests with ranks that wait for each other by the clock, or
+with a GPU: one group."""
+
+LONG = (
     "native",
     "emulator",
     "kernels",
@@ -21,23 +45,28 @@ COMPILING = (
     "host/test_virtual_tsan.py",
     "model",
     "runtime",
-    "test_style.py",
 )
-"""Folders and files, below this one, of tests that mostly wait for a compiler or for spin; those
-that take longest come first, so that the two processes end at about the same time."""
-
-THE_REST = "the rest"
+"""Those that take longest of the others, which come first, so that the two processes end at about
+the same time. Each file is a group."""
 
 
 def place_of(node: str) -> int:
-    """Where a test's folder or file stands in COMPILING; -1 if it does not."""
+    """Where a test's group stands in the order in which groups are begun."""
     file = file_of(node)
-    return next((i for i, one in enumerate(COMPILING) if file.is_relative_to(one)), -1)
+    if is_below(file, ONE_BY_ONE):
+        return 0
+    return next((i for i, one in enumerate(LONG, 1) if is_below(file, (one,))), len(LONG) + 1)
 
 
 def group_of(node: str) -> str:
-    """The group of a test: its file, or one name for all that do not compile."""
-    return THE_REST if place_of(node) < 0 else str(file_of(node))
+    """The group of a test: its file, or one name for all of ONE_BY_ONE."""
+    file = file_of(node)
+    return "one by one" if is_below(file, ONE_BY_ONE) else str(file)
+
+
+def is_below(file: Path, folders: tuple[str, ...]) -> bool:
+    """Whether a file is one of these, or in one of them."""
+    return any(file.is_relative_to(folder) for folder in folders)
 
 
 def file_of(node: str) -> Path:
