@@ -185,11 +185,15 @@ class MoELayer(nn.Module):
         return y
 
     def stats(self) -> dict[str, Any]:
-        """What this rank did in its last call: the fields of `CallStats`, and `bytes_to_peers`,
-        their sum.
+        """What this rank did in its last call, and when: the fields of `moeos.counters.CallStats`,
+        and its `bytes_to_peers` and `busy_share`. Waits for the calls so far.
         """
         stats = self._engine.stats()
-        return {**vars(stats), "bytes_to_peers": stats.bytes_to_peers}
+        return {
+            **vars(stats),
+            "bytes_to_peers": stats.bytes_to_peers,
+            "busy_share": stats.busy_share,
+        }
 
     def trace(self) -> RankTrace:
         """What this rank's actors did in its last call, and when. Waits for it.

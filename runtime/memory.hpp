@@ -29,8 +29,8 @@ struct CallState {
                         // OS block
 };
 
-/// What one actor did in the last call. Each actor writes its own; the host adds them up after the
-/// call.
+/// What one processor did in the last call. Each writes its own; the host adds them up after the
+/// call (host/counters.py).
 struct alignas(kCacheLine) Tally {
   u64 tasks[kTaskKinds];     // parts run
   u64 row_bytes_to_peers;    // rows written into other ranks' cells, both rounds
@@ -39,7 +39,25 @@ struct alignas(kCacheLine) Tally {
   u64 padding_rows;          // rows computed only because segments are padded to 8
   u64 dropped_pairs;         // pairs beyond their expert's capacity
   u64 busy_ns[kTaskKinds];   // time inside parts
-  u64 tokens;                // S of the call; the OS block's tally alone has it
+};
+
+/// What the OS block noted of the last call. Each field has one writer; times are of the device's
+/// clock.
+struct alignas(kCacheLine) CallRecord {
+  u64 tokens;         // S of the call
+  u64 begin_ns;       // when the OS block began it,
+  u64 first_tile_ns;  // when the first tile of rows was posted, or 0: there was none,
+  u64 end_ns;         // and when everything was done, or 0: it did not end well
+  u64 sweeps;         // of the scheduler; this and the next are 0 in a call that did not end well
+  u64 waiting_most;   // parts that were published and not taken by a processor, at most
+};
+
+/// What the subscribers noted of a peer in the last call; times as above, 0 for never.
+struct PeerRecord {
+  u64 counts_ns;      // its row counts were here
+  u64 rows_ns;        // the last of its rows were here
+  u64 results_ns;     // the last results of our rows were back from it
+  u64 rows_returned;  // rows, of all sources, whose results had left when its counts came
 };
 
 /// Where a mailbox's words start and how many there are (mailbox.hpp).
@@ -84,10 +102,6 @@ class RankMemory {
   /// Every part has its own slot, and every processor may wait for one slot beyond them.
   u64 ring_slots() const { return geometry_.get().parts_max() + geometry_.get().processors; }
 
-  /// Tally of the OS block's actors, after those of the processors.
-  static constexpr u32 kOsTallies = 1;
-  Tally& os_tally() const { return tallies[geometry_.get().processors]; }
-
   u32* send_starts(u32 peer) const {
     return send_start + u64{peer} * (geometry_.get().local_experts() + 1);
   }
@@ -115,7 +129,9 @@ class RankMemory {
   u32* epoch = nullptr;  // the call that is running or will run next, from 1; behind it
                          // failure_claimed() and failure_put()
   CallState* call_states = nullptr;
-  Tally* tallies = nullptr;
+  Tally* tallies = nullptr;  // [processor]
+  CallRecord* record = nullptr;
+  PeerRecord* peer_records = nullptr;  // [peer]
   Task* tasks = nullptr;
   u64* ring = nullptr;
 
@@ -170,7 +186,9 @@ class RankMemory {
     const u64 blocks = geometry.route_parts();
     take(epoch, 3);
     take(call_states, 2);
-    take(tallies, geometry.processors + kOsTallies);
+    take(tallies, geometry.processors);
+    take(record, 1);
+    take(peer_records, world);
     take(tasks, geometry.tasks_max());
     take(ring, ring_slots());
     for (u32 kind = 0; kind < kTaskKinds; ++kind) {

@@ -37,11 +37,13 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();
     }
-    memory.os_tally() = Tally{};
-    memory.os_tally().tokens = call.tokens;
+    *memory.record = CallRecord{call.tokens, P::now_ns(), 0, 0, 0, 0};
     for (u32 peer = 0; rank.geometry().remote != 0 && peer < rank.geometry().world; ++peer) {
       *memory.outbox_tickets(call.epoch + 1, peer) = 0;
     }
+  }
+  for (u32 peer = P::lane(); peer < rank.geometry().world; peer += P::kLanes) {
+    memory.peer_records[peer] = PeerRecord{};
   }
   P::sync_lanes();
 }

@@ -58,6 +58,7 @@ class Scheduler {
     fetch(words);
     const u32 published =
         publish_up_to(claimed_ + rank_.geometry().processors, dispatch_published_ - dispatch_done_);
+    waiting_most_ = maximum(waiting_most_, maximum(published_, claimed_) - claimed_);
     const bool starving = claimed_ > published_ && !anything_ready();
     if (P::lane() == 0) {
       // Block scope, relaxed: a hint to the arrivals subscriber that packing early would feed
@@ -87,6 +88,10 @@ class Scheduler {
       // Relaxed: publishes nothing. The next call gets all of this one from the kernel boundary, or
       // from whatever joins the actors.
       P::template store_relaxed<Scope::device>(&state_.interrupt.value, 1U);
+      CallRecord& record = *rank_.memory.record;
+      record.end_ns = P::now_ns();
+      record.sweeps = sweeps_;
+      record.waiting_most = waiting_most_;
     }
   }
 
@@ -207,6 +212,7 @@ class Scheduler {
   u32 published_ = 0;
   u32 dispatch_published_ = 0;
   u32 sweeps_ = 0;
+  u32 waiting_most_ = 0;  // words published and not claimed, at most
   // Of the last sweep.
   u32 claimed_ = 0;
   u32 dispatch_done_ = 0;

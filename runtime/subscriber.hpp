@@ -131,6 +131,11 @@ class CountsSubscriber {
                                               bound - (geometry.cell_rows_used() - start));
       // Publishes receive_starts(source) to the arrivals subscriber, which acquires this word.
       P::template store_release<Scope::block>(&rank_.os->counts_known[source], call_.epoch);
+      PeerRecord& record = rank_.memory.peer_records[source];
+      record.counts_ns = P::now_ns();
+      // Relaxed: a number to be reported.
+      record.rows_returned = P::template load_relaxed<Scope::device>(
+          &rank_.memory.call(call_.epoch).rows_returned.value);
     }
     P::sync_lanes();
     ++known_;
@@ -258,6 +263,9 @@ class ArrivalsSubscriber {
     P::template acquire_fence<Scope::system>();
     P::sync_lanes();  // all lanes have read the prefixes
     if (known && P::lane() % share == 0) {
+      if (arrived > 0) {
+        rank_.memory.peer_records[source].rows_ns = P::now_ns();
+      }
       rank_.os->chunk_prefix[source] = before + arrived;
       rank_.os->rows_arrived[source] = minimum((before + arrived) * geometry.chunk_rows, rows);
     }
@@ -298,6 +306,9 @@ class ArrivalsSubscriber {
     const u32 planned = plan_.tiles();
     if (planned == posted_) {
       return;
+    }
+    if (posted_ == 0 && P::lane() == 0) {
+      rank_.memory.record->first_tile_ns = P::now_ns();
     }
     const MailboxView mailbox = rank_.memory.mailbox(TaskKind::gemm0);
     const u32 first_task = rank_.memory.first_task(TaskKind::gemm0);
@@ -509,6 +520,7 @@ class ReturnsSubscriber {
     // Pairs with return_rows: the results of these chunks are here.
     P::template acquire_fence<Scope::system>();
     P::sync_lanes();
+    const u64 now = P::now_ns();
     for (u32 i = P::lane(); i < found_; i += P::kLanes) {
       const u32 peer = rank_.os->chunks_found[i].number / in_cell;
       const u32 chunk = rank_.os->chunks_found[i].number % in_cell;
@@ -517,6 +529,7 @@ class ReturnsSubscriber {
       P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
       // An addition, because other lanes set other bits of the word.
       P::template add_relaxed<Scope::block>(&back_word(peer, chunk), back_bit(chunk));
+      rank_.memory.peer_records[peer].results_ns = now;  // the same by several lanes
     }
     for (u32 row = P::lane(); row < rank_.geometry().chunk_rows; row += P::kLanes) {
       count_rows(row);

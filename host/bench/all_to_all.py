@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ FEW_TOKENS = 512
 """Up to this many tokens nothing is compiled."""
 
 Logits = Callable[[Tensor, Tensor], Tensor]
+AllToAll = Callable[..., Any]
+"""With the arguments of `torch.distributed.all_to_all_single`."""
 
 
 def fp32_logits(x: Tensor, gate: Tensor) -> Tensor:
@@ -87,6 +90,7 @@ class AllToAllLayer:
         w2: [X, H, I].
         group: of the ranks; None where there is one.
         logits: the router's product.
+        all_to_all: exchanges rows, and before them their counts.
 
     Raises:
         ValueError: `cfg` has what this layer lacks.
@@ -101,6 +105,7 @@ class AllToAllLayer:
         w2: Tensor,
         group: dist.ProcessGroup | None,
         logits: Logits = fp32_logits,
+        all_to_all: AllToAll = dist.all_to_all_single,
     ) -> None:
         if cfg.bias or cfg.capacity_factor is not None or cfg.swiglu_limit is not None:
             raise ValueError("the baseline has no biases, no capacity and no SwiGLU limit")
@@ -111,6 +116,7 @@ class AllToAllLayer:
         self._w2 = w2.transpose(1, 2)
         self._group = group
         self._logits = logits
+        self._all_to_all = all_to_all
         self._ranks = 1 if group is None else dist.get_world_size(group)
         pairs = cfg.max_tokens * cfg.top_k
         local = len(w1)
@@ -198,7 +204,7 @@ class AllToAllLayer:
     def _exchange(self, x: Tensor, order: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """The results of this rank's pairs, sorted by expert, and the place of each pair there."""
         pairs, ranks = len(order), self._ranks
-        dist.all_to_all_single(self._counts, counts, group=self._group)
+        self._all_to_all(self._counts, counts, group=self._group)
         both = torch.stack((counts, self._counts)).view_as(self._host_counts)
         self._host_counts.copy_(both, non_blocking=True)
         copied = None
@@ -222,9 +228,7 @@ class AllToAllLayer:
         sent, received = self._host_counts.sum(dim=2).tolist()
         count = sum(received)
         arrived = self._arrived[:count]
-        work = dist.all_to_all_single(
-            arrived, rows, received, sent, group=self._group, async_op=True
-        )
+        work = self._all_to_all(arrived, rows, received, sent, group=self._group, async_op=True)
         numbers = self._range[:count]
         there = numbers + shift_by_expert.repeat_interleave(by_expert, output_size=count)
         back = numbers - shift_by_source.repeat_interleave(by_source, output_size=count)
@@ -234,7 +238,7 @@ class AllToAllLayer:
         results = self._compute(rows, ends, by_source.view(ranks, -1), sent)
         torch.index_select(results, 0, back, out=arrived)
         returned = self._sent[:pairs]
-        dist.all_to_all_single(returned, arrived, sent, received, group=self._group)
+        self._all_to_all(returned, arrived, sent, received, group=self._group)
         return returned, place
 
     def _compute(self, rows: Tensor, ends: Tensor, counts: Tensor, sent: list[int]) -> Tensor:

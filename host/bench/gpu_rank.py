@@ -20,18 +20,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import moeos
 from moeos import reference
-from moeos.bench import compile_ahead, device_rates, suite
+from moeos.bench import compile_ahead, device_rates, process_group, suite
 from moeos.bench.all_to_all import AllToAllLayer
 from moeos.bench.device_rates import Reader
 from moeos.bench.results import Results, timing
@@ -71,7 +70,6 @@ METHOD = {
 
 _STARTING = 600.0  # seconds in which ranks meet again outside of calls, the compiler included
 _CALLING = 20.0  # seconds in which a call must end
-_NCCL = timedelta(seconds=120)
 _SPARE = 8.0  # seconds that are kept before the end of the time
 _REST = 2_000_000  # clock cycles before a contestant, 1 ms
 _SEED = 1 << 30
@@ -126,9 +124,6 @@ def run(order: Order) -> None:
 
     Raises what a rank cannot go on after; a wrong output is noted and ends its shape alone.
     """
-    # Neither side uses NVLink multicast, and all ranks are on one host.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # The baseline has two small functions to compile: no pool of processes for that.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     with moeos.init("cuda", deadline=_STARTING) as world:
@@ -171,7 +166,7 @@ class _Measurement:
         mine = layers if self._world.rank == 0 else {}
         gpu = torch.cuda.get_device_properties()
         with compile_ahead.started(mine, self._world.size, gpu.multi_processor_count) as compiling:
-            self._group = _start_nccl(self._world)
+            self._group = process_group.start(self._world)
             self._one = torch.ones(1, device="cuda")
             self._reader = Reader()
             rates = self._world.control.allgather(device_rates.measure(self._world, self._reader))
@@ -219,7 +214,7 @@ class _Measurement:
         x, ids, weights = self._inputs(case, cfg)
         y = layer(x, ids, weights)
         layer.check()
-        found = _compare(layer, x, ids, y, baseline(x, ids, weights))
+        found = compare(layer, x, ids, y, baseline(x, ids, weights))
         errors = control.allgather(found)
         error, near_ties = max(error for error, _ in errors), sum(ties for _, ties in errors)
         if not error <= LARGEST_ERROR:
@@ -366,7 +361,7 @@ def _load(baseline: AllToAllLayer, cfg: MoEConfig, rank: int) -> dict[str, int]:
     }
 
 
-def _compare(
+def compare(
     layer: moeos.MoELayer, x: Tensor, ids: Tensor | None, y: Tensor, expected: Tensor
 ) -> tuple[float, int]:
     """The relative error of this rank's output, and how many tokens are too near a tie for it."""
@@ -376,23 +371,6 @@ def _compare(
         certain = margin > NEAR_TIE
         y, expected = y[certain], expected[certain]
     return reference.relative_error(y, expected), len(x) - len(y)
-
-
-def _start_nccl(world: moeos.World) -> dist.ProcessGroup | None:
-    """The group of all ranks; None where there is one."""
-    if world.size == 1:
-        return None
-    first = world.rank == 0
-    store = None
-    if first:
-        store = TCPStore("127.0.0.1", 0, world.size, True, _NCCL, wait_for_workers=False)
-    port = world.control.allgather(0 if store is None else store.port)[0]
-    if store is None:
-        store = TCPStore("127.0.0.1", port, world.size, False, _NCCL)
-    dist.init_process_group(
-        "nccl", store=store, rank=world.rank, world_size=world.size, timeout=_NCCL
-    )
-    return dist.group.WORLD
 
 
 def _describe(order: Order, world: moeos.World) -> dict[str, Any]:

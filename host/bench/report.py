@@ -19,6 +19,8 @@ import typer
 
 from moeos.bench import gpu_tables, plots, reliability_tables, twin_tables
 from moeos.bench.section import Section
+from moeos.bench.straggler import plots as straggler_plots
+from moeos.bench.straggler import tables as straggler_tables
 from moeos.cli import failures, output
 
 SCALING = "weak-scaling"
@@ -52,6 +54,8 @@ def execute(json_file: Path, document: Path) -> int:
     if of_gpus(results):
         written = between_markers(written, SCALING, scaling(json_file.parent))
         plots.draw(results, document.parent / plots.FOLDER)
+    if results["benchmark"].startswith(straggler_tables.PREFIX):
+        straggler_plots.draw(results, document.parent / plots.FOLDER)
     document.write_text(written, encoding="utf-8")
     return failures.DONE
 
@@ -131,6 +135,8 @@ class _Tables(Protocol):
 def _tables_of(results: Mapping[str, Any]) -> _Tables:
     if of_gpus(results):
         return gpu_tables
+    if results["benchmark"].startswith(straggler_tables.PREFIX):
+        return straggler_tables
     return reliability_tables if results["benchmark"] in reliability_tables.NAMES else twin_tables
 
 

@@ -36,6 +36,7 @@ from moeos.cli.workload import (
     check_tokens,
     generator_of,
 )
+from moeos.metrics import Metrics
 
 MAX_ITERATIONS = 10_000
 """The most calls of one run: each rank reports the numbers of each."""
@@ -60,6 +61,7 @@ class RunOptions:
     virtual_ranks: int | None = None
     seed: int = 0
     json_file: Path | None = None
+    prometheus: Path | None = None
     check: bool = True
 
 
@@ -123,6 +125,10 @@ def run(
         Path | None,
         typer.Option("--json", help="Writes configuration, machine and results to this file."),
     ] = None,
+    prometheus: Annotated[
+        Path | None,
+        typer.Option(help="Writes each rank's counters to moeos-rank-R.prom in this folder."),
+    ] = None,
     check: Annotated[bool, typer.Option(help="Compare with the float64 reference.")] = True,
 ) -> None:
     """Runs a layer and checks it.
@@ -143,6 +149,7 @@ def run(
         virtual_ranks=virtual_ranks,
         seed=seed,
         json_file=json_file,
+        prometheus=prometheus,
         check=check,
     )
     failures.finish(lambda: execute(options))
@@ -170,6 +177,7 @@ def _run(world: moeos.World, options: RunOptions) -> int:
         _introduce(world, plan)
 
     totals = Totals(world.rank)
+    metrics = None if options.prometheus is None else Metrics(world.rank)
     checker = Checker(layer, plan.calls) if options.check else None
     for _ in _progress(range(plan.calls), "calls of the layer", visible=speaks):
         tokens = plan.tokens
@@ -181,10 +189,15 @@ def _run(world: moeos.World, options: RunOptions) -> int:
         out = layer(given.x, given.topk_ids, given.topk_weights)
         layer.check()  # waits for the GPU, where a call only launches
         seconds = time.perf_counter() - begin
-        totals.add(layer.stats(), seconds)
+        stats = layer.stats()
+        totals.add(stats, seconds)
+        if metrics is not None:
+            metrics.add(stats)
         if checker is not None:
             checker.keep(batch, out)
 
+    if metrics is not None and options.prometheus is not None:
+        metrics.write(options.prometheus)
     result: CheckResult | None = checker.compare() if checker is not None else None
     reports = world.control.allgather(RankReport(totals, result), "the results of the run")
     error = report.largest_error(reports) if options.check else None
@@ -198,6 +211,8 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     cfg = moeos.MoEConfig.from_toml(options.config)
     settings = read_settings(options.config)
     output.check_writable(options.json_file)
+    if options.prometheus is not None:
+        output.check_writable(options.prometheus / f"moeos-rank-{world.rank}.prom", "--prometheus")
     generator = generator_of(options.seed, world.rank)
     if options.prefix and options.weights is None:
         raise ValueError(f"--prefix is {options.prefix!r}; it needs --weights")

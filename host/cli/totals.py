@@ -18,7 +18,7 @@ _SUMS = (
 
 @dataclasses.dataclass
 class Totals:
-    """Sums over calls; `moeos.engines.base.CallStats` says what is counted.
+    """Sums over calls; `moeos.counters.CallStats` says what is counted.
 
     Attributes:
         rank: whose.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 import shlex
 import sys
 from collections.abc import Sequence
@@ -24,15 +23,12 @@ from moeos.cli import failures, machine, output, trace_report, worlds
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.cli.settings import read_settings
 from moeos.cli.workload import Batch, RandomTokens, check_tokens, generator_of
-from moeos.control import MAX_PAYLOAD_BYTES
-from moeos.timeline import causes, chrome, files, picture
+from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import CallTrace
 from moeos.tracing import MAX_EVENTS, RankTrace
 
 MAX_CALLS = 10_000
 """The most calls before the one that is traced."""
-
-_PIECE_BYTES = MAX_PAYLOAD_BYTES // 2  # of a trace on its way to rank 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +144,7 @@ def _run(world: moeos.World, options: TraceOptions) -> int:
     for _ in range(options.calls + 1):
         layer(given.x, given.topk_ids, given.topk_weights)
     layer.check()
-    traces = _gather(world, layer.trace())
+    traces = gathering.gather(world.control, layer.trace())
     if world.rank != 0:
         return failures.DONE
     return _conclude(options, traces, _about(world, options, cfg, len(batch.x)))
@@ -201,22 +197,6 @@ def _check_files(options: TraceOptions) -> None:
     output.check_writable(options.json_file)
     if options.png is not None:
         drawing.matplotlib()
-
-
-def _gather(world: moeos.World, own: RankTrace) -> list[RankTrace]:
-    """The traces of all ranks, in rank order. Collective.
-
-    They travel in pieces of a size that the control plane takes.
-    """
-    content = pickle.dumps(own)
-    count = max(world.control.allgather(-(-len(content) // _PIECE_BYTES), "the traces' sizes"))
-    pieces = [
-        world.control.allgather(
-            content[place * _PIECE_BYTES : (place + 1) * _PIECE_BYTES], "the traces"
-        )
-        for place in range(count)
-    ]
-    return [pickle.loads(b"".join(parts)) for parts in zip(*pieces, strict=True)]
 
 
 def _conclude(options: TraceOptions, traces: Sequence[RankTrace], about: dict[str, Any]) -> int:

@@ -4,12 +4,12 @@ launchers.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple, Protocol
 
 import torch
 
 from moeos.config import MoEConfig
+from moeos.counters import CallStats
 from moeos.tracing import RankTrace
 from moeos.world import World
 
@@ -35,44 +35,6 @@ class CallTensors(NamedTuple):
     w2: torch.Tensor
     b2: torch.Tensor | None
     tokens: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CallStats:
-    """What one rank did in its last call.
-
-    Attributes:
-        tokens: S of the call.
-        pairs_sent: [P] (token, expert) pairs sent to each rank, this one included.
-        pairs_received: [P] pairs that came from each rank.
-        expert_pairs: [X] pairs that each local expert computed.
-        tasks: parts run, by kind: route, dispatch, gemm0, gemm1, combine.
-        row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
-            layer.
-        count_bytes_to_peers: bytes of row counts.
-        flag_bytes_to_peers: bytes of arrival flags and of credits for returned rows; not of the
-            words by which the windows of remote peers are kept.
-        padding_rows: rows computed only because a tile's segments are padded to 8 rows.
-        drops: pairs of this rank beyond their expert's capacity.
-        busy_seconds: time inside tasks, added over the processors.
-    """
-
-    tokens: int
-    pairs_sent: list[int]
-    pairs_received: list[int]
-    expert_pairs: list[int]
-    tasks: dict[str, int]
-    row_bytes_to_peers: int
-    count_bytes_to_peers: int
-    flag_bytes_to_peers: int
-    padding_rows: int
-    drops: int
-    busy_seconds: float
-
-    @property
-    def bytes_to_peers(self) -> int:
-        """All bytes that this rank wrote into other ranks' memory."""
-        return self.row_bytes_to_peers + self.count_bytes_to_peers + self.flag_bytes_to_peers
 
 
 class Engine(Protocol):

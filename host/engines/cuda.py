@@ -18,9 +18,10 @@ import torch
 from moeos import jit
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
+from moeos.counters import CallStats
 from moeos.device_heap import DeviceHeap, fill_in_state, finish_puts, forget_state
 from moeos.engines import cuda_records
-from moeos.engines.base import CallStats, CallTensors
+from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import (
     RECORD_BYTES,
     WEIGHT_TYPES,
@@ -127,7 +128,9 @@ class CudaEngine:
         """See `Engine.stats`. Waits for the calls so far."""
         self._world.require_open()
         torch.cuda.synchronize(self._device)
-        return cuda_records.stats_of(self._buffers.memory, self._offsets, self._shape)
+        return cuda_records.stats_of(
+            self._world.rank, self._buffers.memory, self._offsets, self._shape
+        )
 
     def trace(self) -> RankTrace:
         """See `Engine.trace`. Waits for the calls so far."""

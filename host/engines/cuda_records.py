@@ -1,8 +1,7 @@
-"""What a rank's memory says after a call: the failure, if there is one, and the tallies.
+"""What a rank's memory says after a call: the failure, if there is one, counters and events.
 
-The only file of the GPU's host side that knows how Failure (runtime/watchdog.hpp) and Tally are
-laid out; where they lie, `_twin.Sizes.offsets` says. It reads and waits for nothing but its own
-copies.
+The only file of the GPU's host side that knows how Failure (runtime/watchdog.hpp) is laid out;
+where things lie, `_twin.Sizes.offsets` says. It reads and waits for nothing but its own copies.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import struct
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from moeos import tracing
-from moeos.engines.base import CallStats
+from moeos import counters, tracing
+from moeos.counters import CallStats
 from moeos.jit import KernelShape
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 
@@ -23,9 +23,7 @@ CACHE_LINE = 128
 FIRST_EPOCH = 1
 _HOST_ABORT = 10  # FailureKind
 _NONE = 0xFFFFFFFF
-_KINDS = ("route", "combine", "gemm1", "gemm0", "dispatch")  # TaskKind
 _FAILURE = struct.Struct("<8I3Q")
-_TALLY_WORDS = CACHE_LINE // 8  # tasks by kind, five sums, busy times by kind, tokens
 
 
 @dataclasses.dataclass
@@ -104,29 +102,24 @@ def clear(heap: Tensor, memory: Tensor, offsets: dict[str, int]) -> None:
     _words(memory, offsets["epoch"], 1).fill_(FIRST_EPOCH)
 
 
-def stats_of(memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> CallStats:
+def stats_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> CallStats:
     """What a rank did in its last call. Waits for the current stream."""
-    actors = shape.processors + 1
-    at = offsets["tallies"]
-    tallies = memory[at : at + actors * CACHE_LINE].view(torch.int64).view(actors, _TALLY_WORDS)
-    total = tallies.sum(dim=0).tolist()
-    kinds, rest = total[: len(_KINDS)], total[len(_KINDS) :]
-    tasks = dict(zip(_KINDS, kinds, strict=True))
+
+    def records(name: str, kind: numpy.dtype[numpy.void], count: int) -> NDArray[numpy.void]:
+        at = offsets[name]
+        return memory[at : at + count * kind.itemsize].cpu().numpy().view(kind)
+
     sent, received = (
         _starts(memory, offsets[name], shape) for name in ("send_start", "receive_start")
     )
-    return CallStats(
-        tokens=rest[10],
-        pairs_sent=sent[:, -1].tolist(),
-        pairs_received=received[:, -1].tolist(),
-        expert_pairs=received.diff(dim=1).sum(dim=0).tolist(),
-        tasks={kind: tasks[kind] for kind in ("route", "dispatch", "gemm0", "gemm1", "combine")},
-        row_bytes_to_peers=rest[0],
-        count_bytes_to_peers=rest[1],
-        flag_bytes_to_peers=rest[2],
-        padding_rows=rest[3],
-        drops=rest[4],
-        busy_seconds=sum(rest[5:10]) / 1e9,
+    return counters.read(
+        rank,
+        records("tallies", counters.TALLY, shape.processors),
+        records("record", counters.RECORD, 1),
+        records("peer_records", counters.PEER, shape.world_size),
+        sent[:, -1].tolist(),
+        received.diff(dim=1).tolist(),
+        shape.cfg.hidden * shape.cfg.dtype.itemsize,
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy
 import torch
 
-from moeos import _twin, tracing, values
+from moeos import _twin, counters, tracing, values
 from moeos.config import MoEConfig
-from moeos.engines.base import CallStats, CallTensors
+from moeos.counters import CallStats
+from moeos.engines.base import CallTensors
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.sizes import Tiles, layer_sizes
@@ -50,7 +51,6 @@ class TwinEngine:
         options = world.twin
         self._cfg = cfg
         self._world = world
-        self._tokens = 0
         remote = not all(map(world.near, range(world.size)))
         sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events)
         self._chunk_rows = sizes.chunk_rows
@@ -88,7 +88,6 @@ class TwinEngine:
             values.check_selection_bias(tensors.selection_bias)
         capacity = cfg.capacity(tokens)
         rank = self._live()
-        self._tokens = tokens
         self._faults.before_call()
         failure = rank.forward(
             bfloat16=cfg.dtype == torch.bfloat16,
@@ -115,23 +114,15 @@ class TwinEngine:
     def stats(self) -> CallStats:
         """See `Engine.stats`."""
         rank = self._live()
-        tally = rank.tally()
-        received = [rank.rows_received(source) for source in range(self._world.size)]
-        return CallStats(
-            tokens=self._tokens,
-            pairs_sent=rank.rows_sent(),
-            pairs_received=[sum(rows) for rows in received],
-            expert_pairs=[sum(rows) for rows in zip(*received, strict=True)],
-            tasks={
-                kind: tally["tasks"][kind]
-                for kind in ("route", "dispatch", "gemm0", "gemm1", "combine")
-            },
-            row_bytes_to_peers=tally["row_bytes_to_peers"],
-            count_bytes_to_peers=tally["count_bytes_to_peers"],
-            flag_bytes_to_peers=tally["flag_bytes_to_peers"],
-            padding_rows=tally["padding_rows"],
-            drops=tally["dropped_pairs"],
-            busy_seconds=sum(tally["busy_ns"].values()) / 1e9,
+        tallies, record, peers = rank.counters()
+        return counters.read(
+            self._world.rank,
+            numpy.frombuffer(tallies, counters.TALLY),
+            numpy.frombuffer(record, counters.RECORD),
+            numpy.frombuffer(peers, counters.PEER),
+            rank.rows_sent(),
+            [rank.rows_received(source) for source in range(self._world.size)],
+            self._cfg.hidden * self._cfg.dtype.itemsize,
         )
 
     def trace(self) -> RankTrace:

@@ -108,6 +108,8 @@ nb::dict offsets_of(const Sizes& sizes) {
   offsets["put_failures_end"] = layout.put_failure(sizes.geometry.world);
   offsets["epoch"] = offset(memory.epoch);
   offsets["tallies"] = offset(memory.tallies);
+  offsets["record"] = offset(memory.record);
+  offsets["peer_records"] = offset(memory.peer_records);
   offsets["send_start"] = offset(memory.send_start);
   offsets["receive_start"] = offset(memory.receive_start);
   offsets["trace_counts"] = offset(memory.trace_counts);
@@ -131,23 +133,13 @@ std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
   return pointers;
 }
 
-nb::dict to_dict(const Tally& tally) {
-  nb::dict tasks;
-  nb::dict busy_ns;
-  const char* names[kTaskKinds] = {"route", "combine", "gemm1", "gemm0", "dispatch"};
-  for (u32 kind = 0; kind < kTaskKinds; ++kind) {
-    tasks[names[kind]] = tally.tasks[kind];
-    busy_ns[names[kind]] = tally.busy_ns[kind];
-  }
-  nb::dict result;
-  result["tasks"] = tasks;
-  result["row_bytes_to_peers"] = tally.row_bytes_to_peers;
-  result["count_bytes_to_peers"] = tally.count_bytes_to_peers;
-  result["flag_bytes_to_peers"] = tally.flag_bytes_to_peers;
-  result["padding_rows"] = tally.padding_rows;
-  result["dropped_pairs"] = tally.dropped_pairs;
-  result["busy_ns"] = busy_ns;
-  return result;
+/// What a rank noted of the last call: tallies, the call's record, the peers' (host/counters.py).
+nb::tuple counters_of(const TwinRank& rank) {
+  const RankMemory& memory = rank.memory();
+  const Geometry& geometry = rank.geometry();
+  return nb::make_tuple(nb::bytes(memory.tallies, geometry.processors * sizeof(Tally)),
+                        nb::bytes(memory.record, sizeof(CallRecord)),
+                        nb::bytes(memory.peer_records, geometry.world * sizeof(PeerRecord)));
 }
 
 /// What a rank's actors noted of the last call: how many events each, and the events.
@@ -193,6 +185,7 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("cell_rows", [](const Sizes& s) { return s.geometry.cell_rows(); })
       .def_prop_ro("chunks", [](const Sizes& s) { return s.geometry.chunks(); })
       .def_prop_ro("chunk_rows", [](const Sizes& s) { return s.geometry.chunk_rows; })
+      .def_prop_ro("window_rows", [](const Sizes& s) { return s.geometry.window(); })
       .def(
           "dispatch_parts",
           [](const Sizes& s, u32 chunks) { return s.geometry.dispatch_parts(chunks); }, "chunks"_a)
@@ -265,9 +258,7 @@ NB_MODULE(_twin, module) {
           [](TwinRank& self, const nb::bytes& faults) { self.reset(to_fault_plan(faults)); },
           "faults"_a)
       .def_prop_ro("epoch", &TwinRank::epoch)
-      .def(
-          "tally", [](const TwinRank& self) { return to_dict(self.tally()); },
-          nb::sig("def tally(self) -> dict[str, typing.Any]"))
+      .def("counters", &counters_of, nb::sig("def counters(self) -> tuple[bytes, bytes, bytes]"))
       .def("trace", &trace_of, nb::sig("def trace(self) -> tuple[bytes, bytes]"))
       .def("rows_sent", &TwinRank::rows_sent)
       .def("rows_received", &TwinRank::rows_received, "source"_a);

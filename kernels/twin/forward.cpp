@@ -155,23 +155,6 @@ void TwinRank::reset(const FaultPlan& faults) {
   rank_.memory.faults() = faults;
 }
 
-Tally TwinRank::tally() const {
-  Tally sum{};
-  for (u32 i = 0; i < rank_.geometry().processors + RankMemory::kOsTallies; ++i) {
-    const Tally& one = rank_.memory.tallies[i];
-    for (u32 kind = 0; kind < kTaskKinds; ++kind) {
-      sum.tasks[kind] += one.tasks[kind];
-      sum.busy_ns[kind] += one.busy_ns[kind];
-    }
-    sum.row_bytes_to_peers += one.row_bytes_to_peers;
-    sum.count_bytes_to_peers += one.count_bytes_to_peers;
-    sum.flag_bytes_to_peers += one.flag_bytes_to_peers;
-    sum.padding_rows += one.padding_rows;
-    sum.dropped_pairs += one.dropped_pairs;
-  }
-  return sum;
-}
-
 std::vector<u32> TwinRank::rows_sent() const {
   std::vector<u32> rows;
   for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {

@@ -49,8 +49,6 @@ class TwinRank {
   /// barriers of all ranks, and no call running.
   void reset(const FaultPlan& faults = {});
 
-  /// What this rank's actors did in the last call.
-  Tally tally() const;
   std::vector<u32> rows_sent() const;                // [peer]
   std::vector<u32> rows_received(u32 source) const;  // [local expert]
   u32 epoch() const { return *rank_.memory.epoch; }

@@ -8,9 +8,14 @@ import pytest
 
 from tests.processes import ROOT
 
-EXECUTABLE = [ROOT / "launch" / name for name in ("demo", "test", "mpirun.sh", "torchrun.sh")]
+EXECUTABLE = [
+    ROOT / "launch" / name for name in ("demo", "test", "mpirun.sh", "straggler", "torchrun.sh")
+]
 EXECUTABLE.append(ROOT / ".ci" / "run")
-SOURCED = [ROOT / "launch" / name for name in ("environment.sh", "install.sh", "slurm.sbatch")]
+SOURCED = [
+    ROOT / "launch" / name
+    for name in ("environment.sh", "install.sh", "slurm.sbatch", "straggler.sbatch")
+]
 
 
 def environment_after(script: str, **variables: str) -> dict[str, str]:

@@ -186,6 +186,20 @@ def test_the_reference_can_be_left_out(config: Path) -> None:
     assert json.loads(config.with_suffix(".json").read_text())["max_relative_error"] is None
 
 
+def test_counters_are_written_for_prometheus_by_every_rank(config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client", reason="pip install prometheus_client")
+    folder = tmp_path / "metrics"
+    code, _, err = invoke(config, "--virtual-ranks", 2, "--prometheus", folder)
+    assert code == 2
+    assert "it must name a file in a folder that exists" in err
+    folder.mkdir()
+    code, _, _ = invoke(config, "--virtual-ranks", 2, "--prometheus", folder)
+    assert code == 0
+    for rank in range(2):
+        text = (folder / f"moeos-rank-{rank}.prom").read_text()
+        assert f'moeos_calls_total{{layer="0",rank="{rank}"}} 3.0' in text
+
+
 @pytest.mark.parametrize("wrong", [1.001, math.nan])
 def test_a_wrong_output_is_exit_code_1(
     config: Path, monkeypatch: pytest.MonkeyPatch, wrong: float

@@ -7,7 +7,6 @@ example: the trace, the picture and what the page shows of them.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 import shlex
@@ -20,7 +19,7 @@ import pytest
 
 from moeos import MoELayer, PeerTimeout, drawing
 from moeos.bench import report
-from moeos.timeline import causes, chrome, files, picture
+from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
 from moeos.tracing import RankTrace
 from tests.host import chrome_format
@@ -274,7 +273,7 @@ def test_a_trace_that_is_too_large_for_one_exchange_travels_in_pieces(
         return own
 
     monkeypatch.setattr(MoELayer, "trace", trace)
-    monkeypatch.setattr(importlib.import_module("moeos.cli.trace"), "_PIECE_BYTES", 777)
+    monkeypatch.setattr(gathering, "_PIECE_BYTES", 777)
     saved = tmp_path / "call.npz"
     summary = summary_of(config, "--ranks", 2, "--routing", "one-expert", "--save", saved)
     by_rank = summary["by_rank"]

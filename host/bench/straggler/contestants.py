@@ -1,0 +1,140 @@
+"""The two layers of a study, and the clocks by which their steps are measured.
+
+A step begins on all ranks at about the same time; then a rank's delay passes, and its call follows.
+Both layers have the same tokens, weights and delays. This file knows nothing of scenarios.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moeos
+from moeos.bench.all_to_all import AllToAll, AllToAllLayer, fp32_logits
+
+Work = Callable[[], object]
+
+
+class Clock(Protocol):
+    """Measures steps. Collective."""
+
+    def measure(self, delay: float, work: Work) -> float:
+        """Seconds from the common begin of a step to the end of `work` on this rank, which begins
+        after `delay`.
+        """
+
+    def stretch(self, work: Work, factor: float) -> object:
+        """What `work` returns, taking `factor` times as long as by itself."""
+
+
+class HostClock:
+    """Of layers that compute on the host."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def measure(self, delay: float, work: Work) -> float:
+        if self._group is not None:
+            dist.barrier(self._group)
+        begin = time.perf_counter()
+        time.sleep(delay)
+        work()
+        return time.perf_counter() - begin
+
+    def stretch(self, work: Work, factor: float) -> object:
+        begin = time.perf_counter()
+        made = work()
+        time.sleep((factor - 1) * (time.perf_counter() - begin))
+        return made
+
+
+class DeviceClock:
+    """Of layers that compute on this rank's GPU: delays pass there, and events tell the time."""
+
+    _CALIBRATION = 50_000_000  # clock cycles, some 30 ms
+    _REST = 2_000_000  # cycles in which the host gets ahead
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._one = torch.ones(1, device="cuda")
+        torch.cuda._sleep(self._CALIBRATION)  # the clock is up
+        begin, end = self._events()
+        begin.record()
+        torch.cuda._sleep(self._CALIBRATION)
+        end.record()
+        torch.cuda.synchronize()
+        self._cycles_a_second = self._CALIBRATION / (begin.elapsed_time(end) * 1e-3)
+
+    def measure(self, delay: float, work: Work) -> float:
+        torch.cuda._sleep(self._REST)
+        if self._group is not None:
+            dist.all_reduce(self._one, group=self._group)
+        begin, end = self._events()
+        begin.record()
+        if delay > 0:
+            torch.cuda._sleep(int(delay * self._cycles_a_second))
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    def stretch(self, work: Work, factor: float) -> object:
+        begin, end = self._events()
+        begin.record()
+        made = work()
+        end.record()
+        end.synchronize()
+        longer = (factor - 1) * begin.elapsed_time(end) * 1e-3
+        torch.cuda._sleep(int(longer * self._cycles_a_second))
+        return made
+
+    @staticmethod
+    def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+class Baseline(AllToAllLayer):
+    """The bulk-synchronous layer, whose experts may be slower.
+
+    Attributes:
+        factor: by which they are.
+    """
+
+    def __init__(
+        self,
+        layer: moeos.MoELayer,
+        group: dist.ProcessGroup | None,
+        clock: Clock,
+        all_to_all: AllToAll,
+    ) -> None:
+        super().__init__(
+            layer.cfg,
+            layer.gate.weight,
+            layer.gate.selection_bias,
+            layer.w1,
+            layer.w2,
+            group,
+            fp32_logits if layer.w1.is_cuda else _host_logits,
+            all_to_all,
+        )
+        self._clock = clock
+        self.factor = 1.0
+
+    def _compute(self, rows: Tensor, ends: Tensor, counts: Tensor, sent: list[int]) -> Tensor:
+        def work() -> Tensor:
+            return super(Baseline, self)._compute(rows, ends, counts, sent)
+
+        if self.factor == 1.0:
+            return work()
+        made = self._clock.stretch(work, self.factor)
+        assert isinstance(made, Tensor)
+        return made
+
+
+def _host_logits(x: Tensor, gate: Tensor) -> Tensor:
+    return x.float() @ gate.float().t()

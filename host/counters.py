@@ -1,0 +1,185 @@
+"""What one rank counts in every call, and how the device's records of it are read.
+
+Counting costs next to nothing and is never off. The only file of the host that knows how Tally,
+CallRecord and PeerRecord (runtime/memory.hpp) are laid out; it knows nothing of where they lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+from moeos.tracing import TASK_KINDS
+
+STAGES = ("route", "dispatch", "gemm0", "gemm1", "combine")
+"""The kinds of tasks, in the order in which a row meets them."""
+
+_BY_KIND = ("<u8", len(TASK_KINDS))
+TALLY = numpy.dtype(
+    [
+        ("tasks", *_BY_KIND),
+        *[(f"{what}_bytes_to_peers", "<u8") for what in ("row", "count", "flag")],
+        ("padding_rows", "<u8"),
+        ("dropped_pairs", "<u8"),
+        ("busy_ns", *_BY_KIND),
+        ("reserved", "<u8"),
+    ]
+)
+"""Tally, of a processor."""
+RECORD = numpy.dtype(
+    [
+        (name, "<u8")
+        for name in ("tokens", "begin_ns", "first_tile_ns", "end_ns", "sweeps", "waiting_most")
+    ]
+    + [("reserved", "<u8", 10)]
+)
+"""CallRecord."""
+PEER = numpy.dtype(
+    [(name, "<u8") for name in ("counts_ns", "rows_ns", "results_ns", "rows_returned")]
+)
+"""PeerRecord."""
+assert (TALLY.itemsize, RECORD.itemsize, PEER.itemsize) == (128, 128, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallStats:
+    """What one rank did in its last call. Times are of the device's clock, in seconds.
+
+    Attributes:
+        tokens: S of the call.
+        pairs_sent: [P] (token, expert) pairs sent to each rank, this one included.
+        pairs_received: [P] pairs that came from each rank.
+        expert_pairs: [X] pairs that each local expert computed.
+        tasks: parts run, by kind: route, dispatch, gemm0, gemm1, combine.
+        row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
+            layer.
+        row_bytes_by_peer: [P] the same by rank; 0 for this one.
+        count_bytes_to_peers: bytes of row counts.
+        flag_bytes_to_peers: bytes of arrival flags and of credits for returned rows; not of the
+            words by which the windows of remote peers are kept.
+        padding_rows: rows computed only because a tile's segments are padded to 8 rows.
+        drops: pairs of this rank beyond their expert's capacity.
+        processors: of this rank.
+        busy_seconds: time inside tasks, added over the processors.
+        busy_seconds_by_task: the same by kind.
+        seconds: from the call's begin on the device to its end; None if it did not end well.
+        first_tile_after: when, after the begin, the first tile of rows was ready to be computed;
+            None if there was none.
+        counts_after: [P] when, after the begin, each rank's row counts were here; None if they
+            never were.
+        rows_after: [P] when the last of its rows were here; None if none came.
+        results_after: [P] when the last results came back from it; None if none did.
+        waited_for: [P] by how much the last that came of its counts and rows came later than this
+            rank's own: what it held up this rank, if nothing else did.
+        rows_before_counts: [P] rows, of all ranks, whose results had left this rank when the row
+            counts of each rank came: the work that was done before it.
+        sweeps: of the scheduler over its mailboxes; 0 if the call did not end well, as the next.
+        waiting_most: parts of tasks that were ready and not taken by a processor, at most. The
+            scheduler publishes about a part a processor ahead.
+    """
+
+    tokens: int
+    pairs_sent: list[int]
+    pairs_received: list[int]
+    expert_pairs: list[int]
+    tasks: dict[str, int]
+    row_bytes_to_peers: int
+    row_bytes_by_peer: list[int]
+    count_bytes_to_peers: int
+    flag_bytes_to_peers: int
+    padding_rows: int
+    drops: int
+    processors: int
+    busy_seconds: float
+    busy_seconds_by_task: dict[str, float]
+    seconds: float | None
+    first_tile_after: float | None
+    counts_after: list[float | None]
+    rows_after: list[float | None]
+    results_after: list[float | None]
+    waited_for: list[float]
+    rows_before_counts: list[int]
+    sweeps: int
+    waiting_most: int
+
+    @property
+    def bytes_to_peers(self) -> int:
+        """All bytes that this rank wrote into other ranks' memory."""
+        return self.row_bytes_to_peers + self.count_bytes_to_peers + self.flag_bytes_to_peers
+
+    @property
+    def busy_share(self) -> float | None:
+        """Of the processors' time in the call, the part inside tasks; None if it did not end well.
+
+        A GPU's processor may copy rows beside its other tasks; both count.
+        """
+        return self.busy_seconds / (self.processors * self.seconds) if self.seconds else None
+
+
+def read(
+    rank: int,
+    tallies: NDArray[numpy.void],
+    record: NDArray[numpy.void],
+    peers: NDArray[numpy.void],
+    pairs_sent: Sequence[int],
+    received: Sequence[Sequence[int]],
+    row_bytes: int,
+) -> CallStats:
+    """A rank's counters out of its memory.
+
+    Args:
+        tallies: [processors] of `TALLY`.
+        record: [1] of `RECORD`.
+        peers: [P] of `PEER`.
+        pairs_sent: [P].
+        received: [P][X] rows from each rank for each local expert.
+        row_bytes: of a row, H times the size of an element.
+    """
+    of_call = record[0]
+    begin = int(of_call["begin_ns"])
+
+    def after(ns: numpy.uint64) -> float | None:
+        return (int(ns) - begin) / 1e9 if int(ns) != 0 else None
+
+    tasks = dict(zip(TASK_KINDS, tallies["tasks"].sum(axis=0).tolist(), strict=True))
+    busy = dict(zip(TASK_KINDS, tallies["busy_ns"].sum(axis=0).tolist(), strict=True))
+    counts_after = [after(ns) for ns in peers["counts_ns"]]
+    rows_after = [after(ns) for ns in peers["rows_ns"]]
+    last = [
+        max(counts or 0.0, rows or 0.0)
+        for counts, rows in zip(counts_after, rows_after, strict=True)
+    ]
+    pairs_received = [sum(rows) for rows in received]
+    return CallStats(
+        tokens=int(of_call["tokens"]),
+        pairs_sent=list(pairs_sent),
+        pairs_received=pairs_received,
+        expert_pairs=[sum(rows) for rows in zip(*received, strict=True)],
+        tasks={kind: tasks[kind] for kind in STAGES},
+        row_bytes_to_peers=int(tallies["row_bytes_to_peers"].sum()),
+        row_bytes_by_peer=[
+            0 if peer == rank else row_bytes * (rows_there + rows_back)
+            for peer, (rows_there, rows_back) in enumerate(
+                zip(pairs_sent, pairs_received, strict=True)
+            )
+        ],
+        count_bytes_to_peers=int(tallies["count_bytes_to_peers"].sum()),
+        flag_bytes_to_peers=int(tallies["flag_bytes_to_peers"].sum()),
+        padding_rows=int(tallies["padding_rows"].sum()),
+        drops=int(tallies["dropped_pairs"].sum()),
+        processors=len(tallies),
+        busy_seconds=sum(busy.values()) / 1e9,
+        busy_seconds_by_task={kind: busy[kind] / 1e9 for kind in STAGES},
+        seconds=after(of_call["end_ns"]),
+        first_tile_after=after(of_call["first_tile_ns"]),
+        counts_after=counts_after,
+        rows_after=rows_after,
+        results_after=[after(ns) for ns in peers["results_ns"]],
+        waited_for=[max(0.0, seconds - last[rank]) for seconds in last],
+        rows_before_counts=peers["rows_returned"].tolist(),
+        sweeps=int(of_call["sweeps"]),
+        waiting_most=int(of_call["waiting_most"]),
+    )
