@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig, jit
+from moeos.counters import CallStats
+from moeos.engines import cuda_records
 from moeos.jit import KernelShape
 from tests.layers import Call, Weights
 from tests.processes import ROOT
@@ -131,6 +133,16 @@ class EmulatedLayer:
         if status != 0:
             raise EmulatorFault(self._with_names(said.value.decode()))
         return outputs
+
+    def stats(self, rank: int, processors: int) -> CallStats:
+        """What a rank counted in the last call; `processors`: that the kernel was built with."""
+        shape = KernelShape(
+            cfg=self._weights.cfg,
+            world_size=self._ranks,
+            processors=processors,
+            virtual_ranks=self._ranks,
+        )
+        return cuda_records.stats_of(rank, self._own[rank], shape.sizes.offsets, shape)
 
     def _with_names(self, said: str) -> str:
         """A report with the barriers' names for their offsets in shared memory."""

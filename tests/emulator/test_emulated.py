@@ -132,6 +132,33 @@ def test_outputs_are_those_of_the_reference(name: str, libraries: dict[str, Path
     run(layer, libraries[name], draw_weights(layer.cfg), range(layer.calls))
 
 
+def test_counters_are_those_of_the_routing_and_in_the_order_of_time(
+    libraries: dict[str, Path],
+) -> None:
+    name = "groups"
+    layer = LAYERS[name]
+    emulated = EmulatedLayer(libraries[name], draw_weights(layer.cfg), layer.ranks)
+    tokens = [100, 37]
+    emulated([draw_call(layer.cfg, n, rank) for rank, n in enumerate(tokens)], 3)
+    found = [emulated.stats(rank, layer.processors) for rank in range(layer.ranks)]
+    for rank, stats in enumerate(found):
+        assert stats.tokens == tokens[rank]
+        assert sum(stats.pairs_sent) == tokens[rank] * layer.cfg.top_k
+        assert stats.pairs_received == [other.pairs_sent[rank] for other in found]
+        assert sum(stats.row_bytes_by_peer) == stats.row_bytes_to_peers > 0
+        assert stats.processors == layer.processors
+        assert stats.seconds is not None
+        assert stats.first_tile_after is not None
+        assert 0 < stats.first_tile_after < stats.seconds
+        for times in zip(stats.counts_after, stats.rows_after, stats.results_after, strict=True):
+            assert 0 < times[0] <= times[1] < times[2] <= stats.seconds  # type: ignore[operator]
+        assert sum(stats.pairs_received) >= max(stats.rows_before_counts)
+        assert stats.sweeps >= 1
+        assert 1 <= stats.waiting_most <= sum(stats.tasks.values())
+        assert stats.busy_share is not None
+        assert stats.busy_share > 0
+
+
 def test_logits_that_are_not_finite_end_the_call_on_all_ranks(libraries: dict[str, Path]) -> None:
     name = "two ranks, odd sizes, biases"
     layer = LAYERS[name]

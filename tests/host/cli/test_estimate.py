@@ -7,7 +7,7 @@ import torch
 
 from moeos import MoEConfig, MoELayer, World, virtual
 from moeos.cli.estimate import even_routing, pack_tiles, weight_bytes_per_rank, work_of
-from moeos.engines.base import CallStats
+from moeos.counters import CallStats
 from tests.layers import config
 
 
@@ -16,18 +16,16 @@ def stats_of_rank_0(cfg: MoEConfig, ranks: int, tokens: int) -> CallStats:
     pairs = torch.arange(ranks * tokens * cfg.top_k) % cfg.experts
     ids = pairs.view(ranks, tokens, cfg.top_k)
 
-    def run(world: World) -> dict[str, object]:
+    def run(world: World) -> CallStats:
         layer = MoELayer(cfg, world)
         layer(
             torch.zeros(tokens, cfg.hidden, dtype=cfg.dtype),
             ids[world.rank],
             torch.ones(tokens, cfg.top_k),
         )
-        stats = layer.stats()
-        del stats["bytes_to_peers"]
-        return stats
+        return layer.engine.stats()
 
-    return CallStats(**virtual.run(run, ranks=ranks)[0])  # type: ignore[arg-type]
+    return virtual.run(run, ranks=ranks)[0]
 
 
 @pytest.mark.parametrize(
