@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from moeos import MoEConfig, MoELayer, World, virtual
 from moeos.cli.estimate import even_routing, pack_tiles, weight_bytes_per_rank, work_of
-from moeos.counters import CallStats
 from tests.layers import config
 
 
-def stats_of_rank_0(cfg: MoEConfig, ranks: int, tokens: int) -> CallStats:
+def stats_of_rank_0(cfg: MoEConfig, ranks: int, tokens: int) -> SimpleNamespace:
     """What rank 0 does in a call in which pairs go to the experts in turn."""
     pairs = torch.arange(ranks * tokens * cfg.top_k) % cfg.experts
     ids = pairs.view(ranks, tokens, cfg.top_k)
 
-    def run(world: World) -> CallStats:
+    def run(world: World) -> SimpleNamespace:
         layer = MoELayer(cfg, world)
         layer(
             torch.zeros(tokens, cfg.hidden, dtype=cfg.dtype),
             ids[world.rank],
             torch.ones(tokens, cfg.top_k),
         )
-        return layer.engine.stats()
+        return SimpleNamespace(**layer.stats())
 
     return virtual.run(run, ranks=ranks)[0]
 
