@@ -16,6 +16,8 @@ TESTS = Path(__file__).parent
 ONE_BY_ONE = (
     "gpu",
     "launch",
+    "host/bench/evaluate",
+    "host/bench/straggler",
     "host/bench/test_gpu.py",
     "host/bench/test_twin.py",
     "host/cli/test_doctor.py",

@@ -3,9 +3,11 @@
 `python -m moeos.bench.report docs/benchmarks/twin.json` writes the tables into docs/performance.md,
 where lines with the markers `<!-- benchmark twin -->` and `<!-- end of benchmark twin -->` stand.
 So no number there is typed by hand. Of a GPU benchmark it also draws the plots, beside the document
-in benchmarks/plots/, and compares the results of all numbers of GPUs that lie beside the file. It
-measures nothing; what a kind of results looks like, the files *_tables.py know. `--document` names
-another page, such as docs/reliability.md.
+in benchmarks/plots/, and compares the results of all numbers of GPUs that lie beside the file. Of
+an evaluation it does so, too, beside the document in benchmarks/evaluation/, and it draws a
+straggler study in benchmarks/straggler/. It measures nothing;
+what a kind of results looks like, the files *tables.py know. `--document` names another page, such
+as docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from moeos.bench import gpu_tables, plots, reliability_tables, twin_tables
+from moeos.bench.evaluate import plots as evaluation_plots
+from moeos.bench.evaluate import tables as evaluation_tables
 from moeos.bench.section import Section
 from moeos.bench.straggler import plots as straggler_plots
 from moeos.bench.straggler import tables as straggler_tables
@@ -55,7 +59,11 @@ def execute(json_file: Path, document: Path) -> int:
         written = between_markers(written, SCALING, scaling(json_file.parent))
         plots.draw(results, document.parent / plots.FOLDER)
     if results["benchmark"].startswith(straggler_tables.PREFIX):
-        straggler_plots.draw(results, document.parent / plots.FOLDER)
+        straggler_plots.draw(results, document.parent / straggler_plots.FOLDER)
+    if of_evaluation(results):
+        compared = table(evaluation_scaling(results, json_file.parent))
+        written = between_markers(written, evaluation_tables.SCALING, compared)
+        evaluation_plots.draw(results, document.parent / evaluation_plots.FOLDER)
     document.write_text(written, encoding="utf-8")
     return failures.DONE
 
@@ -77,11 +85,23 @@ def of_gpus(results: Mapping[str, Any]) -> bool:
     return name.startswith("gpu-")
 
 
+def of_evaluation(results: Mapping[str, Any]) -> bool:
+    """Whether the results are those of moeos.bench.evaluate."""
+    name: str = results["benchmark"]
+    return name.startswith(evaluation_tables.PREFIX)
+
+
+def evaluation_scaling(results: Mapping[str, Any], folder: Path) -> Section:
+    """The comparison of evaluations in a folder that are like this one, on other ranks."""
+    found = [load(file) for file in sorted(folder.glob(f"{evaluation_tables.PREFIX}*.json"))]
+    return evaluation_tables.scaling(filter(of_evaluation, found), results)
+
+
 def scaling(folder: Path) -> str:
     """The comparison of all GPU results in a folder, as Markdown; "" of fewer than two."""
     found = [load(file) for file in sorted(folder.glob("*.json"))]
     section = gpu_tables.scaling([results for results in found if of_gpus(results)])
-    return "" if section is None else _table(section)
+    return "" if section is None else table(section)
 
 
 def between_markers(text: str, name: str, content: str) -> str:
@@ -99,7 +119,7 @@ def between_markers(text: str, name: str, content: str) -> str:
 
 def markdown(results: Mapping[str, Any]) -> str:
     """The tables and where they come from, as Markdown."""
-    tables = (f"\n{_table(section)}" for section in sections(results))
+    tables = (f"\n{table(section)}" for section in sections(results))
     return f"{conditions(results)}\n" + "".join(tables)
 
 
@@ -137,10 +157,13 @@ def _tables_of(results: Mapping[str, Any]) -> _Tables:
         return gpu_tables
     if results["benchmark"].startswith(straggler_tables.PREFIX):
         return straggler_tables
+    if of_evaluation(results):
+        return evaluation_tables
     return reliability_tables if results["benchmark"] in reliability_tables.NAMES else twin_tables
 
 
-def _table(section: Section) -> str:
+def table(section: Section) -> str:
+    """A table and its heading, as Markdown."""
     lines = [f"{section.heading}\n\n"] if section.heading else []
     lines.append(f"| {section.title} | {' | '.join(section.columns)} |\n")
     lines.append(f"| --- |{' ---: |' * len(section.columns)}\n")

@@ -34,6 +34,16 @@ EXCUSED = {
     "./launch/test": "installs, and runs all tests",
     "launch/bench twin": "installs, and takes minutes",
     "launch/bench gpu --out results.json": "needs a GPU",
+    "mkdir plots": "makes room for the plots of the next",
+    "RANKS=4 launch/straggler configs/twin-bench.toml --out study.json --plot plots": "installs, "
+    "and takes minutes",
+    "sbatch --nodes=2 --ntasks=8 launch/straggler.sbatch configs/qwen3-30b-a3b.toml "
+    "--out study.json --tokens 2048": "needs a cluster",
+    "mkdir -p docs/benchmarks/evaluation": "makes room for the results of the next",
+    "RANKS=4 launch/evaluate --out docs/benchmarks/evaluation/evaluation-cuda-4.json": "installs, "
+    "and needs GPUs",
+    "python -m moeos.bench.report docs/benchmarks/evaluation/evaluation-cuda-4.json "
+    "--document docs/evaluation.md": "needs the results of GPUs",
     "pip install '.[cuda]'": "installs, for a GPU",
     "torchrun --nproc-per-node 2 -m tests.gpu.multi": "needs two GPUs",
     "torchrun --nproc-per-node 2 -m moeos.cli trace configs/qwen3-30b-a3b.toml "

@@ -9,7 +9,8 @@ import pytest
 from tests.processes import ROOT
 
 EXECUTABLE = [
-    ROOT / "launch" / name for name in ("demo", "test", "mpirun.sh", "straggler", "torchrun.sh")
+    ROOT / "launch" / name
+    for name in ("demo", "evaluate", "test", "mpirun.sh", "straggler", "torchrun.sh")
 ]
 EXECUTABLE.append(ROOT / ".ci" / "run")
 SOURCED = [

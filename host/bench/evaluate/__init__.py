@@ -1,0 +1,1 @@
+"""`launch/evaluate`: the thesis' evaluation, with moeos and with an all-to-all."""
