@@ -14,8 +14,8 @@ PREFIX = "straggler-"
 """What the name of a study's results begins with."""
 
 DONE_BAR, STEP_BAR = 0.9, 1.15
-"""Issue's bars: work done before the late rank comes; the step's end, in undelayed steps after the
-delay."""
+"""The bars: what of their work others have done before a late rank comes, at least; when the step
+ends, in undelayed steps after the delay, at most."""
 
 _PERCENTILES = (50, 95, 99)
 
@@ -25,14 +25,13 @@ def conditions(results: Mapping[str, Any]) -> str:
     nodes = results["nodes"]
     where = ""
     if nodes["nodes"] > 1:
-        where = f" of {nodes['nodes']} nodes"
-        if nodes["rate"] is not None:
-            where += f", links between them of {nodes['rate'] / 1e9:g} GB/s"
-        if nodes["latency"]:
-            where += f" and {output.duration(nodes['latency'])}"
+        links = [] if nodes["rate"] is None else [f"{nodes['rate'] / 1e9:g} GB/s"]
+        links += [output.duration(nodes["latency"])] if nodes["latency"] else []
+        limits = f" with links of {' and '.join(links)} between them" if links else ""
+        where = f" of {nodes['nodes']} nodes{limits}"
     undelayed = results["undelayed_seconds"]
     return (
-        f"{results['config_name']}, {output.plural(results['ranks'], 'rank')}{where} with "
+        f"{results['config_name']}, {output.plural(results['ranks'], 'rank')}{where}, "
         f"{output.plural(results['processors'], 'processor')} each, {results['tokens']} tokens a "
         f"rank, {results['steps']} steps of each scenario; {results['device']}, "
         f"{results['machine']['cores']} cores; {provenance.source(results['commit'])}. "

@@ -99,7 +99,7 @@ def test_tables_follow_from_the_numbers(found: Found) -> None:
     assert results["benchmark"] == "straggler-twin-2"
     assert results["command"].startswith("python -m moeos.bench.straggler.study ")
     text = report.markdown(results)
-    assert "2 ranks with 1 processor each, 64 tokens a rank, 6 steps of each scenario" in text
+    assert "2 ranks, 1 processor each, 64 tokens a rank, 6 steps of each scenario" in text
     late = tables.step_seconds(scenario_of(results, "late"), "moeos")
     median = statistics.median(late)
     assert f"| `late:1:{DELAY}` | 100 ms | {output.duration(median)} |" in text
@@ -135,7 +135,7 @@ def test_ranks_of_two_nodes_have_slow_links_and_windows(folder: Path) -> None:
     assert incast["miv_bytes"] == 64 * 4 * 128 * 2 // 8
     assert 0 < incast["received_bytes"] <= 2 * 64 * 2 * 128
     assert incast["window_bytes"] > 0
-    assert "2 ranks of 2 nodes, links between them of 0.1 GB/s and 20 ms" in ended.stdout
+    assert "2 ranks of 2 nodes with links of 0.1 GB/s and 20 ms between them" in ended.stdout
 
 
 def options_in(folder: Path, **changed: Any) -> StudyOptions:
