@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from moeos.cli import output
+from moeos.cli import output, trace_amounts
+from moeos.cli.trace_amounts import Amount
 from moeos.timeline import causes, chrome, summary
 from moeos.timeline.call import (
     DISPATCH,
@@ -37,6 +38,8 @@ class Report:
         self._ranks = summary.ranks_of(call)
         self._chain = summary.chain_of(call, found)
         self._leads = causes.lead(call, found)
+        self._work = trace_amounts.work_of(call, self._stages, about)
+        self._to_peers = trace_amounts.to_peers_of(call, self._stages, about)
 
     def title(self) -> str:
         """What ran, in a line."""
@@ -73,6 +76,8 @@ class Report:
             "length_ns": self._call.length,
             "dropped_events": [sum(trace.dropped) for trace in self._call.ranks],
             "stages": [dataclasses.asdict(stage) for stage in self._stages],
+            "work": {kind: dataclasses.asdict(done) for kind, done in self._work.items()},
+            "to_peers": {kind: dataclasses.asdict(done) for kind, done in self._to_peers.items()},
             "by_rank": [dataclasses.asdict(rank) for rank in self._ranks],
             "chain": [self._link_as_json(link) for link in self._chain],
         }
@@ -87,10 +92,23 @@ class Report:
         made.add_row("work, all processors", *(_time(stage.work) for stage in stages))
         made.add_row("share of their time", *(_percent(stage.share) for stage in stages))
         made.add_section()
+        self._add_amounts(made, "products, rows", self._work)
+        self._add_amounts(made, "rows to peers", self._to_peers)
         made.add_row("a part's wait, mean", *(_time(stage.waited) for stage in stages))
         for phase in PHASES:
             made.add_row(phase, *(_time(stage.phases.get(phase)) for stage in stages))
         return made
+
+    def _add_amounts(self, made: Table, what: str, amounts: Mapping[str, Amount]) -> None:
+        if not amounts:
+            return
+        found = [amounts.get(stage.kind) for stage in self._stages]
+        made.add_row(what, *("" if one is None else one.text() for one in found))
+        made.add_row("of a rank", *("" if one is None else one.rate_text() for one in found))
+        if "H200" in str(self._about.get("what")):
+            shares = ("" if one is None else one.share_text() for one in found)
+            made.add_row("of what an H200 can", *shares)
+        made.add_section()
 
     def _rank_table(self) -> Table:
         ranks = self._ranks

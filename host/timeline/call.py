@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -109,6 +110,13 @@ class CallTrace:
         """The number, among the experts of all ranks, of a rank's first."""
         experts: int = self.ranks[rank].received.shape[1]
         return rank * experts
+
+    def chunk_rows(self, part: Any) -> int:
+        """Rows of the chunks that a Dispatch part of `parts` sends."""
+        trace = self.ranks[int(part["peer"])]
+        total = int(trace.received[int(part["rank"])].sum())
+        first, chunks = int(part["place"]), int(part["rows"])
+        return min((first + chunks) * trace.chunk_rows, total) - first * trace.chunk_rows
 
     def chunk_experts(self, source: int, owner: int, first: int, chunks: int) -> tuple[int, int]:
         """The first and the last expert, among those of all ranks, of whose rows so many chunks of

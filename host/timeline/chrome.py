@@ -8,11 +8,12 @@ nest. It knows nothing of files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 
+from moeos.config import DTYPES
 from moeos.timeline.call import (
     COMBINE,
     DISPATCH,
@@ -56,6 +57,7 @@ def document(call: CallTrace, causes: Causes, about: Mapping[str, Any]) -> dict[
             *_steps(call),
             *_flows(call, causes, lanes),
             *_counters(call, causes),
+            *_bytes_in_flight(call, about.get("config")),
         ],
         "displayTimeUnit": "ns",
         "otherData": {**about, "dropped_events": dropped},
@@ -202,10 +204,39 @@ def _counters(call: CallTrace, causes: Causes) -> Iterator[Event]:
                 yield from _counter(f"{name} ready", trace.rank, begins, ends)
 
 
-def _counter(name: str, rank: int, begins: Numbers, ends: Numbers) -> Iterator[Event]:
-    changes = numpy.repeat([1, -1], [len(begins), len(ends)])
+def _bytes_in_flight(call: CallTrace, config: Mapping[str, Any] | None) -> Iterator[Event]:
+    """Bytes of rows that each rank's Dispatch is sending to other ranks; of a layer whose config is
+    known. An event does not say whose rows a tile of Gemm1 returns.
+    """
+    if config is None:
+        return
+    row_bytes = config["hidden"] * DTYPES[config["dtype"]].itemsize
+    parts = call.parts
+    for trace in call.ranks:
+        mine = parts["rank"] == trace.rank
+        there = mine & (parts["kind"] == DISPATCH) & (parts["peer"] != trace.rank)
+        sent = parts[there]
+        if len(sent) > 0:
+            counts = [row_bytes * call.chunk_rows(part) for part in sent]
+            name = "dispatched bytes to peers in flight"
+            yield from _counter(name, trace.rank, sent["claimed"], sent["visible"], "bytes", counts)
+
+
+def _counter(
+    name: str,
+    rank: int,
+    begins: Numbers,
+    ends: Numbers,
+    unit: str = "parts",
+    counts: Sequence[int] | None = None,
+) -> Iterator[Event]:
+    """How much there is at each moment, of what is there from begins to ends [n]; each is one, or
+    as much as `counts` [n] says.
+    """
+    each = numpy.ones(len(begins), numpy.int64) if counts is None else numpy.array(counts)
+    changes = numpy.concatenate([each, -each])
     moments, which = numpy.unique(numpy.concatenate([begins, ends]), return_inverse=True)
     levels = numpy.bincount(which, changes, len(moments)).cumsum()
     for moment, level in zip(moments.tolist(), levels.tolist(), strict=True):
-        args = {"parts": int(level)}
+        args = {unit: int(level)}
         yield {"ph": "C", "name": name, "pid": _process(rank), "ts": _us(moment), "args": args}

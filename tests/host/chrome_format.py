@@ -108,7 +108,8 @@ def _check_counters(events: list[Event]) -> None:
     counters = defaultdict(list)
     for event in events:
         if event["ph"] == "C":
-            counters[event["pid"], event["name"]].append((ns(event["ts"]), event["args"]["parts"]))
+            [level] = event["args"].values()
+            counters[event["pid"], event["name"]].append((ns(event["ts"]), level))
     for points in counters.values():
         times, levels = zip(*points, strict=True)
         assert list(times) == sorted(set(times))

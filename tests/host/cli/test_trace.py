@@ -105,6 +105,46 @@ def test_the_summary_adds_up(config: Path) -> None:
     assert [link["kind"] for link in summary["chain"]] == list(reversed(STAGES))
 
 
+def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
+    """Two ranks of 290 tokens each, top 2, SwiGLU, float32."""
+    summary = summary_of(config, "--ranks", 2, "--tokens", 290)
+    rows = 2 * 290 * 2
+    work = {kind: (done["total"], done["unit"]) for kind, done in summary["work"].items()}
+    cfg = summary["config"]
+    hidden, intermediate = cfg["hidden"], cfg["intermediate"]
+    assert work == {
+        "route": (2 * 2 * 290 * cfg["experts"] * hidden, "FLOP"),
+        "dispatch": (rows * hidden * 4, "B"),
+        "gemm0": (2 * rows * 2 * intermediate * hidden, "FLOP"),
+        "gemm1": (2 * rows * intermediate * hidden, "FLOP"),
+        "combine": (rows * hidden * 4, "B"),
+    }
+    stages = {stage["kind"]: stage for stage in summary["stages"]}
+    for kind, done in summary["work"].items():
+        seconds = (stages[kind]["last_visible"] - stages[kind]["first_claimed"]) / 1e9
+        assert done["rate"] == pytest.approx(done["total"] / 2 / seconds)
+    there, back = summary["to_peers"]["dispatch"], summary["to_peers"]["gemm1"]
+    assert 0 < there["total"] == back["total"] < rows * hidden * 4
+    assert summary_of(config)["to_peers"] == {}
+
+
+def test_bytes_in_flight_rise_and_fall_to_nothing(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    summary = summary_of(config, "--ranks", 2, "-o", out)
+    events = chrome_format.check(json.loads(out.read_text()))
+    sent = 0
+    for process in (1, 2):
+        levels = [
+            event["args"]["bytes"]
+            for event in events
+            if event["name"] == "dispatched bytes to peers in flight" and event["pid"] == process
+        ]
+        assert levels[-1] == 0 < max(levels)
+        assert min(levels) == 0
+        sent += sum(max(0, b - a) for a, b in zip([0, *levels], levels, strict=False))
+    assert sent <= summary["to_peers"]["dispatch"]["total"]
+
+
 def test_the_terminal_gets_tables_and_the_chain(config: Path) -> None:
     code, out, err = invoke(config, "--ranks", 2, "--backend", "twin")
     assert (code, err) == (0, "")

@@ -1,0 +1,115 @@
+"""How much each stage of a traced call does, and how fast: FLOPs of products, bytes of rows.
+
+It knows a layer's sizes and an H200's limits, and nothing of what waited for what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeos.cli.estimate import H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES
+from moeos.config import DTYPES, MoEConfig
+from moeos.timeline.call import CallTrace
+from moeos.timeline.summary import Stage
+
+_PREFIXES = ("", "k", "M", "G", "T", "P")
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """What all ranks do in a stage.
+
+    Attributes:
+        total: FLOPs or bytes.
+        unit: "FLOP" or "B".
+        rate: of a rank, a second, from the stage's first claim to its last end; None if it has no
+            part.
+        share: of what an H200 can do, in that unit; None if it has no rate.
+    """
+
+    total: int
+    unit: str
+    rate: float | None
+    share: float | None
+
+    def text(self) -> str:
+        """The total with its unit."""
+        return _scaled(self.total, self.unit)
+
+    def rate_text(self) -> str:
+        """The rate with its unit."""
+        return "-" if self.rate is None else f"{_scaled(self.rate, self.unit)}/s"
+
+    def share_text(self) -> str:
+        """The share in percent."""
+        return "-" if self.share is None else f"{100 * self.share:.1f} %"
+
+
+def work_of(
+    call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
+) -> dict[str, Amount]:
+    """Of each stage: the router's and the GEMMs' FLOPs, against the dense BF16 rate; the rows that
+    Dispatch copies and that Combine reads, in bytes, against the memory's. Rows that only pad a
+    tile do not count.
+
+    Empty where `about` does not say what ran.
+    """
+    cfg = _config_of(about)
+    if cfg is None:
+        return {}
+    rows = sum(int(trace.received.sum()) for trace in call.ranks)
+    row_bytes = cfg.hidden * cfg.dtype.itemsize
+    by_gate = about["routing"] == "uniform"
+    tokens = about["tokens"] * len(call.ranks)
+    found = {
+        "route": (2 * tokens * cfg.experts * cfg.hidden * by_gate, "FLOP", H200_GEMM_FLOPS),
+        "dispatch": (rows * row_bytes, "B", H200_MEMORY_BYTES),
+        "gemm0": (2 * rows * cfg.w1_rows * cfg.hidden, "FLOP", H200_GEMM_FLOPS),
+        "gemm1": (2 * rows * cfg.intermediate * cfg.hidden, "FLOP", H200_GEMM_FLOPS),
+        "combine": (rows * row_bytes, "B", H200_MEMORY_BYTES),
+    }
+    return {stage.kind: _amount(*found[stage.kind], stage, len(call.ranks)) for stage in stages}
+
+
+def to_peers_of(
+    call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
+) -> dict[str, Amount]:
+    """Rows that Dispatch sends to other ranks, and results that Gemm1 returns to them, in bytes,
+    against a link's rate. Empty for one rank, and where `about` does not say what ran.
+    """
+    cfg = _config_of(about)
+    if cfg is None or len(call.ranks) == 1:
+        return {}
+    received = [trace.received.sum(axis=1) for trace in call.ranks]
+    rows = sum(int(of.sum() - of[rank]) for rank, of in enumerate(received))
+    total = rows * cfg.hidden * cfg.dtype.itemsize
+    return {
+        stage.kind: _amount(total, "B", H200_LINK_BYTES, stage, len(call.ranks))
+        for stage in stages
+        if stage.kind in ("dispatch", "gemm1")
+    }
+
+
+def _config_of(about: Mapping[str, Any]) -> MoEConfig | None:
+    if not {"config", "tokens", "routing"} <= about.keys():
+        return None
+    fields = about["config"]
+    return MoEConfig(**{**fields, "dtype": DTYPES[fields["dtype"]]})
+
+
+def _amount(total: int, unit: str, limit: float, stage: Stage, ranks: int) -> Amount:
+    rate = None
+    if stage.first_claimed is not None and stage.last_visible is not None:
+        seconds = (stage.last_visible - stage.first_claimed) / 1e9
+        rate = total / ranks / seconds if seconds > 0 else None
+    return Amount(total, unit, rate, None if rate is None else rate / limit)
+
+
+def _scaled(number: float, unit: str) -> str:
+    prefix = 0
+    while number >= 1000 and prefix + 1 < len(_PREFIXES):
+        number /= 1000
+        prefix += 1
+    return f"{number:.3g} {_PREFIXES[prefix]}{unit}"
