@@ -129,13 +129,14 @@ class CountsSubscriber {
       const u32 bound = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
       P::template store_relaxed<Scope::block>(rank_.os->rows_expected,
                                               bound - (geometry.cell_rows_used() - start));
-      // Publishes receive_starts(source) to the arrivals subscriber, which acquires this word.
-      P::template store_release<Scope::block>(&rank_.os->counts_known[source], call_.epoch);
+      // Before the arrivals subscriber may note the first rows.
       PeerRecord& record = rank_.memory.peer_records[source];
       record.counts_ns = P::now_ns();
       // Relaxed: a number to be reported.
       record.rows_returned = P::template load_relaxed<Scope::device>(
           &rank_.memory.call(call_.epoch).rows_returned.value);
+      // Publishes receive_starts(source) to the arrivals subscriber, which acquires this word.
+      P::template store_release<Scope::block>(&rank_.os->counts_known[source], call_.epoch);
     }
     P::sync_lanes();
     ++known_;

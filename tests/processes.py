@@ -4,6 +4,7 @@ Every process is waited for with a limit and ended by its own id.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -49,6 +50,9 @@ class ForkedRanks:
     def __init__(self, function: Callable[[int], Any], size: int) -> None:
         self.processes = []
         self._outcomes = []
+        # What is here now is never collected in a child: the end of an object with a thread would
+        # wait there for one that only the parent has.
+        gc.freeze()
         for rank in range(size):
             receiver, sender = _fork.Pipe(duplex=False)
             process = _fork.Process(target=self._live, args=(function, rank, sender), daemon=True)
@@ -56,6 +60,7 @@ class ForkedRanks:
             sender.close()
             self.processes.append(process)
             self._outcomes.append(receiver)
+        gc.unfreeze()
 
     @staticmethod
     def _live(function: Callable[[int], Any], rank: int, sender: Any) -> None:

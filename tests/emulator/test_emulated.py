@@ -150,8 +150,12 @@ def test_counters_are_those_of_the_routing_and_in_the_order_of_time(
         assert stats.seconds is not None
         assert stats.first_tile_after is not None
         assert 0 < stats.first_tile_after < stats.seconds
-        for times in zip(stats.counts_after, stats.rows_after, stats.results_after, strict=True):
-            assert 0 < times[0] <= times[1] < times[2] <= stats.seconds  # type: ignore[operator]
+        for counts, rows, results in zip(
+            stats.counts_after, stats.rows_after, stats.results_after, strict=True
+        ):
+            assert None not in (counts, rows, results)
+            assert 0 < counts <= rows <= stats.seconds  # type: ignore[operator]
+            assert 0 < results <= stats.seconds  # type: ignore[operator]
         assert sum(stats.pairs_received) >= max(stats.rows_before_counts)
         assert stats.sweeps >= 1
         assert 1 <= stats.waiting_most <= sum(stats.tasks.values())

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,6 +132,12 @@ class _Step:
     busy_share: float
     rows_before_counts: list[int]
     pairs_received: list[int]
+
+    @staticmethod
+    def of(stats: Mapping[str, Any], seconds: float) -> _Step:
+        """From a layer's stats, and the step's length on this rank, its delay included."""
+        busy = stats["busy_seconds"] / (stats["processors"] * seconds)
+        return _Step(seconds, busy, stats["rows_before_counts"], stats["pairs_received"])
 
 
 def _run(world: moeos.World, options: StudyOptions) -> int:
@@ -294,39 +300,22 @@ class _Study:
         theirs: list[float] = []
         with self._layers(scenario, max(delays)) as (layer, baseline):
             self._agree(layer, x, layer(x), baseline(x))
+
+            def step_of_moeos(delay: float) -> None:
+                seconds = self._clock.measure(delay, lambda: layer(x))
+                layer.check()
+                mine.append(_Step.of(layer.stats(), seconds))
+
+            def step_of_baseline(delay: float) -> None:
+                theirs.append(self._clock.measure(delay, lambda: baseline(x)))
+
+            turns = [step_of_moeos, step_of_baseline]
             for step in range(total):
-                turns = [self._step_of_moeos, self._step_of_baseline]
                 for turn in turns if step % 2 == 0 else turns[::-1]:  # nobody always goes first
-                    turn(layer, baseline, x, delays[step], mine, theirs)
+                    turn(delays[step])
         del mine[: options.warm_up], theirs[: options.warm_up], delays[: options.warm_up]
         found = self._world.control.allgather((delays, mine, theirs), "a scenario's results")
         return _document(scenario, found)
-
-    def _step_of_moeos(
-        self,
-        layer: moeos.MoELayer,
-        baseline: Baseline,
-        x: torch.Tensor,
-        delay: float,
-        mine: list[_Step],
-        theirs: list[float],
-    ) -> None:
-        seconds = self._clock.measure(delay, lambda: layer(x))
-        layer.check()
-        stats = layer.stats()
-        busy = stats["busy_seconds"] / (stats["processors"] * seconds)
-        mine.append(_Step(seconds, busy, stats["rows_before_counts"], stats["pairs_received"]))
-
-    def _step_of_baseline(
-        self,
-        layer: moeos.MoELayer,
-        baseline: Baseline,
-        x: torch.Tensor,
-        delay: float,
-        mine: list[_Step],
-        theirs: list[float],
-    ) -> None:
-        theirs.append(self._clock.measure(delay, lambda: baseline(x)))
 
     def _agree(
         self, layer: moeos.MoELayer, x: torch.Tensor, y: torch.Tensor, expected: torch.Tensor
