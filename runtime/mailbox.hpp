@@ -22,23 +22,14 @@ void fill_slot(const Rank<P>& rank, const Call& call, TaskKind kind, u32 slot, u
                                            ReadyWord(call.epoch, kind, task, parts).sealed());
 }
 
-/// Posts a Gemm1, from any processor, in the next slot that no other has taken. More than the
-/// mailbox holds is a broken bound: the call fails and nothing is written.
+/// Posts a Gemm1, from any processor, in the next slot that no other has taken.
 template <Platform P>
 void post_gemm1(const Rank<P>& rank, const Call& call, u32 task, u32 parts) {
-  // Relaxed: the ticket only makes the slot ours; the word written into it publishes the
-  // descriptor.
-  const u32 slot =
-      P::template add_relaxed<Scope::device>(&rank.memory.call(call.epoch).gemm1_posted.value, 1U);
-  const u32 capacity = rank.memory.mailbox(TaskKind::gemm1).capacity;
-  if (slot >= capacity) {
-    Failure failure = failure_of(rank, call, FailureKind::overflow, Actor::processor);
-    failure.expected = capacity;
-    failure.seen = slot + 1;
-    rank.fail(failure);
-    return;
+  const u32 slot = take_slot(rank, call, &rank.memory.call(call.epoch).gemm1_posted.value,
+                             rank.memory.mailbox(TaskKind::gemm1).capacity);
+  if (slot != kNone) {
+    fill_slot(rank, call, TaskKind::gemm1, slot, task, parts);
   }
-  fill_slot(rank, call, TaskKind::gemm1, slot, task, parts);
 }
 
 }  // namespace moeos

@@ -45,20 +45,13 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
 /// task with the segment in place of the part. One lane.
 template <Platform P>
 void post_request(const Rank<P>& rank, const Call& call, u32 peer, ReadyWord word) {
-  const u32 capacity = rank.memory.outbox_slots();
-  // Relaxed: the ticket only makes the slot ours; the word publishes the rows.
-  const u32 slot =
-      P::template add_relaxed<Scope::device>(rank.memory.outbox_tickets(call.epoch, peer), 1U);
-  if (slot >= capacity) {
-    Failure failure = failure_of(rank, call, FailureKind::overflow, Actor::processor);
-    failure.expected = capacity;
-    failure.seen = slot + 1;
-    rank.fail(failure);
-    return;
+  const u32 slot = take_slot(rank, call, rank.memory.outbox_tickets(call.epoch, peer),
+                             rank.memory.outbox_slots());
+  if (slot != kNone) {
+    // Publishes the staged rows (acquired by this actor) and their descriptor to the sender, which
+    // polls this word and fences.
+    P::template store_release<Scope::device>(&rank.memory.outbox_of(peer)[slot], word.sealed());
   }
-  // Publishes the staged rows (acquired by this actor) and their descriptor to the sender, which
-  // polls this word and fences.
-  P::template store_release<Scope::device>(&rank.memory.outbox_of(peer)[slot], word.sealed());
 }
 
 /// Bytes of a flag or a credit: a word that is stored to, or a signal.

@@ -51,6 +51,23 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   return failure;
 }
 
+/// Takes the next slot of a queue of this call that several processors fill. More than the queue
+/// holds is a broken bound: the call fails, and there is none, kNone.
+template <Platform P>
+u32 take_slot(const Rank<P>& rank, const Call& call, u32* tickets, u32 capacity) {
+  // Relaxed: the ticket only makes the slot ours; the word that is written into it publishes what
+  // it stands for.
+  const u32 slot = P::template add_relaxed<Scope::device>(tickets, 1U);
+  if (slot < capacity) {
+    return slot;
+  }
+  Failure failure = failure_of(rank, call, FailureKind::overflow, Actor::processor);
+  failure.expected = capacity;
+  failure.seen = slot + 1;
+  rank.fail(failure);
+  return kNone;
+}
+
 /// Ends the call because a queue's word, or a descriptor, is not what was written there
 /// (sealed.hpp).
 template <Platform P>

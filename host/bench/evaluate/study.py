@@ -26,12 +26,11 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 import moeos
-from moeos.bench import gpu_rank, process_group, provenance, report
+from moeos.bench import process_group, provenance, report
 from moeos.bench.evaluate import tables, thesis
 from moeos.bench.evaluate.document import Case, Document
 from moeos.bench.results import timing
-from moeos.bench.straggler.contestants import Baseline, Clock, DeviceClock, HostClock
-from moeos.bench.straggler.study import LARGEST_ERROR
+from moeos.bench.straggler.contestants import Baseline, clock_of, compare, tokens_of
 from moeos.cli import failures, machine, output
 
 MOST_ROUNDS = 100_000
@@ -218,7 +217,7 @@ class _Evaluation:
         self._options = options
         self._group = group
         self._on_gpu = world.backend == "cuda"
-        self._clock: Clock = DeviceClock(group) if self._on_gpu else HostClock(group)
+        self._clock = clock_of(world, group)
 
     def run(self, cases: Sequence[Case], document: Document | None) -> None:
         """Measures the cases; rank 0 adds each to its document. Collective."""
@@ -245,28 +244,11 @@ class _Evaluation:
             torch.manual_seed(self._options.seed)
             layer = moeos.MoELayer(cfg, inner)
             baseline = Baseline(layer, self._group, self._clock, dist.all_to_all_single)
-            x = self._tokens(cfg, case.tokens)
-            error = self._compare(layer, baseline, x)
+            x = tokens_of(self._world, cfg, case.tokens, self._options.seed)
+            error = compare(self._world, layer, baseline, x)
             mine = self._measure(layer, baseline, x, moved)
         found = self._world.control.allgather(mine, "a case's results")
         return {"relative_error": error, **summary(found, cfg.hidden * cfg.dtype.itemsize)}
-
-    def _tokens(self, cfg: moeos.MoEConfig, tokens: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self._options.seed * 4096 + self._world.rank)
-        x = torch.randn(tokens, cfg.hidden, generator=generator).to(cfg.dtype)
-        return x.cuda() if self._on_gpu else x
-
-    def _compare(self, layer: moeos.MoELayer, baseline: Baseline, x: torch.Tensor) -> float:
-        """The relative difference of the layers' outputs, of the worst rank."""
-        y = layer(x)
-        layer.check()
-        error, _ = gpu_rank.compare(layer, x, None, y, baseline(x))
-        worst: float = max(self._world.control.allgather(error, "the layers' difference"))
-        if not worst <= LARGEST_ERROR[layer.cfg.dtype]:
-            raise RuntimeError(
-                f"moeos and the layer that it is compared with differ: relative error {worst:.1e}"
-            )
-        return worst
 
     def _measure(
         self,

@@ -193,45 +193,45 @@ _TIMES = ("moeos", "quartiles", "all-to-all", "all-to-all / moeos")
 def _tokens(results: Mapping[str, Any]) -> Section:
     experts = results["scaling_experts"]
     same = of_thesis_sizes(results) and experts == thesis.TOKEN_SCALING_EXPERTS
-    theirs = thesis.MILLISECONDS_BY_TOKENS if same else {}
-    rows = [
-        [
-            str(tokens),
-            *_times(case_of(results, tokens, experts)),
-            *_latencies(theirs, tokens, same),
-        ]
-        for tokens in sorted({*results["tokens"], *theirs})
-    ]
+    theirs = thesis.MILLISECONDS_BY_TOKENS if same else None
+    shown = {*results["tokens"], *(theirs or {})}
+    cases = {tokens: case_of(results, tokens, experts) for tokens in shown}
     picture = f"{plots.FOLDER}/{plots.file_name(results)}"
-    return Section(
-        "tokens a rank",
-        [*_TIMES, *_systems(f"{thesis.GPUS} H100", same)],
-        rows,
+    heading = (
         f"![time against tokens and against experts]({picture})\n\n"
-        f"**Scaling over tokens**, {experts} experts in all. "
-        f"{_whose('6.3', f'of {thesis.GPUS} H100', same)}",
+        f"**Scaling over tokens**, {experts} experts in all."
     )
+    return _scaling_over("tokens a rank", cases, theirs, heading, "6.3")
 
 
 def _experts(results: Mapping[str, Any]) -> Section:
     tokens = results["scaling_tokens"]
     same = of_thesis_sizes(results) and tokens == thesis.EXPERT_SCALING_TOKENS
-    theirs = thesis.MILLISECONDS_BY_EXPERTS if same else {}
+    theirs = thesis.MILLISECONDS_BY_EXPERTS if same else None
+    shown = {*results["experts"], *(theirs or {})}
+    cases = {experts: case_of(results, tokens, experts) for experts in shown}
+    heading = f"**Scaling over experts**, {tokens} tokens a rank."
+    return _scaling_over("experts in all", cases, theirs, heading, "6.4")
+
+
+def _scaling_over(
+    title: str,
+    cases: Mapping[int, Mapping[str, Any] | None],
+    theirs: Mapping[int, Sequence[float]] | None,
+    heading: str,
+    table: str,
+) -> Section:
+    """Times of the cases, by what `title` names, beside the thesis' where its sizes are the same;
+    `table` is its number there.
+    """
+    same = theirs is not None
     rows = [
-        [
-            str(experts),
-            *_times(case_of(results, tokens, experts)),
-            *_latencies(theirs, experts, same),
-        ]
-        for experts in sorted({*results["experts"], *theirs})
+        [str(key), *_times(case), *_latencies(theirs or {}, key, same)]
+        for key, case in sorted(cases.items())
     ]
-    return Section(
-        "experts in all",
-        [*_TIMES, *_systems(f"{thesis.GPUS} H100", same)],
-        rows,
-        f"**Scaling over experts**, {tokens} tokens a rank. "
-        f"{_whose('6.4', f'of {thesis.GPUS} H100', same)}",
-    )
+    columns = [*_TIMES, *_systems(f"{thesis.GPUS} H100", same)]
+    whose = _whose(table, f"of {thesis.GPUS} H100", same)
+    return Section(title, columns, rows, f"{heading} {whose}")
 
 
 def _payload(results: Mapping[str, Any]) -> Section:

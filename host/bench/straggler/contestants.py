@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moeos
+from moeos.bench import gpu_rank
 from moeos.bench.all_to_all import AllToAll, AllToAllLayer, fp32_logits
+
+LARGEST_ERROR = {
+    torch.float32: 1e-5,
+    torch.bfloat16: gpu_rank.LARGEST_ERROR,
+    torch.float16: 3e-3,
+}
+"""Of the difference between the two layers' results."""
 
 Work = Callable[[], object]
 
@@ -98,6 +106,18 @@ class DeviceClock:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
+def clock_of(world: moeos.World, group: dist.ProcessGroup | None) -> Clock:
+    """The clock of a world's layers. Collective."""
+    return DeviceClock(group) if world.backend == "cuda" else HostClock(group)
+
+
+def tokens_of(world: moeos.World, cfg: moeos.MoEConfig, tokens: int, seed: int) -> Tensor:
+    """x [tokens, H] of this rank, where its layers compute: normal, with variance 1."""
+    generator = torch.Generator().manual_seed(seed * 4096 + world.rank)
+    x = torch.randn(tokens, cfg.hidden, generator=generator).to(cfg.dtype)
+    return x.cuda() if world.backend == "cuda" else x
+
+
 class Baseline(AllToAllLayer):
     """The bulk-synchronous layer, whose experts may be slower.
 
@@ -134,6 +154,22 @@ class Baseline(AllToAllLayer):
         made = self._clock.stretch(work, self.factor)
         assert isinstance(made, Tensor)
         return made
+
+
+def compare(world: moeos.World, layer: moeos.MoELayer, baseline: Baseline, x: Tensor) -> float:
+    """The relative difference of the two layers' results for x, of the worst rank. Collective.
+
+    Raises `RuntimeError` if it is larger than `LARGEST_ERROR`, and what a call of moeos raises.
+    """
+    y = layer(x)
+    layer.check()
+    error, _ = gpu_rank.compare(layer, x, None, y, baseline(x))
+    worst: float = max(world.control.allgather(error, "the layers' difference"))
+    if not worst <= LARGEST_ERROR[layer.cfg.dtype]:
+        raise RuntimeError(
+            f"moeos and the layer that it is compared with differ: relative error {worst:.1e}"
+        )
+    return worst
 
 
 def _host_logits(x: Tensor, gate: Tensor) -> Tensor:

@@ -1,0 +1,20 @@
+# Sourced by launch/straggler and launch/evaluate: one process a rank on this host.
+#   [RANKS=4] [LAUNCHER=mpirun|torchrun]
+source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
+source "$root/launch/environment.sh"
+
+# run_on_ranks MODULE [ARGUMENTS]: installs moeos at need, with what GPUs need where there are some,
+# and becomes the launcher, which runs the module on every rank.
+run_on_ranks() {
+  local launcher="${LAUNCHER:-mpirun}" ranks="${RANKS:-4}" extra=run
+  local start
+  case "$launcher" in
+    mpirun) start=("$venv/bin/mpirun" -n "$ranks" "$venv/bin/python") ;;
+    torchrun) start=("$venv/bin/torchrun" --standalone --nproc-per-node "$ranks") ;;
+    *) fail "LAUNCHER is '$launcher'; allowed: mpirun, torchrun" ;;
+  esac
+  [[ ! -e /proc/driver/nvidia/version ]] || extra=cuda
+  install_moeos "$extra"
+  cd "$root"
+  exec "${start[@]}" -m "$@"
+}
