@@ -260,7 +260,7 @@ class FaultPlan:
     """What goes wrong in a world; every rank is given the whole plan and does its own part.
 
     Attributes:
-        faults, slow_processors, slow_links, start_delays: at most `_twin.FAULTS` of each of the
+        faults, slow_processors, slow_links, start_delays: at most 16 of each of the
             first three for one rank and layer.
         seed: of the start delays.
 
