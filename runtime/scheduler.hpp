@@ -19,6 +19,8 @@ class Scheduler {
  public:
   /// Processors kept on Dispatch while rows are still to be sent: 8 to 16 SMs saturate NVLink.
   static constexpr u32 kDispatchersMin = 12;
+  /// Tiles of one expert whose parts are handed out by turns, at most.
+  static constexpr u32 kTilesTogether = 16;
 
   Scheduler(const Rank<P>& rank, const Call& call)
       : rank_(rank), call_(call), state_(rank.memory.call(call.epoch)) {
@@ -104,10 +106,12 @@ class Scheduler {
   /// Words of one mailbox that have been read and not handed out: lane i holds word i.
   struct Batch {
     u64 word = 0;
+    u32 expert = kNone;  // whose weights word i's wide tile is multiplied by
     u32 size = 0;
-    u32 next = 0;    // first word not handed out completely
-    u32 part = 0;    // first part of it
-    u32 cursor = 0;  // slots of the mailbox that have been read
+    u32 next = 0;      // first word not handed out completely
+    u32 together = 0;  // words from there on that are handed out by turns
+    u32 turn = 0;      // first turn not handed out
+    u32 cursor = 0;    // slots of the mailbox that have been read
     bool empty() const { return next == size; }
   };
 
@@ -142,7 +146,7 @@ class Scheduler {
       batch.size = partition_point(
           P::kLanes, [filled](u32 lane) { return (~filled & ((u64{2} << lane) - 1)) == 0; });
       batch.next = 0;
-      batch.part = 0;
+      batch.together = 0;
       batch.cursor += batch.size;
       any = any || batch.size > 0;
     });
@@ -150,7 +154,33 @@ class Scheduler {
       // Pairs with fill_slot: what the posters published is ordered before what publish_up_to
       // publishes.
       P::template acquire_fence<Scope::device>();
+      find_experts(TaskKind::gemm1, batches_[2], rank_.geometry().gemm1_parts);
+      find_experts(TaskKind::gemm0, batches_[3], rank_.geometry().gemm0_parts);
     }
+  }
+
+  /// Notes whose weights the tiles of a batch that has just been read need. Of those cut into
+  /// `wide_parts` alone: a narrow tile is what is left of an expert's rows, so nobody shares them.
+  void find_experts(TaskKind kind, Batch& batch, u32 wide_parts) {
+    const ReadyWord word(batch.word);
+    if (batch.next == 0 && P::lane() < batch.size) {
+      const bool wide = batch.size > 1 && word.part() == wide_parts;
+      batch.expert = wide ? rank_.memory.tasks[word.task()].local_expert : kNone;
+    }
+  }
+
+  /// How many words from the batch's next one on are tiles of one expert.
+  ///
+  /// Their parts are handed out by turns, the first of each tile, then the second: so processors
+  /// that begin one after the other read the same columns of weights, and read them from L2. Tile
+  /// by tile, an expert's weights would pass through L2 once a tile, and large ones do not stay
+  /// there from one tile to the next (docs/performance.md, "Turns").
+  u32 count_together(const Batch& batch) const {
+    const u32 expert = P::broadcast(batch.expert, batch.next);
+    const bool other = P::lane() >= batch.size || batch.expert != expert || expert == kNone;
+    const u32 others = P::ballot(other && P::lane() > batch.next);
+    const u32 end = others == 0 ? batch.size : P::first_lane(others);
+    return minimum(end - batch.next, kTilesTogether);
   }
 
   bool anything_ready() {
@@ -182,24 +212,29 @@ class Scheduler {
   /// call.
   void hand_out(TaskKind kind, Batch& batch, u32 limit) {
     while (published_ < limit && !batch.empty()) {
-      const ReadyWord word{P::broadcast(batch.word, batch.next)};
-      const u32 parts = word.part();
-      const u32 handed = minimum(minimum(limit - published_, parts - batch.part), P::kLanes);
+      if (batch.together == 0) {
+        batch.together = count_together(batch);
+        batch.turn = 0;
+      }
+      const u32 turns = batch.together * ReadyWord(P::broadcast(batch.word, batch.next)).part();
+      const u32 handed = minimum(minimum(limit - published_, turns - batch.turn), P::kLanes);
       MOEOS_CHECK(published_ + handed <= rank_.geometry().parts_max());
+      const u32 turn = batch.turn + P::lane();
+      const ReadyWord word{P::broadcast(batch.word, batch.next + turn % batch.together)};
       if (P::lane() < handed) {
         // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
         // with the acquire in Processor::claim.
         P::template publish<Scope::device>(&rank_.memory.ring[published_ + P::lane()],
-                                           word.with_part(batch.part + P::lane()).sealed());
+                                           word.with_part(turn / batch.together).sealed());
       }
       published_ += handed;
-      batch.part += handed;
+      batch.turn += handed;
       if (kind == TaskKind::dispatch) {
         dispatch_published_ += handed;
       }
-      if (batch.part == parts) {
-        ++batch.next;
-        batch.part = 0;
+      if (batch.turn == turns) {
+        batch.next += batch.together;
+        batch.together = 0;
       }
     }
   }
