@@ -1,4 +1,4 @@
-// The OS block: starts a call, runs the scheduler and the three subscribers, and notices when
+// The OS block: starts a call, runs the scheduler and the subscribers, and notices when
 // nothing moves. With remote peers it runs senders, too.
 //
 // Each warp runs one actor in a loop of steps (run_os_warp); a machine with few threads lets one
@@ -16,12 +16,15 @@
 
 namespace moeos {
 
-inline constexpr u32 kOsWarps = 4;
+/// Warps that run the scheduler and the subscribers, of which the last ones count returned rows.
+template <Platform P>
+inline constexpr u32 kOsWarps = 3 + P::kReturners;
+inline constexpr u32 kFirstReturner = 3;
 
-/// Warps of the OS block that run an actor.
+/// Warps of the OS block that run an actor: behind those the senders.
 template <Platform P>
 constexpr u32 os_warps(const Geometry& geometry) {
-  return kOsWarps + (geometry.remote != 0 ? P::kSenders : 0);
+  return kOsWarps<P> + (geometry.remote != 0 ? P::kSenders : 0);
 }
 
 /// Prepares a call, by one warp, before any actor of it runs: the other parity's counters for the
@@ -34,6 +37,8 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->rows_expected = rank.geometry().rows_received_max();
     *rank.os->starving = 0;
     *rank.os->inquiry = 0;
+    *rank.os->returners_ready = 0;
+    *rank.os->combines_posted = combines_unsent(call) ? 1 : 0;
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();
     }
@@ -60,8 +65,9 @@ inline constexpr u32 kNeverAsked = kNone - 1;
 
 /// As the inquiry: all who could name what is missing have passed it on. The last of them is the
 /// first sender, if there is one.
+template <Platform P>
 constexpr u32 inquiry_unanswered(const Geometry& geometry) {
-  return kOsWarps + (geometry.remote != 0 ? 1 : 0);
+  return kOsWarps<P> + (geometry.remote != 0 ? 1 : 0);
 }
 
 template <Platform P, class Subscriber>
@@ -109,7 +115,7 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
     }
     P::sync_lanes();
   }
-  if (stands == inquiry_unanswered(rank.geometry())) {
+  if (stands == inquiry_unanswered<P>(rank.geometry())) {
     // All rows came and went: it is our own processors that have not finished.
     Failure failure = failure_of(rank, call, FailureKind::tasks_late, Actor::scheduler);
     failure.waited_ns = rank.deadline_ns;
@@ -132,12 +138,12 @@ void wait_unless(bool progress, Watch<P>& watch, u32& idle) {
   }
 }
 
-/// An actor's step, noted if it has found something.
+/// An actor's step, noted if it has found something and if anybody notes this actor's.
 template <Platform P, class Actor>
-bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind) {
+bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind, bool noted = true) {
   const u64 begin = trace_time<P>(rank.geometry());
   const bool progress = actor.step();
-  if (progress && P::lane() == 0) {
+  if (progress && noted && P::lane() == 0) {
     TraceEvent event{};
     event.kind = static_cast<u32>(kind);
     event.peer = event.expert = kNone;
@@ -151,11 +157,11 @@ bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind) {
 /// All actors in turn, until the call ends or is aborted.
 template <Platform P>
 void run_os_block(const Rank<P>& rank, const Call& call) {
-  static_assert(P::kSenders == 1, "one thread has one sender");
+  static_assert(P::kSenders == 1 && P::kReturners == 1, "one thread has one of each");
   Scheduler<P> scheduler(rank, call);
   CountsSubscriber<P> counts(rank, call);
   ArrivalsSubscriber<P> arrivals(rank, call);
-  ReturnsSubscriber<P> returns(rank, call);
+  ReturnsSubscriber<P> returns(rank, call, 0);
   Sender<P> sender(rank, call, 0);
   Watch<P> watch(rank.deadline_ns);
   u32 idle = 0;
@@ -167,8 +173,8 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
     progress = sender.step() || progress;
     answer_inquiry(rank, call, counts, 1);
     answer_inquiry(rank, call, arrivals, 2);
-    answer_inquiry(rank, call, returns, 3);
-    answer_inquiry(rank, call, sender, rank.geometry().remote != 0 ? kOsWarps : kNeverAsked);
+    answer_inquiry(rank, call, returns, kFirstReturner);
+    answer_inquiry(rank, call, sender, rank.geometry().remote != 0 ? kOsWarps<P> : kNeverAsked);
     wait_unless(progress, watch, idle);
   }
   sender.leave();
@@ -200,16 +206,19 @@ void run_subscriber(const Rank<P>& rank, const Call& call, u32 warp, TraceKind k
   run_watcher(rank, call, subscriber, warp, [&] { return traced_step(rank, subscriber, kind); });
 }
 
-/// One of the block's warps: 0 the scheduler, 1 to 3 the subscribers, from kOsWarps on the senders,
-/// of which the first answers an inquiry.
+/// One of the block's warps: 0 the scheduler, then the subscribers, from kOsWarps on the senders, of
+/// which the first answers an inquiry. A trace has the first of the warps that count returned rows.
 template <Platform P>
 void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
   if (warp == 1) {
     run_subscriber<CountsSubscriber>(rank, call, warp, TraceKind::counts);
   } else if (warp == 2) {
     run_subscriber<ArrivalsSubscriber>(rank, call, warp, TraceKind::arrivals);
-  } else if (warp == 3) {
-    run_subscriber<ReturnsSubscriber>(rank, call, warp, TraceKind::returns);
+  } else if (warp >= kFirstReturner && warp < kOsWarps<P>) {
+    ReturnsSubscriber<P> subscriber(rank, call, warp - kFirstReturner);
+    run_watcher(rank, call, subscriber, warp, [&] {
+      return traced_step(rank, subscriber, TraceKind::returns, warp == kFirstReturner);
+    });
   } else if (warp == 0) {
     Scheduler<P> scheduler(rank, call);
     Watch<P> watch(rank.deadline_ns);
@@ -218,8 +227,8 @@ void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
       wait_unless(traced_step(rank, scheduler, TraceKind::schedule), watch, idle);
     }
   } else if constexpr (P::kRemotePeers) {
-    Sender<P> sender(rank, call, warp - kOsWarps);
-    run_watcher(rank, call, sender, warp == kOsWarps ? warp : kNeverAsked,
+    Sender<P> sender(rank, call, warp - kOsWarps<P>);
+    run_watcher(rank, call, sender, warp == kOsWarps<P> ? warp : kNeverAsked,
                 [&] { return sender.step(); });
     sender.leave();
   }

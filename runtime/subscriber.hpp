@@ -1,8 +1,9 @@
-// Algorithm 2: three warps that watch what peers write, and turn it into tasks.
+// Algorithm 2: warps that watch what peers write, and turn it into tasks.
 //
 //   CountsSubscriber    row counts -> where each source's rows start; the bound on this call's rows
 //   ArrivalsSubscriber  chunk flags -> row tiles (tile_plan.hpp), posted as Gemm0
-//   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine
+//   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine; several, each with
+//                       every so manieth chunk, since a call ends with all of its rows coming back
 //
 // Each has step(), which looks once at its words and returns whether anything was new, and
 // says in answer() what it still waits for. May not know: what a task computes; the ready
@@ -346,24 +347,36 @@ class ReturnsSubscriber {
   static constexpr u32 kChunksAPost = 32;
   static_assert(kChunksAPost % kChunksAtOnce == 0);
 
-  ReturnsSubscriber(const Rank<P>& rank, const Call& call)
-      : rank_(rank), call_(call), tasks_(combines_unsent(call) ? 1 : 0) {
+  /// `index`: which of P::kReturners warps.
+  ReturnsSubscriber(const Rank<P>& rank, const Call& call, u32 index)
+      : rank_(rank),
+        call_(call),
+        first_missing_(rank.os->first_missing + u64{index} * rank.geometry().world),
+        chunks_found_(rank.os->chunks_found + u64{index} * OsMemory::kFoundMost),
+        first_ready_(index * rank.geometry().max_tokens) {
+    static_assert(P::kReturners >= 1 && P::kReturners <= kReturnersMax);
+    constexpr u32 kStride = P::kLanes * P::kReturners;
     const Geometry& geometry = rank.geometry();
     const OsMemory& os = *rank.os;
-    for (u32 i = P::lane(); i < geometry.world * os.chunk_words(); i += P::kLanes) {
+    const u32 mine = index * P::kLanes + P::lane();
+    for (u32 i = mine; i < geometry.world * os.chunk_words(); i += kStride) {
       os.chunks_back[i] = 0;
     }
-    for (u32 i = P::lane(); i * OsMemory::kTokensPerWord < call.tokens; i += P::kLanes) {
+    for (u32 i = mine; i * OsMemory::kTokensPerWord < call.tokens; i += kStride) {
       os.rows_back[i] = 0;
     }
     for (u32 p = P::lane(); p < geometry.world; p += P::kLanes) {
-      os.first_missing[p] = 0;
+      first_missing_[p] = index;
     }
     P::sync_lanes();
+    if (P::lane() == 0) {
+      // Publishes what this warp has cleared to the others (everyone_ready).
+      P::template add_release<Scope::block>(os.returners_ready, 1U);
+    }
   }
 
   bool step() {
-    if (!routed_ && !knows_rows()) {
+    if (!routed_ && !(everyone_ready() && knows_rows())) {
       return false;
     }
     routed_ = true;
@@ -374,16 +387,16 @@ class ReturnsSubscriber {
     return take_in() || progress;
   }
 
-  /// Missing is the first chunk of ours that is not back. Nothing is as long as our own processors
+  /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own processors
   /// have not sent all of them: then it is not the peers who are late.
   Answer answer(Failure& failure) const {
     if (!routed_ || !all_sent()) {
       return Answer::nothing;
     }
     for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
-      u32 chunk = rank_.os->first_missing[peer];
+      u32 chunk = first_missing_[peer];
       while (chunk < rank_.geometry().chunks() && is_back(peer, chunk)) {
-        ++chunk;
+        chunk += P::kReturners;
       }
       const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
       if (rows > 0) {
@@ -399,6 +412,14 @@ class ReturnsSubscriber {
   }
 
  private:
+  /// Whether what all returners count in has been cleared.
+  bool everyone_ready() const {
+    // Pairs with the constructors.
+    return P::kReturners == 1 ||
+           agreed<P>(P::template load_acquire<Scope::block>(rank_.os->returners_ready)) ==
+               P::kReturners;
+  }
+
   /// Whether it is known how many rows we sent to each peer, and each token to all of them.
   bool knows_rows() const {
     const CallState& state = rank_.memory.call(call_.epoch);
@@ -446,20 +467,28 @@ class ReturnsSubscriber {
     return token % OsMemory::kTokensPerWord * kRowsBackBits;
   }
 
-  /// Looks at all chunks of a peer that are not back; they come in any order.
+  /// This warp's chunk `i` of those from chunk `base` on.
+  static u32 chunk_of(u32 base, u32 i) { return base + i * P::kReturners; }
+
+  /// Looks at all of this warp's chunks of a peer that are not back; they come in any order.
   bool watch(u32 peer) {
     const u32 rows_sent = rank_.memory.rows_sent(peer);
     const u32 chunks = ceil_div(rows_sent, rank_.geometry().chunk_rows);
-    u32 first = rank_.os->first_missing[peer];
-    while (first < chunks && is_back(peer, first)) {
-      ++first;
+    u32 first = first_missing_[peer];
+    while (first < chunks) {
+      const u32 chunk = chunk_of(first, P::lane());
+      const u32 missing = P::ballot(chunk < chunks && !is_back(peer, minimum(chunk, chunks - 1)));
+      first = chunk_of(first, missing == 0 ? P::kLanes : P::first_lane(missing));
+      if (missing != 0) {
+        break;
+      }
     }
     P::sync_lanes();  // all lanes have read it
     if (P::lane() == 0) {
-      rank_.os->first_missing[peer] = first;
+      first_missing_[peer] = first;
     }
     bool progress = false;
-    for (u32 base = first; base < chunks; base += P::kLanes * kLooks) {
+    for (u32 base = first; base < chunks; base = chunk_of(base, P::kLanes * kLooks)) {
       if (found_ + P::kLanes * kLooks > OsMemory::kFoundMost) {
         progress = take_in() || progress;
       }
@@ -468,14 +497,14 @@ class ReturnsSubscriber {
     return progress;
   }
 
-  /// One look at P::kLanes * kLooks chunks from `base` on: all words are asked for before the first
+  /// One look at P::kLanes * kLooks of this warp's chunks from `base` on: all words are asked for before the first
   /// is used, and so without conditions. Notes which are back.
   void look(u32 peer, u32 base, u32 rows_sent) {
     const Geometry& geometry = rank_.geometry();
     const u32 chunks = ceil_div(rows_sent, geometry.chunk_rows);
     u32 back[kLooks];
     for (u32 i = 0; i < kLooks; ++i) {
-      const u32 chunk = base + i * P::kLanes + P::lane();
+      const u32 chunk = chunk_of(base, i * P::kLanes + P::lane());
       back[i] = P::template poll<Scope::system>(credit(peer, minimum(chunk, chunks - 1)));
     }
     u32 complete = 0;  // bit i: this lane's i-th chunk is back
@@ -483,7 +512,7 @@ class ReturnsSubscriber {
     u32 too_many = 0;  // rows of a chunk that got more than it sent
     u32 damaged = kNone;
     for (u32 i = 0; i < kLooks; ++i) {
-      const u32 chunk = base + i * P::kLanes + P::lane();
+      const u32 chunk = chunk_of(base, i * P::kLanes + P::lane());
       const bool awaited = chunk < chunks && !is_back(peer, minimum(chunk, chunks - 1));
       const u32 rows = rows_in_chunk(geometry, rows_sent, chunk);
       const u32 returned = awaited ? open(back[i]) : 0;
@@ -503,8 +532,8 @@ class ReturnsSubscriber {
     u32 place = found_ + places - mine;
     for (u32 i = 0; i < kLooks; ++i) {
       if ((complete >> i & 1U) != 0) {
-        const u32 chunk = base + i * P::kLanes + P::lane();
-        rank_.os->chunks_found[place++] =
+        const u32 chunk = chunk_of(base, i * P::kLanes + P::lane());
+        chunks_found_[place++] =
             FoundChunk{peer * geometry.chunks() + chunk, rows_in_chunk(geometry, rows_sent, chunk)};
       }
     }
@@ -523,14 +552,14 @@ class ReturnsSubscriber {
     P::sync_lanes();
     const u64 now = P::now_ns();
     for (u32 i = P::lane(); i < found_; i += P::kLanes) {
-      const u32 peer = rank_.os->chunks_found[i].number / in_cell;
-      const u32 chunk = rank_.os->chunks_found[i].number % in_cell;
+      const u32 peer = chunks_found_[i].number / in_cell;
+      const u32 chunk = chunks_found_[i].number % in_cell;
       // Ready for the next call. The peer adds to it again only after rows of our next call have
       // reached it, and those are published by releases that follow this call's end.
       P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
-      // An addition, because other lanes set other bits of the word.
+      // An addition, because other lanes and warps set other bits of the word.
       P::template add_relaxed<Scope::block>(&back_word(peer, chunk), back_bit(chunk));
-      rank_.memory.peer_records[peer].results_ns = now;  // the same by several lanes
+      rank_.memory.peer_records[peer].results_ns = now;  // nearly the same by several
     }
     for (u32 row = P::lane(); row < rank_.geometry().chunk_rows; row += P::kLanes) {
       count_rows(row);
@@ -553,7 +582,7 @@ class ReturnsSubscriber {
     Rows rows;
     rows.exist = 0;
     for (u32 n = 0; n < kChunksAtOnce; ++n) {
-      const FoundChunk found = rank_.os->chunks_found[minimum(first + n, found_ - 1)];
+      const FoundChunk found = chunks_found_[minimum(first + n, found_ - 1)];
       rows.exist |= first + n < found_ && row < found.rows ? 1U << n : 0;
       rows.pair[n] = rank_.memory.row_pair[u64{found.number} * rank_.geometry().chunk_rows + row];
     }
@@ -581,7 +610,9 @@ class ReturnsSubscriber {
       }
       u32 back[kChunksAtOnce];
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
-        // Relaxed: this warp alone counts, and several lanes may count for one token.
+        // Relaxed: a number. The fence behind the polls of these chunks (take_in) stands before
+        // it, and one before what is posted (post_combine), so whoever counts a token's last row
+        // has the results of those that other warps have counted.
         back[n] = P::template add_relaxed<Scope::block>(
             &rank_.os->rows_back[token[n] / OsMemory::kTokensPerWord],
             (rows.exist >> n & 1U) << rows_back_shift(token[n]));
@@ -601,27 +632,32 @@ class ReturnsSubscriber {
     const u32 lanes = P::ballot(complete);
     if (complete) {
       // A plain store: published with the descriptor.
-      rank_.memory.ready_tokens[ready_ + P::lanes_before(lanes)] = token;
+      rank_.memory.ready_tokens[first_ready_ + ready_ + P::lanes_before(lanes)] = token;
     }
     ready_ += P::count(lanes);
   }
 
-  /// Posts the tokens that have become complete. This warp alone posts Combine, but for the first,
-  /// so a task's slot in the mailbox is its number.
+  /// Posts the tokens that have become complete. The returners alone post Combine, but for the first,
+  /// and number the tasks among each other; a task's slot in the mailbox is its number.
   void post_combine() {
     const u32 each = rank_.geometry().combine_tokens(call_.tokens);
+    if (P::kReturners > 1 && posted_ < ready_) {
+      // Pairs with the fences of the other returners in take_in, by way of rows_back.
+      P::template acquire_fence<Scope::block>();
+    }
     while (posted_ < ready_) {
       const u32 tokens = minimum(ready_ - posted_, each * (ReadyWord::kParts - 1));
-      const u32 task = rank_.memory.first_task(TaskKind::combine) + tasks_;
-      MOEOS_CHECK(tasks_ < rank_.memory.mailbox(TaskKind::combine).capacity);
       if (P::lane() == 0) {
+        // Relaxed: it publishes nothing; the mailbox's slot does.
+        const u32 number = P::template add_relaxed<Scope::block>(rank_.os->combines_posted, 1U);
+        MOEOS_CHECK(number < rank_.memory.mailbox(TaskKind::combine).capacity);
+        const u32 task = rank_.memory.first_task(TaskKind::combine) + number;
         const u32 parts = ceil_div(tokens, each);
-        make_combine(rank_.memory.tasks[task], parts, call_.epoch, posted_, tokens);
+        make_combine(rank_.memory.tasks[task], parts, call_.epoch, first_ready_ + posted_, tokens);
         // Publishes the results acquired above, too: whoever acquires the part may read them.
-        fill_slot(rank_, call_, TaskKind::combine, tasks_, task, parts);
+        fill_slot(rank_, call_, TaskKind::combine, number, task, parts);
       }
       posted_ += tokens;
-      ++tasks_;
     }
     P::sync_lanes();
   }
@@ -637,9 +673,11 @@ class ReturnsSubscriber {
 
   const Rank<P>& rank_;
   const Call& call_;
+  u32* first_missing_;        // [peer], as OsMemory's
+  FoundChunk* chunks_found_;  // OsMemory's, of this warp
+  u32 first_ready_;           // this warp's first place in ready_tokens
   bool routed_ = false;
   u32 found_ = 0;   // chunks that are back and not taken in yet
-  u32 tasks_;       // number of the next Combine
   u32 ready_ = 0;   // complete tokens so far
   u32 posted_ = 0;  // of these, in a task
 };

@@ -25,7 +25,9 @@ class Machine {
  public:
   static constexpr u32 kLanes = 32;
   static constexpr bool kRemotePeers = Transport::kExists;
-  static constexpr u32 kSenders = kRemotePeers ? 8 : 0;  // the OS block's idle warps
+  // The OS block's idle warps: results come too slowly over a network to keep several busy.
+  static constexpr u32 kSenders = kRemotePeers ? 8 : 0;
+  static constexpr u32 kReturners = kRemotePeers ? 1 : 4;
   static constexpr bool has_faults() { return false; }
 
   /// peers[p]: rank p's heap as mapped on this device, own rank included; null for a remote peer.
