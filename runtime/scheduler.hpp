@@ -153,7 +153,7 @@ class Scheduler {
     if (any) {
       // Pairs with fill_slot: what the posters published is ordered before what publish_up_to
       // publishes.
-      P::template acquire_fence<Scope::device>();
+      P::template relay_fence<Scope::device>();
       find_experts(TaskKind::gemm1, batches_[2], rank_.geometry().gemm1_parts);
       find_experts(TaskKind::gemm0, batches_[3], rank_.geometry().gemm0_parts);
     }

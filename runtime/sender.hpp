@@ -63,8 +63,9 @@ class Sender {
       if (ready == 0) {
         continue;
       }
-      // Pairs with post_request: the descriptors and the staged rows are here.
-      P::template acquire_fence<Scope::device>();
+      // Pairs with post_request: the descriptors and the staged rows are here, also for the network
+      // that reads them on this warp's behalf.
+      P::template relay_fence<Scope::device>();
       for (u32 lane = 0; lane < P::kLanes; ++lane) {
         if ((ready >> lane & 1U) != 0) {
           progress = send(first + lane, ReadyWord(P::broadcast(word, lane))) || progress;

@@ -547,8 +547,12 @@ class ReturnsSubscriber {
       return false;
     }
     const u32 in_cell = rank_.geometry().chunks();
-    // Pairs with return_rows: the results of these chunks are here.
+    // Pairs with return_rows: the results of these chunks are here ...
     P::template acquire_fence<Scope::system>();
+    if (P::kReturners > 1) {
+      // ... and, by way of rows_back, for the warp that counts a token's last row.
+      P::template publish_fence<Scope::block>();
+    }
     P::sync_lanes();
     const u64 now = P::now_ns();
     for (u32 i = P::lane(); i < found_; i += P::kLanes) {
@@ -610,9 +614,9 @@ class ReturnsSubscriber {
       }
       u32 back[kChunksAtOnce];
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
-        // Relaxed: a number. The fence behind the polls of these chunks (take_in) stands before
-        // it, and one before what is posted (post_combine), so whoever counts a token's last row
-        // has the results of those that other warps have counted.
+        // Relaxed: a number. A fence stands before it (take_in), and one before what is posted
+        // (post_combine), so whoever counts a token's last row has the results of those that other
+        // warps have counted.
         back[n] = P::template add_relaxed<Scope::block>(
             &rank_.os->rows_back[token[n] / OsMemory::kTokensPerWord],
             (rows.exist >> n & 1U) << rows_back_shift(token[n]));

@@ -65,6 +65,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::template poll<Scope::system>(read_only) } -> SameAs<u32>;
   P::template acquire_fence<Scope::system>();
   P::template publish_fence<Scope::device>();
+  P::template relay_fence<Scope::device>();  // both: what was polled, for what is published
   P::template publish<Scope::device>(word, value);
   { P::template publish_add<Scope::system>(word, value) } -> SameAs<u32>;  // the value before
 

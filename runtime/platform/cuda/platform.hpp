@@ -148,7 +148,7 @@ class Machine {
   }
   template <Scope S>
   static bool compare_exchange_release(u32* word, u32 expected, u32 desired) {
-    fence<S>();
+    releasing_fence<S>();
     u32 before;
     if constexpr (S == Scope::block) {
       asm volatile("atom.cas.relaxed.cta.b32 %0, [%1], %2, %3;"
@@ -173,7 +173,7 @@ class Machine {
   template <Scope S>
   static bool compare_exchange_release(u64* word, u64 expected, u64 desired) {
     static_assert(S == Scope::system);
-    fence<S>();
+    releasing_fence<S>();
     u64 before;
     asm volatile("atom.cas.relaxed.sys.b64 %0, [%1], %2, %3;"
                  : "=l"(before)
@@ -184,28 +184,30 @@ class Machine {
 
   // PTX defines a release as a fence before, and an acquire as a fence behind, a relaxed access
   // (PTX ISA, memory consistency model, "release and acquire patterns"): so every stronger access
-  // is made of the four above.
+  // is made of the four above. A fence that only acquires waits for nothing, while one that releases
+  // waits for this thread's stores: about as long as a load from L2, and longer beside stores of
+  // others.
   template <Scope S, class T>
   static T load_acquire(const T* word) {
     const T value = load_relaxed<S>(word);
-    fence<S>();
+    acquiring_fence<S>();
     return value;
   }
   template <Scope S, class T>
   static void store_release(T* word, T value) {
-    fence<S>();
+    releasing_fence<S>();
     store_relaxed<S>(word, value);
   }
   template <Scope S>
   static u32 add_release(u32* word, u32 value) {
-    fence<S>();
+    releasing_fence<S>();
     return add_relaxed<S>(word, value);
   }
   template <Scope S>
   static u32 add_acquire_release(u32* word, u32 value) {
-    fence<S>();
+    releasing_fence<S>();
     const u32 before = add_relaxed<S>(word, value);
-    fence<S>();
+    acquiring_fence<S>();
     return before;
   }
 
@@ -215,14 +217,24 @@ class Machine {
   }
   template <Scope S>
   static void acquire_fence() {
-    fence<S>();
+    acquiring_fence<S>();
     if constexpr (S == Scope::system) {
       Transport::acquire_arrivals();
     }
   }
   template <Scope S>
   static void publish_fence() {
-    fence<S>();
+    releasing_fence<S>();
+  }
+  template <Scope S>
+  static void relay_fence() {
+    if constexpr (S == Scope::block) {
+      asm volatile("fence.acq_rel.cta;" ::: "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    } else {
+      asm volatile("fence.acq_rel.sys;" ::: "memory");
+    }
   }
   template <Scope S, class T>
   static void publish(T* word, T value) {
@@ -291,13 +303,23 @@ class Machine {
   }
 
   template <Scope S>
-  static void fence() {
+  static void acquiring_fence() {
     if constexpr (S == Scope::block) {
-      asm volatile("fence.acq_rel.cta;" ::: "memory");
+      asm volatile("fence.acquire.cta;" ::: "memory");
     } else if constexpr (S == Scope::device) {
-      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      asm volatile("fence.acquire.gpu;" ::: "memory");
     } else {
-      asm volatile("fence.acq_rel.sys;" ::: "memory");
+      asm volatile("fence.acquire.sys;" ::: "memory");
+    }
+  }
+  template <Scope S>
+  static void releasing_fence() {
+    if constexpr (S == Scope::block) {
+      asm volatile("fence.release.cta;" ::: "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("fence.release.gpu;" ::: "memory");
+    } else {
+      asm volatile("fence.release.sys;" ::: "memory");
     }
   }
 

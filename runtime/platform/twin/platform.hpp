@@ -88,6 +88,8 @@ class Machine {
   static void acquire_fence() {}
   template <Scope>
   static void publish_fence() {}
+  template <Scope>
+  static void relay_fence() {}
   template <Scope S, class T>
   static void publish(T* word, T value) {
     store_release<S>(word, value);

@@ -99,6 +99,8 @@ class Machine {
   static void acquire_fence() {}
   template <Scope S>
   static void publish_fence() {}
+  template <Scope S>
+  static void relay_fence() {}
   template <Scope S, class T>
   static void publish(T* word, std::type_identity_t<T> value) {
     store_relaxed<S>(word, value);
