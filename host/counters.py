@@ -63,7 +63,8 @@ class CallStats:
         padding_rows: rows computed only because a tile's segments are padded to 8 rows.
         drops: pairs of this rank beyond their expert's capacity.
         processors: of this rank.
-        busy_seconds: time inside tasks, added over the processors.
+        busy_seconds: time inside tasks, added over the processors. A GPU's processor begins a task
+            while the one before ends; the time of both counts once, for the one before.
         busy_seconds_by_task: the same by kind.
         seconds: from the call's begin on the device to its end; None if it did not end well.
         first_tile_after: when, after the begin, the first tile of rows was ready to be computed;

@@ -206,8 +206,9 @@ void run_subscriber(const Rank<P>& rank, const Call& call, u32 warp, TraceKind k
   run_watcher(rank, call, subscriber, warp, [&] { return traced_step(rank, subscriber, kind); });
 }
 
-/// One of the block's warps: 0 the scheduler, then the subscribers, from kOsWarps on the senders, of
-/// which the first answers an inquiry. A trace has the first of the warps that count returned rows.
+/// One of the block's warps: 0 the scheduler, then the subscribers, from kOsWarps on the senders,
+/// of which the first answers an inquiry. A trace has the first of the warps that count returned
+/// rows.
 template <Platform P>
 void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
   if (warp == 1) {

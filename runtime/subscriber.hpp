@@ -2,7 +2,8 @@
 //
 //   CountsSubscriber    row counts -> where each source's rows start; the bound on this call's rows
 //   ArrivalsSubscriber  chunk flags -> row tiles (tile_plan.hpp), posted as Gemm0
-//   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine; several, each with
+//   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine; several, each
+//   with
 //                       every so manieth chunk, since a call ends with all of its rows coming back
 //
 // Each has step(), which looks once at its words and returns whether anything was new, and
@@ -167,6 +168,9 @@ class ArrivalsSubscriber {
   /// Shorter would split tiles that are about to fill; longer would leave processors idle for a
   /// straggler's rows.
   static constexpr u64 kPatienceNs = 20'000;
+  /// Then one expert's are; and if nothing arrives and processors have nothing to do again, so many
+  /// times as many: a rank that is that late is not about to fill a tile.
+  static constexpr u32 kPatienceGrowth = 4;
   /// Flags that a lane asks for at once.
   static constexpr u32 kLooks = 8;
 
@@ -273,6 +277,7 @@ class ArrivalsSubscriber {
     }
     P::sync_lanes();
     plan_.advance();
+    packed_at_once_ = 1;
     return true;
   }
 
@@ -299,7 +304,12 @@ class ArrivalsSubscriber {
       return false;
     }
     starving_since_ = 0;
-    return plan_.pack_early();
+    bool packed = false;
+    for (u32 i = 0; i < packed_at_once_ && plan_.pack_early(); ++i) {
+      packed = true;
+    }
+    packed_at_once_ = minimum(packed_at_once_ * kPatienceGrowth, rank_.geometry().local_experts());
+    return packed;
   }
 
   /// Posts the tiles that were planned since the last time. This warp alone posts Gemm0, so a
@@ -332,6 +342,7 @@ class ArrivalsSubscriber {
   TilePlan<P> plan_;
   u32 posted_ = 0;
   u64 starving_since_ = 0;
+  u32 packed_at_once_ = 1;  // experts, the next time
 };
 
 template <Platform P>
@@ -387,8 +398,8 @@ class ReturnsSubscriber {
     return take_in() || progress;
   }
 
-  /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own processors
-  /// have not sent all of them: then it is not the peers who are late.
+  /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own
+  /// processors have not sent all of them: then it is not the peers who are late.
   Answer answer(Failure& failure) const {
     if (!routed_ || !all_sent()) {
       return Answer::nothing;
@@ -497,8 +508,8 @@ class ReturnsSubscriber {
     return progress;
   }
 
-  /// One look at P::kLanes * kLooks of this warp's chunks from `base` on: all words are asked for before the first
-  /// is used, and so without conditions. Notes which are back.
+  /// One look at P::kLanes * kLooks of this warp's chunks from `base` on: all words are asked for
+  /// before the first is used, and so without conditions. Notes which are back.
   void look(u32 peer, u32 base, u32 rows_sent) {
     const Geometry& geometry = rank_.geometry();
     const u32 chunks = ceil_div(rows_sent, geometry.chunk_rows);
@@ -641,8 +652,8 @@ class ReturnsSubscriber {
     ready_ += P::count(lanes);
   }
 
-  /// Posts the tokens that have become complete. The returners alone post Combine, but for the first,
-  /// and number the tasks among each other; a task's slot in the mailbox is its number.
+  /// Posts the tokens that have become complete. The returners alone post Combine, but for the
+  /// first, and number the tasks among each other; a task's slot in the mailbox is its number.
   void post_combine() {
     const u32 each = rank_.geometry().combine_tokens(call_.tokens);
     if (P::kReturners > 1 && posted_ < ready_) {

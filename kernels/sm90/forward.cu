@@ -161,6 +161,7 @@ inline void run_store(const Rank<Machine>& rank, const Call& call, Shared& share
 inline void run_complete(const RankArguments& arguments, const Rank<Machine>& rank,
                          Processor<Machine>& processor, u32 index, Shared& shared) {
   const Trace<Machine> trace(rank, index);
+  u64 busy_until_ns = 0;  // parts overlap: time is counted once
   RingPosition<kSlots> at;
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
@@ -187,7 +188,9 @@ inline void run_complete(const RankArguments& arguments, const Rank<Machine>& ra
         processor.reject_logits(bad_token);
       }
     } else {
-      processor.complete(shared.finished, word, Machine::now_ns() - begun_ns, combined);
+      const u64 now = Machine::now_ns();
+      processor.complete(shared.finished, word, now - maximum(begun_ns, busy_until_ns), combined);
+      busy_until_ns = now;
     }
     if (kTraced && Machine::lane() == 0) {
       TraceEvent event = event_of(shared.finished, word, combined);

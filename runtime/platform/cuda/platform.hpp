@@ -184,9 +184,9 @@ class Machine {
 
   // PTX defines a release as a fence before, and an acquire as a fence behind, a relaxed access
   // (PTX ISA, memory consistency model, "release and acquire patterns"): so every stronger access
-  // is made of the four above. A fence that only acquires waits for nothing, while one that releases
-  // waits for this thread's stores: about as long as a load from L2, and longer beside stores of
-  // others.
+  // is made of the four above. A fence that only acquires waits for nothing, while one that
+  // releases waits for this thread's stores: about as long as a load from L2, and longer beside
+  // stores of others.
   template <Scope S, class T>
   static T load_acquire(const T* word) {
     const T value = load_relaxed<S>(word);
