@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from moeos.bench import gpu_tables, plots, reliability_tables, twin_tables
+from moeos.bench import cost_tables, gpu_tables, plots, reliability_tables, twin_tables
 from moeos.bench.evaluate import plots as evaluation_plots
 from moeos.bench.evaluate import tables as evaluation_tables
 from moeos.bench.section import Section
@@ -159,6 +159,8 @@ def _tables_of(results: Mapping[str, Any]) -> _Tables:
         return straggler_tables
     if of_evaluation(results):
         return evaluation_tables
+    if results["benchmark"] == cost_tables.NAME:
+        return cost_tables
     return reliability_tables if results["benchmark"] in reliability_tables.NAMES else twin_tables
 
 

@@ -92,8 +92,12 @@ def test_a_late_rank_keeps_nobody_from_working(found: Found) -> None:
 def test_a_slow_rank_is_slow_in_both_layers(found: Found) -> None:
     results, _ = found
     for name in ("moeos", "baseline"):
-        slow = statistics.median(tables.step_seconds(scenario_of(results, "slow"), name))
-        assert slow > 2 * results["undelayed_seconds"][name]
+        # The shortest steps: others may take the cores in some of them.
+        slow, undelayed = (
+            min(tables.step_seconds(scenario_of(results, scenario), name))
+            for scenario in ("slow", "none")
+        )
+        assert slow > 2 * undelayed
 
 
 def test_tables_follow_from_the_numbers(found: Found) -> None:
