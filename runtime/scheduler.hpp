@@ -154,14 +154,14 @@ class Scheduler {
       // Pairs with fill_slot: what the posters published is ordered before what publish_up_to
       // publishes.
       P::template relay_fence<Scope::device>();
-      find_experts(TaskKind::gemm1, batches_[2], rank_.geometry().gemm1_parts);
-      find_experts(TaskKind::gemm0, batches_[3], rank_.geometry().gemm0_parts);
+      find_experts(batches_[2], rank_.geometry().gemm1_parts);
+      find_experts(batches_[3], rank_.geometry().gemm0_parts);
     }
   }
 
   /// Notes whose weights the tiles of a batch that has just been read need. Of those cut into
   /// `wide_parts` alone: a narrow tile is what is left of an expert's rows, so nobody shares them.
-  void find_experts(TaskKind kind, Batch& batch, u32 wide_parts) {
+  void find_experts(Batch& batch, u32 wide_parts) {
     const ReadyWord word(batch.word);
     if (batch.next == 0 && P::lane() < batch.size) {
       const bool wide = batch.size > 1 && word.part() == wide_parts;
