@@ -256,7 +256,7 @@ class Fault:
     report: str
 
 
-RUNS = 300
+RUNS = 1000
 
 FAULTS = {
     "a release that is relaxed": Fault(
