@@ -25,8 +25,11 @@ def commit() -> dict[str, Any] | None:
 
 
 def command(module: str) -> str:
-    """The command line of this process, which runs a module."""
-    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+    """The command line of this process, which runs a module; files in full are told by their names,
+    since where they lie is this machine's affair.
+    """
+    arguments = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return shlex.join(["python", "-m", module, *arguments])
 
 
 def source(found: dict[str, Any] | None) -> str:
