@@ -67,7 +67,7 @@ struct MailboxView {
 };
 
 /// Warps of the OS block that count returned rows, at most.
-inline constexpr u32 kReturnersMax = 4;
+inline constexpr u32 kReturnsSubscribersMax = 4;
 
 /// Byte offsets of one rank's own memory; the same arithmetic sizes the allocation and finds the
 /// arrays.
@@ -154,7 +154,7 @@ class RankMemory {
   u32* row_pair = nullptr;      // [peer][row in the order of sending]: the pair that it carries
   u32* pair_row = nullptr;      // [pair]: where its result comes back, as Layout::row_index
   u32* token_rows = nullptr;    // [token]: rows that it has sent, where they are not top_k for all
-  u32* ready_tokens = nullptr;  // [returner][place]: tokens whose rows are all back, in the order
+  u32* ready_tokens = nullptr;  // [subscriber][place]: tokens whose rows are all back, in the order
                                 // in which they came
 
   u32* receive_start =
@@ -210,7 +210,7 @@ class RankMemory {
     take(row_pair, world * geometry.chunks() * geometry.chunk_rows);
     take(pair_row, geometry.pairs());
     take(token_rows, geometry.max_tokens);
-    take(ready_tokens, u64{kReturnersMax} * geometry.max_tokens);
+    take(ready_tokens, u64{kReturnsSubscribersMax} * geometry.max_tokens);
     take(receive_start, world * (local + 1));
     if (geometry.remote != 0) {
       outbox_lines_ =
@@ -267,7 +267,7 @@ class OsMemory {
     take(rows_expected, 1);
     take(starving, 1);
     take(inquiry, 1);
-    take(returners_ready, 1);
+    take(returns_ready, 1);
     take(combines_posted, 1);
     take(receive_start, world * (local + 1));
     take(counts_known, world);
@@ -275,9 +275,9 @@ class OsMemory {
     take(rows_arrived, world);
     take(packed, local);
     take(chunk_prefix, world);
-    take(first_missing, kReturnersMax * world);
+    take(first_missing, kReturnsSubscribersMax * world);
     take(chunks_back, world * chunk_words());
-    take(chunks_found, kReturnersMax * kFoundMost);
+    take(chunks_found, kReturnsSubscribersMax * kFoundMost);
     take(rows_back, ceil_div(geometry.max_tokens, kTokensPerWord));
     if (geometry.remote != 0) {
       take(outbox_next, kSendersMax * world);
@@ -299,7 +299,7 @@ class OsMemory {
   u32* rows_expected = nullptr;  // Algorithm 2's bound: rows to return; corrected as counts arrive
   u32* starving = nullptr;       // 1: processors wait and nothing is ready
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
-  u32* returners_ready = nullptr;  // how many returners have cleared their share of what they share
+  u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* combines_posted = nullptr;  // Combine tasks of this call so far
   u32* receive_start = nullptr;    // [source][X + 1]: as RankMemory's, which processors read
   u32* counts_known = nullptr;     // [source]: the epoch whose counts are decoded
@@ -307,10 +307,10 @@ class OsMemory {
   u32* rows_arrived = nullptr;     // [source]: kNone while its counts are not known
   u32* packed = nullptr;           // [expert]: 1 once all of its rows are in tiles
   u32* chunk_prefix = nullptr;     // [source]: chunks that have arrived, in order
-  u32* first_missing = nullptr;    // [returner][peer]: the first of its chunks that is not back
+  u32* first_missing = nullptr;    // [subscriber][peer]: the first of its chunks that is not back
   u32* chunks_back = nullptr;  // [peer][chunk / 32]: a bit for each chunk whose rows are counted
   static constexpr u32 kFoundMost = 512;
-  FoundChunk* chunks_found = nullptr;  // [returner][kFoundMost]
+  FoundChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]
   u32* rows_back = nullptr;  // [token / 2]: half a word for each token: its rows that are back
 
   // Remote peers; null when there are none.

@@ -18,8 +18,8 @@ namespace moeos {
 
 /// Warps that run the scheduler and the subscribers, of which the last ones count returned rows.
 template <Platform P>
-inline constexpr u32 kOsWarps = 3 + P::kReturners;
-inline constexpr u32 kFirstReturner = 3;
+inline constexpr u32 kOsWarps = 3 + P::kReturnsSubscribers;
+inline constexpr u32 kFirstReturnsSubscriber = 3;
 
 /// Warps of the OS block that run an actor: behind those the senders.
 template <Platform P>
@@ -37,7 +37,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->rows_expected = rank.geometry().rows_received_max();
     *rank.os->starving = 0;
     *rank.os->inquiry = 0;
-    *rank.os->returners_ready = 0;
+    *rank.os->returns_ready = 0;
     *rank.os->combines_posted = combines_unsent(call) ? 1 : 0;
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();
@@ -157,7 +157,7 @@ bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind, bool noted =
 /// All actors in turn, until the call ends or is aborted.
 template <Platform P>
 void run_os_block(const Rank<P>& rank, const Call& call) {
-  static_assert(P::kSenders == 1 && P::kReturners == 1, "one thread has one of each");
+  static_assert(P::kSenders == 1 && P::kReturnsSubscribers == 1, "one thread has one of each");
   Scheduler<P> scheduler(rank, call);
   CountsSubscriber<P> counts(rank, call);
   ArrivalsSubscriber<P> arrivals(rank, call);
@@ -173,7 +173,7 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
     progress = sender.step() || progress;
     answer_inquiry(rank, call, counts, 1);
     answer_inquiry(rank, call, arrivals, 2);
-    answer_inquiry(rank, call, returns, kFirstReturner);
+    answer_inquiry(rank, call, returns, kFirstReturnsSubscriber);
     answer_inquiry(rank, call, sender, rank.geometry().remote != 0 ? kOsWarps<P> : kNeverAsked);
     wait_unless(progress, watch, idle);
   }
@@ -215,10 +215,10 @@ void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
     run_subscriber<CountsSubscriber>(rank, call, warp, TraceKind::counts);
   } else if (warp == 2) {
     run_subscriber<ArrivalsSubscriber>(rank, call, warp, TraceKind::arrivals);
-  } else if (warp >= kFirstReturner && warp < kOsWarps<P>) {
-    ReturnsSubscriber<P> subscriber(rank, call, warp - kFirstReturner);
+  } else if (warp >= kFirstReturnsSubscriber && warp < kOsWarps<P>) {
+    ReturnsSubscriber<P> subscriber(rank, call, warp - kFirstReturnsSubscriber);
     run_watcher(rank, call, subscriber, warp, [&] {
-      return traced_step(rank, subscriber, TraceKind::returns, warp == kFirstReturner);
+      return traced_step(rank, subscriber, TraceKind::returns, warp == kFirstReturnsSubscriber);
     });
   } else if (warp == 0) {
     Scheduler<P> scheduler(rank, call);

@@ -128,7 +128,7 @@ class Scheduler {
 
   /// Refills the batches that are used up.
   void fetch(const Words& words) {
-    bool any = false;
+    u32 read = 0;  // bit k: words of kind k have been
     for_each_batch([&](TaskKind kind, Batch& batch) {
       if (!batch.empty()) {
         return;
@@ -148,14 +148,18 @@ class Scheduler {
       batch.next = 0;
       batch.together = 0;
       batch.cursor += batch.size;
-      any = any || batch.size > 0;
+      read |= batch.size > 0 ? 1U << static_cast<u32>(kind) : 0;
     });
-    if (any) {
+    if (read != 0) {
       // Pairs with fill_slot: what the posters published is ordered before what publish_up_to
       // publishes.
       P::template relay_fence<Scope::device>();
-      find_experts(batches_[2], rank_.geometry().gemm1_parts);
-      find_experts(batches_[3], rank_.geometry().gemm0_parts);
+      if ((read >> static_cast<u32>(TaskKind::gemm1) & 1U) != 0) {
+        find_experts(batches_[2], rank_.geometry().gemm1_parts);
+      }
+      if ((read >> static_cast<u32>(TaskKind::gemm0) & 1U) != 0) {
+        find_experts(batches_[3], rank_.geometry().gemm0_parts);
+      }
     }
   }
 
@@ -163,7 +167,7 @@ class Scheduler {
   /// `wide_parts` alone: a narrow tile is what is left of an expert's rows, so nobody shares them.
   void find_experts(Batch& batch, u32 wide_parts) {
     const ReadyWord word(batch.word);
-    if (batch.next == 0 && P::lane() < batch.size) {
+    if (P::lane() < batch.size) {
       const bool wide = batch.size > 1 && word.part() == wide_parts;
       batch.expert = wide ? rank_.memory.tasks[word.task()].local_expert : kNone;
     }

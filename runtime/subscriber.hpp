@@ -2,9 +2,10 @@
 //
 //   CountsSubscriber    row counts -> where each source's rows start; the bound on this call's rows
 //   ArrivalsSubscriber  chunk flags -> row tiles (tile_plan.hpp), posted as Gemm0
-//   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine; several, each
-//   with
-//                       every so manieth chunk, since a call ends with all of its rows coming back
+//   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine
+//
+// Of the last there are P::kReturnsSubscribers, each with every so manieth chunk, since a call ends
+// with all of its rows coming back.
 //
 // Each has step(), which looks once at its words and returns whether anything was new, and
 // says in answer() what it still waits for. May not know: what a task computes; the ready
@@ -168,9 +169,9 @@ class ArrivalsSubscriber {
   /// Shorter would split tiles that are about to fill; longer would leave processors idle for a
   /// straggler's rows.
   static constexpr u64 kPatienceNs = 20'000;
-  /// Then one expert's are; and if nothing arrives and processors have nothing to do again, so many
-  /// times as many: a rank that is that late is not about to fill a tile.
-  static constexpr u32 kPatienceGrowth = 4;
+  /// Then one expert's are. Each time that processors have nothing to do again and nothing has
+  /// arrived, so many times as many: a rank that is that late is not about to fill a tile.
+  static constexpr u32 kPackGrowth = 4;
   /// Flags that a lane asks for at once.
   static constexpr u32 kLooks = 8;
 
@@ -308,7 +309,7 @@ class ArrivalsSubscriber {
     for (u32 i = 0; i < packed_at_once_ && plan_.pack_early(); ++i) {
       packed = true;
     }
-    packed_at_once_ = minimum(packed_at_once_ * kPatienceGrowth, rank_.geometry().local_experts());
+    packed_at_once_ = minimum(packed_at_once_ * kPackGrowth, rank_.geometry().local_experts());
     return packed;
   }
 
@@ -358,15 +359,15 @@ class ReturnsSubscriber {
   static constexpr u32 kChunksAPost = 32;
   static_assert(kChunksAPost % kChunksAtOnce == 0);
 
-  /// `index`: which of P::kReturners warps.
+  /// `index`: which of P::kReturnsSubscribers warps.
   ReturnsSubscriber(const Rank<P>& rank, const Call& call, u32 index)
       : rank_(rank),
         call_(call),
         first_missing_(rank.os->first_missing + u64{index} * rank.geometry().world),
         chunks_found_(rank.os->chunks_found + u64{index} * OsMemory::kFoundMost),
         first_ready_(index * rank.geometry().max_tokens) {
-    static_assert(P::kReturners >= 1 && P::kReturners <= kReturnersMax);
-    constexpr u32 kStride = P::kLanes * P::kReturners;
+    static_assert(P::kReturnsSubscribers >= 1 && P::kReturnsSubscribers <= kReturnsSubscribersMax);
+    constexpr u32 kStride = P::kLanes * P::kReturnsSubscribers;
     const Geometry& geometry = rank.geometry();
     const OsMemory& os = *rank.os;
     const u32 mine = index * P::kLanes + P::lane();
@@ -382,7 +383,7 @@ class ReturnsSubscriber {
     P::sync_lanes();
     if (P::lane() == 0) {
       // Publishes what this warp has cleared to the others (everyone_ready).
-      P::template add_release<Scope::block>(os.returners_ready, 1U);
+      P::template add_release<Scope::block>(os.returns_ready, 1U);
     }
   }
 
@@ -407,7 +408,7 @@ class ReturnsSubscriber {
     for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
       u32 chunk = first_missing_[peer];
       while (chunk < rank_.geometry().chunks() && is_back(peer, chunk)) {
-        chunk += P::kReturners;
+        chunk += P::kReturnsSubscribers;
       }
       const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
       if (rows > 0) {
@@ -423,12 +424,12 @@ class ReturnsSubscriber {
   }
 
  private:
-  /// Whether what all returners count in has been cleared.
+  /// Whether what all returns subscribers count in has been cleared.
   bool everyone_ready() const {
     // Pairs with the constructors.
-    return P::kReturners == 1 ||
-           agreed<P>(P::template load_acquire<Scope::block>(rank_.os->returners_ready)) ==
-               P::kReturners;
+    return P::kReturnsSubscribers == 1 ||
+           agreed<P>(P::template load_acquire<Scope::block>(rank_.os->returns_ready)) ==
+               P::kReturnsSubscribers;
   }
 
   /// Whether it is known how many rows we sent to each peer, and each token to all of them.
@@ -479,7 +480,7 @@ class ReturnsSubscriber {
   }
 
   /// This warp's chunk `i` of those from chunk `base` on.
-  static u32 chunk_of(u32 base, u32 i) { return base + i * P::kReturners; }
+  static u32 chunk_of(u32 base, u32 i) { return base + i * P::kReturnsSubscribers; }
 
   /// Looks at all of this warp's chunks of a peer that are not back; they come in any order.
   bool watch(u32 peer) {
@@ -560,7 +561,7 @@ class ReturnsSubscriber {
     const u32 in_cell = rank_.geometry().chunks();
     // Pairs with return_rows: the results of these chunks are here ...
     P::template acquire_fence<Scope::system>();
-    if (P::kReturners > 1) {
+    if (P::kReturnsSubscribers > 1) {
       // ... and, by way of rows_back, for the warp that counts a token's last row.
       P::template publish_fence<Scope::block>();
     }
@@ -652,12 +653,13 @@ class ReturnsSubscriber {
     ready_ += P::count(lanes);
   }
 
-  /// Posts the tokens that have become complete. The returners alone post Combine, but for the
-  /// first, and number the tasks among each other; a task's slot in the mailbox is its number.
+  /// Posts the tokens that have become complete. The returns subscribers alone post Combine, but
+  /// for the first, and number the tasks among each other; a task's slot in the mailbox is its
+  /// number.
   void post_combine() {
     const u32 each = rank_.geometry().combine_tokens(call_.tokens);
-    if (P::kReturners > 1 && posted_ < ready_) {
-      // Pairs with the fences of the other returners in take_in, by way of rows_back.
+    if (P::kReturnsSubscribers > 1 && posted_ < ready_) {
+      // Pairs with the fences of the other returns subscribers in take_in, by way of rows_back.
       P::template acquire_fence<Scope::block>();
     }
     while (posted_ < ready_) {

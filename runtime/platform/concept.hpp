@@ -82,7 +82,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::kRemotePeers } -> SameAs<const bool&>;
   { P::kSenders } -> SameAs<const u32&>;  // warps of the OS block that put (sender.hpp)
   // And that count returned rows: at least one (subscriber.hpp).
-  { P::kReturners } -> SameAs<const u32&>;
+  { P::kReturnsSubscribers } -> SameAs<const u32&>;
   { platform.peer(value) } -> SameAs<u8*>;
   // By all lanes of a warp: bytes of this rank's own heap. Puts may overtake each other. A put's
   // signal, a word of Geometry::signal_bytes(), changes after its bytes have arrived.

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import shutil
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 
 from moeos import MoEConfig, World, jit, virtual
 from moeos.bench import provenance
+from moeos.bench.results import timing
 from moeos.bench.suite import read
 from moeos.cli import machine
 from moeos.engines.base import CallTensors
@@ -90,13 +90,11 @@ def measure(world: World, name: str, cfg: MoEConfig, sources: Path) -> list[dict
         case: dict[str, Any] = {"layer": name, "tokens": tokens}
         for each, engine in contestants.items():
             engine.check()
-            seconds = [begin.elapsed_time(end) / 1e3 for begin, end in times[each]]
-            quartiles = statistics.quantiles(seconds, n=4)
-            case[each] = {"median": quartiles[1], "quartiles": [quartiles[0], quartiles[2]]}
+            case[each] = timing([begin.elapsed_time(end) / 1e3 for begin, end in times[each]])
         case["watch"] = case["plain"]["median"] / case["unwatched"]["median"] - 1
         case["trace"] = case["traced"]["median"] / case["plain"]["median"] - 1
         found.append(case)
-        print(json.dumps(case), flush=True)
+        print(f"{name}, {tokens}: {case['watch']:+.4f} {case['trace']:+.4f}", flush=True)
     return found
 
 

@@ -27,7 +27,7 @@ class Machine {
   static constexpr bool kRemotePeers = Transport::kExists;
   // The OS block's idle warps: results come too slowly over a network to keep several busy.
   static constexpr u32 kSenders = kRemotePeers ? 8 : 0;
-  static constexpr u32 kReturners = kRemotePeers ? 1 : 4;
+  static constexpr u32 kReturnsSubscribers = kRemotePeers ? 1 : 4;
   static constexpr bool has_faults() { return false; }
 
   /// peers[p]: rank p's heap as mapped on this device, own rank included; null for a remote peer.
@@ -148,7 +148,7 @@ class Machine {
   }
   template <Scope S>
   static bool compare_exchange_release(u32* word, u32 expected, u32 desired) {
-    releasing_fence<S>();
+    publish_fence<S>();
     u32 before;
     if constexpr (S == Scope::block) {
       asm volatile("atom.cas.relaxed.cta.b32 %0, [%1], %2, %3;"
@@ -173,7 +173,7 @@ class Machine {
   template <Scope S>
   static bool compare_exchange_release(u64* word, u64 expected, u64 desired) {
     static_assert(S == Scope::system);
-    releasing_fence<S>();
+    publish_fence<S>();
     u64 before;
     asm volatile("atom.cas.relaxed.sys.b64 %0, [%1], %2, %3;"
                  : "=l"(before)
@@ -195,17 +195,17 @@ class Machine {
   }
   template <Scope S, class T>
   static void store_release(T* word, T value) {
-    releasing_fence<S>();
+    publish_fence<S>();
     store_relaxed<S>(word, value);
   }
   template <Scope S>
   static u32 add_release(u32* word, u32 value) {
-    releasing_fence<S>();
+    publish_fence<S>();
     return add_relaxed<S>(word, value);
   }
   template <Scope S>
   static u32 add_acquire_release(u32* word, u32 value) {
-    releasing_fence<S>();
+    publish_fence<S>();
     const u32 before = add_relaxed<S>(word, value);
     acquiring_fence<S>();
     return before;
@@ -224,17 +224,18 @@ class Machine {
   }
   template <Scope S>
   static void publish_fence() {
-    releasing_fence<S>();
+    if constexpr (S == Scope::block) {
+      asm volatile("fence.release.cta;" ::: "memory");
+    } else if constexpr (S == Scope::device) {
+      asm volatile("fence.release.gpu;" ::: "memory");
+    } else {
+      asm volatile("fence.release.sys;" ::: "memory");
+    }
   }
   template <Scope S>
   static void relay_fence() {
-    if constexpr (S == Scope::block) {
-      asm volatile("fence.acq_rel.cta;" ::: "memory");
-    } else if constexpr (S == Scope::device) {
-      asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    } else {
-      asm volatile("fence.acq_rel.sys;" ::: "memory");
-    }
+    acquire_fence<S>();
+    publish_fence<S>();
   }
   template <Scope S, class T>
   static void publish(T* word, T value) {
@@ -312,17 +313,6 @@ class Machine {
       asm volatile("fence.acquire.sys;" ::: "memory");
     }
   }
-  template <Scope S>
-  static void releasing_fence() {
-    if constexpr (S == Scope::block) {
-      asm volatile("fence.release.cta;" ::: "memory");
-    } else if constexpr (S == Scope::device) {
-      asm volatile("fence.release.gpu;" ::: "memory");
-    } else {
-      asm volatile("fence.release.sys;" ::: "memory");
-    }
-  }
-
   u8* const* peers_;
 };
 

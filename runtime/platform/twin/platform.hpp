@@ -23,7 +23,7 @@ class Machine {
   static constexpr u32 kLanes = 1;
   static constexpr bool kRemotePeers = true;
   static constexpr u32 kSenders = 1;
-  static constexpr u32 kReturners = 1;
+  static constexpr u32 kReturnsSubscribers = 1;
   static constexpr bool has_faults() { return true; }
 
   /// heaps[p]: rank p's heap as mapped in this process. The runtime is told that it can address

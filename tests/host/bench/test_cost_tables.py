@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from moeos.bench import cost_tables
+from tests.processes import ROOT
 
-RESULTS = Path(__file__).parents[3] / "docs" / "benchmarks" / "costs-1.json"
+RESULTS = ROOT / "docs" / "benchmarks" / "costs-1.json"
 
 
 def test_a_cost_is_a_share_of_the_call_without() -> None:

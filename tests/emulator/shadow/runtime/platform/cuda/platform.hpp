@@ -18,7 +18,7 @@ class Machine {
   static constexpr u32 kLanes = 32;
   static constexpr bool kRemotePeers = Transport::kExists;
   static constexpr u32 kSenders = 0;
-  static constexpr u32 kReturners = 4;
+  static constexpr u32 kReturnsSubscribers = 4;
   static constexpr bool has_faults() { return false; }
 
   explicit Machine(u8* const* peers) : peers_(peers) {}
