@@ -273,7 +273,7 @@ def kill(world: World, station: Station, report: dict[str, Any], out: Path) -> b
     good = bool(mine["named"] and mine["in_time"])
     if world.rank != 0:
         part = part_of(out, world.rank)
-        unfinished = part.with_suffix(".unfinished")
+        unfinished = part.with_name(f"{part.name}.unfinished")  # each rank its own
         unfinished.write_text(json.dumps(mine))
         unfinished.rename(part)
         return good
