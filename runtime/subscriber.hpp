@@ -169,6 +169,9 @@ class ArrivalsSubscriber {
   /// Shorter would split tiles that are about to fill; longer would leave processors idle for a
   /// straggler's rows.
   static constexpr u64 kPatienceNs = 20'000;
+  /// The same when all counts are here: then nobody is late, and what is missing is under way. A
+  /// tile that is split reads its weights twice, which costs as much as a long wait.
+  static constexpr u64 kPatienceUnderWayNs = 200'000;
   /// Then one expert's are. Each time that processors have nothing to do again and nothing has
   /// arrived, so many times as many: a rank that is that late is not about to fill a tile.
   static constexpr u32 kPackGrowth = 4;
@@ -279,6 +282,7 @@ class ArrivalsSubscriber {
     P::sync_lanes();
     plan_.advance();
     packed_at_once_ = 1;
+    starving_since_ = 0;  // something moves
     return true;
   }
 
@@ -291,6 +295,15 @@ class ArrivalsSubscriber {
     rank_.fail(failure);
   }
 
+  /// Whether the counts of all sources are here.
+  bool everyone_counted() const {
+    bool missing = false;
+    for (u32 source = P::lane(); source < rank_.geometry().world; source += P::kLanes) {
+      missing = missing || rank_.os->chunk_prefix[source] == kUndecoded;  // by this warp alone
+    }
+    return P::ballot(missing) == 0;
+  }
+
   bool pack_for_idle_processors() {
     const u32 starving = P::template load_relaxed<Scope::block>(rank_.os->starving);
     if (agreed<P>(starving) == 0) {
@@ -301,7 +314,7 @@ class ArrivalsSubscriber {
     if (starving_since_ == 0) {
       starving_since_ = now;
     }
-    if (now - starving_since_ < kPatienceNs) {
+    if (now - starving_since_ < (everyone_counted() ? kPatienceUnderWayNs : kPatienceNs)) {
       return false;
     }
     starving_since_ = 0;

@@ -25,7 +25,11 @@ WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """In which the kernel reads weights given by the caller: WeightType of arguments.cuh."""
 
 _MAP_BYTES = 128
-_MAPS = ("x", "gate", *("cells",) * 3, "w1", "w1_narrow", "w2", *("intermediate",) * 3)
+_SEGMENT_BOX_ROWS = (8, 16, 32, 64, 128)  # of cells and of the buffer between the GEMMs
+_MAPS = (
+    *("x", "gate", *("cells",) * len(_SEGMENT_BOX_ROWS), "w1", "w1_narrow", "w2"),
+    *("intermediate",) * len(_SEGMENT_BOX_ROWS),
+)
 _LAYER = struct.Struct("<6Q")  # heap, memory, peers, intermediate_rows, host_failure, deadline_ns
 _PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
 # x_rows, out, topk_ids, topk_weights, token_count; rank, rows, ids_wide, weight_type
@@ -43,7 +47,6 @@ _WEIGHT_BOX_ROWS = 128  # of w1, w2
 _NARROW_BOX_ROWS = 64  # of w1
 _ROUTE_BOX_ROWS = 64  # of x
 _GATE_BOX_ROWS = (64, 128, 256)  # the first that holds all experts
-_SEGMENT_BOX_ROWS = (128, 32, 8)  # of cells and of the buffer between the GEMMs
 _ADDRESS_ALIGNMENT = 16
 
 

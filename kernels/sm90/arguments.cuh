@@ -9,9 +9,10 @@
 
 namespace moeos::sm90 {
 
-/// Heights of the boxes that rows are loaded in: a segment is cut into as few as possible.
-inline constexpr u32 kBoxRows[] = {128, 32, 8};
-inline constexpr u32 kBoxes = 3;
+/// Heights of the boxes that rows are loaded in, those of one segment's rows in different ones.
+inline constexpr u32 kBoxRows[] = {8, 16, 32, 64, 128};
+inline constexpr u32 kBoxes = 5;
+static_assert(kBoxRows[0] == Geometry::kSegmentAlign && kBoxRows[kBoxes - 1] == kTileRows);
 /// Of weights, except for the two halves of a gated part of a narrow tile.
 inline constexpr u32 kWeightBoxRows = 128;
 static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&

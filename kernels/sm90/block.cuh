@@ -63,7 +63,8 @@ struct Stage {
   alignas(1024) u8 rows[kTileRows * kSwizzleBytes];
   alignas(1024) u8 weights[kTileColumns * kSwizzleBytes];
 };
-inline constexpr u32 kStageColumnsBytes = kTileColumns * kSwizzleBytes;
+inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;  // in a stage, in bytes
+static_assert(sizeof(Stage) == kWeightsPlace + kTileColumns * kSwizzleBytes);
 
 // Dispatch brings as many rows of a chunk at once as fit into a stage.
 inline constexpr u32 kDispatchRows =

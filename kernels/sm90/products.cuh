@@ -25,67 +25,102 @@ inline u32 columns_of(const Task& task) {
   return task.kind == TaskKind::gemm0 ? gemm0_columns(tile) : tile;
 }
 
-/// Loads `rows` rows (a multiple of 8) from row `first` on, in as few boxes as possible.
-inline void load_rows(const TensorMap (&maps)[kBoxes], u8* destination, Barrier& full, u32 first,
-                      u32 rows, u32 column) {
-  for (u32 box = 0; box < kBoxes; ++box) {
-    while (rows >= kBoxRows[box]) {
-      load_box(maps[box], destination, full, first, column);
-      first += kBoxRows[box];
-      rows -= kBoxRows[box];
-      destination += kBoxRows[box] * kSwizzleBytes;
-    }
+/// A box that one lane loads in each step of a part; without a map: none.
+///
+/// Each lane has its own and keeps it for the whole part. What is left to do in a step takes some
+/// ten instructions a box; finding the boxes again in each would take longer than the step's loads
+/// where a tile has many small segments (docs/performance.md, "A lane a box").
+struct Box {
+  const TensorMap* map = nullptr;
+  u32 row = 0;
+  u32 column = 0;  // in the first step
+  u32 place = 0;   // of its destination, bytes from the begin of the stage
+};
+
+/// Lanes for each of the kTileDepth columns of a step: those have at most so many boxes.
+inline constexpr u32 kBoxLanes = Machine::kLanes / kNarrowDepth;
+// A segment of 8n rows is cut into as many boxes as n has bits, at most (n + 1) / 2.
+static_assert((kTileRows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2 +
+                  kTileColumns / kWeightBoxRows <=
+              kBoxLanes);
+static_assert(kRouteDepth <= kNarrowDepth);
+
+/// Box `index` of `rows` rows, the first of which is row `first` of the matrix and lies at `place`.
+/// There is one for each bit of rows / 8, the smallest first.
+inline void cut_rows(const TensorMap (&maps)[kBoxes], u32 first, u32 rows, u32 place, u32 index,
+                     Box& box) {
+  u32 bits = rows / Geometry::kSegmentAlign;
+  for (; index > 0; --index) {
+    bits &= bits - 1;
   }
+  const u32 size = Machine::first_lane(bits);
+  const u32 before = rows & (kBoxRows[size] - 1);
+  box.map = &maps[size];
+  box.row = first + before;
+  box.place = place + before * kSwizzleBytes;
 }
 
-/// A tile's rows over one step of the depth: segments of cells, or what the first product left.
-inline void load_tile_rows(const RankArguments& arguments, const Layout& layout, const Task& task,
-                           u8* destination, Barrier& full, u32 column) {
+/// Box `index` of a tile's rows: segments of cells, or what the first product left.
+inline void find_rows(const RankArguments& arguments, const Layout& layout, const Task& task,
+                      u32 index, u32 place, Box& box) {
+  const auto visit = [&](const TensorMap(&maps)[kBoxes], u32 first, u32 rows) {
+    const u32 boxes = Machine::count(rows / Geometry::kSegmentAlign);
+    if (index < boxes) {
+      cut_rows(maps, first, rows, place, index, box);
+    }
+    index -= boxes;  // once found: beyond all that follow
+    place += rows * kSwizzleBytes;
+  };
   if (task.kind == TaskKind::gemm1) {
-    load_rows(arguments.intermediate, destination, full, task.first_result, task.padded_rows,
-              column);
+    visit(arguments.intermediate, task.first_result, task.padded_rows);
     return;
   }
   for (u32 s = 0; s < task.segment_count; ++s) {
     const Segment segment = task.segments[s];
-    const u32 padded = align_up(u32{segment.rows}, Geometry::kSegmentAlign);
-    load_rows(arguments.cells, destination, full,
-              layout.cell_index(segment.source, Round::dispatch, Buffer::arrival) *
-                      layout.geometry().cell_rows() +
-                  segment.first_row,
-              padded, column);
-    destination += padded * kSwizzleBytes;
+    visit(arguments.cells,
+          layout.cell_index(segment.source, Round::dispatch, Buffer::arrival) *
+                  layout.geometry().cell_rows() +
+              segment.first_row,
+          align_up(u32{segment.rows}, Geometry::kSegmentAlign));
   }
 }
 
-/// A part's weights over one step of the depth. A gated part's gate rows come before its up rows.
-inline void load_tile_weights(const RankArguments& arguments, const Task& task, u32 part,
-                              u8* destination, Barrier& full, u32 column) {
+/// Boxes of a part's weights in each step.
+inline u32 weight_boxes_of(const Task& task) {
+  const bool narrow = kGeometry.narrow(task.padded_rows);
+  const bool halves = narrow && task.kind == TaskKind::gemm0 && kShape.gated();
+  return halves ? 2 : (narrow ? kNarrowColumns : kTileColumns) / kWeightBoxRows;
+}
+
+/// Box `index` of them. A gated part's gate rows come before its up rows.
+inline void find_weights(const RankArguments& arguments, const Task& task, u32 part, u32 index,
+                         u32 place, Box& box) {
   const u32 columns = columns_of(task);
   if (task.kind == TaskKind::gemm0 && kShape.gated()) {
-    const TensorMap& map = kGeometry.narrow(task.padded_rows) ? arguments.w1_narrow : arguments.w1;
-    const u32 gate = task.local_expert * kShape.w1_rows() + part * columns;
-    load_box(map, destination, full, gate, column);
-    load_box(map, destination + columns * kSwizzleBytes, full, gate + kShape.intermediate, column);
+    box.map = kGeometry.narrow(task.padded_rows) ? &arguments.w1_narrow : &arguments.w1;
+    box.row = task.local_expert * kShape.w1_rows() + part * columns + index * kShape.intermediate;
+    box.place = place + index * columns * kSwizzleBytes;
     return;
   }
-  const TensorMap& map = task.kind == TaskKind::gemm0 ? arguments.w1 : arguments.w2;
+  box.map = task.kind == TaskKind::gemm0 ? &arguments.w1 : &arguments.w2;
   const u32 of_expert = task.kind == TaskKind::gemm0 ? kShape.w1_rows() : kShape.hidden;
-  const u32 first = task.local_expert * of_expert + part * columns;
-  for (u32 n = 0; n < columns; n += kWeightBoxRows) {
-    load_box(map, destination + n * kSwizzleBytes, full, first + n, column);
-  }
+  box.row = task.local_expert * of_expert + part * columns + index * kWeightBoxRows;
+  box.place = place + index * kWeightBoxRows * kSwizzleBytes;
 }
 
-/// The load warp: fills the stages with a part's operands. One lane does it; all keep the position.
-/// load(stage, full, step) begins the loads of one stage, of `bytes` bytes.
-template <class Load>
-inline void fill_stages(u32 steps, u32 bytes, Loader& loader, Load load) {
+/// The load warp: fills the stages with a part's operands, `bytes` bytes of `columns` columns in
+/// each. One lane waits; each loads its box.
+inline void fill_stages(u32 steps, u32 columns, u32 bytes, const Box& box, Loader& loader) {
   for (u32 step = 0; step < steps; ++step, loader.advance()) {
     if (Machine::lane() == 0) {
       loader.wait();
       loader.full().arrive_expecting(bytes);
-      load(loader.stage(), loader.full(), step);
+    }
+    __syncwarp();
+    if (box.map != nullptr) {
+      // Beyond the matrix: zeros.
+      load_box(*box.map, reinterpret_cast<u8*>(&loader.stage()) + box.place, loader.full(), box.row,
+               box.column + step * columns);
     }
   }
 }
@@ -96,29 +131,37 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   const bool narrow = kGeometry.narrow(task.padded_rows);
   const u32 depth = narrow ? kNarrowDepth : 1;
   const u32 columns = narrow ? kNarrowColumns : kTileColumns;
-  const u32 bytes = depth * (task.padded_rows + columns) * kSwizzleBytes;
-  fill_stages(steps_of(task), bytes, loader, [&](Stage& to, Barrier& full, u32 step) {
-    for (u32 n = 0; n < depth; ++n) {
-      const u32 column = (step * depth + n) * kTileDepth;  // beyond the matrix: zeros
-      load_tile_rows(arguments, layout, task, to.rows + n * kNarrowRows * kSwizzleBytes, full,
-                     column);
-      load_tile_weights(arguments, task, part, to.weights + n * columns * kSwizzleBytes, full,
-                        column);
+  const u32 n = Machine::lane() / kBoxLanes;
+  const u32 index = Machine::lane() % kBoxLanes;
+  Box box;
+  if (n < depth) {
+    const u32 weight_boxes = weight_boxes_of(task);
+    box.column = n * kTileDepth;
+    if (index < weight_boxes) {
+      find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
+    } else {
+      find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes,
+                box);
     }
-  });
+  }
+  fill_stages(steps_of(task), depth * kTileDepth,
+              depth * (task.padded_rows + columns) * kSwizzleBytes, box, loader);
 }
 
 /// A Route part's operands: tokens, and the router's weights.
 inline void load_route(const RankArguments& arguments, u32 part, Loader& loader) {
-  constexpr u32 kBytes = kRouteDepth * (kRouteTokens + kRouteColumns) * kSwizzleBytes;
-  fill_stages(kRouteSteps, kBytes, loader, [&](Stage& to, Barrier& full, u32 step) {
-    for (u32 n = 0; n < kRouteDepth; ++n) {
-      const u32 column = (step * kRouteDepth + n) * kTileDepth;
-      load_box(arguments.x, to.rows + n * kRouteTokens * kSwizzleBytes, full, part * kRouteTokens,
-               column);
-      load_box(arguments.gate, to.weights + n * kRouteColumns * kSwizzleBytes, full, 0, column);
-    }
-  });
+  const u32 n = Machine::lane() / 2;
+  Box box;
+  if (n < kRouteDepth) {
+    const bool of_gate = Machine::lane() % 2 != 0;
+    box.map = of_gate ? &arguments.gate : &arguments.x;
+    box.row = of_gate ? 0 : part * kRouteTokens;
+    box.column = n * kTileDepth;
+    box.place = of_gate ? kWeightsPlace + n * kRouteColumns * kSwizzleBytes
+                        : n * kRouteTokens * kSwizzleBytes;
+  }
+  fill_stages(kRouteSteps, kRouteDepth * kTileDepth,
+              kRouteDepth * (kRouteTokens + kRouteColumns) * kSwizzleBytes, box, loader);
 }
 
 /// One K-step of 16 elements out of a stage, whose rows and columns begin at `rows` and `columns`.

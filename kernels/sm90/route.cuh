@@ -114,17 +114,12 @@ class Token {
       }
       rule.inverse_sum = 1.0F / quad_sum(sum);
     }
-    // Computed once where registers allow it, and else again each time.
-    constexpr u32 kKeptChoices = kColumnsPerLane <= 32 ? kColumnsPerLane : 1;
-    float kept_choices[kKeptChoices];
+    float choices[kColumnsPerLane];
 #pragma unroll
-    for (u32 i = 0; kKeptChoices > 1 && i < kColumnsPerLane; ++i) {
-      kept_choices[i] = rule.choice(logits[i], expert_of(i));
+    for (u32 i = 0; i < kColumnsPerLane; ++i) {
+      choices[i] = rule.choice(logits[i], expert_of(i));
     }
-    const auto choice_of = [&](u32 i) {
-      return kKeptChoices > 1 ? kept_choices[i] : rule.choice(logits[i], expert_of(i));
-    };
-    u64 open = open_choices(choice_of);
+    u64 open = open_choices(choices);
     float weight_sum = 0.0F;
     // Each lane of the quad keeps every fourth weight, until their sum is known.
     constexpr u32 kKept = ceil_div(kGeometry.top_k, 4U);
@@ -138,9 +133,8 @@ class Token {
       for (u32 i = 0; i < kColumnsPerLane; ++i) {
         // Selects, not branches. `place` ascends like the experts and is a constant in each step:
         // 64 expert numbers would not fit into registers.
-        const float choice = choice_of(i);
-        const bool better = (open >> i & 1) != 0 && choice > value;
-        value = better ? choice : value;
+        const bool better = (open >> i & 1) != 0 && choices[i] > value;
+        value = better ? choices[i] : value;
         chosen_logit = better ? logits[i] : chosen_logit;
         place = better ? i : place;
       }
@@ -201,8 +195,7 @@ class Token {
 
   /// Which can be chosen: those of the best groups (DeepSeek-V3; a group's score is the sum of its
   /// two best choices), or all.
-  template <class Choice>
-  static u64 open_choices(Choice choice_of) {
+  static u64 open_choices(const float (&choices)[kColumnsPerLane]) {
     if constexpr (kShape.expert_groups == 1) {
       u64 open = 0;
 #pragma unroll
@@ -226,9 +219,8 @@ class Token {
         float second = kExcluded;
 #pragma unroll
         for (u32 i = g * kPerLane; i < (g + 1) * kPerLane; ++i) {
-          const float choice = choice_of(i);
-          second = fmaxf(second, fminf(first, choice));
-          first = fmaxf(first, choice);
+          second = fmaxf(second, fminf(first, choices[i]));
+          first = fmaxf(first, choices[i]);
         }
 #pragma unroll
         for (u32 distance = 1; distance <= 2; distance *= 2) {

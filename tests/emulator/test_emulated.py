@@ -241,6 +241,12 @@ FAULTS = {
         "one processor, tiles of one expert",
         6,
     ),
+    "all boxes of a segment in one place": BrokenSource(
+        "kernels/sm90/products.cuh",
+        {"box.place = place + before * kSwizzleBytes;": "box.place = place;"},
+        "two ranks, odd sizes, biases",
+        6,
+    ),
     "each lane decides for itself": BrokenSource(
         "runtime/team.hpp",
         {"return P::broadcast(seen, 0);": "return seen;"},
@@ -251,8 +257,8 @@ FAULTS = {
     "a copy that never lands": BrokenSource(
         "kernels/sm90/products.cuh",
         {
-            "= depth * (task.padded_rows + columns) * kSwizzleBytes;": (
-                "= depth * (task.padded_rows + columns) * kSwizzleBytes + 16;"
+            "depth * (task.padded_rows + columns) * kSwizzleBytes, box": (
+                "depth * (task.padded_rows + columns) * kSwizzleBytes + 16, box"
             )
         },
         "two ranks, odd sizes, biases",
