@@ -39,6 +39,7 @@ class Sizes:
         expert_groups: int,
         top_groups: int,
         processors: int,
+        couriers: int,
         remote: bool,
         tile_rows: int,
         route_tokens: int,
@@ -71,7 +72,7 @@ class Sizes:
     def chunk_rows(self) -> int: ...
     @property
     def window_rows(self) -> int: ...
-    def dispatch_parts(self, chunks: int) -> int: ...
+    def dispatch_part_rows(self, chunks: int) -> int: ...
     @property
     def tile_rows(self) -> int: ...
     @property

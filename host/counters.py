@@ -28,7 +28,7 @@ TALLY = numpy.dtype(
         ("reserved", "<u8"),
     ]
 )
-"""Tally, of a processor."""
+"""Tally, of a processor or a courier."""
 RECORD = numpy.dtype(
     [
         (name, "<u8")
@@ -64,8 +64,9 @@ class CallStats:
         drops: pairs of this rank beyond their expert's capacity.
         processors: of this rank.
         busy_seconds: time inside tasks, added over the processors. A GPU's processor begins a task
-            while the one before ends; the time of both counts once, for the one before.
-        busy_seconds_by_task: the same by kind.
+            while the one before ends; the time of both counts once, for the one before. What it
+            sends beside them (runtime/courier.hpp) does not count.
+        busy_seconds_by_task: the same by kind, and the time in which rows were sent.
         seconds: from the call's begin on the device to its end; None if it did not end well.
         first_tile_after: when, after the begin, the first tile of rows was ready to be computed;
             None if there was none.
@@ -113,16 +114,14 @@ class CallStats:
 
     @property
     def busy_share(self) -> float | None:
-        """Of the processors' time in the call, the part inside tasks; None if it did not end well.
-
-        A GPU's processor may copy rows beside its other tasks; both count.
-        """
+        """Of the processors' time in the call, the part inside tasks; None if it did not end well."""
         return self.busy_seconds / (self.processors * self.seconds) if self.seconds else None
 
 
 def read(
     rank: int,
     tallies: NDArray[numpy.void],
+    processors: int,
     record: NDArray[numpy.void],
     peers: NDArray[numpy.void],
     pairs_sent: Sequence[int],
@@ -132,7 +131,8 @@ def read(
     """A rank's counters out of its memory.
 
     Args:
-        tallies: [processors] of `TALLY`.
+        tallies: [processors, then couriers] of `TALLY`.
+        processors: how many of them are processors'.
         record: [1] of `RECORD`.
         peers: [P] of `PEER`.
         pairs_sent: [P].
@@ -171,8 +171,8 @@ def read(
         flag_bytes_to_peers=int(tallies["flag_bytes_to_peers"].sum()),
         padding_rows=int(tallies["padding_rows"].sum()),
         drops=int(tallies["dropped_pairs"].sum()),
-        processors=len(tallies),
-        busy_seconds=sum(busy.values()) / 1e9,
+        processors=processors,
+        busy_seconds=int(tallies["busy_ns"][:processors].sum()) / 1e9,
         busy_seconds_by_task={kind: busy[kind] / 1e9 for kind in STAGES},
         seconds=after(of_call["end_ns"]),
         first_tile_after=after(of_call["first_tile_ns"]),

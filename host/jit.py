@@ -124,6 +124,7 @@ class KernelShape:
             self.world_size,
             self.processors,
             tiles,
+            couriers=self.processors,
             remote=self.transport != "none",
             trace_events=self.trace_events,
         )

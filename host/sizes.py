@@ -34,10 +34,13 @@ def layer_sizes(
     processors: int,
     tiles: Tiles,
     *,
+    couriers: int = 0,
     remote: bool = False,
     trace_events: int = 0,
 ) -> _twin.Sizes:
     """Buffers and bounds of one rank of a layer.
+
+    `couriers`: actors that do nothing but Dispatch; with none, processors do it.
 
     Raises `ValueError` when E is not divisible by the world or a bound does not fit the runtime's
     words.
@@ -63,6 +66,7 @@ def layer_sizes(
         expert_groups=cfg.expert_groups,
         top_groups=cfg.top_groups,
         processors=processors,
+        couriers=couriers,
         remote=remote,
         tile_rows=tiles.rows,
         route_tokens=tiles.route_tokens,

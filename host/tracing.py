@@ -42,7 +42,8 @@ class RankTrace:
     Attributes:
         rank: whose.
         events: of each actor, in the order in which they were noted: the processors, then
-            `OS_ACTORS`. Of dtype `EVENT`; times in ns of the device's clock.
+            `OS_ACTORS`. Those of a processor's courier follow its own. Of dtype `EVENT`; times in
+            ns of the device's clock.
         dropped: [actor] events that found no room.
         received: int64 [P, X] rows that came from each rank for each local expert, which are sent
             in this order, `chunk_rows` at a time.
@@ -67,16 +68,25 @@ def read(
     events: NDArray[numpy.void],
     received: ArrayLike,
     chunk_rows: int,
+    *,
+    couriers: int = 0,
 ) -> RankTrace:
     """A rank's trace out of its memory: counts [actors], events [actors, room] of `EVENT`; and
-    received and chunk_rows as in `RankTrace`.
+    received and chunk_rows as in `RankTrace`. Actors are the processors, as many couriers or none,
+    and `OS_ACTORS`.
     """
     room = events.shape[1]
     noted = [min(int(count), room) for count in counts]
+    lists = [actor[:count].copy() for actor, count in zip(events, noted, strict=True)]
+    dropped = [int(count) - kept for count, kept in zip(counts, noted, strict=True)]
+    for processor in range(couriers):
+        lists[processor] = numpy.concatenate([lists[processor], lists[couriers + processor]])
+        dropped[processor] += dropped[couriers + processor]
+    del lists[couriers : 2 * couriers], dropped[couriers : 2 * couriers]
     return RankTrace(
         rank,
-        [actor[:count].copy() for actor, count in zip(events, noted, strict=True)],
-        [int(count) - kept for count, kept in zip(counts, noted, strict=True)],
+        lists,
+        dropped,
         numpy.asarray(received, numpy.int64),
         chunk_rows,
     )

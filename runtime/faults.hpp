@@ -62,13 +62,10 @@ template <Platform P>
 u64 bytes_to(const Rank<P>& rank, const Task& task, u32 part, u32 peer) {
   const u64 row_bytes = rank.geometry().row_bytes;
   if (task.kind == TaskKind::dispatch) {
-    const ChunkRange chunks = chunks_in_part(task, part);
-    u64 rows = 0;
-#pragma unroll 1
-    for (u32 i = 0; task.peer == peer && i < chunks.count; ++i) {
-      rows += rows_in_chunk(rank.geometry(), rank.memory.rows_sent(peer), chunks.first + i);
-    }
-    return rows * row_bytes;
+    return task.peer == peer
+               ? rows_in_part(rank.geometry(), rank.memory.rows_sent(peer), task, part).count *
+                     row_bytes
+               : 0;
   }
   u64 rows = 0;
 #pragma unroll 1

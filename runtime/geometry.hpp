@@ -34,7 +34,8 @@ struct Geometry {
   u32 narrow_rows;   // a tile of up to so many padded rows is cut into narrow N-tiles; 0: none is
   u32 gemm0_narrow_parts;  // N-tiles of a narrow tile's first GEMM
   u32 gemm1_narrow_parts;  // and of its second
-  u32 processors;          // processors of this rank; the only field that may differ between ranks
+  u32 processors;          // processors of this rank; this and the next may differ between ranks
+  u32 couriers;      // actors that do nothing but Dispatch: one a processor, or 0: processors do it
   u32 remote;        // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
   u32 window_rows;   // rows under way to a remote peer at any time, at most; see window()
   u32 trace_events;  // events that each actor notes of a call, at most (trace.hpp); 0: none does
@@ -123,21 +124,19 @@ struct Geometry {
 
   /// Chunks that one Dispatch descriptor covers.
   static constexpr u32 kChunksPerDispatch = 8;
-  /// Chunks that one part of it sends at most: several behind each other take little longer than
-  /// one. But the first rows of a call are what all processors wait for, so as many as processors
-  /// send at once are parts of their own.
-  static constexpr u32 kChunksPerPart = 4;
-  constexpr u32 part_chunks(u32 first_chunk) const {
-    return first_chunk * world < 2 * processors ? 1 : kChunksPerPart;
+  /// Rows of one part of Dispatch in a call that sends so many chunks: all of a chunk, or a piece
+  /// where its rows are long or most couriers would have nothing to do. For all of them share the
+  /// links, so a large part is long on its way, and the first rows of a call are waited for.
+  static constexpr u32 kPiecesOfChunk = 4;
+  static constexpr u32 kLongPart = 1U << 16;  // bytes
+  constexpr u32 pieces_of_chunk() const {
+    return chunk_rows % kPiecesOfChunk == 0 ? kPiecesOfChunk : 1;
   }
-  /// Parts that send so many chunks to one peer.
-  constexpr u32 dispatch_parts(u32 chunks_sent) const {
-    u32 parts = 0;
-    for (u32 first = 0; first < chunks_sent; first += kChunksPerDispatch) {
-      parts += ceil_div(minimum(kChunksPerDispatch, chunks_sent - first), part_chunks(first));
-    }
-    return parts;
+  constexpr u32 dispatch_part_rows(u32 chunks_sent) const {
+    const u32 piece = chunk_rows / pieces_of_chunk();
+    return chunks_sent <= 2 * processors || piece * row_bytes >= kLongPart ? piece : chunk_rows;
   }
+  constexpr u32 dispatch_parts_max() const { return world * chunks() * pieces_of_chunk(); }
   constexpr u32 dispatch_tasks_max() const {
     return world * ceil_div(chunks(), kChunksPerDispatch);
   }
@@ -153,13 +152,13 @@ struct Geometry {
   constexpr u32 tasks_max() const {
     return 1 + dispatch_tasks_max() + 2 * tiles_max() + combine_tasks_max();
   }
-  /// Actors that note events: the processors, the scheduler and the subscribers.
+  /// Actors that note events: the processors, the couriers, the scheduler and the subscribers.
   static constexpr u32 kTracedOsActors = 4;  // TraceKind names them
-  constexpr u32 trace_actors() const { return processors + kTracedOsActors; }
-  /// (descriptor, part) words that one call can publish.
+  constexpr u32 trace_actors() const { return processors + couriers + kTracedOsActors; }
+  /// (descriptor, part) words that the scheduler can publish in one call.
   constexpr u64 parts_max() const {
-    return u64{route_parts()} + u64{dispatch_tasks_max()} * kChunksPerDispatch +
-           u64{tiles_max()} * tile_parts_max() + u64{max_tokens} + route_parts();
+    return u64{route_parts()} + u64{tiles_max()} * tile_parts_max() + u64{max_tokens} +
+           route_parts();
   }
 };
 

@@ -18,9 +18,10 @@ struct CallState {
   Line<u32> ring_claimed;  // tickets that processors have taken
   Line<u32> gemm1_posted;  // tickets of slots in the mailbox of Gemm1
   Line<u32> route_parts_done;
+  Line<u32> dispatch_parts_taken;  // tickets that couriers have taken
   Line<u32> dispatch_parts_done;
-  Line<u32>
-      routed;  // 1: our counts and the routing map are complete (released by the last Route part)
+  Line<u32> routed;  // our counts, the routing map and the list of Dispatch are complete: 1 and the
+                     // parts of that list (released by the last Route part)
   Line<u32> token_rows_known;  // blocks of tokens whose token_rows are written
   Line<u32> rows_returned;     // received rows whose results have left for their owners
   Line<u32> tokens_combined;   // own tokens whose output is written
@@ -29,8 +30,8 @@ struct CallState {
                         // OS block
 };
 
-/// What one processor did in the last call. Each writes its own; the host adds them up after the
-/// call (host/counters.py).
+/// What one processor or courier did in the last call. Each writes its own; the host adds them up
+/// after the call (host/counters.py).
 struct alignas(kCacheLine) Tally {
   u64 tasks[kTaskKinds];     // parts run
   u64 row_bytes_to_peers;    // rows written into other ranks' cells, both rounds
@@ -132,13 +133,15 @@ class RankMemory {
   u32* epoch = nullptr;  // the call that is running or will run next, from 1; behind it
                          // failure_claimed() and failure_put()
   CallState* call_states = nullptr;
-  Tally* tallies = nullptr;  // [processor]
+  Tally* tallies = nullptr;  // [processor, then courier]
   CallRecord* record = nullptr;
   PeerRecord* peer_records = nullptr;  // [peer]
   Task* tasks = nullptr;
   u64* ring = nullptr;
+  u64* dispatch_list = nullptr;  // ReadyWords: what couriers take, in this order
 
-  // Completion counters; the part that completes a tile sets its counter back to zero.
+  // Completion counters; the part that completes a chunk or a tile sets its counter back to zero.
+  u32* chunk_parts_done = nullptr;  // [peer][chunk]: of Dispatch
   u32* gemm0_parts_done = nullptr;
   u32* gemm1_parts_done = nullptr;
 
@@ -162,7 +165,8 @@ class RankMemory {
 
   Line<u32>* outboxes = nullptr;  // [remote peer]: tickets by parity, rows put, requests
 
-  u32* trace_counts = nullptr;         // [processor or actor of the OS block]: events, noted or not
+  u32* trace_counts =
+      nullptr;  // [processor, courier or actor of the OS block]: events, noted or not
   TraceEvent* trace_events = nullptr;  // [the same][event]
 
  private:
@@ -189,15 +193,18 @@ class RankMemory {
     const u64 blocks = geometry.route_parts();
     take(epoch, 3);
     take(call_states, 2);
-    take(tallies, geometry.processors);
+    take(tallies, geometry.processors + geometry.couriers);
     take(record, 1);
     take(peer_records, world);
     take(tasks, geometry.tasks_max());
     take(ring, ring_slots());
     for (u32 kind = 0; kind < kTaskKinds; ++kind) {
-      mailbox_capacities_[kind] = tasks_of(static_cast<TaskKind>(kind));
+      const auto posted = static_cast<TaskKind>(kind);
+      mailbox_capacities_[kind] = posted == TaskKind::dispatch ? 0 : tasks_of(posted);
       take(mailbox_words_[kind], mailbox_capacities_[kind]);
     }
+    take(dispatch_list, geometry.dispatch_parts_max());
+    take(chunk_parts_done, world * geometry.chunks());
     take(gemm0_parts_done, geometry.tiles_max());
     take(gemm1_parts_done, geometry.tiles_max());
     take(pair_expert, geometry.pairs());

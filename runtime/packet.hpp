@@ -60,32 +60,24 @@ constexpr u32 flag_bytes(const u8* direct) {
   return !P::kRemotePeers || direct != nullptr ? sizeof(u32) : sizeof(u64);
 }
 
-/// Announces the chunks of a Dispatch part, whose rows this actor has written to outgoing_row, or
-/// has a sender put them, each by the word of the part with the chunk's place in the task instead.
-/// One warp.
+/// Announces a chunk of a Dispatch, whose rows this actor has written to outgoing_row, or acquired
+/// from those who have, or has a sender put them. `word`: of one of its parts. One lane.
 template <Platform P>
-void send_chunks(const Rank<P>& rank, const Call& call, const Task& task, ReadyWord word,
-                 Tally& tally) {
-  const Geometry& geometry = rank.geometry();
-  const ChunkRange chunks = chunks_in_part(task, word.part());
+void send_chunk(const Rank<P>& rank, const Call& call, const Task& task, ReadyWord word, u32 chunk,
+                Tally& tally) {
   u8* direct = rank.platform.peer(task.peer);
-  for (u32 i = P::lane(); i < chunks.count; i += P::kLanes) {
-    const u32 chunk = chunks.first + i;
-    if (!P::kRemotePeers || direct != nullptr) {
-      const u64 flag = rank.layout.arrived(rank.rank, chunk);
-      // Publishes the chunk's rows to the peer's subscriber, which polls this word and fences.
-      P::template store_release<Scope::system>(reinterpret_cast<u32*>(direct + flag),
-                                               seal(call.epoch));
-    } else {
-      post_request(rank, call, task.peer, word.with_part(chunk - task.first_chunk));
-    }
+  if (!P::kRemotePeers || direct != nullptr) {
+    const u64 flag = rank.layout.arrived(rank.rank, chunk);
+    // Publishes the chunk's rows to the peer's subscriber, which polls this word and fences.
+    P::template store_release<Scope::system>(reinterpret_cast<u32*>(direct + flag),
+                                             seal(call.epoch));
+  } else {
+    post_request(rank, call, task.peer, word.with_part(chunk - task.first_chunk));
   }
-  if (task.peer != rank.rank && P::lane() == 0) {
-    for (u32 i = 0; i < chunks.count; ++i) {
-      const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(task.peer), chunks.first + i);
-      tally.row_bytes_to_peers += u64{rows} * geometry.row_bytes;
-      tally.flag_bytes_to_peers += flag_bytes<P>(direct);
-    }
+  if (task.peer != rank.rank) {
+    const u32 rows = rows_in_chunk(rank.geometry(), rank.memory.rows_sent(task.peer), chunk);
+    tally.row_bytes_to_peers += u64{rows} * rank.geometry().row_bytes;
+    tally.flag_bytes_to_peers += flag_bytes<P>(direct);
   }
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/courier.hpp"
 #include "runtime/faults.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
@@ -34,15 +35,17 @@ class Processor : Pace<P> {
         map_(rank.geometry(), rank.memory, call) {}
 
   /// Takes a ticket and waits for its slot; the first tickets of a call are its Route parts, which
-  /// nobody needs to publish. False: leave.
-  bool claim(ReadyWord& word) {
+  /// nobody needs to publish. beside(): whether it has found something else to do meanwhile, and
+  /// has done it. False: leave.
+  template <class Beside>
+  bool claim(ReadyWord& word, Beside beside) {
     // Relaxed: a ticket publishes nothing; the slot does.
     const u32 ticket = by_one_lane(
         [this] { return P::template add_relaxed<Scope::device>(&state_.ring_claimed.value, 1U); });
     MOEOS_CHECK(ticket < rank_.memory.ring_slots());
     if (ticket < route_parts(rank_.geometry(), call_)) {
       word = ReadyWord(call_.epoch, TaskKind::route, 0, ticket);
-    } else if (!wait_for(ticket, word)) {
+    } else if (!wait_for(ticket, word, beside)) {
       return false;
     }
     return hold_back(rank_, call_, stage_of(word.kind()));
@@ -99,13 +102,6 @@ class Processor : Pace<P> {
       tally_.busy_ns[static_cast<u32>(task.kind)] += busy_ns;
     }
     switch (task.kind) {
-      case TaskKind::dispatch:
-        send_chunks(rank_, call_, task, word, tally_);
-        // Relaxed: the scheduler only counts how many are under way.
-        by_one_lane([this] {
-          return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_done.value, 1U);
-        });
-        break;
       case TaskKind::gemm0:
         if (last_part(rank_.memory.gemm0_parts_done, task) && P::lane() == 0) {
           post_gemm1(task, word.task());
@@ -132,15 +128,17 @@ class Processor : Pace<P> {
           return P::template add_relaxed<Scope::device>(&state_.tokens_combined.value, combined);
         });
         break;
-      case TaskKind::route:
-        break;  // counted by those who ran it, who must finish the routing behind the last one
+      case TaskKind::route:     // counted by those who ran it, who must finish the routing
+      case TaskKind::dispatch:  // the courier's (courier.hpp)
+        break;
     }
     Pace<P>::end_part();
   }
 
  private:
   /// Waits for a slot of the ready ring. False: leave.
-  bool wait_for(u32 ticket, ReadyWord& word) {
+  template <class Beside>
+  bool wait_for(u32 ticket, ReadyWord& word, Beside beside) {
     Watch<P> watch(2 * rank_.deadline_ns);  // the OS block notices a late peer first, and says more
     u32 heartbeat = 0;
     u32 idle = 0;
@@ -161,6 +159,11 @@ class Processor : Pace<P> {
       if (agreed<P>(P::template load_relaxed<Scope::device>(&state_.interrupt.value) != 0 ||
                     rank_.leaving(call_.epoch))) {
         return false;
+      }
+      if (beside()) {
+        watch.progress();
+        idle = 0;
+        continue;
       }
       const u32 beat = P::template load_relaxed<Scope::device>(&state_.heartbeat.value);
       if (beat != heartbeat) {
@@ -236,28 +239,63 @@ concept Kernels = requires(K& kernels, const Task& task, u32 index, u8* row) {
   kernels.gemm1(task, index);
 };
 
-/// Copies the rows of one chunk to the cell of the rank that owns their experts (or to the staging
-/// copy).
+/// Copies the rows of a part of Dispatch to the cell of the rank that owns their experts (or to the
+/// staging copy).
 template <Platform P, Kernels K>
-void copy_chunk(const Rank<P>& rank, const RoutingMap& map, K& kernels, u32 peer, u32 chunk) {
+void copy_rows(const Rank<P>& rank, const RoutingMap& map, K& kernels, const Task& task, u32 part) {
   const Geometry& geometry = rank.geometry();
-  const u32 rows = rows_in_chunk(geometry, rank.memory.rows_sent(peer), chunk);
-  for (u32 i = 0; i < rows; ++i) {
-    const OutgoingRow row = look_up_row(rank, map, peer, chunk * geometry.chunk_rows + i);
+  const SentRows rows = rows_in_part(geometry, rank.memory.rows_sent(task.peer), task, part);
+  for (u32 i = 0; i < rows.count; ++i) {
+    const OutgoingRow row = look_up_row(rank, map, task.peer, rows.first + i);
     kernels.copy_row(row.pair / geometry.top_k,
-                     outgoing_row(rank, peer, Round::dispatch, row.number));
+                     outgoing_row(rank, task.peer, Round::dispatch, row.number));
   }
 }
 
-/// Fetch, run, repeat, until the scheduler interrupts or the call is aborted.
+/// Runs a part of Dispatch, if there is one.
+template <Platform P, Kernels K>
+bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
+                  Courier<P>& courier, const Pace<P>& pace, const Trace<P>& trace) {
+  ReadyWord word;
+  Task task;
+  if (!courier.take(word, task)) {
+    return false;
+  }
+  pace.begin_part(rank, call);
+  wait_for_links(rank, call, task, word.part());
+  const u64 begin = P::now_ns();
+  copy_rows(rank, map, kernels, task, word.part());
+  const u64 end = P::now_ns();
+  const bool announced = courier.complete(task, word, end - begin + pace.slow_down(rank, call));
+  pace.end_part();
+  TraceEvent event = event_of(rank.geometry(), task, word, announced ? 1 : 0);
+  event.begin_ns = begin;
+  event.end_ns = trace_time<P>(rank.geometry());
+  event.computed = event.stored = event.since(end);
+  trace.note(event);
+  return true;
+}
+
+/// Fetch, run, repeat, until the scheduler interrupts or the call is aborted. Dispatch goes before
+/// everything: other ranks wait for it.
 template <Platform P, Kernels K>
 void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index) {
   forget_last_call(rank, index);
   Processor<P> processor(rank, call, index);
+  Courier<P> courier(rank, call, index);
+  const Pace<P> pace(rank, index);
   const Trace<P> trace(rank, index);
+  const auto dispatch = [&] {
+    return run_dispatch(rank, call, processor.routing_map(), kernels, courier, pace, trace);
+  };
   const Task route = route_task(rank.geometry(), call);
   ReadyWord word;
-  while (processor.claim(word)) {
+  for (;;) {
+    while (dispatch()) {
+    }
+    if (!processor.claim(word, dispatch)) {
+      return;
+    }
     // A copy: what has been looked at is what is done.
     const Task task = word.kind() == TaskKind::route ? route : rank.memory.tasks[word.task()];
     if (word.kind() != TaskKind::route && !is_whole(task)) {
@@ -281,11 +319,6 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       kernels.gemm0(task, word.part());
     } else if (task.kind == TaskKind::gemm1) {
       kernels.gemm1(task, word.part());
-    } else if (task.kind == TaskKind::dispatch) {
-      const ChunkRange chunks = chunks_in_part(task, word.part());
-      for (u32 i = 0; i < chunks.count; ++i) {
-        copy_chunk(rank, processor.routing_map(), kernels, task.peer, chunks.first + i);
-      }
     } else {
       for_each_token(rank, call, processor.routing_map(), task, word.part(),
                      [&](u32 token, bool exists) {
@@ -297,7 +330,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     }
     const u64 end = P::now_ns();
     processor.complete(task, word, end - begin, combined);
-    TraceEvent event = event_of(task, word, combined);
+    TraceEvent event = event_of(rank.geometry(), task, word, combined);
     event.begin_ns = begin;
     event.end_ns = trace_time<P>(rank.geometry());
     event.computed = event.stored = event.since(end);

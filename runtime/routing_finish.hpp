@@ -24,42 +24,31 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
 /// Turns the pairs per (block, expert) into pairs before the block, in place, and the rows sent to
 /// each expert into where they start. Returns how many pairs this lane has dropped.
 ///
-/// A lane for each block, and some experts at once: loads together, little code. This is run once a
-/// call, when nothing else can be, and code that has not been run before is slow.
+/// A lane for each expert, whose blocks it goes through; those of neighbours lie side by side. Some
+/// blocks at once, so that loads are under way together.
 template <Platform P, class Sync>
 u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
   const u32 blocks = ceil_div(call.tokens, geometry.route_tokens);
   const u32 experts = geometry.local_experts();
-  constexpr u32 kAtOnce = 4;
+  constexpr u32 kAtOnce = 16;
   u32 dropped = 0;
-  for (u32 first_expert = team.index * kAtOnce; first_expert < geometry.experts;
-       first_expert += team.count * kAtOnce) {
-    u32 pairs[kAtOnce] = {};
-    for (u32 first = 0; first < blocks; first += P::kLanes) {
-      const u32 block = first + P::lane();
+  for (u32 expert = team.index * P::kLanes + P::lane(); expert < geometry.experts;
+       expert += team.count * P::kLanes) {
+    u32 pairs = 0;
+    for (u32 first = 0; first < blocks; first += kAtOnce) {
       u32 in_block[kAtOnce];
       for (u32 i = 0; i < kAtOnce; ++i) {  // no conditions: one would wait for each load
-        in_block[i] = *block_base(rank, minimum(block, blocks - 1),
-                                  minimum(first_expert + i, geometry.experts - 1));
+        in_block[i] = *block_base(rank, minimum(first + i, blocks - 1), expert);
       }
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        in_block[i] = block < blocks ? in_block[i] : 0;
-        const u32 inclusive = P::inclusive_scan(in_block[i]);
-        if (block < blocks && first_expert + i < geometry.experts) {
-          *block_base(rank, block, first_expert + i) = pairs[i] + inclusive - in_block[i];
-        }
-        pairs[i] += P::broadcast(inclusive, P::kLanes - 1);
+      for (u32 i = 0; i < kAtOnce && first + i < blocks; ++i) {
+        *block_base(rank, first + i, expert) = pairs;
+        pairs += in_block[i];
       }
     }
-    if (P::lane() == 0) {
-      for (u32 i = 0; i < kAtOnce && first_expert + i < geometry.experts; ++i) {
-        const u32 expert = first_expert + i;
-        const u32 sent = minimum(pairs[i], call.pair_limit);
-        dropped += pairs[i] - sent;
-        rank.memory.send_starts(geometry.owner_of(expert))[expert % experts + 1] = sent;
-      }
-    }
+    const u32 sent = minimum(pairs, call.pair_limit);
+    dropped += pairs - sent;
+    rank.memory.send_starts(geometry.owner_of(expert))[expert % experts + 1] = sent;
   }
   P::sync_lanes();
   sync();
@@ -134,67 +123,64 @@ struct DispatchOrder {
   }
 };
 
-/// Calls visit(slot, peer, first chunk, chunks) for this lane's share of the Dispatch tasks.
-template <Platform P, class Visit>
-void for_each_dispatch(const Rank<P>& rank, Team team, Visit visit) {
+/// Lists the parts of Dispatch, and writes their descriptors, for whoever acquires `routed`.
+/// Returns how many parts there are.
+template <Platform P>
+u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const Geometry& geometry = rank.geometry();
   const DispatchOrder schedule(geometry);
-  // Lane i keeps the groups for the i-th peer from the next rank on, unless there are more peers
-  // than lanes: a look at memory for each turn would take most of this function's time.
+  // Lane i keeps the rows for the i-th peer from the next rank on, unless there are more peers than
+  // lanes: a look at memory for each turn would take most of this function's time.
   const bool kept = geometry.world <= P::kLanes;
-  const auto chunks_from_memory = [&](u32 order) {
-    const u32 peer = (rank.rank + 1 + order) % geometry.world;
-    return ceil_div(rank.memory.rows_sent(peer), geometry.chunk_rows);
+  const auto rows_from_memory = [&](u32 order) {
+    return rank.memory.rows_sent((rank.rank + 1 + order) % geometry.world);
   };
-  const u32 mine = P::lane() < geometry.world ? chunks_from_memory(P::lane()) : 0;
-  const auto chunks_of = [&](u32 order) {
-    const u32 chunks = P::broadcast(mine, kept ? order : 0);
-    return kept ? chunks : chunks_from_memory(order);
+  const u32 mine = P::lane() < geometry.world ? rows_from_memory(P::lane()) : 0;
+  const auto rows_of = [&](u32 order) {
+    const u32 rows = P::broadcast(mine, kept ? order : 0);
+    return kept ? rows : rows_from_memory(order);
   };
-  const auto groups_of = [&](u32 order) {
-    return ceil_div(chunks_of(order), Geometry::kChunksPerDispatch);
-  };
-  u32 rows = 0;
+  u32 chunks = 0;
+  u32 turns = 0;  // rows of turns
+  const u32 group_rows = Geometry::kChunksPerDispatch * geometry.chunk_rows;
   for (u32 order = 0; order < geometry.world; ++order) {
-    rows = maximum(rows, schedule.rows_of(groups_of(order), order));
+    const u32 rows = rows_of(order);
+    chunks += ceil_div(rows, geometry.chunk_rows);
+    turns = maximum(turns, schedule.rows_of(ceil_div(rows, group_rows), order));
   }
-  for (u32 first = 0; first < rows * geometry.world; first += team.count * P::kLanes) {
+  const u32 part_rows = geometry.dispatch_part_rows(chunks);
+  u32 all = 0;
+  for (u32 order = 0; order < geometry.world; ++order) {
+    all += ceil_div(rows_of(order), part_rows);
+  }
+  const u32 first_task = rank.memory.first_task(TaskKind::dispatch);
+  for (u32 first = 0; first < turns * geometry.world; first += team.count * P::kLanes) {
     const u32 turn = first + team.index * P::kLanes + P::lane();
     const u32 row = turn / geometry.world;
     const u32 order = turn % geometry.world;
-    u32 slot = 0;  // turns before this one that have a task
+    u32 task = first_task;  // behind those of the turns before this one,
+    u32 part = 0;           // and behind their parts
     for (u32 other = 0; other < geometry.world; ++other) {
       const u32 in_row = other < order && schedule.has_turn(row, other) ? 1 : 0;
-      slot += minimum(groups_of(other), schedule.groups_before(row, other) + in_row);
+      const u32 before = schedule.groups_before(row, other) + in_row;
+      const u32 rows = rows_of(other);
+      task += minimum(ceil_div(rows, group_rows), before);
+      part += ceil_div(minimum(rows, before * group_rows), part_rows);
     }
-    const u32 chunks = chunks_of(order);
-    const u32 first_chunk = schedule.groups_before(row, order) * Geometry::kChunksPerDispatch;
-    if (schedule.has_turn(row, order) && first_chunk < chunks) {
-      visit(slot, (rank.rank + 1 + order) % geometry.world, first_chunk,
-            minimum(Geometry::kChunksPerDispatch, chunks - first_chunk));
+    const u32 first_row = schedule.groups_before(row, order) * group_rows;
+    const u32 rows = rows_of(order);
+    if (schedule.has_turn(row, order) && first_row < rows) {
+      const u32 parts = ceil_div(minimum(group_rows, rows - first_row), part_rows);
+      make_dispatch(rank.memory.tasks[task], parts, call.epoch,
+                    (rank.rank + 1 + order) % geometry.world, first_row / geometry.chunk_rows,
+                    part_rows);
+      for (u32 i = 0; i < parts; ++i) {
+        rank.memory.dispatch_list[part + i] =
+            ReadyWord(call.epoch, TaskKind::dispatch, task, i).sealed();
+      }
     }
   }
-}
-
-/// Posts the Dispatch tasks: first all descriptors, then, behind one fence, all mailbox words.
-template <Platform P>
-void post_dispatch(const Rank<P>& rank, const Call& call, Team team) {
-  const u32 first_task = rank.memory.first_task(TaskKind::dispatch);
-  const Geometry& geometry = rank.geometry();
-  for_each_dispatch(rank, team, [&](u32 slot, u32 peer, u32 first_chunk, u32 chunks) {
-    const u32 parts = ceil_div(chunks, geometry.part_chunks(first_chunk));
-    make_dispatch(rank.memory.tasks[first_task + slot], parts, call.epoch, peer, first_chunk,
-                  chunks);
-  });
-  // Orders the descriptors and the routing map (which the team has synchronised on) before the
-  // words below; pairs with the scheduler's poll of the mailbox.
-  P::template publish_fence<Scope::device>();
-  for_each_dispatch(rank, team, [&](u32 slot, u32, u32 first_chunk, u32 chunks) {
-    const u32 parts = ceil_div(chunks, geometry.part_chunks(first_chunk));
-    P::template publish<Scope::device>(
-        &rank.memory.mailbox(TaskKind::dispatch).words[slot],
-        ReadyWord(call.epoch, TaskKind::dispatch, first_task + slot, parts).sealed());
-  });
+  return all;
 }
 
 /// Posts one Combine that counts the rows of every token, where they are not the same for all, and
@@ -220,7 +206,9 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
     // Relaxed: the warps add up a number that the host reads after the call.
     P::template add_relaxed<Scope::device>(&tally.dropped_pairs, u64{all_dropped});
   }
-  post_dispatch(rank, call, team);
+  const u32 parts = list_dispatch(rank, call, team);
+  P::sync_lanes();
+  sync();
   if (team.index != 0) {
     return;
   }
@@ -229,9 +217,9 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
   if (P::lane() == 0) {
     const Geometry& geometry = rank.geometry();
     tally.count_bytes_to_peers += (geometry.experts - geometry.local_experts()) * sizeof(u64);
-    // Publishes the routing map and the rows sent to each peer to the returns subscriber and the
-    // scheduler.
-    P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, 1U);
+    // Publishes the routing map, the rows sent to each peer and the list of Dispatch to the returns
+    // subscribers and the couriers (the team has synchronised on them).
+    P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, parts + 1);
   }
 }
 

@@ -17,8 +17,6 @@ namespace moeos {
 template <Platform P>
 class Scheduler {
  public:
-  /// Processors kept on Dispatch while rows are still to be sent: 8 to 16 SMs saturate NVLink.
-  static constexpr u32 kDispatchersMin = 12;
   /// Tiles of one expert whose parts are handed out by turns, at most.
   static constexpr u32 kTilesTogether = 16;
 
@@ -26,8 +24,6 @@ class Scheduler {
       : rank_(rank), call_(call), state_(rank.memory.call(call.epoch)) {
     // Processors know the first parts, those of Route, without being told.
     published_ = route_parts(rank.geometry(), call);
-    // Never all of the processors, when they are few: computing must go on beside sending.
-    dispatchers_ = minimum(kDispatchersMin, maximum(1U, rank.geometry().processors / 2));
   }
 
   /// One sweep. True if anything was published or claimed: the call is alive.
@@ -52,14 +48,13 @@ class Scheduler {
     leaving_ = rank_.leaving(call_.epoch);
     const u32 before = claimed_;
     claimed_ = agreed<P>(claimed);
-    dispatch_done_ = agreed<P>(sent);
     routed_ = agreed<P>(routed) != 0;
+    sending_ = agreed<P>(sent + 1 != routed);
     returned_ = agreed<P>(returned);
     combined_ = agreed<P>(combined);
     leaving_ = agreed<P>(leaving_);
     fetch(words);
-    const u32 published =
-        publish_up_to(claimed_ + rank_.geometry().processors, dispatch_published_ - dispatch_done_);
+    const u32 published = publish_up_to(claimed_ + rank_.geometry().processors);
     waiting_most_ = maximum(waiting_most_, maximum(published_, claimed_) - claimed_);
     const bool starving = claimed_ > published_ && !anything_ready();
     if (P::lane() == 0) {
@@ -119,11 +114,10 @@ class Scheduler {
   /// prefers them. Written out, so that a batch is never indexed and lives in registers.
   template <class Visit>
   void for_each_batch(Visit visit) {
-    static_assert(kTaskKinds == 5);
+    static_assert(kTaskKinds == 5);  // route begins a call, and dispatch is the couriers'
     visit(TaskKind::combine, batches_[1]);
     visit(TaskKind::gemm1, batches_[2]);
     visit(TaskKind::gemm0, batches_[3]);
-    visit(TaskKind::dispatch, batches_[4]);
   }
 
   /// Refills the batches that are used up.
@@ -194,9 +188,9 @@ class Scheduler {
   }
 
   /// Publishes ready parts until `limit` words have been published in this call; returns how many
-  /// it published. In order of TaskKind, but Dispatch first while fewer than `dispatchers_` of its
-  /// parts are `under_way`.
-  u32 publish_up_to(u32 limit, u32 under_way) {
+  /// it published. In order of TaskKind, but first GEMMs first while rows are still being sent:
+  /// what a second one returns would compete with them for the links.
+  u32 publish_up_to(u32 limit) {
     const u32 before = published_;
     if (!anything_ready()) {
       return 0;
@@ -204,17 +198,16 @@ class Scheduler {
     // No fence: the one behind the polls that found these words (fetch) also stands before the
     // words below, and so orders what it has acquired before them, for the processors that acquire
     // them.
-    if (under_way < dispatchers_) {
-      hand_out(TaskKind::dispatch, batches_[static_cast<u32>(TaskKind::dispatch)],
-               minimum(limit, published_ + (dispatchers_ - under_way)));
+    if (sending_) {
+      hand_out(batches_[static_cast<u32>(TaskKind::gemm0)], limit);
     }
-    for_each_batch([&](TaskKind kind, Batch& batch) { hand_out(kind, batch, limit); });
+    for_each_batch([&](TaskKind, Batch& batch) { hand_out(batch, limit); });
     return published_ - before;
   }
 
   /// Publishes parts of a batch until it is used up or `limit` words have been published in this
   /// call.
-  void hand_out(TaskKind kind, Batch& batch, u32 limit) {
+  void hand_out(Batch& batch, u32 limit) {
     while (published_ < limit && !batch.empty()) {
       if (batch.together == 0) {
         batch.together = count_together(batch);
@@ -233,9 +226,6 @@ class Scheduler {
       }
       published_ += handed;
       batch.turn += handed;
-      if (kind == TaskKind::dispatch) {
-        dispatch_published_ += handed;
-      }
       if (batch.turn == turns) {
         batch.next += batch.together;
         batch.together = 0;
@@ -247,17 +237,15 @@ class Scheduler {
   const Call& call_;
   CallState& state_;
   Batch batches_[kTaskKinds];
-  u32 dispatchers_;
   u32 published_ = 0;
-  u32 dispatch_published_ = 0;
   u32 sweeps_ = 0;
   u32 waiting_most_ = 0;  // words published and not claimed, at most
   // Of the last sweep.
   u32 claimed_ = 0;
-  u32 dispatch_done_ = 0;
   u32 returned_ = 0;
   u32 combined_ = 0;
   bool routed_ = false;
+  bool sending_ = true;  // Dispatch is not over
   bool leaving_ = false;
 };
 

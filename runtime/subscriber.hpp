@@ -268,7 +268,7 @@ class ArrivalsSubscriber {
     if (P::ballot(first_look || arrived > 0) == 0) {
       return false;
     }
-    // Pairs with send_chunks: the rows of these chunks are here, for us and for whoever acquires
+    // Pairs with send_chunk: the rows of these chunks are here, for us and for whoever acquires
     // the tiles below.
     P::template acquire_fence<Scope::system>();
     P::sync_lanes();  // all lanes have read the prefixes
@@ -314,7 +314,10 @@ class ArrivalsSubscriber {
     if (starving_since_ == 0) {
       starving_since_ = now;
     }
-    if (now - starving_since_ < (everyone_counted() ? kPatienceUnderWayNs : kPatienceNs)) {
+    // Packing counts as progress, so it must not go on for long beside a deadline: other ranks wait
+    // for news of us as long as theirs and a little more (CountsSubscriber::answer).
+    const u64 under_way = minimum(kPatienceUnderWayNs, rank_.deadline_ns / 32);
+    if (now - starving_since_ < (everyone_counted() ? under_way : kPatienceNs)) {
       return false;
     }
     starving_since_ = 0;
@@ -463,14 +466,10 @@ class ReturnsSubscriber {
   }
 
   bool all_sent() const {
-    const Geometry& geometry = rank_.geometry();
-    u32 parts = 0;
-    for (u32 peer = 0; peer < geometry.world; ++peer) {
-      parts += geometry.dispatch_parts(ceil_div(rank_.memory.rows_sent(peer), geometry.chunk_rows));
-    }
-    // Relaxed: a number is compared.
-    return P::template load_relaxed<Scope::device>(
-               &rank_.memory.call(call_.epoch).dispatch_parts_done.value) == parts;
+    const CallState& state = rank_.memory.call(call_.epoch);
+    // Relaxed: numbers are compared.
+    return P::template load_relaxed<Scope::device>(&state.dispatch_parts_done.value) + 1 ==
+           P::template load_relaxed<Scope::device>(&state.routed.value);
   }
 
   u32* credit(u32 peer, u32 chunk) const {

@@ -38,8 +38,8 @@ struct alignas(kCacheLine) Task {
   u32 epoch;         // the call it belongs to: a reader checks it against its own
   u32 local_expert;  // GEMMs: whose weights
   u32 tile;          // GEMMs: index of the row tile, for its completion counter
-  u32 rows;          // GEMMs: rows of the tile that count; dispatch: chunks; combine: tokens, or 0
-                     // for all that sent no row
+  u32 rows;          // GEMMs: rows of the tile that count; dispatch: of a part; combine: tokens, or
+                     // 0 for all that sent no row
   u32 padded_rows;   // GEMMs: rows of the tile as laid out, a multiple of 8
   u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs
   u32 peer;          // dispatch: destination
@@ -68,16 +68,28 @@ constexpr u32 words_of(const Segment& segment) {
   return segment.first_row ^ (u32{segment.source} | u32{segment.rows} << 16);
 }
 
+/// Fills in the Dispatch of some chunks, in parts of `rows` rows.
 constexpr void make_dispatch(Task& task, u32 parts, u32 epoch, u32 peer, u32 first_chunk,
-                             u32 chunks) {
+                             u32 rows) {
   task.kind = TaskKind::dispatch;
   task.parts = static_cast<u16>(parts);
   task.epoch = epoch;
-  task.rows = chunks;
+  task.rows = rows;
   task.peer = peer;
   task.first_chunk = first_chunk;
-  task.seal =
-      kWhole ^ first_word(TaskKind::dispatch, 0, parts) ^ epoch ^ chunks ^ peer ^ first_chunk;
+  task.seal = kWhole ^ first_word(TaskKind::dispatch, 0, parts) ^ epoch ^ rows ^ peer ^ first_chunk;
+}
+
+/// What a part of Dispatch sends, in the order of sending to the peer.
+struct SentRows {
+  u32 chunk;
+  u32 first;
+  u32 count;
+};
+constexpr SentRows rows_in_part(const Geometry& geometry, u32 rows_sent, const Task& dispatch,
+                                u32 part) {
+  const u32 first = dispatch.first_chunk * geometry.chunk_rows + part * dispatch.rows;
+  return {first / geometry.chunk_rows, first, minimum(dispatch.rows, rows_sent - first)};
 }
 
 /// Fills in the Combine of `tokens` complete tokens from `first_ready` on, or, with none, of those
@@ -98,16 +110,6 @@ constexpr void make_gemm1(Task& task, const Task& gemm0, u32 parts) {
   task.parts = static_cast<u16>(parts);
   task.seal = gemm0.seal ^ first_word(TaskKind::gemm0, gemm0.segment_count, gemm0.parts) ^
               first_word(TaskKind::gemm1, gemm0.segment_count, parts);
-}
-
-/// The chunks that one part of a Dispatch sends.
-struct ChunkRange {
-  u32 first;
-  u32 count;
-};
-constexpr ChunkRange chunks_in_part(const Task& dispatch, u32 part) {
-  const u32 each = ceil_div(dispatch.rows, u32{dispatch.parts});
-  return {dispatch.first_chunk + part * each, minimum(each, dispatch.rows - part * each)};
 }
 
 /// Whether a descriptor is what its poster has written.

@@ -11,11 +11,11 @@
 
 namespace moeos {
 
-/// The list of one actor: a processor, or one of the OS block's.
+/// The list of one actor: a processor, a courier, or one of the OS block's.
 template <Platform P>
 class Trace {
  public:
-  /// `actor`: a processor's index, or `processors` and more for the OS block's.
+  /// `actor`: a processor's index; from `processors` on a courier's, then the OS block's.
   Trace(const Rank<P>& rank, u32 actor) : rank_(rank), actor_(actor) {}
 
   static bool wanted(const Geometry& geometry) { return geometry.trace_events != 0; }
@@ -45,7 +45,9 @@ class Trace {
 /// The list of the OS block's actor that notes events of this kind.
 template <Platform P>
 Trace<P> trace_of(const Rank<P>& rank, TraceKind kind) {
-  return Trace<P>(rank, rank.geometry().processors + static_cast<u32>(kind) - kTaskKinds);
+  const Geometry& geometry = rank.geometry();
+  return Trace<P>(rank,
+                  geometry.processors + geometry.couriers + static_cast<u32>(kind) - kTaskKinds);
 }
 
 /// The time, where somebody wants it.

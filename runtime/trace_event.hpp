@@ -27,9 +27,10 @@ struct alignas(64) TraceEvent {
   u32 part;
   u32 peer;    // dispatch: the destination
   u32 expert;  // GEMMs: the local expert
-  u32 place;   // GEMMs: the tile; dispatch: the part's first chunk; combine: the task's first
+  u32 place;   // GEMMs: the tile; dispatch: the part's chunk; combine: the task's first
                // token's place among the complete ones, kNone for tokens that sent no row
-  u32 rows;    // GEMMs: of the tile; dispatch: chunks; combine: tokens written
+  u32 rows;    // GEMMs: of the tile; dispatch: 1 for the part that announced the chunk;
+               // combine: tokens written
   // Of a part, in ns behind begin_ns; 0 where a machine has no such moment.
   u32 loading;    // its loads begin
   u32 computing;  // its first operands are here
@@ -44,8 +45,10 @@ struct alignas(64) TraceEvent {
 };
 static_assert(sizeof(TraceEvent) == 64);
 
-/// What the event of a finished part says of its task; `combined`: tokens that it has written.
-constexpr TraceEvent event_of(const Task& task, ReadyWord word, u32 combined) {
+/// What the event of a finished part says of its task; `done`: tokens that a Combine part has
+/// written, chunks that a Dispatch part has announced.
+constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyWord word,
+                              u32 done) {
   TraceEvent event{};
   event.kind = static_cast<u32>(task.kind);
   event.part = word.part();
@@ -55,13 +58,12 @@ constexpr TraceEvent event_of(const Task& task, ReadyWord word, u32 combined) {
     event.place = task.tile;
     event.rows = task.rows;
   } else if (task.kind == TaskKind::dispatch) {
-    const ChunkRange sent = chunks_in_part(task, word.part());
     event.peer = task.peer;
-    event.place = sent.first;
-    event.rows = sent.count;
+    event.place = task.first_chunk + word.part() * task.rows / geometry.chunk_rows;
+    event.rows = done;
   } else if (task.kind == TaskKind::combine) {
     event.place = task.rows == 0 ? kNone : task.first_ready;
-    event.rows = combined;
+    event.rows = done;
   }
   return event;
 }

@@ -1,5 +1,5 @@
-// Whether a descriptor is what its poster has written, looked at by a warp at once (task.hpp has
-// the same for one thread). May not know: what it describes.
+// Copies of descriptors, and whether they are what their posters have written, by a warp at once
+// (task.hpp has the latter for one thread). May not know: what they describe.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -13,6 +13,21 @@ template <Platform P>
 bool is_whole(u32 word, u32 segments) {
   static_assert(P::kLanes == kTaskWords);
   return P::exclusive_or(share_of(P::lane(), word, segments)) == kWhole;
+}
+
+/// Copies a descriptor to memory that all lanes see; false if it is not whole. What has been looked
+/// at is what is there.
+template <Platform P>
+bool copy_whole(const Task& from, Task& to) {
+  if constexpr (P::kLanes == 1) {
+    to = from;
+    return is_whole(to);
+  } else {
+    const u32 mine = reinterpret_cast<const u32*>(&from)[P::lane()];
+    reinterpret_cast<u32*>(&to)[P::lane()] = mine;
+    P::sync_lanes();
+    return is_whole<P>(mine, to.segment_count);
+  }
 }
 
 }  // namespace moeos

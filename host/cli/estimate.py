@@ -152,7 +152,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     Tiles and what follows from them are those of a call in which no tile is packed early because
     processors idle; early ones are more and have more padding. Combine tasks are the fewest: they
     are more where few tokens become complete at a time. Dispatch tasks are those of one processor;
-    with more of them more chunks are sent alone. Rows beyond an expert's capacity are
+    with more of them chunks may be sent in pieces. Rows beyond an expert's capacity are
     not sent. N-tiles, and so the numbers of GEMM tasks, are the twin's.
 
     Raises:
@@ -171,6 +171,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     sent = rows(0, range(cfg.experts))
     to_rank = [sum(sent[peer * local : (peer + 1) * local]) for peer in range(ranks)]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
+    part_rows = sizes.dispatch_part_rows(sum(chunks_to_rank))
 
     tiles = padding = flags = received = busy_experts = 0
     starts = [0] * ranks
@@ -200,7 +201,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         tiles=tiles,
         tasks={
             "route": max(1, route_parts),
-            "dispatch": sum(map(sizes.dispatch_parts, chunks_to_rank)),
+            "dispatch": sum(-(-n // part_rows) for n in to_rank),
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,
             "combine": -(-complete // _twin.COMBINE_TOKENS) + (route_parts if may_drop else 0),

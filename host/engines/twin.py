@@ -118,6 +118,7 @@ class TwinEngine:
         return counters.read(
             self._world.rank,
             numpy.frombuffer(tallies, counters.TALLY),
+            self._world.processors,
             numpy.frombuffer(record, counters.RECORD),
             numpy.frombuffer(peers, counters.PEER),
             rank.rows_sent(),

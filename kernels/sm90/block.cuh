@@ -2,17 +2,16 @@
 //
 //   warp 0       fetch: claims parts and copies their descriptors here, one ahead
 //   warp 1       load: issues the TMA loads of the part at hand and the next
-//   warp 2       store: issues the TMA stores of dispatched rows
+//   warp 2       courier: copies rows of this rank to their experts' ranks, beside all others
 //   warp 3       complete: makes a finished part's effects visible
 //   warps 4-11   two consumer warpgroups: products and their results' way to memory, Route and the
 //                sums of Combine
 //
 // A part passes through its slot: full (fetched), begun (its first round of stages is known), done
 // (its results are in memory), empty. What is loaded passes through the stages, in the order of
-// parts; each consumer warp turns its results into rows in memory of its own. Dispatch goes from
-// the stages to memory and never meets a consumer. A warp that does not follow the stages of every
-// part waits for `begun` before it looks at one: a barrier's parity tells a phase from the one
-// before it, but not from an older one. May not know: what an epilogue computes.
+// parts; each consumer warp turns its results into rows in memory of its own. The consumers wait
+// for `begun` before they look at a stage: a barrier's parity tells a phase from the one before it,
+// but not from an older one. May not know: what an epilogue computes.
 #pragma once
 
 #include "kernels/sm90/config.cuh"
@@ -28,7 +27,7 @@ inline constexpr u32 kConsumerThreads = 256;
 inline constexpr u32 kConsumerWarps = 8;
 inline constexpr u32 kFetchWarp = 0;
 inline constexpr u32 kLoadWarp = 1;
-inline constexpr u32 kStoreWarp = 2;
+inline constexpr u32 kCourierWarp = 2;
 inline constexpr u32 kCompleteWarp = 3;
 inline constexpr u32 kFirstConsumerWarp = 4;
 
@@ -66,12 +65,6 @@ struct Stage {
 inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;  // in a stage, in bytes
 static_assert(sizeof(Stage) == kWeightsPlace + kTileColumns * kSwizzleBytes);
 
-// Dispatch brings as many rows of a chunk at once as fit into a stage.
-inline constexpr u32 kDispatchRows =
-    minimum(kGeometry.chunk_rows, static_cast<u32>(sizeof(Stage)) / kGeometry.row_bytes);
-static_assert(kDispatchRows > 0, "a row must fit into a stage");
-static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
-
 /// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.
 struct Slot {
   ReadyWord word;
@@ -81,23 +74,21 @@ struct Slot {
   u32 bad_token;                        // Route: a token with bad logits or bad given ids, or kNone
   u32 last_route;                       // Route: 1 when this part was the call's last one
   u8* results[Geometry::kMaxSegments];  // products: where each segment's first row goes
-  ChunkRange chunks;                    // Dispatch: of the part
-  u32 pairs[Geometry::kChunksPerPart][Machine::kLanes];  // what their rows carry; kNone: nothing
 };
 inline constexpr u32 kSlots = 2;
 
 /// When what happened to a slot's part, for a trace; not touched without one.
 struct Stamps {
   u64 claimed_ns;
-  u64 computing_ns;  // Dispatch has none
+  u64 computing_ns;
   u64 computed_ns;
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;
 
-/// Results of a consumer warp on their way to memory: 16 rows of 128 two-byte columns. The 16-byte
+/// Results of a consumer warp on their way to memory: 16 rows of 64 two-byte columns. The 16-byte
 /// pieces of a row lie in an order of its own, so that eight rows at one column lie in different
 /// banks.
-inline constexpr u32 kStagingColumns = 128;
+inline constexpr u32 kStagingColumns = 64;
 inline constexpr u32 kStagingStride = kStagingColumns * 2;
 inline constexpr u32 kStagingPiece = 16;
 constexpr u32 staging_place(u32 row, u32 piece) { return (piece ^ row % 8) * kStagingPiece; }
@@ -116,9 +107,19 @@ struct RouteScratch {
 inline constexpr u16 kNoExpert = 0xFFFF;
 static_assert(sizeof(RouteScratch) <= kConsumerWarps * kStagingBytes);
 
+/// The courier's rows on their way: each buffer holds some rows, or a piece of one.
+struct Parcels {
+  static constexpr u32 kBuffers = 4;
+  static constexpr u32 kBufferBytes = 4096;
+  alignas(128) u8 buffers[kBuffers][kBufferBytes];
+  Task task;  // of the part at hand
+  Barrier full[kBuffers];
+};
+
 struct Shared {
   Stage stages[kStages];
   alignas(kStagingStride) u8 staging[kConsumerWarps][kStagingBytes];
+  Parcels parcels;
   Task tasks[kSlots];
   Task finished;  // the complete warp's copy, so that it holds up no slot
   Slot slots[kSlots];
@@ -151,17 +152,17 @@ inline void release_slot(Shared& shared, u32 index) {
   shared.slot_empty[index].arrive();
 }
 
-/// The fetch warp's wait for a slot. It is the block's watchman: the slots pass through every warp
-/// in turn, so a warp that waits at a barrier for something that does not come holds up this wait,
-/// too. The OS block then finds after its deadline that this rank's processors do not finish, and
-/// the call fails; who can leave does so at once. If the slot is not free long after that, it never
-/// will be, and the kernel ends with the driver's error. A look lasts while the hardware suspends
-/// it.
-inline void wait_for_slot(Shared& shared, u32 index, u32 parity) {
+/// A watched wait: the fetch warp's for a slot, and the courier's for its loads. The slots pass
+/// through every other warp in turn, so a warp that waits at a barrier for something that does not
+/// come holds up the fetch warp, too. The OS block then finds after its deadline that this rank's
+/// processors do not finish, and the call fails; who can leave does so at once. If what is waited
+/// for is not there long after that, it never will be, and the kernel ends with the driver's error.
+/// A look lasts while the hardware suspends it.
+inline void wait_watched(Shared& shared, Barrier& barrier, u32 parity) {
   constexpr u32 kLooksEach = 32;
   constexpr u64 kLongNs = 5'000'000;
   u64 failed_since = 0;
-  for (u32 looks = 1; !shared.slot_empty[index].done(parity); ++looks) {
+  for (u32 looks = 1; !barrier.done(parity); ++looks) {
     if (looks % kLooksEach == 0 &&
         reinterpret_cast<const Rank<Machine>*>(shared.rank)->leaving(shared.call.epoch)) {
       failed_since = failed_since == 0 ? Machine::now_ns() : failed_since;

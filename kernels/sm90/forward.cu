@@ -6,7 +6,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/combine.cuh"
-#include "kernels/sm90/dispatch.cuh"
+#include "kernels/sm90/courier.cuh"
 #include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/host_failure.cuh"
 #include "kernels/sm90/products.cuh"
@@ -21,35 +21,22 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-/// Claims the next part and copies its descriptor. Looks up where its rows lie, while the block is
-/// at the part before. False: leave.
+/// Claims the next part and copies its descriptor. Looks up where its results go, while the block
+/// is at the part before. False: leave.
 inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                       const RoutingMap& map, Processor<Machine>& processor, Task& task, Slot& slot,
-                       Stamps& stamps) {
+                       Processor<Machine>& processor, Task& task, Slot& slot, Stamps& stamps) {
   const u32 lane = Machine::lane();
   ReadyWord word;
-  bool more = processor.claim(word);
+  bool more = processor.claim(word, [] { return false; });
   const u64 claimed_ns = trace_time<Machine>(kGeometry);
   if (more && word.kind() == TaskKind::route) {
     if (lane == 0) {
       task = route_task(rank.geometry(), call);
     }
   } else if (more) {
-    const u32 mine = reinterpret_cast<const u32*>(&rank.memory.tasks[word.task()])[lane];
-    reinterpret_cast<u32*>(&task)[lane] = mine;
-    __syncwarp();
-    if (!is_whole<Machine>(mine, task.segment_count)) {
+    if (!copy_whole<Machine>(rank.memory.tasks[word.task()], task)) {
       reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
       more = false;
-    } else if (word.kind() == TaskKind::dispatch) {
-      const ChunkRange chunks = chunks_in_part(task, word.part());
-      const u32 rows_sent = rank.memory.rows_sent(task.peer);
-      for (u32 i = 0; i < chunks.count; ++i) {
-        const u32 row = (chunks.first + i) * kGeometry.chunk_rows + lane;
-        const bool exists = lane < kGeometry.chunk_rows && row < rows_sent;
-        slot.pairs[i][lane] = exists ? look_up_row(rank, map, task.peer, row).pair : kNone;
-      }
-      slot.chunks = chunks;
     } else {
       find_results(arguments, rank, task, slot);
     }
@@ -69,11 +56,10 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
 /// Keeps the block's slots filled, one part ahead of the consumers. Leaves last.
 inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                       Processor<Machine>& processor, Shared& shared) {
-  const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
   for (bool more = true; more; at.advance()) {
-    wait_for_slot(shared, at.index, at.parity ^ 1);
-    more = fetch_part(arguments, rank, call, map, processor, shared.tasks[at.index],
+    wait_watched(shared, shared.slot_empty[at.index], at.parity ^ 1);
+    more = fetch_part(arguments, rank, call, processor, shared.tasks[at.index],
                       shared.slots[at.index], shared.stamps[at.index]);
     if (more) {
       processor.begin_part(shared.tasks[at.index], shared.slots[at.index].word);
@@ -81,7 +67,7 @@ inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
     shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
   }
   for (u32 i = 0; i < kSlots; ++i, at.advance()) {
-    wait_for_slot(shared, at.index, at.parity ^ 1);
+    wait_watched(shared, shared.slot_empty[at.index], at.parity ^ 1);
   }
 }
 
@@ -110,11 +96,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     // reads them through the async proxy.
     fence_proxy_async();
     loader.begin_part(at.index);
-    if (task.kind == TaskKind::dispatch) {
-      for (u32 i = 0; i < slot.chunks.count; ++i) {
-        load_chunk(arguments, slot.pairs[i], loader);
-      }
-    } else if (task.kind == TaskKind::combine) {
+    if (task.kind == TaskKind::combine) {
       load_tokens(rank, call, map, task, word.part(), slot, loader);
     } else if (task.kind != TaskKind::route) {
       load_tile(arguments, rank.layout, task, word.part(), loader);
@@ -123,35 +105,6 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     }
     if (Machine::lane() == 0) {
       loader.end_part();
-    }
-    release_slot(shared, at.index);
-  }
-}
-
-/// Issues the stores of Dispatch parts.
-inline void run_store(const Rank<Machine>& rank, const Call& call, Shared& shared) {
-  const RoutingMap map(rank.geometry(), rank.memory, call);
-  RingPosition<kSlots> at;
-  for (;; at.advance()) {
-    shared.slot_full[at.index].wait(at.parity);
-    const Slot& slot = shared.slots[at.index];
-    const Task& task = shared.tasks[at.index];
-    if (slot.word.epoch() == 0) {
-      release_slot(shared, at.index);
-      return;
-    }
-    if (task.kind == TaskKind::dispatch) {
-      shared.slot_begun[at.index].wait(at.parity);
-      StoredStages stages(slot.stage);
-      for (u32 i = 0; i < slot.chunks.count; ++i) {
-        store_chunk(rank, map, task.peer, slot.chunks.first + i, slot.pairs[i], shared, stages);
-      }
-      stages.finish(shared);
-      wait_until_stored();
-      __syncwarp();
-      if (Machine::lane() == 0) {
-        shared.slot_done[at.index].arrive(kConsumerWarps);
-      }
     }
     release_slot(shared, at.index);
   }
@@ -193,7 +146,7 @@ inline void run_complete(const RankArguments& arguments, const Rank<Machine>& ra
       busy_until_ns = now;
     }
     if (kTraced && Machine::lane() == 0) {
-      TraceEvent event = event_of(shared.finished, word, combined);
+      TraceEvent event = event_of(kGeometry, shared.finished, word, combined);
       event.begin_ns = stamps.claimed_ns;
       event.end_ns = Machine::now_ns();
       event.loading = event.since(begun_ns);
@@ -220,10 +173,9 @@ inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank,
     copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
   } else {
     float d[kRouteColumns / 2] = {};
-    Logits logits;
     multiply_logits(d, group, shared, stage);
-    exchange_logits(d, logits, group, shared.staging[0]);
-    route_rows(logits, arguments, rank.memory, group, first, end, &slot.bad_token);
+    choose_experts(d, arguments, rank.memory, warp, first, end, &slot.bad_token, shared.staging[0],
+                   everyone);
   }
   everyone();
   if (slot.bad_token != kNone) {
@@ -283,13 +235,9 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     }
     const Task& task = shared.tasks[at.index];
     const TaskKind kind = task.kind;
-    RingPosition<kStages> stage;
-    if (kind != TaskKind::dispatch) {
-      shared.slot_begun[at.index].wait(at.parity);
-      stage = slot.stage;
-    }
-    if (kind != TaskKind::dispatch &&
-        (kind != TaskKind::route || gate_routes(arguments, call, word.part()))) {
+    shared.slot_begun[at.index].wait(at.parity);
+    RingPosition<kStages> stage = slot.stage;
+    if (kind != TaskKind::route || gate_routes(arguments, call, word.part())) {
       stamp_computing(shared, at.index, stage);
     }
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
@@ -312,7 +260,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       if (Machine::lane() == 0) {
         shared.slot_done[at.index].arrive();
       }
-    } else if (kind != TaskKind::dispatch) {
+    } else {
       if (kind == TaskKind::route) {
         // Route works in the staging memory: all warps must be done with theirs.
         named_barrier(kConsumersBarrier, kConsumerThreads);
@@ -345,8 +293,8 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
     run_fetch(arguments, rank, call, processor, shared);
   } else if (warp == kLoadWarp) {
     run_load(arguments, rank, call, shared);
-  } else if (warp == kStoreWarp) {
-    run_store(rank, call, shared);
+  } else if (warp == kCourierWarp) {
+    run_courier(arguments, rank, call, index, shared);
   } else {
     run_complete(arguments, rank, processor, index, shared);
   }
@@ -367,7 +315,9 @@ inline void make_rank(const RankArguments& mine, u8* rank, const OsMemory* os, C
 inline void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
   if (threadIdx.x == 0) {
     make_rank(mine, shared.rank, nullptr, shared.call);
-    forget_last_call(*reinterpret_cast<const Rank<Machine>*>(shared.rank), index);
+    const auto& made = *reinterpret_cast<const Rank<Machine>*>(shared.rank);
+    forget_last_call(made, index);
+    forget_last_call(made, kGeometry.processors + index);  // the courier
     for (u32 i = 0; i < kStages; ++i) {
       shared.stage_full[i].initialise(1);
       shared.stage_empty[i].initialise(kConsumerWarps);
@@ -376,7 +326,10 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
       shared.slot_full[i].initialise(Machine::kLanes);
       shared.slot_begun[i].initialise(1);
       shared.slot_done[i].initialise(kConsumerWarps);
-      shared.slot_empty[i].initialise((3 + kConsumerWarps) * Machine::kLanes);  // all who read it
+      shared.slot_empty[i].initialise((2 + kConsumerWarps) * Machine::kLanes);  // all who read it
+    }
+    for (Barrier& full : shared.parcels.full) {
+      full.initialise(1);
     }
     fence_barrier_initialisation();
   }

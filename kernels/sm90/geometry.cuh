@@ -26,6 +26,7 @@ inline constexpr Geometry kGeometry{
     MOEOS_GEMM0_NARROW_PARTS,
     MOEOS_GEMM1_NARROW_PARTS,
     MOEOS_PROCESSORS,
+    MOEOS_PROCESSORS,  // couriers: one in each processor block
     MOEOS_TRANSPORT != 0,
     Geometry::kWindowBytes / (MOEOS_HIDDEN * 2),
     MOEOS_TRACE_EVENTS,

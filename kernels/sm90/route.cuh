@@ -1,10 +1,11 @@
-// Route on tensor cores: the logits of 64 tokens lie in the accumulators of two warpgroups, and
-// leave registers only to be added up.
+// Route on tensor cores: products of 64 tokens with the router's weights, then each token's choice
+// by eight lanes.
 //
-// Each warpgroup has multiplied half of the depth; they exchange halves of their sums, so that the
-// four lanes of a quad hold one token's logits, up to 64 each (see epilogue.cuh). Scores and top-k
-// are loops over registers with shuffles inside the quad. Ties go to the lower expert. May not
-// know: slots, flags.
+// Each warpgroup has multiplied half of the depth. The halves are added up in shared memory, some
+// tokens at a time, from where eight lanes take a token's logits: a lane has every eighth expert.
+// More lanes a token would be idle in a full block, fewer have more code to run, which a call does
+// once on each processor, when no instruction of it is near. Scores and top-k are loops over
+// registers with shuffles among the eight. Ties go to the lower expert. May not know: slots, flags.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -17,51 +18,55 @@ namespace moeos::sm90 {
 
 inline constexpr float kExcluded = -kInfinity;
 inline constexpr float kLeast = -1e30F;  // two of them are above kExcluded
-inline constexpr u32 kColumnsPerLane = align_up(kGeometry.experts, 8U) / 4;
 
-using Logits = float[kRouteColumns / 4];
+/// Lanes of a token, and tokens of a warp.
+inline constexpr u32 kTokenLanes = 8;
+inline constexpr u32 kTokensAtOnce = Machine::kLanes / kTokenLanes;
+inline u32 token_lane() { return threadIdx.x % kTokenLanes; }
 
-/// Adds the two warpgroups' sums: warpgroup 0 gets the first token of each quad, 1 the second.
-/// `memory` holds 32 KB. Called by all consumer threads.
-inline void exchange_logits(const float (&d)[kRouteColumns / 2], Logits& logits, u32 group,
-                            u8* memory) {
-  constexpr u32 kCount = kRouteColumns / 4;
-  constexpr u32 kAtOnce = minimum(kCount, 32U);
-  static_assert(kConsumerThreads * kAtOnce * sizeof(float) <= kConsumerWarps * kStagingBytes);
-  float* sums = reinterpret_cast<float*>(memory) + threadIdx.x % 128;
-  const auto place = [&](u32 of_group, u32 i) { return (of_group * kAtOnce + i) * 128; };
+/// Logits of a token that one lane has: those of experts token_lane(), token_lane() + 8, ...
+inline constexpr u32 kLogitsEach = kRouteColumns / kTokenLanes;
+inline u32 expert_of(u32 i) { return i * kTokenLanes + token_lane(); }
+
+/// Tokens whose sums the staging memory holds at once.
+inline constexpr u32 kRoundTokens = minimum(
+    kRouteTokens, kConsumerWarps* kStagingBytes / static_cast<u32>(kRouteColumns * sizeof(float)));
+static_assert(kRouteTokens % kRoundTokens == 0 && kRoundTokens % kTokensAtOnce == 0);
+/// Where a sum lies. Groups of eight columns change places, so that what the lanes of a warp store
+/// or load at once lies in different banks.
+inline u32 sum_place(u32 token, u32 column) {
+  return token * kRouteColumns + (column ^ token % 4 * 8);
+}
+
+/// A warpgroup's sums of the tokens from `first` on, out of its accumulators (see epilogue.cuh), as
+/// they are or added to what is there.
+template <bool kAdd>
+inline void store_sums(const float (&d)[kRouteColumns / 2], u32 first, float* sums) {
+  const u32 lane = threadIdx.x % 32;
 #pragma unroll
-  for (u32 first = 0; first < kCount; first += kAtOnce) {
-    if (first > 0) {
-      named_barrier(kConsumersBarrier, kConsumerThreads);  // all have read the sums before
-    }
+  for (u32 lower = 0; lower < 2; ++lower) {
+    const u32 token = threadIdx.x / 32 % 4 * 16 + lower * 8 + lane / 4 - first;
+    if (token < kRoundTokens) {
 #pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) {
-      const u32 at = (first + i) / 2 * 4 + i % 2;
-      sums[place(group, i)] = group == 0 ? d[at + 2] : d[at];
-      logits[first + i] = group == 0 ? d[at] : d[at + 2];
-    }
-    named_barrier(kConsumersBarrier, kConsumerThreads);
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) {
-      logits[first + i] += sums[place(1 - group, i)];
+      for (u32 j = 0; j < kRouteColumns / 8; ++j) {
+        float2* at = reinterpret_cast<float2*>(&sums[sum_place(token, 8 * j + lane % 4 * 2)]);
+        const float2 before = kAdd ? *at : make_float2(0.0F, 0.0F);
+        *at = make_float2(before.x + d[4 * j + 2 * lower], before.y + d[4 * j + 2 * lower + 1]);
+      }
     }
   }
 }
 
-/// The expert of a lane's i-th logit.
-inline u32 expert_of(u32 i) { return 8 * (i / 2) + 2 * (threadIdx.x % 4) + i % 2; }
-
-inline float quad_maximum(float value) {
-  value = fmaxf(value, __shfl_xor_sync(~0U, value, 1));
-  return fmaxf(value, __shfl_xor_sync(~0U, value, 2));
-}
-inline float quad_sum(float value) {
-  value += __shfl_xor_sync(~0U, value, 1);
-  return value + __shfl_xor_sync(~0U, value, 2);
+template <class Join>
+inline float join_lanes(float value, Join join) {
+#pragma unroll
+  for (u32 distance = 1; distance < kTokenLanes; distance *= 2) {
+    value = join(value, __shfl_xor_sync(~0U, value, distance));
+  }
+  return value;
 }
 
-/// The largest value of a quad and its expert; the lower expert among equals.
+/// The largest value of a token's lanes and its expert; the lower expert among equals.
 struct Best {
   float value;
   u32 expert;
@@ -72,8 +77,9 @@ struct Best {
     }
   }
 };
-inline Best quad_best(Best best) {
-  for (u32 distance = 1; distance <= 2; distance *= 2) {
+inline Best best_of_lanes(Best best) {
+#pragma unroll
+  for (u32 distance = 1; distance < kTokenLanes; distance *= 2) {
     const float value = __shfl_xor_sync(~0U, best.value, distance);
     const u32 expert = __shfl_xor_sync(~0U, best.expert, distance);
     best.join(value, expert);
@@ -81,77 +87,78 @@ inline Best quad_best(Best best) {
   return best;
 }
 
-/// The routing rules applied to one token's logits, which stay where they are: a bit for each logit
-/// of the lane says whether it can still be chosen.
+/// The routing rules (thesis section 5.1; DeepSeek-V3's groups), applied to one token's logits.
+/// What experts are selected by stays where it is: a bit for each of the lane's says whether it can
+/// still be chosen.
 class Token {
  public:
-  /// Chooses the experts of `token`; false when its logits are not finite. The quad's first lane
-  /// writes, unless the quad lies beyond the last token (`exists` false) and only takes part in the
-  /// warp's shuffles.
-  static bool choose(const Logits& logits, const RankArguments& arguments, const RankMemory& memory,
+  /// Chooses the experts of `token`, whose logits logit_of(expert) has; false when they are not
+  /// finite. The lanes write, unless
+  /// they lie beyond the last token (`exists` false) and only take part in the warp's shuffles.
+  template <class LogitOf>
+  static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
                      u32 token, bool exists) {
-    const bool writer = exists && threadIdx.x % 4 == 0;
+    float choices[kLogitsEach];  // the logits, first
+#pragma unroll
+    for (u32 i = 0; i < kLogitsEach; ++i) {
+      choices[i] = logit_of(expert_of(i));
+    }
     float top = kExcluded;
     bool finite = true;
 #pragma unroll
-    for (u32 i = 0; i < kColumnsPerLane; ++i) {
+    for (u32 i = 0; i < kLogitsEach; ++i) {
       if (expert_of(i) < kGeometry.experts) {
-        finite = finite && isfinite(logits[i]);
-        top = fmaxf(top, logits[i]);
+        finite = finite && isfinite(choices[i]);
+        top = fmaxf(top, choices[i]);
       }
     }
-    const u32 quad_lanes = 0xFU << (threadIdx.x % 32 / 4 * 4);
+    constexpr u32 kMask = (1U << kTokenLanes) - 1;
+    const u32 first_lane = Machine::lane() / kTokenLanes * kTokenLanes;
     if (__all_sync(~0U, finite || !exists) == 0) {
-      const bool all_finite = (__ballot_sync(~0U, finite) & quad_lanes) == quad_lanes;
-      return all_finite || !exists;
+      return (Machine::ballot(finite) >> first_lane & kMask) == kMask || !exists;
     }
-    Rule rule{quad_maximum(top), 1.0F, arguments.selection_bias};
+    Rule rule{join_lanes(top, [](float a, float b) { return fmaxf(a, b); }), 1.0F,
+              arguments.selection_bias};
     if constexpr (kShape.scoring == Scoring::softmax) {
       float sum = 0.0F;
 #pragma unroll
-      for (u32 i = 0; i < kColumnsPerLane; ++i) {
-        sum += expert_of(i) < kGeometry.experts ? __expf(logits[i] - rule.top) : 0.0F;
+      for (u32 i = 0; i < kLogitsEach; ++i) {
+        sum += expert_of(i) < kGeometry.experts ? __expf(choices[i] - rule.top) : 0.0F;
       }
-      rule.inverse_sum = 1.0F / quad_sum(sum);
+      rule.inverse_sum = 1.0F / join_lanes(sum, [](float a, float b) { return a + b; });
     }
-    float choices[kColumnsPerLane];
 #pragma unroll
-    for (u32 i = 0; i < kColumnsPerLane; ++i) {
-      choices[i] = rule.choice(logits[i], expert_of(i));
+    for (u32 i = 0; i < kLogitsEach; ++i) {
+      choices[i] = rule.choice(choices[i], expert_of(i));
     }
-    u64 open = open_choices(choices);
+    u32 open = open_choices(choices);
     float weight_sum = 0.0F;
-    // Each lane of the quad keeps every fourth weight, until their sum is known.
-    constexpr u32 kKept = ceil_div(kGeometry.top_k, 4U);
+    // Each lane keeps every eighth weight, until their sum is known.
+    constexpr u32 kKept = ceil_div(kGeometry.top_k, kTokenLanes);
     float kept[kKept] = {};
 #pragma unroll 1
     for (u32 j = 0; j < kGeometry.top_k; ++j) {
       float value = kExcluded;
-      float chosen_logit = 0.0F;
       u32 place = 0;
 #pragma unroll
-      for (u32 i = 0; i < kColumnsPerLane; ++i) {
-        // Selects, not branches. `place` ascends like the experts and is a constant in each step:
-        // 64 expert numbers would not fit into registers.
+      for (u32 i = 0; i < kLogitsEach; ++i) {
+        // Selects, not branches. `place` ascends like the experts.
         const bool better = (open >> i & 1) != 0 && choices[i] > value;
         value = better ? choices[i] : value;
-        chosen_logit = better ? logits[i] : chosen_logit;
         place = better ? i : place;
       }
-      Best best{value, expert_of(place)};
-      best = quad_best(best);
-      const u32 owner = best.expert % 8 / 2;  // the lane of the quad that holds it
-      if (threadIdx.x % 4 == owner) {
-        open &= ~(u64{1} << (best.expert / 8 * 2 + best.expert % 2));
+      const Best best = best_of_lanes(Best{value, expert_of(place)});
+      const u32 owner = best.expert % kTokenLanes;
+      if (token_lane() == owner) {
+        open &= ~(1U << best.expert / kTokenLanes);
       }
-      const float weight =
-          rule.score(__shfl_sync(~0U, chosen_logit, threadIdx.x % 32 / 4 * 4 + owner));
+      const float weight = rule.score(logit_of(best.expert));
       weight_sum += weight;
 #pragma unroll
       for (u32 n = 0; n < kKept; ++n) {
-        kept[n] = j == 4 * n + threadIdx.x % 4 ? weight : kept[n];
+        kept[n] = j == kTokenLanes * n + token_lane() ? weight : kept[n];
       }
-      if (writer) {
+      if (exists && token_lane() == 0) {
         memory.pair_expert[token * kGeometry.top_k + j] = best.expert;
       }
     }
@@ -159,7 +166,7 @@ class Token {
                          kShape.routed_scaling;
 #pragma unroll
     for (u32 n = 0; n < kKept; ++n) {
-      const u32 j = 4 * n + threadIdx.x % 4;
+      const u32 j = kTokenLanes * n + token_lane();
       if (exists && j < kGeometry.top_k) {
         memory.pair_weight[token * kGeometry.top_k + j] = kept[n] * factor;
       }
@@ -168,6 +175,8 @@ class Token {
   }
 
  private:
+  static_assert(kLogitsEach <= 32, "a bit for each logit");
+
   struct Rule {
     float top;          // of the token's logits
     float inverse_sum;  // of exp(logit - top)
@@ -195,23 +204,22 @@ class Token {
 
   /// Which can be chosen: those of the best groups (DeepSeek-V3; a group's score is the sum of its
   /// two best choices), or all.
-  static u64 open_choices(const float (&choices)[kColumnsPerLane]) {
+  static u32 open_choices(const float (&choices)[kLogitsEach]) {
     if constexpr (kShape.expert_groups == 1) {
-      u64 open = 0;
+      u32 open = 0;
 #pragma unroll
-      for (u32 i = 0; i < kColumnsPerLane; ++i) {
-        open |= expert_of(i) < kGeometry.experts ? u64{1} << i : 0;
+      for (u32 i = 0; i < kLogitsEach; ++i) {
+        open |= expert_of(i) < kGeometry.experts ? 1U << i : 0;
       }
       return open;
     } else {
       constexpr u32 kSize = kGeometry.experts / kShape.expert_groups;
-      static_assert(kShape.expert_groups == 1 || (kSize % 8 == 0 && kShape.expert_groups <= 32),
-                    "each lane of a quad holds a quarter of each group");
-      constexpr u32 kPerLane = kSize / 4;
-      // Each lane of the quad keeps the scores of every fourth group: all of them would not fit
-      // into registers beside the logits.
-      constexpr u32 kKept = ceil_div(kShape.expert_groups, 4U);
-      const u32 lane = threadIdx.x % 4;
+      static_assert(
+          kShape.expert_groups == 1 || (kSize % kTokenLanes == 0 && kShape.expert_groups <= 32),
+          "each lane of a token holds as much of each group");
+      constexpr u32 kPerLane = kSize / kTokenLanes;
+      // Each lane keeps the scores of every eighth group.
+      constexpr u32 kKept = ceil_div(kShape.expert_groups, kTokenLanes);
       float scores[kKept] = {};
 #pragma unroll
       for (u32 g = 0; g < kShape.expert_groups; ++g) {
@@ -223,13 +231,14 @@ class Token {
           first = fmaxf(first, choices[i]);
         }
 #pragma unroll
-        for (u32 distance = 1; distance <= 2; distance *= 2) {
+        for (u32 distance = 1; distance < kTokenLanes; distance *= 2) {
           const float other_first = __shfl_xor_sync(~0U, first, distance);
           const float other_second = __shfl_xor_sync(~0U, second, distance);
           second = fmaxf(fmaxf(second, other_second), fminf(first, other_first));
           first = fmaxf(first, other_first);
         }
-        scores[g / 4] = g % 4 == lane ? first + second : scores[g / 4];
+        scores[g / kTokenLanes] =
+            g % kTokenLanes == token_lane() ? first + second : scores[g / kTokenLanes];
       }
       u32 kept = 0;
 #pragma unroll 1
@@ -237,32 +246,55 @@ class Token {
         Best best{kExcluded, kNone};
 #pragma unroll
         for (u32 s = 0; s < kKept; ++s) {
-          const u32 g = 4 * s + lane;
+          const u32 g = kTokenLanes * s + token_lane();
           if (g < kShape.expert_groups && (kept >> g & 1U) == 0 && scores[s] > best.value) {
             best = Best{scores[s], g};
           }
         }
-        kept |= 1U << quad_best(best).expert;
+        kept |= 1U << best_of_lanes(best).expert;
       }
-      u64 open = 0;
+      u32 open = 0;
 #pragma unroll
       for (u32 g = 0; g < kShape.expert_groups; ++g) {
-        open |= (kept >> g & 1U) != 0 ? ((u64{1} << kPerLane) - 1) << (g * kPerLane) : 0;
+        open |= (kept >> g & 1U) != 0 ? ((1U << kPerLane) - 1) << (g * kPerLane) : 0;
       }
       return open;
     }
   }
 };
 
-/// Routes the token of each quad of a consumer warpgroup. Sets bad_token to a token whose logits
-/// are not finite.
-inline void route_rows(const Logits& logits, const RankArguments& arguments,
-                       const RankMemory& memory, u32 group, u32 first_token, u32 end,
-                       u32* bad_token) {
-  const u32 lane = threadIdx.x % 32;
-  const u32 token = first_token + threadIdx.x / 32 % 4 * 16 + group * 8 + lane / 4;
-  if (!Token::choose(logits, arguments, memory, token, token < end) && lane % 4 == 0) {
-    atomicMin(bad_token, token);
+/// Routes the tokens of a block, whose products lie in d. Sets bad_token to a token whose logits
+/// are not finite. `staging` is all warps' memory; sync() is a barrier of all consumers, by all of
+/// whom this is called.
+template <class Sync>
+inline void choose_experts(const float (&d)[kRouteColumns / 2], const RankArguments& arguments,
+                           const RankMemory& memory, u32 warp, u32 first_token, u32 end,
+                           u32* bad_token, u8* staging, Sync sync) {
+  float* sums = reinterpret_cast<float*>(staging);
+#pragma unroll 1
+  for (u32 first = 0; first < kRouteTokens && first_token + first < end; first += kRoundTokens) {
+    if (first > 0) {
+      sync();  // all have read the sums before
+    }
+    if (warp < kConsumerWarps / 2) {
+      store_sums<false>(d, first, sums);
+    }
+    sync();
+    if (warp >= kConsumerWarps / 2) {
+      store_sums<true>(d, first, sums);
+    }
+    sync();
+#pragma unroll 1
+    for (u32 begin = warp * kTokensAtOnce;
+         begin < kRoundTokens && first_token + first + begin < end;
+         begin += kConsumerWarps * kTokensAtOnce) {
+      const u32 place = begin + Machine::lane() / kTokenLanes;
+      const auto logit_of = [&](u32 expert) { return sums[sum_place(place, expert)]; };
+      const u32 token = first_token + first + place;
+      if (!Token::choose(logit_of, arguments, memory, token, token < end) && token_lane() == 0) {
+        atomicMin(bad_token, token);
+      }
+    }
   }
 }
 

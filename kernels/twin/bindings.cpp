@@ -40,9 +40,9 @@ void require(bool holds, const std::string& what) {
 Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, u32 intermediate,
                  u32 element_bytes, u32 capacity, bool capacity_rows, u32 activation,
                  float swiglu_limit, u32 scoring, bool renormalize, float routed_scaling,
-                 u32 expert_groups, u32 top_groups, u32 processors, bool remote, u32 tile_rows,
-                 u32 route_tokens, u32 gemm0_columns, u32 gemm1_columns, u32 narrow_rows,
-                 u32 trace_events) {
+                 u32 expert_groups, u32 top_groups, u32 processors, u32 couriers, bool remote,
+                 u32 tile_rows, u32 route_tokens, u32 gemm0_columns, u32 gemm1_columns,
+                 u32 narrow_rows, u32 trace_events) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -73,6 +73,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
     geometry.gemm1_narrow_parts = ceil_div(hidden, gemm1_columns / 2);
   }
   geometry.processors = processors;
+  geometry.couriers = couriers;
   geometry.remote = remote ? 1 : 0;
   geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
   geometry.trace_events = trace_events;
@@ -167,8 +168,8 @@ NB_MODULE(_twin, module) {
       .def(nb::new_(&make_sizes), nb::kw_only(), "world"_a, "experts"_a, "top_k"_a, "max_tokens"_a,
            "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
            "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
-           "expert_groups"_a, "top_groups"_a, "processors"_a, "remote"_a, "tile_rows"_a,
-           "route_tokens"_a, "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a,
+           "expert_groups"_a, "top_groups"_a, "processors"_a, "couriers"_a, "remote"_a,
+           "tile_rows"_a, "route_tokens"_a, "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a,
            "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
@@ -187,8 +188,9 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("chunk_rows", [](const Sizes& s) { return s.geometry.chunk_rows; })
       .def_prop_ro("window_rows", [](const Sizes& s) { return s.geometry.window(); })
       .def(
-          "dispatch_parts",
-          [](const Sizes& s, u32 chunks) { return s.geometry.dispatch_parts(chunks); }, "chunks"_a)
+          "dispatch_part_rows",
+          [](const Sizes& s, u32 chunks) { return s.geometry.dispatch_part_rows(chunks); },
+          "chunks"_a)
       .def_prop_ro("tile_rows", [](const Sizes& s) { return s.geometry.tile_rows; })
       .def_prop_ro("route_tokens", [](const Sizes& s) { return s.geometry.route_tokens; })
       .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })

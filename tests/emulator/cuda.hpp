@@ -21,7 +21,18 @@ struct alignas(16) uint4 {
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
+struct alignas(8) float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
 using std::isfinite;
+
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
 
 inline float __uint_as_float(unsigned bits) {
   float value;
@@ -68,6 +79,14 @@ inline unsigned __match_any_sync(unsigned, unsigned value) {
     bits |= (values[i] == value ? 1U : 0U) << i;
   }
   return bits;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const auto* values = emulator::exchange("a reduction", value);
+  return static_cast<unsigned>(*std::max_element(values, values + emulator::kLanes));
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  const auto* values = emulator::exchange("a reduction", value);
+  return static_cast<unsigned>(*std::min_element(values, values + emulator::kLanes));
 }
 inline unsigned atomicMin(unsigned* word, unsigned value) {
   const unsigned before = *word;

@@ -97,10 +97,13 @@ class Fault : public Device {
       case 2:
         return Damage{"a credit", heap + layout.returned(source, chunk), sizeof(u32), low};
       case 3: {
-        const MailboxView mailbox = memory.mailbox(static_cast<TaskKind>(draw(random, 1, 4)));
-        return Damage{"a mailbox word",
-                      reinterpret_cast<u8*>(&mailbox.words[early(mailbox.capacity)]), sizeof(u64),
-                      bits};
+        const auto kind = static_cast<TaskKind>(draw(random, 1, 4));
+        const MailboxView mailbox = kind == TaskKind::dispatch
+                                        ? MailboxView{memory.dispatch_list, g.dispatch_parts_max()}
+                                        : memory.mailbox(kind);
+        return Damage{
+            kind == TaskKind::dispatch ? "a word of the list of Dispatch" : "a mailbox word",
+            reinterpret_cast<u8*>(&mailbox.words[early(mailbox.capacity)]), sizeof(u64), bits};
       }
       case 4:
         return Damage{"a ring word",

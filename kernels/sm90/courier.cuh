@@ -1,0 +1,156 @@
+// Dispatch: the courier warp copies tokens' rows through buffers of its own, to memory here or at a
+// peer, beside whatever the rest of its block computes.
+//
+// Links are slow and far: what keeps them busy is that every block has a few copies under way all
+// the time. A parcel is what one buffer holds: some rows, or a piece of one. Loads run ahead of
+// stores, across the parcels of a chunk. May not know: flags; who else uses the block.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+#include "kernels/sm90/ptx/tma.cuh"
+#include "runtime/courier.hpp"
+#include "runtime/row_tasks.hpp"
+#include "runtime/trace.hpp"
+
+namespace moeos::sm90 {
+
+// What a parcel is: all of so many rows, or so many bytes of one.
+inline constexpr u32 kPiecesOfRow = ceil_div(kGeometry.row_bytes, Parcels::kBufferBytes);
+inline constexpr u32 kParcelRows =
+    minimum(kGeometry.chunk_rows, maximum(1U, Parcels::kBufferBytes / kGeometry.row_bytes));
+inline constexpr u32 kParcelBytes =
+    align_up(ceil_div(kGeometry.row_bytes, kPiecesOfRow), 16U);  // of each row
+static_assert(kParcelRows * kParcelBytes <= Parcels::kBufferBytes);
+static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
+
+/// Copies chunks through the block's parcels. Every function by the whole warp; each lane copies
+/// its own row's share of a parcel.
+class ParcelLine {
+ public:
+  explicit ParcelLine(Shared& shared) : shared_(shared) {}
+
+  /// Copies a row of `row_bytes` bytes for each of the first `rows` lanes, from `source` to
+  /// `destination`; when it returns, they are stored.
+  void copy(const u8* source, u64 destination, u32 rows) {
+    const u32 parcels = ceil_div(rows, kParcelRows) * kPiecesOfRow;
+    for (u32 next = 0; next < parcels + kAhead; ++next) {
+      if (next < parcels) {
+        // This buffer's parcel before was stored kBuffers - kAhead stores ago, of which the last
+        // may still be read; of the chunk before, nothing is.
+        wait_until_read<kBuffers - kAhead - 1>();
+        __syncwarp();
+        load(part_of(next, rows), source);
+      }
+      if (next >= kAhead) {
+        store(part_of(next - kAhead, rows), destination);
+      }
+    }
+    wait_until_stored();
+    __syncwarp();
+  }
+
+ private:
+  static constexpr u32 kBuffers = Parcels::kBuffers;
+  static constexpr u32 kAhead = kBuffers / 2;  // parcels by which loads are ahead of stores
+
+  /// A lane's share of a parcel: bytes of its row, none for lanes whose rows are in others.
+  struct Part {
+    u32 first_byte;  // of the row
+    u32 bytes;
+    u32 all_bytes;  // of the parcel
+    u32 place;      // in the buffer
+  };
+  static Part part_of(u32 parcel, u32 rows) {
+    const u32 first_row = parcel / kPiecesOfRow * kParcelRows;
+    const u32 first_byte = parcel % kPiecesOfRow * kParcelBytes;
+    const u32 bytes = minimum(kParcelBytes, kGeometry.row_bytes - first_byte);
+    const u32 end = minimum(rows, first_row + kParcelRows);
+    const u32 lane = Machine::lane();
+    const bool mine = lane >= first_row && lane < end;
+    return {first_byte, mine ? bytes : 0, (end - first_row) * bytes,
+            mine ? (lane - first_row) * kParcelBytes : 0};
+  }
+
+  void load(const Part& part, const u8* source) {
+    Barrier& full = shared_.parcels.full[loaded_.index];
+    if (Machine::lane() == 0) {
+      full.arrive_expecting(part.all_bytes);
+    }
+    __syncwarp();
+    if (part.bytes != 0) {
+      load_bytes(source + part.first_byte, shared_.parcels.buffers[loaded_.index] + part.place,
+                 part.bytes, full);
+    }
+    loaded_.advance();
+  }
+
+  void store(const Part& part, u64 destination) {
+    wait_watched(shared_, shared_.parcels.full[stored_.index], stored_.parity);
+    if (part.bytes != 0) {
+      store_bytes(shared_.parcels.buffers[stored_.index] + part.place,
+                  destination + part.first_byte, part.bytes);
+    }
+    commit_stores();  // also of lanes without any, so that all count the same groups
+    stored_.advance();
+  }
+
+  Shared& shared_;
+  RingPosition<kBuffers> loaded_;
+  RingPosition<kBuffers> stored_;
+};
+
+/// The rows of one part of a Dispatch task to its peer, or to the staging copies of a remote one.
+inline void copy_part(const RankArguments& arguments, const Rank<Machine>& rank,
+                      const RoutingMap& map, const Task& task, u32 part, ParcelLine& line) {
+  const SentRows rows = rows_in_part(kGeometry, rank.memory.rows_sent(task.peer), task, part);
+  const u8* source = nullptr;
+  u64 destination = 0;
+  if (Machine::lane() < rows.count) {
+    const OutgoingRow row = look_up_row(rank, map, task.peer, rows.first + Machine::lane());
+    source = arguments.x_rows + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes;
+    destination = reinterpret_cast<u64>(outgoing_row(rank, task.peer, Round::dispatch, row.number));
+  }
+  line.copy(source, destination, rows.count);
+}
+
+/// The courier warp: parts of Dispatch, until there are no more, or the call is over.
+inline void run_courier(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
+                        u32 index, Shared& shared) {
+  const u32 actor = kGeometry.processors + index;
+  const RoutingMap map(rank.geometry(), rank.memory, call);
+  const Trace<Machine> trace(rank, actor);
+  Courier<Machine> courier(rank, call, actor);
+  ParcelLine line(shared);
+  Task& task = shared.parcels.task;
+  ReadyWord word;
+  u32 idle = 0;
+  while (!courier.over()) {
+    if (!courier.take(word, task)) {
+      // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher). Relaxed: the words
+      // alone say that the call is over.
+      if (agreed<Machine>(Machine::load_relaxed<Scope::device>(
+                              &rank.memory.call(call.epoch).interrupt.value) != 0 ||
+                          rank.leaving(call.epoch))) {
+        return;
+      }
+      Machine::pause(idle);
+      continue;
+    }
+    wait_for_links(rank, call, task, word.part());
+    const u64 begun_ns = Machine::now_ns();
+    copy_part(arguments, rank, map, task, word.part(), line);
+    const u64 stored_ns = Machine::now_ns();
+    const bool announced = courier.complete(task, word, stored_ns - begun_ns);
+    if (kTraced && Machine::lane() == 0) {
+      TraceEvent event = event_of(kGeometry, task, word, announced ? 1 : 0);
+      event.begin_ns = begun_ns;
+      event.end_ns = Machine::now_ns();
+      event.stored = event.since(stored_ns);
+      trace.note(event);
+    }
+    __syncwarp();  // all lanes have read the task
+  }
+}
+
+}  // namespace moeos::sm90
