@@ -114,7 +114,7 @@ class CallStats:
 
     @property
     def busy_share(self) -> float | None:
-        """Of the processors' time in the call, the part inside tasks; None if it did not end well."""
+        """Of the processors' time in the call, the part inside tasks; None if it ended badly."""
         return self.busy_seconds / (self.processors * self.seconds) if self.seconds else None
 
 

@@ -51,13 +51,13 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   return failure;
 }
 
-/// Takes the next slot of a queue of this call that several processors fill. More than the queue
+/// Takes the next slot of a queue of this call that several actors fill. More than the queue
 /// holds is a broken bound: the call fails, and there is none, kNone.
-template <Platform P>
+template <Platform P, Scope kScope = Scope::device>
 u32 take_slot(const Rank<P>& rank, const Call& call, u32* tickets, u32 capacity) {
   // Relaxed: the ticket only makes the slot ours; the word that is written into it publishes what
   // it stands for.
-  const u32 slot = P::template add_relaxed<Scope::device>(tickets, 1U);
+  const u32 slot = P::template add_relaxed<kScope>(tickets, 1U);
   if (slot < capacity) {
     return slot;
   }

@@ -649,7 +649,10 @@ class ReturnsSubscriber {
         const u32 before = back[n] >> rows_back_shift(token[n]) & kRowsBackMask;
         append((rows.exist >> n & 1U) != 0 && before + 1 == sent[n], token[n]);
       }
-      if (first % kChunksAPost == kChunksAPost - kChunksAtOnce) {
+      // In the last pass over the chunks alone, which is the first where a warp has a lane for each
+      // row: so there is at most one post for each chunk (Geometry::combine_tasks_max).
+      if (row - P::lane() + P::kLanes >= rank_.geometry().chunk_rows &&
+          first % kChunksAPost == kChunksAPost - kChunksAtOnce) {
         post_combine();
       }
     }
@@ -676,10 +679,11 @@ class ReturnsSubscriber {
     }
     while (posted_ < ready_) {
       const u32 tokens = minimum(ready_ - posted_, each * (ReadyWord::kParts - 1));
-      if (P::lane() == 0) {
-        // Relaxed: it publishes nothing; the mailbox's slot does.
-        const u32 number = P::template add_relaxed<Scope::block>(rank_.os->combines_posted, 1U);
-        MOEOS_CHECK(number < rank_.memory.mailbox(TaskKind::combine).capacity);
+      const u32 capacity = rank_.memory.mailbox(TaskKind::combine).capacity;
+      const u32 number = P::lane() == 0 ? take_slot<P, Scope::block>(
+                                              rank_, call_, rank_.os->combines_posted, capacity)
+                                        : kNone;
+      if (number != kNone) {
         const u32 task = rank_.memory.first_task(TaskKind::combine) + number;
         const u32 parts = ceil_div(tokens, each);
         make_combine(rank_.memory.tasks[task], parts, call_.epoch, first_ready_ + posted_, tokens);
