@@ -212,6 +212,7 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     root = include_root()
     unit = _unit()
     options = [f"--gpu-architecture={shape.arch}", *_OPTIONS]
+    options += _OPTIONS_WITH_FAULTS if shape.faults else ()
     options += [f"-DMOEOS_{name}={value}" for name, value in macros(shape).items()]
     compiler = _version(nvrtc)
     sources = _sources(root)
@@ -274,6 +275,10 @@ _OPTIONS = (
     "--ftz=true",  # fp32 below 1e-38 is zero: else each exponential takes three instructions more
     "--ptxas-options=-v",
 )
+_OPTIONS_WITH_FAULTS = ("--Ofast-compile=min",)
+"""The loops that faults add to an actor's loop take NVRTC 13.0 minutes, if all is optimised. So it
+inlines less, and says that registers stay where they are and products wait for each other (C7504,
+C7520): such a kernel is right and slow, and nobody measures it."""
 
 
 def macros(shape: KernelShape) -> dict[str, str]:

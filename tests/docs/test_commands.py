@@ -45,8 +45,8 @@ EXCUSED = {
     "python -m moeos.bench.report docs/benchmarks/evaluation/evaluation-cuda-4.json "
     "--document docs/evaluation.md": "needs the results of GPUs",
     "pip install '.[cuda]'": "installs, for a GPU",
-    "torchrun --nproc-per-node 2 -m tests.gpu.multi": "needs two GPUs",
-    "torchrun --nproc-per-node 2 -m moeos.cli trace configs/qwen3-30b-a3b.toml "
+    "mpirun -n 4 python -m tests.gpu.multi": "needs four GPUs",
+    "torchrun --nproc-per-node 4 -m moeos.cli trace configs/qwen3-30b-a3b.toml "
     "--backend cuda --tokens 2048": "needs two GPUs",
 }
 """Commands that do not run here, and why."""

@@ -226,21 +226,6 @@ class BrokenSource:
 
 
 FAULTS = {
-    "a part begins with its first stage": BrokenSource(
-        "kernels/sm90/block.cuh",
-        {
-            "if (++filled_ == kStages) {": "if (++filled_ == 1) {",
-            "if (filled_ < kStages) {": "if (filled_ < 1) {",
-        },
-        "one processor, tiles of one expert",
-        60,
-    ),
-    "a part of one tile in place of another's": BrokenSource(
-        "runtime/scheduler.hpp",
-        {"batch.next + turn % batch.together": "batch.next"},
-        "one processor, tiles of one expert",
-        6,
-    ),
     "all boxes of a segment in one place": BrokenSource(
         "kernels/sm90/products.cuh",
         {"box.place = place + before * kSwizzleBytes;": "box.place = place;"},
