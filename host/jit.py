@@ -106,6 +106,11 @@ class KernelShape:
         if self.processors < 1:
             raise ValueError(f"processors is {self.processors}; a rank needs at least 1")
 
+    @property
+    def couriers(self) -> int:
+        """Couriers of each rank: every processor's block has one."""
+        return self.processors
+
     @functools.cached_property
     def sizes(self) -> _twin.Sizes:
         """Buffers and bounds of one rank, as the runtime derives them.
@@ -124,7 +129,7 @@ class KernelShape:
             self.world_size,
             self.processors,
             tiles,
-            couriers=self.processors,
+            couriers=self.couriers,
             remote=self.transport != "none",
             trace_events=self.trace_events,
         )
@@ -212,7 +217,6 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     root = include_root()
     unit = _unit()
     options = [f"--gpu-architecture={shape.arch}", *_OPTIONS]
-    options += _OPTIONS_WITH_FAULTS if shape.faults else ()
     options += [f"-DMOEOS_{name}={value}" for name, value in macros(shape).items()]
     compiler = _version(nvrtc)
     sources = _sources(root)
@@ -275,10 +279,6 @@ _OPTIONS = (
     "--ftz=true",  # fp32 below 1e-38 is zero: else each exponential takes three instructions more
     "--ptxas-options=-v",
 )
-_OPTIONS_WITH_FAULTS = ("--Ofast-compile=min",)
-"""The loops that faults add to an actor's loop take NVRTC 13.0 minutes, if all is optimised. So it
-inlines less, and says that registers stay where they are and products wait for each other (C7504,
-C7520): such a kernel is right and slow, and nobody measures it."""
 
 
 def macros(shape: KernelShape) -> dict[str, str]:

@@ -34,11 +34,9 @@ class Courier {
       return false;
     }
     // Relaxed: a ticket publishes nothing, and who takes it has acquired the whole list.
-    P::sync_lanes();
-    const u32 mine = P::lane() == 0 ? P::template add_relaxed<Scope::device>(
-                                          &state_.dispatch_parts_taken.value, 1U)
-                                    : 0;
-    const u32 part = P::broadcast(mine, 0);
+    const u32 part = by_one_lane<P>([this] {
+      return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_taken.value, 1U);
+    });
     over_ = part >= parts_ || !fetch(part, word, task) ||
             !hold_back(rank_, call_, stage_of(TaskKind::dispatch));
     return !over_;
@@ -48,16 +46,17 @@ class Courier {
   bool over() const { return over_; }
 
   /// Announces the chunk of a part, whose rows this warp has brought to where they go, if all of
-  /// the chunk's other parts have been; true to the first lane if so.
+  /// the chunk's other parts have been; true if so.
   bool complete(const Task& task, ReadyWord word, u64 busy_ns) {
-    P::sync_lanes();
-    bool announced = false;
+    const Geometry& geometry = rank_.geometry();
+    const u32 rows_sent = rank_.memory.rows_sent(task.peer);
+    const u32 chunk = rows_in_part(geometry, rows_sent, task, word.part()).chunk;
+    const bool announced =
+        completes<P>(&rank_.memory.chunk_parts_done[u64{task.peer} * geometry.chunks() + chunk],
+                     ceil_div(rows_in_chunk(geometry, rows_sent, chunk), task.rows));
     if (P::lane() == 0) {
       ++tally_.tasks[static_cast<u32>(TaskKind::dispatch)];
       tally_.busy_ns[static_cast<u32>(TaskKind::dispatch)] += busy_ns;
-      const u32 rows_sent = rank_.memory.rows_sent(task.peer);
-      const u32 chunk = rows_in_part(rank_.geometry(), rows_sent, task, word.part()).chunk;
-      announced = last_part(task, chunk, rows_in_chunk(rank_.geometry(), rows_sent, chunk));
       if (announced) {
         send_chunk(rank_, call_, task, word, chunk, tally_);
       }
@@ -82,23 +81,6 @@ class Courier {
     // a fence costs more than the look.
     P::template acquire_fence<Scope::device>();
     parts_ = routed - 1;
-    return true;
-  }
-
-  /// Counts a part of a chunk; true for the one that completes it. One lane.
-  bool last_part(const Task& task, u32 chunk, u32 rows) {
-    const u32 parts = ceil_div(rows, task.rows);
-    if (parts == 1) {
-      return true;
-    }
-    u32* done = &rank_.memory.chunk_parts_done[u64{task.peer} * rank_.geometry().chunks() + chunk];
-    // Acquire-release: publishes this part's rows, and gives the last part all others' before it
-    // announces them.
-    if (P::template add_acquire_release<Scope::device>(done, 1U) + 1 != parts) {
-      return false;
-    }
-    // For the next call. Relaxed: nobody counts this chunk again in this one.
-    P::template store_relaxed<Scope::device>(done, 0U);
     return true;
   }
 

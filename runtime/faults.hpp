@@ -2,8 +2,8 @@
 //
 // Nothing is compiled on a machine without P::has_faults(). Every wait here ends at its time, or
 // when the call has failed, which the scheduler's Watch sees to: a fault that lasts longer than the
-// deadline is noticed as any other silence. The loops over a plan's entries are not unrolled: NVRTC
-// would compile the kernel for minutes. May not know: how a plan came here; what a part computes.
+// deadline is noticed as any other silence. The loops over a plan's entries are not unrolled: there
+// is no use in more code. May not know: how a plan came here; what a part computes.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -29,7 +29,7 @@ template <Platform P>
 bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
   bool go = true;
   if constexpr (P::has_faults()) {
-    FaultPlan& plan = rank.memory.faults();
+    FaultPlan& plan = *rank.memory.faults;
 #pragma unroll 1
     for (u32 i = 0; i < plan.holds; ++i) {
       Hold& hold = plan.hold[i];
@@ -81,7 +81,7 @@ u64 bytes_to(const Rank<P>& rank, const Task& task, u32 part, u32 peer) {
 template <Platform P>
 void wait_for_links(const Rank<P>& rank, const Call& call, const Task& task, u32 part) {
   if constexpr (P::has_faults()) {
-    FaultPlan& plan = rank.memory.faults();
+    FaultPlan& plan = *rank.memory.faults;
 #pragma unroll 1
     for (u32 i = 0; i < plan.links; ++i) {
       SlowLink& link = plan.link[i];
@@ -125,7 +125,7 @@ template <Platform P>
 class Pace<P, true> {
  public:
   Pace(const Rank<P>& rank, u32 index) {
-    FaultPlan& plan = rank.memory.faults();
+    FaultPlan& plan = *rank.memory.faults;
 #pragma unroll 1
     for (u32 i = 0; i < plan.processors; ++i) {
       if (plan.processor[i].index == index) {

@@ -1,10 +1,11 @@
 // How a descriptor reaches the scheduler: one mailbox a task kind, one reader in order.
 //
-// A kind with one writer (Gemm0) has its slots numbered by that writer; those
-// of Gemm1, which any processor may post, and of Combine, which several warps of the OS block do,
-// are given out by ticket. The reader consumes slots in order and recognises a filled one by its
-// epoch. Slots are never reused within a call, so there is nothing to acknowledge. May not know:
-// what a task does.
+// A kind with one writer (Gemm0) has its slots numbered by that writer; those of Gemm1, which any
+// processor may post, and of Combine, which several warps of the OS block do, are given out by
+// ticket. The reader consumes slots in order and recognises a filled one by its epoch. Slots are
+// never reused within a call, so there is nothing to acknowledge. Route and Dispatch have no
+// mailbox: processors and couriers find their parts without the scheduler. May not know: what a
+// task does.
 #pragma once
 
 #include "runtime/base.hpp"

@@ -74,15 +74,11 @@ inline constexpr u32 kReturnsSubscribersMax = 4;
 /// arrays.
 class RankMemory {
  public:
-  static u64 bytes(const Geometry& geometry) { return faults_at(geometry) + sizeof(FaultPlan); }
+  static u64 bytes(const Geometry& geometry) { return RankMemory(geometry, nullptr).bytes_; }
 
   /// `geometry` must outlive this object.
   RankMemory(const Geometry& geometry, u8* base) : geometry_(geometry) { lay_out(base); }
 
-  /// Behind everything else; all zeros in a world without faults.
-  FaultPlan& faults() const {
-    return *reinterpret_cast<FaultPlan*>(reinterpret_cast<u8*>(epoch) + faults_at(geometry_.get()));
-  }
   /// 1: an actor of this rank has written its failure.
   u32* failure_claimed() const { return epoch + 1; }
   /// 1: somebody puts it to the remote peers.
@@ -168,20 +164,17 @@ class RankMemory {
   u32* trace_counts =
       nullptr;  // [processor, courier or actor of the OS block]: events, noted or not
   TraceEvent* trace_events = nullptr;  // [the same][event]
+  FaultPlan* faults = nullptr;         // all zeros in a world without faults
 
  private:
   static constexpr u32 kOutboxHead = 3;  // lines before the requests
-
-  static u64 faults_at(const Geometry& geometry) {
-    return RankMemory(geometry, nullptr).lay_out(nullptr);
-  }
 
   u32& outbox_line(u32 peer, u32 line) const {
     return outboxes[u64{peer} * outbox_lines_ + line].value;
   }
 
-  /// Places the arrays one behind the other; returns how many bytes they take.
-  u64 lay_out(u8* base) {
+  /// Places the arrays one behind the other.
+  void lay_out(u8* base) {
     const Geometry& geometry = geometry_.get();
     u64 offset = 0;
     const auto take = [&offset, base]<class T>(T*& array, u64 count) {
@@ -228,7 +221,8 @@ class RankMemory {
       take(trace_counts, geometry.trace_actors());
       take(trace_events, u64{geometry.trace_actors()} * geometry.trace_events);
     }
-    return offset;
+    take(faults, 1);
+    bytes_ = offset;
   }
 
   u32 tasks_of(TaskKind kind) const {
@@ -245,6 +239,7 @@ class RankMemory {
   }
 
   GeometryOf geometry_;
+  u64 bytes_ = 0;
   u32 outbox_lines_ = 0;  // of one peer's
   u64* mailbox_words_[kTaskKinds];
   u32 mailbox_capacities_[kTaskKinds];

@@ -187,13 +187,7 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
 template <Platform P, class Actor, class Step>
 void run_watcher(const Rank<P>& rank, const Call& call, Actor& actor, u32 inquiry, Step step) {
   u32 idle = 0;
-  const auto over = [&] {
-    // Relaxed, as in Processor::claim.
-    return P::template load_relaxed<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) !=
-               0 ||
-           rank.leaving(call.epoch);
-  };
-  while (!agreed<P>(over())) {
+  while (!must_leave(rank, call)) {
     const bool progress = step();
     answer_inquiry(rank, call, actor, inquiry);
     progress ? P::rest(idle) : P::pause(idle);

@@ -1,8 +1,8 @@
 // Algorithm 4: the actor that runs parts of tasks, and what follows from a part's end.
 //
 // claim() takes the next part from the ready ring; combine() and finish_routing() run what the
-// runtime knows how to do; complete() makes a part's effects visible: a chunk's flag, the next GEMM
-// of a tile, credits to owners. A machine with one warp a processor runs them in turn
+// runtime knows how to do; complete() makes a part's effects visible: the next GEMM of a tile,
+// credits to owners. A machine with one warp a processor runs them in turn
 // (run_processor); on the GPU a fetch warp claims ahead while other warps compute. A part never
 // waits for another task: it was posted because its inputs are here. May not know: arithmetic,
 // element types.
@@ -40,7 +40,7 @@ class Processor : Pace<P> {
   template <class Beside>
   bool claim(ReadyWord& word, Beside beside) {
     // Relaxed: a ticket publishes nothing; the slot does.
-    const u32 ticket = by_one_lane(
+    const u32 ticket = by_one_lane<P>(
         [this] { return P::template add_relaxed<Scope::device>(&state_.ring_claimed.value, 1U); });
     MOEOS_CHECK(ticket < rank_.memory.ring_slots());
     if (ticket < route_parts(rank_.geometry(), call_)) {
@@ -62,7 +62,7 @@ class Processor : Pace<P> {
   bool count_route_part(const Task& task) {
     Pace<P>::slow_down(rank_, call_);
     // Acquire-release: publishes this block's routing, and gives the last part every block's.
-    return by_one_lane([this] {
+    return by_one_lane<P>([this] {
              return P::template add_acquire_release<Scope::device>(&state_.route_parts_done.value,
                                                                    1U);
            }) + 1 ==
@@ -103,12 +103,12 @@ class Processor : Pace<P> {
     }
     switch (task.kind) {
       case TaskKind::gemm0:
-        if (last_part(rank_.memory.gemm0_parts_done, task) && P::lane() == 0) {
+        if (completes<P>(&rank_.memory.gemm0_parts_done[task.tile], task.parts) && P::lane() == 0) {
           post_gemm1(task, word.task());
         }
         break;
       case TaskKind::gemm1:
-        if (last_part(rank_.memory.gemm1_parts_done, task) && P::lane() == 0) {
+        if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts) && P::lane() == 0) {
           const u32 returned = return_rows(rank_, call_, task, word, tally_);
           tally_.padding_rows += task.padded_rows - task.rows;
           // Relaxed: the scheduler compares a number; the rows themselves were published to their
@@ -119,12 +119,12 @@ class Processor : Pace<P> {
       case TaskKind::combine:
         if (task.rows == 0) {
           // Publishes token_rows of a block to the returns subscriber.
-          by_one_lane([this] {
+          by_one_lane<P>([this] {
             return P::template add_release<Scope::device>(&state_.token_rows_known.value, 1U);
           });
         }
         // Relaxed: the scheduler compares a number; the end of the call publishes the output.
-        by_one_lane([&] {
+        by_one_lane<P>([&] {
           return P::template add_relaxed<Scope::device>(&state_.tokens_combined.value, combined);
         });
         break;
@@ -155,9 +155,7 @@ class Processor : Pace<P> {
                        word.sealed());
         return false;
       }
-      // Relaxed: the word alone says that the call is over (Scheduler::interrupt).
-      if (agreed<P>(P::template load_relaxed<Scope::device>(&state_.interrupt.value) != 0 ||
-                    rank_.leaving(call_.epoch))) {
+      if (must_leave(rank_, call_)) {
         return false;
       }
       if (beside()) {
@@ -181,37 +179,12 @@ class Processor : Pace<P> {
     }
   }
 
-  /// Counts a part of a tile; true for the one that completes it.
-  bool last_part(u32* parts_done, const Task& task) {
-    // Acquire-release: publishes this part's columns, and gives the last part all others' before it
-    // announces them.
-    u32* done = &parts_done[task.tile];
-    if (by_one_lane([done] { return P::template add_acquire_release<Scope::device>(done, 1U); }) +
-            1 !=
-        task.parts) {
-      return false;
-    }
-    // For the next call. Relaxed: nobody counts this tile again in this one.
-    P::template store_relaxed<Scope::device>(done, 0U);
-    return true;
-  }
-
   void post_gemm1(const Task& gemm0, u32 index) {
     const u32 next = rank_.memory.first_task(TaskKind::gemm1) +
                      (index - rank_.memory.first_task(TaskKind::gemm0));
     const u32 parts = rank_.geometry().gemm1_parts_of(gemm0.padded_rows);
     make_gemm1(rank_.memory.tasks[next], gemm0, parts);
     moeos::post_gemm1(rank_, call_, next, parts);
-  }
-
-  /// An atomic done once for the warp, after everything its lanes did before, and before anything
-  /// they do after.
-  template <class Atomic>
-  static u32 by_one_lane(Atomic atomic) {
-    P::sync_lanes();
-    const u32 before = P::lane() == 0 ? atomic() : 0;
-    P::sync_lanes();
-    return P::broadcast(before, 0);
   }
 
   const Rank<P>& rank_;

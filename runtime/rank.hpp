@@ -8,6 +8,7 @@
 #include "runtime/layout.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/platform/concept.hpp"
+#include "runtime/team.hpp"
 #include "runtime/watchdog.hpp"
 
 namespace moeos {
@@ -36,6 +37,15 @@ struct Rank {
     raise_everywhere(platform, layout, heap, memory.failure_claimed(), failure);
   }
 };
+
+/// Whether a call is over for who waits in it: all is done, or it has failed. One warp.
+template <Platform P>
+bool must_leave(const Rank<P>& rank, const Call& call) {
+  // Relaxed: the words alone say so (Scheduler::interrupt, raise_word).
+  return agreed<P>(
+      P::template load_relaxed<Scope::device>(&rank.memory.call(call.epoch).interrupt.value) != 0 ||
+      rank.leaving(call.epoch));
+}
 
 /// A failure of this rank's actor in this call, to be filled in by the caller.
 template <Platform P>

@@ -89,9 +89,9 @@ void send_counts(const Rank<P>& rank, const Call& call, Team team) {
 /// The order of the Dispatch tasks: rows of groups of chunks, in each row one group for every peer
 /// whose turn it is, the next rank first and this one last.
 ///
-/// A link to a peer is full when few processors send, and in the beginning all of them do, since
-/// there is nothing else: so at first the peers' turns are rare, or most processors would wait for
-/// the links while this rank's own rows could be computed. Later all have a turn in each row, so
+/// A link to a peer is full when few couriers send, and in the beginning all of them do: so at
+/// first the peers' turns are rare, or most couriers would wait for the links while this rank's own
+/// rows, which processors could begin with, are not moved. Later all have a turn in each row, so
 /// that every peer's tiles are complete early.
 struct DispatchOrder {
   static constexpr u32 kRare = 8;  // rows between two turns of a peer, in the beginning

@@ -172,6 +172,8 @@ class ArrivalsSubscriber {
   /// The same when all counts are here: then nobody is late, and what is missing is under way. A
   /// tile that is split reads its weights twice, which costs as much as a long wait.
   static constexpr u64 kPatienceUnderWayNs = 200'000;
+  /// And never more than such a share of the deadline: one expert after the other is packed so.
+  static constexpr u32 kPatiencesOfDeadline = 32;
   /// Then one expert's are. Each time that processors have nothing to do again and nothing has
   /// arrived, so many times as many: a rank that is that late is not about to fill a tile.
   static constexpr u32 kPackGrowth = 4;
@@ -316,7 +318,7 @@ class ArrivalsSubscriber {
     }
     // Packing counts as progress, so it must not go on for long beside a deadline: other ranks wait
     // for news of us as long as theirs and a little more (CountsSubscriber::answer).
-    const u64 under_way = minimum(kPatienceUnderWayNs, rank_.deadline_ns / 32);
+    const u64 under_way = minimum(kPatienceUnderWayNs, rank_.deadline_ns / kPatiencesOfDeadline);
     if (now - starving_since_ < (everyone_counted() ? under_way : kPatienceNs)) {
       return false;
     }

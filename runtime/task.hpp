@@ -2,7 +2,7 @@
 //
 // A descriptor is one cache line, written once by whoever learns that the work is possible and read
 // by the processors that run its parts (thesis section 5.2, Figure 5.1). A part is one N-tile of a
-// GEMM, one chunk of a Dispatch, one token block of a Route. May not know: how a task is computed;
+// GEMM, some rows of a Dispatch, one token block of a Route. May not know: how a task is computed;
 // addresses.
 #pragma once
 
@@ -12,14 +12,15 @@
 
 namespace moeos {
 
-/// In the order in which the scheduler prefers them.
+/// Those that the scheduler publishes in the order in which it prefers them.
 enum class TaskKind : u8 {
   route,  ///< logits, top-k, weights of a block of tokens; first, because every rank waits for our
           ///< counts
   combine,   ///< weighted sum of the tokens whose rows are all back
   gemm1,     ///< second GEMM of a row tile, written into the owners' combine cells
   gemm0,     ///< first GEMM and activation of a row tile
-  dispatch,  ///< one chunk of rows to the rank that owns the experts
+  dispatch,  ///< some chunks of rows to the rank that owns their experts; couriers take its parts
+             ///< from a list of their own (courier.hpp)
 };
 inline constexpr u32 kTaskKinds = 5;
 

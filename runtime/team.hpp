@@ -1,4 +1,5 @@
-// Who decides together: the lanes of a warp, and the warps of a processor that share one part.
+// Who decides together: the lanes of a warp, the warps of a processor that share one part, and the
+// actors that run the parts of one whole.
 //
 // May not know: what they do.
 #pragma once
@@ -15,6 +16,36 @@ namespace moeos {
 template <Platform P, class T>
 T agreed(T seen) {
   return P::broadcast(seen, 0);
+}
+
+/// An atomic done once for the warp, after everything that its lanes did before, and before
+/// anything that they do after. Returns what it returned.
+template <Platform P, class Atomic>
+u32 by_one_lane(Atomic atomic) {
+  P::sync_lanes();
+  const u32 before = P::lane() == 0 ? atomic() : 0;
+  P::sync_lanes();
+  return P::broadcast(before, 0);
+}
+
+/// Counts one of the `parts` parts of a whole (a tile, a chunk) in its counter, which is zero
+/// before the first; true for the one that completes it, who sees what the others wrote. One warp.
+template <Platform P>
+bool completes(u32* done, u32 parts) {
+  if (parts == 1) {
+    P::sync_lanes();
+    return true;
+  }
+  // Acquire-release: publishes this part, and gives the last one all others before it announces
+  // them.
+  if (by_one_lane<P>([done] { return P::template add_acquire_release<Scope::device>(done, 1U); }) +
+          1 !=
+      parts) {
+    return false;
+  }
+  // For the next call. Relaxed: nobody counts a part of this whole again in this one.
+  P::template store_relaxed<Scope::device>(done, 0U);
+  return true;
 }
 
 /// One of the warps that share a part.

@@ -114,7 +114,7 @@ def stats_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelSh
     )
     return counters.read(
         rank,
-        records("tallies", counters.TALLY, 2 * shape.processors),
+        records("tallies", counters.TALLY, shape.processors + shape.couriers),
         shape.processors,
         records("record", counters.RECORD, 1),
         records("peer_records", counters.PEER, shape.world_size),
@@ -126,14 +126,14 @@ def stats_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelSh
 
 def trace_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> RankTrace:
     """What a rank's actors noted of the last call. Waits for the current stream."""
-    actors = 2 * shape.processors + len(OS_ACTORS)
+    actors = shape.processors + shape.couriers + len(OS_ACTORS)
     at, size = offsets["trace_events"], actors * shape.trace_events * EVENT.itemsize
     events = memory[at : at + size].cpu().numpy().view(EVENT).reshape(actors, shape.trace_events)
     counts = _words(memory, offsets["trace_counts"], actors).cpu().numpy().view(numpy.uint32)
     starts = _starts(memory, offsets["receive_start"], shape)
     received = starts.diff(dim=1).numpy()
     chunk_rows = shape.sizes.chunk_rows
-    return tracing.read(rank, counts, events, received, chunk_rows, couriers=shape.processors)
+    return tracing.read(rank, counts, events, received, chunk_rows, couriers=shape.couriers)
 
 
 def _starts(memory: Tensor, offset: int, shape: KernelShape) -> Tensor:

@@ -109,6 +109,8 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
     ):
         raise ValueError(f"an event of rank {rank} names what the world does not have")
     dispatches = parts[parts["kind"] == TASK_KINDS.index("dispatch")]
-    if len(others) != len(dispatches):
+    # Of a chunk's parts, that one has its rows which is complete last.
+    announced = not len(dispatches) or bool(dispatches["rows"].any()) or any(trace.dropped)
+    if len(others) != len(dispatches) or not announced:
         raise ValueError(f"an event of rank {rank} is of an older runtime")
     return trace

@@ -3,7 +3,7 @@
 //
 // Links are slow and far: what keeps them busy is that every block has a few copies under way all
 // the time. A parcel is what one buffer holds: some rows, or a piece of one. Loads run ahead of
-// stores, across the parcels of a chunk. May not know: flags; who else uses the block.
+// stores, across the parcels of a part of Dispatch. May not know: flags; who else uses the block.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -24,7 +24,7 @@ inline constexpr u32 kParcelBytes =
 static_assert(kParcelRows * kParcelBytes <= Parcels::kBufferBytes);
 static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
 
-/// Copies chunks through the block's parcels. Every function by the whole warp; each lane copies
+/// Copies rows through the block's parcels. Every function by the whole warp; each lane copies
 /// its own row's share of a parcel.
 class ParcelLine {
  public:
@@ -37,7 +37,7 @@ class ParcelLine {
     for (u32 next = 0; next < parcels + kAhead; ++next) {
       if (next < parcels) {
         // This buffer's parcel before was stored kBuffers - kAhead stores ago, of which the last
-        // may still be read; of the chunk before, nothing is.
+        // may still be read; of the copy before, nothing is.
         wait_until_read<kBuffers - kAhead - 1>();
         __syncwarp();
         load(part_of(next, rows), source);
@@ -127,11 +127,8 @@ inline void run_courier(const RankArguments& arguments, const Rank<Machine>& ran
   u32 idle = 0;
   while (!courier.over()) {
     if (!courier.take(word, task)) {
-      // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher). Relaxed: the words
-      // alone say that the call is over.
-      if (agreed<Machine>(Machine::load_relaxed<Scope::device>(
-                              &rank.memory.call(call.epoch).interrupt.value) != 0 ||
-                          rank.leaving(call.epoch))) {
+      // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher).
+      if (must_leave(rank, call)) {
         return;
       }
       Machine::pause(idle);

@@ -3,9 +3,10 @@
 //
 // Each warpgroup has multiplied half of the depth. The halves are added up in shared memory, some
 // tokens at a time, from where eight lanes take a token's logits: a lane has every eighth expert.
-// More lanes a token would be idle in a full block, fewer have more code to run, which a call does
-// once on each processor, when no instruction of it is near. Scores and top-k are loops over
-// registers with shuffles among the eight. Ties go to the lower expert. May not know: slots, flags.
+// Scores and top-k are loops over registers with shuffles among the eight. More lanes would need
+// more shuffles for each choice and take fewer tokens at once; fewer lanes have longer unrolled
+// loops, which a processor runs once a call and so waits for as instructions. Ties go to the lower
+// expert. May not know: slots, flags.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -93,8 +94,8 @@ inline Best best_of_lanes(Best best) {
 class Token {
  public:
   /// Chooses the experts of `token`, whose logits logit_of(expert) has; false when they are not
-  /// finite. The lanes write, unless
-  /// they lie beyond the last token (`exists` false) and only take part in the warp's shuffles.
+  /// finite. The lanes write, unless they lie beyond the last token (`exists` false) and only take
+  /// part in the warp's shuffles.
   template <class LogitOf>
   static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
                      u32 token, bool exists) {

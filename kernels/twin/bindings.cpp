@@ -115,7 +115,7 @@ nb::dict offsets_of(const Sizes& sizes) {
   offsets["receive_start"] = offset(memory.receive_start);
   offsets["trace_counts"] = offset(memory.trace_counts);
   offsets["trace_events"] = offset(memory.trace_events);
-  offsets["faults"] = RankMemory::bytes(sizes.geometry) - sizeof(FaultPlan);
+  offsets["faults"] = offset(memory.faults);
   return offsets;
 }
 

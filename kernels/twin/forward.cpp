@@ -72,7 +72,7 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
             rank,
             settings.deadline_ns} {
   *rank_.memory.epoch = 1;
-  rank_.memory.faults() = settings.faults;
+  *rank_.memory.faults = settings.faults;
   for (u32 i = 0; i < geometry.processors; ++i) {
     scratch_.push_back(std::make_unique<Scratch>(geometry, shape));
   }
@@ -152,7 +152,7 @@ void TwinRank::reset(const FaultPlan& faults) {
   std::memset(own_memory_.get(), 0, RankMemory::bytes(rank_.geometry()));
   std::memset(os_memory_.get(), 0, OsMemory::bytes(rank_.geometry()));
   *rank_.memory.epoch = 1;
-  rank_.memory.faults() = faults;
+  *rank_.memory.faults = faults;
 }
 
 std::vector<u32> TwinRank::rows_sent() const {

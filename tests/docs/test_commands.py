@@ -47,7 +47,7 @@ EXCUSED = {
     "pip install '.[cuda]'": "installs, for a GPU",
     "mpirun -n 4 python -m tests.gpu.multi": "needs four GPUs",
     "torchrun --nproc-per-node 4 -m moeos.cli trace configs/qwen3-30b-a3b.toml "
-    "--backend cuda --tokens 2048": "needs two GPUs",
+    "--backend cuda --tokens 2048": "needs four GPUs",
 }
 """Commands that do not run here, and why."""
 

@@ -28,12 +28,6 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 
 using std::isfinite;
 
-inline unsigned __float_as_uint(float value) {
-  unsigned bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
 inline float __uint_as_float(unsigned bits) {
   float value;
   std::memcpy(&value, &bits, 4);
@@ -79,14 +73,6 @@ inline unsigned __match_any_sync(unsigned, unsigned value) {
     bits |= (values[i] == value ? 1U : 0U) << i;
   }
   return bits;
-}
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
-  const auto* values = emulator::exchange("a reduction", value);
-  return static_cast<unsigned>(*std::max_element(values, values + emulator::kLanes));
-}
-inline unsigned __reduce_min_sync(unsigned, unsigned value) {
-  const auto* values = emulator::exchange("a reduction", value);
-  return static_cast<unsigned>(*std::min_element(values, values + emulator::kLanes));
 }
 inline unsigned atomicMin(unsigned* word, unsigned value) {
   const unsigned before = *word;

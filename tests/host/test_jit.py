@@ -74,9 +74,13 @@ def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
         assert (name in made.cubin) == (transport == "nvshmem")
 
 
-def test_a_kernel_with_faults_is_another(compiled: Kernel, tmp_path: Path) -> None:
+def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
+    compiled: Kernel, tmp_path: Path
+) -> None:
+    """A function that the faults made too long to be inlined would have a stack."""
     made = compile_kernel(dataclasses.replace(shape(), transport="mapped", faults=True), tmp_path)
-    assert compiled.report.keeps_registers
+    assert made.report.keeps_registers
+    assert made.report.wgmma_instructions == compiled.report.wgmma_instructions
     assert (b"WithFaults" in made.cubin, b"WithFaults" in compiled.cubin) == (True, False)
 
 

@@ -417,6 +417,7 @@ def test_a_saved_call_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
 
 _OTHERS = [event("route", 0, 1), event("route", 0, 1), event("returns", 0, 1)]
 OLD_COMBINE = [event("combine", 0, 1, peer=1), *_OTHERS]
+OLD_DISPATCH = [event("dispatch", 0, 1, peer=1), *_OTHERS]
 
 
 @pytest.mark.parametrize(
@@ -431,6 +432,7 @@ OLD_COMBINE = [event("combine", 0, 1, peer=1), *_OTHERS]
         ({"received_1": numpy.array([[], []])}, "rank 1 received are not those of 2 ranks"),
         ({"events_1": numpy.full(4, 7, numpy.uint8).repeat(64).view(EVENT)}, "rank 1 names what"),
         ({"events_1": numpy.array(OLD_COMBINE, EVENT)}, "rank 1 is of an older runtime"),
+        ({"events_1": numpy.array(OLD_DISPATCH, EVENT)}, "rank 1 is of an older runtime"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -4,7 +4,8 @@
  *
  *   route            counts to every peer, zeros too            routing_finish.hpp send_counts
  *   deliver_count    a count word, stored relaxed, is seen      packet.hpp send_count
- *   write_rows       rows of a chunk into the owner's cell      processor.hpp copy_chunk
+ *   write_rows       rows of a chunk into the owner's cell      processor.hpp copy_rows,
+ *                                                              kernels/sm90/courier.cuh copy_part
  *   send_flag        the chunk's flag, released                 packet.hpp send_chunk
  *   decode           counts of a source, bound on rows          subscriber.hpp CountsSubscriber
  *   take_chunk       flag of a chunk, acquired; its tiles       subscriber.hpp ArrivalsSubscriber
