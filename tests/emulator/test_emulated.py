@@ -52,7 +52,8 @@ def _layer(ranks: int, processors: int, calls: int, **changes: object) -> Emulat
 
 
 LAYERS = {
-    "one processor, tiles of one expert": _layer(1, 1, 4, max_tokens=560, experts=4),
+    # Long parts, so that several tiles of an expert are ready together.
+    "one processor, tiles of one expert": _layer(1, 1, 2, max_tokens=560, experts=4, hidden=1024),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
     "long rows": _layer(2, 2, 4, hidden=2048, intermediate=64, experts=4, max_tokens=60),
     "eight ranks, capacity": _layer(
@@ -230,6 +231,12 @@ FAULTS = {
         "kernels/sm90/products.cuh",
         {"box.place = place + before * kSwizzleBytes;": "box.place = place;"},
         "two ranks, odd sizes, biases",
+        6,
+    ),
+    "a part of one tile in place of another's": BrokenSource(
+        "runtime/scheduler.hpp",
+        {"batch.next + turn % batch.together": "batch.next"},
+        "one processor, tiles of one expert",
         6,
     ),
     "each lane decides for itself": BrokenSource(
