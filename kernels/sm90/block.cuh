@@ -7,11 +7,11 @@
 //   warps 4-11   two consumer warpgroups: products and their results' way to memory, Route and the
 //                sums of Combine
 //
-// A part passes through its slot: full (fetched), begun (its first round of stages is known), done
-// (its results are in memory), empty. What is loaded passes through the stages, in the order of
-// parts; each consumer warp turns its results into rows in memory of its own. The consumers wait
-// for `begun` before they look at a stage: a barrier's parity tells a phase from the one before it,
-// but not from an older one. May not know: what an epilogue computes.
+// A part passes through its slot: full (fetched), done (its loads have begun and its results are in
+// memory), empty. What is loaded passes through the stages, in the order of parts; each consumer
+// warp turns its results into rows in memory of its own. Every consumer warp follows every stage,
+// also those that it has no use for: a barrier's parity tells a phase from the one before it, but
+// not from an older one. May not know: what an epilogue computes.
 #pragma once
 
 #include "kernels/sm90/config.cuh"
@@ -69,7 +69,6 @@ static_assert(sizeof(Stage) == kWeightsPlace + kTileColumns * kSwizzleBytes);
 struct Slot {
   ReadyWord word;
   u64 begun_ns;
-  RingPosition<kStages> stage;          // the part's first
   u32 combined;                         // Combine: tokens that the part writes
   u32 bad_token;                        // Route: a token with bad logits or bad given ids, or kNone
   u32 last_route;                       // Route: 1 when this part was the call's last one
@@ -126,7 +125,6 @@ struct Shared {
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   Barrier slot_full[kSlots];
-  Barrier slot_begun[kSlots];  // Slot::stage is known; see Loader
   Barrier slot_done[kSlots];   // the part's results are in memory
   Barrier slot_empty[kSlots];  // every warp that reads it is done with it
   alignas(16) u8 rank[sizeof(Rank<Machine>)];
@@ -173,52 +171,41 @@ inline void wait_watched(Shared& shared, Barrier& barrier, u32 parity) {
   }
 }
 
-/// The load warp's place in the stages.
-///
-/// A part has begun when all stages of its first round are free: then whatever was in them has
-/// landed and been used, and who waits for one of them cannot take an earlier part's phase for this
-/// part's. Later rounds follow phases that the part's own readers have seen.
+/// The load warp's place in the stages. A part has begun when its first stage is free.
 class Loader {
  public:
   explicit Loader(Shared& shared) : shared_(shared) {}
 
   void begin_part(u32 slot) {
     slot_ = slot;
-    filled_ = 0;
+    begun_ = false;
   }
   /// One lane, for each stage in turn: waits until it is free.
   void wait() {
     shared_.stage_empty[at_.index].wait(at_.parity ^ 1);
-    if (filled_ == 0) {
-      note_begin();
-    }
-    if (++filled_ == kStages) {
-      shared_.slot_begun[slot_].arrive();
-    }
+    note_begin();
   }
   Stage& stage() const { return shared_.stages[at_.index]; }
   Barrier& full() const { return shared_.stage_full[at_.index]; }
   void advance() { at_.advance(); }
   /// One lane, when all of a part's loads are under way.
   void end_part() {
-    if (filled_ == 0) {
-      note_begin();
-    }
-    if (filled_ < kStages) {
-      shared_.slot_begun[slot_].arrive();
-    }
+    note_begin();
+    shared_.slot_done[slot_].arrive();
   }
 
  private:
   void note_begin() {
-    shared_.slots[slot_].stage = at_;
-    shared_.slots[slot_].begun_ns = Machine::now_ns();
+    if (!begun_) {
+      shared_.slots[slot_].begun_ns = Machine::now_ns();
+      begun_ = true;
+    }
   }
 
   Shared& shared_;
   RingPosition<kStages> at_;
   u32 slot_ = 0;
-  u32 filled_ = 0;  // stages of the part so far; the one lane's alone
+  bool begun_ = false;  // the one lane's alone
 };
 
 /// Shared memory of an OS block: the actors' own state.

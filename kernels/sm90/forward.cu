@@ -224,6 +224,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
                           const Call& call, u32 index, Shared& shared) {
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const u32 group = warp / 4;
+  RingPosition<kStages> stage;
   RingPosition<kSlots> at;
   for (;; at.advance()) {
     shared.slot_full[at.index].wait(at.parity);
@@ -235,8 +236,6 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     }
     const Task& task = shared.tasks[at.index];
     const TaskKind kind = task.kind;
-    shared.slot_begun[at.index].wait(at.parity);
-    RingPosition<kStages> stage = slot.stage;
     if (kind != TaskKind::route || gate_routes(arguments, call, word.part())) {
       stamp_computing(shared, at.index, stage);
     }
@@ -324,8 +323,7 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
     }
     for (u32 i = 0; i < kSlots; ++i) {
       shared.slot_full[i].initialise(Machine::kLanes);
-      shared.slot_begun[i].initialise(1);
-      shared.slot_done[i].initialise(kConsumerWarps);
+      shared.slot_done[i].initialise(1 + kConsumerWarps);  // the load warp, too
       shared.slot_empty[i].initialise((2 + kConsumerWarps) * Machine::kLanes);  // all who read it
     }
     for (Barrier& full : shared.parcels.full) {

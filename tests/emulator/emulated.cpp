@@ -91,7 +91,6 @@ const char* emulated_barriers() {
     return at("stage_full", offsetof(Shared, stage_full), kStages) +
            at("stage_empty", offsetof(Shared, stage_empty), kStages) +
            at("slot_full", offsetof(Shared, slot_full), kSlots) +
-           at("slot_begun", offsetof(Shared, slot_begun), kSlots) +
            at("slot_done", offsetof(Shared, slot_done), kSlots) +
            at("slot_empty", offsetof(Shared, slot_empty), kSlots);
   }();

@@ -52,8 +52,7 @@ def _layer(ranks: int, processors: int, calls: int, **changes: object) -> Emulat
 
 
 LAYERS = {
-    # Long parts, so that several tiles of an expert are ready together.
-    "one processor, tiles of one expert": _layer(1, 1, 2, max_tokens=560, experts=4, hidden=1024),
+    "one processor, tiles of one expert": _layer(1, 1, 4, max_tokens=560, experts=4),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
     "long rows": _layer(2, 2, 4, hidden=2048, intermediate=64, experts=4, max_tokens=60),
     "eight ranks, capacity": _layer(
@@ -112,9 +111,12 @@ def draw_calls(layer: Emulated, seed: int) -> list[Call]:
     ]
 
 
-def run(layer: Emulated, library: Path, weights: Weights, seeds: range) -> None:
+def run(
+    layer: Emulated, library: Path, weights: Weights, seeds: range, plan: FaultPlan | None = None
+) -> None:
     """Makes calls one after the other and compares every output with the reference."""
-    emulated = EmulatedLayer(library, weights, layer.ranks)
+    plans = [] if plan is None else packed(plan, layer)
+    emulated = EmulatedLayer(library, weights, layer.ranks, plans)
     for seed in seeds:
         calls = draw_calls(layer, seed)
         outputs = emulated(calls, seed)
@@ -125,6 +127,14 @@ def run(layer: Emulated, library: Path, weights: Weights, seeds: range) -> None:
                 continue  # a near tie could move others' drops
             error = reference.relative_error(y[sure], weights.expected(call)[sure])
             assert error <= TOLERANCE[layer.cfg.dtype], f"seed {seed}, rank {rank}: error {error}"
+
+
+def packed(plan: FaultPlan, layer: Emulated) -> list[bytes]:
+    """A plan as the kernel of each rank reads it."""
+    return [
+        LayerFaults(plan, rank, 0, layer.processors, pinned=False).packed()
+        for rank in range(layer.ranks)
+    ]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -180,11 +190,7 @@ def with_faults(plan: FaultPlan, library: Path, ends_well: bool) -> None:
     """Makes two calls of two ranks, of which rank 1 is late in the second: too late, or not."""
     layer = LAYERS["two ranks, odd sizes, biases"]
     weights = draw_weights(layer.cfg)
-    plans = [
-        LayerFaults(plan, rank, 0, layer.processors, pinned=False).packed()
-        for rank in range(layer.ranks)
-    ]
-    emulated = EmulatedLayer(library, weights, layer.ranks, plans)
+    emulated = EmulatedLayer(library, weights, layer.ranks, packed(plan, layer))
     calls = [draw_call(layer.cfg, 90, rank) for rank in range(layer.ranks)]
     for seed in range(2):
         outputs = emulated(calls, seed)
@@ -224,6 +230,7 @@ class BrokenSource:
     layer: str
     seeds: int
     report: str | None = None
+    plan: FaultPlan | None = None
 
 
 FAULTS = {
@@ -236,6 +243,14 @@ FAULTS = {
     "a part of one tile in place of another's": BrokenSource(
         "runtime/scheduler.hpp",
         {"batch.next + turn % batch.together": "batch.next"},
+        "one processor, tiles of one expert",
+        6,
+        # Parts take long, so that several tiles of an expert are ready together.
+        plan=FaultPlan(slow_processors=(SlowProcessor(rank=0, processor=0, seconds=2e-4),)),
+    ),
+    "a warp does not follow the stages of others' parts": BrokenSource(
+        "kernels/sm90/forward.cu",
+        {"skip_tile(steps_of(task), shared, stage);": "static_cast<void>(stage);"},
         "one processor, tiles of one expert",
         6,
     ),
@@ -272,6 +287,7 @@ def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
         assert text.count(good) == 1, f"{fault.file} has changed: choose another fault"
         text = text.replace(good, bad)
     broken.write_text(text)
-    library = build(layer.cfg, layer.ranks, layer.processors, tmp_path, tmp_path)
+    faults = fault.plan is not None
+    library = build(layer.cfg, layer.ranks, layer.processors, tmp_path, tmp_path, faults=faults)
     with pytest.raises((EmulatorFault, AssertionError), match=fault.report):
-        run(layer, library, draw_weights(layer.cfg), range(fault.seeds))
+        run(layer, library, draw_weights(layer.cfg), range(fault.seeds), fault.plan)
