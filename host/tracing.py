@@ -43,7 +43,7 @@ class RankTrace:
         rank: whose.
         events: of each actor, in the order in which they were noted: the processors, then
             `OS_ACTORS`. Those of a processor's courier follow its own. Of dtype `EVENT`; times in
-            ns of the device's clock.
+            ns of a clock that all ranks of a host share.
         dropped: [actor] events that found no room.
         received: int64 [P, X] rows that came from each rank for each local expert, which are sent
             in this order, `chunk_rows` at a time.

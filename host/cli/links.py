@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import importlib
 import itertools
 import struct
 from collections.abc import Callable, Sequence
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 
-from moeos import jit
+from moeos import cuda_driver, jit
+from moeos.cuda_driver import ask
 from moeos.device_heap import DeviceHeap
-from moeos.jit import INSTALL
 from moeos.world import World
 
 SECONDS = 1.0
@@ -80,9 +79,9 @@ def try_local_links() -> list[Link]:
 
     Raises `RuntimeError` if a package or a GPU is missing, or a kernel cannot be compiled or run.
     """
-    driver = _driver()
-    _ask(driver.cuInit(0))
-    gpus = [Endpoint(index) for index in range(_ask(driver.cuDeviceGetCount()))]
+    driver = cuda_driver.load()
+    ask(driver.cuInit(0))
+    gpus = [Endpoint(index) for index in range(ask(driver.cuDeviceGetCount()))]
     if not gpus:
         raise RuntimeError("CUDA sees no GPU")
     try:
@@ -186,63 +185,63 @@ class Endpoint:
     def __init__(self, index: int) -> None:
         self.index = index
         self.address = 0
-        driver = self._driver = _driver()
-        self._device = _ask(driver.cuDeviceGet(index))
-        self._context = _ask(driver.cuDevicePrimaryCtxRetain(self._device))
+        driver = self._driver = cuda_driver.load()
+        self._device = ask(driver.cuDeviceGet(index))
+        self._context = ask(driver.cuDevicePrimaryCtxRetain(self._device))
         self._enter()
         attribute = driver.CUdevice_attribute
         capability = "".join(
-            str(_ask(driver.cuDeviceGetAttribute(which, self._device)))
+            str(ask(driver.cuDeviceGetAttribute(which, self._device)))
             for which in (
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
             )
         )
-        self._blocks = _ask(
+        self._blocks = ask(
             driver.cuDeviceGetAttribute(
                 attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, self._device
             )
         )
-        self._module = _ask(driver.cuModuleLoadData(_cubin(f"sm_{capability}")))
+        self._module = ask(driver.cuModuleLoadData(_cubin(f"sm_{capability}")))
         self._kernels = {
-            name: _ask(driver.cuModuleGetFunction(self._module, f"moeos_link_{name}".encode()))
+            name: ask(driver.cuModuleGetFunction(self._module, f"moeos_link_{name}".encode()))
             for name in ("send", "receive", "stream")
         }
         # Two, because a single GPU is at both ends of its link.
         self._streams = [
-            _ask(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            ask(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
             for _ in range(2)
         ]
-        self._events = [_ask(driver.cuEventCreate(0)) for _ in range(2)]
+        self._events = [ask(driver.cuEventCreate(0)) for _ in range(2)]
         self._allocated = 0
 
     def allocate(self) -> None:
         """Gives the GPU memory of its own."""
         self._enter()
-        self.address = self._allocated = int(_ask(self._driver.cuMemAlloc(_MEMORY_BYTES)))
+        self.address = self._allocated = int(ask(self._driver.cuMemAlloc(_MEMORY_BYTES)))
 
     def reach(self, peer: Endpoint) -> str:
         """Maps the peer's memory here; why it cannot be used, or ""."""
         driver = self._driver
         if self is peer:
             return ""
-        if not _ask(driver.cuDeviceCanAccessPeer(self._device, peer._device)):
+        if not ask(driver.cuDeviceCanAccessPeer(self._device, peer._device)):
             return _NO_ACCESS
         atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-        if not _ask(driver.cuDeviceGetP2PAttribute(atomics, self._device, peer._device)):
+        if not ask(driver.cuDeviceGetP2PAttribute(atomics, self._device, peer._device)):
             return _NO_ATOMICS
         self._enter()
         (status,) = driver.cuCtxEnablePeerAccess(peer._context, 0)
         if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
-            _ask((status,))
+            ask((status,))
         return ""
 
     def clear(self) -> None:
         """Makes this GPU's part that of a first round."""
         self._enter()
-        _ask(self._driver.cuMemsetD8(self.address, 0, _CONTROL_BYTES))
-        _ask(self._driver.cuMemsetD8(self.address + _PAYLOAD, 0xFF, PAYLOAD_BYTES))
-        _ask(self._driver.cuCtxSynchronize())
+        ask(self._driver.cuMemsetD8(self.address, 0, _CONTROL_BYTES))
+        ask(self._driver.cuMemsetD8(self.address + _PAYLOAD, 0xFF, PAYLOAD_BYTES))
+        ask(self._driver.cuCtxSynchronize())
 
     def send(self, peer: int, seed: int, seconds: float) -> None:
         """Starts the sender; `peer` is the address of the receiver's part."""
@@ -311,9 +310,9 @@ class Endpoint:
                     (peer + _PAYLOAD, ctypes.c_void_p),
                     (_STREAM_BYTES // _WORD, ctypes.c_uint64),
                 )
-            _ask(driver.cuEventRecord(event, stream))
-        _ask(driver.cuEventSynchronize(self._events[1]))
-        milliseconds = _ask(driver.cuEventElapsedTime(*self._events))
+            ask(driver.cuEventRecord(event, stream))
+        ask(driver.cuEventSynchronize(self._events[1]))
+        milliseconds = ask(driver.cuEventElapsedTime(*self._events))
         return float(_STREAMS * _STREAM_BYTES / milliseconds / 1e6)
 
     def close(self) -> None:
@@ -331,19 +330,19 @@ class Endpoint:
         driver.cuDevicePrimaryCtxRelease(self._device)
 
     def _enter(self) -> None:
-        _ask(self._driver.cuCtxSetCurrent(self._context))
+        ask(self._driver.cuCtxSetCurrent(self._context))
 
     def _report(self, place: int, stream: Any) -> Sequence[int]:
         self._enter()
-        _ask(self._driver.cuStreamSynchronize(stream))
+        ask(self._driver.cuStreamSynchronize(stream))
         report = bytearray(_REPORT.size)
-        _ask(self._driver.cuMemcpyDtoH(report, self.address + place, _REPORT.size))
+        ask(self._driver.cuMemcpyDtoH(report, self.address + place, _REPORT.size))
         return _REPORT.unpack(report)
 
     def _launch(self, name: str, blocks: int, stream: Any, *arguments: tuple[int, Any]) -> None:
         self._enter()
         values, types = zip(*arguments, strict=True)
-        _ask(
+        ask(
             self._driver.cuLaunchKernel(
                 self._kernels[name], blocks, 1, 1, _THREADS, 1, 1, 0, stream, (values, types), 0
             )
@@ -353,17 +352,3 @@ class Endpoint:
 @functools.cache
 def _cubin(arch: str) -> bytes:
     return jit.compile_file(_SOURCE, arch)
-
-
-def _driver() -> Any:
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise RuntimeError(f"cuda-bindings is missing: {INSTALL}") from error
-
-
-def _ask(answer: tuple[Any, ...]) -> Any:
-    """What the driver answers, if its status is success."""
-    if int(answer[0]) != 0:
-        raise RuntimeError(f"CUDA's driver failed: {answer[0].name}")
-    return answer[1] if len(answer) == 2 else None

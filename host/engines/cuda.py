@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy
 import torch
 
-from moeos import jit
+from moeos import cuda_driver, jit
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
+from moeos.cuda_driver import ask
 from moeos.device_heap import DeviceHeap, fill_in_state, finish_puts, forget_state
-from moeos.engines import cuda_records
+from moeos.engines import cuda_clock, cuda_records
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import (
     RECORD_BYTES,
@@ -31,7 +31,7 @@ from moeos.engines.cuda_arguments import (
 from moeos.engines.cuda_peers import Peers
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
-from moeos.jit import INSTALL, Kernel, KernelShape
+from moeos.jit import Kernel, KernelShape
 from moeos.tracing import RankTrace
 from moeos.world import World
 
@@ -136,8 +136,13 @@ class CudaEngine:
         """See `Engine.trace`. Waits for the calls so far."""
         self._world.require_trace()
         torch.cuda.synchronize(self._device)
+        # Ranks of one process share a GPU, and so its clock.
+        behind = 0
+        if not self._world.control.shares_memory:
+            with torch.cuda.device(self._device):
+                behind = cuda_clock.behind_host().nanoseconds
         return cuda_records.trace_of(
-            self._world.rank, self._buffers.memory, self._offsets, self._shape
+            self._world.rank, self._buffers.memory, self._offsets, self._shape, behind
         )
 
     def reset(self) -> None:
@@ -337,10 +342,7 @@ def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
             f"{capability[1]}; kernels are made for {CAPABILITY[0]}.{CAPABILITY[1]} (H100, H200): "
             'use backend "twin"'
         )
-    try:
-        importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise RuntimeError(f"cuda-bindings, which loads kernels, is missing: {INSTALL}") from error
+    cuda_driver.load()
     torch.cuda.init()
     return device
 
@@ -374,17 +376,16 @@ class _LoadedKernel:
         arguments: numpy.ndarray[Any, numpy.dtype[numpy.uint8]],
         by_nvshmem: bool,
     ) -> None:
-        driver = importlib.import_module("cuda.bindings.driver")
-        self._driver = driver
-        self._context = _ask(driver.cuCtxGetCurrent())
-        self._library = _ask(driver.cuLibraryLoadData(kernel.cubin, [], [], 0, [], [], 0))
+        driver = self._driver = cuda_driver.load()
+        self._context = ask(driver.cuCtxGetCurrent())
+        self._library = ask(driver.cuLibraryLoadData(kernel.cubin, [], [], 0, [], [], 0))
         self._by_nvshmem = by_nvshmem
         if by_nvshmem:
             fill_in_state(int(self._library))
-        handle = _ask(driver.cuLibraryGetKernel(self._library, jit.KERNEL.encode()))
-        self._function = _ask(driver.cuKernelGetFunction(handle))
+        handle = ask(driver.cuLibraryGetKernel(self._library, jit.KERNEL.encode()))
+        self._function = ask(driver.cuKernelGetFunction(handle))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _ask(driver.cuFuncSetAttribute(self._function, limit, kernel.report.shared_bytes))
+        ask(driver.cuFuncSetAttribute(self._function, limit, kernel.report.shared_bytes))
         # The driver copies the arguments in the launch, so one place serves all of them.
         self.arguments = arguments
         self._pointers = numpy.array([arguments.ctypes.data], dtype=numpy.uint64)
@@ -404,21 +405,14 @@ class _LoadedKernel:
     def launch(self, stream: int) -> None:
         driver = self._driver
         # The thread's current context may not be set yet: torch does that when it first needs it.
-        _ask(driver.cuCtxSetCurrent(self._context))
+        ask(driver.cuCtxSetCurrent(self._context))
         if stream != self._stream:
             self._launch.hStream = self._stream = stream
-        _ask(driver.cuLaunchKernelEx(self._launch, self._function, self._pointers_at, 0))
+        ask(driver.cuLaunchKernelEx(self._launch, self._function, self._pointers_at, 0))
 
     def unload(self) -> None:
         with contextlib.suppress(RuntimeError):
-            _ask(self._driver.cuCtxSetCurrent(self._context))
+            ask(self._driver.cuCtxSetCurrent(self._context))
             if self._by_nvshmem:
                 forget_state(int(self._library))
-            _ask(self._driver.cuLibraryUnload(self._library))
-
-
-def _ask(answer: tuple[Any, ...]) -> Any:
-    """What the driver answers, if its status is success."""
-    if int(answer[0]) != 0:
-        raise RuntimeError(f"CUDA's driver failed: {answer[0].name}")
-    return answer[1] if len(answer) == 2 else None
+            ask(self._driver.cuLibraryUnload(self._library))

@@ -124,11 +124,18 @@ def stats_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelSh
     )
 
 
-def trace_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> RankTrace:
-    """What a rank's actors noted of the last call. Waits for the current stream."""
+def trace_of(
+    rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelShape, behind: int
+) -> RankTrace:
+    """What a rank's actors noted of the last call. Waits for the current stream.
+
+    `behind`: by how many nanoseconds the GPU's clock is behind the one that times are given by.
+    """
     actors = shape.processors + shape.couriers + len(OS_ACTORS)
     at, size = offsets["trace_events"], actors * shape.trace_events * EVENT.itemsize
     events = memory[at : at + size].cpu().numpy().view(EVENT).reshape(actors, shape.trace_events)
+    for moment in ("begin_ns", "end_ns"):
+        events[moment] += numpy.uint64(behind % (1 << 64))  # modulo 2^64, like the sum
     counts = _words(memory, offsets["trace_counts"], actors).cpu().numpy().view(numpy.uint32)
     starts = _starts(memory, offsets["receive_start"], shape)
     received = starts.diff(dim=1).numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -33,3 +35,17 @@ def test_peers_that_are_put_to_by_nvshmem(ranks_per_node: int) -> None:
     ended = torchrun(4 if GPUS >= 4 else 2, program)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "200 calls back to back are right" in ended.stdout
+
+
+def test_a_trace_has_all_gpus_on_one_clock(tmp_path: Path) -> None:
+    """By which no part is claimed before what it waited for was stored by another GPU."""
+    layer = tmp_path / "layer.toml"
+    layer.write_text(
+        "hidden = 1024\nintermediate = 512\nexperts = 32\ntop_k = 4\nmax_tokens = 2048\n"
+    )
+    arguments = ["trace", str(layer), "--backend", "cuda", "--tokens", "1500"]
+    program = f"import sys; sys.argv = ['moeos', *{arguments}]; from moeos.cli import main; main()"
+    ended = torchrun(4 if GPUS >= 4 else 2, program)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "what the last Combine waited for" in ended.stdout
+    assert "by their clocks" not in ended.stderr

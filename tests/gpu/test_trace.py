@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from moeos import World, virtual
+from moeos.engines import cuda_clock
 from moeos.engines.base import CallStats
 from moeos.timeline import causes, chrome
 from moeos.timeline.call import MOMENTS, NONE, CallTrace
@@ -108,6 +109,15 @@ def test_no_part_begins_before_its_cause_and_viewers_can_show_the_call(case: Cas
     assert (waits[products] >= 0).all()
     assert causes.lead(call, found) == {}
     chrome_format.check(chrome.document(call, found, {}))
+
+
+def test_the_clock_is_found_again_where_it_was() -> None:
+    found = [cuda_clock.behind_host() for _ in range(3)]
+    assert all(0 < difference.uncertainty < 20_000 for difference in found), found
+    first = found[0]
+    for other in found[1:]:
+        apart = abs(other.nanoseconds - first.nanoseconds)
+        assert apart <= first.uncertainty + other.uncertainty + 1000, found
 
 
 def test_events_without_room_are_counted() -> None:

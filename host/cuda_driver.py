@@ -1,0 +1,23 @@
+"""CUDA's driver through cuda-bindings, which need not be installed where no GPU is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from moeos.jit import INSTALL
+
+
+def load() -> Any:
+    """The bindings' module. Raises `RuntimeError` if they are not installed."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise RuntimeError(f"cuda-bindings, which loads kernels, is missing: {INSTALL}") from error
+
+
+def ask(answer: tuple[Any, ...]) -> Any:
+    """What the driver answers; raises `RuntimeError` if its status is not success."""
+    if int(answer[0]) != 0:
+        raise RuntimeError(f"CUDA's driver failed: {answer[0].name}")
+    return answer[1] if len(answer) == 2 else None

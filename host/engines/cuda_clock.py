@@ -1,0 +1,82 @@
+"""A GPU's clock beside its host's, so that times of several GPUs can be compared.
+
+Each GPU's `%globaltimer` counts nanoseconds from a moment of its own. The host asks a kernel of
+one thread what time it is, as NTP asks a server (RFC 5905, section 8): of the question that was
+answered soonest, the answer belongs to the middle between question and answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from typing import NamedTuple
+
+import torch
+
+from moeos import cuda_driver, jit
+
+QUESTIONS = 200
+DEADLINE = 5.0
+"""Seconds that host and GPU wait for each other."""
+
+_SOURCE = "kernels/clock.cu"
+_ASKED, _ANSWERED, _ANSWER = 0, 16, 17  # places in ClockExchange, in words of 8 bytes
+_WORDS = 32
+
+
+class Difference(NamedTuple):
+    """Between two clocks, and by how many nanoseconds it may be wrong."""
+
+    nanoseconds: int
+    uncertainty: int
+
+
+def behind_host() -> Difference:
+    """By how much the current GPU's clock is behind this host's `time.time_ns()`.
+
+    It may be wrong by half of the time between question and answer.
+
+    Raises `RuntimeError` if the kernel cannot be compiled or run, or does not answer.
+    """
+    driver = cuda_driver.load()
+    major, minor = torch.cuda.get_device_capability()
+    memory = torch.zeros(_WORDS, dtype=torch.int64, pin_memory=True)
+    words = memory.numpy()
+    stream = torch.cuda.Stream()
+    library = cuda_driver.ask(
+        driver.cuLibraryLoadData(_cubin(f"sm_{major}{minor}"), [], [], 0, [], [], 0)
+    )
+    try:
+        kernel = cuda_driver.ask(driver.cuLibraryGetKernel(library, b"moeos_clock"))
+        function = cuda_driver.ask(driver.cuKernelGetFunction(kernel))
+        arguments = (memory.data_ptr(), QUESTIONS, int(DEADLINE * 1e9))
+        types = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+        cuda_driver.ask(
+            driver.cuLaunchKernel(
+                function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, (arguments, types), 0
+            )
+        )
+        found: list[tuple[int, int]] = []
+        for question in range(1, QUESTIONS + 1):
+            asked = time.time_ns()
+            words[_ASKED] = question
+            while words[_ANSWERED] != question:
+                if time.time_ns() - asked > DEADLINE * 1e9:
+                    raise RuntimeError(
+                        f"the GPU did not tell its time within {DEADLINE:g} s: is another program "
+                        "using all of it?"
+                    )
+            answered = time.time_ns()
+            middle = asked + (answered - asked) // 2
+            found.append((answered - asked, middle - int(words[_ANSWER])))
+        round_trip, behind = min(found)
+        return Difference(behind, (round_trip + 1) // 2)
+    finally:
+        stream.synchronize()  # at the latest when the kernel has waited for its deadline
+        cuda_driver.ask(driver.cuLibraryUnload(library))
+
+
+@functools.cache
+def _cubin(arch: str) -> bytes:
+    return jit.compile_file(_SOURCE, arch)
