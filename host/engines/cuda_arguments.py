@@ -7,14 +7,13 @@ launches nothing.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import struct
 
 import numpy
 import torch
 from torch import Tensor
 
-from moeos import _twin
+from moeos import _twin, cuda_driver
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
 
@@ -92,7 +91,7 @@ class ArgumentPacker:
         self._gate_box_rows = next(n for n in _GATE_BOX_ROWS if cfg.experts <= n)
         self._buffers = buffers
         self._maps: dict[tuple[int, int, int, int], bytes] = {}
-        self._driver = importlib.import_module("cuda.bindings.driver")
+        self._driver = cuda_driver.load()
         self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
         self._x: tuple[int, int] | None = None  # address and rows of the map of x that is packed
