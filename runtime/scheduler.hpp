@@ -17,7 +17,7 @@ namespace moeos {
 template <Platform P>
 class Scheduler {
  public:
-  /// Tiles of one expert whose parts are handed out by turns, at most.
+  /// Tiles whose parts are handed out together, at most.
   static constexpr u32 kTilesTogether = 16;
 
   Scheduler(const Rank<P>& rank, const Call& call)
@@ -101,13 +101,32 @@ class Scheduler {
   /// Words of one mailbox that have been read and not handed out: lane i holds word i.
   struct Batch {
     u64 word = 0;
-    u32 expert = kNone;  // whose weights word i's wide tile is multiplied by
+    u32 expert = kNone;   // whose weights word i's tile is multiplied by; kNone: nobody asks
+    bool narrow = false;  // word i's tile is
     u32 size = 0;
     u32 next = 0;      // first word not handed out completely
-    u32 together = 0;  // words from there on that are handed out by turns
-    u32 turn = 0;      // first turn not handed out
-    u32 cursor = 0;    // slots of the mailbox that have been read
+    u32 together = 0;  // words from there on that are handed out together; 0: not chosen yet
+    bool by_turns = false;
+    u32 parts = 0;   // of all of these words
+    u32 part = 0;    // the first of them that is not handed out
+    u32 row = 1;     // parts that have the same columns, or that are of the same tile
+    u32 cursor = 0;  // slots of the mailbox that have been read
     bool empty() const { return next == size; }
+    /// Becomes the other one, if so. Field by field, or the compiler would choose between addresses
+    /// and keep all batches in memory.
+    void become(bool so, const Batch& other) {
+      word = so ? other.word : word;
+      expert = so ? other.expert : expert;
+      narrow = so ? other.narrow : narrow;
+      size = so ? other.size : size;
+      next = so ? other.next : next;
+      together = so ? other.together : together;
+      by_turns = so ? other.by_turns : by_turns;
+      parts = so ? other.parts : parts;
+      part = so ? other.part : part;
+      row = so ? other.row : row;
+      cursor = so ? other.cursor : cursor;
+    }
   };
 
   /// Calls visit(kind, batch) for every kind that is posted, in the order in which the scheduler
@@ -157,28 +176,37 @@ class Scheduler {
     }
   }
 
-  /// Notes whose weights the tiles of a batch that has just been read need. Of those cut into
-  /// `wide_parts` alone: a narrow tile is what is left of an expert's rows, so nobody shares them.
+  /// Notes whose weights the tiles of a batch that has just been read need, if several may share
+  /// some: not where none is cut into `wide_parts`, as in a call of few rows, which is in a hurry.
   void find_experts(Batch& batch, u32 wide_parts) {
     const ReadyWord word(batch.word);
-    if (P::lane() < batch.size) {
-      const bool wide = batch.size > 1 && word.part() == wide_parts;
-      batch.expert = wide ? rank_.memory.tasks[word.task()].local_expert : kNone;
-    }
+    const bool there = P::lane() < batch.size;
+    batch.narrow = there && word.part() != wide_parts;
+    const bool shared = batch.size > 1 && P::ballot(there && !batch.narrow) != 0;
+    batch.expert = there && shared ? rank_.memory.tasks[word.task()].local_expert : kNone;
   }
 
-  /// How many words from the batch's next one on are tiles of one expert.
+  /// Chooses the words, from the batch's next one on, whose parts are handed out together.
   ///
-  /// Their parts are handed out by turns, the first of each tile, then the second: so processors
-  /// that begin one after the other read the same columns of weights, and read them from L2. Tile
-  /// by tile, an expert's weights would pass through L2 once a tile, and large ones do not stay
-  /// there from one tile to the next (docs/performance.md, "Turns").
-  u32 count_together(const Batch& batch) const {
+  /// Wide tiles of one expert: by turns, the first part of each tile, then the second. So
+  /// processors that begin one after the other read the same columns of weights, and read them from
+  /// L2. Tile by tile, an expert's weights would pass through L2 once a tile, and large ones do not
+  /// stay there from one tile to the next (docs/performance.md, "Turns"). Narrow tiles: one after
+  /// the other, since nobody shares their weights; together only because words that are published
+  /// at once take the time of one.
+  void begin_together(Batch& batch) const {
     const u32 expert = P::broadcast(batch.expert, batch.next);
-    const bool other = P::lane() >= batch.size || batch.expert != expert || expert == kNone;
-    const u32 others = P::ballot(other && P::lane() > batch.next);
+    const bool narrow = P::broadcast(batch.narrow ? 1U : 0U, batch.next) != 0;
+    const bool alike = P::lane() < batch.size && batch.narrow == narrow &&
+                       (narrow || (batch.expert == expert && expert != kNone));
+    const u32 others = P::ballot(P::lane() > batch.next && !alike);
     const u32 end = others == 0 ? batch.size : P::first_lane(others);
-    return minimum(end - batch.next, kTilesTogether);
+    const u32 each = ReadyWord(P::broadcast(batch.word, batch.next)).part();
+    batch.together = minimum(end - batch.next, kTilesTogether);
+    batch.by_turns = !narrow;
+    batch.row = narrow ? each : batch.together;
+    batch.parts = batch.together * each;
+    batch.part = 0;
   }
 
   bool anything_ready() {
@@ -187,50 +215,77 @@ class Scheduler {
     return ready;
   }
 
+  const Batch& ready(TaskKind kind) const { return batches_[static_cast<u32>(kind)]; }
+
+  /// What is handed out next, of what is ready. In order of TaskKind, with two exceptions. First
+  /// GEMMs go first while rows are still being sent: what a second one returns would compete with
+  /// them for the links. And then both may have their turns (Geometry::shares_processors), each as
+  /// much of the processors' time: second GEMMs alone would fill the links again and wait for them,
+  /// and leave first ones for the end of the call, when the links have nothing to do.
+  TaskKind next_kind() const {
+    if (sending_ && !ready(TaskKind::gemm0).empty()) {
+      return TaskKind::gemm0;
+    }
+    if (!ready(TaskKind::combine).empty()) {
+      return TaskKind::combine;
+    }
+    const bool turn = !rank_.geometry().shares_processors() || seconds_ahead_ <= 0;
+    const bool second = ready(TaskKind::gemm0).empty() || (!ready(TaskKind::gemm1).empty() && turn);
+    return second ? TaskKind::gemm1 : TaskKind::gemm0;
+  }
+
   /// Publishes ready parts until `limit` words have been published in this call; returns how many
-  /// it published. In order of TaskKind, but first GEMMs first while rows are still being sent:
-  /// what a second one returns would compete with them for the links.
+  /// it published.
   u32 publish_up_to(u32 limit) {
     const u32 before = published_;
-    if (!anything_ready()) {
-      return 0;
-    }
     // No fence: the one behind the polls that found these words (fetch) also stands before the
     // words below, and so orders what it has acquired before them, for the processors that acquire
     // them.
-    if (sending_) {
-      hand_out(batches_[static_cast<u32>(TaskKind::gemm0)], limit);
+    while (published_ < limit && anything_ready()) {
+      const TaskKind kind = next_kind();
+      const bool turns = !ready(TaskKind::gemm0).empty() && !ready(TaskKind::gemm1).empty();
+      // A copy, so that there is one piece of code for all kinds.
+      Batch batch;
+      for_each_batch([&](TaskKind its, Batch& found) { batch.become(its == kind, found); });
+      const u32 handed = hand_out(batch, limit);
+      for_each_batch([&](TaskKind its, Batch& found) { found.become(its == kind, batch); });
+      if (turns && !sending_ && kind != TaskKind::combine) {
+        // A part takes about as long as its input's rows are.
+        const Geometry& geometry = rank_.geometry();
+        seconds_ahead_ += kind == TaskKind::gemm1 ? static_cast<i32>(handed * geometry.hidden_bytes)
+                                                  : -static_cast<i32>(handed * geometry.row_bytes);
+      }
     }
-    for_each_batch([&](TaskKind, Batch& batch) { hand_out(batch, limit); });
     return published_ - before;
   }
 
-  /// Publishes parts of a batch until it is used up or `limit` words have been published in this
-  /// call.
-  void hand_out(Batch& batch, u32 limit) {
-    while (published_ < limit && !batch.empty()) {
-      if (batch.together == 0) {
-        batch.together = count_together(batch);
-        batch.turn = 0;
-      }
-      const u32 turns = batch.together * ReadyWord(P::broadcast(batch.word, batch.next)).part();
-      const u32 handed = minimum(minimum(limit - published_, turns - batch.turn), P::kLanes);
-      MOEOS_CHECK(published_ + handed <= rank_.geometry().parts_max());
-      const u32 turn = batch.turn + P::lane();
-      const ReadyWord word{P::broadcast(batch.word, batch.next + turn % batch.together)};
-      if (P::lane() < handed) {
-        // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
-        // with the acquire in Processor::claim.
-        P::template publish<Scope::device>(&rank_.memory.ring[published_ + P::lane()],
-                                           word.with_part(turn / batch.together).sealed());
-      }
-      published_ += handed;
-      batch.turn += handed;
-      if (batch.turn == turns) {
-        batch.next += batch.together;
-        batch.together = 0;
-      }
+  /// Publishes as many parts of a batch as one step can, up to `limit` words in this call; returns
+  /// how many.
+  u32 hand_out(Batch& batch, u32 limit) {
+    if (batch.together == 0) {
+      begin_together(batch);
     }
+    const u32 handed = minimum(minimum(limit - published_, batch.parts - batch.part), P::kLanes);
+    MOEOS_CHECK(published_ + handed <= rank_.geometry().parts_max());
+    const u32 part = minimum(batch.part + P::lane(), batch.parts - 1);
+    const u32 quotient = part / batch.row;
+    const u32 rest = part % batch.row;
+    const u32 tile = batch.by_turns ? rest : quotient;
+    const ReadyWord word{P::broadcast(batch.word, batch.next + tile)};
+    if (P::lane() < handed) {
+      const u32 of_tile = batch.by_turns ? quotient : rest;
+      // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
+      // with the acquire in Processor::claim.
+      P::template publish<Scope::device>(&rank_.memory.ring[published_ + P::lane()],
+                                         word.with_part(of_tile).sealed());
+    }
+    published_ += handed;
+    batch.part += handed;
+    if (batch.part == batch.parts) {
+      batch.next += batch.together;
+      batch.together = 0;
+    }
+    return handed;
   }
 
   const Rank<P>& rank_;
@@ -239,7 +294,8 @@ class Scheduler {
   Batch batches_[kTaskKinds];
   u32 published_ = 0;
   u32 sweeps_ = 0;
-  u32 waiting_most_ = 0;  // words published and not claimed, at most
+  u32 waiting_most_ = 0;   // words published and not claimed, at most
+  i32 seconds_ahead_ = 0;  // processors' time that second GEMMs have had more than first ones
   // Of the last sweep.
   u32 claimed_ = 0;
   u32 returned_ = 0;

@@ -4,8 +4,8 @@
 //   ArrivalsSubscriber  chunk flags -> row tiles (tile_plan.hpp), posted as Gemm0
 //   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine
 //
-// Of the last there are P::kReturnsSubscribers, each with every so manieth chunk, since a call ends
-// with all of its rows coming back.
+// Of the last there are P::kReturnsSubscribers, each with a share of every peer's chunks, since a
+// call ends with all of its rows coming back.
 //
 // Each has step(), which looks once at its words and returns whether anything was new, and
 // says in answer() what it still waits for. May not know: what a task computes; the ready
@@ -396,7 +396,8 @@ class ReturnsSubscriber {
       os.rows_back[i] = 0;
     }
     for (u32 p = P::lane(); p < geometry.world; p += P::kLanes) {
-      first_missing_[p] = index;
+      // Of a call with few chunks, each peer's are another warp's.
+      first_missing_[p] = (index + p) % P::kReturnsSubscribers;
     }
     P::sync_lanes();
     if (P::lane() == 0) {
@@ -409,7 +410,11 @@ class ReturnsSubscriber {
     if (!routed_ && !(everyone_ready() && knows_rows())) {
       return false;
     }
-    routed_ = true;
+    if (!routed_) {
+      routed_ = true;
+      const u32 peer = minimum(P::lane(), rank_.geometry().world - 1);
+      rows_sent_ = rank_.memory.rows_sent(peer);
+    }
     bool progress = false;
     for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
       progress = watch(peer) || progress;
@@ -474,6 +479,13 @@ class ReturnsSubscriber {
            P::template load_relaxed<Scope::device>(&state.routed.value);
   }
 
+  /// Rows that we sent to a peer. A lane keeps those of its peer, unless there are more peers than
+  /// lanes: a look at memory for each at each step would take longer than the step. One warp.
+  u32 rows_sent(u32 peer) const {
+    return rank_.geometry().world <= P::kLanes ? P::broadcast(rows_sent_, peer)
+                                               : rank_.memory.rows_sent(peer);
+  }
+
   u32* credit(u32 peer, u32 chunk) const {
     return rank_.template here<u32>(rank_.layout.returned(peer, chunk));
   }
@@ -498,8 +510,8 @@ class ReturnsSubscriber {
 
   /// Looks at all of this warp's chunks of a peer that are not back; they come in any order.
   bool watch(u32 peer) {
-    const u32 rows_sent = rank_.memory.rows_sent(peer);
-    const u32 chunks = ceil_div(rows_sent, rank_.geometry().chunk_rows);
+    const u32 rows = rows_sent(peer);
+    const u32 chunks = ceil_div(rows, rank_.geometry().chunk_rows);
     u32 first = first_missing_[peer];
     while (first < chunks) {
       const u32 chunk = chunk_of(first, P::lane());
@@ -518,7 +530,7 @@ class ReturnsSubscriber {
       if (found_ + P::kLanes * kLooks > OsMemory::kFoundMost) {
         progress = take_in() || progress;
       }
-      look(peer, base, rows_sent);
+      look(peer, base, rows);
     }
     return progress;
   }
@@ -712,9 +724,10 @@ class ReturnsSubscriber {
   FoundChunk* chunks_found_;  // OsMemory's, of this warp
   u32 first_ready_;           // this warp's first place in ready_tokens
   bool routed_ = false;
-  u32 found_ = 0;   // chunks that are back and not taken in yet
-  u32 ready_ = 0;   // complete tokens so far
-  u32 posted_ = 0;  // of these, in a task
+  u32 rows_sent_ = 0;  // to the peer of this lane's number
+  u32 found_ = 0;      // chunks that are back and not taken in yet
+  u32 ready_ = 0;      // complete tokens so far
+  u32 posted_ = 0;     // of these, in a task
 };
 
 }  // namespace moeos

@@ -242,7 +242,7 @@ FAULTS = {
     ),
     "a part of one tile in place of another's": BrokenSource(
         "runtime/scheduler.hpp",
-        {"batch.next + turn % batch.together": "batch.next"},
+        {"batch.next + tile)": "batch.next)"},
         "one processor, tiles of one expert",
         6,
         # Parts take long, so that several tiles of an expert are ready together.
