@@ -43,6 +43,7 @@ class Sizes:
         remote: bool,
         tile_rows: int,
         route_tokens: int,
+        route_slices: int,
         gemm0_columns: int,
         gemm1_columns: int,
         narrow_rows: int,
@@ -77,6 +78,8 @@ class Sizes:
     def tile_rows(self) -> int: ...
     @property
     def route_tokens(self) -> int: ...
+    @property
+    def route_slices(self) -> int: ...
     @property
     def tiles_max(self) -> int: ...
     @property

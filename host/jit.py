@@ -46,6 +46,9 @@ _TILE_ROWS = 128
 _TILE_COLUMNS = 256
 _NARROW_ROWS = 64
 _ROUTE_TOKENS = 64
+_ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
+_MOST_SLICES, _LEAST_STEPS = 8, 14  # of a block's Route, and of each of them
+_GROUPS = 2  # consumer warpgroups
 
 _ENTRY = "kernels/sm90/forward.cu"
 _NVSHMEM_VERSION = "non_abi/nvshmem_version.h"
@@ -123,6 +126,7 @@ class KernelShape:
             gemm0_columns=_TILE_COLUMNS // 2 if self.cfg.gated else _TILE_COLUMNS,
             gemm1_columns=_TILE_COLUMNS,
             narrow_rows=_NARROW_ROWS,
+            route_slices=_route_slices(self.cfg),
         )
         return layer_sizes(
             self.cfg,
@@ -281,6 +285,18 @@ _OPTIONS = (
 )
 
 
+def _route_slices(cfg: MoEConfig) -> int:
+    """Route parts of a block: where the router is large, one processor would take long to read it.
+
+    Until they are added up, the sums of a token lie in its row of the output, which they must fit.
+    """
+    columns = next(c for c in (64, 128, 256) if cfg.experts <= c)  # kRouteColumns
+    depth = _ROUTE_DEPTH if columns > 128 else 2 * _ROUTE_DEPTH  # kRouteDepth
+    by_steps = -(-cfg.hidden // depth) // _LEAST_STEPS
+    by_room = cfg.hidden * cfg.dtype.itemsize // (_GROUPS * columns * 4)
+    return max(1, min(_MOST_SLICES, by_steps, by_room))
+
+
 def macros(shape: KernelShape) -> dict[str, str]:
     """What kernels/sm90/config.cuh reads, without the prefix MOEOS_."""
     cfg, sizes = shape.cfg, shape.sizes
@@ -301,6 +317,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "CHUNK_ROWS": sizes.chunk_rows,
         "TILE_ROWS": sizes.tile_rows,
         "ROUTE_TOKENS": sizes.route_tokens,
+        "ROUTE_SLICES": sizes.route_slices,
         "GEMM0_PARTS": sizes.gemm0_parts,
         "GEMM1_PARTS": sizes.gemm1_parts,
         "NARROW_ROWS": sizes.narrow_rows,

@@ -16,7 +16,8 @@ from moeos.config import Activation, MoEConfig, Scoring
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a machine cuts its work: rows of a tile, tokens of a Route part, columns of the parts.
+    """How a machine cuts its work: rows of a tile, tokens of a block that is routed together, columns
+    of the parts, and Route parts of a block.
 
     A tile of up to `narrow_rows` padded rows has parts of half as many columns.
     """
@@ -25,6 +26,7 @@ class Tiles:
     route_tokens: int
     gemm0_columns: int
     gemm1_columns: int
+    route_slices: int = 1
     narrow_rows: int = 0
 
 
@@ -70,6 +72,7 @@ def layer_sizes(
         remote=remote,
         tile_rows=tiles.rows,
         route_tokens=tiles.route_tokens,
+        route_slices=tiles.route_slices,
         gemm0_columns=tiles.gemm0_columns,
         gemm1_columns=tiles.gemm1_columns,
         narrow_rows=tiles.narrow_rows,

@@ -23,9 +23,19 @@ constexpr bool combines_unsent(const Call& call) {
   return call.may_be_unsent != 0 && call.tokens > 0;
 }
 
-/// Parts of the call's Route; a call without tokens has an empty one, which still sends counts.
-constexpr u32 route_parts(const Geometry& geometry, const Call& call) {
+/// Blocks of the call's tokens; a call without tokens has an empty one, which still sends counts.
+constexpr u32 route_blocks(const Geometry& geometry, const Call& call) {
   return maximum(1U, ceil_div(call.tokens, geometry.route_tokens));
+}
+
+/// Parts of the call's Route, and which they are: the slices of a block one behind the other. In a
+/// word, the slice stands in place of the descriptor that Route does not have.
+constexpr u32 route_parts(const Geometry& geometry, const Call& call) {
+  return route_blocks(geometry, call) * geometry.route_slices;
+}
+constexpr ReadyWord route_word(const Geometry& geometry, const Call& call, u32 number) {
+  return ReadyWord(call.epoch, TaskKind::route, number % geometry.route_slices,
+                   number / geometry.route_slices);
 }
 
 /// Everyone knows that a call starts with Route, so its descriptor is never posted: processors make
@@ -33,7 +43,7 @@ constexpr u32 route_parts(const Geometry& geometry, const Call& call) {
 constexpr Task route_task(const Geometry& geometry, const Call& call) {
   Task task{};
   task.kind = TaskKind::route;
-  task.parts = static_cast<u16>(route_parts(geometry, call));
+  task.parts = static_cast<u16>(route_blocks(geometry, call));
   task.epoch = call.epoch;
   return task;
 }

@@ -28,7 +28,10 @@ struct Geometry {
 
   u32 chunk_rows;    // rows of one transfer and of one arrival flag
   u32 tile_rows;     // rows that one GEMM task computes together
-  u32 route_tokens;  // tokens that one Route part handles
+  u32 route_tokens;  // tokens of a block, which are routed together
+  u32 route_slices;  // Route parts of a block: each multiplies a slice of the depth, the last one
+                     // routes. The same in every call, so that a token's logits do not depend on
+                     // how many others there are.
   u32 gemm0_parts;   // N-tiles of the first GEMM
   u32 gemm1_parts;   // N-tiles of the second GEMM
   u32 narrow_rows;   // a tile of up to so many padded rows is cut into narrow N-tiles; 0: none is
@@ -77,7 +80,7 @@ struct Geometry {
   }
 
   constexpr u32 pairs() const { return max_tokens * top_k; }
-  constexpr u32 route_parts() const { return maximum(1U, ceil_div(max_tokens, route_tokens)); }
+  constexpr u32 route_blocks() const { return maximum(1U, ceil_div(max_tokens, route_tokens)); }
 
   // --- The tile plan (tile_plan.hpp), and its bounds ---
 
@@ -166,8 +169,8 @@ struct Geometry {
   constexpr u32 trace_actors() const { return processors + couriers + kTracedOsActors; }
   /// (descriptor, part) words that the scheduler can publish in one call.
   constexpr u64 parts_max() const {
-    return u64{route_parts()} + u64{tiles_max()} * tile_parts_max() + u64{max_tokens} +
-           route_parts();
+    return u64{route_blocks()} * route_slices + u64{tiles_max()} * tile_parts_max() +
+           u64{max_tokens} + route_blocks();
   }
 };
 

@@ -17,7 +17,7 @@ namespace moeos {
 struct CallState {
   Line<u32> ring_claimed;  // tickets that processors have taken
   Line<u32> gemm1_posted;  // tickets of slots in the mailbox of Gemm1
-  Line<u32> route_parts_done;
+  Line<u32> route_blocks_done;
   Line<u32> dispatch_parts_taken;  // tickets that couriers have taken
   Line<u32> dispatch_parts_done;
   Line<u32> routed;  // our counts, the routing map and the list of Dispatch are complete: 1 and the
@@ -137,7 +137,8 @@ class RankMemory {
   u64* dispatch_list = nullptr;  // ReadyWords: what couriers take, in this order
 
   // Completion counters; the part that completes a chunk or a tile sets its counter back to zero.
-  u32* chunk_parts_done = nullptr;  // [peer][chunk]: of Dispatch
+  u32* chunk_parts_done = nullptr;   // [peer][chunk]: of Dispatch
+  u32* route_slices_done = nullptr;  // [block]
   u32* gemm0_parts_done = nullptr;
   u32* gemm1_parts_done = nullptr;
 
@@ -183,7 +184,7 @@ class RankMemory {
     };
     const u64 world = geometry.world;
     const u64 local = geometry.local_experts();
-    const u64 blocks = geometry.route_parts();
+    const u64 blocks = geometry.route_blocks();
     take(epoch, 3);
     take(call_states, 2);
     take(tallies, geometry.processors + geometry.couriers);
@@ -198,6 +199,7 @@ class RankMemory {
     }
     take(dispatch_list, geometry.dispatch_parts_max());
     take(chunk_parts_done, world * geometry.chunks());
+    take(route_slices_done, blocks);
     take(gemm0_parts_done, geometry.tiles_max());
     take(gemm1_parts_done, geometry.tiles_max());
     take(pair_expert, geometry.pairs());

@@ -44,7 +44,7 @@ class Processor : Pace<P> {
         [this] { return P::template add_relaxed<Scope::device>(&state_.ring_claimed.value, 1U); });
     MOEOS_CHECK(ticket < rank_.memory.ring_slots());
     if (ticket < route_parts(rank_.geometry(), call_)) {
-      word = ReadyWord(call_.epoch, TaskKind::route, 0, ticket);
+      word = route_word(rank_.geometry(), call_, ticket);
     } else if (!wait_for(ticket, word, beside)) {
       return false;
     }
@@ -57,13 +57,18 @@ class Processor : Pace<P> {
     wait_for_links(rank_, call_, task, word.part());
   }
 
-  /// Counts a Route part whose pairs are sorted; true for the last one, which then must finish the
-  /// routing.
-  bool count_route_part(const Task& task) {
+  /// Counts a Route part whose slice of the products is where the last one finds it; true for the
+  /// last one of a block, which then must route it. One warp.
+  bool count_slice(u32 block) {
+    return completes<P>(&rank_.memory.route_slices_done[block], rank_.geometry().route_slices);
+  }
+  /// Counts a block whose pairs are sorted; true for the last one, which then must finish the
+  /// routing. One warp.
+  bool count_block(const Task& task) {
     Pace<P>::slow_down(rank_, call_);
     // Acquire-release: publishes this block's routing, and gives the last part every block's.
     return by_one_lane<P>([this] {
-             return P::template add_acquire_release<Scope::device>(&state_.route_parts_done.value,
+             return P::template add_acquire_release<Scope::device>(&state_.route_blocks_done.value,
                                                                    1U);
            }) + 1 ==
            task.parts;
@@ -262,6 +267,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     return run_dispatch(rank, call, processor.routing_map(), kernels, courier, pace, trace);
   };
   const Task route = route_task(rank.geometry(), call);
+  MOEOS_CHECK(rank.geometry().route_slices == 1);
   ReadyWord word;
   for (;;) {
     while (dispatch()) {
@@ -285,7 +291,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
         processor.reject_logits(bad_token);
         return;
       }
-      if (processor.count_route_part(task)) {
+      if (processor.count_block(task)) {
         processor.finish_routing(Team{0, 1}, NobodyElse{});
       }
     } else if (task.kind == TaskKind::gemm0) {

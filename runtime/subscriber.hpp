@@ -463,7 +463,7 @@ class ReturnsSubscriber {
     }
     if (combines_unsent(call_) &&
         agreed<P>(P::template poll<Scope::device>(&state.token_rows_known.value)) !=
-            route_parts(rank_.geometry(), call_)) {
+            route_blocks(rank_.geometry(), call_)) {
       return false;
     }
     // Pairs with finish_routing: how many rows we sent to each peer; and with Processor::complete:

@@ -57,6 +57,8 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
     event.expert = task.local_expert;
     event.place = task.tile;
     event.rows = task.rows;
+  } else if (task.kind == TaskKind::route) {
+    event.place = word.task();  // the slice
   } else if (task.kind == TaskKind::dispatch) {
     event.peer = task.peer;
     event.place = task.first_chunk + word.part() * task.rows / geometry.chunk_rows;

@@ -190,7 +190,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         busy_experts += any(of_source)
 
     row_bytes = cfg.hidden * cfg.dtype.itemsize
-    route_parts = -(-tokens // sizes.route_tokens)
+    route_blocks = -(-tokens // sizes.route_tokens)
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing.
     may_drop = capacity is not None and capacity < cfg.max_tokens
     complete = -(-sum(to_rank) // cfg.top_k)  # tokens with a row, at least
@@ -200,11 +200,11 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         pairs_received=received,
         tiles=tiles,
         tasks={
-            "route": max(1, route_parts),
+            "route": max(1, route_blocks) * sizes.route_slices,
             "dispatch": sum(-(-n // part_rows) for n in to_rank),
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,
-            "combine": -(-complete // _twin.COMBINE_TOKENS) + (route_parts if may_drop else 0),
+            "combine": -(-complete // _twin.COMBINE_TOKENS) + (route_blocks if may_drop else 0),
         },
         padding_rows=padding,
         router_flops=2 * tokens * cfg.experts * cfg.hidden,

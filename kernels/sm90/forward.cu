@@ -44,7 +44,8 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   if (lane == 0) {
     slot.word = more ? word : ReadyWord();
     slot.bad_token = kNone;
-    slot.last_route = 0;
+    slot.last_slice = 0;
+    slot.last_block = 0;
     if constexpr (kTraced) {
       stamps = Stamps{claimed_ns, 0, 0};
     }
@@ -71,10 +72,10 @@ inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
   }
 }
 
-/// Whether a Route part multiplies: not when the caller has routed, nor for the one part of a call
-/// without tokens, which may have no x to load.
-inline bool gate_routes(const RankArguments& arguments, const Call& call, u32 part) {
-  return arguments.topk_ids == nullptr && part * kRouteTokens < call.tokens;
+/// Whether a block's Route multiplies: not when the caller has routed, nor for the one block of a
+/// call without tokens, which may have no x to load.
+inline bool gate_routes(const RankArguments& arguments, const Call& call, u32 block) {
+  return arguments.topk_ids == nullptr && block * kRouteTokens < call.tokens;
 }
 
 /// Issues the loads of every part that has any, as soon as stages are free.
@@ -101,7 +102,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     } else if (task.kind != TaskKind::route) {
       load_tile(arguments, rank.layout, task, word.part(), loader);
     } else if (gate_routes(arguments, call, word.part())) {
-      load_route(arguments, word.part(), loader);
+      load_route(arguments, word.part(), word.task(), loader);
     }
     if (Machine::lane() == 0) {
       loader.end_part();
@@ -159,41 +160,59 @@ inline void run_complete(const RankArguments& arguments, const Rank<Machine>& ra
   }
 }
 
-/// Route: a block of tokens, by all consumers.
+/// Route: a slice of a block's products, and all the rest of it by whoever has the last one. By all
+/// consumers.
 inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                      u32 index, Slot& slot, const Task& task, u32 part, Shared& shared,
+                      u32 index, Slot& slot, const Task& task, Shared& shared,
                       RingPosition<kStages>& stage) {
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
-  const u32 group = warp / 4;
   const auto everyone = [] { named_barrier(kConsumersBarrier, kConsumerThreads); };
-  const u32 first = part * kRouteTokens;
+  const u32 block = slot.word.part();
+  const u32 slice = slot.word.task();
+  const u32 first = block * kRouteTokens;
   const u32 end = minimum(call.tokens, first + kRouteTokens);
   const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
-  if (!gate_routes(arguments, call, part)) {
-    copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
+  const bool multiplies = gate_routes(arguments, call, block);
+  Processor<Machine> processor(rank, call, index);
+  Logits logits(arguments, shared.staging[0], warp, first, end);
+  float d[kRouteColumns / 2] = {};
+  if (multiplies) {
+    multiply_logits(d, steps_of_slice(slice), warp / 4, shared, stage);
+  }
+  if constexpr (kGeometry.route_slices > 1) {
+    if (multiplies) {
+      logits.keep(d, slice);
+    }
+    everyone();
+    if (warp == 0 && processor.count_slice(block) && Machine::lane() == 0) {
+      slot.last_slice = 1;
+    }
+    everyone();
+    if (slot.last_slice == 0) {
+      return;
+    }
+  }
+  if (multiplies) {
+    choose_experts(d, logits, arguments, rank.memory, &slot.bad_token, everyone);
   } else {
-    float d[kRouteColumns / 2] = {};
-    multiply_logits(d, group, shared, stage);
-    choose_experts(d, arguments, rank.memory, warp, first, end, &slot.bad_token, shared.staging[0],
-                   everyone);
+    copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
   }
   everyone();
   if (slot.bad_token != kNone) {
     return;
   }
-  Processor<Machine> processor(rank, call, index);
   auto& scratch = *reinterpret_cast<RouteScratch*>(shared.staging[0]);
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
   everyone();
   if (pairs > 0) {
-    sort_block_by_warps(rank.memory, scratch, part, pairs, warp, everyone);
+    sort_block_by_warps(rank.memory, scratch, block, pairs, warp, everyone);
     everyone();
   }
-  if (warp == 0 && processor.count_route_part(task) && Machine::lane() == 0) {
-    slot.last_route = 1;
+  if (warp == 0 && processor.count_block(task) && Machine::lane() == 0) {
+    slot.last_block = 1;
   }
   everyone();
-  if (slot.last_route != 0) {
+  if (slot.last_block != 0) {
     processor.finish_routing(Team{warp, kConsumerWarps}, everyone);
   }
 }
@@ -263,7 +282,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       if (kind == TaskKind::route) {
         // Route works in the staging memory: all warps must be done with theirs.
         named_barrier(kConsumersBarrier, kConsumerThreads);
-        run_route(arguments, rank, call, index, slot, task, word.part(), shared, stage);
+        run_route(arguments, rank, call, index, slot, task, shared, stage);
       } else {
         sum_tokens(arguments, shared, stage);
       }

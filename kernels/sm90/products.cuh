@@ -17,7 +17,15 @@ inline u32 steps_of(const Task& task) {
   const u32 depth = kGeometry.narrow(task.padded_rows) ? kNarrowDepth * kTileDepth : kTileDepth;
   return ceil_div(task.kind == TaskKind::gemm1 ? kShape.intermediate : kShape.hidden, depth);
 }
+
+/// Steps of a slice of a block's Route: the depth is divided among the slices, in order.
 inline constexpr u32 kRouteSteps = ceil_div(kShape.hidden, kRouteDepth* kTileDepth);
+inline constexpr u32 kSliceSteps = ceil_div(kRouteSteps, kGeometry.route_slices);
+static_assert((kGeometry.route_slices - 1) * kSliceSteps < kRouteSteps, "each slice has a step");
+inline u32 first_step_of(u32 slice) { return slice * kSliceSteps; }
+inline u32 steps_of_slice(u32 slice) {
+  return minimum(kSliceSteps, kRouteSteps - first_step_of(slice));
+}
 
 /// Columns of its GEMM's result that a part computes.
 inline u32 columns_of(const Task& task) {
@@ -148,19 +156,19 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
               depth * (task.padded_rows + columns) * kSwizzleBytes, box, loader);
 }
 
-/// A Route part's operands: tokens, and the router's weights.
-inline void load_route(const RankArguments& arguments, u32 part, Loader& loader) {
+/// A Route part's operands: a slice of a block's tokens, and of the router's weights.
+inline void load_route(const RankArguments& arguments, u32 block, u32 slice, Loader& loader) {
   const u32 n = Machine::lane() / 2;
   Box box;
   if (n < kRouteDepth) {
     const bool of_gate = Machine::lane() % 2 != 0;
     box.map = of_gate ? &arguments.gate : &arguments.x;
-    box.row = of_gate ? 0 : part * kRouteTokens;
-    box.column = n * kTileDepth;
+    box.row = of_gate ? 0 : block * kRouteTokens;
+    box.column = (first_step_of(slice) * kRouteDepth + n) * kTileDepth;
     box.place = of_gate ? kWeightsPlace + n * kRouteColumns * kSwizzleBytes
                         : n * kRouteTokens * kSwizzleBytes;
   }
-  fill_stages(kRouteSteps, kRouteDepth * kTileDepth,
+  fill_stages(steps_of_slice(slice), kRouteDepth * kTileDepth,
               kRouteDepth * (kRouteTokens + kRouteColumns) * kSwizzleBytes, box, loader);
 }
 
@@ -228,12 +236,13 @@ inline void skip_tile(u32 steps, Shared& shared, RingPosition<kStages>& stage) {
   }
 }
 
-/// d += a block's 64 tokens times the router's weights, over this warpgroup's half of the depth.
-inline void multiply_logits(float (&d)[kRouteColumns / 2], u32 group, Shared& shared,
+/// d += a block's 64 tokens times the router's weights, over so many steps of the depth and this
+/// warpgroup's half of each.
+inline void multiply_logits(float (&d)[kRouteColumns / 2], u32 steps, u32 group, Shared& shared,
                             RingPosition<kStages>& stage) {
   constexpr u32 kInstructions = kTileDepth / 16;
   constexpr u32 kShare = kRouteDepth * kInstructions / kConsumers;
-  for_each_step(d, kRouteSteps, shared, stage, [&](const Stage& from) {
+  for_each_step(d, steps, shared, stage, [&](const Stage& from) {
 #pragma unroll
     for (u32 k = 0; k < kShare; ++k) {
       const u32 n = (group * kShare + k) / kInstructions;

@@ -41,8 +41,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  u32 element_bytes, u32 capacity, bool capacity_rows, u32 activation,
                  float swiglu_limit, u32 scoring, bool renormalize, float routed_scaling,
                  u32 expert_groups, u32 top_groups, u32 processors, u32 couriers, bool remote,
-                 u32 tile_rows, u32 route_tokens, u32 gemm0_columns, u32 gemm1_columns,
-                 u32 narrow_rows, u32 trace_events) {
+                 u32 tile_rows, u32 route_tokens, u32 route_slices, u32 gemm0_columns,
+                 u32 gemm1_columns, u32 narrow_rows, u32 trace_events) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -65,6 +65,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.chunk_rows = kChunkRows;
   geometry.tile_rows = tile_rows;
   geometry.route_tokens = route_tokens;
+  geometry.route_slices = route_slices;
   geometry.gemm0_parts = ceil_div(intermediate, gemm0_columns);
   geometry.gemm1_parts = ceil_div(hidden, gemm1_columns);
   geometry.narrow_rows = narrow_rows;
@@ -89,7 +90,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   limit(u64{experts / world} * capacity, std::numeric_limits<u32>::max() / 2,
         "the number of rows of a cell");
   limit(geometry.tasks_max(), ReadyWord::kTasks, "the number of task descriptors");
-  limit(maximum(geometry.route_parts(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
+  limit(maximum(geometry.route_blocks(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
         "the number of parts of a task");
   limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
   limit(world, std::numeric_limits<u16>::max(), "the world's size");
@@ -169,8 +170,8 @@ NB_MODULE(_twin, module) {
            "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
            "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
            "expert_groups"_a, "top_groups"_a, "processors"_a, "couriers"_a, "remote"_a,
-           "tile_rows"_a, "route_tokens"_a, "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a,
-           "trace_events"_a)
+           "tile_rows"_a, "route_tokens"_a, "route_slices"_a, "gemm0_columns"_a, "gemm1_columns"_a,
+           "narrow_rows"_a, "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("intermediate_bytes",
@@ -193,6 +194,7 @@ NB_MODULE(_twin, module) {
           "chunks"_a)
       .def_prop_ro("tile_rows", [](const Sizes& s) { return s.geometry.tile_rows; })
       .def_prop_ro("route_tokens", [](const Sizes& s) { return s.geometry.route_tokens; })
+      .def_prop_ro("route_slices", [](const Sizes& s) { return s.geometry.route_slices; })
       .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
       .def_prop_ro("tasks_max", [](const Sizes& s) { return s.geometry.tasks_max(); })
       .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })

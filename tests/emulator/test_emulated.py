@@ -54,7 +54,7 @@ def _layer(ranks: int, processors: int, calls: int, **changes: object) -> Emulat
 LAYERS = {
     "one processor, tiles of one expert": _layer(1, 1, 4, max_tokens=560, experts=4),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
-    "long rows": _layer(2, 2, 4, hidden=2048, intermediate=64, experts=4, max_tokens=60),
+    "long rows, a router in slices": _layer(2, 2, 4, hidden=3848, intermediate=64, experts=4),
     "eight ranks, capacity": _layer(
         8,
         2,
@@ -247,6 +247,12 @@ FAULTS = {
         6,
         # Parts take long, so that several tiles of an expert are ready together.
         plan=FaultPlan(slow_processors=(SlowProcessor(rank=0, processor=0, seconds=2e-4),)),
+    ),
+    "a slice is routed without the others": BrokenSource(
+        "kernels/sm90/forward.cu",
+        {"if (slot.last_slice == 0) {": "if (slice != 0) {"},
+        "long rows, a router in slices",
+        6,
     ),
     "a warp does not follow the stages of others' parts": BrokenSource(
         "kernels/sm90/forward.cu",

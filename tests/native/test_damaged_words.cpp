@@ -56,6 +56,7 @@ Geometry make_geometry(RowMap row_map) {
   g.chunk_rows = 32;
   g.tile_rows = 128;
   g.route_tokens = 32;
+  g.route_slices = 1;
   g.gemm0_parts = 1;
   g.gemm1_parts = 1;
   g.processors = 1;

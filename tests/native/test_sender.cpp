@@ -70,6 +70,7 @@ Geometry make_geometry() {
   g.chunk_rows = 32;
   g.tile_rows = 64;
   g.route_tokens = 32;
+  g.route_slices = 1;
   g.gemm0_parts = 1;
   g.gemm1_parts = 1;
   g.processors = 1;

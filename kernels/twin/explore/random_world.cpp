@@ -51,6 +51,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.chunk_rows = small ? 4 * draw(random, 1, 3) : 32;
   g.tile_rows = small ? 8 * draw(random, 1, 2) : draw(random, 0, 1) == 0 ? 128 : 16;
   g.route_tokens = small ? 8 : 32;
+  g.route_slices = 1;
   g.gemm0_parts = ceil_div(world.shape.intermediate, moeos::twin::gemm0_columns(world.shape));
   g.gemm1_parts = ceil_div(world.shape.hidden, moeos::twin::kPlainColumns);
   g.narrow_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
