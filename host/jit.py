@@ -47,7 +47,7 @@ _TILE_COLUMNS = 256
 _NARROW_ROWS = 64
 _ROUTE_TOKENS = 64
 _ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
-_MOST_SLICES, _LEAST_STEPS = 8, 14  # of a block's Route, and of each of them
+_MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
 
 _ENTRY = "kernels/sm90/forward.cu"
@@ -126,7 +126,7 @@ class KernelShape:
             gemm0_columns=_TILE_COLUMNS // 2 if self.cfg.gated else _TILE_COLUMNS,
             gemm1_columns=_TILE_COLUMNS,
             narrow_rows=_NARROW_ROWS,
-            route_slices=_route_slices(self.cfg),
+            route_slices=_route_slices(self.cfg, self.processors),
         )
         return layer_sizes(
             self.cfg,
@@ -285,8 +285,9 @@ _OPTIONS = (
 )
 
 
-def _route_slices(cfg: MoEConfig) -> int:
-    """Route parts of a block: where the router is large, one processor would take long to read it.
+def _route_slices(cfg: MoEConfig, processors: int) -> int:
+    """Route parts of a block, in every call of the layer: several where the largest call leaves
+    more than half of the processors without a block, since one alone takes long to read a router.
 
     Until they are added up, the sums of a token lie in its row of the output, which they must fit.
     """
@@ -294,7 +295,8 @@ def _route_slices(cfg: MoEConfig) -> int:
     depth = _ROUTE_DEPTH if columns > 128 else 2 * _ROUTE_DEPTH  # kRouteDepth
     by_steps = -(-cfg.hidden // depth) // _LEAST_STEPS
     by_room = cfg.hidden * cfg.dtype.itemsize // (_GROUPS * columns * 4)
-    return max(1, min(_MOST_SLICES, by_steps, by_room))
+    by_processors = processors // (2 * -(-cfg.max_tokens // _ROUTE_TOKENS))
+    return max(1, min(_MOST_SLICES, by_steps, by_room, by_processors))
 
 
 def macros(shape: KernelShape) -> dict[str, str]:

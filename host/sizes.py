@@ -16,8 +16,8 @@ from moeos.config import Activation, MoEConfig, Scoring
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a machine cuts its work: rows of a tile, tokens of a block that is routed together, columns
-    of the parts, and Route parts of a block.
+    """How a machine cuts its work: rows of a tile, tokens of a block that is routed together,
+    columns of the parts, and Route parts of a block.
 
     A tile of up to `narrow_rows` padded rows has parts of half as many columns.
     """

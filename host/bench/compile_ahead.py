@@ -8,7 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moeos.cli import machine
 from moeos.config import MoEConfig
@@ -40,12 +40,12 @@ class Compilation:
 
 @contextlib.contextmanager
 def started(
-    layers: Mapping[str, MoEConfig], ranks: int, multiprocessors: int
+    layers: Sequence[tuple[str, MoEConfig]], ranks: int, multiprocessors: int
 ) -> Iterator[Compilation]:
     """Begins to compile, for GPUs of so many multiprocessors; for the length of a with block.
 
     Args:
-        layers: by name.
+        layers: with their names, of which several may have the same.
         ranks: of the world that runs them, a GPU each.
     """
     if not layers:
@@ -58,7 +58,7 @@ def started(
             yield Compilation(
                 {
                     pool.submit(_compile, cfg, ranks, multiprocessors - 1): name
-                    for name, cfg in layers.items()
+                    for name, cfg in layers
                 }
             )
         finally:

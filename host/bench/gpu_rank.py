@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,8 @@ FLUSHED_TOKENS = 512
 """Up to this many tokens per rank the L2 cache is flushed."""
 
 METHOD = {
-    "moeos": "MoELayer.forward on backend cuda, one kernel; one layer for all token counts",
+    "moeos": "MoELayer.forward on backend cuda, one kernel; a layer for up to few_tokens tokens "
+    "per rank, and one for more; max_tokens says which",
     "baseline": "NCCL all-to-all + torch._grouped_mm in PyTorch, eager; see moeos.bench.all_to_all",
     "G": "the layer's two GEMMs alone, torch._grouped_mm on exactly the rows the rank received",
     "F limit": "FLOPs of the rank with most rows (both GEMMs, and the router) / F",
@@ -152,18 +153,19 @@ class _Measurement:
 
     def run(self) -> None:
         self._note("starting")
-        layers = {
-            shape.name: shape.config_on(self._world.size, self._suite.full_ranks)
+        layers = [
+            (shape.name, cfg)
             for shape in self._suite.shapes
-            if self._open_cases(shape)
-        }
+            for cfg, cases in self._suite.layers_of(shape, self._world.size).items()
+            if set(cases) & set(self._open_cases(shape))
+        ]
         if layers:
             self._measure(layers)
         if self._results is not None:
             self._results.end()
 
-    def _measure(self, layers: Mapping[str, MoEConfig]) -> None:
-        mine = layers if self._world.rank == 0 else {}
+    def _measure(self, layers: Sequence[tuple[str, MoEConfig]]) -> None:
+        mine = layers if self._world.rank == 0 else []
         gpu = torch.cuda.get_device_properties()
         with compile_ahead.started(mine, self._world.size, gpu.multi_processor_count) as compiling:
             self._group = process_group.start(self._world)
@@ -183,13 +185,14 @@ class _Measurement:
                 self._results.fail(name, what)
         self._step_began = time.monotonic()
         for shape in self._suite.shapes:
-            cases = self._open_cases(shape)
-            if cases:
-                if not self._time_is_left():
-                    break
-                self._measure_shape(shape, layers[shape.name], cases)
+            for cfg, of_layer in self._suite.layers_of(shape, self._world.size).items():
+                cases = [case for case in of_layer if case in self._open_cases(shape)]
+                if cases:
+                    if not self._time_is_left():
+                        return
+                    self._measure_layer(shape, cfg, cases)
 
-    def _measure_shape(self, shape: Shape, cfg: MoEConfig, cases: list[Case]) -> None:
+    def _measure_layer(self, shape: Shape, cfg: MoEConfig, cases: Sequence[Case]) -> None:
         self._note(shape.name)
         with moeos.init("cuda", deadline=_CALLING) as world:
             layer = moeos.MoELayer(cfg, world)
@@ -238,6 +241,7 @@ class _Measurement:
                 shape,
                 case,
                 {
+                    "max_tokens": cfg.max_tokens,
                     "relative_error": error,
                     "near_ties": near_ties,
                     "l2_flushed": flushed,

@@ -67,6 +67,7 @@ class Results:
             "rounds": suite.rounds,
             "warm_up_rounds": suite.warm_up_rounds,
             "full_ranks": suite.full_ranks,
+            "few_tokens": suite.few_tokens,
             "commit": None if commit is None else dict(commit),
             "shapes": shapes,
             "method": dict(method),

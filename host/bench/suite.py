@@ -7,8 +7,10 @@ A suite's file has these keys:
     zipf_exponent, zipf_tokens: token counts that are also measured with Zipf's law over the
         experts instead of the gate; a shape may have its own.
     lone_token: also one token on rank 0 and none on the others; a shape may have its own.
+    few_tokens: cases of up to so many have a layer of their own, made for so many, as a program
+        that decodes has. Without it a shape has one layer.
     [[shapes]]: name, and either config (a layer's TOML file, relative to the suite) or layer (a
-        table with the fields of `MoEConfig`); max_tokens is the shape's largest token count.
+        table with the fields of `MoEConfig`); its max_tokens is the shape's largest token count.
 It knows nothing of devices, ranks or how anything is measured.
 """
 
@@ -29,7 +31,10 @@ GATE = "gate"
 LEAST_ROUNDS = 3  # for quartiles
 
 _INHERITED = {"tokens": list, "zipf_exponent": float, "zipf_tokens": list, "lone_token": bool}
-_OWN = {"rounds": int, "warm_up_rounds": int, "full_ranks": int, "shapes": list}
+_OWN = {
+    **{"rounds": int, "warm_up_rounds": int, "full_ranks": int, "few_tokens": int},
+    "shapes": list,
+}
 _SHAPE = {"name": str, "config": str, "layer": dict}
 
 
@@ -81,7 +86,22 @@ class Suite:
     rounds: int
     warm_up_rounds: int
     full_ranks: int
+    few_tokens: int
     shapes: tuple[Shape, ...]
+
+    def layers_of(self, shape: Shape, ranks: int) -> dict[MoEConfig, tuple[Case, ...]]:
+        """The layers that a shape is measured with on so many ranks, and the cases of each.
+
+        Raises `ValueError` as `Shape.config_on` does.
+        """
+        cfg = shape.config_on(ranks, self.full_ranks)
+        if not 0 < self.few_tokens < cfg.max_tokens:
+            return {cfg: shape.cases}
+        few = dataclasses.replace(cfg, max_tokens=self.few_tokens)
+        found: dict[MoEConfig, list[Case]] = {few: [], cfg: []}
+        for case in shape.cases:
+            found[few if case.tokens <= self.few_tokens else cfg].append(case)
+        return {layer: tuple(cases) for layer, cases in found.items() if cases}
 
     def only(self, shapes: Collection[str], tokens: Collection[int]) -> Suite:
         """The same with the named shapes and token counts alone; an empty collection names all.
@@ -126,15 +146,17 @@ def _suite(values: Mapping[str, Any], folder: Path) -> Suite:
     for key in ("rounds", "full_ranks", "shapes"):
         if key not in values:
             raise ValueError(f"the key {key} is missing")
-    rounds, warm_up, full_ranks = (
+    rounds, warm_up, full_ranks, few_tokens = (
         values["rounds"],
         values.get("warm_up_rounds", 0),
         values["full_ranks"],
+        values.get("few_tokens", 0),
     )
     for name, value, least in (
         ("rounds", rounds, LEAST_ROUNDS),
         ("warm_up_rounds", warm_up, 0),
         ("full_ranks", full_ranks, 1),
+        ("few_tokens", few_tokens, 0),
     ):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
@@ -146,7 +168,7 @@ def _suite(values: Mapping[str, Any], folder: Path) -> Suite:
     names = [shape.name for shape in shapes]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"shapes are {names}; there must be some, with different names")
-    return Suite(rounds, warm_up, full_ranks, shapes)
+    return Suite(rounds, warm_up, full_ranks, few_tokens, shapes)
 
 
 def _shape(values: Mapping[str, Any], folder: Path) -> Shape:

@@ -71,6 +71,7 @@ def fill(results: Results, asked: Suite, ranks: int, microseconds: float = 100.0
                 return timing([one, 0.9 * one, 1.2 * one])
 
             found = {
+                "max_tokens": cfg.max_tokens,
                 "relative_error": 0.005,
                 "near_ties": 0,
                 "l2_flushed": case.tokens <= 512,

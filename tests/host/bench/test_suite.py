@@ -1,5 +1,6 @@
 """Suites of the GPU benchmark: what a file says, what it may not say, and the layers in it."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_shapes_inherit_what_they_do_not_say(tmp_path: Path) -> None:
     )
     assert second.cases == (Case(2048),)
     assert (second.cfg.activation, second.cfg.max_tokens) == ("gelu", 2048)
+
+
+def test_few_tokens_have_a_layer_of_their_own(tmp_path: Path) -> None:
+    found = suite.read(small_suite(tmp_path))
+    first, second = found.shapes
+    assert found.layers_of(first, 4) == {first.cfg: first.cases}
+    split = dataclasses.replace(found, few_tokens=128)
+    few, many = split.layers_of(first, 4).items()
+    assert few == (dataclasses.replace(first.cfg, max_tokens=128), first.cases[:3])
+    assert many == (first.cfg, first.cases[3:])
+    assert split.layers_of(second, 4) == {second.cfg: second.cases}
+    two, _ = split.layers_of(first, 2)
+    assert (two.max_tokens, two.experts) == (128, first.cfg.experts // 2)
 
 
 def test_one_token_lies_on_rank_0_alone() -> None:
