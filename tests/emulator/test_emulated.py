@@ -54,7 +54,9 @@ def _layer(ranks: int, processors: int, calls: int, **changes: object) -> Emulat
 LAYERS = {
     "one processor, tiles of one expert": _layer(1, 1, 4, max_tokens=560, experts=4),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
-    "long rows, a router in slices": _layer(2, 2, 4, hidden=3848, intermediate=64, experts=4),
+    "long rows, a router in slices": _layer(
+        2, 4, 4, hidden=3848, intermediate=64, experts=4, max_tokens=60
+    ),
     "eight ranks, capacity": _layer(
         8,
         2,
