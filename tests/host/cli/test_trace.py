@@ -406,7 +406,7 @@ def test_the_guides_example_is_of_the_trace_beside_it() -> None:
     check_example(ROOT)
     _, about = example_of(ROOT)
     assert re.match(
-        "qwen3-30b-a3b, 32 experts, 1 rank on .*NVIDIA H200.*, 2048 tokens", about["what"]
+        "qwen3-30b-a3b, 128 experts, 4 ranks on .*NVIDIA H200.*, 2048 tokens", about["what"]
     )
 
 
