@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,14 @@ _ASKED, _ANSWERED, _ANSWER = 0, 16, 17  # places in ClockExchange, in words of 8
 _WORDS = 32
 
 
+class Answer(NamedTuple):
+    """When the host asked, what the GPU said, and when the host knew; in ns of either's clock."""
+
+    asked: int
+    gpu: int
+    known: int
+
+
 class Difference(NamedTuple):
     """Between two clocks, and by how many nanoseconds it may be wrong."""
 
@@ -32,10 +41,15 @@ class Difference(NamedTuple):
     uncertainty: int
 
 
+def difference_of(answers: Iterable[Answer]) -> Difference:
+    """By how much the GPU's clock is behind: by the answer that was known soonest."""
+    best = min(answers, key=lambda answer: answer.known - answer.asked)
+    round_trip = best.known - best.asked
+    return Difference(best.asked + round_trip // 2 - best.gpu, (round_trip + 1) // 2)
+
+
 def behind_host() -> Difference:
     """By how much the current GPU's clock is behind this host's `time.time_ns()`.
-
-    It may be wrong by half of the time between question and answer.
 
     Raises `RuntimeError` if the kernel cannot be compiled or run, or does not answer.
     """
@@ -57,7 +71,7 @@ def behind_host() -> Difference:
                 function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, (arguments, types), 0
             )
         )
-        found: list[tuple[int, int]] = []
+        answers = []
         for question in range(1, QUESTIONS + 1):
             asked = time.time_ns()
             words[_ASKED] = question
@@ -67,11 +81,8 @@ def behind_host() -> Difference:
                         f"the GPU did not tell its time within {DEADLINE:g} s: is another program "
                         "using all of it?"
                     )
-            answered = time.time_ns()
-            middle = asked + (answered - asked) // 2
-            found.append((answered - asked, middle - int(words[_ANSWER])))
-        round_trip, behind = min(found)
-        return Difference(behind, (round_trip + 1) // 2)
+            answers.append(Answer(asked, int(words[_ANSWER]), time.time_ns()))
+        return difference_of(answers)
     finally:
         stream.synchronize()  # at the latest when the kernel has waited for its deadline
         cuda_driver.ask(driver.cuLibraryUnload(library))
