@@ -31,7 +31,7 @@ MAX_EXPERTS = 256
 MAX_TOP_K = 32
 """A lane of a warp looks up one pair."""
 GROUP_MULTIPLE = 8
-"""Each lane of a quad holds a quarter of each expert group, in pairs."""
+"""Each of a token's eight lanes holds as much of each expert group."""
 
 Transport = Literal["none", "mapped", "nvshmem"]
 """How remote peers are reached: there are none; by stores into heaps that this GPU addresses (of
@@ -250,8 +250,11 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     return Kernel(cubin, CompileReport(**json.loads(header)), found)
 
 
+@functools.cache
 def compile_file(name: str, arch: str) -> bytes:
     """The machine code (a cubin) of a file below `include_root()`, for a GPU such as "sm_90".
+
+    Compiled once in a process.
 
     Raises `RuntimeError` as `compile_kernel` does.
     """
@@ -285,13 +288,18 @@ _OPTIONS = (
 )
 
 
+def route_columns(cfg: MoEConfig) -> int:
+    """Columns of the tile in which a block's logits are computed: one for each expert, and more."""
+    return next(columns for columns in (64, 128, MAX_EXPERTS) if cfg.experts <= columns)
+
+
 def _route_slices(cfg: MoEConfig, processors: int) -> int:
     """Route parts of a block, in every call of the layer: several where the largest call leaves
     more than half of the processors without a block, since one alone takes long to read a router.
 
     Until they are added up, the sums of a token lie in its row of the output, which they must fit.
     """
-    columns = next(c for c in (64, 128, 256) if cfg.experts <= c)  # kRouteColumns
+    columns = route_columns(cfg)
     depth = _ROUTE_DEPTH if columns > 128 else 2 * _ROUTE_DEPTH  # kRouteDepth
     by_steps = -(-cfg.hidden // depth) // _LEAST_STEPS
     by_room = cfg.hidden * cfg.dtype.itemsize // (_GROUPS * columns * 4)

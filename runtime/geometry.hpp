@@ -93,14 +93,14 @@ struct Geometry {
   constexpr u32 gemm1_parts_of(u32 padded_rows) const {
     return narrow(padded_rows) ? gemm1_narrow_parts : gemm1_parts;
   }
-  /// Whether second GEMMs that are ready share the processors with first ones, or go before them.
-  /// Shared, links and tensor cores are both at work, and no first GEMM is left for the end of a
-  /// call; but the weights of both must then stay in L2 beside each other (docs/performance.md,
-  /// "First and second GEMMs by turns").
-  static constexpr u64 kSharedExpert = 20U << 20;
-  constexpr bool shares_processors() const {
+  /// Whether second GEMMs that are ready alternate with first ones, or go before them. Alternating,
+  /// links and tensor cores are both at work, and no first GEMM is left for the end of a call; but
+  /// the weights of both must then stay in L2 beside each other (docs/performance.md, "First and
+  /// second GEMMs by turns").
+  static constexpr u64 kSmallExpert = 20U << 20;  // bytes of weights
+  constexpr bool gemms_alternate() const {
     // Bytes of an expert's two matrices of two-byte elements; a gated one's are half as many more.
-    return u64{row_bytes} * hidden_bytes <= kSharedExpert;
+    return u64{row_bytes} * hidden_bytes <= kSmallExpert;
   }
   /// Parts of both GEMMs of a tile, at most.
   constexpr u32 tile_parts_max() const {

@@ -162,9 +162,8 @@ class RankMemory {
 
   Line<u32>* outboxes = nullptr;  // [remote peer]: tickets by parity, rows put, requests
 
-  u32* trace_counts =
-      nullptr;  // [processor, courier or actor of the OS block]: events, noted or not
-  TraceEvent* trace_events = nullptr;  // [the same][event]
+  u32* trace_counts = nullptr;         // [actor, as Trace numbers them]: events, noted or not
+  TraceEvent* trace_events = nullptr;  // [actor][event]
   FaultPlan* faults = nullptr;         // all zeros in a world without faults
 
  private:
@@ -193,6 +192,7 @@ class RankMemory {
     take(tasks, geometry.tasks_max());
     take(ring, ring_slots());
     for (u32 kind = 0; kind < kTaskKinds; ++kind) {
+      // Dispatch has descriptors, and a list of its own in place of a mailbox.
       const auto posted = static_cast<TaskKind>(kind);
       mailbox_capacities_[kind] = posted == TaskKind::dispatch ? 0 : tasks_of(posted);
       take(mailbox_words_[kind], mailbox_capacities_[kind]);

@@ -1,11 +1,11 @@
 // Algorithm 4: the actor that runs parts of tasks, and what follows from a part's end.
 //
-// claim() takes the next part from the ready ring; combine() and finish_routing() run what the
-// runtime knows how to do; complete() makes a part's effects visible: the next GEMM of a tile,
-// credits to owners. A machine with one warp a processor runs them in turn
-// (run_processor); on the GPU a fetch warp claims ahead while other warps compute. A part never
-// waits for another task: it was posted because its inputs are here. May not know: arithmetic,
-// element types.
+// claim() takes the next part from the ready ring; count_slice(), count_block() and
+// finish_routing() are what follows from Route's; complete() makes any other part's effects
+// visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
+// them in turn (run_processor), and Dispatch beside them; on the GPU a fetch warp claims ahead
+// while other warps compute. A part never waits for another task: it was posted because its inputs
+// are here. May not know: arithmetic, element types.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -20,6 +20,7 @@
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/trace.hpp"
+#include "runtime/whole.hpp"
 
 namespace moeos {
 
@@ -79,6 +80,7 @@ class Processor : Pace<P> {
   }
 
   const RoutingMap& routing_map() const { return map_; }
+  const Pace<P>& pace() const { return *this; }
 
   /// Ends the call because a token's logits are not finite: a wrong route would be a silent error.
   void reject_logits(u32 token) {
@@ -199,7 +201,7 @@ class Processor : Pace<P> {
   RoutingMap map_;
 };
 
-/// Clears the tally of a processor, before its first part.
+/// Clears the tally and the trace of a processor or a courier, before its first part.
 template <Platform P>
 void forget_last_call(const Rank<P>& rank, u32 index) {
   rank.memory.tallies[index] = Tally{};
@@ -232,20 +234,21 @@ void copy_rows(const Rank<P>& rank, const RoutingMap& map, K& kernels, const Tas
 
 /// Runs a part of Dispatch, if there is one.
 template <Platform P, Kernels K>
-bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
-                  Courier<P>& courier, const Pace<P>& pace, const Trace<P>& trace) {
+bool run_dispatch(const Rank<P>& rank, const Call& call, const Processor<P>& processor, K& kernels,
+                  Courier<P>& courier, const Trace<P>& trace) {
   ReadyWord word;
   Task task;
   if (!courier.take(word, task)) {
     return false;
   }
-  pace.begin_part(rank, call);
+  processor.pace().begin_part(rank, call);
   wait_for_links(rank, call, task, word.part());
   const u64 begin = P::now_ns();
-  copy_rows(rank, map, kernels, task, word.part());
+  copy_rows(rank, processor.routing_map(), kernels, task, word.part());
   const u64 end = P::now_ns();
-  const bool announced = courier.complete(task, word, end - begin + pace.slow_down(rank, call));
-  pace.end_part();
+  const u64 longer = processor.pace().slow_down(rank, call);
+  const bool announced = courier.complete(task, word, end - begin + longer);
+  processor.pace().end_part();
   TraceEvent event = event_of(rank.geometry(), task, word, announced ? 1 : 0);
   event.begin_ns = begin;
   event.end_ns = trace_time<P>(rank.geometry());
@@ -261,10 +264,9 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   forget_last_call(rank, index);
   Processor<P> processor(rank, call, index);
   Courier<P> courier(rank, call, index);
-  const Pace<P> pace(rank, index);
   const Trace<P> trace(rank, index);
   const auto dispatch = [&] {
-    return run_dispatch(rank, call, processor.routing_map(), kernels, courier, pace, trace);
+    return run_dispatch(rank, call, processor, kernels, courier, trace);
   };
   const Task route = route_task(rank.geometry(), call);
   MOEOS_CHECK(rank.geometry().route_slices == 1);
@@ -275,9 +277,8 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     if (!processor.claim(word, dispatch)) {
       return;
     }
-    // A copy: what has been looked at is what is done.
-    const Task task = word.kind() == TaskKind::route ? route : rank.memory.tasks[word.task()];
-    if (word.kind() != TaskKind::route && !is_whole(task)) {
+    Task task = route;
+    if (word.kind() != TaskKind::route && !copy_whole<P>(rank.memory.tasks[word.task()], task)) {
       reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
       return;
     }

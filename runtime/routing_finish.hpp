@@ -174,6 +174,7 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
       make_dispatch(rank.memory.tasks[task], parts, call.epoch,
                     (rank.rank + 1 + order) % geometry.world, first_row / geometry.chunk_rows,
                     part_rows);
+      MOEOS_CHECK(part + parts <= geometry.dispatch_parts_max());
       for (u32 i = 0; i < parts; ++i) {
         rank.memory.dispatch_list[part + i] =
             ReadyWord(call.epoch, TaskKind::dispatch, task, i).sealed();

@@ -215,22 +215,23 @@ class Scheduler {
     return ready;
   }
 
-  const Batch& ready(TaskKind kind) const { return batches_[static_cast<u32>(kind)]; }
+  const Batch& batch_of(TaskKind kind) const { return batches_[static_cast<u32>(kind)]; }
+  bool is_ready(TaskKind kind) const { return !batch_of(kind).empty(); }
 
   /// What is handed out next, of what is ready. In order of TaskKind, with two exceptions. First
   /// GEMMs go first while rows are still being sent: what a second one returns would compete with
-  /// them for the links. And then both may have their turns (Geometry::shares_processors), each as
-  /// much of the processors' time: second GEMMs alone would fill the links again and wait for them,
-  /// and leave first ones for the end of the call, when the links have nothing to do.
+  /// them for the links. And then both may alternate (Geometry::gemms_alternate), each with as much
+  /// of the processors' time: second GEMMs alone would fill the links again and wait for them, and
+  /// leave first ones for the end of the call, when the links have nothing to do.
   TaskKind next_kind() const {
-    if (sending_ && !ready(TaskKind::gemm0).empty()) {
+    if (sending_ && is_ready(TaskKind::gemm0)) {
       return TaskKind::gemm0;
     }
-    if (!ready(TaskKind::combine).empty()) {
+    if (is_ready(TaskKind::combine)) {
       return TaskKind::combine;
     }
-    const bool turn = !rank_.geometry().shares_processors() || seconds_ahead_ <= 0;
-    const bool second = ready(TaskKind::gemm0).empty() || (!ready(TaskKind::gemm1).empty() && turn);
+    const bool second_in_turn = !rank_.geometry().gemms_alternate() || second_gemms_ahead_ <= 0;
+    const bool second = !is_ready(TaskKind::gemm0) || (is_ready(TaskKind::gemm1) && second_in_turn);
     return second ? TaskKind::gemm1 : TaskKind::gemm0;
   }
 
@@ -243,17 +244,18 @@ class Scheduler {
     // them.
     while (published_ < limit && anything_ready()) {
       const TaskKind kind = next_kind();
-      const bool turns = !ready(TaskKind::gemm0).empty() && !ready(TaskKind::gemm1).empty();
+      const bool both = is_ready(TaskKind::gemm0) && is_ready(TaskKind::gemm1);
       // A copy, so that there is one piece of code for all kinds.
       Batch batch;
       for_each_batch([&](TaskKind its, Batch& found) { batch.become(its == kind, found); });
       const u32 handed = hand_out(batch, limit);
       for_each_batch([&](TaskKind its, Batch& found) { found.become(its == kind, batch); });
-      if (turns && !sending_ && kind != TaskKind::combine) {
+      const Geometry& geometry = rank_.geometry();
+      if (geometry.gemms_alternate() && both && !sending_ && kind != TaskKind::combine) {
         // A part takes about as long as its input's rows are.
-        const Geometry& geometry = rank_.geometry();
-        seconds_ahead_ += kind == TaskKind::gemm1 ? static_cast<i32>(handed * geometry.hidden_bytes)
-                                                  : -static_cast<i32>(handed * geometry.row_bytes);
+        second_gemms_ahead_ += kind == TaskKind::gemm1
+                                   ? static_cast<i32>(handed * geometry.hidden_bytes)
+                                   : -static_cast<i32>(handed * geometry.row_bytes);
       }
     }
     return published_ - before;
@@ -294,8 +296,10 @@ class Scheduler {
   Batch batches_[kTaskKinds];
   u32 published_ = 0;
   u32 sweeps_ = 0;
-  u32 waiting_most_ = 0;   // words published and not claimed, at most
-  i32 seconds_ahead_ = 0;  // processors' time that second GEMMs have had more than first ones
+  u32 waiting_most_ = 0;  // words published and not claimed, at most
+  // Processors' time that second GEMMs have had more than first ones, while they alternated, as
+  // bytes of their inputs' rows; what is handed out at once keeps it small.
+  i32 second_gemms_ahead_ = 0;
   // Of the last sweep.
   u32 claimed_ = 0;
   u32 returned_ = 0;

@@ -2,8 +2,8 @@
 //
 // A descriptor is one cache line, written once by whoever learns that the work is possible and read
 // by the processors that run its parts (thesis section 5.2, Figure 5.1). A part is one N-tile of a
-// GEMM, some rows of a Dispatch, one token block of a Route. May not know: how a task is computed;
-// addresses.
+// GEMM, some rows of a Dispatch, a slice of a token block's Route. May not know: how a task is
+// computed; addresses.
 #pragma once
 
 #include "runtime/base.hpp"

@@ -28,8 +28,9 @@ u32 by_one_lane(Atomic atomic) {
   return P::broadcast(before, 0);
 }
 
-/// Counts one of the `parts` parts of a whole (a tile, a chunk) in its counter, which is zero
-/// before the first; true for the one that completes it, who sees what the others wrote. One warp.
+/// Counts one of the `parts` parts of a whole (a tile, a chunk, a block) in its counter, which is
+/// zero before the first; true for the one that completes it, who sees what the others wrote. One
+/// warp.
 template <Platform P>
 bool completes(u32* done, u32 parts) {
   if (parts == 1) {

@@ -27,8 +27,9 @@ struct alignas(64) TraceEvent {
   u32 part;
   u32 peer;    // dispatch: the destination
   u32 expert;  // GEMMs: the local expert
-  u32 place;   // GEMMs: the tile; dispatch: the part's chunk; combine: the task's first
-               // token's place among the complete ones, kNone for tokens that sent no row
+  u32 place;   // route: the slice, and `part` the block; GEMMs: the tile; dispatch: the part's
+               // chunk; combine: the task's first token's place among the complete ones, kNone for
+               // tokens that sent no row
   u32 rows;    // GEMMs: of the tile; dispatch: 1 for the part that announced the chunk;
                // combine: tokens written
   // Of a part, in ns behind begin_ns; 0 where a machine has no such moment.

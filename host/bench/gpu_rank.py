@@ -157,7 +157,7 @@ class _Measurement:
             (shape.name, cfg)
             for shape in self._suite.shapes
             for cfg, cases in self._suite.layers_of(shape, self._world.size).items()
-            if set(cases) & set(self._open_cases(shape))
+            if self._open_cases(shape, cases)
         ]
         if layers:
             self._measure(layers)
@@ -186,7 +186,7 @@ class _Measurement:
         self._step_began = time.monotonic()
         for shape in self._suite.shapes:
             for cfg, of_layer in self._suite.layers_of(shape, self._world.size).items():
-                cases = [case for case in of_layer if case in self._open_cases(shape)]
+                cases = self._open_cases(shape, of_layer)
                 if cases:
                     if not self._time_is_left():
                         return
@@ -300,9 +300,11 @@ class _Measurement:
             for name in names
         }
 
-    def _open_cases(self, shape: Shape) -> list[Case]:
-        """On all ranks what rank 0's document lacks."""
-        return self._decide(lambda results: results.open_cases(shape))
+    def _open_cases(self, shape: Shape, of_layer: Sequence[Case]) -> list[Case]:
+        """On all ranks which of a layer's cases rank 0's document lacks."""
+        return self._decide(
+            lambda results: [case for case in results.open_cases(shape) if case in of_layer]
+        )
 
     def _time_is_left(self) -> bool:
         """Whether another step will end in time; each call ends a step."""

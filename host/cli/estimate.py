@@ -153,7 +153,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     processors idle; early ones are more and have more padding. Combine tasks are the fewest: they
     are more where few tokens become complete at a time. Dispatch tasks are those of one processor;
     with more of them chunks may be sent in pieces. Rows beyond an expert's capacity are
-    not sent. N-tiles, and so the numbers of GEMM tasks, are the twin's.
+    not sent. Blocks of tokens and N-tiles, and so the numbers of Route and GEMM tasks, are the
+    twin's.
 
     Raises:
         ValueError: `tokens` is not 0 to max_tokens, or the experts cannot be divided.
@@ -200,7 +201,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         pairs_received=received,
         tiles=tiles,
         tasks={
-            "route": max(1, route_blocks) * sizes.route_slices,
+            "route": max(1, route_blocks),
             "dispatch": sum(-(-n // part_rows) for n in to_rank),
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,

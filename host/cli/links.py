@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import itertools
 import struct
 from collections.abc import Callable, Sequence
@@ -202,7 +201,7 @@ class Endpoint:
                 attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, self._device
             )
         )
-        self._module = ask(driver.cuModuleLoadData(_cubin(f"sm_{capability}")))
+        self._module = ask(driver.cuModuleLoadData(jit.compile_file(_SOURCE, f"sm_{capability}")))
         self._kernels = {
             name: ask(driver.cuModuleGetFunction(self._module, f"moeos_link_{name}".encode()))
             for name in ("send", "receive", "stream")
@@ -347,8 +346,3 @@ class Endpoint:
                 self._kernels[name], blocks, 1, 1, _THREADS, 1, 1, 0, stream, (values, types), 0
             )
         )
-
-
-@functools.cache
-def _cubin(arch: str) -> bytes:
-    return jit.compile_file(_SOURCE, arch)

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from moeos import _twin, cuda_driver
+from moeos import _twin, cuda_driver, jit
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
 
@@ -45,7 +45,6 @@ _BOX_COLUMNS = 64  # 128 bytes, one row of a stage
 _WEIGHT_BOX_ROWS = 128  # of w1, w2
 _NARROW_BOX_ROWS = 64  # of w1
 _ROUTE_BOX_ROWS = 64  # of x
-_GATE_BOX_ROWS = (64, 128, 256)  # the first that holds all experts
 _ADDRESS_ALIGNMENT = 16
 
 
@@ -88,7 +87,7 @@ class ArgumentPacker:
     ) -> None:
         self._cfg = cfg
         self._rank = rank
-        self._gate_box_rows = next(n for n in _GATE_BOX_ROWS if cfg.experts <= n)
+        self._gate_box_rows = jit.route_columns(cfg)
         self._buffers = buffers
         self._maps: dict[tuple[int, int, int, int], bytes] = {}
         self._driver = cuda_driver.load()

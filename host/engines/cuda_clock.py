@@ -8,7 +8,6 @@ answered soonest, the answer belongs to the middle between question and answer.
 from __future__ import annotations
 
 import ctypes
-import functools
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -58,9 +57,8 @@ def behind_host() -> Difference:
     memory = torch.zeros(_WORDS, dtype=torch.int64, pin_memory=True)
     words = memory.numpy()
     stream = torch.cuda.Stream()
-    library = cuda_driver.ask(
-        driver.cuLibraryLoadData(_cubin(f"sm_{major}{minor}"), [], [], 0, [], [], 0)
-    )
+    cubin = jit.compile_file(_SOURCE, f"sm_{major}{minor}")
+    library = cuda_driver.ask(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
     try:
         kernel = cuda_driver.ask(driver.cuLibraryGetKernel(library, b"moeos_clock"))
         function = cuda_driver.ask(driver.cuKernelGetFunction(kernel))
@@ -86,8 +84,3 @@ def behind_host() -> Difference:
     finally:
         stream.synchronize()  # at the latest when the kernel has waited for its deadline
         cuda_driver.ask(driver.cuLibraryUnload(library))
-
-
-@functools.cache
-def _cubin(arch: str) -> bytes:
-    return jit.compile_file(_SOURCE, arch)

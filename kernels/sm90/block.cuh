@@ -126,7 +126,7 @@ struct Shared {
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   Barrier slot_full[kSlots];
-  Barrier slot_done[kSlots];   // the part's results are in memory
+  Barrier slot_done[kSlots];   // the part's loads have begun, and its results are in memory
   Barrier slot_empty[kSlots];  // every warp that reads it is done with it
   alignas(16) u8 rank[sizeof(Rank<Machine>)];
   Call call;

@@ -78,6 +78,8 @@ extern "C" {
 
 u64 emulated_heap_bytes() { return Layout(kGeometry).bytes(); }
 u64 emulated_memory_bytes() { return RankMemory::bytes(kGeometry); }
+/// Where a fault plan lies in it.
+u64 emulated_faults_at() { return reinterpret_cast<u64>(RankMemory(kGeometry, nullptr).faults); }
 u64 emulated_intermediate_bytes() {
   return u64{kGeometry.intermediate_rows_max()} * kGeometry.hidden_bytes;
 }

@@ -79,6 +79,7 @@ class EmulatedLayer:
         self._library = ctypes.CDLL(str(library))
         for name in ("heap", "memory", "intermediate"):
             getattr(self._library, f"emulated_{name}_bytes").restype = ctypes.c_uint64
+        self._library.emulated_faults_at.restype = ctypes.c_uint64
         self._library.emulated_barriers.restype = ctypes.c_char_p
         self._weights = weights
         self._ranks = ranks
@@ -89,7 +90,9 @@ class EmulatedLayer:
         for own in self._own:
             own[:4].view(torch.int32).fill_(1)  # the first epoch
         for own, plan in zip(self._own, plans, strict=False):
-            own[-len(plan) :] = torch.frombuffer(bytearray(plan), dtype=torch.uint8)
+            own[self._library.emulated_faults_at() :][: len(plan)] = torch.frombuffer(
+                bytearray(plan), dtype=torch.uint8
+            )
 
     def __call__(self, calls: Sequence[Call], seed: int) -> list[Tensor]:
         """The outputs of a call of each rank; raises `EmulatorFault`."""
