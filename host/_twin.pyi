@@ -47,6 +47,7 @@ class Sizes:
         gemm0_columns: int,
         gemm1_columns: int,
         narrow_rows: int,
+        large_experts: bool,
         trace_events: int,
     ) -> None: ...
     @property
@@ -92,6 +93,8 @@ class Sizes:
     def gemm1_parts(self) -> int: ...
     @property
     def narrow_rows(self) -> int: ...
+    @property
+    def large_experts(self) -> bool: ...
     @property
     def gemm0_narrow_parts(self) -> int: ...
     @property

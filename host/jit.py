@@ -328,6 +328,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "TILE_ROWS": sizes.tile_rows,
         "ROUTE_TOKENS": sizes.route_tokens,
         "ROUTE_SLICES": sizes.route_slices,
+        "LARGE_EXPERTS": int(sizes.large_experts),
         "GEMM0_PARTS": sizes.gemm0_parts,
         "GEMM1_PARTS": sizes.gemm1_parts,
         "NARROW_ROWS": sizes.narrow_rows,

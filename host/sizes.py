@@ -14,6 +14,11 @@ from moeos import _twin
 from moeos.config import Activation, MoEConfig, Scoring
 
 
+LARGE_EXPERT = 20 << 20
+"""An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
+hold the weights of two beside each other. (A gated one's are half as many more.)"""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
     """How a machine cuts its work: rows of a tile, tokens of a block that is routed together,
@@ -76,5 +81,6 @@ def layer_sizes(
         gemm0_columns=tiles.gemm0_columns,
         gemm1_columns=tiles.gemm1_columns,
         narrow_rows=tiles.narrow_rows,
+        large_experts=2 * cfg.hidden * cfg.intermediate * cfg.dtype.itemsize > LARGE_EXPERT,
         trace_events=trace_events,
     )

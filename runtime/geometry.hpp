@@ -37,6 +37,9 @@ struct Geometry {
   u32 narrow_rows;   // a tile of up to so many padded rows is cut into narrow N-tiles; 0: none is
   u32 gemm0_narrow_parts;  // N-tiles of a narrow tile's first GEMM
   u32 gemm1_narrow_parts;  // and of its second
+  u32 large_experts;       // 1: the cache cannot hold the weights of several experts beside each
+                           // other, so the tiles of one are made and computed together; 0: in the
+                           // order in which their rows arrive
   u32 processors;          // processors of this rank; this and the next may differ between ranks
   u32 couriers;      // actors that do nothing but Dispatch: one a processor, or 0: processors do it
   u32 remote;        // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
@@ -92,15 +95,6 @@ struct Geometry {
   }
   constexpr u32 gemm1_parts_of(u32 padded_rows) const {
     return narrow(padded_rows) ? gemm1_narrow_parts : gemm1_parts;
-  }
-  /// Whether second GEMMs that are ready alternate with first ones, or go before them. Alternating,
-  /// links and tensor cores are both at work, and no first GEMM is left for the end of a call; but
-  /// the weights of both must then stay in L2 beside each other (docs/performance.md, "First and
-  /// second GEMMs by turns").
-  static constexpr u64 kSmallExpert = 20U << 20;  // bytes of weights
-  constexpr bool gemms_alternate() const {
-    // Bytes of an expert's two matrices of two-byte elements; a gated one's are half as many more.
-    return u64{row_bytes} * hidden_bytes <= kSmallExpert;
   }
   /// Parts of both GEMMs of a tile, at most.
   constexpr u32 tile_parts_max() const {

@@ -269,7 +269,7 @@ class OsMemory {
     const u64 world = geometry.world;
     const u64 local = geometry.local_experts();
     take(rows_expected, 1);
-    take(starving, 1);
+    take(wanted, 1);
     take(inquiry, 1);
     take(returns_ready, 1);
     take(combines_posted, 1);
@@ -301,7 +301,7 @@ class OsMemory {
   static constexpr u32 kTokensPerWord = 2;
 
   u32* rows_expected = nullptr;  // Algorithm 2's bound: rows to return; corrected as counts arrive
-  u32* starving = nullptr;       // 1: processors wait and nothing is ready
+  u32* wanted = nullptr;         // parts that the scheduler would publish if it had them
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* combines_posted = nullptr;  // Combine tasks of this call so far

@@ -35,7 +35,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
   if (P::lane() == 0) {
     memory.call(call.epoch + 1) = CallState{};
     *rank.os->rows_expected = rank.geometry().rows_received_max();
-    *rank.os->starving = 0;
+    *rank.os->wanted = 0;
     *rank.os->inquiry = 0;
     *rank.os->returns_ready = 0;
     *rank.os->combines_posted = combines_unsent(call) ? 1 : 0;

@@ -54,13 +54,13 @@ class Scheduler {
     combined_ = agreed<P>(combined);
     leaving_ = agreed<P>(leaving_);
     fetch(words);
-    const u32 published = publish_up_to(claimed_ + rank_.geometry().processors);
+    const u32 limit = claimed_ + rank_.geometry().processors;
+    const u32 published = publish_up_to(limit);
     waiting_most_ = maximum(waiting_most_, maximum(published_, claimed_) - claimed_);
-    const bool starving = claimed_ > published_ && !anything_ready();
+    const u32 wanted = anything_left() ? 0 : maximum(limit, published_) - published_;
     if (P::lane() == 0) {
-      // Block scope, relaxed: a hint to the arrivals subscriber that packing early would feed
-      // someone.
-      P::template store_relaxed<Scope::block>(rank_.os->starving, starving ? 1U : 0U);
+      // Block scope, relaxed: a hint to the arrivals subscriber that more tiles would feed someone.
+      P::template store_relaxed<Scope::block>(rank_.os->wanted, wanted);
     }
     return claimed_ != before || published > 0;
   }
@@ -107,10 +107,11 @@ class Scheduler {
     u32 next = 0;      // first word not handed out completely
     u32 together = 0;  // words from there on that are handed out together; 0: not chosen yet
     bool by_turns = false;
-    u32 parts = 0;   // of all of these words
-    u32 part = 0;    // the first of them that is not handed out
-    u32 row = 1;     // parts that have the same columns, or that are of the same tile
-    u32 cursor = 0;  // slots of the mailbox that have been read
+    u32 parts = 0;      // of all of these words
+    u32 part = 0;       // the first of them that is not handed out
+    u32 row = 1;        // parts that have the same columns, or that are of the same tile
+    u32 cursor = 0;     // slots of the mailbox that have been read
+    bool more = false;  // the next one holds a word, which waits for others of its expert
     bool empty() const { return next == size; }
     /// Becomes the other one, if so. Field by field, or the compiler would choose between addresses
     /// and keep all batches in memory.
@@ -126,6 +127,7 @@ class Scheduler {
       part = so ? other.part : part;
       row = so ? other.row : row;
       cursor = so ? other.cursor : cursor;
+      more = so ? other.more : more;
     }
   };
 
@@ -160,6 +162,7 @@ class Scheduler {
           P::kLanes, [filled](u32 lane) { return (~filled & ((u64{2} << lane) - 1)) == 0; });
       batch.next = 0;
       batch.together = 0;
+      batch.more = false;
       batch.cursor += batch.size;
       read |= batch.size > 0 ? 1U << static_cast<u32>(kind) : 0;
     });
@@ -184,6 +187,23 @@ class Scheduler {
     batch.narrow = there && word.part() != wide_parts;
     const bool shared = batch.size > 1 && P::ballot(there && !batch.narrow) != 0;
     batch.expert = there && shared ? rank_.memory.tasks[word.task()].local_expert : kNone;
+    if (rank_.geometry().large_experts != 0 && shared) {
+      leave_last_expert(batch);
+    }
+  }
+
+  /// Of a batch that has words of several experts, gives those of the last one back: others of it
+  /// may stand behind them.
+  void leave_last_expert(Batch& batch) const {
+    const u32 last = P::broadcast(batch.expert, batch.size - 1);
+    const u32 others = P::ballot(P::lane() < batch.size && batch.expert != last);
+    if (others == 0) {
+      return;
+    }
+    const u32 size = partition_point(P::kLanes, [others](u32 lane) { return others >> lane != 0; });
+    batch.cursor -= batch.size - size;
+    batch.size = size;
+    batch.more = true;
   }
 
   /// Chooses the words, from the batch's next one on, whose parts are handed out together.
@@ -215,14 +235,18 @@ class Scheduler {
     return ready;
   }
 
-  const Batch& batch_of(TaskKind kind) const { return batches_[static_cast<u32>(kind)]; }
-  bool is_ready(TaskKind kind) const { return !batch_of(kind).empty(); }
+  /// The same, or words wait in a mailbox for others.
+  bool anything_left() {
+    bool left = false;
+    for_each_batch([&](TaskKind, Batch& batch) { left = left || !batch.empty() || batch.more; });
+    return left;
+  }
+
+  bool is_ready(TaskKind kind) const { return !batches_[static_cast<u32>(kind)].empty(); }
 
   /// What is handed out next, of what is ready. In order of TaskKind, with two exceptions. First
   /// GEMMs go first while rows are still being sent: what a second one returns would compete with
-  /// them for the links. And then both may alternate (Geometry::gemms_alternate), each with as much
-  /// of the processors' time: second GEMMs alone would fill the links again and wait for them, and
-  /// leave first ones for the end of the call, when the links have nothing to do.
+  /// them for the links. And then first and second ones have turns.
   TaskKind next_kind() const {
     if (sending_ && is_ready(TaskKind::gemm0)) {
       return TaskKind::gemm0;
@@ -230,9 +254,21 @@ class Scheduler {
     if (is_ready(TaskKind::combine)) {
       return TaskKind::combine;
     }
-    const bool second_in_turn = !rank_.geometry().gemms_alternate() || second_gemms_ahead_ <= 0;
-    const bool second = !is_ready(TaskKind::gemm0) || (is_ready(TaskKind::gemm1) && second_in_turn);
+    const bool second =
+        !is_ready(TaskKind::gemm0) || (is_ready(TaskKind::gemm1) && second_in_turn());
     return second ? TaskKind::gemm1 : TaskKind::gemm0;
+  }
+
+  /// Whose turn it is when both GEMMs are ready. Of small experts, each has as much of the
+  /// processors' time: second GEMMs alone would fill the links again and wait for them, and leave
+  /// first ones for the end of the call, when the links have nothing to do. Of large experts, the
+  /// weights of both would drive each other out of the cache: second ones go first, but wait for
+  /// the end of the first ones that are handed out together, and so collect a whole expert's
+  /// (docs/performance.md, "First and second GEMMs by turns", "An expert at a time").
+  bool second_in_turn() const {
+    const Batch& first = batches_[static_cast<u32>(TaskKind::gemm0)];
+    const bool amid_turns = first.together != 0 && first.by_turns;
+    return rank_.geometry().large_experts != 0 ? !amid_turns : second_gemms_ahead_ <= 0;
   }
 
   /// Publishes ready parts until `limit` words have been published in this call; returns how many
@@ -251,7 +287,7 @@ class Scheduler {
       const u32 handed = hand_out(batch, limit);
       for_each_batch([&](TaskKind its, Batch& found) { found.become(its == kind, batch); });
       const Geometry& geometry = rank_.geometry();
-      if (geometry.gemms_alternate() && both && !sending_ && kind != TaskKind::combine) {
+      if (geometry.large_experts == 0 && both && !sending_ && kind != TaskKind::combine) {
         // A part takes about as long as its input's rows are.
         second_gemms_ahead_ += kind == TaskKind::gemm1
                                    ? static_cast<i32>(handed * geometry.hidden_bytes)

@@ -196,9 +196,17 @@ class ArrivalsSubscriber {
     for (u32 first = 0; first < world; first += at_once) {
       progress = watch(first, minimum(at_once, world - first)) || progress;
     }
-    progress = progress || pack_for_idle_processors();
+    if (progress) {
+      packed_at_once_ = 1;
+      starving_since_ = 0;  // something moves
+    }
+    // What the scheduler said may be older than what was posted last: then large experts' weights
+    // are read twice for nothing, which is rare and costs little.
+    const u32 wanted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->wanted));
+    const u32 early = progress ? 0 : experts_to_pack(wanted);
+    const bool planned = plan_.advance(progress, wanted, early);
     post_new_tiles();
-    return progress;
+    return progress || planned;
   }
 
   /// Missing is the first chunk that was announced and has not come.
@@ -282,9 +290,6 @@ class ArrivalsSubscriber {
       rank_.os->rows_arrived[source] = minimum((before + arrived) * geometry.chunk_rows, rows);
     }
     P::sync_lanes();
-    plan_.advance();
-    packed_at_once_ = 1;
-    starving_since_ = 0;  // something moves
     return true;
   }
 
@@ -306,11 +311,12 @@ class ArrivalsSubscriber {
     return P::ballot(missing) == 0;
   }
 
-  bool pack_for_idle_processors() {
-    const u32 starving = P::template load_relaxed<Scope::block>(rank_.os->starving);
-    if (agreed<P>(starving) == 0) {
+  /// Of how many experts incomplete remainders are to be packed now, because processors idle.
+  u32 experts_to_pack(u32 wanted) {
+    // The scheduler publishes one part ahead for each processor: if it wants more, some wait.
+    if (wanted <= rank_.geometry().processors) {
       starving_since_ = 0;
-      return false;
+      return 0;
     }
     const u64 now = agreed<P>(P::now_ns());
     if (starving_since_ == 0) {
@@ -320,15 +326,12 @@ class ArrivalsSubscriber {
     // for news of us as long as theirs and a little more (CountsSubscriber::answer).
     const u64 under_way = minimum(kPatienceUnderWayNs, rank_.deadline_ns / kPatiencesOfDeadline);
     if (now - starving_since_ < (everyone_counted() ? under_way : kPatienceNs)) {
-      return false;
+      return 0;
     }
     starving_since_ = 0;
-    bool packed = false;
-    for (u32 i = 0; i < packed_at_once_ && plan_.pack_early(); ++i) {
-      packed = true;
-    }
+    const u32 experts = packed_at_once_;
     packed_at_once_ = minimum(packed_at_once_ * kPackGrowth, rank_.geometry().local_experts());
-    return packed;
+    return experts;
   }
 
   /// Posts the tiles that were planned since the last time. This warp alone posts Gemm0, so a

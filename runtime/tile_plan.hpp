@@ -3,8 +3,11 @@
 // A tile full of one source's rows is made as soon as these rows are here. What is left of each
 // source, less than a tile, is merged with the other sources' remainders once all of them are
 // complete, so that at decode sizes a weight is read once and not once a source; when processors
-// idle, remainders that are here are packed without waiting. Rows are independent, so packing never
-// changes a result. May not know: flags, queues, how a tile is computed.
+// idle, remainders that are here are packed without waiting. Of large experts also full tiles wait
+// until the expert's rows are complete, or until somebody has nothing else to compute: then all of
+// its tiles follow each other, and its weights are read once and not once a source. Rows are
+// independent, so packing never changes a result. May not know: flags, queues, how a tile is
+// computed.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -31,6 +34,7 @@ class TilePlan {
     tiles_ = 0;
     results_ = 0;
     early_left_ = geometry.early_tiles();
+    all_fed_ = false;
     for (u32 i = P::lane(); i < geometry.world * geometry.local_experts(); i += P::kLanes) {
       os_.taken[i] = 0;
     }
@@ -43,33 +47,35 @@ class TilePlan {
     P::sync_lanes();
   }
 
-  /// Writes the Gemm0 descriptors of the tiles that have become possible by the rows that are now
-  /// in OsMemory::rows_arrived.
-  void advance() { plan(kNone); }
-
-  /// Packs the rows that are here of the expert that has most of them, complete or not; false when
-  /// there are none or the budget for early tiles is spent.
-  bool pack_early() {
+  /// Writes the Gemm0 descriptors of new tiles; false if there are none.
+  ///
+  /// `news`: rows have arrived since the last time; OsMemory::rows_arrived says which. `parts`: so
+  /// many would be computed at once. Of large experts, full tiles of incomplete ones are made for
+  /// that, first of whichever has most rows; of others every full tile is made as soon as it is.
+  /// `early`: of so many experts, those with most rows, all rows that are here are packed, complete
+  /// or not, while the budget for early tiles lasts.
+  bool advance(bool news, u32 parts, u32 early) {
     const Geometry& geometry = layout_.geometry();
-    u32 best = kNone;
-    u32 most = 0;
-    for (u32 expert = 0; expert < geometry.local_experts(); ++expert) {
-      u32 rows = 0;
-      for (u32 source = 0; source < geometry.world; ++source) {
-        rows += ready(source, expert);
-      }
-      if (rows > most) {
-        most = rows;
-        best = expert;
-      }
-    }
-    if (best == kNone || early_left_ < geometry.remainder_tiles()) {
-      return false;
-    }
     const u32 before = tiles_;
-    plan(best);
-    early_left_ -= minimum(early_left_, tiles_ - before);
-    return true;
+    all_fed_ = all_fed_ && !news;
+    for (;; news = false) {  // one round for the news, then one for each expert that is chosen
+      const u32 lacking = geometry.large_experts == 0 || all_fed_
+                              ? 0
+                              : parts - minimum(parts, (tiles_ - before) * geometry.gemm0_parts);
+      const bool feeds = !news && lacking > 0;
+      const bool packs = !news && !feeds && early > 0 && early_left_ >= geometry.remainder_tiles();
+      const u32 expert = feeds || packs ? fullest(feeds ? geometry.tile_rows : 1) : kNone;
+      if (feeds && expert == kNone) {
+        all_fed_ = true;
+      } else if (!news && expert == kNone) {
+        return tiles_ != before;
+      } else {
+        const u32 had = tiles_;
+        plan(feeds ? expert : kNone, packs ? expert : kNone);
+        early_left_ -= packs ? minimum(early_left_, tiles_ - had) : 0;
+        early -= packs ? 1 : 0;
+      }
+    }
   }
 
   /// Tiles planned so far in this call; their descriptors are tasks from first_task(gemm0) on.
@@ -82,8 +88,40 @@ class TilePlan {
     u32 rows = 0;  // padded
   };
 
-  /// Plans all experts' new tiles; of expert `early` the remainders that are here, complete or not.
-  void plan(u32 early) {
+  /// The expert with most rows that are here and in no tile, of those of which a source has
+  /// `at_least`; kNone: no expert has one. Of several, any.
+  u32 fullest(u32 at_least) const {
+    const Geometry& geometry = layout_.geometry();
+    u32 best = kNone;
+    u32 most = 0;
+    for (u32 expert = P::lane(); expert < geometry.local_experts(); expert += P::kLanes) {
+      u32 rows = 0;
+      bool enough = false;
+      for (u32 source = 0; source < geometry.world; ++source) {
+        const u32 here = ready(source, expert);
+        rows += here;
+        enough = enough || here >= at_least;
+      }
+      if (enough && rows > most) {
+        most = rows;
+        best = expert;
+      }
+    }
+    // The lanes with the largest number, bit by bit.
+    bool leads = best != kNone;
+#pragma unroll 1
+    for (u32 bit = 1U << 31; bit != 0; bit >>= 1) {
+      const bool has = (most & bit) != 0;
+      const bool any = P::ballot(leads && has) != 0;
+      leads = leads && (has || !any);
+    }
+    const u32 leaders = P::ballot(leads);
+    return leaders == 0 ? kNone : P::broadcast(best, P::first_lane(leaders));
+  }
+
+  /// Plans the new tiles of experts that are complete and, unless experts are large, the full ones
+  /// of all others; the full ones of expert `fed`; and of expert `early` whatever is here.
+  void plan(u32 fed, u32 early) {
     const Geometry& geometry = layout_.geometry();
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
       const u32 expert = first + P::lane();
@@ -91,7 +129,7 @@ class TilePlan {
       const bool complete = open && all_here(expert);
       const bool merge = complete || (open && expert == early);
       Extent extent;
-      if (open) {
+      if (merge || (open && (geometry.large_experts == 0 || expert == fed))) {
         extent = for_each_tile<false>(expert, merge, 0, 0);
       }
       const u32 tiles = P::inclusive_scan(extent.tiles);
@@ -230,6 +268,7 @@ class TilePlan {
   u32 tiles_ = 0;
   u32 results_ = 0;
   u32 early_left_ = 0;
+  bool all_fed_ = false;  // no source has a full tile's rows of any expert, since the last news
 };
 
 }  // namespace moeos

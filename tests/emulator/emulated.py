@@ -48,17 +48,21 @@ def build(
     root: Path = ROOT,
     *,
     faults: bool = False,
+    large_experts: bool = False,
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
     `root`: where the sources are, if it is not this repository. `faults`: the kernel that does what
-    fault plans say.
+    fault plans say. `large_experts`: the kernel believes that they are, whatever their size.
     """
     shape = KernelShape(
         cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks, faults=faults
     )
     library = folder / "emulated.so"
-    macros = [f"-DMOEOS_{name}={value}" for name, value in jit.macros(shape).items()]
+    values = jit.macros(shape)
+    if large_experts:
+        values["LARGE_EXPERTS"] = "1"
+    macros = [f"-DMOEOS_{name}={value}" for name, value in values.items()]
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", *macros]
     # Several are loaded into one process, each with a kGeometry of its own.
     options += ["-fno-gnu-unique", "-Wl,-Bsymbolic"]

@@ -43,16 +43,22 @@ class Emulated:
     ranks: int
     processors: int
     calls: int
+    large_experts: bool = False
 
 
-def _layer(ranks: int, processors: int, calls: int, **changes: object) -> Emulated:
+def _layer(
+    ranks: int, processors: int, calls: int, *, large_experts: bool = False, **changes: object
+) -> Emulated:
     sizes = {"hidden": 256, "intermediate": 192, "experts": 8, "top_k": 2, "max_tokens": 100}
     cfg = config(**{"dtype": torch.bfloat16, **sizes, **changes})
-    return Emulated(cfg, ranks, processors, calls)
+    return Emulated(cfg, ranks, processors, calls, large_experts)
 
 
 LAYERS = {
     "one processor, tiles of one expert": _layer(1, 1, 4, max_tokens=560, experts=4),
+    "large experts, full tiles of two sources": _layer(
+        2, 2, 4, max_tokens=400, experts=4, large_experts=True
+    ),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
     "long rows, a router in slices": _layer(
         2, 4, 4, hidden=3848, intermediate=64, experts=4, max_tokens=60
@@ -90,7 +96,13 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pa
 
     def make(name: str, folder: Path) -> Path:
         layer = LAYERS[name]
-        return build(layer.cfg, layer.ranks, layer.processors, folder)
+        return build(
+            layer.cfg,
+            layer.ranks,
+            layer.processors,
+            folder,
+            large_experts=layer.large_experts,
+        )
 
     # Made here, because pytest's folders are not for several threads.
     folders = [tmp_path_factory.mktemp("emulated") for _ in LAYERS]
