@@ -34,7 +34,8 @@ struct Geometry {
                      // how many others there are.
   u32 gemm0_parts;   // N-tiles of the first GEMM
   u32 gemm1_parts;   // N-tiles of the second GEMM
-  u32 narrow_rows;   // a tile of up to so many padded rows is cut into narrow N-tiles; 0: none is
+  u32 narrow_rows;   // tiles of an expert with up to so many padded rows are cut into narrow
+                    // N-tiles; 0: none are
   u32 gemm0_narrow_parts;  // N-tiles of a narrow tile's first GEMM
   u32 gemm1_narrow_parts;  // and of its second
   u32 large_experts;       // 1: the cache cannot hold the weights of several experts beside each
@@ -88,13 +89,14 @@ struct Geometry {
   // --- The tile plan (tile_plan.hpp), and its bounds ---
 
   /// Few rows are computed at the speed at which their weights arrive, so what counts is that
-  /// every processor has the same share of them: a tile of few rows has more, smaller parts.
-  constexpr bool narrow(u32 padded_rows) const { return padded_rows <= narrow_rows; }
-  constexpr u32 gemm0_parts_of(u32 padded_rows) const {
-    return narrow(padded_rows) ? gemm0_narrow_parts : gemm0_parts;
+  /// every processor has the same share of them: an expert of few rows has more, smaller parts.
+  /// What is left of one with more rows is cut as its other tiles are, and so can be computed by
+  /// turns with them, with the same columns of its weights.
+  constexpr u32 gemm0_parts_of(bool narrow) const {
+    return narrow ? gemm0_narrow_parts : gemm0_parts;
   }
-  constexpr u32 gemm1_parts_of(u32 padded_rows) const {
-    return narrow(padded_rows) ? gemm1_narrow_parts : gemm1_parts;
+  constexpr u32 gemm1_parts_of(bool narrow) const {
+    return narrow ? gemm1_narrow_parts : gemm1_parts;
   }
   /// Parts of both GEMMs of a tile, at most.
   constexpr u32 tile_parts_max() const {

@@ -189,7 +189,7 @@ class Processor : Pace<P> {
   void post_gemm1(const Task& gemm0, u32 index) {
     const u32 next = rank_.memory.first_task(TaskKind::gemm1) +
                      (index - rank_.memory.first_task(TaskKind::gemm0));
-    const u32 parts = rank_.geometry().gemm1_parts_of(gemm0.padded_rows);
+    const u32 parts = rank_.geometry().gemm1_parts_of(gemm0.narrow != 0);
     make_gemm1(rank_.memory.tasks[next], gemm0, parts);
     moeos::post_gemm1(rank_, call_, next, parts);
   }

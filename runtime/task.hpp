@@ -46,8 +46,9 @@ struct alignas(kCacheLine) Task {
   u32 peer;          // dispatch: destination
   u32 first_chunk;   // dispatch
   u32 first_ready;   // combine: place of the first token among those that are complete
+  u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_whole()
-  u32 reserved[5];
+  u32 reserved[4];
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
@@ -117,7 +118,7 @@ constexpr void make_gemm1(Task& task, const Task& gemm0, u32 parts) {
 constexpr bool is_whole(const Task& task) {
   u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
             task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.peer ^
-            task.first_chunk ^ task.first_ready ^ task.seal;
+            task.first_chunk ^ task.first_ready ^ task.narrow ^ task.seal;
   for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }

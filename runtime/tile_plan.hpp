@@ -158,6 +158,18 @@ class TilePlan {
     return here;
   }
 
+  /// Whether all rows of an expert, as far as they are known, fit one narrow tile.
+  bool few_rows(u32 expert) const {
+    u32 padded = 0;
+    for (u32 source = 0; source < layout_.geometry().world; ++source) {
+      const u32* starts = os_.receive_starts(source);
+      padded += os_.rows_arrived[source] == kNone
+                    ? 0
+                    : align_up(starts[expert + 1] - starts[expert], Geometry::kSegmentAlign);
+    }
+    return padded <= layout_.geometry().narrow_rows;
+  }
+
   /// Rows of (source, expert) that are here and in no tile yet.
   u32 ready(u32 source, u32 expert) const {
     if (os_.rows_arrived[source] == kNone) {
@@ -247,7 +259,8 @@ class TilePlan {
   void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded,
              u32 words) const {
     Task& task = descriptor(tile);
-    const u32 parts = layout_.geometry().gemm0_parts_of(padded);
+    const bool narrow = few_rows(expert);
+    const u32 parts = layout_.geometry().gemm0_parts_of(narrow);
     task.kind = TaskKind::gemm0;
     task.segment_count = static_cast<u8>(segments);
     task.parts = static_cast<u16>(parts);
@@ -257,8 +270,9 @@ class TilePlan {
     task.rows = rows;
     task.padded_rows = padded;
     task.first_result = result;
+    task.narrow = narrow ? 1 : 0;
     task.seal = kWhole ^ first_word(TaskKind::gemm0, segments, parts) ^ epoch_ ^ expert ^ tile ^
-                rows ^ padded ^ result ^ words;
+                rows ^ padded ^ result ^ task.narrow ^ words;
   }
 
   const Layout& layout_;

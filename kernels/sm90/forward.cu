@@ -261,7 +261,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
       if (group * kConsumerRows >= task.padded_rows) {
         skip_tile(steps_of(task), shared, stage);
-      } else if (kGeometry.narrow(task.padded_rows)) {
+      } else if (task.narrow != 0) {
         float d[kNarrowColumns / 2];
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), shared, stage);

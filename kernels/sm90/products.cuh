@@ -14,7 +14,7 @@ namespace moeos::sm90 {
 
 /// Stages that a GEMM part takes: the row length of its inputs.
 inline u32 steps_of(const Task& task) {
-  const u32 depth = kGeometry.narrow(task.padded_rows) ? kNarrowDepth * kTileDepth : kTileDepth;
+  const u32 depth = task.narrow != 0 ? kNarrowDepth * kTileDepth : kTileDepth;
   return ceil_div(task.kind == TaskKind::gemm1 ? kShape.intermediate : kShape.hidden, depth);
 }
 
@@ -29,7 +29,7 @@ inline u32 steps_of_slice(u32 slice) {
 
 /// Columns of its GEMM's result that a part computes.
 inline u32 columns_of(const Task& task) {
-  const u32 tile = kGeometry.narrow(task.padded_rows) ? kNarrowColumns : kTileColumns;
+  const u32 tile = task.narrow != 0 ? kNarrowColumns : kTileColumns;
   return task.kind == TaskKind::gemm0 ? gemm0_columns(tile) : tile;
 }
 
@@ -95,7 +95,7 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
 
 /// Boxes of a part's weights in each step.
 inline u32 weight_boxes_of(const Task& task) {
-  const bool narrow = kGeometry.narrow(task.padded_rows);
+  const bool narrow = task.narrow != 0;
   const bool halves = narrow && task.kind == TaskKind::gemm0 && kShape.gated();
   return halves ? 2 : (narrow ? kNarrowColumns : kTileColumns) / kWeightBoxRows;
 }
@@ -105,7 +105,7 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
                          u32 place, Box& box) {
   const u32 columns = columns_of(task);
   if (task.kind == TaskKind::gemm0 && kShape.gated()) {
-    box.map = kGeometry.narrow(task.padded_rows) ? &arguments.w1_narrow : &arguments.w1;
+    box.map = task.narrow != 0 ? &arguments.w1_narrow : &arguments.w1;
     box.row = task.local_expert * kShape.w1_rows() + part * columns + index * kShape.intermediate;
     box.place = place + index * columns * kSwizzleBytes;
     return;
@@ -136,7 +136,7 @@ inline void fill_stages(u32 steps, u32 columns, u32 bytes, const Box& box, Loade
 /// A GEMM part's operands.
 inline void load_tile(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 part, Loader& loader) {
-  const bool narrow = kGeometry.narrow(task.padded_rows);
+  const bool narrow = task.narrow != 0;
   const u32 depth = narrow ? kNarrowDepth : 1;
   const u32 columns = narrow ? kNarrowColumns : kTileColumns;
   const u32 n = Machine::lane() / kBoxLanes;

@@ -57,8 +57,7 @@ class TwinKernels {
   /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile.
   void gemm0(const Task& task, u32 part) {
     const Element element = operands_.element;
-    const bool narrow = rank_.geometry().narrow(task.padded_rows);
-    const u32 width = narrow ? kNarrowColumns : gemm0_columns(shape_);
+    const u32 width = task.narrow != 0 ? kNarrowColumns : gemm0_columns(shape_);
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.intermediate - first);
     const u32 panels = task.padded_rows / kPanelRows;
@@ -95,7 +94,7 @@ class TwinKernels {
   /// One N-tile of the second GEMM, each row written where its owner will combine it.
   void gemm1(const Task& task, u32 part) {
     const Element element = operands_.element;
-    const u32 width = rank_.geometry().narrow(task.padded_rows) ? kNarrowColumns : kPlainColumns;
+    const u32 width = task.narrow != 0 ? kNarrowColumns : kPlainColumns;
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.hidden - first);
     const std::size_t row_bytes = std::size_t{shape_.intermediate} * size_of(element);
