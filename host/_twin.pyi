@@ -47,6 +47,7 @@ class Sizes:
         gemm0_columns: int,
         gemm1_columns: int,
         narrow_rows: int,
+        segment_align: int,
         large_experts: bool,
         trace_events: int,
     ) -> None: ...
@@ -93,6 +94,8 @@ class Sizes:
     def gemm1_parts(self) -> int: ...
     @property
     def narrow_rows(self) -> int: ...
+    @property
+    def segment_align(self) -> int: ...
     @property
     def large_experts(self) -> bool: ...
     @property

@@ -45,6 +45,7 @@ INSTALL = "pip install 'moeos[cuda]'"
 _TILE_ROWS = 128
 _TILE_COLUMNS = 256
 _NARROW_ROWS = 64
+_SEGMENT_ALIGN = 1  # rows of any number lie next to those of another source
 _ROUTE_TOKENS = 64
 _ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
@@ -126,6 +127,7 @@ class KernelShape:
             gemm0_columns=_TILE_COLUMNS // 2 if self.cfg.gated else _TILE_COLUMNS,
             gemm1_columns=_TILE_COLUMNS,
             narrow_rows=_NARROW_ROWS,
+            segment_align=_SEGMENT_ALIGN,
             route_slices=_route_slices(self.cfg, self.processors),
         )
         return layer_sizes(
@@ -328,6 +330,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "TILE_ROWS": sizes.tile_rows,
         "ROUTE_TOKENS": sizes.route_tokens,
         "ROUTE_SLICES": sizes.route_slices,
+        "SEGMENT_ALIGN": sizes.segment_align,
         "LARGE_EXPERTS": int(sizes.large_experts),
         "GEMM0_PARTS": sizes.gemm0_parts,
         "GEMM1_PARTS": sizes.gemm1_parts,

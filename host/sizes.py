@@ -24,7 +24,8 @@ class Tiles:
     """How a machine cuts its work: rows of a tile, tokens of a block that is routed together,
     columns of the parts, and Route parts of a block.
 
-    A tile of up to `narrow_rows` padded rows has parts of half as many columns.
+    Tiles of an expert with up to `narrow_rows` padded rows have parts of half as many columns. In
+    those of others, each source's rows are padded to a multiple of `segment_align`.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class Tiles:
     gemm1_columns: int
     route_slices: int = 1
     narrow_rows: int = 0
+    segment_align: int = 8
 
 
 def layer_sizes(
@@ -81,6 +83,7 @@ def layer_sizes(
         gemm0_columns=tiles.gemm0_columns,
         gemm1_columns=tiles.gemm1_columns,
         narrow_rows=tiles.narrow_rows,
+        segment_align=tiles.segment_align,
         large_experts=2 * cfg.hidden * cfg.intermediate * cfg.dtype.itemsize > LARGE_EXPERT,
         trace_events=trace_events,
     )

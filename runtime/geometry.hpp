@@ -35,9 +35,10 @@ struct Geometry {
   u32 gemm0_parts;   // N-tiles of the first GEMM
   u32 gemm1_parts;   // N-tiles of the second GEMM
   u32 narrow_rows;   // tiles of an expert with up to so many padded rows are cut into narrow
-                    // N-tiles; 0: none are
+                     // N-tiles; 0: none are
   u32 gemm0_narrow_parts;  // N-tiles of a narrow tile's first GEMM
   u32 gemm1_narrow_parts;  // and of its second
+  u32 segment_align;       // rows of a segment of a wide tile are padded to a multiple of this
   u32 large_experts;       // 1: the cache cannot hold the weights of several experts beside each
                            // other, so the tiles of one are made and computed together; 0: in the
                            // order in which their rows arrive
@@ -103,15 +104,30 @@ struct Geometry {
     return maximum(gemm0_parts + gemm1_parts, gemm0_narrow_parts + gemm1_narrow_parts);
   }
 
-  /// Rows of a segment inside a tile are padded to a multiple of this (one wgmma core matrix, one
-  /// twin panel).
+  /// Rows of a tile, and of a segment of a narrow one, are padded to a multiple of this (one wgmma
+  /// core matrix, one twin panel).
   static constexpr u32 kSegmentAlign = 8;
+  constexpr u32 segment_align_of(bool narrow) const {
+    return narrow ? kSegmentAlign : segment_align;
+  }
   static constexpr u32 kMaxSegments = 8;
+  /// Where segments are not padded, their rows add up from more powers of two, each of which is a
+  /// box to load; so a tile has fewer of them.
+  static constexpr u32 kMaxExactSegments = 7;
+  /// Powers of two that the rows of such a tile's segments add up from, at most, the last one's
+  /// padding included.
+  static constexpr u32 kMaxExactBoxes = 28;
+  constexpr u32 max_segments_of(bool narrow) const {
+    return segment_align_of(narrow) == kSegmentAlign ? kMaxSegments : kMaxExactSegments;
+  }
 
   constexpr u32 rows_received_max() const { return world * cell_rows_used(); }
   /// Tiles that one expert's merged remainders fill at most: each source's is below a tile, so
-  /// their padded rows fill `world` tiles; a tile closes early at 8 segments; one is left over.
-  constexpr u32 remainder_tiles() const { return world + ceil_div(world, kMaxSegments) + 1; }
+  /// their padded rows fill `world` tiles; a tile closes early at so many segments; one is left
+  /// over.
+  constexpr u32 remainder_tiles() const {
+    return world + ceil_div(world, max_segments_of(false)) + 1;
+  }
   /// Tiles that may be packed early because processors idle; beyond it the plan waits for whole
   /// remainders.
   constexpr u32 early_tiles() const {

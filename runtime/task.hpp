@@ -24,8 +24,7 @@ enum class TaskKind : u8 {
 };
 inline constexpr u32 kTaskKinds = 5;
 
-/// Consecutive rows of one source's cell inside a tile. Inside the tile they take align_up(rows, 8)
-/// rows.
+/// Consecutive rows of one source's cell inside a tile; see laid_out_rows().
 struct Segment {
   u32 first_row;  // row number in the cell of `source`
   u16 source;
@@ -103,6 +102,14 @@ constexpr void make_combine(Task& task, u32 parts, u32 epoch, u32 first_ready, u
   task.rows = tokens;
   task.first_ready = first_ready;
   task.seal = kWhole ^ first_word(TaskKind::combine, 0, parts) ^ epoch ^ tokens ^ first_ready;
+}
+
+/// Rows that segment `index` takes inside the tile, from row `first` of it on. The last one takes
+/// what is left.
+constexpr u32 laid_out_rows(const Geometry& geometry, const Task& gemm, u32 index, u32 first) {
+  return index + 1 == gemm.segment_count ? gemm.padded_rows - first
+                                         : align_up(u32{gemm.segments[index].rows},
+                                                    geometry.segment_align_of(gemm.narrow != 0));
 }
 
 /// Makes a tile's Gemm0 its Gemm1: the same rows.

@@ -197,7 +197,7 @@ class TilePlan {
         if constexpr (kWrite) {
           const u32 words = append(expert, tile + extent.tiles, 0, source, geometry.tile_rows);
           close(expert, tile + extent.tiles, result + extent.rows, 1, geometry.tile_rows,
-                geometry.tile_rows, words);
+                geometry.tile_rows, few_rows(expert), words);
         }
         ++extent.tiles;
         extent.rows += geometry.tile_rows;
@@ -206,13 +206,17 @@ class TilePlan {
     if (!merge) {
       return extent;
     }
+    const bool narrow = few_rows(expert);
+    const u32 align = geometry.segment_align_of(narrow);
     u32 segments = 0;
     u32 rows = 0;
     u32 padded = 0;
     u32 words = 0;
     const auto finish = [&] {
+      padded = align_up(padded, Geometry::kSegmentAlign);
       if constexpr (kWrite) {
-        close(expert, tile + extent.tiles, result + extent.rows, segments, rows, padded, words);
+        close(expert, tile + extent.tiles, result + extent.rows, segments, rows, padded, narrow,
+              words);
       }
       ++extent.tiles;
       extent.rows += padded;
@@ -220,9 +224,9 @@ class TilePlan {
     };
     for (u32 source = 0; source < geometry.world; ++source) {
       for (u32 left = ready(source, expert) % geometry.tile_rows; left > 0;) {
-        // The room is a multiple of 8: a cut never adds padding.
+        // The room is a multiple of `align`: a cut never adds padding.
         const u32 fitting = minimum(left, geometry.tile_rows - padded);
-        if (fitting == 0 || segments == Geometry::kMaxSegments) {
+        if (fitting == 0 || segments == geometry.max_segments_of(narrow)) {
           finish();
           continue;
         }
@@ -231,7 +235,7 @@ class TilePlan {
         }
         ++segments;
         rows += fitting;
-        padded += align_up(fitting, Geometry::kSegmentAlign);
+        padded += align_up(fitting, align);
         left -= fitting;
       }
     }
@@ -256,10 +260,9 @@ class TilePlan {
     return words_of(made);
   }
 
-  void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded,
+  void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded, bool narrow,
              u32 words) const {
     Task& task = descriptor(tile);
-    const bool narrow = few_rows(expert);
     const u32 parts = layout_.geometry().gemm0_parts_of(narrow);
     task.kind = TaskKind::gemm0;
     task.segment_count = static_cast<u8>(segments);

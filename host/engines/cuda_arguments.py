@@ -24,10 +24,11 @@ WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """In which the kernel reads weights given by the caller: WeightType of arguments.cuh."""
 
 _MAP_BYTES = 128
-_SEGMENT_BOX_ROWS = (8, 16, 32, 64, 128)  # of cells and of the buffer between the GEMMs
+_CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_INTERMEDIATE_BOX_ROWS = (8, 16, 32, 64, 128)
 _MAPS = (
-    *("x", "gate", *("cells",) * len(_SEGMENT_BOX_ROWS), "w1", "w1_narrow", "w2"),
-    *("intermediate",) * len(_SEGMENT_BOX_ROWS),
+    *("x", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
+    *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
 )
 _LAYER = struct.Struct("<6Q")  # heap, memory, peers, intermediate_rows, host_failure, deadline_ns
 _PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
@@ -97,10 +98,11 @@ class ArgumentPacker:
         self._parameters: tuple[int, ...] | None = None  # the addresses that are packed
         cells = buffers.heap.data_ptr() + sizes.first_cell
         between = buffers.intermediate
-        for place, rows in enumerate(_SEGMENT_BOX_ROWS):
+        for place, rows in enumerate(_CELL_BOX_ROWS):
             count = sizes.cells * sizes.cell_rows
             cell_map = self._encode("the heap", cells, count, cfg.hidden, rows)
             self._place(_MAPS.index("cells") + place, cell_map)
+        for place, rows in enumerate(_INTERMEDIATE_BOX_ROWS):
             between_map = self._encode(
                 "the buffer", between.data_ptr(), len(between), cfg.intermediate, rows
             )

@@ -9,10 +9,14 @@
 
 namespace moeos::sm90 {
 
-/// Heights of the boxes that rows are loaded in, those of one segment's rows in different ones.
-inline constexpr u32 kBoxRows[] = {8, 16, 32, 64, 128};
-inline constexpr u32 kBoxes = 5;
-static_assert(kBoxRows[0] == Geometry::kSegmentAlign && kBoxRows[kBoxes - 1] == kTileRows);
+/// Rows are loaded in boxes whose heights are powers of two, up to that of a tile: those of one
+/// segment in as many as its number of rows has bits.
+constexpr u32 boxes_from(u32 height) {
+  return height == kTileRows ? 1 : 1 + boxes_from(2 * height);
+}
+constexpr u32 box_height(u32 boxes, u32 index) { return kTileRows >> (boxes - 1 - index); }
+inline constexpr u32 kCellBoxes = boxes_from(1);
+inline constexpr u32 kIntermediateBoxes = boxes_from(Geometry::kSegmentAlign);
 /// Of weights, except for the two halves of a gated part of a narrow tile.
 inline constexpr u32 kWeightBoxRows = 128;
 static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
@@ -22,13 +26,13 @@ static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
 enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
 
 struct RankArguments {
-  TensorMap x;                     // [rows, H], box 64 x 64
-  TensorMap gate;                  // [E, H], box kRouteColumns x 64
-  TensorMap cells[kBoxes];         // [rows of all cells, H]
-  TensorMap w1;                    // [X * 2I or I, H], box 128 x 64
-  TensorMap w1_narrow;             // the same, box 64 x 64
-  TensorMap w2;                    // [X * H, I], box 128 x 64
-  TensorMap intermediate[kBoxes];  // [rows, I]
+  TensorMap x;                                 // [rows, H], box 64 x 64
+  TensorMap gate;                              // [E, H], box kRouteColumns x 64
+  TensorMap cells[kCellBoxes];                 // [rows of all cells, H]
+  TensorMap w1;                                // [X * 2I or I, H], box 128 x 64
+  TensorMap w1_narrow;                         // the same, box 64 x 64
+  TensorMap w2;                                // [X * H, I], box 128 x 64
+  TensorMap intermediate[kIntermediateBoxes];  // [rows, I]
   // Of the layer.
   u8* heap;
   u8* memory;

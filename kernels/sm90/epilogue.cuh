@@ -37,11 +37,10 @@ inline u8* result_row(const Task& task, const Slot& slot, u32 row) {
   }
   u32 first = 0;
   for (u32 s = 0; s < task.segment_count; ++s) {
-    const u32 rows = task.segments[s].rows;
-    if (row >= first && row < first + rows) {
+    if (row >= first && row < first + task.segments[s].rows) {
       return slot.results[s] + u64{row - first} * kGeometry.row_bytes;
     }
-    first += align_up(rows, Geometry::kSegmentAlign);
+    first += laid_out_rows(kGeometry, task, s, first);
   }
   return nullptr;
 }

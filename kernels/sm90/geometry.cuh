@@ -26,6 +26,7 @@ inline constexpr Geometry kGeometry{
     MOEOS_NARROW_ROWS,
     MOEOS_GEMM0_NARROW_PARTS,
     MOEOS_GEMM1_NARROW_PARTS,
+    MOEOS_SEGMENT_ALIGN,
     MOEOS_LARGE_EXPERTS,
     MOEOS_PROCESSORS,
     MOEOS_PROCESSORS,  // couriers: one in each processor block

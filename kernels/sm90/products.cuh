@@ -45,24 +45,26 @@ struct Box {
   u32 place = 0;   // of its destination, bytes from the begin of the stage
 };
 
-/// Lanes for each of the kTileDepth columns of a step: those have at most so many boxes.
-inline constexpr u32 kBoxLanes = Machine::kLanes / kNarrowDepth;
-// A segment of 8n rows is cut into as many boxes as n has bits, at most (n + 1) / 2.
-static_assert((kTileRows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2 +
-                  kTileColumns / kWeightBoxRows <=
-              kBoxLanes);
+// Each of a step's boxes has a lane, and a narrow tile's steps are two in one. A segment of 8n rows
+// is cut into as many boxes as n has bits, at most (n + 1) / 2.
+static_assert((kNarrowRows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2 +
+                  kNarrowColumns / (kWeightBoxRows / 2) <=
+              Machine::kLanes / kNarrowDepth);
+static_assert(Geometry::kMaxExactBoxes + kTileColumns / kWeightBoxRows <= Machine::kLanes);
 static_assert(kRouteDepth <= kNarrowDepth);
 
 /// Box `index` of `rows` rows, the first of which is row `first` of the matrix and lies at `place`.
-/// There is one for each bit of rows / 8, the smallest first.
-inline void cut_rows(const TensorMap (&maps)[kBoxes], u32 first, u32 rows, u32 place, u32 index,
+/// There is one for each bit of rows, the smallest first. (Where a box begins amid eight rows, TMA
+/// still swizzles by the place in shared memory, as wgmma reads.)
+template <u32 kSizes>
+inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 place, u32 index,
                      Box& box) {
-  u32 bits = rows / Geometry::kSegmentAlign;
+  u32 bits = rows / box_height(kSizes, 0);
   for (; index > 0; --index) {
     bits &= bits - 1;
   }
   const u32 size = Machine::first_lane(bits);
-  const u32 before = rows & (kBoxRows[size] - 1);
+  const u32 before = rows & (box_height(kSizes, size) - 1);
   box.map = &maps[size];
   box.row = first + before;
   box.place = place + before * kSwizzleBytes;
@@ -71,8 +73,8 @@ inline void cut_rows(const TensorMap (&maps)[kBoxes], u32 first, u32 rows, u32 p
 /// Box `index` of a tile's rows: segments of cells, or what the first product left.
 inline void find_rows(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 index, u32 place, Box& box) {
-  const auto visit = [&](const TensorMap(&maps)[kBoxes], u32 first, u32 rows) {
-    const u32 boxes = Machine::count(rows / Geometry::kSegmentAlign);
+  const auto visit = [&](const auto& maps, u32 first, u32 rows) {
+    const u32 boxes = Machine::count(rows);
     if (index < boxes) {
       cut_rows(maps, first, rows, place, index, box);
     }
@@ -83,13 +85,16 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
     visit(arguments.intermediate, task.first_result, task.padded_rows);
     return;
   }
+  u32 laid_out = 0;
   for (u32 s = 0; s < task.segment_count; ++s) {
     const Segment segment = task.segments[s];
+    const u32 rows = laid_out_rows(kGeometry, task, s, laid_out);
     visit(arguments.cells,
           layout.cell_index(segment.source, Round::dispatch, Buffer::arrival) *
                   layout.geometry().cell_rows() +
               segment.first_row,
-          align_up(u32{segment.rows}, Geometry::kSegmentAlign));
+          rows);
+    laid_out += rows;
   }
 }
 
@@ -139,18 +144,16 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   const bool narrow = task.narrow != 0;
   const u32 depth = narrow ? kNarrowDepth : 1;
   const u32 columns = narrow ? kNarrowColumns : kTileColumns;
-  const u32 n = Machine::lane() / kBoxLanes;
-  const u32 index = Machine::lane() % kBoxLanes;
+  const u32 lanes = narrow ? Machine::kLanes / kNarrowDepth : Machine::kLanes;
+  const u32 n = Machine::lane() / lanes;
+  const u32 index = Machine::lane() % lanes;
+  const u32 weight_boxes = weight_boxes_of(task);
   Box box;
-  if (n < depth) {
-    const u32 weight_boxes = weight_boxes_of(task);
-    box.column = n * kTileDepth;
-    if (index < weight_boxes) {
-      find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
-    } else {
-      find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes,
-                box);
-    }
+  box.column = n * kTileDepth;
+  if (index < weight_boxes) {
+    find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
+  } else {
+    find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
   }
   fill_stages(steps_of(task), depth * kTileDepth,
               depth * (task.padded_rows + columns) * kSwizzleBytes, box, loader);

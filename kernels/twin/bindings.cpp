@@ -42,7 +42,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  float swiglu_limit, u32 scoring, bool renormalize, float routed_scaling,
                  u32 expert_groups, u32 top_groups, u32 processors, u32 couriers, bool remote,
                  u32 tile_rows, u32 route_tokens, u32 route_slices, u32 gemm0_columns,
-                 u32 gemm1_columns, u32 narrow_rows, bool large_experts, u32 trace_events) {
+                 u32 gemm1_columns, u32 narrow_rows, u32 segment_align, bool large_experts,
+                 u32 trace_events) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -73,6 +74,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
     geometry.gemm0_narrow_parts = ceil_div(intermediate, gemm0_columns / 2);
     geometry.gemm1_narrow_parts = ceil_div(hidden, gemm1_columns / 2);
   }
+  geometry.segment_align = segment_align;
   geometry.large_experts = large_experts ? 1 : 0;
   geometry.processors = processors;
   geometry.couriers = couriers;
@@ -172,7 +174,7 @@ NB_MODULE(_twin, module) {
            "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
            "expert_groups"_a, "top_groups"_a, "processors"_a, "couriers"_a, "remote"_a,
            "tile_rows"_a, "route_tokens"_a, "route_slices"_a, "gemm0_columns"_a, "gemm1_columns"_a,
-           "narrow_rows"_a, "large_experts"_a, "trace_events"_a)
+           "narrow_rows"_a, "segment_align"_a, "large_experts"_a, "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("intermediate_bytes",
@@ -202,6 +204,7 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("gemm0_parts", [](const Sizes& s) { return s.geometry.gemm0_parts; })
       .def_prop_ro("gemm1_parts", [](const Sizes& s) { return s.geometry.gemm1_parts; })
       .def_prop_ro("narrow_rows", [](const Sizes& s) { return s.geometry.narrow_rows; })
+      .def_prop_ro("segment_align", [](const Sizes& s) { return s.geometry.segment_align; })
       .def_prop_ro("large_experts", [](const Sizes& s) { return s.geometry.large_experts != 0; })
       .def_prop_ro("gemm0_narrow_parts",
                    [](const Sizes& s) { return s.geometry.gemm0_narrow_parts; })

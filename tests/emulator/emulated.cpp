@@ -42,11 +42,13 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
     a.x = map_of(t.x, t.rows, kShape.hidden, kRouteTokens);
   }
   a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns);
-  for (u32 box = 0; box < kBoxes; ++box) {
+  for (u32 box = 0; box < kCellBoxes; ++box) {
     a.cells[box] = map_of(t.heap + layout.first_cell(), u64{layout.cells()} * kGeometry.cell_rows(),
-                          kShape.hidden, kBoxRows[box]);
+                          kShape.hidden, box_height(kCellBoxes, box));
+  }
+  for (u32 box = 0; box < kIntermediateBoxes; ++box) {
     a.intermediate[box] = map_of(t.intermediate, kGeometry.intermediate_rows_max(),
-                                 kShape.intermediate, kBoxRows[box]);
+                                 kShape.intermediate, box_height(kIntermediateBoxes, box));
   }
   a.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kWeightBoxRows);
   a.w1_narrow = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kWeightBoxRows / 2);

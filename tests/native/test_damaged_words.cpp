@@ -59,6 +59,7 @@ Geometry make_geometry(RowMap row_map) {
   g.route_slices = 1;
   g.gemm0_parts = 1;
   g.gemm1_parts = 1;
+  g.segment_align = Geometry::kSegmentAlign;
   g.processors = 1;
   return g;
 }

@@ -73,6 +73,7 @@ Geometry make_geometry() {
   g.route_slices = 1;
   g.gemm0_parts = 1;
   g.gemm1_parts = 1;
+  g.segment_align = Geometry::kSegmentAlign;
   g.processors = 1;
   g.remote = 1;
   g.window_rows = kWindow;

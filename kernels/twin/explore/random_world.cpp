@@ -57,6 +57,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.narrow_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
   g.gemm0_narrow_parts = ceil_div(world.shape.intermediate, moeos::twin::kNarrowColumns);
   g.gemm1_narrow_parts = ceil_div(world.shape.hidden, moeos::twin::kNarrowColumns);
+  g.segment_align = Geometry::kSegmentAlign;
   g.large_experts = draw(random, 0, 1);
   g.processors = draw(random, 1, 3);
   // All peers on one node, each on its own, or a mix of direct and remote peers.

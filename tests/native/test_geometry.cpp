@@ -1,0 +1,52 @@
+// Geometry::kMaxExactBoxes against all ways in which segments can fill a tile.
+//
+// Build: g++ -std=c++20 -I. tests/native/test_geometry.cpp -o test_geometry
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <vector>
+
+#include "runtime/geometry.hpp"
+
+namespace {
+
+using namespace moeos;
+
+constexpr u32 kTileRows = 128;
+
+/// [rows]: the most powers of two that `segments` segments add up from which have so many rows
+/// together; -1: they cannot have. A full tile's rows are one.
+std::vector<int> most_boxes(u32 segments) {
+  std::vector<int> most(kTileRows + 1, -1);
+  most[0] = 0;
+  for (u32 s = 0; s < segments; ++s) {
+    std::vector<int> next(kTileRows + 1, -1);
+    for (u32 before = 0; before < kTileRows; ++before) {
+      for (u32 rows = 1; most[before] >= 0 && before + rows <= kTileRows; ++rows) {
+        next[before + rows] = std::max(next[before + rows], most[before] + std::popcount(rows));
+      }
+    }
+    most = next;
+  }
+  return most;
+}
+
+}  // namespace
+
+int main() {
+  int most = 0;
+  for (u32 others = 0; others < Geometry::kMaxExactSegments; ++others) {
+    const std::vector<int> boxes = most_boxes(others);
+    for (u32 before = 0; before < kTileRows; ++before) {
+      for (u32 rows = 1; boxes[before] >= 0 && before + rows <= kTileRows; ++rows) {
+        const u32 last = align_up(before + rows, Geometry::kSegmentAlign) - before;
+        most = std::max(most, boxes[before] + std::popcount(last));
+      }
+    }
+  }
+  if (most != static_cast<int>(Geometry::kMaxExactBoxes)) {
+    std::printf("segments of a tile add up from at most %d powers of two\n", most);
+    return 1;
+  }
+  return 0;
+}
