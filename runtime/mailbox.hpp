@@ -27,8 +27,9 @@ void fill_slot(const Rank<P>& rank, const Call& call, TaskKind kind, u32 slot, u
 /// Posts a Gemm1, from any processor, in the next slot that no other has taken.
 template <Platform P>
 void post_gemm1(const Rank<P>& rank, const Call& call, u32 task, u32 parts) {
-  const u32 slot = take_slot(rank, call, &rank.memory.call(call.epoch).gemm1_posted.value,
-                             rank.memory.mailbox(TaskKind::gemm1).capacity);
+  const u32 slot =
+      take_slot(rank, call, Actor::processor, &rank.memory.call(call.epoch).gemm1_posted.value,
+                rank.memory.mailbox(TaskKind::gemm1).capacity);
   if (slot != kNone) {
     fill_slot(rank, call, TaskKind::gemm1, slot, task, parts);
   }

@@ -64,14 +64,14 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
 /// Takes the next slot of a queue of this call that several actors fill. More than the queue
 /// holds is a broken bound: the call fails, and there is none, kNone.
 template <Platform P, Scope kScope = Scope::device>
-u32 take_slot(const Rank<P>& rank, const Call& call, u32* tickets, u32 capacity) {
+u32 take_slot(const Rank<P>& rank, const Call& call, Actor actor, u32* tickets, u32 capacity) {
   // Relaxed: the ticket only makes the slot ours; the word that is written into it publishes what
   // it stands for.
   const u32 slot = P::template add_relaxed<kScope>(tickets, 1U);
   if (slot < capacity) {
     return slot;
   }
-  Failure failure = failure_of(rank, call, FailureKind::overflow, Actor::processor);
+  Failure failure = failure_of(rank, call, FailureKind::overflow, actor);
   failure.expected = capacity;
   failure.seen = slot + 1;
   rank.fail(failure);

@@ -410,10 +410,10 @@ class ReturnsSubscriber {
   }
 
   bool step() {
-    if (!routed_ && !(everyone_ready() && knows_rows())) {
-      return false;
-    }
     if (!routed_) {
+      if (!everyone_ready() || !knows_rows()) {
+        return false;
+      }
       routed_ = true;
       const u32 peer = minimum(P::lane(), rank_.geometry().world - 1);
       rows_sent_ = rank_.memory.rows_sent(peer);
@@ -697,9 +697,10 @@ class ReturnsSubscriber {
     while (posted_ < ready_) {
       const u32 tokens = minimum(ready_ - posted_, each * (ReadyWord::kParts - 1));
       const u32 capacity = rank_.memory.mailbox(TaskKind::combine).capacity;
-      const u32 number = P::lane() == 0 ? take_slot<P, Scope::block>(
-                                              rank_, call_, rank_.os->combines_posted, capacity)
-                                        : kNone;
+      const u32 number = P::lane() == 0
+                             ? take_slot<P, Scope::block>(rank_, call_, Actor::subscriber,
+                                                          rank_.os->combines_posted, capacity)
+                             : kNone;
       if (number != kNone) {
         const u32 task = rank_.memory.first_task(TaskKind::combine) + number;
         const u32 parts = ceil_div(tokens, each);

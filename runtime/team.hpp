@@ -44,8 +44,10 @@ bool completes(u32* done, u32 parts) {
       parts) {
     return false;
   }
-  // For the next call. Relaxed: nobody counts a part of this whole again in this one.
-  P::template store_relaxed<Scope::device>(done, 0U);
+  if (P::lane() == 0) {
+    // For the next call. Relaxed: nobody counts a part of this whole again in this one.
+    P::template store_relaxed<Scope::device>(done, 0U);
+  }
   return true;
 }
 

@@ -51,30 +51,23 @@ class TilePlan {
   ///
   /// `news`: rows have arrived since the last time; OsMemory::rows_arrived says which. `parts`: so
   /// many would be computed at once. Of large experts, full tiles of incomplete ones are made for
-  /// that, first of whichever has most rows; of others every full tile is made as soon as it is.
-  /// `early`: of so many experts, those with most rows, all rows that are here are packed, complete
-  /// or not, while the budget for early tiles lasts.
+  /// that, the first experts' first, whose rows all sources send first; of others every full tile
+  /// is made as soon as it is. `early`: of so many experts, those with most rows, all rows that are
+  /// here are packed, complete or not, while the budget for early tiles lasts.
   bool advance(bool news, u32 parts, u32 early) {
     const Geometry& geometry = layout_.geometry();
     const u32 before = tiles_;
-    all_fed_ = all_fed_ && !news;
-    for (;; news = false) {  // one round for the news, then one for each expert that is chosen
-      const u32 lacking = geometry.large_experts == 0 || all_fed_
-                              ? 0
-                              : parts - minimum(parts, (tiles_ - before) * geometry.gemm0_parts);
-      const bool feeds = !news && lacking > 0;
-      const bool packs = !news && !feeds && early > 0 && early_left_ >= geometry.remainder_tiles();
-      const u32 expert = feeds || packs ? fullest(feeds ? geometry.tile_rows : 1) : kNone;
-      if (feeds && expert == kNone) {
-        all_fed_ = true;
-      } else if (!news && expert == kNone) {
+    parts = geometry.large_experts != 0 && (news || !all_fed_) ? parts : 0;
+    for (bool look = news || parts > 0;; look = false) {
+      const bool packs = !look && early > 0 && early_left_ >= geometry.remainder_tiles();
+      const u32 expert = packs ? fullest() : kNone;
+      if (!look && expert == kNone) {
         return tiles_ != before;
-      } else {
-        const u32 had = tiles_;
-        plan(feeds ? expert : kNone, packs ? expert : kNone);
-        early_left_ -= packs ? minimum(early_left_, tiles_ - had) : 0;
-        early -= packs ? 1 : 0;
       }
+      const u32 had = tiles_;
+      plan(look ? parts : 0, expert);
+      early_left_ -= packs ? minimum(early_left_, tiles_ - had) : 0;
+      early -= packs ? 1 : 0;
     }
   }
 
@@ -88,21 +81,17 @@ class TilePlan {
     u32 rows = 0;  // padded
   };
 
-  /// The expert with most rows that are here and in no tile, of those of which a source has
-  /// `at_least`; kNone: no expert has one. Of several, any.
-  u32 fullest(u32 at_least) const {
+  /// The expert with most rows that are here and in no tile, of several any; kNone: there are none.
+  u32 fullest() const {
     const Geometry& geometry = layout_.geometry();
     u32 best = kNone;
     u32 most = 0;
     for (u32 expert = P::lane(); expert < geometry.local_experts(); expert += P::kLanes) {
       u32 rows = 0;
-      bool enough = false;
       for (u32 source = 0; source < geometry.world; ++source) {
-        const u32 here = ready(source, expert);
-        rows += here;
-        enough = enough || here >= at_least;
+        rows += ready(source, expert);
       }
-      if (enough && rows > most) {
+      if (rows > most) {
         most = rows;
         best = expert;
       }
@@ -119,17 +108,37 @@ class TilePlan {
     return leaders == 0 ? kNone : P::broadcast(best, P::first_lane(leaders));
   }
 
-  /// Plans the new tiles of experts that are complete and, unless experts are large, the full ones
-  /// of all others; the full ones of expert `fed`; and of expert `early` whatever is here.
-  void plan(u32 fed, u32 early) {
+  /// Full tiles of one source each that an expert's rows make.
+  u32 full_tiles(u32 expert) const {
+    u32 tiles = 0;
+    for (u32 source = 0; source < layout_.geometry().world; ++source) {
+      tiles += ready(source, expert) / layout_.geometry().tile_rows;
+    }
+    return tiles;
+  }
+
+  /// Plans the new tiles of experts that are complete; the full ones of all others, or of large
+  /// experts of the first ones that make up `parts` parts; and of expert `early` whatever is here.
+  void plan(u32 parts, u32 early) {
     const Geometry& geometry = layout_.geometry();
+    u32 full = 0;  // tiles, also of complete experts
+    bool all_fed = true;
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
       const u32 expert = first + P::lane();
       const bool open = expert < geometry.local_experts() && os_.packed[expert] == 0;
       const bool complete = open && all_here(expert);
       const bool merge = complete || (open && expert == early);
+      bool take = open;
+      if (geometry.large_experts != 0) {
+        const u32 mine = parts > 0 && open ? full_tiles(expert) : 0;
+        const u32 before = full + P::inclusive_scan(mine) - mine;
+        full = P::broadcast(before + mine, P::kLanes - 1);
+        const bool feeds = before * geometry.gemm0_parts < parts;
+        all_fed = all_fed && P::ballot(mine > 0 && !complete && !feeds) == 0;
+        take = merge || (mine > 0 && feeds);
+      }
       Extent extent;
-      if (merge || (open && (geometry.large_experts == 0 || expert == fed))) {
+      if (take) {
         extent = for_each_tile<false>(expert, merge, 0, 0);
       }
       const u32 tiles = P::inclusive_scan(extent.tiles);
@@ -146,6 +155,7 @@ class TilePlan {
       MOEOS_CHECK(tiles_ <= geometry.tiles_max());
       MOEOS_CHECK(results_ <= geometry.intermediate_rows_max());
     }
+    all_fed_ = parts > 0 && all_fed;
     P::sync_lanes();
   }
 
@@ -285,7 +295,7 @@ class TilePlan {
   u32 tiles_ = 0;
   u32 results_ = 0;
   u32 early_left_ = 0;
-  bool all_fed_ = false;  // no source has a full tile's rows of any expert, since the last news
+  bool all_fed_ = false;  // at the last look, every full tile was made
 };
 
 }  // namespace moeos

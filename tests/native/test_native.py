@@ -224,6 +224,11 @@ def test_a_sender_keeps_every_window_and_the_earliest_failure(tmp_path: Path) ->
     assert_clean(execute(flavour, link(flavour, objects, tmp_path / "sender")))
 
 
+def test_no_tile_is_loaded_in_more_boxes_than_a_warp_has_lanes_for(tmp_path: Path) -> None:
+    objects = compile_all(PLAIN, [TESTS / "test_geometry.cpp"], ROOT, tmp_path)
+    assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "geometry")))
+
+
 def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
     objects = compile_all(PLAIN, [TESTS / "test_base.cpp"], ROOT, tmp_path)
     assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "base")))
