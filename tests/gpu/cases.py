@@ -77,6 +77,10 @@ CASES = {
     "relu-4-ranks-odd-sizes": _case(
         4, activation="relu", hidden=200, intermediate=136, experts=12, top_k=3, bias=True
     ),
+    # 25 MB a matrix: see sizes.LARGE_EXPERT. A source sends full tiles to every expert.
+    "large-experts-2-ranks": _case(
+        2, hidden=3072, intermediate=2048, experts=4, top_k=2, max_tokens=700
+    ),
     "silu-8-ranks-capacity": _case(
         8,
         activation="silu",

@@ -60,6 +60,15 @@ OTHERS = {
         routed_scaling=2.5,
         swiglu_limit=0.5,
     ),
+    # 25 MB a matrix: see sizes.LARGE_EXPERT. A source sends full tiles to every expert.
+    "large experts": config(
+        dtype=torch.bfloat16,
+        hidden=3072,
+        intermediate=2048,
+        experts=8,
+        top_k=2,
+        max_tokens=700,
+    ),
 }
 
 
