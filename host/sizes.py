@@ -13,7 +13,6 @@ from typing import get_args
 from moeos import _twin
 from moeos.config import Activation, MoEConfig, Scoring
 
-
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
 hold the weights of two beside each other. (A gated one's are half as many more.)"""
