@@ -229,6 +229,12 @@ def test_no_tile_is_loaded_in_more_boxes_than_a_warp_has_lanes_for(tmp_path: Pat
     assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "geometry")))
 
 
+def test_rows_become_tiles_expert_by_expert_or_as_they_arrive(tmp_path: Path) -> None:
+    flavour = FLAVOURS["address"]
+    objects = compile_all(flavour, [TESTS / "test_tile_plan.cpp"], ROOT, tmp_path)
+    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "tile_plan")))
+
+
 def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
     objects = compile_all(PLAIN, [TESTS / "test_base.cpp"], ROOT, tmp_path)
     assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "base")))
