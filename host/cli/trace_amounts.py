@@ -1,4 +1,5 @@
-"""How much each stage of a traced call does, and how fast: FLOPs of products, bytes of rows.
+"""How much each stage of a traced call does, and how fast: FLOPs of products, bytes of rows and of
+weights.
 
 It knows a layer's sizes and an H200's limits, and nothing of what waited for what.
 """
@@ -11,8 +12,13 @@ from typing import Any
 
 from moeos.cli.estimate import H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES
 from moeos.config import DTYPES, MoEConfig
-from moeos.timeline.call import CallTrace
+from moeos.timeline import weights
+from moeos.timeline.call import GEMM0, GEMM1, CallTrace
 from moeos.timeline.summary import Stage
+from moeos.timeline.weights import Weights
+
+CACHE_BYTES = 40_000_000
+"""Of the cache that weights are replayed through: what an H200's L2 holds of them beside rows."""
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
@@ -36,11 +42,11 @@ class Amount:
 
     def text(self) -> str:
         """The total with its unit."""
-        return _scaled(self.total, self.unit)
+        return scaled(self.total, self.unit)
 
     def rate_text(self) -> str:
         """The rate with its unit."""
-        return "-" if self.rate is None else f"{_scaled(self.rate, self.unit)}/s"
+        return "-" if self.rate is None else f"{scaled(self.rate, self.unit)}/s"
 
     def share_text(self) -> str:
         """The share in percent."""
@@ -92,6 +98,20 @@ def to_peers_of(
     }
 
 
+def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
+    """What each GEMM asks of the experts' weights, see `weights.replay`.
+
+    Empty where `about` does not say what ran, or parts are missing.
+    """
+    cfg = _config_of(about)
+    if cfg is None or not call.whole:
+        return {}
+    column = cfg.hidden * cfg.dtype.itemsize
+    return weights.replay(
+        call, {GEMM0: cfg.w1_rows * column, GEMM1: cfg.intermediate * column}, CACHE_BYTES
+    )
+
+
 def _config_of(about: Mapping[str, Any]) -> MoEConfig | None:
     if not {"config", "tokens", "routing"} <= about.keys():
         return None
@@ -107,7 +127,8 @@ def _amount(total: int, unit: str, limit: float, stage: Stage, ranks: int) -> Am
     return Amount(total, unit, rate, None if rate is None else rate / limit)
 
 
-def _scaled(number: float, unit: str) -> str:
+def scaled(number: float, unit: str) -> str:
+    """A number with its unit and the prefix that makes it short."""
     prefix = 0
     while number >= 1000 and prefix + 1 < len(_PREFIXES):
         number /= 1000

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from moeos.cli import output, trace_amounts
-from moeos.cli.trace_amounts import Amount
+from moeos.cli.trace_amounts import Amount, scaled
 from moeos.timeline import causes, chrome, summary
 from moeos.timeline.call import (
     DISPATCH,
@@ -40,6 +40,7 @@ class Report:
         self._leads = causes.lead(call, found)
         self._work = trace_amounts.work_of(call, self._stages, about)
         self._to_peers = trace_amounts.to_peers_of(call, self._stages, about)
+        self._weights = trace_amounts.weights_of(call, about)
 
     def title(self) -> str:
         """What ran, in a line."""
@@ -78,6 +79,7 @@ class Report:
             "stages": [dataclasses.asdict(stage) for stage in self._stages],
             "work": {kind: dataclasses.asdict(done) for kind, done in self._work.items()},
             "to_peers": {kind: dataclasses.asdict(done) for kind, done in self._to_peers.items()},
+            "weights": {kind: dataclasses.asdict(of) for kind, of in self._weights.items()},
             "by_rank": [dataclasses.asdict(rank) for rank in self._ranks],
             "chain": [self._link_as_json(link) for link in self._chain],
         }
@@ -94,6 +96,7 @@ class Report:
         made.add_section()
         self._add_amounts(made, "products, rows", self._work)
         self._add_amounts(made, "rows to peers", self._to_peers)
+        self._add_weights(made)
         made.add_row("a part's wait, mean", *(_time(stage.waited) for stage in stages))
         for phase in PHASES:
             made.add_row(phase, *(_time(stage.phases.get(phase)) for stage in stages))
@@ -108,6 +111,20 @@ class Report:
         if "H200" in str(self._about.get("what")):
             shares = ("" if one is None else one.share_text() for one in found)
             made.add_row("of what an H200 can", *shares)
+        made.add_section()
+
+    def _add_weights(self, made: Table) -> None:
+        if not self._weights:
+            return
+        found = [self._weights.get(stage.kind) for stage in self._stages]
+        cache = scaled(trace_amounts.CACHE_BYTES, "B")
+        for what, name in (
+            ("weights, once", "once"),
+            ("asked for by parts", "asked"),
+            (f"read, cache of {cache}", "read"),
+        ):
+            sizes = (None if of is None else getattr(of, name) for of in found)
+            made.add_row(what, *("" if size is None else scaled(size, "B") for size in sizes))
         made.add_section()
 
     def _rank_table(self) -> Table:

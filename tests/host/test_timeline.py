@@ -11,8 +11,9 @@ import numpy
 import pytest
 
 from moeos import TwinOptions, World, virtual
-from moeos.timeline import causes, chrome, files, picture, summary
-from moeos.timeline.call import NONE, CallTrace, phases, work_time
+from moeos.timeline import causes, chrome, files, picture, summary, weights
+from moeos.timeline.call import GEMM0, GEMM1, NONE, CallTrace, phases, work_time
+from moeos.timeline.weights import Weights
 from moeos.tracing import EVENT, KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 from tests.host import chrome_format
 from tests.layers import config, draw_given_call, draw_weights
@@ -353,6 +354,38 @@ def test_overlapping_parts_lie_on_threads_beside_each_other() -> None:
     }
     assert set(threads.values()) == {*parts.values(), "scheduler"} | {
         f"{name} subscriber" for name in OS_ACTORS[1:]
+    }
+
+
+def first_gemms(*tiles: int) -> CallTrace:
+    """One rank's: the parts of each tile, one after the other.
+
+    Tiles 0 to 2 are of expert 0 and have two parts; tile 3, which has four, is of expert 1.
+    """
+    parts = [(tile, part) for tile in tiles for part in range(4 if tile == 3 else 2)]
+    noted = [
+        event("gemm0", 10 * i, 10 * i + 9, expert=tile // 3, place=tile, part=part)
+        for i, (tile, part) in enumerate(parts)
+    ]
+    return CallTrace.of([rank_trace(0, [[24, 8]], noted)])
+
+
+@pytest.mark.parametrize(
+    ("tiles", "cache", "read"),
+    [
+        ((0, 1, 2, 3), 1000, 2000),  # one expert's weights stay: each is read once
+        ((0, 3, 1, 2), 1000, 3000),  # the other's drive them out
+        ((0, 3, 1, 2), 2000, 2000),  # unless there is room for both
+        ((0, 1, 2, 3), 999, 4000),  # a part's are gone when the next tile asks for them
+    ],
+)
+def test_weights_are_read_again_when_a_cache_has_lost_them(
+    tiles: tuple[int, ...], cache: int, read: int
+) -> None:
+    found = weights.replay(first_gemms(*tiles), {GEMM0: 1000, GEMM1: 700}, cache)
+    assert found == {
+        "gemm0": Weights(once=2000, asked=4000, read=read),
+        "gemm1": Weights(once=0, asked=0, read=0),
     }
 
 

@@ -123,6 +123,12 @@ def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
     for kind, done in summary["work"].items():
         seconds = (stages[kind]["last_visible"] - stages[kind]["first_claimed"]) / 1e9
         assert done["rate"] == pytest.approx(done["total"] / 2 / seconds)
+    # Few enough that a cache holds them: read once.
+    first, second = summary["weights"]["gemm0"], summary["weights"]["gemm1"]
+    assert first["once"] == first["read"] == cfg["experts"] * 2 * intermediate * hidden * 4
+    assert second["once"] == second["read"] == cfg["experts"] * intermediate * hidden * 4
+    assert first["asked"] >= first["once"]
+    assert second["asked"] >= second["once"]
     there, back = summary["to_peers"]["dispatch"], summary["to_peers"]["gemm1"]
     assert 0 < there["total"] == back["total"] < rows * hidden * 4
     assert summary_of(config)["to_peers"] == {}
