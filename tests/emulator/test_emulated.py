@@ -245,6 +245,7 @@ class BrokenSource:
     seeds: int
     report: str | None = None
     plan: FaultPlan | None = None
+    large_experts: bool = False
 
 
 FAULTS = {
@@ -261,6 +262,30 @@ FAULTS = {
         6,
         # Parts take long, so that several tiles of an expert are ready together.
         plan=FaultPlan(slow_processors=(SlowProcessor(rank=0, processor=0, seconds=2e-4),)),
+    ),
+    "words of an expert that are given back are lost": BrokenSource(
+        "runtime/scheduler.hpp",
+        {"batch.cursor -= batch.size - size;": ""},
+        "one processor, tiles of one expert",
+        4,
+        # Nothing is computed for a while, so that tiles of several experts are ready together.
+        plan=FaultPlan(
+            faults=tuple(
+                Fault(kind="delay", rank=0, call=call, stage="gemm0", seconds=DEADLINE_NS / 2e9)
+                for call in range(1, 5)
+            )
+        ),
+        large_experts=True,
+    ),
+    "results of a tile whose segments lie apart": BrokenSource(
+        "kernels/sm90/epilogue.cuh",
+        {
+            "first += laid_out_rows(kGeometry, task, s, first);": (
+                "first += align_up(u32{task.segments[s].rows}, 8U);"
+            )
+        },
+        "large experts, full tiles of two sources",
+        4,
     ),
     "a slice is routed without the others": BrokenSource(
         "kernels/sm90/forward.cu",
@@ -307,7 +332,14 @@ def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
         assert text.count(good) == 1, f"{fault.file} has changed: choose another fault"
         text = text.replace(good, bad)
     broken.write_text(text)
-    faults = fault.plan is not None
-    library = build(layer.cfg, layer.ranks, layer.processors, tmp_path, tmp_path, faults=faults)
+    library = build(
+        layer.cfg,
+        layer.ranks,
+        layer.processors,
+        tmp_path,
+        tmp_path,
+        faults=fault.plan is not None,
+        large_experts=layer.large_experts or fault.large_experts,
+    )
     with pytest.raises((EmulatorFault, AssertionError), match=fault.report):
         run(layer, library, draw_weights(layer.cfg), range(fault.seeds), fault.plan)
