@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from moeos import MoEConfig, TwinOptions, World, virtual
+from moeos import MoEConfig, TwinOptions, World, sizes, virtual
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -67,6 +67,15 @@ def assert_same(actual: list[list[torch.Tensor]], expected: list[list[torch.Tens
         for call, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             different = (one != other).any(dim=1).nonzero().flatten().tolist()
             assert not different, f"rank {rank}, call {call}: tokens {different[:8]} differ"
+
+
+def test_tiles_expert_by_expert_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(hidden=136, experts=4, top_k=2, max_tokens=700)  # full tiles of every source
+    weights = draw_weights(cfg)
+    calls = [[draw_call(cfg, 700 - 150 * rank, rank)] for rank in range(2)]
+    as_rows_arrive = run(weights, calls, ONE_PROCESSOR)
+    monkeypatch.setattr(sizes, "LARGE_EXPERT", 0)
+    assert_same(run(weights, calls, ONE_PROCESSOR), as_rows_arrive)
 
 
 @pytest.mark.parametrize("name", CASES)
