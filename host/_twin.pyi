@@ -6,6 +6,10 @@ TILE_ROWS: int = 128
 
 ROUTE_TOKENS: int = 32
 
+SEGMENT_ALIGN: int = 8
+
+MAX_SEGMENTS: int = 8
+
 COMBINE_TOKENS: int = 8
 
 GATED_COLUMNS: int = 128

@@ -33,7 +33,7 @@ class Tiles:
     gemm1_columns: int
     route_slices: int = 1
     narrow_rows: int = 0
-    segment_align: int = 8
+    segment_align: int = _twin.SEGMENT_ALIGN
 
 
 def layer_sizes(

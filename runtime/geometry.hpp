@@ -114,9 +114,10 @@ struct Geometry {
   /// Where segments are not padded, their rows add up from more powers of two, each of which is a
   /// box to load; so a tile has fewer of them.
   static constexpr u32 kMaxExactSegments = 7;
-  /// Powers of two that the rows of such a tile's segments add up from, at most, the last one's
-  /// padding included.
+  /// Powers of two that the rows of a tile's segments then add up from, at most, the last one's
+  /// padding included; of a tile of so many rows (tests/native/test_geometry.cpp).
   static constexpr u32 kMaxExactBoxes = 28;
+  static constexpr u32 kExactTileRows = 128;
   constexpr u32 max_segments_of(bool narrow) const {
     return segment_align_of(narrow) == kSegmentAlign ? kMaxSegments : kMaxExactSegments;
   }

@@ -136,7 +136,8 @@ class RankMemory {
   u64* ring = nullptr;
   u64* dispatch_list = nullptr;  // ReadyWords: what couriers take, in this order
 
-  // Completion counters; the part that completes a chunk or a tile sets its counter back to zero.
+  // Completion counters; the part that completes a chunk, a block or a tile sets its counter back
+  // to zero.
   u32* chunk_parts_done = nullptr;   // [peer][chunk]: of Dispatch
   u32* route_slices_done = nullptr;  // [block]
   u32* gemm0_parts_done = nullptr;

@@ -181,6 +181,7 @@ class Scheduler {
 
   /// Notes whose weights the tiles of a batch that has just been read need, if several may share
   /// some: not where none is cut into `wide_parts`, as in a call of few rows, which is in a hurry.
+  /// Of large experts, keeps no words of an expert that may have more.
   void find_experts(Batch& batch, u32 wide_parts) {
     const ReadyWord word(batch.word);
     const bool there = P::lane() < batch.size;
@@ -235,7 +236,7 @@ class Scheduler {
     return ready;
   }
 
-  /// The same, or words wait in a mailbox for others.
+  /// The same, or words wait in a mailbox for others of their expert.
   bool anything_left() {
     bool left = false;
     for_each_batch([&](TaskKind, Batch& batch) { left = left || !batch.empty() || batch.more; });

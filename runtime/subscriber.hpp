@@ -200,7 +200,7 @@ class ArrivalsSubscriber {
       packed_at_once_ = 1;
       starving_since_ = 0;  // something moves
     }
-    // What the scheduler said may be older than what was posted last: then large experts' weights
+    // Relaxed: a hint, which may be older than what was posted last; then large experts' weights
     // are read twice for nothing, which is rare and costs little.
     const u32 wanted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->wanted));
     const u32 early = progress ? 0 : experts_to_pack(wanted);

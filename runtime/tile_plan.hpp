@@ -58,6 +58,8 @@ class TilePlan {
     const Geometry& geometry = layout_.geometry();
     const u32 before = tiles_;
     parts = geometry.large_experts != 0 && (news || !all_fed_) ? parts : 0;
+    // One round for news and wants, then one for each expert that is packed early; one loop, so
+    // that there is one copy of plan()'s code.
     for (bool look = news || parts > 0;; look = false) {
       const bool packs = !look && early > 0 && early_left_ >= geometry.remainder_tiles();
       const u32 expert = packs ? fullest() : kNone;
@@ -295,7 +297,7 @@ class TilePlan {
   u32 tiles_ = 0;
   u32 results_ = 0;
   u32 early_left_ = 0;
-  bool all_fed_ = false;  // at the last look, every full tile was made
+  bool all_fed_ = false;  // every full tile is made: until there is news, there is none to feed
 };
 
 }  // namespace moeos

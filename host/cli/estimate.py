@@ -21,9 +21,6 @@ H200_LINK_BYTES = 355e9
 H200_MEMORY_BYTES = 4.4e12
 """What one H200 reads from its memory, measured; bytes/s."""
 
-_SEGMENT_ALIGN = 8  # Geometry::kSegmentAlign
-_MAX_SEGMENTS = 8  # Geometry::kMaxSegments
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -181,7 +178,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         packed = pack_tiles(of_source, sizes.tile_rows)
         tiles += len(packed)
         for source, slot, n in (segment for tile in packed for segment in tile):
-            padding += -n % _SEGMENT_ALIGN
+            padding += -n % _twin.SEGMENT_ALIGN
             first = starts[source] + slot
             last = first + n - 1
             if source != 0:
@@ -238,13 +235,13 @@ def pack_tiles(rows: Sequence[int], tile_rows: int) -> list[list[tuple[int, int,
     for source, n in enumerate(rows):
         slot = n - n % tile_rows
         while slot < n:
-            if room == 0 or len(tile) == _MAX_SEGMENTS:
+            if room == 0 or len(tile) == _twin.MAX_SEGMENTS:
                 tiles.append(tile)
                 tile, room = [], tile_rows
             fitting = min(n - slot, room)
             tile.append((source, slot, fitting))
             slot += fitting
-            room -= fitting + -fitting % _SEGMENT_ALIGN
+            room -= fitting + -fitting % _twin.SEGMENT_ALIGN
     return [*tiles, tile] if tile else tiles
 
 

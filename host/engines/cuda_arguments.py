@@ -25,7 +25,7 @@ WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _MAP_BYTES = 128
 _CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-_INTERMEDIATE_BOX_ROWS = (8, 16, 32, 64, 128)
+_INTERMEDIATE_BOX_ROWS = tuple(n for n in _CELL_BOX_ROWS if n >= _twin.SEGMENT_ALIGN)
 _MAPS = (
     *("x", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),

@@ -7,7 +7,7 @@ order they were asked for. It knows an expert's bytes, and nothing of what a wei
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
 import numpy
@@ -41,16 +41,20 @@ def replay(call: CallTrace, expert_bytes: Mapping[int, int], cache: int) -> dict
         expert_bytes: of an expert's weights, by kind, `GEMM0` and `GEMM1`.
         cache: its bytes.
     """
-    totals = {kind: [0, 0, 0] for kind in (GEMM0, GEMM1)}
+    once: Counter[int] = Counter()
+    asked: Counter[int] = Counter()
+    read: Counter[int] = Counter()
+    gemms = call.parts[numpy.isin(call.parts["kind"], (GEMM0, GEMM1))]
     for rank in range(len(call.ranks)):
-        parts = call.parts
-        mine = parts[(parts["rank"] == rank) & numpy.isin(parts["kind"], (GEMM0, GEMM1))]
-        for kind, total in totals.items():
-            total[0] += expert_bytes[kind] * len(set(mine["expert"][mine["kind"] == kind].tolist()))
-        for kind, asked, read in _replay_rank(mine, expert_bytes, cache):
-            totals[kind][1] += asked
-            totals[kind][2] += read
-    return {kind_name(kind): Weights(*total) for kind, total in totals.items()}
+        mine = gemms[gemms["rank"] == rank]
+        for kind, _ in set(mine[["kind", "expert"]].tolist()):
+            once[kind] += expert_bytes[kind]
+        for kind, of_part, of_memory in _replay_rank(mine, expert_bytes, cache):
+            asked[kind] += of_part
+            read[kind] += of_memory
+    return {
+        kind_name(kind): Weights(once[kind], asked[kind], read[kind]) for kind in (GEMM0, GEMM1)
+    }
 
 
 def _replay_rank(

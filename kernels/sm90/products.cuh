@@ -50,7 +50,8 @@ struct Box {
 static_assert((kNarrowRows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2 +
                   kNarrowColumns / (kWeightBoxRows / 2) <=
               Machine::kLanes / kNarrowDepth);
-static_assert(Geometry::kMaxExactBoxes + kTileColumns / kWeightBoxRows <= Machine::kLanes);
+static_assert(kTileRows == Geometry::kExactTileRows &&
+              Geometry::kMaxExactBoxes + kTileColumns / kWeightBoxRows <= Machine::kLanes);
 static_assert(kRouteDepth <= kNarrowDepth);
 
 /// Box `index` of `rows` rows, the first of which is row `first` of the matrix and lies at `place`.
@@ -144,7 +145,7 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   const bool narrow = task.narrow != 0;
   const u32 depth = narrow ? kNarrowDepth : 1;
   const u32 columns = narrow ? kNarrowColumns : kTileColumns;
-  const u32 lanes = narrow ? Machine::kLanes / kNarrowDepth : Machine::kLanes;
+  const u32 lanes = Machine::kLanes / depth;  // for the boxes of each kTileDepth columns
   const u32 n = Machine::lane() / lanes;
   const u32 index = Machine::lane() % lanes;
   const u32 weight_boxes = weight_boxes_of(task);

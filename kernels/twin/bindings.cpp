@@ -162,6 +162,8 @@ NB_MODULE(_twin, module) {
   module.doc() = "The device OS on a machine without a GPU.";
   module.attr("TILE_ROWS") = kTileRows;
   module.attr("ROUTE_TOKENS") = kRouteTokens;
+  module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
+  module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
   module.attr("COMBINE_TOKENS") = Geometry::kCombineTokens;
   module.attr("GATED_COLUMNS") = kGatedColumns;
   module.attr("PLAIN_COLUMNS") = kPlainColumns;

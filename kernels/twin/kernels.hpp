@@ -121,7 +121,7 @@ class TwinKernels {
             outgoing_row(rank_, segment.source, Round::combine, segment.first_row + i);
         store(element, values, columns, destination + first * size_of(element));
       }
-      tile_row += align_up(u32{segment.rows}, Geometry::kSegmentAlign);
+      tile_row += laid_out_rows(rank_.geometry(), task, s, tile_row);
     }
   }
 

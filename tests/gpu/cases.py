@@ -54,6 +54,10 @@ def _case(ranks: int, **changes: object) -> Case:
     return Case(ranks, config(**{"dtype": torch.bfloat16, **sizes, **changes}))
 
 
+LARGE_EXPERTS = {"hidden": 3072, "intermediate": 2048, "top_k": 2, "max_tokens": 700}
+"""Sizes of a layer whose experts are large (`sizes.LARGE_EXPERT`); with two experts a rank, every
+source sends full tiles to each."""
+
 CASES = {
     "swiglu-1-rank": _case(1, bias=True),
     "gelu-2-ranks-groups": _case(
@@ -77,10 +81,7 @@ CASES = {
     "relu-4-ranks-odd-sizes": _case(
         4, activation="relu", hidden=200, intermediate=136, experts=12, top_k=3, bias=True
     ),
-    # 25 MB a matrix: see sizes.LARGE_EXPERT. A source sends full tiles to every expert.
-    "large-experts-2-ranks": _case(
-        2, hidden=3072, intermediate=2048, experts=4, top_k=2, max_tokens=700
-    ),
+    "large-experts-2-ranks": _case(2, experts=4, **LARGE_EXPERTS),
     "silu-8-ranks-capacity": _case(
         8,
         activation="silu",

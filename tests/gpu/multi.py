@@ -19,6 +19,7 @@ import moeos
 from moeos import MoEConfig, NumericalError, World
 from tests.gpu.cases import (
     DEADLINE,
+    LARGE_EXPERTS,
     RankLayer,
     assert_matches,
     call_on_gpu,
@@ -60,15 +61,7 @@ OTHERS = {
         routed_scaling=2.5,
         swiglu_limit=0.5,
     ),
-    # 25 MB a matrix: see sizes.LARGE_EXPERT. A source sends full tiles to every expert.
-    "large experts": config(
-        dtype=torch.bfloat16,
-        hidden=3072,
-        intermediate=2048,
-        experts=8,
-        top_k=2,
-        max_tokens=700,
-    ),
+    "large experts": config(dtype=torch.bfloat16, experts=8, **LARGE_EXPERTS),
 }
 
 

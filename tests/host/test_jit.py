@@ -16,6 +16,7 @@ import torch
 from moeos import MoEConfig, jit
 from moeos.engines.cuda_arguments import RECORD_BYTES
 from moeos.jit import Kernel, KernelShape, compile_kernel, include_root, macros
+from tests.gpu.cases import LARGE_EXPERTS
 from tests.processes import ROOT, ForkedRanks
 
 LAYER: dict[str, Any] = {
@@ -382,6 +383,15 @@ def test_a_layer_that_the_gpu_does_not_have_is_refused(
 def test_a_shape_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(shape(), **changes)
+
+
+def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:
+    for name, large in {"qwen3-30b-a3b": False, "qwen3-235b-a22b": True}.items():
+        cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
+        sizes = KernelShape(cfg=cfg, world_size=4, processors=131).sizes
+        assert sizes.large_experts is large, name
+    assert shape(**LARGE_EXPERTS).sizes.large_experts
+    assert not shape().sizes.large_experts
 
 
 def test_floats_keep_their_value_as_macros() -> None:

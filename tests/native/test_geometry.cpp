@@ -12,7 +12,7 @@ namespace {
 
 using namespace moeos;
 
-constexpr u32 kTileRows = 128;
+constexpr u32 kTileRows = Geometry::kExactTileRows;
 
 /// [rows]: the most powers of two that `segments` segments add up from which have so many rows
 /// together; -1: they cannot have. A full tile's rows are one.

@@ -4,7 +4,6 @@
 // Built and run by tests/native/test_native.py. Knows the protocol's words (layout.hpp); the peers'
 // calls are not running, so nothing moves that a step here does not move.
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -12,6 +11,7 @@
 
 #include "runtime/platform/twin/platform.hpp"
 #include "runtime/sender.hpp"
+#include "tests/native/expect.hpp"
 
 namespace {
 
@@ -48,15 +48,6 @@ constexpr u32 kWindow = 72;  // two chunks, and not a third
 constexpr u32 kRowBytes = 16;
 constexpr u32 kEpoch = 5;
 
-int failed = 0;
-
-void expect(bool holds, const char* what) {
-  if (!holds) {
-    std::printf("not so: %s\n", what);
-    ++failed;
-  }
-}
-
 Geometry make_geometry() {
   Geometry g{};
   g.world = kWorld;
@@ -86,18 +77,14 @@ class World {
   World() : call_{kEpoch, kTokens, kTokens, 0} {
     const Geometry& g = geometry_;
     for (u32 p = 0; p < kWorld; ++p) {
-      heaps_.push_back(take(Layout(g).bytes()));
+      heaps_.push_back(memory_.take(Layout(g).bytes()));
     }
     for (u32 p = 0; p < kWorld; ++p) {
       ranks_.push_back(std::unique_ptr<Rank<Machine>>(new Rank<Machine>{
-          Machine(heaps_.data(), p, 1), Layout(g), RankMemory(g, take(RankMemory::bytes(g))),
-          &os_.emplace_back(g, take(OsMemory::bytes(g))), heaps_[p], p, 1'000'000'000ULL}));
+          Machine(heaps_.data(), p, 1), Layout(g),
+          RankMemory(g, memory_.take(RankMemory::bytes(g))),
+          &os_.emplace_back(g, memory_.take(OsMemory::bytes(g))), heaps_[p], p, 1'000'000'000ULL}));
       senders_.push_back(std::make_unique<Sender<Machine>>(*ranks_[p], call_, 0));
-    }
-  }
-  ~World() {
-    for (u8* memory : memory_) {
-      std::free(memory);
     }
   }
   World(const World&) = delete;
@@ -171,16 +158,9 @@ class World {
   }
 
  private:
-  u8* take(u64 bytes) {
-    auto* memory = static_cast<u8*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
-    std::memset(memory, 0, bytes);
-    memory_.push_back(memory);
-    return memory;
-  }
-
   const Geometry geometry_ = make_geometry();  // outlives what refers to it
   Call call_;
-  std::vector<u8*> memory_;
+  Memory memory_;
   std::vector<u8*> heaps_;
   std::deque<OsMemory> os_;
   std::vector<std::unique_ptr<Rank<Machine>>> ranks_;
