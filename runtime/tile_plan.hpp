@@ -77,7 +77,14 @@ class TilePlan {
   u32 tiles() const { return tiles_; }
 
  private:
-  /// What the new tiles of one expert add up to.
+  /// What is to be said of an expert's rows.
+  struct Rows {
+    u32 full = 0;          // full tiles of one source each, of rows that are here and in no tile
+    u32 more = 0;          // such rows beyond these tiles
+    u32 padded = 0;        // all rows that are announced, each source's padded
+    bool complete = true;  // all are announced, and here
+  };
+  /// What tiles of one expert add up to.
   struct Extent {
     u32 tiles = 0;
     u32 rows = 0;  // padded
@@ -89,12 +96,10 @@ class TilePlan {
     u32 best = kNone;
     u32 most = 0;
     for (u32 expert = P::lane(); expert < geometry.local_experts(); expert += P::kLanes) {
-      u32 rows = 0;
-      for (u32 source = 0; source < geometry.world; ++source) {
-        rows += ready(source, expert);
-      }
-      if (rows > most) {
-        most = rows;
+      const Rows rows = rows_of(expert);
+      const u32 here = rows.full * geometry.tile_rows + rows.more;
+      if (here > most) {
+        most = here;
         best = expert;
       }
     }
@@ -110,50 +115,56 @@ class TilePlan {
     return leaders == 0 ? kNone : P::broadcast(best, P::first_lane(leaders));
   }
 
-  /// Full tiles of one source each that an expert's rows make.
-  u32 full_tiles(u32 expert) const {
-    u32 tiles = 0;
-    for (u32 source = 0; source < layout_.geometry().world; ++source) {
-      tiles += ready(source, expert) / layout_.geometry().tile_rows;
-    }
-    return tiles;
-  }
-
   /// Plans the new tiles of experts that are complete; the full ones of all others, or of large
   /// experts of the first ones that make up `parts` parts; and of expert `early` whatever is here.
+  ///
+  /// A step of the subscriber is mostly this, and what it takes is what processors wait for rows
+  /// that are here: so nothing is looked at twice that can be kept, and full tiles, which are all
+  /// alike, are written by a lane each.
   void plan(u32 parts, u32 early) {
     const Geometry& geometry = layout_.geometry();
-    u32 full = 0;  // tiles, also of complete experts
+    u32 fed = 0;  // full tiles, also of complete experts
     bool all_fed = true;
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
-      const u32 expert = first + P::lane();
-      const bool open = expert < geometry.local_experts() && os_.packed[expert] == 0;
-      const bool complete = open && all_here(expert);
+      const u32 expert = minimum(first + P::lane(), geometry.local_experts() - 1);
+      const bool open = first + P::lane() < geometry.local_experts() && os_.packed[expert] == 0;
+      const Rows rows = rows_of(expert);
+      const bool complete = open && rows.complete;
       const bool merge = complete || (open && expert == early);
-      bool take = open;
+      const bool narrow = rows.padded <= geometry.narrow_rows;
+      MOEOS_CHECK(rows.full == 0 || !narrow);
+      u32 full = open ? rows.full : 0;
       if (geometry.large_experts != 0) {
-        const u32 mine = parts > 0 && open ? full_tiles(expert) : 0;
-        const u32 before = full + P::inclusive_scan(mine) - mine;
-        full = P::broadcast(before + mine, P::kLanes - 1);
+        const u32 mine = parts > 0 ? full : 0;
+        const u32 before = fed + P::inclusive_scan(mine) - mine;
+        fed = P::broadcast(before + mine, P::kLanes - 1);
         const bool feeds = before * geometry.gemm0_parts < parts;
         all_fed = all_fed && P::ballot(mine > 0 && !complete && !feeds) == 0;
-        take = merge || (mine > 0 && feeds);
+        full = merge ? full : feeds ? mine : 0;
       }
-      Extent extent;
-      if (take) {
-        extent = for_each_tile<false>(expert, merge, 0, 0);
+      const bool merges = merge && rows.more > 0;
+      Extent extent{full, full * geometry.tile_rows};
+      if (merges) {
+        const Extent merged = merge_sources<false>(expert, narrow, 0, 0);
+        extent = {full + merged.tiles, extent.rows + merged.rows};
       }
       const u32 tiles = P::inclusive_scan(extent.tiles);
-      const u32 rows = P::inclusive_scan(extent.rows);
-      if (extent.tiles > 0) {
-        for_each_tile<true>(expert, merge, tiles_ + tiles - extent.tiles,
-                            results_ + rows - extent.rows);
+      const u32 results = P::inclusive_scan(extent.rows);
+      const Extent begin{tiles_ + tiles - extent.tiles, results_ + results - extent.rows};
+      write_full_tiles(first, full, begin);
+      if (merges) {
+        merge_sources<true>(expert, narrow, begin.tiles + full,
+                            begin.rows + full * geometry.tile_rows);
+      }
+      P::sync_lanes();  // all lanes have read what is in tiles already
+      if (merge || full > 0) {
+        take(expert, merge);
       }
       if (complete) {
         os_.packed[expert] = 1;
       }
       tiles_ += P::broadcast(tiles, P::kLanes - 1);
-      results_ += P::broadcast(rows, P::kLanes - 1);
+      results_ += P::broadcast(results, P::kLanes - 1);
       MOEOS_CHECK(tiles_ <= geometry.tiles_max());
       MOEOS_CHECK(results_ <= geometry.intermediate_rows_max());
     }
@@ -161,65 +172,84 @@ class TilePlan {
     P::sync_lanes();
   }
 
-  bool all_here(u32 expert) const {
-    bool here = true;
-    for (u32 source = 0; source < layout_.geometry().world; ++source) {
-      const u32 arrived = os_.rows_arrived[source];
-      here = here && arrived != kNone && arrived >= os_.receive_starts(source)[expert + 1];
-    }
-    return here;
-  }
-
-  /// Whether all rows of an expert, as far as they are known, fit one narrow tile.
-  bool few_rows(u32 expert) const {
-    u32 padded = 0;
-    for (u32 source = 0; source < layout_.geometry().world; ++source) {
+  Rows rows_of(u32 expert) const {
+    const Geometry& geometry = layout_.geometry();
+    Rows rows;
+    for (u32 source = 0; source < geometry.world; ++source) {
       const u32* starts = os_.receive_starts(source);
-      padded += os_.rows_arrived[source] == kNone
-                    ? 0
-                    : align_up(starts[expert + 1] - starts[expert], Geometry::kSegmentAlign);
+      const u32 announced = starts[expert + 1] - starts[expert];
+      const bool known = os_.rows_arrived[source] != kNone;
+      const u32 here = ready(source, expert);
+      rows.full += here / geometry.tile_rows;
+      rows.more += here % geometry.tile_rows;
+      rows.padded += known ? align_up(announced, Geometry::kSegmentAlign) : 0;
+      rows.complete = rows.complete && known && here + taken(source, expert) == announced;
     }
-    return padded <= layout_.geometry().narrow_rows;
+    return rows;
   }
 
   /// Rows of (source, expert) that are here and in no tile yet.
   u32 ready(u32 source, u32 expert) const {
-    if (os_.rows_arrived[source] == kNone) {
-      return 0;  // its counts are not known yet: the starts below would be another call's
-    }
     const u32* starts = os_.receive_starts(source);
-    const u32 arrived = minimum(os_.rows_arrived[source], starts[expert + 1]);
-    const u32 here = arrived > starts[expert] ? arrived - starts[expert] : 0;
-    return here - taken(source, expert);
+    const u32 start = starts[expert];
+    const u32 end = starts[expert + 1];
+    const u32 arrived = os_.rows_arrived[source];
+    const u32 here = minimum(maximum(arrived, start), end) - start - taken(source, expert);
+    // Its counts may not be known yet: then these starts are another call's.
+    return arrived == kNone ? 0 : here;
   }
 
   u32& taken(u32 source, u32 expert) const {
     return os_.taken[source * layout_.geometry().local_experts() + expert];
   }
 
-  /// One lane: goes through the new tiles of an expert, and writes their descriptors from tile
-  /// number `tile` and result row `result` on, or only adds up.
-  template <bool kWrite>
-  Extent for_each_tile(u32 expert, bool merge, u32 tile, u32 result) const {
+  /// Notes that the rows of an expert that are here are in tiles, or of these the full tiles'.
+  void take(u32 expert, bool all) const {
+    for (u32 source = 0; source < layout_.geometry().world; ++source) {
+      const u32 here = ready(source, expert);
+      taken(source, expert) += all ? here : here - here % layout_.geometry().tile_rows;
+    }
+  }
+
+  /// All lanes: writes the descriptors of full tiles. Of expert `first` plus its lane each has
+  /// `full`, whose numbers and result rows begin at `begin`; the lanes share them out.
+  void write_full_tiles(u32 first, u32 full, Extent begin) const {
     const Geometry& geometry = layout_.geometry();
-    Extent extent;
-    for (u32 source = 0; source < geometry.world; ++source) {
-      for (u32 rows = ready(source, expert); rows >= geometry.tile_rows;
-           rows -= geometry.tile_rows) {
-        if constexpr (kWrite) {
-          const u32 words = append(expert, tile + extent.tiles, 0, source, geometry.tile_rows);
-          close(expert, tile + extent.tiles, result + extent.rows, 1, geometry.tile_rows,
-                geometry.tile_rows, few_rows(expert), words);
-        }
-        ++extent.tiles;
-        extent.rows += geometry.tile_rows;
+    const u32 ends = P::inclusive_scan(full);
+    const u32 all = P::broadcast(ends, P::kLanes - 1);
+    for (u32 base = 0; base < all; base += P::kLanes) {
+      const u32 number = minimum(base + P::lane(), all - 1);
+      u32 owner = 0;  // the lane whose expert this tile is of: all before it have fewer tiles
+      for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
+        owner += P::broadcast(ends, owner + step - 1) <= number ? step : 0;
+      }
+      const u32 nth = number - P::broadcast(ends - full, owner);
+      const u32 tile = P::broadcast(begin.tiles, owner) + nth;
+      const u32 result = P::broadcast(begin.rows, owner) + nth * geometry.tile_rows;
+      const u32 expert = first + owner;
+      u32 source = 0;
+      u32 before = 0;  // full tiles of the sources before that one
+      for (u32 s = 0, passed = 0; s + 1 < geometry.world; ++s) {
+        passed += ready(s, expert) / geometry.tile_rows;
+        before = passed <= nth ? passed : before;
+        source += passed <= nth ? 1 : 0;
+      }
+      if (base + P::lane() < all) {
+        const u32 words =
+            append(expert, tile, 0, source,
+                   taken(source, expert) + (nth - before) * geometry.tile_rows, geometry.tile_rows);
+        close(expert, tile, result, 1, geometry.tile_rows, geometry.tile_rows, false, words);
       }
     }
-    if (!merge) {
-      return extent;
-    }
-    const bool narrow = few_rows(expert);
+  }
+
+  /// One lane: goes through the tiles that the remainders of an expert's sources make, and writes
+  /// their descriptors from tile number `tile` and result row `result` on, or only adds up.
+  template <bool kWrite>
+  Extent merge_sources(u32 expert, bool narrow, u32 tile, u32 result) const {
+    const Geometry& geometry = layout_.geometry();
     const u32 align = geometry.segment_align_of(narrow);
+    Extent extent;
     u32 segments = 0;
     u32 rows = 0;
     u32 padded = 0;
@@ -235,7 +265,9 @@ class TilePlan {
       segments = rows = padded = words = 0;
     };
     for (u32 source = 0; source < geometry.world; ++source) {
-      for (u32 left = ready(source, expert) % geometry.tile_rows; left > 0;) {
+      const u32 here = ready(source, expert);
+      u32 slot = taken(source, expert) + here - here % geometry.tile_rows;
+      for (u32 left = here % geometry.tile_rows; left > 0;) {
         // The room is a multiple of `align`: a cut never adds padding.
         const u32 fitting = minimum(left, geometry.tile_rows - padded);
         if (fitting == 0 || segments == geometry.max_segments_of(narrow)) {
@@ -243,11 +275,12 @@ class TilePlan {
           continue;
         }
         if constexpr (kWrite) {
-          words ^= append(expert, tile + extent.tiles, segments, source, fitting);
+          words ^= append(expert, tile + extent.tiles, segments, source, slot, fitting);
         }
         ++segments;
         rows += fitting;
         padded += align_up(fitting, align);
+        slot += fitting;
         left -= fitting;
       }
     }
@@ -261,14 +294,13 @@ class TilePlan {
     return memory_.tasks[memory_.first_task(TaskKind::gemm0) + tile];
   }
 
-  /// Takes the next `rows` rows of (source, expert) as a tile's segment; returns words_of() it.
-  u32 append(u32 expert, u32 tile, u32 segment, u32 source, u32 rows) const {
-    const u32 slot = taken(source, expert);
+  /// Makes `rows` rows of (source, expert), from its slot `slot` on, a tile's segment; returns
+  /// words_of() it.
+  u32 append(u32 expert, u32 tile, u32 segment, u32 source, u32 slot, u32 rows) const {
     const u32 start = os_.receive_starts(source)[expert];
     const Segment made{layout_.row(expert, slot, start), static_cast<u16>(source),
                        static_cast<u16>(rows)};
     descriptor(tile).segments[segment] = made;
-    taken(source, expert) = slot + rows;
     return words_of(made);
   }
 
