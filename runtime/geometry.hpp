@@ -64,6 +64,10 @@ struct Geometry {
     return minimum(max_tokens * minimum(top_k, local_experts()), local_experts() * capacity);
   }
   constexpr u32 chunks() const { return ceil_div(cell_rows_used(), chunk_rows); }
+  /// Chunks that a call sends to all ranks, of which each has at most one that is not full.
+  constexpr u32 chunks_sent_max() const {
+    return minimum(world * chunks(), pairs() / chunk_rows + world);
+  }
   /// 1 when rows are staged for remote peers: the b = 0 half of the thesis' layout exists.
   constexpr u32 staging_buffers() const { return remote != 0 ? 1 : 0; }
 

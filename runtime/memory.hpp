@@ -248,10 +248,23 @@ class RankMemory {
   u32 mailbox_capacities_[kTaskKinds];
 };
 
-/// A chunk of ours that is back: its number among all peers' chunks, and its rows.
-struct FoundChunk {
-  u32 number;
-  u32 rows;
+/// A chunk of ours on its way: its number among all peers' chunks, and its rows. One word, because
+/// the OS block keeps one for each chunk that a call can send.
+class SentChunk {
+ public:
+  static constexpr u32 kRowBits = 6;
+  static constexpr u32 kRows = 1U << kRowBits;
+  static constexpr u32 kNumbers = 1U << (32 - kRowBits);
+
+  constexpr SentChunk() = default;
+  constexpr SentChunk(u32 number, u32 rows) : bits_(number << kRowBits | rows) {
+    MOEOS_CHECK(number < kNumbers && rows < kRows);
+  }
+  constexpr u32 number() const { return bits_ >> kRowBits; }
+  constexpr u32 rows() const { return bits_ & (kRows - 1); }
+
+ private:
+  u32 bits_ = 0;
 };
 
 /// What only the actors of the OS block touch: in its shared memory on the GPU, where every look
@@ -280,8 +293,7 @@ class OsMemory {
     take(rows_arrived, world);
     take(packed, local);
     take(chunk_prefix, world);
-    take(first_missing, kReturnsSubscribersMax * world);
-    take(chunks_back, world * chunk_words());
+    take(chunks_awaited, geometry.chunks_sent_max() + kReturnsSubscribersMax);
     take(chunks_found, kReturnsSubscribersMax * kFoundMost);
     take(rows_back, ceil_div(geometry.max_tokens, kTokensPerWord));
     if (geometry.remote != 0) {
@@ -297,25 +309,27 @@ class OsMemory {
   u32 rows_received(u32 source) const {
     return receive_starts(source)[geometry_.get().local_experts()];
   }
-  static constexpr u32 kBitsPerWord = 32;
-  u32 chunk_words() const { return ceil_div(geometry_.get().chunks(), kBitsPerWord); }
+  /// The list of one of so many returns subscribers, which share the chunks out evenly.
+  SentChunk* awaited_by(u32 subscriber, u32 subscribers) const {
+    return chunks_awaited +
+           u64{subscriber} * ceil_div(geometry_.get().chunks_sent_max(), subscribers);
+  }
   static constexpr u32 kTokensPerWord = 2;
 
   u32* rows_expected = nullptr;  // Algorithm 2's bound: rows to return; corrected as counts arrive
   u32* wanted = nullptr;         // parts that the scheduler would publish if it had them
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
-  u32* combines_posted = nullptr;  // Combine tasks of this call so far
-  u32* receive_start = nullptr;    // [source][X + 1]: as RankMemory's, which processors read
-  u32* counts_known = nullptr;     // [source]: the epoch whose counts are decoded
-  u32* taken = nullptr;            // [source][expert]: rows already in a tile
-  u32* rows_arrived = nullptr;     // [source]: kNone while its counts are not known
-  u32* packed = nullptr;           // [expert]: 1 once all of its rows are in tiles
-  u32* chunk_prefix = nullptr;     // [source]: chunks that have arrived, in order
-  u32* first_missing = nullptr;    // [subscriber][peer]: the first of its chunks that is not back
-  u32* chunks_back = nullptr;  // [peer][chunk / 32]: a bit for each chunk whose rows are counted
+  u32* combines_posted = nullptr;       // Combine tasks of this call so far
+  u32* receive_start = nullptr;         // [source][X + 1]: as RankMemory's, which processors read
+  u32* counts_known = nullptr;          // [source]: the epoch whose counts are decoded
+  u32* taken = nullptr;                 // [source][expert]: rows already in a tile
+  u32* rows_arrived = nullptr;          // [source]: kNone while its counts are not known
+  u32* packed = nullptr;                // [expert]: 1 once all of its rows are in tiles
+  u32* chunk_prefix = nullptr;          // [source]: chunks that have arrived, in order
+  SentChunk* chunks_awaited = nullptr;  // awaited_by() each subscriber: chunks that are not back
   static constexpr u32 kFoundMost = 512;
-  FoundChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]
+  SentChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]: back, and not counted yet
   u32* rows_back = nullptr;  // [token / 2]: half a word for each token: its rows that are back
 
   // Remote peers; null when there are none.

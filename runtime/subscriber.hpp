@@ -371,11 +371,11 @@ template <Platform P>
 class ReturnsSubscriber {
  public:
   /// Words of credit that a lane asks for at once.
-  static constexpr u32 kLooks = 8;
+  static constexpr u32 kLooks = 4;
   static_assert(P::kLanes * kLooks <= OsMemory::kFoundMost);
   /// Chunks whose rows are counted together, so that their pairs come from memory in one round
   /// trip.
-  static constexpr u32 kChunksAtOnce = 8;
+  static constexpr u32 kChunksAtOnce = 4;
   /// Chunks after which the tokens that they have completed are posted, while others are counted.
   static constexpr u32 kChunksAPost = 32;
   static_assert(kChunksAPost % kChunksAtOnce == 0);
@@ -384,23 +384,16 @@ class ReturnsSubscriber {
   ReturnsSubscriber(const Rank<P>& rank, const Call& call, u32 index)
       : rank_(rank),
         call_(call),
-        first_missing_(rank.os->first_missing + u64{index} * rank.geometry().world),
+        index_(index),
+        chunks_awaited_(rank.os->awaited_by(index, P::kReturnsSubscribers)),
         chunks_found_(rank.os->chunks_found + u64{index} * OsMemory::kFoundMost),
         first_ready_(index * rank.geometry().max_tokens) {
     static_assert(P::kReturnsSubscribers >= 1 && P::kReturnsSubscribers <= kReturnsSubscribersMax);
     constexpr u32 kStride = P::kLanes * P::kReturnsSubscribers;
-    const Geometry& geometry = rank.geometry();
     const OsMemory& os = *rank.os;
-    const u32 mine = index * P::kLanes + P::lane();
-    for (u32 i = mine; i < geometry.world * os.chunk_words(); i += kStride) {
-      os.chunks_back[i] = 0;
-    }
-    for (u32 i = mine; i * OsMemory::kTokensPerWord < call.tokens; i += kStride) {
+    for (u32 i = index * P::kLanes + P::lane(); i * OsMemory::kTokensPerWord < call.tokens;
+         i += kStride) {
       os.rows_back[i] = 0;
-    }
-    for (u32 p = P::lane(); p < geometry.world; p += P::kLanes) {
-      // Of a call with few chunks, each peer's are another warp's.
-      first_missing_[p] = (index + p) % P::kReturnsSubscribers;
     }
     P::sync_lanes();
     if (P::lane() == 0) {
@@ -415,41 +408,40 @@ class ReturnsSubscriber {
         return false;
       }
       routed_ = true;
-      const u32 peer = minimum(P::lane(), rank_.geometry().world - 1);
-      rows_sent_ = rank_.memory.rows_sent(peer);
+      await_chunks();
     }
     bool progress = false;
-    for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
-      progress = watch(peer) || progress;
-    }
-    return take_in() || progress;
+    u32 first = 0;
+    u32 kept = 0;
+    do {
+      for (; first < awaited_ && found_ + kLooksOfAll <= OsMemory::kFoundMost;
+           first += kLooksOfAll) {
+        kept = look(first, kept);
+      }
+      progress = take_in() || progress;
+    } while (first < awaited_);
+    awaited_ = kept;
+    return progress;
   }
 
   /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own
   /// processors have not sent all of them: then it is not the peers who are late.
   Answer answer(Failure& failure) const {
-    if (!routed_ || !all_sent()) {
+    if (!routed_ || !all_sent() || awaited_ == 0) {
       return Answer::nothing;
     }
-    for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
-      u32 chunk = first_missing_[peer];
-      while (chunk < rank_.geometry().chunks() && is_back(peer, chunk)) {
-        chunk += P::kReturnsSubscribers;
-      }
-      const u32 rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk);
-      if (rows > 0) {
-        failure.kind = FailureKind::returns_late;
-        failure.peer = peer;
-        failure.chunk = chunk;
-        failure.expected = rows;
-        failure.seen = open(P::template load_relaxed<Scope::system>(credit(peer, chunk)));
-        return Answer::missing;
-      }
-    }
-    return Answer::nothing;
+    const SentChunk chunk = chunks_awaited_[0];
+    failure.kind = FailureKind::returns_late;
+    failure.peer = peer_of(chunk);
+    failure.chunk = chunk_of(chunk);
+    failure.expected = chunk.rows();
+    failure.seen = open(P::template load_relaxed<Scope::system>(credit(chunk)));
+    return Answer::missing;
   }
 
  private:
+  static constexpr u32 kLooksOfAll = P::kLanes * kLooks;
+
   /// Whether what all returns subscribers count in has been cleared.
   bool everyone_ready() const {
     // Pairs with the constructors.
@@ -482,103 +474,92 @@ class ReturnsSubscriber {
            P::template load_relaxed<Scope::device>(&state.routed.value);
   }
 
-  /// Rows that we sent to a peer. A lane keeps those of its peer, unless there are more peers than
-  /// lanes: a look at memory for each at each step would take longer than the step. One warp.
-  u32 rows_sent(u32 peer) const {
-    return rank_.geometry().world <= P::kLanes ? P::broadcast(rows_sent_, peer)
-                                               : rank_.memory.rows_sent(peer);
-  }
-
-  u32* credit(u32 peer, u32 chunk) const {
-    return rank_.template here<u32>(rank_.layout.returned(peer, chunk));
-  }
-  /// The word of OsMemory::chunks_back that has the bit of a chunk.
-  u32& back_word(u32 peer, u32 chunk) const {
-    return rank_.os->chunks_back[peer * rank_.os->chunk_words() + chunk / OsMemory::kBitsPerWord];
-  }
-  static constexpr u32 back_bit(u32 chunk) { return 1U << chunk % OsMemory::kBitsPerWord; }
-  bool is_back(u32 peer, u32 chunk) const {
-    return (back_word(peer, chunk) & back_bit(chunk)) != 0;
+  u32 peer_of(SentChunk chunk) const { return chunk.number() / rank_.geometry().chunks(); }
+  u32 chunk_of(SentChunk chunk) const { return chunk.number() % rank_.geometry().chunks(); }
+  u32* credit(SentChunk chunk) const {
+    return rank_.template here<u32>(rank_.layout.returned(peer_of(chunk), chunk_of(chunk)));
   }
 
   // A token's rows are counted in half a word of OsMemory::rows_back.
-  static constexpr u32 kRowsBackBits = OsMemory::kBitsPerWord / OsMemory::kTokensPerWord;
+  static constexpr u32 kRowsBackBits = 32 / OsMemory::kTokensPerWord;
   static constexpr u32 kRowsBackMask = (1U << kRowsBackBits) - 1;
   static constexpr u32 rows_back_shift(u32 token) {
     return token % OsMemory::kTokensPerWord * kRowsBackBits;
   }
 
-  /// This warp's chunk `i` of those from chunk `base` on.
-  static u32 chunk_of(u32 base, u32 i) { return base + i * P::kReturnsSubscribers; }
-
-  /// Looks at all of this warp's chunks of a peer that are not back; they come in any order.
-  bool watch(u32 peer) {
-    const u32 rows = rows_sent(peer);
-    const u32 chunks = ceil_div(rows, rank_.geometry().chunk_rows);
-    u32 first = first_missing_[peer];
-    while (first < chunks) {
-      const u32 chunk = chunk_of(first, P::lane());
-      const u32 missing = P::ballot(chunk < chunks && !is_back(peer, minimum(chunk, chunks - 1)));
-      first = chunk_of(first, missing == 0 ? P::kLanes : P::first_lane(missing));
-      if (missing != 0) {
-        break;
+  /// Lists this warp's chunks: of all that we send, counted through all peers, every
+  /// P::kReturnsSubscribers-th.
+  void await_chunks() {
+    const Geometry& geometry = rank_.geometry();
+    constexpr u32 kWarps = P::kReturnsSubscribers;
+    u32 before = 0;  // chunks to the peers before
+    for (u32 first_peer = 0; first_peer < geometry.world; first_peer += P::kLanes) {
+      // All peers' at once: one round trip to memory.
+      const u32 rows_of_lane =
+          rank_.memory.rows_sent(minimum(first_peer + P::lane(), geometry.world - 1));
+      const u32 end = minimum(P::kLanes, geometry.world - first_peer);
+#pragma unroll 1
+      for (u32 i = 0; i < end; ++i) {
+        const u32 rows = P::broadcast(rows_of_lane, i);
+        const u32 chunks = ceil_div(rows, geometry.chunk_rows);
+        const u32 first = (index_ + kWarps - before % kWarps) % kWarps;
+        const u32 mine = first < chunks ? ceil_div(chunks - first, kWarps) : 0;
+        for (u32 n = P::lane(); n < mine; n += P::kLanes) {
+          const u32 chunk = first + n * kWarps;
+          chunks_awaited_[awaited_ + n] = SentChunk((first_peer + i) * geometry.chunks() + chunk,
+                                                    rows_in_chunk(geometry, rows, chunk));
+        }
+        awaited_ += mine;
+        before += chunks;
       }
     }
-    P::sync_lanes();  // all lanes have read it
-    if (P::lane() == 0) {
-      first_missing_[peer] = first;
-    }
-    bool progress = false;
-    for (u32 base = first; base < chunks; base = chunk_of(base, P::kLanes * kLooks)) {
-      if (found_ + P::kLanes * kLooks > OsMemory::kFoundMost) {
-        progress = take_in() || progress;
-      }
-      look(peer, base, rows);
-    }
-    return progress;
+    MOEOS_CHECK(before <= geometry.chunks_sent_max());
+    P::sync_lanes();
   }
 
-  /// One look at P::kLanes * kLooks of this warp's chunks from `base` on: all words are asked for
-  /// before the first is used, and so without conditions. Notes which are back.
-  void look(u32 peer, u32 base, u32 rows_sent) {
-    const Geometry& geometry = rank_.geometry();
-    const u32 chunks = ceil_div(rows_sent, geometry.chunk_rows);
+  /// Looks at kLooksOfAll of the chunks that are awaited, from place `first` on; they come in any
+  /// order. Those that are back become found ones, and the others are listed from place `kept` on,
+  /// which is not behind `first`; returns the place behind them.
+  u32 look(u32 first, u32 kept) {
+    // All words are asked for before the first is used, and so without conditions.
+    SentChunk chunk[kLooks];
     u32 back[kLooks];
     for (u32 i = 0; i < kLooks; ++i) {
-      const u32 chunk = chunk_of(base, i * P::kLanes + P::lane());
-      back[i] = P::template poll<Scope::system>(credit(peer, minimum(chunk, chunks - 1)));
+      chunk[i] = chunks_awaited_[minimum(first + i * P::kLanes + P::lane(), awaited_ - 1)];
+      back[i] = P::template poll<Scope::system>(credit(chunk[i]));
     }
     u32 complete = 0;  // bit i: this lane's i-th chunk is back
-    u32 mine = 0;
-    u32 too_many = 0;  // rows of a chunk that got more than it sent
-    u32 damaged = kNone;
+    SentChunk damaged;
+    u32 too_many = 0;  // rows of that one, more than it has
     for (u32 i = 0; i < kLooks; ++i) {
-      const u32 chunk = chunk_of(base, i * P::kLanes + P::lane());
-      const bool awaited = chunk < chunks && !is_back(peer, minimum(chunk, chunks - 1));
-      const u32 rows = rows_in_chunk(geometry, rows_sent, chunk);
-      const u32 returned = awaited ? open(back[i]) : 0;
-      const bool all = returned > 0 && returned == rows;
-      complete |= all ? 1U << i : 0;
-      mine += all ? 1 : 0;
-      too_many = returned > rows ? returned : too_many;
-      damaged = returned > rows ? chunk : damaged;
+      const u32 rows = open(back[i]);
+      const bool awaited = first + i * P::kLanes + P::lane() < awaited_;
+      complete |= awaited && rows == chunk[i].rows() ? 1U << i : 0;
+      const bool wrong = awaited && rows > chunk[i].rows();
+      damaged = wrong ? chunk[i] : damaged;
+      too_many = wrong ? rows : too_many;
     }
-    if (damaged != kNone) {
-      reject(peer, damaged, rows_in_chunk(geometry, rows_sent, damaged), too_many);
+    if (too_many != 0) {
+      reject(damaged, too_many);
     }
-    if (P::ballot(complete != 0) == 0) {
-      return;
+    if (P::ballot(complete != 0) == 0 && kept == first) {
+      return minimum(first + kLooksOfAll, awaited_);
     }
-    const u32 places = P::inclusive_scan(mine);
-    u32 place = found_ + places - mine;
-    for (u32 i = 0; i < kLooks; ++i) {
-      if ((complete >> i & 1U) != 0) {
-        const u32 chunk = chunk_of(base, i * P::kLanes + P::lane());
-        chunks_found_[place++] =
-            FoundChunk{peer * geometry.chunks() + chunk, rows_in_chunk(geometry, rows_sent, chunk)};
+    P::sync_lanes();  // all lanes have read the places that are written now
+    for (u32 i = 0; i < kLooks && first + i * P::kLanes < awaited_; ++i) {
+      const bool awaited = first + i * P::kLanes + P::lane() < awaited_;
+      const bool found = (complete >> i & 1U) != 0;
+      const u32 all_found = P::ballot(found);
+      const u32 all_kept = P::ballot(awaited && !found);
+      if (found) {
+        chunks_found_[found_ + P::lanes_before(all_found)] = chunk[i];
+      } else if (awaited) {
+        chunks_awaited_[kept + P::lanes_before(all_kept)] = chunk[i];
       }
+      found_ += P::count(all_found);
+      kept += P::count(all_kept);
     }
-    found_ += P::broadcast(places, P::kLanes - 1);
+    return kept;
   }
 
   /// Counts the rows of all chunks that were found, behind one fence, and posts the tokens that
@@ -587,7 +568,6 @@ class ReturnsSubscriber {
     if (found_ == 0) {
       return false;
     }
-    const u32 in_cell = rank_.geometry().chunks();
     // Pairs with return_rows: the results of these chunks are here ...
     P::template acquire_fence<Scope::system>();
     if (P::kReturnsSubscribers > 1) {
@@ -597,21 +577,22 @@ class ReturnsSubscriber {
     P::sync_lanes();
     const u64 now = P::now_ns();
     for (u32 i = P::lane(); i < found_; i += P::kLanes) {
-      const u32 peer = chunks_found_[i].number / in_cell;
-      const u32 chunk = chunks_found_[i].number % in_cell;
+      const SentChunk chunk = chunks_found_[i];
       // Ready for the next call. The peer adds to it again only after rows of our next call have
       // reached it, and those are published by releases that follow this call's end.
-      P::template store_relaxed<Scope::system>(credit(peer, chunk), 0U);
-      // An addition, because other lanes and warps set other bits of the word.
-      P::template add_relaxed<Scope::block>(&back_word(peer, chunk), back_bit(chunk));
-      rank_.memory.peer_records[peer].results_ns = now;  // nearly the same by several
+      P::template store_relaxed<Scope::system>(credit(chunk), 0U);
+      rank_.memory.peer_records[peer_of(chunk)].results_ns = now;  // nearly the same by several
     }
-    for (u32 row = P::lane(); row < rank_.geometry().chunk_rows; row += P::kLanes) {
-      count_rows(row);
+    for (u32 first = 0; first < found_; first += kChunksAPost) {
+      const u32 end = minimum(first + kChunksAPost, found_);
+      for (u32 row = P::lane(); row < rank_.geometry().chunk_rows; row += P::kLanes) {
+        count_rows(row, first, end);
+      }
+      // At most one post for each chunk (Geometry::combine_tasks_max).
+      post_combine();
     }
     P::sync_lanes();  // all lanes have read what was found
     found_ = 0;
-    post_combine();
     return true;
   }
 
@@ -621,27 +602,27 @@ class ReturnsSubscriber {
     u32 exist;  // bit n: pair[n] is one
   };
 
-  /// Asks for the pairs that row `row` of some of the found chunks carries. Nothing is conditional,
-  /// so that all loads are under way together.
-  Rows ask(u32 first, u32 row) const {
+  /// Asks for the pairs that row `row` of the found chunks from place `first` on carries, of those
+  /// before place `end`. Nothing is conditional, so that all loads are under way together.
+  Rows ask(u32 row, u32 first, u32 end) const {
     Rows rows;
     rows.exist = 0;
     for (u32 n = 0; n < kChunksAtOnce; ++n) {
-      const FoundChunk found = chunks_found_[minimum(first + n, found_ - 1)];
-      rows.exist |= first + n < found_ && row < found.rows ? 1U << n : 0;
-      rows.pair[n] = rank_.memory.row_pair[u64{found.number} * rank_.geometry().chunk_rows + row];
+      const SentChunk found = chunks_found_[minimum(first + n, end - 1)];
+      rows.exist |= first + n < end && row < found.rows() ? 1U << n : 0;
+      rows.pair[n] = rank_.memory.row_pair[u64{found.number()} * rank_.geometry().chunk_rows + row];
     }
     return rows;
   }
 
-  /// Counts row `row` of every found chunk for its token. The pairs of the next chunks are on their
-  /// way meanwhile; the loop is short, because a single warp that runs through much code waits for
+  /// Counts row `row` of found chunks for its token. The pairs of the next chunks are on their way
+  /// meanwhile; the loop is short, because a single warp that runs through much code waits for
   /// that.
-  void count_rows(u32 row) {
-    Rows next = ask(0, row);
-    for (u32 first = 0; first < found_; first += kChunksAtOnce) {
+  void count_rows(u32 row, u32 begin, u32 end) {
+    Rows next = ask(row, begin, end);
+    for (u32 first = begin; first < end; first += kChunksAtOnce) {
       const Rows rows = next;
-      next = ask(first + kChunksAtOnce, row);
+      next = ask(row, first + kChunksAtOnce, end);
       u32 token[kChunksAtOnce];
       u32 sent[kChunksAtOnce];  // rows of the token
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
@@ -665,12 +646,6 @@ class ReturnsSubscriber {
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
         const u32 before = back[n] >> rows_back_shift(token[n]) & kRowsBackMask;
         append((rows.exist >> n & 1U) != 0 && before + 1 == sent[n], token[n]);
-      }
-      // In the last pass over the chunks alone, which is the first where a warp has a lane for each
-      // row: so there is at most one post for each chunk (Geometry::combine_tasks_max).
-      if (row - P::lane() + P::kLanes >= rank_.geometry().chunk_rows &&
-          first % kChunksAPost == kChunksAPost - kChunksAtOnce) {
-        post_combine();
       }
     }
   }
@@ -713,25 +688,26 @@ class ReturnsSubscriber {
     P::sync_lanes();
   }
 
-  void reject(u32 peer, u32 chunk, u32 rows, u32 back) const {
+  void reject(SentChunk chunk, u32 back) const {
     Failure failure = failure_of(rank_, call_, FailureKind::returns_too_many, Actor::subscriber);
-    failure.peer = peer;
-    failure.chunk = chunk;
-    failure.expected = rows;
+    failure.peer = peer_of(chunk);
+    failure.chunk = chunk_of(chunk);
+    failure.expected = chunk.rows();
     failure.seen = back;
     rank_.fail(failure);
   }
 
   const Rank<P>& rank_;
   const Call& call_;
-  u32* first_missing_;        // [peer], as OsMemory's
-  FoundChunk* chunks_found_;  // OsMemory's, of this warp
-  u32 first_ready_;           // this warp's first place in ready_tokens
+  u32 index_;
+  SentChunk* chunks_awaited_;  // OsMemory's, of this warp, in order
+  SentChunk* chunks_found_;    // and these
+  u32 first_ready_;            // this warp's first place in ready_tokens
   bool routed_ = false;
-  u32 rows_sent_ = 0;  // to the peer of this lane's number
-  u32 found_ = 0;      // chunks that are back and not taken in yet
-  u32 ready_ = 0;      // complete tokens so far
-  u32 posted_ = 0;     // of these, in a task
+  u32 awaited_ = 0;  // chunks that were not back at the last look
+  u32 found_ = 0;    // chunks that are back and not taken in yet
+  u32 ready_ = 0;    // complete tokens so far
+  u32 posted_ = 0;   // of these, in a task
 };
 
 }  // namespace moeos
