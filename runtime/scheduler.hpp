@@ -156,10 +156,9 @@ class Scheduler {
         reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::scheduler,
                        batch.cursor + P::lane(), batch.word);
       }
-      const u32 filled = P::ballot(epoch == call_.epoch);
       // In order: an unfilled slot holds back those behind it.
-      batch.size = partition_point(
-          P::kLanes, [filled](u32 lane) { return (~filled & ((u64{2} << lane) - 1)) == 0; });
+      const u32 unfilled = P::ballot(epoch != call_.epoch);
+      batch.size = unfilled == 0 ? P::kLanes : P::first_lane(unfilled);
       batch.next = 0;
       batch.together = 0;
       batch.more = false;
@@ -201,7 +200,7 @@ class Scheduler {
     if (others == 0) {
       return;
     }
-    const u32 size = partition_point(P::kLanes, [others](u32 lane) { return others >> lane != 0; });
+    const u32 size = P::count(P::ballot(others >> P::lane() != 0));  // up to the last other one
     batch.cursor -= batch.size - size;
     batch.size = size;
     batch.more = true;

@@ -147,10 +147,12 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
   if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U)) {
     return;
   }
-  raise_at<P>(layout, own_heap, failure);
-  for (u32 p = 0; p < layout.geometry().world; ++p) {
-    u8* heap = platform.peer(p);
-    if (p != failure.rank && (!P::kRemotePeers || heap != nullptr)) {
+  // Here first. One copy of the code: there is one of this loop wherever an actor may fail, and an
+  // actor's speed depends on how far apart its own code lies.
+#pragma unroll 1
+  for (u32 n = 0; n < layout.geometry().world; ++n) {
+    u8* heap = n == 0 ? own_heap : platform.peer((failure.rank + n) % layout.geometry().world);
+    if (!P::kRemotePeers || heap != nullptr) {
       raise_at<P>(layout, heap, failure);
     }
   }
