@@ -76,6 +76,10 @@ struct Slot {
   u8* results[Geometry::kMaxSegments];  // products: where each segment's first row goes
 };
 inline constexpr u32 kSlots = 2;
+/// Steps of a part that are still to be loaded when the next part is claimed: its descriptor must
+/// be here before they are. No more, because whoever claims early keeps a part from others who have
+/// nothing to do (docs/performance.md, "A part too early").
+inline constexpr u32 kClaimSteps = 8;
 
 /// When what happened to a slot's part, for a trace; not touched without one.
 struct Stamps {
@@ -128,7 +132,7 @@ struct Shared {
   Barrier slot_full[kSlots];
   Barrier slot_done[kSlots];   // the part's loads have begun, and its results are in memory
   Barrier slot_empty[kSlots];  // every warp that reads it is done with it
-  alignas(16) u8 rank[sizeof(Rank<Machine>)];
+  Barrier claim;               // once a part: most of its loads are under way, so fetch the next
   Call call;
   Stamps stamps[kSlots];
 };
@@ -157,13 +161,13 @@ inline void release_slot(Shared& shared, u32 index) {
 /// processors do not finish, and the call fails; who can leave does so at once. If what is waited
 /// for is not there long after that, it never will be, and the kernel ends with the driver's error.
 /// A look lasts while the hardware suspends it.
-inline void wait_watched(Shared& shared, Barrier& barrier, u32 parity) {
+inline void wait_watched(const Rank<Machine>& rank, const Call& call, Barrier& barrier,
+                         u32 parity) {
   constexpr u32 kLooksEach = 32;
   constexpr u64 kLongNs = 5'000'000;
   u64 failed_since = 0;
   for (u32 looks = 1; !barrier.done(parity); ++looks) {
-    if (looks % kLooksEach == 0 &&
-        reinterpret_cast<const Rank<Machine>*>(shared.rank)->leaving(shared.call.epoch)) {
+    if (looks % kLooksEach == 0 && rank.leaving(call.epoch)) {
       failed_since = failed_since == 0 ? Machine::now_ns() : failed_since;
       if (Machine::now_ns() - failed_since > kLongNs) {
         trap();
@@ -181,6 +185,8 @@ class Loader {
     slot_ = slot;
     begun_ = false;
   }
+  /// One lane, once a part: the next one may be claimed.
+  void let_claim() { shared_.claim.arrive(); }
   /// One lane, for each stage in turn: waits until it is free.
   void wait() {
     shared_.stage_empty[at_.index].wait(at_.parity ^ 1);
@@ -211,8 +217,6 @@ class Loader {
 
 /// Shared memory of an OS block: the actors' own state.
 struct alignas(16) OsShared {
-  alignas(16) u8 rank[sizeof(Rank<Machine>)];
-  alignas(16) u8 os[sizeof(OsMemory)];
   Call call;
   /// OsMemory::bytes() bytes behind this object; the host checks that they fit.
   u8* memory() { return reinterpret_cast<u8*>(this + 1); }

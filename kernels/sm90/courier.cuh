@@ -28,7 +28,8 @@ static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row 
 /// its own row's share of a parcel.
 class ParcelLine {
  public:
-  explicit ParcelLine(Shared& shared) : shared_(shared) {}
+  ParcelLine(const Rank<Machine>& rank, const Call& call, Shared& shared)
+      : rank_(rank), call_(call), shared_(shared) {}
 
   /// Copies a row of `row_bytes` bytes for each of the first `rows` lanes, from `source` to
   /// `destination`; when it returns, they are stored.
@@ -86,7 +87,7 @@ class ParcelLine {
   }
 
   void store(const Part& part, u64 destination) {
-    wait_watched(shared_, shared_.parcels.full[stored_.index], stored_.parity);
+    wait_watched(rank_, call_, shared_.parcels.full[stored_.index], stored_.parity);
     if (part.bytes != 0) {
       store_bytes(shared_.parcels.buffers[stored_.index] + part.place,
                   destination + part.first_byte, part.bytes);
@@ -95,6 +96,8 @@ class ParcelLine {
     stored_.advance();
   }
 
+  const Rank<Machine>& rank_;
+  const Call& call_;
   Shared& shared_;
   RingPosition<kBuffers> loaded_;
   RingPosition<kBuffers> stored_;
@@ -121,7 +124,7 @@ inline void run_courier(const RankArguments& arguments, const Rank<Machine>& ran
   const RoutingMap map(rank.geometry(), rank.memory, call);
   const Trace<Machine> trace(rank, actor);
   Courier<Machine> courier(rank, call, actor);
-  ParcelLine line(shared);
+  ParcelLine line(rank, call, shared);
   Task& task = shared.parcels.task;
   ReadyWord word;
   u32 idle = 0;

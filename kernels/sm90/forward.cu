@@ -54,12 +54,16 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   return more;
 }
 
-/// Keeps the block's slots filled, one part ahead of the consumers. Leaves last.
+/// Keeps the block's slots filled: claims a part when the loads of the one before are nearly all
+/// under way. Leaves last.
 inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                       Processor<Machine>& processor, Shared& shared) {
   RingPosition<kSlots> at;
-  for (bool more = true; more; at.advance()) {
-    wait_watched(shared, shared.slot_empty[at.index], at.parity ^ 1);
+  RingPosition<1> claim;
+  claim.parity = 1;  // nothing is before the first part
+  for (bool more = true; more; at.advance(), claim.advance()) {
+    wait_watched(rank, call, shared.claim, claim.parity);
+    wait_watched(rank, call, shared.slot_empty[at.index], at.parity ^ 1);
     more = fetch_part(arguments, rank, call, processor, shared.tasks[at.index],
                       shared.slots[at.index], shared.stamps[at.index]);
     if (more) {
@@ -68,7 +72,7 @@ inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
     shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
   }
   for (u32 i = 0; i < kSlots; ++i, at.advance()) {
-    wait_watched(shared, shared.slot_empty[at.index], at.parity ^ 1);
+    wait_watched(rank, call, shared.slot_empty[at.index], at.parity ^ 1);
   }
 }
 
@@ -97,12 +101,17 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     // reads them through the async proxy.
     fence_proxy_async();
     loader.begin_part(at.index);
-    if (task.kind == TaskKind::combine) {
-      load_tokens(rank, call, map, task, word.part(), slot, loader);
-    } else if (task.kind != TaskKind::route) {
+    if (task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1) {
       load_tile(arguments, rank.layout, task, word.part(), loader);
-    } else if (gate_routes(arguments, call, word.part())) {
+    } else if (task.kind == TaskKind::route && gate_routes(arguments, call, word.part())) {
       load_route(arguments, word.part(), word.task(), loader);
+    } else {
+      if (Machine::lane() == 0) {
+        loader.let_claim();
+      }
+      if (task.kind == TaskKind::combine) {
+        load_tokens(rank, call, map, task, word.part(), slot, loader);
+      }
     }
     if (Machine::lane() == 0) {
       loader.end_part();
@@ -318,24 +327,24 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
   }
 }
 
-/// Builds the objects that every actor of the block is handed. One thread.
-inline void make_rank(const RankArguments& mine, u8* rank, const OsMemory* os, Call& call) {
-  new (rank) Rank<Machine>{
-      Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
-      mine.rank,           mine.deadline_ns};
+inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
+  return {Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
+          mine.rank,           mine.deadline_ns};
+}
+
+inline Call call_of(const RankArguments& mine) {
   const u32 tokens = tokens_of(mine);
   const u32 pair_limit = pair_limit_of(tokens);
   const bool may_be_unsent = mine.topk_ids != nullptr || pair_limit < kGeometry.max_tokens;
-  call = Call{*reinterpret_cast<const Rank<Machine>*>(rank)->memory.epoch, tokens, pair_limit,
-              may_be_unsent ? 1U : 0U};
+  return {*RankMemory(kGeometry, mine.memory).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};
 }
 
 inline void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
+  const Rank<Machine> rank = rank_of(mine, nullptr);
   if (threadIdx.x == 0) {
-    make_rank(mine, shared.rank, nullptr, shared.call);
-    const auto& made = *reinterpret_cast<const Rank<Machine>*>(shared.rank);
-    forget_last_call(made, index);
-    forget_last_call(made, kGeometry.processors + index);  // the courier
+    shared.call = call_of(mine);
+    forget_last_call(rank, index);
+    forget_last_call(rank, kGeometry.processors + index);  // the courier
     for (u32 i = 0; i < kStages; ++i) {
       shared.stage_full[i].initialise(1);
       shared.stage_empty[i].initialise(kConsumerWarps);
@@ -345,14 +354,15 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
       shared.slot_done[i].initialise(1 + kConsumerWarps);  // the load warp, too
       shared.slot_empty[i].initialise((2 + kConsumerWarps) * Machine::kLanes);  // all who read it
     }
+    shared.claim.initialise(1);
     for (Barrier& full : shared.parcels.full) {
       full.initialise(1);
     }
     fence_barrier_initialisation();
   }
   __syncthreads();
-  run_processor_roles(mine, *reinterpret_cast<const Rank<Machine>*>(shared.rank), shared.call,
-                      index, shared);
+  const Call call = shared.call;
+  run_processor_roles(mine, rank, call, index, shared);
 }
 
 inline void run_os(const RankArguments& mine, OsShared& shared) {
@@ -362,23 +372,26 @@ inline void run_os(const RankArguments& mine, OsShared& shared) {
     reinterpret_cast<u32*>(shared.memory())[i] = 0;
   }
   if (threadIdx.x == 0) {
-    const auto* os = new (shared.os) OsMemory(kGeometry, shared.memory());
-    make_rank(mine, shared.rank, os, shared.call);
+    shared.call = call_of(mine);
   }
   __syncthreads();
-  const Rank<Machine>& rank = *reinterpret_cast<const Rank<Machine>*>(shared.rank);
+  // Each thread's own, so that every address in them is a constant or a register away: an actor's
+  // step is a chain of such looks.
+  const OsMemory os(kGeometry, shared.memory());
+  const Rank<Machine> rank = rank_of(mine, &os);
+  const Call call = shared.call;
   if (warp == 0) {
-    begin_call(rank, shared.call);
+    begin_call(rank, call);
   }
   if (threadIdx.x == 0) {
-    check_count(mine, rank, shared.call);
+    check_count(mine, rank, call);
   }
   __syncthreads();
   if (warp < os_warps<Machine>(kGeometry)) {
-    run_os_warp(rank, shared.call, warp);
+    run_os_warp(rank, call, warp);
   }
   if (warp == 0) {
-    show_failure(mine, rank, shared.call);
+    show_failure(mine, rank, call);
   }
 }
 

@@ -123,10 +123,13 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
 }
 
 /// The load warp: fills the stages with a part's operands, `bytes` bytes of `columns` columns in
-/// each. One lane waits; each loads its box.
+/// each. One lane waits; each loads its box. The next part is claimed on the way.
 inline void fill_stages(u32 steps, u32 columns, u32 bytes, const Box& box, Loader& loader) {
   for (u32 step = 0; step < steps; ++step, loader.advance()) {
     if (Machine::lane() == 0) {
+      if (steps - step == minimum(steps, kClaimSteps)) {
+        loader.let_claim();
+      }
       loader.wait();
       loader.full().arrive_expecting(bytes);
     }

@@ -96,7 +96,8 @@ const char* emulated_barriers() {
            at("stage_empty", offsetof(Shared, stage_empty), kStages) +
            at("slot_full", offsetof(Shared, slot_full), kSlots) +
            at("slot_done", offsetof(Shared, slot_done), kSlots) +
-           at("slot_empty", offsetof(Shared, slot_empty), kSlots);
+           at("slot_empty", offsetof(Shared, slot_empty), kSlots) +
+           at("claim", offsetof(Shared, claim), 1);
   }();
   return text.c_str();
 }

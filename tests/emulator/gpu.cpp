@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <csignal>
 #include <map>
 #include <sstream>
 #include <stdexcept>
@@ -91,7 +92,7 @@ struct Grid {
   std::mt19937_64 random;
   unsigned long long tick = 0;
   unsigned live = 0;
-  Lane* running = nullptr;
+  Lane* running = nullptr;  // null between the turns of lanes
   void* scheduler = nullptr;
   unsigned char* stacks = nullptr;
   std::string fault;
@@ -111,6 +112,34 @@ void leave_turn() { emulator_switch(&running().stack_pointer, grid->scheduler); 
   leave_turn();
   std::abort();  // never resumed
 }
+
+/// While it lives, a lane that uses an address where nothing is ends the call as any other fault
+/// does, and not the process.
+class WatchAddresses {
+ public:
+  WatchAddresses() {
+    struct sigaction watch = {};
+    watch.sa_sigaction = &report;
+    // Not held back while it is handled: the handler never returns, it leaves the lane's stack.
+    watch.sa_flags = SA_SIGINFO | SA_NODEFER;
+    sigaction(SIGSEGV, &watch, &before());
+  }
+  ~WatchAddresses() { sigaction(SIGSEGV, &before(), nullptr); }
+  WatchAddresses(const WatchAddresses&) = delete;
+  WatchAddresses& operator=(const WatchAddresses&) = delete;
+
+ private:
+  static void report(int, siginfo_t*, void*) {
+    if (grid->running != nullptr) {
+      fault("uses an address where nothing is");
+    }
+    sigaction(SIGSEGV, &before(), nullptr);  // the emulator's own mistake happens again, unhandled
+  }
+  static struct sigaction& before() {
+    static struct sigaction kept = {};
+    return kept;
+  }
+};
 
 void lane_main() {
   grid->launch->kernel();
@@ -150,6 +179,7 @@ bool take_turn(Warp& warp, unsigned most) {
       grid->running = &lane;
       emulator_switch(&grid->scheduler, lane.stack_pointer);
       moved = any = true;
+      grid->running = nullptr;
       if (!grid->fault.empty()) {
         throw Fault(grid->fault);
       }
@@ -306,6 +336,7 @@ void run(const Launch& launch) {
     here.blocks.push_back(std::move(block));
   }
   here.live = static_cast<unsigned>(threads);
+  const WatchAddresses watch;
   while (here.live > 0) {
     if (here.tick * kTickNs > launch.limit_ns) {
       throw Fault("the kernel does not end:" + describe());
