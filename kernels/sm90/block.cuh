@@ -77,8 +77,8 @@ struct Slot {
 };
 inline constexpr u32 kSlots = 2;
 /// Steps of a part that are still to be loaded when the next part is claimed: its descriptor must
-/// be here before they are. No more, because whoever claims early keeps a part from others who have
-/// nothing to do (docs/performance.md, "A part too early").
+/// be here before they are. No more, because whoever claims early keeps a part from
+/// others who have nothing to do (docs/performance.md, "A part too early").
 inline constexpr u32 kClaimSteps = 8;
 
 /// When what happened to a slot's part, for a trace; not touched without one.
@@ -125,6 +125,7 @@ struct Shared {
   alignas(kStagingStride) u8 staging[kConsumerWarps][kStagingBytes];
   Parcels parcels;
   Task tasks[kSlots];
+  Task nothing;   // a tile of no rows (forward.cu, rehearse)
   Task finished;  // the complete warp's copy, so that it holds up no slot
   Slot slots[kSlots];
   Barrier stage_full[kStages];

@@ -115,7 +115,8 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
 }
 
 /// Takes d, or activation(d) of a first product, to memory, in runs of columns that the staging
-/// memory holds. Called by all consumer warps that have products of the tile.
+/// memory holds. Called by all consumer warps that have products of the tile. Of a tile of no rows:
+/// does the same, and stores nothing.
 template <u32 kRegisters>
 inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Slot& slot, u32 part,
                         Shared& shared) {
@@ -123,7 +124,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   u8* staging = shared.staging[warp];
   u8* row = result_row(task, slot, warp * kStagingRows + Machine::lane() % kStagingRows);
-  if (Machine::ballot(row != nullptr) == 0) {
+  if (task.padded_rows != 0 && Machine::ballot(row != nullptr) == 0) {
     return;
   }
   const auto finish_all = [&]<u32 kColumns>(u32 columns, auto value) {

@@ -247,6 +247,19 @@ inline void stamp_computed(Shared& shared, u32 slot) {
   }
 }
 
+/// Whether a consumer warp that waits for its block's next part has time to run through the end of
+/// a tile. What it then has in the instruction cache need not come from L2, some 30 KB, when rows
+/// wait for it (docs/performance.md, "Rehearsal").
+inline bool may_rehearse(Barrier& full, u32 parity) {
+  constexpr u64 kPatienceNs = 4'000;  // Route's parts are there sooner
+  const u64 begin_ns = Machine::now_ns();
+  bool waits = true;
+  while (waits && Machine::now_ns() - begin_ns < kPatienceNs) {
+    waits = !full.done(parity);
+  }
+  return agreed<Machine>(waits);
+}
+
 /// Products, epilogues, Route and the sums of Combine, by two warpgroups.
 inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& rank,
                           const Call& call, u32 index, Shared& shared) {
@@ -254,21 +267,27 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
   const u32 group = warp / 4;
   RingPosition<kStages> stage;
   RingPosition<kSlots> at;
-  for (;; at.advance()) {
-    shared.slot_full[at.index].wait(at.parity);
+  // Of a gated tile half as many values pass through the activation: 2 us, which is not worth it.
+  bool knows_tiles = kShape.gated();
+  for (;;) {
+    const bool rehearses = !knows_tiles && may_rehearse(shared.slot_full[at.index], at.parity);
+    if (!rehearses) {
+      shared.slot_full[at.index].wait(at.parity);
+    }
     Slot& slot = shared.slots[at.index];
-    const ReadyWord word = slot.word;
-    if (word.epoch() == 0) {
+    const ReadyWord word = rehearses ? ReadyWord() : slot.word;
+    if (!rehearses && word.epoch() == 0) {
       release_slot(shared, at.index);
       return;
     }
-    const Task& task = shared.tasks[at.index];
+    const Task& task = rehearses ? shared.nothing : shared.tasks[at.index];
     const TaskKind kind = task.kind;
-    if (kind != TaskKind::route || gate_routes(arguments, call, word.part())) {
+    knows_tiles = knows_tiles || kind == TaskKind::gemm0;
+    if (!rehearses && (kind != TaskKind::route || gate_routes(arguments, call, word.part()))) {
       stamp_computing(shared, at.index, stage);
     }
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
-      if (group * kConsumerRows >= task.padded_rows) {
+      if (!rehearses && group * kConsumerRows >= task.padded_rows) {
         skip_tile(steps_of(task), shared, stage);
       } else if (task.narrow != 0) {
         float d[kNarrowColumns / 2];
@@ -279,9 +298,12 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       } else {
         float d[kTileColumns / 2];
         start_accumulators(d, arguments, task, word.part());
-        multiply_tile(d, steps_of(task), group, shared, stage);
+        multiply_tile(d, rehearses ? 0 : steps_of(task), group, shared, stage);
         stamp_computed(shared, at.index);
         finish_tile(d, task, slot, word.part(), shared);
+      }
+      if (rehearses) {
+        continue;
       }
       __syncwarp();
       if (Machine::lane() == 0) {
@@ -302,6 +324,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       }
     }
     release_slot(shared, at.index);
+    at.advance();
   }
 }
 
@@ -343,6 +366,8 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
   const Rank<Machine> rank = rank_of(mine, nullptr);
   if (threadIdx.x == 0) {
     shared.call = call_of(mine);
+    shared.nothing = Task{};
+    shared.nothing.kind = TaskKind::gemm0;
     forget_last_call(rank, index);
     forget_last_call(rank, kGeometry.processors + index);  // the courier
     for (u32 i = 0; i < kStages; ++i) {

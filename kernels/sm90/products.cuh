@@ -207,7 +207,9 @@ inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
   }
   wgmma_wait<0>();
   hold(d);
-  release_stage(shared, previous);
+  if (steps > 0) {
+    release_stage(shared, previous);
+  }
 }
 
 /// d += the warpgroup's 64 rows of the tile times the tile's weights.
