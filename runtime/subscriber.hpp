@@ -372,7 +372,9 @@ class ReturnsSubscriber {
  public:
   /// Words of credit that a lane asks for at once.
   static constexpr u32 kLooks = 4;
-  static_assert(P::kLanes * kLooks <= OsMemory::kFoundMost);
+  /// Chunks that are found before they are counted, at most.
+  static constexpr u32 kFoundMost = 4 * P::kLanes * kLooks;
+  static_assert(kFoundMost <= OsMemory::kFoundMost);
   /// Chunks whose rows are counted together, so that their pairs come from memory in one round
   /// trip.
   static constexpr u32 kChunksAtOnce = 4;
@@ -414,8 +416,7 @@ class ReturnsSubscriber {
     u32 first = 0;
     u32 kept = 0;
     do {
-      for (; first < awaited_ && found_ + kLooksOfAll <= OsMemory::kFoundMost;
-           first += kLooksOfAll) {
+      for (; first < awaited_ && found_ + kLooksOfAll <= kFoundMost; first += kLooksOfAll) {
         kept = look(first, kept);
       }
       progress = take_in() || progress;
@@ -559,6 +560,7 @@ class ReturnsSubscriber {
       found_ += P::count(all_found);
       kept += P::count(all_kept);
     }
+    P::sync_lanes();  // the lists are whole for whoever looks next
     return kept;
   }
 

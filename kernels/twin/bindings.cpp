@@ -22,6 +22,7 @@ namespace {
 // Tile sizes of the twin. Rows as on the GPU, so that both pack the same tiles; Route blocks small
 // enough that few processors share a call of few tokens.
 constexpr u32 kChunkRows = 32;
+static_assert(kChunkRows < SentChunk::kRows);
 constexpr u32 kTileRows = 128;
 constexpr u32 kRouteTokens = 32;
 

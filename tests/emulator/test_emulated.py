@@ -287,6 +287,18 @@ FAULTS = {
         "large experts, full tiles of two sources",
         4,
     ),
+    "a full tile of the expert before": BrokenSource(
+        "runtime/tile_plan.hpp",
+        {"owner + step - 1) <= number": "owner + step - 1) < number"},
+        "large experts, full tiles of two sources",
+        4,
+    ),
+    "chunks that two lanes have found in one place": BrokenSource(
+        "runtime/subscriber.hpp",
+        {"found_ + P::lanes_before(all_found)": "found_"},
+        "large experts, full tiles of two sources",
+        4,
+    ),
     "a slice is routed without the others": BrokenSource(
         "kernels/sm90/forward.cu",
         {"if (slot.last_slice == 0) {": "if (slice != 0) {"},

@@ -341,6 +341,13 @@ FAULTS = {
         "",
         "gives a wrong result",
     ),
+    "a chunk that is awaited and forgotten": Fault(
+        "explorer",
+        "runtime/subscriber.hpp",
+        "kept += P::count(all_kept);",
+        "",
+        "without a fault",
+    ),
     "a rank that is blamed for waiting": Fault(
         "explorer",
         "runtime/subscriber.hpp",
