@@ -35,7 +35,7 @@ struct Geometry {
   u32 gemm0_parts;   // N-tiles of the first GEMM
   u32 gemm1_parts;   // N-tiles of the second GEMM
   u32 narrow_rows;   // tiles of an expert with up to so many padded rows are cut into narrow
-                     // N-tiles; 0: none are
+                     // N-tiles; 0: none are. Fewer than tile_rows: so a full tile never is
   u32 gemm0_narrow_parts;  // N-tiles of a narrow tile's first GEMM
   u32 gemm1_narrow_parts;  // and of its second
   u32 segment_align;       // rows of a segment of a wide tile are padded to a multiple of this

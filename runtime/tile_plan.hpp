@@ -176,27 +176,30 @@ class TilePlan {
     const Geometry& geometry = layout_.geometry();
     Rows rows;
     for (u32 source = 0; source < geometry.world; ++source) {
+      if (os_.rows_arrived[source] == kNone) {
+        rows.complete = false;
+        continue;
+      }
       const u32* starts = os_.receive_starts(source);
       const u32 announced = starts[expert + 1] - starts[expert];
-      const bool known = os_.rows_arrived[source] != kNone;
       const u32 here = ready(source, expert);
       rows.full += here / geometry.tile_rows;
       rows.more += here % geometry.tile_rows;
-      rows.padded += known ? align_up(announced, Geometry::kSegmentAlign) : 0;
-      rows.complete = rows.complete && known && here + taken(source, expert) == announced;
+      rows.padded += align_up(announced, Geometry::kSegmentAlign);
+      rows.complete = rows.complete && here + taken(source, expert) == announced;
     }
     return rows;
   }
 
   /// Rows of (source, expert) that are here and in no tile yet.
   u32 ready(u32 source, u32 expert) const {
+    const u32 arrived = os_.rows_arrived[source];
+    if (arrived == kNone) {
+      return 0;  // its counts are not known yet: the starts below would be another call's
+    }
     const u32* starts = os_.receive_starts(source);
     const u32 start = starts[expert];
-    const u32 end = starts[expert + 1];
-    const u32 arrived = os_.rows_arrived[source];
-    const u32 here = minimum(maximum(arrived, start), end) - start - taken(source, expert);
-    // Its counts may not be known yet: then these starts are another call's.
-    return arrived == kNone ? 0 : here;
+    return minimum(maximum(arrived, start), starts[expert + 1]) - start - taken(source, expert);
   }
 
   u32& taken(u32 source, u32 expert) const {

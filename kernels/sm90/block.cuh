@@ -124,9 +124,10 @@ struct Shared {
   Stage stages[kStages];
   alignas(kStagingStride) u8 staging[kConsumerWarps][kStagingBytes];
   Parcels parcels;
-  Task tasks[kSlots];
-  Task nothing;   // a tile of no rows (forward.cu, rehearse)
-  Task finished;  // the complete warp's copy, so that it holds up no slot
+  Task tasks[kSlots + 1];          // the last: a tile of no rows, to rehearse with (forward.cu)
+  Task nothing;                    // a tile of no rows, to rehearse with (forward.cu)
+  u8 knows_tiles[kConsumerWarps];  // 1: a warp has been through the end of a tile
+  Task finished;                   // the complete warp's copy, so that it holds up no slot
   Slot slots[kSlots];
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];

@@ -21,6 +21,13 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
+/// Each thread's own, and each role's: so every address in it is a constant or a register away, and
+/// no register is kept from one role to the next. `os`: of an OS block.
+inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
+  return {Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
+          mine.rank,           mine.deadline_ns};
+}
+
 /// Claims the next part and copies its descriptor. Looks up where its results go, while the block
 /// is at the part before. False: leave.
 inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
@@ -171,9 +178,9 @@ inline void run_complete(const RankArguments& arguments, const Rank<Machine>& ra
 
 /// Route: a slice of a block's products, and all the rest of it by whoever has the last one. By all
 /// consumers.
-inline void run_route(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                      u32 index, Slot& slot, const Task& task, Shared& shared,
-                      RingPosition<kStages>& stage) {
+inline void run_route(const RankArguments& arguments, const Call& call, u32 index, Slot& slot,
+                      const Task& task, Shared& shared, RingPosition<kStages>& stage) {
+  const Rank<Machine> rank = rank_of(arguments, nullptr);
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const auto everyone = [] { named_barrier(kConsumersBarrier, kConsumerThreads); };
   const u32 block = slot.word.part();
@@ -250,7 +257,12 @@ inline void stamp_computed(Shared& shared, u32 slot) {
 /// Whether a consumer warp that waits for its block's next part has time to run through the end of
 /// a tile. What it then has in the instruction cache need not come from L2, some 30 KB, when rows
 /// wait for it (docs/performance.md, "Rehearsal").
-inline bool may_rehearse(Barrier& full, u32 parity) {
+///
+/// Of a gated tile half as many values pass through the activation: 2 us, which is not worth it.
+inline bool may_rehearse(const Shared& shared, u32 warp, Barrier& full, u32 parity) {
+  if (kShape.gated() || shared.knows_tiles[warp] != 0) {
+    return false;
+  }
   constexpr u64 kPatienceNs = 4'000;  // Route's parts are there sooner
   const u64 begin_ns = Machine::now_ns();
   bool waits = true;
@@ -261,16 +273,14 @@ inline bool may_rehearse(Barrier& full, u32 parity) {
 }
 
 /// Products, epilogues, Route and the sums of Combine, by two warpgroups.
-inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& rank,
-                          const Call& call, u32 index, Shared& shared) {
+inline void run_consumers(const RankArguments& arguments, const Call& call, u32 index,
+                          Shared& shared) {
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const u32 group = warp / 4;
   RingPosition<kStages> stage;
   RingPosition<kSlots> at;
-  // Of a gated tile half as many values pass through the activation: 2 us, which is not worth it.
-  bool knows_tiles = kShape.gated();
   for (;;) {
-    const bool rehearses = !knows_tiles && may_rehearse(shared.slot_full[at.index], at.parity);
+    const bool rehearses = may_rehearse(shared, warp, shared.slot_full[at.index], at.parity);
     if (!rehearses) {
       shared.slot_full[at.index].wait(at.parity);
     }
@@ -280,29 +290,30 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       release_slot(shared, at.index);
       return;
     }
-    const Task& task = rehearses ? shared.nothing : shared.tasks[at.index];
+    const Task& task = shared.tasks[rehearses ? kSlots : at.index];
     const TaskKind kind = task.kind;
-    knows_tiles = knows_tiles || kind == TaskKind::gemm0;
     if (!rehearses && (kind != TaskKind::route || gate_routes(arguments, call, word.part()))) {
       stamp_computing(shared, at.index, stage);
     }
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
-      if (!rehearses && group * kConsumerRows >= task.padded_rows) {
+      shared.knows_tiles[warp] = 1;
+      if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
         skip_tile(steps_of(task), shared, stage);
       } else if (task.narrow != 0) {
+        // The part is read again behind the products: no register is kept for it.
         float d[kNarrowColumns / 2];
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), shared, stage);
         stamp_computed(shared, at.index);
-        finish_tile(d, task, slot, word.part(), shared);
+        finish_tile(d, task, slot, slot.word.part(), shared);
       } else {
         float d[kTileColumns / 2];
         start_accumulators(d, arguments, task, word.part());
-        multiply_tile(d, rehearses ? 0 : steps_of(task), group, shared, stage);
+        multiply_tile(d, steps_of(task), group, shared, stage);
         stamp_computed(shared, at.index);
-        finish_tile(d, task, slot, word.part(), shared);
+        finish_tile(d, task, slot, slot.word.part(), shared);
       }
-      if (rehearses) {
+      if (task.padded_rows == 0) {
         continue;
       }
       __syncwarp();
@@ -313,7 +324,7 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
       if (kind == TaskKind::route) {
         // Route works in the staging memory: all warps must be done with theirs.
         named_barrier(kConsumersBarrier, kConsumerThreads);
-        run_route(arguments, rank, call, index, slot, task, shared, stage);
+        run_route(arguments, call, index, slot, task, shared, stage);
       } else {
         sum_tokens(arguments, shared, stage);
       }
@@ -328,15 +339,16 @@ inline void run_consumers(const RankArguments& arguments, const Rank<Machine>& r
   }
 }
 
-inline void run_processor_roles(const RankArguments& arguments, const Rank<Machine>& rank,
-                                const Call& call, u32 index, Shared& shared) {
+inline void run_processor_roles(const RankArguments& arguments, const Call& call, u32 index,
+                                Shared& shared) {
   const u32 warp = threadIdx.x / 32;
   if (warp >= kFirstConsumerWarp) {
     raise_registers<kConsumerRegisters>();
     clear_rows_beyond(arguments, call.tokens, index);
-    run_consumers(arguments, rank, call, index, shared);
+    run_consumers(arguments, call, index, shared);
     return;
   }
+  const Rank<Machine> rank = rank_of(arguments, nullptr);
   Processor<Machine> processor(rank, call, index);
   lower_registers<kOtherRegisters>();
   if (warp == kFetchWarp) {
@@ -350,11 +362,6 @@ inline void run_processor_roles(const RankArguments& arguments, const Rank<Machi
   }
 }
 
-inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
-  return {Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
-          mine.rank,           mine.deadline_ns};
-}
-
 inline Call call_of(const RankArguments& mine) {
   const u32 tokens = tokens_of(mine);
   const u32 pair_limit = pair_limit_of(tokens);
@@ -363,11 +370,14 @@ inline Call call_of(const RankArguments& mine) {
 }
 
 inline void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
-  const Rank<Machine> rank = rank_of(mine, nullptr);
   if (threadIdx.x == 0) {
+    const Rank<Machine> rank = rank_of(mine, nullptr);
     shared.call = call_of(mine);
-    shared.nothing = Task{};
-    shared.nothing.kind = TaskKind::gemm0;
+    shared.tasks[kSlots] = Task{};
+    shared.tasks[kSlots].kind = TaskKind::gemm0;
+    for (u8& knows : shared.knows_tiles) {
+      knows = 0;
+    }
     forget_last_call(rank, index);
     forget_last_call(rank, kGeometry.processors + index);  // the courier
     for (u32 i = 0; i < kStages; ++i) {
@@ -387,7 +397,7 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
   }
   __syncthreads();
   const Call call = shared.call;
-  run_processor_roles(mine, rank, call, index, shared);
+  run_processor_roles(mine, call, index, shared);
 }
 
 inline void run_os(const RankArguments& mine, OsShared& shared) {
@@ -400,8 +410,6 @@ inline void run_os(const RankArguments& mine, OsShared& shared) {
     shared.call = call_of(mine);
   }
   __syncthreads();
-  // Each thread's own, so that every address in them is a constant or a register away: an actor's
-  // step is a chain of such looks.
   const OsMemory os(kGeometry, shared.memory());
   const Rank<Machine> rank = rank_of(mine, &os);
   const Call call = shared.call;

@@ -12,8 +12,11 @@
 
 namespace moeos::sm90 {
 
-/// Stages that a GEMM part takes: the row length of its inputs.
+/// Stages that a GEMM part takes: the row length of its inputs. None of a tile of no rows.
 inline u32 steps_of(const Task& task) {
+  if (task.padded_rows == 0) {
+    return 0;
+  }
   const u32 depth = task.narrow != 0 ? kNarrowDepth * kTileDepth : kTileDepth;
   return ceil_div(task.kind == TaskKind::gemm1 ? kShape.intermediate : kShape.hidden, depth);
 }

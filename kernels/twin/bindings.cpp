@@ -97,6 +97,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   limit(maximum(geometry.route_blocks(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
         "the number of parts of a task");
   limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
+  require(narrow_rows < tile_rows, "narrow_rows must be below tile_rows");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
   limit(world, std::numeric_limits<u16>::max(), "the world's size");
   return sizes;

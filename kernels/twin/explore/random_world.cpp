@@ -54,7 +54,8 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.route_slices = 1;
   g.gemm0_parts = ceil_div(world.shape.intermediate, moeos::twin::gemm0_columns(world.shape));
   g.gemm1_parts = ceil_div(world.shape.hidden, moeos::twin::kPlainColumns);
-  g.narrow_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
+  // Below a tile's (Geometry).
+  g.narrow_rows = 8 * draw(random, 0, minimum(8U, g.tile_rows / 8 - 1));
   g.gemm0_narrow_parts = ceil_div(world.shape.intermediate, moeos::twin::kNarrowColumns);
   g.gemm1_narrow_parts = ceil_div(world.shape.hidden, moeos::twin::kNarrowColumns);
   g.segment_align = Geometry::kSegmentAlign;
