@@ -54,8 +54,8 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.route_slices = 1;
   g.gemm0_parts = ceil_div(world.shape.intermediate, moeos::twin::gemm0_columns(world.shape));
   g.gemm1_parts = ceil_div(world.shape.hidden, moeos::twin::kPlainColumns);
-  // Below a tile's (Geometry).
-  g.narrow_rows = 8 * draw(random, 0, minimum(8U, g.tile_rows / 8 - 1));
+  const u32 narrow_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
+  g.narrow_rows = minimum(narrow_rows, g.tile_rows - 8);
   g.gemm0_narrow_parts = ceil_div(world.shape.intermediate, moeos::twin::kNarrowColumns);
   g.gemm1_narrow_parts = ceil_div(world.shape.hidden, moeos::twin::kNarrowColumns);
   g.segment_align = Geometry::kSegmentAlign;
