@@ -124,11 +124,10 @@ struct Shared {
   Stage stages[kStages];
   alignas(kStagingStride) u8 staging[kConsumerWarps][kStagingBytes];
   Parcels parcels;
-  Task tasks[kSlots + 1];          // the last: a tile of no rows, to rehearse with (forward.cu)
-  Task nothing;                    // a tile of no rows, to rehearse with (forward.cu)
-  u8 knows_tiles[kConsumerWarps];  // 1: a warp has been through the end of a tile
-  Task finished;                   // the complete warp's copy, so that it holds up no slot
-  Slot slots[kSlots];
+  Task tasks[kSlots + 1];  // the last one's is a tile of no rows, to rehearse with (forward.cu)
+  Task nothing;            // a tile of no rows, to rehearse with (forward.cu)
+  Task finished;           // the complete warp's copy, so that it holds up no slot
+  Slot slots[kSlots + 1];
   Barrier stage_full[kStages];
   Barrier stage_empty[kStages];
   Barrier slot_full[kSlots];
@@ -136,7 +135,7 @@ struct Shared {
   Barrier slot_empty[kSlots];  // every warp that reads it is done with it
   Barrier claim;               // once a part: most of its loads are under way, so fetch the next
   Call call;
-  Stamps stamps[kSlots];
+  Stamps stamps[kSlots + 1];
 };
 
 static_assert(sizeof(Shared) <= 232448, "shared memory of a block on sm_90");

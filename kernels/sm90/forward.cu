@@ -259,10 +259,7 @@ inline void stamp_computed(Shared& shared, u32 slot) {
 /// wait for it (docs/performance.md, "Rehearsal").
 ///
 /// Of a gated tile half as many values pass through the activation: 2 us, which is not worth it.
-inline bool may_rehearse(const Shared& shared, u32 warp, Barrier& full, u32 parity) {
-  if (kShape.gated() || shared.knows_tiles[warp] != 0) {
-    return false;
-  }
+inline bool may_rehearse(Barrier& full, u32 parity) {
   constexpr u64 kPatienceNs = 4'000;  // Route's parts are there sooner
   const u64 begin_ns = Machine::now_ns();
   bool waits = true;
@@ -279,24 +276,26 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
   const u32 group = warp / 4;
   RingPosition<kStages> stage;
   RingPosition<kSlots> at;
+  bool knows_tiles = kShape.gated();
   for (;;) {
-    const bool rehearses = may_rehearse(shared, warp, shared.slot_full[at.index], at.parity);
+    const bool rehearses = !knows_tiles && may_rehearse(shared.slot_full[at.index], at.parity);
     if (!rehearses) {
       shared.slot_full[at.index].wait(at.parity);
     }
-    Slot& slot = shared.slots[at.index];
-    const ReadyWord word = rehearses ? ReadyWord() : slot.word;
-    if (!rehearses && word.epoch() == 0) {
+    const u32 place = rehearses ? kSlots : at.index;
+    Slot& slot = shared.slots[place];
+    const ReadyWord word = slot.word;
+    if (word.epoch() == 0) {
       release_slot(shared, at.index);
       return;
     }
-    const Task& task = shared.tasks[rehearses ? kSlots : at.index];
+    const Task& task = shared.tasks[place];
     const TaskKind kind = task.kind;
     if (!rehearses && (kind != TaskKind::route || gate_routes(arguments, call, word.part()))) {
       stamp_computing(shared, at.index, stage);
     }
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
-      shared.knows_tiles[warp] = 1;
+      knows_tiles = true;
       if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
         skip_tile(steps_of(task), shared, stage);
       } else if (task.narrow != 0) {
@@ -304,13 +303,13 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
         float d[kNarrowColumns / 2];
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), shared, stage);
-        stamp_computed(shared, at.index);
+        stamp_computed(shared, place);
         finish_tile(d, task, slot, slot.word.part(), shared);
       } else {
         float d[kTileColumns / 2];
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), group, shared, stage);
-        stamp_computed(shared, at.index);
+        stamp_computed(shared, place);
         finish_tile(d, task, slot, slot.word.part(), shared);
       }
       if (task.padded_rows == 0) {
@@ -328,7 +327,7 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
       } else {
         sum_tokens(arguments, shared, stage);
       }
-      stamp_computed(shared, at.index);
+      stamp_computed(shared, place);
       named_barrier(kConsumersBarrier, kConsumerThreads);
       if (threadIdx.x == kFirstConsumerWarp * 32) {
         shared.slot_done[at.index].arrive(kConsumerWarps);
@@ -375,9 +374,7 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
     shared.call = call_of(mine);
     shared.tasks[kSlots] = Task{};
     shared.tasks[kSlots].kind = TaskKind::gemm0;
-    for (u8& knows : shared.knows_tiles) {
-      knows = 0;
-    }
+    shared.slots[kSlots].word = ReadyWord(shared.call.epoch, TaskKind::gemm0, 0, 0);
     forget_last_call(rank, index);
     forget_last_call(rank, kGeometry.processors + index);  // the courier
     for (u32 i = 0; i < kStages; ++i) {
