@@ -49,10 +49,11 @@ def size(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds in the unit that keeps the number short."""
-    seconds = float(f"{seconds:.3g}")  # or 999.6 µs would be 1e+03 µs
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        shown = f"{seconds * factor:.3g}"
+        if float(shown) < 1000:  # as rounded: 999.6 µs is 1 ms
+            return f"{shown} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def plural(number: int, noun: str) -> str:
