@@ -1,6 +1,6 @@
 // Shared memory of a processor block, and the roles of its warps.
 //
-//   warp 0       fetch: claims parts and copies their descriptors here, one ahead
+//   warp 0       fetch: claims parts and copies their descriptors here, one ahead of the loads
 //   warp 1       load: issues the TMA loads of the part at hand and the next
 //   warp 2       courier: copies rows of this rank to their experts' ranks, beside all others
 //   warp 3       complete: makes a finished part's effects visible
@@ -77,8 +77,8 @@ struct Slot {
 };
 inline constexpr u32 kSlots = 2;
 /// Steps of a part that are still to be loaded when the next part is claimed: its descriptor must
-/// be here before they are. No more, because whoever claims early keeps a part from
-/// others who have nothing to do (docs/performance.md, "A part too early").
+/// be here before they are. No more, because whoever claims early keeps a part from others who have
+/// nothing to do (docs/performance.md, "A part too early").
 inline constexpr u32 kClaimSteps = 8;
 
 /// When what happened to a slot's part, for a trace; not touched without one.
@@ -125,7 +125,6 @@ struct Shared {
   alignas(kStagingStride) u8 staging[kConsumerWarps][kStagingBytes];
   Parcels parcels;
   Task tasks[kSlots + 1];  // the last one's is a tile of no rows, to rehearse with (forward.cu)
-  Task nothing;            // a tile of no rows, to rehearse with (forward.cu)
   Task finished;           // the complete warp's copy, so that it holds up no slot
   Slot slots[kSlots + 1];
   Barrier stage_full[kStages];
@@ -156,7 +155,8 @@ inline void release_slot(Shared& shared, u32 index) {
   shared.slot_empty[index].arrive();
 }
 
-/// A watched wait: the fetch warp's for a slot, and the courier's for its loads. The slots pass
+/// A watched wait: the fetch warp's for a slot and for leave to claim, and the courier's for its
+/// loads. The slots pass
 /// through every other warp in turn, so a warp that waits at a barrier for something that does not
 /// come holds up the fetch warp, too. The OS block then finds after its deadline that this rank's
 /// processors do not finish, and the call fails; who can leave does so at once. If what is waited
