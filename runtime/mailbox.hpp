@@ -1,11 +1,11 @@
-// How a descriptor reaches the scheduler: one mailbox a task kind, one reader in order.
+// How a tile's descriptor reaches the scheduler: a mailbox for each of the two GEMMs, one reader in
+// order.
 //
-// A kind with one writer (Gemm0) has its slots numbered by that writer; those of Gemm1, which any
-// processor may post, and of Combine, which several warps of the OS block do, are given out by
-// ticket. The reader consumes slots in order and recognises a filled one by its epoch. Slots are
-// never reused within a call, so there is nothing to acknowledge. Route and Dispatch have no
-// mailbox: processors and couriers find their parts without the scheduler. May not know: what a
-// task does.
+// Gemm0 has one writer, who numbers its slots; those of Gemm1, which any processor may post, are
+// given out by ticket. The reader consumes slots in order and recognises a filled one by its epoch.
+// Slots are never reused within a call, so there is nothing to acknowledge. Other tasks have no
+// mailbox: processors and couriers find those of Route and Dispatch themselves, and the returns
+// subscribers hand those of Combine out (ring.hpp). May not know: what a task does.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -28,8 +28,8 @@ void fill_slot(const Rank<P>& rank, const Call& call, TaskKind kind, u32 slot, u
 template <Platform P>
 void post_gemm1(const Rank<P>& rank, const Call& call, u32 task, u32 parts) {
   const u32 slot =
-      take_slot(rank, call, Actor::processor, &rank.memory.call(call.epoch).gemm1_posted.value,
-                rank.memory.mailbox(TaskKind::gemm1).capacity);
+      take_slots(rank, call, Actor::processor, &rank.memory.call(call.epoch).gemm1_posted.value,
+                 rank.memory.mailbox(TaskKind::gemm1).capacity);
   if (slot != kNone) {
     fill_slot(rank, call, TaskKind::gemm1, slot, task, parts);
   }

@@ -193,9 +193,10 @@ class RankMemory {
     take(tasks, geometry.tasks_max());
     take(ring, ring_slots());
     for (u32 kind = 0; kind < kTaskKinds; ++kind) {
-      // Dispatch has descriptors, and a list of its own in place of a mailbox.
-      const auto posted = static_cast<TaskKind>(kind);
-      mailbox_capacities_[kind] = posted == TaskKind::dispatch ? 0 : tasks_of(posted);
+      // Only tiles wait for the scheduler; all others are handed out by whoever knows them.
+      const auto its = static_cast<TaskKind>(kind);
+      const bool tile = its == TaskKind::gemm0 || its == TaskKind::gemm1;
+      mailbox_capacities_[kind] = tile ? tasks_of(its) : 0;
       take(mailbox_words_[kind], mailbox_capacities_[kind]);
     }
     take(dispatch_list, geometry.dispatch_parts_max());
@@ -286,6 +287,7 @@ class OsMemory {
     take(wanted, 1);
     take(inquiry, 1);
     take(returns_ready, 1);
+    take(published, 1);
     take(combines_posted, 1);
     take(receive_start, world * (local + 1));
     take(counts_known, world);
@@ -320,6 +322,7 @@ class OsMemory {
   u32* wanted = nullptr;         // parts that the scheduler would publish if it had them
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
+  u32* published = nullptr;      // slots of the ready ring that hold this call's parts
   u32* combines_posted = nullptr;       // Combine tasks of this call so far
   u32* receive_start = nullptr;         // [source][X + 1]: as RankMemory's, which processors read
   u32* counts_known = nullptr;          // [source]: the epoch whose counts are decoded

@@ -38,6 +38,8 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->wanted = 0;
     *rank.os->inquiry = 0;
     *rank.os->returns_ready = 0;
+    // Processors know the first parts, those of Route, without being told.
+    *rank.os->published = route_parts(rank.geometry(), call);
     *rank.os->combines_posted = combines_unsent(call) ? 1 : 0;
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();

@@ -46,8 +46,8 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
 template <Platform P>
 void post_request(const Rank<P>& rank, const Call& call, u32 peer, ReadyWord word) {
   const u32 slot =
-      take_slot(rank, call, Actor::processor, rank.memory.outbox_tickets(call.epoch, peer),
-                rank.memory.outbox_slots());
+      take_slots(rank, call, Actor::processor, rank.memory.outbox_tickets(call.epoch, peer),
+                 rank.memory.outbox_slots());
   if (slot != kNone) {
     // Publishes the staged rows (acquired by this actor) and their descriptor to the sender, which
     // polls this word and fences.

@@ -61,19 +61,20 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   return failure;
 }
 
-/// Takes the next slot of a queue of this call that several actors fill. More than the queue
-/// holds is a broken bound: the call fails, and there is none, kNone.
+/// Takes the next slots of a queue of this call that several actors fill; returns the first. More
+/// than the queue holds is a broken bound: the call fails, and there is none, kNone.
 template <Platform P, Scope kScope = Scope::device>
-u32 take_slot(const Rank<P>& rank, const Call& call, Actor actor, u32* tickets, u32 capacity) {
-  // Relaxed: the ticket only makes the slot ours; the word that is written into it publishes what
+u32 take_slots(const Rank<P>& rank, const Call& call, Actor actor, u32* tickets, u32 capacity,
+               u32 slots = 1) {
+  // Relaxed: the ticket only makes the slots ours; the word that is written into one publishes what
   // it stands for.
-  const u32 slot = P::template add_relaxed<kScope>(tickets, 1U);
-  if (slot < capacity) {
-    return slot;
+  const u32 first = P::template add_relaxed<kScope>(tickets, slots);
+  if (first + slots <= capacity) {
+    return first;
   }
   Failure failure = failure_of(rank, call, FailureKind::overflow, actor);
   failure.expected = capacity;
-  failure.seen = slot + 1;
+  failure.seen = first + slots;
   rank.fail(failure);
   return kNone;
 }

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "runtime/base.hpp"
-#include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
@@ -184,15 +183,14 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   return all;
 }
 
-/// Posts one Combine that counts the rows of every token, where they are not the same for all, and
-/// writes zeros for those that sent none: nothing will come back for them.
+/// Writes the descriptor of the Combine that counts the rows of every token, where they are not the
+/// same for all, and writes zeros for those that sent none: nothing will come back for them. A
+/// returns subscriber hands it out.
 template <Platform P>
-void post_unsent(const Rank<P>& rank, const Call& call) {
+void describe_unsent(const Rank<P>& rank, const Call& call) {
   if (P::lane() == 0 && combines_unsent(call)) {
-    const u32 blocks = ceil_div(call.tokens, rank.geometry().route_tokens);
-    const u32 task = rank.memory.first_task(TaskKind::combine);
-    make_combine(rank.memory.tasks[task], blocks, call.epoch, 0, 0);
-    fill_slot(rank, call, TaskKind::combine, 0, task, blocks);
+    make_combine(rank.memory.tasks[rank.memory.first_task(TaskKind::combine)],
+                 route_blocks(rank.geometry(), call), call.epoch, 0, 0);
   }
 }
 
@@ -213,13 +211,14 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
   if (team.index != 0) {
     return;
   }
-  post_unsent(rank, call);
+  describe_unsent(rank, call);
   P::sync_lanes();
   if (P::lane() == 0) {
     const Geometry& geometry = rank.geometry();
     tally.count_bytes_to_peers += (geometry.experts - geometry.local_experts()) * sizeof(u64);
-    // Publishes the routing map, the rows sent to each peer and the list of Dispatch to the returns
-    // subscribers and the couriers (the team has synchronised on them).
+    // Publishes the routing map, the rows sent to each peer, the list of Dispatch and the Combine
+    // of tokens that sent none to the returns subscribers and the couriers (the team has
+    // synchronised on them).
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, parts + 1);
   }
 }

@@ -1,14 +1,15 @@
 // Algorithm 3: one warp that decides what runs next and when the call is over.
 //
-// Sweeps the mailboxes and publishes (descriptor, part) words into the ready ring in priority
-// order, but only about one word a processor ahead of what has been claimed, so that a more urgent
-// task never waits behind a long queue. The thesis rings a doorbell at each processor instead; one
-// ring keeps every processor busy while any part is ready. May not know: what a task computes,
-// where rows lie.
+// Sweeps the mailboxes of both GEMMs and publishes (descriptor, part) words into the ready ring, in
+// an order that it chooses, but only about one word a processor ahead of what has been claimed, so
+// that a more urgent task never waits behind a long queue. Complete tokens do not wait for it
+// (ring.hpp). The thesis rings a doorbell at each processor instead; one ring keeps every processor
+// busy while any part is ready. May not know: what a task computes, where rows lie.
 #pragma once
 
 #include "runtime/base.hpp"
 #include "runtime/rank.hpp"
+#include "runtime/ring.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 
@@ -21,10 +22,7 @@ class Scheduler {
   static constexpr u32 kTilesTogether = 16;
 
   Scheduler(const Rank<P>& rank, const Call& call)
-      : rank_(rank), call_(call), state_(rank.memory.call(call.epoch)) {
-    // Processors know the first parts, those of Route, without being told.
-    published_ = route_parts(rank.geometry(), call);
-  }
+      : rank_(rank), call_(call), state_(rank.memory.call(call.epoch)) {}
 
   /// One sweep. True if anything was published or claimed: the call is alive.
   bool step() {
@@ -50,6 +48,7 @@ class Scheduler {
     claimed_ = agreed<P>(claimed);
     routed_ = agreed<P>(routed) != 0;
     sending_ = agreed<P>(sent + 1 != routed);
+    published_ = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published));
     returned_ = agreed<P>(returned);
     combined_ = agreed<P>(combined);
     leaving_ = agreed<P>(leaving_);
@@ -131,14 +130,12 @@ class Scheduler {
     }
   };
 
-  /// Calls visit(kind, batch) for every kind that is posted, in the order in which the scheduler
-  /// prefers them. Written out, so that a batch is never indexed and lives in registers.
+  /// Calls visit(kind, batch) for every kind that is posted. Written out, so that a batch is never
+  /// indexed and lives in registers.
   template <class Visit>
   void for_each_batch(Visit visit) {
-    static_assert(kTaskKinds == 5);  // route begins a call, and dispatch is the couriers'
-    visit(TaskKind::combine, batches_[1]);
-    visit(TaskKind::gemm1, batches_[2]);
-    visit(TaskKind::gemm0, batches_[3]);
+    visit(TaskKind::gemm1, second_);
+    visit(TaskKind::gemm0, first_);
   }
 
   /// Refills the batches that are used up.
@@ -170,10 +167,10 @@ class Scheduler {
       // publishes.
       P::template relay_fence<Scope::device>();
       if ((read >> static_cast<u32>(TaskKind::gemm1) & 1U) != 0) {
-        find_experts(batches_[2], rank_.geometry().gemm1_parts);
+        find_experts(second_, rank_.geometry().gemm1_parts);
       }
       if ((read >> static_cast<u32>(TaskKind::gemm0) & 1U) != 0) {
-        find_experts(batches_[3], rank_.geometry().gemm0_parts);
+        find_experts(first_, rank_.geometry().gemm0_parts);
       }
     }
   }
@@ -242,20 +239,10 @@ class Scheduler {
     return left;
   }
 
-  bool is_ready(TaskKind kind) const { return !batches_[static_cast<u32>(kind)].empty(); }
-
-  /// What is handed out next, of what is ready. In order of TaskKind, with two exceptions. First
-  /// GEMMs go first while rows are still being sent: what a second one returns would compete with
-  /// them for the links. And then first and second ones have turns.
+  /// What is handed out next, of what is ready. First GEMMs go first while rows are still being
+  /// sent: what a second one returns would compete with them for the links. Then they have turns.
   TaskKind next_kind() const {
-    if (sending_ && is_ready(TaskKind::gemm0)) {
-      return TaskKind::gemm0;
-    }
-    if (is_ready(TaskKind::combine)) {
-      return TaskKind::combine;
-    }
-    const bool second =
-        !is_ready(TaskKind::gemm0) || (is_ready(TaskKind::gemm1) && second_in_turn());
+    const bool second = first_.empty() || (!sending_ && !second_.empty() && second_in_turn());
     return second ? TaskKind::gemm1 : TaskKind::gemm0;
   }
 
@@ -266,8 +253,7 @@ class Scheduler {
   /// the end of the first ones that are handed out together, and so collect a whole expert's
   /// (docs/performance.md, "First and second GEMMs by turns", "An expert at a time").
   bool second_in_turn() const {
-    const Batch& first = batches_[static_cast<u32>(TaskKind::gemm0)];
-    const bool amid_turns = first.together != 0 && first.by_turns;
+    const bool amid_turns = first_.together != 0 && first_.by_turns;
     return rank_.geometry().large_experts != 0 ? !amid_turns : second_gemms_ahead_ <= 0;
   }
 
@@ -280,14 +266,14 @@ class Scheduler {
     // them.
     while (published_ < limit && anything_ready()) {
       const TaskKind kind = next_kind();
-      const bool both = is_ready(TaskKind::gemm0) && is_ready(TaskKind::gemm1);
+      const bool both = !first_.empty() && !second_.empty();
       // A copy, so that there is one piece of code for all kinds.
       Batch batch;
       for_each_batch([&](TaskKind its, Batch& found) { batch.become(its == kind, found); });
       const u32 handed = hand_out(batch, limit);
       for_each_batch([&](TaskKind its, Batch& found) { found.become(its == kind, batch); });
       const Geometry& geometry = rank_.geometry();
-      if (geometry.large_experts == 0 && both && !sending_ && kind != TaskKind::combine) {
+      if (geometry.large_experts == 0 && both && !sending_) {
         // A part takes about as long as its input's rows are.
         second_gemms_ahead_ += kind == TaskKind::gemm1
                                    ? static_cast<i32>(handed * geometry.hidden_bytes)
@@ -304,17 +290,17 @@ class Scheduler {
       begin_together(batch);
     }
     const u32 handed = minimum(minimum(limit - published_, batch.parts - batch.part), P::kLanes);
-    MOEOS_CHECK(published_ + handed <= rank_.geometry().parts_max());
+    const u32 first = take_ring_slots(rank_, call_, Actor::scheduler, handed);
     const u32 part = minimum(batch.part + P::lane(), batch.parts - 1);
     const u32 quotient = part / batch.row;
     const u32 rest = part % batch.row;
     const u32 tile = batch.by_turns ? rest : quotient;
     const ReadyWord word{P::broadcast(batch.word, batch.next + tile)};
-    if (P::lane() < handed) {
+    if (first != kNone && P::lane() < handed) {
       const u32 of_tile = batch.by_turns ? quotient : rest;
       // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
       // with the acquire in Processor::claim.
-      P::template publish<Scope::device>(&rank_.memory.ring[published_ + P::lane()],
+      P::template publish<Scope::device>(&rank_.memory.ring[first + P::lane()],
                                          word.with_part(of_tile).sealed());
     }
     published_ += handed;
@@ -329,14 +315,15 @@ class Scheduler {
   const Rank<P>& rank_;
   const Call& call_;
   CallState& state_;
-  Batch batches_[kTaskKinds];
-  u32 published_ = 0;
+  Batch first_;   // GEMMs,
+  Batch second_;  // and second ones
   u32 sweeps_ = 0;
   u32 waiting_most_ = 0;  // words published and not claimed, at most
   // Processors' time that second GEMMs have had more than first ones, while they alternated, as
   // bytes of their inputs' rows; what is handed out at once keeps it small.
   i32 second_gemms_ahead_ = 0;
   // Of the last sweep.
+  u32 published_ = 0;  // words, and those published since
   u32 claimed_ = 0;
   u32 returned_ = 0;
   u32 combined_ = 0;

@@ -15,6 +15,7 @@
 #include "runtime/base.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"
+#include "runtime/ring.hpp"
 #include "runtime/row_tasks.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
@@ -452,20 +453,36 @@ class ReturnsSubscriber {
   }
 
   /// Whether it is known how many rows we sent to each peer, and each token to all of them.
-  bool knows_rows() const {
+  bool knows_rows() {
     const CallState& state = rank_.memory.call(call_.epoch);
     if (agreed<P>(P::template poll<Scope::device>(&state.routed.value)) == 0) {
       return false;
     }
-    if (combines_unsent(call_) &&
-        agreed<P>(P::template poll<Scope::device>(&state.token_rows_known.value)) !=
-            route_blocks(rank_.geometry(), call_)) {
-      return false;
+    if (combines_unsent(call_)) {
+      hand_out_unsent();
+      if (agreed<P>(P::template poll<Scope::device>(&state.token_rows_known.value)) !=
+          route_blocks(rank_.geometry(), call_)) {
+        return false;
+      }
     }
     // Pairs with finish_routing: how many rows we sent to each peer; and with Processor::complete:
     // token_rows. Not at every look: a fence costs more than the look.
     P::template acquire_fence<Scope::device>();
     return true;
+  }
+
+  /// The first returns subscriber, once: hands out the Combine of tokens that sent no row.
+  void hand_out_unsent() {
+    if (index_ != 0 || unsent_handed_out_) {
+      return;
+    }
+    unsent_handed_out_ = true;
+    // Pairs with finish_routing, for the descriptor and the routing map, and publishes them to the
+    // processors.
+    P::template relay_fence<Scope::device>();
+    hand_out_task(rank_, call_, Actor::subscriber, TaskKind::combine,
+                  rank_.memory.first_task(TaskKind::combine),
+                  route_blocks(rank_.geometry(), call_));
   }
 
   bool all_sent() const {
@@ -590,8 +607,8 @@ class ReturnsSubscriber {
       for (u32 row = P::lane(); row < rank_.geometry().chunk_rows; row += P::kLanes) {
         count_rows(row, first, end);
       }
-      // At most one post for each chunk (Geometry::combine_tasks_max).
-      post_combine();
+      // At most one task for each chunk (Geometry::combine_tasks_max).
+      hand_out_complete();
     }
     P::sync_lanes();  // all lanes have read what was found
     found_ = 0;
@@ -639,8 +656,8 @@ class ReturnsSubscriber {
       u32 back[kChunksAtOnce];
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
         // Relaxed: a number. A fence stands before it (take_in), and one before what is posted
-        // (post_combine), so whoever counts a token's last row has the results of those that other
-        // warps have counted.
+        // (hand_out_complete), so whoever counts a token's last row has the results of those that
+        // other warps have counted.
         back[n] = P::template add_relaxed<Scope::block>(
             &rank_.os->rows_back[token[n] / OsMemory::kTokensPerWord],
             (rows.exist >> n & 1U) << rows_back_shift(token[n]));
@@ -662,32 +679,39 @@ class ReturnsSubscriber {
     ready_ += P::count(lanes);
   }
 
-  /// Posts the tokens that have become complete. The returns subscribers alone post Combine, but
-  /// for the first, and number the tasks among each other; a task's slot in the mailbox is its
-  /// number.
-  void post_combine() {
-    const u32 each = rank_.geometry().combine_tokens(call_.tokens);
-    if (P::kReturnsSubscribers > 1 && posted_ < ready_) {
+  /// Hands out the tokens that have become complete. The returns subscribers alone make Combine
+  /// tasks, but for the first, and number them among each other.
+  void hand_out_complete() {
+    if (handed_out_ == ready_) {
+      return;
+    }
+    if (P::kReturnsSubscribers > 1) {
       // Pairs with the fences of the other returns subscribers in take_in, by way of rows_back.
       P::template acquire_fence<Scope::block>();
     }
-    while (posted_ < ready_) {
-      const u32 tokens = minimum(ready_ - posted_, each * (ReadyWord::kParts - 1));
-      const u32 capacity = rank_.memory.mailbox(TaskKind::combine).capacity;
-      const u32 number = P::lane() == 0
-                             ? take_slot<P, Scope::block>(rank_, call_, Actor::subscriber,
-                                                          rank_.os->combines_posted, capacity)
-                             : kNone;
-      if (number != kNone) {
-        const u32 task = rank_.memory.first_task(TaskKind::combine) + number;
-        const u32 parts = ceil_div(tokens, each);
-        make_combine(rank_.memory.tasks[task], parts, call_.epoch, first_ready_ + posted_, tokens);
-        // Publishes the results acquired above, too: whoever acquires the part may read them.
-        fill_slot(rank_, call_, TaskKind::combine, number, task, parts);
+    const u32 each = rank_.geometry().combine_tokens(call_.tokens);
+    while (handed_out_ < ready_) {
+      const u32 tokens = minimum(ready_ - handed_out_, each * (ReadyWord::kParts - 1));
+      const u32 parts = ceil_div(tokens, each);
+      const u32 number = by_one_lane<P>([this] {
+        return take_slots<P, Scope::block>(rank_, call_, Actor::subscriber,
+                                           rank_.os->combines_posted,
+                                           rank_.geometry().combine_tasks_max());
+      });
+      if (number == kNone) {
+        return;
       }
-      posted_ += tokens;
+      const u32 task = rank_.memory.first_task(TaskKind::combine) + number;
+      if (P::lane() == 0) {
+        make_combine(rank_.memory.tasks[task], parts, call_.epoch, first_ready_ + handed_out_,
+                     tokens);
+      }
+      P::sync_lanes();
+      // The results acquired above, too: whoever acquires the part may read them.
+      P::template publish_fence<Scope::device>();
+      hand_out_task(rank_, call_, Actor::subscriber, TaskKind::combine, task, parts);
+      handed_out_ += tokens;
     }
-    P::sync_lanes();
   }
 
   void reject(SentChunk chunk, u32 back) const {
@@ -706,10 +730,11 @@ class ReturnsSubscriber {
   SentChunk* chunks_found_;    // and these
   u32 first_ready_;            // this warp's first place in ready_tokens
   bool routed_ = false;
-  u32 awaited_ = 0;  // chunks that were not back at the last look
-  u32 found_ = 0;    // chunks that are back and not taken in yet
-  u32 ready_ = 0;    // complete tokens so far
-  u32 posted_ = 0;   // of these, in a task
+  bool unsent_handed_out_ = false;
+  u32 awaited_ = 0;     // chunks that were not back at the last look
+  u32 found_ = 0;       // chunks that are back and not taken in yet
+  u32 ready_ = 0;       // complete tokens so far
+  u32 handed_out_ = 0;  // of these
 };
 
 }  // namespace moeos
