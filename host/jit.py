@@ -46,7 +46,8 @@ _TILE_ROWS = 128
 _TILE_COLUMNS = 256
 _NARROW_ROWS = 64
 _SEGMENT_ALIGN = 1  # rows of any number lie next to those of another source
-_ROUTE_TOKENS = 64
+_ROUTE_TOKENS, _ROUTE_TOKENS_OF_FEW = 64, 32  # of a block, and in a layer for few tokens:
+_FEW_TOKENS = 512  # that many in a call, at most
 _ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
@@ -123,7 +124,7 @@ class KernelShape:
         """
         tiles = Tiles(
             rows=_TILE_ROWS,
-            route_tokens=_ROUTE_TOKENS,
+            route_tokens=_route_tokens(self.cfg),
             gemm0_columns=_TILE_COLUMNS // 2 if self.cfg.gated else _TILE_COLUMNS,
             gemm1_columns=_TILE_COLUMNS,
             narrow_rows=_NARROW_ROWS,
@@ -295,9 +296,17 @@ def route_columns(cfg: MoEConfig) -> int:
     return next(columns for columns in (64, 128, MAX_EXPERTS) if cfg.experts <= columns)
 
 
+def _route_tokens(cfg: MoEConfig) -> int:
+    """Tokens of a block, which one processor sorts: fewer where calls are so small that their
+    blocks are few, and each of them is waited for.
+    """
+    return _ROUTE_TOKENS_OF_FEW if cfg.max_tokens <= _FEW_TOKENS else _ROUTE_TOKENS
+
+
 def _route_slices(cfg: MoEConfig, processors: int) -> int:
     """Route parts of a block, in every call of the layer: several where the largest call leaves
-    more than half of the processors without a block, since one alone takes long to read a router.
+    processors without a block (of a layer for many tokens: more than half of them), since one alone
+    takes long to read a router.
 
     Until they are added up, the sums of a token lie in its row of the output, which they must fit.
     """
@@ -305,7 +314,8 @@ def _route_slices(cfg: MoEConfig, processors: int) -> int:
     depth = _ROUTE_DEPTH if columns > 128 else 2 * _ROUTE_DEPTH  # kRouteDepth
     by_steps = -(-cfg.hidden // depth) // _LEAST_STEPS
     by_room = cfg.hidden * cfg.dtype.itemsize // (_GROUPS * columns * 4)
-    by_processors = processors // (2 * -(-cfg.max_tokens // _ROUTE_TOKENS))
+    blocks = -(-cfg.max_tokens // _route_tokens(cfg))
+    by_processors = processors // (blocks if cfg.max_tokens <= _FEW_TOKENS else 2 * blocks)
     return max(1, min(_MOST_SLICES, by_steps, by_room, by_processors))
 
 

@@ -173,7 +173,7 @@ struct Geometry {
   /// would idle otherwise.
   static constexpr u32 kCombineTokens = 8;
   constexpr u32 combine_tokens(u32 tokens) const {
-    return minimum(kCombineTokens, maximum(1U, ceil_div(tokens, 2 * processors)));
+    return minimum(kCombineTokens, maximum(1U, ceil_div(tokens, 4 * processors)));
   }
   /// A Combine task is posted when chunks have come back that complete tokens; and one (with a part
   /// a token block) for tokens that sent nothing.

@@ -206,7 +206,9 @@ class ArrivalsSubscriber {
     const u32 wanted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->wanted));
     const u32 early = progress ? 0 : experts_to_pack(wanted);
     const bool planned = plan_.advance(progress, wanted, early);
-    post_new_tiles();
+    if (planned) {
+      post_new_tiles(wanted);
+    }
     return progress || planned;
   }
 
@@ -335,35 +337,72 @@ class ArrivalsSubscriber {
     return experts;
   }
 
-  /// Posts the tiles that were planned since the last time. This warp alone posts Gemm0, so a
-  /// tile's slot in the mailbox is its number.
-  void post_new_tiles() {
+  /// Posts the tiles that were planned since the last time. This warp alone posts Gemm0, and
+  /// numbers its slots in the mailbox. `wanted`: so many parts processors wait for.
+  void post_new_tiles(u32 wanted) {
     const u32 planned = plan_.tiles();
-    if (planned == posted_) {
-      return;
-    }
     if (posted_ == 0 && P::lane() == 0) {
       rank_.memory.record->first_tile_ns = P::now_ns();
     }
-    const MailboxView mailbox = rank_.memory.mailbox(TaskKind::gemm0);
-    const u32 first_task = rank_.memory.first_task(TaskKind::gemm0);
     // Orders the descriptors, and the rows acquired above, before the words below; pairs with the
-    // scheduler's poll of the mailbox.
+    // scheduler's poll of the mailbox, or with Processor::claim.
     P::template publish_fence<Scope::device>();
-    for (u32 tile = posted_ + P::lane(); tile < planned; tile += P::kLanes) {
-      MOEOS_CHECK(tile < mailbox.capacity);
-      const u32 task = first_task + tile;
-      const u32 parts = rank_.memory.tasks[task].parts;  // by whichever lane planned it
-      P::template publish<Scope::device>(
-          &mailbox.words[tile], ReadyWord(call_.epoch, TaskKind::gemm0, task, parts).sealed());
+    while (posted_ < planned) {
+      const u32 tiles = minimum(planned - posted_, P::kLanes);
+      const u32 task = rank_.memory.first_task(TaskKind::gemm0) + posted_;
+      // By whichever lane planned it.
+      const u32 parts = P::lane() < tiles ? u32{rank_.memory.tasks[task + P::lane()].parts} : 0;
+      const u32 handed = hand_out_first(task, parts, tiles, wanted);
+      wanted = handed < tiles ? 0 : wanted - P::broadcast(P::inclusive_scan(parts), P::kLanes - 1);
+      if (P::lane() >= handed && P::lane() < tiles) {
+        const u32 slot = in_mailbox_ + P::lane() - handed;
+        const MailboxView mailbox = rank_.memory.mailbox(TaskKind::gemm0);
+        MOEOS_CHECK(slot < mailbox.capacity);
+        P::template publish<Scope::device>(
+            &mailbox.words[slot],
+            ReadyWord(call_.epoch, TaskKind::gemm0, task + P::lane(), parts).sealed());
+      }
+      in_mailbox_ += tiles - handed;
+      posted_ += tiles;
     }
-    posted_ = planned;
+  }
+
+  /// Hands out the first of some tiles itself, as many as processors wait for: they need no order
+  /// then, and the scheduler's sweep would come a microsecond or two later. Not of large experts,
+  /// whose tiles are to be computed by turns. Lane i has the parts of the i-th tile; returns how
+  /// many tiles.
+  u32 hand_out_first(u32 first_task, u32 parts, u32 tiles, u32 wanted) const {
+    const u32 ends = P::inclusive_scan(parts);
+    const bool fits = P::lane() < tiles && ends <= wanted;
+    const u32 handed = rank_.geometry().large_experts != 0 ? 0 : P::count(P::ballot(fits));
+    if (handed == 0) {
+      return 0;
+    }
+    const u32 all = P::broadcast(ends, handed - 1);
+    const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, all);
+    for (u32 done = 0; done < all; done += P::kLanes) {
+      const u32 place = minimum(done + P::lane(), all - 1);
+      u32 tile = 0;  // all before it end before this part
+      for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
+        tile += P::broadcast(ends, tile + step - 1) <= place ? step : 0;
+      }
+      const u32 part = place - P::broadcast(ends - parts, tile);
+      if (first != kNone && done + P::lane() < all) {
+        // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
+        // with the acquire in Processor::claim.
+        P::template publish<Scope::device>(
+            &rank_.memory.ring[first + place],
+            ReadyWord(call_.epoch, TaskKind::gemm0, first_task + tile, part).sealed());
+      }
+    }
+    return handed;
   }
 
   const Rank<P>& rank_;
   const Call& call_;
   TilePlan<P> plan_;
-  u32 posted_ = 0;
+  u32 posted_ = 0;      // tiles
+  u32 in_mailbox_ = 0;  // of these; the others have been handed out
   u64 starving_since_ = 0;
   u32 packed_at_once_ = 1;  // experts, the next time
 };

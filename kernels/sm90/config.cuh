@@ -89,12 +89,14 @@ static_assert(kGeometry.gemm0_narrow_parts ==
               ceil_div(kShape.intermediate, gemm0_columns(kNarrowColumns)));
 static_assert(kGeometry.gemm1_narrow_parts == ceil_div(kShape.hidden, kNarrowColumns));
 
-// Route: 64 tokens and all experts in one part; each consumer warpgroup takes half of the depth.
-inline constexpr u32 kRouteTokens = 64;
+// Route: a tile of 64 rows and all experts in one part; each consumer warpgroup takes half of the
+// depth. A block has as many tokens, or fewer (the tile's other rows are then nobody's).
+inline constexpr u32 kRouteRows = 64;
+inline constexpr u32 kRouteTokens = kGeometry.route_tokens;
 inline constexpr u32 kRouteColumns =
     kGeometry.experts <= 64 ? 64 : (kGeometry.experts <= 128 ? 128 : 256);
 static_assert(kGeometry.experts <= kRouteColumns, "Route computes all logits in one tile");
-static_assert(kGeometry.route_tokens == kRouteTokens);
+static_assert(kRouteTokens <= kRouteRows);
 // Steps of the depth in one stage: as many as fit, because Route waits for loads, not for products.
 inline constexpr u32 kRouteDepth = kRouteColumns <= 128 ? 2 : 1;
 

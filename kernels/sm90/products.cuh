@@ -176,10 +176,10 @@ inline void load_route(const RankArguments& arguments, u32 block, u32 slice, Loa
     box.row = of_gate ? 0 : block * kRouteTokens;
     box.column = (first_step_of(slice) * kRouteDepth + n) * kTileDepth;
     box.place = of_gate ? kWeightsPlace + n * kRouteColumns * kSwizzleBytes
-                        : n * kRouteTokens * kSwizzleBytes;
+                        : n * kRouteRows * kSwizzleBytes;
   }
   fill_stages(steps_of_slice(slice), kRouteDepth * kTileDepth,
-              kRouteDepth * (kRouteTokens + kRouteColumns) * kSwizzleBytes, box, loader);
+              kRouteDepth * (kRouteRows + kRouteColumns) * kSwizzleBytes, box, loader);
 }
 
 /// One K-step of 16 elements out of a stage, whose rows and columns begin at `rows` and `columns`.
@@ -258,7 +258,7 @@ inline void multiply_logits(float (&d)[kRouteColumns / 2], u32 steps, u32 group,
 #pragma unroll
     for (u32 k = 0; k < kShare; ++k) {
       const u32 n = (group * kShare + k) / kInstructions;
-      multiply(d, from.rows + n * kRouteTokens * kSwizzleBytes,
+      multiply(d, from.rows + n * kRouteRows * kSwizzleBytes,
                from.weights + n * kRouteColumns * kSwizzleBytes,
                (group * kShare + k) % kInstructions);
     }

@@ -39,7 +39,7 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   const u64 experts = kGeometry.local_experts();
   RankArguments a{};
   if (t.rows > 0) {
-    a.x = map_of(t.x, t.rows, kShape.hidden, kRouteTokens);
+    a.x = map_of(t.x, t.rows, kShape.hidden, kRouteRows);
   }
   a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns);
   for (u32 box = 0; box < kCellBoxes; ++box) {
