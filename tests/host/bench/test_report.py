@@ -12,6 +12,7 @@ from tests.processes import ROOT
 RESULTS = ROOT / "docs" / "benchmarks" / "twin.json"
 PAGE = ROOT / "docs" / "performance.md"
 RELIABILITY = ROOT / "docs" / "reliability.md"
+H100 = ROOT / "docs" / "h100"
 
 EMPTY = "# Log\n<!-- benchmark twin -->\n<!-- end of benchmark twin -->\nafter\n"
 
@@ -27,6 +28,12 @@ def test_the_tables_of_the_pages_are_those_of_the_results(file: Path) -> None:
     found = json.loads(file.read_text())
     of_reliability = found["benchmark"] in (*reliability_tables.NAMES, cost_tables.NAME)
     text = (RELIABILITY if of_reliability else PAGE).read_text()
+    assert report.between_markers(text, found["benchmark"], report.markdown(found)) == text
+
+
+def test_the_tables_of_another_machine_are_those_of_its_results() -> None:
+    found = json.loads((H100 / "gpu-1.json").read_text())
+    text = (H100 / PAGE.name).read_text()
     assert report.between_markers(text, found["benchmark"], report.markdown(found)) == text
 
 
