@@ -299,6 +299,18 @@ FAULTS = {
         "large experts, full tiles of two sources",
         4,
     ),
+    "a part that is handed out first is of the tile before": BrokenSource(
+        "runtime/subscriber.hpp",
+        {"tile + step - 1) <= place": "tile + step - 1) < place"},
+        "groups",
+        2,
+    ),
+    "tokens are handed out in slots that others have": BrokenSource(
+        "runtime/ring.hpp",
+        {"ring[first + part]": "ring[first + part - 1]"},
+        "two ranks, odd sizes, biases",
+        2,
+    ),
     "a slice is routed without the others": BrokenSource(
         "kernels/sm90/forward.cu",
         {"if (slot.last_slice == 0) {": "if (slice != 0) {"},
