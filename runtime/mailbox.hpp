@@ -5,7 +5,8 @@
 // given out by ticket. The reader consumes slots in order and recognises a filled one by its epoch.
 // Slots are never reused within a call, so there is nothing to acknowledge. Other tasks have no
 // mailbox: processors and couriers find those of Route and Dispatch themselves, and the returns
-// subscribers hand those of Combine out (ring.hpp). May not know: what a task does.
+// subscribers hand those of Combine out; nor have tiles that processors wait for (ring.hpp). May
+// not know: what a task does.
 #pragma once
 
 #include "runtime/base.hpp"

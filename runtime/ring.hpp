@@ -2,8 +2,9 @@
 //
 // A part has its own slot, and no slot is used twice in a call. Whoever of the OS block hands parts
 // out takes the next slots and writes its words there: the scheduler those of tiles, which it puts
-// in an order; the returns subscribers those of tokens that are complete, which go before whatever
-// has not been handed out yet. May not know: what a task computes.
+// in an order; the arrivals subscriber those of tiles that processors wait for; the returns
+// subscribers those of tokens that are complete, which so go before all that has not been handed
+// out. May not know: what a task computes.
 #pragma once
 
 #include "runtime/base.hpp"
