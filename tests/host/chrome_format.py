@@ -1,8 +1,7 @@
 """Whether a document is what viewers of the Chrome trace event format can show. Holds no test.
 
-Perfetto's own reader is a program that its Python package fetches when it is first used, so tests
-that must run without a network cannot ask it. This is stricter: slices must nest, arrows must leave
-and reach slices, counters end at 0, and nothing may be there that the format does not name.
+Stricter than Perfetto, which perfetto_reader.py asks: slices must nest, arrows must leave and reach
+slices, counters end at 0, and nothing may be there that the format does not name.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from moeos.bench import report
 from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
 from moeos.tracing import RankTrace
-from tests.host import chrome_format
+from tests.host import chrome_format, perfetto_reader
 from tests.host.cli import commands
 from tests.processes import ROOT, mpirun
 
@@ -40,6 +40,7 @@ tokens = 300
 STAGES = ("route", "dispatch", "gemm0", "gemm1", "combine")
 EXAMPLE = "trace-qwen3-30b-a3b-2048"
 MOEOS = "from moeos.cli import main; main()"
+LOST = "select name, value from stats where severity != 'info' and value > 0"
 
 invoke = functools.partial(commands.invoke, "trace")
 
@@ -85,6 +86,72 @@ def test_the_file_for_viewers_has_every_part_of_every_rank(config: Path, tmp_pat
     assert other["tokens"] == 290
     assert other["config"]["hidden"] == 32
     assert other["dropped_events"] == {}
+
+
+def test_perfetto_reads_all_of_the_file_for_viewers(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    summary = summary_of(config, "--ranks", 2, "-o", out)
+    events = json.loads(out.read_text())["traceEvents"]
+
+    def written(phase: str) -> list[dict[str, Any]]:
+        return [event for event in events if event["ph"] == phase]
+
+    with perfetto_reader.opened(out) as trace:
+        assert trace.ask(LOST) == []
+        slices = trace.ask("select name, count(*) as parts from slice group by name")
+        parts = {row["name"]: row["parts"] for row in slices}
+        assert sum(parts.values()) == len(written("X"))
+        assert all(parts[stage["kind"]] == stage["parts"] for stage in summary["stages"])
+        # Times are in µs in the file, to the ns, and in ns here.
+        [span] = trace.ask("select max(ts + dur) - min(ts) as ns, sum(dur) as all_ns from slice")
+        begins = [chrome_format.ns(event["ts"]) for event in written("X")]
+        lengths = [chrome_format.ns(event["dur"]) for event in written("X")]
+        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        assert span == {"ns": max(ends) - min(begins), "all_ns": sum(lengths)}
+        assert trace.ask("select count(*) as arrows from flow") == [{"arrows": len(written("s"))}]
+        ranks = trace.ask(
+            "select process.name as rank, count(*) as threads from thread_track "
+            "join thread using (utid) join process using (upid) group by 1 order by 1"
+        )
+        threads = sum(event["name"] == "thread_name" for event in events)
+        assert ranks == [{"rank": f"rank {rank}", "threads": threads // 2} for rank in range(2)]
+        levels = trace.ask(
+            "select count(*) as points, count(distinct track_id) as counters from counter"
+        )
+        counters = {(event["pid"], event["name"]) for event in written("C")}
+        assert levels == [{"points": len(written("C")), "counters": len(counters)}]
+
+
+def test_perfetto_reads_all_of_a_trace_of_four_gpus(tmp_path: Path) -> None:
+    saved, out = ROOT / "docs" / "benchmarks" / f"{EXAMPLE}.npz", tmp_path / "trace.json"
+    code, _, err = invoke("--load", saved, "-o", out)
+    assert (code, err) == (0, "")
+    phases = [event["ph"] for event in json.loads(out.read_text())["traceEvents"]]
+    with perfetto_reader.opened(out) as trace:
+        assert trace.ask(LOST) == []
+        for table, phase in (("slice", "X"), ("flow", "s"), ("counter", "C")):
+            assert trace.ask(f"select count(*) as n from {table}") == [{"n": phases.count(phase)}]
+
+
+def test_perfetto_says_what_is_wrong_with_a_file(config: Path, tmp_path: Path) -> None:
+    """So the test above can fail."""
+    out = tmp_path / "trace.json"
+    summary_of(config, "-o", out)
+    text = out.read_text()
+    out.write_text(text[:-200])
+    with (
+        pytest.raises(ValueError, match="JSON trace file is incomplete"),
+        perfetto_reader.opened(out),
+    ):
+        pass
+    document = json.loads(text)
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            event["dur"] += 1e6  # a second: slices of a thread no longer nest
+    out.write_text(json.dumps(document))
+    with perfetto_reader.opened(out) as trace:
+        [lost] = trace.ask(LOST)
+        assert lost["name"] == "slice_drop_overlapping_complete_event"
 
 
 def test_the_summary_adds_up(config: Path) -> None:
