@@ -175,7 +175,7 @@ struct Geometry {
   constexpr u32 combine_tokens(u32 tokens) const {
     return minimum(kCombineTokens, maximum(1U, ceil_div(tokens, 4 * processors)));
   }
-  /// A Combine task is posted when chunks have come back that complete tokens; and one (with a part
+  /// A Combine task is made when chunks have come back that complete tokens; and one (with a part
   /// a token block) for tokens that sent nothing.
   constexpr u32 combine_tasks_max() const { return minimum(max_tokens, world * chunks()) + 1; }
   constexpr u32 tasks_max() const {
@@ -184,7 +184,7 @@ struct Geometry {
   /// Actors that note events: the processors, the couriers, the scheduler and the subscribers.
   static constexpr u32 kTracedOsActors = 4;  // TraceKind names them
   constexpr u32 trace_actors() const { return processors + couriers + kTracedOsActors; }
-  /// (descriptor, part) words that the scheduler can publish in one call.
+  /// (descriptor, part) words that the ready ring can hold in one call.
   constexpr u64 parts_max() const {
     return u64{route_blocks()} * route_slices + u64{tiles_max()} * tile_parts_max() +
            u64{max_tokens} + route_blocks();

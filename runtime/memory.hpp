@@ -288,7 +288,7 @@ class OsMemory {
     take(inquiry, 1);
     take(returns_ready, 1);
     take(published, 1);
-    take(combines_posted, 1);
+    take(combines_made, 1);
     take(receive_start, world * (local + 1));
     take(counts_known, world);
     take(taken, world * local);
@@ -323,13 +323,13 @@ class OsMemory {
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* published = nullptr;      // slots of the ready ring that hold this call's parts
-  u32* combines_posted = nullptr;       // Combine tasks of this call so far
-  u32* receive_start = nullptr;         // [source][X + 1]: as RankMemory's, which processors read
-  u32* counts_known = nullptr;          // [source]: the epoch whose counts are decoded
-  u32* taken = nullptr;                 // [source][expert]: rows already in a tile
-  u32* rows_arrived = nullptr;          // [source]: kNone while its counts are not known
-  u32* packed = nullptr;                // [expert]: 1 once all of its rows are in tiles
-  u32* chunk_prefix = nullptr;          // [source]: chunks that have arrived, in order
+  u32* combines_made = nullptr;  // Combine tasks of this call so far
+  u32* receive_start = nullptr;  // [source][X + 1]: as RankMemory's, which processors read
+  u32* counts_known = nullptr;   // [source]: the epoch whose counts are decoded
+  u32* taken = nullptr;          // [source][expert]: rows already in a tile
+  u32* rows_arrived = nullptr;   // [source]: kNone while its counts are not known
+  u32* packed = nullptr;         // [expert]: 1 once all of its rows are in tiles
+  u32* chunk_prefix = nullptr;   // [source]: chunks that have arrived, in order
   SentChunk* chunks_awaited = nullptr;  // awaited_by() each subscriber: chunks that are not back
   static constexpr u32 kFoundMost = 512;
   SentChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]: back, and not counted yet

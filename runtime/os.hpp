@@ -40,7 +40,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->returns_ready = 0;
     // Processors know the first parts, those of Route, without being told.
     *rank.os->published = route_parts(rank.geometry(), call);
-    *rank.os->combines_posted = combines_unsent(call) ? 1 : 0;
+    *rank.os->combines_made = combines_unsent(call) ? 1 : 0;
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();
     }
@@ -183,9 +183,9 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
 }
 
 /// A subscriber's or sender's warp. Its wait is bounded by the scheduler's watch: everything that a
-/// subscriber learns becomes a task that the scheduler publishes, and the call waits for all that a
-/// sender puts, so it leaves on the interrupt or on the abort. `inquiry`: the one that it answers;
-/// step(): the actor's.
+/// subscriber learns becomes parts that processors claim, which the scheduler sees, and the call
+/// waits for all that a sender puts, so it leaves on the interrupt or on the abort. `inquiry`: the
+/// one that it answers; step(): the actor's.
 template <Platform P, class Actor, class Step>
 void run_watcher(const Rank<P>& rank, const Call& call, Actor& actor, u32 inquiry, Step step) {
   u32 idle = 0;

@@ -152,7 +152,7 @@ class Processor : Pace<P> {
     for (;;) {
       word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
       if (word.epoch() == call_.epoch) {
-        // Pairs with Scheduler::publish_up_to: the descriptor and the inputs of its parts are here.
+        // Pairs with fill_ring_slot: the descriptor and the inputs of its parts are here.
         // Not at every look: a fence costs more than the look.
         P::template acquire_fence<Scope::device>();
         return true;

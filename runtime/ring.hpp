@@ -24,18 +24,13 @@ u32 take_ring_slots(const Rank<P>& rank, const Call& call, Actor actor, u32 part
   });
 }
 
-/// Hands out all parts of a task. One warp, behind a publish_fence of each lane: what they have
-/// written and acquired is known to the processors that acquire the words (Processor::claim).
+/// Fills a slot, behind a fence of this lane (publish_fence, or the scheduler's relay_fence).
 template <Platform P>
-void hand_out_task(const Rank<P>& rank, const Call& call, Actor actor, TaskKind kind, u32 task,
-                   u32 parts) {
-  const u32 first = take_ring_slots(rank, call, actor, parts);
-  for (u32 part = P::lane(); first != kNone && part < parts; part += P::kLanes) {
-    // Publishes, with the fence before it, the descriptor and the part's inputs; pairs with the
-    // poll and the fence in Processor::claim.
-    P::template publish<Scope::device>(&rank.memory.ring[first + part],
-                                       ReadyWord(call.epoch, kind, task, part).sealed());
-  }
+void fill_ring_slot(const Rank<P>& rank, u32 slot, ReadyWord word) {
+  // Publishes, with that fence, the part's descriptor and inputs, and all that this lane has
+  // acquired, to the processor whose ticket the slot is; pairs with the poll and the fence in
+  // Processor::claim.
+  P::template publish<Scope::device>(&rank.memory.ring[slot], word.sealed());
 }
 
 }  // namespace moeos

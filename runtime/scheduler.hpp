@@ -48,6 +48,7 @@ class Scheduler {
     claimed_ = agreed<P>(claimed);
     routed_ = agreed<P>(routed) != 0;
     sending_ = agreed<P>(sent + 1 != routed);
+    // Relaxed, too: other warps of this block hand parts out as well (ring.hpp).
     published_ = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published));
     returned_ = agreed<P>(returned);
     combined_ = agreed<P>(combined);
@@ -134,8 +135,8 @@ class Scheduler {
   /// indexed and lives in registers.
   template <class Visit>
   void for_each_batch(Visit visit) {
-    visit(TaskKind::gemm1, second_);
-    visit(TaskKind::gemm0, first_);
+    visit(TaskKind::gemm1, gemm1_);
+    visit(TaskKind::gemm0, gemm0_);
   }
 
   /// Refills the batches that are used up.
@@ -167,10 +168,10 @@ class Scheduler {
       // publishes.
       P::template relay_fence<Scope::device>();
       if ((read >> static_cast<u32>(TaskKind::gemm1) & 1U) != 0) {
-        find_experts(second_, rank_.geometry().gemm1_parts);
+        find_experts(gemm1_, rank_.geometry().gemm1_parts);
       }
       if ((read >> static_cast<u32>(TaskKind::gemm0) & 1U) != 0) {
-        find_experts(first_, rank_.geometry().gemm0_parts);
+        find_experts(gemm0_, rank_.geometry().gemm0_parts);
       }
     }
   }
@@ -242,7 +243,7 @@ class Scheduler {
   /// What is handed out next, of what is ready. First GEMMs go first while rows are still being
   /// sent: what a second one returns would compete with them for the links. Then they have turns.
   TaskKind next_kind() const {
-    const bool second = first_.empty() || (!sending_ && !second_.empty() && second_in_turn());
+    const bool second = gemm0_.empty() || (!sending_ && !gemm1_.empty() && second_in_turn());
     return second ? TaskKind::gemm1 : TaskKind::gemm0;
   }
 
@@ -253,7 +254,7 @@ class Scheduler {
   /// the end of the first ones that are handed out together, and so collect a whole expert's
   /// (docs/performance.md, "First and second GEMMs by turns", "An expert at a time").
   bool second_in_turn() const {
-    const bool amid_turns = first_.together != 0 && first_.by_turns;
+    const bool amid_turns = gemm0_.together != 0 && gemm0_.by_turns;
     return rank_.geometry().large_experts != 0 ? !amid_turns : second_gemms_ahead_ <= 0;
   }
 
@@ -266,7 +267,7 @@ class Scheduler {
     // them.
     while (published_ < limit && anything_ready()) {
       const TaskKind kind = next_kind();
-      const bool both = !first_.empty() && !second_.empty();
+      const bool both = !gemm0_.empty() && !gemm1_.empty();
       // A copy, so that there is one piece of code for all kinds.
       Batch batch;
       for_each_batch([&](TaskKind its, Batch& found) { batch.become(its == kind, found); });
@@ -298,10 +299,7 @@ class Scheduler {
     const ReadyWord word{P::broadcast(batch.word, batch.next + tile)};
     if (first != kNone && P::lane() < handed) {
       const u32 of_tile = batch.by_turns ? quotient : rest;
-      // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
-      // with the acquire in Processor::claim.
-      P::template publish<Scope::device>(&rank_.memory.ring[first + P::lane()],
-                                         word.with_part(of_tile).sealed());
+      fill_ring_slot(rank_, first + P::lane(), word.with_part(of_tile));
     }
     published_ += handed;
     batch.part += handed;
@@ -315,15 +313,15 @@ class Scheduler {
   const Rank<P>& rank_;
   const Call& call_;
   CallState& state_;
-  Batch first_;   // GEMMs,
-  Batch second_;  // and second ones
+  Batch gemm0_;
+  Batch gemm1_;
   u32 sweeps_ = 0;
   u32 waiting_most_ = 0;  // words published and not claimed, at most
   // Processors' time that second GEMMs have had more than first ones, while they alternated, as
   // bytes of their inputs' rows; what is handed out at once keeps it small.
   i32 second_gemms_ahead_ = 0;
   // Of the last sweep.
-  u32 published_ = 0;  // words, and those published since
+  u32 published_ = 0;  // words of the ring, and those published since
   u32 claimed_ = 0;
   u32 returned_ = 0;
   u32 combined_ = 0;

@@ -1,15 +1,15 @@
 // Algorithm 2: warps that watch what peers write, and turn it into tasks.
 //
 //   CountsSubscriber    row counts -> where each source's rows start; the bound on this call's rows
-//   ArrivalsSubscriber  chunk flags -> row tiles (tile_plan.hpp), posted as Gemm0
-//   ReturnsSubscriber   row credits -> tokens that are complete, posted as Combine
+//   ArrivalsSubscriber  chunk flags -> row tiles (tile_plan.hpp): handed out as Gemm0 as far as
+//                       processors wait for them, and else posted to the scheduler
+//   ReturnsSubscriber   row credits -> tokens that are complete, handed out as Combine
 //
 // Of the last there are P::kReturnsSubscribers, each with a share of every peer's chunks, since a
 // call ends with all of its rows coming back.
 //
 // Each has step(), which looks once at its words and returns whether anything was new, and
-// says in answer() what it still waits for. May not know: what a task computes; the ready
-// ring.
+// says in answer() what it still waits for. May not know: what a task computes.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -353,7 +353,6 @@ class ArrivalsSubscriber {
       // By whichever lane planned it.
       const u32 parts = P::lane() < tiles ? u32{rank_.memory.tasks[task + P::lane()].parts} : 0;
       const u32 handed = hand_out_first(task, parts, tiles, wanted);
-      wanted = handed < tiles ? 0 : wanted - P::broadcast(P::inclusive_scan(parts), P::kLanes - 1);
       if (P::lane() >= handed && P::lane() < tiles) {
         const u32 slot = in_mailbox_ + P::lane() - handed;
         const MailboxView mailbox = rank_.memory.mailbox(TaskKind::gemm0);
@@ -370,29 +369,24 @@ class ArrivalsSubscriber {
   /// Hands out the first of some tiles itself, as many as processors wait for: they need no order
   /// then, and the scheduler's sweep would come a microsecond or two later. Not of large experts,
   /// whose tiles are to be computed by turns. Lane i has the parts of the i-th tile; returns how
-  /// many tiles.
-  u32 hand_out_first(u32 first_task, u32 parts, u32 tiles, u32 wanted) const {
+  /// many tiles, and leaves in `wanted` what tiles behind them may have.
+  u32 hand_out_first(u32 first_task, u32 parts, u32 tiles, u32& wanted) const {
     const u32 ends = P::inclusive_scan(parts);
     const bool fits = P::lane() < tiles && ends <= wanted;
     const u32 handed = rank_.geometry().large_experts != 0 ? 0 : P::count(P::ballot(fits));
+    const u32 all = handed == 0 ? 0 : P::broadcast(ends, handed - 1);
+    wanted = handed < tiles ? 0 : wanted - all;
     if (handed == 0) {
       return 0;
     }
-    const u32 all = P::broadcast(ends, handed - 1);
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, all);
     for (u32 done = 0; done < all; done += P::kLanes) {
       const u32 place = minimum(done + P::lane(), all - 1);
-      u32 tile = 0;  // all before it end before this part
-      for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
-        tile += P::broadcast(ends, tile + step - 1) <= place ? step : 0;
-      }
+      const u32 tile = lane_with<P>(ends, place);
       const u32 part = place - P::broadcast(ends - parts, tile);
       if (first != kNone && done + P::lane() < all) {
-        // Publishes the descriptor and its inputs to the processor whose ticket this slot is; pairs
-        // with the acquire in Processor::claim.
-        P::template publish<Scope::device>(
-            &rank_.memory.ring[first + place],
-            ReadyWord(call_.epoch, TaskKind::gemm0, first_task + tile, part).sealed());
+        fill_ring_slot(rank_, first + place,
+                       ReadyWord(call_.epoch, TaskKind::gemm0, first_task + tile, part));
       }
     }
     return handed;
@@ -418,9 +412,10 @@ class ReturnsSubscriber {
   /// Chunks whose rows are counted together, so that their pairs come from memory in one round
   /// trip.
   static constexpr u32 kChunksAtOnce = 4;
-  /// Chunks after which the tokens that they have completed are posted, while others are counted.
-  static constexpr u32 kChunksAPost = 32;
-  static_assert(kChunksAPost % kChunksAtOnce == 0);
+  /// Chunks after which the tokens that they have completed are handed out, while others are
+  /// counted.
+  static constexpr u32 kChunksAHandOut = 32;
+  static_assert(kChunksAHandOut % kChunksAtOnce == 0);
 
   /// `index`: which of P::kReturnsSubscribers warps.
   ReturnsSubscriber(const Rank<P>& rank, const Call& call, u32 index)
@@ -446,7 +441,7 @@ class ReturnsSubscriber {
 
   bool step() {
     if (!routed_) {
-      if (!everyone_ready() || !knows_rows()) {
+      if (!everyone_ready() || !learn_rows()) {
         return false;
       }
       routed_ = true;
@@ -491,8 +486,10 @@ class ReturnsSubscriber {
                P::kReturnsSubscribers;
   }
 
-  /// Whether it is known how many rows we sent to each peer, and each token to all of them.
-  bool knows_rows() {
+  /// Learns how many rows we sent to each peer, and each token to all of them; true once that is
+  /// known. The latter is counted by the Combine of tokens that sent none, which is handed out
+  /// here.
+  bool learn_rows() {
     const CallState& state = rank_.memory.call(call_.epoch);
     if (agreed<P>(P::template poll<Scope::device>(&state.routed.value)) == 0) {
       return false;
@@ -519,9 +516,15 @@ class ReturnsSubscriber {
     // Pairs with finish_routing, for the descriptor and the routing map, and publishes them to the
     // processors.
     P::template relay_fence<Scope::device>();
-    hand_out_task(rank_, call_, Actor::subscriber, TaskKind::combine,
-                  rank_.memory.first_task(TaskKind::combine),
-                  route_blocks(rank_.geometry(), call_));
+    hand_out(rank_.memory.first_task(TaskKind::combine), route_blocks(rank_.geometry(), call_));
+  }
+
+  /// Hands out all parts of a Combine task. Behind a fence of each lane.
+  void hand_out(u32 task, u32 parts) const {
+    const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, parts);
+    for (u32 part = P::lane(); first != kNone && part < parts; part += P::kLanes) {
+      fill_ring_slot(rank_, first + part, ReadyWord(call_.epoch, TaskKind::combine, task, part));
+    }
   }
 
   bool all_sent() const {
@@ -641,8 +644,8 @@ class ReturnsSubscriber {
       P::template store_relaxed<Scope::system>(credit(chunk), 0U);
       rank_.memory.peer_records[peer_of(chunk)].results_ns = now;  // nearly the same by several
     }
-    for (u32 first = 0; first < found_; first += kChunksAPost) {
-      const u32 end = minimum(first + kChunksAPost, found_);
+    for (u32 first = 0; first < found_; first += kChunksAHandOut) {
+      const u32 end = minimum(first + kChunksAHandOut, found_);
       for (u32 row = P::lane(); row < rank_.geometry().chunk_rows; row += P::kLanes) {
         count_rows(row, first, end);
       }
@@ -694,7 +697,7 @@ class ReturnsSubscriber {
       }
       u32 back[kChunksAtOnce];
       for (u32 n = 0; n < kChunksAtOnce; ++n) {
-        // Relaxed: a number. A fence stands before it (take_in), and one before what is posted
+        // Relaxed: a number. A fence stands before it (take_in), and one before what is handed out
         // (hand_out_complete), so whoever counts a token's last row has the results of those that
         // other warps have counted.
         back[n] = P::template add_relaxed<Scope::block>(
@@ -733,8 +736,7 @@ class ReturnsSubscriber {
       const u32 tokens = minimum(ready_ - handed_out_, each * (ReadyWord::kParts - 1));
       const u32 parts = ceil_div(tokens, each);
       const u32 number = by_one_lane<P>([this] {
-        return take_slots<P, Scope::block>(rank_, call_, Actor::subscriber,
-                                           rank_.os->combines_posted,
+        return take_slots<P, Scope::block>(rank_, call_, Actor::subscriber, rank_.os->combines_made,
                                            rank_.geometry().combine_tasks_max());
       });
       if (number == kNone) {
@@ -748,7 +750,7 @@ class ReturnsSubscriber {
       P::sync_lanes();
       // The results acquired above, too: whoever acquires the part may read them.
       P::template publish_fence<Scope::device>();
-      hand_out_task(rank_, call_, Actor::subscriber, TaskKind::combine, task, parts);
+      hand_out(task, parts);
       handed_out_ += tokens;
     }
   }

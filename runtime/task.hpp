@@ -12,7 +12,7 @@
 
 namespace moeos {
 
-/// Those that the scheduler publishes in the order in which it prefers them.
+/// What there is to do in a call. The scheduler has the order of the two GEMMs' parts alone.
 enum class TaskKind : u8 {
   route,  ///< logits, top-k, weights of a block of tokens; first, because every rank waits for our
           ///< counts

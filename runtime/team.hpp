@@ -28,6 +28,17 @@ u32 by_one_lane(Atomic atomic) {
   return P::broadcast(before, 0);
 }
 
+/// Of shares that lie one behind the other, lane i's up to `ends` (an inclusive scan): the lane in
+/// whose share `number` lies, which is below the last one's end.
+template <Platform P>
+u32 lane_with(u32 ends, u32 number) {
+  u32 lane = 0;  // all before it end at or before the number
+  for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
+    lane += P::broadcast(ends, lane + step - 1) <= number ? step : 0;
+  }
+  return lane;
+}
+
 /// Counts one of the `parts` parts of a whole (a tile, a chunk, a block) in its counter, which is
 /// zero before the first; true for the one that completes it, who sees what the others wrote. One
 /// warp.

@@ -222,10 +222,7 @@ class TilePlan {
     const u32 all = P::broadcast(ends, P::kLanes - 1);
     for (u32 base = 0; base < all; base += P::kLanes) {
       const u32 number = minimum(base + P::lane(), all - 1);
-      u32 owner = 0;  // the lane whose expert this tile is of: all before it have fewer tiles
-      for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
-        owner += P::broadcast(ends, owner + step - 1) <= number ? step : 0;
-      }
+      const u32 owner = lane_with<P>(ends, number);  // the lane whose expert this tile is of
       const u32 nth = number - P::broadcast(ends - full, owner);
       const u32 tile = P::broadcast(begin.tiles, owner) + nth;
       const u32 result = P::broadcast(begin.rows, owner) + nth * geometry.tile_rows;

@@ -156,12 +156,11 @@ inline void release_slot(Shared& shared, u32 index) {
 }
 
 /// A watched wait: the fetch warp's for a slot and for leave to claim, and the courier's for its
-/// loads. The slots pass
-/// through every other warp in turn, so a warp that waits at a barrier for something that does not
-/// come holds up the fetch warp, too. The OS block then finds after its deadline that this rank's
-/// processors do not finish, and the call fails; who can leave does so at once. If what is waited
-/// for is not there long after that, it never will be, and the kernel ends with the driver's error.
-/// A look lasts while the hardware suspends it.
+/// loads. The slots pass through every other warp in turn, so a warp that waits at a barrier for
+/// something that does not come holds up the fetch warp, too. The OS block then finds after its
+/// deadline that this rank's processors do not finish, and the call fails; who can leave does so at
+/// once. If what is waited for is not there long after that, it never will be, and the kernel ends
+/// with the driver's error. A look lasts while the hardware suspends it.
 inline void wait_watched(const Rank<Machine>& rank, const Call& call, Barrier& barrier,
                          u32 parity) {
   constexpr u32 kLooksEach = 32;

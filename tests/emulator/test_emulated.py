@@ -288,8 +288,8 @@ FAULTS = {
         4,
     ),
     "a full tile of the expert before": BrokenSource(
-        "runtime/tile_plan.hpp",
-        {"owner + step - 1) <= number": "owner + step - 1) < number"},
+        "runtime/team.hpp",
+        {"lane + step - 1) <= number": "lane + step - 1) < number"},
         "large experts, full tiles of two sources",
         4,
     ),
@@ -301,13 +301,13 @@ FAULTS = {
     ),
     "a part that is handed out first is of the tile before": BrokenSource(
         "runtime/subscriber.hpp",
-        {"tile + step - 1) <= place": "tile + step - 1) < place"},
+        {"lane_with<P>(ends, place)": "lane_with<P>(ends, place == 0 ? 0 : place - 1)"},
         "groups",
         2,
     ),
     "tokens are handed out in slots that others have": BrokenSource(
-        "runtime/ring.hpp",
-        {"ring[first + part]": "ring[first + part - 1]"},
+        "runtime/subscriber.hpp",
+        {"fill_ring_slot(rank_, first + part,": "fill_ring_slot(rank_, first + part - 1,"},
         "two ranks, odd sizes, biases",
         2,
     ),

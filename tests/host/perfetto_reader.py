@@ -67,6 +67,7 @@ class Reader:
             if data:
                 message.append_trace_data = data
             self._pipes.send(stream.SerializeToString())
+            # The client itself only knows queries yet, of a trace that somebody else has loaded.
             answer = self._protos.TraceProcessorRpc()
             answer.MergeFromString(self._client._read_payload())
             error = answer.append_result.error or answer.finalize_data_result.error

@@ -97,7 +97,7 @@ class Fault : public Device {
       case 2:
         return Damage{"a credit", heap + layout.returned(source, chunk), sizeof(u32), low};
       case 3: {
-        const auto kind = static_cast<TaskKind>(draw(random, 2, 4));
+        const auto kind = static_cast<TaskKind>(draw(random, 2, 4));  // a GEMM, or Dispatch
         const MailboxView mailbox = kind == TaskKind::dispatch
                                         ? MailboxView{memory.dispatch_list, g.dispatch_parts_max()}
                                         : memory.mailbox(kind);
