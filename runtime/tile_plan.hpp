@@ -16,6 +16,7 @@
 #include "runtime/memory.hpp"
 #include "runtime/platform/concept.hpp"
 #include "runtime/task.hpp"
+#include "runtime/team.hpp"
 
 namespace moeos {
 
