@@ -45,7 +45,6 @@ INSTALL = "pip install 'moeos[cuda]'"
 _TILE_ROWS = 128
 _TILE_COLUMNS = 256
 _NARROW_ROWS = 64
-_SEGMENT_ALIGN = 1  # rows of any number lie next to those of another source
 _FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
 _ROUTE_TOKENS, _ROUTE_TOKENS_OF_FEW = 64, 32  # of a block, and of one in a layer for few
 _ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
@@ -125,10 +124,12 @@ class KernelShape:
         tiles = Tiles(
             rows=_TILE_ROWS,
             route_tokens=_route_tokens(self.cfg),
-            gemm0_columns=_TILE_COLUMNS // 2 if self.cfg.gated else _TILE_COLUMNS,
+            gemm0_columns=_gemm0_columns(self.cfg),
             gemm1_columns=_TILE_COLUMNS,
             narrow_rows=_NARROW_ROWS,
-            segment_align=_SEGMENT_ALIGN,
+            # Rows of any number lie next to those of another source. They take more boxes to load,
+            # for which there are too few lanes where weights have small ones.
+            segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
             route_slices=_route_slices(self.cfg, self.processors),
         )
         return layer_sizes(
@@ -294,6 +295,23 @@ _OPTIONS = (
 def route_columns(cfg: MoEConfig) -> int:
     """Columns of the tile in which a block's logits are computed: one for each expert, and more."""
     return next(columns for columns in (64, 128, MAX_EXPERTS) if cfg.experts <= columns)
+
+
+def _gemm0_columns(cfg: MoEConfig) -> int:
+    """Columns of the first GEMM's result in a part of a wide tile; of a gated one it multiplies as
+    many gate and as many up columns.
+    """
+    return _TILE_COLUMNS // 2 if cfg.gated else _TILE_COLUMNS
+
+
+def narrow_gemm0_columns(cfg: MoEConfig) -> int:
+    """The same of a narrow tile."""
+    return _gemm0_columns(cfg) // 2
+
+
+def has_whole_parts(cfg: MoEConfig) -> bool:
+    """Whether every part of both GEMMs has all the columns that a tile can have."""
+    return cfg.hidden % _TILE_COLUMNS == 0 and cfg.intermediate % _gemm0_columns(cfg) == 0
 
 
 def _route_tokens(cfg: MoEConfig) -> int:

@@ -43,9 +43,10 @@ RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 _BOX_COLUMNS = 64  # 128 bytes, one row of a stage
-_WEIGHT_BOX_ROWS = 128  # of w1, w2
-_NARROW_BOX_ROWS = 64  # of w1
 _ROUTE_BOX_ROWS = 64  # of x
+_WEIGHT_BOX_ROWS = 128  # of w1, w2 where every part has all its columns
+_ORDERED_ROWS = 32  # of a box of weights that lie there in an order of their own; of smaller boxes
+_ROWS_TOGETHER = 8  # at which such an order, and so a box, may begin
 _ADDRESS_ALIGNMENT = 16
 
 
@@ -162,20 +163,25 @@ class ArgumentPacker:
         if addresses == self._parameters:
             return
         hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
+        box = _WEIGHT_BOX_ROWS if jit.has_whole_parts(self._cfg) else _ORDERED_ROWS
+        narrow_box = min(box, jit.narrow_gemm0_columns(self._cfg))
         for name, matrix, columns, box_rows in (
             ("gate", t.gate, hidden, self._gate_box_rows),
-            ("w1", t.w1, hidden, _WEIGHT_BOX_ROWS),
-            ("w1_narrow", t.w1, hidden, _NARROW_BOX_ROWS),
-            ("w2", t.w2, intermediate, _WEIGHT_BOX_ROWS),
+            ("w1", t.w1, hidden, box),
+            ("w1_narrow", t.w1, hidden, narrow_box),
+            ("w2", t.w2, intermediate, box),
         ):
-            self._place(_MAPS.index(name), self._map(name, matrix, columns, box_rows))
+            tensor_map = self._map(name, matrix, columns, box_rows, ordered=name != "gate")
+            self._place(_MAPS.index(name), tensor_map)
         _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:])
         self._parameters = addresses
 
     def _place(self, index: int, tensor_map: bytes) -> None:
         self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES] = tensor_map
 
-    def _map(self, name: str, matrix: Tensor, columns: int, box_rows: int) -> bytes:
+    def _map(
+        self, name: str, matrix: Tensor, columns: int, box_rows: int, ordered: bool = False
+    ) -> bytes:
         """The tensor map of a contiguous tensor whose last dimension has `columns` elements."""
         rows = matrix.numel() // columns
         key = (matrix.data_ptr(), rows, columns, box_rows)
@@ -184,13 +190,15 @@ class ArgumentPacker:
             device = self._buffers.heap.device
             if matrix.device != device:
                 raise ValueError(f"{name} is on {matrix.device}; it must be on {device}")
-            found = self._encode(name, matrix.data_ptr(), rows, columns, box_rows)
+            found = self._encode(name, matrix.data_ptr(), rows, columns, box_rows, ordered)
             if len(self._maps) == MAX_MAPS:
                 del self._maps[next(iter(self._maps))]
             self._maps[key] = found
         return found
 
-    def _encode(self, name: str, address: int, rows: int, columns: int, box_rows: int) -> bytes:
+    def _encode(
+        self, name: str, address: int, rows: int, columns: int, box_rows: int, ordered: bool = False
+    ) -> bytes:
         if address % _ADDRESS_ALIGNMENT != 0:
             raise ValueError(
                 f"{name} lies at address {address:#x}; it must be a multiple of "
@@ -198,16 +206,27 @@ class ArgumentPacker:
             )
         driver = self._driver
         kind = driver.CUtensorMapDataType
+        # Each dimension but the first: its size, its stride in rows, and what a box has of it.
+        dimensions = [(rows, 1, box_rows)]
+        if ordered:  # see load_weights in kernels/sm90/ptx/tma.cuh
+            groups = box_rows // _ORDERED_ROWS
+            dimensions = [
+                (2, 1, 2),
+                (rows // _ROWS_TOGETHER, _ROWS_TOGETHER, _ORDERED_ROWS // _ROWS_TOGETHER),
+                (_ROWS_TOGETHER // 2, 2, _ROWS_TOGETHER // 2),
+                (groups, _ORDERED_ROWS, groups),
+            ]
+        row_bytes = columns * self._cfg.dtype.itemsize
         status, made = driver.cuTensorMapEncodeTiled(
             kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
             if self._cfg.dtype == torch.float16
             else kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            2,
+            1 + len(dimensions),
             address,
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(columns * self._cfg.dtype.itemsize)],
-            [driver.cuuint32_t(_BOX_COLUMNS), driver.cuuint32_t(box_rows)],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            [driver.cuuint64_t(size) for size in (columns, *(d[0] for d in dimensions))],
+            [driver.cuuint64_t(stride * row_bytes) for _, stride, _ in dimensions],
+            [driver.cuuint32_t(size) for size in (_BOX_COLUMNS, *(d[2] for d in dimensions))],
+            [driver.cuuint32_t(1)] * (1 + len(dimensions)),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

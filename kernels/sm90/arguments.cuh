@@ -17,10 +17,17 @@ constexpr u32 boxes_from(u32 height) {
 constexpr u32 box_height(u32 boxes, u32 index) { return kTileRows >> (boxes - 1 - index); }
 inline constexpr u32 kCellBoxes = boxes_from(1);
 inline constexpr u32 kIntermediateBoxes = boxes_from(Geometry::kSegmentAlign);
-/// Of weights, except for the two halves of a gated part of a narrow tile.
-inline constexpr u32 kWeightBoxRows = 128;
+/// Rows of a box of weights, whose order there is such that a thread's accumulators lie next to
+/// each other in its rows of the result (load_weights in tma.cuh, ordered_column in epilogue.cuh).
+/// A box of more than one group of rows reads whole groups, so only one group at a time may reach
+/// beyond a matrix; layers none of whose parts do have larger ones.
+inline constexpr u32 kWholeParts =
+    kShape.hidden % kTileColumns == 0 && kShape.intermediate % gemm0_columns(kTileColumns) == 0;
+inline constexpr u32 kWeightBoxRows = kWholeParts ? 128 : kOrderedRows;
+inline constexpr u32 kNarrowBoxRows = minimum(kWeightBoxRows, gemm0_columns(kNarrowColumns));
 static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
-              kNarrowColumns % kWeightBoxRows == 0);
+              kNarrowColumns % kWeightBoxRows == 0 &&
+              gemm0_columns(kNarrowColumns) % kNarrowBoxRows == 0);
 
 /// Element types of the weights that a caller may give with its routing.
 enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
@@ -29,9 +36,9 @@ struct RankArguments {
   TensorMap x;                                 // [rows, H], box 64 x 64
   TensorMap gate;                              // [E, H], box kRouteColumns x 64
   TensorMap cells[kCellBoxes];                 // [rows of all cells, H]
-  TensorMap w1;                                // [X * 2I or I, H], box 128 x 64
-  TensorMap w1_narrow;                         // the same, box 64 x 64
-  TensorMap w2;                                // [X * H, I], box 128 x 64
+  TensorMap w1;                                // [X * 2I or I, H], box kWeightBoxRows x 64
+  TensorMap w1_narrow;                         // the same, box kNarrowBoxRows x 64
+  TensorMap w2;                                // [X * H, I], box kWeightBoxRows x 64
   TensorMap intermediate[kIntermediateBoxes];  // [rows, I]
   // Of the layer.
   u8* heap;

@@ -8,10 +8,9 @@
 //                sums of Combine
 //
 // A part passes through its slot: full (fetched), done (its loads have begun and its results are in
-// memory), empty. What is loaded passes through the stages, in the order of parts; each consumer
-// warp turns its results into rows in memory of its own. Every consumer warp follows every stage,
-// also those that it has no use for: a barrier's parity tells a phase from the one before it, but
-// not from an older one. May not know: what an epilogue computes.
+// memory), empty. What is loaded passes through the stages, in the order of parts. Every consumer
+// warp follows every stage, also those that it has no use for: a barrier's parity tells a phase
+// from the one before it, but not from an older one. May not know: what an epilogue computes.
 #pragma once
 
 #include "kernels/sm90/config.cuh"
@@ -89,18 +88,10 @@ struct Stamps {
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;
 
-/// Results of a consumer warp on their way to memory: 16 rows of 64 two-byte columns. The 16-byte
-/// pieces of a row lie in an order of its own, so that eight rows at one column lie in different
-/// banks.
-inline constexpr u32 kStagingColumns = 64;
-inline constexpr u32 kStagingStride = kStagingColumns * 2;
-inline constexpr u32 kStagingPiece = 16;
-constexpr u32 staging_place(u32 row, u32 piece) { return (piece ^ row % 8) * kStagingPiece; }
-inline constexpr u32 kStagingRows = kConsumerRows / (kConsumerWarps / kConsumers);
-inline constexpr u32 kStagingBytes = kStagingRows * kStagingStride;
+/// Memory of the consumers for Route.
+inline constexpr u32 kRouteMemory = 16384;
 
-/// What Route keeps of its block while it sorts the pairs by expert; in the staging memory, which
-/// it does not use.
+/// What Route keeps of its block while it sorts the pairs by expert, in its memory.
 struct RouteScratch {
   u16 of_warp[kConsumerWarps][kRouteColumns];  // [expert]: pairs in a warp's share of the block,
                                                // then those in the shares before it
@@ -109,7 +100,7 @@ struct RouteScratch {
   u16 rank[kRouteTokens * kGeometry.top_k];    // [pair of the block]: earlier ones in the share
 };
 inline constexpr u16 kNoExpert = 0xFFFF;
-static_assert(sizeof(RouteScratch) <= kConsumerWarps * kStagingBytes);
+static_assert(sizeof(RouteScratch) <= kRouteMemory);
 
 /// The courier's rows on their way: each buffer holds some rows, or a piece of one.
 struct Parcels {
@@ -122,7 +113,7 @@ struct Parcels {
 
 struct Shared {
   Stage stages[kStages];
-  alignas(kStagingStride) u8 staging[kConsumerWarps][kStagingBytes];
+  alignas(128) u8 route[kRouteMemory];
   Parcels parcels;
   Task tasks[kSlots + 1];  // the last one's is a tile of no rows, to rehearse with (forward.cu)
   Task finished;           // the complete warp's copy, so that it holds up no slot

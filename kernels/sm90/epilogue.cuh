@@ -2,19 +2,29 @@
 //
 // A wgmma accumulator d of a thread holds, for j in [0, 32): columns 8j + 2(lane % 4) + {0, 1} of
 // row lane / 4 (d[4j], d[4j+1]) and of row lane / 4 + 8 (d[4j+2], d[4j+3]) of its warp's 16 rows.
-// Each warp turns its 16 rows the right way round in shared memory of its own, and stores them from
-// there in runs of 16 bytes a lane: such stores are done as soon as they are issued, and no other
-// warp is waited for. May not know: who owns a row; flags.
+// Columns are rows of weights, and these lie in a stage in such an order (load_weights) that a
+// thread's accumulators of four j make eight columns next to each other, which are one store. No
+// other thread is asked, and shared memory, which products keep busy, is not touched
+// (docs/performance.md, "Weights in another order"). May not know: who owns a row; flags.
 #pragma once
 
 #include "kernels/sm90/activation.cuh"
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/products.cuh"
-#include "kernels/sm90/ptx/matrix.cuh"
+#include "kernels/sm90/ptx/store.cuh"
 #include "runtime/packet.hpp"
 
 namespace moeos::sm90 {
+
+/// Rows of a tile that a consumer warp multiplies.
+inline constexpr u32 kWarpRows = kConsumerRows / (kConsumerWarps / kConsumers);
+
+/// The column, from its part's first on, of this thread's accumulator `i`, an even one.
+inline u32 ordered_column(u32 i) {
+  const u32 j = i / 4;
+  return j / 4 * kOrderedRows + Machine::lane() % 4 * 8 + j % 4 * 2;
+}
 
 /// The fetch warp: where the rows of each of a tile's segments go, in the intermediate buffer or in
 /// their owners' combine cells.
@@ -29,58 +39,28 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
   }
 }
 
-/// Where a row of the tile's result goes; null: nowhere, it is padding.
-inline u8* result_row(const Task& task, const Slot& slot, u32 row) {
+/// Where a row of a tile's result goes, as a number: its segment, and its row there; kNowhere: it
+/// is padding. Of a first product all rows are one segment, and padding is stored, too: the second
+/// one reads it, and must not read uninitialised memory.
+inline constexpr u32 kNowhere = 0xFFFF;
+inline u32 result_place(const Task& task, u32 row) {
+  static_assert(Geometry::kMaxSegments * kTileRows < kNowhere);
   if (task.kind == TaskKind::gemm0) {
-    // Padding rows too: the second product reads them, and must not read uninitialised memory.
-    return row < task.padded_rows ? slot.results[0] + u64{row} * kGeometry.hidden_bytes : nullptr;
+    return row < task.padded_rows ? row : kNowhere;
   }
   u32 first = 0;
   for (u32 s = 0; s < task.segment_count; ++s) {
     if (row >= first && row < first + task.segments[s].rows) {
-      return slot.results[s] + u64{row - first} * kGeometry.row_bytes;
+      return s * kTileRows + (row - first);
     }
     first += laid_out_rows(kGeometry, task, s, first);
   }
-  return nullptr;
+  return kNowhere;
 }
-
-/// Turns 16 rows of `kColumns` columns round: value(j, lower, i) is the result whose accumulator is
-/// d[4j + 2 lower + i] of the first ones. One warp, in its own staging memory.
-template <u32 kColumns, class Value>
-inline void stage_rows(u8* staging, Value value) {
-  static_assert(kColumns <= kStagingColumns && kColumns % 16 == 0);
-  const u32 lane = threadIdx.x % 32;
-  const u32 row = lane % 16;
-  u8* to = staging + row * kStagingStride;
-#pragma unroll
-  for (u32 j = 0; j < kColumns / 8; j += 2) {  // 16 rows of 16 columns
-    store_matrices(to + staging_place(row, j + lane / 16),
-                   Element::pack(value(j, 0U, 0U), value(j, 0U, 1U)),
-                   Element::pack(value(j, 1U, 0U), value(j, 1U, 1U)),
-                   Element::pack(value(j + 1, 0U, 0U), value(j + 1, 0U, 1U)),
-                   Element::pack(value(j + 1, 1U, 0U), value(j + 1, 1U, 1U)));
-  }
-}
-
-/// Copies `columns` of the `kColumns` staged columns to column `first` of the rows whose addresses
-/// the first 16 lanes hold.
-template <u32 kColumns>
-inline void copy_rows(const u8* staging, u8* row, u32 first, u32 columns) {
-  constexpr u32 kVectors = kColumns * 2 / kStagingPiece;
-  constexpr u32 kRowsAtOnce = Machine::kLanes / kVectors;
-  const u32 turn = Machine::lane() / kVectors;
-  const u32 vector = Machine::lane() % kVectors;
-  const bool exists = vector * (kStagingPiece / 2) < columns;
-#pragma unroll
-  for (u32 i = 0; i < kStagingRows; i += kRowsAtOnce) {
-    const u64 to = Machine::broadcast(reinterpret_cast<u64>(row), i + turn);
-    if (to != 0 && exists) {
-      *reinterpret_cast<uint4*>(to + u64{first} * 2 + vector * kStagingPiece) =
-          *reinterpret_cast<const uint4*>(staging + (i + turn) * kStagingStride +
-                                          staging_place(i + turn, vector));
-    }
-  }
+/// And as an address, of a row that goes somewhere.
+inline u8* result_row(const Slot& slot, u32 place, u32 row_bytes) {
+  return slot.results[place / kTileRows % Geometry::kMaxSegments] +
+         u64{place % kTileRows} * row_bytes;
 }
 
 /// What a thread's accumulators start from: the biases of its columns, or zeros. So the epilogue
@@ -92,14 +72,14 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
   const bool first_product = task.kind == TaskKind::gemm0;
   const bool gated = first_product && kShape.gated();
   const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
-  const u32 first = part * (first_product ? gemm0_columns(kTile) : kTile) + 2 * (threadIdx.x % 4);
+  const u32 first = part * (first_product ? gemm0_columns(kTile) : kTile);
   const u64 row = u64{task.local_expert} * (first_product ? kShape.w1_rows() : kShape.hidden);
   const u32 second_half = gated ? kShape.intermediate : kTile / 2;
 #pragma unroll
   for (u32 i = 0; i < kRegisters; i += 4) {
     float values[2] = {};
     if constexpr (kBias) {
-      const u32 column = first + 2 * (i % (kRegisters / 2));  // 8 further for every 4 registers
+      const u32 column = first + ordered_column(i % (kRegisters / 2));
       // A gated tile's second half has the up columns of the same hidden units.
       const u32 at = column + (i < kRegisters / 2 ? 0 : second_half);
       const u8* bias = first_product ? arguments.b1 : arguments.b2;
@@ -114,43 +94,104 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
   }
 }
 
-/// Takes d, or activation(d) of a first product, to memory, in runs of columns that the staging
-/// memory holds. Called by all consumer warps that have products of the tile. Of a tile of no rows:
-/// does the same, and stores nothing.
+/// The first of the 8 rows of a tile that a warp's accumulators 2 lower + {0, 1, 4, 5, ...} are of.
+inline u32 tile_row(u32 lower) {
+  return (threadIdx.x / 32 - kFirstConsumerWarp) * kWarpRows + 8 * lower;
+}
+
+/// Rows of the second product's results that a thread stores for one half of its accumulators. Of a
+/// world of one rank: the accumulators' own. Where results go over links: that and its neighbour's,
+/// the lane with the next or the last row. Such two exchange halves, so that eight lanes together
+/// store 128 bytes of one row, a cache line: links carry that faster than 64 bytes of each of two
+/// (docs/performance.md, "Whole lines for links").
+class ResultRows {
+ public:
+  ResultRows(const Task& task, u32 lower) {
+    const u32 own = tile_row(lower) + Machine::lane() / 4;
+    first_ = result_place(task, kWholeLines ? own & ~1U : own);
+    second_ = kWholeLines ? result_place(task, own | 1U) : first_;
+  }
+
+  /// Stores this thread's results: eight columns from `column`, a multiple of 2 kOrderedRows, plus
+  /// ordered_column(0) on, and eight kOrderedRows further; or what it has for them in exchange. By
+  /// a whole warp, behind __syncwarp(), so that its lanes have not come apart when they exchange.
+  void store(const Slot& slot, u32 column, uint4 first, uint4 second) const {
+    u32 first_column = column + ordered_column(0);
+    u32 second_column = first_column + kOrderedRows;
+    if constexpr (kWholeLines) {
+      const bool odd = (Machine::lane() & kNeighbour) != 0;
+      const auto exchanged = [](u32 value) { return __shfl_xor_sync(~0U, value, kNeighbour); };
+      const uint4 sent = odd ? first : second;
+      const uint4 got =
+          make_uint4(exchanged(sent.x), exchanged(sent.y), exchanged(sent.z), exchanged(sent.w));
+      first = odd ? got : first;
+      second = odd ? second : got;
+      first_column = second_column = odd ? second_column : first_column;
+    }
+    const auto store_at = [&](u32 place, u32 at, uint4 value) {
+      store_vector(place != kNowhere && (kWholeParts || at < kShape.hidden),
+                   result_row(slot, place, kGeometry.row_bytes) + u64{at} * 2, value);
+    };
+    store_at(first_, first_column, first);
+    store_at(second_, second_column, second);
+  }
+
+ private:
+  static constexpr bool kWholeLines = kGeometry.world > 1;
+  static constexpr u32 kNeighbour = 4;  // lanes further
+
+  u32 first_;  // result_place()
+  u32 second_;
+};
+
+/// Takes d, or activation(d) of a first product, to memory. Called by all consumer warps that have
+/// products of the tile. Of a tile of no rows: does the same, and stores nothing.
 template <u32 kRegisters>
-inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Slot& slot, u32 part,
-                        Shared& shared) {
-  constexpr u32 kTile = 2 * kRegisters;  // columns
-  const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
-  u8* staging = shared.staging[warp];
-  u8* row = result_row(task, slot, warp * kStagingRows + Machine::lane() % kStagingRows);
-  if (task.padded_rows != 0 && Machine::ballot(row != nullptr) == 0) {
+inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Slot& slot,
+                        u32 part) {
+  constexpr u32 kTile = 2 * kRegisters;     // columns
+  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are as many columns of two rows
+  // Eight columns next to each other, of the values value(i) of pairs of accumulators.
+  const auto eight_from = [](u32 i, auto value) {
+    const auto packed = [&](u32 at) {
+      const float2 pair = value(at);
+      return Element::pack(pair.x, pair.y);
+    };
+    return make_uint4(packed(i), packed(i + 4), packed(i + 8), packed(i + 12));
+  };
+  const auto pair_of = [&](u32 i) { return make_float2(d[i], d[i + 1]); };
+  if (task.kind == TaskKind::gemm1) {
+#pragma unroll
+    for (u32 lower = 0; lower < 2; ++lower) {
+      const ResultRows rows(task, lower);
+      __syncwarp();
+#pragma unroll
+      for (u32 i = 2 * lower; i < kTile / 2; i += 2 * kGroup) {
+        rows.store(slot, part * kTile + i / kGroup * kOrderedRows, eight_from(i, pair_of),
+                   eight_from(i + kGroup, pair_of));
+      }
+    }
     return;
   }
-  const auto finish_all = [&]<u32 kColumns>(u32 columns, auto value) {
-    constexpr u32 kRun = minimum(kColumns, kStagingColumns);
+  constexpr u32 kColumns = gemm0_columns(kTile);
 #pragma unroll
-    for (u32 first = 0; first < kColumns; first += kRun) {
-      stage_rows<kRun>(staging, [&](u32 j, u32 lower, u32 i) {
-        return value(first / 2 + 4 * j + 2 * lower + i);
-      });
-      __syncwarp();
-      const u32 column = part * kColumns + first;
-      copy_rows<kRun>(staging, row, column, column < columns ? columns - column : 0);
-      __syncwarp();  // all lanes have read what the next run overwrites
+  for (u32 lower = 0; lower < 2; ++lower) {
+    const u32 row = result_place(task, tile_row(lower) + Machine::lane() / 4);
+    u8* to = result_row(slot, row, kGeometry.hidden_bytes);
+#pragma unroll
+    for (u32 i = 2 * lower; i < kColumns / 2; i += kGroup) {
+      const u32 column = part * kColumns + ordered_column(i);
+      store_vector(row != kNowhere && (kWholeParts || column < kShape.intermediate),
+                   to + u64{column} * 2, eight_from(i, [&](u32 at) {
+                     if constexpr (kShape.gated()) {
+                       constexpr bool kLimited = kShape.swiglu_limit < kInfinity;
+                       return swiglu<kLimited>(pair_of(at), pair_of(kRegisters / 2 + at),
+                                               kShape.swiglu_limit);
+                     } else {
+                       return activate<kShape.activation>(pair_of(at));
+                     }
+                   }));
     }
-  };
-  if (task.kind == TaskKind::gemm1) {
-    finish_all.template operator()<kTile>(kShape.hidden, [&](u32 i) { return d[i]; });
-  } else {
-    finish_all.template operator()<gemm0_columns(kTile)>(kShape.intermediate, [&](u32 i) {
-      if constexpr (kShape.gated()) {
-        constexpr bool kLimited = kShape.swiglu_limit < kInfinity;
-        return swiglu<kLimited>(d[i], d[kRegisters / 2 + i], kShape.swiglu_limit);
-      } else {
-        return activate<kShape.activation>(d[i]);
-      }
-    });
   }
 }
 

@@ -190,7 +190,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
   const bool multiplies = gate_routes(arguments, call, block);
   Processor<Machine> processor(rank, call, index);
-  Logits logits(arguments, shared.staging[0], warp, first, end);
+  Logits logits(arguments, shared.route, warp, first, end);
   float d[kRouteColumns / 2] = {};
   if (multiplies) {
     multiply_logits(d, steps_of_slice(slice), warp / 4, shared, stage);
@@ -217,7 +217,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   if (slot.bad_token != kNone) {
     return;
   }
-  auto& scratch = *reinterpret_cast<RouteScratch*>(shared.staging[0]);
+  auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route);
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
   everyone();
   if (pairs > 0) {
@@ -304,13 +304,13 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), shared, stage);
         stamp_computed(shared, place);
-        finish_tile(d, task, slot, slot.word.part(), shared);
+        finish_tile(d, task, slot, slot.word.part());
       } else {
         float d[kTileColumns / 2];
         start_accumulators(d, arguments, task, word.part());
         multiply_tile(d, steps_of(task), group, shared, stage);
         stamp_computed(shared, place);
-        finish_tile(d, task, slot, slot.word.part(), shared);
+        finish_tile(d, task, slot, slot.word.part());
       }
       if (task.padded_rows == 0) {
         continue;
@@ -321,8 +321,6 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
       }
     } else {
       if (kind == TaskKind::route) {
-        // Route works in the staging memory: all warps must be done with theirs.
-        named_barrier(kConsumersBarrier, kConsumerThreads);
         run_route(arguments, call, index, slot, task, shared, stage);
       } else {
         sum_tokens(arguments, shared, stage);

@@ -43,6 +43,7 @@ inline u32 columns_of(const Task& task) {
 /// where a tile has many small segments (docs/performance.md, "A lane a box").
 struct Box {
   const TensorMap* map = nullptr;
+  bool of_weights = false;
   u32 row = 0;
   u32 column = 0;  // in the first step
   u32 place = 0;   // of its destination, bytes from the begin of the stage
@@ -50,11 +51,16 @@ struct Box {
 
 // Each of a step's boxes has a lane, and a narrow tile's steps are two in one. A segment of 8n rows
 // is cut into as many boxes as n has bits, at most (n + 1) / 2.
-static_assert((kNarrowRows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2 +
-                  kNarrowColumns / (kWeightBoxRows / 2) <=
+constexpr u32 padded_boxes(u32 rows) {
+  return (rows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2;
+}
+static_assert(padded_boxes(kNarrowRows) + kNarrowColumns / kNarrowBoxRows <=
               Machine::kLanes / kNarrowDepth);
-static_assert(kTileRows == Geometry::kExactTileRows &&
-              Geometry::kMaxExactBoxes + kTileColumns / kWeightBoxRows <= Machine::kLanes);
+static_assert(kTileRows == Geometry::kExactTileRows);
+static_assert((kGeometry.segment_align == Geometry::kSegmentAlign ? padded_boxes(kTileRows)
+                                                                  : Geometry::kMaxExactBoxes) +
+                  kTileColumns / kWeightBoxRows <=
+              Machine::kLanes);
 static_assert(kRouteDepth <= kNarrowDepth);
 
 /// Box `index` of `rows` rows, the first of which is row `first` of the matrix and lies at `place`.
@@ -102,27 +108,28 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
   }
 }
 
-/// Boxes of a part's weights in each step.
+/// Rows of a box of a part's weights, and its boxes in each step.
+inline u32 weight_box_rows_of(const Task& task) {
+  return task.narrow != 0 && task.kind == TaskKind::gemm0 ? kNarrowBoxRows : kWeightBoxRows;
+}
 inline u32 weight_boxes_of(const Task& task) {
-  const bool narrow = task.narrow != 0;
-  const bool halves = narrow && task.kind == TaskKind::gemm0 && kShape.gated();
-  return halves ? 2 : (narrow ? kNarrowColumns : kTileColumns) / kWeightBoxRows;
+  return (task.narrow != 0 ? kNarrowColumns : kTileColumns) / weight_box_rows_of(task);
 }
 
 /// Box `index` of them. A gated part's gate rows come before its up rows.
 inline void find_weights(const RankArguments& arguments, const Task& task, u32 part, u32 index,
                          u32 place, Box& box) {
+  const bool first_product = task.kind == TaskKind::gemm0;
+  const u32 of_expert = first_product ? kShape.w1_rows() : kShape.hidden;
   const u32 columns = columns_of(task);
-  if (task.kind == TaskKind::gemm0 && kShape.gated()) {
-    box.map = task.narrow != 0 ? &arguments.w1_narrow : &arguments.w1;
-    box.row = task.local_expert * kShape.w1_rows() + part * columns + index * kShape.intermediate;
-    box.place = place + index * columns * kSwizzleBytes;
-    return;
-  }
-  box.map = task.kind == TaskKind::gemm0 ? &arguments.w1 : &arguments.w2;
-  const u32 of_expert = task.kind == TaskKind::gemm0 ? kShape.w1_rows() : kShape.hidden;
-  box.row = task.local_expert * of_expert + part * columns + index * kWeightBoxRows;
-  box.place = place + index * kWeightBoxRows * kSwizzleBytes;
+  const u32 first = index * weight_box_rows_of(task);  // among the part's
+  const u32 up = first >= columns ? kShape.intermediate - columns : 0;
+  box.of_weights = true;
+  box.map = !first_product     ? &arguments.w2
+            : task.narrow != 0 ? &arguments.w1_narrow
+                               : &arguments.w1;
+  box.row = task.local_expert * of_expert + part * columns + first + up;
+  box.place = place + first * kSwizzleBytes;
 }
 
 /// The load warp: fills the stages with a part's operands, `bytes` bytes of `columns` columns in
@@ -137,10 +144,13 @@ inline void fill_stages(u32 steps, u32 columns, u32 bytes, const Box& box, Loade
       loader.full().arrive_expecting(bytes);
     }
     __syncwarp();
-    if (box.map != nullptr) {
-      // Beyond the matrix: zeros.
-      load_box(*box.map, reinterpret_cast<u8*>(&loader.stage()) + box.place, loader.full(), box.row,
-               box.column + step * columns);
+    // Beyond the matrix: zeros.
+    u8* to = reinterpret_cast<u8*>(&loader.stage()) + box.place;
+    const u32 column = box.column + step * columns;
+    if (box.of_weights) {
+      load_weights(*box.map, to, loader.full(), box.row, column);
+    } else if (box.map != nullptr) {
+      load_box(*box.map, to, loader.full(), box.row, column);
     }
   }
 }

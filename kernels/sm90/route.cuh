@@ -235,9 +235,9 @@ class Token {
   }
 };
 
-/// Tokens whose logits the staging memory holds at once.
-inline constexpr u32 kRoundTokens = minimum(
-    kRouteTokens, kConsumerWarps* kStagingBytes / static_cast<u32>(kRouteColumns * sizeof(float)));
+/// Tokens whose logits Route's memory holds at once.
+inline constexpr u32 kRoundTokens =
+    minimum(kRouteTokens, kRouteMemory / static_cast<u32>(kRouteColumns * sizeof(float)));
 static_assert(kRouteTokens % kRoundTokens == 0 && kRoundTokens % kTokensAtOnce == 0);
 
 /// The logits of a block's tokens, some of them at a time in shared memory: out of the accumulators
@@ -249,10 +249,10 @@ static_assert(kRouteTokens % kRoundTokens == 0 && kRoundTokens % kTokensAtOnce =
 /// routed all of its tokens. Every function by all consumers; sync() is their barrier.
 class Logits {
  public:
-  /// Of the tokens [first_token, end); `staging` is all warps' memory.
-  Logits(const RankArguments& arguments, u8* staging, u32 warp, u32 first_token, u32 end)
+  /// Of the tokens [first_token, end); `memory` is Route's.
+  Logits(const RankArguments& arguments, u8* memory, u32 warp, u32 first_token, u32 end)
       : arguments_(arguments),
-        sums_(reinterpret_cast<float*>(staging)),
+        sums_(reinterpret_cast<float*>(memory)),
         warp_(warp),
         first_token_(first_token),
         end_(end) {}

@@ -51,7 +51,7 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
                                  kShape.intermediate, box_height(kIntermediateBoxes, box));
   }
   a.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kWeightBoxRows);
-  a.w1_narrow = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kWeightBoxRows / 2);
+  a.w1_narrow = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kNarrowBoxRows);
   a.w2 = map_of(t.w2, experts * kShape.hidden, kShape.intermediate, kWeightBoxRows);
   a.heap = t.heap;
   a.memory = t.memory;

@@ -50,7 +50,7 @@ class Case:
 
 
 def _case(ranks: int, **changes: object) -> Case:
-    sizes = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4, "max_tokens": 300}
+    sizes = {"hidden": 256, "intermediate": 256, "experts": 16, "top_k": 4, "max_tokens": 300}
     return Case(ranks, config(**{"dtype": torch.bfloat16, **sizes, **changes}))
 
 

@@ -27,6 +27,21 @@ inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, 
       : "memory");
 }
 
+/// Rows of weights that a box holds in an order of its own.
+inline constexpr u32 kOrderedRows = 32;
+
+/// The same for a box of weights, a multiple of kOrderedRows rows from `row`, a multiple of 8, on.
+/// Of each kOrderedRows, row 8b + 2a + i lies at 8a + 2b + i: its map has the dimensions columns,
+/// i, b (each 8 rows; `row` is a number of these), a (each 2 rows), and kOrderedRows rows.
+inline void load_weights(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
+                         u32 column) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%2, %4, %3, %4, %4}], [%5];" ::"r"(shared_address(destination)),
+      "l"(&map), "r"(column), "r"(row / 8), "r"(0), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 /// Copies `bytes` bytes from global memory and counts them on `barrier`. Addresses and bytes are
 /// multiples of 16.
 inline void load_bytes(const void* source, void* destination, u32 bytes, Barrier& barrier) {

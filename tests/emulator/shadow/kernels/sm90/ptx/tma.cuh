@@ -25,24 +25,47 @@ inline u8* swizzled(u8* place) {
   return reinterpret_cast<u8*>(address ^ ((address >> 7 & 7) << 4));
 }
 
-inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
-                     u32 column) {
+/// Copies a box whose row r is row `row` + order(r) of the matrix.
+template <class Order>
+void load_rows(const TensorMap& map, void* destination, Barrier& barrier, u32 row, u32 column,
+               Order order) {
   constexpr u32 kColumns = 64;
   if (map.base == nullptr) {
     emulator::stop("loads through a tensor map that nobody has made");
   }
-  emulator::later([&map, to = static_cast<u8*>(destination), &barrier, row, column] {
+  emulator::later([&map, to = static_cast<u8*>(destination), &barrier, row, column, order] {
     for (u32 r = 0; r < map.box_rows; ++r) {
+      const u32 from = row + order(r);
       for (u32 c = 0; c < kColumns; ++c) {
         u8* place = swizzled(to + (r * kColumns + c) * 2);
-        if (row + r < map.rows && column + c < map.columns) {
-          std::memcpy(place, map.base + ((row + r) * map.columns + column + c) * 2, 2);
+        if (from < map.rows && column + c < map.columns) {
+          std::memcpy(place, map.base + (u64{from} * map.columns + column + c) * 2, 2);
         } else {
           std::memset(place, 0, 2);
         }
       }
     }
     barrier.complete(map.box_rows * kColumns * 2);
+  });
+}
+
+inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
+                     u32 column) {
+  load_rows(map, destination, barrier, row, column, [](u32 r) { return r; });
+}
+
+inline constexpr u32 kOrderedRows = 32;
+
+inline void load_weights(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
+                         u32 column) {
+  // The hardware knows where eighths of a matrix end, and of a box the first group alone.
+  if (row % 8 != 0 || map.box_rows % kOrderedRows != 0 ||
+      (map.box_rows > kOrderedRows && row + map.box_rows > map.rows)) {
+    emulator::stop("a box of weights that begins amid eight rows, or ends beyond the matrix");
+  }
+  load_rows(map, destination, barrier, row, column, [](u32 r) {
+    const u32 within = r % kOrderedRows;
+    return r - within + within / 2 % 4 * 8 + within / 8 * 2 + within % 2;
   });
 }
 

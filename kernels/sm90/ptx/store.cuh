@@ -1,0 +1,22 @@
+// Stores that a condition does not turn into branches. Source: PTX ISA, "st".
+#pragma once
+
+#include "runtime/base.hpp"
+
+namespace moeos::sm90 {
+
+/// Stores 16 bytes to global memory, here or at a peer, if `wanted`. In the order in which a thread
+/// comes to them: behind a branch, the compiler would gather the stores of a whole tile, and first
+/// compute all that is to be stored.
+inline void store_vector(bool wanted, u8* to, uint4 value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p st.global.v4.u32 [%1], {%2, %3, %4, %5};\n"
+      "}" ::"r"(wanted ? 1U : 0U),
+      "l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      : "memory");
+}
+
+}  // namespace moeos::sm90
