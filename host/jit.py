@@ -310,8 +310,10 @@ def narrow_gemm0_columns(cfg: MoEConfig) -> int:
 
 
 def has_whole_parts(cfg: MoEConfig) -> bool:
-    """Whether every part of both GEMMs has all the columns that a tile can have."""
-    return cfg.hidden % _TILE_COLUMNS == 0 and cfg.intermediate % _gemm0_columns(cfg) == 0
+    """Whether every part of both GEMMs has all the columns of a tile: kWholeParts of
+    kernels/sm90/arguments.cuh.
+    """
+    return cfg.hidden >= _TILE_COLUMNS and cfg.intermediate >= _gemm0_columns(cfg)
 
 
 def _route_tokens(cfg: MoEConfig) -> int:

@@ -44,7 +44,7 @@ RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 
 _BOX_COLUMNS = 64  # 128 bytes, one row of a stage
 _ROUTE_BOX_ROWS = 64  # of x
-_WEIGHT_BOX_ROWS = 128  # of w1, w2 where every part has all its columns
+_WEIGHT_BOX_ROWS = 128  # of w1, w2 where no part reaches beyond them
 _ORDERED_ROWS = 32  # of a box of weights that lie there in an order of their own; of smaller boxes
 _ROWS_TOGETHER = 8  # at which such an order, and so a box, may begin
 _ADDRESS_ALIGNMENT = 16

@@ -72,7 +72,7 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
   const bool first_product = task.kind == TaskKind::gemm0;
   const bool gated = first_product && kShape.gated();
   const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
-  const u32 first = part * (first_product ? gemm0_columns(kTile) : kTile);
+  const u32 first = first_column(part, first_product ? gemm0_columns(kTile) : kTile, columns);
   const u64 row = u64{task.local_expert} * (first_product ? kShape.w1_rows() : kShape.hidden);
   const u32 second_half = gated ? kShape.intermediate : kTile / 2;
 #pragma unroll
@@ -167,8 +167,8 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
       __syncwarp();
 #pragma unroll
       for (u32 i = 2 * lower; i < kTile / 2; i += 2 * kGroup) {
-        rows.store(slot, part * kTile + i / kGroup * kOrderedRows, eight_from(i, pair_of),
-                   eight_from(i + kGroup, pair_of));
+        rows.store(slot, first_column(part, kTile, kShape.hidden) + i / kGroup * kOrderedRows,
+                   eight_from(i, pair_of), eight_from(i + kGroup, pair_of));
       }
     }
     return;
@@ -180,7 +180,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
     u8* to = result_row(slot, row, kGeometry.hidden_bytes);
 #pragma unroll
     for (u32 i = 2 * lower; i < kColumns / 2; i += kGroup) {
-      const u32 column = part * kColumns + ordered_column(i);
+      const u32 column = first_column(part, kColumns, kShape.intermediate) + ordered_column(i);
       store_vector(row != kNowhere && (kWholeParts || column < kShape.intermediate),
                    to + u64{column} * 2, eight_from(i, [&](u32 at) {
                      if constexpr (kShape.gated()) {

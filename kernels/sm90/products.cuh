@@ -36,6 +36,12 @@ inline u32 columns_of(const Task& task) {
   return task.kind == TaskKind::gemm0 ? gemm0_columns(tile) : tile;
 }
 
+/// The first of them.
+inline u32 first_column_of(const Task& task, u32 part) {
+  return task.kind == TaskKind::gemm0 ? first_column(part, columns_of(task), kShape.intermediate)
+                                      : first_column(part, columns_of(task), kShape.hidden);
+}
+
 /// A box that one lane loads in each step of a part; without a map: none.
 ///
 /// Each lane has its own and keeps it for the whole part. What is left to do in a step takes some
@@ -128,7 +134,7 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   box.map = !first_product     ? &arguments.w2
             : task.narrow != 0 ? &arguments.w1_narrow
                                : &arguments.w1;
-  box.row = task.local_expert * of_expert + part * columns + first + up;
+  box.row = task.local_expert * of_expert + first_column_of(task, part) + first + up;
   box.place = place + first * kSwizzleBytes;
 }
 

@@ -81,6 +81,7 @@ CASES = {
     "relu-4-ranks-odd-sizes": _case(
         4, activation="relu", hidden=200, intermediate=136, experts=12, top_k=3, bias=True
     ),
+    "swiglu-2-ranks-parts-that-overlap": _case(2, hidden=328, intermediate=200, bias=True),
     "large-experts-2-ranks": _case(2, experts=4, **LARGE_EXPERTS),
     "silu-8-ranks-capacity": _case(
         8,

@@ -394,6 +394,23 @@ def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:
     assert not shape().sizes.large_experts
 
 
+@pytest.mark.parametrize(
+    ("changes", "align"),
+    [
+        ({"hidden": 256, "intermediate": 128}, 1),
+        ({"hidden": 264, "intermediate": 136}, 1),
+        ({"hidden": 256, "intermediate": 256, "activation": "gelu"}, 1),
+        ({"hidden": 256, "intermediate": 248, "activation": "gelu"}, 8),
+        ({"hidden": 248, "intermediate": 128}, 8),
+        ({"hidden": 256, "intermediate": 120}, 8),
+    ],
+)
+def test_segments_are_padded_where_a_gemm_has_fewer_columns_than_a_tile(
+    changes: dict[str, Any], align: int
+) -> None:
+    assert shape(**changes).sizes.segment_align == align
+
+
 def test_floats_keep_their_value_as_macros() -> None:
     values = macros(shape(routed_scaling=1e16, swiglu_limit=0.1))
     assert values["ROUTED_SCALING"] == "1e+16F"
