@@ -311,7 +311,7 @@ def narrow_gemm0_columns(cfg: MoEConfig) -> int:
 
 def has_whole_parts(cfg: MoEConfig) -> bool:
     """Whether every part of both GEMMs has all the columns of a tile: kWholeParts of
-    kernels/sm90/arguments.cuh.
+    kernels/sm90/config.cuh.
     """
     return cfg.hidden >= _TILE_COLUMNS and cfg.intermediate >= _gemm0_columns(cfg)
 

@@ -45,8 +45,8 @@ RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 _BOX_COLUMNS = 64  # 128 bytes, one row of a stage
 _ROUTE_BOX_ROWS = 64  # of x
 _WEIGHT_BOX_ROWS = 128  # of w1, w2 where no part reaches beyond them
-_ORDERED_ROWS = 32  # of a box of weights that lie there in an order of their own; of smaller boxes
-_ROWS_TOGETHER = 8  # at which such an order, and so a box, may begin
+_ORDERED_ROWS = 32  # of weights, that lie in a box in an order of their own; all of a smaller box
+_ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
 _ADDRESS_ALIGNMENT = 16
 
 
@@ -91,7 +91,7 @@ class ArgumentPacker:
         self._rank = rank
         self._gate_box_rows = jit.route_columns(cfg)
         self._buffers = buffers
-        self._maps: dict[tuple[int, int, int, int], bytes] = {}
+        self._maps: dict[tuple[int, int, int, int, bool], bytes] = {}
         self._driver = cuda_driver.load()
         self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
@@ -165,14 +165,13 @@ class ArgumentPacker:
         hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
         box = _WEIGHT_BOX_ROWS if jit.has_whole_parts(self._cfg) else _ORDERED_ROWS
         narrow_box = min(box, jit.narrow_gemm0_columns(self._cfg))
-        for name, matrix, columns, box_rows in (
-            ("gate", t.gate, hidden, self._gate_box_rows),
-            ("w1", t.w1, hidden, box),
-            ("w1_narrow", t.w1, hidden, narrow_box),
-            ("w2", t.w2, intermediate, box),
+        for name, matrix, columns, box_rows, ordered in (
+            ("gate", t.gate, hidden, self._gate_box_rows, False),
+            ("w1", t.w1, hidden, box, True),
+            ("w1_narrow", t.w1, hidden, narrow_box, True),
+            ("w2", t.w2, intermediate, box, True),
         ):
-            tensor_map = self._map(name, matrix, columns, box_rows, ordered=name != "gate")
-            self._place(_MAPS.index(name), tensor_map)
+            self._place(_MAPS.index(name), self._map(name, matrix, columns, box_rows, ordered))
         _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:])
         self._parameters = addresses
 
@@ -182,9 +181,11 @@ class ArgumentPacker:
     def _map(
         self, name: str, matrix: Tensor, columns: int, box_rows: int, ordered: bool = False
     ) -> bytes:
-        """The tensor map of a contiguous tensor whose last dimension has `columns` elements."""
+        """The tensor map of a contiguous tensor whose last dimension has `columns` elements;
+        `ordered`: a box's rows lie in an order of their own.
+        """
         rows = matrix.numel() // columns
-        key = (matrix.data_ptr(), rows, columns, box_rows)
+        key = (matrix.data_ptr(), rows, columns, box_rows, ordered)
         found = self._maps.get(key)
         if found is None:
             device = self._buffers.heap.device

@@ -17,18 +17,6 @@ constexpr u32 boxes_from(u32 height) {
 constexpr u32 box_height(u32 boxes, u32 index) { return kTileRows >> (boxes - 1 - index); }
 inline constexpr u32 kCellBoxes = boxes_from(1);
 inline constexpr u32 kIntermediateBoxes = boxes_from(Geometry::kSegmentAlign);
-/// Whether every part has all the columns of a tile. Where there are more, and no multiple, the
-/// last part begins amid the one before, and both store the same there.
-inline constexpr bool kWholeParts =
-    kShape.hidden >= kTileColumns && kShape.intermediate >= gemm0_columns(kTileColumns);
-inline constexpr bool kPartsOverlap =
-    kWholeParts &&
-    (kShape.hidden % kTileColumns != 0 || kShape.intermediate % gemm0_columns(kTileColumns) != 0);
-/// The first of a part's `columns` columns, out of `all`.
-constexpr u32 first_column(u32 part, u32 columns, u32 all) {
-  return kPartsOverlap ? minimum(part * columns, all - columns) : part * columns;
-}
-
 /// Rows of a box of weights, whose order there is such that a thread's accumulators lie next to
 /// each other in its rows of the result (load_weights in tma.cuh, ordered_column in epilogue.cuh).
 /// A box of more than one group of rows reads whole groups, so only one group at a time may reach

@@ -88,7 +88,7 @@ struct Stamps {
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;
 
-/// Memory of the consumers for Route.
+/// Shared memory that Route has for itself, in bytes: as much as the stages and the parcels leave.
 inline constexpr u32 kRouteMemory = 16384;
 
 /// What Route keeps of its block while it sorts the pairs by expert, in its memory.
@@ -113,7 +113,7 @@ struct Parcels {
 
 struct Shared {
   Stage stages[kStages];
-  alignas(128) u8 route[kRouteMemory];
+  alignas(16) u8 route[kRouteMemory];
   Parcels parcels;
   Task tasks[kSlots + 1];  // the last one's is a tile of no rows, to rehearse with (forward.cu)
   Task finished;           // the complete warp's copy, so that it holds up no slot

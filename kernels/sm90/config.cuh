@@ -89,6 +89,18 @@ static_assert(kGeometry.gemm0_narrow_parts ==
               ceil_div(kShape.intermediate, gemm0_columns(kNarrowColumns)));
 static_assert(kGeometry.gemm1_narrow_parts == ceil_div(kShape.hidden, kNarrowColumns));
 
+/// Whether every part has all the columns of a tile. Where there are more, and no multiple, the
+/// last part begins amid the one before, and both store the same there.
+inline constexpr bool kWholeParts =
+    kShape.hidden >= kTileColumns && kShape.intermediate >= gemm0_columns(kTileColumns);
+inline constexpr bool kPartsOverlap =
+    kWholeParts &&
+    (kShape.hidden % kTileColumns != 0 || kShape.intermediate % gemm0_columns(kTileColumns) != 0);
+/// The first of a part's `columns` columns, out of `all`.
+constexpr u32 first_column(u32 part, u32 columns, u32 all) {
+  return kPartsOverlap ? minimum(part * columns, all - columns) : part * columns;
+}
+
 // Route: a tile of 64 rows and all experts in one part; each consumer warpgroup takes half of the
 // depth. A block has as many tokens, or fewer (the tile's other rows are then nobody's).
 inline constexpr u32 kRouteRows = 64;

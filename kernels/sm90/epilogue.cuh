@@ -43,8 +43,8 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
 /// is padding. Of a first product all rows are one segment, and padding is stored, too: the second
 /// one reads it, and must not read uninitialised memory.
 inline constexpr u32 kNowhere = 0xFFFF;
+static_assert(Geometry::kMaxSegments * kTileRows < kNowhere);
 inline u32 result_place(const Task& task, u32 row) {
-  static_assert(Geometry::kMaxSegments * kTileRows < kNowhere);
   if (task.kind == TaskKind::gemm0) {
     return row < task.padded_rows ? row : kNowhere;
   }
@@ -57,7 +57,7 @@ inline u32 result_place(const Task& task, u32 row) {
   }
   return kNowhere;
 }
-/// And as an address, of a row that goes somewhere.
+/// And as an address; of kNowhere one that nobody stores to.
 inline u8* result_row(const Slot& slot, u32 place, u32 row_bytes) {
   return slot.results[place / kTileRows % Geometry::kMaxSegments] +
          u64{place % kTileRows} * row_bytes;
@@ -110,11 +110,14 @@ class ResultRows {
     const u32 own = tile_row(lower) + Machine::lane() / 4;
     first_ = result_place(task, kWholeLines ? own & ~1U : own);
     second_ = kWholeLines ? result_place(task, own | 1U) : first_;
+    if constexpr (kWholeLines) {
+      __syncwarp();  // lanes that have come apart above would be slow to exchange
+    }
   }
 
   /// Stores this thread's results: eight columns from `column`, a multiple of 2 kOrderedRows, plus
   /// ordered_column(0) on, and eight kOrderedRows further; or what it has for them in exchange. By
-  /// a whole warp, behind __syncwarp(), so that its lanes have not come apart when they exchange.
+  /// a whole warp.
   void store(const Slot& slot, u32 column, uint4 first, uint4 second) const {
     u32 first_column = column + ordered_column(0);
     u32 second_column = first_column + kOrderedRows;
@@ -164,7 +167,6 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
       const ResultRows rows(task, lower);
-      __syncwarp();
 #pragma unroll
       for (u32 i = 2 * lower; i < kTile / 2; i += 2 * kGroup) {
         rows.store(slot, first_column(part, kTile, kShape.hidden) + i / kGroup * kOrderedRows,

@@ -38,8 +38,8 @@ inline u32 columns_of(const Task& task) {
 
 /// The first of them.
 inline u32 first_column_of(const Task& task, u32 part) {
-  return task.kind == TaskKind::gemm0 ? first_column(part, columns_of(task), kShape.intermediate)
-                                      : first_column(part, columns_of(task), kShape.hidden);
+  const u32 all = task.kind == TaskKind::gemm0 ? kShape.intermediate : kShape.hidden;
+  return first_column(part, columns_of(task), all);
 }
 
 /// A box that one lane loads in each step of a part; without a map: none.

@@ -5,9 +5,8 @@
 
 namespace moeos::sm90 {
 
-/// Stores 16 bytes to global memory, here or at a peer, if `wanted`. In the order in which a thread
-/// comes to them: behind a branch, the compiler would gather the stores of a whole tile, and first
-/// compute all that is to be stored.
+/// Stores 16 bytes to global memory, here or at a peer, if `wanted`. Behind a branch, the compiler
+/// would gather the stores of a whole tile, and first compute all that is to be stored.
 inline void store_vector(bool wanted, u8* to, uint4 value) {
   asm volatile(
       "{\n"

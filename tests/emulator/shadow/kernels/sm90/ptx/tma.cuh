@@ -58,7 +58,7 @@ inline constexpr u32 kOrderedRows = 32;
 
 inline void load_weights(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
                          u32 column) {
-  // The hardware knows where eighths of a matrix end, and of a box the first group alone.
+  // The map's bound holds for eight rows at a time, and for a box's first group alone.
   if (row % 8 != 0 || map.box_rows % kOrderedRows != 0 ||
       (map.box_rows > kOrderedRows && row + map.box_rows > map.rows)) {
     emulator::stop("a box of weights that begins amid eight rows, or ends beyond the matrix");
