@@ -179,7 +179,7 @@ struct Geometry {
   /// a token block) for tokens that sent nothing.
   constexpr u32 combine_tasks_max() const { return minimum(max_tokens, world * chunks()) + 1; }
   constexpr u32 tasks_max() const {
-    return 1 + dispatch_tasks_max() + 2 * tiles_max() + combine_tasks_max();
+    return 1 + dispatch_tasks_max() + tiles_max() + combine_tasks_max();
   }
   /// Actors that note events: the processors, the couriers, the scheduler and the subscribers.
   static constexpr u32 kTracedOsActors = 4;  // TraceKind names them

@@ -15,12 +15,12 @@
 
 namespace moeos {
 
-/// Fills a slot with a descriptor that this actor has written.
+/// Fills a slot with a tile's descriptor.
 template <Platform P>
 void fill_slot(const Rank<P>& rank, const Call& call, TaskKind kind, u32 slot, u32 task,
                u32 parts) {
-  // Publishes tasks[task], and everything this actor has acquired or done before (rows that
-  // arrived, tiles that were written), to the scheduler; pairs with its poll of the mailbox.
+  // Publishes everything this actor has acquired or done before (the rows between the GEMMs) to the
+  // scheduler; pairs with its poll of the mailbox.
   P::template store_release<Scope::device>(&rank.memory.mailbox(kind).words[slot],
                                            ReadyWord(call.epoch, kind, task, parts).sealed());
 }

@@ -196,7 +196,7 @@ class RankMemory {
       // Only tiles wait for the scheduler; all others are handed out by whoever knows them.
       const auto its = static_cast<TaskKind>(kind);
       const bool tile = its == TaskKind::gemm0 || its == TaskKind::gemm1;
-      mailbox_capacities_[kind] = tile ? tasks_of(its) : 0;
+      mailbox_capacities_[kind] = tile ? geometry.tiles_max() : 0;
       take(mailbox_words_[kind], mailbox_capacities_[kind]);
     }
     take(dispatch_list, geometry.dispatch_parts_max());
@@ -233,6 +233,8 @@ class RankMemory {
     switch (kind) {
       case TaskKind::route:
         return 0;  // processors know it (call.hpp)
+      case TaskKind::gemm1:
+        return 0;  // its tile's first one is its own, too
       case TaskKind::dispatch:
         return geometry_.get().dispatch_tasks_max();
       case TaskKind::combine:
@@ -268,6 +270,23 @@ class SentChunk {
   u32 bits_ = 0;
 };
 
+/// What the OS block looks up of a tile: half a word, because a call may have many.
+class TileFacts {
+ public:
+  static constexpr u32 kExperts = 1U << 15;
+
+  constexpr TileFacts() = default;
+  constexpr TileFacts(u32 local_expert, bool narrow)
+      : bits_(static_cast<u16>(local_expert << 1 | (narrow ? 1 : 0))) {
+    MOEOS_CHECK(local_expert < kExperts);
+  }
+  constexpr u32 local_expert() const { return bits_ >> 1; }
+  constexpr bool narrow() const { return (bits_ & 1) != 0; }
+
+ private:
+  u16 bits_ = 0;
+};
+
 /// What only the actors of the OS block touch: in its shared memory on the GPU, where every look
 /// costs a tenth of a look at global memory.
 class OsMemory {
@@ -289,6 +308,8 @@ class OsMemory {
     take(returns_ready, 1);
     take(published, 1);
     take(combines_made, 1);
+    take(tiles_made, 1);
+    take(tile_facts, geometry.tiles_max());
     take(receive_start, world * (local + 1));
     take(counts_known, world);
     take(taken, world * local);
@@ -324,12 +345,14 @@ class OsMemory {
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* published = nullptr;      // slots of the ready ring that hold this call's parts
   u32* combines_made = nullptr;  // Combine tasks of this call so far
-  u32* receive_start = nullptr;  // [source][X + 1]: as RankMemory's, which processors read
-  u32* counts_known = nullptr;   // [source]: the epoch whose counts are decoded
-  u32* taken = nullptr;          // [source][expert]: rows already in a tile
-  u32* rows_arrived = nullptr;   // [source]: kNone while its counts are not known
-  u32* packed = nullptr;         // [expert]: 1 once all of its rows are in tiles
-  u32* chunk_prefix = nullptr;   // [source]: chunks that have arrived, in order
+  u32* tiles_made = nullptr;     // 0, or 1 and the tiles of this call: there will be no more
+  TileFacts* tile_facts = nullptr;      // [tile]: of this call
+  u32* receive_start = nullptr;         // [source][X + 1]: as RankMemory's, which processors read
+  u32* counts_known = nullptr;          // [source]: the epoch whose counts are decoded
+  u32* taken = nullptr;                 // [source][expert]: rows already in a tile
+  u32* rows_arrived = nullptr;          // [source]: kNone while its counts are not known
+  u32* packed = nullptr;                // [expert]: 1 once all of its rows are in tiles
+  u32* chunk_prefix = nullptr;          // [source]: chunks that have arrived, in order
   SentChunk* chunks_awaited = nullptr;  // awaited_by() each subscriber: chunks that are not back
   static constexpr u32 kFoundMost = 512;
   SentChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]: back, and not counted yet

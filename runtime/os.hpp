@@ -38,6 +38,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->wanted = 0;
     *rank.os->inquiry = 0;
     *rank.os->returns_ready = 0;
+    *rank.os->tiles_made = 0;
     // Processors know the first parts, those of Route, without being told.
     *rank.os->published = route_parts(rank.geometry(), call);
     *rank.os->combines_made = combines_unsent(call) ? 1 : 0;

@@ -24,6 +24,20 @@
 
 namespace moeos {
 
+/// Copies the descriptor that a word names, for a part of its kind; false if it is not whole. One
+/// warp; all lanes may then read the copy.
+template <Platform P>
+bool copy_task(const Rank<P>& rank, ReadyWord word, Task& to) {
+  if (!copy_whole<P>(rank.memory.tasks[word.task()], to)) {
+    return false;
+  }
+  if (word.kind() == TaskKind::gemm1 && P::lane() == 0) {
+    become_gemm1(to, rank.geometry(), word.halved());
+  }
+  P::sync_lanes();
+  return true;
+}
+
 template <Platform P>
 class Processor : Pace<P> {
  public:
@@ -111,7 +125,7 @@ class Processor : Pace<P> {
     switch (task.kind) {
       case TaskKind::gemm0:
         if (completes<P>(&rank_.memory.gemm0_parts_done[task.tile], task.parts) && P::lane() == 0) {
-          post_gemm1(task, word.task());
+          post_gemm1(rank_, call_, word.task(), rank_.geometry().gemm1_parts_of(task.narrow != 0));
         }
         break;
       case TaskKind::gemm1:
@@ -184,14 +198,6 @@ class Processor : Pace<P> {
       }
       P::pause(idle);
     }
-  }
-
-  void post_gemm1(const Task& gemm0, u32 index) {
-    const u32 next = rank_.memory.first_task(TaskKind::gemm1) +
-                     (index - rank_.memory.first_task(TaskKind::gemm0));
-    const u32 parts = rank_.geometry().gemm1_parts_of(gemm0.narrow != 0);
-    make_gemm1(rank_.memory.tasks[next], gemm0, parts);
-    moeos::post_gemm1(rank_, call_, next, parts);
   }
 
   const Rank<P>& rank_;
@@ -278,7 +284,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       return;
     }
     Task task = route;
-    if (word.kind() != TaskKind::route && !copy_whole<P>(rank.memory.tasks[word.task()], task)) {
+    if (word.kind() != TaskKind::route && !copy_task(rank, word, task)) {
       reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
       return;
     }

@@ -107,11 +107,12 @@ class Scheduler {
     u32 next = 0;      // first word not handed out completely
     u32 together = 0;  // words from there on that are handed out together; 0: not chosen yet
     bool by_turns = false;
-    u32 parts = 0;      // of all of these words
-    u32 part = 0;       // the first of them that is not handed out
-    u32 row = 1;        // parts that have the same columns, or that are of the same tile
-    u32 cursor = 0;     // slots of the mailbox that have been read
-    bool more = false;  // the next one holds a word, which waits for others of its expert
+    bool halved = false;  // these words' parts are
+    u32 parts = 0;        // of all of these words
+    u32 part = 0;         // the first of them that is not handed out
+    u32 row = 1;          // parts that have the same columns, or that are of the same tile
+    u32 cursor = 0;       // slots of the mailbox that have been read
+    bool more = false;    // the next one holds a word, which waits for others of its expert
     bool empty() const { return next == size; }
     /// Becomes the other one, if so. Field by field, or the compiler would choose between addresses
     /// and keep all batches in memory.
@@ -123,6 +124,7 @@ class Scheduler {
       next = so ? other.next : next;
       together = so ? other.together : together;
       by_turns = so ? other.by_turns : by_turns;
+      halved = so ? other.halved : halved;
       parts = so ? other.parts : parts;
       part = so ? other.part : part;
       row = so ? other.row : row;
@@ -184,7 +186,8 @@ class Scheduler {
     const bool there = P::lane() < batch.size;
     batch.narrow = there && word.part() != wide_parts;
     const bool shared = batch.size > 1 && P::ballot(there && !batch.narrow) != 0;
-    batch.expert = there && shared ? rank_.memory.tasks[word.task()].local_expert : kNone;
+    const u32 tile = word.task() - rank_.memory.first_task(TaskKind::gemm0);
+    batch.expert = there && shared ? rank_.os->tile_facts[tile].local_expert() : kNone;
     if (rank_.geometry().large_experts != 0 && shared) {
       leave_last_expert(batch);
     }
@@ -219,12 +222,26 @@ class Scheduler {
                        (narrow || (batch.expert == expert && expert != kNone));
     const u32 others = P::ballot(P::lane() > batch.next && !alike);
     const u32 end = others == 0 ? batch.size : P::first_lane(others);
-    const u32 each = ReadyWord(P::broadcast(batch.word, batch.next)).part();
+    const ReadyWord word{P::broadcast(batch.word, batch.next)};
     batch.together = minimum(end - batch.next, kTilesTogether);
+    batch.halved = word.kind() == TaskKind::gemm1 && !narrow && cuts_in_halves();
+    const u32 each = batch.halved ? rank_.geometry().gemm1_narrow_parts : word.part();
     batch.by_turns = !narrow;
     batch.row = narrow ? each : batch.together;
     batch.parts = batch.together * each;
     batch.part = 0;
+  }
+
+  /// Whether wide tiles' second GEMMs are cut into twice as many parts, each half as wide: in a
+  /// call whose tiles are so few that each such part has a processor. Half a part takes more than
+  /// half as long, since it loads the same rows; but few long parts would leave most processors
+  /// without any (docs/performance.md, "Halves").
+  bool cuts_in_halves() const {
+    const Geometry& geometry = rank_.geometry();
+    // Relaxed: a number that speaks for itself.
+    const u32 made = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->tiles_made));
+    return made != 0 && geometry.gemm1_narrow_parts > geometry.gemm1_parts &&
+           (made - 1) * geometry.gemm1_narrow_parts <= geometry.processors;
   }
 
   bool anything_ready() {
@@ -299,7 +316,8 @@ class Scheduler {
     const ReadyWord word{P::broadcast(batch.word, batch.next + tile)};
     if (first != kNone && P::lane() < handed) {
       const u32 of_tile = batch.by_turns ? quotient : rest;
-      fill_ring_slot(rank_, first + P::lane(), word.with_part(of_tile));
+      fill_ring_slot(rank_, first + P::lane(),
+                     (batch.halved ? word.cut_in_halves() : word).with_part(of_tile));
     }
     published_ += handed;
     batch.part += handed;

@@ -209,6 +209,10 @@ class ArrivalsSubscriber {
     if (planned) {
       post_new_tiles(wanted);
     }
+    if (plan_.complete() && P::lane() == 0) {
+      // Relaxed: a number by which the scheduler chooses how parts are cut.
+      P::template store_relaxed<Scope::block>(rank_.os->tiles_made, 1 + posted_);
+    }
     return progress || planned;
   }
 
@@ -351,7 +355,10 @@ class ArrivalsSubscriber {
       const u32 tiles = minimum(planned - posted_, P::kLanes);
       const u32 task = rank_.memory.first_task(TaskKind::gemm0) + posted_;
       // By whichever lane planned it.
-      const u32 parts = P::lane() < tiles ? u32{rank_.memory.tasks[task + P::lane()].parts} : 0;
+      const u32 parts =
+          P::lane() < tiles
+              ? rank_.geometry().gemm0_parts_of(rank_.os->tile_facts[posted_ + P::lane()].narrow())
+              : 0;
       const u32 handed = hand_out_first(task, parts, tiles, wanted);
       if (P::lane() >= handed && P::lane() < tiles) {
         const u32 slot = in_mailbox_ + P::lane() - handed;

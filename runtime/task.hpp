@@ -13,6 +13,9 @@
 namespace moeos {
 
 /// What there is to do in a call. The scheduler has the order of the two GEMMs' parts alone.
+///
+/// A tile's descriptor stands for both of its GEMMs, and lies in memory as the first one's; the
+/// word that hands out a part says of which it is (become_gemm1).
 enum class TaskKind : u8 {
   route,  ///< logits, top-k, weights of a block of tokens; first, because every rank waits for our
           ///< counts
@@ -47,7 +50,8 @@ struct alignas(kCacheLine) Task {
   u32 first_ready;   // combine: place of the first token among those that are complete
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_whole()
-  u32 reserved[4];
+  u32 halved;  // of a copy for a second GEMM: 1 when it is cut as narrow tiles are all the same
+  u32 reserved[3];
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
@@ -112,13 +116,12 @@ constexpr u32 laid_out_rows(const Geometry& geometry, const Task& gemm, u32 inde
                                                     geometry.segment_align_of(gemm.narrow != 0));
 }
 
-/// Makes a tile's Gemm0 its Gemm1: the same rows.
-constexpr void make_gemm1(Task& task, const Task& gemm0, u32 parts) {
-  task = gemm0;
+/// Makes one's own copy of a tile's descriptor that of its second GEMM: the same rows. Nobody looks
+/// at a copy's seal.
+constexpr void become_gemm1(Task& task, const Geometry& geometry, bool halved) {
   task.kind = TaskKind::gemm1;
-  task.parts = static_cast<u16>(parts);
-  task.seal = gemm0.seal ^ first_word(TaskKind::gemm0, gemm0.segment_count, gemm0.parts) ^
-              first_word(TaskKind::gemm1, gemm0.segment_count, parts);
+  task.halved = halved ? 1 : 0;
+  task.parts = static_cast<u16>(geometry.gemm1_parts_of(task.narrow != 0 || halved));
 }
 
 /// Whether a descriptor is what its poster has written.
@@ -148,28 +151,44 @@ class ReadyWord {
   static_assert(kTaskBits + kPartBits + kKindBits == 32);
   static constexpr u32 kTasks = 1U << kTaskBits;
   static constexpr u32 kParts = 1U << kPartBits;
+  /// In place of the kind: a part of a second GEMM that is cut as those of narrow tiles are.
+  static constexpr u32 kHalvedGemm1 = kTaskKinds;
+  static_assert(kHalvedGemm1 < 1U << kKindBits);
 
   constexpr ReadyWord() = default;
   /// From memory.
   explicit constexpr ReadyWord(u64 sealed) : bits_(open(sealed)) {}
   constexpr ReadyWord(u32 epoch, TaskKind kind, u32 task, u32 part)
-      : bits_(u64{epoch} << 32 | u64{static_cast<u32>(kind)} << (kTaskBits + kPartBits) |
-              u64{part} << kTaskBits | task) {
-    MOEOS_CHECK(task < kTasks && part < kParts);
-  }
+      : ReadyWord(epoch, static_cast<u32>(kind), task, part) {}
 
   /// For memory.
   constexpr u64 sealed() const { return seal(bits_); }
   constexpr u32 epoch() const { return static_cast<u32>(bits_ >> 32); }
   constexpr TaskKind kind() const {
-    return static_cast<TaskKind>((bits_ >> (kTaskBits + kPartBits)) & ((1U << kKindBits) - 1));
+    return halved() ? TaskKind::gemm1 : static_cast<TaskKind>(kind_bits());
   }
+  constexpr bool halved() const { return kind_bits() == kHalvedGemm1; }
   constexpr u32 part() const { return (bits_ >> kTaskBits) & (kParts - 1); }
   constexpr u32 task() const { return bits_ & (kTasks - 1); }
   /// The same word for another part.
-  constexpr ReadyWord with_part(u32 part) const { return ReadyWord(epoch(), kind(), task(), part); }
+  constexpr ReadyWord with_part(u32 part) const {
+    return ReadyWord(epoch(), kind_bits(), task(), part);
+  }
+  /// The same word of a second GEMM, which is to be cut so.
+  constexpr ReadyWord cut_in_halves() const {
+    return ReadyWord(epoch(), kHalvedGemm1, task(), part());
+  }
 
  private:
+  constexpr ReadyWord(u32 epoch, u32 kind, u32 task, u32 part)
+      : bits_(u64{epoch} << 32 | u64{kind} << (kTaskBits + kPartBits) | u64{part} << kTaskBits |
+              task) {
+    MOEOS_CHECK(task < kTasks && part < kParts);
+  }
+  constexpr u32 kind_bits() const {
+    return static_cast<u32>(bits_ >> (kTaskBits + kPartBits)) & ((1U << kKindBits) - 1);
+  }
+
   u64 bits_ = 0;
 };
 

@@ -36,6 +36,7 @@ class TilePlan {
     results_ = 0;
     early_left_ = geometry.early_tiles();
     all_fed_ = false;
+    unpacked_ = geometry.local_experts();
     for (u32 i = P::lane(); i < geometry.world * geometry.local_experts(); i += P::kLanes) {
       os_.taken[i] = 0;
     }
@@ -76,6 +77,8 @@ class TilePlan {
 
   /// Tiles planned so far in this call; their descriptors are tasks from first_task(gemm0) on.
   u32 tiles() const { return tiles_; }
+  /// Whether these are all of this call's: all rows are here, and in tiles.
+  bool complete() const { return unpacked_ == 0; }
 
  private:
   /// What is to be said of an expert's rows.
@@ -164,6 +167,7 @@ class TilePlan {
       if (complete) {
         os_.packed[expert] = 1;
       }
+      unpacked_ -= P::count(P::ballot(complete));
       tiles_ += P::broadcast(tiles, P::kLanes - 1);
       results_ += P::broadcast(results, P::kLanes - 1);
       MOEOS_CHECK(tiles_ <= geometry.tiles_max());
@@ -307,6 +311,7 @@ class TilePlan {
 
   void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded, bool narrow,
              u32 words) const {
+    os_.tile_facts[tile] = TileFacts(expert, narrow);
     Task& task = descriptor(tile);
     const u32 parts = layout_.geometry().gemm0_parts_of(narrow);
     task.kind = TaskKind::gemm0;
@@ -330,6 +335,7 @@ class TilePlan {
   u32 tiles_ = 0;
   u32 results_ = 0;
   u32 early_left_ = 0;
+  u32 unpacked_ = 0;      // experts some of whose rows are in no tile
   bool all_fed_ = false;  // every full tile is made: until there is news, there is none to feed
 };
 

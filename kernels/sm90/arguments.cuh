@@ -30,7 +30,7 @@ static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
 /// Element types of the weights that a caller may give with its routing.
 enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-struct RankArguments {
+struct TensorMaps {
   TensorMap x;                                 // [rows, H], box 64 x 64
   TensorMap gate;                              // [E, H], box kRouteColumns x 64
   TensorMap cells[kCellBoxes];                 // [rows of all cells, H]
@@ -38,6 +38,9 @@ struct RankArguments {
   TensorMap w1_narrow;                         // the same, box kNarrowBoxRows x 64
   TensorMap w2;                                // [X * H, I], box kWeightBoxRows x 64
   TensorMap intermediate[kIntermediateBoxes];  // [rows, I]
+};
+
+struct RankArguments : TensorMaps {
   // Of the layer.
   u8* heap;
   u8* memory;
@@ -60,6 +63,16 @@ struct RankArguments {
   u32 ids_wide;  // 1: topk_ids are 64 bits wide, 0: 32
   WeightType weight_type;
 };
+
+/// Asks for the maps' descriptors, for which a block's first load of each would wait otherwise. One
+/// warp.
+inline void prefetch_maps(const TensorMaps& maps) {
+  constexpr u32 kMaps = sizeof(TensorMaps) / sizeof(TensorMap);
+  static_assert(kMaps <= Machine::kLanes);
+  if (Machine::lane() < kMaps) {
+    prefetch(reinterpret_cast<const TensorMap*>(&maps)[Machine::lane()]);
+  }
+}
 
 struct Arguments {
   RankArguments ranks[kVirtualRanks];

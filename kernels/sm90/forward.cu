@@ -41,7 +41,7 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
       task = route_task(rank.geometry(), call);
     }
   } else if (more) {
-    if (!copy_whole<Machine>(rank.memory.tasks[word.task()], task)) {
+    if (!copy_task(rank, word, task)) {
       reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
       more = false;
     } else {
@@ -89,16 +89,35 @@ inline bool gate_routes(const RankArguments& arguments, const Call& call, u32 bl
   return arguments.topk_ids == nullptr && block * kRouteTokens < call.tokens;
 }
 
+/// Whether a warp that waits for its block's next part has time to run through what it does for a
+/// tile, with one of no rows. What it then has in the instruction cache need not come from L2 when
+/// rows wait for it: of consumers some 30 KB (docs/performance.md, "Rehearsal").
+inline bool may_rehearse(Barrier& full, u32 parity) {
+  constexpr u64 kPatienceNs = 4'000;  // Route's parts are there sooner
+  const u64 begin_ns = Machine::now_ns();
+  bool waits = true;
+  while (waits && Machine::now_ns() - begin_ns < kPatienceNs) {
+    waits = !full.done(parity);
+  }
+  return agreed<Machine>(waits);
+}
+
 /// Issues the loads of every part that has any, as soon as stages are free.
 inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                      Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
   Loader loader(shared);
-  for (;; at.advance()) {
-    shared.slot_full[at.index].wait(at.parity);
-    Slot& slot = shared.slots[at.index];
-    const Task& task = shared.tasks[at.index];
+  prefetch_maps(arguments);
+  bool knows_tiles = false;
+  for (;;) {
+    const bool rehearses = !knows_tiles && may_rehearse(shared.slot_full[at.index], at.parity);
+    if (!rehearses) {
+      shared.slot_full[at.index].wait(at.parity);
+    }
+    const u32 place = rehearses ? kSlots : at.index;
+    Slot& slot = shared.slots[place];
+    const Task& task = shared.tasks[place];
     const ReadyWord word = slot.word;
     if (word.epoch() == 0) {
       release_slot(shared, at.index);
@@ -107,8 +126,9 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     // The inputs were written by others, here or by peers, and acquired by the fetch warp; TMA
     // reads them through the async proxy.
     fence_proxy_async();
-    loader.begin_part(at.index);
+    loader.begin_part(place);
     if (task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1) {
+      knows_tiles = true;
       load_tile(arguments, rank.layout, task, word.part(), loader);
     } else if (task.kind == TaskKind::route && gate_routes(arguments, call, word.part())) {
       load_route(arguments, word.part(), word.task(), loader);
@@ -120,10 +140,14 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
         load_tokens(rank, call, map, task, word.part(), slot, loader);
       }
     }
+    if (rehearses) {
+      continue;
+    }
     if (Machine::lane() == 0) {
       loader.end_part();
     }
     release_slot(shared, at.index);
+    at.advance();
   }
 }
 
@@ -190,7 +214,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
   const bool multiplies = gate_routes(arguments, call, block);
   Processor<Machine> processor(rank, call, index);
-  Logits logits(arguments, shared.route, warp, first, end);
+  Logits logits(arguments, shared.route(), warp, first, end);
   float d[kRouteColumns / 2] = {};
   if (multiplies) {
     multiply_logits(d, steps_of_slice(slice), warp / 4, shared, stage);
@@ -217,7 +241,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   if (slot.bad_token != kNone) {
     return;
   }
-  auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route);
+  auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route());
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
   everyone();
   if (pairs > 0) {
@@ -254,21 +278,6 @@ inline void stamp_computed(Shared& shared, u32 slot) {
   }
 }
 
-/// Whether a consumer warp that waits for its block's next part has time to run through the end of
-/// a tile. What it then has in the instruction cache need not come from L2, some 30 KB, when rows
-/// wait for it (docs/performance.md, "Rehearsal").
-///
-/// Of a gated tile half as many values pass through the activation: 2 us, which is not worth it.
-inline bool may_rehearse(Barrier& full, u32 parity) {
-  constexpr u64 kPatienceNs = 4'000;  // Route's parts are there sooner
-  const u64 begin_ns = Machine::now_ns();
-  bool waits = true;
-  while (waits && Machine::now_ns() - begin_ns < kPatienceNs) {
-    waits = !full.done(parity);
-  }
-  return agreed<Machine>(waits);
-}
-
 /// Products, epilogues, Route and the sums of Combine, by two warpgroups.
 inline void run_consumers(const RankArguments& arguments, const Call& call, u32 index,
                           Shared& shared) {
@@ -276,6 +285,7 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
   const u32 group = warp / 4;
   RingPosition<kStages> stage;
   RingPosition<kSlots> at;
+  // Of a gated tile half as many values pass through the activation: 2 us, which is not worth it.
   bool knows_tiles = kShape.gated();
   for (;;) {
     const bool rehearses = !knows_tiles && may_rehearse(shared.slot_full[at.index], at.parity);
@@ -298,11 +308,15 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
       knows_tiles = true;
       if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
         skip_tile(steps_of(task), shared, stage);
-      } else if (task.narrow != 0) {
+      } else if (task.narrow != 0 || task.halved != 0) {
         // The part is read again behind the products: no register is kept for it.
         float d[kNarrowColumns / 2];
         start_accumulators(d, arguments, task, word.part());
-        multiply_tile(d, steps_of(task), shared, stage);
+        if (task.narrow != 0) {
+          multiply_narrow(d, steps_of(task), shared, stage);
+        } else {
+          multiply_tile(d, steps_of(task), group, shared, stage);
+        }
         stamp_computed(shared, place);
         finish_tile(d, task, slot, slot.word.part());
       } else {

@@ -30,9 +30,13 @@ inline u32 steps_of_slice(u32 slice) {
   return minimum(kSliceSteps, kRouteSteps - first_step_of(slice));
 }
 
+/// Rows of weights that a part multiplies by.
+inline u32 weight_rows_of(const Task& task) {
+  return task.narrow != 0 || task.halved != 0 ? kNarrowColumns : kTileColumns;
+}
 /// Columns of its GEMM's result that a part computes.
 inline u32 columns_of(const Task& task) {
-  const u32 tile = task.narrow != 0 ? kNarrowColumns : kTileColumns;
+  const u32 tile = weight_rows_of(task);
   return task.kind == TaskKind::gemm0 ? gemm0_columns(tile) : tile;
 }
 
@@ -119,7 +123,7 @@ inline u32 weight_box_rows_of(const Task& task) {
   return task.narrow != 0 && task.kind == TaskKind::gemm0 ? kNarrowBoxRows : kWeightBoxRows;
 }
 inline u32 weight_boxes_of(const Task& task) {
-  return (task.narrow != 0 ? kNarrowColumns : kTileColumns) / weight_box_rows_of(task);
+  return weight_rows_of(task) / weight_box_rows_of(task);
 }
 
 /// Box `index` of them. A gated part's gate rows come before its up rows.
@@ -166,7 +170,7 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
                       u32 part, Loader& loader) {
   const bool narrow = task.narrow != 0;
   const u32 depth = narrow ? kNarrowDepth : 1;
-  const u32 columns = narrow ? kNarrowColumns : kTileColumns;
+  const u32 columns = weight_rows_of(task);
   const u32 lanes = Machine::kLanes / depth;  // for the boxes of each kTileDepth columns
   const u32 n = Machine::lane() / lanes;
   const u32 index = Machine::lane() % lanes;
@@ -231,8 +235,9 @@ inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
   }
 }
 
-/// d += the warpgroup's 64 rows of the tile times the tile's weights.
-inline void multiply_tile(float (&d)[128], u32 steps, u32 group, Shared& shared,
+/// d += the warpgroup's 64 rows of the tile times the part's weights, all of a tile's or half.
+template <u32 kRegisters>
+inline void multiply_tile(float (&d)[kRegisters], u32 steps, u32 group, Shared& shared,
                           RingPosition<kStages>& stage) {
   for_each_step(d, steps, shared, stage, [&](const Stage& from) {
 #pragma unroll
@@ -243,7 +248,8 @@ inline void multiply_tile(float (&d)[128], u32 steps, u32 group, Shared& shared,
 }
 
 /// d += a narrow tile's 64 rows times its weights.
-inline void multiply_tile(float (&d)[64], u32 steps, Shared& shared, RingPosition<kStages>& stage) {
+inline void multiply_narrow(float (&d)[kNarrowColumns / 2], u32 steps, Shared& shared,
+                            RingPosition<kStages>& stage) {
   for_each_step(d, steps, shared, stage, [&](const Stage& from) {
 #pragma unroll
     for (u32 n = 0; n < kNarrowDepth; ++n) {

@@ -60,6 +60,9 @@ LAYERS = {
         2, 2, 4, max_tokens=400, experts=4, large_experts=True
     ),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
+    "second GEMMs in halves": _layer(
+        1, 8, 4, hidden=392, intermediate=264, experts=2, max_tokens=120, activation="gelu"
+    ),
     "long rows, a router in slices": _layer(
         2, 4, 4, hidden=3848, intermediate=64, experts=4, max_tokens=60
     ),
@@ -287,6 +290,22 @@ FAULTS = {
         },
         "large experts, full tiles of two sources",
         4,
+    ),
+    "halves, of which only as many are handed out as whole parts": BrokenSource(
+        "runtime/scheduler.hpp",
+        {"batch.halved ? rank_.geometry().gemm1_narrow_parts : word.part()": "word.part()"},
+        "second GEMMs in halves",
+        2,
+    ),
+    "halves with the weights of whole parts": BrokenSource(
+        "kernels/sm90/products.cuh",
+        {
+            "task.narrow != 0 || task.halved != 0 ? kNarrowColumns": (
+                "task.narrow != 0 ? kNarrowColumns"
+            )
+        },
+        "second GEMMs in halves",
+        1,
     ),
     "a full tile of the expert before": BrokenSource(
         "runtime/team.hpp",

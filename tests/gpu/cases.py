@@ -82,6 +82,9 @@ CASES = {
         4, activation="relu", hidden=200, intermediate=136, experts=12, top_k=3, bias=True
     ),
     "swiglu-2-ranks-parts-that-overlap": _case(2, hidden=328, intermediate=200, bias=True),
+    "gelu-1-rank-halves": _case(
+        1, activation="gelu", hidden=1000, intermediate=1416, experts=2, top_k=2
+    ),
     "large-experts-2-ranks": _case(2, experts=4, **LARGE_EXPERTS),
     "silu-8-ranks-capacity": _case(
         8,

@@ -332,7 +332,7 @@ FAULTS = {
         "runtime/sender.hpp",
         "add_word(peer, rank_.layout.echoed(rank_.rank), landed - *told_of);",
         "put_word(peer, rank_.layout.echoed(rank_.rank), landed);",
-        "without a fault",
+        "fails",
     ),
     "a flag that is put before all of its rows": Fault(
         "explorer",
