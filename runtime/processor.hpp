@@ -81,12 +81,7 @@ class Processor : Pace<P> {
   /// routing. One warp.
   bool count_block(const Task& task) {
     Pace<P>::slow_down(rank_, call_);
-    // Acquire-release: publishes this block's routing, and gives the last part every block's.
-    return by_one_lane<P>([this] {
-             return P::template add_acquire_release<Scope::device>(&state_.route_blocks_done.value,
-                                                                   1U);
-           }) + 1 ==
-           task.parts;
+    return completes<P>(&state_.route_blocks_done.value, task.parts);
   }
   template <class Sync>
   void finish_routing(Team team, Sync sync) {

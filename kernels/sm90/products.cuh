@@ -57,6 +57,7 @@ struct Box {
   u32 row = 0;
   u32 column = 0;  // in the first step
   u32 place = 0;   // of its destination, bytes from the begin of the stage
+  CachePolicy policy = CachePolicy::normal;
 };
 
 // Each of a step's boxes has a lane, and a narrow tile's steps are two in one. A segment of 8n rows
@@ -135,6 +136,9 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   const u32 first = index * weight_box_rows_of(task);  // among the part's
   const u32 up = first >= columns ? kShape.intermediate - columns : 0;
   box.of_weights = true;
+  // Nobody else reads a narrow tile's weights. L2 is left to what is read again: rows, tables, code
+  // (docs/performance.md, "Weights that pass through").
+  box.policy = task.narrow != 0 ? CachePolicy::evict_first : CachePolicy::normal;
   box.map = !first_product     ? &arguments.w2
             : task.narrow != 0 ? &arguments.w1_narrow
                                : &arguments.w1;
@@ -158,9 +162,9 @@ inline void fill_stages(u32 steps, u32 columns, u32 bytes, const Box& box, Loade
     u8* to = reinterpret_cast<u8*>(&loader.stage()) + box.place;
     const u32 column = box.column + step * columns;
     if (box.of_weights) {
-      load_weights(*box.map, to, loader.full(), box.row, column);
+      load_weights(*box.map, to, loader.full(), box.row, column, box.policy);
     } else if (box.map != nullptr) {
-      load_box(*box.map, to, loader.full(), box.row, column);
+      load_box(*box.map, to, loader.full(), box.row, column, box.policy);
     }
   }
 }

@@ -12,18 +12,25 @@ struct alignas(64) TensorMap {
   u8 bytes[128];
 };
 
+/// How long L2 keeps lines that a copy has read, encoded as createpolicy would (PTX ISA has the
+/// instruction; CUTLASS, TMA::CacheHintSm90, these values of it).
+enum class CachePolicy : u64 {
+  normal = 0x1000000000000000ULL,
+  evict_first = 0x12F0000000000000ULL,
+};
+
 inline void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 /// Copies the box of `map` whose first element is (row, column) to `destination` and counts its
 /// bytes on `barrier`. Elements outside the matrix arrive as zeros.
-inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
-                     u32 column) {
+inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row, u32 column,
+                     CachePolicy policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
-      "{%2, %3}], [%4];" ::"r"(shared_address(destination)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(destination)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier)), "l"(policy)
       : "memory");
 }
 
@@ -34,11 +41,12 @@ inline constexpr u32 kOrderedRows = 32;
 /// Of each kOrderedRows, row 8b + 2a + i lies at 8a + 2b + i: its map has the dimensions columns,
 /// i, b (each 8 rows; `row` is a number of these), a (each 2 rows), and kOrderedRows rows.
 inline void load_weights(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
-                         u32 column) {
+                         u32 column, CachePolicy policy) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
-      "{%2, %4, %3, %4, %4}], [%5];" ::"r"(shared_address(destination)),
-      "l"(&map), "r"(column), "r"(row / 8), "r"(0), "r"(shared_address(&barrier))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %4, %3, %4, %4}], [%5], %6;" ::"r"(
+          shared_address(destination)),
+      "l"(&map), "r"(column), "r"(row / 8), "r"(0), "r"(shared_address(&barrier)), "l"(policy)
       : "memory");
 }
 

@@ -17,6 +17,8 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128);
 
+enum class CachePolicy : u64 { normal, evict_first };
+
 inline void prefetch(const TensorMap&) {}
 
 /// The 128-byte swizzle: 16-byte pieces change places within eight rows of 128 bytes.
@@ -49,15 +51,15 @@ void load_rows(const TensorMap& map, void* destination, Barrier& barrier, u32 ro
   });
 }
 
-inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
-                     u32 column) {
+inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row, u32 column,
+                     CachePolicy) {
   load_rows(map, destination, barrier, row, column, [](u32 r) { return r; });
 }
 
 inline constexpr u32 kOrderedRows = 32;
 
 inline void load_weights(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
-                         u32 column) {
+                         u32 column, CachePolicy) {
   // The map's bound holds for eight rows at a time, and for a box's first group alone.
   if (row % 8 != 0 || map.box_rows % kOrderedRows != 0 ||
       (map.box_rows > kOrderedRows && row + map.box_rows > map.rows)) {
