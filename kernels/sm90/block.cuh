@@ -88,6 +88,9 @@ struct Stamps {
 };
 inline constexpr bool kTraced = kGeometry.trace_events != 0;
 
+/// Shared memory that Route has for itself, in bytes: as much as the stages and the parcels leave.
+inline constexpr u32 kRouteMemory = 16384;
+
 /// What Route keeps of its block while it sorts the pairs by expert, in its memory.
 struct RouteScratch {
   u16 of_warp[kConsumerWarps][kRouteColumns];  // [expert]: pairs in a warp's share of the block,
@@ -97,6 +100,7 @@ struct RouteScratch {
   u16 rank[kRouteTokens * kGeometry.top_k];    // [pair of the block]: earlier ones in the share
 };
 inline constexpr u16 kNoExpert = 0xFFFF;
+static_assert(sizeof(RouteScratch) <= kRouteMemory);
 
 /// The courier's rows on their way: each buffer holds some rows, or a piece of one. Few large ones,
 /// because a copy takes the warp 0.3 us whatever it carries (docs/performance.md, "Larger
@@ -109,15 +113,10 @@ struct Parcels {
   Barrier full[kBuffers];
 };
 
-/// Shared memory for Route's logits, and then its scratch, in bytes: that of the parcels, which
-/// nobody needs as long as any block of this rank is at Route.
-inline constexpr u32 kRouteMemory = sizeof(Parcels::buffers);
-static_assert(sizeof(RouteScratch) <= kRouteMemory);
-
 struct Shared {
   Stage stages[kStages];
+  alignas(16) u8 route[kRouteMemory];
   Parcels parcels;
-  u8* route() { return parcels.buffers[0]; }  // kRouteMemory bytes
   Task tasks[kSlots + 1];  // the last one's is a tile of no rows, to rehearse with (forward.cu)
   Task finished;           // the complete warp's copy, so that it holds up no slot
   Slot slots[kSlots + 1];

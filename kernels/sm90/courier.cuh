@@ -137,9 +137,6 @@ inline void run_courier(const RankArguments& arguments, const Rank<Machine>& ran
       Machine::pause(idle);
       continue;
     }
-    // The parcels were Route's memory. All of it is over (the list of parts was acquired behind
-    // it), and TMA writes there through the async proxy.
-    fence_proxy_async();
     wait_for_links(rank, call, task, word.part());
     const u64 begun_ns = Machine::now_ns();
     copy_part(arguments, rank, map, task, word.part(), line);

@@ -214,7 +214,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
   const bool multiplies = gate_routes(arguments, call, block);
   Processor<Machine> processor(rank, call, index);
-  Logits logits(arguments, shared.route(), warp, first, end);
+  Logits logits(arguments, shared.route, warp, first, end);
   float d[kRouteColumns / 2] = {};
   if (multiplies) {
     multiply_logits(d, steps_of_slice(slice), warp / 4, shared, stage);
@@ -241,7 +241,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   if (slot.bad_token != kNone) {
     return;
   }
-  auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route());
+  auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route);
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
   everyone();
   if (pairs > 0) {
