@@ -19,8 +19,8 @@ namespace moeos {
 template <Platform P>
 void fill_slot(const Rank<P>& rank, const Call& call, TaskKind kind, u32 slot, u32 task,
                u32 parts) {
-  // Publishes everything this actor has acquired or done before (the rows between the GEMMs) to the
-  // scheduler; pairs with its poll of the mailbox.
+  // Publishes what this actor has acquired or done before, the tile's descriptor and the rows
+  // between the GEMMs, to the scheduler; pairs with its poll of the mailbox.
   P::template store_release<Scope::device>(&rank.memory.mailbox(kind).words[slot],
                                            ReadyWord(call.epoch, kind, task, parts).sealed());
 }

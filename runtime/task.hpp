@@ -50,7 +50,7 @@ struct alignas(kCacheLine) Task {
   u32 first_ready;   // combine: place of the first token among those that are complete
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_whole()
-  u32 halved;  // of a copy for a second GEMM: 1 when it is cut as narrow tiles are all the same
+  u32 halved;        // of a copy for a second GEMM: 1 when it is cut so although it is wide
   u32 reserved[3];
   Segment segments[Geometry::kMaxSegments];
 };

@@ -87,9 +87,21 @@ class Arrivals {
   /// The same without news; of so many experts all that is here is packed.
   bool no_news(u32 wanted, u32 early = 0) { return plan_.advance(false, wanted, early); }
 
+  bool complete() const { return plan_.complete(); }
+
   const Geometry& geometry() const { return geometry_; }
   const Task& tile(u32 number) const {
     return tasks_.tasks[tasks_.first_task(TaskKind::gemm0) + number];
+  }
+  /// Whether what the OS block keeps of each tile is what its descriptor says.
+  bool facts_are_those_of_the_descriptors() const {
+    bool right = true;
+    for (u32 i = 0; i < plan_.tiles(); ++i) {
+      const moeos::TileFacts facts = os_.tile_facts[i];
+      right = right && facts.local_expert() == tile(i).local_expert &&
+              facts.narrow() == (tile(i).narrow != 0);
+    }
+    return right;
   }
   /// The experts of all tiles, 1 or 2, a digit each, in the order of the tiles.
   u64 experts() const {
@@ -188,6 +200,26 @@ void segments_of_wide_tiles_lie_side_by_side() {
   expect(is_whole(tile), "the descriptor is sealed");
 }
 
+void a_plan_is_complete_when_all_rows_are_in_tiles() {
+  Arrivals arrivals(kSmall, {Sent{20, 140}, {20, 0}, {9, 128}});
+  expect(!arrivals.complete(), "no row is here");
+  arrivals.arrive(0, 160);
+  arrivals.arrive(1, 20);
+  arrivals.arrive(2, 136);
+  arrivals.news();
+  expect(!arrivals.complete(), "a row is missing");
+  arrivals.arrive(2, 137);
+  arrivals.news();
+  expect(arrivals.complete(), "none is");
+  expect(arrivals.facts_are_those_of_the_descriptors(), "narrow tiles, wide ones, of both experts");
+}
+
+void a_plan_without_rows_is_complete_when_all_have_said_so() {
+  Arrivals arrivals(kSmall, {Sent{0, 0}, {0, 0}, {0, 0}});
+  arrivals.news();
+  expect(arrivals.complete() && arrivals.experts() == 0, "there is no tile, and will be none");
+}
+
 }  // namespace
 
 int main() {
@@ -197,6 +229,8 @@ int main() {
   idle_processors_get_rows_of_the_fullest_expert();
   experts_of_few_rows_are_cut_narrow();
   segments_of_wide_tiles_lie_side_by_side();
+  a_plan_is_complete_when_all_rows_are_in_tiles();
+  a_plan_without_rows_is_complete_when_all_have_said_so();
   std::printf("test_tile_plan: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }
