@@ -26,6 +26,8 @@ from moeos.timeline.summary import Link
 from moeos.tracing import MAX_EVENTS, RankTrace
 
 _NAMED_ACTORS = 4  # of those that dropped events
+_INTERVALS = 10
+_SHOWN = 0.005  # a share that is shown as 1 % or more
 
 
 class Report:
@@ -35,6 +37,7 @@ class Report:
         self._call = call
         self._about = about
         self._stages = summary.stages_of(call, found)
+        self._intervals = summary.intervals_of(call, _INTERVALS)
         self._ranks = summary.ranks_of(call)
         self._chain = summary.chain_of(call, found)
         self._leads = causes.lead(call, found)
@@ -62,6 +65,9 @@ class Report:
         """The tables and the chain, on stdout."""
         print(f"{self.title()}\n", flush=True)
         output.tables(len(self._stages)).print(self._stage_table())
+        if self._intervals:
+            print("\nwhat all processors did, in %, in the tenths of the call from:", flush=True)
+            output.tables(len(self._intervals)).print(self._interval_table())
         print("\neach rank, from the call's first event on:", flush=True)
         output.tables(len(self._ranks)).print(self._rank_table())
         if self._chain:
@@ -80,6 +86,7 @@ class Report:
             "work": {kind: dataclasses.asdict(done) for kind, done in self._work.items()},
             "to_peers": {kind: dataclasses.asdict(done) for kind, done in self._to_peers.items()},
             "weights": {kind: dataclasses.asdict(of) for kind, of in self._weights.items()},
+            "intervals": [dataclasses.asdict(interval) for interval in self._intervals],
             "by_rank": [dataclasses.asdict(rank) for rank in self._ranks],
             "chain": [self._link_as_json(link) for link in self._chain],
         }
@@ -126,6 +133,20 @@ class Report:
             sizes = (None if of is None else getattr(of, name) for of in found)
             made.add_row(what, *("" if size is None else scaled(size, "B") for size in sizes))
         made.add_section()
+
+    def _interval_table(self) -> Table:
+        intervals = self._intervals
+        made = output.table(*(_time(interval.begin) for interval in intervals))
+        for kind in (stage.kind for stage in self._stages):
+            for what, shares in (
+                (kind, [interval.working[kind] for interval in intervals]),
+                (f"{kind}, storing", [interval.storing[kind] for interval in intervals]),
+            ):
+                if max(shares) >= _SHOWN:
+                    made.add_row(what, *(f"{100 * share:.0f}" for share in shares))
+        made.add_section()
+        made.add_row("none but dispatch", *(f"{100 * one.rest:.0f}" for one in intervals))
+        return made
 
     def _rank_table(self) -> Table:
         ranks = self._ranks

@@ -6,11 +6,13 @@ It knows numbers and parts, and nothing of how they are written down.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy
 
 from moeos.timeline.call import (
     COMBINE,
+    DISPATCH,
     NONE,
     STAGES,
     CallTrace,
@@ -45,6 +47,24 @@ class Stage:
     share: float
     waited: float | None
     phases: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A stretch of the call, and what the processors of all ranks did in it, as shares of their
+    time; begin and end in ns of the call's clock.
+
+    Attributes:
+        working: by kind of task, at work.
+        storing: by kind of task, between a part's work and its results in memory.
+        rest: neither, in any task but Dispatch, which a GPU's processors do beside others.
+    """
+
+    begin: int
+    end: int
+    working: dict[str, float]
+    storing: dict[str, float]
+    rest: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +129,12 @@ def stages_of(call: CallTrace, causes: Causes) -> list[Stage]:
     return found
 
 
+def intervals_of(call: CallTrace, count: int) -> list[Interval]:
+    """Of the call in so many stretches of equal length, in order; none of a call without length."""
+    bounds = numpy.linspace(0, call.length, count + 1, dtype=numpy.int64).tolist()
+    return [_interval(call, begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
+
+
 def ranks_of(call: CallTrace) -> list[RankSummary]:
     """Of each rank."""
     found = []
@@ -153,6 +179,25 @@ def chain_of(call: CallTrace, causes: Causes) -> list[Link]:
         )
         index = cause
     return chain
+
+
+def _interval(call: CallTrace, begin: int, end: int) -> Interval:
+    time = call.processors * (end - begin)
+    working, storing = {}, {}
+    rest = 1.0
+    for kind in STAGES:
+        parts = call.parts[call.parts["kind"] == kind]
+        done, stored = parts["work_end"], parts["stored"].clip(min=parts["work_end"])
+        works = _within(parts["work_begin"], done, begin, end) / time
+        stores = _within(done, stored, begin, end) / time
+        working[kind_name(kind)], storing[kind_name(kind)] = works, stores
+        rest -= works + stores if kind != DISPATCH else 0.0
+    return Interval(begin=begin, end=end, working=working, storing=storing, rest=max(0.0, rest))
+
+
+def _within(begins: Numbers, ends: Numbers, begin: int, end: int) -> int:
+    """ns of so many stretches [n] that lie between two moments."""
+    return int((ends.clip(begin, end) - begins.clip(begin, end)).sum())
 
 
 def _share(call: CallTrace, work: int, processors: int) -> float:

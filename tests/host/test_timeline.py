@@ -336,6 +336,22 @@ def test_work_that_overlaps_on_a_processor_counts_once() -> None:
     assert [stage.work for stage in stages] == [6, 32, 20, 4, 0]
 
 
+def test_intervals_say_what_processors_did_when() -> None:
+    first, second, third = summary.intervals_of(pipelined(), 3)
+    assert [(one.begin, one.end) for one in (first, second, third)] == [(0, 33), (33, 66), (66, 99)]
+    of = 33
+    assert first.working == pytest.approx(
+        {"route": 6 / of, "dispatch": 21 / of, "gemm0": 0, "gemm1": 0, "combine": 0}
+    )
+    assert first.storing["route"] == pytest.approx(1 / of)
+    assert first.rest == pytest.approx(26 / of)  # Dispatch is beside whatever else there is
+    assert (second.working["dispatch"], second.working["gemm0"]) == (16 / of, 16 / of)
+    assert second.rest == pytest.approx(17 / of)
+    assert (third.working["gemm0"], third.storing["gemm0"]) == (4 / of, 20 / of)
+    assert (third.working["gemm1"], third.storing["gemm1"]) == (4 / of, 1 / of)
+    assert third.rest == pytest.approx(4 / of)
+
+
 def test_overlapping_parts_lie_on_threads_beside_each_other() -> None:
     call = pipelined()
     events = chrome_format.check(chrome.document(call, causes.find(call), {}))
