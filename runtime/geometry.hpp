@@ -103,9 +103,9 @@ struct Geometry {
   constexpr u32 gemm1_parts_of(bool narrow) const {
     return narrow ? gemm1_narrow_parts : gemm1_parts;
   }
-  /// Parts of both GEMMs of a tile, at most.
+  /// Parts of both GEMMs of a tile, at most: a wide tile's second one may have narrow ones, too.
   constexpr u32 tile_parts_max() const {
-    return maximum(gemm0_parts + gemm1_parts, gemm0_narrow_parts + gemm1_narrow_parts);
+    return maximum(gemm0_parts, gemm0_narrow_parts) + maximum(gemm1_parts, gemm1_narrow_parts);
   }
 
   /// Rows of a tile, and of a segment of a narrow one, are padded to a multiple of this (one wgmma

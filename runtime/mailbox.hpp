@@ -15,24 +15,18 @@
 
 namespace moeos {
 
-/// Fills a slot with a tile's descriptor.
-template <Platform P>
-void fill_slot(const Rank<P>& rank, const Call& call, TaskKind kind, u32 slot, u32 task,
-               u32 parts) {
-  // Publishes what this actor has acquired or done before, the tile's descriptor and the rows
-  // between the GEMMs, to the scheduler; pairs with its poll of the mailbox.
-  P::template store_release<Scope::device>(&rank.memory.mailbox(kind).words[slot],
-                                           ReadyWord(call.epoch, kind, task, parts).sealed());
-}
-
-/// Posts a Gemm1, from any processor, in the next slot that no other has taken.
+/// Posts a Gemm1, from any processor, in the next slot that no other has taken. `task`: its tile's
+/// descriptor.
 template <Platform P>
 void post_gemm1(const Rank<P>& rank, const Call& call, u32 task, u32 parts) {
-  const u32 slot =
-      take_slots(rank, call, Actor::processor, &rank.memory.call(call.epoch).gemm1_posted.value,
-                 rank.memory.mailbox(TaskKind::gemm1).capacity);
+  const MailboxView mailbox = rank.memory.mailbox(TaskKind::gemm1);
+  const u32 slot = take_slots(rank, call, Actor::processor,
+                              &rank.memory.call(call.epoch).gemm1_posted.value, mailbox.capacity);
   if (slot != kNone) {
-    fill_slot(rank, call, TaskKind::gemm1, slot, task, parts);
+    // Publishes what this actor has acquired or done before, the tile's descriptor and the rows
+    // between the GEMMs, to the scheduler; pairs with its poll of the mailbox.
+    P::template store_release<Scope::device>(
+        &mailbox.words[slot], ReadyWord(call.epoch, TaskKind::gemm1, task, parts).sealed());
   }
 }
 

@@ -166,8 +166,8 @@ class Scheduler {
       read |= batch.size > 0 ? 1U << static_cast<u32>(kind) : 0;
     });
     if (read != 0) {
-      // Pairs with fill_slot: what the posters published is ordered before what publish_up_to
-      // publishes.
+      // Pairs with post_gemm1 and post_new_tiles: what they published is ordered before what
+      // publish_up_to publishes.
       P::template relay_fence<Scope::device>();
       if ((read >> static_cast<u32>(TaskKind::gemm1) & 1U) != 0) {
         find_experts(gemm1_, rank_.geometry().gemm1_parts);

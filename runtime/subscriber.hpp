@@ -209,7 +209,7 @@ class ArrivalsSubscriber {
     if (planned) {
       post_new_tiles(wanted);
     }
-    if (plan_.complete() && P::lane() == 0) {
+    if (progress && plan_.complete() && P::lane() == 0) {
       // Relaxed: a number by which the scheduler chooses how parts are cut.
       P::template store_relaxed<Scope::block>(rank_.os->tiles_made, 1 + posted_);
     }

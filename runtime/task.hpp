@@ -50,7 +50,7 @@ struct alignas(kCacheLine) Task {
   u32 first_ready;   // combine: place of the first token among those that are complete
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_whole()
-  u32 halved;        // of a copy for a second GEMM: 1 when it is cut so although it is wide
+  u32 halved;        // of a copy for a second GEMM: 1 when a wide tile is cut into narrow N-tiles
   u32 reserved[3];
   Segment segments[Geometry::kMaxSegments];
 };
@@ -116,12 +116,15 @@ constexpr u32 laid_out_rows(const Geometry& geometry, const Task& gemm, u32 inde
                                                     geometry.segment_align_of(gemm.narrow != 0));
 }
 
+/// Whether a copy's parts are narrow N-tiles.
+constexpr bool has_narrow_parts(const Task& task) { return task.narrow != 0 || task.halved != 0; }
+
 /// Makes one's own copy of a tile's descriptor that of its second GEMM: the same rows. Nobody looks
 /// at a copy's seal.
 constexpr void become_gemm1(Task& task, const Geometry& geometry, bool halved) {
   task.kind = TaskKind::gemm1;
   task.halved = halved ? 1 : 0;
-  task.parts = static_cast<u16>(geometry.gemm1_parts_of(task.narrow != 0 || halved));
+  task.parts = static_cast<u16>(geometry.gemm1_parts_of(has_narrow_parts(task)));
 }
 
 /// Whether a descriptor is what its poster has written.

@@ -102,6 +102,17 @@ inline bool may_rehearse(Barrier& full, u32 parity) {
   return agreed<Machine>(waits);
 }
 
+/// Waits for the block's next part, in slot `at`, or has time to rehearse first; returns the place
+/// of the part, or of the rehearsal's, kSlots. A warp that knows tiles has no use for one.
+inline u32 next_place(Shared& shared, const RingPosition<kSlots>& at, bool knows_tiles) {
+  Barrier& full = shared.slot_full[at.index];
+  if (!knows_tiles && may_rehearse(full, at.parity)) {
+    return kSlots;
+  }
+  full.wait(at.parity);
+  return at.index;
+}
+
 /// Issues the loads of every part that has any, as soon as stages are free.
 inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                      Shared& shared) {
@@ -111,11 +122,8 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
   prefetch_maps(arguments);
   bool knows_tiles = false;
   for (;;) {
-    const bool rehearses = !knows_tiles && may_rehearse(shared.slot_full[at.index], at.parity);
-    if (!rehearses) {
-      shared.slot_full[at.index].wait(at.parity);
-    }
-    const u32 place = rehearses ? kSlots : at.index;
+    const u32 place = next_place(shared, at, knows_tiles);
+    const bool rehearses = place == kSlots;
     Slot& slot = shared.slots[place];
     const Task& task = shared.tasks[place];
     const ReadyWord word = slot.word;
@@ -288,11 +296,8 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
   // Of a gated tile half as many values pass through the activation: 2 us, which is not worth it.
   bool knows_tiles = kShape.gated();
   for (;;) {
-    const bool rehearses = !knows_tiles && may_rehearse(shared.slot_full[at.index], at.parity);
-    if (!rehearses) {
-      shared.slot_full[at.index].wait(at.parity);
-    }
-    const u32 place = rehearses ? kSlots : at.index;
+    const u32 place = next_place(shared, at, knows_tiles);
+    const bool rehearses = place == kSlots;
     Slot& slot = shared.slots[place];
     const ReadyWord word = slot.word;
     if (word.epoch() == 0) {
@@ -308,7 +313,7 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
       knows_tiles = true;
       if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
         skip_tile(steps_of(task), shared, stage);
-      } else if (task.narrow != 0 || task.halved != 0) {
+      } else if (has_narrow_parts(task)) {
         // The part is read again behind the products: no register is kept for it.
         float d[kNarrowColumns / 2];
         start_accumulators(d, arguments, task, word.part());

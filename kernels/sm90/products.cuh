@@ -32,7 +32,7 @@ inline u32 steps_of_slice(u32 slice) {
 
 /// Rows of weights that a part multiplies by.
 inline u32 weight_rows_of(const Task& task) {
-  return task.narrow != 0 || task.halved != 0 ? kNarrowColumns : kTileColumns;
+  return has_narrow_parts(task) ? kNarrowColumns : kTileColumns;
 }
 /// Columns of its GEMM's result that a part computes.
 inline u32 columns_of(const Task& task) {
@@ -57,7 +57,7 @@ struct Box {
   u32 row = 0;
   u32 column = 0;  // in the first step
   u32 place = 0;   // of its destination, bytes from the begin of the stage
-  CachePolicy policy = CachePolicy::normal;
+  CachePolicy policy = CachePolicy::normal;  // of weights
 };
 
 // Each of a step's boxes has a lane, and a narrow tile's steps are two in one. A segment of 8n rows
@@ -164,7 +164,7 @@ inline void fill_stages(u32 steps, u32 columns, u32 bytes, const Box& box, Loade
     if (box.of_weights) {
       load_weights(*box.map, to, loader.full(), box.row, column, box.policy);
     } else if (box.map != nullptr) {
-      load_box(*box.map, to, loader.full(), box.row, column, box.policy);
+      load_box(*box.map, to, loader.full(), box.row, column);
     }
   }
 }

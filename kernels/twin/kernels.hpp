@@ -94,7 +94,7 @@ class TwinKernels {
   /// One N-tile of the second GEMM, each row written where its owner will combine it.
   void gemm1(const Task& task, u32 part) {
     const Element element = operands_.element;
-    const u32 width = task.narrow != 0 || task.halved != 0 ? kNarrowColumns : kPlainColumns;
+    const u32 width = has_narrow_parts(task) ? kNarrowColumns : kPlainColumns;
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.hidden - first);
     const std::size_t row_bytes = std::size_t{shape_.intermediate} * size_of(element);

@@ -299,11 +299,7 @@ FAULTS = {
     ),
     "halves with the weights of whole parts": BrokenSource(
         "kernels/sm90/products.cuh",
-        {
-            "task.narrow != 0 || task.halved != 0 ? kNarrowColumns": (
-                "task.narrow != 0 ? kNarrowColumns"
-            )
-        },
+        {"has_narrow_parts(task) ? kNarrowColumns": "task.narrow != 0 ? kNarrowColumns"},
         "second GEMMs in halves",
         1,
     ),

@@ -25,12 +25,12 @@ inline void prefetch(const TensorMap& map) {
 
 /// Copies the box of `map` whose first element is (row, column) to `destination` and counts its
 /// bytes on `barrier`. Elements outside the matrix arrive as zeros.
-inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row, u32 column,
-                     CachePolicy policy) {
+inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
+                     u32 column) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(destination)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier)), "l"(policy)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+      "{%2, %3}], [%4];" ::"r"(shared_address(destination)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
       : "memory");
 }
 

@@ -51,8 +51,8 @@ void load_rows(const TensorMap& map, void* destination, Barrier& barrier, u32 ro
   });
 }
 
-inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row, u32 column,
-                     CachePolicy) {
+inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,
+                     u32 column) {
   load_rows(map, destination, barrier, row, column, [](u32 r) { return r; });
 }
 
