@@ -10,7 +10,7 @@ import pytest
 
 import moeos
 from moeos import PeerTimeout, TwinOptions, World, counters, virtual
-from moeos.faults import Fault, FaultPlan, StartDelay
+from moeos.faults import Fault, FaultPlan, SlowProcessor, StartDelay
 from tests.layers import Call, config, draw_call, draw_given_call, draw_weights
 
 RANKS = 3
@@ -60,6 +60,19 @@ def test_times_lie_in_the_call_and_in_its_order(way: dict[str, Any]) -> None:
         assert min(stats["rows_after"]) <= stats["first_tile_after"]
         assert all(0 <= waited < stats["seconds"] for waited in stats["waited_for"])
         assert stats["sweeps"] >= 1
+        # Where processors always wait for parts, none waits for them.
+        assert 0 <= stats["waiting_most"] <= sum(stats["tasks"].values())
+
+
+@ways
+def test_parts_wait_for_slow_processors(way: dict[str, Any]) -> None:
+    slow = tuple(
+        SlowProcessor(rank=rank, processor=processor, seconds=0.002)
+        for rank in range(RANKS)
+        for processor in range(way["twin"].processors)
+    )
+    plan = FaultPlan(slow_processors=slow)
+    for stats, _ in stats_of(calls_of([150, 70, 200]), **way, faults=plan):
         assert 1 <= stats["waiting_most"] <= sum(stats["tasks"].values())
 
 
