@@ -1,4 +1,5 @@
-// Two-byte storage types and their conversion to and from fp32, two at a time.
+// Two-byte storage types, their binary digits, and their conversion to and from fp32, two at a
+// time.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -6,6 +7,7 @@
 namespace moeos::sm90 {
 
 struct Bfloat16 {
+  static constexpr u32 kDigits = 8;
   static u32 pack(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -16,6 +18,7 @@ struct Bfloat16 {
 };
 
 struct Float16 {
+  static constexpr u32 kDigits = 11;
   static u32 pack(float low, float high) {
     u32 pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -187,10 +187,10 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
                    to + u64{column} * 2, eight_from(i, [&](u32 at) {
                      if constexpr (kShape.gated()) {
                        constexpr bool kLimited = kShape.swiglu_limit < kInfinity;
-                       return swiglu<kLimited>(pair_of(at), pair_of(kRegisters / 2 + at),
-                                               kShape.swiglu_limit);
+                       return swiglu<Element, kLimited>(pair_of(at), pair_of(kRegisters / 2 + at),
+                                                        kShape.swiglu_limit);
                      } else {
-                       return activate<kShape.activation>(pair_of(at));
+                       return activate<Element, kShape.activation>(pair_of(at));
                      }
                    }));
     }

@@ -9,6 +9,7 @@
 namespace moeos::sm90 {
 
 struct Bfloat16 {
+  static constexpr u32 kDigits = 8;
   static u32 pack(float low, float high) { return round(high) << 16 | round(low); }
   static float low(u32 pair) { return __uint_as_float(pair << 16); }
   static float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000U); }
@@ -22,6 +23,7 @@ struct Bfloat16 {
 };
 
 struct Float16 {
+  static constexpr u32 kDigits = 11;
   static u32 pack(float low, float high) { return bits_of(high) << 16 | bits_of(low); }
   static float low(u32 pair) { return value_of(static_cast<u16>(pair)); }
   static float high(u32 pair) { return value_of(static_cast<u16>(pair >> 16)); }

@@ -1,0 +1,13 @@
+// The hyperbolic tangent of the special function unit, right to 2^-11 of itself. Source: PTX ISA,
+// "tanh".
+#pragma once
+
+namespace moeos::sm90 {
+
+inline float rough_tanh(float x) {
+  float value;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+
+}  // namespace moeos::sm90
