@@ -18,7 +18,7 @@ struct Call {
                       // caller)
 };
 
-/// Whether the call has a Combine of tokens that sent no row; then it is the first one.
+/// Whether the call has a Combine of tokens that sent no row, before all others.
 constexpr bool combines_unsent(const Call& call) {
   return call.may_be_unsent != 0 && call.tokens > 0;
 }

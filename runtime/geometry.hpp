@@ -175,12 +175,8 @@ struct Geometry {
   constexpr u32 combine_tokens(u32 tokens) const {
     return minimum(kCombineTokens, maximum(1U, ceil_div(tokens, 4 * processors)));
   }
-  /// A Combine task is made when chunks have come back that complete tokens; and one (with a part
-  /// a token block) for tokens that sent nothing.
-  constexpr u32 combine_tasks_max() const { return minimum(max_tokens, world * chunks()) + 1; }
-  constexpr u32 tasks_max() const {
-    return 1 + dispatch_tasks_max() + tiles_max() + combine_tasks_max();
-  }
+  /// Descriptors in memory.
+  constexpr u32 tasks_max() const { return dispatch_tasks_max() + tiles_max(); }
   /// Actors that note events: the processors, the couriers, the scheduler and the subscribers.
   static constexpr u32 kTracedOsActors = 4;  // TraceKind names them
   constexpr u32 trace_actors() const { return processors + couriers + kTracedOsActors; }

@@ -233,12 +233,12 @@ class RankMemory {
     switch (kind) {
       case TaskKind::route:
         return 0;  // processors know it (call.hpp)
+      case TaskKind::combine:
+        return 0;  // its word says all of it
       case TaskKind::gemm1:
         return 0;  // its tile's first one is its own, too
       case TaskKind::dispatch:
         return geometry_.get().dispatch_tasks_max();
-      case TaskKind::combine:
-        return geometry_.get().combine_tasks_max();
       default:
         return geometry_.get().tiles_max();
     }
@@ -307,7 +307,6 @@ class OsMemory {
     take(inquiry, 1);
     take(returns_ready, 1);
     take(published, 1);
-    take(combines_made, 1);
     take(tiles_made, 1);
     take(tile_facts, geometry.tiles_max());
     take(receive_start, world * (local + 1));
@@ -344,7 +343,6 @@ class OsMemory {
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* published = nullptr;      // slots of the ready ring that hold this call's parts
-  u32* combines_made = nullptr;  // Combine tasks of this call so far
   u32* tiles_made = nullptr;     // 0, or 1 and the tiles of this call: there will be no more
   TileFacts* tile_facts = nullptr;      // [tile]: of this call
   u32* receive_start = nullptr;         // [source][X + 1]: as RankMemory's, which processors read

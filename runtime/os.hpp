@@ -5,12 +5,14 @@
 // thread run all of them in turn (run_os_block). May not know: what tasks compute.
 #pragma once
 
+#include "runtime/arrivals_subscriber.hpp"
 #include "runtime/base.hpp"
+#include "runtime/counts_subscriber.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"
+#include "runtime/returns_subscriber.hpp"
 #include "runtime/scheduler.hpp"
 #include "runtime/sender.hpp"
-#include "runtime/subscriber.hpp"
 #include "runtime/team.hpp"
 #include "runtime/trace.hpp"
 
@@ -41,7 +43,6 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->tiles_made = 0;
     // Processors know the first parts, those of Route, without being told.
     *rank.os->published = route_parts(rank.geometry(), call);
-    *rank.os->combines_made = combines_unsent(call) ? 1 : 0;
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();
     }

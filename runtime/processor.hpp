@@ -24,15 +24,24 @@
 
 namespace moeos {
 
-/// Copies the descriptor that a word names, for a part of its kind; false if it is not whole. One
-/// warp; all lanes may then read the copy.
+/// Makes the descriptor of the part that a word hands out, or copies its tile's; false if that is
+/// not whole. One warp; all lanes may then read it.
 template <Platform P>
-bool copy_task(const Rank<P>& rank, ReadyWord word, Task& to) {
-  if (!copy_whole<P>(rank.memory.tasks[word.task()], to)) {
+bool get_task(const Rank<P>& rank, const Call& call, ReadyWord word, Task& to) {
+  const TaskKind kind = word.kind();
+  const bool copied = kind == TaskKind::gemm0 || kind == TaskKind::gemm1;
+  if (copied && !copy_whole<P>(rank.memory.tasks[word.task()], to)) {
+    reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
     return false;
   }
-  if (word.kind() == TaskKind::gemm1 && P::lane() == 0) {
-    become_gemm1(to, rank.geometry(), word.halved());
+  if (P::lane() == 0) {
+    if (kind == TaskKind::route) {
+      to = route_task(rank.geometry(), call);
+    } else if (kind == TaskKind::combine) {
+      to = combine_task(word);
+    } else if (kind == TaskKind::gemm1) {
+      become_gemm1(to, rank.geometry(), word.halved());
+    }
   }
   P::sync_lanes();
   return true;
@@ -269,7 +278,6 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   const auto dispatch = [&] {
     return run_dispatch(rank, call, processor, kernels, courier, trace);
   };
-  const Task route = route_task(rank.geometry(), call);
   MOEOS_CHECK(rank.geometry().route_slices == 1);
   ReadyWord word;
   for (;;) {
@@ -278,9 +286,8 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     if (!processor.claim(word, dispatch)) {
       return;
     }
-    Task task = route;
-    if (word.kind() != TaskKind::route && !copy_task(rank, word, task)) {
-      reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
+    Task task;
+    if (!get_task(rank, call, word, task)) {
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
@@ -301,13 +308,12 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     } else if (task.kind == TaskKind::gemm1) {
       kernels.gemm1(task, word.part());
     } else {
-      for_each_token(rank, call, processor.routing_map(), task, word.part(),
-                     [&](u32 token, bool exists) {
-                       if (exists) {
-                         kernels.combine(token);
-                         ++combined;
-                       }
-                     });
+      for_each_token(rank, call, processor.routing_map(), task, [&](u32 token, bool exists) {
+        if (exists) {
+          kernels.combine(token);
+          ++combined;
+        }
+      });
     }
     const u64 end = P::now_ns();
     processor.complete(task, word, end - begin, combined);

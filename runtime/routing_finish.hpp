@@ -183,17 +183,6 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   return all;
 }
 
-/// Writes the descriptor of the Combine that counts the rows of every token, where they are not the
-/// same for all, and writes zeros for those that sent none: nothing will come back for them. A
-/// returns subscriber hands it out.
-template <Platform P>
-void describe_unsent(const Rank<P>& rank, const Call& call) {
-  if (P::lane() == 0 && combines_unsent(call)) {
-    make_combine(rank.memory.tasks[rank.memory.first_task(TaskKind::combine)],
-                 route_blocks(rank.geometry(), call), call.epoch, 0, 0);
-  }
-}
-
 /// Called by every warp of the processor that has run the last Route part; sync() is a barrier of
 /// these warps, and what one wrote before it the others may read behind it.
 template <Platform P, class Sync>
@@ -211,14 +200,11 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
   if (team.index != 0) {
     return;
   }
-  describe_unsent(rank, call);
-  P::sync_lanes();
   if (P::lane() == 0) {
     const Geometry& geometry = rank.geometry();
     tally.count_bytes_to_peers += (geometry.experts - geometry.local_experts()) * sizeof(u64);
-    // Publishes the routing map, the rows sent to each peer, the list of Dispatch and the Combine
-    // of tokens that sent none to the returns subscribers and the couriers (the team has
-    // synchronised on them).
+    // Publishes the routing map, the rows sent to each peer and the list of Dispatch to the returns
+    // subscribers and the couriers (the team has synchronised on them).
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, parts + 1);
   }
 }

@@ -66,17 +66,16 @@ void find_unsent(const Rank<P>& rank, const Call& call, const RoutingMap& map, u
 /// Calls visit(token, exists) for the tokens that a Combine part writes, one a lane, by all lanes.
 template <Platform P, class Visit>
 void for_each_token(const Rank<P>& rank, const Call& call, const RoutingMap& map, const Task& task,
-                    u32 part, Visit visit) {
+                    Visit visit) {
   if (task.rows == 0) {
-    find_unsent(rank, call, map, part, visit);
+    find_unsent(rank, call, map, task.first_ready, visit);
     return;
   }
-  const u32 each = rank.geometry().combine_tokens(call.tokens);
-  const u32 end = minimum(task.rows, (part + 1) * each);
-  for (u32 first = part * each; first < end; first += P::kLanes) {
+  for (u32 first = 0; first < task.rows; first += P::kLanes) {
     const u32 place = first + P::lane();
-    // Acquired with the descriptor.
-    visit(place < end ? rank.memory.ready_tokens[task.first_ready + place] : 0, place < end);
+    const bool exists = place < task.rows;
+    // Acquired with the part's word.
+    visit(exists ? rank.memory.ready_tokens[task.first_ready + place] : 0, exists);
   }
 }
 

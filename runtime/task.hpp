@@ -2,7 +2,8 @@
 //
 // A descriptor is one cache line, written once by whoever learns that the work is possible and read
 // by the processors that run its parts (thesis section 5.2, Figure 5.1). A part is one N-tile of a
-// GEMM, some rows of a Dispatch, a slice of a token block's Route. May not know: how a task is
+// GEMM, some rows of a Dispatch, a slice of a token block's Route, some tokens' Combine; the latter
+// two are known from their words, and have no descriptor in memory. May not know: how a task is
 // computed; addresses.
 #pragma once
 
@@ -42,12 +43,12 @@ struct alignas(kCacheLine) Task {
   u32 local_expert;  // GEMMs: whose weights
   u32 tile;          // GEMMs: index of the row tile, for its completion counter
   u32 rows;          // GEMMs: rows of the tile that count; dispatch: of a part; combine: tokens, or
-                     // 0 for all that sent no row
+                     // 0 for those of a block that sent no row
   u32 padded_rows;   // GEMMs: rows of the tile as laid out, a multiple of 8
   u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs
   u32 peer;          // dispatch: destination
   u32 first_chunk;   // dispatch
-  u32 first_ready;   // combine: place of the first token among those that are complete
+  u32 first_ready;   // combine: place of the first token among those that are complete, or a block
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_whole()
   u32 halved;        // of a copy for a second GEMM: 1 when a wide tile is cut into narrow N-tiles
@@ -97,17 +98,6 @@ constexpr SentRows rows_in_part(const Geometry& geometry, u32 rows_sent, const T
   return {first / geometry.chunk_rows, first, minimum(dispatch.rows, rows_sent - first)};
 }
 
-/// Fills in the Combine of `tokens` complete tokens from `first_ready` on, or, with none, of those
-/// that sent no row.
-constexpr void make_combine(Task& task, u32 parts, u32 epoch, u32 first_ready, u32 tokens) {
-  task.kind = TaskKind::combine;
-  task.parts = static_cast<u16>(parts);
-  task.epoch = epoch;
-  task.rows = tokens;
-  task.first_ready = first_ready;
-  task.seal = kWhole ^ first_word(TaskKind::combine, 0, parts) ^ epoch ^ tokens ^ first_ready;
-}
-
 /// Rows that segment `index` takes inside the tile, from row `first` of it on. The last one takes
 /// what is left.
 constexpr u32 laid_out_rows(const Geometry& geometry, const Task& gemm, u32 index, u32 first) {
@@ -131,7 +121,7 @@ constexpr void become_gemm1(Task& task, const Geometry& geometry, bool halved) {
 constexpr bool is_whole(const Task& task) {
   u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
             task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.peer ^
-            task.first_chunk ^ task.first_ready ^ task.narrow ^ task.seal;
+            task.first_chunk ^ task.narrow ^ task.seal;
   for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }
@@ -194,5 +184,26 @@ class ReadyWord {
 
   u64 bits_ = 0;
 };
+
+/// The word of the Combine of `tokens` complete tokens from place `first_ready` among these on. It
+/// says all that there is to know of them, so there is no descriptor.
+static_assert(Geometry::kCombineTokens < ReadyWord::kParts);
+constexpr ReadyWord combine_word(u32 epoch, u32 first_ready, u32 tokens) {
+  MOEOS_CHECK(tokens != 0);
+  return ReadyWord(epoch, TaskKind::combine, first_ready, tokens);
+}
+/// And of the tokens of a block that have sent no row.
+constexpr ReadyWord combine_unsent_word(u32 epoch, u32 block) {
+  return ReadyWord(epoch, TaskKind::combine, block, 0);
+}
+constexpr Task combine_task(ReadyWord word) {
+  Task task{};
+  task.kind = TaskKind::combine;
+  task.parts = 1;
+  task.epoch = word.epoch();
+  task.rows = word.part();
+  task.first_ready = word.task();
+  return task;
+}
 
 }  // namespace moeos

@@ -28,8 +28,8 @@ struct alignas(64) TraceEvent {
   u32 peer;    // dispatch: the destination
   u32 expert;  // GEMMs: the local expert
   u32 place;   // route: the slice, and `part` the block; GEMMs: the tile; dispatch: the part's
-               // chunk; combine: the task's first token's place among the complete ones, kNone for
-               // tokens that sent no row
+               // chunk; combine: the first token's place among the complete ones, or kNone for
+               // tokens that sent no row, and `part` the block
   u32 rows;    // GEMMs: of the tile; dispatch: 1 for the part that announced the chunk;
                // combine: tokens written
   // Of a part, in ns behind begin_ns; 0 where a machine has no such moment.
@@ -65,6 +65,7 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
     event.place = task.first_chunk + word.part() * task.rows / geometry.chunk_rows;
     event.rows = done;
   } else if (task.kind == TaskKind::combine) {
+    event.part = task.rows == 0 ? task.first_ready : 0;
     event.place = task.rows == 0 ? kNone : task.first_ready;
     event.rows = done;
   }

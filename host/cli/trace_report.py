@@ -198,8 +198,8 @@ class Report:
             what = f"tokens without rows, block {of['block']}"
         else:
             what = (
-                f"{output.plural(of['tokens'], 'token')}, part {of['part']} of those complete from "
-                f"place {of['first_complete']} on"
+                f"{output.plural(of['tokens'], 'token')}, those complete from place "
+                f"{of['first_complete']} on"
             )
         return f"rank {rank}'s {kind_name(kind)} of {what}"
 

@@ -192,20 +192,17 @@ class _Finder:
         unsent = self._last_stored([i for i in combines if column["place"][i] == NONE])
         first_stored = min(returned, key=column["stored"].__getitem__)
         visible = [column["visible"][i] for i in returned]
-        by_place: dict[int, list[int]] = defaultdict(list)
-        for index in combines:
-            if column["place"][index] != NONE:
-                by_place[column["place"][index]].append(index)
-        # Tasks are posted in the order of their places, so a claim of a later one bounds this one.
+        complete = [i for i in combines if column["place"][i] != NONE]
+        # Parts are posted in the order of their places, so a claim of a later one bounds this one.
         claimed = numpy.iinfo(numpy.int64).max
-        for _, parts in sorted(by_place.items(), reverse=True):
-            claimed = min(claimed, *(column["claimed"][i] for i in parts))
+        for index in sorted(complete, key=column["place"].__getitem__, reverse=True):
+            claimed = min(claimed, column["claimed"][index])
             # The actor's clock is read after it has posted: if no step had ended, it was the first.
             step = max(0, int(numpy.searchsorted(steps["end"], claimed, "right")) - 1)
             before = int(numpy.searchsorted(visible, steps["begin"][step], "right"))
             likely = returned[before - 1] if before else first_stored
             cause = self._last_stored([i for i in (likely, unsent) if i != NONE])
-            self._set(parts, cause, certain=cause == unsent)
+            self._set([index], cause, certain=cause == unsent)
 
     def _last_parts(self, rank: int, tiles: dict[tuple[int, int], list[_Tile]]) -> list[int]:
         """The last Gemm1 part of each tile that may hold rows of a rank, in the order in which

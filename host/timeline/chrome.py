@@ -137,7 +137,7 @@ def arguments(call: CallTrace, part: Any) -> dict[str, int]:
         of_chunks = {"peer": peer, "chunk": place, "chunks": rows}
         return {**of_chunks, "first_expert": first, "last_expert": last}
     if kind == COMBINE:
-        which = {"block": number} if place == NONE else {"first_complete": place, "part": number}
+        which = {"block": number} if place == NONE else {"first_complete": place}
         return {**which, "tokens": rows}
     return {
         "expert": call.first_expert(rank) + int(part["expert"]),

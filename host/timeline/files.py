@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moeos.files import open_regular
 from moeos.tracing import EVENT, KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 1 << 30
 """The most that a file may hold, uncompressed."""
 

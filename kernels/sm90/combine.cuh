@@ -76,10 +76,10 @@ inline void load_pieces(Loader& loader, u32 tokens, u32 first_byte, u32 token, u
 
 /// The load warp's side of a Combine part; notes in the slot how many tokens there are.
 inline void load_tokens(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
-                        const Task& task, u32 part, Slot& slot, Loader& loader) {
+                        const Task& task, Slot& slot, Loader& loader) {
   const u32 lane = Machine::lane();
   u32 combined = 0;
-  for_each_token(rank, call, map, task, part, [&](u32 token, bool exists) {
+  for_each_token(rank, call, map, task, [&](u32 token, bool exists) {
     for (u32 open = Machine::ballot(exists); open != 0;) {
       u32 mine = kNone;
       u32 tokens = 0;

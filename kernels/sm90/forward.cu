@@ -28,25 +28,17 @@ inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
           mine.rank,           mine.deadline_ns};
 }
 
-/// Claims the next part and copies its descriptor. Looks up where its results go, while the block
-/// is at the part before. False: leave.
+/// Claims the next part and gets its descriptor. Looks up where its results go, while the block is
+/// at the part before. False: leave.
 inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                        Processor<Machine>& processor, Task& task, Slot& slot, Stamps& stamps) {
   const u32 lane = Machine::lane();
   ReadyWord word;
   bool more = processor.claim(word, [] { return false; });
   const u64 claimed_ns = trace_time<Machine>(kGeometry);
-  if (more && word.kind() == TaskKind::route) {
-    if (lane == 0) {
-      task = route_task(rank.geometry(), call);
-    }
-  } else if (more) {
-    if (!copy_task(rank, word, task)) {
-      reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
-      more = false;
-    } else {
-      find_results(arguments, rank, task, slot);
-    }
+  more = more && get_task(rank, call, word, task);
+  if (more) {
+    find_results(arguments, rank, task, slot);
   }
   if (lane == 0) {
     slot.word = more ? word : ReadyWord();
@@ -145,7 +137,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
         loader.let_claim();
       }
       if (task.kind == TaskKind::combine) {
-        load_tokens(rank, call, map, task, word.part(), slot, loader);
+        load_tokens(rank, call, map, task, slot, loader);
       }
     }
     if (rehearses) {

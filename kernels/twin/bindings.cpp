@@ -94,6 +94,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   limit(u64{experts / world} * capacity, std::numeric_limits<u32>::max() / 2,
         "the number of rows of a cell");
   limit(geometry.tasks_max(), ReadyWord::kTasks, "the number of task descriptors");
+  limit(u64{kReturnsSubscribersMax} * max_tokens, ReadyWord::kTasks,
+        "the number of places for tokens that are complete");
   limit(maximum(geometry.route_blocks(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
         "the number of parts of a task");
   limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");

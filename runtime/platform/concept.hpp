@@ -81,7 +81,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   // heap (rank, byte offset). Without kRemotePeers it is never null, and no put is compiled.
   { P::kRemotePeers } -> SameAs<const bool&>;
   { P::kSenders } -> SameAs<const u32&>;  // warps of the OS block that put (sender.hpp)
-  // And that count returned rows: at least one (subscriber.hpp).
+  // And that count returned rows: at least one (returns_subscriber.hpp).
   { P::kReturnsSubscribers } -> SameAs<const u32&>;
   { platform.peer(value) } -> SameAs<u8*>;
   // By all lanes of a warp: bytes of this rank's own heap. Puts may overtake each other. A put's

@@ -322,7 +322,7 @@ FAULTS = {
         1,
     ),
     "chunks that two lanes have found in one place": BrokenSource(
-        "runtime/subscriber.hpp",
+        "runtime/returns_subscriber.hpp",
         {
             "found_ + P::lanes_before(all_found)": "found_",
             # And it looks so seldom that it finds several at once.
@@ -335,13 +335,13 @@ FAULTS = {
         6,
     ),
     "a part that is handed out first is of the tile before": BrokenSource(
-        "runtime/subscriber.hpp",
+        "runtime/arrivals_subscriber.hpp",
         {"lane_with<P>(ends, place)": "lane_with<P>(ends, place == 0 ? 0 : place - 1)"},
         "groups",
         2,
     ),
     "tokens are handed out in slots that others have": BrokenSource(
-        "runtime/subscriber.hpp",
+        "runtime/returns_subscriber.hpp",
         {"fill_ring_slot(rank_, first + part,": "fill_ring_slot(rank_, first + part - 1,"},
         "two ranks, odd sizes, biases",
         2,

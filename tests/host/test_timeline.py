@@ -85,7 +85,7 @@ def lone_rank(dispatched: tuple[int, int]) -> CallTrace:
                 ],
                 [
                     event("combine", 200, 210, place=0, rows=8),
-                    event("combine", 215, 222, place=0, part=1, rows=3),
+                    event("combine", 215, 222, place=8, rows=3),
                     event("combine", 211, 213, place=11, rows=5),
                     event("combine", 60, 65, part=3, place=NOBODY, rows=2),
                 ],
@@ -109,7 +109,7 @@ def test_causes_follow_from_rows_tiles_and_chunks() -> None:
         (0, "gemm1", 1, 0): (0, "gemm0", 1, 0),
         (0, "gemm1", 2, 0): (0, "gemm0", 2, 1),  # the tile's last part
         (0, "combine", 0, 0): (0, "gemm1", 0, 0),  # visible before the step from 195 to 199
-        (0, "combine", 0, 1): (0, "gemm1", 0, 0),  # of the same task: as its first part
+        (0, "combine", 8, 0): (0, "gemm1", 0, 0),  # before the next place was claimed
         (0, "combine", 11, 0): (0, "gemm1", 0, 0),
         (0, "combine", NONE, 3): (0, "route", 0, 1),  # tokens without rows
     }
@@ -474,7 +474,7 @@ OLD_DISPATCH = [event("dispatch", 0, 1, peer=1), *_OTHERS]
     [
         ({"received_1": None}, "received_1"),
         ({"about": numpy.array("{}")}, "format"),
-        ({"about": numpy.array('{"format": 9, "ranks": 2}')}, "its format is 9, not 1"),
+        ({"about": numpy.array('{"format": 9, "ranks": 2}')}, "its format is 9, not 2"),
         ({"events_0": numpy.zeros(3)}, "the events of rank 0 have dtype float64"),
         ({"noted_0": numpy.array([1, 2, 3])}, "the lists of rank 0 do not fit"),
         ({"received_0": numpy.array([[130]])}, "rank 0 received are not those of 2 ranks"),

@@ -7,15 +7,15 @@
  *   write_rows       rows of a chunk into the owner's cell      processor.hpp copy_rows,
  *                                                              kernels/sm90/courier.cuh copy_part
  *   send_flag        the chunk's flag, released                 packet.hpp send_chunk
- *   decode           counts of a source, bound on rows          subscriber.hpp CountsSubscriber
- *   take_chunk       flag of a chunk, acquired; its tiles       subscriber.hpp ArrivalsSubscriber
+ *   decode           counts of a source, bound on rows          counts_subscriber.hpp
+ *   take_chunk       flag of a chunk, acquired; its tiles       arrivals_subscriber.hpp
  *   compute          one part of a tile: reads its row, writes  processor.hpp gemm0 and gemm1
  *                    its columns of the result
  *   return_row       the credit, behind a fence                 packet.hpp return_rows
- *   take_credit      full credit: taken in, set back to 0       subscriber.hpp ReturnsSubscriber
- *   combine          counts rows for the token; with the last   subscriber.hpp count_rows,
+ *   take_credit      full credit: taken in, set back to 0       returns_subscriber.hpp
+ *   combine          counts rows for the token; with the last   returns_subscriber.hpp count_rows,
  *                    its Combine, which reads all of them       kernels/sm90/combine.cuh
- *   combine_unsent   a token without rows                       routing_finish.hpp post_unsent
+ *   combine_unsent   a token without rows                       returns_subscriber.hpp hand_out_unsent
  *   read_epoch       a processor that has nothing to do starts  processor.hpp claim
  *   interrupt        the end of a call, the next epoch          scheduler.hpp finished, interrupt
  *   begin_call       all actors have left, the kernel ends      os.hpp begin_call

@@ -344,14 +344,14 @@ FAULTS = {
     ),
     "a chunk that is awaited and forgotten": Fault(
         "explorer",
-        "runtime/subscriber.hpp",
+        "runtime/returns_subscriber.hpp",
         "kept += P::count(all_kept);",
         "",
         "without a fault",
     ),
     "a rank that is blamed for waiting": Fault(
         "explorer",
-        "runtime/subscriber.hpp",
+        "runtime/counts_subscriber.hpp",
         "late > 1 ? minimum(rank_.deadline_ns / 4, kHearsayNsMost) : 0",
         "0",
         "and names rank",

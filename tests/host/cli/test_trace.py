@@ -79,7 +79,7 @@ def test_the_file_for_viewers_has_every_part_of_every_rank(config: Path, tmp_pat
     dispatch = next(event for event in parts if event["name"] == "dispatch")
     assert set(dispatch["args"]) == {"peer", "chunk", "chunks", "first_expert", "last_expert"}
     combine = next(event for event in parts if event["name"] == "combine")
-    assert set(combine["args"]) == {"first_complete", "part", "tokens"}
+    assert set(combine["args"]) == {"first_complete", "tokens"}
     flows = {event["name"] for event in events if event["ph"] == "s"}
     assert {"route → dispatch", "dispatch → gemm0", "gemm0 → gemm1"} <= flows
     other = document["otherData"]
