@@ -7,6 +7,7 @@
 #include "runtime/call.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/os_memory.hpp"
 #include "runtime/platform/concept.hpp"
 #include "runtime/team.hpp"
 #include "runtime/watchdog.hpp"

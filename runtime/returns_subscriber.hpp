@@ -8,7 +8,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
-#include "runtime/memory.hpp"
+#include "runtime/os_memory.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
 #include "runtime/task.hpp"

@@ -14,6 +14,7 @@
 #include "runtime/geometry.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/os_memory.hpp"
 #include "runtime/platform/concept.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"

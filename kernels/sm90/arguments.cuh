@@ -5,6 +5,7 @@
 #include "kernels/sm90/config.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/base.hpp"
+#include "runtime/rank.hpp"
 #include "runtime/watchdog.hpp"
 
 namespace moeos::sm90 {
@@ -63,6 +64,14 @@ struct RankArguments : TensorMaps {
   u32 ids_wide;  // 1: topk_ids are 64 bits wide, 0: 32
   WeightType weight_type;
 };
+
+/// The rank that a block works for. Each thread has its own, and each role: so every address in it
+/// is a constant or a register away, and no register is kept from one role to the next. `os`: of an
+/// OS block.
+inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
+  return {Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
+          mine.rank,           mine.deadline_ns};
+}
 
 /// Asks for the maps' descriptors, for which a block's first load of each would wait otherwise. One
 /// warp.

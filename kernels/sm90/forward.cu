@@ -21,13 +21,6 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-/// Each thread's own, and each role's: so every address in it is a constant or a register away, and
-/// no register is kept from one role to the next. `os`: of an OS block.
-inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
-  return {Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
-          mine.rank,           mine.deadline_ns};
-}
-
 /// Claims the next part and gets its descriptor. Looks up where its results go, while the block is
 /// at the part before. False: leave.
 inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
@@ -73,12 +66,6 @@ inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
   for (u32 i = 0; i < kSlots; ++i, at.advance()) {
     wait_watched(rank, call, shared.slot_empty[at.index], at.parity ^ 1);
   }
-}
-
-/// Whether a block's Route multiplies: not when the caller has routed, nor for the one block of a
-/// call without tokens, which may have no x to load.
-inline bool gate_routes(const RankArguments& arguments, const Call& call, u32 block) {
-  return arguments.topk_ids == nullptr && block * kRouteTokens < call.tokens;
 }
 
 /// Whether a warp that waits for its block's next part has time to run through what it does for a
@@ -197,63 +184,6 @@ inline void run_complete(const RankArguments& arguments, const Rank<Machine>& ra
       trace.note(event);
     }
     __syncwarp();
-  }
-}
-
-/// Route: a slice of a block's products, and all the rest of it by whoever has the last one. By all
-/// consumers.
-inline void run_route(const RankArguments& arguments, const Call& call, u32 index, Slot& slot,
-                      const Task& task, Shared& shared, RingPosition<kStages>& stage) {
-  const Rank<Machine> rank = rank_of(arguments, nullptr);
-  const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
-  const auto everyone = [] { named_barrier(kConsumersBarrier, kConsumerThreads); };
-  const u32 block = slot.word.part();
-  const u32 slice = slot.word.task();
-  const u32 first = block * kRouteTokens;
-  const u32 end = minimum(call.tokens, first + kRouteTokens);
-  const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
-  const bool multiplies = gate_routes(arguments, call, block);
-  Processor<Machine> processor(rank, call, index);
-  Logits logits(arguments, shared.route, warp, first, end);
-  float d[kRouteColumns / 2] = {};
-  if (multiplies) {
-    multiply_logits(d, steps_of_slice(slice), warp / 4, shared, stage);
-  }
-  if constexpr (kGeometry.route_slices > 1) {
-    if (multiplies) {
-      logits.keep(d, slice);
-    }
-    everyone();
-    if (warp == 0 && processor.count_slice(block) && Machine::lane() == 0) {
-      slot.last_slice = 1;
-    }
-    everyone();
-    if (slot.last_slice == 0) {
-      return;
-    }
-  }
-  if (multiplies) {
-    choose_experts(d, logits, arguments, rank.memory, &slot.bad_token, everyone);
-  } else {
-    copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
-  }
-  everyone();
-  if (slot.bad_token != kNone) {
-    return;
-  }
-  auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route);
-  gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
-  everyone();
-  if (pairs > 0) {
-    sort_block_by_warps(rank.memory, scratch, block, pairs, warp, everyone);
-    everyone();
-  }
-  if (warp == 0 && processor.count_block(task) && Machine::lane() == 0) {
-    slot.last_block = 1;
-  }
-  everyone();
-  if (slot.last_block != 0) {
-    processor.finish_routing(Team{warp, kConsumerWarps}, everyone);
   }
 }
 

@@ -8,8 +8,8 @@
 #include <system_error>
 
 #include "kernels/twin/kernels.hpp"
+#include "runtime/lone_warp.hpp"
 #include "runtime/os.hpp"
-#include "runtime/processor.hpp"
 
 namespace moeos::twin {
 

@@ -1,6 +1,6 @@
 // What a twin processor computes: the five tasks on one thread.
 //
-// Satisfies runtime/processor.hpp's Kernels. May not know: queues, flags, when a task runs.
+// Satisfies runtime/lone_warp.hpp's Kernels. May not know: queues, flags, when a task runs.
 #pragma once
 
 #include <cstring>

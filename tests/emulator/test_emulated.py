@@ -347,7 +347,7 @@ FAULTS = {
         2,
     ),
     "a slice is routed without the others": BrokenSource(
-        "kernels/sm90/forward.cu",
+        "kernels/sm90/route.cuh",
         {"if (slot.last_slice == 0) {": "if (slice != 0) {"},
         "long rows, a router in slices",
         6,

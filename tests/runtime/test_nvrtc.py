@@ -34,10 +34,10 @@ def nvshmem_options() -> list[bytes]:
 
 
 WHOLE_OS = """
+#include "runtime/lone_warp.hpp"
 #include "runtime/os.hpp"
 #include "runtime/platform/cuda/platform.hpp"
 #include TRANSPORT_HEADER
-#include "runtime/processor.hpp"
 
 namespace moeos {
 

@@ -1,0 +1,74 @@
+// Routing that the caller gives: the only place where ids come in from outside. What is wrong with
+// them is found here, and no address is made of them before.
+//
+// May not know: slots, flags.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+#include "runtime/memory.hpp"
+#include "runtime/processor.hpp"
+
+namespace moeos::sm90 {
+
+/// The id that the caller gave a pair; -1 means an unused slot.
+inline i64 given_id(const RankArguments& arguments, u32 pair) {
+  return arguments.ids_wide != 0 ? static_cast<const i64*>(arguments.topk_ids)[pair]
+                                 : static_cast<const i32*>(arguments.topk_ids)[pair];
+}
+
+inline float given_weight(const RankArguments& arguments, u32 pair) {
+  if (arguments.weight_type == WeightType::float32) {
+    return static_cast<const float*>(arguments.topk_weights)[pair];
+  }
+  const u32 bits = static_cast<const u16*>(arguments.topk_weights)[pair];
+  return arguments.weight_type == WeightType::bfloat16 ? Bfloat16::low(bits) : Float16::low(bits);
+}
+
+/// What is wrong with a pair's id: it is no expert, or the token has it in an earlier slot.
+inline FailureKind given_fault(const RankArguments& arguments, u32 pair, i64 id) {
+  if (id < -1 || id >= i64{kGeometry.experts}) {
+    return FailureKind::id_no_expert;
+  }
+  bool repeated = false;
+  for (u32 before = pair / kGeometry.top_k * kGeometry.top_k; id >= 0 && before < pair; ++before) {
+    repeated = repeated || given_id(arguments, before) == id;
+  }
+  return repeated ? FailureKind::id_repeated : FailureKind::none;
+}
+
+/// The caller's routing of a block of tokens. Called by all consumer threads. The only place where
+/// ids come in: a wrong one is an unused slot, and sets bad_token to its token.
+inline void copy_given_routing(const RankArguments& arguments, const RankMemory& memory, u32 first,
+                               u32 end, u32* bad_token) {
+  for (u32 pair = first * kGeometry.top_k + threadIdx.x % kConsumerThreads;
+       pair < end * kGeometry.top_k; pair += kConsumerThreads) {
+    const i64 id = given_id(arguments, pair);
+    const bool wrong = given_fault(arguments, pair, id) != FailureKind::none;
+    memory.pair_expert[pair] = wrong || id < 0 ? kNone : static_cast<u32>(id);
+    memory.pair_weight[pair] = given_weight(arguments, pair);
+    if (wrong) {
+      atomicMin(bad_token, pair / kGeometry.top_k);
+    }
+  }
+}
+
+/// Ends the call because of a token's ids, and names the first slot that is wrong. One warp.
+inline void reject_given_routing(const RankArguments& arguments, Processor<Machine>& processor,
+                                 u32 token) {
+  const u32 lane = Machine::lane();
+  const u32 pair = token * kGeometry.top_k + lane;
+  i64 id = 0;
+  FailureKind fault = FailureKind::none;
+  if (lane < kGeometry.top_k) {
+    id = given_id(arguments, pair);
+    fault = given_fault(arguments, pair, id);
+  }
+  const u32 wrong = Machine::ballot(fault != FailureKind::none);
+  if (wrong != 0 && lane == Machine::first_lane(wrong)) {
+    processor.reject_id(fault, token, lane, static_cast<u64>(id));
+  }
+  Machine::sync_lanes();
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,145 @@
+// The logits of a block's tokens: from the consumers' accumulators, or kept by the parts of a block
+// that has several, into shared memory, some tokens at a time.
+//
+// May not know: what is chosen by them.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+
+namespace moeos::sm90 {
+
+/// Tokens whose logits Route's memory holds at once.
+inline constexpr u32 kRoundTokens =
+    minimum(kRouteTokens, kRouteMemory / static_cast<u32>(kRouteColumns * sizeof(float)));
+static_assert(kRouteTokens % kRoundTokens == 0);
+
+/// The logits of a block's tokens, some of them at a time in shared memory: out of the accumulators
+/// of both warpgroups, of which each has half of the depth; or, where a block has several slices,
+/// out of the sums that the warpgroups of all of them have kept, added up in the order of the
+/// depth.
+///
+/// They keep a token's sums in its row of the output, which is not written before the call has
+/// routed all of its tokens. Every function by all consumers; sync() is their barrier.
+class Logits {
+ public:
+  /// Of the tokens [first_token, end); `memory` is Route's.
+  Logits(const RankArguments& arguments, u8* memory, u32 warp, u32 first_token, u32 end)
+      : arguments_(arguments),
+        sums_(reinterpret_cast<float*>(memory)),
+        warp_(warp),
+        first_token_(first_token),
+        end_(end) {}
+
+  u32 warp() const { return warp_; }
+  /// Tokens from `first` of the block on that are brought into shared memory together.
+  u32 tokens_from(u32 first) const {
+    return first_token_ + first < end_ ? minimum(kRoundTokens, end_ - first_token_ - first) : 0;
+  }
+  u32 token(u32 place) const { return first_token_ + place; }
+  float at(u32 token, u32 expert) const { return sums_[sum_place(token, expert)]; }
+
+  /// Brings the tokens from `first` of the block on into shared memory.
+  template <class Sync>
+  void bring(const float (&d)[kRouteColumns / 2], u32 first, Sync sync) {
+    if constexpr (kGeometry.route_slices > 1) {
+      add_up_kept(first);
+    } else {
+      if (group() == 0) {
+        store<false>(d, first);
+      }
+      sync();
+      if (group() != 0) {
+        store<true>(d, first);
+      }
+    }
+    sync();
+  }
+
+  /// Keeps a slice's sums for the one that adds them up.
+  void keep(const float (&d)[kRouteColumns / 2], u32 slice) {
+    for_each_pair(d, [&](u32 place, u32 column, float2 pair) {
+      if (token(place) < end_) {
+        *reinterpret_cast<float2*>(kept(place, slice * kConsumers + group()) + column) = pair;
+      }
+    });
+  }
+
+ private:
+  static constexpr u32 kKept = kGeometry.route_slices * kConsumers;  // sums of a logit
+  static_assert(kGeometry.route_slices == 1 ||
+                    kKept * kRouteColumns * sizeof(float) <= kGeometry.row_bytes,
+                "a token's sums fit its row");
+
+  u32 group() const { return warp_ / (kConsumerWarps / kConsumers); }
+  /// Where a sum lies. Groups of eight columns change places, so that what the lanes of a warp
+  /// store or load at once lies in different banks.
+  static u32 sum_place(u32 token, u32 column) {
+    return token * kRouteColumns + (column ^ token % 4 * 8);
+  }
+  float* kept(u32 place, u32 which) const {
+    u8* row = arguments_.out + u64{token(place)} * kGeometry.row_bytes;
+    return reinterpret_cast<float*>(row) + which * kRouteColumns;
+  }
+
+  /// Visits a thread's sums, in its accumulators (see epilogue.cuh): visit(token of the block,
+  /// first of two columns, their sums).
+  template <class Visit>
+  void for_each_pair(const float (&d)[kRouteColumns / 2], Visit visit) {
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (u32 lower = 0; lower < 2; ++lower) {
+      const u32 place = threadIdx.x / 32 % 4 * 16 + lower * 8 + lane / 4;
+#pragma unroll
+      for (u32 j = 0; j < kRouteColumns / 8; ++j) {
+        visit(place, 8 * j + lane % 4 * 2,
+              make_float2(d[4 * j + 2 * lower], d[4 * j + 2 * lower + 1]));
+      }
+    }
+  }
+
+  /// A warpgroup's sums of the tokens from `first` on, as they are or added to what is there.
+  template <bool kAdd>
+  void store(const float (&d)[kRouteColumns / 2], u32 first) {
+    for_each_pair(d, [&](u32 place, u32 column, float2 pair) {
+      const u32 token = place - first;
+      if (token < kRoundTokens) {
+        float2* at = reinterpret_cast<float2*>(&sums_[sum_place(token, column)]);
+        const float2 before = kAdd ? *at : make_float2(0.0F, 0.0F);
+        *at = make_float2(before.x + pair.x, before.y + pair.y);
+      }
+    });
+  }
+
+  void add_up_kept(u32 first) {
+    constexpr u32 kWidth = sizeof(float4) / sizeof(float);
+    constexpr u32 kOfToken = kRouteColumns / kWidth;
+#pragma unroll 1
+    for (u32 i = threadIdx.x % kConsumerThreads; i < tokens_from(first) * kOfToken;
+         i += kConsumerThreads) {
+      const u32 place = i / kOfToken;
+      const u32 column = i % kOfToken * kWidth;
+      float4 sums[kKept];  // asked for together
+#pragma unroll
+      for (u32 which = 0; which < kKept; ++which) {
+        sums[which] = *reinterpret_cast<const float4*>(kept(first + place, which) + column);
+      }
+#pragma unroll
+      for (u32 which = 1; which < kKept; ++which) {
+        sums[0].x += sums[which].x;
+        sums[0].y += sums[which].y;
+        sums[0].z += sums[which].z;
+        sums[0].w += sums[which].w;
+      }
+      *reinterpret_cast<float4*>(&sums_[sum_place(place, column)]) = sums[0];
+    }
+  }
+
+  const RankArguments& arguments_;
+  float* sums_;
+  u32 warp_;
+  u32 first_token_;
+  u32 end_;
+};
+
+}  // namespace moeos::sm90
