@@ -1,7 +1,7 @@
 """Compiles the kernel of one layer: sizes and rules become macros, NVRTC makes machine code.
 
 Needs no GPU. The only file that knows the macros of kernels/sm90/config.cuh and what the compiler's
-log says. It knows nothing of launches.
+log says. It knows nothing of launches, nor why a `KernelShape` has its sizes.
 """
 
 from __future__ import annotations
@@ -14,42 +14,18 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
-from moeos import _twin, kernel_cache
-from moeos.config import Activation, MoEConfig, Scoring
-from moeos.sizes import Tiles, layer_sizes
-
-ARCHITECTURES = ("sm_90a",)
-"""What kernels can be compiled for: Hopper, whose own instructions they use."""
-DTYPES = (torch.bfloat16, torch.float16)
-"""Storage types that the GPU computes with."""
-MAX_EXPERTS = 256
-"""Route computes all logits in the columns of one tile."""
-MAX_TOP_K = 32
-"""A lane of a warp looks up one pair."""
-GROUP_MULTIPLE = 8
-"""Each of a token's eight lanes holds as much of each expert group."""
-
-Transport = Literal["none", "mapped", "nvshmem"]
-"""How remote peers are reached: there are none; by stores into heaps that this GPU addresses (of
-virtual ranks); by NVSHMEM."""
+from moeos import kernel_cache
+from moeos.config import Activation, Scoring
+from moeos.kernel_shape import KernelShape, Transport
 
 KERNEL = "moeos_forward"
 """The kernel's name in the machine code."""
 
 INSTALL = "pip install 'moeos[cuda]'"
-
-_TILE_ROWS = 128
-_TILE_COLUMNS = 256
-_NARROW_ROWS = 64
-_FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
-_ROUTE_TOKENS, _ROUTE_TOKENS_OF_FEW = 64, 32  # of a block, and of one in a layer for few
-_ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
-_MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
-_GROUPS = 2  # consumer warpgroups
 
 _ENTRY = "kernels/sm90/forward.cu"
 _NVSHMEM_VERSION = "non_abi/nvshmem_version.h"
@@ -64,83 +40,6 @@ _FACTS = {
     "threads": "moeos::sm90::kThreads",
     "argument_bytes": "sizeof(moeos::sm90::RankArguments)",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelShape:
-    """What a kernel is compiled for.
-
-    Attributes:
-        cfg: the layer.
-        world_size: P.
-        processors: blocks of each rank that run tasks; all but one of its share of the grid.
-        virtual_ranks: ranks in one launch: 1, or P when all of them share one GPU.
-        transport: how those peers are reached whose memory is not written directly.
-        trace_events: events that each actor notes of a call, at most; 0 compiles none of it in.
-        faults: whether it does what a fault plan asks of it (runtime/faults.hpp); otherwise it has
-            no code for that.
-        arch: one of `ARCHITECTURES`.
-
-    Raises:
-        ValueError: the GPU does not have this layer yet; the message says what it has.
-    """
-
-    cfg: MoEConfig
-    world_size: int
-    processors: int
-    virtual_ranks: int = 1
-    transport: Transport = "none"
-    trace_events: int = 0
-    faults: bool = False
-    arch: str = ARCHITECTURES[0]
-
-    def __post_init__(self) -> None:
-        check_supported(self.cfg)
-        self.cfg.experts_per_rank(self.world_size)
-        if self.arch not in ARCHITECTURES:
-            allowed = ", ".join(ARCHITECTURES)
-            raise ValueError(f"arch is {self.arch!r}; kernels can be compiled for {allowed}")
-        if self.virtual_ranks not in (1, self.world_size):
-            raise ValueError(
-                f"virtual_ranks is {self.virtual_ranks}; allowed: 1, or all {self.world_size} ranks"
-            )
-        if self.transport not in get_args(Transport):
-            allowed = ", ".join(map(repr, get_args(Transport)))
-            raise ValueError(f"transport is {self.transport!r}; allowed: {allowed}")
-        if self.processors < 1:
-            raise ValueError(f"processors is {self.processors}; a rank needs at least 1")
-
-    @property
-    def couriers(self) -> int:
-        """Couriers of each rank: every processor's block has one."""
-        return self.processors
-
-    @functools.cached_property
-    def sizes(self) -> _twin.Sizes:
-        """Buffers and bounds of one rank, as the runtime derives them.
-
-        Raises `ValueError` when a bound does not fit the runtime's words.
-        """
-        tiles = Tiles(
-            rows=_TILE_ROWS,
-            route_tokens=_route_tokens(self.cfg),
-            gemm0_columns=_gemm0_columns(self.cfg),
-            gemm1_columns=_TILE_COLUMNS,
-            narrow_rows=_NARROW_ROWS,
-            # Rows of any number lie next to those of another source. They take more boxes to load,
-            # for which there are too few lanes where weights have small ones.
-            segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
-            route_slices=_route_slices(self.cfg, self.processors),
-        )
-        return layer_sizes(
-            self.cfg,
-            self.world_size,
-            self.processors,
-            tiles,
-            couriers=self.couriers,
-            remote=self.transport != "none",
-            trace_events=self.trace_events,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,23 +88,6 @@ class Kernel:
     cubin: bytes
     report: CompileReport
     cached: bool
-
-
-def check_supported(cfg: MoEConfig) -> None:
-    """Raises `ValueError` if the GPU does not have such a layer; the twin has all but float16."""
-    if cfg.dtype not in DTYPES:
-        allowed = " or ".join(map(str, DTYPES))
-        raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
-    if cfg.experts > MAX_EXPERTS:
-        raise ValueError(f"experts is {cfg.experts}; the GPU routes to at most {MAX_EXPERTS}")
-    if cfg.top_k > MAX_TOP_K:
-        raise ValueError(f"top_k is {cfg.top_k}; on the GPU at most {MAX_TOP_K} are allowed")
-    size = cfg.experts // cfg.expert_groups
-    if cfg.expert_groups > 1 and size % GROUP_MULTIPLE != 0:
-        raise ValueError(
-            f"expert_groups is {cfg.expert_groups}, which makes groups of {size} experts; on the "
-            f"GPU a group's size must be a multiple of {GROUP_MULTIPLE}"
-        )
 
 
 def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
@@ -290,53 +172,6 @@ _OPTIONS = (
     "--ftz=true",  # fp32 below 1e-38 is zero: else each exponential takes three instructions more
     "--ptxas-options=-v",
 )
-
-
-def route_columns(cfg: MoEConfig) -> int:
-    """Columns of the tile in which a block's logits are computed: one for each expert, and more."""
-    return next(columns for columns in (64, 128, MAX_EXPERTS) if cfg.experts <= columns)
-
-
-def _gemm0_columns(cfg: MoEConfig) -> int:
-    """Columns of the first GEMM's result in a part of a wide tile; of a gated one it multiplies as
-    many gate and as many up columns.
-    """
-    return _TILE_COLUMNS // 2 if cfg.gated else _TILE_COLUMNS
-
-
-def narrow_gemm0_columns(cfg: MoEConfig) -> int:
-    """The same of a narrow tile."""
-    return _gemm0_columns(cfg) // 2
-
-
-def has_whole_parts(cfg: MoEConfig) -> bool:
-    """Whether every part of both GEMMs has all the columns of a tile: kWholeParts of
-    kernels/sm90/config.cuh.
-    """
-    return cfg.hidden >= _TILE_COLUMNS and cfg.intermediate >= _gemm0_columns(cfg)
-
-
-def _route_tokens(cfg: MoEConfig) -> int:
-    """Tokens of a block, which one processor sorts: fewer where calls are so small that their
-    blocks are few, and each of them is waited for.
-    """
-    return _ROUTE_TOKENS_OF_FEW if cfg.max_tokens <= _FEW_TOKENS else _ROUTE_TOKENS
-
-
-def _route_slices(cfg: MoEConfig, processors: int) -> int:
-    """Route parts of a block, in every call of the layer: several where the largest call leaves
-    processors without a block (of a layer for many tokens: more than half of them), since one alone
-    takes long to read a router.
-
-    Until they are added up, the sums of a token lie in its row of the output, which they must fit.
-    """
-    columns = route_columns(cfg)
-    depth = _ROUTE_DEPTH if columns > 128 else 2 * _ROUTE_DEPTH  # kRouteDepth
-    by_steps = -(-cfg.hidden // depth) // _LEAST_STEPS
-    by_room = cfg.hidden * cfg.dtype.itemsize // (_GROUPS * columns * 4)
-    blocks = -(-cfg.max_tokens // _route_tokens(cfg))
-    by_processors = processors // (blocks if cfg.max_tokens <= _FEW_TOKENS else 2 * blocks)
-    return max(1, min(_MOST_SLICES, by_steps, by_room, by_processors))
 
 
 def macros(shape: KernelShape) -> dict[str, str]:

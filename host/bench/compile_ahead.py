@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moeos.cli import machine
 from moeos.config import MoEConfig
-from moeos.jit import KernelShape, compile_kernel
+from moeos.jit import compile_kernel
+from moeos.kernel_shape import KernelShape
 
 PATIENCE = 480.0
 """Seconds that all kernels together may take."""

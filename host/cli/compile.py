@@ -9,10 +9,11 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from moeos import jit
+from moeos import jit, kernel_shape
 from moeos.cli import failures, output
 from moeos.config import MoEConfig
-from moeos.jit import CompileReport, KernelShape, Transport
+from moeos.jit import CompileReport
+from moeos.kernel_shape import KernelShape, Transport
 
 H200_BLOCKS = 132
 """Streaming multiprocessors of an H100 or H200, one block each."""
@@ -23,7 +24,7 @@ LOST_REGISTERS = 1
 
 def compile_(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer.")],
-    arch: Annotated[str, typer.Option(help="What to compile for.")] = jit.ARCHITECTURES[0],
+    arch: Annotated[str, typer.Option(help="What to compile for.")] = kernel_shape.ARCHITECTURES[0],
     ranks: Annotated[int, typer.Option(help="Ranks of the world, a GPU each.")] = 8,
     transport: Annotated[
         str, typer.Option(help=f"How remote peers are reached: {', '.join(get_args(Transport))}.")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from moeos import cuda_driver, jit
+from moeos import cuda_driver, jit, kernel_shape
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
@@ -31,7 +31,8 @@ from moeos.engines.cuda_arguments import (
 from moeos.engines.cuda_peers import Peers
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
-from moeos.jit import Kernel, KernelShape
+from moeos.jit import Kernel
+from moeos.kernel_shape import KernelShape
 from moeos.tracing import RankTrace
 from moeos.world import World
 
@@ -55,7 +56,7 @@ class CudaEngine:
         report: what the compiler says of the kernel.
 
     Raises:
-        ValueError: the GPU does not have such a layer; see `jit.check_supported`.
+        ValueError: the GPU does not have such a layer; see `kernel_shape.check_supported`.
         RuntimeError: there is no GPU of compute capability 9.0, ranks share one that should not,
             a package is missing, the kernel cannot be compiled, there is no memory; on all ranks.
     """
@@ -63,7 +64,7 @@ class CudaEngine:
     @staticmethod
     def check_supported(cfg: MoEConfig) -> None:
         """See `Engine.check_supported`."""
-        jit.check_supported(cfg)
+        kernel_shape.check_supported(cfg)
 
     def __init__(self, cfg: MoEConfig, world: World) -> None:
         self._world = world
@@ -331,7 +332,7 @@ class CudaEngine:
 
 def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
     """This rank's GPU, if it can run such a layer."""
-    jit.check_supported(cfg)
+    kernel_shape.check_supported(cfg)
     if not torch.cuda.is_available():
         raise RuntimeError('backend is "cuda", but PyTorch sees no GPU: use "twin"')
     device = torch.device("cuda", torch.cuda.current_device())

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from moeos import _twin, cuda_driver, jit
+from moeos import _twin, cuda_driver, kernel_shape
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
 
@@ -89,7 +89,7 @@ class ArgumentPacker:
     ) -> None:
         self._cfg = cfg
         self._rank = rank
-        self._gate_box_rows = jit.route_columns(cfg)
+        self._gate_box_rows = kernel_shape.route_columns(cfg)
         self._buffers = buffers
         self._maps: dict[tuple[int, int, int, int, bool], bytes] = {}
         self._driver = cuda_driver.load()
@@ -163,8 +163,8 @@ class ArgumentPacker:
         if addresses == self._parameters:
             return
         hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
-        box = _WEIGHT_BOX_ROWS if jit.has_whole_parts(self._cfg) else _ORDERED_ROWS
-        narrow_box = min(box, jit.narrow_gemm0_columns(self._cfg))
+        box = _WEIGHT_BOX_ROWS if kernel_shape.has_whole_parts(self._cfg) else _ORDERED_ROWS
+        narrow_box = min(box, kernel_shape.narrow_gemm0_columns(self._cfg))
         for name, matrix, columns, box_rows, ordered in (
             ("gate", t.gate, hidden, self._gate_box_rows, False),
             ("w1", t.w1, hidden, box, True),

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 
 from moeos.device_heap import DeviceHeap, addressable_peers
-from moeos.jit import Transport
+from moeos.kernel_shape import Transport
 from moeos.world import World
 
 

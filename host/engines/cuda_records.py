@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeos import counters, tracing
 from moeos.counters import CallStats
-from moeos.jit import KernelShape
+from moeos.kernel_shape import KernelShape
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 
 CACHE_LINE = 128

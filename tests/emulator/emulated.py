@@ -17,7 +17,7 @@ from torch import Tensor
 from moeos import MoEConfig, jit
 from moeos.counters import CallStats
 from moeos.engines import cuda_records
-from moeos.jit import KernelShape
+from moeos.kernel_shape import KernelShape
 from tests.layers import Call, Weights
 from tests.processes import ROOT
 

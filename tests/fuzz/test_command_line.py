@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moeos import jit
+from moeos import jit, kernel_shape
 from moeos.cli import app
 from moeos.cli.probes import Finding
 from tests.fuzz.outcomes import SECONDS, ended_well, examples
@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _without_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_kernel(shape: jit.KernelShape) -> None:
+    def compile_kernel(shape: kernel_shape.KernelShape) -> None:
         jit.macros(shape)
         raise RuntimeError("no compiler for experts here")
 

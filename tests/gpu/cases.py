@@ -22,7 +22,8 @@ from torch import Tensor
 from moeos import MoEConfig, World, reference, virtual
 from moeos.engines.base import CallStats, CallTensors
 from moeos.engines.cuda import CAPABILITY, CudaEngine
-from moeos.jit import KernelShape, compile_kernel
+from moeos.jit import compile_kernel
+from moeos.kernel_shape import KernelShape
 from tests.layers import Call, Weights, config, draw_call
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}

@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 
-from moeos import MoEConfig, jit
+from moeos import MoEConfig, kernel_shape
 from tests.gpu.cases import (
     Case,
     assert_all_match,
@@ -33,7 +33,7 @@ def _cases() -> dict[str, Case]:
     found = {}
     for path in sorted((ROOT / "configs").glob("*.toml")):
         cfg = MoEConfig.from_toml(path)
-        if cfg.dtype in jit.DTYPES:
+        if cfg.dtype in kernel_shape.DTYPES:
             found[f"{path.stem}-1-rank"] = Case(1, cfg)
             found[f"{path.stem}-4-ranks"] = Case(4, dataclasses.replace(cfg, max_tokens=1024))
     qwen = MoEConfig.from_toml(ROOT / "configs" / "qwen3-30b-a3b.toml")

@@ -12,7 +12,7 @@ import torch
 from moeos import cuda_driver
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import ArgumentPacker, RankBuffers
-from moeos.jit import KernelShape
+from moeos.kernel_shape import KernelShape
 from tests.layers import config
 
 MAP_WORDS = 16

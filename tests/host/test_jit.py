@@ -13,25 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import MoEConfig, jit
+from moeos import jit
 from moeos.engines.cuda_arguments import RECORD_BYTES
-from moeos.jit import Kernel, KernelShape, compile_kernel, include_root, macros
-from tests.gpu.cases import LARGE_EXPERTS
+from moeos.jit import Kernel, compile_kernel, include_root, macros
+from moeos.kernel_shape import KernelShape, Transport
+from tests.host.kernel_shapes import shape
 from tests.processes import ROOT, ForkedRanks
-
-LAYER: dict[str, Any] = {
-    "hidden": 64,
-    "intermediate": 64,
-    "experts": 8,
-    "top_k": 2,
-    "max_tokens": 64,
-    "dtype": torch.bfloat16,
-}
-
-
-def shape(**changes: Any) -> KernelShape:
-    """A small layer's kernel on one of two ranks."""
-    return KernelShape(cfg=MoEConfig(**(LAYER | changes)), world_size=2, processors=131)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +46,7 @@ def test_a_kernel_is_machine_code_for_hopper(compiled: Kernel) -> None:
 
 @pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
 def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
-    compiled: Kernel, tmp_path: Path, transport: jit.Transport
+    compiled: Kernel, tmp_path: Path, transport: Transport
 ) -> None:
     """A call that is not inlined would end that: see nvshmem_transport.hpp."""
     if transport == "nvshmem":
@@ -349,66 +336,6 @@ def test_headers_where_the_program_was_started_are_not_used(
     kernel = 'extern "C" __global__ void k(unsigned* line) { *line = moeos::kCacheLine; }\n'
     monkeypatch.setattr("moeos.jit._unit", lambda: f'#include "runtime/base.hpp"\n{facts}{kernel}')
     assert compile_kernel(shape(), tmp_path / "cache").cubin
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dtype": torch.float32}, "dtype is torch.float32; .* torch.bfloat16 or torch.float16"),
-        ({"experts": 264}, "experts is 264; .* at most 256"),
-        ({"experts": 64, "top_k": 33}, "top_k is 33; .* at most 32"),
-        ({"experts": 48, "expert_groups": 4}, "groups of 12 experts; .* multiple of 8"),
-    ],
-    ids=["float32", "experts", "top_k", "groups"],
-)
-def test_a_layer_that_the_gpu_does_not_have_is_refused(
-    changes: dict[str, Any], message: str
-) -> None:
-    if "expert_groups" in changes:
-        changes["top_groups"] = changes["expert_groups"]
-    with pytest.raises(ValueError, match=message):
-        shape(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"arch": "sm_80"}, "arch is 'sm_80'; .* sm_90a"),
-        ({"world_size": 3}, "cannot be divided equally among 3"),
-        ({"virtual_ranks": 3}, "virtual_ranks is 3; allowed: 1, or all 2"),
-        ({"processors": 0}, "processors is 0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_shape_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(shape(), **changes)
-
-
-def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:
-    for name, large in {"qwen3-30b-a3b": False, "qwen3-235b-a22b": True}.items():
-        cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
-        sizes = KernelShape(cfg=cfg, world_size=4, processors=131).sizes
-        assert sizes.large_experts is large, name
-    assert shape(**LARGE_EXPERTS).sizes.large_experts
-    assert not shape().sizes.large_experts
-
-
-@pytest.mark.parametrize(
-    ("changes", "align"),
-    [
-        ({"hidden": 256, "intermediate": 128}, 1),
-        ({"hidden": 264, "intermediate": 136}, 1),
-        ({"hidden": 256, "intermediate": 256, "activation": "gelu"}, 1),
-        ({"hidden": 256, "intermediate": 248, "activation": "gelu"}, 8),
-        ({"hidden": 248, "intermediate": 128}, 8),
-        ({"hidden": 256, "intermediate": 120}, 8),
-    ],
-)
-def test_segments_are_padded_where_a_gemm_has_fewer_columns_than_a_tile(
-    changes: dict[str, Any], align: int
-) -> None:
-    assert shape(**changes).sizes.segment_align == align
 
 
 def test_floats_keep_their_value_as_macros() -> None:

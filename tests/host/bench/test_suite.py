@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeos import jit
+from moeos import kernel_shape
 from moeos.bench import suite
 from moeos.bench.suite import Case
 from tests.host.bench.measured import SUITE, TWO_SHAPES, small_suite
@@ -41,7 +41,7 @@ def test_every_suite_can_run_on_1_2_and_4_gpus(file: Path, ranks: int) -> None:
     found = suite.read(file)
     for shape in found.shapes:
         cfg = shape.config_on(ranks, found.full_ranks)
-        jit.check_supported(cfg)
+        kernel_shape.check_supported(cfg)
         assert cfg.experts_per_rank(ranks) == shape.cfg.experts_per_rank(found.full_ranks)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moeos.jit import CompileReport, Kernel, KernelShape
+from moeos.jit import CompileReport, Kernel
+from moeos.kernel_shape import KernelShape
 from tests.host.cli import commands
 from tests.processes import ROOT
 

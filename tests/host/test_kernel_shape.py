@@ -1,0 +1,96 @@
+"""What kernels are compiled for: layers that the GPU has, and how their work is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from moeos import MoEConfig
+from moeos.kernel_shape import KernelShape, route_columns
+from tests.gpu.cases import LARGE_EXPERTS
+from tests.host.kernel_shapes import shape
+from tests.processes import ROOT
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float32}, "dtype is torch.float32; .* torch.bfloat16 or torch.float16"),
+        ({"experts": 264}, "experts is 264; .* at most 256"),
+        ({"experts": 64, "top_k": 33}, "top_k is 33; .* at most 32"),
+        ({"experts": 48, "expert_groups": 4}, "groups of 12 experts; .* multiple of 8"),
+    ],
+    ids=["float32", "experts", "top_k", "groups"],
+)
+def test_a_layer_that_the_gpu_does_not_have_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    if "expert_groups" in changes:
+        changes["top_groups"] = changes["expert_groups"]
+    with pytest.raises(ValueError, match=message):
+        shape(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "sm_80"}, "arch is 'sm_80'; .* sm_90a"),
+        ({"world_size": 3}, "cannot be divided equally among 3"),
+        ({"virtual_ranks": 3}, "virtual_ranks is 3; allowed: 1, or all 2"),
+        ({"processors": 0}, "processors is 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_shape_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(shape(), **changes)
+
+
+def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:
+    for name, large in {"qwen3-30b-a3b": False, "qwen3-235b-a22b": True}.items():
+        cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
+        sizes = KernelShape(cfg=cfg, world_size=4, processors=131).sizes
+        assert sizes.large_experts is large, name
+    assert shape(**LARGE_EXPERTS).sizes.large_experts
+    assert not shape().sizes.large_experts
+
+
+@pytest.mark.parametrize(
+    ("changes", "align"),
+    [
+        ({"hidden": 256, "intermediate": 128}, 1),
+        ({"hidden": 264, "intermediate": 136}, 1),
+        ({"hidden": 256, "intermediate": 256, "activation": "gelu"}, 1),
+        ({"hidden": 256, "intermediate": 248, "activation": "gelu"}, 8),
+        ({"hidden": 248, "intermediate": 128}, 8),
+        ({"hidden": 256, "intermediate": 120}, 8),
+    ],
+)
+def test_segments_are_padded_where_a_gemm_has_fewer_columns_than_a_tile(
+    changes: dict[str, Any], align: int
+) -> None:
+    assert shape(**changes).sizes.segment_align == align
+
+
+@pytest.mark.parametrize(
+    ("name", "max_tokens", "tokens", "slices"),
+    [
+        ("qwen3-30b-a3b", 512, 32, 4),  # as many as fit a row of the output
+        ("deepseek-v3", 512, 32, 7),
+        ("deepseek-v3", 64, 32, 7),
+        ("deepseek-v3", 513, 64, 7),
+        ("deepseek-v3", 8192, 64, 1),  # every processor has a block
+    ],
+)
+def test_a_router_is_cut_where_calls_have_few_blocks(
+    name: str, max_tokens: int, tokens: int, slices: int
+) -> None:
+    cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
+    cfg = dataclasses.replace(cfg, max_tokens=max_tokens)
+    sizes = KernelShape(cfg=cfg, world_size=4, processors=131).sizes
+    assert (sizes.route_tokens, sizes.route_slices) == (tokens, slices)
+    sums = 2 * slices * route_columns(cfg) * 4
+    assert slices == 1 or sums <= cfg.hidden * cfg.dtype.itemsize
