@@ -15,6 +15,9 @@ enum class RowMap : u32 {
   capacity,  ///< row = expert * capacity + slot: the thesis' layout, fixed rows for each expert
 };
 
+/// Warps of the OS block that count returned rows, at most.
+inline constexpr u32 kReturnsSubscribersMax = 4;
+
 struct Geometry {
   u32 world;         // ranks
   u32 experts;       // experts in all; a multiple of world

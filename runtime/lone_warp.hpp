@@ -44,8 +44,9 @@ void copy_rows(const Rank<P>& rank, const RoutingMap& map, K& kernels, const Tas
 
 /// Runs a part of Dispatch, if there is one.
 template <Platform P, Kernels K>
-bool run_dispatch(const Rank<P>& rank, const Call& call, const Processor<P>& processor, K& kernels,
-                  Courier<P>& courier, const Trace<P>& trace) {
+bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
+                  const Processor<P>& processor, K& kernels, Courier<P>& courier,
+                  const Trace<P>& trace) {
   ReadyWord word;
   Task task;
   if (!courier.take(word, task)) {
@@ -54,7 +55,7 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const Processor<P>& pro
   processor.pace().begin_part(rank, call);
   wait_for_links(rank, call, task, word.part());
   const u64 begin = P::now_ns();
-  copy_rows(rank, processor.routing_map(), kernels, task, word.part());
+  copy_rows(rank, map, kernels, task, word.part());
   const u64 end = P::now_ns();
   const u64 longer = processor.pace().slow_down(rank, call);
   const bool announced = courier.complete(task, word, end - begin + longer);
@@ -75,8 +76,9 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   Processor<P> processor(rank, call, index);
   Courier<P> courier(rank, call, index);
   const Trace<P> trace(rank, index);
+  const RoutingMap map(rank.geometry(), rank.memory, call);
   const auto dispatch = [&] {
-    return run_dispatch(rank, call, processor, kernels, courier, trace);
+    return run_dispatch(rank, call, map, processor, kernels, courier, trace);
   };
   MOEOS_CHECK(rank.geometry().route_slices == 1);
   ReadyWord word;
@@ -108,7 +110,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     } else if (task.kind == TaskKind::gemm1) {
       kernels.gemm1(task, word.part());
     } else {
-      for_each_token(rank, call, processor.routing_map(), task, [&](u32 token, bool exists) {
+      for_each_token(rank, call, map, task, [&](u32 token, bool exists) {
         if (exists) {
           kernels.combine(token);
           ++combined;

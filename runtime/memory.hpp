@@ -67,9 +67,6 @@ struct MailboxView {
   u32 capacity;
 };
 
-/// Warps of the OS block that count returned rows, at most.
-inline constexpr u32 kReturnsSubscribersMax = 4;
-
 /// Byte offsets of one rank's own memory; the same arithmetic sizes the allocation and finds the
 /// arrays.
 class RankMemory {
@@ -90,7 +87,7 @@ class RankMemory {
   }
 
   /// Descriptor indices: each kind has its own range, and those that are determined by what they
-  /// cover (a tile, a returned chunk) need no allocation.
+  /// cover (a tile) need no allocation.
   u32 first_task(TaskKind kind) const {
     u32 first = 0;
     for (u32 before = 0; before < static_cast<u32>(kind); ++before) {

@@ -6,7 +6,6 @@
 
 #include "runtime/base.hpp"
 #include "runtime/geometry_of.hpp"
-#include "runtime/memory.hpp"
 
 namespace moeos {
 

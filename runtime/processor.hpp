@@ -3,20 +3,17 @@
 // claim() takes the next part from the ready ring; count_slice(), count_block() and
 // finish_routing() are what follows from Route's; complete() makes any other part's effects
 // visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
-// them in turn (run_processor), and Dispatch beside them; on the GPU a fetch warp claims ahead
-// while other warps compute. A part never waits for another task: it was posted because its inputs
+// them in turn (lone_warp.hpp); on the GPU a fetch warp claims ahead while other warps compute.
+// A part never waits for another task: it was posted because its inputs
 // are here. May not know: arithmetic, element types.
 #pragma once
 
 #include "runtime/base.hpp"
-#include "runtime/courier.hpp"
 #include "runtime/faults.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_finish.hpp"
-#include "runtime/routing_map.hpp"
-#include "runtime/row_tasks.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/trace.hpp"
@@ -55,8 +52,7 @@ class Processor : Pace<P> {
         rank_(rank),
         call_(call),
         state_(rank.memory.call(call.epoch)),
-        tally_(rank.memory.tallies[index]),
-        map_(rank.geometry(), rank.memory, call) {}
+        tally_(rank.memory.tallies[index]) {}
 
   /// Takes a ticket and waits for its slot; the first tickets of a call are its Route parts, which
   /// nobody needs to publish. beside(): whether it has found something else to do meanwhile, and
@@ -97,7 +93,6 @@ class Processor : Pace<P> {
     moeos::finish_routing(rank_, call_, tally_, team, sync);
   }
 
-  const RoutingMap& routing_map() const { return map_; }
   const Pace<P>& pace() const { return *this; }
 
   /// Ends the call because a token's logits are not finite: a wrong route would be a silent error.
@@ -208,7 +203,6 @@ class Processor : Pace<P> {
   const Call& call_;
   CallState& state_;
   Tally& tally_;
-  RoutingMap map_;
 };
 
 /// Clears the tally and the trace of a processor or a courier, before its first part.

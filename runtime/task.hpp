@@ -121,7 +121,7 @@ constexpr void become_gemm1(Task& task, const Geometry& geometry, bool halved) {
 constexpr bool is_whole(const Task& task) {
   u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
             task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.peer ^
-            task.first_chunk ^ task.narrow ^ task.seal;
+            task.first_chunk ^ task.first_ready ^ task.narrow ^ task.seal;
   for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }
@@ -185,9 +185,9 @@ class ReadyWord {
   u64 bits_ = 0;
 };
 
+static_assert(Geometry::kCombineTokens < ReadyWord::kParts);
 /// The word of the Combine of `tokens` complete tokens from place `first_ready` among these on. It
 /// says all that there is to know of them, so there is no descriptor.
-static_assert(Geometry::kCombineTokens < ReadyWord::kParts);
 constexpr ReadyWord combine_word(u32 epoch, u32 first_ready, u32 tokens) {
   MOEOS_CHECK(tokens != 0);
   return ReadyWord(epoch, TaskKind::combine, first_ready, tokens);
@@ -196,6 +196,7 @@ constexpr ReadyWord combine_word(u32 epoch, u32 first_ready, u32 tokens) {
 constexpr ReadyWord combine_unsent_word(u32 epoch, u32 block) {
   return ReadyWord(epoch, TaskKind::combine, block, 0);
 }
+/// What a processor makes of either.
 constexpr Task combine_task(ReadyWord word) {
   Task task{};
   task.kind = TaskKind::combine;

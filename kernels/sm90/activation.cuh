@@ -1,10 +1,10 @@
 // Element-wise functions between the two products, in fp32, two values at a time.
 //
-// The smooth ones are all x sigmoid(2u) for some u(x). An SM computes an eighth as many tangents,
-// powers and reciprocals as products, and a tile has 128 x 128 or 128 x 256 of these values with
-// nothing else to do. So a type that keeps 8 digits has one rough tangent a value, whose 11 are
-// enough for it; the other has a power a value and a reciprocal for two (docs/performance.md, "A
-// rough tangent").
+// The smooth ones are all x sigmoid(2u) for some u(x). An SM computes an eighth as many
+// hyperbolic tangents, powers and reciprocals as products, and a tile has 128 x 128 or 128 x 256 of
+// these values with nothing else to do. So a type that keeps 8 digits has one rough tanh a value,
+// whose 11 are enough for it; the other has a power a value and a reciprocal for two
+// (docs/performance.md, "A rough tanh").
 #pragma once
 
 #include "kernels/shape.hpp"
@@ -19,7 +19,7 @@ inline constexpr float kLog2E = 1.4426950408889634F;
 /// is an eighth to a quarter of the type's rounding where x is positive
 /// (tests/gpu/test_activation.py).
 template <class Type>
-inline constexpr bool kRoughly = Type::kDigits <= 8;
+inline constexpr bool kRoughTanhSuffices = Type::kDigits <= 8;
 
 /// 1 + exp(-2u); so much at most that the product of two is finite, and no NaN.
 inline float divisor(float u) {
@@ -30,7 +30,7 @@ inline float divisor(float u) {
 /// x sigmoid(2u) of both. Where an x is a NaN so is its result, and the other's is not.
 template <class Type>
 inline float2 damp(float2 x, float2 u) {
-  if constexpr (kRoughly<Type>) {
+  if constexpr (kRoughTanhSuffices<Type>) {
     const float2 half = make_float2(0.5F * x.x, 0.5F * x.y);
     return make_float2(half.x * rough_tanh(u.x) + half.x, half.y * rough_tanh(u.y) + half.y);
   } else {
@@ -68,7 +68,7 @@ inline float2 swiglu(float2 gate, float2 up, float limit) {
 /// Phi(-x). It is an odd polynomial, fitted by least squares, weighted until the largest error of
 /// GELU was smallest, up to where Phi(-x) is 3e-7; beyond, it still ascends. The library's error
 /// function is twice as long, and takes the registers that accumulators need.
-inline float gelu_tangent(float x) {
+inline float gelu_argument(float x) {
   const float square = x * x;
   float sum = 0.5F * 1.7511896430733032e-6F;
   sum = sum * square + 0.5F * -5.2244420658098534e-5F;
@@ -79,7 +79,7 @@ inline float gelu_tangent(float x) {
 }
 
 /// And of GELU with tanh.
-inline float gelu_tanh_tangent(float x) {
+inline float gelu_tanh_argument(float x) {
   constexpr float kSqrtTwoOverPi = 0.79788456080286536F;
   return kSqrtTwoOverPi * (x + 0.044715F * x * x * x);
 }
@@ -90,9 +90,9 @@ inline float relu(float x) { return x > 0.0F || x != x ? x : 0.0F; }
 template <class Type, Activation kActivation>
 inline float2 activate(float2 x) {
   if constexpr (kActivation == Activation::gelu) {
-    return damp<Type>(x, make_float2(gelu_tangent(x.x), gelu_tangent(x.y)));
+    return damp<Type>(x, make_float2(gelu_argument(x.x), gelu_argument(x.y)));
   } else if constexpr (kActivation == Activation::gelu_tanh) {
-    return damp<Type>(x, make_float2(gelu_tanh_tangent(x.x), gelu_tanh_tangent(x.y)));
+    return damp<Type>(x, make_float2(gelu_tanh_argument(x.x), gelu_tanh_argument(x.y)));
   } else if constexpr (kActivation == Activation::silu) {
     return silu<Type>(x);
   } else if constexpr (kActivation == Activation::relu) {

@@ -1,5 +1,6 @@
-// What a launch is told: addresses and tensor maps of each rank. host/engines/cuda_arguments.py
-// packs the same bytes.
+// What a launch is told: addresses and tensor maps of each rank, which
+// host/engines/cuda_arguments.py packs in the same bytes; and the Rank that a block's roles make of
+// them.
 #pragma once
 
 #include "kernels/sm90/config.cuh"

@@ -15,7 +15,6 @@
 #include "runtime/os.hpp"
 #include "runtime/processor.hpp"
 #include "runtime/trace.hpp"
-#include "runtime/whole.hpp"
 
 namespace moeos::sm90 {
 

@@ -158,7 +158,7 @@ def combining(*returns: tuple[int, int], unsent: int = 5, claimed: int = 100) ->
 
 
 def combined_after(call: CallTrace, place: int) -> tuple[tuple[Any, ...] | None, bool]:
-    """The cause of the Combine task at a place, and whether it is certain."""
+    """The cause of the Combine part at a place, and whether it is certain."""
     kinds = call.parts["kind"] == TASK_KINDS.index("combine")
     [index] = numpy.flatnonzero(kinds & (call.parts["place"] == place))
     return caused(call)[0, "combine", place, 0], bool(causes.find(call).certain[index])
@@ -180,7 +180,7 @@ def combined_after(call: CallTrace, place: int) -> tuple[tuple[Any, ...] | None,
         (combining((45, 50), (82, 90), unsent=81), 0, ("combine", NONE, 0), True),
     ],
 )
-def test_combine_waited_for_what_was_back_when_its_task_was_posted(
+def test_combine_waited_for_what_was_back_when_its_part_was_posted(
     call: CallTrace, place: int, cause: tuple[Any, ...], certain: bool
 ) -> None:
     assert combined_after(call, place) == ((0, *cause), certain)

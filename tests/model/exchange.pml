@@ -4,12 +4,12 @@
  *
  *   route            counts to every peer, zeros too            routing_finish.hpp send_counts
  *   deliver_count    a count word, stored relaxed, is seen      packet.hpp send_count
- *   write_rows       rows of a chunk into the owner's cell      processor.hpp copy_rows,
+ *   write_rows       rows of a chunk into the owner's cell      lone_warp.hpp copy_rows,
  *                                                              kernels/sm90/courier.cuh copy_part
  *   send_flag        the chunk's flag, released                 packet.hpp send_chunk
  *   decode           counts of a source, bound on rows          counts_subscriber.hpp
  *   take_chunk       flag of a chunk, acquired; its tiles       arrivals_subscriber.hpp
- *   compute          one part of a tile: reads its row, writes  processor.hpp gemm0 and gemm1
+ *   compute          one part of a tile: reads its row, writes  lone_warp.hpp Kernels
  *                    its columns of the result
  *   return_row       the credit, behind a fence                 packet.hpp return_rows
  *   take_credit      full credit: taken in, set back to 0       returns_subscriber.hpp

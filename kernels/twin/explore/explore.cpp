@@ -110,6 +110,7 @@ class Fault : public Device {
                       reinterpret_cast<u8*>(&memory.ring[early(memory.ring_slots())]), sizeof(u64),
                       bits};
       default: {
+        // Of a tile, or of Dispatch.
         const u32 first = memory.first_task(static_cast<TaskKind>(draw(random, 3, 4)));
         const u32 task = minimum(first + early(8), g.tasks_max() - 1);
         constexpr u32 kHeaderWords = 10;
