@@ -36,7 +36,7 @@ EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 FIT = 6e-6
 """Of GELU's polynomial, and of fp32."""
 ROUGH, FINE = 1 / 4096, 1e-6
-"""Of x: half of the tangent's 2^-11; some roundings of fp32."""
+"""Of x: half of tanh's 2^-11; some roundings of fp32."""
 
 
 def activations(type_name: str, name: str, x: torch.Tensor) -> torch.Tensor:
