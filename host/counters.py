@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moeos.tracing import TASK_KINDS
 
-STAGES = ("route", "dispatch", "gemm0", "gemm1", "combine")
+STAGES = ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
 """The kinds of tasks, in the order in which a row meets them."""
 
 _BY_KIND = ("<u8", len(TASK_KINDS))
@@ -25,7 +25,7 @@ TALLY = numpy.dtype(
         ("padding_rows", "<u8"),
         ("dropped_pairs", "<u8"),
         ("busy_ns", *_BY_KIND),
-        ("reserved", "<u8"),
+        ("reserved", "<u8", 15),
     ]
 )
 """Tally, of a processor or a courier."""
@@ -38,10 +38,13 @@ RECORD = numpy.dtype(
 )
 """CallRecord."""
 PEER = numpy.dtype(
-    [(name, "<u8") for name in ("counts_ns", "rows_ns", "results_ns", "rows_returned")]
+    [
+        (name, "<u8")
+        for name in ("counts_ns", "rows_ns", "results_ns", "rows_returned", "rows_carried")
+    ]
 )
 """PeerRecord."""
-assert (TALLY.itemsize, RECORD.itemsize, PEER.itemsize) == (128, 128, 32)
+assert (TALLY.itemsize, RECORD.itemsize, PEER.itemsize) == (256, 128, 40)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,15 +54,18 @@ class CallStats:
     Attributes:
         tokens: S of the call.
         pairs_sent: [P] (token, expert) pairs sent to each rank, this one included.
+        rows_sent: [P] rows that went there for them: one for each pair, or, where a call has many
+            for a rank, one for each token (docs/design.md); 0 if the call did not end well.
         pairs_received: [P] pairs that came from each rank.
         expert_pairs: [X] pairs that each local expert computed.
-        tasks: parts run, by kind: route, dispatch, gemm0, gemm1, combine.
+        tasks: parts run, by kind: route, dispatch, replicate, gemm0, gemm1, combine.
         row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
             layer.
         row_bytes_by_peer: [P] the same by rank; 0 for this one.
         count_bytes_to_peers: bytes of row counts.
-        flag_bytes_to_peers: bytes of arrival flags and of credits for returned rows; not of the
-            words by which the windows of remote peers are kept.
+        flag_bytes_to_peers: bytes of arrival flags, of credits for returned rows and, where tokens
+            go once, of the words that say which row holds which; not of those by which the windows
+            of remote peers are kept.
         padding_rows: rows computed only because a tile's segments are padded to 8 rows.
         drops: pairs of this rank beyond their expert's capacity.
         processors: of this rank.
@@ -85,6 +91,7 @@ class CallStats:
 
     tokens: int
     pairs_sent: list[int]
+    rows_sent: list[int]
     pairs_received: list[int]
     expert_pairs: list[int]
     tasks: dict[str, int]
@@ -154,9 +161,11 @@ def read(
         for counts, rows in zip(counts_after, rows_after, strict=True)
     ]
     pairs_received = [sum(rows) for rows in received]
+    rows_sent = peers["rows_carried"].tolist()
     return CallStats(
         tokens=int(of_call["tokens"]),
         pairs_sent=list(pairs_sent),
+        rows_sent=rows_sent,
         pairs_received=pairs_received,
         expert_pairs=[sum(rows) for rows in zip(*received, strict=True)],
         tasks={kind: tasks[kind] for kind in STAGES},
@@ -164,7 +173,7 @@ def read(
         row_bytes_by_peer=[
             0 if peer == rank else row_bytes * (rows_there + rows_back)
             for peer, (rows_there, rows_back) in enumerate(
-                zip(pairs_sent, pairs_received, strict=True)
+                zip(rows_sent, pairs_received, strict=True)
             )
         ],
         count_bytes_to_peers=int(tallies["count_bytes_to_peers"].sum()),

@@ -35,6 +35,7 @@ class FailureKind(enum.IntEnum):
     FLAG_DAMAGED = 17
     WORD_DAMAGED = 18
     TASK_DAMAGED = 19
+    ORIGIN_DAMAGED = 20
 
 
 class FailureRecord(Protocol):
@@ -175,4 +176,9 @@ def _broken(f: FailureRecord) -> str:
         return f"slot {f.chunk} of a queue holds {f.seen:#x}, which nobody writes"
     if f.kind == FailureKind.TASK_DAMAGED:
         return f"task descriptor {f.chunk} is not what was written"
+    if f.kind == FailureKind.ORIGIN_DAMAGED:
+        return (
+            f"where a row of rank {f.peer}'s chunk {f.chunk} comes from is {f.seen:#x}, which "
+            "nobody writes"
+        )
     return f"failure kind {f.kind}"

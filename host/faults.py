@@ -30,7 +30,7 @@ ENVIRONMENT = "MOEOS_FAULTS"
 """Names the file of the plan where a program gives none."""
 
 Kind = Literal["delay", "stall", "kill"]
-Stage = Literal["start", "route", "combine", "gemm1", "gemm0", "dispatch"]
+Stage = Literal["start", "route", "combine", "gemm1", "gemm0", "dispatch", "replicate"]
 Distribution = Literal["constant", "uniform", "lognormal", "samples"]
 
 MOST_SECONDS = 86_400.0
@@ -107,8 +107,8 @@ class Fault(_Entry):
         rank: whose.
         call: of each layer, counted from 1 since it was made. Forgotten when the layer is reset.
         stage: what the rank is about to begin: "start" (the call's first part), or a part of
-            "route", "dispatch", "gemm0", "gemm1" or "combine". A rank without such a part in that
-            call is not held.
+            "route", "dispatch", "replicate", "gemm0", "gemm1" or "combine". A rank without such a
+            part in that call is not held.
         seconds: of a delay; up to a day.
         layer: of the world's layers, in the order in which they were made, from 0; None: each.
     """

@@ -195,6 +195,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "TILE_ROWS": sizes.tile_rows,
         "ROUTE_TOKENS": sizes.route_tokens,
         "ROUTE_SLICES": sizes.route_slices,
+        "ONCE_ROWS": sizes.once_rows,
         "SEGMENT_ALIGN": sizes.segment_align,
         "LARGE_EXPERTS": int(sizes.large_experts),
         "GEMM0_PARTS": sizes.gemm0_parts,

@@ -39,6 +39,9 @@ _ROUTE_TOKENS, _ROUTE_TOKENS_OF_FEW = 64, 32  # of a block, and of one in a laye
 _ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
+ONCE_BYTES = 12 << 20
+"""A call with so many bytes of rows for a peer takes each token there once. It takes the peer some
+microseconds more to copy it to its other rows, which fewer rows do not win back on the link."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,7 @@ class KernelShape:
             # for which there are too few lanes where weights have small ones.
             segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
             route_slices=_route_slices(self.cfg, self.processors),
+            once_rows=max(1, ONCE_BYTES // (self.cfg.hidden * self.cfg.dtype.itemsize)),
         )
         return layer_sizes(
             self.cfg,

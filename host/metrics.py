@@ -36,6 +36,7 @@ _SUMS = (
     _Metric("count_bytes", "count_bytes_to_peers", "Bytes of row counts written to other ranks."),
     _Metric("flag_bytes", "flag_bytes_to_peers", "Bytes of flags written to other ranks."),
     _Metric("pairs_sent", "pairs_sent", "(token, expert) pairs sent to each rank.", "peer"),
+    _Metric("rows_sent", "rows_sent", "Rows that went to each rank for them.", "peer"),
     _Metric("pairs_received", "pairs_received", "Pairs that came from each rank.", "peer"),
     _Metric("row_bytes", "row_bytes_by_peer", "Bytes of rows written to each rank.", "peer"),
     _Metric("waited_seconds", "waited_for", "Seconds by which a rank held up this one.", "peer"),

@@ -24,7 +24,8 @@ class Tiles:
     columns of the parts, and Route parts of a block.
 
     Tiles of an expert with up to `narrow_rows` padded rows have parts of half as many columns. In
-    those of others, each source's rows are padded to a multiple of `segment_align`.
+    those of others, each source's rows are padded to a multiple of `segment_align`. A call with
+    `once_rows` rows for a peer, or more, takes each token there once.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class Tiles:
     route_slices: int = 1
     narrow_rows: int = 0
     segment_align: int = _twin.SEGMENT_ALIGN
+    once_rows: int
 
 
 def layer_sizes(
@@ -84,5 +86,17 @@ def layer_sizes(
         narrow_rows=tiles.narrow_rows,
         segment_align=tiles.segment_align,
         large_experts=2 * cfg.hidden * cfg.intermediate * cfg.dtype.itemsize > LARGE_EXPERT,
+        once_rows=_once_rows(cfg, world_size, tiles),
         trace_events=trace_events,
     )
+
+
+def _once_rows(cfg: MoEConfig, world_size: int, tiles: Tiles) -> int:
+    """`Tiles.once_rows`, or 0 in a layer where it changes nothing: no rank can have several experts
+    of a token, or no call so many rows for a peer.
+    """
+    rows_of_token = min(cfg.top_k, cfg.experts // world_size)
+    possible = (
+        world_size > 1 and rows_of_token > 1 and cfg.max_tokens * rows_of_token >= tiles.once_rows
+    )
+    return tiles.once_rows if possible else 0

@@ -11,11 +11,11 @@ import numpy
 from numpy.typing import ArrayLike, NDArray
 
 KINDS = (
-    *("route", "combine", "gemm1", "gemm0", "dispatch"),
+    *("route", "combine", "gemm1", "gemm0", "dispatch", "replicate"),
     *("schedule", "counts", "arrivals", "returns"),
 )
 """TraceKind: the parts of tasks, then the steps of the OS block's actors."""
-TASK_KINDS = KINDS[:5]
+TASK_KINDS = KINDS[:6]
 OS_ACTORS = ("scheduler", "counts", "arrivals", "returns")
 """The actors behind the processors, in the order of their lists."""
 
@@ -28,7 +28,7 @@ EVENT = numpy.dtype(
         ("end_ns", "<u8"),
         *[(name, "<u4") for name in ("kind", "part", "peer", "expert", "place", "rows")],
         *[(name, "<u4") for name in ("loading", "computing", "computed", "stored")],
-        ("reserved", "<u8"),
+        *[(name, "<u4") for name in ("carried", "reserved")],
     ]
 )
 """TraceEvent: see runtime/trace_event.hpp."""

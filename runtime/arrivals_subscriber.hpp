@@ -7,6 +7,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/chunk_flags.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
@@ -31,25 +32,25 @@ class ArrivalsSubscriber {
   /// Then one expert's are. Each time that processors have nothing to do again and nothing has
   /// arrived, so many times as many: a rank that is that late is not about to fill a tile.
   static constexpr u32 kPackGrowth = 4;
-  /// Flags that a lane asks for at once.
-  static constexpr u32 kLooks = 8;
 
   ArrivalsSubscriber(const Rank<P>& rank, const Call& call)
-      : rank_(rank), call_(call), plan_(rank.layout, rank.memory, *rank.os) {
+      : rank_(rank),
+        call_(call),
+        plan_(rank.layout, rank.memory, *rank.os),
+        flags_(rank, call, rank.os->chunk_prefix) {
     plan_.begin(call.epoch);
-    for (u32 source = P::lane(); source < rank.geometry().world; source += P::kLanes) {
-      rank.os->chunk_prefix[source] = kUndecoded;
-    }
-    P::sync_lanes();
   }
 
   bool step() {
-    bool progress = false;
-    const u32 world = rank_.geometry().world;
-    const u32 at_once = minimum(world, P::kLanes);
-    for (u32 first = 0; first < world; first += at_once) {
-      progress = watch(first, minimum(at_once, world - first)) || progress;
-    }
+    const bool progress =
+        flags_.look([](u32, u32) { return true; },
+                    [this](u32 source, u32 rows, u32 chunk) { return flag(source, rows, chunk); },
+                    [this](u32 source, u32 chunks) {
+                      if (chunks > 0) {
+                        rank_.memory.peer_records[source].rows_ns = P::now_ns();
+                      }
+                      rank_.os->rows_arrived[source] = flags_.rows(source);
+                    });
     if (progress) {
       packed_at_once_ = 1;
       starving_since_ = 0;  // something moves
@@ -69,17 +70,14 @@ class ArrivalsSubscriber {
     return progress || planned;
   }
 
-  /// Missing is the first chunk that was announced and has not come.
+  /// Missing is the first chunk that was announced and has not come. One that has come, and that
+  /// our couriers have not made whole, is no peer's fault.
   Answer answer(Failure& failure) const {
     for (u32 source = 0; source < rank_.geometry().world; ++source) {
-      const u32 prefix = rank_.os->chunk_prefix[source];
-      if (prefix == kUndecoded ||
-          prefix * rank_.geometry().chunk_rows < rank_.os->rows_received(source)) {
-        failure.kind = FailureKind::rows_late;
-        failure.peer = source;
-        failure.chunk = prefix == kUndecoded ? 0 : prefix;
-        failure.expected = rank_.os->rows_received(source);
-        failure.seen = prefix == kUndecoded ? 0 : u64{prefix} * rank_.geometry().chunk_rows;
+      const bool complete = flags_.prefix(source) != ChunkFlags<P>::kUnwatched &&
+                            flags_.rows(source) == rank_.os->rows_received(source);
+      if (!complete && !rank_.sends_once(source, rank_.os->rows_received(source))) {
+        describe_late_rows(rank_, flags_, source, failure);
         return Answer::missing;
       }
     }
@@ -87,88 +85,12 @@ class ArrivalsSubscriber {
   }
 
  private:
-  static constexpr u32 kUndecoded =
-      kNone;  // as chunk_prefix: the source's counts are not known yet
-
-  /// Advances the prefixes of chunks that have arrived from `sources` sources, from `first_source`
-  /// on. Each has an equal share of the lanes, and `kLooks` times as many flags are looked at.
-  bool watch(u32 first_source, u32 sources) {
-    const Geometry& geometry = rank_.geometry();
-    const u32 share = P::kLanes / sources;
-    const u32 turn = P::lane() / share;
-    const u32 source = first_source + minimum(turn, sources - 1);
-    // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
-    const bool known = turn < sources && P::template load_acquire<Scope::block>(
-                                             &rank_.os->counts_known[source]) == call_.epoch;
-    const bool first_look = known && rank_.os->chunk_prefix[source] == kUndecoded;
-    const u32 before = !known || first_look ? 0 : rank_.os->chunk_prefix[source];
-    const u32 rows = known ? rank_.os->rows_received(source) : 0;
-    const u32 chunks = ceil_div(rows, geometry.chunk_rows);
-    const u32 first = before + P::lane() % share;
-    // Asked for together, in one round trip, and so without conditions: where there is no chunk, at
-    // another one's flag.
-    u32 epochs[kLooks];
-    for (u32 i = 0; i < kLooks; ++i) {
-      const u32 chunk = minimum(first + i * share, maximum(chunks, 1U) - 1);
-      epochs[i] = P::template poll<Scope::system>(
-          rank_.template here<u32>(rank_.layout.arrived(source, chunk)));
-    }
-    u32 here = 0;  // bit i: this lane's i-th chunk
-    u32 ahead = kNone;
-    u32 seen = 0;
-    for (u32 i = 0; i < kLooks; ++i) {
-      const u32 epoch = first + i * share < chunks ? open(epochs[i]) : 0;
-      here |= epoch == call_.epoch ? 1U << i : 0;
-      const bool wrong = epoch > call_.epoch + 1;  // a peer is one call ahead at most
-      ahead = wrong ? first + i * share : ahead;
-      seen = wrong ? epoch : seen;
-    }
-    if (ahead != kNone) {
-      reject(source, ahead, seen);
-    }
-    const u32 of_source = share == 32 ? ~0U : (1U << share) - 1;
-    u32 arrived = 0;  // chunks of this lane's source, in order
-    bool in_order = true;
-    for (u32 i = 0; i < kLooks; ++i) {
-      const u32 lanes = P::ballot((here >> i & 1U) != 0) >> (turn * share % P::kLanes);
-      const u32 missing = ~lanes & of_source;
-      arrived += !in_order ? 0 : missing == 0 ? share : P::first_lane(missing);
-      in_order = in_order && missing == 0;
-    }
-    if (P::ballot(first_look || arrived > 0) == 0) {
-      return false;
-    }
-    // Pairs with send_chunk: the rows of these chunks are here, for us and for whoever acquires
-    // the tiles below.
-    P::template acquire_fence<Scope::system>();
-    P::sync_lanes();  // all lanes have read the prefixes
-    if (known && P::lane() % share == 0) {
-      if (arrived > 0) {
-        rank_.memory.peer_records[source].rows_ns = P::now_ns();
-      }
-      rank_.os->chunk_prefix[source] = before + arrived;
-      rank_.os->rows_arrived[source] = minimum((before + arrived) * geometry.chunk_rows, rows);
-    }
-    P::sync_lanes();
-    return true;
-  }
-
-  void reject(u32 source, u32 chunk, u32 epoch) const {
-    Failure failure = failure_of(rank_, call_, FailureKind::flag_damaged, Actor::subscriber);
-    failure.peer = source;
-    failure.chunk = chunk;
-    failure.expected = call_.epoch;
-    failure.seen = epoch;
-    rank_.fail(failure);
-  }
-
-  /// Whether the counts of all sources are here.
-  bool everyone_counted() const {
-    bool missing = false;
-    for (u32 source = P::lane(); source < rank_.geometry().world; source += P::kLanes) {
-      missing = missing || rank_.os->chunk_prefix[source] == kUndecoded;  // by this warp alone
-    }
-    return P::ballot(missing) == 0;
+  /// Where it says that all rows of a chunk are here, of `rows` that come from a source: of one
+  /// that sends its tokens once, where our couriers do.
+  const u32* flag(u32 source, u32 rows, u32 chunk) const {
+    return rank_.sends_once(source, rows)
+               ? rank_.memory.replicated_flag(source, chunk)
+               : rank_.template here<u32>(rank_.layout.arrived(source, chunk));
   }
 
   /// Of how many experts incomplete remainders are to be packed now, because processors idle.
@@ -185,7 +107,7 @@ class ArrivalsSubscriber {
     // Packing counts as progress, so it must not go on for long beside a deadline: other ranks wait
     // for news of us as long as theirs and a little more (CountsSubscriber::answer).
     const u64 under_way = minimum(kPatienceUnderWayNs, rank_.deadline_ns / kPatiencesOfDeadline);
-    if (now - starving_since_ < (everyone_counted() ? under_way : kPatienceNs)) {
+    if (now - starving_since_ < (flags_.all_watched() ? under_way : kPatienceNs)) {
       return 0;
     }
     starving_since_ = 0;
@@ -255,6 +177,7 @@ class ArrivalsSubscriber {
   const Rank<P>& rank_;
   const Call& call_;
   TilePlan<P> plan_;
+  ChunkFlags<P> flags_;
   u32 posted_ = 0;      // tiles
   u32 in_mailbox_ = 0;  // of these; the others have been handed out
   u64 starving_since_ = 0;

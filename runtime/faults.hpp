@@ -57,35 +57,28 @@ bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
   return go;
 }
 
-/// Bytes that a part brings to a peer. Those of a tile's rows are divided among its parts.
-template <Platform P>
-u64 bytes_to(const Rank<P>& rank, const Task& task, u32 part, u32 peer) {
-  const u64 row_bytes = rank.geometry().row_bytes;
-  if (task.kind == TaskKind::dispatch) {
-    return task.peer == peer
-               ? rows_in_part(rank.geometry(), rank.memory.rows_sent(peer), task, part).count *
-                     row_bytes
-               : 0;
-  }
+/// Bytes of results that a part of a tile brings to a peer: its rows' are divided among its parts.
+inline u64 result_bytes_to(const Geometry& geometry, const Task& task, u32 peer) {
   u64 rows = 0;
 #pragma unroll 1
   for (u32 s = 0; task.kind == TaskKind::gemm1 && s < task.segment_count; ++s) {
     rows += task.segments[s].source == peer ? task.segments[s].rows : 0;
   }
-  return rows * row_bytes / task.parts;
+  return rows * geometry.row_bytes / task.parts;
 }
 
-/// Before a part is begun that brings rows to a peer: a slow link lets them through later. Here and
-/// not where they are announced, since the warp that fetches parts has room for more code. One
-/// warp.
-template <Platform P>
-void wait_for_links(const Rank<P>& rank, const Call& call, const Task& task, u32 part) {
+/// Before a part is begun that brings bytes_to(peer) bytes to a peer: a slow link lets them through
+/// later. Here and not where they are announced, since the warp that fetches parts has room for
+/// more code. Returns for how many ns it has waited. One warp.
+template <Platform P, class Bytes>
+u64 wait_for_links(const Rank<P>& rank, const Call& call, Bytes bytes_to) {
   if constexpr (P::has_faults()) {
+    const u64 begun = P::now_ns();
     FaultPlan& plan = *rank.memory.faults;
 #pragma unroll 1
     for (u32 i = 0; i < plan.links; ++i) {
       SlowLink& link = plan.link[i];
-      const u64 bytes = bytes_to(rank, task, part, link.peer);
+      const u64 bytes = bytes_to(link.peer);
       if (bytes == 0) {
         continue;
       }
@@ -107,7 +100,9 @@ void wait_for_links(const Rank<P>& rank, const Call& call, const Task& task, u32
       }
       P::sync_lanes();
     }
+    return P::now_ns() - begun;
   }
+  return 0;
 }
 
 /// How fast a processor is: this one as fast as it can be.

@@ -49,6 +49,8 @@ struct Geometry {
   u32 couriers;      // actors that do nothing but Dispatch: one a processor, or 0: processors do it
   u32 remote;        // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
   u32 window_rows;   // rows under way to a remote peer at any time, at most; see window()
+  u32 once_rows;     // a call with so many rows for a direct peer, or more, takes each token there
+                     // once, and the peer copies it to its other rows; 0: none does
   u32 trace_events;  // events that each actor notes of a call, at most (trace.hpp); 0: none does
 
   constexpr u32 local_experts() const { return experts / world; }
@@ -90,6 +92,15 @@ struct Geometry {
     const u64 segments = minimum(u64{cell_rows_used()}, u64{tiles_max()} * kMaxSegments);
     return remote != 0 ? chunks() + static_cast<u32>(segments) : 0;
   }
+
+  // --- Tokens that are sent once (landings_subscriber.hpp) ---
+
+  constexpr bool once() const { return once_rows != 0; }
+  /// Whether so many rows for a direct peer are that many.
+  constexpr bool sends_once(u32 rows) const { return once() && rows >= once_rows; }
+  /// Rows of a source for which it can say where they come from, and chunks that can be made here.
+  constexpr u32 origins() const { return once() ? cell_rows_used() : 0; }
+  constexpr u32 replications_max() const { return once() ? world * chunks() : 0; }
 
   constexpr u32 pairs() const { return max_tokens * top_k; }
   constexpr u32 route_blocks() const { return maximum(1U, ceil_div(max_tokens, route_tokens)); }

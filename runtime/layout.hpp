@@ -38,6 +38,7 @@ class Layout {
     counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
     arrived_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
     returned_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
+    origins_ = reserve(u64{geometry.world} * geometry.origins() * sizeof(u32));
     cells_ = offset;
   }
 
@@ -75,6 +76,14 @@ class Layout {
   /// Rows, sealed, that p has written back into this chunk of its combine cell in this epoch.
   constexpr u64 returned(u32 p, u32 chunk) const {
     return returned_ + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
+  }
+
+  /// Of a row of p's dispatch cell, counted in the order of sending, where p takes each of its
+  /// tokens once: the number, sealed, of the row in the cell that holds its token: itself, or one
+  /// that was sent before.
+  constexpr u64 origin(u32 p, u32 row) const {
+    MOEOS_CHECK(row < geometry().origins());
+    return origins_ + (u64{p} * geometry().origins() + row) * sizeof(u32);
   }
 
   /// A row's number in its cell: expert e's slot c, where `expert_start` is the number of rows that
@@ -134,6 +143,7 @@ class Layout {
   u64 counts_ = 0;
   u64 arrived_ = 0;
   u64 returned_ = 0;
+  u64 origins_ = 0;
   u64 cells_ = 0;
 };
 

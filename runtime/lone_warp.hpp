@@ -20,8 +20,9 @@ namespace moeos {
 
 /// What a processor of one warp computes; every function runs to its end without waiting.
 template <class K>
-concept Kernels = requires(K& kernels, const Task& task, u32 index, u8* row) {
-  kernels.copy_row(index, row);  // the token's row of x, to its place in a cell
+concept Kernels = requires(K& kernels, const Task& task, u32 index, const u8* from, u8* row) {
+  kernels.copy_row(index, row);      // the token's row of x, to its place in a cell
+  kernels.replicate_row(from, row);  // a row of a cell, to another place there
   kernels.combine(index);  // a token whose rows are all back, or that sent none, to its output row
   // block of tokens -> first token with logits that are not finite, or kNone
   { kernels.route(index) } -> SameAs<u32>;
@@ -30,19 +31,53 @@ concept Kernels = requires(K& kernels, const Task& task, u32 index, u8* row) {
 };
 
 /// Copies the rows of a part of Dispatch to the cell of the rank that owns their experts (or to the
-/// staging copy).
+/// staging copy), from `begun` on, or later if a link is slow. Returns how many have gone there.
 template <Platform P, Kernels K>
-void copy_rows(const Rank<P>& rank, const RoutingMap& map, K& kernels, const Task& task, u32 part) {
+u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
+              const Task& task, u32 part, u64& begun) {
   const Geometry& geometry = rank.geometry();
-  const SentRows rows = rows_in_part(geometry, rank.memory.rows_sent(task.peer), task, part);
+  const u32 rows_sent = rank.memory.rows_sent(task.peer);
+  const bool once = rank.sends_once(task.peer, rows_sent);
+  const SentRows rows = rows_in_part(geometry, rows_sent, task, part);
+  MOEOS_CHECK(rows.count <= SentChunk::kRows);
+  OutgoingRow going[SentChunk::kRows];
+  u32 count = 0;
   for (u32 i = 0; i < rows.count; ++i) {
-    const OutgoingRow row = look_up_row(rank, map, task.peer, rows.first + i);
-    kernels.copy_row(row.pair / geometry.top_k,
-                     outgoing_row(rank, task.peer, Round::dispatch, row.number));
+    going[count] = look_up_row(rank, map, task.peer, rows.first + i, once);
+    count += going[count].goes() ? 1 : 0;
   }
+  begun += wait_for_links(rank, call, [&](u32 peer) {
+    return peer == task.peer ? u64{count} * geometry.row_bytes : 0;
+  });
+  for (u32 i = 0; i < count; ++i) {
+    kernels.copy_row(going[i].pair / geometry.top_k,
+                     outgoing_row(rank, task.peer, Round::dispatch, going[i].number));
+  }
+  return count;
 }
 
-/// Runs a part of Dispatch, if there is one.
+/// Copies the rows of a chunk whose tokens came once from where they are. Returns how many.
+template <Platform P, Kernels K>
+u32 replicate_rows(const Rank<P>& rank, const Call& call, K& kernels, const Task& task) {
+  const Geometry& geometry = rank.geometry();
+  const u32 rows = rows_in_chunk(geometry, rank.memory.rows_received(task.peer), task.first_chunk);
+  u32 copied = 0;
+  for (u32 i = 0; i < rows; ++i) {
+    const LandedRow row =
+        look_up_landed(rank, call, task.peer, task.first_chunk * geometry.chunk_rows + i);
+    if (row.origin != row.number) {
+      const auto at = [&](u32 number) {
+        return rank.heap +
+               rank.layout.cell_row(task.peer, Round::dispatch, Buffer::arrival, number);
+      };
+      kernels.replicate_row(at(row.origin), at(row.number));
+      ++copied;
+    }
+  }
+  return copied;
+}
+
+/// Runs a part of Dispatch, or makes a chunk whole, if there is one.
 template <Platform P, Kernels K>
 bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
                   const Processor<P>& processor, K& kernels, Courier<P>& courier,
@@ -53,17 +88,19 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
     return false;
   }
   processor.pace().begin_part(rank, call);
-  wait_for_links(rank, call, task, word.part());
-  const u64 begin = P::now_ns();
-  copy_rows(rank, map, kernels, task, word.part());
+  u64 begin = P::now_ns();
+  const u32 carried = task.kind == TaskKind::dispatch
+                          ? copy_rows(rank, call, map, kernels, task, word.part(), begin)
+                          : replicate_rows(rank, call, kernels, task);
   const u64 end = P::now_ns();
   const u64 longer = processor.pace().slow_down(rank, call);
-  const bool announced = courier.complete(task, word, end - begin + longer);
+  const bool announced = courier.complete(task, word, carried, end - begin + longer);
   processor.pace().end_part();
   TraceEvent event = event_of(rank.geometry(), task, word, announced ? 1 : 0);
   event.begin_ns = begin;
   event.end_ns = trace_time<P>(rank.geometry());
   event.computed = event.stored = event.since(end);
+  event.carried = carried;
   trace.note(event);
   return true;
 }
@@ -93,7 +130,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
-    processor.begin_part(task, word);
+    processor.begin_part(task);
     const u64 begin = P::now_ns();
     u32 combined = 0;
     if (task.kind == TaskKind::route) {

@@ -20,6 +20,11 @@ struct CallState {
   Line<u32> route_blocks_done;
   Line<u32> dispatch_parts_taken;  // tickets that couriers have taken
   Line<u32> dispatch_parts_done;
+  // Chunks that couriers make whole (landings_subscriber.hpp): how many are listed and not taken,
+  // or for a moment fewer; taken; and, once it is known, 1 and how many there will be.
+  Line<u32> replications_ready;
+  Line<u32> replications_taken;
+  Line<u32> replications_all;
   Line<u32> routed;  // our counts, the routing map and the list of Dispatch are complete: 1 and the
                      // parts of that list (released by the last Route part)
   Line<u32> token_rows_known;  // blocks of tokens whose token_rows are written
@@ -36,7 +41,7 @@ struct alignas(kCacheLine) Tally {
   u64 tasks[kTaskKinds];     // parts run
   u64 row_bytes_to_peers;    // rows written into other ranks' cells, both rounds
   u64 count_bytes_to_peers;  // count words
-  u64 flag_bytes_to_peers;   // arrival flags and returned-row counters
+  u64 flag_bytes_to_peers;   // arrival flags, origins of rows and returned-row counters
   u64 padding_rows;          // rows computed only because segments are padded to 8
   u64 dropped_pairs;         // pairs beyond their expert's capacity
   u64 busy_ns[kTaskKinds];   // time inside parts
@@ -59,6 +64,8 @@ struct PeerRecord {
   u64 rows_ns;        // the last of its rows were here
   u64 results_ns;     // the last results of our rows were back from it
   u64 rows_returned;  // rows, of all sources, whose results had left when its counts came
+  u64 rows_carried;  // rows that went to it: of a token that goes there once, one; 0 in a call that
+                     // did not end well
 };
 
 /// Where a mailbox's words start and how many there are (mailbox.hpp).
@@ -116,8 +123,17 @@ class RankMemory {
   u32* rows_put(u32 peer) const { return &outbox_line(peer, 2); }
   /// Rows of a remote peer that we have told it of, counted in the same way. The first sender's.
   u32* rows_told(u32 peer) const { return rows_put(peer) + 1; }
+  /// Rows that couriers have brought to a peer in this call. Alternates by parity, as the call
+  /// states do.
+  u32* rows_carried(u32 call_epoch, u32 peer) const {
+    return carried + u64{call_epoch & 1} * geometry_.get().world + peer;
+  }
   /// Rows that we send to `peer` in this call; valid once `routed` has been acquired.
   u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_.get().local_experts()]; }
+  /// Where couriers say that they have made a chunk of a source whole.
+  u32* replicated_flag(u32 source, u32 chunk) const {
+    return replicated + u64{source} * geometry_.get().chunks() + chunk;
+  }
   /// Rows that `source` sends us in this call; valid once its counts are known.
   u32 rows_received(u32 source) const {
     return receive_starts(source)[geometry_.get().local_experts()];
@@ -131,7 +147,10 @@ class RankMemory {
   PeerRecord* peer_records = nullptr;  // [peer]
   Task* tasks = nullptr;
   u64* ring = nullptr;
-  u64* dispatch_list = nullptr;  // ReadyWords: what couriers take, in this order
+  u64* dispatch_list = nullptr;     // ReadyWords: what couriers take, in this order
+  u64* replication_list = nullptr;  // ReadyWords: what they take besides
+  u32* replicated = nullptr;        // [source][chunk]: the epoch, sealed, in which a chunk of a
+                                    // source that sends its tokens once was last made whole
 
   // Completion counters; the part that completes a chunk, a block or a tile sets its counter back
   // to zero.
@@ -158,6 +177,7 @@ class RankMemory {
   u32* receive_start =
       nullptr;  // [source][X + 1]: first row of each expert in the order of arrival
 
+  u32* carried = nullptr;         // rows_carried()
   Line<u32>* outboxes = nullptr;  // [remote peer]: tickets by parity, rows put, requests
 
   u32* trace_counts = nullptr;         // [actor, as Trace numbers them]: events, noted or not
@@ -197,6 +217,8 @@ class RankMemory {
       take(mailbox_words_[kind], mailbox_capacities_[kind]);
     }
     take(dispatch_list, geometry.dispatch_parts_max());
+    take(replication_list, geometry.replications_max());
+    take(replicated, geometry.replications_max());
     take(chunk_parts_done, world * geometry.chunks());
     take(route_slices_done, blocks);
     take(gemm0_parts_done, geometry.tiles_max());
@@ -213,6 +235,7 @@ class RankMemory {
     take(token_rows, geometry.max_tokens);
     take(ready_tokens, u64{kReturnsSubscribersMax} * geometry.max_tokens);
     take(receive_start, world * (local + 1));
+    take(carried, 2 * world);
     if (geometry.remote != 0) {
       outbox_lines_ =
           kOutboxHead + ceil_div(geometry.outbox_words(), u32{kCacheLine / sizeof(u64)});
@@ -236,6 +259,8 @@ class RankMemory {
         return 0;  // its tile's first one is its own, too
       case TaskKind::dispatch:
         return geometry_.get().dispatch_tasks_max();
+      case TaskKind::replicate:
+        return 0;  // its word says all of it
       default:
         return geometry_.get().tiles_max();
     }

@@ -8,6 +8,7 @@
 #include "runtime/arrivals_subscriber.hpp"
 #include "runtime/base.hpp"
 #include "runtime/counts_subscriber.hpp"
+#include "runtime/landings_subscriber.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/returns_subscriber.hpp"
@@ -53,6 +54,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
   }
   for (u32 peer = P::lane(); peer < rank.geometry().world; peer += P::kLanes) {
     memory.peer_records[peer] = PeerRecord{};
+    *memory.rows_carried(call.epoch + 1, peer) = 0;
   }
   P::sync_lanes();
 }
@@ -66,18 +68,25 @@ inline constexpr u32 kNoInquiry = 0;
 inline constexpr u32 kInquiryMoot = kNone;
 /// No inquiry comes to an actor with this number.
 inline constexpr u32 kNeverAsked = kNone - 1;
+/// Whose turn it is.
+inline constexpr u32 kAskCounts = 1;
+inline constexpr u32 kAskLandings = 2;
+inline constexpr u32 kAskArrivals = 3;
+inline constexpr u32 kAskReturns = 4;  // and as many behind it as count returned rows
+template <Platform P>
+inline constexpr u32 kAskSender = kAskReturns + P::kReturnsSubscribers;  // the first
 
-/// As the inquiry: all who could name what is missing have passed it on. The last of them is the
-/// first sender, if there is one.
+/// As the inquiry: all who could name what is missing have passed it on.
 template <Platform P>
 constexpr u32 inquiry_unanswered(const Geometry& geometry) {
-  return kOsWarps<P> + (geometry.remote != 0 ? 1 : 0);
+  return kAskSender<P> + (geometry.remote != 0 ? 1 : 0);
 }
 
+/// `turn`: this actor's.
 template <Platform P, class Subscriber>
-void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscriber, u32 warp) {
+void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscriber, u32 turn) {
   // Pairs with the release of the warp before: what it has decoded is known here.
-  if (agreed<P>(P::template load_acquire<Scope::block>(rank.os->inquiry)) != warp) {
+  if (agreed<P>(P::template load_acquire<Scope::block>(rank.os->inquiry)) != turn) {
     return;
   }
   Failure failure = failure_of(rank, call, FailureKind::none, Actor::subscriber);
@@ -87,10 +96,10 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscribe
     if (answer == Answer::missing) {
       rank.fail(failure);
     } else if (answer != Answer::wait) {
-      // Publishes what this warp has decoded to the next one that is asked, which acquires above,
+      // Publishes what this actor has decoded to the next one that is asked, which acquires above,
       // or nothing to the scheduler (call_over).
       P::template store_release<Scope::block>(rank.os->inquiry,
-                                              answer == Answer::moot ? kInquiryMoot : warp + 1);
+                                              answer == Answer::moot ? kInquiryMoot : turn + 1);
     }
   }
   P::sync_lanes();
@@ -115,7 +124,8 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
   if (stands == kInquiryMoot || (expired && stands == kNoInquiry)) {
     if (P::lane() == 0) {
       // Publishes nothing; asks the first subscriber, or nobody.
-      P::template store_release<Scope::block>(inquiry, stands == kNoInquiry ? 1U : kNoInquiry);
+      P::template store_release<Scope::block>(inquiry,
+                                              stands == kNoInquiry ? kAskCounts : kNoInquiry);
     }
     P::sync_lanes();
   }
@@ -164,6 +174,7 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   static_assert(P::kSenders == 1 && P::kReturnsSubscribers == 1, "one thread has one of each");
   Scheduler<P> scheduler(rank, call);
   CountsSubscriber<P> counts(rank, call);
+  LandingsSubscriber<P> landings(rank, call);
   ArrivalsSubscriber<P> arrivals(rank, call);
   ReturnsSubscriber<P> returns(rank, call, 0);
   Sender<P> sender(rank, call, 0);
@@ -172,13 +183,15 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   while (!call_over(rank, call, scheduler, watch)) {
     bool progress = traced_step(rank, scheduler, TraceKind::schedule);
     progress = traced_step(rank, counts, TraceKind::counts) || progress;
+    progress = landings.step() || progress;
     progress = traced_step(rank, arrivals, TraceKind::arrivals) || progress;
     progress = traced_step(rank, returns, TraceKind::returns) || progress;
     progress = sender.step() || progress;
-    answer_inquiry(rank, call, counts, 1);
-    answer_inquiry(rank, call, arrivals, 2);
-    answer_inquiry(rank, call, returns, kFirstReturnsSubscriber);
-    answer_inquiry(rank, call, sender, rank.geometry().remote != 0 ? kOsWarps<P> : kNeverAsked);
+    answer_inquiry(rank, call, counts, kAskCounts);
+    answer_inquiry(rank, call, landings, kAskLandings);
+    answer_inquiry(rank, call, arrivals, kAskArrivals);
+    answer_inquiry(rank, call, returns, kAskReturns);
+    answer_inquiry(rank, call, sender, rank.geometry().remote != 0 ? kAskSender<P> : kNeverAsked);
     wait_unless(progress, watch, idle);
   }
   sender.leave();
@@ -198,26 +211,32 @@ void run_watcher(const Rank<P>& rank, const Call& call, Actor& actor, u32 inquir
   }
 }
 
-template <template <class> class Subscriber, Platform P>
-void run_subscriber(const Rank<P>& rank, const Call& call, u32 warp, TraceKind kind) {
-  Subscriber<P> subscriber(rank, call);
-  run_watcher(rank, call, subscriber, warp, [&] { return traced_step(rank, subscriber, kind); });
-}
-
 /// One of the block's warps: 0 the scheduler, then the subscribers, from kOsWarps on the senders,
-/// of which the first answers an inquiry. A trace has the first of the warps that count returned
-/// rows.
+/// of which the first answers an inquiry. Counts come at the beginning of a call, and so their warp
+/// watches landings, too. A trace has the first of the warps that count returned rows.
+///
+/// Inlined, however long it is: a GPU's kernel that calls a function has a stack.
 template <Platform P>
-void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
+__attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, const Call& call,
+                                                       u32 warp) {
   if (warp == 1) {
-    run_subscriber<CountsSubscriber>(rank, call, warp, TraceKind::counts);
-  } else if (warp == 2) {
-    run_subscriber<ArrivalsSubscriber>(rank, call, warp, TraceKind::arrivals);
-  } else if (warp >= kFirstReturnsSubscriber && warp < kOsWarps<P>) {
-    ReturnsSubscriber<P> subscriber(rank, call, warp - kFirstReturnsSubscriber);
-    run_watcher(rank, call, subscriber, warp, [&] {
-      return traced_step(rank, subscriber, TraceKind::returns, warp == kFirstReturnsSubscriber);
+    CountsSubscriber<P> counts(rank, call);
+    LandingsSubscriber<P> landings(rank, call);
+    run_watcher(rank, call, counts, kAskCounts, [&] {
+      const bool counted = traced_step(rank, counts, TraceKind::counts);
+      const bool listed = landings.step();
+      answer_inquiry(rank, call, landings, kAskLandings);
+      return counted || listed;
     });
+  } else if (warp == 2) {
+    ArrivalsSubscriber<P> arrivals(rank, call);
+    run_watcher(rank, call, arrivals, kAskArrivals,
+                [&] { return traced_step(rank, arrivals, TraceKind::arrivals); });
+  } else if (warp >= kFirstReturnsSubscriber && warp < kOsWarps<P>) {
+    const u32 index = warp - kFirstReturnsSubscriber;
+    ReturnsSubscriber<P> subscriber(rank, call, index);
+    run_watcher(rank, call, subscriber, kAskReturns + index,
+                [&] { return traced_step(rank, subscriber, TraceKind::returns, index == 0); });
   } else if (warp == 0) {
     Scheduler<P> scheduler(rank, call);
     Watch<P> watch(rank.deadline_ns);
@@ -227,7 +246,7 @@ void run_os_warp(const Rank<P>& rank, const Call& call, u32 warp) {
     }
   } else if constexpr (P::kRemotePeers) {
     Sender<P> sender(rank, call, warp - kOsWarps<P>);
-    run_watcher(rank, call, sender, warp == kOsWarps<P> ? warp : kNeverAsked,
+    run_watcher(rank, call, sender, warp == kOsWarps<P> ? kAskSender<P> : kNeverAsked,
                 [&] { return sender.step(); });
     sender.leave();
   }

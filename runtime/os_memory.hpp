@@ -73,6 +73,8 @@ class OsMemory {
     take(rows_arrived, world);
     take(packed, local);
     take(chunk_prefix, world);
+    take(landed_prefix, world);
+    take(landed_listed, world);
     take(chunks_awaited, geometry.chunks_sent_max() + kReturnsSubscribersMax);
     take(chunks_found, kReturnsSubscribersMax * kFoundMost);
     take(rows_back, ceil_div(geometry.max_tokens, kTokensPerWord));
@@ -102,13 +104,16 @@ class OsMemory {
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* published = nullptr;      // slots of the ready ring that hold this call's parts
   u32* tiles_made = nullptr;     // 0, or 1 and the tiles of this call: there will be no more
-  TileFacts* tile_facts = nullptr;      // [tile]: of this call
-  u32* receive_start = nullptr;         // [source][X + 1]: as RankMemory's, which processors read
-  u32* counts_known = nullptr;          // [source]: the epoch whose counts are decoded
-  u32* taken = nullptr;                 // [source][expert]: rows already in a tile
-  u32* rows_arrived = nullptr;          // [source]: kNone while its counts are not known
-  u32* packed = nullptr;                // [expert]: 1 once all of its rows are in tiles
-  u32* chunk_prefix = nullptr;          // [source]: chunks that have arrived, in order
+  TileFacts* tile_facts = nullptr;  // [tile]: of this call
+  u32* receive_start = nullptr;     // [source][X + 1]: as RankMemory's, which processors read
+  u32* counts_known = nullptr;      // [source]: the epoch whose counts are decoded
+  u32* taken = nullptr;             // [source][expert]: rows already in a tile
+  u32* rows_arrived = nullptr;      // [source]: kNone while its counts are not known
+  u32* packed = nullptr;            // [expert]: 1 once all of its rows are in tiles
+  u32* chunk_prefix = nullptr;      // [source]: chunks whose rows are all here, in order
+  u32* landed_prefix = nullptr;     // [source]: chunks of one that sends its tokens once that have
+                                    // landed, in order,
+  u32* landed_listed = nullptr;     // and of these, those that couriers have been told of
   SentChunk* chunks_awaited = nullptr;  // awaited_by() each subscriber: chunks that are not back
   static constexpr u32 kFoundMost = 512;
   SentChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]: back, and not counted yet

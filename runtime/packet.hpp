@@ -76,8 +76,6 @@ void send_chunk(const Rank<P>& rank, const Call& call, const Task& task, ReadyWo
     post_request(rank, call, task.peer, word.with_part(chunk - task.first_chunk));
   }
   if (task.peer != rank.rank) {
-    const u32 rows = rows_in_chunk(rank.geometry(), rank.memory.rows_sent(task.peer), chunk);
-    tally.row_bytes_to_peers += u64{rows} * rank.geometry().row_bytes;
     tally.flag_bytes_to_peers += flag_bytes<P>(direct);
   }
 }

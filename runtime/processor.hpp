@@ -72,9 +72,10 @@ class Processor : Pace<P> {
   }
 
   /// Before a part is begun for which complete() will be called. One warp.
-  void begin_part(const Task& task, ReadyWord word) {
+  void begin_part(const Task& task) {
     Pace<P>::begin_part(rank_, call_);
-    wait_for_links(rank_, call_, task, word.part());
+    wait_for_links(rank_, call_,
+                   [&](u32 peer) { return result_bytes_to(rank_.geometry(), task, peer); });
   }
 
   /// Counts a Route part whose slice of the products is where the last one finds it; true for the
@@ -148,8 +149,9 @@ class Processor : Pace<P> {
           return P::template add_relaxed<Scope::device>(&state_.tokens_combined.value, combined);
         });
         break;
-      case TaskKind::route:     // counted by those who ran it, who must finish the routing
-      case TaskKind::dispatch:  // the courier's (courier.hpp)
+      case TaskKind::route:      // counted by those who ran it, who must finish the routing
+      case TaskKind::dispatch:   // the courier's (courier.hpp)
+      case TaskKind::replicate:  // likewise
         break;
     }
     Pace<P>::end_part();

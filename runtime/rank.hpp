@@ -27,6 +27,12 @@ struct Rank {
 
   const Geometry& geometry() const { return layout.geometry(); }
 
+  /// Whether `rows` rows between this rank and a peer, in either direction, are as many as take
+  /// each token there once. Not to a remote peer: puts are of rows that lie side by side.
+  bool sends_once(u32 peer, u32 rows) const {
+    return geometry().sends_once(rows) && peer != rank && platform.peer(peer) != nullptr;
+  }
+
   template <class T>
   T* here(u64 offset) const {
     return reinterpret_cast<T*>(heap + offset);

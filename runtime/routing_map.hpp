@@ -62,6 +62,26 @@ class RoutingMap {
                      (place.slot - base(block, expert))];
   }
 
+  /// Where the first of the rows lies, in the order of sending to the place's peer, that carry the
+  /// token of `pair`, which the place carries.
+  Place first_place(u32 pair, const Place& place) const {
+    const Geometry& geometry = geometry_.get();
+    const u32 first_pair = pair - pair % geometry.top_k;
+    u32 first = pair;
+    u32 expert = place.peer * geometry.local_experts() + place.local_expert;
+#pragma unroll 1
+    for (u32 other = first_pair; other < first_pair + geometry.top_k; ++other) {
+      const u32 its = memory_.pair_expert[other];
+      if (its < expert && geometry.owner_of(its) == place.peer && sent(other)) {
+        first = other;
+        expert = its;
+      }
+    }
+    const u32 local = expert % geometry.local_experts();
+    const u32 at = first == pair ? place.slot : slot(first, expert);
+    return Place{place.peer, local, at, memory_.send_starts(place.peer)[local] + at};
+  }
+
   /// Rows that come back for the token.
   u32 rows_of(u32 token) const {
     if (all_sent_) {

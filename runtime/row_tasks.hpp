@@ -12,21 +12,35 @@
 
 namespace moeos {
 
-/// A row on its way out: the pair that it carries, and its number in the cell.
+/// A row on its way out: the pair that it carries, its number in the cell, and the number of the
+/// row that takes the pair's token there: itself, or one before it.
 struct OutgoingRow {
   u32 pair;
   u32 number;
+  u32 origin;
+
+  bool goes() const { return origin == number; }
 };
 
-/// Finds row `row`, in the order of sending to `peer`, and notes both directions for Combine.
+/// Finds row `row`, in the order of sending to `peer`, to which each token goes once or not, and
+/// notes both directions for Combine; and to the peer that gets tokens once, where the row is from.
 ///
 /// The notes are plain stores: what announces the chunk releases them along with the rows, and
 /// Combine runs because the results of these very rows came back.
 template <Platform P>
-OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row) {
+OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row, bool once) {
+  const auto number_of = [&rank](const RoutingMap::Place& at) {
+    return rank.layout.row(at.local_expert, at.slot, at.row - at.slot);
+  };
   const RoutingMap::Place place = map.place_at(peer, row);
-  const OutgoingRow found{map.pair_at(place),
-                          rank.layout.row(place.local_expert, place.slot, place.row - place.slot)};
+  OutgoingRow found{map.pair_at(place), number_of(place), 0};
+  found.origin = found.number;
+  if (once) {
+    found.origin = number_of(map.first_place(found.pair, place));
+    // A plain store as those below: the peer acquires it with the chunk.
+    *reinterpret_cast<u32*>(rank.platform.peer(peer) + rank.layout.origin(rank.rank, row)) =
+        seal(found.origin);
+  }
   const Geometry& geometry = rank.geometry();
   rank.memory.row_pair[u64{peer} * geometry.chunks() * geometry.chunk_rows + row] = found.pair;
   rank.memory.pair_row[found.pair] =
@@ -34,14 +48,35 @@ OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, u32 peer, u3
   return found;
 }
 
-/// The number in its cell of row `row` in the order of sending to `peer`.
+/// A row of a chunk that has landed, and the one that holds its token, as numbers in the cell.
+struct LandedRow {
+  u32 number;
+  u32 origin;
+};
+
+/// Finds row `row`, in the order of sending from `source`, which sends its tokens once. An origin
+/// that is no row ends the call; then the row is its own.
 template <Platform P>
-u32 row_number(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row) {
-  if (rank.geometry().row_map == RowMap::ragged) {
-    return row;
+LandedRow look_up_landed(const Rank<P>& rank, const Call& call, u32 source, u32 row) {
+  const Geometry& geometry = rank.geometry();
+  u32 number = row;
+  if (geometry.row_map == RowMap::capacity) {
+    const u32* starts = rank.memory.receive_starts(source);
+    const u32 local = partition_point(geometry.local_experts(),
+                                      [&](u32 expert) { return starts[expert + 1] <= row; });
+    number = rank.layout.row(local, row - starts[local], starts[local]);
   }
-  const RoutingMap::Place place = map.place_at(peer, row);
-  return rank.layout.row(place.local_expert, place.slot, place.row - place.slot);
+  const u32 sealed = *rank.template here<u32>(rank.layout.origin(source, row));
+  // One that comes later would not have landed yet.
+  if (open(sealed) > number) {
+    Failure failure = failure_of(rank, call, FailureKind::origin_damaged, Actor::processor);
+    failure.peer = source;
+    failure.chunk = row / geometry.chunk_rows;
+    failure.seen = sealed;
+    rank.fail(failure);
+    return {number, number};
+  }
+  return {number, open(sealed)};
 }
 
 /// Counts the rows of a block of tokens for the returns subscriber, and calls visit(token, unsent)

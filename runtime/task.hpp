@@ -20,13 +20,15 @@ namespace moeos {
 enum class TaskKind : u8 {
   route,  ///< logits, top-k, weights of a block of tokens; first, because every rank waits for our
           ///< counts
-  combine,   ///< weighted sum of the tokens whose rows are all back
-  gemm1,     ///< second GEMM of a row tile, written into the owners' combine cells
-  gemm0,     ///< first GEMM and activation of a row tile
-  dispatch,  ///< some chunks of rows to the rank that owns their experts; couriers take its parts
-             ///< from a list of their own (courier.hpp)
+  combine,    ///< weighted sum of the tokens whose rows are all back
+  gemm1,      ///< second GEMM of a row tile, written into the owners' combine cells
+  gemm0,      ///< first GEMM and activation of a row tile
+  dispatch,   ///< some chunks of rows to the rank that owns their experts; couriers take its parts
+              ///< from a list of their own (courier.hpp)
+  replicate,  ///< rows of a chunk whose tokens have come here already, for other experts; couriers
+              ///< take these, too
 };
-inline constexpr u32 kTaskKinds = 5;
+inline constexpr u32 kTaskKinds = 6;
 
 /// Consecutive rows of one source's cell inside a tile; see laid_out_rows().
 struct Segment {
@@ -46,8 +48,8 @@ struct alignas(kCacheLine) Task {
                      // 0 for those of a block that sent no row
   u32 padded_rows;   // GEMMs: rows of the tile as laid out, a multiple of 8
   u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs
-  u32 peer;          // dispatch: destination
-  u32 first_chunk;   // dispatch
+  u32 peer;          // dispatch: destination; replicate: source
+  u32 first_chunk;   // dispatch, replicate
   u32 first_ready;   // combine: place of the first token among those that are complete, or a block
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_whole()
@@ -204,6 +206,21 @@ constexpr Task combine_task(ReadyWord word) {
   task.epoch = word.epoch();
   task.rows = word.part();
   task.first_ready = word.task();
+  return task;
+}
+
+/// The word of a chunk that `source` has not sent all rows of. It says all that there is to know.
+constexpr ReadyWord replicate_word(u32 epoch, u32 source, u32 chunk) {
+  return ReadyWord(epoch, TaskKind::replicate, chunk, source);
+}
+/// What a courier makes of it.
+constexpr Task replicate_task(ReadyWord word) {
+  Task task{};
+  task.kind = TaskKind::replicate;
+  task.parts = 1;
+  task.epoch = word.epoch();
+  task.peer = word.part();
+  task.first_chunk = word.task();
   return task;
 }
 

@@ -25,19 +25,21 @@ struct alignas(64) TraceEvent {
   u64 end_ns;    // a part: its effects are visible
   u32 kind;
   u32 part;
-  u32 peer;    // dispatch: the destination
+  u32 peer;    // dispatch: the destination; replicate: the source
   u32 expert;  // GEMMs: the local expert
   u32 place;   // route: the slice, and `part` the block; GEMMs: the tile; dispatch: the part's
-               // chunk; combine: the first token's place among the complete ones, or kNone for
-               // tokens that sent no row, and `part` the block
+               // chunk; replicate: the chunk; combine: the first token's place among the complete
+               // ones, and `part` the returns subscriber that had it; or kNone for tokens that sent
+               // no row, and `part` the block
   u32 rows;    // GEMMs: of the tile; dispatch: 1 for the part that announced the chunk;
-               // combine: tokens written
+               // replicate: 1; combine: tokens written
   // Of a part, in ns behind begin_ns; 0 where a machine has no such moment.
   u32 loading;    // its loads begin
   u32 computing;  // its first operands are here
   u32 computed;   // its products or sums are done
   u32 stored;     // its results are in memory
-  u32 reserved[2];
+  u32 carried;    // dispatch: rows that went; replicate: rows that were copied here
+  u32 reserved;
 
   /// A moment, as the fields above have it.
   constexpr u32 since(u64 moment_ns) const {
@@ -64,8 +66,13 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
     event.peer = task.peer;
     event.place = task.first_chunk + word.part() * task.rows / geometry.chunk_rows;
     event.rows = done;
+  } else if (task.kind == TaskKind::replicate) {
+    event.part = 0;
+    event.peer = task.peer;
+    event.place = task.first_chunk;
+    event.rows = done;
   } else if (task.kind == TaskKind::combine) {
-    event.part = task.rows == 0 ? task.first_ready : 0;
+    event.part = task.rows == 0 ? task.first_ready : task.first_ready / geometry.max_tokens;
     event.place = task.rows == 0 ? kNone : task.first_ready;
     event.rows = done;
   }

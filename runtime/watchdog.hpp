@@ -34,10 +34,11 @@ enum class FailureKind : u32 {
   token_count_wrong = 14,  // seen = S, which is negative or beyond the rows of x, expected
   echo_late = 15,          // a remote peer has not seen the rows that were put there
   // Words that nobody writes (sealed.hpp): memory that someone else has overwritten.
-  count_damaged = 16,  // seen = the word
-  flag_damaged = 17,   // a chunk's arrival flag; seen = the call that it names
-  word_damaged = 18,   // of the ready ring, a mailbox or an outbox: chunk = which, seen = the word
-  task_damaged = 19,   // chunk = which descriptor
+  count_damaged = 16,   // seen = the word
+  flag_damaged = 17,    // a chunk's arrival flag; seen = the call that it names
+  word_damaged = 18,    // of the ready ring, a mailbox or an outbox: chunk = which, seen = the word
+  task_damaged = 19,    // chunk = which descriptor
+  origin_damaged = 20,  // where a row of a peer's chunk comes from; seen = the word
 };
 
 /// What an actor says when it is asked why nothing moves (os.hpp).

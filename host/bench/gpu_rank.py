@@ -225,7 +225,8 @@ class _Measurement:
                 what = f"moeos and the baseline differ: relative error {error:.1e}"
                 self._results.fail(shape.name, what, case)
             return False
-        load = control.allgather(_load(baseline, cfg, self._world.rank))
+        sent = layer.stats()["rows_sent"]
+        load = control.allgather(_load(baseline, sent, self._world.rank))
         flushed = case.tokens <= FLUSHED_TOKENS
         times = self._time(
             {
@@ -352,9 +353,10 @@ def limits(
     }
 
 
-def _load(baseline: AllToAllLayer, cfg: MoEConfig, rank: int) -> dict[str, int]:
+def _load(baseline: AllToAllLayer, sent: Sequence[int], rank: int) -> dict[str, int]:
     """What the last call gave this rank to do, in rows: computed, from peers, to peers; and the
-    experts that have rows.
+    experts that have rows. `sent`: rows that moeos sends to each rank for it, of which a pair that
+    shares its token's row has none.
     """
     last = baseline.last
     assert last is not None
@@ -363,7 +365,7 @@ def _load(baseline: AllToAllLayer, cfg: MoEConfig, rank: int) -> dict[str, int]:
         "rows": rows,
         "experts": int((last.counts.sum(dim=0) > 0).sum()),
         "from_peers": rows - int(last.counts[rank].sum()),
-        "to_peers": sum(last.sent) - last.sent[rank],
+        "to_peers": sum(sent) - sent[rank],
     }
 
 

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import get_args
 
+import numpy
+
 from moeos import _twin
 from moeos.config import MoEConfig, RowMap
 from moeos.engines.twin import sizes_of
@@ -58,11 +60,12 @@ class Work:
         router_flops: 2 S E H.
         expert_flops: 2 (2I + I) H for each pair received, or 2 (I + I) H where there is no gate.
         weight_bytes: weights of the experts that have rows, read once.
-        dispatch_bytes: rows to other ranks, H elements each.
+        dispatch_bytes: rows to other ranks, H elements each; of a token, one to each rank where a
+            call has many for it.
         combine_bytes: result rows returned to other ranks.
         count_bytes: 8 for each expert of another rank.
-        flag_bytes: 4 for each chunk sent to another rank, and for each chunk that a tile's segment
-            of another rank's rows touches.
+        flag_bytes: 4 for each chunk sent to another rank, for each chunk that a tile's segment of
+            another rank's rows touches, and for each pair sent to a rank that gets tokens once.
     """
 
     tokens: int
@@ -151,7 +154,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     are more where few tokens become complete at a time. Dispatch tasks are those of one processor;
     with more of them chunks may be sent in pieces. Rows beyond an expert's capacity are
     not sent. Blocks of tokens and N-tiles, and so the numbers of Route and GEMM tasks, are the
-    twin's.
+    twin's, and so is the number of rows from which on tokens go once to a rank.
 
     Raises:
         ValueError: `tokens` is not 0 to max_tokens, or the experts cannot be divided.
@@ -170,8 +173,9 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     to_rank = [sum(sent[peer * local : (peer + 1) * local]) for peer in range(ranks)]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
     part_rows = sizes.dispatch_part_rows(sum(chunks_to_rank))
+    once = [peer for peer in range(1, ranks) if sizes.sends_once(to_rank[peer])]
 
-    tiles = padding = flags = received = busy_experts = 0
+    tiles = padding = flags = received = busy_experts = replicated = 0
     starts = [0] * ranks
     # Of the other ranks only what they send to rank 0: all would be P times E numbers.
     for of_source in zip(*(rows(source, range(local)) for source in range(ranks)), strict=True):
@@ -187,6 +191,10 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         received += sum(of_source)
         busy_experts += any(of_source)
 
+    for rows_of_source in starts[1:]:
+        if sizes.sends_once(rows_of_source):
+            replicated += -(-rows_of_source // sizes.chunk_rows)
+
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     route_blocks = -(-tokens // sizes.route_tokens)
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing.
@@ -200,6 +208,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         tasks={
             "route": max(1, route_blocks),
             "dispatch": sum(-(-n // part_rows) for n in to_rank),
+            "replicate": replicated,
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,
             "combine": -(-complete // _twin.COMBINE_TOKENS) + (route_blocks if may_drop else 0),
@@ -208,11 +217,22 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         router_flops=2 * tokens * cfg.experts * cfg.hidden,
         expert_flops=2 * received * (cfg.w1_rows + cfg.intermediate) * cfg.hidden,
         weight_bytes=busy_experts * _expert_bytes(cfg),
-        dispatch_bytes=sum(to_rank[1:]) * row_bytes,
+        dispatch_bytes=row_bytes
+        * sum(
+            _tokens_for(cfg, peer, local, tokens, capacity) if peer in once else to_rank[peer]
+            for peer in range(1, ranks)
+        ),
         combine_bytes=(received - sum(sent[:local])) * row_bytes,
         count_bytes=8 * (ranks - 1) * local,
-        flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags),
+        flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags + sum(to_rank[peer] for peer in once)),
     )
+
+
+def _tokens_for(cfg: MoEConfig, peer: int, local: int, tokens: int, capacity: int | None) -> int:
+    """Tokens of rank 0 that have a row for an expert of a peer."""
+    pair = numpy.arange(tokens * cfg.top_k).reshape(tokens, cfg.top_k)
+    fits = pair // cfg.experts < (tokens if capacity is None else capacity)
+    return int(((pair % cfg.experts // local == peer) & fits).any(axis=1).sum())
 
 
 def pack_tiles(rows: Sequence[int], tile_rows: int) -> list[list[tuple[int, int, int]]]:

@@ -13,7 +13,7 @@ from typing import Any
 from moeos.cli.estimate import H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES
 from moeos.config import DTYPES, MoEConfig
 from moeos.timeline import weights
-from moeos.timeline.call import GEMM0, GEMM1, CallTrace
+from moeos.timeline.call import COURIERS, DISPATCH, GEMM0, GEMM1, CallTrace, kind_name
 from moeos.timeline.summary import Stage
 from moeos.timeline.weights import Weights
 
@@ -57,10 +57,10 @@ def work_of(
     call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
 ) -> dict[str, Amount]:
     """Of each stage: the router's and the GEMMs' FLOPs, against the dense BF16 rate; the rows that
-    Dispatch copies and that Combine reads, in bytes, against the memory's. Rows that only pad a
-    tile do not count.
+    Dispatch and Replicate copy and that Combine reads, in bytes, against the memory's. Rows that
+    only pad a tile do not count.
 
-    Empty where `about` does not say what ran.
+    Without what is copied where parts are missing; empty where `about` does not say what ran.
     """
     cfg = _config_of(about)
     if cfg is None:
@@ -71,30 +71,44 @@ def work_of(
     tokens = about["tokens"] * len(call.ranks)
     found = {
         "route": (2 * tokens * cfg.experts * cfg.hidden * by_gate, "FLOP", H200_GEMM_FLOPS),
-        "dispatch": (rows * row_bytes, "B", H200_MEMORY_BYTES),
         "gemm0": (2 * rows * cfg.w1_rows * cfg.hidden, "FLOP", H200_GEMM_FLOPS),
         "gemm1": (2 * rows * cfg.intermediate * cfg.hidden, "FLOP", H200_GEMM_FLOPS),
         "combine": (rows * row_bytes, "B", H200_MEMORY_BYTES),
     }
-    return {stage.kind: _amount(*found[stage.kind], stage, len(call.ranks)) for stage in stages}
+    if call.whole:
+        for kind in COURIERS:
+            copied = int(call.parts["carried"][call.parts["kind"] == kind].sum())
+            found[kind_name(kind)] = (copied * row_bytes, "B", H200_MEMORY_BYTES)
+    return {
+        stage.kind: _amount(*found[stage.kind], stage, len(call.ranks))
+        for stage in stages
+        if stage.kind in found
+    }
 
 
 def to_peers_of(
     call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
 ) -> dict[str, Amount]:
     """Rows that Dispatch sends to other ranks, and results that Gemm1 returns to them, in bytes,
-    against a link's rate. Empty for one rank, and where `about` does not say what ran.
+    against a link's rate. Without the former where parts are missing; empty for one rank, and where
+    `about` does not say what ran.
     """
     cfg = _config_of(about)
     if cfg is None or len(call.ranks) == 1:
         return {}
     received = [trace.received.sum(axis=1) for trace in call.ranks]
-    rows = sum(int(of.sum() - of[rank]) for rank, of in enumerate(received))
-    total = rows * cfg.hidden * cfg.dtype.itemsize
+    rows = {"gemm1": sum(int(of.sum() - of[rank]) for rank, of in enumerate(received))}
+    if call.whole:
+        parts = call.parts
+        there = (parts["kind"] == DISPATCH) & (parts["peer"] != parts["rank"])
+        rows["dispatch"] = int(parts["carried"][there].sum())
+    row_bytes = cfg.hidden * cfg.dtype.itemsize
     return {
-        stage.kind: _amount(total, "B", H200_LINK_BYTES, stage, len(call.ranks))
+        stage.kind: _amount(
+            rows[stage.kind] * row_bytes, "B", H200_LINK_BYTES, stage, len(call.ranks)
+        )
         for stage in stages
-        if stage.kind in ("dispatch", "gemm1")
+        if stage.kind in rows
     }
 
 

@@ -37,6 +37,7 @@ class Report:
         self._call = call
         self._about = about
         self._stages = summary.stages_of(call, found)
+        self._found = [stage for stage in self._stages if stage.parts > 0]
         self._intervals = summary.intervals_of(call, _INTERVALS)
         self._ranks = summary.ranks_of(call)
         self._chain = summary.chain_of(call, found)
@@ -64,7 +65,7 @@ class Report:
     def print(self) -> None:
         """The tables and the chain, on stdout."""
         print(f"{self.title()}\n", flush=True)
-        output.tables(len(self._stages)).print(self._stage_table())
+        output.tables(len(self._found)).print(self._stage_table())
         if self._intervals:
             print("\nwhat all processors did, in %, in the tenths of the call from:", flush=True)
             output.tables(len(self._intervals)).print(self._interval_table())
@@ -92,7 +93,7 @@ class Report:
         }
 
     def _stage_table(self) -> Table:
-        stages = self._stages
+        stages = self._found
         made = output.table(*(stage.kind for stage in stages))
         made.add_row("parts", *(output.count(stage.parts) for stage in stages))
         made.add_row("first claimed", *(_time(stage.first_claimed) for stage in stages))
@@ -112,7 +113,7 @@ class Report:
     def _add_amounts(self, made: Table, what: str, amounts: Mapping[str, Amount]) -> None:
         if not amounts:
             return
-        found = [amounts.get(stage.kind) for stage in self._stages]
+        found = [amounts.get(stage.kind) for stage in self._found]
         made.add_row(what, *("" if one is None else one.text() for one in found))
         made.add_row("of a rank", *("" if one is None else one.rate_text() for one in found))
         if "H200" in str(self._about.get("what")):
@@ -123,7 +124,7 @@ class Report:
     def _add_weights(self, made: Table) -> None:
         if not self._weights:
             return
-        found = [self._weights.get(stage.kind) for stage in self._stages]
+        found = [self._weights.get(stage.kind) for stage in self._found]
         cache = scaled(trace_amounts.CACHE_BYTES, "B")
         for what, name in (
             ("weights, once", "once"),
@@ -145,7 +146,7 @@ class Report:
                 if max(shares) >= _SHOWN:
                     made.add_row(what, *(f"{100 * share:.0f}" for share in shares))
         made.add_section()
-        made.add_row("none but dispatch", *(f"{100 * one.rest:.0f}" for one in intervals))
+        made.add_row("none but couriers", *(f"{100 * one.rest:.0f}" for one in intervals))
         return made
 
     def _rank_table(self) -> Table:
@@ -188,12 +189,13 @@ class Report:
             what = f"block {of['block']}"
         elif "tile" in of:
             what = f"tile {of['tile']} of expert {of['expert']} ({of['rows']} rows)"
-        elif kind == DISPATCH:
+        elif "chunk" in of:
             last = of["chunk"] + of["chunks"] - 1
             chunks = f"chunk {last}" if of["chunks"] == 1 else f"chunks {of['chunk']} to {last}"
             low, high = of["first_expert"], of["last_expert"]
             experts = f"expert {low}" if low == high else f"experts {low} to {high}"
-            what = f"{chunks} to rank {of['peer']} ({experts})"
+            way = "to" if kind == DISPATCH else "from"
+            what = f"{chunks} {way} rank {of['peer']} ({experts})"
         elif part["place"] == NONE:
             what = f"tokens without rows, block {of['block']}"
         else:

@@ -23,6 +23,9 @@ from moeos.world import World
 DTYPES = (torch.float32, torch.bfloat16)
 """Storage types that the twin computes with."""
 
+_ONCE_ROWS = 16
+"""It gains nothing here, where peers share their memory: so few, so that it is seen to be right."""
+
 
 def sizes_of(
     cfg: MoEConfig, world_size: int, processors: int, remote: bool = False, trace_events: int = 0
@@ -33,6 +36,7 @@ def sizes_of(
         route_tokens=_twin.ROUTE_TOKENS,
         gemm0_columns=_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS,
         gemm1_columns=_twin.PLAIN_COLUMNS,
+        once_rows=_ONCE_ROWS,
     )
     return layer_sizes(cfg, world_size, processors, tiles, remote=remote, trace_events=trace_events)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -17,10 +16,12 @@ from moeos.tracing import KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 NONE = -1
 """As a peer, an expert, a place or a moment: there is none."""
 
-ROUTE, COMBINE, GEMM1, GEMM0, DISPATCH = range(len(TASK_KINDS))
+ROUTE, COMBINE, GEMM1, GEMM0, DISPATCH, REPLICATE = range(len(TASK_KINDS))
 RETURNS = KINDS.index("returns")
-STAGES = (ROUTE, DISPATCH, GEMM0, GEMM1, COMBINE)
+STAGES = (ROUTE, DISPATCH, REPLICATE, GEMM0, GEMM1, COMBINE)
 """Kinds of tasks in the order in which a row meets them."""
+COURIERS = (DISPATCH, REPLICATE)
+"""Kinds of tasks that couriers do, on a GPU beside a processor's others."""
 
 MOMENTS = ("claimed", "loading", "computing", "computed", "stored", "visible")
 """Of a part, in order; only the first and the last are always there."""
@@ -30,7 +31,8 @@ PHASES = ("fetching", "loading", "computing", "storing", "publishing")
 PART = numpy.dtype(
     [
         *[(name, "<i8") for name in ("rank", "processor", "kind", "part", "peer", "expert")],
-        *[(name, "<i8") for name in ("place", "rows", *MOMENTS, "work_begin", "work_end")],
+        *[(name, "<i8") for name in ("place", "rows", "carried")],
+        *[(name, "<i8") for name in (*MOMENTS, "work_begin", "work_end")],
     ]
 )
 """A part: whose, the fields of its event, and its moments in ns of the call's clock, or `NONE`.
@@ -111,13 +113,6 @@ class CallTrace:
         experts: int = self.ranks[rank].received.shape[1]
         return rank * experts
 
-    def chunk_rows(self, part: Any) -> int:
-        """Rows of the chunks that a Dispatch part of `parts` sends."""
-        trace = self.ranks[int(part["peer"])]
-        total = int(trace.received[int(part["rank"])].sum())
-        first, chunks = int(part["place"]), int(part["rows"])
-        return min((first + chunks) * trace.chunk_rows, total) - first * trace.chunk_rows
-
     def chunk_experts(self, source: int, owner: int, first: int, chunks: int) -> tuple[int, int]:
         """The first and the last expert, among those of all ranks, of whose rows so many chunks of
         a source for their owner consist; (NONE, NONE) if they have no row.
@@ -173,7 +168,7 @@ def _parts_of(trace: RankTrace, origin: int) -> Parts:
     parts = numpy.empty(len(events), PART)
     parts["rank"] = trace.rank
     parts["processor"] = numpy.repeat(numpy.arange(len(lists)), [len(noted) for noted in lists])
-    for name in ("kind", "part", "rows"):
+    for name in ("kind", "part", "rows", "carried"):
         parts[name] = events[name]
     for name in ("peer", "expert", "place"):
         parts[name] = events[name].astype(numpy.uint32).view(numpy.int32)  # kNone is -1

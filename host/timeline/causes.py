@@ -19,6 +19,7 @@ from moeos.timeline.call import (
     GEMM0,
     GEMM1,
     NONE,
+    REPLICATE,
     RETURNS,
     ROUTE,
     CallTrace,
@@ -50,15 +51,18 @@ def find(call: CallTrace) -> Causes:
     """The causes of all parts; of none, if events are missing: it could be any of those.
 
     * Dispatch, and Combine of tokens without rows: the last Route part of its rank.
-    * Gemm0 of a tile: the Dispatch part of the chunk with which as many rows of its expert had
-      arrived as its tiles, up to this one, hold. A chunk has arrived when those before it, of its
-      source, have.
+    * Replicate of a chunk: the Dispatch part with which the chunk had arrived. A chunk has arrived
+      when those before it, of its source, have.
+    * Gemm0 of a tile: the part of the chunk with which as many rows of its expert were here as its
+      tiles, up to this one, hold. A chunk is here when it has arrived; of a source whose chunks are
+      replicated, when that one and those before it have been.
     * Gemm1 of a tile: the last part of the tile's Gemm0.
     * Combine of complete tokens: the last Gemm1 part, of a tile that may hold rows of the rank,
       that was visible before the step began in which the returns subscriber, it seems, posted the
-      task; or, if that was later, the last Combine part of tokens without rows, for all of which
-      the subscriber waits. The events do not say which rows a token has, nor which step posted
-      what: so of these two only the latter is certain.
+      task, or before its claim where it is of a subscriber whose steps are not noted; or, if that
+      was later, the last Combine part of tokens without rows, for all of which the subscribers
+      wait. The events do not say which rows a token has, nor which step posted what: so of these
+      two only the latter is certain.
     """
     finder = _Finder(call)
     if call.whole:
@@ -80,6 +84,10 @@ def lead(call: CallTrace, causes: Causes) -> dict[tuple[int, int], int]:
         if pair[0] != pair[1]:
             found[pair] = max(found.get(pair, 0), int(since[index] - parts["claimed"][index]))
     return found
+
+
+_NOTED_SUBSCRIBER = 0
+"""Of the returns subscribers, the one whose steps a trace has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +128,11 @@ class _Finder:
                 self._set(gemm1, self._last_stored(parts))
         for rank in range(len(self._ranks)):
             self._after_route(rank, by_rank)
-            arrived = [
-                self._arrived(by_rank[source, DISPATCH], rank) for source in range(len(self._ranks))
+            here = [
+                self._after_arrival(source, rank, by_rank) for source in range(len(self._ranks))
             ]
             for expert in range(self._ranks[rank].received.shape[1]):
-                self._after_dispatch(rank, expert, arrived, tiles[rank, expert])
+                self._after_rows(rank, expert, here, tiles[rank, expert])
         for rank in range(len(self._ranks)):
             self._after_returns(rank, by_rank[rank, COMBINE], tiles)
 
@@ -142,28 +150,44 @@ class _Finder:
         place = self._column["place"]
         self._set([i for i in by_rank[rank, COMBINE] if place[i] == NONE], last)
 
-    def _arrived(self, dispatched: Sequence[int], rank: int) -> list[int]:
-        """For each chunk that a source sent to a rank, the part with which it had arrived."""
+    def _after_arrival(
+        self, source: int, rank: int, by_rank: dict[tuple[int, int], list[int]]
+    ) -> list[int]:
+        """Of a rank's Replicate parts of a source's chunks. Returns for each of these chunks the
+        part with which its rows were here.
+        """
+        column = self._column
+        arrived = self._in_order(
+            [i for i in by_rank[source, DISPATCH] if column["peer"][i] == rank]
+        )
+        copies = [i for i in by_rank[rank, REPLICATE] if column["peer"][i] == source]
+        for index in copies:
+            chunk = column["place"][index]
+            if chunk < len(arrived):
+                self._set([index], arrived[chunk])
+        return self._in_order(copies) if copies else arrived
+
+    def _in_order(self, parts: Sequence[int]) -> list[int]:
+        """For each chunk of these parts the one with which it and those before it were done."""
         column = self._column
         by_chunk = {
             chunk: i
-            for i in dispatched
-            if column["peer"][i] == rank
+            for i in parts
             for chunk in range(column["place"][i], column["place"][i] + column["rows"][i])
         }
-        arrived: list[int] = []
+        done: list[int] = []
         for chunk in range(len(by_chunk)):
             if chunk not in by_chunk:
                 break
-            arrived.append(self._last_stored([*arrived[-1:], by_chunk[chunk]]))
-        return arrived
+            done.append(self._last_stored([*done[-1:], by_chunk[chunk]]))
+        return done
 
-    def _after_dispatch(
-        self, rank: int, expert: int, arrived: Sequence[Sequence[int]], tiles: Sequence[_Tile]
+    def _after_rows(
+        self, rank: int, expert: int, here: Sequence[Sequence[int]], tiles: Sequence[_Tile]
     ) -> None:
         trace = self._ranks[rank]
-        arrivals: list[tuple[int, int, int]] = []  # when rows had arrived, by which part; how many
-        for source, parts in enumerate(arrived):
+        arrivals: list[tuple[int, int, int]] = []  # when rows were here, by which part; how many
+        for source, parts in enumerate(here):
             begin, end = _range(trace.received[source], expert)
             for chunk in range(begin // trace.chunk_rows, -(-end // trace.chunk_rows)):
                 first_row = chunk * trace.chunk_rows
@@ -193,13 +217,19 @@ class _Finder:
         first_stored = min(returned, key=column["stored"].__getitem__)
         visible = [column["visible"][i] for i in returned]
         complete = [i for i in combines if column["place"][i] != NONE]
-        # Parts are posted in the order of their places, so a claim of a later one bounds this one.
-        claimed = numpy.iinfo(numpy.int64).max
+        # Each subscriber posts parts in the order of its places, so a claim of a later one bounds
+        # this one.
+        latest = int(numpy.iinfo(numpy.int64).max)
+        claimed: dict[int, int] = defaultdict(lambda: latest)
         for index in sorted(complete, key=column["place"].__getitem__, reverse=True):
-            claimed = min(claimed, column["claimed"][index])
-            # The actor's clock is read after it has posted: if no step had ended, it was the first.
-            step = max(0, int(numpy.searchsorted(steps["end"], claimed, "right")) - 1)
-            before = int(numpy.searchsorted(visible, steps["begin"][step], "right"))
+            subscriber = column["part"][index]
+            claimed[subscriber] = min(claimed[subscriber], column["claimed"][index])
+            began = claimed[subscriber]
+            if subscriber == _NOTED_SUBSCRIBER:
+                # Its clock is read after it has posted: if no step had ended, it was the first.
+                step = max(0, int(numpy.searchsorted(steps["end"], began, "right")) - 1)
+                began = int(steps["begin"][step])
+            before = int(numpy.searchsorted(visible, began, "right"))
             likely = returned[before - 1] if before else first_stored
             cause = self._last_stored([i for i in (likely, unsent) if i != NONE])
             self._set([index], cause, certain=cause == unsent)

@@ -8,7 +8,7 @@ nest. It knows nothing of files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -16,9 +16,8 @@ import numpy
 from moeos.config import DTYPES
 from moeos.timeline.call import (
     COMBINE,
+    COURIERS,
     DISPATCH,
-    GEMM0,
-    GEMM1,
     NONE,
     ROUTE,
     STAGES,
@@ -128,14 +127,17 @@ def _parts(call: CallTrace, lanes: Numbers) -> Iterator[Event]:
 def arguments(call: CallTrace, part: Any) -> dict[str, int]:
     """What a part is of, by name; experts and chunks as they are numbered among all of a rank's."""
     rank, kind = int(part["rank"]), int(part["kind"])
-    place, rows, number = (int(part[name]) for name in ("place", "rows", "part"))
+    place, rows, carried, number = (
+        int(part[name]) for name in ("place", "rows", "carried", "part")
+    )
     if kind == ROUTE:
         return {"block": number}
-    if kind == DISPATCH:
+    if kind in COURIERS:
         peer = int(part["peer"])
-        first, last = call.chunk_experts(rank, peer, place, rows)
+        source, owner = (rank, peer) if kind == DISPATCH else (peer, rank)
+        first, last = call.chunk_experts(source, owner, place, rows)
         of_chunks = {"peer": peer, "chunk": place, "chunks": rows}
-        return {**of_chunks, "first_expert": first, "last_expert": last}
+        return {**of_chunks, "first_expert": first, "last_expert": last, "rows": carried}
     if kind == COMBINE:
         which = {"block": number} if place == NONE else {"first_complete": place}
         return {**which, "tokens": rows}
@@ -198,7 +200,7 @@ def _counters(call: CallTrace, causes: Causes) -> Iterator[Event]:
             yield from _counter(
                 f"{name} in flight", trace.rank, parts["claimed"][mine], parts["visible"][mine]
             )
-            if kind in (DISPATCH, GEMM0, GEMM1, COMBINE):
+            if kind != ROUTE:
                 waiting = mine & known
                 begins, ends = ready[waiting], parts["claimed"][waiting]
                 yield from _counter(f"{name} ready", trace.rank, begins, ends)
@@ -217,7 +219,7 @@ def _bytes_in_flight(call: CallTrace, config: Mapping[str, Any] | None) -> Itera
         there = mine & (parts["kind"] == DISPATCH) & (parts["peer"] != trace.rank)
         sent = parts[there]
         if len(sent) > 0:
-            counts = [row_bytes * call.chunk_rows(part) for part in sent]
+            counts = row_bytes * sent["carried"]
             name = "dispatched bytes to peers in flight"
             yield from _counter(name, trace.rank, sent["claimed"], sent["visible"], "bytes", counts)
 
@@ -228,12 +230,12 @@ def _counter(
     begins: Numbers,
     ends: Numbers,
     unit: str = "parts",
-    counts: Sequence[int] | None = None,
+    counts: Numbers | None = None,
 ) -> Iterator[Event]:
     """How much there is at each moment, of what is there from begins to ends [n]; each is one, or
     as much as `counts` [n] says.
     """
-    each = numpy.ones(len(begins), numpy.int64) if counts is None else numpy.array(counts)
+    each = numpy.ones(len(begins), numpy.int64) if counts is None else counts
     changes = numpy.concatenate([each, -each])
     moments, which = numpy.unique(numpy.concatenate([begins, ends]), return_inverse=True)
     levels = numpy.bincount(which, changes, len(moments)).cumsum()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moeos.files import open_regular
 from moeos.tracing import EVENT, KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 
-FORMAT = 2
+FORMAT = 3
 MAX_BYTES = 1 << 30
 """The most that a file may hold, uncompressed."""
 
@@ -108,9 +108,11 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         or (others["peer"] >= size).any()
     ):
         raise ValueError(f"an event of rank {rank} names what the world does not have")
-    dispatches = parts[parts["kind"] == TASK_KINDS.index("dispatch")]
+    dispatches, copies = (
+        parts[parts["kind"] == TASK_KINDS.index(kind)] for kind in ("dispatch", "replicate")
+    )
     # Of a chunk's parts, that one has its rows which is complete last.
     announced = not len(dispatches) or bool(dispatches["rows"].any()) or any(trace.dropped)
-    if len(others) != len(dispatches) or not announced:
+    if len(others) != len(dispatches) + len(copies) or not announced:
         raise ValueError(f"an event of rank {rank} is of an older runtime")
     return trace

@@ -13,11 +13,22 @@ from typing import Any
 import numpy
 
 from moeos import drawing
-from moeos.timeline.call import COMBINE, DISPATCH, GEMM0, GEMM1, ROUTE, STAGES, CallTrace, kind_name
+from moeos.timeline.call import (
+    COMBINE,
+    DISPATCH,
+    GEMM0,
+    GEMM1,
+    REPLICATE,
+    ROUTE,
+    STAGES,
+    CallTrace,
+    kind_name,
+)
 from moeos.timeline.summary import RankSummary, ranks_of
 
 _COLOURS = {  # in the order in which they are drawn
     DISPATCH: "#ff7f0e",
+    REPLICATE: "#e377c2",
     ROUTE: "#9467bd",
     GEMM0: "#1f77b4",
     GEMM1: "#2ca02c",
@@ -39,7 +50,7 @@ def digest(call: CallTrace) -> str:
 def draw(call: CallTrace, title: str, file: Path) -> None:
     """Draws the call into a PNG file.
 
-    On the GPU Dispatch runs beside a processor's other tasks, and is drawn behind them.
+    On the GPU couriers run beside a processor's other tasks, and are drawn behind these.
 
     Raises `RuntimeError` if matplotlib is missing, and `OSError` if the file cannot be written.
     """
@@ -58,7 +69,7 @@ def draw(call: CallTrace, title: str, file: Path) -> None:
     every[-1, 0].set_xlim(0, max(call.length, 1) / 1000)
     handles, labels = every[0, 0].get_legend_handles_labels()
     by_name = dict(zip(labels, handles, strict=True))
-    names = [kind_name(kind) for kind in STAGES]
+    names = [kind_name(kind) for kind in STAGES if (call.parts["kind"] == kind).any()]
     figure.legend(
         [by_name[name] for name in names],
         names,

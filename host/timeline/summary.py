@@ -12,7 +12,7 @@ import numpy
 
 from moeos.timeline.call import (
     COMBINE,
-    DISPATCH,
+    COURIERS,
     NONE,
     STAGES,
     CallTrace,
@@ -57,7 +57,7 @@ class Interval:
     Attributes:
         working: by kind of task, at work.
         storing: by kind of task, between a part's work and its results in memory.
-        rest: neither, in any task but Dispatch, which a GPU's processors do beside others.
+        rest: neither, in any task but the couriers', which a GPU's processors do beside others.
     """
 
     begin: int
@@ -191,7 +191,7 @@ def _interval(call: CallTrace, begin: int, end: int) -> Interval:
         works = _within(parts["work_begin"], done, begin, end) / time
         stores = _within(done, stored, begin, end) / time
         working[kind_name(kind)], storing[kind_name(kind)] = works, stores
-        rest -= works + stores if kind != DISPATCH else 0.0
+        rest -= works + stores if kind not in COURIERS else 0.0
     return Interval(begin=begin, end=end, working=working, storing=storing, rest=max(0.0, rest))
 
 

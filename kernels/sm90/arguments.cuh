@@ -68,10 +68,13 @@ struct RankArguments : TensorMaps {
 
 /// The rank that a block works for. Each thread has its own, and each role: so every address in it
 /// is a constant or a register away, and no register is kept from one role to the next. `os`: of an
-/// OS block.
-inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
-  return {Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, mine.memory), os, mine.heap,
+/// OS block. `memory`: the rank's.
+inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os, u8* memory) {
+  return {Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, memory), os, mine.heap,
           mine.rank,           mine.deadline_ns};
+}
+inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
+  return rank_of(mine, os, mine.memory);
 }
 
 /// Asks for the maps' descriptors, for which a block's first load of each would wait otherwise. One

@@ -1,5 +1,6 @@
 // Dispatch: the courier warp copies tokens' rows through buffers of its own, to memory here or at a
-// peer, beside whatever the rest of its block computes.
+// peer, beside whatever the rest of its block computes; and rows that have come, to where else
+// their tokens go.
 //
 // Links are slow and far: what keeps them busy is that every block has a few copies under way all
 // the time. A parcel is what one buffer holds: some rows, or a piece of one. Loads run ahead of
@@ -103,32 +104,75 @@ class ParcelLine {
   RingPosition<kBuffers> stored_;
 };
 
-/// The rows of one part of a Dispatch task to its peer, or to the staging copies of a remote one.
-inline void copy_part(const RankArguments& arguments, const Rank<Machine>& rank,
-                      const RoutingMap& map, const Task& task, u32 part, ParcelLine& line) {
-  const SentRows rows = rows_in_part(kGeometry, rank.memory.rows_sent(task.peer), task, part);
+/// A row that a lane has to copy.
+struct Copy {
+  bool wanted = false;
   const u8* source = nullptr;
   u64 destination = 0;
-  if (Machine::lane() < rows.count) {
-    const OutgoingRow row = look_up_row(rank, map, task.peer, rows.first + Machine::lane());
-    source = arguments.x_rows + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes;
-    destination = reinterpret_cast<u64>(outgoing_row(rank, task.peer, Round::dispatch, row.number));
+
+  /// Gives the first lanes the copies that are wanted, in their order; returns how many.
+  u32 gather() {
+    const u32 all = Machine::ballot(wanted);
+    const u32 from = lane_with<Machine>(Machine::lanes_before(all) + wanted, Machine::lane());
+    source = reinterpret_cast<const u8*>(Machine::broadcast(reinterpret_cast<u64>(source), from));
+    destination = Machine::broadcast(destination, from);
+    return Machine::count(all);
   }
-  line.copy(source, destination, rows.count);
+};
+
+/// The row of this lane in a part of a Dispatch task to its peer, or to the staging copies of a
+/// remote one.
+inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& rank,
+                          const Call& call, const Task& task, u32 part) {
+  const RoutingMap map(kGeometry, rank.memory, call);
+  const u32 rows_sent = rank.memory.rows_sent(task.peer);
+  const SentRows rows = rows_in_part(kGeometry, rows_sent, task, part);
+  if (Machine::lane() >= rows.count) {
+    return {};
+  }
+  const OutgoingRow row = look_up_row(rank, map, task.peer, rows.first + Machine::lane(),
+                                      rank.sends_once(task.peer, rows_sent));
+  return {row.goes(), arguments.x_rows + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes,
+          reinterpret_cast<u64>(outgoing_row(rank, task.peer, Round::dispatch, row.number))};
 }
 
-/// The courier warp: parts of Dispatch, until there are no more, or the call is over.
-inline void run_courier(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                        u32 index, Shared& shared) {
+/// The row of this lane in a chunk whose tokens came once.
+inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const Task& task) {
+  const u32 source = task.peer;
+  if (Machine::lane() >=
+      rows_in_chunk(kGeometry, rank.memory.rows_received(source), task.first_chunk)) {
+    return {};
+  }
+  const LandedRow row =
+      look_up_landed(rank, call, source, task.first_chunk * kGeometry.chunk_rows + Machine::lane());
+  const auto at = [&](u32 number) {
+    return rank.heap + rank.layout.cell_row(source, Round::dispatch, Buffer::arrival, number);
+  };
+  return {row.origin != row.number, at(row.origin), reinterpret_cast<u64>(at(row.number))};
+}
+
+/// The rank, for one look at what there is to do: made out of an address that the compiler cannot
+/// foresee. It would work out all that depends on it beforehand, and has too few registers to keep
+/// that.
+inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
+  u8* memory = arguments.memory;
+  asm volatile("" : "+l"(memory));
+  return rank_of(arguments, nullptr, memory);
+}
+
+/// The courier warp: parts of Dispatch and chunks to make whole, until there are no more, or the
+/// call is over.
+inline void run_courier(const RankArguments& arguments, u32 index, Shared& shared) {
+  Rank<Machine> rank = rank_of_look(arguments);
+  const Call& call = shared.call;
   const u32 actor = kGeometry.processors + index;
-  const RoutingMap map(rank.geometry(), rank.memory, call);
   const Trace<Machine> trace(rank, actor);
   Courier<Machine> courier(rank, call, actor);
   ParcelLine line(rank, call, shared);
   Task& task = shared.parcels.task;
   ReadyWord word;
   u32 idle = 0;
-  while (!courier.over()) {
+  for (; !courier.over(); rank = rank_of_look(arguments)) {
     if (!courier.take(word, task)) {
       // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher).
       if (must_leave(rank, call)) {
@@ -137,16 +181,28 @@ inline void run_courier(const RankArguments& arguments, const Rank<Machine>& ran
       Machine::pause(idle);
       continue;
     }
-    wait_for_links(rank, call, task, word.part());
-    const u64 begun_ns = Machine::now_ns();
-    copy_part(arguments, rank, map, task, word.part(), line);
+    Machine::rest(idle);
+    u64 begun_ns = Machine::now_ns();
+    const bool sends = task.kind == TaskKind::dispatch;
+    Copy copy = sends ? outgoing_copy(arguments, rank, call, task, word.part())
+                      : landed_copy(rank, call, task);
+    const u32 rows = copy.gather();
+    begun_ns += wait_for_links(rank, call, [&](u32 peer) {
+      return sends && peer == task.peer ? u64{rows} * kGeometry.row_bytes : 0;
+    });
+    if (!sends) {
+      // Rows that peers have written, acquired with the part; they are read by the async proxy.
+      fence_proxy_async();
+    }
+    line.copy(copy.source, copy.destination, rows);
     const u64 stored_ns = Machine::now_ns();
-    const bool announced = courier.complete(task, word, stored_ns - begun_ns);
+    const bool announced = courier.complete(task, word, rows, stored_ns - begun_ns);
     if (kTraced && Machine::lane() == 0) {
       TraceEvent event = event_of(kGeometry, task, word, announced ? 1 : 0);
       event.begin_ns = begun_ns;
       event.end_ns = Machine::now_ns();
       event.stored = event.since(stored_ns);
+      event.carried = rows;
       trace.note(event);
     }
     __syncwarp();  // all lanes have read the task

@@ -58,7 +58,7 @@ inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
     more = fetch_part(arguments, rank, call, processor, shared.tasks[at.index],
                       shared.slots[at.index], shared.stamps[at.index]);
     if (more) {
-      processor.begin_part(shared.tasks[at.index], shared.slots[at.index].word);
+      processor.begin_part(shared.tasks[at.index]);
     }
     shared.slot_full[at.index].arrive();  // every lane, which so publishes what it has copied
   }
@@ -276,8 +276,10 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
   }
 }
 
-inline void run_processor_roles(const RankArguments& arguments, const Call& call, u32 index,
-                                Shared& shared) {
+// Inlined, however long it is: a kernel that calls a function has a stack.
+__attribute__((always_inline)) inline void run_processor_roles(const RankArguments& arguments,
+                                                               const Call& call, u32 index,
+                                                               Shared& shared) {
   const u32 warp = threadIdx.x / 32;
   if (warp >= kFirstConsumerWarp) {
     raise_registers<kConsumerRegisters>();
@@ -293,7 +295,7 @@ inline void run_processor_roles(const RankArguments& arguments, const Call& call
   } else if (warp == kLoadWarp) {
     run_load(arguments, rank, call, shared);
   } else if (warp == kCourierWarp) {
-    run_courier(arguments, rank, call, index, shared);
+    run_courier(arguments, index, shared);
   } else {
     run_complete(arguments, rank, processor, index, shared);
   }

@@ -32,6 +32,7 @@ inline constexpr Geometry kGeometry{
     MOEOS_PROCESSORS,  // couriers: one in each processor block
     MOEOS_TRANSPORT != 0,
     Geometry::kWindowBytes / (MOEOS_HIDDEN * 2),
+    MOEOS_ONCE_ROWS,
     MOEOS_TRACE_EVENTS,
 };
 

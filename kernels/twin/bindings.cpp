@@ -44,7 +44,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  u32 expert_groups, u32 top_groups, u32 processors, u32 couriers, bool remote,
                  u32 tile_rows, u32 route_tokens, u32 route_slices, u32 gemm0_columns,
                  u32 gemm1_columns, u32 narrow_rows, u32 segment_align, bool large_experts,
-                 u32 trace_events) {
+                 u32 once_rows, u32 trace_events) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -81,6 +81,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.couriers = couriers;
   geometry.remote = remote ? 1 : 0;
   geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
+  geometry.once_rows = once_rows;
   geometry.trace_events = trace_events;
 
   const auto limit = [](u64 value, u64 largest, const char* what) {
@@ -102,6 +103,10 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   require(narrow_rows < tile_rows, "narrow_rows must be below tile_rows");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
   limit(world, std::numeric_limits<u16>::max(), "the world's size");
+  if (geometry.once()) {
+    limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
+    limit(world, ReadyWord::kParts, "the world's size");
+  }
   return sizes;
 }
 
@@ -181,7 +186,7 @@ NB_MODULE(_twin, module) {
            "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
            "expert_groups"_a, "top_groups"_a, "processors"_a, "couriers"_a, "remote"_a,
            "tile_rows"_a, "route_tokens"_a, "route_slices"_a, "gemm0_columns"_a, "gemm1_columns"_a,
-           "narrow_rows"_a, "segment_align"_a, "large_experts"_a, "trace_events"_a)
+           "narrow_rows"_a, "segment_align"_a, "large_experts"_a, "once_rows"_a, "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("intermediate_bytes",
@@ -212,6 +217,10 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("gemm1_parts", [](const Sizes& s) { return s.geometry.gemm1_parts; })
       .def_prop_ro("narrow_rows", [](const Sizes& s) { return s.geometry.narrow_rows; })
       .def_prop_ro("segment_align", [](const Sizes& s) { return s.geometry.segment_align; })
+      .def_prop_ro("once_rows", [](const Sizes& s) { return s.geometry.once_rows; })
+      .def(
+          "sends_once", [](const Sizes& s, u32 rows) { return s.geometry.sends_once(rows); },
+          "rows"_a)
       .def_prop_ro("large_experts", [](const Sizes& s) { return s.geometry.large_experts != 0; })
       .def_prop_ro("gemm0_narrow_parts",
                    [](const Sizes& s) { return s.geometry.gemm0_narrow_parts; })

@@ -54,6 +54,10 @@ class TwinKernels {
                 rank_.geometry().row_bytes);
   }
 
+  void replicate_row(const u8* source, u8* destination) {
+    std::memcpy(destination, source, rank_.geometry().row_bytes);
+  }
+
   /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile.
   void gemm0(const Task& task, u32 part) {
     const Element element = operands_.element;

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeos import MoEConfig, reference
+from moeos import MoEConfig, kernel_shape, reference
 from moeos.failure import FailureKind
 from moeos.faults import Fault, FaultPlan, LayerFaults, SlowLink, SlowProcessor
 from tests.emulator.emulated import DEADLINE_NS, EmulatedLayer, EmulatorFault, build
@@ -92,6 +92,14 @@ LAYERS = {
         dtype=torch.float16,
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokens_sent_once() -> Iterator[None]:
+    """Makes calls of a few dozen rows take each token once to a rank, as large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_shape, "ONCE_BYTES", 10 << 10)
+        yield
 
 
 @pytest.fixture(scope="module")

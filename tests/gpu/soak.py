@@ -63,7 +63,7 @@ LAYERS: dict[str, MoEConfig] = {"large": LARGE, **OTHERS, "late": SMALL, "killed
 """In the order in which they are made. The last two have the kernel with faults, and share it."""
 LATE, LAST = len(LAYERS) - 2, len(LAYERS) - 1
 
-_STAGES = ("start", "route", "dispatch", "gemm0", "gemm1", "combine")
+_STAGES = ("start", "route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
 
 PLAN = FaultPlan(
     faults=(

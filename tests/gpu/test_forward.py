@@ -24,10 +24,12 @@ from tests.gpu.cases import (
     RankLayer,
     assert_all_match,
     assert_matches,
+    blocks,
     draw_calls,
     draw_routed_call,
     on_gpu,
     run_calls,
+    shape_of,
     why_not,
 )
 from tests.layers import PREFERENCES, Call, Weights, draw_given_call, draw_weights
@@ -223,11 +225,16 @@ def test_stats_count_the_pairs_that_the_routing_makes(case: Case) -> None:
     calls = draw(case, varied(case))
     _, stats = run_calls(case, weights, calls)
     local = case.cfg.experts // case.ranks
+    sizes = shape_of(case, blocks()).sizes
     chosen = []
     for rank, of_rank in enumerate(stats):
         call = calls[rank][-1]
-        ids = weights.routing(call).flatten()
-        pairs = torch.bincount(ids[ids >= 0].cpu(), minlength=case.cfg.experts)
+        ids = weights.routing(call).cpu()
+        pairs = torch.bincount(ids[ids >= 0], minlength=case.cfg.experts)
+        for peer, sent in enumerate(of_rank.pairs_sent):
+            reached = int((ids.div(local, rounding_mode="floor") == peer).any(dim=1).sum())
+            once = peer != rank and sizes.sends_once(sent)
+            assert of_rank.rows_sent[peer] == (reached if once else sent)
         chosen.append(pairs)
         assert of_rank.tokens == len(call.x)
         assert of_rank.pairs_sent == pairs.view(case.ranks, local).sum(dim=1).tolist()

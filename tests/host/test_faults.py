@@ -38,10 +38,13 @@ CFG = config(max_tokens=64)
 WEIGHTS = draw_weights(CFG)
 CALLS = [draw_call(CFG, 40 + rank, rank) for rank in range(RANKS)]
 STAGES = get_args(Stage)
+EVERYWHERE = [stage for stage in STAGES if stage != "replicate"]
+"""What a rank does that is alone, or whose peers are all remote."""
 OWED = {
     "start": "call 3 .* its row count .* has not made call 3",
     "route": "call 3 .* its row count .* has not made call 3",
     "dispatch": "call 3 .* rows from chunk 0 on: .* at least 0 have arrived",
+    "replicate": "call 3 .* results of chunk",
     "gemm0": "call 3 .* results of chunk",
     "gemm1": "call 3 .* results of chunk",
     # A processor that holds a Combine computes nothing; or the others have all that they need.
@@ -56,7 +59,14 @@ WAYS: dict[str, Way] = {
     "remote": {"twin": TwinOptions(processors=2), "ranks_per_node": 1},
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=[*WAYS])
-stages = pytest.mark.parametrize("stage", STAGES)
+at_stages = pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        pytest.param(stage, way, id=f"{stage}-{name}")
+        for name, way in WAYS.items()
+        for stage in (EVERYWHERE if name == "remote" else STAGES)
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +108,7 @@ def assert_named(message: str, seconds: float, deadline: float = DEADLINE) -> No
     assert seconds <= deadline + MARGIN
 
 
-@ways
-@stages
+@at_stages
 def test_a_stalled_rank_is_named_by_all_within_the_deadline(stage: str, way: Way) -> None:
     def rank_main(world: World) -> tuple[str, float]:
         return last_call(world, WEIGHTS.layer(world))
@@ -114,7 +123,7 @@ def test_a_stalled_rank_is_named_by_all_within_the_deadline(stage: str, way: Way
 def test_a_rank_alone_says_itself_that_it_stands_still() -> None:
     """Nobody else could; one thread runs the scheduler, and no sender is there to be asked."""
     call = draw_call(CFG, 40, 0)
-    for stage in STAGES:
+    for stage in EVERYWHERE:
         fault = Fault(kind="stall", rank=0, call=1, stage=stage)
 
         def rank_main(world: World) -> None:
@@ -184,8 +193,7 @@ def test_a_rank_whose_rows_have_not_left_does_not_blame_the_peer_that_lacks_them
         assert re.search("^rank 0 .* for its own processors|for rank 0, which owes", message)
 
 
-@ways
-@stages
+@at_stages
 def test_results_are_right_beside_a_delay_within_the_deadline(stage: str, way: Way) -> None:
     def rank_main(world: World) -> list[float]:
         layer = WEIGHTS.layer(world)

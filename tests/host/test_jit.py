@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import jit
+from moeos import jit, kernel_shape
 from moeos.engines.cuda_arguments import RECORD_BYTES
 from moeos.jit import Kernel, compile_kernel, include_root, macros
 from moeos.kernel_shape import KernelShape, Transport
@@ -62,11 +62,18 @@ def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
         assert (name in made.cubin) == (transport == "nvshmem")
 
 
+@pytest.mark.parametrize("once_bytes", [1, 1 << 40], ids=["tokens once", "a row each"])
+@pytest.mark.parametrize("transport", ["none", "mapped"])
 def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
-    compiled: Kernel, tmp_path: Path
+    compiled: Kernel,
+    tmp_path: Path,
+    transport: Transport,
+    once_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A function that the faults made too long to be inlined would have a stack."""
-    made = compile_kernel(dataclasses.replace(shape(), transport="mapped", faults=True), tmp_path)
+    monkeypatch.setattr(kernel_shape, "ONCE_BYTES", once_bytes)
+    made = compile_kernel(dataclasses.replace(shape(), transport=transport, faults=True), tmp_path)
     assert made.report.keeps_registers
     assert made.report.wgmma_instructions == compiled.report.wgmma_instructions
     assert (b"WithFaults" in made.cubin, b"WithFaults" in compiled.cubin) == (True, False)

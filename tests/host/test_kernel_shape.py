@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import MoEConfig
+from moeos import MoEConfig, kernel_shape
 from moeos.kernel_shape import KernelShape, route_columns
 from tests.gpu.cases import LARGE_EXPERTS
 from tests.host.kernel_shapes import shape
@@ -47,6 +47,28 @@ def test_a_layer_that_the_gpu_does_not_have_is_refused(
 def test_a_shape_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(shape(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "once_rows"),
+    [
+        ({}, 2, 10),
+        ({}, 4, 10),
+        ({"hidden": 2048}, 2, 1),
+        ({"top_k": 1}, 2, 0),
+        ({}, 8, 0),
+        ({}, 1, 0),
+        ({"max_tokens": 4}, 2, 0),
+    ],
+    ids=["two", "four", "long", "top-1", "one expert a rank", "one rank", "few rows"],
+)
+def test_tokens_go_once_where_a_call_can_have_many_rows_and_a_token_several(
+    changes: dict[str, Any], world_size: int, once_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_shape, "ONCE_BYTES", 10 * 64 * 2)
+    sizes = dataclasses.replace(shape(**changes), world_size=world_size).sizes
+    assert sizes.once_rows == once_rows
+    assert [sizes.sends_once(rows) for rows in (9, 10)] == [0 < once_rows <= 9, once_rows > 0]
 
 
 def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:

@@ -45,21 +45,27 @@ class Traffic:
 
     Attributes:
         sent: [source][destination][local expert] pairs.
+        reached: [source][destination] tokens with a pair.
+        direct: ranks store into each other's memory.
     """
 
     cfg: MoEConfig
     sent: list[list[list[int]]]
+    reached: list[list[int]]
     tokens: list[int]
+    direct: bool
 
     @staticmethod
-    def of(weights: Weights, calls: Sequence[Call]) -> Traffic:
+    def of(weights: Weights, calls: Sequence[Call], direct: bool) -> Traffic:
         cfg, ranks = weights.cfg, len(calls)
-        counts = [
-            torch.bincount(ids[ids >= 0], minlength=cfg.experts)
-            for ids in map(weights.routing, calls)
+        routing = [weights.routing(call) for call in calls]
+        counts = [torch.bincount(ids[ids >= 0], minlength=cfg.experts) for ids in routing]
+        owners = [ids.div(cfg.experts // ranks, rounding_mode="floor") for ids in routing]
+        reached = [
+            [int((of_call == rank).any(dim=1).sum()) for rank in range(ranks)] for of_call in owners
         ]
         sent = [count.view(ranks, -1).tolist() for count in counts]
-        return Traffic(cfg, sent, [len(call.x) for call in calls])
+        return Traffic(cfg, sent, reached, [len(call.x) for call in calls], direct)
 
     @property
     def row_bytes(self) -> int:
@@ -68,10 +74,22 @@ class Traffic:
     def pairs(self, source: int, destination: int) -> int:
         return sum(self.sent[source][destination])
 
-    def pairs_with_peers(self, rank: int) -> int:
-        """Rows that `rank` writes into other ranks' memory: its pairs, and its peers' results."""
+    def once(self, source: int, destination: int) -> bool:
+        """Whether each token goes there once."""
+        sizes = sizes_of(self.cfg, len(self.sent), 1)
+        many = sizes.sends_once(self.pairs(source, destination))
+        return many and self.direct and source != destination
+
+    def rows(self, source: int, destination: int) -> int:
+        """Rows that cross: of a token one, or one for each of its pairs."""
+        if self.once(source, destination):
+            return self.reached[source][destination]
+        return self.pairs(source, destination)
+
+    def rows_with_peers(self, rank: int) -> int:
+        """Rows that `rank` writes into other ranks' memory: its own, and its peers' results."""
         peers = [peer for peer in range(len(self.sent)) if peer != rank]
-        return sum(self.pairs(rank, peer) + self.pairs(peer, rank) for peer in peers)
+        return sum(self.rows(rank, peer) + self.pairs(peer, rank) for peer in peers)
 
     def chunks(self, source: int, destination: int) -> int:
         return -(-self.pairs(source, destination) // CHUNK_ROWS)
@@ -102,7 +120,10 @@ def run(
 
     by_rank = virtual.run(rank_main, ranks=len(calls[0]), **way)
     return [
-        (Traffic.of(weights, call), [stats[number] for stats in by_rank])
+        (
+            Traffic.of(weights, call, "ranks_per_node" not in way),
+            [stats[number] for stats in by_rank],
+        )
         for number, call in enumerate(calls)
     ]
 
@@ -157,10 +178,22 @@ def test_pairs_are_those_of_the_routing(traffic: Results) -> None:
             assert own["expert_pairs"] == [sum(pairs) for pairs in experts]
 
 
-def test_row_bytes_are_the_pairs_and_their_results_without_padding(traffic: Results) -> None:
+def test_row_bytes_are_rows_and_results_without_padding(traffic: Results) -> None:
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
-            assert own["row_bytes_to_peers"] == asked.pairs_with_peers(rank) * asked.row_bytes
+            assert own["row_bytes_to_peers"] == asked.rows_with_peers(rank) * asked.row_bytes
+            assert own["rows_sent"] == [asked.rows(rank, peer) for peer in range(RANKS)]
+
+
+def test_a_token_goes_once_to_a_rank_that_gets_many_rows(traffic: Results, way: Way) -> None:
+    saved = 0
+    for asked, stats in traffic:
+        for rank, own in enumerate(stats):
+            chunks = [asked.chunks(peer, rank) for peer in range(RANKS) if asked.once(peer, rank)]
+            assert own["tasks"]["replicate"] == sum(chunks)
+            saved += sum(own["pairs_sent"]) - sum(own["rows_sent"])
+    one_expert = asked.cfg.experts == RANKS
+    assert (saved > 0) == ("ranks_per_node" not in way and not one_expert)
 
 
 def test_count_bytes_are_a_word_for_each_expert_of_each_peer(traffic: Results) -> None:
@@ -170,18 +203,19 @@ def test_count_bytes_are_a_word_for_each_expert_of_each_peer(traffic: Results) -
             assert own["count_bytes_to_peers"] == 8 * words
 
 
-def test_flag_bytes_are_a_word_for_each_chunk_and_each_credit(traffic: Results, way: Way) -> None:
+def test_flag_bytes_are_a_word_for_each_chunk_credit_and_origin(traffic: Results, way: Way) -> None:
     word = 8 if "ranks_per_node" in way else 4  # a signal that is put, or a flag that is stored
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
             peers = [peer for peer in range(RANKS) if peer != rank]
             chunks = sum(asked.chunks(rank, peer) for peer in peers)
             credits_ = sum(asked.credits_least(peer, rank) for peer in peers)
+            origins = sum(asked.pairs(rank, peer) for peer in peers if asked.once(rank, peer))
             if all(pairs <= TILE_ROWS - RANKS * SEGMENT_ALIGN for pairs in own["expert_pairs"]):
-                assert own["flag_bytes_to_peers"] == word * (chunks + credits_)
+                assert own["flag_bytes_to_peers"] == word * (chunks + credits_ + origins)
             else:  # a tile that ends inside of a chunk splits that chunk's credit
                 tiles = own["tasks"]["gemm1"] // -(-asked.cfg.hidden // 256)
-                extra = own["flag_bytes_to_peers"] // word - chunks - credits_
+                extra = own["flag_bytes_to_peers"] // word - chunks - credits_ - origins
                 assert 0 <= extra <= tiles
             assert own["flag_bytes_to_peers"] % word == 0
 
@@ -287,7 +321,7 @@ def test_memory_of_a_rank_changes_in_the_rows_that_it_was_sent_alone(
     cfg = config(experts=12, top_k=3, row_map=row_map, capacity_factor=capacity_factor)
     weights = draw_weights(cfg)
     calls = [draw_given_call(cfg, tokens, tokens) for tokens in (128, 0, 61, 100)]
-    asked = Traffic.of(weights, calls)
+    asked = Traffic.of(weights, calls, not remote)
     sizes = sizes_of(cfg, RANKS, 1, remote)
     buffers = 2 if remote else 1
     shape = (RANKS, 2, buffers, sizes.cell_rows, cfg.hidden)

@@ -20,6 +20,7 @@ from tests.layers import config, draw_given_call, draw_weights
 
 NOBODY = 0xFFFFFFFF
 CHUNK_ROWS = 32
+CHAIN = ["combine", "gemm1", "gemm0", "dispatch", "route"]
 
 
 def event(kind: str, begin: int, end: int, **fields: int) -> Any:
@@ -119,7 +120,7 @@ def test_a_part_of_dispatch_may_send_several_chunks() -> None:
     """Of 128 rows in four chunks: rows 32 to 127 come with one part, which ends first."""
     parts = [
         event("dispatch", 11, 30, peer=0, place=0, rows=1),
-        event("dispatch", 11, 20, peer=0, place=1, rows=3),
+        event("dispatch", 11, 20, peer=0, place=1, rows=3, carried=96),
         event("gemm0", 40, 50, expert=0, place=0, rows=32),
         event("gemm0", 50, 60, expert=1, place=1, rows=96),
     ]
@@ -132,11 +133,16 @@ def test_a_part_of_dispatch_may_send_several_chunks() -> None:
     assert found[0, "gemm0", 0, 0] == (0, "dispatch", 0, 0)
     assert found[0, "gemm0", 1, 0] == (0, "dispatch", 1, 0)
     of = chrome.arguments(call, call.parts[call.parts["place"] == 1][0])
-    assert of == {"peer": 0, "chunk": 1, "chunks": 3, "first_expert": 1, "last_expert": 1}
+    chunks = {"peer": 0, "chunk": 1, "chunks": 3, "first_expert": 1, "last_expert": 1}
+    assert of == {**chunks, "rows": 96}
 
 
-def combining(*returns: tuple[int, int], unsent: int = 5, claimed: int = 100) -> CallTrace:
-    """Three tiles done at 40, 60 and 80, the second without rows of ours; steps as given."""
+def combining(
+    *returns: tuple[int, int], unsent: int = 5, claimed: int = 100, subscriber: int = 0
+) -> CallTrace:
+    """Three tiles done at 40, 60 and 80, the second without rows of ours; steps as given. The part
+    at place 0 is a subscriber's, the other one of the first.
+    """
     products = [
         *(event("gemm0", 3, 9, expert=tile, place=tile, rows=8) for tile in range(3)),
         event("gemm1", 10, 40, expert=0, place=0, rows=8),
@@ -146,7 +152,7 @@ def combining(*returns: tuple[int, int], unsent: int = 5, claimed: int = 100) ->
     ]
     own = [
         event("combine", 2, unsent, place=NOBODY, rows=1),
-        event("combine", claimed, claimed + 10, rows=8),
+        event("combine", claimed, claimed + 10, rows=8, part=subscriber),
         event("combine", 150, 160, place=8, rows=8),
     ]
     return CallTrace.of(
@@ -161,7 +167,8 @@ def combined_after(call: CallTrace, place: int) -> tuple[tuple[Any, ...] | None,
     """The cause of the Combine part at a place, and whether it is certain."""
     kinds = call.parts["kind"] == TASK_KINDS.index("combine")
     [index] = numpy.flatnonzero(kinds & (call.parts["place"] == place))
-    return caused(call)[0, "combine", place, 0], bool(causes.find(call).certain[index])
+    subscriber = int(call.parts["part"][index])
+    return caused(call)[0, "combine", place, subscriber], bool(causes.find(call).certain[index])
 
 
 @pytest.mark.parametrize(
@@ -176,6 +183,9 @@ def combined_after(call: CallTrace, place: int) -> tuple[tuple[Any, ...] | None,
         (combining((45, 110)), 0, ("gemm1", 0, 0), False),  # posted before the step ended
         (combining((45, 50), (82, 90), claimed=170), 0, ("gemm1", 2, 1), False),
         (combining((45, 50), (82, 160), claimed=170), 0, ("gemm1", 0, 0), False),  # as place 8
+        # Of a subscriber whose steps are not noted: when it was claimed.
+        (combining((45, 50), (82, 101), subscriber=1), 0, ("gemm1", 2, 1), False),
+        (combining((45, 50), (82, 160), claimed=170, subscriber=1), 0, ("gemm1", 2, 1), False),
         (combining((45, 50), (82, 90), unsent=79), 0, ("gemm1", 2, 1), False),
         (combining((45, 50), (82, 90), unsent=81), 0, ("combine", NONE, 0), True),
     ],
@@ -191,6 +201,99 @@ def test_no_cause_of_a_combine_is_named_without_all_steps_of_the_returns() -> No
     lossy = dataclasses.replace(call.ranks[0], dropped=[0, 0, 0, 0, 0, 1])
     for wrong in (combining(), CallTrace.of([lossy, call.ranks[1]])):
         assert caused(wrong)[0, "combine", 0, 0] is None
+
+
+def sent_once(shift: int = 0) -> CallTrace:
+    """Rank 1 sends rank 0 70 rows of expert 0 and 26 of expert 1, in three chunks, and each token
+    once; rank 0 has 20 own ones of expert 0.
+
+    `shift`: ns that rank 1's clock is ahead.
+    """
+    copying = [
+        event("replicate", 52, 60, peer=1, place=0, rows=1, carried=12),
+        event("replicate", 55, 90, peer=1, place=1, rows=1, carried=0),
+        event("replicate", 56, 70, peer=1, place=2, rows=1, carried=32),
+    ]
+    own = [
+        event("route", 0, 10),
+        event("dispatch", 11, 65, peer=0, rows=1, carried=20),
+        event("gemm0", 66, 75, expert=0, place=0, rows=50),
+        event("gemm0", 100, 110, expert=0, place=1, rows=40),
+        event("gemm0", 120, 130, expert=1, place=2, rows=26),
+    ]
+    sending = [
+        event("route", 0, 10),
+        event("dispatch", 11, 40, peer=0, place=0, rows=1, carried=20),
+        event("dispatch", 12, 50, peer=0, place=1, rows=1, carried=32),
+        event("dispatch", 13, 45, peer=0, place=2, rows=0, carried=0),
+        event("dispatch", 14, 44, peer=0, place=2, rows=1, carried=0, part=1),
+    ]
+    for noted in sending:
+        noted["begin_ns"] += shift
+        noted["end_ns"] += shift
+    ranks = [
+        rank_trace(0, [[20, 0], [70, 26]], own, copying),
+        rank_trace(1, [[0, 0], [0, 0]], sending),
+    ]
+    return CallTrace.of(ranks)
+
+
+def test_a_chunk_is_replicated_when_it_and_those_before_it_have_arrived() -> None:
+    found = caused(sent_once())
+    assert found[0, "replicate", 0, 0] == (1, "dispatch", 0, 0)
+    assert found[0, "replicate", 1, 0] == (1, "dispatch", 1, 0)
+    assert found[0, "replicate", 2, 0] == (1, "dispatch", 1, 0)  # chunk 2 was there before chunk 1
+
+
+def test_a_tile_waits_for_the_replicas_of_chunks_that_were_sent_once() -> None:
+    call = sent_once()
+    found = caused(call)
+    # 32 rows of the peer at 60, and 20 own ones, which nobody replicates, at 65.
+    assert found[0, "gemm0", 0, 0] == (0, "dispatch", 0, 0)
+    assert found[0, "gemm0", 1, 0] == (0, "replicate", 1, 0)
+    assert found[0, "gemm0", 2, 0] == (0, "replicate", 1, 0)  # chunk 2 is behind chunk 1
+    assert causes.find(call).certain.all()
+
+
+def test_clocks_that_contradict_the_cause_of_a_replica_are_found() -> None:
+    call = sent_once(shift=30)  # the chunks seem to be there at 70 and 80
+    assert causes.lead(call, causes.find(call)) == {(1, 0): 25}
+
+
+def test_viewers_see_a_row_come_and_be_replicated() -> None:
+    call = sent_once()
+    config = {"hidden": 8, "dtype": "float32"}
+    events = chrome_format.check(chrome.document(call, causes.find(call), {"config": config}))
+    names = {event["name"] for event in events if event["ph"] == "s"}
+    expected = {"route → dispatch", "dispatch → replicate", "replicate → gemm0", "dispatch → gemm0"}
+    assert names == expected
+    [second] = [e for e in events if e["name"] == "replicate" and e["args"]["chunk"] == 2]
+    of = {"peer": 1, "chunk": 2, "chunks": 1, "first_expert": 0, "last_expert": 1, "rows": 32}
+    assert second["args"] == of
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert threads[second["tid"]] == "processor 1, beside 2"  # three at once on the processor
+    levels: dict[str, list[tuple[int, int]]] = {}
+    for found in events:
+        if found["ph"] == "C":
+            [level] = found["args"].values()
+            levels.setdefault(found["name"], []).append((chrome_format.ns(found["ts"]), level))
+    # Only what crosses the link, 20 and 32 rows of 32 bytes.
+    assert levels["dispatched bytes to peers in flight"] == [
+        *((11, 640), (12, 1664), (13, 1664), (14, 1664)),
+        *((40, 1024), (44, 1024), (45, 1024), (50, 0)),
+    ]
+    assert levels["replicate ready"] == [(40, 1), (50, 3), (52, 2), (55, 1), (56, 0)]
+
+
+def test_replicas_are_made_beside_what_else_a_processor_does() -> None:
+    call = sent_once()
+    stages = {stage.kind: stage for stage in summary.stages_of(call, causes.find(call))}
+    assert (stages["replicate"].parts, stages["replicate"].work) == (3, 38)  # from 52 to 90
+    assert stages["replicate"].waited == pytest.approx((12 + 5 + 6) / 3)
+    interval = summary.intervals_of(call, 13)[5]
+    assert (interval.begin, interval.end) == (50, 60)
+    assert interval.working["replicate"] == pytest.approx((8 + 5 + 4) / 30)
+    assert interval.rest == 1.0
 
 
 def test_a_chunk_has_arrived_when_those_before_it_have() -> None:
@@ -333,7 +436,7 @@ def test_work_that_overlaps_on_a_processor_counts_once() -> None:
     [rank] = summary.ranks_of(call)
     assert rank.share == pytest.approx(62 / 99)
     stages = summary.stages_of(call, causes.find(call))
-    assert [stage.work for stage in stages] == [6, 32, 20, 4, 0]
+    assert [stage.work for stage in stages] == [6, 32, 0, 20, 4, 0]
 
 
 def test_intervals_say_what_processors_did_when() -> None:
@@ -341,7 +444,8 @@ def test_intervals_say_what_processors_did_when() -> None:
     assert [(one.begin, one.end) for one in (first, second, third)] == [(0, 33), (33, 66), (66, 99)]
     of = 33
     assert first.working == pytest.approx(
-        {"route": 6 / of, "dispatch": 21 / of, "gemm0": 0, "gemm1": 0, "combine": 0}
+        {"route": 6 / of, "dispatch": 21 / of}
+        | dict.fromkeys(("replicate", "gemm0", "gemm1", "combine"), 0)
     )
     assert first.storing["route"] == pytest.approx(1 / of)
     assert first.rest == pytest.approx(26 / of)  # Dispatch is beside whatever else there is
@@ -449,12 +553,14 @@ def test_on_the_twin_no_part_begins_before_its_cause(seed: int, ranks_per_node: 
     assert waits.min() >= 0
     assert causes.lead(call, found) == {}
     chain = [kinds[link.part] for link in summary.chain_of(call, found)]
-    assert chain == ["combine", "gemm1", "gemm0", "dispatch", "route"]
+    # Own rows are not replicated, nor are those of remote peers.
+    assert [kind for kind in chain if kind != "replicate"] == CHAIN
+    assert (kinds == "replicate").any() == (ranks_per_node is None)
     chrome_format.check(chrome.document(call, found, {}))
 
 
-def test_a_saved_call_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
-    call = two_ranks()
+@pytest.mark.parametrize("call", [two_ranks(), sent_once()], ids=["two ranks", "sent once"])
+def test_a_saved_call_is_the_same_when_it_is_loaded(call: CallTrace, tmp_path: Path) -> None:
     files.save(tmp_path / "call.npz", call.ranks, {"what": "a test", "seed": 3})
     ranks, about = files.load(tmp_path / "call.npz")
     assert (about["what"], about["seed"]) == ("a test", 3)
@@ -474,7 +580,9 @@ OLD_DISPATCH = [event("dispatch", 0, 1, peer=1), *_OTHERS]
     [
         ({"received_1": None}, "received_1"),
         ({"about": numpy.array("{}")}, "format"),
-        ({"about": numpy.array('{"format": 9, "ranks": 2}')}, "its format is 9, not 2"),
+        ({"about": numpy.array('{"format": 9, "ranks": 2}')}, "its format is 9, not 3"),
+        # There kinds had other numbers.
+        ({"about": numpy.array('{"format": 2, "ranks": 2}')}, "its format is 2, not 3"),
         ({"events_0": numpy.zeros(3)}, "the events of rank 0 have dtype float64"),
         ({"noted_0": numpy.array([1, 2, 3])}, "the lists of rank 0 do not fit"),
         ({"received_0": numpy.array([[130]])}, "rank 0 received are not those of 2 ranks"),
@@ -513,6 +621,15 @@ def test_traces_must_be_of_all_ranks_of_one_world() -> None:
             CallTrace.of(wrong)
     with pytest.raises(ValueError, match="no event"):
         CallTrace.of([rank_trace(0, [[0]], [])])
+
+
+def test_replicas_have_a_colour_of_their_own(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="matplotlib, which draws, brings pillow")
+    for call, some in ((sent_once(), True), (two_ranks(), False)):
+        picture.draw(call, "a title", tmp_path / "call.png")
+        drawn = image.open(tmp_path / "call.png").convert("RGB")
+        # Also in the legend, which names what there is.
+        assert ((227, 119, 194) in {colour for _, colour in drawn.getcolors(1 << 20)}) == some
 
 
 def test_a_picture_carries_the_digest_of_what_it_shows(tmp_path: Path) -> None:

@@ -98,6 +98,36 @@ def test_parts_say_what_they_were_of() -> None:
         assert trace.received.sum(axis=0).tolist() == stats["expert_pairs"]
 
 
+def test_each_chunk_of_a_source_that_sends_tokens_once_is_replicated_once() -> None:
+    """Ranks 0 and 2 have many rows for each other and for rank 1. Own rows are never replicated."""
+    results = run(3)
+    parts = [parts_of(trace) for trace, _, _ in results]
+    for rank, (trace, stats, _) in enumerate(results):
+        copies = parts[rank][parts[rank]["kind"] == TASK_KINDS.index("replicate")]
+        assert (copies["rows"] == 1).all()
+        for source, received in enumerate(stats["pairs_received"]):
+            chunks = -(-received // trace.chunk_rows) if source != rank else 0
+            of_source = copies[copies["peer"] == source]
+            assert sorted(of_source["place"].tolist()) == list(range(chunks))
+            sent = parts[source][parts[source]["kind"] == TASK_KINDS.index("dispatch")]
+            went = int(sent["carried"][sent["peer"] == rank].sum())
+            assert went == results[source][1]["rows_sent"][rank]
+            # What did not cross the link was copied here.
+            assert went + of_source["carried"].sum() == received
+        couriers = [TASK_KINDS.index(kind) for kind in ("dispatch", "replicate")]
+        assert not parts[rank]["carried"][~numpy.isin(parts[rank]["kind"], couriers)].any()
+    assert any(stats["rows_sent"] != stats["pairs_sent"] for _, stats, _ in results)
+
+
+def test_nothing_is_replicated_between_nodes() -> None:
+    results = run(4, ranks_per_node=2)
+    for rank, (trace, _, _) in enumerate(results):
+        parts = parts_of(trace)
+        sources = parts["peer"][parts["kind"] == TASK_KINDS.index("replicate")]
+        assert set(sources.tolist()) <= {rank ^ 1}
+    assert any(stats["tasks"]["replicate"] for _, stats, _ in results)
+
+
 def test_times_are_ordered_and_a_processor_does_one_part_at_a_time() -> None:
     for trace, _, _ in run(3):
         for events in trace.events[: trace.processors]:

@@ -90,7 +90,10 @@ def mutation(
 # What spin prints of them; "..." stands for how it writes an index.
 READS_WRONG_ROW = "assertion violated (row_seen[...]==epoch[_pid])"
 READS_WRONG_RESULT = "assertion violated (result_seen[...]==epoch[_pid])"
+COPIES_WRONG_ROW = "assertion violated (row_landed[...]==epoch[_pid])"
+READS_WRONG_ORIGIN = "assertion violated ((origin_seen[...]/2)==epoch[_pid])"
 OVERWRITES_ROW = "assertion violated  !(row_needed[...])"
+OVERWRITES_ORIGIN = "assertion violated  !(origin_needed[...])"
 OVERWRITES_RESULT = "assertion violated  !(result_needed[...])"
 WRONG_CREDIT = "assertion violated (returned[...]==...)"
 SKEW = "assertion violated (epoch[_pid]<=(epoch[i]+1))"
@@ -107,6 +110,7 @@ READS_WRONG_PUT = "assertion violated (row_here[...]==epoch[_pid])"
 BEYOND_WINDOW = "assertion violated (...bytes_under_way[...<=1)"
 
 THREE_CALLS = ("RANKS=2", "EPOCHS=3")
+ONCE = ("RANKS=2", "ROWS=2", "ONCE")
 NODES = ("NODE_RANKS=2", "FAILURES=1")  # ranks 0 and 1 are of one node, 2 of another
 
 # The slowest first, because they run beside each other.
@@ -116,6 +120,25 @@ WORLDS = [
         "exchange",
         1_400_000,
         *("RANKS=3", "EPOCHS=3", "TOTAL_ROWS=2", "COARSE"),
+    ),
+    world(
+        "2 ranks, 1 call, tokens once, themselves included",
+        "exchange",
+        1_300_000,
+        *(*ONCE, "EPOCHS=1", "CHUNK_ROWS=2", "TOTAL_ROWS=2", "WITH_SELF"),
+    ),
+    world(
+        "2 ranks, 2 calls, tokens once, two chunks of a row",
+        "exchange",
+        700_000,
+        *(*ONCE, "EPOCHS=2", "CHUNK_ROWS=1", "TOTAL_ROWS=2"),
+    ),
+    world(
+        "2 ranks, 2 calls, tokens once, termination under fairness",
+        "exchange",
+        90_000,
+        *(*ONCE, "EPOCHS=2", "CHUNK_ROWS=2", "TOTAL_ROWS=2", "SWEEPS"),
+        liveness=True,
     ),
     world(
         "2 ranks, 2 calls, two chunks of a row",
@@ -128,6 +151,12 @@ WORLDS = [
         "exchange",
         50_000,
         *("RANKS=2", "EPOCHS=3", "ROWS=2", "CHUNK_ROWS=2"),
+    ),
+    world(
+        "2 ranks, 3 calls, tokens once, a chunk of two rows",
+        "exchange",
+        300_000,
+        *(*ONCE, "EPOCHS=3", "CHUNK_ROWS=2"),
     ),
     world(
         "2 ranks, 4 calls, a row to each, themselves included",
@@ -191,6 +220,18 @@ WORLDS = [
 
 # What takes minutes and gigabytes, so not every day: `python -m tests.model.check large`.
 LARGE_WORLDS = [
+    world(
+        "2 ranks, 3 calls, tokens once, two chunks of a row",
+        "exchange",
+        4_000_000,
+        *(*ONCE, "EPOCHS=3", "CHUNK_ROWS=1"),
+    ),
+    world(
+        "2 ranks, 2 calls, tokens once, themselves included",
+        "exchange",
+        4_900_000,
+        *(*ONCE, "EPOCHS=2", "CHUNK_ROWS=2", "TOTAL_ROWS=2", "WITH_SELF"),
+    ),
     world(
         "2 ranks, 2 calls, two rows each way",
         "windows",
@@ -304,6 +345,48 @@ MUTATIONS = [
         NEVER_ENDS,
         *("FLAG_LOOKED_AT_ONCE", *THREE_CALLS, "SWEEPS"),
         liveness=True,
+    ),
+    mutation(
+        "a chunk listed before one that has not landed",
+        "exchange",
+        COPIES_WRONG_ROW,
+        *("LANDS_IN_ANY_ORDER", *ONCE, "CHUNK_ROWS=1"),
+    ),
+    mutation(
+        "a tile that waits for the peer's flag, not for copies",
+        "exchange",
+        READS_WRONG_ROW,
+        *("COPIES_NOT_AWAITED", *ONCE, "CHUNK_ROWS=2"),
+    ),
+    mutation(
+        "a tile that waits for copies only where there are any",
+        "exchange",
+        OVERWRITES_ORIGIN,
+        *("ORIGINS_NOT_AWAITED", *ONCE, "CHUNK_ROWS=2"),
+    ),
+    mutation(
+        "a chunk called whole before it is copied",
+        "exchange",
+        READS_WRONG_ROW,
+        *("RAISED_BEFORE_COPY", *ONCE, "CHUNK_ROWS=2"),
+    ),
+    mutation(
+        "a chunk called whole without a release",
+        "exchange",
+        READS_WRONG_ROW,
+        *("RAISED_RELAXED", *ONCE, "CHUNK_ROWS=2"),
+    ),
+    mutation(
+        "origins behind the flag",
+        "exchange",
+        READS_WRONG_ORIGIN,
+        *("ORIGINS_BEHIND_FLAG", *ONCE, "CHUNK_ROWS=2"),
+    ),
+    mutation(
+        "own rows taken for tokens sent once",
+        "exchange",
+        READS_WRONG_ORIGIN,
+        *("OWN_ROWS_COPIED", *ONCE, "CHUNK_ROWS=2", "WITH_SELF"),
     ),
     mutation("a window that nobody looks at", "windows", BEYOND_WINDOW, "WINDOW_UNCHECKED"),
     mutation("landed rows told before they land", "windows", BEYOND_WINDOW, "PUTS_UNORDERED"),

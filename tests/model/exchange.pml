@@ -8,6 +8,10 @@
  *                                                              kernels/sm90/courier.cuh copy_part
  *   send_flag        the chunk's flag, released                 packet.hpp send_chunk
  *   decode           counts of a source, bound on rows          counts_subscriber.hpp
+ *   land             flag of a chunk, acquired; its list word   landings_subscriber.hpp
+ *   copy_rows        tokens to the rows that were not sent      lone_warp.hpp replicate_rows,
+ *                                                              kernels/sm90/courier.cuh landed_copy
+ *   raise_flag       the chunk is whole, released               courier.hpp complete
  *   take_chunk       flag of a chunk, acquired; its tiles       arrivals_subscriber.hpp
  *   compute          one part of a tile: reads its row, writes  lone_warp.hpp Kernels
  *                    its columns of the result
@@ -33,6 +37,9 @@
  * in their place), drops, failures (abort.pml), puts to remote peers (windows.pml), and rows from a
  * rank to itself unless WITH_SELF. The rows of a rank belong to one token, so Combine reads as late
  * as it ever can; a second token has no rows whenever there is a place left for one.
+ *
+ * With ONCE, two rows to a peer are so many that each token goes there once. The second row has the
+ * first one's token, or another, which Combine does not tell apart.
  *
  * The arrangement: each rank is one process whose steps come in any order, so all of its actors run
  * beside each other, or, with SWEEPS, three: an OS block that sweeps its actors in turn and
@@ -79,10 +86,21 @@
 #endif
 #define COUNT(source, owner, call) (PAIR(source, owner) * 2 + PARITY(call))
 
+#ifdef ONCE
+#define SENDS_ONCE(source, owner, rows) ((source) != (owner) && (rows) > 1)
+#else
+#define SENDS_ONCE(source, owner, rows) false
+#endif
+
 /* A count word carries its epoch. */
 #define COUNT_WORD(call, rows) ((call) * 4 + (rows))
 #define EPOCH_OF(word) ((word) / 4)
 #define ROWS_OF(word) ((word) % 4)
+
+/* An origin is a row and nothing else; its call is for assertions. */
+#define ORIGIN_WORD(call, row) ((call) * 2 + (row))
+#define CALL_OF(word) ((word) / 2)
+#define ORIGIN_OF(word) ((word) % 2)
 
 /* --- the heaps ------------------------------------------------------------------------------- */
 
@@ -91,16 +109,21 @@ byte count_visible[PAIRS * 2];
 byte arrived[PAIRS * CHUNKS]; /* by the source, in the owner's heap: epoch */
 byte returned[PAIRS * CHUNKS]; /* by the owner, in the source's heap: rows */
 bool reset_pending[PAIRS * CHUNKS]; /* the source has stored a 0 there that is not visible yet */
+byte origin_written[PAIRS * ROWS]; /* by the source, in the owner's heap */
+byte origin_visible[PAIRS * ROWS];
+byte origin_seen[PAIRS * ROWS]; /* by couriers */
 
 /* Of a row, and of a part of its result, the call whose values are there. */
 byte row_written[PAIRS * ROWS];
 byte row_visible[PAIRS * ROWS];
+byte row_landed[PAIRS * ROWS]; /* by couriers, from whoever has acquired the peer's flag */
 byte row_seen[PAIRS * ROWS]; /* by whoever has acquired the flag */
 byte result_written[PAIRS * ROWS * PARTS];
 byte result_visible[PAIRS * ROWS * PARTS];
 byte result_seen[PAIRS * ROWS * PARTS]; /* by whoever has acquired the credit */
 /* Whoever must read what is there has not done so. Known to nobody: for assertions alone. */
-bool row_needed[PAIRS * ROWS];
+byte row_needed[PAIRS * ROWS]; /* by so many: its tile, and who copies it */
+bool origin_needed[PAIRS * ROWS];
 bool result_needed[PAIRS * ROWS * PARTS];
 
 /* --- what a rank knows by itself ------------------------------------------------------------- */
@@ -124,6 +147,7 @@ bool token_combined[RANKS];
 bool unsent_combined[RANKS];
 
 byte rows_sent[PAIRS];
+bool repeats[PAIRS]; /* the second row has the first one's token, and does not go */
 byte total_sent[RANKS];
 byte chunk_sent[PAIRS * CHUNKS]; /* 0, or: */
 #define WRITTEN 1
@@ -134,6 +158,11 @@ byte chunk_back[PAIRS * CHUNKS]; /* 0, or: */
 
 bool counts_known[PAIRS];
 byte rows_received[PAIRS];
+byte chunks_landed[PAIRS]; /* of a source that sends each token once */
+byte chunk_whole[PAIRS * CHUNKS]; /* 0, or: */
+#define LISTED 1
+#define COPIED 2
+byte replicated[PAIRS * CHUNKS]; /* epoch */
 byte chunk_prefix[PAIRS]; /* chunks that have arrived, in order */
 bool flag_missed[PAIRS * CHUNKS]; /* of a mutation */
 byte tile[PAIRS * ROWS];     /* 0, or: */
@@ -163,6 +192,9 @@ inline choose_rows(me, peer) {
   :: rows_sent[PAIR(me, peer)] = 0
   :: total_sent[me] < TOTAL_ROWS -> rows_sent[PAIR(me, peer)] = 1
   :: ROWS > 1 && total_sent[me] + 1 < TOTAL_ROWS -> rows_sent[PAIR(me, peer)] = 2
+  :: SENDS_ONCE(me, peer, ROWS) && total_sent[me] + 1 < TOTAL_ROWS ->
+    rows_sent[PAIR(me, peer)] = 2;
+    repeats[PAIR(me, peer)] = true
   fi;
   total_sent[me] = total_sent[me] + rows_sent[PAIR(me, peer)];
 }
@@ -206,16 +238,41 @@ inline deliver_count(me, peer, parity) {
 
 /* --- Dispatch -------------------------------------------------------------------------------- */
 
+/* Which row holds each row's token, for a peer that gets it once. */
+#define IS_REPEATED(me, peer, row) (repeats[PAIR(me, peer)] && (row) == 1)
+inline write_origins(me, peer, chunk) {
+  for (i : (chunk) * CHUNK_ROWS .. (chunk) * CHUNK_ROWS + CHUNK_ROWS - 1) {
+    if
+    :: SENDS_ONCE(me, peer, rows_sent[PAIR(me, peer)]) ->
+      assert(!origin_needed[ROW(me, peer, i)]); /* not before a courier has read the one before */
+      origin_written[ROW(me, peer, i)] =
+        ORIGIN_WORD(epoch[me], (IS_REPEATED(me, peer, i) -> 0 : i));
+      origin_needed[ROW(me, peer, i)] = true
+    :: else
+    fi
+  }
+  i = 0;
+}
+#ifdef MUTATION_ORIGINS_BEHIND_FLAG
+#define CAN_WRITE_ORIGINS(me, peer, chunk) \
+  (RUNNING(me) && chunk_sent[CHUNK(me, peer, chunk)] == FLAGGED && \
+   SENDS_ONCE(me, peer, rows_sent[PAIR(me, peer)]) && \
+   CALL_OF(origin_written[ROW(me, peer, (chunk) * CHUNK_ROWS)]) != epoch[me])
+#endif
+
 #define CAN_WRITE_ROWS(me, peer, chunk) \
   (RUNNING(me) && routed[me] && ROWS_IN_CHUNK(rows_sent[PAIR(me, peer)], chunk) > 0 && \
    chunk_sent[CHUNK(me, peer, chunk)] == 0)
 inline write_rows(me, peer, chunk) {
+#ifndef MUTATION_ORIGINS_BEHIND_FLAG
+  write_origins(me, peer, chunk);
+#endif
   for (i : (chunk) * CHUNK_ROWS .. (chunk) * CHUNK_ROWS + CHUNK_ROWS - 1) {
     if
-    :: i < rows_sent[PAIR(me, peer)] ->
+    :: i < rows_sent[PAIR(me, peer)] && !IS_REPEATED(me, peer, i) ->
       assert(!row_needed[ROW(me, peer, i)]); /* not before the owner has read the one before */
       row_written[ROW(me, peer, i)] = epoch[me];
-      row_needed[ROW(me, peer, i)] = true
+      row_needed[ROW(me, peer, i)] = 1 + repeats[PAIR(me, peer)]
     :: else
     fi
   }
@@ -234,7 +291,8 @@ inline write_rows(me, peer, chunk) {
 inline send_flag(me, peer, chunk) {
 #ifndef MUTATION_FLAG_RELAXED
   for (i : (chunk) * CHUNK_ROWS .. (chunk) * CHUNK_ROWS + CHUNK_ROWS - 1) {
-    row_visible[ROW(me, peer, i)] = row_written[ROW(me, peer, i)]
+    row_visible[ROW(me, peer, i)] = row_written[ROW(me, peer, i)];
+    origin_visible[ROW(me, peer, i)] = origin_written[ROW(me, peer, i)]
   }
   i = 0;
 #endif
@@ -264,14 +322,87 @@ inline decode(me, source) {
 #endif
 }
 
+#ifdef MUTATION_OWN_ROWS_COPIED
+#define CAME_ONCE(me, source) (rows_received[PAIR(source, me)] > 1)
+#else
+#define CAME_ONCE(me, source) SENDS_ONCE(source, me, rows_received[PAIR(source, me)])
+#endif
+#ifdef MUTATION_LANDS_IN_ANY_ORDER
+#define IS_NEXT_TO_LAND(me, source, chunk) (chunk_whole[CHUNK(source, me, chunk)] == 0)
+#else
+#define IS_NEXT_TO_LAND(me, source, chunk) (chunks_landed[PAIR(source, me)] == (chunk))
+#endif
+#define CAN_LAND(me, source, chunk) \
+  (RUNNING(me) && counts_known[PAIR(source, me)] && CAME_ONCE(me, source) && \
+   IS_NEXT_TO_LAND(me, source, chunk) && arrived[CHUNK(source, me, chunk)] == epoch[me])
+inline land(me, source, chunk) {
+  for (i : (chunk) * CHUNK_ROWS .. (chunk) * CHUNK_ROWS + CHUNK_ROWS - 1) {
+    row_landed[ROW(source, me, i)] = row_visible[ROW(source, me, i)];
+    origin_seen[ROW(source, me, i)] = origin_visible[ROW(source, me, i)]
+  }
+  i = 0;
+  chunks_landed[PAIR(source, me)] = chunks_landed[PAIR(source, me)] + 1;
+  chunk_whole[CHUNK(source, me, chunk)] = LISTED;
+}
+
+#define CAN_COPY_ROWS(me, source, chunk) \
+  (RUNNING(me) && chunk_whole[CHUNK(source, me, chunk)] == LISTED)
+inline copy_rows(me, source, chunk) {
+  for (i : (chunk) * CHUNK_ROWS .. (chunk) * CHUNK_ROWS + CHUNK_ROWS - 1) {
+    assert(CALL_OF(origin_seen[ROW(source, me, i)]) == epoch[me]); /* this call's origin */
+    origin_needed[ROW(source, me, i)] = false;
+    j = ORIGIN_OF(origin_seen[ROW(source, me, i)]);
+    if
+    :: j != i ->
+      assert(row_landed[ROW(source, me, j)] == epoch[me]); /* this call's row, which has landed */
+      assert(!row_needed[ROW(source, me, i)]); /* not before our tile has read the one before */
+      row_written[ROW(source, me, i)] = row_landed[ROW(source, me, j)];
+      row_needed[ROW(source, me, i)] = 1;
+      row_needed[ROW(source, me, j)] = row_needed[ROW(source, me, j)] - 1
+    :: else
+    fi
+  }
+  i = 0;
+  j = 0;
+  chunk_whole[CHUNK(source, me, chunk)] = COPIED;
+}
+
+#ifdef MUTATION_RAISED_BEFORE_COPY
+#define WHOLE_ENOUGH LISTED
+#else
+#define WHOLE_ENOUGH COPIED
+#endif
+#define CAN_RAISE_FLAG(me, source, chunk) \
+  (RUNNING(me) && chunk_whole[CHUNK(source, me, chunk)] >= WHOLE_ENOUGH && \
+   replicated[CHUNK(source, me, chunk)] != epoch[me])
+inline raise_flag(me, source, chunk) {
+#ifndef MUTATION_RAISED_RELAXED
+  for (i : (chunk) * CHUNK_ROWS .. (chunk) * CHUNK_ROWS + CHUNK_ROWS - 1) {
+    row_visible[ROW(source, me, i)] = row_written[ROW(source, me, i)]
+  }
+  i = 0;
+#endif
+  replicated[CHUNK(source, me, chunk)] = epoch[me];
+}
+
 /* The first chunk that has not arrived. */
 #define NEXT_CHUNK(me, source) CHUNK(source, me, chunk_prefix[PAIR(source, me)])
 #define MORE_CHUNKS(me, source) \
   (chunk_prefix[PAIR(source, me)] * CHUNK_ROWS < rows_received[PAIR(source, me)])
-#ifdef MUTATION_FLAG_WITHOUT_EPOCH
-#define FLAG_IS_HERE(me, source) (arrived[NEXT_CHUNK(me, source)] != 0)
+#if defined(MUTATION_COPIES_NOT_AWAITED)
+#define AWAITS_COPIES(me, source) false
+#elif defined(MUTATION_ORIGINS_NOT_AWAITED)
+#define AWAITS_COPIES(me, source) (repeats[PAIR(source, me)]) /* only where there are copies */
 #else
-#define FLAG_IS_HERE(me, source) (arrived[NEXT_CHUNK(me, source)] == epoch[me])
+#define AWAITS_COPIES(me, source) CAME_ONCE(me, source)
+#endif
+#define FLAG(me, source) \
+  (AWAITS_COPIES(me, source) -> replicated[NEXT_CHUNK(me, source)] \
+                             : arrived[NEXT_CHUNK(me, source)])
+#ifdef MUTATION_FLAG_WITHOUT_EPOCH
+#define FLAG_IS_HERE(me, source) (FLAG(me, source) != 0)
+#else
+#define FLAG_IS_HERE(me, source) (FLAG(me, source) == epoch[me])
 #endif
 #ifdef MUTATION_FLAG_LOOKED_AT_ONCE
 /* A subscriber that a flag wakes, once, and that does nothing where the counts are not known. */
@@ -314,8 +445,8 @@ inline compute(me, source, row, part) {
   part_done[PART(source, me, row, part)] = true;
   if
   :: PARTS == 1 || part_done[PART(source, me, row, (part + 1) % PARTS)] ->
-    /* The part that completes the tile; nobody reads the row again. */
-    row_needed[ROW(source, me, row)] = false;
+    /* The part that completes the tile; no tile reads the row again. */
+    row_needed[ROW(source, me, row)] = row_needed[ROW(source, me, row)] - 1;
     last_part[ROW(source, me, row)] = part;
     tile[ROW(source, me, row)] = COMPUTED
   :: else
@@ -454,10 +585,19 @@ inline forget(me) {
       :: arrived[CHUNK(i, me, j)] <= epoch[me] ->
         arrived[CHUNK(i, me, j)] = 1
       :: else
-      fi
+      fi;
+      replicated[CHUNK(i, me, j)] = 1
     }
     for (j : 0 .. ROWS - 1) {
+      row_landed[ROW(i, me, j)] = 0;
       row_seen[ROW(i, me, j)] = 0;
+      origin_seen[ROW(i, me, j)] = 0;
+      if
+      :: !origin_needed[ROW(i, me, j)] ->
+        origin_written[ROW(i, me, j)] = 0;
+        origin_visible[ROW(i, me, j)] = 0
+      :: else
+      fi;
       if
       :: !row_needed[ROW(i, me, j)] ->
         row_written[ROW(i, me, j)] = 0;
@@ -491,6 +631,7 @@ inline begin_call(me) {
 #endif
       chunk_sent[CHUNK(me, i, j)] = 0;
       chunk_back[CHUNK(me, i, j)] = 0;
+      chunk_whole[CHUNK(i, me, j)] = 0;
       flag_missed[CHUNK(i, me, j)] = false
     }
     for (j : 0 .. ROWS - 1) {
@@ -501,8 +642,10 @@ inline begin_call(me) {
       part_done[PART(i, me, 0, j)] = false
     }
     rows_sent[PAIR(me, i)] = 0;
+    repeats[PAIR(me, i)] = false;
     counts_known[PAIR(i, me)] = false;
     rows_received[PAIR(i, me)] = 0;
+    chunks_landed[PAIR(i, me)] = 0;
     chunk_prefix[PAIR(i, me)] = 0
   }
   routed[me] = false;
@@ -538,9 +681,22 @@ inline begin_call(me) {
 #define RESETS_OF(peer) /* at the latest time there is: a credit added before it would be lost */
 #endif
 
+#ifdef MUTATION_ORIGINS_BEHIND_FLAG
+#define LATE_ORIGINS(peer, chunk) \
+  :: d_step { \
+    CAN_WRITE_ORIGINS(me, peer, chunk) -> \
+    write_origins(me, peer, chunk); \
+    send_flag(me, peer, chunk) \
+  }
+#else
+#define LATE_ORIGINS(peer, chunk)
+#endif
 #define CHUNK_BY_PROCESSORS(peer, chunk) \
   :: d_step { CAN_WRITE_ROWS(me, peer, chunk) -> write_rows(me, peer, chunk) } \
   :: d_step { CAN_SEND_FLAG(me, peer, chunk) -> send_flag(me, peer, chunk) } \
+  LATE_ORIGINS(peer, chunk) \
+  :: d_step { CAN_COPY_ROWS(me, peer, chunk) -> copy_rows(me, peer, chunk) } \
+  :: d_step { CAN_RAISE_FLAG(me, peer, chunk) -> raise_flag(me, peer, chunk) } \
   :: d_step { CAN_COMBINE(me, peer, chunk) -> combine(me, peer, chunk) }
 #define PART_BY_PROCESSORS(peer, row, part) \
   :: d_step { CAN_COMPUTE(me, peer, row, part) -> compute(me, peer, row, part) }
@@ -559,14 +715,17 @@ inline begin_call(me) {
 #else
 #define ROWS_BY_PROCESSORS(peer) ROW_BY_PROCESSORS(peer, 0)
 #endif
+#define LANDING(peer, chunk) :: d_step { CAN_LAND(me, peer, chunk) -> land(me, peer, chunk) }
 #define CREDIT(peer, chunk) \
   :: d_step { CAN_TAKE_CREDIT(me, peer, chunk) -> take_credit(me, peer, chunk) }
 #if ROWS > CHUNK_ROWS
 #define PROCESSORS_FOR(peer) \
   CHUNK_BY_PROCESSORS(peer, 0) CHUNK_BY_PROCESSORS(peer, 1) ROWS_BY_PROCESSORS(peer)
+#define LANDINGS(peer) LANDING(peer, 0) LANDING(peer, 1)
 #define CREDITS(peer) CREDIT(peer, 0) CREDIT(peer, 1)
 #else
 #define PROCESSORS_FOR(peer) CHUNK_BY_PROCESSORS(peer, 0) ROWS_BY_PROCESSORS(peer)
+#define LANDINGS(peer) LANDING(peer, 0)
 #define CREDITS(peer) CREDIT(peer, 0)
 #endif
 
@@ -584,6 +743,7 @@ inline begin_call(me) {
 #define SUBSCRIBERS_FOR(peer) \
   REFUSE_LATER_COUNT(peer) \
   :: d_step { CAN_DECODE(me, peer) -> decode(me, peer) } \
+  LANDINGS(peer) \
   :: d_step { CAN_TAKE_CHUNK(me, peer) -> take_chunk(me, peer) } \
   CREDITS(peer) \
   MISSES(peer)
@@ -679,6 +839,7 @@ inline choose_all_rows(me) {
 #define SWEEP_OVER(peer) \
   LOOK(CAN_MISS(me, peer), miss(me, peer)) \
   LOOK(CAN_DECODE(me, peer), decode(me, peer)) \
+  LOOK(CAN_LAND(me, peer, 0), land(me, peer, 0)) \
   LOOK(CAN_TAKE_CHUNK(me, peer), take_chunk(me, peer)) \
   LOOK(CAN_TAKE_CREDIT(me, peer, 0), take_credit(me, peer, 0))
 #define me _pid

@@ -60,6 +60,7 @@ Geometry make_geometry(RowMap row_map) {
   g.gemm0_parts = 1;
   g.gemm1_parts = 1;
   g.segment_align = Geometry::kSegmentAlign;
+  g.once_rows = 1;
   g.processors = 1;
   return g;
 }
@@ -171,6 +172,14 @@ int main() {
          word<u64>(heap, layout.count(1, 1, 0)) = count_word(1, kRowsEach);
          word<u64>(heap, layout.count(1, 1, 1)) = count_word(1, kRowsEach);
          word<u32>(heap, layout.arrived(1, 0)) = 1;
+       }},
+      {"a row that comes from a later one", FailureKind::origin_damaged,
+       [](const Layout& layout, u8* heap) {
+         constexpr u32 kRowsEach = kTokens * kTopK / kExperts;
+         word<u64>(heap, layout.count(1, 1, 0)) = count_word(1, kRowsEach);
+         word<u64>(heap, layout.count(1, 1, 1)) = count_word(1, kRowsEach);
+         word<u32>(heap, layout.arrived(1, 0)) = seal(1U);
+         word<u32>(heap, layout.origin(1, 0)) = seal(1U);
        }},
   };
   int failed = 0;

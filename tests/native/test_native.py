@@ -285,6 +285,20 @@ FAULTS = {
         "store_relaxed<Scope::system>(word, value);\n    } else",
         "ThreadSanitizer: data race",
     ),
+    "a chunk made whole whose flag overtakes its rows": Fault(
+        "threads",
+        "runtime/courier.hpp",
+        "P::template store_release<Scope::device>(\n            rank_.memory.replicated_flag(",
+        "P::template store_relaxed<Scope::device>(\n            rank_.memory.replicated_flag(",
+        "ThreadSanitizer: data race",
+    ),
+    "rows that couriers copy before they have acquired them": Fault(
+        "threads",
+        "runtime/courier.hpp",
+        "P::template poll<Scope::device>(&state_.replications_ready.value);",
+        "",
+        "ThreadSanitizer: data race",
+    ),
     "a window that nobody looks at": Fault(
         "sender",
         "runtime/sender.hpp",
@@ -313,6 +327,27 @@ FAULTS = {
         "\n  }\n  const u64 record",
         "(void)claimed;\n  const u64 record",
         "a record is put once",
+    ),
+    "tiles that do not wait for a chunk to be made whole": Fault(
+        "explorer",
+        "runtime/arrivals_subscriber.hpp",
+        "return rank_.sends_once(source, rows)",
+        "return false",
+        "gives a wrong result|trusted",
+    ),
+    "a token that is to come with a pair that is dropped": Fault(
+        "explorer",
+        "runtime/routing_map.hpp",
+        "geometry.owner_of(its) == place.peer && sent(other)",
+        "geometry.owner_of(its) == place.peer",
+        "",
+    ),
+    "a row that is said to come from a later one": Fault(
+        "explorer",
+        "runtime/routing_map.hpp",
+        "if (its < expert && geometry",
+        "if (its > expert && geometry",
+        "without a fault",
     ),
     "rows of two experts at one place": Fault(
         "explorer",

@@ -48,6 +48,7 @@ static_assert(Platform<Gpu>);
 struct NoArithmetic {
   u32 route(u32) { return kNone; }
   void copy_row(u32, u8*) {}
+  void replicate_row(const u8*, u8*) {}
   void gemm0(const Task&, u32) {}
   void gemm1(const Task&, u32) {}
   void combine(u32) {}

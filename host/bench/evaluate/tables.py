@@ -265,9 +265,10 @@ def _payload(results: Mapping[str, Any]) -> Section:
         "the part of the processors' time that is inside tasks: the mean over ranks, the median "
         f"over rounds. The thesis' SM utilization, {thesis.SM_UTILIZATION} %, is another measure "
         "(cycles in which an SM has a warp in flight, section 6.4), which a persistent kernel "
-        "meets whether it works or waits. Payload efficiency is the bytes of the rows over those "
-        "of an all-to-all padded to the fullest pair of a source and an expert, both rounds; the "
-        "thesis shows its own in Figure 6.3b alone.",
+        "meets whether it works or waits. Each pair's result crosses a link, and its row, unless "
+        "there are many for a rank: then a token's row goes there once. Payload efficiency is the "
+        "bytes of the rows over those of an all-to-all padded to the fullest pair of a source and "
+        "an expert, both rounds; the thesis shows its own in Figure 6.3b alone.",
     )
 
 

@@ -86,7 +86,7 @@ class Fault : public Device {
     const auto early = [&](u64 count) {  // places that are used first are used most
       return static_cast<u32>(random() % (1 + random() % count));
     };
-    switch (draw(random, 0, 5)) {
+    switch (draw(random, 0, g.once() ? 8 : 5)) {
       case 0:
         return Damage{
             "a count",
@@ -109,6 +109,17 @@ class Fault : public Device {
         return Damage{"a ring word",
                       reinterpret_cast<u8*>(&memory.ring[early(memory.ring_slots())]), sizeof(u64),
                       bits};
+      case 6:
+        return Damage{"an origin", heap + layout.origin(source, early(g.origins())), sizeof(u32),
+                      low};
+      case 7:
+        return Damage{"a word of the list of chunks to make whole",
+                      reinterpret_cast<u8*>(&memory.replication_list[early(g.replications_max())]),
+                      sizeof(u64), bits};
+      case 8:
+        return Damage{"a replicated chunk's flag",
+                      reinterpret_cast<u8*>(memory.replicated_flag(source, chunk)), sizeof(u32),
+                      low};
       default: {
         // Of a tile, or of Dispatch.
         const u32 first = memory.first_task(static_cast<TaskKind>(draw(random, 3, 4)));

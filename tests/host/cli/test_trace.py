@@ -37,7 +37,8 @@ max_tokens = 400
 [run]
 tokens = 300
 """
-STAGES = ("route", "dispatch", "gemm0", "gemm1", "combine")
+STAGES = ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
+CHAIN = ["combine", "gemm1", "gemm0", "dispatch", "route"]  # and "replicate", of rows of peers
 EXAMPLE = "trace-qwen3-30b-a3b-2048"
 MOEOS = "from moeos.cli import main; main()"
 LOST = "select name, value from stats where severity != 'info' and value > 0"
@@ -77,11 +78,14 @@ def test_the_file_for_viewers_has_every_part_of_every_rank(config: Path, tmp_pat
     gemm = next(event for event in parts if event["name"] == "gemm0")
     assert set(gemm["args"]) == {"expert", "tile", "rows", "part"}
     dispatch = next(event for event in parts if event["name"] == "dispatch")
-    assert set(dispatch["args"]) == {"peer", "chunk", "chunks", "first_expert", "last_expert"}
+    of_chunks = {"peer", "chunk", "chunks", "first_expert", "last_expert", "rows"}
+    assert set(dispatch["args"]) == of_chunks
+    replicate = next(event for event in parts if event["name"] == "replicate")
+    assert set(replicate["args"]) == of_chunks
     combine = next(event for event in parts if event["name"] == "combine")
     assert set(combine["args"]) == {"first_complete", "tokens"}
     flows = {event["name"] for event in events if event["ph"] == "s"}
-    assert {"route → dispatch", "dispatch → gemm0", "gemm0 → gemm1"} <= flows
+    assert {"route → dispatch", "dispatch → replicate", "gemm0 → gemm1"} <= flows
     other = document["otherData"]
     assert other["tokens"] == 290
     assert other["config"]["hidden"] == 32
@@ -169,7 +173,8 @@ def test_the_summary_adds_up(config: Path) -> None:
         rank["work"] for rank in summary["by_rank"]
     )
     assert all(0 < rank["share"] < 1 for rank in summary["by_rank"])
-    assert [link["kind"] for link in summary["chain"]] == list(reversed(STAGES))
+    kinds = [link["kind"] for link in summary["chain"]]
+    assert [kind for kind in kinds if kind != "replicate"] == CHAIN
 
 
 def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
@@ -177,15 +182,18 @@ def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
     summary = summary_of(config, "--ranks", 2, "--tokens", 290)
     rows = 2 * 290 * 2
     work = {kind: (done["total"], done["unit"]) for kind, done in summary["work"].items()}
+    copied = [work.pop("dispatch"), work.pop("replicate")]
     cfg = summary["config"]
     hidden, intermediate = cfg["hidden"], cfg["intermediate"]
     assert work == {
         "route": (2 * 2 * 290 * cfg["experts"] * hidden, "FLOP"),
-        "dispatch": (rows * hidden * 4, "B"),
         "gemm0": (2 * rows * 2 * intermediate * hidden, "FLOP"),
         "gemm1": (2 * rows * intermediate * hidden, "FLOP"),
         "combine": (rows * hidden * 4, "B"),
     }
+    # Either takes a row where it belongs.
+    assert sum(total for total, _ in copied) == rows * hidden * 4
+    assert [unit for _, unit in copied] == ["B", "B"]
     stages = {stage["kind"]: stage for stage in summary["stages"]}
     for kind, done in summary["work"].items():
         seconds = (stages[kind]["last_visible"] - stages[kind]["first_claimed"]) / 1e9
@@ -197,7 +205,8 @@ def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
     assert first["asked"] >= first["once"]
     assert second["asked"] >= second["once"]
     there, back = summary["to_peers"]["dispatch"], summary["to_peers"]["gemm1"]
-    assert 0 < there["total"] == back["total"] < rows * hidden * 4
+    assert there["total"] + copied[1][0] == back["total"] < rows * hidden * 4
+    assert 0 < there["total"] < back["total"]
     assert summary_of(config)["to_peers"] == {}
 
 
@@ -215,7 +224,7 @@ def test_bytes_in_flight_rise_and_fall_to_nothing(config: Path, tmp_path: Path) 
         assert levels[-1] == 0 < max(levels)
         assert min(levels) == 0
         sent += sum(max(0, b - a) for a, b in zip([0, *levels], levels, strict=False))
-    assert sent <= summary["to_peers"]["dispatch"]["total"]
+    assert 0 < sent <= summary["to_peers"]["dispatch"]["total"]
 
 
 def test_the_terminal_gets_tables_and_the_chain(config: Path) -> None:
@@ -228,8 +237,12 @@ def test_the_terminal_gets_tables_and_the_chain(config: Path) -> None:
     ):
         assert words in out
     chain = out.split("what the last Combine waited for, backwards:\n")[1]
-    kinds = [re.findall("rank \\d's (\\w+) of", line)[0] for line in chain.splitlines()[:5]]
-    assert kinds == list(reversed(STAGES))
+    kinds = re.findall(r"^ *[\d.]+ \S+  rank \d's (\w+) of", chain, re.MULTILINE)
+    assert [kind for kind in kinds if kind != "replicate"] == CHAIN
+    assert " replicate " in out.split("\n\n")[1]
+    code, out, err = invoke(config, "--backend", "twin")
+    assert (code, err) == (0, "")
+    assert "replicate" not in out  # nothing comes from anywhere else
     code, out, err = invoke(config, "--no-summary", "--backend", "twin")
     assert (code, out, err) == (0, "", "")
 
@@ -238,7 +251,8 @@ def test_events_without_room_are_told_with_the_room_that_they_need(
     config: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "trace.json"
-    arguments = (config, "--ranks", 2, "--backend", "twin", "-o", out)
+    summary = tmp_path / "summary.json"
+    arguments = (config, "--ranks", 2, "--backend", "twin", "-o", out, "--json", summary)
     code, text, err = invoke(*arguments, "--events", 20)
     assert code == 0
     lines = err.splitlines()
@@ -254,6 +268,7 @@ def test_events_without_room_are_told_with_the_room_that_they_need(
         assert sum(actors.values()) == int(match.group(2))
         assert actors[match.group(3)] == int(match.group(4)) > 0
     assert "events are missing" in text
+    assert "dispatch" not in json.loads(summary.read_text())["work"]
     assert "what the last Combine waited for" not in text
     chrome_format.check(json.loads(out.read_text()))
     room = max(int(match.group(5)) for match in found if match)

@@ -16,6 +16,7 @@ from moeos.bench import provenance
 from moeos.bench.evaluate import study
 from moeos.bench.evaluate.document import Case, Document
 from moeos.bench.evaluate.study import EvaluationOptions
+from moeos.engines.twin import sizes_of
 from tests.processes import launched
 
 COMMIT = {"id": "a" * 40, "changed_files": ["README.md"]}
@@ -88,21 +89,24 @@ def prepared(options: EvaluationOptions) -> Document:
     return document
 
 
-def rows_by_routing(case: Case) -> list[list[int]]:
-    """[P][E] rows of each rank for each expert, by the reference's routing of the same tokens."""
+def by_routing(case: Case) -> list[tuple[list[int], int, int]]:
+    """Of each rank, by the reference's routing of the same tokens: pairs of each expert, pairs for
+    the other rank, and tokens for it.
+    """
     options = options_of(Path())
     cfg = study.config_of(options, "twin", case)
 
-    def rank_main(world: World) -> list[int]:
+    def rank_main(world: World) -> tuple[list[int], int, int]:
         generator = torch.Generator().manual_seed(world.rank)
         x = torch.randn(case.tokens, cfg.hidden, generator=generator)
-        routing = reference.route(x, gate, cfg)
-        counts: list[int] = torch.bincount(routing.ids.flatten(), minlength=cfg.experts).tolist()
-        return counts
+        ids = reference.route(x, gate, cfg).ids
+        away = ids // (cfg.experts // RANKS) != world.rank
+        counts = torch.bincount(ids.flatten(), minlength=cfg.experts).tolist()
+        return counts, int(away.sum()), int(away.any(dim=1).sum())
 
     torch.manual_seed(options.seed)
     gate = virtual.run(lambda world: MoELayer(cfg, world), 1)[0].gate.weight
-    found: list[list[int]] = virtual.run(rank_main, RANKS)
+    found: list[tuple[list[int], int, int]] = virtual.run(rank_main, RANKS)
     return found
 
 
@@ -130,16 +134,19 @@ def test_every_case_has_all_numbers(results: dict[str, Any]) -> None:
 
 def test_the_payload_is_that_of_the_routing(results: dict[str, Any]) -> None:
     for case, found in zip(CASES, results["cases"], strict=True):
-        rows = rows_by_routing(case)
+        ranks = by_routing(case)
+        sizes = sizes_of(study.config_of(options_of(Path()), "twin", case), RANKS, 1)
         local = case.experts // RANKS
-        to_peers = sum(rows[0][local:]) + sum(rows[1][:local])
-        fullest = max(max(of_source) for of_source in rows)
-        assert found["pairs_to_peers"] == to_peers
-        assert found["row_bytes_to_peers"] == 2 * to_peers * ROW_BYTES
+        pairs = sum(away for _, away, _ in ranks)
+        rows = sum(tokens if sizes.sends_once(away) else away for _, away, tokens in ranks)
+        fullest = max(max(of_source) for of_source, _, _ in ranks)
+        assert found["pairs_to_peers"] == pairs
+        assert found["row_bytes_to_peers"] == (rows + pairs) * ROW_BYTES
         assert found["fullest_pair_rows"] == fullest
         # Two ranks send to `local` experts of the other, and have the results back.
-        assert found["padded_bytes_to_peers"] == 2 * 2 * local * fullest * ROW_BYTES
-        assert found["payload_efficiency"] == pytest.approx(to_peers / (2 * local * fullest))
+        padded = 2 * 2 * local * fullest
+        assert found["padded_bytes_to_peers"] == padded * ROW_BYTES
+        assert found["payload_efficiency"] == pytest.approx((rows + pairs) / padded)
 
 
 def test_what_is_measured_is_not_measured_again_and_more_is_added(out: Path) -> None:

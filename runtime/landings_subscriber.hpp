@@ -1,0 +1,135 @@
+// The subscriber of rows that have landed, of sources that send their tokens once: lists their
+// chunks for couriers, which make them whole.
+//
+// A token has a row for each expert that it goes to, and several of them may live here. A source
+// that sends many rows lets only the first of them cross the link, in the order of sending, and
+// says of each row which one holds its token (Layout::origin). Chunks land in that order, so when
+// one has, all that its rows come from are here: couriers copy them (TaskKind::replicate), and say
+// so in a flag of this rank's own, which the arrivals subscriber watches in place of the peer's.
+// (DeepEP, too, sends a token once to a node and spreads it there, with a kernel of its own.)
+//
+// One of the actors of Algorithm 2 that watch what peers write: step() looks once at its words and
+// returns whether anything was new, and answer() says what it still waits for. May not know: how
+// rows are copied; tiles.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/chunk_flags.hpp"
+#include "runtime/rank.hpp"
+#include "runtime/task.hpp"
+#include "runtime/team.hpp"
+
+namespace moeos {
+
+template <Platform P>
+class LandingsSubscriber {
+ public:
+  LandingsSubscriber(const Rank<P>& rank, const Call& call)
+      : rank_(rank),
+        state_(rank.memory.call(call.epoch)),
+        call_(call),
+        flags_(rank, call, rank.os->landed_prefix) {
+    for (u32 source = P::lane(); source < rank.geometry().world; source += P::kLanes) {
+      rank.os->landed_listed[source] = 0;
+    }
+    P::sync_lanes();
+  }
+
+  bool step() {
+    if (!rank_.geometry().once() || !wanted_) {
+      return false;
+    }
+    const bool landed =
+        flags_.look([this](u32 source, u32 rows) { return rank_.sends_once(source, rows); },
+                    [this](u32 source, u32, u32 chunk) {
+                      return rank_.template here<u32>(rank_.layout.arrived(source, chunk));
+                    },
+                    [](u32, u32) {});
+    const u32 before = listed_;
+    for (u32 source = 0; landed && source < rank_.geometry().world; ++source) {
+      if (flags_.prefix(source) != ChunkFlags<P>::kUnwatched) {
+        list(source);
+      }
+    }
+    if (listed_ != before) {
+      by_one_lane<P>([&] {
+        // Publishes the list, and the rows and origins that this warp has acquired, to the couriers
+        // that take as many from this number; pairs with Courier::take_replication.
+        return P::template add_release<Scope::device>(&state_.replications_ready.value,
+                                                      listed_ - before);
+      });
+    }
+    const bool counted = !all_known_ && count_all();
+    // With nothing left to list, the flags are looked at no more.
+    wanted_ = !all_known_ || listed_ < all_;
+    return listed_ != before || counted;
+  }
+
+  /// Missing is the first chunk that was announced and has not come.
+  Answer answer(Failure& failure) const {
+    for (u32 source = 0; source < rank_.geometry().world; ++source) {
+      const u32 rows = rank_.os->rows_received(source);
+      const bool complete =
+          flags_.prefix(source) != ChunkFlags<P>::kUnwatched && flags_.rows(source) == rows;
+      if (!complete && rank_.sends_once(source, rows)) {
+        describe_late_rows(rank_, flags_, source, failure);
+        return Answer::missing;
+      }
+    }
+    return Answer::nothing;
+  }
+
+ private:
+  /// Whether the counts of all sources are here, and so how many chunks there will be.
+  bool count_all() {
+    const Geometry& geometry = rank_.geometry();
+    u32 chunks = 0;
+    bool missing = false;
+    for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
+      // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
+      if (P::template load_acquire<Scope::block>(&rank_.os->counts_known[source]) != call_.epoch) {
+        missing = true;
+        continue;
+      }
+      const u32 rows = rank_.os->rows_received(source);
+      chunks += rank_.sends_once(source, rows) ? ceil_div(rows, geometry.chunk_rows) : 0;
+    }
+    if (P::ballot(missing) != 0) {
+      return false;
+    }
+    all_ = P::broadcast(P::inclusive_scan(chunks), P::kLanes - 1);
+    all_known_ = true;
+    if (P::lane() == 0) {
+      // Relaxed: a number by which couriers see that there will be no more.
+      P::template store_relaxed<Scope::device>(&state_.replications_all.value, 1 + all_);
+    }
+    return true;
+  }
+
+  /// Lists the chunks of a source that have landed since the last time.
+  void list(u32 source) {
+    const u32 first = rank_.os->landed_listed[source];
+    const u32 end = flags_.prefix(source);
+    MOEOS_CHECK(listed_ + (end - first) <= rank_.geometry().replications_max());
+    for (u32 chunk = first + P::lane(); chunk < end; chunk += P::kLanes) {
+      rank_.memory.replication_list[listed_ + chunk - first] =
+          replicate_word(call_.epoch, source, chunk).sealed();
+    }
+    P::sync_lanes();  // all lanes have read where this source's begin
+    if (P::lane() == 0) {
+      rank_.os->landed_listed[source] = end;
+    }
+    listed_ += end - first;
+  }
+
+  const Rank<P>& rank_;
+  CallState& state_;
+  const Call& call_;
+  ChunkFlags<P> flags_;
+  bool wanted_ = true;  // there may be more to list
+  bool all_known_ = false;
+  u32 all_ = 0;
+  u32 listed_ = 0;
+};
+
+}  // namespace moeos
