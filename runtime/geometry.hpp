@@ -98,6 +98,15 @@ struct Geometry {
   constexpr bool once() const { return once_rows != 0; }
   /// Whether so many rows for a direct peer are that many.
   constexpr bool sends_once(u32 rows) const { return once() && rows >= once_rows; }
+  /// Whether tokens that go once are at most half as many rows as their pairs, by even routing: k
+  /// pairs, for P(1 - (1 - 1/P)^k) ranks.
+  constexpr bool once_halves() const {
+    double elsewhere = 1.0;  // the share of tokens that a rank has nothing of
+    for (u32 j = 0; j < top_k; ++j) {
+      elsewhere *= 1.0 - 1.0 / world;
+    }
+    return 2.0 * world * (1.0 - elsewhere) <= top_k;
+  }
   /// Rows of a source for which it can say where they come from, and chunks that can be made here.
   constexpr u32 origins() const { return once() ? cell_rows_used() : 0; }
   constexpr u32 replications_max() const { return once() ? world * chunks() : 0; }
