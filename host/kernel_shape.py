@@ -42,6 +42,9 @@ _GROUPS = 2  # consumer warpgroups
 ONCE_BYTES = 12 << 20
 """A call with so many bytes of rows for a peer takes each token there once. It takes the peer some
 microseconds more to copy it to its other rows, which fewer rows do not win back on the link."""
+ONCE_TOKENS = _FEW_TOKENS + 1
+"""And only of a layer for so many tokens: in one for few, a look at what might have landed is felt
+in every call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ class KernelShape:
             # for which there are too few lanes where weights have small ones.
             segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
             route_slices=_route_slices(self.cfg, self.processors),
-            once_rows=max(1, ONCE_BYTES // (self.cfg.hidden * self.cfg.dtype.itemsize)),
+            once_rows=_once_rows(self.cfg),
         )
         return layer_sizes(
             self.cfg,
@@ -168,6 +171,13 @@ def _route_tokens(cfg: MoEConfig) -> int:
     blocks are few, and each of them is waited for.
     """
     return _ROUTE_TOKENS_OF_FEW if cfg.max_tokens <= _FEW_TOKENS else _ROUTE_TOKENS
+
+
+def _once_rows(cfg: MoEConfig) -> int:
+    """`Tiles.once_rows`: in a layer for few tokens more than there can be."""
+    if cfg.max_tokens < ONCE_TOKENS:
+        return cfg.max_tokens * cfg.top_k + 1
+    return max(1, ONCE_BYTES // (cfg.hidden * cfg.dtype.itemsize))
 
 
 def _route_slices(cfg: MoEConfig, processors: int) -> int:

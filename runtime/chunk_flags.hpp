@@ -72,6 +72,9 @@ class ChunkFlags {
                                                &rank_.os->counts_known[source]) == call_.epoch;
     const u32 all_rows = counted ? rank_.os->rows_received(source) : 0;
     const bool known = counted && watched(source, all_rows);
+    if (P::ballot(known) == 0) {
+      return false;
+    }
     const u32 rows = known ? all_rows : 0;
     const bool first_look = known && prefix_[source] == kUnwatched;
     const u32 before = !known || first_look ? 0 : prefix_[source];

@@ -6,7 +6,7 @@
 // says of each row which one holds its token (Layout::origin). Chunks land in that order, so when
 // one has, all that its rows come from are here: couriers copy them (TaskKind::replicate), and say
 // so in a flag of this rank's own, which the arrivals subscriber watches in place of the peer's.
-// (DeepEP, too, sends a token once to a node and spreads it there, with a kernel of its own.)
+// (DeepEP, too, sends a token over the network once to a node, and forwards it there over NVLink.)
 //
 // One of the actors of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: how

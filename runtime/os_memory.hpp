@@ -72,6 +72,7 @@ class OsMemory {
     take(taken, world * local);
     take(rows_arrived, world);
     take(packed, local);
+    take(waiting, local);
     take(chunk_prefix, world);
     take(landed_prefix, world);
     take(landed_listed, world);
@@ -110,10 +111,11 @@ class OsMemory {
   u32* taken = nullptr;             // [source][expert]: rows already in a tile
   u32* rows_arrived = nullptr;      // [source]: kNone while its counts are not known
   u32* packed = nullptr;            // [expert]: 1 once all of its rows are in tiles
-  u32* chunk_prefix = nullptr;      // [source]: chunks whose rows are all here, in order
-  u32* landed_prefix = nullptr;     // [source]: chunks of one that sends its tokens once that have
-                                    // landed, in order,
-  u32* landed_listed = nullptr;     // and of these, those that couriers have been told of
+  u32* waiting = nullptr;        // [expert]: rows that are here and in no tile, when it was asked
+  u32* chunk_prefix = nullptr;   // [source]: chunks whose rows are all here, in order
+  u32* landed_prefix = nullptr;  // [source]: chunks of one that sends its tokens once that have
+                                 // landed, in order,
+  u32* landed_listed = nullptr;  // and of these, those that couriers have been told of
   SentChunk* chunks_awaited = nullptr;  // awaited_by() each subscriber: chunks that are not back
   static constexpr u32 kFoundMost = 512;
   SentChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]: back, and not counted yet

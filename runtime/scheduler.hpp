@@ -40,17 +40,14 @@ class Scheduler {
     // Relaxed, all of them: numbers that are compared.
     const u32 claimed = P::template load_relaxed<Scope::device>(&state_.ring_claimed.value);
     const u32 sent = P::template load_relaxed<Scope::device>(&state_.dispatch_parts_done.value);
-    const u32 routed = P::template poll<Scope::device>(&state_.routed.value);
+    const u32 routed = P::template load_relaxed<Scope::device>(&state_.routed.value);
     const u32 returned = P::template load_relaxed<Scope::device>(&state_.rows_returned.value);
     const u32 combined = P::template load_relaxed<Scope::device>(&state_.tokens_combined.value);
     leaving_ = rank_.leaving(call_.epoch);
     const u32 before = claimed_;
     claimed_ = agreed<P>(claimed);
-    if (!routed_ && agreed<P>(routed) != 0) {
-      routed_ = true;
-      rows_fill_links_ = !rows_are_few();
-    }
-    sending_ = rows_fill_links_ && agreed<P>(sent + 1 != routed);
+    routed_ = agreed<P>(routed) != 0;
+    sending_ = agreed<P>(sent + 1 != routed);
     // Relaxed, too: other warps of this block hand parts out as well (ring.hpp).
     published_ = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published));
     returned_ = agreed<P>(returned);
@@ -265,14 +262,15 @@ class Scheduler {
     return left;
   }
 
-  /// Whether links have room for results beside the rows that this rank sends, which it knows now:
-  /// each token goes once to each peer, and has several rows there.
+  /// Whether the rows that this rank sends are few, which it knows once it is routed: each token
+  /// goes once to each peer, and has several rows there.
   bool rows_are_few() const {
     const Geometry& geometry = rank_.geometry();
     if (geometry.large_experts != 0 || !geometry.once() || !geometry.once_halves()) {
       return false;
     }
     // Pairs with finish_routing: how many rows go to each peer.
+    P::template poll<Scope::device>(&state_.routed.value);
     P::template acquire_fence<Scope::device>();
     bool many = false;
     for (u32 peer = P::lane(); peer < geometry.world; peer += P::kLanes) {
@@ -282,11 +280,20 @@ class Scheduler {
     return P::ballot(many) == 0;
   }
 
+  /// Whether links have room for what second GEMMs return: all rows have left, or they are few.
+  bool may_return() {
+    if (sending_ && routed_ && !links_looked_at_) {
+      links_looked_at_ = true;
+      links_have_room_ = rows_are_few();
+    }
+    return !sending_ || links_have_room_;
+  }
+
   /// What is handed out next, of what is ready. First GEMMs go first while rows are still being
   /// sent, unless these are few: what a second one returns would compete with them for the links.
   /// Then they have turns.
-  TaskKind next_kind() const {
-    const bool second = gemm0_.empty() || (!sending_ && !gemm1_.empty() && second_in_turn());
+  TaskKind next_kind() {
+    const bool second = gemm0_.empty() || (!gemm1_.empty() && may_return() && second_in_turn());
     return second ? TaskKind::gemm1 : TaskKind::gemm0;
   }
 
@@ -317,7 +324,7 @@ class Scheduler {
       const u32 handed = hand_out(batch, limit);
       for_each_batch([&](TaskKind its, Batch& found) { found.become(its == kind, batch); });
       const Geometry& geometry = rank_.geometry();
-      if (geometry.large_experts == 0 && both && !sending_) {
+      if (geometry.large_experts == 0 && both && may_return()) {
         // A part takes about as long as its input's rows are.
         second_gemms_ahead_ += kind == TaskKind::gemm1
                                    ? static_cast<i32>(handed * geometry.hidden_bytes)
@@ -370,8 +377,9 @@ class Scheduler {
   u32 returned_ = 0;
   u32 combined_ = 0;
   bool routed_ = false;
-  bool rows_fill_links_ = true;
-  bool sending_ = true;  // Dispatch is not over, and links are to be left to it
+  bool sending_ = true;  // Dispatch is not over
+  bool links_looked_at_ = false;
+  bool links_have_room_ = false;  // beside Dispatch; not known before they are looked at
   bool leaving_ = false;
 };
 

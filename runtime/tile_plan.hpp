@@ -61,19 +61,22 @@ class TilePlan {
     const Geometry& geometry = layout_.geometry();
     const u32 before = tiles_;
     parts = geometry.large_experts != 0 && (news || !all_fed_) ? parts : 0;
-    // One round for news and wants, then one for each expert that is packed early; one loop, so
-    // that there is one copy of plan()'s code.
-    for (bool look = news || parts > 0;; look = false) {
-      const bool packs = !look && early > 0 && early_left_ >= geometry.remainder_tiles();
-      const u32 expert = packs ? fullest() : kNone;
-      if (!look && expert == kNone) {
-        return tiles_ != before;
+    // One round for news and wants, then one for what is packed early; a loop, so that there is one
+    // copy of plan()'s code.
+#pragma unroll 1
+    for (u32 round = 0; round < 2; ++round) {
+      const bool packs = round == 1;
+      const Fullest fullest =
+          packs ? find_fullest(minimum(early, early_left_ / geometry.remainder_tiles()))
+                : Fullest{};
+      if (packs ? fullest.none() : !news && parts == 0) {
+        continue;
       }
       const u32 had = tiles_;
-      plan(look ? parts : 0, expert);
+      plan(packs ? 0 : parts, fullest);
       early_left_ -= packs ? minimum(early_left_, tiles_ - had) : 0;
-      early -= packs ? 1 : 0;
     }
+    return tiles_ != before;
   }
 
   /// Tiles planned so far in this call; their descriptors are tasks from first_task(gemm0) on.
@@ -95,47 +98,72 @@ class TilePlan {
     u32 rows = 0;  // padded
   };
 
-  /// The expert with most rows that are here and in no tile, of several any; kNone: there are none.
-  u32 fullest() const {
+  /// Experts with most rows that are here and in no tile: all that have more than so many, and the
+  /// first ones of those that have as many.
+  struct Fullest {
+    u32 more_than = kNone;
+    u32 of_as_many = 0;
+    bool none() const { return more_than == kNone; }
+  };
+
+  /// The fullest of all experts, as many, or all that have rows.
+  Fullest find_fullest(u32 experts) const {
     const Geometry& geometry = layout_.geometry();
-    u32 best = kNone;
-    u32 most = 0;
+    if (experts == 0) {
+      return {};
+    }
     for (u32 expert = P::lane(); expert < geometry.local_experts(); expert += P::kLanes) {
       const Rows rows = rows_of(expert);
-      const u32 here = rows.full * geometry.tile_rows + rows.more;
-      if (here > most) {
-        most = here;
-        best = expert;
-      }
+      os_.waiting[expert] = rows.full * geometry.tile_rows + rows.more;
     }
-    // The lanes with the largest number, bit by bit.
-    bool leads = best != kNone;
+    P::sync_lanes();
+    experts = minimum(experts, with_rows(1));
+    if (experts == 0) {
+      return {};
+    }
+    u32 most = 0;  // rows that so many have, bit by bit
 #pragma unroll 1
     for (u32 bit = 1U << 31; bit != 0; bit >>= 1) {
-      const bool has = (most & bit) != 0;
-      const bool any = P::ballot(leads && has) != 0;
-      leads = leads && (has || !any);
+      most |= with_rows(most | bit) >= experts ? bit : 0;
     }
-    const u32 leaders = P::ballot(leads);
-    return leaders == 0 ? kNone : P::broadcast(best, P::first_lane(leaders));
+    const Fullest found{most, experts - with_rows(most + 1)};
+    P::sync_lanes();  // all lanes have read the numbers
+    return found;
+  }
+
+  /// How many experts have so many rows waiting.
+  u32 with_rows(u32 rows) const {
+    const u32 experts = layout_.geometry().local_experts();
+    u32 count = 0;
+    for (u32 first = 0; first < experts; first += P::kLanes) {
+      const u32 expert = first + P::lane();
+      count += P::count(P::ballot(expert < experts && os_.waiting[expert] >= rows));
+    }
+    return count;
   }
 
   /// Plans the new tiles of experts that are complete; the full ones of all others, or of large
-  /// experts of the first ones that make up `parts` parts; and of expert `early` whatever is here.
+  /// experts of the first ones that make up `parts` parts; and of the fullest whatever is here.
   ///
   /// A step of the subscriber is mostly this, and what it takes is what processors wait for rows
   /// that are here: so nothing is looked at twice that can be kept, and full tiles, which are all
   /// alike, are written by a lane each.
-  void plan(u32 parts, u32 early) {
+  void plan(u32 parts, Fullest fullest) {
     const Geometry& geometry = layout_.geometry();
     u32 fed = 0;  // full tiles, also of complete experts
     bool all_fed = true;
+    u32 as_many = 0;  // experts that have as many rows as the last of the fullest
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
       const u32 expert = minimum(first + P::lane(), geometry.local_experts() - 1);
       const bool open = first + P::lane() < geometry.local_experts() && os_.packed[expert] == 0;
       const Rows rows = rows_of(expert);
       const bool complete = open && rows.complete;
-      const bool merge = complete || (open && expert == early);
+      const u32 waiting = rows.full * geometry.tile_rows + rows.more;
+      const u32 ties = P::ballot(open && waiting == fullest.more_than);
+      const bool tie =
+          waiting == fullest.more_than && as_many + P::lanes_before(ties) < fullest.of_as_many;
+      as_many += P::count(ties);
+      const bool merge = complete || (open && (waiting > fullest.more_than || tie));
       const bool narrow = rows.padded <= geometry.narrow_rows;
       MOEOS_CHECK(rows.full == 0 || !narrow);
       u32 full = open ? rows.full : 0;

@@ -99,6 +99,7 @@ def tokens_sent_once() -> Iterator[None]:
     """Makes calls of a few dozen rows take each token once to a rank, as large ones do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_shape, "ONCE_BYTES", 10 << 10)
+        patch.setattr(kernel_shape, "ONCE_TOKENS", 1)
         yield
 
 

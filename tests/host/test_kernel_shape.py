@@ -59,13 +59,15 @@ def test_a_shape_that_makes_no_sense_is_refused(changes: dict[str, Any], message
         ({}, 8, 0),
         ({}, 1, 0),
         ({"max_tokens": 4}, 2, 0),
+        ({"max_tokens": 3, "hidden": 2048}, 2, 0),
     ],
-    ids=["two", "four", "long", "top-1", "one expert a rank", "one rank", "few rows"],
+    ids=["two", "four", "long", "top-1", "one expert a rank", "one rank", "few rows", "few tokens"],
 )
 def test_tokens_go_once_where_a_call_can_have_many_rows_and_a_token_several(
     changes: dict[str, Any], world_size: int, once_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_shape, "ONCE_BYTES", 10 * 64 * 2)
+    monkeypatch.setattr(kernel_shape, "ONCE_TOKENS", 4)
     sizes = dataclasses.replace(shape(**changes), world_size=world_size).sizes
     assert sizes.once_rows == once_rows
     assert [sizes.sends_once(rows) for rows in (9, 10)] == [0 < once_rows <= 9, once_rows > 0]

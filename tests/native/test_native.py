@@ -255,8 +255,8 @@ class Fault:
     """A defect for a copy of the sources, and what its report says.
 
     Attributes:
-        program: that must notice it: random worlds under ThreadSanitizer, the sender alone, or the
-            explorer, within `RUNS` seeds.
+        program: that must notice it: `THREADED_RUNS` random worlds under ThreadSanitizer, the
+            sender alone, or the explorer, within `RUNS` seeds.
         file, text, replacement: the text occurs once in the file.
         report: a pattern in what the program prints, or "" where it ends by a trap.
     """
@@ -268,7 +268,7 @@ class Fault:
     report: str
 
 
-RUNS = 1000
+RUNS, THREADED_RUNS = 1000, 200
 
 FAULTS = {
     "a release that is relaxed": Fault(
@@ -425,6 +425,6 @@ def test_a_fault_in_the_protocol_is_noticed(
     broken.write_text(text.replace(fault.text, fault.replacement))
     objects = compile_all(flavour, sources(fault.program, tmp_path), tmp_path, tmp_path / "objects")
     program = link(flavour, [*objects, *gemm], tmp_path / "broken")
-    done = execute(flavour, program, 1, 20 if fault.program == "threads" else RUNS)
+    done = execute(flavour, program, 1, RUNS if fault.program == "explorer" else THREADED_RUNS)
     assert done.returncode not in (0, 2)
     assert re.search(fault.report, done.stdout + done.stderr)

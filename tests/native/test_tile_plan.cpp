@@ -173,6 +173,23 @@ void idle_processors_get_rows_of_the_fullest_expert() {
          "the one that has most rows, in tiles of several sources");
 }
 
+void several_experts_are_packed_at_once() {
+  Arrivals both(kSmall, {Sent{100, 50}, {100, 200}, {100, 200}});
+  both.arrive(0, 150);
+  expect(!both.news(), "no source has a full tile");
+  expect(both.no_news(100, 4) && both.experts() == 12, "as many as there are");
+  expect(!both.no_news(100, 4), "and nothing is left of them");
+  both.arrive(1, 300);
+  both.news();
+  expect(both.experts() == 122, "a full tile needs no packing");
+  expect(both.no_news(100, 4) && both.experts() == 12212, "the rest of both is packed again");
+  Arrivals alike(kSmall, {Sent{40, 40}, {100, 100}, {100, 100}});
+  alike.arrive(0, 80);
+  alike.news();
+  expect(alike.no_news(100, 1) && alike.experts() == 1, "of two alike one, if one is asked for");
+  expect(alike.no_news(100, 1) && alike.experts() == 12, "then the other");
+}
+
 void experts_of_few_rows_are_cut_narrow() {
   Arrivals arrivals(kLarge, {Sent{20, 140}, {20, 0}, {9, 0}});
   arrivals.all_arrive();
@@ -227,6 +244,7 @@ int main() {
   large_experts_wait_until_they_are_complete();
   large_experts_are_fed_to_processors_that_would_idle();
   idle_processors_get_rows_of_the_fullest_expert();
+  several_experts_are_packed_at_once();
   experts_of_few_rows_are_cut_narrow();
   segments_of_wide_tiles_lie_side_by_side();
   a_plan_is_complete_when_all_rows_are_in_tiles();
