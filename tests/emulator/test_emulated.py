@@ -349,6 +349,18 @@ FAULTS = {
         "groups",
         2,
     ),
+    "rows that go in the places of those that stay": BrokenSource(
+        "kernels/sm90/courier.cuh",
+        {"Machine::lanes_before(all) + wanted": "Machine::lane() + 1"},
+        "two ranks, odd sizes, biases",
+        4,
+    ),
+    "a chunk that no courier is told of": BrokenSource(
+        "runtime/landings_subscriber.hpp",
+        {"chunk = first + P::lane(); chunk < end": "chunk = first + P::lane() + 1; chunk < end"},
+        "two ranks, odd sizes, biases",
+        4,
+    ),
     "tokens are handed out in slots that others have": BrokenSource(
         "runtime/returns_subscriber.hpp",
         {"fill_ring_slot(rank_, first + part,": "fill_ring_slot(rank_, first + part - 1,"},

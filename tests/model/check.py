@@ -247,7 +247,7 @@ LARGE_WORLDS = [
     world(
         "2 ranks, 3 calls, two rows one way, a window of two",
         "windows",
-        8_000_000,
+        3_800_000,
         *("EPOCHS=3", "ROWS=2", "WINDOW=2", "ONE_WAY"),
     ),
 ]
