@@ -174,9 +174,9 @@ def _route_tokens(cfg: MoEConfig) -> int:
 
 
 def _once_rows(cfg: MoEConfig) -> int:
-    """`Tiles.once_rows`: in a layer for few tokens more than there can be."""
+    """`Tiles.once_rows`."""
     if cfg.max_tokens < ONCE_TOKENS:
-        return cfg.max_tokens * cfg.top_k + 1
+        return 0
     return max(1, ONCE_BYTES // (cfg.hidden * cfg.dtype.itemsize))
 
 

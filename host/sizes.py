@@ -25,7 +25,7 @@ class Tiles:
 
     Tiles of an expert with up to `narrow_rows` padded rows have parts of half as many columns. In
     those of others, each source's rows are padded to a multiple of `segment_align`. A call with
-    `once_rows` rows for a peer, or more, takes each token there once.
+    `once_rows` rows for a peer, or more, takes each token there once; with 0, none does.
     """
 
     rows: int
@@ -50,7 +50,7 @@ def layer_sizes(
 ) -> _twin.Sizes:
     """Buffers and bounds of one rank of a layer.
 
-    `couriers`: actors that do nothing but Dispatch; with none, processors do it.
+    `couriers`: actors that do nothing but Dispatch and Replicate; with none, processors do it.
 
     Raises `ValueError` when E is not divisible by the world or a bound does not fit the runtime's
     words.
@@ -86,17 +86,14 @@ def layer_sizes(
         narrow_rows=tiles.narrow_rows,
         segment_align=tiles.segment_align,
         large_experts=2 * cfg.hidden * cfg.intermediate * cfg.dtype.itemsize > LARGE_EXPERT,
-        once_rows=_once_rows(cfg, world_size, tiles),
+        once_rows=tiles.once_rows if _can_send_once(cfg, world_size, tiles) else 0,
         trace_events=trace_events,
     )
 
 
-def _once_rows(cfg: MoEConfig, world_size: int, tiles: Tiles) -> int:
-    """`Tiles.once_rows`, or 0 in a layer where it changes nothing: no rank can have several experts
-    of a token, or no call so many rows for a peer.
-    """
+def _can_send_once(cfg: MoEConfig, world_size: int, tiles: Tiles) -> bool:
+    """Whether a rank can have several experts of a token, and a call `once_rows` rows for it."""
     rows_of_token = min(cfg.top_k, cfg.experts // world_size)
-    possible = (
+    return (
         world_size > 1 and rows_of_token > 1 and cfg.max_tokens * rows_of_token >= tiles.once_rows
     )
-    return tiles.once_rows if possible else 0

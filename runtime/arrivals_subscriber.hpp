@@ -44,7 +44,7 @@ class ArrivalsSubscriber {
   bool step() {
     const bool progress =
         flags_.look([](u32, u32) { return true; },
-                    [this](u32 source, u32 rows, u32 chunk) { return flag(source, rows, chunk); },
+                    [this](u32 source, u32 rows) { return flags_of(source, rows); },
                     [this](u32 source, u32 chunks) {
                       if (chunks > 0) {
                         rank_.memory.peer_records[source].rows_ns = P::now_ns();
@@ -73,24 +73,18 @@ class ArrivalsSubscriber {
   /// Missing is the first chunk that was announced and has not come. One that has come, and that
   /// our couriers have not made whole, is no peer's fault.
   Answer answer(Failure& failure) const {
-    for (u32 source = 0; source < rank_.geometry().world; ++source) {
-      const bool complete = flags_.prefix(source) != ChunkFlags<P>::kUnwatched &&
-                            flags_.rows(source) == rank_.os->rows_received(source);
-      if (!complete && !rank_.sends_once(source, rank_.os->rows_received(source))) {
-        describe_late_rows(rank_, flags_, source, failure);
-        return Answer::missing;
-      }
-    }
-    return Answer::nothing;
+    return flags_.answer([this](u32 source, u32 rows) { return !rank_.sends_once(source, rows); },
+                         failure);
   }
 
  private:
   /// Where it says that all rows of a chunk are here, of `rows` that come from a source: of one
   /// that sends its tokens once, where our couriers do.
-  const u32* flag(u32 source, u32 rows, u32 chunk) const {
-    return rank_.sends_once(source, rows)
-               ? rank_.memory.replicated_flag(source, chunk)
-               : rank_.template here<u32>(rank_.layout.arrived(source, chunk));
+  auto flags_of(u32 source, u32 rows) const {
+    return [this, source, made_here = rank_.sends_once(source, rows)](u32 chunk) -> const u32* {
+      return made_here ? rank_.memory.replicated_flag(source, chunk)
+                       : rank_.template here<u32>(rank_.layout.arrived(source, chunk));
+    };
   }
 
   /// Of how many experts incomplete remainders are to be packed now, because processors idle.

@@ -29,19 +29,39 @@ class ChunkFlags {
   }
 
   /// Looks once at the flags of all sources whose counts are known. watched(source, rows): whether
-  /// those of one that sends us so many rows are to be; flag(source, rows, chunk): where a flag is;
-  /// note(source, chunks): by one lane, so many more are up, or it is the first look. Returns
+  /// those of one that sends us so many rows are to be; flags(source, rows)(chunk): where a flag
+  /// is; note(source, chunks): by one lane, so many more are up, or it is the first look. Returns
   /// whether there is anything new. What a chunk's flag was raised behind is then here, for us and
   /// for whoever acquires what we release.
-  template <class Watched, class Flag, class Note>
-  bool look(Watched watched, Flag flag, Note note) {
+  template <class Watched, class Flags, class Note>
+  bool look(Watched watched, Flags flags, Note note) {
     bool progress = false;
     const u32 world = rank_.geometry().world;
     const u32 at_once = minimum(world, P::kLanes);
     for (u32 first = 0; first < world; first += at_once) {
-      progress = look_at(first, minimum(at_once, world - first), watched, flag, note) || progress;
+      progress = look_at(first, minimum(at_once, world - first), watched, flags, note) || progress;
     }
     return progress;
+  }
+
+  /// Missing is, of a source that is watched, the first chunk that was announced and is not ready.
+  template <class Watched>
+  Answer answer(Watched watched, Failure& failure) const {
+    for (u32 source = 0; source < rank_.geometry().world; ++source) {
+      const u32 announced = rank_.os->rows_received(source);
+      const u32 chunks = prefix_[source] == kUnwatched ? 0 : prefix_[source];
+      const u32 ready = chunks * rank_.geometry().chunk_rows;
+      const bool decoded = prefix_[source] != kUnwatched;
+      if (watched(source, announced) && (!decoded || ready < announced)) {
+        failure.kind = FailureKind::rows_late;
+        failure.peer = source;
+        failure.chunk = chunks;
+        failure.expected = announced;
+        failure.seen = ready;
+        return Answer::missing;
+      }
+    }
+    return Answer::nothing;
   }
 
   u32 prefix(u32 source) const { return prefix_[source]; }
@@ -61,8 +81,8 @@ class ChunkFlags {
  private:
   /// Advances the prefixes of `sources` sources from `first_source` on. Each has an equal share of
   /// the lanes, and `kLooks` times as many flags are looked at.
-  template <class Watched, class Flag, class Note>
-  bool look_at(u32 first_source, u32 sources, Watched watched, Flag flag, Note note) {
+  template <class Watched, class Flags, class Note>
+  bool look_at(u32 first_source, u32 sources, Watched watched, Flags flags, Note note) {
     const Geometry& geometry = rank_.geometry();
     const u32 share = P::kLanes / sources;
     const u32 turn = P::lane() / share;
@@ -82,10 +102,11 @@ class ChunkFlags {
     const u32 first = before + P::lane() % share;
     // Asked for together, in one round trip, and so without conditions: where there is no chunk, at
     // another one's flag.
+    const auto flag = flags(source, rows);
     u32 epochs[kLooks];
     for (u32 i = 0; i < kLooks; ++i) {
       const u32 chunk = minimum(first + i * share, maximum(chunks, 1U) - 1);
-      epochs[i] = P::template poll<Scope::system>(flag(source, rows, chunk));
+      epochs[i] = P::template poll<Scope::system>(flag(chunk));
     }
     u32 here = 0;  // bit i: this lane's i-th chunk
     u32 ahead = kNone;
@@ -136,19 +157,5 @@ class ChunkFlags {
   const Call& call_;
   u32* prefix_;
 };
-
-/// Says that chunk `chunk` of a source is missing: the first that has not come of those that were
-/// announced.
-template <Platform P>
-void describe_late_rows(const Rank<P>& rank, const ChunkFlags<P>& flags, u32 source,
-                        Failure& failure) {
-  const u32 prefix = flags.prefix(source);
-  const u32 chunk = prefix == ChunkFlags<P>::kUnwatched ? 0 : prefix;
-  failure.kind = FailureKind::rows_late;
-  failure.peer = source;
-  failure.chunk = chunk;
-  failure.expected = rank.os->rows_received(source);
-  failure.seen = u64{chunk} * rank.geometry().chunk_rows;
-}
 
 }  // namespace moeos

@@ -20,6 +20,11 @@
 
 namespace moeos {
 
+/// Whether a courier's part makes a chunk whole, and brings nothing to a peer.
+constexpr bool is_replication(const Geometry& geometry, const Task& task) {
+  return geometry.once() && task.kind == TaskKind::replicate;
+}
+
 template <Platform P>
 class Courier {
  public:
@@ -34,10 +39,7 @@ class Courier {
   /// Takes the next part and its descriptor. False: there is none yet, or none any more. Never
   /// waits. One warp.
   bool take(ReadyWord& word, Task& task) {
-    if (over()) {
-      return false;
-    }
-    if (!take_replication(word, task) && !take_dispatch(word, task)) {
+    if (over() || (!take_replication(word, task) && !take_dispatch(word, task))) {
       return false;
     }
     left_ = left_ || !hold_back(rank_, call_, stage_of(task.kind));
@@ -54,7 +56,7 @@ class Courier {
       ++tally_.tasks[static_cast<u32>(task.kind)];
       tally_.busy_ns[static_cast<u32>(task.kind)] += busy_ns;
     }
-    if (task.kind == TaskKind::replicate) {
+    if (is_replication(rank_.geometry(), task)) {
       P::sync_lanes();
       if (P::lane() == 0) {
         // Publishes all rows of the chunk, those that came among them, to the arrivals subscriber,

@@ -46,7 +46,8 @@ struct Geometry {
                            // other, so the tiles of one are made and computed together; 0: in the
                            // order in which their rows arrive
   u32 processors;          // processors of this rank; this and the next may differ between ranks
-  u32 couriers;      // actors that do nothing but Dispatch: one a processor, or 0: processors do it
+  u32 couriers;      // actors that do nothing but Dispatch and Replicate: one a processor, or 0:
+                     // processors do it
   u32 remote;        // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
   u32 window_rows;   // rows under way to a remote peer at any time, at most; see window()
   u32 once_rows;     // a call with so many rows for a direct peer, or more, takes each token there

@@ -36,15 +36,17 @@ class LandingsSubscriber {
   }
 
   bool step() {
-    if (!rank_.geometry().once() || !wanted_) {
+    if (!rank_.geometry().once() || listed_ == all_) {
       return false;
     }
-    const bool landed =
-        flags_.look([this](u32 source, u32 rows) { return rank_.sends_once(source, rows); },
-                    [this](u32 source, u32, u32 chunk) {
-                      return rank_.template here<u32>(rank_.layout.arrived(source, chunk));
-                    },
-                    [](u32, u32) {});
+    const bool landed = flags_.look(
+        sending_once(),
+        [this](u32 source, u32) {
+          return [this, source](u32 chunk) {
+            return rank_.template here<u32>(rank_.layout.arrived(source, chunk));
+          };
+        },
+        [](u32, u32) {});
     const u32 before = listed_;
     for (u32 source = 0; landed && source < rank_.geometry().world; ++source) {
       if (flags_.prefix(source) != ChunkFlags<P>::kUnwatched) {
@@ -59,27 +61,19 @@ class LandingsSubscriber {
                                                       listed_ - before);
       });
     }
-    const bool counted = !all_known_ && count_all();
-    // With nothing left to list, the flags are looked at no more.
-    wanted_ = !all_known_ || listed_ < all_;
+    const bool counted = all_ == kNone && count_all();
     return listed_ != before || counted;
   }
 
   /// Missing is the first chunk that was announced and has not come.
-  Answer answer(Failure& failure) const {
-    for (u32 source = 0; source < rank_.geometry().world; ++source) {
-      const u32 rows = rank_.os->rows_received(source);
-      const bool complete =
-          flags_.prefix(source) != ChunkFlags<P>::kUnwatched && flags_.rows(source) == rows;
-      if (!complete && rank_.sends_once(source, rows)) {
-        describe_late_rows(rank_, flags_, source, failure);
-        return Answer::missing;
-      }
-    }
-    return Answer::nothing;
-  }
+  Answer answer(Failure& failure) const { return flags_.answer(sending_once(), failure); }
 
  private:
+  /// Of a source that sends us so many rows: whether each of its tokens comes once.
+  auto sending_once() const {
+    return [this](u32 source, u32 rows) { return rank_.sends_once(source, rows); };
+  }
+
   /// Whether the counts of all sources are here, and so how many chunks there will be.
   bool count_all() {
     const Geometry& geometry = rank_.geometry();
@@ -98,7 +92,6 @@ class LandingsSubscriber {
       return false;
     }
     all_ = P::broadcast(P::inclusive_scan(chunks), P::kLanes - 1);
-    all_known_ = true;
     if (P::lane() == 0) {
       // Relaxed: a number by which couriers see that there will be no more.
       P::template store_relaxed<Scope::device>(&state_.replications_all.value, 1 + all_);
@@ -126,10 +119,8 @@ class LandingsSubscriber {
   CallState& state_;
   const Call& call_;
   ChunkFlags<P> flags_;
-  bool wanted_ = true;  // there may be more to list
-  bool all_known_ = false;
-  u32 all_ = 0;
-  u32 listed_ = 0;
+  u32 listed_ = 0;   // chunks
+  u32 all_ = kNone;  // that there will be, once all counts are here
 };
 
 }  // namespace moeos

@@ -65,12 +65,9 @@ u32 replicate_rows(const Rank<P>& rank, const Call& call, K& kernels, const Task
   for (u32 i = 0; i < rows; ++i) {
     const LandedRow row =
         look_up_landed(rank, call, task.peer, task.first_chunk * geometry.chunk_rows + i);
-    if (row.origin != row.number) {
-      const auto at = [&](u32 number) {
-        return rank.heap +
-               rank.layout.cell_row(task.peer, Round::dispatch, Buffer::arrival, number);
-      };
-      kernels.replicate_row(at(row.origin), at(row.number));
+    if (!row.came()) {
+      kernels.replicate_row(arrived_row(rank, task.peer, row.origin),
+                            arrived_row(rank, task.peer, row.number));
       ++copied;
     }
   }
@@ -89,9 +86,9 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
   }
   processor.pace().begin_part(rank, call);
   u64 begin = P::now_ns();
-  const u32 carried = task.kind == TaskKind::dispatch
-                          ? copy_rows(rank, call, map, kernels, task, word.part(), begin)
-                          : replicate_rows(rank, call, kernels, task);
+  const u32 carried = is_replication(rank.geometry(), task)
+                          ? replicate_rows(rank, call, kernels, task)
+                          : copy_rows(rank, call, map, kernels, task, word.part(), begin);
   const u64 end = P::now_ns();
   const u64 longer = processor.pace().slow_down(rank, call);
   const bool announced = courier.complete(task, word, carried, end - begin + longer);

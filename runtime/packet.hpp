@@ -26,6 +26,12 @@ u8* outgoing_row(const Rank<P>& rank, u32 peer, Round round, u32 row) {
   return rank.heap + rank.layout.write_row(rank.rank, rank.rank, peer, round, Buffer::staging, row);
 }
 
+/// Where a row that `source` sends to this rank lies here.
+template <Platform P>
+u8* arrived_row(const Rank<P>& rank, u32 source, u32 row) {
+  return rank.heap + rank.layout.cell_row(source, Round::dispatch, Buffer::arrival, row);
+}
+
 /// Tells `peer` how many rows its local expert gets from us in this call, zero included.
 template <Platform P>
 void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_expert, u32 rows) {

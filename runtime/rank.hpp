@@ -30,7 +30,8 @@ struct Rank {
   /// Whether `rows` rows between this rank and a peer, in either direction, are as many as take
   /// each token there once. Not to a remote peer: puts are of rows that lie side by side.
   bool sends_once(u32 peer, u32 rows) const {
-    return geometry().sends_once(rows) && peer != rank && platform.peer(peer) != nullptr;
+    return geometry().sends_once(rows) && peer != rank &&
+           (!P::kRemotePeers || platform.peer(peer) != nullptr);
   }
 
   template <class T>

@@ -52,6 +52,8 @@ OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, u32 peer, u3
 struct LandedRow {
   u32 number;
   u32 origin;
+
+  bool came() const { return origin == number; }
 };
 
 /// Finds row `row`, in the order of sending from `source`, which sends its tokens once. An origin

@@ -80,11 +80,6 @@ class Scheduler {
   /// Tells everyone to leave, and starts the next epoch. Only after finished(): a processor that
   /// had not read the epoch yet would otherwise wait for the wrong call.
   void interrupt() {
-    for (u32 peer = P::lane(); peer < rank_.geometry().world; peer += P::kLanes) {
-      // Relaxed: a number that the host reads after the call. All rows that went have come back.
-      rank_.memory.peer_records[peer].rows_carried =
-          P::template load_relaxed<Scope::device>(rank_.memory.rows_carried(call_.epoch, peer));
-    }
     if (P::lane() == 0) {
       P::template store_relaxed<Scope::device>(rank_.memory.epoch, call_.epoch + 1);
       // Relaxed: publishes nothing. The next call gets all of this one from the kernel boundary, or
@@ -94,6 +89,12 @@ class Scheduler {
       record.end_ns = P::now_ns();
       record.sweeps = sweeps_;
       record.waiting_most = waiting_most_;
+    }
+    for (u32 peer = P::lane(); peer < rank_.geometry().world; peer += P::kLanes) {
+      // Relaxed: a number that the host reads after the call. All rows that went have come back.
+      // Behind the word for which everyone waits.
+      rank_.memory.peer_records[peer].rows_carried =
+          P::template load_relaxed<Scope::device>(rank_.memory.rows_carried(call_.epoch, peer));
     }
   }
 

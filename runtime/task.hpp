@@ -198,12 +198,17 @@ constexpr ReadyWord combine_word(u32 epoch, u32 first_ready, u32 tokens) {
 constexpr ReadyWord combine_unsent_word(u32 epoch, u32 block) {
   return ReadyWord(epoch, TaskKind::combine, block, 0);
 }
-/// What a processor makes of either.
-constexpr Task combine_task(ReadyWord word) {
+/// The descriptor of a word that says all that there is to know, as far as every such one goes.
+constexpr Task task_of_one_part(ReadyWord word) {
   Task task{};
-  task.kind = TaskKind::combine;
+  task.kind = word.kind();
   task.parts = 1;
   task.epoch = word.epoch();
+  return task;
+}
+/// What a processor makes of either.
+constexpr Task combine_task(ReadyWord word) {
+  Task task = task_of_one_part(word);
   task.rows = word.part();
   task.first_ready = word.task();
   return task;
@@ -215,10 +220,7 @@ constexpr ReadyWord replicate_word(u32 epoch, u32 source, u32 chunk) {
 }
 /// What a courier makes of it.
 constexpr Task replicate_task(ReadyWord word) {
-  Task task{};
-  task.kind = TaskKind::replicate;
-  task.parts = 1;
-  task.epoch = word.epoch();
+  Task task = task_of_one_part(word);
   task.peer = word.part();
   task.first_chunk = word.task();
   return task;

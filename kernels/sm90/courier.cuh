@@ -110,9 +110,13 @@ struct Copy {
   const u8* source = nullptr;
   u64 destination = 0;
 
-  /// Gives the first lanes the copies that are wanted, in their order; returns how many.
+  /// Gives the first lanes the copies that are wanted, in their order; returns how many. Where a
+  /// token has a row for each expert, the first lanes have them.
   u32 gather() {
     const u32 all = Machine::ballot(wanted);
+    if constexpr (!kGeometry.once()) {
+      return Machine::count(all);
+    }
     const u32 from = lane_with<Machine>(Machine::lanes_before(all) + wanted, Machine::lane());
     source = reinterpret_cast<const u8*>(Machine::broadcast(reinterpret_cast<u64>(source), from));
     destination = Machine::broadcast(destination, from);
@@ -145,10 +149,8 @@ inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const Task&
   }
   const LandedRow row =
       look_up_landed(rank, call, source, task.first_chunk * kGeometry.chunk_rows + Machine::lane());
-  const auto at = [&](u32 number) {
-    return rank.heap + rank.layout.cell_row(source, Round::dispatch, Buffer::arrival, number);
-  };
-  return {row.origin != row.number, at(row.origin), reinterpret_cast<u64>(at(row.number))};
+  return {!row.came(), arrived_row(rank, source, row.origin),
+          reinterpret_cast<u64>(arrived_row(rank, source, row.number))};
 }
 
 /// The rank, for one look at what there is to do: made out of an address that the compiler cannot
@@ -183,7 +185,7 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
     }
     Machine::rest(idle);
     u64 begun_ns = Machine::now_ns();
-    const bool sends = task.kind == TaskKind::dispatch;
+    const bool sends = !is_replication(kGeometry, task);
     Copy copy = sends ? outgoing_copy(arguments, rank, call, task, word.part())
                       : landed_copy(rank, call, task);
     const u32 rows = copy.gather();

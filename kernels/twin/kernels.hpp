@@ -1,4 +1,4 @@
-// What a twin processor computes: the five tasks on one thread.
+// What a twin processor computes: the six tasks on one thread.
 //
 // Satisfies runtime/lone_warp.hpp's Kernels. May not know: queues, flags, when a task runs.
 #pragma once

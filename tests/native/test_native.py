@@ -331,8 +331,8 @@ FAULTS = {
     "tiles that do not wait for a chunk to be made whole": Fault(
         "explorer",
         "runtime/arrivals_subscriber.hpp",
-        "return rank_.sends_once(source, rows)",
-        "return false",
+        "made_here = rank_.sends_once(source, rows)",
+        "made_here = false",
         "gives a wrong result|trusted",
     ),
     "a token that is to come with a pair that is dropped": Fault(
