@@ -10,8 +10,6 @@ SEGMENT_ALIGN: int = 8
 
 MAX_SEGMENTS: int = 8
 
-COMBINE_TOKENS: int = 8
-
 GATED_COLUMNS: int = 128
 
 PLAIN_COLUMNS: int = 256
@@ -104,6 +102,7 @@ class Sizes:
     @property
     def once_rows(self) -> int: ...
     def sends_once(self, rows: int) -> bool: ...
+    def combine_tokens(self, tokens: int) -> int: ...
     @property
     def large_experts(self) -> bool: ...
     @property

@@ -193,11 +193,13 @@ struct Geometry {
   constexpr u32 dispatch_tasks_max() const {
     return world * ceil_div(chunks(), kChunksPerDispatch);
   }
-  /// Tokens that one Combine part writes at most, in a call of `tokens`: fewer where processors
-  /// would idle otherwise.
+  /// Tokens that one Combine part writes at most, and pairs that these have, if it writes several.
   static constexpr u32 kCombineTokens = 8;
+  static constexpr u32 kCombinePairs = 64;
+  /// In a call of `tokens`: fewer where processors would idle otherwise.
   constexpr u32 combine_tokens(u32 tokens) const {
-    return minimum(kCombineTokens, maximum(1U, ceil_div(tokens, 4 * processors)));
+    const u32 most = minimum(kCombineTokens, kCombinePairs / top_k);
+    return maximum(1U, minimum(most, ceil_div(tokens, 4 * processors)));
   }
   /// Descriptors in memory.
   constexpr u32 tasks_max() const { return dispatch_tasks_max() + tiles_max(); }

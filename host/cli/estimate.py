@@ -211,7 +211,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             "replicate": replicated,
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,
-            "combine": -(-complete // _twin.COMBINE_TOKENS) + (route_blocks if may_drop else 0),
+            "combine": -(-complete // sizes.combine_tokens(tokens))
+            + (route_blocks if may_drop else 0),
         },
         padding_rows=padding,
         router_flops=2 * tokens * cfg.experts * cfg.hidden,

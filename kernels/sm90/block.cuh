@@ -64,6 +64,20 @@ struct Stage {
 inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;  // in a stage, in bytes
 static_assert(sizeof(Stage) == kWeightsPlace + kTileColumns * kSwizzleBytes);
 
+/// A pair's row among the cells of the heap, or kNone: it was not sent; and its weight.
+struct PairRow {
+  u32 row;
+  float weight;
+};
+
+/// What a Combine part sums: tokens that have sent rows.
+struct CombineRows {
+  static constexpr u32 kTokens = kGeometry.combine_tokens(kGeometry.max_tokens);
+  static constexpr u32 kPairs = kTokens * kGeometry.top_k;
+  u32 token[kTokens];
+  PairRow pair[kPairs];  // [token of the part * top_k + j]
+};
+
 /// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.
 struct Slot {
   ReadyWord word;
@@ -73,6 +87,7 @@ struct Slot {
   u32 last_slice;                       // Route: 1 when this part was its block's last one,
   u32 last_block;                       // and 1 when that was the call's last block
   u8* results[Geometry::kMaxSegments];  // products: where each segment's first row goes
+  CombineRows rows;                     // Combine
 };
 inline constexpr u32 kSlots = 2;
 /// Steps of a part that are still to be loaded when the next part is claimed: its descriptor must

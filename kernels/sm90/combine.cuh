@@ -1,8 +1,8 @@
 // Combine: the weighted sums of tokens whose rows are all back.
 //
-// The load warp brings the rows of complete tokens into the stages, and the consumers sum them from
-// there. A stage carries several tokens when their rows are short, or a piece of one token's rows
-// when they are long; a stage without tokens ends the part. May not know: who counts the tokens.
+// The fetch warp looks up where the rows lie, while the block is at the part before; the load warp
+// brings them into the stages, and the consumers sum them from there. May not know: who counts the
+// tokens.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -12,135 +12,171 @@
 
 namespace moeos::sm90 {
 
+// Tokens pass through the stages in pieces, each of the same columns of all of a token's rows; a
+// stage carries several tokens when their rows are short, or a piece of one when they are long.
 inline constexpr u32 kVectorBytes = 16;
-
-/// What a stage carries, at its end.
-struct CombineHeader {
-  static constexpr u32 kPairs = 32;
-  u32 tokens;            // 0: the part has no more
-  u32 first_byte;        // of the rows' pieces
-  u32 present;           // bit i: pair i has a row
-  u32 token[kPairs];     // [token of the stage]
-  float weight[kPairs];  // [token of the stage * top_k + j]
-};
-
-// What fits into a stage: pieces of this many bytes, of all rows of so many tokens.
-inline constexpr u32 kCombineBytes =
-    static_cast<u32>(sizeof(Stage) - sizeof(CombineHeader)) / kVectorBytes * kVectorBytes;
-inline constexpr u32 kPieceLimit = kCombineBytes / kGeometry.top_k / kVectorBytes * kVectorBytes;
+inline constexpr u32 kPieceLimit =
+    static_cast<u32>(sizeof(Stage)) / kGeometry.top_k / kVectorBytes * kVectorBytes;
 inline constexpr u32 kPieces = ceil_div(kGeometry.row_bytes, kPieceLimit);
 inline constexpr u32 kPieceBytes = align_up(ceil_div(kGeometry.row_bytes, kPieces), kVectorBytes);
-inline constexpr u32 kCombineTokens =
-    kPieces > 1 ? 1
-                : minimum(CombineHeader::kPairs / kGeometry.top_k,
-                          kCombineBytes / (kGeometry.top_k * kPieceBytes));
-static_assert(kPieceBytes <= kPieceLimit && kCombineTokens > 0);
-static_assert(kGeometry.top_k <= CombineHeader::kPairs, "a lane looks up one pair");
-static_assert(CombineHeader::kPairs <= Machine::kLanes);
+inline constexpr u32 kPiecesInStage =
+    minimum(Machine::kLanes / kGeometry.top_k,
+            static_cast<u32>(sizeof(Stage)) / (kGeometry.top_k * kPieceBytes));
+static_assert(kPieceBytes <= kPieceLimit && kPiecesInStage > 0);
+static_assert(kGeometry.top_k <= Machine::kLanes, "a lane loads a row's piece");
 
-inline CombineHeader& header_of(Stage& stage) {
-  return *reinterpret_cast<CombineHeader*>(reinterpret_cast<u8*>(&stage) + kCombineBytes);
+/// A part's pieces from `first` on that a stage carries, one behind the other. The load warp and
+/// the consumers count them alike.
+inline u32 pieces_in_stage(const Task& task, u32 first) {
+  return minimum(kPiecesInStage, task.rows * kPieces - first);
 }
 
-/// The load warp: fills one stage with pieces, from `first_byte` on, of the rows that the lanes
-/// name (0: none).
-inline void load_pieces(Loader& loader, u32 tokens, u32 first_byte, u32 token, u64 row,
-                        float weight) {
-  const u32 lane = Machine::lane();
-  Barrier& full = loader.full();
-  if (lane == 0) {
+/// In place of rows: tokens of a block that have none.
+struct Unsent {
+  u32 count;
+  u32 token[kRouteTokens];
+};
+static_assert(sizeof(Unsent) <= sizeof(Stage));
+inline Unsent& unsent_of(Stage& stage) { return *reinterpret_cast<Unsent*>(&stage); }
+
+/// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
+/// takes as long as two tokens' rows do.
+inline void find_rows(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
+                      CombineRows& rows) {
+  const u32 pairs = task.rows * kGeometry.top_k;
+  if (task.kind != TaskKind::combine || pairs == 0) {
+    return;
+  }
+  MOEOS_CHECK(task.rows <= CombineRows::kTokens);
+#pragma unroll
+  for (u32 first = 0; first < CombineRows::kPairs; first += Machine::kLanes) {
+    // Nothing is conditional but what is stored, so that all loads are under way together.
+    const u32 i = minimum(first + Machine::lane(), pairs - 1);
+    // Acquired with the part's word.
+    const u32 token = rank.memory.ready_tokens[task.first_ready + i / kGeometry.top_k];
+    const u32 pair = token * kGeometry.top_k + i % kGeometry.top_k;
+    const u32 row = rank.memory.pair_row[pair];  // of a pair that was not sent, anything
+    const float weight = rank.memory.pair_weight[pair];
+    const bool sent = map.sent(pair);
+    if (first + Machine::lane() < pairs) {
+      rows.pair[i] = {sent ? row : kNone, weight};
+      if (i % kGeometry.top_k == 0) {
+        rows.token[i / kGeometry.top_k] = token;
+      }
+    }
+  }
+}
+
+/// The load warp: lists a block's tokens that sent no row in one stage; returns how many they are.
+inline u32 list_unsent(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
+                       const Task& task, Loader& loader) {
+  if (Machine::lane() == 0) {
     loader.wait();
   }
   __syncwarp();
-  CombineHeader& header = header_of(loader.stage());
-  const u32 present = Machine::ballot(row != 0);
-  header.weight[lane] = weight;
-  if (lane % kGeometry.top_k == 0) {
-    header.token[lane / kGeometry.top_k] = token;
-  }
-  const u32 bytes = minimum(kPieceBytes, kGeometry.row_bytes - first_byte);
+  Unsent& list = unsent_of(loader.stage());
+  u32 count = 0;
+  find_unsent(rank, call, map, task.first_ready, [&](u32 token, bool unsent) {
+    const u32 all = Machine::ballot(unsent);
+    if (unsent) {
+      list.token[count + Machine::lanes_before(all)] = token;
+    }
+    count += Machine::count(all);
+  });
   __syncwarp();
-  if (lane == 0) {
-    header.tokens = tokens;
-    header.first_byte = first_byte;
-    header.present = present;
-    full.arrive_expecting(Machine::count(present) * bytes);
-  }
-  __syncwarp();
-  if (row != 0) {
-    u8* to = reinterpret_cast<u8*>(&loader.stage()) + lane * kPieceBytes;
-    load_bytes(reinterpret_cast<const void*>(row + first_byte), to, bytes, full);
+  if (Machine::lane() == 0) {
+    list.count = count;
+    loader.full().arrive();
   }
   loader.advance();
+  return count;
 }
 
 /// The load warp's side of a Combine part; notes in the slot how many tokens there are.
 inline void load_tokens(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
                         const Task& task, Slot& slot, Loader& loader) {
   const u32 lane = Machine::lane();
-  u32 combined = 0;
-  for_each_token(rank, call, map, task, [&](u32 token, bool exists) {
-    for (u32 open = Machine::ballot(exists); open != 0;) {
-      u32 mine = kNone;
-      u32 tokens = 0;
-      for (; tokens < kCombineTokens && open != 0; ++tokens, open &= open - 1) {
-        const u32 next = Machine::broadcast(token, Machine::first_lane(open));
-        mine = lane / kGeometry.top_k == tokens ? next : mine;
-      }
-      u64 row = 0;
-      float weight = 0.0F;
-      if (mine != kNone) {
-        const u32 pair = mine * kGeometry.top_k + lane % kGeometry.top_k;
-        if (map.sent(pair)) {
-          row = reinterpret_cast<u64>(rank.heap + rank.layout.row_at(rank.memory.pair_row[pair]));
-          weight = rank.memory.pair_weight[pair];
-        }
-      }
-      for (u32 first_byte = 0; first_byte < kGeometry.row_bytes; first_byte += kPieceBytes) {
-        load_pieces(loader, tokens, first_byte, mine, row, weight);
-      }
-      combined += tokens;
+  u32 combined = task.rows;
+  if (task.rows == 0) {
+    combined = list_unsent(rank, call, map, task, loader);
+  }
+  for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage) {
+    const u32 piece = first + lane / kGeometry.top_k;
+    const u32 pair = piece / kPieces * kGeometry.top_k + lane % kGeometry.top_k;
+    const bool there = lane < pieces_in_stage(task, first) * kGeometry.top_k;
+    const u32 row = there ? slot.rows.pair[pair].row : kNone;
+    const u32 first_byte = piece % kPieces * kPieceBytes;
+    const u32 bytes = row == kNone ? 0 : minimum(kPieceBytes, kGeometry.row_bytes - first_byte);
+    const u32 all_bytes = __reduce_add_sync(~0U, bytes);
+    Barrier& full = loader.full();
+    if (lane == 0) {
+      loader.wait();
+      full.arrive_expecting(all_bytes);
     }
-  });
+    __syncwarp();
+    if (row != kNone) {
+      load_bytes(rank.heap + rank.layout.row_at(row) + first_byte,
+                 reinterpret_cast<u8*>(&loader.stage()) + lane * kPieceBytes, bytes, full);
+    }
+    loader.advance();
+  }
   if (lane == 0) {
     slot.combined = combined;
   }
-  load_pieces(loader, 0, 0, kNone, 0, 0.0F);
+}
+
+/// A byte of a token's output.
+inline uint4* output_at(const RankArguments& arguments, u32 token, u32 byte) {
+  return reinterpret_cast<uint4*>(arguments.out + u64{token} * kGeometry.row_bytes + byte);
+}
+
+/// The consumers' side, of tokens that have no rows: zeros.
+inline void write_zeros(const RankArguments& arguments, Shared& shared,
+                        RingPosition<kStages>& stage) {
+  constexpr u32 kVectors = kGeometry.row_bytes / kVectorBytes;
+  shared.stage_full[stage.index].wait(stage.parity);
+  const Unsent& list = unsent_of(shared.stages[stage.index]);
+  const u32 vectors = list.count * kVectors;
+  for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < vectors; i += kConsumerThreads) {
+    *output_at(arguments, list.token[i / kVectors], i % kVectors * kVectorBytes) =
+        make_uint4(0, 0, 0, 0);
+  }
+  release_stage(shared, stage.index);
+  stage.advance();
 }
 
 /// The consumers' side: each token's rows, weighted and summed in the order j = 0 ... k-1 in fp32
 /// (thesis eq. 5.2), rounded once.
-inline void sum_tokens(const RankArguments& arguments, Shared& shared,
-                       RingPosition<kStages>& stage) {
+inline void sum_tokens(const RankArguments& arguments, const Task& task, const CombineRows& rows,
+                       Shared& shared, RingPosition<kStages>& stage) {
   constexpr u32 kVectors = kPieceBytes / kVectorBytes;
-  const u32 thread = threadIdx.x - kFirstConsumerWarp * 32;
-  for (u32 tokens = kNone; tokens != 0; stage.advance()) {
+  for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage, stage.advance()) {
     shared.stage_full[stage.index].wait(stage.parity);
-    const CombineHeader& header = header_of(shared.stages[stage.index]);
-    tokens = header.tokens;
-    for (u32 i = thread; i < tokens * kVectors; i += kConsumerThreads) {
-      const u32 t = i / kVectors;
+    const u32 vectors = pieces_in_stage(task, first) * kVectors;
+    for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < vectors; i += kConsumerThreads) {
+      const u32 nth = i / kVectors;
       const u32 at = i % kVectors * kVectorBytes;
-      const u8* rows = reinterpret_cast<const u8*>(&shared.stages[stage.index]) +
-                       t * kGeometry.top_k * kPieceBytes + at;
+      const u32 token = (first + nth) / kPieces;
+      const PairRow* pairs = &rows.pair[token * kGeometry.top_k];
+      const u8* from = reinterpret_cast<const u8*>(&shared.stages[stage.index]) +
+                       nth * kGeometry.top_k * kPieceBytes + at;
       float sum[8] = {};
 #pragma unroll
       for (u32 j = 0; j < kGeometry.top_k; ++j) {
-        if ((header.present >> (t * kGeometry.top_k + j) & 1U) != 0) {
-          const float scale = header.weight[t * kGeometry.top_k + j];
-          const uint4 value = *reinterpret_cast<const uint4*>(rows + j * kPieceBytes);
-          const u32 pairs[4] = {value.x, value.y, value.z, value.w};
+        const PairRow pair = pairs[j];
+        if (pair.row != kNone) {
+          const uint4 value = *reinterpret_cast<const uint4*>(from + j * kPieceBytes);
+          const u32 packed[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
           for (u32 n = 0; n < 4; ++n) {
-            sum[2 * n] += scale * Element::low(pairs[n]);
-            sum[2 * n + 1] += scale * Element::high(pairs[n]);
+            sum[2 * n] += pair.weight * Element::low(packed[n]);
+            sum[2 * n + 1] += pair.weight * Element::high(packed[n]);
           }
         }
       }
-      const u32 byte = header.first_byte + at;
+      const u32 byte = (first + nth) % kPieces * kPieceBytes + at;
       if (byte < kGeometry.row_bytes) {
-        *reinterpret_cast<uint4*>(arguments.out + u64{header.token[t]} * kGeometry.row_bytes +
-                                  byte) =
+        *output_at(arguments, rows.token[token], byte) =
             make_uint4(Element::pack(sum[0], sum[1]), Element::pack(sum[2], sum[3]),
                        Element::pack(sum[4], sum[5]), Element::pack(sum[6], sum[7]));
       }

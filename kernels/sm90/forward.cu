@@ -20,10 +20,11 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-/// Claims the next part and gets its descriptor. Looks up where its results go, while the block is
-/// at the part before. False: leave.
+/// Claims the next part and gets its descriptor. Looks up where its rows lie or its results go,
+/// while the block is at the part before. False: leave.
 inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                       Processor<Machine>& processor, Task& task, Slot& slot, Stamps& stamps) {
+                       const RoutingMap& map, Processor<Machine>& processor, Task& task, Slot& slot,
+                       Stamps& stamps) {
   const u32 lane = Machine::lane();
   ReadyWord word;
   bool more = processor.claim(word, [] { return false; });
@@ -31,6 +32,7 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   more = more && get_task(rank, call, word, task);
   if (more) {
     find_results(arguments, rank, task, slot);
+    find_rows(rank, map, task, slot.rows);
   }
   if (lane == 0) {
     slot.word = more ? word : ReadyWord();
@@ -49,13 +51,14 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
 /// under way. Leaves last.
 inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                       Processor<Machine>& processor, Shared& shared) {
+  const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
   RingPosition<1> claim;
   claim.parity = 1;  // nothing is before the first part
   for (bool more = true; more; at.advance(), claim.advance()) {
     wait_watched(rank, call, shared.claim, claim.parity);
     wait_watched(rank, call, shared.slot_empty[at.index], at.parity ^ 1);
-    more = fetch_part(arguments, rank, call, processor, shared.tasks[at.index],
+    more = fetch_part(arguments, rank, call, map, processor, shared.tasks[at.index],
                       shared.slots[at.index], shared.stamps[at.index]);
     if (more) {
       processor.begin_part(shared.tasks[at.index]);
@@ -263,7 +266,10 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
       if (kind == TaskKind::route) {
         run_route(arguments, call, index, slot, task, shared, stage);
       } else {
-        sum_tokens(arguments, shared, stage);
+        if (task.rows == 0) {
+          write_zeros(arguments, shared, stage);
+        }
+        sum_tokens(arguments, task, slot.rows, shared, stage);
       }
       stamp_computed(shared, place);
       named_barrier(kConsumersBarrier, kConsumerThreads);

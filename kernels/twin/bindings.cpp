@@ -174,7 +174,6 @@ NB_MODULE(_twin, module) {
   module.attr("ROUTE_TOKENS") = kRouteTokens;
   module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
   module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
-  module.attr("COMBINE_TOKENS") = Geometry::kCombineTokens;
   module.attr("GATED_COLUMNS") = kGatedColumns;
   module.attr("PLAIN_COLUMNS") = kPlainColumns;
   module.attr("FAULTS") = u32{FaultPlan::kMost};
@@ -221,6 +220,9 @@ NB_MODULE(_twin, module) {
       .def(
           "sends_once", [](const Sizes& s, u32 rows) { return s.geometry.sends_once(rows); },
           "rows"_a)
+      .def(
+          "combine_tokens",
+          [](const Sizes& s, u32 tokens) { return s.geometry.combine_tokens(tokens); }, "tokens"_a)
       .def_prop_ro("large_experts", [](const Sizes& s) { return s.geometry.large_experts != 0; })
       .def_prop_ro("gemm0_narrow_parts",
                    [](const Sizes& s) { return s.geometry.gemm0_narrow_parts; })

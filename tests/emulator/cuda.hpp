@@ -55,6 +55,14 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
 inline int __all_sync(unsigned mask, bool predicate) {
   return __ballot_sync(mask, predicate) == 0xFFFFFFFFU ? 1 : 0;
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  const auto* values = emulator::exchange("a sum", value);
+  unsigned sum = 0;
+  for (unsigned i = 0; i < emulator::kLanes; ++i) {
+    sum += static_cast<unsigned>(values[i]);
+  }
+  return sum;
+}
 template <class T>
 T __shfl_sync(unsigned, T value, int source) {
   static_assert(sizeof(T) <= 8);
