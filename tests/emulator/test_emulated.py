@@ -66,6 +66,9 @@ LAYERS = {
     "long rows, a router in slices": _layer(
         2, 4, 4, hidden=3848, intermediate=64, experts=4, max_tokens=60
     ),
+    "tokens that fill more than a stage": _layer(
+        1, 2, 2, hidden=3848, intermediate=64, top_k=8, max_tokens=20
+    ),
     "eight ranks, capacity": _layer(
         8,
         2,
@@ -384,6 +387,30 @@ FAULTS = {
         {"return P::broadcast(seen, 0);": "return seen;"},
         "two ranks, odd sizes, biases",
         30,
+    ),
+    "each stage of a Combine carries its first tokens": BrokenSource(
+        "kernels/sm90/combine.cuh",
+        {"const u32 piece = first + lane": "const u32 piece = lane"},
+        "long rows, a router in slices",
+        2,
+    ),
+    "each piece of a token is its first": BrokenSource(
+        "kernels/sm90/combine.cuh",
+        {"first_byte = piece % kPieces * kPieceBytes": "first_byte = 0"},
+        "tokens that fill more than a stage",
+        2,
+    ),
+    "a row is summed that was not sent": BrokenSource(
+        "kernels/sm90/combine.cuh",
+        {"{sent ? row : kNone, weight}": "{row, weight}"},
+        "eight ranks, capacity",
+        4,
+    ),
+    "tokens without rows are listed with gaps": BrokenSource(
+        "kernels/sm90/combine.cuh",
+        {"count + Machine::lanes_before(all)": "Machine::lane()"},
+        "eight ranks, capacity",
+        6,
     ),
     # The kernel ends by itself, where nobody else could end it.
     "a copy that never lands": BrokenSource(
