@@ -41,8 +41,8 @@ inline Unsent& unsent_of(Stage& stage) { return *reinterpret_cast<Unsent*>(&stag
 
 /// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
 /// takes as long as two tokens' rows do.
-inline void find_rows(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
-                      CombineRows& rows) {
+inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
+                         CombineRows& rows) {
   const u32 pairs = task.rows * kGeometry.top_k;
   if (task.kind != TaskKind::combine || pairs == 0) {
     return;

@@ -32,7 +32,7 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   more = more && get_task(rank, call, word, task);
   if (more) {
     find_results(arguments, rank, task, slot);
-    find_rows(rank, map, task, slot.rows);
+    look_up_rows(rank, map, task, slot.rows);
   }
   if (lane == 0) {
     slot.word = more ? word : ReadyWord();
