@@ -1,4 +1,5 @@
-// Geometry::kMaxExactBoxes against all ways in which segments can fill a tile.
+// Bounds of Geometry: kMaxExactBoxes against all ways in which segments can fill a tile, and what a
+// Combine part holds against every call.
 //
 // Build: g++ -std=c++20 -I. tests/native/test_geometry.cpp -o test_geometry
 #include <algorithm>
@@ -31,9 +32,32 @@ std::vector<int> most_boxes(u32 segments) {
   return most;
 }
 
+/// Whether no part of a call of up to `tokens` tokens has more than the largest call's part, for
+/// which a slot has room, nor more than kCombinePairs pairs, but of one token.
+bool combine_parts_fit(u32 top_k, u32 processors, u32 tokens) {
+  Geometry geometry{};
+  geometry.top_k = top_k;
+  geometry.processors = processors;
+  const u32 room = geometry.combine_tokens(tokens);
+  bool fit = room * top_k <= std::max(Geometry::kCombinePairs, top_k);
+  for (u32 called = 0; called <= tokens; ++called) {
+    const u32 part = geometry.combine_tokens(called);
+    fit = fit && part >= 1 && part <= room;
+  }
+  return fit;
+}
+
 }  // namespace
 
 int main() {
+  for (u32 top_k = 1; top_k <= 2 * Geometry::kCombinePairs; ++top_k) {
+    for (const u32 processors : {1U, 3U, 131U}) {
+      if (!combine_parts_fit(top_k, processors, 9000)) {
+        std::printf("Combine parts of top-%u on %u processors do not fit\n", top_k, processors);
+        return 1;
+      }
+    }
+  }
   int most = 0;
   for (u32 others = 0; others < Geometry::kMaxExactSegments; ++others) {
     const std::vector<int> boxes = most_boxes(others);
