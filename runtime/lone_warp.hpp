@@ -74,6 +74,27 @@ u32 replicate_rows(const Rank<P>& rank, const Call& call, K& kernels, const Task
   return copied;
 }
 
+/// Writes the tokens of a part of Combine. Returns how many.
+template <Platform P, Kernels K>
+u32 combine_tokens(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
+                   const Task& task) {
+  if (task.rows > 0) {
+    for (u32 i = 0; i < task.rows; ++i) {
+      // Acquired with the part's word.
+      kernels.combine(rank.memory.ready_tokens[task.first_ready + i]);
+    }
+    return task.rows;
+  }
+  u32 combined = 0;
+  find_unsent(rank, call, map, task.first_ready, [&](u32 token, bool unsent) {
+    if (unsent) {
+      kernels.combine(token);
+      ++combined;
+    }
+  });
+  return combined;
+}
+
 /// Runs a part of Dispatch, or makes a chunk whole, if there is one.
 template <Platform P, Kernels K>
 bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
@@ -144,12 +165,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     } else if (task.kind == TaskKind::gemm1) {
       kernels.gemm1(task, word.part());
     } else {
-      for_each_token(rank, call, map, task, [&](u32 token, bool exists) {
-        if (exists) {
-          kernels.combine(token);
-          ++combined;
-        }
-      });
+      combined = combine_tokens(rank, call, map, kernels, task);
     }
     const u64 end = P::now_ns();
     processor.complete(task, word, end - begin, combined);

@@ -1,4 +1,4 @@
-// Dispatch and Combine: which row carries which token, and which tokens a part writes.
+// Dispatch and Combine: which row carries which token, and which tokens sent none.
 //
 // Each lane looks up one row; what is then done with rows and tokens is the kernels' affair. May
 // not know: queues; element types.
@@ -97,22 +97,6 @@ void find_unsent(const Rank<P>& rank, const Call& call, const RoutingMap& map, u
       rank.memory.token_rows[token] = rows;
     }
     visit(token, rows == 0);
-  }
-}
-
-/// Calls visit(token, exists) for the tokens that a Combine part writes, one a lane, by all lanes.
-template <Platform P, class Visit>
-void for_each_token(const Rank<P>& rank, const Call& call, const RoutingMap& map, const Task& task,
-                    Visit visit) {
-  if (task.rows == 0) {
-    find_unsent(rank, call, map, task.first_ready, visit);
-    return;
-  }
-  for (u32 first = 0; first < task.rows; first += P::kLanes) {
-    const u32 place = first + P::lane();
-    const bool exists = place < task.rows;
-    // Acquired with the part's word.
-    visit(exists ? rank.memory.ready_tokens[task.first_ready + place] : 0, exists);
   }
 }
 

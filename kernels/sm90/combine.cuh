@@ -40,7 +40,7 @@ static_assert(sizeof(Unsent) <= sizeof(Stage));
 inline Unsent& unsent_of(Stage& stage) { return *reinterpret_cast<Unsent*>(&stage); }
 
 /// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
-/// takes as long as two tokens' rows do.
+/// takes longer than a token's rows do.
 inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
                          CombineRows& rows) {
   const u32 pairs = task.rows * kGeometry.top_k;
@@ -149,6 +149,9 @@ inline void write_zeros(const RankArguments& arguments, Shared& shared,
 /// (thesis eq. 5.2), rounded once.
 inline void sum_tokens(const RankArguments& arguments, const Task& task, const CombineRows& rows,
                        Shared& shared, RingPosition<kStages>& stage) {
+  if (task.rows == 0) {
+    write_zeros(arguments, shared, stage);
+  }
   constexpr u32 kVectors = kPieceBytes / kVectorBytes;
   for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage, stage.advance()) {
     shared.stage_full[stage.index].wait(stage.parity);

@@ -266,9 +266,6 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
       if (kind == TaskKind::route) {
         run_route(arguments, call, index, slot, task, shared, stage);
       } else {
-        if (task.rows == 0) {
-          write_zeros(arguments, shared, stage);
-        }
         sum_tokens(arguments, task, slot.rows, shared, stage);
       }
       stamp_computed(shared, place);
