@@ -6,6 +6,8 @@ log says. It knows nothing of launches, nor why a `KernelShape` has its sizes.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -13,6 +15,7 @@ import importlib
 import json
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -148,11 +151,31 @@ def compile_file(name: str, arch: str) -> bytes:
     return _compile(_load_nvrtc(), f'#include "{name}"\n', options)[0]
 
 
+_other_root: contextvars.ContextVar[Path | None] = contextvars.ContextVar("root", default=None)
+
+
+@contextlib.contextmanager
+def sources_in(root: Path) -> Iterator[None]:
+    """For the length of a with block, kernels are compiled from another tree of sources.
+
+    Its kernels' arguments, and what lies where in memory, must be as here: the host uses them.
+    """
+    token = _other_root.set(root)
+    try:
+        yield
+    finally:
+        _other_root.reset(token)
+
+
 def include_root() -> Path:
-    """The folder that kernels/ and runtime/ lie in: of the installed package or the working tree.
+    """The folder that kernels/ and runtime/ lie in: of the installed package or the working tree,
+    or the one that `sources_in` names.
 
     Raises `RuntimeError` if there is none.
     """
+    other = _other_root.get()
+    if other is not None:
+        return other
     package = Path(__file__).resolve().parent
     candidates = (package / "include", *package.parents[:2])
     for root in candidates:

@@ -4,9 +4,7 @@ Contestants, all with the same tokens and weights, in turn within each round:
     moeos: `MoELayer` on backend "cuda".
     baseline: `moeos.bench.all_to_all`, stock PyTorch with NCCL; its output must be moeos's.
     grouped: the layer's two GEMMs alone, torch._grouped_mm on the rows that this rank received.
-Before each of them, at few tokens, the L2 cache is flushed; then the GPU rests while the host gets
-ahead of it, and the ranks meet in an all-reduce of one number, so that they begin together. Only
-then does the timed region begin. `python -m moeos.bench.gpu_rank ORDER` is one rank that
+How they are timed is moeos.bench.in_turn's. `python -m moeos.bench.gpu_rank ORDER` is one rank that
 moeos.bench.gpu started; it judges no time.
 """
 
@@ -30,10 +28,10 @@ from torch import Tensor
 
 import moeos
 from moeos import reference
-from moeos.bench import compile_ahead, device_rates, process_group, suite
+from moeos.bench import compile_ahead, device_rates, suite
 from moeos.bench.all_to_all import AllToAllLayer
-from moeos.bench.device_rates import Reader
-from moeos.bench.results import Results, timing
+from moeos.bench.in_turn import FLUSHED_TOKENS, InTurn
+from moeos.bench.results import Results
 from moeos.bench.suite import GATE, Case, Shape, Suite
 from moeos.cli import machine
 from moeos.cli.routing import draw_routing, parse_pattern
@@ -44,9 +42,6 @@ LARGEST_ERROR = 1.2e-2
 
 NEAR_TIE = 4e-6
 """Tokens whose experts are no more certain than this may be routed otherwise in fp32."""
-
-FLUSHED_TOKENS = 512
-"""Up to this many tokens per rank the L2 cache is flushed."""
 
 METHOD = {
     "moeos": "MoELayer.forward on backend cuda, one kernel; a layer for up to few_tokens tokens "
@@ -72,7 +67,6 @@ METHOD = {
 _STARTING = 600.0  # seconds in which ranks meet again outside of calls, the compiler included
 _CALLING = 20.0  # seconds in which a call must end
 _SPARE = 8.0  # seconds that are kept before the end of the time
-_REST = 2_000_000  # clock cycles before a contestant, 1 ms
 _SEED = 1 << 30
 
 Value = TypeVar("Value")
@@ -149,7 +143,6 @@ class _Measurement:
             self._results.forget_failures()
         self._longest = 5.0  # seconds of the longest step so far, a layer's making or a case
         self._step_began = time.monotonic()
-        self._group: dist.ProcessGroup | None = None
 
     def run(self) -> None:
         self._note("starting")
@@ -168,10 +161,9 @@ class _Measurement:
         mine = layers if self._world.rank == 0 else []
         gpu = torch.cuda.get_device_properties()
         with compile_ahead.started(mine, self._world.size, gpu.multi_processor_count) as compiling:
-            self._group = process_group.start(self._world)
-            self._one = torch.ones(1, device="cuda")
-            self._reader = Reader()
-            rates = self._world.control.allgather(device_rates.measure(self._world, self._reader))
+            self._clock = InTurn(self._world)
+            measured = device_rates.measure(self._world, self._clock.reader)
+            rates = self._world.control.allgather(measured)
             refused = compiling.wait(lambda: self._note("starting"))
         self._world.control.barrier()
         self._rates = {
@@ -179,7 +171,7 @@ class _Measurement:
             for name in rates[0]
         }
         if self._results is not None:
-            about = _describe(self._order, self._world)
+            about = describe(self._order.command, self._world)
             self._results.begin_run({**about, "rates": self._rates, "rates_of_ranks": rates})
             for name, what in refused.items():
                 self._results.fail(name, what)
@@ -200,7 +192,9 @@ class _Measurement:
             if bias is not None:
                 drawn = torch.rand(cfg.experts, generator=torch.Generator().manual_seed(_SEED))
                 bias.copy_(drawn * 0.01)
-            baseline = AllToAllLayer(cfg, layer.gate.weight, bias, layer.w1, layer.w2, self._group)
+            baseline = AllToAllLayer(
+                cfg, layer.gate.weight, bias, layer.w1, layer.w2, self._clock.group
+            )
             for case in cases:
                 if not self._time_is_left() or not self._measure_case(shape, case, layer, baseline):
                     break
@@ -228,13 +222,15 @@ class _Measurement:
         sent = layer.stats()["rows_sent"]
         load = control.allgather(_load(baseline, sent, self._world.rank))
         flushed = case.tokens <= FLUSHED_TOKENS
-        times = self._time(
+        times = self._clock.time(
             {
                 "moeos": lambda: layer(x, ids, weights),
                 "baseline": lambda: baseline(x, ids, weights),
                 "grouped": baseline.grouped_gemms,
             },
-            flushed,
+            flushed=flushed,
+            warm_up_rounds=self._suite.warm_up_rounds,
+            rounds=self._suite.rounds,
         )
         layer.check()
         if self._results is not None:
@@ -265,41 +261,6 @@ class _Measurement:
         if drawn is None:
             return x, None, None
         return x, drawn[0].int().cuda(), drawn[1].float().cuda()
-
-    def _time(
-        self, contestants: Mapping[str, Callable[[], object]], flushed: bool
-    ) -> dict[str, dict[str, Any]]:
-        """Each contestant's times, of the slowest rank in each round."""
-        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
-            name: [] for name in contestants
-        }
-        names = list(contestants)
-        for turn in range(self._suite.warm_up_rounds + self._suite.rounds):
-            first = turn % len(names)  # nobody always follows the same one
-            for name in names[first:] + names[:first]:
-                if flushed:
-                    self._reader.flush()
-                torch.cuda._sleep(_REST)
-                if self._group is not None:
-                    dist.all_reduce(self._one, group=self._group)
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                contestants[name]()
-                end.record()
-                if turn >= self._suite.warm_up_rounds:
-                    events[name].append((begin, end))
-            torch.cuda.synchronize()
-        mine = {
-            name: [begin.elapsed_time(end) * 1e-3 for begin, end in pairs]
-            for name, pairs in events.items()
-        }
-        found = self._world.control.allgather(mine)
-        return {
-            name: timing(
-                [max(of_round) for of_round in zip(*(of[name] for of in found), strict=True)]
-            )
-            for name in names
-        }
 
     def _open_cases(self, shape: Shape, of_layer: Sequence[Case]) -> list[Case]:
         """On all ranks which of a layer's cases rank 0's document lacks."""
@@ -381,14 +342,15 @@ def compare(
     return reference.relative_error(y, expected), len(x) - len(y)
 
 
-def _describe(order: Order, world: moeos.World) -> dict[str, Any]:
+def describe(command: str, world: moeos.World) -> dict[str, Any]:
+    """Where a run's numbers come from: when, what was typed, machine, GPUs, driver and versions."""
     gpu = torch.cuda.get_device_properties()
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": order.command,
+        "command": command,
         "machine": machine.describe(),
         "gpus": world.size,
         "gpu": {

@@ -49,7 +49,7 @@ def unwatched(folder: Path) -> Path:
 
 def engines(world: World, cfg: MoEConfig, sources: Path) -> dict[str, CudaEngine]:
     plain = CudaEngine(cfg, world)
-    with mock.patch.object(jit, "include_root", return_value=sources):
+    with jit.sources_in(sources):
         without_watch = CudaEngine(cfg, world)
     with mock.patch.object(world, "trace_events", EVENTS):
         traced = CudaEngine(cfg, world)

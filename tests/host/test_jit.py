@@ -292,6 +292,17 @@ def test_a_missing_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         compile_kernel(shape(), tmp_path / "cache")
 
 
+@pytest.mark.usefixtures("without_compiler")
+def test_another_tree_is_compiled_within_its_block_alone(tmp_path: Path) -> None:
+    root = copy_sources(tmp_path / "other")
+    (root / "kernels" / "sm90" / "forward.cu").write_text("// another\n")
+    with jit.sources_in(root):
+        assert include_root() == root
+        assert not compile_kernel(shape(), tmp_path / "cache").cached
+    assert include_root() == ROOT
+    assert not compile_kernel(shape(), tmp_path / "cache").cached
+
+
 def test_sources_are_found_in_the_working_tree() -> None:
     assert include_root() == ROOT
 

@@ -1,0 +1,245 @@
+"""Times kernels of several source trees against each other, in one run: is a change worth it?
+
+    python -m moeos.bench.variants --out FILE --shapes A,B --tokens 1,2048 NAME=FOLDER ...
+
+Each FOLDER holds kernels/ and runtime/; the first is what the others are compared with. On one GPU,
+or, under torchrun or mpirun, one a rank. The layers are a suite's, as in `launch/bench gpu`, with
+the same weights for all variants, and the contestants have turns (moeos.bench.in_turn), since GPUs
+of two days differ by more than most changes are worth. The file holds how every variant's sources
+differ, so that a result can be had again; a file ABOUT in its folder says in words what the variant
+is. Variants must use memory as this installation does; whether their outputs differ is noted.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import difflib
+import functools
+import json
+import multiprocessing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+import moeos
+from moeos import jit, kernel_shape, reference
+from moeos.bench import provenance, suite
+from moeos.bench.gpu_rank import describe
+from moeos.bench.in_turn import FLUSHED_TOKENS, InTurn
+from moeos.cli import failures, machine, output
+from moeos.config import MoEConfig
+from moeos.engines.base import CallTensors
+from moeos.engines.cuda import CudaEngine
+
+PATIENCE = 480.0
+"""Seconds that all kernels together may take to compile."""
+
+_CALLING = 20.0  # seconds in which a call must end
+_SEED = 1 << 30
+_SOURCES = ("kernels", "runtime")
+
+
+def main(
+    variants: Annotated[
+        list[str], typer.Argument(help="NAME=FOLDER, the one to compare with first")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the results go.")],
+    shapes: Annotated[str, typer.Option(help="Shapes of the suite, comma between.")] = "",
+    tokens: Annotated[str, typer.Option(help="Token counts, comma between; any.")] = "1,2048",
+    suite_file: Annotated[Path, typer.Option("--suite", help="TOML file of the suite.")] = Path(
+        "configs/suites/gpu.toml"
+    ),
+    rounds: Annotated[int, typer.Option(help="Rounds that count; four more warm up.")] = 24,
+) -> None:
+    """Times kernels of several source trees against each other."""
+
+    def command() -> int:
+        folders = parse_variants(variants)
+        counts = sorted({int(number) for number in tokens.split(",")})
+        output.check_writable(out, "--out")
+        chosen = suite.read(suite_file)
+        names = tuple(name for name in shapes.split(",") if name)
+        with moeos.init("cuda", deadline=PATIENCE) as world:
+            clock = InTurn(world)
+            layers = []
+            for shape in chosen.only(names, ()).shapes:
+                cfg = shape.config_on(world.size, chosen.full_ranks)
+                for few in (True, False):
+                    of_layer = [count for count in counts if (count <= chosen.few_tokens) == few]
+                    if of_layer:
+                        most = chosen.few_tokens if few else max(cfg.max_tokens, *of_layer)
+                        layers.append((shape.name, _for_at_most(cfg, most), of_layer))
+            compile_all([cfg for _, cfg, _ in layers], folders, world)
+            results = []
+            for name, cfg, of_layer in layers:
+                for found in measure(cfg, of_layer, folders, clock, rounds):
+                    results.append({"shape": name, **found})
+                    if world.rank == 0:
+                        print(_line(results[-1]), flush=True)
+            document = {
+                "benchmark": "variants-1",
+                **describe(_command(variants), world),
+                "commit": provenance.commit(),
+                "rounds": rounds,
+                "variants": describe_variants(folders),
+                "results": results,
+            }
+            if world.rank == 0:
+                out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return failures.DONE
+
+    failures.finish(command)
+
+
+def parse_variants(texts: list[str]) -> dict[str, Path]:
+    """NAME=FOLDER each.
+
+    Raises `ValueError` for one that is not so, for a name twice and for a folder without sources.
+    """
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder) or name in found:
+            raise ValueError(f"the variant is {text!r}; it must be NAME=FOLDER, each name once")
+        found[name] = Path(folder).absolute()
+        missing = [part for part in _SOURCES if not (found[name] / part).is_dir()]
+        if missing:
+            raise ValueError(f"the variant {name}: {folder} has no {missing[0]}/")
+    return found
+
+
+def describe_variants(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]:
+    """Of each variant what it is in words, and its sources as a difference from the first one's."""
+    texts = {name: _texts(folder) for name, folder in folders.items()}
+    base = texts[next(iter(folders))]
+    described = {}
+    for name, folder in folders.items():
+        mine = texts[name]
+        lines: list[str] = []
+        for path in sorted(base.keys() | mine.keys()):
+            old, new = (of.get(path, "").splitlines() for of in (base, mine))
+            lines += difflib.unified_diff(old, new, path, path, lineterm="")
+        about = folder / "ABOUT"
+        words = about.read_text(encoding="utf-8").strip() if about.is_file() else ""
+        described[name] = {"what": words, "diff": "\n".join(lines)}
+    return described
+
+
+def _command(variants: list[str]) -> str:
+    """The command line; folders by their names, since where they lie is this machine's affair."""
+    command = provenance.command("moeos.bench.variants")
+    for text in variants:
+        name, _, folder = text.partition("=")
+        command = command.replace(text, f"{name}={Path(folder).name}")
+    return command
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    files = (file for part in _SOURCES for file in (folder / part).rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in files}
+
+
+def compile_all(layers: list[MoEConfig], folders: Mapping[str, Path], world: moeos.World) -> None:
+    """Compiles every layer's kernel of every variant, side by side. Collective."""
+    if world.rank == 0:
+        processors = torch.cuda.get_device_properties().multi_processor_count - 1
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(machine.cores(), mp_context=spawn) as pool:
+            pending = [
+                pool.submit(_compile, folder, cfg, world.size, processors)
+                for folder in folders.values()
+                for cfg in layers
+            ]
+            for done in concurrent.futures.as_completed(pending, PATIENCE):
+                done.result()
+    world.control.barrier()
+
+
+def _compile(folder: Path, cfg: MoEConfig, ranks: int, processors: int) -> None:
+    with jit.sources_in(folder):
+        jit.compile_kernel(
+            kernel_shape.KernelShape(cfg=cfg, world_size=ranks, processors=processors)
+        )
+
+
+def measure(
+    cfg: MoEConfig, tokens: list[int], folders: Mapping[str, Path], clock: InTurn, rounds: int
+) -> list[dict[str, Any]]:
+    """One layer's calls with each of so many tokens. Collective."""
+    results = []
+    with moeos.init("cuda", deadline=_CALLING) as world:
+        layer = moeos.MoELayer(cfg, world)
+        engines = {}
+        for name, folder in folders.items():
+            with jit.sources_in(folder):
+                engines[name] = CudaEngine(cfg, world)
+        for count in tokens:
+            generator = torch.Generator("cuda").manual_seed(_SEED + world.rank)
+            x = torch.randn(count, cfg.hidden, device="cuda", generator=generator).to(cfg.dtype)
+            calls = {name: _call(layer, x) for name in engines}
+            times = clock.time(
+                {name: functools.partial(engines[name].forward, calls[name]) for name in engines},
+                flushed=count <= FLUSHED_TOKENS,
+                warm_up_rounds=4,
+                rounds=rounds,
+            )
+            for engine in engines.values():
+                engine.check()
+            expected = next(iter(calls.values())).out
+            errors = {name: reference.relative_error(c.out, expected) for name, c in calls.items()}
+            found = world.control.allgather(errors)
+            results.append(
+                {
+                    "tokens": count,
+                    "max_tokens": cfg.max_tokens,
+                    "difference": {name: max(of[name] for of in found) for name in engines},
+                    "times": {name: _summary(of) for name, of in times.items()},
+                }
+            )
+    return results
+
+
+def _summary(times: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a contestant's times what is kept of many variants: median and quartiles, seconds."""
+    return {name: times[name] for name in ("median", "quartiles")}
+
+
+def _call(layer: moeos.MoELayer, x: torch.Tensor) -> CallTensors:
+    return CallTensors(
+        x=x,
+        out=torch.empty_like(x),
+        topk_ids=None,
+        topk_weights=None,
+        gate=layer.gate.weight,
+        selection_bias=layer.gate.selection_bias,
+        w1=layer.w1,
+        b1=layer.b1,
+        w2=layer.w2,
+        b2=layer.b2,
+    )
+
+
+def _for_at_most(cfg: MoEConfig, tokens: int) -> MoEConfig:
+
+    return dataclasses.replace(cfg, max_tokens=tokens)
+
+
+def _line(found: Mapping[str, Any]) -> str:
+    times = {name: of["median"] * 1e6 for name, of in found["times"].items()}
+    base = next(iter(times.values()))
+    told = (f"{name} {time:.1f} ({time / base - 1:+.1%})" for name, time in times.items())
+    wrong = [name for name, error in found["difference"].items() if error != 0]
+    return f"{found['shape']}:{found['tokens']}: {', '.join(told)}" + (
+        f"; other outputs: {', '.join(wrong)}" if wrong else ""
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

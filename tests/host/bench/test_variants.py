@@ -1,0 +1,67 @@
+"""`moeos.bench.variants`, as far as it needs no GPU: what is compared, and what is noted of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moeos.bench.variants import describe_variants, parse_variants
+
+
+def tree(folder: Path, text: str) -> Path:
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "runtime").mkdir()
+    (folder / "kernels" / "same.cuh").write_text("the same\n")
+    (folder / "runtime" / "base.hpp").write_text(text)
+    return folder
+
+
+def test_variants_are_named_folders_of_sources_in_their_order(tmp_path: Path) -> None:
+    a, b = tree(tmp_path / "a", ""), tree(tmp_path / "b", "")
+    assert list(parse_variants([f"new={b}", f"old={a}"]).items()) == [("new", b), ("old", a)]
+
+
+@pytest.mark.parametrize("text", ["a", "=folder", "a=", ""])
+def test_what_is_no_named_folder_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be NAME=FOLDER"):
+        parse_variants([text])
+
+
+def test_a_name_twice_is_refused(tmp_path: Path) -> None:
+    folder = tree(tmp_path, "")
+    with pytest.raises(ValueError, match="each name once"):
+        parse_variants([f"a={folder}", f"a={folder}"])
+
+
+def test_a_folder_without_sources_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    with pytest.raises(ValueError, match=r"the variant new: .* has no runtime/"):
+        parse_variants([f"new={tmp_path}"])
+
+
+def test_a_variant_is_told_by_its_difference_from_the_first(tmp_path: Path) -> None:
+    old = tree(tmp_path / "old", "one\ntwo\n")
+    new = tree(tmp_path / "new", "one\nthree\n")
+    (new / "runtime" / "added.hpp").write_text("four\n")
+    (new / "ABOUT").write_text("three for two\n")
+    described = describe_variants({"old": old, "new": new})
+    assert described["old"] == {"what": "", "diff": ""}
+    assert described["new"]["what"] == "three for two"
+    lines = described["new"]["diff"].splitlines()
+    assert [line for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---")] == [
+        "+four",
+        "-two",
+        "+three",
+    ]
+    assert "same.cuh" not in described["new"]["diff"]
+
+
+def test_a_wrong_argument_is_told_before_a_gpu_is_looked_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moeos.bench.variants", "--out", str(tmp_path / "out"), "a"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode != 0
+    assert "the variant is 'a'; it must be NAME=FOLDER" in ended.stderr
+    assert "Traceback" not in ended.stderr
