@@ -64,8 +64,9 @@ class ArrivalsSubscriber {
       post_new_tiles(wanted);
     }
     if (progress && plan_.complete() && P::lane() == 0) {
-      // Relaxed: a number by which the scheduler chooses how parts are cut.
+      // Relaxed: numbers by which the scheduler chooses how parts are cut.
       P::template store_relaxed<Scope::block>(rank_.os->tiles_made, 1 + posted_);
+      P::template store_relaxed<Scope::block>(rank_.os->tiles_posted, 1 + in_mailbox_);
     }
     return progress || planned;
   }

@@ -132,6 +132,12 @@ struct Geometry {
     return maximum(gemm0_parts, gemm0_narrow_parts) + maximum(gemm1_parts, gemm1_narrow_parts);
   }
 
+  /// Whether second GEMMs wait until no first one is ready, because their parts are so much longer;
+  /// a part takes about as long as its input's rows are. Then links have time for what they return.
+  constexpr bool first_gemms_first() const {
+    return large_experts == 0 && hidden_bytes >= 2 * row_bytes;
+  }
+
   /// Rows of a tile, and of a segment of a narrow one, are padded to a multiple of this (one wgmma
   /// core matrix, one twin panel).
   static constexpr u32 kSegmentAlign = 8;

@@ -42,6 +42,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->inquiry = 0;
     *rank.os->returns_ready = 0;
     *rank.os->tiles_made = 0;
+    *rank.os->tiles_posted = 0;
     // Processors know the first parts, those of Route, without being told.
     *rank.os->published = route_parts(rank.geometry(), call);
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {

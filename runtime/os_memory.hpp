@@ -66,6 +66,7 @@ class OsMemory {
     take(returns_ready, 1);
     take(published, 1);
     take(tiles_made, 1);
+    take(tiles_posted, 1);
     take(tile_facts, geometry.tiles_max());
     take(receive_start, world * (local + 1));
     take(counts_known, world);
@@ -104,7 +105,8 @@ class OsMemory {
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* published = nullptr;      // slots of the ready ring that hold this call's parts
-  u32* tiles_made = nullptr;     // 0, or 1 and the tiles of this call: there will be no more
+  u32* tiles_made = nullptr;     // 0, or 1 and the tiles of this call: there will be no more;
+  u32* tiles_posted = nullptr;   // and of these, those whose first GEMM the scheduler hands out
   TileFacts* tile_facts = nullptr;  // [tile]: of this call
   u32* receive_start = nullptr;     // [source][X + 1]: as RankMemory's, which processors read
   u32* counts_known = nullptr;      // [source]: the epoch whose counts are decoded

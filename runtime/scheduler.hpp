@@ -221,7 +221,7 @@ class Scheduler {
   /// stay there from one tile to the next (docs/performance.md, "Turns"). Narrow tiles: one after
   /// the other, since nobody shares their weights; together only because words that are published
   /// at once take the time of one.
-  void begin_together(Batch& batch) const {
+  void begin_together(Batch& batch) {
     const u32 expert = P::broadcast(batch.expert, batch.next);
     const bool narrow = P::broadcast(batch.narrow ? 1U : 0U, batch.next) != 0;
     const bool alike = P::lane() < batch.size && batch.narrow == narrow &&
@@ -230,7 +230,15 @@ class Scheduler {
     const u32 end = others == 0 ? batch.size : P::first_lane(others);
     const ReadyWord word{P::broadcast(batch.word, batch.next)};
     batch.together = minimum(end - batch.next, kTilesTogether);
-    batch.halved = word.kind() == TaskKind::gemm1 && !narrow && cuts_in_halves();
+    batch.halved = false;
+    if (word.kind() == TaskKind::gemm0) {
+      first_gemms_ += batch.together;
+    } else {
+      const u32 whole = narrow ? kNone : second_gemms_before_halves();
+      batch.halved = whole == 0;
+      batch.together = minimum(batch.together, batch.halved ? kNone : whole);
+      second_gemms_ += batch.together;
+    }
     const u32 each = batch.halved ? rank_.geometry().gemm1_narrow_parts : word.part();
     batch.by_turns = !narrow;
     batch.row = narrow ? each : batch.together;
@@ -238,16 +246,29 @@ class Scheduler {
     batch.part = 0;
   }
 
-  /// Whether wide tiles' second GEMMs are cut into twice as many parts, each half as wide: in a
-  /// call whose tiles are so few that each such part has a processor. Half a part takes more than
-  /// half as long, since it loads the same rows; but few long parts would leave most processors
-  /// without any (docs/performance.md, "Halves").
-  bool cuts_in_halves() const {
+  /// How many tiles' second GEMMs are to be handed out before those whose parts are cut in halves.
+  /// kNone: as far as is known, none is.
+  ///
+  /// Once all first GEMMs have been handed out, each processor computes as many parts of second
+  /// ones as any other; then, of the rest, most may have none. If the rest is so few parts that
+  /// each half has a processor, it is cut: half a part takes more than half as long, since it loads
+  /// the same rows, but less than a whole one. In a call of few tiles the rest is all
+  /// (docs/performance.md, "Halves", "First GEMMs first").
+  u32 second_gemms_before_halves() {
     const Geometry& geometry = rank_.geometry();
-    // Relaxed: a number that speaks for itself.
+    // Relaxed: numbers that speak for themselves, 0 until they are known.
     const u32 made = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->tiles_made));
-    return made != 0 && geometry.gemm1_narrow_parts > geometry.gemm1_parts &&
-           (made - 1) * geometry.gemm1_narrow_parts <= geometry.processors;
+    const u32 posted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->tiles_posted));
+    if (made == 0 || posted != first_gemms_ + 1 ||
+        geometry.gemm1_narrow_parts <= geometry.gemm1_parts) {
+      return kNone;
+    }
+    const u32 left = made - 1 - second_gemms_;
+    if (in_halves_ == kNone) {
+      const u32 rest = left * geometry.gemm1_narrow_parts % (2 * geometry.processors);  // in halves
+      in_halves_ = rest <= geometry.processors ? rest / geometry.gemm1_narrow_parts : 0;
+    }
+    return left > in_halves_ ? left - in_halves_ : 0;
   }
 
   bool anything_ready() {
@@ -300,13 +321,18 @@ class Scheduler {
 
   /// Whose turn it is when both GEMMs are ready. Of small experts, each has as much of the
   /// processors' time: second GEMMs alone would fill the links again and wait for them, and leave
-  /// first ones for the end of the call, when the links have nothing to do. Of large experts, the
+  /// first ones for the end of the call, when the links have nothing to do. Where a second GEMM's
+  /// parts are long, first ones go first: the last tile's second one would begin when others have
+  /// ended, and keep few processors busy for long. Of large experts, the
   /// weights of both would drive each other out of the cache: second ones go first, but wait for
   /// the end of the first ones that are handed out together, and so collect a whole expert's
-  /// (docs/performance.md, "First and second GEMMs by turns", "An expert at a time").
+  /// (docs/performance.md, "First and second GEMMs by turns", "First GEMMs first", "An expert at a
+  /// time").
   bool second_in_turn() const {
     const bool amid_turns = gemm0_.together != 0 && gemm0_.by_turns;
-    return rank_.geometry().large_experts != 0 ? !amid_turns : second_gemms_ahead_ <= 0;
+    const Geometry& geometry = rank_.geometry();
+    return geometry.large_experts != 0 ? !amid_turns
+                                       : !geometry.first_gemms_first() && second_gemms_ahead_ <= 0;
   }
 
   /// Publishes ready parts until `limit` words have been published in this call; returns how many
@@ -372,6 +398,10 @@ class Scheduler {
   // Processors' time that second GEMMs have had more than first ones, while they alternated, as
   // bytes of their inputs' rows; what is handed out at once keeps it small.
   i32 second_gemms_ahead_ = 0;
+  // Tiles whose first GEMM, and whose second one, this warp has handed out or begun to.
+  u32 first_gemms_ = 0;
+  u32 second_gemms_ = 0;
+  u32 in_halves_ = kNone;  // of these, the last so many are cut in halves; kNone: not known yet
   // Of the last sweep.
   u32 published_ = 0;  // words of the ring, and those published since
   u32 claimed_ = 0;
