@@ -133,9 +133,10 @@ struct Geometry {
   }
 
   /// Whether second GEMMs wait until no first one is ready, because their parts are so much longer;
-  /// a part takes about as long as its input's rows are. Then links have time for what they return.
+  /// a part takes about as long as its input's rows are. Not where results take links: all parts of
+  /// a round would end, and send, at the same time.
   constexpr bool first_gemms_first() const {
-    return large_experts == 0 && hidden_bytes >= 2 * row_bytes;
+    return world == 1 && large_experts == 0 && hidden_bytes >= 2 * row_bytes;
   }
 
   /// Rows of a tile, and of a segment of a narrow one, are padded to a multiple of this (one wgmma

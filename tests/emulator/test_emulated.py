@@ -63,6 +63,9 @@ LAYERS = {
     "second GEMMs in halves": _layer(
         1, 8, 4, hidden=392, intermediate=264, experts=2, max_tokens=120, activation="gelu"
     ),
+    "first GEMMs first, the last second ones in halves": _layer(
+        1, 3, 4, intermediate=520, experts=2, max_tokens=200, activation="gelu"
+    ),
     "long rows, a router in slices": _layer(
         2, 4, 4, hidden=3848, intermediate=64, experts=4, max_tokens=60
     ),

@@ -32,9 +32,9 @@ constexpr u32 kParts = 4;        // of a wide tile, of either GEMM
 constexpr u32 kNarrowParts = 8;  // of a narrow one, and halves of a wide one's second GEMM
 constexpr u32 kRowBytes = 64;
 
-Geometry geometry_of(u32 processors, u32 hidden_bytes) {
+Geometry geometry_of(u32 processors, u32 hidden_bytes, u32 world) {
   Geometry g{};
-  g.world = 1;
+  g.world = world;
   g.experts = 4;
   g.top_k = 2;
   g.max_tokens = 4096;
@@ -57,16 +57,16 @@ Geometry geometry_of(u32 processors, u32 hidden_bytes) {
 /// A rank whose processors claim whatever is handed out, at once.
 class Handed {
  public:
-  explicit Handed(u32 processors = kProcessors, u32 hidden_bytes = kRowBytes)
-      : geometry_(geometry_of(processors, hidden_bytes)),
+  explicit Handed(u32 processors = kProcessors, u32 hidden_bytes = kRowBytes, u32 world = 1)
+      : geometry_(geometry_of(processors, hidden_bytes, world)),
         layout_(geometry_),
         os_(geometry_, memory_.take(OsMemory::bytes(geometry_))),
-        heap_(memory_.take(layout_.bytes())),
-        rank_{Machine(&heap_, 0, 1),
+        heaps_(world, memory_.take(layout_.bytes())),
+        rank_{Machine(heaps_.data(), 0, world),
               layout_,
               RankMemory(geometry_, memory_.take(RankMemory::bytes(geometry_))),
               &os_,
-              heap_,
+              heaps_[0],
               0,
               1'000'000'000},
         call_{kEpoch, 0, geometry_.max_tokens, 0},
@@ -114,7 +114,7 @@ class Handed {
   Geometry geometry_;
   Layout layout_;
   OsMemory os_;
-  u8* heap_;
+  std::vector<u8*> heaps_;  // all the same: nobody sends anything
   Rank<Machine> rank_;
   Call call_;
   Scheduler<Machine> scheduler_;
@@ -189,9 +189,9 @@ void a_narrow_tile_is_not_cut_again() {
 
 /// When as many tiles of both GEMMs are ready: parts of second ones that go before the last part of
 /// a first one.
-u32 second_parts_before_the_last_first_one(u32 hidden_bytes) {
-  Handed handed(kParts,
-                hidden_bytes);  // so that no sweep ends amid a tile, and gives others the rest
+u32 second_parts_before_the_last_first_one(u32 hidden_bytes, u32 world) {
+  // As many processors as a tile has parts: no sweep ends amid a tile, and gives others the rest.
+  Handed handed(kParts, hidden_bytes, world);
   handed.post_all(TaskKind::gemm0, 4);
   handed.post_all(TaskKind::gemm1, 4);
   const std::vector<ReadyWord> words = handed.hand_out();
@@ -205,8 +205,10 @@ u32 second_parts_before_the_last_first_one(u32 hidden_bytes) {
 }
 
 void long_second_gemms_wait_for_first_ones() {
-  expect(second_parts_before_the_last_first_one(2 * kRowBytes) == 0, "first GEMMs go first");
-  expect(second_parts_before_the_last_first_one(kRowBytes) >= 2 * kParts, "both have turns");
+  const u32 turns = 2 * kParts;
+  expect(second_parts_before_the_last_first_one(2 * kRowBytes, 1) == 0, "first GEMMs go first");
+  expect(second_parts_before_the_last_first_one(kRowBytes, 1) >= turns, "short ones have turns");
+  expect(second_parts_before_the_last_first_one(2 * kRowBytes, 2) >= turns, "and where links wait");
 }
 
 }  // namespace
