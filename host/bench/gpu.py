@@ -30,6 +30,7 @@ import typer
 
 from moeos import bootstrap
 from moeos.bench import gpu_rank, provenance
+from moeos.bench import suite as suites
 from moeos.bench.gpu_rank import Order
 from moeos.bench.results import Results
 from moeos.cli import failures, output
@@ -65,7 +66,7 @@ def main(
         order = Order(
             suite=str(suite.absolute()),
             shapes=tuple(name for name in shapes.split(",") if name),
-            tokens=_numbers(tokens),
+            tokens=suites.token_counts(tokens),
             out=str(out.absolute()),
             ends=began + time_limit,
             commit=provenance.commit() if commit is None else {"id": commit, "changed_files": []},
@@ -215,13 +216,6 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime_ns
     except OSError:
         return math.nan
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(",") if number)
-    except ValueError:
-        raise ValueError(f"--tokens is {text!r}; it must be numbers, comma between") from None
 
 
 def _free_port() -> int:

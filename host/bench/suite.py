@@ -127,6 +127,17 @@ class Suite:
         return dataclasses.replace(self, shapes=tuple(kept))
 
 
+def token_counts(text: str) -> tuple[int, ...]:
+    """The numbers of an option --tokens.
+
+    Raises `ValueError` for anything else.
+    """
+    try:
+        return tuple(int(number) for number in text.split(",") if number)
+    except ValueError:
+        raise ValueError(f"--tokens is {text!r}; it must be numbers, comma between") from None
+
+
 def read(path: Path) -> Suite:
     """The suite in a file.
 

@@ -18,7 +18,7 @@ import difflib
 import functools
 import json
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from moeos import jit, kernel_shape, reference
 from moeos.bench import provenance, suite
 from moeos.bench.gpu_rank import describe
 from moeos.bench.in_turn import FLUSHED_TOKENS, InTurn
+from moeos.bench.suite import Case, Suite
 from moeos.cli import failures, machine, output
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
@@ -60,20 +61,13 @@ def main(
 
     def command() -> int:
         folders = parse_variants(variants)
-        counts = sorted({int(number) for number in tokens.split(",")})
+        counts = suite.token_counts(tokens)
         output.check_writable(out, "--out")
-        chosen = suite.read(suite_file)
         names = tuple(name for name in shapes.split(",") if name)
+        chosen = suite.read(suite_file).only(names, ())
         with moeos.init("cuda", deadline=PATIENCE) as world:
             clock = InTurn(world)
-            layers = []
-            for shape in chosen.only(names, ()).shapes:
-                cfg = shape.config_on(world.size, chosen.full_ranks)
-                for few in (True, False):
-                    of_layer = [count for count in counts if (count <= chosen.few_tokens) == few]
-                    if of_layer:
-                        most = chosen.few_tokens if few else max(cfg.max_tokens, *of_layer)
-                        layers.append((shape.name, _for_at_most(cfg, most), of_layer))
+            layers = layers_for(chosen, counts, world.size)
             compile_all([cfg for _, cfg, _ in layers], folders, world)
             results = []
             for name, cfg, of_layer in layers:
@@ -113,6 +107,29 @@ def parse_variants(texts: list[str]) -> dict[str, Path]:
         if missing:
             raise ValueError(f"the variant {name}: {folder} has no {missing[0]}/")
     return found
+
+
+def layers_for(
+    chosen: Suite, counts: Sequence[int], ranks: int
+) -> list[tuple[str, MoEConfig, list[int]]]:
+    """The suite's layers on so many ranks for calls with any numbers of tokens: name of the shape,
+    layer, and which of the numbers are its.
+
+    Raises `ValueError` without numbers, or for a negative one.
+    """
+    if not counts or min(counts) < 0:
+        raise ValueError(f"--tokens has {list(counts)}; it must be numbers from 0 on")
+    layers = []
+    for shape in chosen.shapes:
+        most = max(shape.cfg.max_tokens, *counts)
+        asked = dataclasses.replace(
+            shape,
+            cfg=dataclasses.replace(shape.cfg, max_tokens=most),
+            cases=tuple(Case(count) for count in sorted(set(counts))),
+        )
+        for cfg, cases in chosen.layers_of(asked, ranks).items():
+            layers.append((shape.name, cfg, [case.tokens for case in cases]))
+    return layers
 
 
 def describe_variants(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]:
@@ -224,11 +241,6 @@ def _call(layer: moeos.MoELayer, x: torch.Tensor) -> CallTensors:
         w2=layer.w2,
         b2=layer.b2,
     )
-
-
-def _for_at_most(cfg: MoEConfig, tokens: int) -> MoEConfig:
-
-    return dataclasses.replace(cfg, max_tokens=tokens)
 
 
 def _line(found: Mapping[str, Any]) -> str:

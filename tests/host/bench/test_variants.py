@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moeos.bench.variants import describe_variants, parse_variants
+from moeos.bench import suite
+from moeos.bench.variants import describe_variants, layers_for, parse_variants
+from tests.processes import ROOT
 
 
 def tree(folder: Path, text: str) -> Path:
@@ -57,6 +59,23 @@ def test_a_variant_is_told_by_its_difference_from_the_first(tmp_path: Path) -> N
         "+three",
     ]
     assert "same.cuh" not in described["new"]["diff"]
+
+
+def test_calls_of_any_size_have_the_layers_that_the_suite_measures_them_with() -> None:
+    chosen = suite.read(ROOT / "configs" / "suites" / "gpu.toml").only(("qwen3-30b-a3b",), ())
+    layers = layers_for(chosen, (9000, 300, 1, 300), ranks=2)
+    assert [(name, cfg.max_tokens, counts) for name, cfg, counts in layers] == [
+        ("qwen3-30b-a3b", 512, [1, 300]),
+        ("qwen3-30b-a3b", 9000, [9000]),
+    ]
+    assert {cfg.experts for _, cfg, _ in layers} == {64}
+
+
+@pytest.mark.parametrize("counts", [(), (1, -1)])
+def test_counts_that_no_call_has_are_refused(counts: tuple[int, ...]) -> None:
+    chosen = suite.read(ROOT / "configs" / "suites" / "gpu.toml")
+    with pytest.raises(ValueError, match="must be numbers from 0 on"):
+        layers_for(chosen, counts, ranks=1)
 
 
 def test_a_wrong_argument_is_told_before_a_gpu_is_looked_for(tmp_path: Path) -> None:
