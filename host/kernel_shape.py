@@ -35,7 +35,7 @@ _TILE_ROWS = 128
 _TILE_COLUMNS = 256
 _NARROW_ROWS = 64
 _FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
-_ROUTE_TOKENS, _ROUTE_TOKENS_OF_FEW = 64, 32  # of a block, and of one in a layer for few
+_ROUTE_TOKENS = 64  # of a block, at most
 _ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
@@ -104,14 +104,14 @@ class KernelShape:
         """
         tiles = Tiles(
             rows=_TILE_ROWS,
-            route_tokens=_route_tokens(self.cfg),
+            route_tokens=_ROUTE_TOKENS,
             gemm0_columns=_gemm0_columns(self.cfg),
             gemm1_columns=_TILE_COLUMNS,
             narrow_rows=_NARROW_ROWS,
             # Rows of any number lie next to those of another source. They take more boxes to load,
             # for which there are too few lanes where weights have small ones.
             segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
-            route_slices=_route_slices(self.cfg, self.processors),
+            route_slices=_route_slices(self.cfg),
             once_rows=_once_rows(self.cfg),
         )
         return layer_sizes(
@@ -166,13 +166,6 @@ def has_whole_parts(cfg: MoEConfig) -> bool:
     return cfg.hidden >= _TILE_COLUMNS and cfg.intermediate >= _gemm0_columns(cfg)
 
 
-def _route_tokens(cfg: MoEConfig) -> int:
-    """Tokens of a block, which one processor sorts: fewer where calls are so small that their
-    blocks are few, and each of them is waited for.
-    """
-    return _ROUTE_TOKENS_OF_FEW if cfg.max_tokens <= _FEW_TOKENS else _ROUTE_TOKENS
-
-
 def _once_rows(cfg: MoEConfig) -> int:
     """`Tiles.once_rows`."""
     if cfg.max_tokens < ONCE_TOKENS:
@@ -180,10 +173,10 @@ def _once_rows(cfg: MoEConfig) -> int:
     return max(1, ONCE_BYTES // (cfg.hidden * cfg.dtype.itemsize))
 
 
-def _route_slices(cfg: MoEConfig, processors: int) -> int:
-    """Route parts of a block, in every call of the layer: several where the largest call leaves
-    processors without a block (of a layer for many tokens: more than half of them), since one alone
-    takes long to read a router.
+def _route_slices(cfg: MoEConfig) -> int:
+    """Slices of the depth, over which a logit's products are added up apart: so many parts may
+    share a block, where a call leaves processors without one, since one alone takes long to read a
+    router.
 
     Until they are added up, the sums of a token lie in its row of the output, which they must fit.
     """
@@ -191,6 +184,4 @@ def _route_slices(cfg: MoEConfig, processors: int) -> int:
     depth = _ROUTE_DEPTH if columns > 128 else 2 * _ROUTE_DEPTH  # kRouteDepth
     by_steps = -(-cfg.hidden // depth) // _LEAST_STEPS
     by_room = cfg.hidden * cfg.dtype.itemsize // (_GROUPS * columns * 4)
-    blocks = -(-cfg.max_tokens // _route_tokens(cfg))
-    by_processors = processors // (blocks if cfg.max_tokens <= _FEW_TOKENS else 2 * blocks)
-    return max(1, min(_MOST_SLICES, by_steps, by_room, by_processors))
+    return max(1, min(_MOST_SLICES, by_steps, by_room))

@@ -23,19 +23,29 @@ constexpr bool combines_unsent(const Call& call) {
   return call.may_be_unsent != 0 && call.tokens > 0;
 }
 
-/// Blocks of the call's tokens; a call without tokens has an empty one, which still sends counts.
+/// Blocks of the call's tokens, which are routed together.
 constexpr u32 route_blocks(const Geometry& geometry, const Call& call) {
-  return maximum(1U, ceil_div(call.tokens, geometry.route_tokens));
+  return geometry.route_blocks_of(call.tokens);
 }
 
-/// Parts of the call's Route, and which they are: the slices of a block one behind the other. In a
-/// word, the slice stands in place of the descriptor that Route does not have.
+/// Tokens from `first` to before `end`.
+struct TokenRange {
+  u32 first;
+  u32 end;
+};
+constexpr TokenRange tokens_of_block(const Geometry& geometry, const Call& call, u32 block) {
+  const u32 tokens = geometry.route_tokens_of(call.tokens);
+  return {minimum(call.tokens, block * tokens), minimum(call.tokens, (block + 1) * tokens)};
+}
+
+/// Parts of the call's Route, and which they are: those of a block one behind the other. In a word,
+/// which of the block's it is stands in place of the descriptor that Route does not have.
 constexpr u32 route_parts(const Geometry& geometry, const Call& call) {
-  return route_blocks(geometry, call) * geometry.route_slices;
+  return route_blocks(geometry, call) * geometry.route_parts_of_block(call.tokens);
 }
 constexpr ReadyWord route_word(const Geometry& geometry, const Call& call, u32 number) {
-  return ReadyWord(call.epoch, TaskKind::route, number % geometry.route_slices,
-                   number / geometry.route_slices);
+  const u32 of_block = geometry.route_parts_of_block(call.tokens);
+  return ReadyWord(call.epoch, TaskKind::route, number % of_block, number / of_block);
 }
 
 /// Everyone knows that a call starts with Route, so its descriptor is never posted: processors make

@@ -31,10 +31,10 @@ struct Geometry {
 
   u32 chunk_rows;    // rows of one transfer and of one arrival flag
   u32 tile_rows;     // rows that one GEMM task computes together
-  u32 route_tokens;  // tokens of a block, which are routed together
-  u32 route_slices;  // Route parts of a block: each multiplies a slice of the depth, the last one
-                     // routes. The same in every call, so that a token's logits do not depend on
-                     // how many others there are.
+  u32 route_tokens;  // tokens of a block, which are routed together, at most
+  u32 route_slices;  // slices of the depth, over which a logit's products are added up apart. The
+                     // same in every call, so that a token's logits do not depend on how many
+                     // others there are.
   u32 gemm0_parts;   // N-tiles of the first GEMM
   u32 gemm1_parts;   // N-tiles of the second GEMM
   u32 narrow_rows;   // tiles of an expert with up to so many padded rows are cut into narrow
@@ -113,7 +113,42 @@ struct Geometry {
   constexpr u32 replications_max() const { return once() ? world * chunks() : 0; }
 
   constexpr u32 pairs() const { return max_tokens * top_k; }
-  constexpr u32 route_blocks() const { return maximum(1U, ceil_div(max_tokens, route_tokens)); }
+
+  // --- Route: blocks of tokens, and parts of a block ---
+
+  /// Blocks of a call of `tokens`: half as large ones where each then still has a processor; of a
+  /// call without tokens one, which is empty and still sends counts.
+  constexpr u32 route_blocks_of(u32 tokens) const {
+    const u32 blocks =
+        halves_blocks(tokens) ? ceil_div(tokens, half_block()) : ceil_div(tokens, route_tokens);
+    return maximum(1U, blocks);
+  }
+  constexpr u32 route_tokens_of(u32 tokens) const {
+    return halves_blocks(tokens) ? half_block() : route_tokens;
+  }
+  /// The block in which one of them is.
+  constexpr u32 route_block(u32 tokens, u32 token) const {
+    return halves_blocks(tokens) ? token / half_block() : token / route_tokens;
+  }
+  /// Slices that one part of a block multiplies, at most: all of them where every processor has a
+  /// block.
+  constexpr u32 route_slices_of_part(u32 tokens) const {
+    const u32 shared = ceil_div(route_blocks_of(tokens) * route_slices, processors);
+    return tokens == 0 ? route_slices : minimum(route_slices, shared);
+  }
+  /// Route parts of a block; the last one routes it.
+  constexpr u32 route_parts_of_block(u32 tokens) const {
+    return ceil_div(route_slices, route_slices_of_part(tokens));
+  }
+  /// Blocks, and parts of all of them, that a call may have. Of several parts there are never more
+  /// than one a processor and one a block.
+  constexpr u32 route_blocks() const {
+    const u32 halves = minimum(ceil_div(max_tokens, half_block()), processors);
+    return maximum(maximum(1U, ceil_div(max_tokens, route_tokens)), halves);
+  }
+  constexpr u32 route_parts_max() const {
+    return minimum(route_blocks() * route_slices, route_blocks() + processors);
+  }
 
   // --- The tile plan (tile_plan.hpp), and its bounds ---
 
@@ -215,8 +250,14 @@ struct Geometry {
   constexpr u32 trace_actors() const { return processors + couriers + kTracedOsActors; }
   /// (descriptor, part) words that the ready ring can hold in one call.
   constexpr u64 parts_max() const {
-    return u64{route_blocks()} * route_slices + u64{tiles_max()} * tile_parts_max() +
-           u64{max_tokens} + route_blocks();
+    return u64{route_parts_max()} + u64{tiles_max()} * tile_parts_max() + u64{max_tokens} +
+           route_blocks();
+  }
+
+ private:
+  constexpr u32 half_block() const { return maximum(1U, route_tokens / 2); }
+  constexpr bool halves_blocks(u32 tokens) const {
+    return ceil_div(tokens, half_block()) <= processors;
   }
 };
 

@@ -154,8 +154,8 @@ class RankMemory {
 
   // Completion counters; the part that completes a chunk, a block or a tile sets its counter back
   // to zero.
-  u32* chunk_parts_done = nullptr;   // [peer][chunk]: of Dispatch
-  u32* route_slices_done = nullptr;  // [block]
+  u32* chunk_parts_done = nullptr;  // [peer][chunk]: of Dispatch
+  u32* route_parts_done = nullptr;  // [block]
   u32* gemm0_parts_done = nullptr;
   u32* gemm1_parts_done = nullptr;
 
@@ -220,13 +220,13 @@ class RankMemory {
     take(replication_list, geometry.replications_max());
     take(replicated, geometry.replications_max());
     take(chunk_parts_done, world * geometry.chunks());
-    take(route_slices_done, blocks);
+    take(route_parts_done, blocks);
     take(gemm0_parts_done, geometry.tiles_max());
     take(gemm1_parts_done, geometry.tiles_max());
     take(pair_expert, geometry.pairs());
     take(pair_weight, geometry.pairs());
     take(pair_rank, geometry.pairs());
-    take(block_pairs, blocks * geometry.route_tokens * geometry.top_k);
+    take(block_pairs, geometry.pairs());
     take(block_first, blocks * geometry.experts);
     take(block_base, blocks * geometry.experts);
     take(send_start, world * (local + 1));

@@ -1,6 +1,6 @@
 // Algorithm 4: the actor that runs parts of tasks, and what follows from a part's end.
 //
-// claim() takes the next part from the ready ring; count_slice(), count_block() and
+// claim() takes the next part from the ready ring; count_slices(), count_block() and
 // finish_routing() are what follows from Route's; complete() makes any other part's effects
 // visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
 // them in turn (lone_warp.hpp); on the GPU a fetch warp claims ahead while other warps compute.
@@ -78,10 +78,11 @@ class Processor : Pace<P> {
                    [&](u32 peer) { return result_bytes_to(rank_.geometry(), task, peer); });
   }
 
-  /// Counts a Route part whose slice of the products is where the last one finds it; true for the
-  /// last one of a block, which then must route it. One warp.
-  bool count_slice(u32 block) {
-    return completes<P>(&rank_.memory.route_slices_done[block], rank_.geometry().route_slices);
+  /// Counts a Route part whose slices of the products are where the last one finds them; true for
+  /// the last one of a block, which then must route it. One warp.
+  bool count_slices(u32 block) {
+    return completes<P>(&rank_.memory.route_parts_done[block],
+                        rank_.geometry().route_parts_of_block(call_.tokens));
   }
   /// Counts a block whose pairs are sorted; true for the last one, which then must finish the
   /// routing. One warp.

@@ -28,7 +28,7 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
 template <Platform P, class Sync>
 u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
-  const u32 blocks = ceil_div(call.tokens, geometry.route_tokens);
+  const u32 blocks = call.tokens == 0 ? 0 : route_blocks(geometry, call);
   const u32 experts = geometry.local_experts();
   constexpr u32 kAtOnce = 16;
   u32 dropped = 0;

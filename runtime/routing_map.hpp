@@ -20,7 +20,7 @@ class RoutingMap {
   RoutingMap(const Geometry& geometry, const RankMemory& memory, const Call& call)
       : geometry_(geometry),
         memory_(memory),
-        blocks_(ceil_div(call.tokens, geometry.route_tokens)),
+        tokens_(call.tokens),
         limit_(call.pair_limit),
         all_sent_(call.may_be_unsent == 0) {}
 
@@ -54,9 +54,10 @@ class RoutingMap {
   /// The pair that a place carries.
   u32 pair_at(const Place& place) const {
     const u32 expert = place.peer * geometry_.get().local_experts() + place.local_expert;
-    const u32 block =
-        partition_point(blocks_, [&](u32 b) { return base(b, expert) <= place.slot; }) - 1;
-    const u64 first = u64{block} * geometry_.get().route_tokens * geometry_.get().top_k;
+    const u32 block = partition_point(geometry_.get().route_blocks_of(tokens_),
+                                      [&](u32 b) { return base(b, expert) <= place.slot; }) -
+                      1;
+    const u64 first = u64{block} * geometry_.get().route_tokens_of(tokens_) * geometry_.get().top_k;
     return memory_
         .block_pairs[first + memory_.block_first[u64{block} * geometry_.get().experts + expert] +
                      (place.slot - base(block, expert))];
@@ -99,13 +100,13 @@ class RoutingMap {
     return memory_.block_base[u64{block} * geometry_.get().experts + expert];
   }
   u32 slot(u32 pair, u32 expert) const {
-    return base(pair / geometry_.get().top_k / geometry_.get().route_tokens, expert) +
+    return base(geometry_.get().route_block(tokens_, pair / geometry_.get().top_k), expert) +
            memory_.pair_rank[pair];
   }
 
   GeometryOf geometry_;
   const RankMemory& memory_;
-  u32 blocks_;
+  u32 tokens_;  // of the call
   u32 limit_;
   bool all_sent_;  // dropless and routed here: every pair has a row, and nothing need be looked up
 };
@@ -114,11 +115,12 @@ class RoutingMap {
 /// expert.
 ///
 /// Reads pair_expert of the block; writes pair_rank, block_pairs, block_first and block_base (as
-/// pairs in this block). `tokens` are those of the call. One thread.
-inline void sort_block(const Geometry& geometry, const RankMemory& memory, u32 tokens, u32 block) {
-  const u32 first_token = block * geometry.route_tokens;
-  const u32 begin = first_token * geometry.top_k;
-  const u32 end = minimum(tokens, first_token + geometry.route_tokens) * geometry.top_k;
+/// pairs in this block). One thread.
+inline void sort_block(const Geometry& geometry, const RankMemory& memory, const Call& call,
+                       u32 block) {
+  const TokenRange tokens = tokens_of_block(geometry, call, block);
+  const u32 begin = tokens.first * geometry.top_k;
+  const u32 end = tokens.end * geometry.top_k;
   u32* in_block = memory.block_base + u64{block} * geometry.experts;
   u32* first = memory.block_first + u64{block} * geometry.experts;
   for (u32 expert = 0; expert < geometry.experts; ++expert) {
@@ -135,7 +137,7 @@ inline void sort_block(const Geometry& geometry, const RankMemory& memory, u32 t
     first[expert] = start;
     start += in_block[expert];
   }
-  u32* sorted = memory.block_pairs + u64{block} * geometry.route_tokens * geometry.top_k;
+  u32* sorted = memory.block_pairs + begin;
   for (u32 pair = begin; pair < end; ++pair) {
     const u32 expert = memory.pair_expert[pair];
     if (expert != kNone) {

@@ -86,12 +86,11 @@ LandedRow look_up_landed(const Rank<P>& rank, const Call& call, u32 source, u32 
 template <Platform P, class Visit>
 void find_unsent(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32 block,
                  Visit visit) {
-  const Geometry& geometry = rank.geometry();
-  const u32 end = minimum(call.tokens, (block + 1) * geometry.route_tokens);
-  for (u32 first = block * geometry.route_tokens; first < end; first += P::kLanes) {
+  const TokenRange tokens = tokens_of_block(rank.geometry(), call, block);
+  for (u32 first = tokens.first; first < tokens.end; first += P::kLanes) {
     const u32 token = first + P::lane();
     u32 rows = kNone;
-    if (token < end) {
+    if (token < tokens.end) {
       rows = map.rows_of(token);
       // A plain store: the part's end publishes it (Processor::complete).
       rank.memory.token_rows[token] = rows;

@@ -196,7 +196,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             replicated += -(-rows_of_source // sizes.chunk_rows)
 
     row_bytes = cfg.hidden * cfg.dtype.itemsize
-    route_blocks = -(-tokens // sizes.route_tokens)
+    route_blocks = sizes.route_blocks(tokens) if tokens > 0 else 0
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing.
     may_drop = capacity is not None and capacity < cfg.max_tokens
     complete = -(-sum(to_rank) // cfg.top_k)  # tokens with a row, at least
@@ -206,7 +206,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         pairs_received=received,
         tiles=tiles,
         tasks={
-            "route": max(1, route_blocks),
+            "route": sizes.route_parts(tokens),
             "dispatch": sum(-(-n // part_rows) for n in to_rank),
             "replicate": replicated,
             "gemm0": tiles * sizes.gemm0_parts,

@@ -84,7 +84,7 @@ struct Slot {
   u64 begun_ns;
   u32 combined;                         // Combine: tokens that the part writes
   u32 bad_token;                        // Route: a token with bad logits or bad given ids, or kNone
-  u32 last_slice;                       // Route: 1 when this part was its block's last one,
+  u32 last_part;                        // Route: 1 when this part was its block's last one,
   u32 last_block;                       // and 1 when that was the call's last block
   u8* results[Geometry::kMaxSegments];  // products: where each segment's first row goes
   CombineRows rows;                     // Combine

@@ -19,14 +19,13 @@ inline void gather_choices(const RankMemory& memory, RouteScratch& scratch, u32 
 }
 static_assert(static_cast<u16>(kNone) == kNoExpert);
 
-/// Sorts a block's pairs by expert. By all consumer warps, each with a share of the pairs; sync()
-/// is their barrier. A pair's rank is the earlier pairs of its expert in the shares before, in its
-/// own share, and in the lanes before.
+/// Sorts a block's pairs, from `first_pair` on, by expert. By all consumer warps, each with a share
+/// of the pairs; sync() is their barrier. A pair's rank is the earlier pairs of its expert in the
+/// shares before, in its own share, and in the lanes before.
 template <class Sync>
 inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch, u32 block,
-                                u32 pairs, u32 warp, Sync sync) {
+                                u32 first_pair, u32 pairs, u32 warp, Sync sync) {
   const u32 lane = threadIdx.x % 32;
-  const u32 first_pair = block * kGeometry.route_tokens * kGeometry.top_k;
   const u32 share = align_up(ceil_div(pairs, kConsumerWarps), 32U);
   const u32 begin = minimum(pairs, warp * share);
   const u32 end = minimum(pairs, begin + share);
@@ -76,7 +75,7 @@ inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch,
     }
   }
   sync();
-  u32* sorted = memory.block_pairs + u64{block} * kGeometry.route_tokens * kGeometry.top_k;
+  u32* sorted = memory.block_pairs + first_pair;
   for (u32 i = begin + lane; i < end; i += 32) {
     const u32 expert = scratch.expert[i];
     if (expert != kNoExpert) {

@@ -104,7 +104,7 @@ constexpr u32 first_column(u32 part, u32 columns, u32 all) {
 // Route: a tile of 64 rows and all experts in one part; each consumer warpgroup takes half of the
 // depth. A block has as many tokens, or fewer (the tile's other rows are then nobody's).
 inline constexpr u32 kRouteRows = 64;
-inline constexpr u32 kRouteTokens = kGeometry.route_tokens;
+inline constexpr u32 kRouteTokens = kGeometry.route_tokens;  // at most
 inline constexpr u32 kRouteColumns =
     kGeometry.experts <= 64 ? 64 : (kGeometry.experts <= 128 ? 128 : 256);
 static_assert(kGeometry.experts <= kRouteColumns, "Route computes all logits in one tile");

@@ -37,7 +37,7 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   if (lane == 0) {
     slot.word = more ? word : ReadyWord();
     slot.bad_token = kNone;
-    slot.last_slice = 0;
+    slot.last_part = 0;
     slot.last_block = 0;
     if constexpr (kTraced) {
       stamps = Stamps{claimed_ns, 0, 0};
@@ -120,7 +120,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
       knows_tiles = true;
       load_tile(arguments, rank.layout, task, word.part(), loader);
     } else if (task.kind == TaskKind::route && gate_routes(arguments, call, word.part())) {
-      load_route(arguments, word.part(), word.task(), loader);
+      load_route(arguments, RouteShare(call, word), loader);
     } else {
       if (Machine::lane() == 0) {
         loader.let_claim();

@@ -1,5 +1,5 @@
-// The logits of a block's tokens: from the consumers' accumulators, or kept by the parts of a block
-// that has several, into shared memory, some tokens at a time.
+// The logits of a block's tokens: sums over the slices of the depth, from the consumers'
+// accumulators or kept by the parts of the block, into shared memory, some tokens at a time.
 //
 // May not know: what is chosen by them.
 #pragma once
@@ -14,22 +14,27 @@ inline constexpr u32 kRoundTokens =
     minimum(kRouteTokens, kRouteMemory / static_cast<u32>(kRouteColumns * sizeof(float)));
 static_assert(kRouteTokens % kRoundTokens == 0);
 
-/// The logits of a block's tokens, some of them at a time in shared memory: out of the accumulators
-/// of both warpgroups, of which each has half of the depth; or, where a block has several slices,
-/// out of the sums that the warpgroups of all of them have kept, added up in the order of the
-/// depth.
+/// The logits of a block's tokens, some of them at a time in shared memory. Each warpgroup has half
+/// of every step of the depth; a logit is what one of them sums up, slice by slice, plus what the
+/// other does. So it is the same, bit for bit, whether one part multiplies all slices and has the
+/// sums in its accumulators, or several keep those of each slice, and the last one adds them up.
 ///
 /// They keep a token's sums in its row of the output, which is not written before the call has
 /// routed all of its tokens. Every function by all consumers; sync() is their barrier.
 class Logits {
  public:
-  /// Of the tokens [first_token, end); `memory` is Route's.
-  Logits(const RankArguments& arguments, u8* memory, u32 warp, u32 first_token, u32 end)
+  /// Whether a part that multiplies all slices has registers for their sums, beside the
+  /// accumulators; else it keeps them as others do.
+  static constexpr bool kInRegisters = kGeometry.route_slices == 1 || kRouteColumns <= 128;
+
+  /// `memory` is Route's. `kept`: the slices' sums are, and not in the accumulators.
+  Logits(const RankArguments& arguments, u8* memory, u32 warp, TokenRange tokens, bool kept)
       : arguments_(arguments),
         sums_(reinterpret_cast<float*>(memory)),
         warp_(warp),
-        first_token_(first_token),
-        end_(end) {}
+        first_token_(tokens.first),
+        end_(tokens.end),
+        kept_(kept) {}
 
   u32 warp() const { return warp_; }
   /// Tokens from `first` of the block on that are brought into shared memory together.
@@ -42,7 +47,7 @@ class Logits {
   /// Brings the tokens from `first` of the block on into shared memory.
   template <class Sync>
   void bring(const float (&d)[kRouteColumns / 2], u32 first, Sync sync) {
-    if constexpr (kGeometry.route_slices > 1) {
+    if (kGeometry.route_slices > 1 && kept_) {
       add_up_kept(first);
     } else {
       if (group() == 0) {
@@ -111,6 +116,12 @@ class Logits {
     });
   }
 
+  static void add(float4& to, const float4& more) {
+    to.x += more.x;
+    to.y += more.y;
+    to.z += more.z;
+    to.w += more.w;
+  }
   void add_up_kept(u32 first) {
     constexpr u32 kWidth = sizeof(float4) / sizeof(float);
     constexpr u32 kOfToken = kRouteColumns / kWidth;
@@ -125,11 +136,12 @@ class Logits {
         sums[which] = *reinterpret_cast<const float4*>(kept(first + place, which) + column);
       }
 #pragma unroll
-      for (u32 which = 1; which < kKept; ++which) {
-        sums[0].x += sums[which].x;
-        sums[0].y += sums[which].y;
-        sums[0].z += sums[which].z;
-        sums[0].w += sums[which].w;
+      for (u32 which = kConsumers; which < kKept; ++which) {
+        add(sums[which % kConsumers], sums[which]);
+      }
+#pragma unroll
+      for (u32 which = 1; which < kConsumers; ++which) {
+        add(sums[0], sums[which]);
       }
       *reinterpret_cast<float4*>(&sums_[sum_place(place, column)]) = sums[0];
     }
@@ -140,6 +152,7 @@ class Logits {
   u32 warp_;
   u32 first_token_;
   u32 end_;
+  bool kept_;
 };
 
 }  // namespace moeos::sm90

@@ -30,6 +30,23 @@ inline u32 steps_of_slice(u32 slice) {
   return minimum(kSliceSteps, kRouteSteps - first_step_of(slice));
 }
 
+/// What a Route part multiplies: a block's tokens, over some slices of the depth.
+struct RouteShare {
+  TokenRange tokens;
+  u32 first_slice;
+  u32 end_slice;
+
+  RouteShare(const Call& call, ReadyWord word)
+      : tokens(tokens_of_block(kGeometry, call, word.part())) {
+    const u32 slices = kGeometry.route_slices_of_part(call.tokens);
+    first_slice = word.task() * slices;
+    end_slice = minimum(kGeometry.route_slices, first_slice + slices);
+  }
+  u32 steps() const {
+    return minimum(kRouteSteps, first_step_of(end_slice)) - first_step_of(first_slice);
+  }
+};
+
 /// Rows of weights that a part multiplies by.
 inline u32 weight_rows_of(const Task& task) {
   return has_narrow_parts(task) ? kNarrowColumns : kTileColumns;
@@ -190,19 +207,19 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
               depth * (task.padded_rows + columns) * kSwizzleBytes, box, loader);
 }
 
-/// A Route part's operands: a slice of a block's tokens, and of the router's weights.
-inline void load_route(const RankArguments& arguments, u32 block, u32 slice, Loader& loader) {
+/// A Route part's operands: slices of a block's tokens, and of the router's weights.
+inline void load_route(const RankArguments& arguments, const RouteShare& share, Loader& loader) {
   const u32 n = Machine::lane() / 2;
   Box box;
   if (n < kRouteDepth) {
     const bool of_gate = Machine::lane() % 2 != 0;
     box.map = of_gate ? &arguments.gate : &arguments.x;
-    box.row = of_gate ? 0 : block * kRouteTokens;
-    box.column = (first_step_of(slice) * kRouteDepth + n) * kTileDepth;
+    box.row = of_gate ? 0 : share.tokens.first;
+    box.column = (first_step_of(share.first_slice) * kRouteDepth + n) * kTileDepth;
     box.place = of_gate ? kWeightsPlace + n * kRouteColumns * kSwizzleBytes
                         : n * kRouteRows * kSwizzleBytes;
   }
-  fill_stages(steps_of_slice(slice), kRouteDepth * kTileDepth,
+  fill_stages(share.steps(), kRouteDepth * kTileDepth,
               kRouteDepth * (kRouteRows + kRouteColumns) * kSwizzleBytes, box, loader);
 }
 

@@ -19,6 +19,40 @@ namespace moeos::sm90 {
 
 static_assert(kRoundTokens % kTokensAtOnce == 0);
 
+/// Multiplies the slices of a part. Their sums are in d, or kept, as `logits` has been told. By all
+/// consumers.
+inline void multiply_slices(float (&d)[kRouteColumns / 2], const RouteShare& share, Logits& logits,
+                            bool kept, Shared& shared, RingPosition<kStages>& stage) {
+  const u32 group = logits.warp() / (kConsumerWarps / kConsumers);
+  if constexpr (kGeometry.route_slices == 1) {
+    multiply_logits(d, steps_of_slice(0), group, shared, stage);
+    return;
+  }
+  [[maybe_unused]] float sums[Logits::kInRegisters ? kRouteColumns / 2 : 1] = {};
+#pragma unroll 1
+  for (u32 slice = share.first_slice; slice < share.end_slice; ++slice) {
+#pragma unroll
+    for (float& value : d) {
+      value = 0.0F;
+    }
+    multiply_logits(d, steps_of_slice(slice), group, shared, stage);
+    if (kept) {
+      logits.keep(d, slice);
+    } else if constexpr (Logits::kInRegisters) {
+#pragma unroll
+      for (u32 i = 0; i < kRouteColumns / 2; ++i) {
+        sums[i] += d[i];
+      }
+    }
+  }
+  if constexpr (Logits::kInRegisters) {
+#pragma unroll
+    for (u32 i = 0; i < kRouteColumns / 2; ++i) {
+      d[i] = sums[i];
+    }
+  }
+}
+
 /// Routes the tokens of a block, whose products lie in d or are kept. Sets bad_token to a token
 /// whose logits are not finite. By all consumers; sync() is their barrier.
 template <class Sync>
@@ -48,10 +82,11 @@ inline void choose_experts(const float (&d)[kRouteColumns / 2], Logits& logits,
 /// Whether a block's Route multiplies: not when the caller has routed, nor for the one block of a
 /// call without tokens, which may have no x to load.
 inline bool gate_routes(const RankArguments& arguments, const Call& call, u32 block) {
-  return arguments.topk_ids == nullptr && block * kRouteTokens < call.tokens;
+  return arguments.topk_ids == nullptr &&
+         block * kGeometry.route_tokens_of(call.tokens) < call.tokens;
 }
 
-/// Route: a slice of a block's products, and all the rest of it by whoever has the last one. By all
+/// Route: slices of a block's products, and all the rest of it by whoever has the last ones. By all
 /// consumers.
 inline void run_route(const RankArguments& arguments, const Call& call, u32 index, Slot& slot,
                       const Task& task, Shared& shared, RingPosition<kStages>& stage) {
@@ -59,29 +94,29 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const auto everyone = [] { named_barrier(kConsumersBarrier, kConsumerThreads); };
   const u32 block = slot.word.part();
-  const u32 slice = slot.word.task();
-  const u32 first = block * kRouteTokens;
-  const u32 end = minimum(call.tokens, first + kRouteTokens);
-  const u32 pairs = first < end ? (end - first) * kGeometry.top_k : 0;
+  const RouteShare share(call, slot.word);
+  const auto [first, end] = share.tokens;
+  const u32 pairs = (end - first) * kGeometry.top_k;
   const bool multiplies = gate_routes(arguments, call, block);
+  const bool shared_block = kGeometry.route_parts_of_block(call.tokens) > 1;
   Processor<Machine> processor(rank, call, index);
-  Logits logits(arguments, shared.route, warp, first, end);
+  const bool kept = shared_block || !Logits::kInRegisters;
+  Logits logits(arguments, shared.route, warp, share.tokens, kept);
   float d[kRouteColumns / 2] = {};
   if (multiplies) {
-    multiply_logits(d, steps_of_slice(slice), warp / 4, shared, stage);
+    multiply_slices(d, share, logits, kept, shared, stage);
   }
-  if constexpr (kGeometry.route_slices > 1) {
-    if (multiplies) {
-      logits.keep(d, slice);
+  if (shared_block) {
+    everyone();
+    if (warp == 0 && processor.count_slices(block) && Machine::lane() == 0) {
+      slot.last_part = 1;
     }
     everyone();
-    if (warp == 0 && processor.count_slice(block) && Machine::lane() == 0) {
-      slot.last_slice = 1;
-    }
-    everyone();
-    if (slot.last_slice == 0) {
+    if (slot.last_part == 0) {
       return;
     }
+  } else if (kept) {
+    everyone();  // all have kept their sums
   }
   if (multiplies) {
     choose_experts(d, logits, arguments, rank.memory, &slot.bad_token, everyone);
@@ -96,7 +131,8 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
   everyone();
   if (pairs > 0) {
-    sort_block_by_warps(rank.memory, scratch, block, pairs, warp, everyone);
+    sort_block_by_warps(rank.memory, scratch, block, first * kGeometry.top_k, pairs, warp,
+                        everyone);
     everyone();
   }
   if (warp == 0 && processor.count_block(task) && Machine::lane() == 0) {

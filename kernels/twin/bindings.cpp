@@ -209,6 +209,15 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("tile_rows", [](const Sizes& s) { return s.geometry.tile_rows; })
       .def_prop_ro("route_tokens", [](const Sizes& s) { return s.geometry.route_tokens; })
       .def_prop_ro("route_slices", [](const Sizes& s) { return s.geometry.route_slices; })
+      .def(
+          "route_blocks",
+          [](const Sizes& s, u32 tokens) { return s.geometry.route_blocks_of(tokens); }, "tokens"_a)
+      .def(
+          "route_parts",
+          [](const Sizes& s, u32 tokens) {
+            return s.geometry.route_blocks_of(tokens) * s.geometry.route_parts_of_block(tokens);
+          },
+          "tokens"_a)
       .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
       .def_prop_ro("tasks_max", [](const Sizes& s) { return s.geometry.tasks_max(); })
       .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })

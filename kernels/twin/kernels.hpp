@@ -36,14 +36,13 @@ class TwinKernels {
 
   u32 route(u32 block) {
     const Geometry& geometry = rank_.geometry();
-    const u32 first = block * geometry.route_tokens;
-    const u32 end = minimum(call_.tokens, first + geometry.route_tokens);
-    if (first >= end) {
+    const TokenRange tokens = tokens_of_block(geometry, call_, block);
+    if (tokens.first >= tokens.end) {
       return kNone;  // a call without tokens has one empty block
     }
-    const u32 bad_token = router_.route(first, end);
+    const u32 bad_token = router_.route(tokens.first, tokens.end);
     if (bad_token == kNone) {
-      sort_block(geometry, rank_.memory, call_.tokens, block);
+      sort_block(geometry, rank_.memory, call_, block);
     }
     return bad_token;
   }

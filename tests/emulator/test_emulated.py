@@ -69,6 +69,12 @@ LAYERS = {
     "long rows, a router in slices": _layer(
         2, 4, 4, hidden=3848, intermediate=64, experts=4, max_tokens=60
     ),
+    "blocks that parts share, and others": _layer(
+        1, 2, 2, hidden=1544, intermediate=64, experts=4, max_tokens=130, dtype=torch.float16
+    ),
+    "and more experts than registers for their sums": _layer(
+        1, 2, 1, hidden=2056, intermediate=64, experts=136, max_tokens=40
+    ),
     "tokens that fill more than a stage": _layer(
         1, 2, 2, hidden=3848, intermediate=64, top_k=8, max_tokens=20
     ),
@@ -174,6 +180,20 @@ def packed(plan: FaultPlan, layer: Emulated) -> list[bytes]:
 def test_outputs_are_those_of_the_reference(name: str, libraries: dict[str, Path]) -> None:
     layer = LAYERS[name]
     run(layer, libraries[name], draw_weights(layer.cfg), range(layer.calls))
+
+
+def test_a_tokens_output_does_not_depend_on_how_many_others_there_are(
+    libraries: dict[str, Path],
+) -> None:
+    name = "blocks that parts share, and others"
+    layer = LAYERS[name]
+    emulated = EmulatedLayer(libraries[name], draw_weights(layer.cfg), layer.ranks)
+    drawn = draw_call(layer.cfg, layer.cfg.max_tokens, 7)
+    whole = dataclasses.replace(drawn, x=2 * drawn.x)  # larger logits, whose last bits count
+    y = emulated([whole], 0)[0]
+    for tokens in (40, 31, 1):  # other blocks than 130 tokens have, and other parts of a block
+        few = dataclasses.replace(whole, x=whole.x[:tokens].clone())
+        assert torch.equal(emulated([few], tokens)[0], y[:tokens]), tokens
 
 
 def test_counters_are_those_of_the_routing_and_in_the_order_of_time(
@@ -375,7 +395,7 @@ FAULTS = {
     ),
     "a slice is routed without the others": BrokenSource(
         "kernels/sm90/route.cuh",
-        {"if (slot.last_slice == 0) {": "if (slice != 0) {"},
+        {"if (slot.last_part == 0) {": "if (share.first_slice != 0) {"},
         "long rows, a router in slices",
         6,
     ),

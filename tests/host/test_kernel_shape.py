@@ -100,21 +100,37 @@ def test_segments_are_padded_where_a_gemm_has_fewer_columns_than_a_tile(
 
 
 @pytest.mark.parametrize(
-    ("name", "max_tokens", "tokens", "slices"),
+    ("name", "slices"),
     [
-        ("qwen3-30b-a3b", 512, 32, 4),  # as many as fit a row of the output
-        ("deepseek-v3", 512, 32, 7),
-        ("deepseek-v3", 64, 32, 7),
-        ("deepseek-v3", 513, 64, 7),
-        ("deepseek-v3", 8192, 64, 1),  # every processor has a block
+        ("qwen3-30b-a3b", 4),  # as many as fit a row of the output
+        ("deepseek-v3", 7),
     ],
 )
-def test_a_router_is_cut_where_calls_have_few_blocks(
-    name: str, max_tokens: int, tokens: int, slices: int
+@pytest.mark.parametrize("max_tokens", [64, 8192])
+def test_the_slices_of_a_router_are_those_of_the_layer_whatever_a_call_has(
+    name: str, slices: int, max_tokens: int
 ) -> None:
     cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
     cfg = dataclasses.replace(cfg, max_tokens=max_tokens)
     sizes = KernelShape(cfg=cfg, world_size=4, processors=131).sizes
-    assert (sizes.route_tokens, sizes.route_slices) == (tokens, slices)
-    sums = 2 * slices * route_columns(cfg) * 4
-    assert slices == 1 or sums <= cfg.hidden * cfg.dtype.itemsize
+    assert sizes.route_slices == slices
+    assert 2 * slices * route_columns(cfg) * 4 <= cfg.hidden * cfg.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts"),
+    [
+        (0, 1),  # an empty block, which nobody need share
+        (1, 4),
+        (512, 16 * 4),  # 16 blocks of 32 tokens, a part for each slice
+        (2048, 64 * 2),  # 64 blocks, whose parts have two slices each
+        (4192, 131),  # a block for every processor
+        (4193, 66 * 2),  # blocks of 64 tokens
+        (8192, 128),
+    ],
+)
+def test_a_calls_router_is_cut_so_that_most_processors_have_a_part(tokens: int, parts: int) -> None:
+    cfg = MoEConfig.from_toml(ROOT / "configs" / "qwen3-30b-a3b.toml")
+    cfg = dataclasses.replace(cfg, max_tokens=8192)
+    sizes = KernelShape(cfg=cfg, world_size=4, processors=131).sizes
+    assert sizes.route_parts(tokens) == parts

@@ -1,5 +1,5 @@
-// Bounds of Geometry: kMaxExactBoxes against all ways in which segments can fill a tile, and what a
-// Combine part holds against every call.
+// Bounds of Geometry: kMaxExactBoxes against all ways in which segments can fill a tile; what a
+// Combine part holds, and blocks and parts of Route, against every call.
 //
 // Build: g++ -std=c++20 -I. tests/native/test_geometry.cpp -o test_geometry
 #include <algorithm>
@@ -47,9 +47,42 @@ bool combine_parts_fit(u32 top_k, u32 processors, u32 tokens) {
   return fit;
 }
 
+/// Whether every call of up to `tokens` tokens has blocks and Route parts within their bounds,
+/// every token a block in which it is, and every block parts that share its slices.
+bool route_parts_fit(u32 slices, u32 processors, u32 tokens) {
+  Geometry geometry{};
+  geometry.max_tokens = tokens;
+  geometry.route_tokens = 64;
+  geometry.route_slices = slices;
+  geometry.processors = processors;
+  bool fit = true;
+  for (u32 called = 0; called <= tokens; ++called) {
+    const u32 blocks = geometry.route_blocks_of(called);
+    const u32 parts = geometry.route_parts_of_block(called);
+    const u32 each = geometry.route_slices_of_part(called);
+    fit = fit && blocks >= 1 && blocks <= geometry.route_blocks() && parts >= 1 && each >= 1 &&
+          blocks * parts <= geometry.route_parts_max() && parts * each >= slices &&
+          (parts - 1) * each < slices;
+    const u32 of_block = geometry.route_tokens_of(called);
+    for (u32 token = 0; token < called; token += 31) {
+      const u32 block = geometry.route_block(called, token);
+      fit = fit && block < blocks && block == token / of_block;
+    }
+  }
+  return fit;
+}
+
 }  // namespace
 
 int main() {
+  for (const u32 processors : {1U, 2U, 16U, 65U, 131U}) {
+    for (u32 slices = 1; slices <= 8; ++slices) {
+      if (!route_parts_fit(slices, processors, 9000)) {
+        std::printf("Route in %u slices on %u processors does not fit\n", slices, processors);
+        return 1;
+      }
+    }
+  }
   for (u32 top_k = 1; top_k <= 2 * Geometry::kCombinePairs; ++top_k) {
     for (const u32 processors : {1U, 3U, 131U}) {
       if (!combine_parts_fit(top_k, processors, 9000)) {
