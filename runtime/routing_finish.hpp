@@ -28,6 +28,7 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
 template <Platform P, class Sync>
 u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
+  // The block of a call without tokens is not sorted: what stands there is of another call.
   const u32 blocks = call.tokens == 0 ? 0 : route_blocks(geometry, call);
   const u32 experts = geometry.local_experts();
   constexpr u32 kAtOnce = 16;

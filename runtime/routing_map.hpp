@@ -54,9 +54,9 @@ class RoutingMap {
   /// The pair that a place carries.
   u32 pair_at(const Place& place) const {
     const u32 expert = place.peer * geometry_.get().local_experts() + place.local_expert;
-    const u32 block = partition_point(geometry_.get().route_blocks_of(tokens_),
-                                      [&](u32 b) { return base(b, expert) <= place.slot; }) -
-                      1;
+    const u32 blocks = geometry_.get().route_blocks_of(tokens_);
+    const u32 block =
+        partition_point(blocks, [&](u32 b) { return base(b, expert) <= place.slot; }) - 1;
     const u64 first = u64{block} * geometry_.get().route_tokens_of(tokens_) * geometry_.get().top_k;
     return memory_
         .block_pairs[first + memory_.block_first[u64{block} * geometry_.get().experts + expert] +

@@ -323,11 +323,10 @@ class Scheduler {
   /// processors' time: second GEMMs alone would fill the links again and wait for them, and leave
   /// first ones for the end of the call, when the links have nothing to do. Where a second GEMM's
   /// parts are long, first ones go first: the last tile's second one would begin when others have
-  /// ended, and keep few processors busy for long. Of large experts, the
-  /// weights of both would drive each other out of the cache: second ones go first, but wait for
-  /// the end of the first ones that are handed out together, and so collect a whole expert's
-  /// (docs/performance.md, "First and second GEMMs by turns", "First GEMMs first", "An expert at a
-  /// time").
+  /// ended, and keep few processors busy for long. Of large experts, the weights of both would
+  /// drive each other out of the cache: second ones go first, but wait for the end of the first
+  /// ones that are handed out together, and so collect a whole expert's (docs/performance.md,
+  /// "First and second GEMMs by turns", "First GEMMs first", "An expert at a time").
   bool second_in_turn() const {
     const bool amid_turns = gemm0_.together != 0 && gemm0_.by_turns;
     const Geometry& geometry = rank_.geometry();

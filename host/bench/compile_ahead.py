@@ -9,10 +9,11 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from moeos.cli import machine
 from moeos.config import MoEConfig
-from moeos.jit import compile_kernel
+from moeos.jit import compile_kernel, include_root, sources_in
 from moeos.kernel_shape import KernelShape
 
 PATIENCE = 480.0
@@ -41,24 +42,31 @@ class Compilation:
 
 @contextlib.contextmanager
 def started(
-    layers: Sequence[tuple[str, MoEConfig]], ranks: int, multiprocessors: int
+    layers: Sequence[tuple[str, MoEConfig]],
+    ranks: int,
+    multiprocessors: int,
+    roots: Sequence[Path] = (),
 ) -> Iterator[Compilation]:
     """Begins to compile, for GPUs of so many multiprocessors; for the length of a with block.
 
     Args:
         layers: with their names, of which several may have the same.
         ranks: of the world that runs them, a GPU each.
+        roots: source trees, each of which has every layer's kernel compiled; without any, the
+            installed one alone.
     """
     if not layers:
         yield Compilation({})
         return
-    workers = min(len(layers), machine.cores())
+    roots = roots or (include_root(),)
+    workers = min(len(layers) * len(roots), machine.cores())
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         try:
             yield Compilation(
                 {
-                    pool.submit(_compile, cfg, ranks, multiprocessors - 1): name
+                    pool.submit(_compile, root, cfg, ranks, multiprocessors - 1): name
+                    for root in roots
                     for name, cfg in layers
                 }
             )
@@ -66,5 +74,6 @@ def started(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compile(cfg: MoEConfig, ranks: int, processors: int) -> None:
-    compile_kernel(KernelShape(cfg=cfg, world_size=ranks, processors=processors))
+def _compile(root: Path, cfg: MoEConfig, ranks: int, processors: int) -> None:
+    with sources_in(root):
+        compile_kernel(KernelShape(cfg=cfg, world_size=ranks, processors=processors))

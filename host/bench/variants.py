@@ -12,12 +12,10 @@ is. Variants must use memory as this installation does; whether their outputs di
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import difflib
 import functools
 import json
-import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,19 +25,17 @@ import torch.distributed as dist
 import typer
 
 import moeos
-from moeos import jit, kernel_shape, reference
-from moeos.bench import provenance, suite
+from moeos import jit, reference
+from moeos.bench import compile_ahead, provenance, suite
 from moeos.bench.gpu_rank import describe
 from moeos.bench.in_turn import FLUSHED_TOKENS, InTurn
 from moeos.bench.suite import Case, Suite
-from moeos.cli import failures, machine, output
+from moeos.cli import failures, output
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda import CudaEngine
 
-PATIENCE = 480.0
-"""Seconds that all kernels together may take to compile."""
-
+_STARTING = 600.0  # seconds in which ranks meet again outside of calls, the compiler included
 _CALLING = 20.0  # seconds in which a call must end
 _SEED = 1 << 30
 _SOURCES = ("kernels", "runtime")
@@ -65,10 +61,10 @@ def main(
         output.check_writable(out, "--out")
         names = tuple(name for name in shapes.split(",") if name)
         chosen = suite.read(suite_file).only(names, ())
-        with moeos.init("cuda", deadline=PATIENCE) as world:
+        with moeos.init("cuda", deadline=_STARTING) as world:
             clock = InTurn(world)
             layers = layers_for(chosen, counts, world.size)
-            compile_all([cfg for _, cfg, _ in layers], folders, world)
+            compile_all([(name, cfg) for name, cfg, _ in layers], folders, world)
             results = []
             for name, cfg, of_layer in layers:
                 for found in measure(cfg, of_layer, folders, clock, rounds):
@@ -163,27 +159,20 @@ def _texts(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in files}
 
 
-def compile_all(layers: list[MoEConfig], folders: Mapping[str, Path], world: moeos.World) -> None:
-    """Compiles every layer's kernel of every variant, side by side. Collective."""
-    if world.rank == 0:
-        processors = torch.cuda.get_device_properties().multi_processor_count - 1
-        spawn = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(machine.cores(), mp_context=spawn) as pool:
-            pending = [
-                pool.submit(_compile, folder, cfg, world.size, processors)
-                for folder in folders.values()
-                for cfg in layers
-            ]
-            for done in concurrent.futures.as_completed(pending, PATIENCE):
-                done.result()
+def compile_all(
+    layers: Sequence[tuple[str, MoEConfig]], folders: Mapping[str, Path], world: moeos.World
+) -> None:
+    """Compiles every layer's kernel of every variant, side by side. Collective.
+
+    Raises `RuntimeError` with what the compiler says of the first that it refuses.
+    """
+    mine = layers if world.rank == 0 else []
+    gpu = torch.cuda.get_device_properties()
+    roots = list(folders.values())
+    with compile_ahead.started(mine, world.size, gpu.multi_processor_count, roots) as compiling:
+        for name, what in compiling.wait(lambda: None).items():
+            raise RuntimeError(f"the kernel of {name}: {what}")
     world.control.barrier()
-
-
-def _compile(folder: Path, cfg: MoEConfig, ranks: int, processors: int) -> None:
-    with jit.sources_in(folder):
-        jit.compile_kernel(
-            kernel_shape.KernelShape(cfg=cfg, world_size=ranks, processors=processors)
-        )
 
 
 def measure(

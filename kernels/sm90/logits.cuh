@@ -37,6 +37,8 @@ class Logits {
         kept_(kept) {}
 
   u32 warp() const { return warp_; }
+  u32 group() const { return warp_ / (kConsumerWarps / kConsumers); }
+  bool kept() const { return kept_; }
   /// Tokens from `first` of the block on that are brought into shared memory together.
   u32 tokens_from(u32 first) const {
     return first_token_ + first < end_ ? minimum(kRoundTokens, end_ - first_token_ - first) : 0;
@@ -65,7 +67,7 @@ class Logits {
   void keep(const float (&d)[kRouteColumns / 2], u32 slice) {
     for_each_pair(d, [&](u32 place, u32 column, float2 pair) {
       if (token(place) < end_) {
-        *reinterpret_cast<float2*>(kept(place, slice * kConsumers + group()) + column) = pair;
+        *reinterpret_cast<float2*>(kept_sums(place, slice * kConsumers + group()) + column) = pair;
       }
     });
   }
@@ -76,13 +78,12 @@ class Logits {
                     kKept * kRouteColumns * sizeof(float) <= kGeometry.row_bytes,
                 "a token's sums fit its row");
 
-  u32 group() const { return warp_ / (kConsumerWarps / kConsumers); }
   /// Where a sum lies. Groups of eight columns change places, so that what the lanes of a warp
   /// store or load at once lies in different banks.
   static u32 sum_place(u32 token, u32 column) {
     return token * kRouteColumns + (column ^ token % 4 * 8);
   }
-  float* kept(u32 place, u32 which) const {
+  float* kept_sums(u32 place, u32 which) const {
     u8* row = arguments_.out + u64{token(place)} * kGeometry.row_bytes;
     return reinterpret_cast<float*>(row) + which * kRouteColumns;
   }
@@ -133,7 +134,7 @@ class Logits {
       float4 sums[kKept];  // asked for together
 #pragma unroll
       for (u32 which = 0; which < kKept; ++which) {
-        sums[which] = *reinterpret_cast<const float4*>(kept(first + place, which) + column);
+        sums[which] = *reinterpret_cast<const float4*>(kept_sums(first + place, which) + column);
       }
 #pragma unroll
       for (u32 which = kConsumers; which < kKept; ++which) {

@@ -22,10 +22,9 @@ static_assert(kRoundTokens % kTokensAtOnce == 0);
 /// Multiplies the slices of a part. Their sums are in d, or kept, as `logits` has been told. By all
 /// consumers.
 inline void multiply_slices(float (&d)[kRouteColumns / 2], const RouteShare& share, Logits& logits,
-                            bool kept, Shared& shared, RingPosition<kStages>& stage) {
-  const u32 group = logits.warp() / (kConsumerWarps / kConsumers);
+                            Shared& shared, RingPosition<kStages>& stage) {
   if constexpr (kGeometry.route_slices == 1) {
-    multiply_logits(d, steps_of_slice(0), group, shared, stage);
+    multiply_logits(d, steps_of_slice(0), logits.group(), shared, stage);
     return;
   }
   [[maybe_unused]] float sums[Logits::kInRegisters ? kRouteColumns / 2 : 1] = {};
@@ -35,8 +34,8 @@ inline void multiply_slices(float (&d)[kRouteColumns / 2], const RouteShare& sha
     for (float& value : d) {
       value = 0.0F;
     }
-    multiply_logits(d, steps_of_slice(slice), group, shared, stage);
-    if (kept) {
+    multiply_logits(d, steps_of_slice(slice), logits.group(), shared, stage);
+    if (logits.kept()) {
       logits.keep(d, slice);
     } else if constexpr (Logits::kInRegisters) {
 #pragma unroll
@@ -100,11 +99,10 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   const bool multiplies = gate_routes(arguments, call, block);
   const bool shared_block = kGeometry.route_parts_of_block(call.tokens) > 1;
   Processor<Machine> processor(rank, call, index);
-  const bool kept = shared_block || !Logits::kInRegisters;
-  Logits logits(arguments, shared.route, warp, share.tokens, kept);
+  Logits logits(arguments, shared.route, warp, share.tokens, shared_block || !Logits::kInRegisters);
   float d[kRouteColumns / 2] = {};
   if (multiplies) {
-    multiply_slices(d, share, logits, kept, shared, stage);
+    multiply_slices(d, share, logits, shared, stage);
   }
   if (shared_block) {
     everyone();
@@ -115,7 +113,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
     if (slot.last_part == 0) {
       return;
     }
-  } else if (kept) {
+  } else if (logits.kept()) {
     everyone();  // all have kept their sums
   }
   if (multiplies) {

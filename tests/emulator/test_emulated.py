@@ -176,6 +176,12 @@ def packed(plan: FaultPlan, layer: Emulated) -> list[bytes]:
     ]
 
 
+def emulate(name: str, libraries: dict[str, Path]) -> tuple[Emulated, EmulatedLayer]:
+    """A layer, and its ranks, with weights."""
+    layer = LAYERS[name]
+    return layer, EmulatedLayer(libraries[name], draw_weights(layer.cfg), layer.ranks)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_are_those_of_the_reference(name: str, libraries: dict[str, Path]) -> None:
     layer = LAYERS[name]
@@ -185,9 +191,7 @@ def test_outputs_are_those_of_the_reference(name: str, libraries: dict[str, Path
 def test_a_tokens_output_does_not_depend_on_how_many_others_there_are(
     libraries: dict[str, Path],
 ) -> None:
-    name = "blocks that parts share, and others"
-    layer = LAYERS[name]
-    emulated = EmulatedLayer(libraries[name], draw_weights(layer.cfg), layer.ranks)
+    layer, emulated = emulate("blocks that parts share, and others", libraries)
     drawn = draw_call(layer.cfg, layer.cfg.max_tokens, 7)
     whole = dataclasses.replace(drawn, x=2 * drawn.x)  # larger logits, whose last bits count
     y = emulated([whole], 0)[0]
@@ -199,9 +203,7 @@ def test_a_tokens_output_does_not_depend_on_how_many_others_there_are(
 def test_counters_are_those_of_the_routing_and_in_the_order_of_time(
     libraries: dict[str, Path],
 ) -> None:
-    name = "groups"
-    layer = LAYERS[name]
-    emulated = EmulatedLayer(libraries[name], draw_weights(layer.cfg), layer.ranks)
+    layer, emulated = emulate("groups", libraries)
     tokens = [100, 37]
     emulated([draw_call(layer.cfg, n, rank) for rank, n in enumerate(tokens)], 3)
     found = [emulated.stats(rank, layer.processors) for rank in range(layer.ranks)]
@@ -228,9 +230,7 @@ def test_counters_are_those_of_the_routing_and_in_the_order_of_time(
 
 
 def test_logits_that_are_not_finite_end_the_call_on_all_ranks(libraries: dict[str, Path]) -> None:
-    name = "two ranks, odd sizes, biases"
-    layer = LAYERS[name]
-    emulated = EmulatedLayer(libraries[name], draw_weights(layer.cfg), layer.ranks)
+    layer, emulated = emulate("two ranks, odd sizes, biases", libraries)
     calls = [draw_call(layer.cfg, 70, rank) for rank in range(layer.ranks)]
     calls[1].x[66] = torch.nan
     emulated(calls, 0)

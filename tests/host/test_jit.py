@@ -253,27 +253,23 @@ def copy_sources(folder: Path) -> Path:
 
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("edited", ["kernels/sm90/forward.cu", "runtime/base.hpp"])
-def test_a_changed_source_is_compiled_again_wherever_it_lies(
-    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_source_is_compiled_again_wherever_it_lies(edited: str, tmp_path: Path) -> None:
     compile_kernel(shape(), tmp_path / "cache")
     root = copy_sources(tmp_path / "moved")
-    monkeypatch.setattr("moeos.jit.include_root", lambda: root)
-    assert compile_kernel(shape(), tmp_path / "cache").cached
-    with open(root / edited, "a") as file:
-        file.write("// changed\n")
-    assert not compile_kernel(shape(), tmp_path / "cache").cached
+    with jit.sources_in(root):
+        assert compile_kernel(shape(), tmp_path / "cache").cached
+        with open(root / edited, "a") as file:
+            file.write("// changed\n")
+        assert not compile_kernel(shape(), tmp_path / "cache").cached
 
 
 @pytest.mark.usefixtures("without_compiler")
-def test_a_source_that_the_kernel_does_not_include_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_the_kernel_does_not_include_changes_nothing(tmp_path: Path) -> None:
     compile_kernel(shape(), tmp_path / "cache")
     root = copy_sources(tmp_path / "moved")
     (root / "kernels" / "twin" / "forward.cpp").write_text("")
-    monkeypatch.setattr("moeos.jit.include_root", lambda: root)
-    assert compile_kernel(shape(), tmp_path / "cache").cached
+    with jit.sources_in(root):
+        assert compile_kernel(shape(), tmp_path / "cache").cached
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -284,11 +280,11 @@ def test_another_compiler_compiles_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("without_compiler")
-def test_a_missing_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_source_is_named(tmp_path: Path) -> None:
     root = copy_sources(tmp_path / "moved")
     (root / "runtime" / "task.hpp").unlink()
-    monkeypatch.setattr("moeos.jit.include_root", lambda: root)
-    with pytest.raises(RuntimeError, match=r"runtime/task\.hpp.*install moeos again"):
+    missing = pytest.raises(RuntimeError, match=r"runtime/task\.hpp.*install moeos again")
+    with jit.sources_in(root), missing:
         compile_kernel(shape(), tmp_path / "cache")
 
 
