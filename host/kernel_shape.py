@@ -39,6 +39,7 @@ _ROUTE_TOKENS = 64  # of a block, at most
 _ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
+_SPREAD_BYTES = 64 << 10  # of rows that a courier spreads together, at most
 ONCE_BYTES = 12 << 20
 """A call with so many bytes of rows for a peer takes each token there once. It takes the peer some
 microseconds more to copy it to its other rows, which fewer rows do not win back on the link."""
@@ -113,6 +114,7 @@ class KernelShape:
             segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
             route_slices=_route_slices(self.cfg),
             once_rows=_once_rows(self.cfg),
+            spread_tokens=_spread_tokens(self.cfg),
         )
         return layer_sizes(
             self.cfg,
@@ -171,6 +173,14 @@ def _once_rows(cfg: MoEConfig) -> int:
     if cfg.max_tokens < ONCE_TOKENS:
         return 0
     return max(1, ONCE_BYTES // (cfg.hidden * cfg.dtype.itemsize))
+
+
+def _spread_tokens(cfg: MoEConfig) -> int:
+    """`Tiles.spread_tokens`: as many as a warp has lanes for, unless their rows are so long that
+    the first tiles would wait for the last ones'.
+    """
+    row_bytes = cfg.hidden * cfg.dtype.itemsize
+    return max(1, min(MAX_TOP_K, _SPREAD_BYTES // row_bytes) // cfg.top_k)
 
 
 def _route_slices(cfg: MoEConfig) -> int:

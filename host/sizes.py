@@ -25,7 +25,9 @@ class Tiles:
 
     Tiles of an expert with up to `narrow_rows` padded rows have parts of half as many columns. In
     those of others, each source's rows are padded to a multiple of `segment_align`. A call with
-    `once_rows` rows for a peer, or more, takes each token there once; with 0, none does.
+    `once_rows` rows for a peer, or more, takes each token there once; with 0, none does. In a call
+    of up to `spread_tokens` tokens a processor, parts of Dispatch are tokens, each with all of its
+    rows.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class Tiles:
     narrow_rows: int = 0
     segment_align: int = _twin.SEGMENT_ALIGN
     once_rows: int
+    spread_tokens: int
 
 
 def layer_sizes(
@@ -87,6 +90,7 @@ def layer_sizes(
         segment_align=tiles.segment_align,
         large_experts=2 * cfg.hidden * cfg.intermediate * cfg.dtype.itemsize > LARGE_EXPERT,
         once_rows=tiles.once_rows if _can_send_once(cfg, world_size, tiles) else 0,
+        spread_tokens=tiles.spread_tokens,
         trace_events=trace_events,
     )
 

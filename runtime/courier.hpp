@@ -3,11 +3,11 @@
 //
 // Rows leave as soon as routing is finished, and nothing that this rank computes waits for them: so
 // Dispatch is not scheduled. The last Route part lists all of its parts, and couriers take one
-// after the other. On the GPU every processor block has one beside its products
-// (Geometry::couriers): a processor that sent would wait for the links. A machine with one warp a
-// processor lets processors do it, before all other parts. Chunks that have landed are listed as
-// they come (landings_subscriber.hpp), and go before: their tiles wait. May not know: how rows are
-// copied.
+// after the other; of few tokens there are other parts (spread.hpp). On the GPU every processor
+// block has a courier beside its products (Geometry::couriers): a processor that sent would wait
+// for the links. A machine with one warp a processor lets processors do it, before all other parts.
+// Chunks that have landed are listed as they come (landings_subscriber.hpp), and go before: their
+// tiles wait. May not know: how rows are copied.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -34,6 +34,7 @@ class Courier {
         call_(call),
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[actor]),
+        all_sent_(rank.geometry().spreads(call.tokens)),
         replicates_(rank.geometry().once()) {}
 
   /// Takes the next part and its descriptor. False: there is none yet, or none any more. Never
@@ -157,7 +158,7 @@ class Courier {
                      ceil_div(rows_in_chunk(geometry, rows_sent, chunk), task.rows));
     if (P::lane() == 0) {
       if (announced) {
-        send_chunk(rank_, call_, task, word, chunk, tally_);
+        tally_.flag_bytes_to_peers += send_chunk(rank_, call_, task.peer, chunk);
       }
       // Relaxed: a number by which the scheduler sees whether links are still in use, and the
       // returns subscribers, when results are late, whether we have sent everything.
@@ -201,10 +202,10 @@ class Courier {
   const Call& call_;
   CallState& state_;
   Tally& tally_;
-  u32 parts_ = kNone;      // not known yet
-  bool all_sent_ = false;  // every part of Dispatch has been taken
-  bool replicates_;        // there may be chunks to make whole
-  bool left_ = false;      // the call has failed
+  u32 parts_ = kNone;  // not known yet
+  bool all_sent_;      // every part of Dispatch has been taken, or all are tokens (spread.hpp)
+  bool replicates_;    // there may be chunks to make whole
+  bool left_ = false;  // the call has failed
 };
 
 }  // namespace moeos

@@ -46,13 +46,15 @@ struct Geometry {
                            // other, so the tiles of one are made and computed together; 0: in the
                            // order in which their rows arrive
   u32 processors;          // processors of this rank; this and the next may differ between ranks
-  u32 couriers;      // actors that do nothing but Dispatch and Replicate: one a processor, or 0:
-                     // processors do it
-  u32 remote;        // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
-  u32 window_rows;   // rows under way to a remote peer at any time, at most; see window()
-  u32 once_rows;     // a call with so many rows for a direct peer, or more, takes each token there
-                     // once, and the peer copies it to its other rows; 0: none does
-  u32 trace_events;  // events that each actor notes of a call, at most (trace.hpp); 0: none does
+  u32 couriers;     // actors that do nothing but Dispatch and Replicate: one a processor, or 0:
+                    // processors do it
+  u32 remote;       // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
+  u32 window_rows;  // rows under way to a remote peer at any time, at most; see window()
+  u32 once_rows;    // a call with so many rows for a direct peer, or more, takes each token there
+                    // once, and the peer copies it to its other rows; 0: none does
+  u32 spread_tokens;  // in a call of up to so many tokens a processor, parts of Dispatch are
+                      // tokens, each with all of its rows; 0: in none, they are rows
+  u32 trace_events;   // events that each actor notes of a call, at most (trace.hpp); 0: none does
 
   constexpr u32 local_experts() const { return experts / world; }
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
@@ -111,6 +113,22 @@ struct Geometry {
   /// Rows of a source for which it can say where they come from, and chunks that can be made here.
   constexpr u32 origins() const { return once() ? cell_rows_used() : 0; }
   constexpr u32 replications_max() const { return once() ? world * chunks() : 0; }
+
+  // --- Tokens that are spread (spread.hpp) ---
+
+  /// Whether the parts of a call's Dispatch are tokens. Not of one that could take its tokens once
+  /// to a peer.
+  constexpr bool spreads(u32 tokens) const {
+    return spread_tokens != 0 && tokens <= u64{spread_tokens} * processors &&
+           !sends_once(tokens * minimum(top_k, local_experts()));
+  }
+  /// Tokens of a part, then: each processor has one at most.
+  constexpr u32 spread_tokens_of(u32 tokens) const {
+    return maximum(1U, ceil_div(tokens, processors));
+  }
+  constexpr u32 spread_parts_of(u32 tokens) const {
+    return ceil_div(tokens, spread_tokens_of(tokens));
+  }
 
   constexpr u32 pairs() const { return max_tokens * top_k; }
 

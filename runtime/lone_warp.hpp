@@ -12,6 +12,7 @@
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/row_tasks.hpp"
+#include "runtime/spread.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/trace.hpp"
@@ -123,6 +124,53 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
   return true;
 }
 
+/// Spreads some tokens, once it is known where they go, if there are any left.
+template <Platform P, Kernels K>
+bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
+                const Processor<P>& processor, K& kernels, Spread<P>& spread,
+                const Trace<P>& trace) {
+  constexpr u32 kAtOnce = 32;
+  const Geometry& geometry = rank.geometry();
+  TokenRange tokens;
+  if (!spread.routed() || !spread.take(tokens) || !spread.begin_part()) {
+    return false;
+  }
+  const u32 end_pair = tokens.end * geometry.top_k;
+  u64 busy_ns = 0;
+  for (u32 first = tokens.first * geometry.top_k; first < end_pair; first += kAtOnce) {
+    const u32 pairs = minimum(kAtOnce, end_pair - first);
+    SpreadRow rows[kAtOnce];
+    processor.pace().begin_part(rank, call);
+    u64 begin = P::now_ns();
+    for (u32 i = 0; i < pairs; ++i) {
+      rows[i] = spread.look_up(map, first + i, true);
+      begin += wait_for_links(rank, call, [&](u32 peer) {
+        return rows[i].goes && peer == rows[i].peer ? u64{geometry.row_bytes} : 0;
+      });
+      if (rows[i].goes) {
+        kernels.copy_row((first + i) / geometry.top_k,
+                         outgoing_row(rank, rows[i].peer, Round::dispatch, rows[i].number));
+      }
+    }
+    const u64 end = P::now_ns();
+    busy_ns += end - begin + processor.pace().slow_down(rank, call);
+    for (u32 i = 0; i < pairs; ++i) {
+      const SpreadChunk chunk = spread.count(rows[i]);
+      if (chunk.rows > 0) {
+        TraceEvent event = event_of_spread(rows[i], chunk, tokens.first);
+        event.begin_ns = begin;
+        event.end_ns = trace_time<P>(geometry);
+        event.computed = event.stored = event.since(end);
+        trace.note(event);
+        begin = end;  // the time of all is the first event's
+      }
+    }
+    processor.pace().end_part();
+  }
+  spread.end_part(busy_ns);
+  return true;
+}
+
 /// Fetch, run, repeat, until the scheduler interrupts or the call is aborted. Dispatch goes before
 /// everything: other ranks wait for it.
 template <Platform P, Kernels K>
@@ -130,10 +178,12 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   forget_last_call(rank, index);
   Processor<P> processor(rank, call, index);
   Courier<P> courier(rank, call, index);
+  Spread<P> spread(rank, call, index);
   const Trace<P> trace(rank, index);
   const RoutingMap map(rank.geometry(), rank.memory, call);
   const auto dispatch = [&] {
-    return run_dispatch(rank, call, map, processor, kernels, courier, trace);
+    return run_spread(rank, call, map, processor, kernels, spread, trace) ||
+           run_dispatch(rank, call, map, processor, kernels, courier, trace);
   };
   MOEOS_CHECK(rank.geometry().route_slices == 1);
   ReadyWord word;

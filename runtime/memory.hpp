@@ -26,7 +26,7 @@ struct CallState {
   Line<u32> replications_taken;
   Line<u32> replications_all;
   Line<u32> routed;  // our counts, the routing map and the list of Dispatch are complete: 1 and the
-                     // parts of that list (released by the last Route part)
+                     // parts of Dispatch (released by the last Route part)
   Line<u32> token_rows_known;  // blocks of tokens whose token_rows are written
   Line<u32> rows_returned;     // received rows whose results have left for their owners
   Line<u32> tokens_combined;   // own tokens whose output is written

@@ -46,17 +46,16 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
   }
 }
 
-/// Asks a sender to put staged rows to a remote peer: a chunk, as `word` of its Dispatch task with
-/// the chunk's place in the task in place of the part, or a tile's segment, as `word` of its Gemm1
-/// task with the segment in place of the part. One lane.
+/// Asks a sender to put staged rows to a remote peer: a chunk (chunk_word), or a tile's segment, as
+/// `word` of its Gemm1 task with the segment in place of the part. One lane.
 template <Platform P>
 void post_request(const Rank<P>& rank, const Call& call, u32 peer, ReadyWord word) {
   const u32 slot =
       take_slots(rank, call, Actor::processor, rank.memory.outbox_tickets(call.epoch, peer),
                  rank.memory.outbox_slots());
   if (slot != kNone) {
-    // Publishes the staged rows (acquired by this actor) and their descriptor to the sender, which
-    // polls this word and fences.
+    // Publishes the staged rows and, of a tile, the descriptor (acquired by this actor) to the
+    // sender, which polls this word and fences.
     P::template store_release<Scope::device>(&rank.memory.outbox_of(peer)[slot], word.sealed());
   }
 }
@@ -67,23 +66,21 @@ constexpr u32 flag_bytes(const u8* direct) {
   return !P::kRemotePeers || direct != nullptr ? sizeof(u32) : sizeof(u64);
 }
 
-/// Announces a chunk of a Dispatch, whose rows this actor has written to outgoing_row, or acquired
-/// from those who have, or has a sender put them. `word`: of one of its parts. One lane.
+/// Announces a chunk of the rows for a peer, which this actor has written to outgoing_row, or
+/// acquired from those who have, or has a sender put them. Returns the bytes of the flag, if that
+/// goes to another rank. One lane.
 template <Platform P>
-void send_chunk(const Rank<P>& rank, const Call& call, const Task& task, ReadyWord word, u32 chunk,
-                Tally& tally) {
-  u8* direct = rank.platform.peer(task.peer);
+u32 send_chunk(const Rank<P>& rank, const Call& call, u32 peer, u32 chunk) {
+  u8* direct = rank.platform.peer(peer);
   if (!P::kRemotePeers || direct != nullptr) {
     const u64 flag = rank.layout.arrived(rank.rank, chunk);
     // Publishes the chunk's rows to the peer's subscriber, which polls this word and fences.
     P::template store_release<Scope::system>(reinterpret_cast<u32*>(direct + flag),
                                              seal(call.epoch));
   } else {
-    post_request(rank, call, task.peer, word.with_part(chunk - task.first_chunk));
+    post_request(rank, call, peer, chunk_word(call.epoch, chunk));
   }
-  if (task.peer != rank.rank) {
-    tally.flag_bytes_to_peers += flag_bytes<P>(direct);
-  }
+  return peer == rank.rank ? 0 : flag_bytes<P>(direct);
 }
 
 /// Puts a chunk's staged rows, then its flag, to a remote peer. One warp.

@@ -63,6 +63,15 @@ class RoutingMap {
                      (place.slot - base(block, expert))];
   }
 
+  /// Where the row of a pair that is sent lies.
+  Place place_of(u32 pair) const {
+    const u32 expert = memory_.pair_expert[pair];
+    const u32 at = slot(pair, expert);
+    const u32 peer = geometry_.get().owner_of(expert);
+    const u32 local = expert % geometry_.get().local_experts();
+    return Place{peer, local, at, memory_.send_starts(peer)[local] + at};
+  }
+
   /// Where the first of the rows lies, in the order of sending to the place's peer, that carry the
   /// token of `pair`, which the place carries.
   Place first_place(u32 pair, const Place& place) const {

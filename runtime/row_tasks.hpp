@@ -22,29 +22,38 @@ struct OutgoingRow {
   bool goes() const { return origin == number; }
 };
 
+/// A place's row, as its number in the cell.
+template <Platform P>
+u32 number_of(const Rank<P>& rank, const RoutingMap::Place& at) {
+  return rank.layout.row(at.local_expert, at.slot, at.row - at.slot);
+}
+
+/// Notes for the returns subscriber and for Combine which pair a place carries. Plain stores: what
+/// announces the chunk releases them along with the rows, and Combine runs because the results of
+/// these very rows came back.
+template <Platform P>
+void note_row(const Rank<P>& rank, const RoutingMap::Place& place, u32 pair) {
+  const Geometry& geometry = rank.geometry();
+  rank.memory.row_pair[u64{place.peer} * geometry.chunks() * geometry.chunk_rows + place.row] =
+      pair;
+  rank.memory.pair_row[pair] =
+      rank.layout.row_index(place.peer, Round::combine, Buffer::arrival, number_of(rank, place));
+}
+
 /// Finds row `row`, in the order of sending to `peer`, to which each token goes once or not, and
-/// notes both directions for Combine; and to the peer that gets tokens once, where the row is from.
-///
-/// The notes are plain stores: what announces the chunk releases them along with the rows, and
-/// Combine runs because the results of these very rows came back.
+/// notes both directions; and to the peer that gets tokens once, where the row is from.
 template <Platform P>
 OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row, bool once) {
-  const auto number_of = [&rank](const RoutingMap::Place& at) {
-    return rank.layout.row(at.local_expert, at.slot, at.row - at.slot);
-  };
   const RoutingMap::Place place = map.place_at(peer, row);
-  OutgoingRow found{map.pair_at(place), number_of(place), 0};
+  OutgoingRow found{map.pair_at(place), number_of(rank, place), 0};
   found.origin = found.number;
   if (once) {
-    found.origin = number_of(map.first_place(found.pair, place));
-    // A plain store as those below: the peer acquires it with the chunk.
+    found.origin = number_of(rank, map.first_place(found.pair, place));
+    // A plain store, too: the peer acquires it with the chunk.
     *reinterpret_cast<u32*>(rank.platform.peer(peer) + rank.layout.origin(rank.rank, row)) =
         seal(found.origin);
   }
-  const Geometry& geometry = rank.geometry();
-  rank.memory.row_pair[u64{peer} * geometry.chunks() * geometry.chunk_rows + row] = found.pair;
-  rank.memory.pair_row[found.pair] =
-      rank.layout.row_index(peer, Round::combine, Buffer::arrival, found.number);
+  note_row(rank, place, found.pair);
   return found;
 }
 

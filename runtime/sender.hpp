@@ -134,23 +134,28 @@ class Sender {
 
   /// Puts what a request asks for, if the peer's window has room for it.
   bool send(u32 peer, ReadyWord word) {
-    const Task& task = rank_.memory.tasks[word.task()];
-    if (!is_whole(task)) {
-      reject_damaged(rank_, call_, FailureKind::task_damaged, Actor::sender, word.task(), 0);
-      return false;
-    }
     const bool dispatch = word.kind() == TaskKind::dispatch;
-    const u32 chunk = task.first_chunk + word.part();
-    // Copies: what has been looked at is what is put.
-    const u32 expert = task.local_expert;
-    const Segment segment = task.segments[dispatch ? 0 : word.part()];
-    const u32 rows = dispatch ? rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), chunk)
-                              : segment.rows;
+    u32 expert = 0;
+    Segment segment{};
+    u32 rows = 0;
+    if (dispatch) {
+      rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), word.task());
+    } else {
+      const Task& task = rank_.memory.tasks[word.task()];
+      if (!is_whole(task)) {
+        reject_damaged(rank_, call_, FailureKind::task_damaged, Actor::sender, word.task(), 0);
+        return false;
+      }
+      // Copies: what has been looked at is what is put.
+      expert = task.local_expert;
+      segment = task.segments[word.part()];
+      rows = segment.rows;
+    }
     if (!reserve(peer, rows)) {
       return false;
     }
     if (dispatch) {
-      put_chunk(rank_, call_, map_, peer, chunk);
+      put_chunk(rank_, call_, map_, peer, word.task());
     } else {
       put_results(rank_, expert, segment);
     }

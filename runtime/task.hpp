@@ -214,6 +214,11 @@ constexpr Task combine_task(ReadyWord word) {
   return task;
 }
 
+/// The word by which a sender is asked to put a chunk to the peer whose outbox it lies in.
+constexpr ReadyWord chunk_word(u32 epoch, u32 chunk) {
+  return ReadyWord(epoch, TaskKind::dispatch, chunk, 0);
+}
+
 /// The word of a chunk that `source` has not sent all rows of. It says all that there is to know.
 constexpr ReadyWord replicate_word(u32 epoch, u32 source, u32 chunk) {
   return ReadyWord(epoch, TaskKind::replicate, chunk, source);

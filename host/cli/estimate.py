@@ -173,6 +173,11 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     to_rank = [sum(sent[peer * local : (peer + 1) * local]) for peer in range(ranks)]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
     part_rows = sizes.dispatch_part_rows(sum(chunks_to_rank))
+    dispatches = (
+        sizes.spread_parts(tokens)
+        if sizes.spreads(tokens)
+        else sum(-(-n // part_rows) for n in to_rank)
+    )
     once = [peer for peer in range(1, ranks) if sizes.sends_once(to_rank[peer])]
 
     tiles = padding = flags = received = busy_experts = replicated = 0
@@ -207,7 +212,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         tiles=tiles,
         tasks={
             "route": sizes.route_parts(tokens),
-            "dispatch": sum(-(-n // part_rows) for n in to_rank),
+            "dispatch": dispatches,
             "replicate": replicated,
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,

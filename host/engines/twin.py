@@ -25,6 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _ONCE_ROWS = 16
 """It gains nothing here, where peers share their memory: so few, so that it is seen to be right."""
+_SPREAD_TOKENS = 4
+"""Likewise: calls of few tokens have some, and others none."""
 
 
 def sizes_of(
@@ -37,6 +39,7 @@ def sizes_of(
         gemm0_columns=_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS,
         gemm1_columns=_twin.PLAIN_COLUMNS,
         once_rows=_ONCE_ROWS,
+        spread_tokens=_SPREAD_TOKENS,
     )
     return layer_sizes(cfg, world_size, processors, tiles, remote=remote, trace_events=trace_events)
 

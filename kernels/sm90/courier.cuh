@@ -2,6 +2,9 @@
 // peer, beside whatever the rest of its block computes; and rows that have come, to where else
 // their tokens go.
 //
+// In a call of few tokens it has its tokens' rows in the buffers before they are routed
+// (spread.hpp).
+//
 // Links are slow and far: what keeps them busy is that every block has a few copies under way all
 // the time. A parcel is what one buffer holds: some rows, or a piece of one. Loads run ahead of
 // stores, across the parcels of a part of Dispatch. May not know: flags; who else uses the block.
@@ -12,6 +15,7 @@
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/courier.hpp"
 #include "runtime/row_tasks.hpp"
+#include "runtime/spread.hpp"
 #include "runtime/trace.hpp"
 
 namespace moeos::sm90 {
@@ -24,16 +28,26 @@ inline constexpr u32 kParcelBytes =
     align_up(ceil_div(kGeometry.row_bytes, kPiecesOfRow), 16U);  // of each row
 static_assert(kParcelRows * kParcelBytes <= Parcels::kBufferBytes);
 static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
+static_assert(kGeometry.spread_tokens * kGeometry.top_k <= Machine::kLanes,
+              "a lane looks up one pair of the tokens that are spread together");
 
-/// Copies rows through the block's parcels. Every function by the whole warp; each lane copies
-/// its own row's share of a parcel.
+/// The rank, for one look at what there is to do: made out of an address that the compiler cannot
+/// foresee. It would work out all that depends on it beforehand, and has too few registers to keep
+/// that.
+inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
+  u8* memory = arguments.memory;
+  asm volatile("" : "+l"(memory));
+  return rank_of(arguments, nullptr, memory);
+}
+
+/// Copies rows through the block's parcels. Every function by the whole warp.
 class ParcelLine {
  public:
-  ParcelLine(const Rank<Machine>& rank, const Call& call, Shared& shared)
-      : rank_(rank), call_(call), shared_(shared) {}
+  ParcelLine(const RankArguments& arguments, Shared& shared)
+      : arguments_(arguments), shared_(shared) {}
 
   /// Copies a row of `row_bytes` bytes for each of the first `rows` lanes, from `source` to
-  /// `destination`; when it returns, they are stored.
+  /// `destination`, a lane its own row's share of each parcel; when it returns, they are stored.
   void copy(const u8* source, u64 destination, u32 rows) {
     const u32 parcels = ceil_div(rows, kParcelRows) * kPiecesOfRow;
     for (u32 next = 0; next < parcels + kAhead; ++next) {
@@ -42,53 +56,106 @@ class ParcelLine {
         // may still be read; of the copy before, nothing is.
         wait_until_read<kBuffers - kAhead - 1>();
         __syncwarp();
-        load(part_of(next, rows), source);
+        const Part part = part_of(next, rows, Machine::lane());
+        expect(part.all_bytes);
+        load(part, source, part.bytes);
       }
       if (next >= kAhead) {
-        store(part_of(next - kAhead, rows), destination);
+        store(part_of(next - kAhead, rows, Machine::lane()), destination);
       }
     }
     wait_until_stored();
     __syncwarp();
   }
 
+  /// Begins to load `rows` rows that lie side by side at `source`, as many as there are buffers
+  /// for. Behind it spread() with the same rows, or drop().
+  void begin(const u8* source, u32 rows) {
+#pragma unroll 1
+    for (u32 next = 0; next < minimum(kBuffers, parcels_of(rows)); ++next) {
+      load_together(next, source, rows);
+    }
+  }
+
+  /// Stores row `row` of these to this lane's `destination`, if that is not 0.
+  void spread(const u8* source, u32 rows, u32 row, u64 destination) {
+#pragma unroll 1
+    for (u32 next = 0; next < parcels_of(rows); ++next) {
+      Part part = part_of(next, rows, row);
+      part.bytes = destination == 0 ? 0 : part.bytes;
+      store(part, destination);
+      if (next + kBuffers < parcels_of(rows)) {
+        wait_until_read<0>();
+        __syncwarp();
+        load_together(next + kBuffers, source, rows);
+      }
+    }
+    wait_until_stored();
+    __syncwarp();
+  }
+
+  /// Waits for what begin() has asked for: nobody may leave shared memory to others before.
+  void drop(u32 rows) {
+#pragma unroll 1
+    for (u32 next = 0; next < minimum(kBuffers, parcels_of(rows)); ++next) {
+      wait_until_loaded();
+      stored_.advance();
+    }
+  }
+
  private:
   static constexpr u32 kBuffers = Parcels::kBuffers;
   static constexpr u32 kAhead = kBuffers / 2;  // parcels by which loads are ahead of stores
 
-  /// A lane's share of a parcel: bytes of its row, none for lanes whose rows are in others.
+  static constexpr u32 parcels_of(u32 rows) { return ceil_div(rows, kParcelRows) * kPiecesOfRow; }
+
+  /// A row's share of a parcel: some of its bytes, or none of a row that is in others.
   struct Part {
     u32 first_byte;  // of the row
     u32 bytes;
+    u32 first_row;  // of the parcel
     u32 all_bytes;  // of the parcel
     u32 place;      // in the buffer
   };
-  static Part part_of(u32 parcel, u32 rows) {
+  static Part part_of(u32 parcel, u32 rows, u32 row) {
     const u32 first_row = parcel / kPiecesOfRow * kParcelRows;
     const u32 first_byte = parcel % kPiecesOfRow * kParcelBytes;
     const u32 bytes = minimum(kParcelBytes, kGeometry.row_bytes - first_byte);
     const u32 end = minimum(rows, first_row + kParcelRows);
-    const u32 lane = Machine::lane();
-    const bool mine = lane >= first_row && lane < end;
-    return {first_byte, mine ? bytes : 0, (end - first_row) * bytes,
-            mine ? (lane - first_row) * kParcelBytes : 0};
+    const bool there = row >= first_row && row < end;
+    return {first_byte, there ? bytes : 0, first_row, (end - first_row) * bytes,
+            there ? (row - first_row) * kParcelBytes : 0};
   }
 
-  void load(const Part& part, const u8* source) {
-    Barrier& full = shared_.parcels.full[loaded_.index];
+  void wait_until_loaded() {
+    wait_watched(rank_of_look(arguments_), shared_.call, shared_.parcels.full[stored_.index],
+                 stored_.parity);
+  }
+  void expect(u32 bytes) {
     if (Machine::lane() == 0) {
-      full.arrive_expecting(part.all_bytes);
+      shared_.parcels.full[loaded_.index].arrive_expecting(bytes);
     }
     __syncwarp();
-    if (part.bytes != 0) {
+  }
+  /// Loads `bytes` bytes of the next parcel, if that is not 0, from a lane's share on.
+  void load(const Part& part, const u8* source, u32 bytes) {
+    if (bytes != 0) {
       load_bytes(source + part.first_byte, shared_.parcels.buffers[loaded_.index] + part.place,
-                 part.bytes, full);
+                 bytes, shared_.parcels.full[loaded_.index]);
     }
     loaded_.advance();
   }
+  /// Loads a parcel of rows that lie side by side: all of it at once.
+  void load_together(u32 parcel, const u8* source, u32 rows) {
+    static_assert(kParcelRows == 1 || kParcelBytes == kGeometry.row_bytes);
+    const Part part = part_of(parcel, rows, 0);
+    expect(part.all_bytes);
+    load(Part{part.first_byte, 0, 0, 0, 0}, source + u64{part.first_row} * kGeometry.row_bytes,
+         Machine::lane() == 0 ? part.all_bytes : 0);
+  }
 
   void store(const Part& part, u64 destination) {
-    wait_watched(rank_, call_, shared_.parcels.full[stored_.index], stored_.parity);
+    wait_until_loaded();
     if (part.bytes != 0) {
       store_bytes(shared_.parcels.buffers[stored_.index] + part.place,
                   destination + part.first_byte, part.bytes);
@@ -97,8 +164,7 @@ class ParcelLine {
     stored_.advance();
   }
 
-  const Rank<Machine>& rank_;
-  const Call& call_;
+  const RankArguments& arguments_;
   Shared& shared_;
   RingPosition<kBuffers> loaded_;
   RingPosition<kBuffers> stored_;
@@ -140,6 +206,63 @@ inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& r
           reinterpret_cast<u64>(outgoing_row(rank, task.peer, Round::dispatch, row.number))};
 }
 
+/// A courier's way through a call of few tokens. Leaves early if the call has failed.
+inline void run_spread(const RankArguments& arguments, const Call& call, u32 actor,
+                       ParcelLine& line) {
+  Rank<Machine> rank = rank_of_look(arguments);
+  const RoutingMap map(kGeometry, rank.memory, call);
+  const Trace<Machine> trace(rank, actor);
+  Spread<Machine> spread(rank, call, actor);
+  TokenRange tokens;
+  while (spread.take(tokens)) {
+    const u32 rows = tokens.end - tokens.first;
+    const u8* source = arguments.x_rows + u64{tokens.first} * kGeometry.row_bytes;
+    line.begin(source, rows);
+    // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher).
+    u32 idle = 0;
+    bool leave = false;
+    while (!leave && !spread.routed()) {
+      leave = must_leave(rank, call);
+      Machine::pause(idle);
+    }
+    if (leave || !spread.begin_part()) {
+      line.drop(rows);
+      return;
+    }
+    rank = rank_of_look(arguments);
+    u64 begun_ns = Machine::now_ns();
+    const u32 nth = Machine::lane() / kGeometry.top_k;  // of the part's tokens
+    const SpreadRow row =
+        spread.look_up(map, tokens.first * kGeometry.top_k + Machine::lane(), nth < rows);
+    begun_ns += wait_for_links(rank, call, [&](u32 peer) {
+      return u64{Machine::count(Machine::ballot(row.goes && row.peer == peer))} *
+             kGeometry.row_bytes;
+    });
+    line.spread(
+        source, rows, nth,
+        row.goes ? reinterpret_cast<u64>(outgoing_row(rank, row.peer, Round::dispatch, row.number))
+                 : 0);
+    const u64 stored_ns = Machine::now_ns();
+    const SpreadChunk chunk = spread.count(row);
+    spread.end_part(stored_ns - begun_ns);
+    if constexpr (kTraced) {
+      TraceEvent event = event_of_spread(row, chunk, tokens.first);
+      event.begin_ns = begun_ns;
+      event.end_ns = Machine::now_ns();
+      event.stored = event.since(stored_ns);
+      // One lane after the other. The time of all is the first one's.
+      for (u32 left = Machine::ballot(chunk.rows > 0); left != 0; left &= left - 1) {
+        if (Machine::lane() == Machine::first_lane(left)) {
+          trace.note(event);
+        }
+        __syncwarp();
+        event.begin_ns = stored_ns;
+        event.stored = 0;
+      }
+    }
+  }
+}
+
 /// The row of this lane in a chunk whose tokens came once.
 inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const Task& task) {
   const u32 source = task.peer;
@@ -153,24 +276,18 @@ inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const Task&
           reinterpret_cast<u64>(arrived_row(rank, source, row.number))};
 }
 
-/// The rank, for one look at what there is to do: made out of an address that the compiler cannot
-/// foresee. It would work out all that depends on it beforehand, and has too few registers to keep
-/// that.
-inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
-  u8* memory = arguments.memory;
-  asm volatile("" : "+l"(memory));
-  return rank_of(arguments, nullptr, memory);
-}
-
 /// The courier warp: parts of Dispatch and chunks to make whole, until there are no more, or the
 /// call is over.
 inline void run_courier(const RankArguments& arguments, u32 index, Shared& shared) {
-  Rank<Machine> rank = rank_of_look(arguments);
   const Call& call = shared.call;
   const u32 actor = kGeometry.processors + index;
+  ParcelLine line(arguments, shared);
+  if constexpr (kGeometry.spread_tokens != 0) {
+    run_spread(arguments, call, actor, line);
+  }
+  Rank<Machine> rank = rank_of_look(arguments);
   const Trace<Machine> trace(rank, actor);
   Courier<Machine> courier(rank, call, actor);
-  ParcelLine line(rank, call, shared);
   Task& task = shared.parcels.task;
   ReadyWord word;
   u32 idle = 0;

@@ -44,6 +44,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::broadcast(value, value) } -> SameAs<u32>;  // (value, source lane)
   { P::inclusive_scan(value) } -> SameAs<u32>;
   { P::exclusive_or(value) } -> SameAs<u32>;  // of all lanes' values
+  { P::alike(value) } -> SameAs<u32>;         // as a ballot: lanes that have this lane's value
   P::sync_lanes();
 
   // Atomics, each with the scope of the actors that must agree.

@@ -73,6 +73,25 @@ def test_tokens_go_once_where_a_call_can_have_many_rows_and_a_token_several(
     assert [sizes.sends_once(rows) for rows in (9, 10)] == [0 < once_rows <= 9, once_rows > 0]
 
 
+@pytest.mark.parametrize(
+    ("name", "spread_tokens"),
+    [
+        ("qwen3-30b-a3b", 2),
+        ("deepseek-v3", 1),  # whose rows are long
+        ("thesis", 16),  # a pair for each lane
+    ],
+)
+def test_few_tokens_are_spread_as_many_by_a_courier_as_have_lanes_and_rows_that_are_short(
+    name: str, spread_tokens: int
+) -> None:
+    cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
+    sizes = KernelShape(cfg=cfg, world_size=1, processors=131).sizes
+    assert sizes.spread_tokens == spread_tokens
+    assert sizes.spreads(spread_tokens * 131)
+    assert not sizes.spreads(spread_tokens * 131 + 1)
+    assert sizes.spread_parts(spread_tokens * 131) == 131
+
+
 def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:
     for name, large in {"qwen3-30b-a3b": False, "qwen3-235b-a22b": True}.items():
         cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")

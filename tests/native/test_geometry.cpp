@@ -72,9 +72,41 @@ bool route_parts_fit(u32 slices, u32 processors, u32 tokens) {
   return fit;
 }
 
+/// Whether the tokens of every call that spreads them, of up to `tokens`, are divided among parts
+/// that have no more than they may, and of which each processor has one at most; and whether there
+/// are such calls up to where a processor would have more.
+bool spread_parts_fit(u32 each_most, u32 processors, u32 tokens) {
+  Geometry geometry{};
+  geometry.world = 2;
+  geometry.experts = 8;
+  geometry.top_k = 2;
+  geometry.processors = processors;
+  geometry.spread_tokens = each_most;
+  bool fit = true;
+  for (u32 called = 0; called <= tokens; ++called) {
+    const u32 each = geometry.spread_tokens_of(called);
+    const u32 parts = geometry.spread_parts_of(called);
+    const bool spreads = each_most > 0 && called <= each_most * processors;
+    fit = fit && geometry.spreads(called) == spreads && parts * each >= called &&
+          (parts == 0 || (parts - 1) * each < called) && parts <= processors &&
+          (!spreads || each <= each_most);
+  }
+  // Rows of calls that may take tokens once leave in the order in which tiles want them.
+  geometry.once_rows = 10;
+  return fit && geometry.spreads(4) == (each_most * processors >= 4) && !geometry.spreads(5);
+}
+
 }  // namespace
 
 int main() {
+  for (const u32 processors : {1U, 3U, 131U}) {
+    for (u32 each = 0; each <= 16; ++each) {
+      if (!spread_parts_fit(each, processors, 3000)) {
+        std::printf("%u tokens a part, spread by %u processors, do not fit\n", each, processors);
+        return 1;
+      }
+    }
+  }
   for (const u32 processors : {1U, 2U, 16U, 65U, 131U}) {
     for (u32 slices = 1; slices <= 8; ++slices) {
       if (!route_parts_fit(slices, processors, 9000)) {

@@ -305,6 +305,13 @@ FAULTS = {
         "",
         "ThreadSanitizer: data race",
     ),
+    "a chunk that is announced with its first rows": Fault(
+        "explorer",
+        "runtime/spread.hpp",
+        "(done, rows) + rows != all)",
+        "(done, rows) == kNone)",
+        "",
+    ),
     "a window that nobody looks at": Fault(
         "sender",
         "runtime/sender.hpp",

@@ -102,10 +102,7 @@ class World {
                   static_cast<int>(row % 255 + 1), kRowBytes);
     }
     for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-      const u32 index = from.memory.first_task(TaskKind::dispatch) + 2 * (peer - 1) + chunk / 8;
-      moeos::make_dispatch(from.memory.tasks[index], 8, kEpoch, peer, chunk / 8 * 8, 8);
-      moeos::post_request(from, call_, peer,
-                          ReadyWord(kEpoch, TaskKind::dispatch, index, chunk % 8));
+      moeos::post_request(from, call_, peer, moeos::chunk_word(kEpoch, chunk));
     }
   }
 

@@ -63,6 +63,7 @@ class Machine {
     asm volatile("redux.sync.xor.b32 %0, %1, 0xffffffff;" : "=r"(all) : "r"(value));
     return all;
   }
+  static u32 alike(u32 value) { return __match_any_sync(kAllLanes, value); }
   static void sync_lanes() { __syncwarp(); }
 
   template <Scope S>

@@ -52,6 +52,7 @@ class Machine {
     }
     return all;
   }
+  static u32 alike(u32 value) { return __match_any_sync(~0U, value); }
   static void sync_lanes() { __syncwarp(); }
 
   template <Scope S, class T>
