@@ -157,7 +157,7 @@ bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
     for (u32 i = 0; i < pairs; ++i) {
       const SpreadChunk chunk = spread.count(rows[i]);
       if (chunk.rows > 0) {
-        TraceEvent event = event_of_spread(rows[i], chunk, tokens.first);
+        TraceEvent event = event_of_spread(rows[i], chunk, first + i);
         event.begin_ns = begin;
         event.end_ns = trace_time<P>(geometry);
         event.computed = event.stored = event.since(end);

@@ -106,9 +106,11 @@ class Spread {
                                         rows_in_chunk(geometry, row.rows_sent, row.chunk));
       flag_bytes = chunk.announced ? send_chunk(rank_, call_, row.peer, row.chunk) : 0;
     }
+    const u32 chunks = P::count(P::ballot(chunk.rows > 0));
     const u32 elsewhere = P::count(P::ballot(row.goes && row.peer != rank_.rank));
     const u32 flags = P::broadcast(P::inclusive_scan(flag_bytes), P::kLanes - 1);
     if (P::lane() == 0) {
+      tally_.tasks[static_cast<u32>(TaskKind::dispatch)] += chunks;
       tally_.row_bytes_to_peers += u64{elsewhere} * geometry.row_bytes;
       tally_.flag_bytes_to_peers += flags;
     }
@@ -118,7 +120,6 @@ class Spread {
   /// Behind the last row of a part.
   void end_part(u64 busy_ns) {
     if (P::lane() == 0) {
-      ++tally_.tasks[static_cast<u32>(TaskKind::dispatch)];
       tally_.busy_ns[static_cast<u32>(TaskKind::dispatch)] += busy_ns;
       // Relaxed: a number by which the scheduler sees whether links are still in use, and the
       // returns subscribers, when results are late, whether we have sent everything.
@@ -152,12 +153,12 @@ class Spread {
   bool routed_ = false;
 };
 
-/// The event of a chunk that a part of some tokens, the first of which is `token`, has brought rows
-/// to.
-constexpr TraceEvent event_of_spread(const SpreadRow& row, const SpreadChunk& chunk, u32 token) {
+/// The event of what tokens have brought to a chunk, the first of it for `pair`. A trace and a
+/// tally have it as a part: in others, too, all rows of a part are in one chunk.
+constexpr TraceEvent event_of_spread(const SpreadRow& row, const SpreadChunk& chunk, u32 pair) {
   TraceEvent event{};
   event.kind = static_cast<u32>(TaskKind::dispatch);
-  event.part = token;
+  event.part = pair;
   event.peer = row.peer;
   event.expert = kNone;
   event.place = row.chunk;

@@ -24,7 +24,7 @@ struct alignas(64) TraceEvent {
   u64 begin_ns;  // a part: claimed
   u64 end_ns;    // a part: its effects are visible
   u32 kind;
-  u32 part;
+  u32 part;    // of a task; dispatch of tokens (spread.hpp): the first pair's number
   u32 peer;    // dispatch: the destination; replicate: the source
   u32 expert;  // GEMMs: the local expert
   u32 place;   // route: the slice, and `part` the block; GEMMs: the tile; dispatch: the part's

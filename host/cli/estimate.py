@@ -151,9 +151,9 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
 
     Tiles and what follows from them are those of a call in which no tile is packed early because
     processors idle; early ones are more and have more padding. Combine tasks are the fewest: they
-    are more where few tokens become complete at a time. Dispatch tasks are those of one processor;
-    with more of them chunks may be sent in pieces. Rows beyond an expert's capacity are
-    not sent. Blocks of tokens and N-tiles, and so the numbers of Route and GEMM tasks, are the
+    are more where few tokens become complete at a time. Dispatch tasks are those of one processor
+    of the twin; with more of them chunks may be sent in pieces. Rows beyond an expert's capacity
+    are not sent. Blocks of tokens and N-tiles, and so the numbers of Route and GEMM tasks, are the
     twin's, and so is the number of rows from which on tokens go once to a rank.
 
     Raises:
@@ -173,11 +173,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     to_rank = [sum(sent[peer * local : (peer + 1) * local]) for peer in range(ranks)]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
     part_rows = sizes.dispatch_part_rows(sum(chunks_to_rank))
-    dispatches = (
-        sizes.spread_parts(tokens)
-        if sizes.spreads(tokens)
-        else sum(-(-n // part_rows) for n in to_rank)
-    )
+    if sizes.spreads(tokens):
+        part_rows = 1
     once = [peer for peer in range(1, ranks) if sizes.sends_once(to_rank[peer])]
 
     tiles = padding = flags = received = busy_experts = replicated = 0
@@ -212,7 +209,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         tiles=tiles,
         tasks={
             "route": sizes.route_parts(tokens),
-            "dispatch": dispatches,
+            "dispatch": sum(-(-n // part_rows) for n in to_rank),
             "replicate": replicated,
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,

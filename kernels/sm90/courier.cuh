@@ -232,8 +232,8 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
     rank = rank_of_look(arguments);
     u64 begun_ns = Machine::now_ns();
     const u32 nth = Machine::lane() / kGeometry.top_k;  // of the part's tokens
-    const SpreadRow row =
-        spread.look_up(map, tokens.first * kGeometry.top_k + Machine::lane(), nth < rows);
+    const u32 pair = tokens.first * kGeometry.top_k + Machine::lane();
+    const SpreadRow row = spread.look_up(map, pair, nth < rows);
     begun_ns += wait_for_links(rank, call, [&](u32 peer) {
       return u64{Machine::count(Machine::ballot(row.goes && row.peer == peer))} *
              kGeometry.row_bytes;
@@ -246,7 +246,7 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
     const SpreadChunk chunk = spread.count(row);
     spread.end_part(stored_ns - begun_ns);
     if constexpr (kTraced) {
-      TraceEvent event = event_of_spread(row, chunk, tokens.first);
+      TraceEvent event = event_of_spread(row, chunk, pair);
       event.begin_ns = begun_ns;
       event.end_ns = Machine::now_ns();
       event.stored = event.since(stored_ns);
@@ -256,8 +256,8 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
           trace.note(event);
         }
         __syncwarp();
-        event.begin_ns = stored_ns;
-        event.stored = 0;
+        event.begin_ns = stored_ns - 1;
+        event.stored = 1;
       }
     }
   }

@@ -233,9 +233,6 @@ NB_MODULE(_twin, module) {
           "spreads", [](const Sizes& s, u32 tokens) { return s.geometry.spreads(tokens); },
           "tokens"_a)
       .def(
-          "spread_parts",
-          [](const Sizes& s, u32 tokens) { return s.geometry.spread_parts_of(tokens); }, "tokens"_a)
-      .def(
           "sends_once", [](const Sizes& s, u32 rows) { return s.geometry.sends_once(rows); },
           "rows"_a)
       .def(

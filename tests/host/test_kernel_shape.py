@@ -89,7 +89,6 @@ def test_few_tokens_are_spread_as_many_by_a_courier_as_have_lanes_and_rows_that_
     assert sizes.spread_tokens == spread_tokens
     assert sizes.spreads(spread_tokens * 131)
     assert not sizes.spreads(spread_tokens * 131 + 1)
-    assert sizes.spread_parts(spread_tokens * 131) == 131
 
 
 def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:

@@ -235,13 +235,11 @@ def test_tasks_cover_the_tokens_the_chunks_and_the_tiles(traffic: Results) -> No
             blocks = -(-asked.tokens[rank] // ROUTE_TOKENS)
             chunks = sum(asked.chunks(rank, peer) for peer in range(RANKS))
             assert tasks["route"] == max(1, blocks)
-            # Of few tokens, some a part; else a chunk, or, where few are sent, eight rows.
+            # Of few tokens each row, else a chunk, or, where few are sent, eight rows.
             sizes = sizes_of(cfg, RANKS, own["processors"])
             pieces = sum(-(-rows // PART_ROWS) for rows in own["pairs_sent"])
             assert tasks["dispatch"] in (
-                (sizes.spread_parts(asked.tokens[rank]),)
-                if sizes.spreads(asked.tokens[rank])
-                else (chunks, pieces)
+                (sum(own["pairs_sent"]),) if sizes.spreads(asked.tokens[rank]) else (chunks, pieces)
             )
             # Of those who sent a row, and, a block a part, of those who sent nothing.
             fewest = -(-sum(own["pairs_sent"]) // (cfg.top_k * COMBINE_TOKENS))
