@@ -99,8 +99,7 @@ u32 combine_tokens(const Rank<P>& rank, const Call& call, const RoutingMap& map,
 /// Runs a part of Dispatch, or makes a chunk whole, if there is one.
 template <Platform P, Kernels K>
 bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
-                  const Processor<P>& processor, K& kernels, Courier<P>& courier,
-                  const Trace<P>& trace) {
+                  const Processor<P>& processor, K& kernels, Courier<P>& courier, Trace<P>& trace) {
   ReadyWord word;
   Task task;
   if (!courier.take(word, task)) {
@@ -127,8 +126,7 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
 /// Spreads some tokens, once it is known where they go, if there are any left.
 template <Platform P, Kernels K>
 bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
-                const Processor<P>& processor, K& kernels, Spread<P>& spread,
-                const Trace<P>& trace) {
+                const Processor<P>& processor, K& kernels, Spread<P>& spread, Trace<P>& trace) {
   constexpr u32 kAtOnce = 32;
   const Geometry& geometry = rank.geometry();
   TokenRange tokens;
@@ -179,7 +177,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   Processor<P> processor(rank, call, index);
   Courier<P> courier(rank, call, index);
   Spread<P> spread(rank, call, index);
-  const Trace<P> trace(rank, index);
+  Trace<P> trace(rank, index);
   const RoutingMap map(rank.geometry(), rank.memory, call);
   const auto dispatch = [&] {
     return run_spread(rank, call, map, processor, kernels, spread, trace) ||

@@ -155,7 +155,8 @@ void wait_unless(bool progress, Watch<P>& watch, u32& idle) {
 
 /// An actor's step, noted if it has found something and if anybody notes this actor's.
 template <Platform P, class Actor>
-bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind, bool noted = true) {
+bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind, Trace<P>& trace,
+                 bool noted = true) {
   const u64 begin = trace_time<P>(rank.geometry());
   const bool progress = actor.step();
   if (progress && noted && P::lane() == 0) {
@@ -164,7 +165,7 @@ bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind, bool noted =
     event.peer = event.expert = kNone;
     event.begin_ns = begin;
     event.end_ns = trace_time<P>(rank.geometry());
-    trace_of(rank, kind).note(event);
+    trace.note(event);
   }
   return progress;
 }
@@ -179,14 +180,18 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   ArrivalsSubscriber<P> arrivals(rank, call);
   ReturnsSubscriber<P> returns(rank, call, 0);
   Sender<P> sender(rank, call, 0);
+  Trace<P> of_scheduler = trace_of(rank, TraceKind::schedule);
+  Trace<P> of_counts = trace_of(rank, TraceKind::counts);
+  Trace<P> of_arrivals = trace_of(rank, TraceKind::arrivals);
+  Trace<P> of_returns = trace_of(rank, TraceKind::returns);
   Watch<P> watch(rank.deadline_ns);
   u32 idle = 0;
   while (!call_over(rank, call, scheduler, watch)) {
-    bool progress = traced_step(rank, scheduler, TraceKind::schedule);
-    progress = traced_step(rank, counts, TraceKind::counts) || progress;
+    bool progress = traced_step(rank, scheduler, TraceKind::schedule, of_scheduler);
+    progress = traced_step(rank, counts, TraceKind::counts, of_counts) || progress;
     progress = landings.step() || progress;
-    progress = traced_step(rank, arrivals, TraceKind::arrivals) || progress;
-    progress = traced_step(rank, returns, TraceKind::returns) || progress;
+    progress = traced_step(rank, arrivals, TraceKind::arrivals, of_arrivals) || progress;
+    progress = traced_step(rank, returns, TraceKind::returns, of_returns) || progress;
     progress = sender.step() || progress;
     answer_inquiry(rank, call, counts, kAskCounts);
     answer_inquiry(rank, call, landings, kAskLandings);
@@ -223,27 +228,32 @@ __attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, cons
   if (warp == 1) {
     CountsSubscriber<P> counts(rank, call);
     LandingsSubscriber<P> landings(rank, call);
+    Trace<P> trace = trace_of(rank, TraceKind::counts);
     run_watcher(rank, call, counts, kAskCounts, [&] {
-      const bool counted = traced_step(rank, counts, TraceKind::counts);
+      const bool counted = traced_step(rank, counts, TraceKind::counts, trace);
       const bool listed = landings.step();
       answer_inquiry(rank, call, landings, kAskLandings);
       return counted || listed;
     });
   } else if (warp == 2) {
     ArrivalsSubscriber<P> arrivals(rank, call);
+    Trace<P> trace = trace_of(rank, TraceKind::arrivals);
     run_watcher(rank, call, arrivals, kAskArrivals,
-                [&] { return traced_step(rank, arrivals, TraceKind::arrivals); });
+                [&] { return traced_step(rank, arrivals, TraceKind::arrivals, trace); });
   } else if (warp >= kFirstReturnsSubscriber && warp < kOsWarps<P>) {
     const u32 index = warp - kFirstReturnsSubscriber;
     ReturnsSubscriber<P> subscriber(rank, call, index);
-    run_watcher(rank, call, subscriber, kAskReturns + index,
-                [&] { return traced_step(rank, subscriber, TraceKind::returns, index == 0); });
+    Trace<P> trace = trace_of(rank, TraceKind::returns);
+    run_watcher(rank, call, subscriber, kAskReturns + index, [&] {
+      return traced_step(rank, subscriber, TraceKind::returns, trace, index == 0);
+    });
   } else if (warp == 0) {
     Scheduler<P> scheduler(rank, call);
+    Trace<P> trace = trace_of(rank, TraceKind::schedule);
     Watch<P> watch(rank.deadline_ns);
     u32 idle = 0;
     while (!call_over(rank, call, scheduler, watch)) {
-      wait_unless(traced_step(rank, scheduler, TraceKind::schedule), watch, idle);
+      wait_unless(traced_step(rank, scheduler, TraceKind::schedule, trace), watch, idle);
     }
   } else if constexpr (P::kRemotePeers) {
     Sender<P> sender(rank, call, warp - kOsWarps<P>);

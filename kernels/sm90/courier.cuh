@@ -211,7 +211,7 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
                        ParcelLine& line) {
   Rank<Machine> rank = rank_of_look(arguments);
   const RoutingMap map(kGeometry, rank.memory, call);
-  const Trace<Machine> trace(rank, actor);
+  Trace<Machine> trace(rank, actor);
   Spread<Machine> spread(rank, call, actor);
   TokenRange tokens;
   while (spread.take(tokens)) {
@@ -250,15 +250,11 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
       event.begin_ns = begun_ns;
       event.end_ns = Machine::now_ns();
       event.stored = event.since(stored_ns);
-      // One lane after the other. The time of all is the first one's.
-      for (u32 left = Machine::ballot(chunk.rows > 0); left != 0; left &= left - 1) {
-        if (Machine::lane() == Machine::first_lane(left)) {
-          trace.note(event);
-        }
-        __syncwarp();
-        event.begin_ns = stored_ns - 1;
+      if (Machine::lanes_before(Machine::ballot(chunk.rows > 0)) > 0) {
+        event.begin_ns = stored_ns - 1;  // the time of all is the first one's
         event.stored = 1;
       }
+      trace.note_each(event, chunk.rows > 0);
     }
   }
 }
@@ -286,7 +282,8 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
     run_spread(arguments, call, actor, line);
   }
   Rank<Machine> rank = rank_of_look(arguments);
-  const Trace<Machine> trace(rank, actor);
+  Trace<Machine> trace(rank, actor);
+  trace.resume();
   Courier<Machine> courier(rank, call, actor);
   Task& task = shared.parcels.task;
   ReadyWord word;

@@ -143,7 +143,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
 /// Makes the effects of finished parts visible, while the consumers are at the next one.
 inline void run_complete(const RankArguments& arguments, const Rank<Machine>& rank,
                          Processor<Machine>& processor, u32 index, Shared& shared) {
-  const Trace<Machine> trace(rank, index);
+  Trace<Machine> trace(rank, index);
   u64 busy_until_ns = 0;  // parts overlap: time is counted once
   RingPosition<kSlots> at;
   for (;; at.advance()) {

@@ -62,8 +62,11 @@ def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
         assert (name in made.cubin) == (transport == "nvshmem")
 
 
-@pytest.mark.parametrize("once_bytes", [1, 1 << 40], ids=["tokens once", "a row each"])
-@pytest.mark.parametrize("transport", ["none", "mapped"])
+@pytest.mark.parametrize(
+    ("transport", "once_bytes"),
+    [("none", 1 << 40), ("mapped", 1)],
+    ids=["a row each", "tokens once, remote peers"],
+)
 def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
     compiled: Kernel,
     tmp_path: Path,
