@@ -7,7 +7,10 @@ an `EmulatedLayer` has the memory of all virtual ranks and makes calls.
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
+import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +30,8 @@ LIMIT_NS = 4 * DEADLINE_NS + 6_000_000
 """How long a kernel may take: a failure ends it within two deadlines, or a trap 5 ms later."""
 
 _SAID_BYTES = 1 << 16
-_SOURCES = ("tests/emulator/emulated.cpp", "tests/emulator/gpu.cpp")
+_OPTIONS = ("-std=c++20", "-fPIC", "-w", "-I", ".", "-include", "tests/emulator/cuda.hpp")
+_COMPILING_GPU = threading.Lock()
 _FIELDS = (
     *("heap", "memory", "intermediate", "host_failure"),
     *("x", "gate", "w1", "w2", "b1", "b2", "selection_bias"),
@@ -38,6 +42,22 @@ _FIELDS = (
 
 class EmulatorFault(AssertionError):
     """The kernel hangs, or does what the GPU would not forgive; says where."""
+
+
+def _compile(arguments: Sequence[str], root: Path) -> None:
+    ended = subprocess.run(
+        ["g++", *arguments], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@functools.cache
+def _compiled_gpu() -> tuple[tempfile.TemporaryDirectory[str], Path]:
+    """The emulated GPU, of which no layer has one of its own; and its folder, while we run."""
+    folder = tempfile.TemporaryDirectory(prefix="moeos-emulator-")
+    compiled = Path(folder.name) / "gpu.o"
+    _compile(["-O2", *_OPTIONS, "-c", "tests/emulator/gpu.cpp", "-o", str(compiled)], ROOT)
+    return folder, compiled
 
 
 def build(
@@ -58,19 +78,18 @@ def build(
     shape = KernelShape(
         cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks, faults=faults
     )
+    with _COMPILING_GPU:
+        _, gpu = _compiled_gpu()
     library = folder / "emulated.so"
     values = jit.macros(shape)
     if large_experts:
         values["LARGE_EXPERTS"] = "1"
     macros = [f"-DMOEOS_{name}={value}" for name, value in values.items()]
-    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", *macros]
-    # Several are loaded into one process, each with a kGeometry of its own.
-    options += ["-fno-gnu-unique", "-Wl,-Bsymbolic"]
     # The stand-ins of what is PTX come first.
-    includes = ["-I", "tests/emulator/shadow", "-I", ".", "-include", "tests/emulator/cuda.hpp"]
-    command = ["g++", *options, *includes, "-x", "c++", *_SOURCES, "-o", library]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    options = ["-O1", "-I", "tests/emulator/shadow", *_OPTIONS, *macros]
+    # Several are loaded into one process, each with a kGeometry of its own.
+    options += ["-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
+    _compile([*options, "tests/emulator/emulated.cpp", str(gpu), "-o", str(library)], root)
     return library
 
 

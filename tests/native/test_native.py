@@ -59,7 +59,7 @@ OPTIMISED = Flavour(("-O2", "-DMOEOS_DEBUG_CHECKS"), 0, {})
 FLAVOURS = {
     "thread": Flavour(
         ("-O1", "-g", "-fsanitize=thread"),
-        25,
+        16,
         {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
     ),
     "address": Flavour(
@@ -70,7 +70,7 @@ FLAVOURS = {
             "-fsanitize=address,undefined",
             "-fno-sanitize-recover=all",
         ),
-        25,
+        16,
         {"ASAN_OPTIONS": "detect_stack_use_after_return=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     ),
 }

@@ -15,8 +15,6 @@ NVSHMEM = Path("runtime/platform/cuda/nvshmem_transport.hpp")
 HEADERS = sorted(
     p.relative_to(ROOT) for p in (ROOT / "runtime").rglob("*.hpp") if "twin" not in p.parts
 )
-TRANSPORTS = {"no": "NoTransport", "mapped": "MappedTransport"}
-
 OPTIONS = [
     b"--gpu-architecture=sm_90a",
     b"--std=c++20",
@@ -37,11 +35,11 @@ WHOLE_OS = """
 #include "runtime/lone_warp.hpp"
 #include "runtime/os.hpp"
 #include "runtime/platform/cuda/platform.hpp"
-#include TRANSPORT_HEADER
+#include "runtime/platform/cuda/mapped_transport.hpp"
 
 namespace moeos {
 
-using Gpu = cuda::Machine<cuda::TRANSPORT, 4>;
+using Gpu = cuda::Machine<cuda::MappedTransport, 4>;
 static_assert(Platform<Gpu>);
 
 // Does no arithmetic: what matters here is that every template of the OS is instantiated.
@@ -89,25 +87,18 @@ def compile_for_gpu(source: str, *more: bytes) -> bytes:
     return cubin
 
 
-def whole_os(transport: str) -> str:
-    name = "platform" if transport == "no" else f"{transport}_transport"
-    return WHOLE_OS.replace("TRANSPORT_HEADER", f'"runtime/platform/cuda/{name}.hpp"').replace(
-        "TRANSPORT", TRANSPORTS[transport]
-    )
-
-
 @pytest.mark.parametrize("header", HEADERS, ids=str)
 def test_header_compiles_on_its_own_for_sm_90a(header: Path) -> None:
     more = nvshmem_options() if header == NVSHMEM else []
     compile_for_gpu(f'#include "{header}"\n', *more)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_whole_device_os_compiles_for_sm_90a_with_checks(transport: str) -> None:
-    """Without them it is compiled in every kernel (tests/kernels, tests/host/test_jit.py)."""
-    assert b"device_os" in compile_for_gpu(whole_os(transport), b"-DMOEOS_DEBUG_CHECKS")
+def test_whole_device_os_compiles_for_sm_90a_with_checks() -> None:
+    """With remote peers, which is all of it. Without checks it is compiled in every kernel
+    (tests/kernels, tests/host/test_jit.py)."""
+    assert b"device_os" in compile_for_gpu(WHOLE_OS, b"-DMOEOS_DEBUG_CHECKS")
 
 
 def test_a_broken_header_would_be_noticed() -> None:
     with pytest.raises(pytest.fail.Exception, match="no_such_member"):
-        compile_for_gpu(whole_os("no").replace("begin_call(rank, call)", "rank.no_such_member()"))
+        compile_for_gpu(WHOLE_OS.replace("begin_call(rank, call)", "rank.no_such_member()"))
