@@ -144,28 +144,18 @@ class Courier {
     const Geometry& geometry = rank_.geometry();
     const u32 rows_sent = rank_.memory.rows_sent(task.peer);
     const auto [chunk, first, rows] = rows_in_part(geometry, rows_sent, task, word.part());
-    if (P::lane() == 0) {
-      tally_.row_bytes_to_peers += task.peer == rank_.rank ? 0 : u64{sent} * geometry.row_bytes;
-      tally_.flag_bytes_to_peers +=
-          rank_.sends_once(task.peer, rows_sent) ? u64{rows} * sizeof(u32) : 0;  // their origins
-      // Relaxed: a number to be reported. Before the chunk is announced, so that it is there when
-      // the call ends (Scheduler::interrupt).
-      P::template add_relaxed<Scope::device>(rank_.memory.rows_carried(call_.epoch, task.peer),
-                                             sent);
-    }
-    const bool announced =
-        completes<P>(&rank_.memory.chunk_parts_done[u64{task.peer} * geometry.chunks() + chunk],
-                     ceil_div(rows_in_chunk(geometry, rows_sent, chunk), task.rows));
-    if (P::lane() == 0) {
-      if (announced) {
-        tally_.flag_bytes_to_peers += send_chunk(rank_, call_, task.peer, chunk);
-      }
-      // Relaxed: a number by which the scheduler sees whether links are still in use, and the
-      // returns subscribers, when results are late, whether we have sent everything.
-      P::template add_relaxed<Scope::device>(&state_.dispatch_parts_done.value, 1U);
-    }
-    P::sync_lanes();
-    return announced;
+    return by_one_lane<P>([&, chunk = chunk, rows = rows] {
+             u32 flag_bytes = 0;
+             const bool last =
+                 count_rows(rank_, call_, task.peer, rows_sent, chunk, rows, sent, flag_bytes);
+             tally_.row_bytes_to_peers +=
+                 task.peer == rank_.rank ? 0 : u64{sent} * geometry.row_bytes;
+             tally_.flag_bytes_to_peers +=
+                 flag_bytes + (rank_.sends_once(task.peer, rows_sent) ? u64{rows} * sizeof(u32)
+                                                                      : 0);  // their origins
+             count_dispatch(rank_, call_);
+             return last ? 1U : 0U;
+           }) != 0;
   }
 
   bool knows_parts() {

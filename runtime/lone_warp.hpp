@@ -127,7 +127,7 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
 template <Platform P, Kernels K>
 bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
                 const Processor<P>& processor, K& kernels, Spread<P>& spread, Trace<P>& trace) {
-  constexpr u32 kAtOnce = 32;
+  constexpr u32 kAtOnce = 32;  // rows that are copied before any is counted
   const Geometry& geometry = rank.geometry();
   TokenRange tokens;
   if (!spread.routed() || !spread.take(tokens) || !spread.begin_part()) {

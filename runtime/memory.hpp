@@ -152,9 +152,8 @@ class RankMemory {
   u32* replicated = nullptr;        // [source][chunk]: the epoch, sealed, in which a chunk of a
                                     // source that sends its tokens once was last made whole
 
-  // Completion counters; the part that completes a chunk, a block or a tile sets its counter back
-  // to zero.
-  u32* chunk_parts_done = nullptr;  // [peer][chunk]: of Dispatch
+  // Completion counters; who completes a chunk, a block or a tile sets its counter back to zero.
+  u32* chunk_rows_done = nullptr;   // [peer][chunk]: of Dispatch
   u32* route_parts_done = nullptr;  // [block]
   u32* gemm0_parts_done = nullptr;
   u32* gemm1_parts_done = nullptr;
@@ -219,7 +218,7 @@ class RankMemory {
     take(dispatch_list, geometry.dispatch_parts_max());
     take(replication_list, geometry.replications_max());
     take(replicated, geometry.replications_max());
-    take(chunk_parts_done, world * geometry.chunks());
+    take(chunk_rows_done, world * geometry.chunks());
     take(route_parts_done, blocks);
     take(gemm0_parts_done, geometry.tiles_max());
     take(gemm1_parts_done, geometry.tiles_max());

@@ -10,6 +10,7 @@
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/task.hpp"
+#include "runtime/team.hpp"
 
 namespace moeos {
 
@@ -81,6 +82,32 @@ u32 send_chunk(const Rank<P>& rank, const Call& call, u32 peer, u32 chunk) {
     post_request(rank, call, peer, chunk_word(call.epoch, chunk));
   }
   return peer == rank.rank ? 0 : flag_bytes<P>(direct);
+}
+
+/// Notes that `rows` of the `rows_sent` rows for a peer, all of one chunk, are where they go, and
+/// that `carried` of them have been brought there; announces the chunk with its last rows. Returns
+/// whether it has, and leaves in `flag_bytes` what send_chunk returned. One lane, behind all that
+/// has written the rows.
+template <Platform P>
+bool count_rows(const Rank<P>& rank, const Call& call, u32 peer, u32 rows_sent, u32 chunk, u32 rows,
+                u32 carried, u32& flag_bytes) {
+  const Geometry& geometry = rank.geometry();
+  // Relaxed: a number to be reported. Before the chunk is announced, so that it is there when the
+  // call ends (Scheduler::interrupt).
+  P::template add_relaxed<Scope::device>(rank.memory.rows_carried(call.epoch, peer), carried);
+  u32* const done = &rank.memory.chunk_rows_done[u64{peer} * geometry.chunks() + chunk];
+  const bool announced = lane_completes<P>(done, rows, rows_in_chunk(geometry, rows_sent, chunk));
+  flag_bytes = announced ? send_chunk(rank, call, peer, chunk) : 0;
+  return announced;
+}
+
+/// Counts a part of Dispatch that is done. One lane.
+template <Platform P>
+void count_dispatch(const Rank<P>& rank, const Call& call) {
+  // Relaxed: a number by which the scheduler sees whether links are still in use, and the returns
+  // subscribers, when results are late, whether we have sent everything.
+  P::template add_relaxed<Scope::device>(&rank.memory.call(call.epoch).dispatch_parts_done.value,
+                                         1U);
 }
 
 /// Puts a chunk's staged rows, then its flag, to a remote peer. One warp.

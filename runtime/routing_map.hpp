@@ -64,13 +64,7 @@ class RoutingMap {
   }
 
   /// Where the row of a pair that is sent lies.
-  Place place_of(u32 pair) const {
-    const u32 expert = memory_.pair_expert[pair];
-    const u32 at = slot(pair, expert);
-    const u32 peer = geometry_.get().owner_of(expert);
-    const u32 local = expert % geometry_.get().local_experts();
-    return Place{peer, local, at, memory_.send_starts(peer)[local] + at};
-  }
+  Place place_of(u32 pair) const { return place_of(pair, memory_.pair_expert[pair]); }
 
   /// Where the first of the rows lies, in the order of sending to the place's peer, that carry the
   /// token of `pair`, which the place carries.
@@ -87,9 +81,7 @@ class RoutingMap {
         expert = its;
       }
     }
-    const u32 local = expert % geometry.local_experts();
-    const u32 at = first == pair ? place.slot : slot(first, expert);
-    return Place{place.peer, local, at, memory_.send_starts(place.peer)[local] + at};
+    return first == pair ? place : place_of(first, expert);
   }
 
   /// Rows that come back for the token.
@@ -105,6 +97,12 @@ class RoutingMap {
   }
 
  private:
+  Place place_of(u32 pair, u32 expert) const {
+    const u32 at = slot(pair, expert);
+    const u32 peer = geometry_.get().owner_of(expert);
+    const u32 local = expert % geometry_.get().local_experts();
+    return Place{peer, local, at, memory_.send_starts(peer)[local] + at};
+  }
   u32 base(u32 block, u32 expert) const {
     return memory_.block_base[u64{block} * geometry_.get().experts + expert];
   }

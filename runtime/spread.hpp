@@ -92,19 +92,14 @@ class Spread {
   /// whole.
   SpreadChunk count(const SpreadRow& row) {
     const Geometry& geometry = rank_.geometry();
-    const u64 number = u64{row.peer} * geometry.chunks() + row.chunk;
-    const u32 alike = P::alike(row.goes ? static_cast<u32>(number) : kNone);
+    const u32 number = row.peer * geometry.chunks() + row.chunk;
+    const u32 alike = P::alike(row.goes ? number : kNone);
     SpreadChunk chunk{row.goes && P::lanes_before(alike) == 0 ? P::count(alike) : 0, false};
     P::sync_lanes();  // what the lanes have stored is there for whoever speaks for their chunk
     u32 flag_bytes = 0;
     if (chunk.rows > 0) {
-      // Relaxed: a number to be reported. Before the chunk is announced, so that it is there when
-      // the call ends (Scheduler::interrupt).
-      P::template add_relaxed<Scope::device>(rank_.memory.rows_carried(call_.epoch, row.peer),
-                                             chunk.rows);
-      chunk.announced = completes_chunk(&rank_.memory.chunk_parts_done[number], chunk.rows,
-                                        rows_in_chunk(geometry, row.rows_sent, row.chunk));
-      flag_bytes = chunk.announced ? send_chunk(rank_, call_, row.peer, row.chunk) : 0;
+      chunk.announced = count_rows(rank_, call_, row.peer, row.rows_sent, row.chunk, chunk.rows,
+                                   chunk.rows, flag_bytes);
     }
     const u32 chunks = P::count(P::ballot(chunk.rows > 0));
     const u32 elsewhere = P::count(P::ballot(row.goes && row.peer != rank_.rank));
@@ -121,30 +116,12 @@ class Spread {
   void end_part(u64 busy_ns) {
     if (P::lane() == 0) {
       tally_.busy_ns[static_cast<u32>(TaskKind::dispatch)] += busy_ns;
-      // Relaxed: a number by which the scheduler sees whether links are still in use, and the
-      // returns subscribers, when results are late, whether we have sent everything.
-      P::template add_relaxed<Scope::device>(&state_.dispatch_parts_done.value, 1U);
+      count_dispatch(rank_, call_);
     }
     P::sync_lanes();
   }
 
  private:
-  /// One lane: counts `rows` of the `all` rows of a chunk; true for the last ones, whose lane then
-  /// has what was written by the others.
-  static bool completes_chunk(u32* done, u32 rows, u32 all) {
-    if (rows == all) {
-      return true;
-    }
-    // Acquire-release: publishes these rows, and gives the last one all others before it announces
-    // them.
-    if (P::template add_acquire_release<Scope::device>(done, rows) + rows != all) {
-      return false;
-    }
-    // For the next call. Relaxed: nobody counts in this chunk again in this one.
-    P::template store_relaxed<Scope::device>(done, 0U);
-    return true;
-  }
-
   const Rank<P>& rank_;
   const Call& call_;
   CallState& state_;

@@ -39,27 +39,28 @@ u32 lane_with(u32 ends, u32 number) {
   return lane;
 }
 
-/// Counts one of the `parts` parts of a whole (a tile, a chunk, a block) in its counter, which is
-/// zero before the first; true for the one that completes it, who sees what the others wrote. One
-/// warp.
+/// One lane: counts `share` of the `all` shares of a whole (a tile, a chunk, a block) in its
+/// counter, which is zero before the first; true for who completes it, who has what the others
+/// wrote.
 template <Platform P>
-bool completes(u32* done, u32 parts) {
-  if (parts == 1) {
-    P::sync_lanes();
+bool lane_completes(u32* done, u32 share, u32 all) {
+  if (share == all) {
     return true;
   }
-  // Acquire-release: publishes this part, and gives the last one all others before it announces
+  // Acquire-release: publishes this share, and gives the last one all others before it announces
   // them.
-  if (by_one_lane<P>([done] { return P::template add_acquire_release<Scope::device>(done, 1U); }) +
-          1 !=
-      parts) {
+  if (P::template add_acquire_release<Scope::device>(done, share) + share != all) {
     return false;
   }
-  if (P::lane() == 0) {
-    // For the next call. Relaxed: nobody counts a part of this whole again in this one.
-    P::template store_relaxed<Scope::device>(done, 0U);
-  }
+  // For the next call. Relaxed: nobody counts shares of this whole again in this one.
+  P::template store_relaxed<Scope::device>(done, 0U);
   return true;
+}
+
+/// The same of one of `parts` parts, by a warp, for all that its lanes wrote.
+template <Platform P>
+bool completes(u32* done, u32 parts) {
+  return by_one_lane<P>([=] { return lane_completes<P>(done, 1, parts) ? 1U : 0U; }) != 0;
 }
 
 /// One of the warps that share a part.

@@ -174,7 +174,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
     part_rows = sizes.dispatch_part_rows(sum(chunks_to_rank))
     if sizes.spreads(tokens):
-        part_rows = 1
+        part_rows = 1  # each row is one that tokens bring to a chunk
     once = [peer for peer in range(1, ranks) if sizes.sends_once(to_rank[peer])]
 
     tiles = padding = flags = received = busy_experts = replicated = 0

@@ -49,7 +49,7 @@ class ParcelLine {
   /// Copies a row of `row_bytes` bytes for each of the first `rows` lanes, from `source` to
   /// `destination`, a lane its own row's share of each parcel; when it returns, they are stored.
   void copy(const u8* source, u64 destination, u32 rows) {
-    const u32 parcels = ceil_div(rows, kParcelRows) * kPiecesOfRow;
+    const u32 parcels = parcels_of(rows);
     for (u32 next = 0; next < parcels + kAhead; ++next) {
       if (next < parcels) {
         // This buffer's parcel before was stored kBuffers - kAhead stores ago, of which the last
@@ -148,9 +148,9 @@ class ParcelLine {
   /// Loads a parcel of rows that lie side by side: all of it at once.
   void load_together(u32 parcel, const u8* source, u32 rows) {
     static_assert(kParcelRows == 1 || kParcelBytes == kGeometry.row_bytes);
-    const Part part = part_of(parcel, rows, 0);
+    const Part part = part_of(parcel, rows, 0);  // whose place is the buffer's begin
     expect(part.all_bytes);
-    load(Part{part.first_byte, 0, 0, 0, 0}, source + u64{part.first_row} * kGeometry.row_bytes,
+    load(part, source + u64{part.first_row} * kGeometry.row_bytes,
          Machine::lane() == 0 ? part.all_bytes : 0);
   }
 

@@ -305,11 +305,11 @@ FAULTS = {
         "",
         "ThreadSanitizer: data race",
     ),
-    "rows of tokens that are counted before they are there": Fault(
+    "shares of a whole that are counted before they are there": Fault(
         "threads",
-        "runtime/spread.hpp",
-        "add_acquire_release<Scope::device>(done, rows)",
-        "add_relaxed<Scope::device>(done, rows)",
+        "runtime/team.hpp",
+        "add_acquire_release<Scope::device>(done, share)",
+        "add_relaxed<Scope::device>(done, share)",
         "ThreadSanitizer: data race",
     ),
     "a window that nobody looks at": Fault(
