@@ -220,6 +220,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "ROUTE_SLICES": sizes.route_slices,
         "ONCE_ROWS": sizes.once_rows,
         "SPREAD_TOKENS": sizes.spread_tokens,
+        "WHOLE_ROWS": sizes.whole_rows,
         "SEGMENT_ALIGN": sizes.segment_align,
         "LARGE_EXPERTS": int(sizes.large_experts),
         "GEMM0_PARTS": sizes.gemm0_parts,

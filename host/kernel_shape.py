@@ -115,6 +115,7 @@ class KernelShape:
             route_slices=_route_slices(self.cfg),
             once_rows=_once_rows(self.cfg),
             spread_tokens=_spread_tokens(self.cfg),
+            whole_rows=_NARROW_ROWS,
         )
         return layer_sizes(
             self.cfg,

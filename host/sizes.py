@@ -27,7 +27,7 @@ class Tiles:
     those of others, each source's rows are padded to a multiple of `segment_align`. A call with
     `once_rows` rows for a peer, or more, takes each token there once; with 0, none does. In a call
     of up to `spread_tokens` tokens a processor, parts of Dispatch are tokens, each with all of its
-    rows.
+    rows. One in which every expert here has up to `whole_rows` padded rows is planned whole.
     """
 
     rows: int
@@ -39,6 +39,7 @@ class Tiles:
     segment_align: int = _twin.SEGMENT_ALIGN
     once_rows: int
     spread_tokens: int
+    whole_rows: int
 
 
 def layer_sizes(
@@ -91,6 +92,7 @@ def layer_sizes(
         large_experts=2 * cfg.hidden * cfg.intermediate * cfg.dtype.itemsize > LARGE_EXPERT,
         once_rows=tiles.once_rows if _can_send_once(cfg, world_size, tiles) else 0,
         spread_tokens=tiles.spread_tokens,
+        whole_rows=tiles.whole_rows,
         trace_events=trace_events,
     )
 

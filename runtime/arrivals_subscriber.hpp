@@ -1,5 +1,7 @@
 // The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), handed out as Gemm0
-// as far as processors wait for them, and else posted to the scheduler.
+// as far as processors wait for them, and else posted to the scheduler. A call of few rows is
+// planned whole: when the counts of all sources are here, all of its tiles are made and handed out
+// at once, and processors wait for rows themselves (inputs.hpp).
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -39,9 +41,15 @@ class ArrivalsSubscriber {
         plan_(rank.layout, rank.memory, *rank.os),
         flags_(rank, call, rank.os->chunk_prefix) {
     plan_.begin(call.epoch);
+    if (!rank.geometry().may_plan_whole(call.tokens)) {
+      decide(Planned::by_rows);
+    }
   }
 
   bool step() {
+    if (planned_ == Planned::unknown && plan_whole()) {
+      return true;
+    }
     const bool progress =
         flags_.look([](u32, u32) { return true; },
                     [this](u32 source, u32 rows) { return flags_of(source, rows); },
@@ -51,6 +59,9 @@ class ArrivalsSubscriber {
                       }
                       rank_.os->rows_arrived[source] = flags_.rows(source);
                     });
+    if (planned_ == Planned::whole) {
+      return progress;
+    }
     if (progress) {
       packed_at_once_ = 1;
       starving_since_ = 0;  // something moves
@@ -61,6 +72,7 @@ class ArrivalsSubscriber {
     const u32 early = progress ? 0 : experts_to_pack(wanted);
     const bool planned = plan_.advance(progress, wanted, early);
     if (planned) {
+      decide(Planned::by_rows);
       post_new_tiles(wanted);
     }
     if (progress && plan_.complete() && P::lane() == 0) {
@@ -79,6 +91,123 @@ class ArrivalsSubscriber {
   }
 
  private:
+  /// Decides how tiles are made, as soon as all counts are here and if none has been made, and does
+  /// so at once if it is whole; then true.
+  bool plan_whole() {
+    const Geometry& geometry = rank_.geometry();
+    bool missing = false;
+    for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
+      // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
+      missing = missing || P::template load_acquire<Scope::block>(
+                               &rank_.os->counts_known[source]) != call_.epoch;
+    }
+    if (P::ballot(missing) != 0) {
+      return false;
+    }
+    P::sync_lanes();  // what one lane has acquired is there for all
+    if (no_rows()) {
+      decide(Planned::whole);
+      return false;
+    }
+    if (!rows_are_few()) {
+      decide(Planned::by_rows);
+      return false;
+    }
+    plan_.plan_whole();
+    if (P::lane() == 0) {
+      rank_.memory.record->first_tile_ns = P::now_ns();
+    }
+    // Orders the descriptors before the words below; pairs with Processor::claim.
+    P::template publish_fence<Scope::device>();
+    // In this order, so that a part waits for none behind it.
+    hand_out_all(TaskKind::gemm0);
+    hand_out_all(TaskKind::gemm1);
+    decide(Planned::whole);
+    return true;
+  }
+
+  /// Whether rows here are few enough (Geometry::plans_whole), and nobody sends its tokens once, so
+  /// that the flags of a tile's rows are its sources'.
+  bool rows_are_few() const {
+    const Geometry& geometry = rank_.geometry();
+    bool many = false;
+    u32 tiles = 0;  // about: of many sources an expert may have one or two more
+    for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
+      const bool there = first + P::lane() < geometry.local_experts();
+      const u32 expert = there ? first + P::lane() : first;
+      u32 padded = 0;
+      for (u32 source = 0; source < geometry.world; ++source) {
+        const u32* starts = rank_.os->receive_starts(source);
+        padded += align_up(starts[expert + 1] - starts[expert], Geometry::kSegmentAlign);
+      }
+      many = many || padded > geometry.whole_rows;
+      tiles += there ? ceil_div(padded, geometry.tile_rows) : 0;
+    }
+    tiles = P::broadcast(P::inclusive_scan(tiles), P::kLanes - 1);
+    bool once = false;
+    for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
+      once = once || rank_.sends_once(source, rank_.os->rows_received(source));
+    }
+    return geometry.plans_whole(P::ballot(many) == 0, tiles) && P::ballot(once) == 0;
+  }
+
+  bool no_rows() const {
+    bool some = false;
+    for (u32 source = P::lane(); source < rank_.geometry().world; source += P::kLanes) {
+      some = some || rank_.os->rows_received(source) != 0;
+    }
+    return P::ballot(some) == 0;
+  }
+
+  /// Hands out all parts of one GEMM of all tiles, behind a fence of each lane.
+  void hand_out_all(TaskKind kind) const {
+    const Geometry& geometry = rank_.geometry();
+    const u32 tiles = plan_.tiles();
+    const u32 in_halves = kind == TaskKind::gemm1 ? geometry.tiles_in_halves(tiles) : 0;
+    for (u32 first = 0; first < tiles; first += P::kLanes) {
+      const u32 left = minimum(tiles - first, P::kLanes);
+      const u32 tile = first + minimum(P::lane(), left - 1);
+      const bool narrow = rank_.os->tile_facts[tile].narrow();
+      const bool halved = !narrow && tile + in_halves >= tiles;
+      const ReadyWord word(call_.epoch, kind, rank_.memory.first_task(TaskKind::gemm0) + tile, 0);
+      const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
+                                                : geometry.gemm1_parts_of(narrow || halved);
+      const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
+      hand_out(halved ? word.cut_in_halves() : word, parts, ends, left);
+    }
+  }
+
+  /// Hands out all parts of `tiles` tiles, behind a fence of each lane. Lane i has the i-th one's
+  /// word and parts; `ends`: the sum of these up to its own.
+  void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles) const {
+    const u32 all = P::broadcast(ends, tiles - 1);
+    const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, all);
+#pragma unroll 1
+    for (u32 done = 0; done < all; done += P::kLanes) {
+      const u32 place = minimum(done + P::lane(), all - 1);
+      const u32 tile = lane_with<P>(ends, place);
+      const u32 part = place - P::broadcast(ends - parts, tile);
+      const ReadyWord its{P::broadcast(word.sealed(), tile)};
+      if (first != kNone && done + P::lane() < all) {
+        fill_ring_slot(rank_, first + place, its.with_part(part));
+      }
+    }
+  }
+
+  /// Tells the returns subscribers, once.
+  void decide(Planned planned) {
+    if (planned_ != Planned::unknown) {
+      return;
+    }
+    planned_ = planned;
+    P::sync_lanes();  // all slots above have been taken
+    if (P::lane() == 0) {
+      // Publishes that the slots above have been taken to the returns subscribers, which acquire
+      // this word: what they hand out lies behind.
+      P::template store_release<Scope::block>(rank_.os->planned, static_cast<u32>(planned));
+    }
+  }
+
   /// Where it says that all rows of a chunk are here, of `rows` that come from a source: of one
   /// that sends its tokens once, where our couriers do.
   auto flags_of(u32 source, u32 rows) const {
@@ -100,7 +229,7 @@ class ArrivalsSubscriber {
       starving_since_ = now;
     }
     // Packing counts as progress, so it must not go on for long beside a deadline: other ranks wait
-    // for news of us as long as theirs and a little more (CountsSubscriber::answer).
+    // for news of us as long as theirs and a little more (hearsay.hpp).
     const u64 under_way = minimum(kPatienceUnderWayNs, rank_.deadline_ns / kPatiencesOfDeadline);
     if (now - starving_since_ < (flags_.all_watched() ? under_way : kPatienceNs)) {
       return 0;
@@ -151,20 +280,11 @@ class ArrivalsSubscriber {
     const u32 ends = P::inclusive_scan(parts);
     const bool fits = P::lane() < tiles && ends <= wanted;
     const u32 handed = rank_.geometry().large_experts != 0 ? 0 : P::count(P::ballot(fits));
-    const u32 all = handed == 0 ? 0 : P::broadcast(ends, handed - 1);
-    wanted = handed < tiles ? 0 : wanted - all;
-    if (handed == 0) {
-      return 0;
-    }
-    const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, all);
-    for (u32 done = 0; done < all; done += P::kLanes) {
-      const u32 place = minimum(done + P::lane(), all - 1);
-      const u32 tile = lane_with<P>(ends, place);
-      const u32 part = place - P::broadcast(ends - parts, tile);
-      if (first != kNone && done + P::lane() < all) {
-        fill_ring_slot(rank_, first + place,
-                       ReadyWord(call_.epoch, TaskKind::gemm0, first_task + tile, part));
-      }
+    wanted = handed < tiles ? 0 : wanted - P::broadcast(ends, handed - 1);
+    if (handed > 0) {
+      hand_out(
+          ReadyWord(call_.epoch, TaskKind::gemm0, first_task + minimum(P::lane(), tiles - 1), 0),
+          parts, ends, handed);
     }
     return handed;
   }
@@ -173,6 +293,7 @@ class ArrivalsSubscriber {
   const Call& call_;
   TilePlan<P> plan_;
   ChunkFlags<P> flags_;
+  Planned planned_ = Planned::unknown;
   u32 posted_ = 0;      // tiles
   u32 in_mailbox_ = 0;  // of these; the others have been handed out
   u64 starving_since_ = 0;

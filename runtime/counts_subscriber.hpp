@@ -6,6 +6,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/hearsay.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/team.hpp"
 
@@ -14,11 +15,6 @@ namespace moeos {
 template <Platform P>
 class CountsSubscriber {
  public:
-  /// Of several ranks that have not made this call, some may wait in the call before for the one
-  /// that is late, and will say so: so wait for that as long after our deadline as theirs may end
-  /// behind ours.
-  static constexpr u64 kHearsayNsMost = 500'000'000;
-
   CountsSubscriber(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {}
 
   bool step() {
@@ -32,18 +28,13 @@ class CountsSubscriber {
     return progress;
   }
 
-  /// By one lane.
+  /// By one lane. A rank that has not made this call may wait in the call before: for results
+  /// (ReturnsSubscriber::answer); or, if several have not, for counts of one that is late. Of two
+  /// ranks there is nobody else to wait for.
   Answer answer(Failure& failure) {
     const u32 late = missing(failure);
-    if (late == 0) {
-      const bool waited = asked_since_ != 0;
-      asked_since_ = 0;
-      return waited ? Answer::moot : Answer::nothing;
-    }
-    const u64 now = P::now_ns();
-    asked_since_ = asked_since_ == 0 ? now : asked_since_;
-    const u64 hearsay = late > 1 ? minimum(rank_.deadline_ns / 4, kHearsayNsMost) : 0;
-    return now - asked_since_ < hearsay ? Answer::wait : Answer::missing;
+    const u32 links = rank_.geometry().world == 2 ? 0 : late > 1 ? 4 : 2;
+    return hearsay_.answer(late > 0, links, rank_.deadline_ns);
   }
 
  private:
@@ -148,7 +139,7 @@ class CountsSubscriber {
   const Rank<P>& rank_;
   const Call& call_;
   u32 known_ = 0;
-  u64 asked_since_ = 0;  // the one lane's; 0: not asked
+  Hearsay<P> hearsay_;
 };
 
 }  // namespace moeos

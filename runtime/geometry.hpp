@@ -54,6 +54,8 @@ struct Geometry {
                     // once, and the peer copies it to its other rows; 0: none does
   u32 spread_tokens;  // in a call of up to so many tokens a processor, parts of Dispatch are
                       // tokens, each with all of its rows; 0: in none, they are rows
+  u32 whole_rows;     // a call in which every expert here has up to so many rows, each source's
+                      // padded, is planned whole (plans_whole()); 0: none is
   u32 trace_events;   // events that each actor notes of a call, at most (trace.hpp); 0: none does
 
   constexpr u32 local_experts() const { return experts / world; }
@@ -168,6 +170,31 @@ struct Geometry {
     return minimum(route_blocks() * route_slices, route_blocks() + processors);
   }
 
+  // --- Calls that are planned whole (arrivals_subscriber.hpp) ---
+
+  /// Whether a call with so many tiles is: where all of them are of experts with up to `whole_rows`
+  /// rows, or the parts of all first GEMMs have a processor each, their order does not matter.
+  /// In a world of one rank nobody is late, and the order of experts is that in which rows come;
+  /// but of large experts, those of one must be computed together.
+  constexpr bool plans_whole(bool few_rows, u64 tiles) const {
+    const bool alone = world == 1 && large_experts == 0;
+    return whole_rows != 0 && (few_rows || tiles * gemm0_parts <= processors || alone);
+  }
+  /// Whether it is looked at how many rows each expert has: not if on average they are too many,
+  /// should each rank have as many tokens.
+  constexpr bool may_plan_whole(u32 tokens) const {
+    const u64 rows = ceil_div(u64{tokens} * top_k * world, u64{experts});  // of an expert
+    return plans_whole(rows <= whole_rows, local_experts() * ceil_div(rows, u64{tile_rows}));
+  }
+  /// Words that a processor waits for before a part, at most (inputs.hpp): on the GPU a lane's
+  /// each. A tile's rows lie in fewer chunks (make_sizes).
+  static constexpr u32 kAwaitedMost = 32;
+  /// Whether processors then wait for tokens' rows, too: few tokens, of which a part has few pairs.
+  constexpr bool may_await(u32 tokens) const {
+    return tokens > 0 && may_plan_whole(tokens) && spreads(tokens) &&
+           combine_tokens(tokens) * top_k <= kAwaitedMost;
+  }
+
   // --- The tile plan (tile_plan.hpp), and its bounds ---
 
   /// Few rows are computed at the speed at which their weights arrive, so what counts is that
@@ -185,11 +212,18 @@ struct Geometry {
     return maximum(gemm0_parts, gemm0_narrow_parts) + maximum(gemm1_parts, gemm1_narrow_parts);
   }
 
-  /// Whether second GEMMs wait until no first one is ready, because their parts are so much longer;
-  /// a part takes about as long as its input's rows are. Not where results take links: all parts of
-  /// a round would end, and send, at the same time.
-  constexpr bool first_gemms_first() const {
-    return world == 1 && large_experts == 0 && hidden_bytes >= 2 * row_bytes;
+  /// Of so many tiles whose second GEMMs are left when all first ones have been handed out, how
+  /// many are cut in halves: of what is left when each processor has had as many parts as any
+  /// other, most may have none. If that is so few parts that each half has a processor, it is cut:
+  /// half a part takes more than half as long, since it loads the same rows, but less than a whole
+  /// one. In a call of few tiles that is all of them (docs/performance.md, "Halves", "First GEMMs
+  /// first").
+  constexpr u32 tiles_in_halves(u32 left) const {
+    if (gemm1_narrow_parts <= gemm1_parts) {
+      return 0;
+    }
+    const u32 rest = left * gemm1_narrow_parts % (2 * processors);  // in halves
+    return rest <= processors ? rest / gemm1_narrow_parts : 0;
   }
 
   /// Rows of a tile, and of a segment of a narrow one, are padded to a multiple of this (one wgmma

@@ -7,6 +7,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/courier.hpp"
+#include "runtime/inputs.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/processor.hpp"
 #include "runtime/rank.hpp"
@@ -82,7 +83,8 @@ u32 combine_tokens(const Rank<P>& rank, const Call& call, const RoutingMap& map,
   if (task.rows > 0) {
     for (u32 i = 0; i < task.rows; ++i) {
       // Acquired with the part's word.
-      kernels.combine(rank.memory.ready_tokens[task.first_ready + i]);
+      kernels.combine(task.awaits != 0 ? task.first_ready + i
+                                       : rank.memory.ready_tokens[task.first_ready + i]);
     }
     return task.rows;
   }
@@ -196,6 +198,10 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
+    const auto nothing = [](u32, u32, u32) {};  // rows are looked up when they are here
+    if (task.awaits != 0 && !processor.await(Inputs<P>(rank, call, map, task, nothing), dispatch)) {
+      return;
+    }
     processor.begin_part(task);
     const u64 begin = P::now_ns();
     u32 combined = 0;

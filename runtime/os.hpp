@@ -41,6 +41,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->wanted = 0;
     *rank.os->inquiry = 0;
     *rank.os->returns_ready = 0;
+    *rank.os->planned = static_cast<u32>(Planned::unknown);
     *rank.os->tiles_made = 0;
     *rank.os->tiles_posted = 0;
     // Processors know the first parts, those of Route, without being told.
@@ -200,6 +201,7 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
     answer_inquiry(rank, call, sender, rank.geometry().remote != 0 ? kAskSender<P> : kNeverAsked);
     wait_unless(progress, watch, idle);
   }
+  returns.leave();
   sender.leave();
 }
 
@@ -247,6 +249,7 @@ __attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, cons
     run_watcher(rank, call, subscriber, kAskReturns + index, [&] {
       return traced_step(rank, subscriber, TraceKind::returns, trace, index == 0);
     });
+    subscriber.leave();
   } else if (warp == 0) {
     Scheduler<P> scheduler(rank, call);
     Trace<P> trace = trace_of(rank, TraceKind::schedule);

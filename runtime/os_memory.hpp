@@ -45,6 +45,13 @@ class TileFacts {
   u16 bits_ = 0;
 };
 
+/// How a call's tiles are made, as the arrivals subscriber tells the returns subscribers.
+enum class Planned : u32 {
+  unknown,  ///< it has not decided
+  whole,    ///< all at once: processors wait for what their parts need
+  by_rows,  ///< as their rows arrive
+};
+
 /// What only the actors of the OS block touch: in its shared memory on the GPU, where every look
 /// costs a tenth of a look at global memory.
 class OsMemory {
@@ -65,6 +72,7 @@ class OsMemory {
     take(inquiry, 1);
     take(returns_ready, 1);
     take(published, 1);
+    take(planned, 1);
     take(tiles_made, 1);
     take(tiles_posted, 1);
     take(tile_facts, geometry.tiles_max());
@@ -105,6 +113,7 @@ class OsMemory {
   u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* published = nullptr;      // slots of the ready ring that hold this call's parts
+  u32* planned = nullptr;        // how this call's tiles are made, as Planned
   u32* tiles_made = nullptr;     // 0, or 1 and the tiles of this call: there will be no more;
   u32* tiles_posted = nullptr;   // and of these, those whose first GEMM the scheduler hands out
   TileFacts* tile_facts = nullptr;  // [tile]: of this call

@@ -4,12 +4,14 @@
 // finish_routing() are what follows from Route's; complete() makes any other part's effects
 // visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
 // them in turn (lone_warp.hpp); on the GPU a fetch warp claims ahead while other warps compute.
-// A part never waits for another task: it was posted because its inputs
-// are here. May not know: arithmetic, element types.
+// A part never waits for another task: it was handed out because its inputs are here. But in a call
+// that is planned whole they may still be on their way; then await() waits for them, before the
+// part begins (inputs.hpp). May not know: arithmetic, element types.
 #pragma once
 
 #include "runtime/base.hpp"
 #include "runtime/faults.hpp"
+#include "runtime/inputs.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
@@ -65,10 +67,22 @@ class Processor : Pace<P> {
     MOEOS_CHECK(ticket < rank_.memory.ring_slots());
     if (ticket < route_parts(rank_.geometry(), call_)) {
       word = route_word(rank_.geometry(), call_, ticket);
-    } else if (!wait_for(ticket, word, beside)) {
+    } else if (!wait_for_slot(ticket, word, beside)) {
       return false;
     }
     return hold_back(rank_, call_, stage_of(word.kind()));
+  }
+
+  /// Waits for what a claimed part needs, of a descriptor that awaits; `beside` as above. False:
+  /// leave.
+  template <class Beside>
+  bool await(const Inputs<P>& inputs, Beside beside) {
+    if (!wait_for(kLooksForInputs, [&] { return inputs.here(); }, beside)) {
+      return false;
+    }
+    P::template acquire_fence<Scope::system>();
+    P::sync_lanes();  // what one lane has seen is here for all
+    return true;
   }
 
   /// Before a part is begun for which complete() will be called. One warp.
@@ -125,7 +139,15 @@ class Processor : Pace<P> {
     }
     switch (task.kind) {
       case TaskKind::gemm0:
-        if (completes<P>(&rank_.memory.gemm0_parts_done[task.tile], task.parts) && P::lane() == 0) {
+        if (task.awaits != 0) {
+          // Publishes the part's results to the processors that wait for all of the tile's, which
+          // poll this counter and fence (inputs.hpp): the last part's sum is made of all parts'.
+          P::sync_lanes();
+          if (P::lane() == 0) {
+            P::template add_release<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 1U);
+          }
+        } else if (completes<P>(&rank_.memory.gemm0_parts_done[task.tile], task.parts) &&
+                   P::lane() == 0) {
           post_gemm1(rank_, call_, word.task(), rank_.geometry().gemm1_parts_of(task.narrow != 0));
         }
         break;
@@ -136,6 +158,10 @@ class Processor : Pace<P> {
           // Relaxed: the scheduler compares a number; the rows themselves were published to their
           // owners. A sender counts those that it puts.
           P::template add_relaxed<Scope::device>(&state_.rows_returned.value, returned);
+          if (task.awaits != 0) {
+            // For the next call. Relaxed: all who waited for it have ended their parts.
+            P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
+          }
         }
         break;
       case TaskKind::combine:
@@ -159,24 +185,42 @@ class Processor : Pace<P> {
   }
 
  private:
+  /// Looks for a part's inputs between two looks at all else that a waiting processor looks at. Not
+  /// of a machine of one warp, which has something else to do meanwhile.
+  static constexpr u32 kLooksForInputs = P::kLanes == 1 ? 1 : 8;
+
   /// Waits for a slot of the ready ring. False: leave.
   template <class Beside>
-  bool wait_for(u32 ticket, ReadyWord& word, Beside beside) {
+  bool wait_for_slot(u32 ticket, ReadyWord& word, Beside beside) {
+    const auto filled = [&] {
+      word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
+      if (word.epoch() > call_.epoch) {  // ends the call, and so this wait
+        reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, ticket,
+                       word.sealed());
+      }
+      return word.epoch() == call_.epoch;
+    };
+    if (!wait_for(1, filled, beside)) {
+      return false;
+    }
+    // Pairs with fill_ring_slot: the descriptor and, unless they are awaited, the inputs of its
+    // parts are here. Not at every look: a fence costs more than the look.
+    P::template acquire_fence<Scope::device>();
+    return true;
+  }
+
+  /// Looks until it is there, `often` times for each look at all else. False: leave.
+  template <class Look, class Beside>
+  bool wait_for(u32 often, Look look, Beside beside) {
     Watch<P> watch(2 * rank_.deadline_ns);  // the OS block notices a late peer first, and says more
     u32 heartbeat = 0;
     u32 idle = 0;
     for (;;) {
-      word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
-      if (word.epoch() == call_.epoch) {
-        // Pairs with fill_ring_slot: the descriptor and the inputs of its parts are here.
-        // Not at every look: a fence costs more than the look.
-        P::template acquire_fence<Scope::device>();
-        return true;
-      }
-      if (word.epoch() > call_.epoch) {
-        reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, ticket,
-                       word.sealed());
-        return false;
+#pragma unroll 1
+      for (u32 i = 0; i < often; ++i) {
+        if (look()) {
+          return true;
+        }
       }
       if (must_leave(rank_, call_)) {
         return false;

@@ -1,4 +1,6 @@
-// The subscriber of row credits: tokens whose rows are all back are handed out as Combine.
+// The subscriber of row credits: tokens whose rows are all back are handed out as Combine. In a
+// call that is planned whole, and whose tokens are few, all are handed out when it is known where
+// their rows go, and processors wait for these themselves (inputs.hpp).
 //
 // There are P::kReturnsSubscribers such warps, each with a share of every peer's chunks, since a
 // call ends with all of its rows coming back. As the others of Algorithm 2: step() looks once at
@@ -8,6 +10,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
+#include "runtime/hearsay.hpp"
 #include "runtime/os_memory.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
@@ -62,6 +65,9 @@ class ReturnsSubscriber {
       routed_ = true;
       await_chunks();
     }
+    if (handed_out_whole_) {
+      return watch();
+    }
     bool progress = false;
     u32 first = 0;
     u32 kept = 0;
@@ -75,19 +81,32 @@ class ReturnsSubscriber {
     return progress;
   }
 
-  /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own
-  /// processors have not sent all of them: then it is not the peers who are late.
-  Answer answer(Failure& failure) const {
-    if (!routed_ || !all_sent() || awaited_ == 0) {
-      return Answer::nothing;
+  /// Behind the last step.
+  void leave() const {
+    for (u32 i = P::lane(); handed_out_whole_ && i < awaited_; i += P::kLanes) {
+      // As in take_in; here, because processors have looked at it, too.
+      P::template store_relaxed<Scope::system>(credit(chunks_awaited_[i]), 0U);
     }
-    const SentChunk chunk = chunks_awaited_[0];
-    failure.kind = FailureKind::returns_late;
-    failure.peer = peer_of(chunk);
-    failure.chunk = chunk_of(chunk);
-    failure.expected = chunk.rows();
-    failure.seen = open(P::template load_relaxed<Scope::system>(credit(chunk)));
-    return Answer::missing;
+  }
+
+  /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own
+  /// processors have not sent all of them: then it is not the peers who are late. A peer whose call
+  /// is planned whole may wait for rows of another, which is late then.
+  Answer answer(Failure& failure) {
+    u32 first = 0;
+    while (first < awaited_ && chunks_awaited_[first].rows() == 0) {
+      ++first;
+    }
+    const bool late = routed_ && all_sent() && first < awaited_;
+    if (late) {
+      const SentChunk chunk = chunks_awaited_[first];
+      failure.kind = FailureKind::returns_late;
+      failure.peer = peer_of(chunk);
+      failure.chunk = chunk_of(chunk);
+      failure.expected = chunk.rows();
+      failure.seen = open(P::template load_relaxed<Scope::system>(credit(chunk)));
+    }
+    return hearsay_.answer(late, rank_.geometry().world == 2 ? 0 : 1, rank_.deadline_ns);
   }
 
  private:
@@ -109,6 +128,20 @@ class ReturnsSubscriber {
     if (agreed<P>(P::template poll<Scope::device>(&state.routed.value)) == 0) {
       return false;
     }
+    Planned planned = Planned::by_rows;
+    if (rank_.geometry().may_await(call_.tokens)) {
+      // Pairs with ArrivalsSubscriber::decide. What has come back by then is not in a hurry: other
+      // ranks' counts are awaited.
+      planned = static_cast<Planned>(
+          agreed<P>(P::template load_acquire<Scope::block>(rank_.os->planned)));
+    }
+    if (planned == Planned::unknown) {
+      return false;
+    }
+    if (planned == Planned::whole) {
+      hand_out_whole();
+      return true;
+    }
     if (combines_unsent(call_)) {
       hand_out_unsent();
       if (agreed<P>(P::template poll<Scope::device>(&state.token_rows_known.value)) !=
@@ -120,6 +153,39 @@ class ReturnsSubscriber {
     // token_rows. Not at every look: a fence costs more than the look.
     P::template acquire_fence<Scope::device>();
     return true;
+  }
+
+  /// The first returns subscriber: hands out the Combine of all tokens.
+  void hand_out_whole() {
+    handed_out_whole_ = true;
+    // Pairs with finish_routing, for the routing map, and publishes it to the processors.
+    P::template relay_fence<Scope::device>();
+    if (index_ == 0) {
+      const u32 each = rank_.geometry().combine_tokens(call_.tokens);
+      hand_out(ceil_div(call_.tokens, each), [&](u32 part) {
+        const u32 first = part * each;
+        return combine_word(call_.epoch, first, minimum(each, call_.tokens - first))
+            .awaiting_rows();
+      });
+    }
+  }
+
+  /// Notes which chunks are back, of those that processors wait for: a listed one of no rows.
+  bool watch() {
+    bool news = false;
+    for (u32 i = P::lane(); i < awaited_; i += P::kLanes) {
+      const SentChunk chunk = chunks_awaited_[i];
+      const u32 rows = open(P::template poll<Scope::system>(credit(chunk)));
+      if (rows > chunk.rows() && chunk.rows() != 0) {
+        reject(chunk, rows);
+      } else if (rows == chunk.rows()) {
+        chunks_awaited_[i] = SentChunk(chunk.number(), 0);
+        rank_.memory.peer_records[peer_of(chunk)].results_ns = P::now_ns();
+        news = true;
+      }
+    }
+    P::sync_lanes();
+    return P::ballot(news) != 0;
   }
 
   /// The first returns subscriber, once: hands out the Combine of tokens that sent no row, which
@@ -375,10 +441,12 @@ class ReturnsSubscriber {
   u32 first_ready_;            // this warp's first place in ready_tokens
   bool routed_ = false;
   bool unsent_handed_out_ = false;
-  u32 awaited_ = 0;     // chunks that were not back at the last look
-  u32 found_ = 0;       // chunks that are back and not taken in yet
-  u32 ready_ = 0;       // complete tokens so far
-  u32 handed_out_ = 0;  // of these
+  Hearsay<P> hearsay_;
+  bool handed_out_whole_ = false;  // all tokens: processors wait for their rows
+  u32 awaited_ = 0;                // chunks that were not back at the last look
+  u32 found_ = 0;                  // chunks that are back and not taken in yet
+  u32 ready_ = 0;                  // complete tokens so far
+  u32 handed_out_ = 0;             // of these
 };
 
 }  // namespace moeos

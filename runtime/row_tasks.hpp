@@ -28,6 +28,12 @@ u32 number_of(const Rank<P>& rank, const RoutingMap::Place& at) {
   return rank.layout.row(at.local_expert, at.slot, at.row - at.slot);
 }
 
+/// Where the result of a place's row comes back, as Layout::row_index.
+template <Platform P>
+u32 row_of_result(const Rank<P>& rank, const RoutingMap::Place& place) {
+  return rank.layout.row_index(place.peer, Round::combine, Buffer::arrival, number_of(rank, place));
+}
+
 /// Notes for the returns subscriber and for Combine which pair a place carries. Plain stores: what
 /// announces the chunk releases them along with the rows, and Combine runs because the results of
 /// these very rows came back.
@@ -36,8 +42,7 @@ void note_row(const Rank<P>& rank, const RoutingMap::Place& place, u32 pair) {
   const Geometry& geometry = rank.geometry();
   rank.memory.row_pair[u64{place.peer} * geometry.chunks() * geometry.chunk_rows + place.row] =
       pair;
-  rank.memory.pair_row[pair] =
-      rank.layout.row_index(place.peer, Round::combine, Buffer::arrival, number_of(rank, place));
+  rank.memory.pair_row[pair] = row_of_result(rank, place);
 }
 
 /// Finds row `row`, in the order of sending to `peer`, to which each token goes once or not, and

@@ -246,27 +246,18 @@ class Scheduler {
     batch.part = 0;
   }
 
-  /// How many tiles' second GEMMs are to be handed out before those whose parts are cut in halves.
-  /// kNone: as far as is known, none is.
-  ///
-  /// Once all first GEMMs have been handed out, each processor computes as many parts of second
-  /// ones as any other; then, of the rest, most may have none. If the rest is so few parts that
-  /// each half has a processor, it is cut: half a part takes more than half as long, since it loads
-  /// the same rows, but less than a whole one. In a call of few tiles the rest is all
-  /// (docs/performance.md, "Halves", "First GEMMs first").
+  /// How many tiles' second GEMMs are to be handed out before those whose parts are cut in halves
+  /// (Geometry::tiles_in_halves). kNone: as far as is known, none is.
   u32 second_gemms_before_halves() {
-    const Geometry& geometry = rank_.geometry();
     // Relaxed: numbers that speak for themselves, 0 until they are known.
     const u32 made = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->tiles_made));
     const u32 posted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->tiles_posted));
-    if (made == 0 || posted != first_gemms_ + 1 ||
-        geometry.gemm1_narrow_parts <= geometry.gemm1_parts) {
+    if (made == 0 || posted != first_gemms_ + 1) {
       return kNone;
     }
     const u32 left = made - 1 - second_gemms_;
     if (in_halves_ == kNone) {
-      const u32 rest = left * geometry.gemm1_narrow_parts % (2 * geometry.processors);  // in halves
-      in_halves_ = rest <= geometry.processors ? rest / geometry.gemm1_narrow_parts : 0;
+      in_halves_ = rank_.geometry().tiles_in_halves(left);
     }
     return left > in_halves_ ? left - in_halves_ : 0;
   }
@@ -321,17 +312,15 @@ class Scheduler {
 
   /// Whose turn it is when both GEMMs are ready. Of small experts, each has as much of the
   /// processors' time: second GEMMs alone would fill the links again and wait for them, and leave
-  /// first ones for the end of the call, when the links have nothing to do. Where a second GEMM's
-  /// parts are long, first ones go first: the last tile's second one would begin when others have
-  /// ended, and keep few processors busy for long. Of large experts, the weights of both would
-  /// drive each other out of the cache: second ones go first, but wait for the end of the first
-  /// ones that are handed out together, and so collect a whole expert's (docs/performance.md,
-  /// "First and second GEMMs by turns", "First GEMMs first", "An expert at a time").
+  /// first ones for the end of the call, when the links have nothing to do. Of large experts, the
+  /// weights of both would drive each other out of the cache: second ones go first, but wait for
+  /// the end of the first ones that are handed out together, and so collect a whole expert's
+  /// (docs/performance.md, "First and second GEMMs by turns", "First GEMMs first", "An expert at a
+  /// time").
   bool second_in_turn() const {
     const bool amid_turns = gemm0_.together != 0 && gemm0_.by_turns;
     const Geometry& geometry = rank_.geometry();
-    return geometry.large_experts != 0 ? !amid_turns
-                                       : !geometry.first_gemms_first() && second_gemms_ahead_ <= 0;
+    return geometry.large_experts != 0 ? !amid_turns : second_gemms_ahead_ <= 0;
   }
 
   /// Publishes ready parts until `limit` words have been published in this call; returns how many

@@ -50,11 +50,14 @@ struct alignas(kCacheLine) Task {
   u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs
   u32 peer;          // dispatch: destination; replicate: source
   u32 first_chunk;   // dispatch, replicate
-  u32 first_ready;   // combine: place of the first token among those that are complete, or a block
+  u32 first_ready;   // combine: place of the first token among those that are complete, or, of
+                     // tokens that are awaited, the first one; or a block
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
   u32 seal;          // what makes the descriptor whole; see is_whole()
   u32 halved;        // of a copy for a second GEMM: 1 when a wide tile is cut into narrow N-tiles
-  u32 reserved[3];
+  u32 awaits;        // GEMMs, combine: 1 when parts are handed out before their inputs are here, so
+                     // that processors wait for these (inputs.hpp)
+  u32 reserved[2];
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
@@ -123,7 +126,7 @@ constexpr void become_gemm1(Task& task, const Geometry& geometry, bool halved) {
 constexpr bool is_whole(const Task& task) {
   u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
             task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.peer ^
-            task.first_chunk ^ task.first_ready ^ task.narrow ^ task.seal;
+            task.first_chunk ^ task.first_ready ^ task.narrow ^ task.awaits ^ task.seal;
   for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }
@@ -148,7 +151,9 @@ class ReadyWord {
   static constexpr u32 kParts = 1U << kPartBits;
   /// In place of the kind: a part of a second GEMM that is cut as those of narrow tiles are.
   static constexpr u32 kHalvedGemm1 = kTaskKinds;
-  static_assert(kHalvedGemm1 < 1U << kKindBits);
+  /// And a Combine of tokens whose rows are not back.
+  static constexpr u32 kAwaitedCombine = kTaskKinds + 1;
+  static_assert(kAwaitedCombine < 1U << kKindBits);
 
   constexpr ReadyWord() = default;
   /// From memory.
@@ -160,9 +165,12 @@ class ReadyWord {
   constexpr u64 sealed() const { return seal(bits_); }
   constexpr u32 epoch() const { return static_cast<u32>(bits_ >> 32); }
   constexpr TaskKind kind() const {
-    return halved() ? TaskKind::gemm1 : static_cast<TaskKind>(kind_bits());
+    return halved()    ? TaskKind::gemm1
+           : awaited() ? TaskKind::combine
+                       : static_cast<TaskKind>(kind_bits());
   }
   constexpr bool halved() const { return kind_bits() == kHalvedGemm1; }
+  constexpr bool awaited() const { return kind_bits() == kAwaitedCombine; }
   constexpr u32 part() const { return (bits_ >> kTaskBits) & (kParts - 1); }
   constexpr u32 task() const { return bits_ & (kTasks - 1); }
   /// The same word for another part.
@@ -172,6 +180,10 @@ class ReadyWord {
   /// The same word of a second GEMM, which is to be cut so.
   constexpr ReadyWord cut_in_halves() const {
     return ReadyWord(epoch(), kHalvedGemm1, task(), part());
+  }
+  /// The same word of a Combine whose processor waits for rows.
+  constexpr ReadyWord awaiting_rows() const {
+    return ReadyWord(epoch(), kAwaitedCombine, task(), part());
   }
 
  private:
@@ -211,6 +223,7 @@ constexpr Task combine_task(ReadyWord word) {
   Task task = task_of_one_part(word);
   task.rows = word.part();
   task.first_ready = word.task();
+  task.awaits = word.awaited() ? 1 : 0;
   return task;
 }
 

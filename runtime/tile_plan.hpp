@@ -36,6 +36,7 @@ class TilePlan {
     tiles_ = 0;
     results_ = 0;
     early_left_ = geometry.early_tiles();
+    whole_ = false;
     all_fed_ = false;
     unpacked_ = geometry.local_experts();
     for (u32 i = P::lane(); i < geometry.world * geometry.local_experts(); i += P::kLanes) {
@@ -77,6 +78,19 @@ class TilePlan {
       early_left_ -= packs ? minimum(early_left_, tiles_ - had) : 0;
     }
     return tiles_ != before;
+  }
+
+  /// Writes the descriptors of all of the call's tiles, of which none has been made, whether their
+  /// rows are here or not: who computes them waits for these. All counts are known.
+  void plan_whole() {
+    MOEOS_CHECK(tiles_ == 0);
+    for (u32 source = P::lane(); source < layout_.geometry().world; source += P::kLanes) {
+      os_.rows_arrived[source] = os_.rows_received(source);
+    }
+    P::sync_lanes();
+    whole_ = true;
+    plan(0, Fullest{});
+    MOEOS_CHECK(complete());
   }
 
   /// Tiles planned so far in this call; their descriptors are tasks from first_task(gemm0) on.
@@ -353,8 +367,9 @@ class TilePlan {
     task.padded_rows = padded;
     task.first_result = result;
     task.narrow = narrow ? 1 : 0;
+    task.awaits = whole_ ? 1 : 0;
     task.seal = kWhole ^ first_word(TaskKind::gemm0, segments, parts) ^ epoch_ ^ expert ^ tile ^
-                rows ^ padded ^ result ^ task.narrow ^ words;
+                rows ^ padded ^ result ^ task.narrow ^ task.awaits ^ words;
   }
 
   const Layout& layout_;
@@ -365,6 +380,7 @@ class TilePlan {
   u32 results_ = 0;
   u32 early_left_ = 0;
   u32 unpacked_ = 0;      // experts some of whose rows are in no tile
+  bool whole_ = false;    // tiles are made of rows that are awaited
   bool all_fed_ = false;  // every full tile is made: until there is news, there is none to feed
 };
 

@@ -27,6 +27,8 @@ _ONCE_ROWS = 16
 """It gains nothing here, where peers share their memory: so few, so that it is seen to be right."""
 _SPREAD_TOKENS = 4
 """Likewise: calls of few tokens have some, and others none."""
+_WHOLE_ROWS = 32
+"""Likewise: some calls are planned whole, and others as their rows arrive."""
 
 
 def sizes_of(
@@ -40,6 +42,7 @@ def sizes_of(
         gemm1_columns=_twin.PLAIN_COLUMNS,
         once_rows=_ONCE_ROWS,
         spread_tokens=_SPREAD_TOKENS,
+        whole_rows=_WHOLE_ROWS,
     )
     return layer_sizes(cfg, world_size, processors, tiles, remote=remote, trace_events=trace_events)
 

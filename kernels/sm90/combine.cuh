@@ -40,11 +40,11 @@ static_assert(sizeof(Unsent) <= sizeof(Stage));
 inline Unsent& unsent_of(Stage& stage) { return *reinterpret_cast<Unsent*>(&stage); }
 
 /// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
-/// takes longer than a token's rows do.
+/// takes longer than a token's rows do. Not of rows that are awaited.
 inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
                          CombineRows& rows) {
   const u32 pairs = task.rows * kGeometry.top_k;
-  if (task.kind != TaskKind::combine || pairs == 0) {
+  if (task.kind != TaskKind::combine || pairs == 0 || task.awaits != 0) {
     return;
   }
   MOEOS_CHECK(task.rows <= CombineRows::kTokens);
@@ -64,6 +64,15 @@ inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const
         rows.token[i / kGeometry.top_k] = token;
       }
     }
+  }
+}
+
+/// The same of a pair whose row is awaited, in a part of tokens that follow each other.
+inline void note_awaited_row(const Rank<Machine>& rank, u32 number, u32 pair, u32 row,
+                             CombineRows& rows) {
+  rows.pair[number] = {row, rank.memory.pair_weight[pair]};
+  if (number % kGeometry.top_k == 0) {
+    rows.token[number / kGeometry.top_k] = pair / kGeometry.top_k;
   }
 }
 

@@ -31,15 +31,6 @@ static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row 
 static_assert(kGeometry.spread_tokens * kGeometry.top_k <= Machine::kLanes,
               "a lane looks up one pair of the tokens that are spread together");
 
-/// The rank, for one look at what there is to do: made out of an address that the compiler cannot
-/// foresee. It would work out all that depends on it beforehand, and has too few registers to keep
-/// that.
-inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
-  u8* memory = arguments.memory;
-  asm volatile("" : "+l"(memory));
-  return rank_of(arguments, nullptr, memory);
-}
-
 /// Copies rows through the block's parcels. Every function by the whole warp.
 class ParcelLine {
  public:

@@ -20,19 +20,30 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-/// Claims the next part and gets its descriptor. Looks up where its rows lie or its results go,
-/// while the block is at the part before. False: leave.
+/// Claims the next part, gets its descriptor, and waits for its inputs if they may not be here.
+/// Looks up where its rows lie or its results go, while the block is at the part before. False:
+/// leave.
 inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
                        const RoutingMap& map, Processor<Machine>& processor, Task& task, Slot& slot,
                        Stamps& stamps) {
   const u32 lane = Machine::lane();
   ReadyWord word;
-  bool more = processor.claim(word, [] { return false; });
-  const u64 claimed_ns = trace_time<Machine>(kGeometry);
-  more = more && get_task(rank, call, word, task);
+  const auto nothing = [] { return false; };
+  bool more = processor.claim(word, nothing) && get_task(rank, call, word, task);
+  u64 claimed_ns = trace_time<Machine>(kGeometry);
   if (more) {
     find_results(arguments, rank, task, slot);
     look_up_rows(rank, map, task, slot.rows);
+    if (kGeometry.whole_rows != 0 && task.awaits != 0) {
+      // Of this part alone: else the addresses below would take registers for all parts.
+      const Rank<Machine> here = rank_of_look(arguments);
+      const auto found = [&](u32 number, u32 pair, u32 row) {
+        note_awaited_row(here, number, pair, row, slot.rows);
+      };
+      const RoutingMap routed(kGeometry, here.memory, call);
+      more = processor.await(Inputs<Machine>(here, call, routed, task, found), nothing);
+      claimed_ns = trace_time<Machine>(kGeometry);
+    }
   }
   if (lane == 0) {
     slot.word = more ? word : ReadyWord();

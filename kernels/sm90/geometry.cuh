@@ -34,6 +34,7 @@ inline constexpr Geometry kGeometry{
     Geometry::kWindowBytes / (MOEOS_HIDDEN * 2),
     MOEOS_ONCE_ROWS,
     MOEOS_SPREAD_TOKENS,
+    MOEOS_WHOLE_ROWS,
     MOEOS_TRACE_EVENTS,
 };
 

@@ -44,7 +44,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  u32 expert_groups, u32 top_groups, u32 processors, u32 couriers, bool remote,
                  u32 tile_rows, u32 route_tokens, u32 route_slices, u32 gemm0_columns,
                  u32 gemm1_columns, u32 narrow_rows, u32 segment_align, bool large_experts,
-                 u32 once_rows, u32 spread_tokens, u32 trace_events) {
+                 u32 once_rows, u32 spread_tokens, u32 whole_rows, u32 trace_events) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -83,6 +83,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
   geometry.once_rows = once_rows;
   geometry.spread_tokens = spread_tokens;
+  geometry.whole_rows = whole_rows;
   geometry.trace_events = trace_events;
 
   const auto limit = [](u64 value, u64 largest, const char* what) {
@@ -102,6 +103,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
         "the number of parts of a task");
   limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
   require(narrow_rows < tile_rows, "narrow_rows must be below tile_rows");
+  require(ceil_div(tile_rows, kChunkRows) + 2 * Geometry::kMaxSegments <= Geometry::kAwaitedMost,
+          "a tile's rows must lie in fewer chunks");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
   limit(world, std::numeric_limits<u16>::max(), "the world's size");
   if (geometry.once()) {
@@ -187,7 +190,7 @@ NB_MODULE(_twin, module) {
            "expert_groups"_a, "top_groups"_a, "processors"_a, "couriers"_a, "remote"_a,
            "tile_rows"_a, "route_tokens"_a, "route_slices"_a, "gemm0_columns"_a, "gemm1_columns"_a,
            "narrow_rows"_a, "segment_align"_a, "large_experts"_a, "once_rows"_a, "spread_tokens"_a,
-           "trace_events"_a)
+           "whole_rows"_a, "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("intermediate_bytes",
@@ -229,6 +232,7 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("segment_align", [](const Sizes& s) { return s.geometry.segment_align; })
       .def_prop_ro("once_rows", [](const Sizes& s) { return s.geometry.once_rows; })
       .def_prop_ro("spread_tokens", [](const Sizes& s) { return s.geometry.spread_tokens; })
+      .def_prop_ro("whole_rows", [](const Sizes& s) { return s.geometry.whole_rows; })
       .def(
           "spreads", [](const Sizes& s, u32 tokens) { return s.geometry.spreads(tokens); },
           "tokens"_a)

@@ -63,9 +63,6 @@ LAYERS = {
     "second GEMMs in halves": _layer(
         1, 8, 4, hidden=392, intermediate=264, experts=2, max_tokens=120, activation="gelu"
     ),
-    "first GEMMs first, the last second ones in halves": _layer(
-        1, 3, 4, intermediate=520, experts=2, max_tokens=200, activation="gelu"
-    ),
     "long rows, a router in slices": _layer(
         2, 4, 4, hidden=3848, intermediate=64, experts=4, max_tokens=60
     ),
@@ -327,8 +324,8 @@ FAULTS = {
         4,
     ),
     "halves, of which only as many are handed out as whole parts": BrokenSource(
-        "runtime/scheduler.hpp",
-        {"batch.halved ? rank_.geometry().gemm1_narrow_parts : word.part()": "word.part()"},
+        "runtime/arrivals_subscriber.hpp",
+        {"gemm1_parts_of(narrow || halved)": "gemm1_parts_of(narrow)"},
         "second GEMMs in halves",
         2,
     ),
@@ -373,6 +370,12 @@ FAULTS = {
         "runtime/arrivals_subscriber.hpp",
         {"lane_with<P>(ends, place)": "lane_with<P>(ends, place == 0 ? 0 : place - 1)"},
         "groups",
+        2,
+    ),
+    "a sum of rows that are awaited elsewhere": BrokenSource(
+        "kernels/sm90/forward.cu",
+        {"note_awaited_row(here, number, pair, row": "note_awaited_row(here, number, pair, row + 1"},
+        "second GEMMs in halves",
         2,
     ),
     "rows that go in the places of those that stay": BrokenSource(

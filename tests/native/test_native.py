@@ -400,9 +400,30 @@ FAULTS = {
     "a rank that is blamed for waiting": Fault(
         "explorer",
         "runtime/counts_subscriber.hpp",
-        "late > 1 ? minimum(rank_.deadline_ns / 4, kHearsayNsMost) : 0",
+        "late > 1 ? 4 : 2",
         "0",
         "and names rank",
+    ),
+    "a part that does not wait for its inputs": Fault(
+        "explorer",
+        "runtime/inputs.hpp",
+        "missing = missing || seen[i] != wanted_[i];",
+        "",
+        "gives a wrong result",
+    ),
+    "second GEMMs handed out before those that they wait for": Fault(
+        "explorer",
+        "runtime/arrivals_subscriber.hpp",
+        "hand_out_all(TaskKind::gemm0);\n    hand_out_all(TaskKind::gemm1);",
+        "hand_out_all(TaskKind::gemm1);\n    hand_out_all(TaskKind::gemm0);",
+        "without a fault",
+    ),
+    "credits that processors have looked at, and nobody clears": Fault(
+        "explorer",
+        "runtime/returns_subscriber.hpp",
+        "handed_out_whole_ && i < awaited_; i +=",
+        "handed_out_whole_ && i + 1 < awaited_; i +=",
+        "",
     ),
     "a descriptor that nobody looks at": Fault(
         "explorer",

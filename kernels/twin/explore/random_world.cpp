@@ -67,6 +67,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.window_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, 400);  // 0: as small as it may be
   g.once_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
   g.spread_tokens = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
+  g.whole_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
   const bool split_os = draw(random, 0, 1) == 1;
   const bool jitter = draw(random, 0, 3) == 0;
   world.settings =
