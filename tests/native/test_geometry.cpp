@@ -96,9 +96,44 @@ bool spread_parts_fit(u32 each_most, u32 processors, u32 tokens) {
   return fit && geometry.spreads(4) == (each_most * processors >= 4) && !geometry.spreads(5);
 }
 
+/// Whether calls are planned whole where nobody can be late or order does not matter, and whether
+/// as many tiles are cut in halves as leave each half a processor.
+bool whole_plans_fit() {
+  Geometry geometry{};
+  geometry.world = 2;
+  geometry.experts = 8;
+  geometry.top_k = 2;
+  geometry.tile_rows = 128;
+  geometry.processors = 131;
+  geometry.gemm0_parts = geometry.gemm1_parts = 16;
+  geometry.gemm1_narrow_parts = 32;
+  bool fit = !geometry.plans_whole(true, 1) && !geometry.may_plan_whole(0);  // not without leave
+  geometry.whole_rows = 64;
+  fit = fit && geometry.plans_whole(true, 1000) && geometry.plans_whole(false, 8) &&
+        !geometry.plans_whole(false, 9);
+  // An expert has half as many rows, of both ranks, as each has tokens.
+  fit = fit && geometry.may_plan_whole(128) && geometry.may_plan_whole(512) &&
+        !geometry.may_plan_whole(514);
+  geometry.world = 1;
+  fit = fit && geometry.plans_whole(false, 9);
+  geometry.large_experts = 1;
+  fit = fit && !geometry.plans_whole(false, 9);
+  for (u32 left = 0; left < 40; ++left) {
+    const u32 cut = geometry.tiles_in_halves(left);
+    const u32 whole = (left - cut) * 16;
+    fit = fit && cut <= left && cut * 32 <= 131 && (cut == 0 || whole % 131 < 16);
+  }
+  geometry.gemm1_narrow_parts = 16;
+  return fit && geometry.tiles_in_halves(3) == 0;
+}
+
 }  // namespace
 
 int main() {
+  if (!whole_plans_fit()) {
+    std::printf("calls are planned whole, or tiles cut, where they should not be\n");
+    return 1;
+  }
   for (const u32 processors : {1U, 3U, 131U}) {
     for (u32 each = 0; each <= 16; ++each) {
       if (!spread_parts_fit(each, processors, 3000)) {
