@@ -28,7 +28,7 @@ EVENT = numpy.dtype(
         ("end_ns", "<u8"),
         *[(name, "<u4") for name in ("kind", "part", "peer", "expert", "place", "rows")],
         *[(name, "<u4") for name in ("loading", "computing", "computed", "stored")],
-        *[(name, "<u4") for name in ("carried", "reserved")],
+        *[(name, "<u4") for name in ("carried", "awaited")],
     ]
 )
 """TraceEvent: see runtime/trace_event.hpp."""

@@ -106,7 +106,7 @@ class ReturnsSubscriber {
       failure.expected = chunk.rows();
       failure.seen = open(P::template load_relaxed<Scope::system>(credit(chunk)));
     }
-    return hearsay_.answer(late, rank_.geometry().world == 2 ? 0 : 1, rank_.deadline_ns);
+    return hearsay_.answer(late, rank_.geometry().world <= 2 ? 0 : 1, rank_.deadline_ns);
   }
 
  private:

@@ -21,7 +21,7 @@ inline constexpr u32 kTraceKinds = kTaskKinds + Geometry::kTracedOsActors;
 
 /// One part of a task, or one step of an actor. 64 bytes; the host reads it as it lies.
 struct alignas(64) TraceEvent {
-  u64 begin_ns;  // a part: claimed
+  u64 begin_ns;  // a part: claimed, and its inputs here
   u64 end_ns;    // a part: its effects are visible
   u32 kind;
   u32 part;    // of a task; dispatch of tokens (spread.hpp): the first pair's number
@@ -29,7 +29,8 @@ struct alignas(64) TraceEvent {
   u32 expert;  // GEMMs: the local expert
   u32 place;   // route: the slice, and `part` the block; GEMMs: the tile; dispatch: the part's
                // chunk; replicate: the chunk; combine: the first token's place among the complete
-               // ones, and `part` the returns subscriber that had it; or kNone for tokens that sent
+               // ones, and `part` the returns subscriber that had it; of awaited tokens the first
+               // one's number, and 0; or kNone for tokens that sent
                // no row, and `part` the block
   u32 rows;    // GEMMs: of the tile; dispatch: 1 for the part that announced the chunk;
                // replicate: 1; combine: tokens written
@@ -39,7 +40,8 @@ struct alignas(64) TraceEvent {
   u32 computed;   // its products or sums are done
   u32 stored;     // its results are in memory
   u32 carried;    // dispatch: rows that went; replicate: rows that were copied here
-  u32 reserved;
+  u32 awaited;    // GEMMs, combine: 1 where the processor waited for its inputs itself, which were
+                  // here when it was `claimed`
 
   /// A moment, as the fields above have it.
   constexpr u32 since(u64 moment_ns) const {
@@ -56,6 +58,7 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
   event.kind = static_cast<u32>(task.kind);
   event.part = word.part();
   event.peer = event.expert = kNone;
+  event.awaited = task.awaits;
   if (task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1) {
     event.expert = task.local_expert;
     event.place = task.tile;

@@ -31,7 +31,7 @@ PHASES = ("fetching", "loading", "computing", "storing", "publishing")
 PART = numpy.dtype(
     [
         *[(name, "<i8") for name in ("rank", "processor", "kind", "part", "peer", "expert")],
-        *[(name, "<i8") for name in ("place", "rows", "carried")],
+        *[(name, "<i8") for name in ("place", "rows", "carried", "awaited")],
         *[(name, "<i8") for name in (*MOMENTS, "work_begin", "work_end")],
     ]
 )
@@ -168,7 +168,7 @@ def _parts_of(trace: RankTrace, origin: int) -> Parts:
     parts = numpy.empty(len(events), PART)
     parts["rank"] = trace.rank
     parts["processor"] = numpy.repeat(numpy.arange(len(lists)), [len(noted) for noted in lists])
-    for name in ("kind", "part", "rows", "carried"):
+    for name in ("kind", "part", "rows", "carried", "awaited"):
         parts[name] = events[name]
     for name in ("peer", "expert", "place"):
         parts[name] = events[name].astype(numpy.uint32).view(numpy.int32)  # kNone is -1

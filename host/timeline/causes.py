@@ -56,13 +56,16 @@ def find(call: CallTrace) -> Causes:
     * Gemm0 of a tile: the part of the chunk with which as many rows of its expert were here as its
       tiles, up to this one, hold. A chunk is here when it has arrived; of a source whose chunks are
       replicated, when that one and those before it have been.
+      Of a tile whose processors waited for its rows themselves, in a call that is planned whole:
+      the last of these chunks that was here when they had them. Its rows may be in others, so it
+      is not certain.
     * Gemm1 of a tile: the last part of the tile's Gemm0.
     * Combine of complete tokens: the last Gemm1 part, of a tile that may hold rows of the rank,
       that was visible before the step began in which the returns subscriber, it seems, posted the
-      task, or before its claim where it is of a subscriber whose steps are not noted; or, if that
-      was later, the last Combine part of tokens without rows, for all of which the subscribers
-      wait. The events do not say which rows a token has, nor which step posted what: so of these
-      two only the latter is certain.
+      task, or before its claim where it is of a subscriber whose steps are not noted, or where its
+      processor waited itself; or, if that was later, the last Combine part of tokens without rows,
+      for all of which the subscribers wait. The events do not say which rows a token has, nor which
+      step posted what: so of these two only the latter is certain.
     """
     finder = _Finder(call)
     if call.whole:
@@ -200,7 +203,11 @@ class _Finder:
         rows_here = numpy.cumsum([rows for _, _, rows in arrivals])
         rows_taken = numpy.cumsum([tile.rows for tile in tiles])
         for tile, place in zip(tiles, numpy.searchsorted(rows_here, rows_taken), strict=True):
-            if place < len(arrivals):
+            if any(self._column["awaited"][part] for part in tile.gemm0):
+                began = min(self._column["claimed"][part] for part in tile.gemm0)
+                known = [part for stored, part, _ in arrivals if stored <= began]
+                self._set(tile.gemm0, known[-1] if known else arrivals[0][1], certain=False)
+            elif place < len(arrivals):
                 self._set(tile.gemm0, arrivals[place][1])
 
     def _after_returns(
@@ -223,6 +230,9 @@ class _Finder:
         claimed: dict[int, int] = defaultdict(lambda: latest)
         for index in sorted(complete, key=column["place"].__getitem__, reverse=True):
             subscriber = column["part"][index]
+            if column["awaited"][index]:
+                subscriber = NONE  # its processor has seen the credits itself
+                claimed[subscriber] = latest
             claimed[subscriber] = min(claimed[subscriber], column["claimed"][index])
             began = claimed[subscriber]
             if subscriber == _NOTED_SUBSCRIBER:

@@ -137,8 +137,27 @@ def test_a_part_of_dispatch_may_send_several_chunks() -> None:
     assert of == {**chunks, "rows": 96}
 
 
+@pytest.mark.parametrize(("awaited", "chunk", "certain"), [(0, 1, True), (1, 0, False)])
+def test_a_tile_whose_processor_waited_had_what_was_here_when_it_was_claimed(
+    awaited: int, chunk: int, certain: bool
+) -> None:
+    products = [
+        event("dispatch", 5, 20, peer=0, place=0, rows=1, carried=32),
+        event("dispatch", 5, 40, peer=0, place=1, rows=1, carried=32),
+        event("gemm0", 30, 60, expert=0, place=0, rows=2 * CHUNK_ROWS, awaited=awaited),
+    ]
+    call = CallTrace.of([rank_trace(0, [[2 * CHUNK_ROWS]], products)])
+    [index] = numpy.flatnonzero(call.parts["kind"] == TASK_KINDS.index("gemm0"))
+    assert caused(call)[0, "gemm0", 0, 0] == (0, "dispatch", chunk, 0)
+    assert causes.find(call).certain[index] == certain
+
+
 def combining(
-    *returns: tuple[int, int], unsent: int = 5, claimed: int = 100, subscriber: int = 0
+    *returns: tuple[int, int],
+    unsent: int = 5,
+    claimed: int = 100,
+    subscriber: int = 0,
+    awaited: int = 0,
 ) -> CallTrace:
     """Three tiles done at 40, 60 and 80, the second without rows of ours; steps as given. The part
     at place 0 is a subscriber's, the other one of the first.
@@ -152,7 +171,7 @@ def combining(
     ]
     own = [
         event("combine", 2, unsent, place=NOBODY, rows=1),
-        event("combine", claimed, claimed + 10, rows=8, part=subscriber),
+        event("combine", claimed, claimed + 10, rows=8, part=subscriber, awaited=awaited),
         event("combine", 150, 160, place=8, rows=8),
     ]
     return CallTrace.of(
@@ -186,6 +205,9 @@ def combined_after(call: CallTrace, place: int) -> tuple[tuple[Any, ...] | None,
         # Of a subscriber whose steps are not noted: when it was claimed.
         (combining((45, 50), (82, 101), subscriber=1), 0, ("gemm1", 2, 1), False),
         (combining((45, 50), (82, 160), claimed=170, subscriber=1), 0, ("gemm1", 2, 1), False),
+        # And of one whose processor waited itself.
+        (combining((45, 50), (82, 160), claimed=170, awaited=1), 0, ("gemm1", 2, 1), False),
+        (combining((45, 50), (82, 90), claimed=79, awaited=1), 0, ("gemm1", 0, 0), False),
         (combining((45, 50), (82, 90), unsent=79), 0, ("gemm1", 2, 1), False),
         (combining((45, 50), (82, 90), unsent=81), 0, ("combine", NONE, 0), True),
     ],
