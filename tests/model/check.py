@@ -107,6 +107,9 @@ SOMEONE_STAYS = "assertion violated (out==3)"
 NOT_EARLIEST = "assertion violated ((deaths>0)||...==earliest))"
 WRONG_CALL = "assertion violated ((abort_word[...]/4)<=epoch[...])"
 READS_WRONG_PUT = "assertion violated (row_here[...]==epoch[_pid])"
+READS_NO_ROW = "assertion violated (row[...]==call)"
+READS_NO_PRODUCT = "assertion violated (inner[...]==call)"
+READS_NO_RESULT = "assertion violated (result[...]==call)"
 BEYOND_WINDOW = "assertion violated (...bytes_under_way[...<=1)"
 
 THREE_CALLS = ("RANKS=2", "EPOCHS=3")
@@ -177,6 +180,8 @@ WORLDS = [
         100_000,
         *("EPOCHS=2", "ROWS=2", "WINDOW=2", "ONE_WAY"),
     ),
+    world("2 ranks, 2 calls, planned whole, one processor", "whole", 1_000_000, "PARTS=1"),
+    world("2 ranks, 2 calls, one planned whole, one by rows", "whole", 600_000, "BY_ROWS=1"),
     world("3 ranks, two failures", "abort", 400_000, "FAILURES=2"),
     world("3 ranks, one dies", "abort", 500_000, "FAILURES=2", "DEATHS=1"),
     world(
@@ -233,6 +238,18 @@ LARGE_WORLDS = [
         *(*ONCE, "EPOCHS=2", "CHUNK_ROWS=2", "TOTAL_ROWS=2", "WITH_SELF"),
     ),
     world(
+        "2 ranks, a call, planned whole, two processors",
+        "whole",
+        15_000_000,
+        *("PROCESSORS=2", "EPOCHS=1", "PARTS=1"),
+    ),
+    world(
+        "2 ranks, 2 calls, one planned whole, one by rows, two processors",
+        "whole",
+        6_900_000,
+        *("BY_ROWS=1", "PARTS=1", "PROCESSORS=2"),
+    ),
+    world(
         "2 ranks, 2 calls, two rows each way",
         "windows",
         19_000_000,
@@ -253,6 +270,24 @@ LARGE_WORLDS = [
 ]
 
 MUTATIONS = [
+    mutation("second GEMMs handed out first", "whole", DEADLOCK, "SECOND_GEMMS_FIRST"),
+    mutation("Combine handed out first", "whole", DEADLOCK, "COMBINE_FIRST"),
+    mutation("rows that are not awaited", "whole", READS_NO_ROW, "ROWS_NOT_AWAITED"),
+    mutation(
+        "one part of a first GEMM that is awaited",
+        "whole",
+        READS_NO_PRODUCT,
+        *("ONE_PART_AWAITED", "PROCESSORS=2"),
+    ),
+    mutation("results that are not awaited", "whole", READS_NO_RESULT, "RESULTS_NOT_AWAITED"),
+    mutation("a counter of parts that stays", "whole", DEADLOCK, "COUNTER_STAYS"),
+    mutation(
+        "credits cleared before processors have seen them",
+        "whole",
+        DEADLOCK,
+        "CREDITS_CLEARED_WHEN_SEEN",
+    ),
+    mutation("credits that stay", "whole", DEADLOCK, "CREDITS_STAY"),
     mutation(
         "a flag without its release", "exchange", READS_WRONG_ROW, "FLAG_RELAXED", *THREE_CALLS
     ),
