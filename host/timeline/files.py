@@ -20,6 +20,10 @@ from moeos.files import open_regular
 from moeos.tracing import EVENT, KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 
 FORMAT = 3
+_BEFORE_AWAITED = numpy.dtype(
+    [("reserved" if name == "awaited" else name, EVENT[name]) for name in EVENT.names or ()]
+)
+"""Events of kernels whose processors never waited for inputs themselves: zeros in that place."""
 MAX_BYTES = 1 << 30
 """The most that a file may hold, uncompressed."""
 
@@ -70,6 +74,8 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         arrays[f"{name}_{rank}"]
         for name in ("events", "noted", "dropped", "received", "chunk_rows")
     )
+    if events.dtype == _BEFORE_AWAITED:
+        events = events.view(EVENT)
     if events.dtype != EVENT:
         raise ValueError(f"the events of rank {rank} have dtype {events.dtype}")
     if (
