@@ -1,7 +1,8 @@
 // The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), handed out as Gemm0
-// as far as processors wait for them, and else posted to the scheduler. A call of few rows is
-// planned whole: when the counts of all sources are here, all of its tiles are made and handed out
-// at once, and processors wait for rows themselves (inputs.hpp).
+// as far as processors wait for them, and else posted to the scheduler. A call of few rows,
+// or of a rank alone, is planned whole (Geometry::plans_whole): when the counts of all sources are
+// here, all of its tiles are made and handed out at once, and processors wait for rows themselves
+// (inputs.hpp).
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -109,7 +110,7 @@ class ArrivalsSubscriber {
       decide(Planned::whole);
       return false;
     }
-    if (!rows_are_few()) {
+    if (!is_planned_whole()) {
       decide(Planned::by_rows);
       return false;
     }
@@ -126,9 +127,9 @@ class ArrivalsSubscriber {
     return true;
   }
 
-  /// Whether rows here are few enough (Geometry::plans_whole), and nobody sends its tokens once, so
-  /// that the flags of a tile's rows are its sources'.
-  bool rows_are_few() const {
+  /// Whether the call is one that is (Geometry::plans_whole), by the counts, and nobody sends its
+  /// tokens once, so that the flags of a tile's rows are its sources'.
+  bool is_planned_whole() const {
     const Geometry& geometry = rank_.geometry();
     bool many = false;
     u32 tiles = 0;  // about: of many sources an expert may have one or two more

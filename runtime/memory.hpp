@@ -152,7 +152,8 @@ class RankMemory {
   u32* replicated = nullptr;        // [source][chunk]: the epoch, sealed, in which a chunk of a
                                     // source that sends its tokens once was last made whole
 
-  // Completion counters; who completes a chunk, a block or a tile sets its counter back to zero.
+  // Completion counters; who completes a chunk, a block or a tile sets its counter back to zero. Of
+  // a first GEMM that processors wait for, who completes the second one does.
   u32* chunk_rows_done = nullptr;   // [peer][chunk]: of Dispatch
   u32* route_parts_done = nullptr;  // [block]
   u32* gemm0_parts_done = nullptr;

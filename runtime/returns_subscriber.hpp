@@ -94,7 +94,7 @@ class ReturnsSubscriber {
   /// is planned whole may wait for rows of another, which is late then.
   Answer answer(Failure& failure) {
     u32 first = 0;
-    while (first < awaited_ && chunks_awaited_[first].rows() == 0) {
+    while (first < awaited_ && chunks_awaited_[first].rows() == 0) {  // back (watch)
       ++first;
     }
     const bool late = routed_ && all_sent() && first < awaited_;
@@ -170,7 +170,8 @@ class ReturnsSubscriber {
     }
   }
 
-  /// Notes which chunks are back, of those that processors wait for: a listed one of no rows.
+  /// Notes which chunks are back, of those that processors wait for: in the list they have no rows
+  /// then. Without a fence: nothing is read because of it.
   bool watch() {
     bool news = false;
     for (u32 i = P::lane(); i < awaited_; i += P::kLanes) {
