@@ -151,10 +151,11 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
 
     Tiles and what follows from them are those of a call in which no tile is packed early because
     processors idle; early ones are more and have more padding. Combine tasks are the fewest: they
-    are more where few tokens become complete at a time. Dispatch tasks are those of one processor
-    of the twin; with more of them chunks may be sent in pieces. Rows beyond an expert's capacity
-    are not sent. Blocks of tokens and N-tiles, and so the numbers of Route and GEMM tasks, are the
-    twin's, and so is the number of rows from which on tokens go once to a rank.
+    are more where few tokens become complete at a time, or where counts come too late for a call
+    that would be planned whole. Dispatch tasks are those of one processor of the twin; with more of
+    them chunks may be sent in pieces. Rows beyond an expert's capacity are not sent. Blocks of
+    tokens and N-tiles, and so the numbers of Route and GEMM tasks, are the twin's, and so is the
+    number of rows from which on tokens go once to a rank.
 
     Raises:
         ValueError: `tokens` is not 0 to max_tokens, or the experts cannot be divided.
@@ -199,9 +200,11 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
 
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     route_blocks = sizes.route_blocks(tokens) if tokens > 0 else 0
-    # Where pairs may be dropped, the runtime looks for tokens that sent nothing.
+    # Where pairs may be dropped, the runtime looks for tokens that sent nothing; but not where
+    # processors wait for tokens' rows themselves, which they do for all tokens.
     may_drop = capacity is not None and capacity < cfg.max_tokens
-    complete = -(-sum(to_rank) // cfg.top_k)  # tokens with a row, at least
+    complete = tokens if sizes.may_await(tokens) else -(-sum(to_rank) // cfg.top_k)  # at least
+    looks = route_blocks if may_drop and not sizes.may_await(tokens) else 0
     return Work(
         tokens=tokens,
         pairs_sent=sum(to_rank),
@@ -213,8 +216,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             "replicate": replicated,
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,
-            "combine": -(-complete // sizes.combine_tokens(tokens))
-            + (route_blocks if may_drop else 0),
+            "combine": -(-complete // sizes.combine_tokens(tokens)) + looks,
         },
         padding_rows=padding,
         router_flops=2 * tokens * cfg.experts * cfg.hidden,

@@ -240,6 +240,9 @@ NB_MODULE(_twin, module) {
           "sends_once", [](const Sizes& s, u32 rows) { return s.geometry.sends_once(rows); },
           "rows"_a)
       .def(
+          "may_await", [](const Sizes& s, u32 tokens) { return s.geometry.may_await(tokens); },
+          "tokens"_a)
+      .def(
           "combine_tokens",
           [](const Sizes& s, u32 tokens) { return s.geometry.combine_tokens(tokens); }, "tokens"_a)
       .def_prop_ro("large_experts", [](const Sizes& s) { return s.geometry.large_experts != 0; })
