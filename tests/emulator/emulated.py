@@ -30,7 +30,10 @@ LIMIT_NS = 4 * DEADLINE_NS + 6_000_000
 """How long a kernel may take: a failure ends it within two deadlines, or a trap 5 ms later."""
 
 _SAID_BYTES = 1 << 16
-_OPTIONS = ("-std=c++20", "-fPIC", "-w", "-I", ".", "-include", "tests/emulator/cuda.hpp")
+_OPTIONS = (
+    *("-std=c++20", "-fPIC", "-w", "-I", ".", "-include", "tests/emulator/cuda.hpp"),
+    "-mf16c",  # or a library's functions convert each number of 16 bits
+)
 _COMPILING_GPU = threading.Lock()
 _FIELDS = (
     *("heap", "memory", "intermediate", "host_failure"),

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstring>
 #include <map>
 #include <sstream>
 #include <stdexcept>
@@ -39,7 +40,7 @@ namespace {
 constexpr std::size_t kStackBytes = 128 << 10;
 constexpr unsigned long long kTickNs = 100;  // a turn of all warps
 constexpr unsigned kTurnMost = 64;           // runs of a lane in a turn of its warp
-constexpr unsigned kSkipOneIn = 32;          // of the runs that a lane could make
+constexpr unsigned kSkipOneIn = 32;          // of the runs that lanes could make, on average
 constexpr unsigned kDelayMost = 24;          // ticks until an effect
 constexpr unsigned kLateOneIn = 16;          // effects that take
 constexpr unsigned kLateFactor = 16;         // times as long
@@ -54,13 +55,16 @@ struct Lane {
   bool left = false;
   const char* what = nullptr;
   const void* place = nullptr;
-  const std::function<bool()>* ready = nullptr;
+  const std::function<bool()>* ready = nullptr;  // it goes on when this is true,
+  const unsigned long long* count = nullptr;     // or when this is
+  unsigned long long counted = 0;                // no longer this; neither: at any time
   std::deque<unsigned> store_groups{0};
 };
 
 struct Warp {
   Block* block = nullptr;
   std::vector<Lane> lanes;
+  unsigned left = 0;  // of them
   unsigned long long values[2][kLanes] = {};
   const char* what = nullptr;  // the collective that lanes are waiting in
   unsigned arrived = 0;
@@ -92,6 +96,7 @@ struct Grid {
   std::mt19937_64 random;
   unsigned long long tick = 0;
   unsigned live = 0;
+  unsigned runs_until_skip = 1;
   Lane* running = nullptr;  // null between the turns of lanes
   void* scheduler = nullptr;
   unsigned char* stacks = nullptr;
@@ -103,6 +108,22 @@ Grid* grid = nullptr;
 Lane& running() { return *grid->running; }
 
 void leave_turn() { emulator_switch(&running().stack_pointer, grid->scheduler); }
+
+/// Lets a lane wait for what has been noted in it: whoever resumes it has seen that.
+void wait(Lane& lane, const char* what) {
+  lane.what = what;
+  leave_turn();
+  lane.what = nullptr;
+}
+
+/// Waits until `count`, which is `counted`, has become another number.
+void wait_while(const char* what, const unsigned long long& count, unsigned long long counted) {
+  Lane& lane = running();
+  lane.count = &count;
+  lane.counted = counted;
+  lane.place = nullptr;
+  wait(lane, what);
+}
 
 [[noreturn]] void fault(const std::string& text) {
   std::ostringstream said;
@@ -144,6 +165,7 @@ class WatchAddresses {
 void lane_main() {
   grid->launch->kernel();
   running().left = true;
+  ++running().warp->left;
   --grid->live;
   if (running().warp->arrived != 0) {
     fault(std::string("leaves a warp whose other lanes wait in ") + running().warp->what);
@@ -161,6 +183,22 @@ void make_lane(Lane& lane, unsigned number) {
   lane.stack_pointer = top;
 }
 
+bool can_run(const Lane& lane) {
+  if (lane.count != nullptr) {
+    return *lane.count != lane.counted;
+  }
+  return !lane.left && (lane.ready == nullptr || (*lane.ready)());
+}
+
+/// A lane may fall behind the others of its warp.
+bool skip_run() {
+  if (--grid->runs_until_skip != 0) {
+    return false;
+  }
+  grid->runs_until_skip = 1 + static_cast<unsigned>(grid->random() % (2 * kSkipOneIn - 1));
+  return true;
+}
+
 /// Runs the lanes of a warp that can run, up to `most` times each; false if there was none.
 bool take_turn(Warp& warp, unsigned most) {
   bool any = false;
@@ -168,14 +206,15 @@ bool take_turn(Warp& warp, unsigned most) {
   for (unsigned n = 0; n < most && moved; ++n) {
     moved = false;
     for (Lane& lane : warp.lanes) {
-      if (lane.left || (lane.ready != nullptr && !(*lane.ready)())) {
+      if (!can_run(lane)) {
         continue;
       }
-      if (grid->random() % kSkipOneIn == 0) {
-        moved = true;  // a lane may fall behind the others of its warp
+      if (skip_run()) {
+        moved = true;
         continue;
       }
       lane.ready = nullptr;
+      lane.count = nullptr;
       grid->running = &lane;
       emulator_switch(&grid->scheduler, lane.stack_pointer);
       moved = any = true;
@@ -236,32 +275,27 @@ unsigned long long now_ns() { return 1'000'000 + grid->tick * kTickNs; }
 std::deque<unsigned>& store_groups() { return running().store_groups; }
 
 void wait_until(const char* what, const std::function<bool()>& ready, const void* place) {
-  while (!ready()) {
-    running().what = what;
-    running().place = place;
-    running().ready = &ready;
-    leave_turn();
+  if (ready()) {
+    return;
   }
-  running().what = nullptr;
+  Lane& lane = running();
+  lane.ready = &ready;
+  lane.place = place;
+  wait(lane, what);
 }
 
-void yield() {
-  const unsigned long long tick = grid->tick;
-  wait_until("a pause", [tick] { return grid->tick > tick; });
-}
+void yield() { wait_while("a pause", grid->tick, grid->tick); }
 
 const unsigned long long* exchange(const char* what, unsigned long long value) {
   Warp& warp = *running().warp;
   const unsigned lane = running().thread % kLanes;
   if (warp.arrived == 0) {
     warp.what = what;
-  } else if (std::string(warp.what) != what) {
+  } else if (warp.what != what && std::strcmp(warp.what, what) != 0) {
     fault(std::string("meets ") + what + " where other lanes of its warp wait in " + warp.what);
   }
-  for (const Lane& other : warp.lanes) {
-    if (other.left) {
-      fault(std::string("waits in ") + what + " for a lane that has left");
-    }
+  if (warp.left != 0) {
+    fault(std::string("waits in ") + what + " for a lane that has left");
   }
   const unsigned long long generation = warp.generation;
   unsigned long long* values = warp.values[generation & 1];
@@ -274,7 +308,7 @@ const unsigned long long* exchange(const char* what, unsigned long long value) {
       leave_turn();  // others may go on first
     }
   } else {
-    wait_until(what, [&warp, generation] { return warp.generation != generation; });
+    wait_while(what, warp.generation, generation);
   }
   return values;
 }
@@ -286,8 +320,7 @@ void block_barrier(unsigned id, unsigned threads) {
     barrier.arrived = 0;
     ++barrier.generation;
   } else {
-    wait_until("a barrier of the block",
-               [&barrier, generation] { return barrier.generation != generation; });
+    wait_while("a barrier of the block", barrier.generation, generation);
   }
 }
 

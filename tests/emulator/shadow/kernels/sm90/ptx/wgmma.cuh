@@ -45,10 +45,14 @@ inline void multiply_accumulate(float (&d)[kRegisters], u64 a, u64 b) {
   for (u32 j = 0; j < kRegisters / 4; ++j) {
     for (u32 i = 0; i < 2; ++i) {
       read_row<Type>(b, 8 * j + lane % 4 * 2 + i, column);
+      float of_upper = d[4 * j + i];
+      float of_lower = d[4 * j + 2 + i];
       for (u32 k = 0; k < 16; ++k) {
-        d[4 * j + i] += upper[k] * column[k];
-        d[4 * j + 2 + i] += lower[k] * column[k];
+        of_upper += upper[k] * column[k];
+        of_lower += lower[k] * column[k];
       }
+      d[4 * j + i] = of_upper;
+      d[4 * j + 2 + i] = of_lower;
     }
   }
 }
