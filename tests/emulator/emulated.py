@@ -24,7 +24,7 @@ from moeos.kernel_shape import KernelShape
 from tests.layers import Call, Weights
 from tests.processes import ROOT
 
-DEADLINE_NS = 2_000_000
+DEADLINE_NS = 1_000_000
 """Of the emulated clock, as every other time."""
 LIMIT_NS = 4 * DEADLINE_NS + 6_000_000
 """How long a kernel may take: a failure ends it within two deadlines, or a trap 5 ms later."""
