@@ -294,10 +294,8 @@ FAULTS = {
     "a part of one tile in place of another's": BrokenSource(
         "runtime/scheduler.hpp",
         {"batch.next + tile)": "batch.next)"},
-        "one processor, tiles of one expert",
-        6,
-        # Parts take long, so that several tiles of an expert are ready together.
-        plan=FaultPlan(slow_processors=(SlowProcessor(rank=0, processor=0, seconds=2e-4),)),
+        "large experts, full tiles of two sources",
+        4,
     ),
     "words of an expert that are given back are lost": BrokenSource(
         "runtime/scheduler.hpp",
@@ -451,6 +449,21 @@ FAULTS = {
         "trap",
     ),
 }
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.plan])
+def test_a_plan_that_helps_to_notice_a_fault_is_none_itself(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    layer = LAYERS[fault.layer]
+    library = build(
+        layer.cfg,
+        layer.ranks,
+        layer.processors,
+        tmp_path,
+        faults=True,
+        large_experts=layer.large_experts or fault.large_experts,
+    )
+    run(layer, library, draw_weights(layer.cfg), range(fault.seeds), fault.plan)
 
 
 @pytest.mark.parametrize("name", FAULTS)
