@@ -203,8 +203,9 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing; but not where
     # processors wait for tokens' rows themselves, which they do for all tokens.
     may_drop = capacity is not None and capacity < cfg.max_tokens
-    complete = tokens if sizes.may_await(tokens) else -(-sum(to_rank) // cfg.top_k)  # at least
-    looks = route_blocks if may_drop and not sizes.may_await(tokens) else 0
+    awaited = sizes.may_await(tokens)
+    complete = tokens if awaited else -(-sum(to_rank) // cfg.top_k)  # tokens with a row, at least
+    looks = route_blocks if may_drop and not awaited else 0
     return Work(
         tokens=tokens,
         pairs_sent=sum(to_rank),

@@ -451,25 +451,33 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.plan])
-def test_a_plan_that_helps_to_notice_a_fault_is_none_itself(name: str, tmp_path: Path) -> None:
-    fault = FAULTS[name]
+def built_for(fault: BrokenSource, folder: Path, root: Path) -> Path:
+    """The kernel of the fault's layer, of the sources in `root`."""
     layer = LAYERS[fault.layer]
-    library = build(
+    return build(
         layer.cfg,
         layer.ranks,
         layer.processors,
-        tmp_path,
-        faults=True,
+        folder,
+        root,
+        faults=fault.plan is not None,
         large_experts=layer.large_experts or fault.large_experts,
     )
+
+
+def run_with(fault: BrokenSource, library: Path) -> None:
+    layer = LAYERS[fault.layer]
     run(layer, library, draw_weights(layer.cfg), range(fault.seeds), fault.plan)
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.plan])
+def test_a_plan_that_helps_to_notice_a_fault_is_none_itself(name: str, tmp_path: Path) -> None:
+    run_with(FAULTS[name], built_for(FAULTS[name], tmp_path, ROOT))
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    layer = LAYERS[fault.layer]
     for folder in ("runtime", "kernels", "tests/emulator"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     broken = tmp_path / fault.file
@@ -478,14 +486,6 @@ def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
         assert text.count(good) == 1, f"{fault.file} has changed: choose another fault"
         text = text.replace(good, bad)
     broken.write_text(text)
-    library = build(
-        layer.cfg,
-        layer.ranks,
-        layer.processors,
-        tmp_path,
-        tmp_path,
-        faults=fault.plan is not None,
-        large_experts=layer.large_experts or fault.large_experts,
-    )
+    library = built_for(fault, tmp_path, tmp_path)
     with pytest.raises((EmulatorFault, AssertionError), match=fault.report):
-        run(layer, library, draw_weights(layer.cfg), range(fault.seeds), fault.plan)
+        run_with(fault, library)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -58,8 +59,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     with concurrent.futures.ProcessPoolExecutor(
         cores, multiprocessing.get_context("spawn"), use_cache_in, (folder,)
     ) as pool:
-        made = {name: pool.submit(compile_config, name, folder) for name in CONFIGS}
-        return {name: one.result(SECONDS) for name, one in made.items()}
+        folders = itertools.repeat(folder)
+        made = pool.map(compile_config, CONFIGS, folders, timeout=SECONDS)
+        return dict(zip(CONFIGS, made, strict=True))
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - OF_THE_TWIN))

@@ -88,12 +88,12 @@ def compile_for_gpu(source: str, *more: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=str)
-def test_header_compiles_on_its_own_for_sm_90a(header: Path) -> None:
+def test_header_compiles_on_its_own_for_hopper(header: Path) -> None:
     more = nvshmem_options() if header == NVSHMEM else []
     compile_for_gpu(f'#include "{header}"\n', *more)
 
 
-def test_whole_device_os_compiles_for_sm_90a_with_checks() -> None:
+def test_whole_device_os_compiles_for_hopper_with_checks() -> None:
     """With remote peers, which is all of it. Without checks it is compiled in every kernel
     (tests/kernels, tests/host/test_jit.py)."""
     assert b"device_os" in compile_for_gpu(WHOLE_OS, b"-DMOEOS_DEBUG_CHECKS")
