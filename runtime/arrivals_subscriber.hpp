@@ -174,23 +174,53 @@ class ArrivalsSubscriber {
       const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
                                                 : geometry.gemm1_parts_of(narrow || halved);
       const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
-      hand_out(halved ? word.cut_in_halves() : word, parts, ends, left);
+      hand_out(halved ? word.cut_in_halves() : word, parts, ends, left, turn_of(tile, parts, left));
     }
   }
 
+  /// Tiles whose parts are handed out by turns: the first one's lane, and how many.
+  struct Turn {
+    u32 first;
+    u32 tiles;
+  };
+
+  /// This lane's tile is by itself.
+  static Turn alone() { return {P::lane(), 1}; }
+
+  /// Of `tiles` tiles, of which lane i has the i-th one's number and parts: those that are computed
+  /// by turns with this lane's. Those of a large expert are: what is loaded between two parts that
+  /// share weights is then some other parts, and not a whole tile's, which the cache does not keep
+  /// (docs/performance.md, "Turns").
+  Turn turn_of(u32 tile, u32 parts, u32 tiles) const {
+    if (rank_.geometry().large_experts == 0) {
+      return alone();
+    }
+    const TileFacts facts = rank_.os->tile_facts[tile];
+    const u32 before = P::lane() == 0 ? 0 : P::lane() - 1;
+    const bool same_expert = P::broadcast(facts.local_expert(), before) == facts.local_expert();
+    const bool same_parts = P::broadcast(parts, before) == parts;
+    const bool joins = P::lane() > 0 && P::lane() < tiles && same_expert && same_parts;
+    const u32 turns = P::inclusive_scan(joins ? 0 : 1);  // lanes beyond have one each
+    const u32 first = lane_with<P>(turns, turns - 1);
+    const u32 next = lane_with<P>(turns, turns);
+    return {first, (turns == P::broadcast(turns, tiles - 1) ? tiles : next) - first};
+  }
+
   /// Hands out all parts of `tiles` tiles, behind a fence of each lane. Lane i has the i-th one's
-  /// word and parts; `ends`: the sum of these up to its own.
-  void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles) const {
+  /// word and parts; `ends`: the sum of these up to its own; `turn`: turn_of() or alone().
+  void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles, Turn turn) const {
     const u32 all = P::broadcast(ends, tiles - 1);
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, all);
 #pragma unroll 1
     for (u32 done = 0; done < all; done += P::kLanes) {
       const u32 place = minimum(done + P::lane(), all - 1);
-      const u32 tile = lane_with<P>(ends, place);
-      const u32 part = place - P::broadcast(ends - parts, tile);
-      const ReadyWord its{P::broadcast(word.sealed(), tile)};
+      const u32 reached = lane_with<P>(ends, place);
+      const u32 turn_first = P::broadcast(turn.first, reached);
+      const u32 together = P::broadcast(turn.tiles, reached);
+      const u32 of_turn = place - P::broadcast(ends - parts, turn_first);
+      const ReadyWord its{P::broadcast(word.sealed(), turn_first + of_turn % together)};
       if (first != kNone && done + P::lane() < all) {
-        fill_ring_slot(rank_, first + place, its.with_part(part));
+        fill_ring_slot(rank_, first + place, its.with_part(of_turn / together));
       }
     }
   }
@@ -285,7 +315,7 @@ class ArrivalsSubscriber {
     if (handed > 0) {
       hand_out(
           ReadyWord(call_.epoch, TaskKind::gemm0, first_task + minimum(P::lane(), tiles - 1), 0),
-          parts, ends, handed);
+          parts, ends, handed, alone());
     }
     return handed;
   }

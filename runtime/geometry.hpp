@@ -174,11 +174,9 @@ struct Geometry {
 
   /// Whether a call with so many tiles is: where all of them are of experts with up to `whole_rows`
   /// rows, or the parts of all first GEMMs have a processor each, their order does not matter.
-  /// In a world of one rank nobody is late, and the order of experts is that in which rows come;
-  /// but of large experts, those of one must be computed together.
+  /// In a world of one rank nobody is late, and the order of experts is that in which rows come.
   constexpr bool plans_whole(bool few_rows, u64 tiles) const {
-    const bool alone = world == 1 && large_experts == 0;
-    return whole_rows != 0 && (few_rows || tiles * gemm0_parts <= processors || alone);
+    return whole_rows != 0 && (few_rows || tiles * gemm0_parts <= processors || world == 1);
   }
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.

@@ -59,6 +59,9 @@ LAYERS = {
     "large experts, full tiles of two sources": _layer(
         2, 2, 4, max_tokens=400, experts=4, large_experts=True
     ),
+    "a large expert's tiles by turns": _layer(
+        1, 4, 4, max_tokens=400, experts=4, large_experts=True
+    ),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
     "second GEMMs in halves": _layer(
         1, 8, 4, hidden=392, intermediate=264, experts=2, max_tokens=120, activation="gelu"
