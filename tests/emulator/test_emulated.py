@@ -55,12 +55,14 @@ def _layer(
 
 
 LAYERS = {
-    "one processor, tiles of one expert": _layer(1, 1, 4, max_tokens=560, experts=4),
+    "one processor, tiles of several large experts": _layer(
+        2, 1, 4, max_tokens=560, intermediate=64, experts=12, large_experts=True
+    ),
     "large experts, full tiles of two sources": _layer(
         2, 2, 4, max_tokens=400, experts=4, large_experts=True
     ),
     "a large expert's tiles by turns": _layer(
-        1, 4, 4, max_tokens=400, experts=4, large_experts=True
+        1, 7, 6, max_tokens=400, experts=4, large_experts=True
     ),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
     "second GEMMs in halves": _layer(
@@ -283,8 +285,6 @@ class BrokenSource:
     layer: str
     seeds: int
     report: str | None = None
-    plan: FaultPlan | None = None
-    large_experts: bool = False
 
 
 FAULTS = {
@@ -303,16 +303,20 @@ FAULTS = {
     "words of an expert that are given back are lost": BrokenSource(
         "runtime/scheduler.hpp",
         {"batch.cursor -= batch.size - size;": ""},
-        "one processor, tiles of one expert",
+        "one processor, tiles of several large experts",
         4,
-        # Nothing is computed for a while, so that tiles of several experts are ready together.
-        plan=FaultPlan(
-            faults=tuple(
-                Fault(kind="delay", rank=0, call=call, stage="gemm0", seconds=DEADLINE_NS * 0.8e-9)
-                for call in range(1, 5)
-            )
-        ),
-        large_experts=True,
+    ),
+    "tiles by turns, of which some have a part twice": BrokenSource(
+        "runtime/arrivals_subscriber.hpp",
+        {"turn_first + of_turn % together": "reached"},
+        "a large expert's tiles by turns",
+        5,
+    ),
+    "tiles by turns, of which some are cut in halves": BrokenSource(
+        "runtime/arrivals_subscriber.hpp",
+        {"tiles && same_expert && same_parts": "tiles && same_expert"},
+        "a large expert's tiles by turns",
+        5,
     ),
     "results of a tile whose segments lie apart": BrokenSource(
         "kernels/sm90/epilogue.cuh",
@@ -406,8 +410,8 @@ FAULTS = {
     "a warp does not follow the stages of others' parts": BrokenSource(
         "kernels/sm90/forward.cu",
         {"skip_tile(steps_of(task), shared, stage);": "static_cast<void>(stage);"},
-        "one processor, tiles of one expert",
-        6,
+        "a large expert's tiles by turns",
+        5,
     ),
     "each lane decides for itself": BrokenSource(
         "runtime/team.hpp",
@@ -454,30 +458,6 @@ FAULTS = {
 }
 
 
-def built_for(fault: BrokenSource, folder: Path, root: Path) -> Path:
-    """The kernel of the fault's layer, of the sources in `root`."""
-    layer = LAYERS[fault.layer]
-    return build(
-        layer.cfg,
-        layer.ranks,
-        layer.processors,
-        folder,
-        root,
-        faults=fault.plan is not None,
-        large_experts=layer.large_experts or fault.large_experts,
-    )
-
-
-def run_with(fault: BrokenSource, library: Path) -> None:
-    layer = LAYERS[fault.layer]
-    run(layer, library, draw_weights(layer.cfg), range(fault.seeds), fault.plan)
-
-
-@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.plan])
-def test_a_plan_that_helps_to_notice_a_fault_is_none_itself(name: str, tmp_path: Path) -> None:
-    run_with(FAULTS[name], built_for(FAULTS[name], tmp_path, ROOT))
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
@@ -489,6 +469,14 @@ def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
         assert text.count(good) == 1, f"{fault.file} has changed: choose another fault"
         text = text.replace(good, bad)
     broken.write_text(text)
-    library = built_for(fault, tmp_path, tmp_path)
+    layer = LAYERS[fault.layer]
+    library = build(
+        layer.cfg,
+        layer.ranks,
+        layer.processors,
+        tmp_path,
+        tmp_path,
+        large_experts=layer.large_experts,
+    )
     with pytest.raises((EmulatorFault, AssertionError), match=fault.report):
-        run_with(fault, library)
+        run(layer, library, draw_weights(layer.cfg), range(fault.seeds))

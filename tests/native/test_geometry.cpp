@@ -114,10 +114,13 @@ bool whole_plans_fit() {
   // An expert has half as many rows, of both ranks, as each has tokens.
   fit = fit && geometry.may_plan_whole(128) && geometry.may_plan_whole(512) &&
         !geometry.may_plan_whole(514);
-  geometry.world = 1;
-  fit = fit && geometry.plans_whole(false, 9);
-  geometry.large_experts = 1;
-  fit = fit && !geometry.plans_whole(false, 9);
+  for (const u32 large_experts : {0U, 1U}) {  // whose tiles are then handed out by turns
+    geometry.large_experts = large_experts;
+    geometry.world = 2;
+    fit = fit && !geometry.plans_whole(false, 9);
+    geometry.world = 1;
+    fit = fit && geometry.plans_whole(false, 9) && geometry.may_plan_whole(8192);
+  }
   for (u32 left = 0; left < 40; ++left) {
     const u32 cut = geometry.tiles_in_halves(left);
     const u32 whole = (left - cut) * 16;
