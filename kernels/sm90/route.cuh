@@ -17,8 +17,6 @@
 
 namespace moeos::sm90 {
 
-static_assert(kRoundTokens % kTokensAtOnce == 0);
-
 /// Multiplies the slices of a part. Their sums are in d, or kept, as `logits` has been told. By all
 /// consumers.
 inline void multiply_slices(float (&d)[kRouteColumns / 2], const RouteShare& share, Logits& logits,
@@ -66,12 +64,10 @@ inline void choose_experts(const float (&d)[kRouteColumns / 2], Logits& logits,
     logits.bring(d, first, sync);
     const u32 tokens = logits.tokens_from(first);
 #pragma unroll 1
-    for (u32 begin = logits.warp() * kTokensAtOnce; begin < tokens;
-         begin += kConsumerWarps * kTokensAtOnce) {
-      const u32 place = begin + Machine::lane() / kTokenLanes;
+    for (u32 place = logits.warp(); place < tokens; place += kConsumerWarps) {
       const auto logit_of = [&](u32 expert) { return logits.at(place, expert); };
       const u32 token = logits.token(first + place);
-      if (!Token::choose(logit_of, arguments, memory, token, place < tokens) && token_lane() == 0) {
+      if (!Token::choose(logit_of, arguments, memory, token) && Machine::lane() == 0) {
         atomicMin(bad_token, token);
       }
     }

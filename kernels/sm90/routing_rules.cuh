@@ -1,10 +1,9 @@
-// The routing rules: which experts a token goes to, and with what weights, out of its logits. By
-// eight lanes a token, each of which has every eighth expert.
+// The routing rules: which experts a token goes to, and with what weights, out of its logits. By a
+// warp a token, whose lanes have every 32nd expert each.
 //
-// Scores and top-k are loops over registers with shuffles among the eight. More lanes would need
-// more shuffles for each choice and take fewer tokens at once; fewer lanes have longer unrolled
-// loops, which a processor runs once a call and so waits for as instructions. Ties go to the lower
-// expert. May not know: where logits come from.
+// A choice is two reductions over the warp, of one instruction each: the largest of what is left,
+// and the lowest expert that has it. They compare integers, so what experts are selected by becomes
+// one that is in the same order. May not know: where logits come from.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -12,137 +11,116 @@
 
 namespace moeos::sm90 {
 
-inline constexpr float kExcluded = -kInfinity;
-inline constexpr float kLeast = -1e30F;  // two of them are above kExcluded
+inline constexpr float kLeast = -1e30F;  // two of them are above minus infinity
 
-/// Lanes of a token, and tokens of a warp.
-inline constexpr u32 kTokenLanes = 8;
-inline constexpr u32 kTokensAtOnce = Machine::kLanes / kTokenLanes;
-inline u32 token_lane() { return threadIdx.x % kTokenLanes; }
+/// Logits of a token that one lane has: those of experts lane, lane + 32, ...
+inline constexpr u32 kLogitsEach = kRouteColumns / Machine::kLanes;
+inline u32 expert_of(u32 i) { return i * Machine::kLanes + Machine::lane(); }
 
-/// Logits of a token that one lane has: those of experts token_lane(), token_lane() + 8, ...
-inline constexpr u32 kLogitsEach = kRouteColumns / kTokenLanes;
-inline u32 expert_of(u32 i) { return i * kTokenLanes + token_lane(); }
+/// A number in the order of floats, of both zeros the same; kChosen is below that of every float.
+inline u32 ordered(float value) {
+  const u32 bits = __builtin_bit_cast(u32, value + 0.0F);
+  return bits ^ (static_cast<u32>(static_cast<i32>(bits) >> 31) | 0x80000000U);
+}
+inline float from_ordered(u32 number) {
+  return __builtin_bit_cast(
+      float, number ^ (~static_cast<u32>(static_cast<i32>(number) >> 31) | 0x80000000U));
+}
+inline constexpr u32 kChosen = 0;
 
-template <class Join>
-inline float join_lanes(float value, Join join) {
+inline float sum_of_lanes(float value) {
 #pragma unroll
-  for (u32 distance = 1; distance < kTokenLanes; distance *= 2) {
-    value = join(value, __shfl_xor_sync(~0U, value, distance));
+  for (u32 distance = 1; distance < Machine::kLanes; distance *= 2) {
+    value += __shfl_xor_sync(~0U, value, distance);
   }
   return value;
 }
 
-/// The largest value of a token's lanes and its expert; the lower expert among equals.
-struct Best {
-  float value;
-  u32 expert;
-  void join(float other, u32 other_expert) {
-    if (other > value || (other == value && other_expert < expert)) {
-      value = other;
-      expert = other_expert;
-    }
-  }
-};
-inline Best best_of_lanes(Best best) {
-#pragma unroll
-  for (u32 distance = 1; distance < kTokenLanes; distance *= 2) {
-    const float value = __shfl_xor_sync(~0U, best.value, distance);
-    const u32 expert = __shfl_xor_sync(~0U, best.expert, distance);
-    best.join(value, expert);
-  }
-  return best;
-}
-
 /// The routing rules (thesis section 5.1; DeepSeek-V3's groups), applied to one token's logits.
-/// What experts are selected by stays where it is: a bit for each of the lane's says whether it can
-/// still be chosen.
+/// Every function by the whole warp.
 class Token {
  public:
   /// Chooses the experts of `token`, whose logits logit_of(expert) has; false when they are not
-  /// finite. The lanes write, unless they lie beyond the last token (`exists` false) and only take
-  /// part in the warp's shuffles.
+  /// finite.
   template <class LogitOf>
   static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
-                     u32 token, bool exists) {
-    float choices[kLogitsEach];  // the logits, first
-#pragma unroll
-    for (u32 i = 0; i < kLogitsEach; ++i) {
-      choices[i] = logit_of(expert_of(i));
-    }
-    float top = kExcluded;
+                     u32 token) {
+    float logits[kLogitsEach];
     bool finite = true;
+    u32 top = kChosen;
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
+      logits[i] = logit_of(expert_of(i));
       if (expert_of(i) < kGeometry.experts) {
-        finite = finite && isfinite(choices[i]);
-        top = fmaxf(top, choices[i]);
+        finite = finite && isfinite(logits[i]);
+        top = maximum(top, ordered(logits[i]));
       }
     }
-    constexpr u32 kMask = (1U << kTokenLanes) - 1;
-    const u32 first_lane = Machine::lane() / kTokenLanes * kTokenLanes;
-    if (__all_sync(~0U, finite || !exists) == 0) {
-      return (Machine::ballot(finite) >> first_lane & kMask) == kMask || !exists;
+    if (__all_sync(~0U, finite) == 0) {
+      return false;
     }
-    Rule rule{join_lanes(top, [](float a, float b) { return fmaxf(a, b); }), 1.0F,
-              arguments.selection_bias};
+    Rule rule{0.0F, 1.0F, arguments.selection_bias};
     if constexpr (kShape.scoring == Scoring::softmax) {
+      rule.top = from_ordered(__reduce_max_sync(~0U, top));
+    }
+    if constexpr (kSumsExponentials) {
       float sum = 0.0F;
 #pragma unroll
       for (u32 i = 0; i < kLogitsEach; ++i) {
-        sum += expert_of(i) < kGeometry.experts ? __expf(choices[i] - rule.top) : 0.0F;
+        sum += expert_of(i) < kGeometry.experts ? __expf(logits[i] - rule.top) : 0.0F;
       }
-      rule.inverse_sum = 1.0F / join_lanes(sum, [](float a, float b) { return a + b; });
+      rule.inverse_sum = 1.0F / sum_of_lanes(sum);
     }
+    u32 choices[kLogitsEach];
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
-      choices[i] = rule.choice(choices[i], expert_of(i));
+      const float choice = rule.choice(logits[i], expert_of(i));
+      choices[i] = expert_of(i) < kGeometry.experts ? ordered(choice) : kChosen;
     }
-    u32 open = open_choices(choices);
-    float weight_sum = 0.0F;
-    // Each lane keeps every eighth weight, until their sum is known.
-    constexpr u32 kKept = ceil_div(kGeometry.top_k, kTokenLanes);
-    float kept[kKept] = {};
+    if constexpr (kShape.expert_groups > 1) {
+      close_groups(choices);
+    }
+    // Lane j keeps the choices j, j + 32, ...
+    constexpr u32 kKept = ceil_div(kGeometry.top_k, Machine::kLanes);
+    const auto place = [](u32 n) { return n * Machine::kLanes + Machine::lane(); };
+    u32 chosen[kKept] = {};
 #pragma unroll 1
     for (u32 j = 0; j < kGeometry.top_k; ++j) {
-      float value = kExcluded;
-      u32 place = 0;
-#pragma unroll
-      for (u32 i = 0; i < kLogitsEach; ++i) {
-        // Selects, not branches. `place` ascends like the experts.
-        const bool better = (open >> i & 1) != 0 && choices[i] > value;
-        value = better ? choices[i] : value;
-        place = better ? i : place;
-      }
-      const Best best = best_of_lanes(Best{value, expert_of(place)});
-      const u32 owner = best.expert % kTokenLanes;
-      if (token_lane() == owner) {
-        open &= ~(1U << best.expert / kTokenLanes);
-      }
-      const float weight = rule.score(logit_of(best.expert));
-      weight_sum += weight;
+      const u32 expert = take_best(choices);
 #pragma unroll
       for (u32 n = 0; n < kKept; ++n) {
-        kept[n] = j == kTokenLanes * n + token_lane() ? weight : kept[n];
-      }
-      if (exists && token_lane() == 0) {
-        memory.pair_expert[token * kGeometry.top_k + j] = best.expert;
+        chosen[n] = j == place(n) ? expert : chosen[n];
       }
     }
-    const float factor = (kShape.renormalize && weight_sum > 0.0F ? 1.0F / weight_sum : 1.0F) *
-                         kShape.routed_scaling;
+    float scores[kKept];
+    float sum = 0.0F;
 #pragma unroll
     for (u32 n = 0; n < kKept; ++n) {
-      const u32 j = kTokenLanes * n + token_lane();
-      if (exists && j < kGeometry.top_k) {
-        memory.pair_weight[token * kGeometry.top_k + j] = kept[n] * factor;
+      scores[n] = rule.score(logit_of(chosen[n]));
+      sum += place(n) < kGeometry.top_k ? scores[n] : 0.0F;
+    }
+    float factor = kShape.routed_scaling;
+    if constexpr (kShape.renormalize) {
+      sum = sum_of_lanes(sum);
+      factor *= sum > 0.0F ? 1.0F / sum : 1.0F;
+    }
+#pragma unroll
+    for (u32 n = 0; n < kKept; ++n) {
+      if (place(n) < kGeometry.top_k) {
+        const u32 pair = token * kGeometry.top_k + place(n);
+        memory.pair_expert[pair] = chosen[n];
+        memory.pair_weight[pair] = scores[n] * factor;
       }
     }
     return true;
   }
 
  private:
-  static_assert(kLogitsEach <= 32, "a bit for each logit");
+  /// Whether scores need the sum of all exponentials: not where they are only compared with each
+  /// other, and divided by their own sum.
+  static constexpr bool kSumsExponentials =
+      kShape.scoring == Scoring::softmax &&
+      !(kShape.renormalize && !kSelectionBias && kShape.expert_groups == 1);
 
   struct Rule {
     float top;          // of the token's logits
@@ -169,63 +147,62 @@ class Token {
     }
   };
 
-  /// Which can be chosen: those of the best groups (DeepSeek-V3; a group's score is the sum of its
-  /// two best choices), or all.
-  static u32 open_choices(const float (&choices)[kLogitsEach]) {
-    if constexpr (kShape.expert_groups == 1) {
-      u32 open = 0;
+  /// The expert with the largest choice, the lower one among equals, which then is taken.
+  static u32 take_best(u32 (&choices)[kLogitsEach]) {
+    u32 best = choices[0];
 #pragma unroll
-      for (u32 i = 0; i < kLogitsEach; ++i) {
-        open |= expert_of(i) < kGeometry.experts ? 1U << i : 0;
+    for (u32 i = 1; i < kLogitsEach; ++i) {
+      best = maximum(best, choices[i]);
+    }
+    best = __reduce_max_sync(~0U, best);
+    u32 expert = kNone;
+#pragma unroll
+    for (u32 i = kLogitsEach; i > 0; --i) {
+      expert = choices[i - 1] == best ? expert_of(i - 1) : expert;
+    }
+    expert = __reduce_min_sync(~0U, expert);
+#pragma unroll
+    for (u32 i = 0; i < kLogitsEach; ++i) {
+      choices[i] = expert_of(i) == expert ? kChosen : choices[i];
+    }
+    return expert;
+  }
+
+  /// Leaves the choices of the best groups (DeepSeek-V3; a group's score is the sum of its two best
+  /// choices).
+  static void close_groups(u32 (&choices)[kLogitsEach]) {
+    constexpr u32 kSize = kGeometry.experts / kShape.expert_groups;
+    static_assert(kShape.expert_groups <= Machine::kLanes, "a lane keeps a group's score");
+    static_assert(kShape.expert_groups == 1 || kSize >= 2);
+    u32 score = kChosen;
+#pragma unroll
+    for (u32 group = 0; group < kShape.expert_groups; ++group) {
+      u32 first = kChosen;  // of this lane's
+      u32 second = kChosen;
+#pragma unroll
+      for (u32 i = group * kSize / Machine::kLanes;
+           i <= ((group + 1) * kSize - 1) / Machine::kLanes; ++i) {
+        const u32 choice = expert_of(i) / kSize == group ? choices[i] : kChosen;
+        second = maximum(second, minimum(first, choice));
+        first = maximum(first, choice);
       }
-      return open;
-    } else {
-      constexpr u32 kSize = kGeometry.experts / kShape.expert_groups;
-      static_assert(
-          kShape.expert_groups == 1 || (kSize % kTokenLanes == 0 && kShape.expert_groups <= 32),
-          "each lane of a token holds as much of each group");
-      constexpr u32 kPerLane = kSize / kTokenLanes;
-      // Each lane keeps the scores of every eighth group.
-      constexpr u32 kKept = ceil_div(kShape.expert_groups, kTokenLanes);
-      float scores[kKept] = {};
-#pragma unroll
-      for (u32 g = 0; g < kShape.expert_groups; ++g) {
-        float first = kExcluded;
-        float second = kExcluded;
-#pragma unroll
-        for (u32 i = g * kPerLane; i < (g + 1) * kPerLane; ++i) {
-          second = fmaxf(second, fminf(first, choices[i]));
-          first = fmaxf(first, choices[i]);
-        }
-#pragma unroll
-        for (u32 distance = 1; distance < kTokenLanes; distance *= 2) {
-          const float other_first = __shfl_xor_sync(~0U, first, distance);
-          const float other_second = __shfl_xor_sync(~0U, second, distance);
-          second = fmaxf(fmaxf(second, other_second), fminf(first, other_first));
-          first = fmaxf(first, other_first);
-        }
-        scores[g / kTokenLanes] =
-            g % kTokenLanes == token_lane() ? first + second : scores[g / kTokenLanes];
-      }
-      u32 kept = 0;
+      const u32 best = __reduce_max_sync(~0U, first);
+      const bool has_best = Machine::lane() == Machine::first_lane(Machine::ballot(first == best));
+      const u32 next = __reduce_max_sync(~0U, has_best ? second : first);
+      const u32 sum = ordered(from_ordered(best) + from_ordered(next));
+      score = Machine::lane() == group ? sum : score;
+    }
+    u32 open = 0;  // a bit for each group
 #pragma unroll 1
-      for (u32 n = 0; n < kShape.top_groups; ++n) {
-        Best best{kExcluded, kNone};
+    for (u32 n = 0; n < kShape.top_groups; ++n) {
+      const u32 best = __reduce_max_sync(~0U, score);
+      const u32 group = Machine::first_lane(Machine::ballot(score == best));
+      open |= 1U << group;
+      score = Machine::lane() == group ? kChosen : score;
+    }
 #pragma unroll
-        for (u32 s = 0; s < kKept; ++s) {
-          const u32 g = kTokenLanes * s + token_lane();
-          if (g < kShape.expert_groups && (kept >> g & 1U) == 0 && scores[s] > best.value) {
-            best = Best{scores[s], g};
-          }
-        }
-        kept |= 1U << best_of_lanes(best).expert;
-      }
-      u32 open = 0;
-#pragma unroll
-      for (u32 g = 0; g < kShape.expert_groups; ++g) {
-        open |= (kept >> g & 1U) != 0 ? ((1U << kPerLane) - 1) << (g * kPerLane) : 0;
-      }
-      return open;
+    for (u32 i = 0; i < kLogitsEach; ++i) {
+      choices[i] = (open >> expert_of(i) / kSize & 1) != 0 ? choices[i] : kChosen;
     }
   }
 };
