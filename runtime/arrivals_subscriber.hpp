@@ -1,8 +1,8 @@
 // The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), handed out as Gemm0
-// as far as processors wait for them, and else posted to the scheduler. A call of few rows,
-// or of a rank alone, is planned whole (Geometry::plans_whole): when the counts of all sources are
-// here, all of its tiles are made and handed out at once, and processors wait for rows themselves
-// (inputs.hpp).
+// as far as processors wait for them, and else posted to the scheduler. A call of few rows is
+// planned whole (Geometry::plans_whole): when the counts of all sources are here, all of its tiles
+// are made and handed out at once, and processors wait for rows themselves (inputs.hpp). So is
+// every call of a rank alone, but there processors find their parts themselves (lone_plan.hpp).
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -11,6 +11,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
+#include "runtime/lone_plan.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
@@ -50,6 +51,9 @@ class ArrivalsSubscriber {
   bool step() {
     if (planned_ == Planned::unknown && plan_whole()) {
       return true;
+    }
+    if (planned_ == Planned::unknown && rank_.geometry().plans_itself()) {
+      return false;  // processors do not ask how tiles are made
     }
     const bool progress =
         flags_.look([](u32, u32) { return true; },
@@ -110,6 +114,9 @@ class ArrivalsSubscriber {
       decide(Planned::whole);
       return false;
     }
+    if (geometry.plans_itself()) {
+      return reserve_slots();
+    }
     if (!is_planned_whole()) {
       decide(Planned::by_rows);
       return false;
@@ -123,6 +130,23 @@ class ArrivalsSubscriber {
     // In this order, so that a part waits for none behind it.
     hand_out_all(TaskKind::gemm0);
     hand_out_all(TaskKind::gemm1);
+    decide(Planned::whole);
+    return true;
+  }
+
+  /// Of a rank alone: reserves the slots of the ready ring that stand for the parts that processors
+  /// find themselves, before anybody else takes any. False: not yet.
+  bool reserve_slots() {
+    LonePlan<P> plan(rank_, call_);
+    if (!plan.look()) {
+      return false;
+    }
+    plan.make();
+    const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, plan.parts());
+    MOEOS_CHECK(first == kNone || first == route_parts(rank_.geometry(), call_));
+    if (P::lane() == 0) {
+      rank_.memory.record->first_tile_ns = P::now_ns();
+    }
     decide(Planned::whole);
     return true;
   }
@@ -174,58 +198,28 @@ class ArrivalsSubscriber {
       const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
                                                 : geometry.gemm1_parts_of(narrow || halved);
       const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
-      hand_out(halved ? word.cut_in_halves() : word, parts, ends, left, turn_of(tile, parts, left));
+      hand_out(halved ? word.cut_in_halves() : word, parts, ends, left);
     }
-  }
-
-  /// Tiles whose parts are handed out by turns: the first one's lane, and how many.
-  struct Turn {
-    u32 first;
-    u32 tiles;
-  };
-
-  /// This lane's tile is by itself.
-  static Turn alone() { return {P::lane(), 1}; }
-
-  /// Of `tiles` tiles, of which lane i has the i-th one's number and parts: those that are computed
-  /// by turns with this lane's. Those of a large expert are: what is loaded between two parts that
-  /// share weights is then some other parts, and not a whole tile's, which the cache does not keep
-  /// (docs/performance.md, "Turns").
-  Turn turn_of(u32 tile, u32 parts, u32 tiles) const {
-    if (rank_.geometry().large_experts == 0) {
-      return alone();
-    }
-    const TileFacts facts = rank_.os->tile_facts[tile];
-    const u32 before = P::lane() == 0 ? 0 : P::lane() - 1;
-    const bool same_expert = P::broadcast(facts.local_expert(), before) == facts.local_expert();
-    const bool same_parts = P::broadcast(parts, before) == parts;
-    const bool joins = P::lane() > 0 && P::lane() < tiles && same_expert && same_parts;
-    const u32 turns = P::inclusive_scan(joins ? 0 : 1);  // lanes beyond have one each
-    const u32 first = lane_with<P>(turns, turns - 1);
-    const u32 next = lane_with<P>(turns, turns);
-    return {first, (turns == P::broadcast(turns, tiles - 1) ? tiles : next) - first};
   }
 
   /// Hands out all parts of `tiles` tiles, behind a fence of each lane. Lane i has the i-th one's
-  /// word and parts; `ends`: the sum of these up to its own; `turn`: turn_of() or alone().
-  void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles, Turn turn) const {
+  /// word and parts; `ends`: the sum of these up to its own.
+  void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles) const {
     const u32 all = P::broadcast(ends, tiles - 1);
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, all);
 #pragma unroll 1
     for (u32 done = 0; done < all; done += P::kLanes) {
       const u32 place = minimum(done + P::lane(), all - 1);
-      const u32 reached = lane_with<P>(ends, place);
-      const u32 turn_first = P::broadcast(turn.first, reached);
-      const u32 together = P::broadcast(turn.tiles, reached);
-      const u32 of_turn = place - P::broadcast(ends - parts, turn_first);
-      const ReadyWord its{P::broadcast(word.sealed(), turn_first + of_turn % together)};
+      const u32 tile = lane_with<P>(ends, place);
+      const u32 part = place - P::broadcast(ends - parts, tile);
+      const ReadyWord its{P::broadcast(word.sealed(), tile)};
       if (first != kNone && done + P::lane() < all) {
-        fill_ring_slot(rank_, first + place, its.with_part(of_turn / together));
+        fill_ring_slot(rank_, first + place, its.with_part(part));
       }
     }
   }
 
-  /// Tells the returns subscribers, once.
+  /// Tells the scheduler and the returns subscribers, once.
   void decide(Planned planned) {
     if (planned_ != Planned::unknown) {
       return;
@@ -233,8 +227,8 @@ class ArrivalsSubscriber {
     planned_ = planned;
     P::sync_lanes();  // all slots above have been taken
     if (P::lane() == 0) {
-      // Publishes that the slots above have been taken to the returns subscribers, which acquire
-      // this word: what they hand out lies behind.
+      // Publishes that the slots above have been taken to the scheduler and to the returns
+      // subscribers, which acquire this word: what these hand out lies behind.
       P::template store_release<Scope::block>(rank_.os->planned, static_cast<u32>(planned));
     }
   }
@@ -315,7 +309,7 @@ class ArrivalsSubscriber {
     if (handed > 0) {
       hand_out(
           ReadyWord(call_.epoch, TaskKind::gemm0, first_task + minimum(P::lane(), tiles - 1), 0),
-          parts, ends, handed, alone());
+          parts, ends, handed);
     }
     return handed;
   }

@@ -172,11 +172,20 @@ struct Geometry {
 
   // --- Calls that are planned whole (arrivals_subscriber.hpp) ---
 
-  /// Whether a call with so many tiles is: where all of them are of experts with up to `whole_rows`
-  /// rows, or the parts of all first GEMMs have a processor each, their order does not matter.
-  /// In a world of one rank nobody is late, and the order of experts is that in which rows come.
+  /// Counts by which a warp plans, at most (lone_plan.hpp).
+  static constexpr u32 kLoneExperts = 512;
+  /// Whether processors find their parts themselves: nobody else has rows for them, which so come
+  /// in the order of experts, and nobody is late. A row's place must then say when it comes.
+  constexpr bool plans_itself() const {
+    return whole_rows != 0 && world == 1 && row_map == RowMap::ragged && experts <= kLoneExperts;
+  }
+  /// Whether a call with so many tiles is: where processors find their parts themselves; and where
+  /// the order of tiles does not matter, because all of them are of experts with up to `whole_rows`
+  /// rows, or because the parts of all first GEMMs have a processor each; or because nobody is late
+  /// and no expert's weights are too large for the cache.
   constexpr bool plans_whole(bool few_rows, u64 tiles) const {
-    return whole_rows != 0 && (few_rows || tiles * gemm0_parts <= processors || world == 1);
+    return plans_itself() || (whole_rows != 0 && (few_rows || tiles * gemm0_parts <= processors ||
+                                                  (world == 1 && large_experts == 0)));
   }
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.

@@ -190,11 +190,8 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   for (;;) {
     while (dispatch()) {
     }
-    if (!processor.claim(word, dispatch)) {
-      return;
-    }
     Task task;
-    if (!get_task(rank, call, word, task)) {
+    if (!processor.claim(processor.take_ticket(), word, task, dispatch)) {
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());

@@ -145,11 +145,13 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
 template <Platform P, class Visit>
 void for_each_piece(const Rank<P>& rank, u32 local_expert, const Segment& segment, Visit visit) {
   const u32 chunk_rows = rank.geometry().chunk_rows;
-  const u32* starts = rank.memory.receive_starts(segment.source);
   // Chunks count rows in the order of arrival; the segment names rows of the cell. They differ in
   // the capacity map.
-  const u32 first_of_expert = rank.layout.row(local_expert, 0, starts[local_expert]);
-  const u32 first = starts[local_expert] + (segment.first_row - first_of_expert);
+  u32 first = segment.first_row;
+  if (rank.geometry().row_map == RowMap::capacity) {
+    const u32 start = rank.memory.receive_starts(segment.source)[local_expert];
+    first = start + (segment.first_row - rank.layout.row(local_expert, 0, start));
+  }
   for (u32 row = first; row < first + segment.rows;) {
     const u32 chunk = row / chunk_rows;
     const u32 rows = minimum((chunk + 1) * chunk_rows, first + segment.rows) - row;

@@ -1,17 +1,18 @@
 // Algorithm 4: the actor that runs parts of tasks, and what follows from a part's end.
 //
-// claim() takes the next part from the ready ring; count_slices(), count_block() and
+// take_ticket() and claim() take the next part; count_slices(), count_block() and
 // finish_routing() are what follows from Route's; complete() makes any other part's effects
 // visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
 // them in turn (lone_warp.hpp); on the GPU a fetch warp claims ahead while other warps compute.
 // A part never waits for another task: it was handed out because its inputs are here. But in a call
-// that is planned whole they may still be on their way; then await() waits for them, before the
-// part begins (inputs.hpp). May not know: arithmetic, element types.
+// that is planned whole (lone_plan.hpp) they may still be on their way; then await() waits for
+// them, before the part begins (inputs.hpp). May not know: arithmetic, element types.
 #pragma once
 
 #include "runtime/base.hpp"
 #include "runtime/faults.hpp"
 #include "runtime/inputs.hpp"
+#include "runtime/lone_plan.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
@@ -23,8 +24,8 @@
 
 namespace moeos {
 
-/// Makes the descriptor of the part that a word hands out, or copies its tile's; false if that is
-/// not whole. One warp; all lanes may then read it.
+/// Makes the descriptor of the part that a word of the ready ring hands out, or copies its tile's;
+/// false if that is not whole. One warp; all lanes may then read it.
 template <Platform P>
 bool get_task(const Rank<P>& rank, const Call& call, ReadyWord word, Task& to) {
   const TaskKind kind = word.kind();
@@ -34,9 +35,7 @@ bool get_task(const Rank<P>& rank, const Call& call, ReadyWord word, Task& to) {
     return false;
   }
   if (P::lane() == 0) {
-    if (kind == TaskKind::route) {
-      to = route_task(rank.geometry(), call);
-    } else if (kind == TaskKind::combine) {
+    if (kind == TaskKind::combine) {
       to = combine_task(word);
     } else if (kind == TaskKind::gemm1) {
       become_gemm1(to, rank.geometry(), word.halved());
@@ -54,23 +53,40 @@ class Processor : Pace<P> {
         rank_(rank),
         call_(call),
         state_(rank.memory.call(call.epoch)),
-        tally_(rank.memory.tallies[index]) {}
+        tally_(rank.memory.tallies[index]),
+        plan_(rank, call),
+        plan_is_(rank.geometry().plans_itself() ? PlanIs::awaited : PlanIs::none) {}
 
-  /// Takes a ticket and waits for its slot; the first tickets of a call are its Route parts, which
-  /// nobody needs to publish. beside(): whether it has found something else to do meanwhile, and
-  /// has done it. False: leave.
-  template <class Beside>
-  bool claim(ReadyWord& word, Beside beside) {
-    // Relaxed: a ticket publishes nothing; the slot does.
+  /// Takes the next ticket, which stands for a part.
+  u32 take_ticket() const {
+    // Relaxed: it publishes nothing; a slot of the ready ring does.
     const u32 ticket = by_one_lane<P>(
         [this] { return P::template add_relaxed<Scope::device>(&state_.ring_claimed.value, 1U); });
     MOEOS_CHECK(ticket < rank_.memory.ring_slots());
-    if (ticket < route_parts(rank_.geometry(), call_)) {
-      word = route_word(rank_.geometry(), call_, ticket);
-    } else if (!wait_for_slot(ticket, word, beside)) {
+    return ticket;
+  }
+
+  /// Whether a ticket is one of the first of a call: those of its Route parts, which nobody needs
+  /// to publish. Then `task`, which all lanes see, becomes the part's descriptor.
+  bool is_route(u32 ticket, ReadyWord& word, Task& task) const {
+    if (ticket >= route_parts(rank_.geometry(), call_)) {
       return false;
     }
-    return hold_back(rank_, call_, stage_of(word.kind()));
+    word = route_word(rank_.geometry(), call_, ticket);
+    if (P::lane() == 0) {
+      task = route_task(rank_.geometry(), call_);
+    }
+    P::sync_lanes();
+    return true;
+  }
+
+  /// Finds out which part a ticket stands for: of a rank alone those of tiles follow from its
+  /// counts; others stand in the ticket's slot of the ready ring. `task` as above. beside():
+  /// whether it has found something else to do meanwhile, and has done it. False: leave.
+  template <class Beside>
+  bool claim(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
+    const bool found = is_route(ticket, word, task) || find(ticket, word, task, beside);
+    return found && hold_back(rank_, call_, stage_of(word.kind()));
   }
 
   /// Waits for what a claimed part needs, of a descriptor that awaits; `beside` as above. False:
@@ -189,24 +205,45 @@ class Processor : Pace<P> {
   /// of a machine of one warp, which has something else to do meanwhile.
   static constexpr u32 kLooksForInputs = P::kLanes == 1 ? 1 : 8;
 
-  /// Waits for a slot of the ready ring. False: leave.
+  /// A part that is not of Route.
   template <class Beside>
-  bool wait_for_slot(u32 ticket, ReadyWord& word, Beside beside) {
-    const auto filled = [&] {
-      word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
-      if (word.epoch() > call_.epoch) {  // ends the call, and so this wait
-        reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, ticket,
-                       word.sealed());
+  bool find(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
+    const u32 number = ticket - route_parts(rank_.geometry(), call_);
+    // One loop waits for counts and for slots: a warp that runs through much code waits for that.
+    while (!(plan_is_ == PlanIs::made && number < plan_.parts())) {
+      const bool counts = plan_is_ == PlanIs::awaited;
+      const auto look = [&] { return counts ? are_counts_here(number) : is_filled(ticket, word); };
+      plan_is_ = counts ? plan_is_ : PlanIs::none;  // later parts have larger numbers
+      if (!wait_for(counts ? kLooksForInputs : 1, look, beside)) {
+        return false;
       }
-      return word.epoch() == call_.epoch;
-    };
-    if (!wait_for(1, filled, beside)) {
-      return false;
+      if (!counts) {
+        // Pairs with fill_ring_slot: the descriptor and, unless they are awaited, the inputs of its
+        // parts are here. Not at every look: a fence costs more than the look.
+        P::template acquire_fence<Scope::device>();
+        return get_task(rank_, call_, word, task);
+      }
+      plan_.make();
+      plan_is_ = PlanIs::made;
     }
-    // Pairs with fill_ring_slot: the descriptor and, unless they are awaited, the inputs of its
-    // parts are here. Not at every look: a fence costs more than the look.
-    P::template acquire_fence<Scope::device>();
+    word = plan_.part(number, task);
     return true;
+  }
+
+  /// Looks at the counts of a rank alone; first, for whom they have not come, at one of them.
+  bool are_counts_here(u32 number) {
+    counts_begun_ = counts_begun_ || plan_.begun(number);
+    return counts_begun_ && plan_.look();
+  }
+
+  /// Looks at a slot of the ready ring.
+  bool is_filled(u32 ticket, ReadyWord& word) const {
+    word = ReadyWord(agreed<P>(P::template poll<Scope::device>(&rank_.memory.ring[ticket])));
+    if (word.epoch() > call_.epoch) {  // ends the call, and so the wait
+      reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, ticket,
+                     word.sealed());
+    }
+    return word.epoch() == call_.epoch;
   }
 
   /// Looks until it is there, `often` times for each look at all else. False: leave.
@@ -250,6 +287,9 @@ class Processor : Pace<P> {
   const Call& call_;
   CallState& state_;
   Tally& tally_;
+  LonePlan<P> plan_;  // of a rank alone
+  enum class PlanIs : u32 { awaited, made, none } plan_is_;
+  bool counts_begun_ = false;  // those that the plan is made of have begun to come
 };
 
 /// Clears the tally and the trace of a processor or a courier, before its first part.

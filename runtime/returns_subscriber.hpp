@@ -128,17 +128,19 @@ class ReturnsSubscriber {
     if (agreed<P>(P::template poll<Scope::device>(&state.routed.value)) == 0) {
       return false;
     }
+    const Geometry& geometry = rank_.geometry();
     Planned planned = Planned::by_rows;
-    if (rank_.geometry().may_await(call_.tokens)) {
-      // Pairs with ArrivalsSubscriber::decide. What has come back by then is not in a hurry: other
-      // ranks' counts are awaited.
+    if (geometry.may_await(call_.tokens) || geometry.plans_itself()) {
+      // Pairs with ArrivalsSubscriber::decide: what is handed out here lies behind what it has
+      // taken slots for. What has come back by then is not in a hurry: other ranks' counts are
+      // awaited.
       planned = static_cast<Planned>(
           agreed<P>(P::template load_acquire<Scope::block>(rank_.os->planned)));
     }
     if (planned == Planned::unknown) {
       return false;
     }
-    if (planned == Planned::whole) {
+    if (planned == Planned::whole && geometry.may_await(call_.tokens)) {
       hand_out_whole();
       return true;
     }

@@ -48,6 +48,10 @@ class Scheduler {
     claimed_ = agreed<P>(claimed);
     routed_ = agreed<P>(routed) != 0;
     sending_ = agreed<P>(sent + 1 != routed);
+    // Pairs with ArrivalsSubscriber::decide: slots that stand for a plan's parts are among those
+    // below.
+    planned_ = agreed<P>(P::template load_acquire<Scope::block>(rank_.os->planned)) !=
+               static_cast<u32>(Planned::unknown);
     // Relaxed, too: other warps of this block hand parts out as well (ring.hpp).
     published_ = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published));
     returned_ = agreed<P>(returned);
@@ -73,7 +77,7 @@ class Scheduler {
   /// (so that all have read this call's epoch). Each of these stays so once it is.
   bool finished() const {
     const u32 expected = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
-    return routed_ && returned_ == expected && combined_ == call_.tokens &&
+    return routed_ && planned_ && returned_ == expected && combined_ == call_.tokens &&
            claimed_ == published_ + rank_.geometry().processors;
   }
 
@@ -396,7 +400,8 @@ class Scheduler {
   u32 returned_ = 0;
   u32 combined_ = 0;
   bool routed_ = false;
-  bool sending_ = true;  // Dispatch is not over
+  bool planned_ = false;  // it is known how tiles are made
+  bool sending_ = true;   // Dispatch is not over
   bool links_looked_at_ = false;
   bool links_have_room_ = false;  // beside Dispatch; not known before they are looked at
   bool leaving_ = false;

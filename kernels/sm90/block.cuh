@@ -34,8 +34,8 @@ inline constexpr u32 kFirstConsumerWarp = 4;
 // those are its own to share out: a raise beyond them would wait forever. Accumulators take 128 of
 // a consumer thread's; the rest is what each role's code needs without spilling.
 inline constexpr u32 kLaunchRegisters = 65536 / kThreads / 8 * 8;
-inline constexpr u32 kConsumerRegisters = 216;
-inline constexpr u32 kOtherRegisters = 72;
+inline constexpr u32 kConsumerRegisters = 208;
+inline constexpr u32 kOtherRegisters = 88;
 static_assert(kConsumerRegisters * kConsumerThreads +
                   kOtherRegisters * (kThreads - kConsumerThreads) <=
               kLaunchRegisters * kThreads);

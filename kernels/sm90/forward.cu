@@ -20,16 +20,30 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-/// Claims the next part, gets its descriptor, and waits for its inputs if they may not be here.
+/// Hands a part that has been fetched to the block's other warps; a word of epoch 0 makes them
+/// leave.
+inline void fill_slot(Slot& slot, ReadyWord word, Stamps& stamps, u64 claimed_ns) {
+  if (Machine::lane() == 0) {
+    slot.word = word;
+    slot.bad_token = kNone;
+    slot.last_part = 0;
+    slot.last_block = 0;
+    if constexpr (kTraced) {
+      stamps = Stamps{claimed_ns, 0, 0};
+    }
+  }
+  __syncwarp();
+}
+
+/// Finds the part of a ticket and its descriptor, and waits for its inputs if they may not be here.
 /// Looks up where its rows lie or its results go, while the block is at the part before. False:
 /// leave.
 inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                       const RoutingMap& map, Processor<Machine>& processor, Task& task, Slot& slot,
-                       Stamps& stamps) {
-  const u32 lane = Machine::lane();
+                       const RoutingMap& map, Processor<Machine>& processor, u32 ticket, Task& task,
+                       Slot& slot, Stamps& stamps) {
   ReadyWord word;
   const auto nothing = [] { return false; };
-  bool more = processor.claim(word, nothing) && get_task(rank, call, word, task);
+  bool more = processor.claim(ticket, word, task, nothing);
   u64 claimed_ns = trace_time<Machine>(kGeometry);
   if (more) {
     find_results(arguments, rank, task, slot);
@@ -45,17 +59,21 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
       claimed_ns = trace_time<Machine>(kGeometry);
     }
   }
-  if (lane == 0) {
-    slot.word = more ? word : ReadyWord();
-    slot.bad_token = kNone;
-    slot.last_part = 0;
-    slot.last_block = 0;
-    if constexpr (kTraced) {
-      stamps = Stamps{claimed_ns, 0, 0};
-    }
-  }
-  __syncwarp();
+  fill_slot(slot, more ? word : ReadyWord(), stamps, claimed_ns);
   return more;
+}
+
+/// The first part of a block, if it is one of Route, as it mostly is: everything in a call waits
+/// for these, and a warp runs through little code to one. False: the ticket is of another part.
+inline bool fetch_first_route(const Rank<Machine>& rank, const Call& call,
+                              Processor<Machine>& processor, u32 ticket, Task& task, Slot& slot,
+                              Stamps& stamps) {
+  ReadyWord word;
+  if (Machine::has_faults() || !processor.is_route(ticket, word, task)) {
+    return false;
+  }
+  fill_slot(slot, word, stamps, trace_time<Machine>(kGeometry));
+  return true;
 }
 
 /// Keeps the block's slots filled: claims a part when the loads of the one before are nearly all
@@ -66,10 +84,21 @@ inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
   RingPosition<kSlots> at;
   RingPosition<1> claim;
   claim.parity = 1;  // nothing is before the first part
+  u32 ticket = processor.take_ticket();
+  bool taken = true;
+  if (fetch_first_route(rank, call, processor, ticket, shared.tasks[at.index],
+                        shared.slots[at.index], shared.stamps[at.index])) {
+    shared.slot_full[at.index].arrive();  // every lane, as below
+    taken = false;
+    at.advance();
+    claim.advance();
+  }
   for (bool more = true; more; at.advance(), claim.advance()) {
     wait_watched(rank, call, shared.claim, claim.parity);
     wait_watched(rank, call, shared.slot_empty[at.index], at.parity ^ 1);
-    more = fetch_part(arguments, rank, call, map, processor, shared.tasks[at.index],
+    ticket = taken ? ticket : processor.take_ticket();
+    taken = false;
+    more = fetch_part(arguments, rank, call, map, processor, ticket, shared.tasks[at.index],
                       shared.slots[at.index], shared.stamps[at.index]);
     if (more) {
       processor.begin_part(shared.tasks[at.index]);

@@ -1,9 +1,9 @@
 // The routing rules: which experts a token goes to, and with what weights, out of its logits. By a
-// warp a token, whose lanes have every 32nd expert each.
+// warp a token, whose lanes have experts that follow each other.
 //
-// A choice is two reductions over the warp, of one instruction each: the largest of what is left,
-// and the lowest expert that has it. They compare integers, so what experts are selected by becomes
-// one that is in the same order. May not know: where logits come from.
+// A choice is a reduction over the warp, which is one instruction for integers, and a ballot: the
+// largest of what is left, and the first lane that has it. So what experts are selected by becomes
+// an integer that is in the same order. May not know: where logits come from.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -13,9 +13,9 @@ namespace moeos::sm90 {
 
 inline constexpr float kLeast = -1e30F;  // two of them are above minus infinity
 
-/// Logits of a token that one lane has: those of experts lane, lane + 32, ...
+/// Logits of a token that one lane has.
 inline constexpr u32 kLogitsEach = kRouteColumns / Machine::kLanes;
-inline u32 expert_of(u32 i) { return i * Machine::kLanes + Machine::lane(); }
+inline u32 expert_of(u32 i) { return Machine::lane() * kLogitsEach + i; }
 
 /// A number in the order of floats, of both zeros the same; kChosen is below that of every float.
 inline u32 ordered(float value) {
@@ -41,29 +41,29 @@ inline float sum_of_lanes(float value) {
 class Token {
  public:
   /// Chooses the experts of `token`, whose logits logit_of(expert) has; false when they are not
-  /// finite.
+  /// finite. Each lane writes those of its experts that are chosen: on the way from one choice to
+  /// the next it need not be known which they are.
   template <class LogitOf>
   static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
                      u32 token) {
     float logits[kLogitsEach];
     bool finite = true;
-    u32 top = kChosen;
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
       logits[i] = logit_of(expert_of(i));
-      if (expert_of(i) < kGeometry.experts) {
-        finite = finite && isfinite(logits[i]);
-        top = maximum(top, ordered(logits[i]));
-      }
+      finite = finite && (isfinite(logits[i]) || expert_of(i) >= kGeometry.experts);
     }
     if (__all_sync(~0U, finite) == 0) {
       return false;
     }
     Rule rule{0.0F, 1.0F, arguments.selection_bias};
-    if constexpr (kShape.scoring == Scoring::softmax) {
-      rule.top = from_ordered(__reduce_max_sync(~0U, top));
-    }
     if constexpr (kSumsExponentials) {
+      u32 top = kChosen;
+#pragma unroll
+      for (u32 i = 0; i < kLogitsEach; ++i) {
+        top = maximum(top, expert_of(i) < kGeometry.experts ? ordered(logits[i]) : kChosen);
+      }
+      rule.top = from_ordered(__reduce_max_sync(~0U, top));
       float sum = 0.0F;
 #pragma unroll
       for (u32 i = 0; i < kLogitsEach; ++i) {
@@ -72,32 +72,29 @@ class Token {
       rule.inverse_sum = 1.0F / sum_of_lanes(sum);
     }
     u32 choices[kLogitsEach];
+    u32 number[kLogitsEach];  // of an expert among those that are chosen
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
       const float choice = rule.choice(logits[i], expert_of(i));
       choices[i] = expert_of(i) < kGeometry.experts ? ordered(choice) : kChosen;
+      number[i] = kNone;
     }
     if constexpr (kShape.expert_groups > 1) {
       close_groups(choices);
     }
-    // Lane j keeps the choices j, j + 32, ...
-    constexpr u32 kKept = ceil_div(kGeometry.top_k, Machine::kLanes);
-    const auto place = [](u32 n) { return n * Machine::kLanes + Machine::lane(); };
-    u32 chosen[kKept] = {};
 #pragma unroll 1
-    for (u32 j = 0; j < kGeometry.top_k; ++j) {
-      const u32 expert = take_best(choices);
-#pragma unroll
-      for (u32 n = 0; n < kKept; ++n) {
-        chosen[n] = j == place(n) ? expert : chosen[n];
+    for (u32 nth = 0; nth < kGeometry.top_k; ++nth) {
+      const u32 best = choose_best(choices, number, nth);
+      if constexpr (kShape.scoring == Scoring::softmax && !kSumsExponentials) {
+        rule.top = nth == 0 ? from_ordered(best) : rule.top;
       }
     }
-    float scores[kKept];
+    float scores[kLogitsEach];
     float sum = 0.0F;
 #pragma unroll
-    for (u32 n = 0; n < kKept; ++n) {
-      scores[n] = rule.score(logit_of(chosen[n]));
-      sum += place(n) < kGeometry.top_k ? scores[n] : 0.0F;
+    for (u32 i = 0; i < kLogitsEach; ++i) {
+      scores[i] = rule.score(logits[i]);
+      sum += number[i] != kNone ? scores[i] : 0.0F;
     }
     float factor = kShape.routed_scaling;
     if constexpr (kShape.renormalize) {
@@ -105,11 +102,11 @@ class Token {
       factor *= sum > 0.0F ? 1.0F / sum : 1.0F;
     }
 #pragma unroll
-    for (u32 n = 0; n < kKept; ++n) {
-      if (place(n) < kGeometry.top_k) {
-        const u32 pair = token * kGeometry.top_k + place(n);
-        memory.pair_expert[pair] = chosen[n];
-        memory.pair_weight[pair] = scores[n] * factor;
+    for (u32 i = 0; i < kLogitsEach; ++i) {
+      if (number[i] != kNone) {
+        const u32 pair = token * kGeometry.top_k + number[i];
+        memory.pair_expert[pair] = expert_of(i);
+        memory.pair_weight[pair] = scores[i] * factor;
       }
     }
     return true;
@@ -147,25 +144,27 @@ class Token {
     }
   };
 
-  /// The expert with the largest choice, the lower one among equals, which then is taken.
-  static u32 take_best(u32 (&choices)[kLogitsEach]) {
-    u32 best = choices[0];
+  /// Takes the largest choice that is left, of the lower expert among equals, as the `nth` one.
+  /// Returns it.
+  static u32 choose_best(u32 (&choices)[kLogitsEach], u32 (&number)[kLogitsEach], u32 nth) {
+    u32 mine = choices[0];
+    u32 at = 0;
 #pragma unroll
     for (u32 i = 1; i < kLogitsEach; ++i) {
-      best = maximum(best, choices[i]);
+      at = choices[i] > mine ? i : at;
+      mine = maximum(mine, choices[i]);
     }
-    best = __reduce_max_sync(~0U, best);
-    u32 expert = kNone;
-#pragma unroll
-    for (u32 i = kLogitsEach; i > 0; --i) {
-      expert = choices[i - 1] == best ? expert_of(i - 1) : expert;
-    }
-    expert = __reduce_min_sync(~0U, expert);
+    const u32 best = __reduce_max_sync(~0U, mine);
+    const u32 have_it = Machine::ballot(mine == best);
+    const u32 here = 1U << Machine::lane();
+    const bool wins = (have_it & (here | (here - 1))) == here;  // no lane before has it
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
-      choices[i] = expert_of(i) == expert ? kChosen : choices[i];
+      const bool taken = wins && at == i;
+      choices[i] = taken ? kChosen : choices[i];
+      number[i] = taken ? nth : number[i];
     }
-    return expert;
+    return best;
   }
 
   /// Leaves the choices of the best groups (DeepSeek-V3; a group's score is the sum of its two best
@@ -173,22 +172,24 @@ class Token {
   static void close_groups(u32 (&choices)[kLogitsEach]) {
     constexpr u32 kSize = kGeometry.experts / kShape.expert_groups;
     static_assert(kShape.expert_groups <= Machine::kLanes, "a lane keeps a group's score");
-    static_assert(kShape.expert_groups == 1 || kSize >= 2);
+    static_assert(kShape.expert_groups == 1 || (kSize >= 2 && kSize % kLogitsEach == 0),
+                  "a lane's experts are of one group");
+    const u32 its_group = expert_of(0) / kSize;
+    u32 first = kChosen;  // of this lane's
+    u32 second = kChosen;
+#pragma unroll
+    for (u32 i = 0; i < kLogitsEach; ++i) {
+      second = maximum(second, minimum(first, choices[i]));
+      first = maximum(first, choices[i]);
+    }
     u32 score = kChosen;
 #pragma unroll
     for (u32 group = 0; group < kShape.expert_groups; ++group) {
-      u32 first = kChosen;  // of this lane's
-      u32 second = kChosen;
-#pragma unroll
-      for (u32 i = group * kSize / Machine::kLanes;
-           i <= ((group + 1) * kSize - 1) / Machine::kLanes; ++i) {
-        const u32 choice = expert_of(i) / kSize == group ? choices[i] : kChosen;
-        second = maximum(second, minimum(first, choice));
-        first = maximum(first, choice);
-      }
-      const u32 best = __reduce_max_sync(~0U, first);
-      const bool has_best = Machine::lane() == Machine::first_lane(Machine::ballot(first == best));
-      const u32 next = __reduce_max_sync(~0U, has_best ? second : first);
+      const bool mine = its_group == group;
+      const u32 best = __reduce_max_sync(~0U, mine ? first : kChosen);
+      const u32 winner = Machine::first_lane(Machine::ballot(mine && first == best));
+      const u32 left = Machine::lane() == winner ? second : first;
+      const u32 next = __reduce_max_sync(~0U, mine ? left : kChosen);
       const u32 sum = ordered(from_ordered(best) + from_ordered(next));
       score = Machine::lane() == group ? sum : score;
     }
@@ -202,7 +203,7 @@ class Token {
     }
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
-      choices[i] = (open >> expert_of(i) / kSize & 1) != 0 ? choices[i] : kChosen;
+      choices[i] = (open >> its_group & 1) != 0 ? choices[i] : kChosen;
     }
   }
 };

@@ -67,10 +67,6 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   const auto* values = emulator::exchange("a maximum", value);
   return static_cast<unsigned>(*std::max_element(values, values + emulator::kLanes));
 }
-inline unsigned __reduce_min_sync(unsigned, unsigned value) {
-  const auto* values = emulator::exchange("a minimum", value);
-  return static_cast<unsigned>(*std::min_element(values, values + emulator::kLanes));
-}
 template <class T>
 T __shfl_sync(unsigned, T value, int source) {
   static_assert(sizeof(T) <= 8);

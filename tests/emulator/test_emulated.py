@@ -307,14 +307,14 @@ FAULTS = {
         4,
     ),
     "tiles by turns, of which some have a part twice": BrokenSource(
-        "runtime/arrivals_subscriber.hpp",
-        {"turn_first + of_turn % together": "reached"},
+        "runtime/lone_plan.hpp",
+        {"return of_turn / together;": "return of_turn / together / 2 * 2;"},
         "a large expert's tiles by turns",
         5,
     ),
     "tiles by turns, of which some are cut in halves": BrokenSource(
-        "runtime/arrivals_subscriber.hpp",
-        {"tiles && same_expert && same_parts": "tiles && same_expert"},
+        "runtime/lone_plan.hpp",
+        {"in_halves ? cut.halves : cut.parts": "cut.parts"},
         "a large expert's tiles by turns",
         5,
     ),
@@ -329,8 +329,10 @@ FAULTS = {
         4,
     ),
     "halves, of which only as many are handed out as whole parts": BrokenSource(
-        "runtime/arrivals_subscriber.hpp",
-        {"gemm1_parts_of(narrow || halved)": "gemm1_parts_of(narrow)"},
+        "runtime/lone_plan.hpp",
+        {
+            "tiles - uncut, geometry.gemm1_parts_of(true)": "tiles - uncut, geometry.gemm1_parts_of(false)"
+        },
         "second GEMMs in halves",
         2,
     ),

@@ -236,6 +236,12 @@ def test_rows_become_tiles_expert_by_expert_or_as_they_arrive(tmp_path: Path) ->
     assert_clean(execute(flavour, link(flavour, objects, tmp_path / "tile_plan")))
 
 
+def test_a_rank_alone_plans_every_part_once(tmp_path: Path) -> None:
+    flavour = FLAVOURS["address"]
+    objects = compile_all(flavour, [TESTS / "test_lone_plan.cpp"], ROOT, tmp_path)
+    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "lone_plan")))
+
+
 def test_tiles_are_handed_out_in_order_and_the_rest_in_halves(tmp_path: Path) -> None:
     flavour = FLAVOURS["address"]
     objects = compile_all(flavour, [TESTS / "test_scheduler.cpp"], ROOT, tmp_path)

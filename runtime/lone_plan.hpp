@@ -1,0 +1,216 @@
+// The plan of a call of a rank that is alone: a function of the rows that its experts get, so that
+// nobody need hand its parts out.
+//
+// Whoever has the counts can say which part is the n-th, and of what tile: a processor finds its
+// own (processor.hpp), some microseconds before anybody could tell it, and the arrivals subscriber
+// how many there are. Each expert's rows are cut into tiles, whether they are here or not; all
+// first GEMMs go before all second ones, so that a part waits for none behind it. Of several ranks
+// somebody may be late, and then tiles are made of the rows that are here (tile_plan.hpp). May not
+// know: flags, the ready ring.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/call.hpp"
+#include "runtime/layout.hpp"
+#include "runtime/rank.hpp"
+#include "runtime/task.hpp"
+#include "runtime/team.hpp"
+
+namespace moeos {
+
+/// Every function by all lanes of a warp. A lane has experts that follow each other, and keeps
+/// their rows in registers: loops over them are unrolled where sizes are constants.
+template <Platform P>
+class LonePlan {
+ public:
+  LonePlan(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {}
+
+  /// Looks once at the count of one expert; whether it is here, and the others will be soon. For
+  /// whoever waits: all processors do, and if they looked at all counts, others would wait for
+  /// memory.
+  bool begun(u32 expert) const {
+    return agreed<P>(epoch_of(look_at(expert % rank_.geometry().experts))) == call_.epoch;
+  }
+
+  /// Looks once at all counts; false as long as one is not here, or cannot be one (then the counts
+  /// subscriber ends the call).
+  bool look() {
+    const Geometry& geometry = rank_.geometry();
+    u64 words[kOfALane];  // all asked for before the first is looked at
+    for (u32 i = 0; i < experts_each(); ++i) {
+      words[i] = look_at(minimum(first_expert() + i, geometry.experts - 1));
+    }
+    bool missing = false;
+    u32 all = 0;
+    for (u32 i = 0; i < experts_each(); ++i) {
+      const u32 rows = static_cast<u32>(words[i]);
+      missing = missing || epoch_of(words[i]) != call_.epoch || rows > geometry.capacity;
+      rows_[i] = first_expert() + i < geometry.experts ? rows : 0;
+      all += rows_[i];
+    }
+    if (P::ballot(missing) != 0) {
+      return false;
+    }
+    const u32 ends = P::inclusive_scan(all);
+    start_ = ends - all;
+    return P::broadcast(ends, P::kLanes - 1) <= geometry.cell_rows_used();
+  }
+
+  /// Makes the plan, of the counts that look() has found. Behind it the others may be called.
+  void make() {
+    const Geometry& geometry = rank_.geometry();
+    u32 tiles = 0;
+    u32 results = 0;
+    for (u32 i = 0; i < experts_each(); ++i) {
+      tiles += ceil_div(rows_[i], geometry.tile_rows);
+      results += align_up(rows_[i], Geometry::kSegmentAlign);
+    }
+    const u32 tile_ends = P::inclusive_scan(tiles);
+    const u32 all_tiles = P::broadcast(tile_ends, P::kLanes - 1);
+    first_tile_ = tile_ends - tiles;
+    first_result_ = P::inclusive_scan(results) - results;
+    uncut_tiles_ = all_tiles - geometry.tiles_in_halves(all_tiles);
+    for (u32 gemm = 0; gemm < 2; ++gemm) {
+      ends_[gemm] = P::inclusive_scan(parts_of_lane(gemm == 1));
+      parts_[gemm] = P::broadcast(ends_[gemm], P::kLanes - 1);
+    }
+  }
+
+  /// Parts of both GEMMs of all tiles.
+  u32 parts() const { return parts_[0] + parts_[1]; }
+
+  /// Part `number` of them: returns its word, and makes `task`, which all lanes see, its tile's
+  /// descriptor.
+  ReadyWord part(u32 number, Task& task) const {
+    const bool second = number >= parts_[0];
+    const u32 of_gemm = second ? number - parts_[0] : number;
+    const u32 ends = second ? ends_[1] : ends_[0];
+    const u32 owner = lane_with<P>(ends, of_gemm);
+    u32 part = 0;
+    if (P::lane() == owner) {
+      part = write(second, of_gemm - (ends - parts_of_lane(second)), task);
+    }
+    part = P::broadcast(part, owner);
+    P::sync_lanes();  // all lanes see the descriptor
+    MOEOS_CHECK(task.tile < rank_.geometry().tiles_max());
+    const u32 place = rank_.memory.first_task(TaskKind::gemm0) + task.tile;
+    const ReadyWord word(call_.epoch, task.kind, place, part);
+    return task.halved != 0 ? word.cut_in_halves() : word;
+  }
+
+ private:
+  static constexpr u32 kOfALane = Geometry::kLoneExperts / P::kLanes;
+
+  /// Tiles of a large expert whose parts go by turns, the first part of each, then the second: what
+  /// is loaded between two parts that share weights is then some other parts, and not a whole
+  /// tile's, which the cache does not keep (docs/performance.md, "Turns").
+  static constexpr u32 kTurn = 32;
+
+  /// As count_word was before it was sealed.
+  u64 look_at(u32 expert) const {
+    // A count word carries its own epoch and publishes nothing but itself.
+    return open(P::template load_relaxed<Scope::system>(
+        rank_.template here<u64>(rank_.layout.count(call_.epoch, rank_.rank, expert))));
+  }
+  static constexpr u32 epoch_of(u64 count) { return static_cast<u32>(count >> 32); }
+
+  constexpr u32 experts_each() const { return ceil_div(rank_.geometry().experts, P::kLanes); }
+  u32 first_expert() const { return P::lane() * experts_each(); }
+
+  /// How an expert's tiles are cut for one of the GEMMs: some, then some in halves.
+  struct Cut {
+    u32 tiles;
+    u32 parts;  // of each
+    u32 tiles_in_halves;
+    u32 halves;  // of each of these
+    constexpr u32 all() const { return tiles * parts + tiles_in_halves * halves; }
+  };
+  /// `tile`: its first one.
+  Cut cut_of(bool second, u32 rows, u32 tile) const {
+    const Geometry& geometry = rank_.geometry();
+    const u32 tiles = ceil_div(rows, geometry.tile_rows);
+    if (!second || is_narrow(rows)) {
+      return {tiles,
+              second ? geometry.gemm1_parts_of(true) : geometry.gemm0_parts_of(is_narrow(rows)), 0,
+              0};
+    }
+    const u32 uncut = minimum(tiles, maximum(uncut_tiles_, tile) - tile);
+    return {uncut, geometry.gemm1_parts_of(false), tiles - uncut, geometry.gemm1_parts_of(true)};
+  }
+  bool is_narrow(u32 rows) const {
+    return align_up(rows, Geometry::kSegmentAlign) <= rank_.geometry().narrow_rows;
+  }
+  u32 parts_of_lane(bool second) const {
+    u32 parts = 0;
+    u32 tile = first_tile_;
+    for (u32 i = 0; i < experts_each(); ++i) {
+      parts += cut_of(second, rows_[i], tile).all();
+      tile += ceil_div(rows_[i], rank_.geometry().tile_rows);
+    }
+    return parts;
+  }
+
+  /// One lane: finds part `left` of those of its experts, writes its tile's descriptor, and returns
+  /// which of the tile's parts it is.
+  u32 write(bool second, u32 left, Task& task) const {
+    const Geometry& geometry = rank_.geometry();
+    u32 expert = first_expert();
+    u32 rows = 0;
+    u32 start = start_;
+    u32 tile = first_tile_;
+    u32 result = first_result_;
+    bool found = false;  // selects, not an early end, so that nothing is indexed
+    for (u32 i = 0; i < experts_each(); ++i) {
+      const u32 parts = cut_of(second, rows_[i], tile).all();
+      const bool passes = !found && left >= parts;
+      rows = found ? rows : rows_[i];
+      found = !passes;
+      left -= passes ? parts : 0;
+      expert += passes ? 1 : 0;
+      start += passes ? rows_[i] : 0;
+      tile += passes ? ceil_div(rows_[i], geometry.tile_rows) : 0;
+      result += passes ? align_up(rows_[i], Geometry::kSegmentAlign) : 0;
+    }
+    MOEOS_CHECK(found);
+    const Cut cut = cut_of(second, rows, tile);
+    const bool in_halves = left >= cut.tiles * cut.parts;
+    left -= in_halves ? cut.tiles * cut.parts : 0;
+    const u32 each = in_halves ? cut.halves : cut.parts;
+    const u32 turn = geometry.large_experts != 0 ? kTurn : 1;
+    const u32 first = left / (turn * each) * turn;
+    const u32 of_turn = left - first * each;
+    const u32 together = minimum(turn, (in_halves ? cut.tiles_in_halves : cut.tiles) - first);
+    const u32 nth = (in_halves ? cut.tiles : 0) + first + of_turn % together;
+    const u32 slot = nth * geometry.tile_rows;
+    task = Task{};
+    task.kind = TaskKind::gemm0;
+    task.segment_count = 1;
+    task.parts = static_cast<u16>(geometry.gemm0_parts_of(is_narrow(rows)));
+    task.epoch = call_.epoch;
+    task.local_expert = expert;
+    task.tile = tile + nth;
+    task.rows = minimum(geometry.tile_rows, rows - slot);
+    task.padded_rows = align_up(task.rows, Geometry::kSegmentAlign);
+    task.first_result = result + slot;
+    task.narrow = is_narrow(rows) ? 1 : 0;
+    task.awaits = 1;
+    task.segments[0] = Segment{rank_.layout.row(expert, slot, start), static_cast<u16>(rank_.rank),
+                               static_cast<u16>(task.rows)};
+    if (second) {
+      become_gemm1(task, geometry, in_halves);
+    }
+    return of_turn / together;
+  }
+
+  const Rank<P>& rank_;
+  const Call& call_;
+  u32 rows_[kOfALane];  // of this lane's experts,
+  u32 start_ = 0;       // and where the first one's start
+  u32 first_tile_ = 0;  // likewise its tiles,
+  u32 first_result_ = 0;
+  u32 uncut_tiles_ = 0;  // of all tiles, those whose second GEMM is not cut in halves
+  u32 ends_[2];          // of each GEMM: parts up to this lane's last one,
+  u32 parts_[2];         // and of all lanes
+};
+
+}  // namespace moeos

@@ -1,0 +1,231 @@
+// The plan of a rank that is alone, from its counts: which parts there are, in which order, and of
+// which rows.
+//
+// Built and run by tests/native/test_native.py. What a part computes does not depend on its place
+// in the order, so no comparison of results would notice.
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "runtime/lone_plan.hpp"
+#include "runtime/platform/twin/platform.hpp"
+#include "tests/native/expect.hpp"
+
+namespace {
+
+using moeos::align_up;
+using moeos::Call;
+using moeos::ceil_div;
+using moeos::count_word;
+using moeos::Geometry;
+using moeos::Layout;
+using moeos::LonePlan;
+using moeos::OsMemory;
+using moeos::Rank;
+using moeos::RankMemory;
+using moeos::ReadyWord;
+using moeos::Task;
+using moeos::TaskKind;
+using moeos::u32;
+using moeos::u64;
+using moeos::u8;
+using moeos::twin::Machine;
+
+constexpr u32 kEpoch = 3;
+constexpr u32 kTileRows = 128;
+constexpr u32 kNarrowRows = 64;
+constexpr u32 kParts = 4;        // of a wide tile, of either GEMM
+constexpr u32 kNarrowParts = 8;  // of a narrow one, and halves of a wide one's second GEMM
+constexpr u32 kTurn = 32;        // tiles of a large expert that go by turns
+
+Geometry geometry_of(u32 experts, u32 large_experts) {
+  Geometry g{};
+  g.world = 1;
+  g.experts = experts;
+  g.top_k = 2;
+  g.max_tokens = 8192;
+  g.row_bytes = g.hidden_bytes = 16;
+  g.row_map = moeos::RowMap::ragged;
+  g.capacity = g.max_tokens;
+  g.chunk_rows = 32;
+  g.tile_rows = kTileRows;
+  g.route_tokens = 64;
+  g.route_slices = 1;
+  g.gemm0_parts = g.gemm1_parts = kParts;
+  g.narrow_rows = kNarrowRows;
+  g.gemm0_narrow_parts = g.gemm1_narrow_parts = kNarrowParts;
+  g.segment_align = 1;
+  g.large_experts = large_experts;
+  g.whole_rows = kNarrowRows;
+  g.processors = 16;
+  return g;
+}
+
+struct Part {
+  ReadyWord word;
+  Task task;
+};
+
+/// A rank whose counts come one by one.
+class Alone {
+ public:
+  Alone(const std::vector<u32>& rows, u32 large_experts)
+      : rows_(rows),
+        geometry_(geometry_of(static_cast<u32>(rows.size()), large_experts)),
+        layout_(geometry_),
+        os_(geometry_, memory_.take(OsMemory::bytes(geometry_))),
+        heaps_(1, memory_.take(layout_.bytes())),
+        rank_{Machine(heaps_.data(), 0, 1),
+              layout_,
+              RankMemory(geometry_, memory_.take(RankMemory::bytes(geometry_))),
+              &os_,
+              heaps_[0],
+              0,
+              1'000'000'000},
+        call_{kEpoch, 0, geometry_.max_tokens, 0},
+        plan_(rank_, call_) {}
+  Alone(const Alone&) = delete;
+  Alone& operator=(const Alone&) = delete;
+
+  void count(u32 expert, u32 epoch, u32 rows) {
+    *reinterpret_cast<u64*>(heaps_[0] + layout_.count(kEpoch, 0, expert)) = count_word(epoch, rows);
+  }
+  bool look() { return plan_.look(); }
+  bool begun(u32 expert) const { return plan_.begun(expert); }
+
+  /// All parts, in their order.
+  std::vector<Part> parts() {
+    for (u32 expert = 0; expert < rows_.size(); ++expert) {
+      count(expert, kEpoch, rows_[expert]);
+    }
+    expect(look(), "all counts are here");
+    plan_.make();
+    std::vector<Part> parts(plan_.parts());
+    for (u32 number = 0; number < parts.size(); ++number) {
+      parts[number].word = plan_.part(number, parts[number].task);
+    }
+    return parts;
+  }
+
+  const Geometry& geometry() const { return geometry_; }
+
+ private:
+  Memory memory_;
+  std::vector<u32> rows_;
+  Geometry geometry_;
+  Layout layout_;
+  OsMemory os_;
+  std::vector<u8*> heaps_;
+  Rank<Machine> rank_;
+  Call call_;
+  LonePlan<Machine> plan_;
+};
+
+constexpr u32 kSmall = 0;
+constexpr u32 kLarge = 1;
+
+void nothing_is_known_before_all_counts_are_here() {
+  Alone alone({5, 0, 7}, kSmall);
+  expect(!alone.look() && !alone.begun(0), "there are no counts");
+  alone.count(0, kEpoch, 5);
+  alone.count(1, kEpoch, 0);
+  alone.count(2, kEpoch - 2, 7);
+  expect(alone.begun(3) && !alone.begun(2), "of this call, one is here, and one is not");
+  expect(!alone.look(), "one is of another call");
+  alone.count(2, kEpoch, alone.geometry().capacity + 1);
+  expect(!alone.look(), "one is more than an expert can get");
+  alone.count(2, kEpoch, 7);
+  expect(alone.look(), "all are here");
+}
+
+/// Every row of every expert is in one tile, every tile has each of its parts once in each GEMM,
+/// and all first GEMMs go first.
+void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts) {
+  Alone alone(rows, large_experts);
+  const Geometry& g = alone.geometry();
+  const std::vector<Part> parts = alone.parts();
+  std::vector<u32> covered(rows.size(), 0);
+  std::set<std::tuple<TaskKind, u32, u32>> seen;
+  u32 starts = 0;
+  std::vector<u32> start(rows.size());
+  u32 tiles = 0;
+  for (u32 expert = 0; expert < rows.size(); ++expert) {
+    start[expert] = starts;
+    starts += rows[expert];
+    tiles += ceil_div(rows[expert], kTileRows);
+  }
+  u32 expected = 0;
+  u32 result = 0;
+  std::vector<bool> known(tiles, false);
+  bool second = false;
+  for (const Part& part : parts) {
+    const Task& task = part.task;
+    expect(task.kind == part.word.kind() && task.epoch == kEpoch && task.awaits == 1,
+           "a part's word and its descriptor agree");
+    second = second || task.kind == TaskKind::gemm1;
+    expect(second == (task.kind == TaskKind::gemm1), "no first GEMM is behind a second one");
+    expect(part.word.part() < task.parts, "a part is one of its tile's");
+    expect(task.tile < tiles, "a tile is one of the call's");
+    expect(seen.emplace(task.kind, task.tile, part.word.part()).second, "no part is there twice");
+    const bool narrow = align_up(rows[task.local_expert], 8U) <= kNarrowRows;
+    expect((task.narrow != 0) == narrow, "experts of few rows are cut narrow");
+    const bool halved = second && !narrow && task.tile + g.tiles_in_halves(tiles) >= tiles;
+    expect((task.halved != 0) == halved, "the last tiles' second GEMMs are cut in halves");
+    if (task.tile < tiles && !known[task.tile]) {
+      known[task.tile] = true;
+      covered[task.local_expert] += task.rows;
+      result += task.padded_rows;
+      expected += g.gemm0_parts_of(narrow);
+      const bool uncut = !narrow && task.tile + g.tiles_in_halves(tiles) < tiles;
+      expected += g.gemm1_parts_of(!uncut);
+      expect(task.segment_count == 1 && task.segments[0].rows == task.rows, "a tile is one run");
+      expect(task.padded_rows == align_up(task.rows, 8U), "a tile is padded to eights");
+      const u32 first = task.segments[0].first_row - start[task.local_expert];
+      expect(first % kTileRows == 0 && first + task.rows <= rows[task.local_expert] &&
+                 (task.rows == kTileRows || first + task.rows == rows[task.local_expert]),
+             "a tile is full, or an expert's last one");
+      expect(task.first_result + task.padded_rows <= g.intermediate_rows_max(), "results fit");
+    }
+  }
+  expect(parts.size() == expected, "there are as many parts as all tiles have");
+  expect(covered == rows, "all rows are in tiles");
+  expect(result <= g.intermediate_rows_max(), "all results fit");
+}
+
+void tiles_of_large_experts_go_by_turns() {
+  const u32 tiles = kTurn + 3;
+  Alone alone({tiles * kTileRows}, kLarge);
+  const std::vector<Part> parts = alone.parts();
+  for (u32 i = 0; i < tiles * kParts; ++i) {
+    const bool rest = i >= kTurn * kParts;
+    const u32 of_turn = rest ? i - kTurn * kParts : i;
+    const u32 together = rest ? tiles - kTurn : kTurn;
+    expect(parts[i].task.tile == (rest ? kTurn : 0) + of_turn % together &&
+               parts[i].word.part() == of_turn / together,
+           "the first part of each tile, then the second");
+  }
+  Alone small({3 * kTileRows}, kSmall);
+  const std::vector<Part> others = small.parts();
+  for (u32 i = 0; i < 3 * kParts; ++i) {
+    expect(others[i].task.tile == i / kParts && others[i].word.part() == i % kParts,
+           "tiles of small experts one after the other");
+  }
+}
+
+}  // namespace
+
+int main() {
+  nothing_is_known_before_all_counts_are_here();
+  for (const u32 large : {kSmall, kLarge}) {
+    expect_a_whole_plan({0, 0, 0}, large);
+    expect_a_whole_plan({1}, large);
+    expect_a_whole_plan({64, 65, 0, 128, 129, 300}, large);
+    expect_a_whole_plan({0, 5000, 0, 12}, large);
+    expect_a_whole_plan({17, 130, 700, 0, 64, 4200}, large);
+    expect_a_whole_plan(std::vector<u32>(64, 3), large);
+    expect_a_whole_plan(std::vector<u32>(40, 200), large);
+  }
+  tiles_of_large_experts_go_by_turns();
+  std::printf("test_lone_plan: %d failed\n", failed);
+  return failed == 0 ? 0 : 1;
+}
