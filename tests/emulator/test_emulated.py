@@ -312,9 +312,9 @@ FAULTS = {
         "a large expert's tiles by turns",
         5,
     ),
-    "tiles by turns, of which some are cut in halves": BrokenSource(
+    "turns that go beyond an expert's tiles": BrokenSource(
         "runtime/lone_plan.hpp",
-        {"in_halves ? cut.halves : cut.parts": "cut.parts"},
+        {"minimum(turn, (in_halves ? cut.tiles_in_halves : cut.tiles) - first)": "turn"},
         "a large expert's tiles by turns",
         5,
     ),
@@ -330,9 +330,7 @@ FAULTS = {
     ),
     "halves, of which only as many are handed out as whole parts": BrokenSource(
         "runtime/lone_plan.hpp",
-        {
-            "tiles - uncut, geometry.gemm1_parts_of(true)": "tiles - uncut, geometry.gemm1_parts_of(false)"
-        },
+        {"uncut, geometry.gemm1_parts_of(true)}": "uncut, geometry.gemm1_parts_of(false)}"},
         "second GEMMs in halves",
         2,
     ),
