@@ -143,7 +143,8 @@ class ArrivalsSubscriber {
     }
     plan.make();
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, plan.parts());
-    MOEOS_CHECK(first == kNone || first == route_parts(rank_.geometry(), call_));
+    MOEOS_CHECK(first == kNone || first == route_parts(rank_.geometry(), call_) +
+                                               own_unsent_parts(rank_.geometry(), call_));
     if (P::lane() == 0) {
       rank_.memory.record->first_tile_ns = P::now_ns();
     }

@@ -44,8 +44,9 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->planned = static_cast<u32>(Planned::unknown);
     *rank.os->tiles_made = 0;
     *rank.os->tiles_posted = 0;
-    // Processors know the first parts, those of Route, without being told.
-    *rank.os->published = route_parts(rank.geometry(), call);
+    // Processors know the first parts without being told.
+    *rank.os->published =
+        route_parts(rank.geometry(), call) + own_unsent_parts(rank.geometry(), call);
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();
     }

@@ -81,7 +81,8 @@ class Processor : Pace<P> {
   }
 
   /// Finds out which part a ticket stands for: of a rank alone those of tiles follow from its
-  /// counts; others stand in the ticket's slot of the ready ring. `task` as above. beside():
+  /// counts, and those of tokens that have sent none come before; others stand in the ticket's slot
+  /// of the ready ring. `task` as above. beside():
   /// whether it has found something else to do meanwhile, and has done it. False: leave.
   template <class Beside>
   bool claim(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
@@ -205,22 +206,29 @@ class Processor : Pace<P> {
   /// of a machine of one warp, which has something else to do meanwhile.
   static constexpr u32 kLooksForInputs = P::kLanes == 1 ? 1 : 8;
 
-  /// A part that is not of Route.
+  /// A part that is not of Route. One loop waits for the routing, for counts and for slots: a warp
+  /// that runs through much code waits for that.
   template <class Beside>
   bool find(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
-    const u32 number = ticket - route_parts(rank_.geometry(), call_);
-    // One loop waits for counts and for slots: a warp that runs through much code waits for that.
-    while (!(plan_is_ == PlanIs::made && number < plan_.parts())) {
-      const bool counts = plan_is_ == PlanIs::awaited;
-      const auto look = [&] { return counts ? are_counts_here(number) : is_filled(ticket, word); };
-      plan_is_ = counts ? plan_is_ : PlanIs::none;  // later parts have larger numbers
-      if (!wait_for(counts ? kLooksForInputs : 1, look, beside)) {
+    const u32 unsent = own_unsent_parts(rank_.geometry(), call_);
+    const u32 behind_route = ticket - route_parts(rank_.geometry(), call_);
+    const bool of_unsent = behind_route < unsent;
+    const u32 number = behind_route - unsent;
+    while (of_unsent || plan_is_ != PlanIs::made || number >= plan_.parts()) {
+      const bool counts = !of_unsent && plan_is_ == PlanIs::awaited;
+      const auto look = [&] {
+        return of_unsent ? is_routed() : counts ? are_counts_here(number) : is_filled(ticket, word);
+      };
+      if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
         return false;
       }
       if (!counts) {
-        // Pairs with fill_ring_slot: the descriptor and, unless they are awaited, the inputs of its
-        // parts are here. Not at every look: a fence costs more than the look.
+        // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
+        // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
+        // costs more than the look.
         P::template acquire_fence<Scope::device>();
+        word = of_unsent ? combine_unsent_word(call_.epoch, behind_route) : word;
+        plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
         return get_task(rank_, call_, word, task);
       }
       plan_.make();
@@ -228,6 +236,10 @@ class Processor : Pace<P> {
     }
     word = plan_.part(number, task);
     return true;
+  }
+
+  bool is_routed() const {
+    return agreed<P>(P::template poll<Scope::device>(&state_.routed.value)) != 0;
   }
 
   /// Looks at the counts of a rank alone; first, for whom they have not come, at one of them.

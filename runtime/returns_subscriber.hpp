@@ -192,9 +192,9 @@ class ReturnsSubscriber {
   }
 
   /// The first returns subscriber, once: hands out the Combine of tokens that sent no row, which
-  /// counts the rows of all others: a part for each block.
+  /// counts the rows of all others: a part for each block; unless processors find these parts.
   void hand_out_unsent() {
-    if (index_ != 0 || unsent_handed_out_) {
+    if (index_ != 0 || unsent_handed_out_ || own_unsent_parts(rank_.geometry(), call_) != 0) {
       return;
     }
     unsent_handed_out_ = true;
