@@ -80,10 +80,10 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Finds out which part a ticket stands for: of a rank alone those of tiles follow from its
+  /// Finds out which part a ticket stands for. Of a rank alone those of tiles follow from its
   /// counts, and those of tokens that have sent none come before; others stand in the ticket's slot
-  /// of the ready ring. `task` as above. beside():
-  /// whether it has found something else to do meanwhile, and has done it. False: leave.
+  /// of the ready ring. `task` as above. beside(): whether it has found something else to do
+  /// meanwhile, and has done it. False: leave.
   template <class Beside>
   bool claim(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
     const bool found = is_route(ticket, word, task) || find(ticket, word, task, beside);

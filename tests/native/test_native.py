@@ -417,6 +417,20 @@ FAULTS = {
         "",
         "gives a wrong result",
     ),
+    "a rank alone that plans by another call's counts": Fault(
+        "explorer",
+        "runtime/lone_plan.hpp",
+        "missing || epoch_of(words[i]) != call_.epoch || rows",
+        "missing || rows",
+        "without a fault",
+    ),
+    "tokens that sent no row are looked for before routing is over": Fault(
+        "explorer",
+        "runtime/processor.hpp",
+        "of_unsent ? is_routed() : counts",
+        "of_unsent ? true : counts",
+        "gives a wrong result",
+    ),
     "second GEMMs handed out before those that they wait for": Fault(
         "explorer",
         "runtime/arrivals_subscriber.hpp",
