@@ -4,7 +4,8 @@
 // out takes the next slots and writes its words there: the scheduler those of tiles, which it puts
 // in an order; the arrivals subscriber those of tiles that processors wait for; the returns
 // subscribers those of tokens that are complete, which so go before all that has not been handed
-// out. May not know: what a task computes.
+// out. Slots of parts that processors find themselves (Route's; lone_plan.hpp) are left as they
+// are. May not know: what a task computes.
 #pragma once
 
 #include "runtime/base.hpp"
