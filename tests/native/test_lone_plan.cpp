@@ -8,53 +8,27 @@
 #include <vector>
 
 #include "runtime/lone_plan.hpp"
-#include "runtime/platform/twin/platform.hpp"
-#include "tests/native/expect.hpp"
+#include "tests/native/lone_rank.hpp"
 
 namespace {
 
 using moeos::align_up;
-using moeos::Call;
 using moeos::ceil_div;
 using moeos::count_word;
 using moeos::Geometry;
-using moeos::Layout;
 using moeos::LonePlan;
-using moeos::OsMemory;
-using moeos::Rank;
-using moeos::RankMemory;
 using moeos::ReadyWord;
 using moeos::Task;
 using moeos::TaskKind;
 using moeos::u32;
 using moeos::u64;
-using moeos::u8;
 using moeos::twin::Machine;
 
-constexpr u32 kEpoch = 3;
-constexpr u32 kTileRows = 128;
-constexpr u32 kNarrowRows = 64;
-constexpr u32 kParts = 4;        // of a wide tile, of either GEMM
-constexpr u32 kNarrowParts = 8;  // of a narrow one, and halves of a wide one's second GEMM
-constexpr u32 kTurn = 32;        // tiles of a large expert that go by turns
+constexpr u32 kEpoch = LoneRank::kEpoch;
+constexpr u32 kTurn = 32;  // tiles of a large expert that go by turns
 
 Geometry geometry_of(u32 experts, u32 large_experts) {
-  Geometry g{};
-  g.world = 1;
-  g.experts = experts;
-  g.top_k = 2;
-  g.max_tokens = 8192;
-  g.row_bytes = g.hidden_bytes = 16;
-  g.row_map = moeos::RowMap::ragged;
-  g.capacity = g.max_tokens;
-  g.chunk_rows = 32;
-  g.tile_rows = kTileRows;
-  g.route_tokens = 64;
-  g.route_slices = 1;
-  g.gemm0_parts = g.gemm1_parts = kParts;
-  g.narrow_rows = kNarrowRows;
-  g.gemm0_narrow_parts = g.gemm1_narrow_parts = kNarrowParts;
-  g.segment_align = 1;
+  Geometry g = small_geometry(1, experts, 8192);
   g.large_experts = large_experts;
   g.whole_rows = kNarrowRows;
   g.processors = 16;
@@ -71,24 +45,14 @@ class Alone {
  public:
   Alone(const std::vector<u32>& rows, u32 large_experts)
       : rows_(rows),
-        geometry_(geometry_of(static_cast<u32>(rows.size()), large_experts)),
-        layout_(geometry_),
-        os_(geometry_, memory_.take(OsMemory::bytes(geometry_))),
-        heaps_(1, memory_.take(layout_.bytes())),
-        rank_{Machine(heaps_.data(), 0, 1),
-              layout_,
-              RankMemory(geometry_, memory_.take(RankMemory::bytes(geometry_))),
-              &os_,
-              heaps_[0],
-              0,
-              1'000'000'000},
-        call_{kEpoch, 0, geometry_.max_tokens, 0},
-        plan_(rank_, call_) {}
+        alone_(geometry_of(static_cast<u32>(rows.size()), large_experts)),
+        plan_(alone_.rank, alone_.call) {}
   Alone(const Alone&) = delete;
   Alone& operator=(const Alone&) = delete;
 
   void count(u32 expert, u32 epoch, u32 rows) {
-    *reinterpret_cast<u64*>(heaps_[0] + layout_.count(kEpoch, 0, expert)) = count_word(epoch, rows);
+    *reinterpret_cast<u64*>(alone_.heaps[0] + alone_.layout.count(kEpoch, 0, expert)) =
+        count_word(epoch, rows);
   }
   bool look() { return plan_.look(); }
   bool begun(u32 expert) const { return plan_.begun(expert); }
@@ -107,17 +71,11 @@ class Alone {
     return parts;
   }
 
-  const Geometry& geometry() const { return geometry_; }
+  const Geometry& geometry() const { return alone_.geometry; }
 
  private:
-  Memory memory_;
   std::vector<u32> rows_;
-  Geometry geometry_;
-  Layout layout_;
-  OsMemory os_;
-  std::vector<u8*> heaps_;
-  Rank<Machine> rank_;
-  Call call_;
+  LoneRank alone_;
   LonePlan<Machine> plan_;
 };
 

@@ -5,51 +5,24 @@
 // this, so no comparison of results would notice.
 #include <vector>
 
-#include "runtime/platform/twin/platform.hpp"
 #include "runtime/scheduler.hpp"
-#include "tests/native/expect.hpp"
+#include "tests/native/lone_rank.hpp"
 
 namespace {
 
-using moeos::Call;
 using moeos::Geometry;
-using moeos::Layout;
 using moeos::MailboxView;
-using moeos::OsMemory;
-using moeos::Rank;
-using moeos::RankMemory;
 using moeos::ReadyWord;
 using moeos::Scheduler;
 using moeos::TaskKind;
 using moeos::u32;
-using moeos::u64;
-using moeos::u8;
 using moeos::twin::Machine;
 
-constexpr u32 kEpoch = 3;
+constexpr u32 kEpoch = LoneRank::kEpoch;
 constexpr u32 kProcessors = 16;
-constexpr u32 kParts = 4;        // of a wide tile, of either GEMM
-constexpr u32 kNarrowParts = 8;  // of a narrow one, and halves of a wide one's second GEMM
-constexpr u32 kRowBytes = 64;
 
 Geometry geometry_of(u32 processors) {
-  Geometry g{};
-  g.world = 1;
-  g.experts = 4;
-  g.top_k = 2;
-  g.max_tokens = 4096;
-  g.row_bytes = kRowBytes;
-  g.hidden_bytes = kRowBytes;
-  g.row_map = moeos::RowMap::ragged;
-  g.capacity = g.max_tokens;
-  g.chunk_rows = 32;
-  g.tile_rows = 128;
-  g.route_tokens = 64;
-  g.route_slices = 1;
-  g.gemm0_parts = g.gemm1_parts = kParts;
-  g.narrow_rows = 64;
-  g.gemm0_narrow_parts = g.gemm1_narrow_parts = kNarrowParts;
-  g.segment_align = 1;
+  Geometry g = small_geometry(1, 4, 4096);
   g.processors = processors;
   return g;
 }
@@ -58,20 +31,8 @@ Geometry geometry_of(u32 processors) {
 class Handed {
  public:
   explicit Handed(u32 processors = kProcessors)
-      : geometry_(geometry_of(processors)),
-        layout_(geometry_),
-        os_(geometry_, memory_.take(OsMemory::bytes(geometry_))),
-        heaps_(1, memory_.take(layout_.bytes())),
-        rank_{Machine(heaps_.data(), 0, 1),
-              layout_,
-              RankMemory(geometry_, memory_.take(RankMemory::bytes(geometry_))),
-              &os_,
-              heaps_[0],
-              0,
-              1'000'000'000},
-        call_{kEpoch, 0, geometry_.max_tokens, 0},
-        scheduler_(rank_, call_) {
-    rank_.memory.call(kEpoch).routed.value = 1;  // and there is nothing to send
+      : alone_(geometry_of(processors)), scheduler_(alone_.rank, alone_.call) {
+    alone_.rank.memory.call(kEpoch).routed.value = 1;  // and there is nothing to send
   }
   Handed(const Handed&) = delete;
   Handed& operator=(const Handed&) = delete;
@@ -79,8 +40,8 @@ class Handed {
   /// Posts a GEMM of the next tile of its kind.
   void post(TaskKind kind, u32 parts = kParts) {
     u32& posted = kind == TaskKind::gemm0 ? first_ : second_;
-    const MailboxView mailbox = rank_.memory.mailbox(kind);
-    const u32 task = rank_.memory.first_task(TaskKind::gemm0) + posted;
+    const MailboxView mailbox = alone_.rank.memory.mailbox(kind);
+    const u32 task = alone_.rank.memory.first_task(TaskKind::gemm0) + posted;
     mailbox.words[posted] = ReadyWord(kEpoch, kind, task, parts).sealed();
     ++posted;
   }
@@ -91,32 +52,26 @@ class Handed {
   }
   /// There will be no more tiles than so many, of which the scheduler is given all but `others`.
   void all_made(u32 tiles, u32 others = 0) {
-    *os_.tiles_made = 1 + tiles;
-    *os_.tiles_posted = 1 + tiles - others;
+    *alone_.os.tiles_made = 1 + tiles;
+    *alone_.os.tiles_posted = 1 + tiles - others;
   }
   /// Sweeps until nothing is left; what was handed out, in its order.
   std::vector<ReadyWord> hand_out() {
     std::vector<ReadyWord> words;
     for (bool more = true; more;) {
-      const u32 before = *os_.published;
-      rank_.memory.call(kEpoch).ring_claimed.value = before;
+      const u32 before = *alone_.os.published;
+      alone_.rank.memory.call(kEpoch).ring_claimed.value = before;
       scheduler_.step();
-      more = *os_.published > before;
-      for (u32 slot = before; slot < *os_.published; ++slot) {
-        words.emplace_back(rank_.memory.ring[slot]);
+      more = *alone_.os.published > before;
+      for (u32 slot = before; slot < *alone_.os.published; ++slot) {
+        words.emplace_back(alone_.rank.memory.ring[slot]);
       }
     }
     return words;
   }
 
  private:
-  Memory memory_;
-  Geometry geometry_;
-  Layout layout_;
-  OsMemory os_;
-  std::vector<u8*> heaps_;  // all the same: nobody sends anything
-  Rank<Machine> rank_;
-  Call call_;
+  LoneRank alone_;
   Scheduler<Machine> scheduler_;
   u32 first_ = 0;
   u32 second_ = 0;

@@ -4,9 +4,8 @@
 // this, so no comparison of results would notice.
 #include <array>
 
-#include "runtime/platform/twin/platform.hpp"
 #include "runtime/tile_plan.hpp"
-#include "tests/native/expect.hpp"
+#include "tests/native/lone_rank.hpp"
 
 namespace {
 
@@ -24,30 +23,11 @@ using moeos::twin::Machine;
 
 constexpr u32 kSources = 3;
 constexpr u32 kExperts = 2;  // of this rank
-constexpr u32 kTileRows = 128;
-constexpr u32 kNarrowRows = 64;
-constexpr u32 kParts = 4;  // of a wide tile
 constexpr u32 kEpoch = 3;
 
 Geometry geometry_of(u32 large_experts) {
-  Geometry g{};
-  g.world = kSources;
-  g.experts = kSources * kExperts;
-  g.top_k = 2;
-  g.max_tokens = 600;
-  g.row_bytes = g.hidden_bytes = 16;
-  g.row_map = moeos::RowMap::ragged;
-  g.capacity = g.max_tokens;
-  g.chunk_rows = 32;
-  g.tile_rows = kTileRows;
-  g.route_tokens = 64;
-  g.route_slices = 1;
-  g.gemm0_parts = g.gemm1_parts = kParts;
-  g.narrow_rows = kNarrowRows;
-  g.gemm0_narrow_parts = g.gemm1_narrow_parts = 2 * kParts;
-  g.segment_align = 1;
+  Geometry g = small_geometry(kSources, kSources * kExperts, 600);
   g.large_experts = large_experts;
-  g.processors = 1;
   return g;
 }
 
