@@ -18,7 +18,7 @@ import typer
 
 import moeos
 from moeos import drawing
-from moeos.bench import provenance
+from moeos.bench import device_rates, provenance
 from moeos.cli import failures, machine, output, trace_report, worlds
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.cli.settings import read_settings
@@ -47,6 +47,7 @@ class TraceOptions:
     ranks: int | None = None
     backend: str = "auto"
     calls: int = 3
+    cold: bool = False
     routing: str = "uniform"
     seed: int = 0
     events: int = 4096
@@ -83,6 +84,12 @@ def trace(
     calls: Annotated[
         int, typer.Option(help="Calls with the same tokens before the one that is traced.")
     ] = 3,
+    cold: Annotated[
+        bool,
+        typer.Option(
+            "--cold", help="Empties the GPU's L2 cache before it, as other layers of a model do."
+        ),
+    ] = False,
     routing: Annotated[str, typer.Option(help=f"A pattern: {PATTERNS}.")] = "uniform",
     seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
     events: Annotated[int, typer.Option(help="Room for events of each actor.")] = 4096,
@@ -104,6 +111,7 @@ def trace(
         ranks=ranks,
         backend=backend,
         calls=calls,
+        cold=cold,
         routing=routing,
         seed=seed,
         events=events,
@@ -141,7 +149,10 @@ def _run(world: moeos.World, options: TraceOptions) -> int:
     torch.manual_seed(options.seed)
     layer = failures.agree(world, lambda: moeos.MoELayer(cfg, world), "the layer")
     given = batch.on(layer.w1.device)
-    for _ in range(options.calls + 1):
+    reader = device_rates.Reader() if options.cold else None
+    for call in range(options.calls + 1):
+        if reader is not None and call == options.calls:
+            reader.flush()
         layer(given.x, given.topk_ids, given.topk_weights)
     layer.check()
     traces = gathering.gather(world.control, layer.trace())
@@ -166,6 +177,7 @@ def _about(
         "backend": world.backend,
         "tokens": tokens,
         "calls_before": options.calls,
+        "cold": options.cold,
         "routing": options.routing,
         "seed": options.seed,
         "versions": machine.versions(),
@@ -181,6 +193,8 @@ def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig
     _check_files(options)
     if not 0 <= options.calls <= MAX_CALLS:
         raise ValueError(f"--calls is {options.calls}; allowed: 0 to {MAX_CALLS}")
+    if options.cold and world.backend != "cuda":
+        raise ValueError(f"--cold empties a GPU's L2 cache, which backend {world.backend} lacks")
     pattern = parse_pattern(options.routing)
     check_pattern(pattern, cfg, world.size)
     tokens = settings.tokens if options.tokens is None else options.tokens

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 from torch import Tensor
 
-from moeos import World, virtual
+from moeos import MoELayer, World, virtual
+from moeos.bench import device_rates
 from moeos.engines import cuda_clock
 from moeos.engines.base import CallStats
 from moeos.timeline import causes, chrome
@@ -26,6 +29,7 @@ from tests.gpu.cases import (
     why_not,
 )
 from tests.host import chrome_format
+from tests.host.cli import commands
 from tests.layers import draw_call, draw_weights
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
@@ -130,3 +134,27 @@ def test_events_without_room_are_counted() -> None:
     noted = sum(len(events) for events in trace.events[: trace.processors])
     lost = sum(trace.dropped[: trace.processors])
     assert noted + lost == sum(stats.tasks.values())
+
+
+def test_a_cold_trace_empties_the_cache_before_the_last_call_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "layer.toml"
+    config.write_text("hidden = 512\nintermediate = 256\nexperts = 4\ntop_k = 2\nmax_tokens = 64\n")
+    forward, flush, order = MoELayer.forward, device_rates.Reader.flush, []
+
+    def called(layer: MoELayer, *arguments: Any) -> Any:
+        order.append("call")
+        return forward(layer, *arguments)
+
+    def flushed(reader: device_rates.Reader) -> None:
+        order.append("flush")
+        flush(reader)
+
+    monkeypatch.setattr(MoELayer, "forward", called)
+    monkeypatch.setattr(device_rates.Reader, "flush", flushed)
+    summary = tmp_path / "summary.json"
+    options = ["--backend", "cuda", "--cold", "--calls", 2, "--no-summary", "--json", summary]
+    assert commands.invoke("trace", config, *options) == (0, "", "")
+    assert order == ["call", "call", "flush", "call"]
+    assert json.loads(summary.read_text())["cold"]

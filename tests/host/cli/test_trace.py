@@ -346,6 +346,10 @@ def test_a_pattern_of_routing_can_be_chosen(config: Path) -> None:
         (["{config}", "--events", "0"], "--events is 0; allowed: 1 to 65536"),
         (["{config}", "--events", "65537"], "--events is 65537; allowed: 1 to 65536"),
         (["{config}", "--calls", "-1"], "--calls is -1; allowed: 0 to 10000"),
+        (
+            ["{config}", "--backend", "twin", "--cold"],
+            "--cold empties a GPU's L2 cache, which back",
+        ),
         (["{config}", "--seed", "-1"], "--seed is -1"),
         (["{config}", "--ranks", "0"], "ranks is 0; allowed: 1 to 64"),
         (["{config}", "--experts", "1"], "top_k is 2"),
