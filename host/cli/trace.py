@@ -87,7 +87,7 @@ def trace(
     cold: Annotated[
         bool,
         typer.Option(
-            "--cold", help="Empties the GPU's L2 cache before it, as other layers of a model do."
+            "--cold", help="Empties the GPU's L2 cache before that call, as a model's others do."
         ),
     ] = False,
     routing: Annotated[str, typer.Option(help=f"A pattern: {PATTERNS}.")] = "uniform",
