@@ -150,10 +150,11 @@ def _run(world: moeos.World, options: TraceOptions) -> int:
     layer = failures.agree(world, lambda: moeos.MoELayer(cfg, world), "the layer")
     given = batch.on(layer.w1.device)
     reader = device_rates.Reader() if options.cold else None
-    for call in range(options.calls + 1):
-        if reader is not None and call == options.calls:
-            reader.flush()
+    for _ in range(options.calls):
         layer(given.x, given.topk_ids, given.topk_weights)
+    if reader is not None:
+        reader.flush()
+    layer(given.x, given.topk_ids, given.topk_weights)
     layer.check()
     traces = gathering.gather(world.control, layer.trace())
     if world.rank != 0:

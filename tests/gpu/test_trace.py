@@ -1,4 +1,6 @@
-"""A traced kernel computes the same bits, and its events are the call that it made."""
+"""A traced kernel computes the same bits, and its events are the call that it made; which one that
+is, and what it finds in the cache.
+"""
 
 from __future__ import annotations
 
