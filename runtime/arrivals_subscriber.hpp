@@ -41,7 +41,8 @@ class ArrivalsSubscriber {
       : rank_(rank),
         call_(call),
         plan_(rank.layout, rank.memory, *rank.os),
-        flags_(rank, call, rank.os->chunk_prefix) {
+        flags_(rank, call, rank.os->chunk_prefix),
+        in_place_(rank.geometry().reads_in_place(call.tokens)) {
     plan_.begin(call.epoch);
     if (!rank.geometry().may_plan_whole(call.tokens)) {
       decide(Planned::by_rows);
@@ -56,7 +57,7 @@ class ArrivalsSubscriber {
       return false;  // processors do not ask how tiles are made
     }
     const bool progress =
-        flags_.look([](u32, u32) { return true; },
+        flags_.look([this](u32, u32) { return !in_place_; },
                     [this](u32 source, u32 rows) { return flags_of(source, rows); },
                     [this](u32 source, u32 chunks) {
                       if (chunks > 0) {
@@ -91,8 +92,9 @@ class ArrivalsSubscriber {
   /// Missing is the first chunk that was announced and has not come. One that has come, and that
   /// our couriers have not made whole, is no peer's fault.
   Answer answer(Failure& failure) const {
-    return flags_.answer([this](u32 source, u32 rows) { return !rank_.sends_once(source, rows); },
-                         failure);
+    return flags_.answer(
+        [this](u32 source, u32 rows) { return !in_place_ && !rank_.sends_once(source, rows); },
+        failure);
   }
 
  private:
@@ -319,6 +321,7 @@ class ArrivalsSubscriber {
   const Call& call_;
   TilePlan<P> plan_;
   ChunkFlags<P> flags_;
+  bool in_place_;  // no rows come
   Planned planned_ = Planned::unknown;
   u32 posted_ = 0;      // tiles
   u32 in_mailbox_ = 0;  // of these; the others have been handed out

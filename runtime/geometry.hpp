@@ -202,6 +202,19 @@ struct Geometry {
            combine_tokens(tokens) * top_k <= kAwaitedMost;
   }
 
+  // --- Tokens that are read in place (lone_plan.hpp) ---
+
+  /// Tokens, and pairs, of a call whose first GEMMs read tokens where the caller left them, at
+  /// most: on the GPU a lane loads a row of a tile, and looks at two pairs' choices.
+  static constexpr u32 kInPlaceTokens = 8;
+  static constexpr u32 kInPlacePairs = 64;
+  /// Whether a call's do: few tokens of a rank that is alone, which go nowhere. Nothing is
+  /// dispatched then, and processors plan by the experts that are chosen, before rows are counted.
+  constexpr bool reads_in_place(u32 tokens) const {
+    return plans_itself() && may_await(tokens) && tokens <= kInPlaceTokens &&
+           tokens * top_k <= kInPlacePairs;
+  }
+
   // --- The tile plan (tile_plan.hpp), and its bounds ---
 
   /// Few rows are computed at the speed at which their weights arrive, so what counts is that

@@ -23,40 +23,21 @@ namespace moeos {
 template <Platform P>
 class LonePlan {
  public:
-  LonePlan(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {}
+  LonePlan(const Rank<P>& rank, const Call& call)
+      : rank_(rank), call_(call), in_place_(rank.geometry().reads_in_place(call.tokens)) {}
 
-  /// Looks once at the count of one expert; whether it is here, and the others will be soon. For
-  /// whoever waits: all processors do, and if they looked at all counts, others would wait for
-  /// memory.
-  bool begun(u32 expert) const {
-    return agreed<P>(epoch_of(look_at(expert % rank_.geometry().experts))) == call_.epoch;
+  /// Looks once at the `nth` word; whether it is here, and the others will be soon. For whoever
+  /// waits: all processors do, and if they looked at all words, others would wait for memory.
+  bool begun(u32 nth) const {
+    const u64 word = in_place_ ? choice(nth % pairs()) : count(nth % rank_.geometry().experts);
+    return agreed<P>(epoch_of(word)) == call_.epoch;
   }
 
-  /// Looks once at all counts; false as long as one is not here, or cannot be one (then the counts
+  /// Looks once at all words; false as long as one is not here, or cannot be one (then the counts
   /// subscriber ends the call).
-  bool look() {
-    const Geometry& geometry = rank_.geometry();
-    u64 words[kOfALane];  // all asked for before the first is looked at
-    for (u32 i = 0; i < experts_each(); ++i) {
-      words[i] = look_at(minimum(first_expert() + i, geometry.experts - 1));
-    }
-    bool missing = false;
-    u32 all = 0;
-    for (u32 i = 0; i < experts_each(); ++i) {
-      const u32 rows = static_cast<u32>(words[i]);
-      missing = missing || epoch_of(words[i]) != call_.epoch || rows > geometry.capacity;
-      rows_[i] = first_expert() + i < geometry.experts ? rows : 0;
-      all += rows_[i];
-    }
-    if (P::ballot(missing) != 0) {
-      return false;
-    }
-    const u32 ends = P::inclusive_scan(all);
-    start_ = ends - all;
-    return P::broadcast(ends, P::kLanes - 1) <= geometry.cell_rows_used();
-  }
+  bool look() { return in_place_ ? look_at_choices() : look_at_counts(); }
 
-  /// Makes the plan, of the counts that look() has found. Behind it the others may be called.
+  /// Makes the plan, of what look() has found. Behind it the others may be called.
   void make() {
     const Geometry& geometry = rank_.geometry();
     u32 tiles = 0;
@@ -93,6 +74,9 @@ class LonePlan {
     part = P::broadcast(part, owner);
     P::sync_lanes();  // all lanes see the descriptor
     MOEOS_CHECK(task.tile < rank_.geometry().tiles_max());
+    if (in_place_ && !second) {
+      note_tokens(task);
+    }
     const u32 place = rank_.memory.first_task(TaskKind::gemm0) + task.tile;
     const ReadyWord word(call_.epoch, task.kind, place, part);
     return task.halved != 0 ? word.cut_in_halves() : word;
@@ -100,6 +84,90 @@ class LonePlan {
 
  private:
   static constexpr u32 kOfALane = Geometry::kLoneExperts / P::kLanes;
+  static constexpr u32 kPairsOfALane = ceil_div(Geometry::kInPlacePairs, P::kLanes);
+
+  /// By counts: how many rows each expert gets.
+  bool look_at_counts() {
+    const Geometry& geometry = rank_.geometry();
+    u64 words[kOfALane];  // all asked for before the first is looked at
+    for (u32 i = 0; i < experts_each(); ++i) {
+      words[i] = count(minimum(first_expert() + i, geometry.experts - 1));
+    }
+    bool missing = false;
+    u32 all = 0;
+    for (u32 i = 0; i < experts_each(); ++i) {
+      const u32 rows = static_cast<u32>(words[i]);
+      missing = missing || epoch_of(words[i]) != call_.epoch || rows > geometry.capacity;
+      rows_[i] = first_expert() + i < geometry.experts ? rows : 0;
+      all += rows_[i];
+    }
+    if (P::ballot(missing) != 0) {
+      return false;
+    }
+    const u32 ends = P::inclusive_scan(all);
+    start_ = ends - all;
+    return P::broadcast(ends, P::kLanes - 1) <= geometry.cell_rows_used();
+  }
+
+  /// By the choices of a call whose tokens are read in place.
+  bool look_at_choices() {
+    u64 words[kPairsOfALane];  // all asked for before the first is looked at
+    for (u32 i = 0; i < kPairsOfALane; ++i) {
+      words[i] = choice(minimum(i * P::kLanes + P::lane(), pairs() - 1));
+    }
+    bool missing = false;
+    for (u32 i = 0; i < kPairsOfALane; ++i) {
+      const bool there = i * P::kLanes + P::lane() < pairs();
+      const u32 expert = static_cast<u32>(words[i]);
+      missing = missing || epoch_of(words[i]) != call_.epoch ||
+                (expert >= rank_.geometry().experts && expert != kNone);
+      chosen_[i] = there ? expert : kNone;
+    }
+    if (P::ballot(missing) != 0) {
+      return false;
+    }
+    for (u32 i = 0; i < experts_each(); ++i) {
+      rows_[i] = 0;
+    }
+    for (u32 i = 0; i < kPairsOfALane && i * P::kLanes < pairs(); ++i) {
+      const u32 left = minimum(P::kLanes, pairs() - i * P::kLanes);
+#pragma unroll 4
+      for (u32 lane = 0; lane < left; ++lane) {
+        const u32 expert = P::broadcast(chosen_[i], lane);
+        for (u32 mine = 0; mine < experts_each(); ++mine) {
+          rows_[mine] += first_expert() + mine == expert ? 1 : 0;
+        }
+      }
+    }
+    u32 all = 0;
+    for (u32 i = 0; i < experts_each(); ++i) {
+      rows_[i] = minimum(rows_[i], call_.pair_limit);
+      all += rows_[i];
+    }
+    start_ = P::inclusive_scan(all) - all;
+    return true;
+  }
+
+  /// Notes whose tokens a tile's rows are: those of the first pairs that have chosen its expert, in
+  /// their order, as many as are sent (routing_map.hpp).
+  void note_tokens(Task& task) const {
+    u32 tokens = 0;  // this lane's
+    u32 rows = 0;
+    for (u32 i = 0; i < kPairsOfALane; ++i) {
+      const bool chose = chosen_[i] == task.local_expert;
+      const u32 all = P::ballot(chose);
+      const u32 row = rows + P::lanes_before(all);
+      const u32 token = (i * P::kLanes + P::lane()) / rank_.geometry().top_k;
+      tokens |= chose && row < task.rows ? as_row(token, row) : 0;
+      rows += P::count(all);
+    }
+    tokens = P::exclusive_or(tokens);  // of no two lanes the same bits
+    if (P::lane() == 0) {
+      task.in_place = 1;
+      task.tokens = tokens;
+    }
+    P::sync_lanes();
+  }
 
   /// Tiles of a large expert whose parts go by turns, the first part of each, then the second: what
   /// is loaded between two parts that share weights is then some other parts, and not a whole
@@ -107,11 +175,16 @@ class LonePlan {
   static constexpr u32 kTurn = 32;
 
   /// As count_word was before it was sealed.
-  u64 look_at(u32 expert) const {
+  u64 count(u32 expert) const {
     // A count word carries its own epoch and publishes nothing but itself.
     return open(P::template load_relaxed<Scope::system>(
         rank_.template here<u64>(rank_.layout.count(call_.epoch, rank_.rank, expert))));
   }
+  /// Likewise, of a pair's expert, or kNone (tell_choice).
+  u64 choice(u32 pair) const {
+    return open(P::template load_relaxed<Scope::device>(&rank_.memory.choices[pair]));
+  }
+  u32 pairs() const { return call_.tokens * rank_.geometry().top_k; }
   static constexpr u32 epoch_of(u64 count) { return static_cast<u32>(count >> 32); }
 
   constexpr u32 experts_each() const { return ceil_div(rank_.geometry().experts, P::kLanes); }
@@ -204,9 +277,11 @@ class LonePlan {
 
   const Rank<P>& rank_;
   const Call& call_;
-  u32 rows_[kOfALane];  // of this lane's experts,
-  u32 start_ = 0;       // and where the first one's start
-  u32 first_tile_ = 0;  // likewise its tiles,
+  bool in_place_;
+  u32 chosen_[kPairsOfALane];  // of pairs i * P::kLanes + the lane, where tokens are read in place
+  u32 rows_[kOfALane];         // of this lane's experts,
+  u32 start_ = 0;              // and where the first one's start
+  u32 first_tile_ = 0;         // likewise its tiles,
   u32 first_result_ = 0;
   u32 uncut_tiles_ = 0;  // of all tiles, those whose second GEMM is not cut in halves
   u32 ends_[2];          // of each GEMM: parts up to this lane's last one,

@@ -195,8 +195,13 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       return;
     }
     MOEOS_CHECK(task.epoch == call.epoch && task.kind == word.kind());
-    const auto nothing = [](u32, u32, u32) {};  // rows are looked up when they are here
-    if (task.awaits != 0 && !processor.await(Inputs<P>(rank, call, map, task, nothing), dispatch)) {
+    const auto found = [&](u32, u32 pair, u32 row) {
+      if (rank.geometry().reads_in_place(call.tokens)) {  // else whoever sent the row notes it
+        rank.memory.pair_row[pair] = row;
+      }
+    };
+    if (waits_for_inputs(task) &&
+        !processor.await(Inputs<P>(rank, call, map, task, found), dispatch)) {
       return;
     }
     processor.begin_part(task);

@@ -161,6 +161,8 @@ class RankMemory {
 
   // Routing (routing_map.hpp): what Route wrote for each pair and each block of tokens.
   u32* pair_expert = nullptr;  // kNone: unused slot
+  u64* choices = nullptr;      // the same where tokens are read in place, as count_word; for who
+                               // waits for it before routing is over
   float* pair_weight = nullptr;
   u32* pair_rank = nullptr;     // how many earlier pairs of the same block chose the same expert
   u32* block_pairs = nullptr;   // pairs of a block, sorted by expert
@@ -224,6 +226,7 @@ class RankMemory {
     take(gemm0_parts_done, geometry.tiles_max());
     take(gemm1_parts_done, geometry.tiles_max());
     take(pair_expert, geometry.pairs());
+    take(choices, geometry.plans_itself() ? Geometry::kInPlacePairs : 0);
     take(pair_weight, geometry.pairs());
     take(pair_rank, geometry.pairs());
     take(block_pairs, geometry.pairs());

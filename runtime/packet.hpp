@@ -47,6 +47,14 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
   }
 }
 
+/// Tells this rank's processors which expert is chosen for a pair of a token that is read in place;
+/// kNone: none is.
+template <Platform P>
+void tell_choice(const RankMemory& memory, u32 epoch, u32 pair, u32 expert) {
+  // As of a count: the word carries its own epoch and publishes nothing but itself.
+  P::template store_relaxed<Scope::device>(&memory.choices[pair], count_word(epoch, expert));
+}
+
 /// Asks a sender to put staged rows to a remote peer: a chunk (chunk_word), or a tile's segment, as
 /// `word` of its Gemm1 task with the segment in place of the part. One lane.
 template <Platform P>

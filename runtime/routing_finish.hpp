@@ -195,16 +195,16 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
     // Relaxed: the warps add up a number that the host reads after the call.
     P::template add_relaxed<Scope::device>(&tally.dropped_pairs, u64{all_dropped});
   }
-  const u32 parts = rank.geometry().spreads(call.tokens)
-                        ? rank.geometry().spread_parts_of(call.tokens)
-                        : list_dispatch(rank, call, team);
+  const Geometry& geometry = rank.geometry();
+  const u32 parts = geometry.reads_in_place(call.tokens) ? 0
+                    : geometry.spreads(call.tokens)      ? geometry.spread_parts_of(call.tokens)
+                                                         : list_dispatch(rank, call, team);
   P::sync_lanes();
   sync();
   if (team.index != 0) {
     return;
   }
   if (P::lane() == 0) {
-    const Geometry& geometry = rank.geometry();
     tally.count_bytes_to_peers += (geometry.experts - geometry.local_experts()) * sizeof(u64);
     // Publishes the routing map, the rows sent to each peer and the list of Dispatch, if there is
     // one, to the returns subscribers and the couriers (the team has synchronised on them).

@@ -45,7 +45,8 @@ class Spread {
         call_(call),
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[actor]),
-        all_taken_(!rank.geometry().spreads(call.tokens)) {}
+        all_taken_(!rank.geometry().spreads(call.tokens) ||
+                   rank.geometry().reads_in_place(call.tokens)) {}
 
   /// Takes the next part: its tokens, which may not be routed yet. False: there is none any more.
   bool take(TokenRange& tokens) {

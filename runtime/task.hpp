@@ -57,7 +57,9 @@ struct alignas(kCacheLine) Task {
   u32 halved;        // of a copy for a second GEMM: 1 when a wide tile is cut into narrow N-tiles
   u32 awaits;        // GEMMs, combine: 1 when parts are handed out before their inputs are here, so
                      // that processors wait for these (inputs.hpp)
-  u32 reserved[2];
+  u32 in_place;      // of a copy for a first GEMM: 1 when its rows are tokens where the caller left
+                     // them, and not in a cell,
+  u32 tokens;        // and four bits for each row then: which token it is
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
@@ -114,10 +116,23 @@ constexpr u32 laid_out_rows(const Geometry& geometry, const Task& gemm, u32 inde
 /// Whether a copy's parts are narrow N-tiles.
 constexpr bool has_narrow_parts(const Task& task) { return task.narrow != 0 || task.halved != 0; }
 
+/// Whether whoever has claimed a part must wait for what it needs.
+constexpr bool waits_for_inputs(const Task& task) { return task.awaits != 0 && task.in_place == 0; }
+
+/// The token that is row `row` of a tile whose rows are read in place; and as Task::tokens has it.
+inline constexpr u32 kTokenBits = 4;
+static_assert(Geometry::kInPlaceTokens * kTokenBits <= 32 &&
+              Geometry::kInPlaceTokens <= 1U << kTokenBits);
+constexpr u32 token_of_row(const Task& task, u32 row) {
+  return task.tokens >> row * kTokenBits & ((1U << kTokenBits) - 1);
+}
+constexpr u32 as_row(u32 token, u32 row) { return token << row * kTokenBits; }
+
 /// Makes one's own copy of a tile's descriptor that of its second GEMM: the same rows. Nobody looks
 /// at a copy's seal.
 constexpr void become_gemm1(Task& task, const Geometry& geometry, bool halved) {
   task.kind = TaskKind::gemm1;
+  task.in_place = 0;
   task.halved = halved ? 1 : 0;
   task.parts = static_cast<u16>(geometry.gemm1_parts_of(has_narrow_parts(task)));
 }

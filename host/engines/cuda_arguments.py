@@ -27,7 +27,7 @@ _MAP_BYTES = 128
 _CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _INTERMEDIATE_BOX_ROWS = tuple(n for n in _CELL_BOX_ROWS if n >= _twin.SEGMENT_ALIGN)
 _MAPS = (
-    *("x", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
+    *("x", "x_row", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
 )
 _LAYER = struct.Struct("<6Q")  # heap, memory, peers, intermediate_rows, host_failure, deadline_ns
@@ -95,7 +95,7 @@ class ArgumentPacker:
         self._driver = cuda_driver.load()
         self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
-        self._x: tuple[int, int] | None = None  # address and rows of the map of x that is packed
+        self._x: tuple[int, int] | None = None  # address and rows of the maps of x that are packed
         self._parameters: tuple[int, ...] | None = None  # the addresses that are packed
         cells = buffers.heap.data_ptr() + sizes.first_cell
         between = buffers.intermediate
@@ -131,7 +131,9 @@ class ArgumentPacker:
         if rows > 0:
             x, out = t.x.data_ptr(), t.out.data_ptr()
             if self._x != (x, rows):
-                self._place(0, self._map("x", t.x, self._cfg.hidden, _ROUTE_BOX_ROWS))
+                for name, box_rows in (("x", _ROUTE_BOX_ROWS), ("x_row", 1)):
+                    x_map = self._map("x", t.x, self._cfg.hidden, box_rows)
+                    self._place(_MAPS.index(name), x_map)
                 self._x = (x, rows)
         else:  # nothing of them is read or written
             x = out = self._buffers.intermediate.data_ptr()

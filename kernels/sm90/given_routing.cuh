@@ -7,6 +7,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "runtime/memory.hpp"
+#include "runtime/packet.hpp"
 #include "runtime/processor.hpp"
 
 namespace moeos::sm90 {
@@ -38,14 +39,19 @@ inline FailureKind given_fault(const RankArguments& arguments, u32 pair, i64 id)
 }
 
 /// The caller's routing of a block of tokens. Called by all consumer threads. The only place where
-/// ids come in: a wrong one is an unused slot, and sets bad_token to its token.
+/// ids come in: a wrong one is an unused slot, and sets bad_token to its token. `told`: as
+/// Token::choose's.
 inline void copy_given_routing(const RankArguments& arguments, const RankMemory& memory, u32 first,
-                               u32 end, u32* bad_token) {
+                               u32 end, u32 told, u32* bad_token) {
   for (u32 pair = first * kGeometry.top_k + threadIdx.x % kConsumerThreads;
        pair < end * kGeometry.top_k; pair += kConsumerThreads) {
     const i64 id = given_id(arguments, pair);
     const bool wrong = given_fault(arguments, pair, id) != FailureKind::none;
-    memory.pair_expert[pair] = wrong || id < 0 ? kNone : static_cast<u32>(id);
+    const u32 expert = wrong || id < 0 ? kNone : static_cast<u32>(id);
+    memory.pair_expert[pair] = expert;
+    if (kGeometry.plans_itself() && told != 0) {
+      tell_choice<Machine>(memory, told, pair, expert);
+    }
     memory.pair_weight[pair] = given_weight(arguments, pair);
     if (wrong) {
       atomicMin(bad_token, pair / kGeometry.top_k);

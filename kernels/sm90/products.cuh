@@ -108,9 +108,20 @@ inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 p
   box.place = place + before * kSwizzleBytes;
 }
 
-/// Box `index` of a tile's rows: segments of cells, or what the first product left.
+static_assert(Geometry::kInPlaceTokens + kNarrowColumns / kNarrowBoxRows <=
+              Machine::kLanes / kNarrowDepth);
+
+/// Box `index` of a tile's rows: tokens, segments of cells, or what the first product left.
 inline void find_rows(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 index, u32 place, Box& box) {
+  if (task.in_place != 0) {
+    if (index < task.rows) {
+      box.map = &arguments.x_row;
+      box.row = token_of_row(task, index);
+      box.place = place + index * kSwizzleBytes;
+    }
+    return;
+  }
   const auto visit = [&](const auto& maps, u32 first, u32 rows) {
     const u32 boxes = Machine::count(rows);
     if (index < boxes) {
@@ -203,8 +214,10 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   } else {
     find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
   }
-  fill_stages(steps_of(task), depth * kTileDepth,
-              depth * (task.padded_rows + columns) * kSwizzleBytes, box, loader);
+  // What lies beyond a tile's tokens is of the products before: its results are nobody's.
+  const u32 rows = task.in_place != 0 ? task.rows : task.padded_rows;
+  fill_stages(steps_of(task), depth * kTileDepth, depth * (rows + columns) * kSwizzleBytes, box,
+              loader);
 }
 
 /// A Route part's operands: slices of a block's tokens, and of the router's weights.

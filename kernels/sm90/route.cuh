@@ -51,11 +51,12 @@ inline void multiply_slices(float (&d)[kRouteColumns / 2], const RouteShare& sha
 }
 
 /// Routes the tokens of a block, whose products lie in d or are kept. Sets bad_token to a token
-/// whose logits are not finite. By all consumers; sync() is their barrier.
+/// whose logits are not finite. `told`: as Token::choose's. By all consumers; sync() is their
+/// barrier.
 template <class Sync>
 inline void choose_experts(const float (&d)[kRouteColumns / 2], Logits& logits,
-                           const RankArguments& arguments, const RankMemory& memory, u32* bad_token,
-                           Sync sync) {
+                           const RankArguments& arguments, const RankMemory& memory, u32 told,
+                           u32* bad_token, Sync sync) {
 #pragma unroll 1
   for (u32 first = 0; logits.tokens_from(first) > 0; first += kRoundTokens) {
     if (first > 0) {
@@ -67,7 +68,7 @@ inline void choose_experts(const float (&d)[kRouteColumns / 2], Logits& logits,
     for (u32 place = logits.warp(); place < tokens; place += kConsumerWarps) {
       const auto logit_of = [&](u32 expert) { return logits.at(place, expert); };
       const u32 token = logits.token(first + place);
-      if (!Token::choose(logit_of, arguments, memory, token) && Machine::lane() == 0) {
+      if (!Token::choose(logit_of, arguments, memory, token, told) && Machine::lane() == 0) {
         atomicMin(bad_token, token);
       }
     }
@@ -112,10 +113,11 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   } else if (logits.kept()) {
     everyone();  // all have kept their sums
   }
+  const u32 told = kGeometry.reads_in_place(call.tokens) ? call.epoch : 0;
   if (multiplies) {
-    choose_experts(d, logits, arguments, rank.memory, &slot.bad_token, everyone);
+    choose_experts(d, logits, arguments, rank.memory, told, &slot.bad_token, everyone);
   } else {
-    copy_given_routing(arguments, rank.memory, first, end, &slot.bad_token);
+    copy_given_routing(arguments, rank.memory, first, end, told, &slot.bad_token);
   }
   everyone();
   if (slot.bad_token != kNone) {

@@ -8,6 +8,7 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "runtime/memory.hpp"
+#include "runtime/packet.hpp"
 
 namespace moeos::sm90 {
 
@@ -41,11 +42,12 @@ inline float sum_of_lanes(float value) {
 class Token {
  public:
   /// Chooses the experts of `token`, whose logits logit_of(expert) has; false when they are not
-  /// finite. Each lane writes those of its experts that are chosen: on the way from one choice to
-  /// the next it need not be known which they are.
+  /// finite. `told`: the epoch of a call whose processors are told at once, or 0. Each lane writes
+  /// those of its experts that are chosen: on the way from one choice to the next it need not be
+  /// known which they are.
   template <class LogitOf>
   static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
-                     u32 token) {
+                     u32 token, u32 told) {
     float logits[kLogitsEach];
     bool finite = true;
 #pragma unroll
@@ -87,6 +89,14 @@ class Token {
       const u32 best = choose_best(choices, number, nth);
       if constexpr (kShape.scoring == Scoring::softmax && !kSumsExponentials) {
         rule.top = nth == 0 ? from_ordered(best) : rule.top;
+      }
+    }
+    if (kGeometry.plans_itself() && told != 0) {
+#pragma unroll
+      for (u32 i = 0; i < kLogitsEach; ++i) {
+        if (number[i] != kNone) {
+          tell_choice<Machine>(memory, told, token * kGeometry.top_k + number[i], expert_of(i));
+        }
       }
     }
     float scores[kLogitsEach];

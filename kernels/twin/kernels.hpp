@@ -42,6 +42,10 @@ class TwinKernels {
     }
     const u32 bad_token = router_.route(tokens.first, tokens.end);
     if (bad_token == kNone) {
+      const u32 end = geometry.reads_in_place(call_.tokens) ? tokens.end : tokens.first;
+      for (u32 pair = tokens.first * geometry.top_k; pair < end * geometry.top_k; ++pair) {
+        tell_choice<Machine>(rank_.memory, call_.epoch, pair, rank_.memory.pair_expert[pair]);
+      }
       sort_block(geometry, rank_.memory, call_, block);
     }
     return bad_token;
@@ -64,7 +68,7 @@ class TwinKernels {
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.intermediate - first);
     const u32 panels = task.padded_rows / kPanelRows;
-    pack_arrivals(task);
+    pack_inputs(task);
 
     const u64 weight_row = u64{task.local_expert} * shape_.w1_rows() + first;
     const ConstElements w1(element, operands_.w1);
@@ -154,8 +158,18 @@ class TwinKernels {
  private:
   static_assert(kPanelRows == Geometry::kSegmentAlign, "a segment fills whole panels");
 
-  /// Packs the tile's segments out of the arrival cells, each padded with zero rows to a panel.
-  void pack_arrivals(const Task& task) {
+  /// Packs the tile's rows: the tokens that they are, or the segments out of the arrival cells,
+  /// each padded with zero rows to a panel.
+  void pack_inputs(const Task& task) {
+    if (task.in_place != 0) {
+      static_assert(Geometry::kInPlaceTokens <= kPanelRows);
+      for (u32 row = 0; row < task.rows; ++row) {
+        copy_row(token_of_row(task, row), scratch_.tokens.get() + row * rank_.geometry().row_bytes);
+      }
+      pack_rows(operands_.element, scratch_.tokens.get(), rank_.geometry().row_bytes, task.rows,
+                shape_.hidden, scratch_.panels.get());
+      return;
+    }
     u32 panel = 0;
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];

@@ -48,19 +48,22 @@ class Scratch {
         last_gate_rows(allocate(std::size_t{kGemmGranule} * shape.hidden)),
         scores(allocate(geometry.experts)),
         choice(allocate(geometry.experts)),
-        row(allocate(maximum(shape.hidden, geometry.experts))) {}
+        row(allocate(maximum(shape.hidden, geometry.experts))),
+        tokens(std::make_unique<u8[]>(std::size_t{Geometry::kInPlaceTokens} * geometry.row_bytes)) {
+  }
 
   struct Free {
     void operator()(float* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
   };
   using Floats = std::unique_ptr<float[], Free>;
 
-  Floats panels;          // packed rows of a tile
-  Floats results;         // fp32 results of a part: gate block and up block, or one block
-  Floats last_gate_rows;  // the gate's last rows, padded to the GEMM's granule
-  Floats scores;          // of one token
-  Floats choice;          // what its experts are selected by
-  Floats row;             // one output row; the scores of expert groups
+  Floats panels;                 // packed rows of a tile
+  Floats results;                // fp32 results of a part: gate block and up block, or one block
+  Floats last_gate_rows;         // the gate's last rows, padded to the GEMM's granule
+  Floats scores;                 // of one token
+  Floats choice;                 // what its experts are selected by
+  Floats row;                    // one output row; the scores of expert groups
+  std::unique_ptr<u8[]> tokens;  // rows of a tile that are read in place, side by side
 
  private:
   static u32 result_columns(const Geometry& geometry) {

@@ -40,6 +40,7 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   RankArguments a{};
   if (t.rows > 0) {
     a.x = map_of(t.x, t.rows, kShape.hidden, kRouteRows);
+    a.x_row = map_of(t.x, t.rows, kShape.hidden, 1);
   }
   a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns);
   for (u32 box = 0; box < kCellBoxes; ++box) {
