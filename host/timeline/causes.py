@@ -50,7 +50,9 @@ class Causes:
 def find(call: CallTrace) -> Causes:
     """The causes of all parts; of none, if events are missing: it could be any of those.
 
-    * Dispatch, and Combine of tokens without rows: the last Route part of its rank.
+    * Dispatch, and Combine of tokens without rows: the last Route part of its rank. So is Gemm0 of
+      a call whose tokens are read in place, which has no Dispatch: it may begin when experts have
+      been chosen, while that part still sorts and counts.
     * Replicate of a chunk: the Dispatch part with which the chunk had arrived. A chunk has arrived
       when those before it, of its source, have.
     * Gemm0 of a tile: the part of the chunk with which as many rows of its expert were here as its
@@ -131,6 +133,8 @@ class _Finder:
                 self._set(gemm1, self._last_stored(parts))
         for rank in range(len(self._ranks)):
             self._after_route(rank, by_rank)
+            if not any(by_rank[source, DISPATCH] for source in range(len(self._ranks))):
+                continue  # tokens are read in place
             here = [
                 self._after_arrival(source, rank, by_rank) for source in range(len(self._ranks))
             ]
@@ -150,6 +154,7 @@ class _Finder:
     def _after_route(self, rank: int, by_rank: dict[tuple[int, int], list[int]]) -> None:
         last = self._last_stored(by_rank[rank, ROUTE])
         self._set(by_rank[rank, DISPATCH], last)
+        self._set(by_rank[rank, GEMM0], last)  # but for those that wait for rows, below
         place = self._column["place"]
         self._set([i for i in by_rank[rank, COMBINE] if place[i] == NONE], last)
 

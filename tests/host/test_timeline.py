@@ -116,6 +116,29 @@ def test_causes_follow_from_rows_tiles_and_chunks() -> None:
     }
 
 
+def test_tiles_of_tokens_that_are_read_in_place_wait_for_route() -> None:
+    call = CallTrace.of(
+        [
+            rank_trace(
+                0,
+                [[1, 1]],
+                [event("route", 0, 10), event("route", 0, 30, part=1)],
+                [
+                    event("gemm0", 25, 40, expert=0, place=0, rows=1, awaited=1),
+                    event("gemm0", 41, 50, expert=1, place=1, rows=1, awaited=1),
+                ],
+            )
+        ]
+    )
+    assert caused(call) == {
+        (0, "route", 0, 0): None,
+        (0, "route", 0, 1): None,
+        (0, "gemm0", 0, 0): (0, "route", 0, 1),
+        (0, "gemm0", 1, 0): (0, "route", 0, 1),
+    }
+    assert causes.find(call).certain.all()
+
+
 def test_a_part_of_dispatch_may_send_several_chunks() -> None:
     """Of 128 rows in four chunks: rows 32 to 127 come with one part, which ends first."""
     parts = [

@@ -1,5 +1,5 @@
-// The plan of a rank that is alone, from its counts: which parts there are, in which order, and of
-// which rows.
+// The plan of a rank that is alone, from its counts or its choices: which parts there are, in which
+// order, and of which rows.
 //
 // Built and run by tests/native/test_native.py. What a part computes does not depend on its place
 // in the order, so no comparison of results would notice.
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/lone_plan.hpp"
+#include "runtime/packet.hpp"
 #include "tests/native/lone_rank.hpp"
 
 namespace {
@@ -150,6 +151,65 @@ void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts) {
   expect(result <= g.intermediate_rows_max(), "all results fit");
 }
 
+constexpr u32 kNone = moeos::kNone;
+
+/// Tokens that are read in place: the plan follows from their choices alone, and says which token
+/// each row is.
+void choices_make_the_plan_of_few_tokens(u32 limit, const std::vector<u32>& choices) {
+  constexpr u32 kExperts = 7;
+  Geometry g = geometry_of(kExperts, kSmall);
+  g.spread_tokens = 4;
+  LoneRank alone(g);
+  alone.call.tokens = static_cast<u32>(choices.size()) / g.top_k;
+  alone.call.pair_limit = limit;
+  alone.call.may_be_unsent = 1;
+  expect(g.reads_in_place(alone.call.tokens), "so few tokens are read in place");
+  LonePlan<Machine> plan(alone.rank, alone.call);
+  u64* const words = alone.rank.memory.choices;
+  for (u32 pair = 0; pair < choices.size(); ++pair) {
+    expect(!plan.begun(pair) && !plan.look(), "not all choices are here");
+    words[pair] = count_word(kEpoch - 2, choices[pair]);
+    expect(!plan.begun(pair) && !plan.look(), "one is of another call");
+    words[pair] = count_word(kEpoch, kExperts);
+    expect(!plan.look(), "one is no expert");
+    moeos::tell_choice<Machine>(alone.rank.memory, kEpoch, pair, choices[pair]);
+    expect(plan.begun(pair), "it is here");
+  }
+  expect(plan.look(), "all choices are here");
+  plan.make();
+  std::vector<std::vector<u32>> tokens(kExperts);
+  u32 sent = 0;
+  for (u32 pair = 0; pair < choices.size(); ++pair) {
+    if (choices[pair] != kNone && tokens[choices[pair]].size() < limit) {
+      tokens[choices[pair]].push_back(pair / g.top_k);
+      ++sent;
+    }
+  }
+  u32 tiles = 0;
+  for (const auto& of_expert : tokens) {
+    tiles += of_expert.empty() ? 0 : 1;
+  }
+  expect(plan.parts() == tiles * 2 * kNarrowParts, "each expert that is chosen has a tile");
+  u32 rows = 0;
+  for (u32 number = 0; number < plan.parts(); ++number) {
+    Task task;
+    const ReadyWord word = plan.part(number, task);
+    const bool first = word.kind() == TaskKind::gemm0;
+    expect(first == (task.in_place != 0), "first GEMMs read tokens in place");
+    expect(first != moeos::waits_for_inputs(task), "and wait for nothing");
+    if (first && word.part() == 0) {
+      const std::vector<u32>& its = tokens[task.local_expert];
+      expect(task.rows == its.size(), "a tile has a row for each token");
+      for (u32 row = 0; row < task.rows && row < its.size(); ++row) {
+        expect(moeos::token_of_row(task, row) == its[row], "in the order of tokens");
+      }
+      expect(task.segments[0].first_row == rows, "results go behind those of experts before");
+      rows += task.rows;
+    }
+  }
+  expect(rows == sent, "all pairs that are sent have a row");
+}
+
 void tiles_of_large_experts_go_by_turns() {
   const u32 tiles = kTurn + 3;
   Alone alone({tiles * kTileRows}, kLarge);
@@ -183,6 +243,11 @@ int main() {
     expect_a_whole_plan(std::vector<u32>(64, 3), large);
     expect_a_whole_plan(std::vector<u32>(40, 200), large);
   }
+  choices_make_the_plan_of_few_tokens(8, {6, 2});
+  choices_make_the_plan_of_few_tokens(8, {0, 5, 5, 0, 3, 5, 6, 5});
+  choices_make_the_plan_of_few_tokens(8, {kNone, 5, kNone, kNone, 3, 5});
+  choices_make_the_plan_of_few_tokens(1, {0, 5, 5, 0, 3, 5, 6, 5});
+  choices_make_the_plan_of_few_tokens(8, {kNone, kNone});
   tiles_of_large_experts_go_by_turns();
   std::printf("test_lone_plan: %d failed\n", failed);
   return failed == 0 ? 0 : 1;

@@ -424,6 +424,20 @@ FAULTS = {
         "missing || rows",
         "without a fault",
     ),
+    "a rank alone that plans by another call's choices": Fault(
+        "explorer",
+        "runtime/lone_plan.hpp",
+        "missing || epoch_of(words[i]) != call_.epoch ||\n                (expert",
+        "missing ||\n                (expert",
+        "",
+    ),
+    "a tile in place whose rows are other tokens'": Fault(
+        "explorer",
+        "runtime/lone_plan.hpp",
+        "tokens |= chose && row < task.rows ? as_row(token, row) : 0;",
+        "tokens |= chose && row < task.rows ? as_row(token / 2, row) : 0;",
+        "gives a wrong result",
+    ),
     "tokens that sent no row are looked for before routing is over": Fault(
         "explorer",
         "runtime/processor.hpp",
