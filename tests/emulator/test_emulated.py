@@ -447,8 +447,8 @@ FAULTS = {
     "a copy that never lands": BrokenSource(
         "kernels/sm90/products.cuh",
         {
-            "depth * (task.padded_rows + columns) * kSwizzleBytes, box": (
-                "depth * (task.padded_rows + columns) * kSwizzleBytes + 16, box"
+            "depth * (rows + columns) * kSwizzleBytes, box": (
+                "depth * (rows + columns) * kSwizzleBytes + 16, box"
             )
         },
         "two ranks, odd sizes, biases",
