@@ -27,7 +27,8 @@ class Tiles:
     those of others, each source's rows are padded to a multiple of `segment_align`. A call with
     `once_rows` rows for a peer, or more, takes each token there once; with 0, none does. In a call
     of up to `spread_tokens` tokens a processor, parts of Dispatch are tokens, each with all of its
-    rows. One in which every expert here has up to `whole_rows` padded rows is planned whole.
+    rows. One in which every expert here has up to `whole_rows` padded rows is planned whole
+    beside remote peers, too; with 0, none is.
     """
 
     rows: int

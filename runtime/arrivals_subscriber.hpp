@@ -1,8 +1,9 @@
 // The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), handed out as Gemm0
-// as far as processors wait for them, and else posted to the scheduler. A call of few rows is
-// planned whole (Geometry::plans_whole): when the counts of all sources are here, all of its tiles
-// are made and handed out at once, and processors wait for rows themselves (inputs.hpp). So is
-// every call of a rank alone, but there processors find their parts themselves (lone_plan.hpp).
+// as far as processors wait for them, and else posted to the scheduler. Most calls are planned
+// whole instead (Geometry::plans_whole): when the counts of all sources are here, and none is late,
+// all tiles are made and handed out at once, and processors wait for rows themselves (inputs.hpp).
+// Of few rows they make the tiles, too (few_plan.hpp), and of a rank alone they find all parts
+// (lone_plan.hpp).
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -11,6 +12,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
+#include "runtime/few_plan.hpp"
 #include "runtime/lone_plan.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/rank.hpp"
@@ -119,19 +121,28 @@ class ArrivalsSubscriber {
     if (geometry.plans_itself()) {
       return reserve_slots();
     }
-    if (!is_planned_whole()) {
+    const Shape shape = look_at_shape();
+    if (!shape.whole) {
       decide(Planned::by_rows);
       return false;
     }
-    plan_.plan_whole();
+    if (!unsent_handed_out()) {
+      return false;
+    }
+    if (!shape.one_tile_each) {
+      plan_.plan_whole();
+    }
     if (P::lane() == 0) {
       rank_.memory.record->first_tile_ns = P::now_ns();
     }
-    // Orders the descriptors before the words below; pairs with Processor::claim.
+    // Orders the descriptors, and the counts that the counts subscriber has seen, before the words
+    // below; pairs with Processor::claim.
     P::template publish_fence<Scope::device>();
-    // In this order, so that a part waits for none behind it.
-    hand_out_all(TaskKind::gemm0);
-    hand_out_all(TaskKind::gemm1);
+    if (shape.one_tile_each) {
+      hand_out_numbers(FewPlan<P>::parts(geometry, shape.experts));
+    } else {
+      hand_out_waves();
+    }
     decide(Planned::whole);
     return true;
   }
@@ -154,12 +165,18 @@ class ArrivalsSubscriber {
     return true;
   }
 
-  /// Whether the call is one that is (Geometry::plans_whole), by the counts, and nobody sends its
-  /// tokens once, so that the flags of a tile's rows are its sources'.
-  bool is_planned_whole() const {
+  /// What the counts say of a call.
+  struct Shape {
+    bool whole;          // it is planned whole (Geometry::plans_whole)
+    bool one_tile_each;  // and processors make its tiles, of which each expert has one
+    u32 experts;         // that have rows
+  };
+  Shape look_at_shape() const {
     const Geometry& geometry = rank_.geometry();
     bool many = false;
+    bool several = geometry.one_tile_rows() == 0;
     u32 tiles = 0;  // about: of many sources an expert may have one or two more
+    u32 experts = 0;
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
       const bool there = first + P::lane() < geometry.local_experts();
       const u32 expert = there ? first + P::lane() : first;
@@ -169,14 +186,20 @@ class ArrivalsSubscriber {
         padded += align_up(starts[expert + 1] - starts[expert], Geometry::kSegmentAlign);
       }
       many = many || padded > geometry.whole_rows;
+      several = several || padded > geometry.one_tile_rows();
       tiles += there ? ceil_div(padded, geometry.tile_rows) : 0;
+      experts += P::count(P::ballot(there && padded > 0));
     }
     tiles = P::broadcast(P::inclusive_scan(tiles), P::kLanes - 1);
-    bool once = false;
-    for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
-      once = once || rank_.sends_once(source, rank_.os->rows_received(source));
-    }
-    return geometry.plans_whole(P::ballot(many) == 0, tiles) && P::ballot(once) == 0;
+    return {geometry.plans_whole(P::ballot(many) == 0, tiles), P::ballot(several) == 0, experts};
+  }
+
+  /// Whether the Combine of tokens that sent no row has its slots, if somebody hands it out. All
+  /// other sums wait for what it counts, so it must not stand behind all products.
+  bool unsent_handed_out() const {
+    // Pairs with ReturnsSubscriber::hand_out_unsent. The acquire only keeps what follows behind it.
+    return !combines_unsent(call_) || rank_.geometry().may_await(call_.tokens) ||
+           agreed<P>(P::template load_acquire<Scope::block>(rank_.os->unsent_handed_out)) != 0;
   }
 
   bool no_rows() const {
@@ -187,34 +210,80 @@ class ArrivalsSubscriber {
     return P::ballot(some) == 0;
   }
 
-  /// Hands out all parts of one GEMM of all tiles, behind a fence of each lane.
-  void hand_out_all(TaskKind kind) const {
-    const Geometry& geometry = rank_.geometry();
-    const u32 tiles = plan_.tiles();
-    const u32 in_halves = kind == TaskKind::gemm1 ? geometry.tiles_in_halves(tiles) : 0;
-    for (u32 first = 0; first < tiles; first += P::kLanes) {
-      const u32 left = minimum(tiles - first, P::kLanes);
-      const u32 tile = first + minimum(P::lane(), left - 1);
-      const bool narrow = rank_.os->tile_facts[tile].narrow();
-      const bool halved = !narrow && tile + in_halves >= tiles;
-      const ReadyWord word(call_.epoch, kind, rank_.memory.first_task(TaskKind::gemm0) + tile, 0);
-      const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
-                                                : geometry.gemm1_parts_of(narrow || halved);
-      const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
-      hand_out(halved ? word.cut_in_halves() : word, parts, ends, left);
+  /// Hands out the numbers of so many parts, whose processors make their tiles themselves; behind a
+  /// fence of each lane.
+  void hand_out_numbers(u32 parts) const {
+    const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, parts);
+    for (u32 number = P::lane(); first != kNone && number < parts; number += P::kLanes) {
+      fill_ring_slot(rank_, first + number, planned_word(call_.epoch, number));
     }
   }
 
+  static constexpr u32 kWave = minimum(Geometry::kWave, P::kLanes);
+
+  /// Hands out all parts of all tiles, behind a fence of each lane: waves of first GEMMs, and
+  /// between them, some waves later, their second ones. So a part waits for none behind it, and not
+  /// long for those before it; and results go over the links all the time. But where second parts
+  /// are longer than first ones, and so links have little to do, all of them go last: the end of a
+  /// call is then all processors' (docs/performance.md, "First GEMMs first").
+  void hand_out_waves() const {
+    const Geometry& geometry = rank_.geometry();
+    const u32 tiles = plan_.tiles();
+    const bool last = geometry.hidden_bytes > geometry.row_bytes;
+    // Two first parts for each processor are then between a tile's first GEMM and its second one.
+    const u32 lag = last ? align_up(tiles, kWave)
+                         : align_up(ceil_div(2 * geometry.processors, geometry.gemm0_parts), kWave);
+    for (u32 first = 0; first < tiles + lag; first += kWave) {
+      hand_out_wave(TaskKind::gemm0, first);
+      if (first >= lag) {
+        hand_out_wave(TaskKind::gemm1, first - lag);
+      }
+    }
+  }
+
+  /// Hands out one GEMM's parts of a wave; those of tiles of a large expert by turns, as the
+  /// scheduler does (scheduler.hpp).
+  void hand_out_wave(TaskKind kind, u32 first) const {
+    const Geometry& geometry = rank_.geometry();
+    const u32 tiles = plan_.tiles();
+    if (first >= tiles) {
+      return;
+    }
+    const u32 in_halves = kind == TaskKind::gemm1 ? geometry.tiles_in_halves(tiles) : 0;
+    const u32 left = minimum(tiles - first, kWave);
+    const u32 tile = first + minimum(P::lane(), left - 1);
+    const bool narrow = rank_.os->tile_facts[tile].narrow();
+    const bool halved = !narrow && tile + in_halves >= tiles;
+    const ReadyWord word(call_.epoch, kind, rank_.memory.first_task(TaskKind::gemm0) + tile, 0);
+    const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
+                                              : geometry.gemm1_parts_of(narrow || halved);
+    const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
+    u32 together = 0;
+    if (geometry.large_experts != 0) {
+      const u32 expert = rank_.os->tile_facts[tile].local_expert();
+      together = P::alike(P::lane() < left ? expert << 1 | (halved ? 1U : 0U) : kNone);
+    }
+    hand_out(halved ? word.cut_in_halves() : word, parts, ends, left, together);
+  }
+
   /// Hands out all parts of `tiles` tiles, behind a fence of each lane. Lane i has the i-th one's
-  /// word and parts; `ends`: the sum of these up to its own.
-  void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles) const {
+  /// word and parts; `ends`: the sum of these up to its own; `together`, unless it is 0: which
+  /// lanes, neighbours, have tiles with which its own has turns, the first part of each, then the
+  /// second.
+  void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles, u32 together) const {
     const u32 all = P::broadcast(ends, tiles - 1);
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, all);
 #pragma unroll 1
     for (u32 done = 0; done < all; done += P::kLanes) {
       const u32 place = minimum(done + P::lane(), all - 1);
-      const u32 tile = lane_with<P>(ends, place);
-      const u32 part = place - P::broadcast(ends - parts, tile);
+      u32 tile = lane_with<P>(ends, place);
+      const u32 turn = P::broadcast(together, tile);
+      tile = turn == 0 ? tile : P::first_lane(turn);
+      u32 part = place - P::broadcast(ends - parts, tile);
+      if (turn != 0) {
+        tile += part % P::count(turn);
+        part /= P::count(turn);
+      }
       const ReadyWord its{P::broadcast(word.sealed(), tile)};
       if (first != kNone && done + P::lane() < all) {
         fill_ring_slot(rank_, first + place, its.with_part(part));
@@ -312,7 +381,7 @@ class ArrivalsSubscriber {
     if (handed > 0) {
       hand_out(
           ReadyWord(call_.epoch, TaskKind::gemm0, first_task + minimum(P::lane(), tiles - 1), 0),
-          parts, ends, handed);
+          parts, ends, handed, 0);
     }
     return handed;
   }

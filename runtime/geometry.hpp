@@ -55,7 +55,7 @@ struct Geometry {
   u32 spread_tokens;  // in a call of up to so many tokens a processor, parts of Dispatch are
                       // tokens, each with all of its rows; 0: in none, they are rows
   u32 whole_rows;     // a call in which every expert here has up to so many rows, each source's
-                      // padded, is planned whole (plans_whole()); 0: none is
+                      // padded, is planned whole beside a network, too (plans_whole()); 0: none is
   u32 trace_events;   // events that each actor notes of a call, at most (trace.hpp); 0: none does
 
   constexpr u32 local_experts() const { return experts / world; }
@@ -172,21 +172,37 @@ struct Geometry {
 
   // --- Calls that are planned whole (arrivals_subscriber.hpp) ---
 
-  /// Counts by which a warp plans, at most (lone_plan.hpp).
-  static constexpr u32 kLoneExperts = 512;
+  /// Counts by which a warp plans, at most (lone_plan.hpp, few_plan.hpp).
+  static constexpr u32 kPlanCounts = 512;
   /// Whether processors find their parts themselves: nobody else has rows for them, which so come
   /// in the order of experts, and nobody is late. A row's place must then say when it comes.
   constexpr bool plans_itself() const {
-    return whole_rows != 0 && world == 1 && row_map == RowMap::ragged && experts <= kLoneExperts;
+    return whole_rows != 0 && world == 1 && row_map == RowMap::ragged && experts <= kPlanCounts;
   }
-  /// Whether a call with so many tiles is: where processors find their parts themselves; and where
-  /// the order of tiles does not matter, because all of them are of experts with up to `whole_rows`
-  /// rows, or because the parts of all first GEMMs have a processor each; or because nobody is late
-  /// and no expert's weights are too large for the cache.
+  /// Rows, each source's padded, up to which an expert's are one tile, which is cut as those of all
+  /// others with so few: if none has more, processors make the tiles of a call that is planned
+  /// whole themselves. 0: of no call: where senders read what is in a tile, and with the capacity
+  /// map, for which a fetch warp of eight ranks has a register too few.
+  constexpr u32 one_tile_rows() const {
+    const bool narrow = narrow_rows != 0;
+    const bool alike = narrow || gemm1_narrow_parts <= gemm1_parts;  // (tiles_in_halves())
+    const u32 most = minimum(whole_rows, minimum(narrow ? narrow_rows : tile_rows, 0xffU));
+    const bool fits = row_map == RowMap::ragged && world <= max_segments_of(narrow) &&
+                      local_experts() * world <= kPlanCounts && local_experts() * most <= 0xffff;
+    return alike && fits && remote == 0 && !plans_itself() ? most : 0;
+  }
+  /// Whether a call with so many tiles is. Any, where all rows come over direct links: who has told
+  /// his counts has his rows here soon. But of large experts only one with a few tiles of each, or
+  /// those of an expert are not computed beside each other. Beside a network, whose rows come
+  /// late, one in which the order of tiles does not matter, because all of them are of experts with
+  /// up to `whole_rows` rows, or because the parts of all first GEMMs have a processor each.
   constexpr bool plans_whole(bool few_rows, u64 tiles) const {
-    return plans_itself() || (whole_rows != 0 && (few_rows || tiles * gemm0_parts <= processors ||
-                                                  (world == 1 && large_experts == 0)));
+    const bool all = large_experts == 0 || world == 1 || tiles <= kWave * local_experts();
+    return whole_rows != 0 &&
+           (few_rows || tiles * gemm0_parts <= processors || (remote == 0 && all));
   }
+  /// Tiles whose parts are then handed out together, at most, those of a large expert by turns.
+  static constexpr u32 kWave = 8;
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.
   constexpr bool may_plan_whole(u32 tokens) const {

@@ -83,7 +83,7 @@ class LonePlan {
   }
 
  private:
-  static constexpr u32 kOfALane = Geometry::kLoneExperts / P::kLanes;
+  static constexpr u32 kOfALane = Geometry::kPlanCounts / P::kLanes;
   static constexpr u32 kPairsOfALane = ceil_div(Geometry::kInPlacePairs, P::kLanes);
 
   /// By counts: how many rows each expert gets.

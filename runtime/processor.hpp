@@ -11,6 +11,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/faults.hpp"
+#include "runtime/few_plan.hpp"
 #include "runtime/inputs.hpp"
 #include "runtime/lone_plan.hpp"
 #include "runtime/mailbox.hpp"
@@ -229,12 +230,31 @@ class Processor : Pace<P> {
         P::template acquire_fence<Scope::device>();
         word = of_unsent ? combine_unsent_word(call_.epoch, behind_route) : word;
         plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
+        if (rank_.geometry().one_tile_rows() != 0 && word.planned()) {
+          return find_planned(word, task);
+        }
         return get_task(rank_, call_, word, task);
       }
       plan_.make();
       plan_is_ = PlanIs::made;
     }
     word = plan_.part(number, task);
+    return true;
+  }
+
+  /// Makes the part of a plan that a word of the ring names, and its own word. The counts were here
+  /// before that word, behind which there was a fence: if one is not, somebody has overwritten it.
+  /// They are looked at again for each part, while the one before is computed: registers to keep
+  /// them in are scarce. False: the call has failed.
+  bool find_planned(ReadyWord& word, Task& task) const {
+    FewPlan<P> plan(rank_, call_);
+    if (!plan.look()) {
+      Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::processor);
+      plan.name_damaged(failure);
+      rank_.fail(failure);
+      return false;
+    }
+    word = plan.part(word.task(), task);
     return true;
   }
 

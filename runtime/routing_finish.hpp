@@ -86,49 +86,16 @@ void send_counts(const Rank<P>& rank, const Call& call, Team team) {
   }
 }
 
-/// The order of the Dispatch tasks: rows of groups of chunks, in each row one group for every peer
-/// whose turn it is, the next rank first and this one last.
-///
-/// A link to a peer is full when few couriers send, and in the beginning all of them do: so at
-/// first the peers' turns are rare, or most couriers would wait for the links while this rank's own
-/// rows, which processors could begin with, are not moved. Later all have a turn in each row, so
-/// that every peer's tiles are complete early.
-struct DispatchOrder {
-  static constexpr u32 kRare = 8;  // rows between two turns of a peer, in the beginning
-  u32 world;
-  u32 first_rows;  // in which turns are rare: a multiple of kRare
-
-  explicit constexpr DispatchOrder(const Geometry& geometry)
-      : world(geometry.world),
-        first_rows(align_up(2 * geometry.processors / Geometry::kChunksPerDispatch, kRare)) {}
-
-  /// `order`: of a peer, counted from the next rank on; the last is this rank.
-  constexpr bool own(u32 order) const { return order == world - 1; }
-  constexpr bool has_turn(u32 row, u32 order) const {
-    return own(order) || row >= first_rows || row % kRare == 0;
-  }
-  /// Its groups in the rows before.
-  constexpr u32 groups_before(u32 row, u32 order) const {
-    return own(order)          ? row
-           : row <= first_rows ? ceil_div(row, kRare)
-                               : first_rows / kRare + (row - first_rows);
-  }
-  /// Rows until it has had so many turns.
-  constexpr u32 rows_of(u32 groups, u32 order) const {
-    const u32 rare = first_rows / kRare;
-    return own(order)       ? groups
-           : groups == 0    ? 0
-           : groups <= rare ? (groups - 1) * kRare + 1
-                            : first_rows + (groups - rare);
-  }
-};
-
 /// Lists the parts of Dispatch, and writes their descriptors, for whoever acquires `routed`.
 /// Returns how many parts there are.
+///
+/// Their order is in rows of groups of chunks, in each row one group for every peer that has one
+/// left, the next rank first and this one last: tiles have rows of all sources, so they are
+/// complete early if all peers' rows leave side by side (docs/performance.md, "All calls over
+/// direct links").
 template <Platform P>
 u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const Geometry& geometry = rank.geometry();
-  const DispatchOrder schedule(geometry);
   // Lane i keeps the rows for the i-th peer from the next rank on, unless there are more peers than
   // lanes: a look at memory for each turn would take most of this function's time.
   const bool kept = geometry.world <= P::kLanes;
@@ -141,12 +108,12 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
     return kept ? rows : rows_from_memory(order);
   };
   u32 chunks = 0;
-  u32 turns = 0;  // rows of turns
+  u32 turns = 0;  // rows of groups
   const u32 group_rows = Geometry::kChunksPerDispatch * geometry.chunk_rows;
   for (u32 order = 0; order < geometry.world; ++order) {
     const u32 rows = rows_of(order);
     chunks += ceil_div(rows, geometry.chunk_rows);
-    turns = maximum(turns, schedule.rows_of(ceil_div(rows, group_rows), order));
+    turns = maximum(turns, ceil_div(rows, group_rows));
   }
   const u32 part_rows = geometry.dispatch_part_rows(chunks);
   u32 all = 0;
@@ -161,15 +128,14 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
     u32 task = first_task;  // behind those of the turns before this one,
     u32 part = 0;           // and behind their parts
     for (u32 other = 0; other < geometry.world; ++other) {
-      const u32 in_row = other < order && schedule.has_turn(row, other) ? 1 : 0;
-      const u32 before = schedule.groups_before(row, other) + in_row;
+      const u32 before = row + (other < order ? 1 : 0);
       const u32 rows = rows_of(other);
       task += minimum(ceil_div(rows, group_rows), before);
       part += ceil_div(minimum(rows, before * group_rows), part_rows);
     }
-    const u32 first_row = schedule.groups_before(row, order) * group_rows;
+    const u32 first_row = row * group_rows;
     const u32 rows = rows_of(order);
-    if (schedule.has_turn(row, order) && first_row < rows) {
+    if (first_row < rows) {
       const u32 parts = ceil_div(minimum(group_rows, rows - first_row), part_rows);
       make_dispatch(rank.memory.tasks[task], parts, call.epoch,
                     (rank.rank + 1 + order) % geometry.world, first_row / geometry.chunk_rows,

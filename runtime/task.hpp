@@ -169,6 +169,8 @@ class ReadyWord {
   /// And a Combine of tokens whose rows are not back.
   static constexpr u32 kAwaitedCombine = kTaskKinds + 1;
   static_assert(kAwaitedCombine < 1U << kKindBits);
+  /// And a part of a plan, of either GEMM. In place of Route's, whose words nobody writes.
+  static constexpr u32 kPlanned = static_cast<u32>(TaskKind::route);
 
   constexpr ReadyWord() = default;
   /// From memory.
@@ -186,6 +188,9 @@ class ReadyWord {
   }
   constexpr bool halved() const { return kind_bits() == kHalvedGemm1; }
   constexpr bool awaited() const { return kind_bits() == kAwaitedCombine; }
+  /// Of a part that the processor which finds the word makes by its number in a plan
+  /// (few_plan.hpp).
+  constexpr bool planned() const { return kind_bits() == kPlanned; }
   constexpr u32 part() const { return (bits_ >> kTaskBits) & (kParts - 1); }
   constexpr u32 task() const { return bits_ & (kTasks - 1); }
   /// The same word for another part.
@@ -213,6 +218,11 @@ class ReadyWord {
 
   u64 bits_ = 0;
 };
+
+/// The word of part `number` of a plan that processors make themselves.
+constexpr ReadyWord planned_word(u32 epoch, u32 number) {
+  return ReadyWord(epoch, TaskKind::route, number, 0);
+}
 
 static_assert(Geometry::kCombineTokens < ReadyWord::kParts);
 /// The word of the Combine of `tokens` complete tokens from place `first_ready` among these on. It

@@ -28,7 +28,7 @@ _ONCE_ROWS = 16
 _SPREAD_TOKENS = 4
 """Likewise: calls of few tokens have some, and others none."""
 _WHOLE_ROWS = 32
-"""Likewise: some calls are planned whole, and others as their rows arrive."""
+"""Likewise: some calls beside remote peers are planned whole, and others as their rows arrive."""
 
 
 def sizes_of(

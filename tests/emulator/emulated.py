@@ -72,11 +72,13 @@ def build(
     *,
     faults: bool = False,
     large_experts: bool = False,
+    plans_whole: bool = True,
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
     `root`: where the sources are, if it is not this repository. `faults`: the kernel that does what
     fault plans say. `large_experts`: the kernel believes that they are, whatever their size.
+    `plans_whole`: unless it is false, calls whose counts come in time are planned whole.
     """
     shape = KernelShape(
         cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks, faults=faults
@@ -87,6 +89,8 @@ def build(
     values = jit.macros(shape)
     if large_experts:
         values["LARGE_EXPERTS"] = "1"
+    if not plans_whole:
+        values["WHOLE_ROWS"] = "0"
     macros = [f"-DMOEOS_{name}={value}" for name, value in values.items()]
     # The stand-ins of what is PTX come first.
     options = ["-O1", "-I", "tests/emulator/shadow", *_OPTIONS, *macros]

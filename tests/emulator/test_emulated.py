@@ -44,23 +44,38 @@ class Emulated:
     processors: int
     calls: int
     large_experts: bool = False
+    plans_whole: bool = True
 
 
 def _layer(
-    ranks: int, processors: int, calls: int, *, large_experts: bool = False, **changes: object
+    ranks: int,
+    processors: int,
+    calls: int,
+    *,
+    large_experts: bool = False,
+    plans_whole: bool = True,
+    **changes: object,
 ) -> Emulated:
     sizes = {"hidden": 256, "intermediate": 256, "experts": 8, "top_k": 2, "max_tokens": 100}
     cfg = config(**{"dtype": torch.bfloat16, **sizes, **changes})
-    return Emulated(cfg, ranks, processors, calls, large_experts)
+    return Emulated(cfg, ranks, processors, calls, large_experts, plans_whole)
 
 
 LAYERS = {
     "one processor, tiles of several large experts": _layer(
-        2, 1, 4, max_tokens=560, intermediate=64, experts=12, large_experts=True
+        2,
+        1,
+        4,
+        max_tokens=560,
+        intermediate=64,
+        experts=12,
+        large_experts=True,
+        plans_whole=False,
     ),
     "large experts, full tiles of two sources": _layer(
-        2, 2, 4, max_tokens=400, experts=4, large_experts=True
+        2, 2, 4, max_tokens=400, experts=4, large_experts=True, plans_whole=False
     ),
+    "the same, planned whole": _layer(2, 2, 4, max_tokens=400, experts=4, large_experts=True),
     "a large expert's tiles by turns": _layer(
         1, 7, 6, max_tokens=400, experts=4, large_experts=True
     ),
@@ -129,6 +144,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pa
             layer.processors,
             folder,
             large_experts=layer.large_experts,
+            plans_whole=layer.plans_whole,
         )
 
     # Made here, because pytest's folders are not for several threads.
@@ -374,8 +390,26 @@ FAULTS = {
     "a part that is handed out first is of the tile before": BrokenSource(
         "runtime/arrivals_subscriber.hpp",
         {"lane_with<P>(ends, place)": "lane_with<P>(ends, place == 0 ? 0 : place - 1)"},
+        "two ranks, odd sizes, biases",
+        4,
+    ),
+    "tiles by turns whose first one has all turns": BrokenSource(
+        "runtime/arrivals_subscriber.hpp",
+        {"tile += part % P::count(turn);": ""},
+        "the same, planned whole",
+        4,
+    ),
+    "a tile whose rows have landed, and are not copied to where it wants them": BrokenSource(
+        "runtime/inputs.hpp",
+        {"= is_made_here(rank, segment.source);": "= false;"},
+        "two ranks, odd sizes, biases",
+        8,
+    ),
+    "segments of few rows, of which two stand in one place": BrokenSource(
+        "runtime/few_plan.hpp",
+        {"segments + P::lanes_before(all)": "segments"},
         "groups",
-        2,
+        4,
     ),
     "a sum of rows that are awaited elsewhere": BrokenSource(
         "kernels/sm90/forward.cu",
@@ -477,6 +511,7 @@ def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
         tmp_path,
         tmp_path,
         large_experts=layer.large_experts,
+        plans_whole=layer.plans_whole,
     )
     with pytest.raises((EmulatorFault, AssertionError), match=fault.report):
         run(layer, library, draw_weights(layer.cfg), range(fault.seeds))

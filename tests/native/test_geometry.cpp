@@ -96,8 +96,8 @@ bool spread_parts_fit(u32 each_most, u32 processors, u32 tokens) {
   return fit && geometry.spreads(4) == (each_most * processors >= 4) && !geometry.spreads(5);
 }
 
-/// Whether calls are planned whole where nobody can be late or order does not matter, and whether
-/// as many tiles are cut in halves as leave each half a processor.
+/// Whether calls are planned whole over direct links, and beside a network where order does not
+/// matter, and whether as many tiles are cut in halves as leave each half a processor.
 bool whole_plans_fit() {
   Geometry geometry{};
   geometry.world = 2;
@@ -109,18 +109,20 @@ bool whole_plans_fit() {
   geometry.gemm1_narrow_parts = 32;
   bool fit = !geometry.plans_whole(true, 1) && !geometry.may_plan_whole(0);  // not without leave
   geometry.whole_rows = 64;
+  geometry.remote = 1;  // beside a network: only where the order of tiles does not matter
   fit = fit && geometry.plans_whole(true, 1000) && geometry.plans_whole(false, 8) &&
         !geometry.plans_whole(false, 9);
   // An expert has half as many rows, of both ranks, as each has tokens.
   fit = fit && geometry.may_plan_whole(128) && geometry.may_plan_whole(512) &&
         !geometry.may_plan_whole(514);
-  for (const u32 large_experts : {0U, 1U}) {  // whose tiles are then handed out by turns
-    geometry.large_experts = large_experts;
-    geometry.world = 2;
-    fit = fit && !geometry.plans_whole(false, 9);
-    geometry.world = 1;
-    fit = fit && geometry.plans_whole(false, 9) && geometry.may_plan_whole(8192);
-  }
+  geometry.remote = 0;
+  fit = fit && geometry.plans_whole(false, 1000) && geometry.may_plan_whole(8192);
+  geometry.large_experts = 1;  // some tiles of each of the four
+  fit = fit && geometry.plans_whole(false, 32) && !geometry.plans_whole(false, 33) &&
+        geometry.may_plan_whole(2048) && !geometry.may_plan_whole(2050);
+  geometry.world = 1;  // unless nobody else has any
+  fit = fit && geometry.plans_whole(false, 1000) && geometry.may_plan_whole(8192);
+  geometry.world = 2;
   for (u32 left = 0; left < 40; ++left) {
     const u32 cut = geometry.tiles_in_halves(left);
     const u32 whole = (left - cut) * 16;

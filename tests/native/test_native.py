@@ -242,6 +242,12 @@ def test_a_rank_alone_plans_every_part_once(tmp_path: Path) -> None:
     assert_clean(execute(flavour, link(flavour, objects, tmp_path / "lone_plan")))
 
 
+def test_tiles_of_few_rows_are_the_same_whoever_makes_them(tmp_path: Path) -> None:
+    flavour = FLAVOURS["address"]
+    objects = compile_all(flavour, [TESTS / "test_few_plan.cpp"], ROOT, tmp_path)
+    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "few_plan")))
+
+
 def test_tiles_are_handed_out_in_order_and_the_rest_in_halves(tmp_path: Path) -> None:
     flavour = FLAVOURS["address"]
     objects = compile_all(flavour, [TESTS / "test_scheduler.cpp"], ROOT, tmp_path)
@@ -448,9 +454,25 @@ FAULTS = {
     "second GEMMs handed out before those that they wait for": Fault(
         "explorer",
         "runtime/arrivals_subscriber.hpp",
-        "hand_out_all(TaskKind::gemm0);\n    hand_out_all(TaskKind::gemm1);",
-        "hand_out_all(TaskKind::gemm1);\n    hand_out_all(TaskKind::gemm0);",
+        "hand_out_wave(TaskKind::gemm0, first);\n      if (first >= lag) {\n"
+        "        hand_out_wave(TaskKind::gemm1, first - lag);",
+        "hand_out_wave(TaskKind::gemm1, first);\n      if (first >= lag) {\n"
+        "        hand_out_wave(TaskKind::gemm0, first - lag);",
         "without a fault",
+    ),
+    "a tile whose rows have landed, and are not copied to where it wants them": Fault(
+        "explorer",
+        "runtime/inputs.hpp",
+        "= is_made_here(rank, segment.source);",
+        "= false;",
+        "gives a wrong result",
+    ),
+    "a tile of few rows that begins where the expert before does": Fault(
+        "explorer",
+        "runtime/few_plan.hpp",
+        "before.rows[two] += rows_from_two(i, two);",
+        "",
+        "gives a wrong result",
     ),
     "credits that processors have looked at, and nobody clears": Fault(
         "explorer",

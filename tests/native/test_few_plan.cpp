@@ -1,0 +1,169 @@
+// The plan of a call of few rows of several ranks: every processor makes the tiles that the
+// subscriber would have written down.
+//
+// Built and run by tests/native/test_native.py. What a part computes does not depend on its place
+// in the order, so no comparison of results would notice.
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "runtime/few_plan.hpp"
+#include "runtime/packet.hpp"
+#include "runtime/tile_plan.hpp"
+#include "tests/native/lone_rank.hpp"
+
+namespace {
+
+using moeos::count_word;
+using moeos::Failure;
+using moeos::FewPlan;
+using moeos::Geometry;
+using moeos::ReadyWord;
+using moeos::Task;
+using moeos::TaskKind;
+using moeos::TilePlan;
+using moeos::u32;
+using moeos::u64;
+using moeos::twin::Machine;
+
+constexpr u32 kEpoch = LoneRank::kEpoch;
+constexpr u32 kMost = kNarrowRows;
+
+/// The rows of each expert, by source.
+using Rows = std::vector<std::vector<u32>>;
+
+Geometry geometry_of(u32 world, u32 local_experts, u32 narrow_rows) {
+  Geometry g = small_geometry(world, world * local_experts, 512);
+  g.whole_rows = kMost;
+  g.narrow_rows = narrow_rows;
+  g.gemm1_narrow_parts = narrow_rows != 0 ? kNarrowParts : kParts;
+  g.processors = 16;
+  return g;
+}
+
+/// The first rank of a world, whose counts have come.
+class Counted {
+ public:
+  Counted(const Rows& rows, u32 narrow_rows)
+      : rows_(rows),
+        rank_(geometry_of(static_cast<u32>(rows[0].size()), static_cast<u32>(rows.size()),
+                          narrow_rows)) {
+    for (u32 expert = 0; expert < rows.size(); ++expert) {
+      for (u32 source = 0; source < rows[expert].size(); ++source) {
+        count(source, expert, kEpoch, rows[expert][source]);
+      }
+    }
+  }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+
+  void count(u32 source, u32 expert, u32 epoch, u32 rows) {
+    *reinterpret_cast<u64*>(rank_.heaps[0] + rank_.layout.count(kEpoch, source, expert)) =
+        count_word(epoch, rows);
+  }
+  FewPlan<Machine> plan() const { return FewPlan<Machine>(rank_.rank, rank_.call); }
+  const Geometry& geometry() const { return rank_.geometry; }
+
+  /// What the arrivals subscriber would write down.
+  std::vector<Task> written() {
+    TilePlan<Machine> plan(rank_.layout, rank_.rank.memory, rank_.os);
+    plan.begin(kEpoch);
+    for (u32 source = 0; source < rows_[0].size(); ++source) {
+      u32* starts = rank_.os.receive_starts(source);
+      starts[0] = 0;
+      for (u32 expert = 0; expert < rows_.size(); ++expert) {
+        starts[expert + 1] = starts[expert] + rows_[expert][source];
+      }
+    }
+    plan.plan_whole();
+    const Task* first = &rank_.rank.memory.tasks[rank_.rank.memory.first_task(TaskKind::gemm0)];
+    return std::vector<Task>(first, first + plan.tiles());
+  }
+
+ private:
+  Rows rows_;
+  LoneRank rank_;
+};
+
+bool same_tile(const Task& made, const Task& written) {
+  bool same = made.segment_count == written.segment_count && made.epoch == written.epoch &&
+              made.local_expert == written.local_expert && made.tile == written.tile &&
+              made.rows == written.rows && made.padded_rows == written.padded_rows &&
+              made.first_result == written.first_result && made.narrow == written.narrow &&
+              made.awaits == 1 && written.awaits == 1 && made.halved == 0 && made.in_place == 0;
+  for (u32 s = 0; same && s < made.segment_count; ++s) {
+    same = std::memcmp(&made.segments[s], &written.segments[s], sizeof(moeos::Segment)) == 0;
+  }
+  return same;
+}
+
+void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narrow_rows) {
+  Counted counted(rows, narrow_rows);
+  const Geometry& g = counted.geometry();
+  expect(g.one_tile_rows() == kMost, "such a layer has such plans");
+  const std::vector<Task> written = counted.written();
+  const u32 tiles = static_cast<u32>(written.size());
+  const bool narrow = narrow_rows != 0;
+  const u32 firsts = tiles * g.gemm0_parts_of(narrow);
+  const u32 parts = FewPlan<Machine>::parts(g, tiles);
+  expect(parts == firsts + tiles * g.gemm1_parts_of(narrow), "both GEMMs of every tile");
+  for (u32 number = 0; number < parts; ++number) {
+    FewPlan<Machine> plan = counted.plan();
+    expect(plan.look(), "all counts are here");
+    Task made;
+    std::memset(&made, 0xa5, sizeof(made));  // what is not written would be seen
+    const ReadyWord word = plan.part(number, made);
+    const bool second = number >= firsts;
+    const u32 each = second ? g.gemm1_parts_of(narrow) : g.gemm0_parts_of(narrow);
+    const u32 tile = (second ? number - firsts : number) / each;
+    expect(word.epoch() == kEpoch && word.kind() == made.kind &&
+               made.kind == (second ? TaskKind::gemm1 : TaskKind::gemm0),
+           "first GEMMs go before second ones");
+    expect(word.part() == (second ? number - firsts : number) % each && made.parts == each,
+           "a tile's parts follow each other");
+    expect(same_tile(made, written[tile]), "a tile is the one that would be written");
+  }
+}
+
+Rows draw_rows(std::mt19937& random, u32 experts, u32 sources) {
+  Rows rows(experts, std::vector<u32>(sources));
+  for (auto& of_expert : rows) {
+    u32 room = kMost;
+    for (u32& its : of_expert) {
+      its = random() % 3 == 0 ? 0 : std::min<u32>(random() % 30, room);
+      room -= moeos::align_up(its, 8U);
+    }
+  }
+  return rows;
+}
+
+void a_count_that_is_overwritten_is_named() {
+  Counted counted({{1, 2}, {0, 3}, {4, 0}}, kNarrowRows);
+  expect(counted.plan().look(), "all are here");
+  for (const u64 wrong : {u64{kEpoch - 2} << 32 | 3, u64{kEpoch} << 32 | (kMost + 1)}) {
+    counted.count(1, 1, static_cast<u32>(wrong >> 32), static_cast<u32>(wrong));
+    FewPlan<Machine> plan = counted.plan();
+    expect(!plan.look(), "one is another call's, or too large");
+    Failure failure{};
+    plan.name_damaged(failure);
+    expect(failure.peer == 1 && failure.expert == 1 && failure.seen == wrong, "which, and what");
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(1);
+  for (const u32 narrow_rows : {kNarrowRows, 0U}) {
+    processors_make_the_tiles_that_would_be_written({{0, 0}, {5, 0}, {0, 0}, {1, 56}}, narrow_rows);
+    processors_make_the_tiles_that_would_be_written({{64, 0}}, narrow_rows);
+    for (const u32 sources : {2U, 3U, 4U, 7U}) {
+      processors_make_the_tiles_that_would_be_written(draw_rows(random, 1, sources), narrow_rows);
+      processors_make_the_tiles_that_would_be_written(draw_rows(random, 40, sources), narrow_rows);
+    }
+  }
+  processors_make_the_tiles_that_would_be_written(draw_rows(random, 33, 8), kNarrowRows);
+  a_count_that_is_overwritten_is_named();
+  std::printf("test_few_plan: %d failed\n", failed);
+  return failed == 0 ? 0 : 1;
+}
