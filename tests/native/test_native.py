@@ -242,6 +242,12 @@ def test_a_rank_alone_plans_every_part_once(tmp_path: Path) -> None:
     assert_clean(execute(flavour, link(flavour, objects, tmp_path / "lone_plan")))
 
 
+def test_a_call_is_planned_whole_in_an_order_without_circles(tmp_path: Path) -> None:
+    flavour = FLAVOURS["address"]
+    objects = compile_all(flavour, [TESTS / "test_arrivals.cpp"], ROOT, tmp_path)
+    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "arrivals")))
+
+
 def test_tiles_of_few_rows_are_the_same_whoever_makes_them(tmp_path: Path) -> None:
     flavour = FLAVOURS["address"]
     objects = compile_all(flavour, [TESTS / "test_few_plan.cpp"], ROOT, tmp_path)

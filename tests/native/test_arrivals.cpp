@@ -1,0 +1,194 @@
+// The arrivals subscriber alone, when counts have come: which calls it plans whole, and in which
+// order it hands their parts out.
+//
+// Built and run by tests/native/test_native.py. What a part computes does not depend on any of
+// this, so no comparison of results would notice.
+#include <map>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "runtime/os.hpp"
+#include "tests/native/lone_rank.hpp"
+
+namespace {
+
+using moeos::ArrivalsSubscriber;
+using moeos::Geometry;
+using moeos::Planned;
+using moeos::ReadyWord;
+using moeos::TaskKind;
+using moeos::u32;
+using moeos::twin::Machine;
+
+constexpr u32 kEpoch = LoneRank::kEpoch;
+constexpr u32 kSources = 2;
+constexpr u32 kProcessors = 6;
+
+/// What the sources send to each expert, alike.
+using Rows = std::vector<u32>;
+
+Geometry geometry_of(u32 experts) {
+  Geometry g = small_geometry(kSources, kSources * experts, 4096);
+  g.whole_rows = kNarrowRows;
+  g.processors = kProcessors;
+  return g;
+}
+
+/// A rank to which two sources send rows.
+class Arrivals {
+ public:
+  explicit Arrivals(const Rows& rows, u32 hidden_bytes = 16, u32 may_be_unsent = 0)
+      : rows_(rows), rank_([&] {
+          Geometry g = geometry_of(static_cast<u32>(rows.size()));
+          g.hidden_bytes = hidden_bytes;
+          return g;
+        }()) {
+    rank_.call.tokens = 4;
+    rank_.call.may_be_unsent = may_be_unsent;
+    moeos::begin_call(rank_.rank, rank_.call);
+    subscriber_.emplace(rank_.rank, rank_.call);
+    for (u32 source = 0; source < kSources; ++source) {
+      u32* starts = rank_.os.receive_starts(source);
+      for (u32 expert = 0; expert < rows.size(); ++expert) {
+        starts[expert + 1] = starts[expert] + rows[expert];
+      }
+    }
+    handed_out_ = *rank_.os.published;
+  }
+  Arrivals(const Arrivals&) = delete;
+  Arrivals& operator=(const Arrivals&) = delete;
+
+  void count(u32 source) { rank_.os.counts_known[source] = kEpoch; }
+  void count_all() {
+    for (u32 source = 0; source < kSources; ++source) {
+      count(source);
+    }
+  }
+  void all_rows_come(u32 source) {
+    for (u32 chunk = 0; chunk * geometry().chunk_rows < rank_.os.rows_received(source); ++chunk) {
+      *rank_.rank.here<u32>(rank_.layout.arrived(source, chunk)) = moeos::seal(kEpoch);
+    }
+  }
+  void unsent_are_handed_out() { *rank_.os.unsent_handed_out = 1; }
+
+  /// A step; the parts that it hands out.
+  std::vector<ReadyWord> step() {
+    subscriber_->step();
+    std::vector<ReadyWord> words;
+    for (; handed_out_ < *rank_.os.published; ++handed_out_) {
+      words.emplace_back(rank_.rank.memory.ring[handed_out_]);
+    }
+    return words;
+  }
+  Planned planned() const { return static_cast<Planned>(*rank_.os.planned); }
+  const Geometry& geometry() const { return rank_.geometry; }
+  u32 tile_of(ReadyWord word) const {
+    return word.task() - rank_.rank.memory.first_task(TaskKind::gemm0);
+  }
+
+ private:
+  Rows rows_;
+  LoneRank rank_;
+  std::optional<ArrivalsSubscriber<Machine>> subscriber_;
+  u32 handed_out_ = 0;
+};
+
+/// Every part of both GEMMs once, a second GEMM's behind all of its first one's.
+void nobody_waits_for_a_part_behind_his_own(const Rows& rows, u32 hidden_bytes) {
+  Arrivals arrivals(rows, hidden_bytes);
+  arrivals.count_all();
+  const std::vector<ReadyWord> words = arrivals.step();
+  expect(arrivals.planned() == Planned::whole, "a call whose counts are all here is planned whole");
+  std::set<std::tuple<TaskKind, u32, u32>> seen;
+  std::map<u32, u32> firsts;      // of each tile: parts of its first GEMM so far,
+  std::map<u32, u32> last_first;  // and how many all tiles had with the last of them
+  u32 all_firsts = 0;
+  std::vector<std::pair<u32, u32>> between;  // a tile's GEMMs, and parts before the second one
+  std::vector<std::pair<u32, u32>> done_when_second_began;  // of its first one; which tile
+  bool in_turn = true;
+  bool second = false;
+  bool mixed = false;
+  for (const ReadyWord word : words) {
+    const u32 tile = arrivals.tile_of(word);
+    expect(word.epoch() == kEpoch, "a part is this call's");
+    expect(seen.emplace(word.kind(), tile, word.part()).second, "no part is there twice");
+    if (word.kind() == TaskKind::gemm0) {
+      ++firsts[tile];
+      last_first[tile] = ++all_firsts;
+      mixed = mixed || second;
+      continue;
+    }
+    second = true;
+    expect(word.kind() == TaskKind::gemm1, "there is no other task");
+    between.emplace_back(all_firsts - last_first[tile], all_firsts);
+    done_when_second_began.emplace_back(firsts[tile], tile);
+  }
+  for (const auto& [parts, tile] : done_when_second_began) {
+    expect(parts == firsts[tile], "first GEMMs go first");
+  }
+  for (const auto& [parts, of_all] : between) {
+    in_turn = in_turn && (parts >= 2 * kProcessors || of_all == all_firsts);
+  }
+  u32 tiles = 0;
+  for (const u32 its : rows) {
+    tiles += its == 0 ? 0 : moeos::ceil_div(kSources * its, kTileRows);
+  }
+  expect(firsts.size() == tiles, "all rows are in tiles");
+  expect(seen.size() >= tiles * 2 * kParts, "and all parts handed out");
+  expect(in_turn || hidden_bytes > arrivals.geometry().row_bytes,
+         "two parts a processor are between a tile's GEMMs");
+  expect(mixed == (hidden_bytes <= arrivals.geometry().row_bytes),
+         "second GEMMs have their turns, or go last where they are longer");
+  expect(arrivals.step().empty(), "and nothing is handed out again");
+}
+
+void few_rows_are_numbers() {
+  Arrivals arrivals({3, 0, 20});
+  arrivals.count_all();
+  const std::vector<ReadyWord> words = arrivals.step();
+  expect(words.size() == 2 * 2 * kNarrowParts, "both GEMMs of two experts' tiles");
+  for (u32 number = 0; number < words.size(); ++number) {
+    expect(words[number].planned() && words[number].epoch() == kEpoch &&
+               words[number].task() == number,
+           "a number for each part");
+  }
+}
+
+void sums_do_not_wait_behind_products_for_what_they_need_first() {
+  Arrivals arrivals({300, 300}, 16, 1);
+  arrivals.count_all();
+  expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown,
+         "the Combine of tokens that sent no row gets its slots before");
+  arrivals.unsent_are_handed_out();
+  expect(!arrivals.step().empty() && arrivals.planned() == Planned::whole, "then all others");
+}
+
+void a_late_rank_does_not_hold_up_the_rest() {
+  Arrivals arrivals({300, 300});
+  arrivals.count(0);
+  expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown, "no row is here");
+  arrivals.all_rows_come(0);
+  arrivals.step();
+  expect(arrivals.planned() == Planned::by_rows, "tiles are made as rows come");
+  arrivals.count(1);
+  arrivals.step();
+  expect(arrivals.planned() == Planned::by_rows, "and so are the late rank's");
+}
+
+}  // namespace
+
+int main() {
+  const Rows many(24, 2 * kTileRows);
+  for (const u32 hidden_bytes : {16U, 64U}) {
+    nobody_waits_for_a_part_behind_his_own(many, hidden_bytes);
+    nobody_waits_for_a_part_behind_his_own({129, 500, 0, 64, 1000, 1, 128, 90, 700, 3, 300, 450},
+                                           hidden_bytes);
+  }
+  few_rows_are_numbers();
+  sums_do_not_wait_behind_products_for_what_they_need_first();
+  a_late_rank_does_not_hold_up_the_rest();
+  std::printf("test_arrivals: %d failed\n", failed);
+  return failed == 0 ? 0 : 1;
+}
