@@ -399,12 +399,6 @@ FAULTS = {
         "the same, planned whole",
         4,
     ),
-    "a tile whose rows have landed, and are not copied to where it wants them": BrokenSource(
-        "runtime/inputs.hpp",
-        {"= is_made_here(rank, segment.source);": "= false;"},
-        "two ranks, odd sizes, biases",
-        8,
-    ),
     "segments of few rows, of which two stand in one place": BrokenSource(
         "runtime/few_plan.hpp",
         {"segments + P::lanes_before(all)": "segments"},
