@@ -60,7 +60,7 @@ class ArrivalsSubscriber {
     }
     const bool progress =
         flags_.look([this](u32, u32) { return !in_place_; },
-                    [this](u32 source, u32 rows) { return flags_of(source, rows); },
+                    [this](u32 source, u32 rows) { return whole_chunk_flags(rank_, source, rows); },
                     [this](u32 source, u32 chunks) {
                       if (chunks > 0) {
                         rank_.memory.peer_records[source].rows_ns = P::now_ns();
@@ -171,10 +171,10 @@ class ArrivalsSubscriber {
     bool one_tile_each;  // and processors make its tiles, of which each expert has one
     u32 experts;         // that have rows
   };
+  /// Of a call with rows.
   Shape look_at_shape() const {
     const Geometry& geometry = rank_.geometry();
-    bool many = false;
-    bool several = geometry.one_tile_rows() == 0;
+    u32 most = 0;   // rows of an expert, of this lane's
     u32 tiles = 0;  // about: of many sources an expert may have one or two more
     u32 experts = 0;
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
@@ -185,21 +185,24 @@ class ArrivalsSubscriber {
         const u32* starts = rank_.os->receive_starts(source);
         padded += align_up(starts[expert + 1] - starts[expert], Geometry::kSegmentAlign);
       }
-      many = many || padded > geometry.whole_rows;
-      several = several || padded > geometry.one_tile_rows();
+      most = maximum(most, padded);
       tiles += there ? ceil_div(padded, geometry.tile_rows) : 0;
       experts += P::count(P::ballot(there && padded > 0));
     }
     tiles = P::broadcast(P::inclusive_scan(tiles), P::kLanes - 1);
-    return {geometry.plans_whole(P::ballot(many) == 0, tiles), P::ballot(several) == 0, experts};
+    const bool few_rows = P::ballot(most > geometry.whole_rows) == 0;
+    return {geometry.plans_whole(few_rows, tiles), P::ballot(most > geometry.one_tile_rows()) == 0,
+            experts};
   }
 
   /// Whether the Combine of tokens that sent no row has its slots, if somebody hands it out. All
   /// other sums wait for what it counts, so it must not stand behind all products.
   bool unsent_handed_out() const {
-    // Pairs with ReturnsSubscriber::hand_out_unsent. The acquire only keeps what follows behind it.
+    // Those are the first slots behind Route's that anybody takes, while no tile is made. Relaxed:
+    // a number, by whose changes slots have their order.
     return !combines_unsent(call_) || rank_.geometry().may_await(call_.tokens) ||
-           agreed<P>(P::template load_acquire<Scope::block>(rank_.os->unsent_handed_out)) != 0;
+           agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published)) !=
+               route_parts(rank_.geometry(), call_);
   }
 
   bool no_rows() const {
@@ -219,6 +222,7 @@ class ArrivalsSubscriber {
     }
   }
 
+  /// Tiles of a wave, of which each has a lane.
   static constexpr u32 kWave = minimum(Geometry::kWave, P::kLanes);
 
   /// Hands out all parts of all tiles, behind a fence of each lane: waves of first GEMMs, and
@@ -258,16 +262,13 @@ class ArrivalsSubscriber {
     const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
                                               : geometry.gemm1_parts_of(narrow || halved);
     const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
-    u32 together = 0;
-    if (geometry.large_experts != 0) {
-      const u32 expert = rank_.os->tile_facts[tile].local_expert();
-      together = P::alike(P::lane() < left ? expert << 1 | (halved ? 1U : 0U) : kNone);
-    }
+    const u32 expert = rank_.os->tile_facts[tile].local_expert();
+    const u32 together = P::alike(P::lane() < left ? expert << 1 | (halved ? 1U : 0U) : kNone);
     hand_out(halved ? word.cut_in_halves() : word, parts, ends, left, together);
   }
 
   /// Hands out all parts of `tiles` tiles, behind a fence of each lane. Lane i has the i-th one's
-  /// word and parts; `ends`: the sum of these up to its own; `together`, unless it is 0: which
+  /// word and parts; `ends`: the sum of these up to its own; `together`, of large experts: which
   /// lanes, neighbours, have tiles with which its own has turns, the first part of each, then the
   /// second.
   void hand_out(ReadyWord word, u32 parts, u32 ends, u32 tiles, u32 together) const {
@@ -276,14 +277,14 @@ class ArrivalsSubscriber {
 #pragma unroll 1
     for (u32 done = 0; done < all; done += P::kLanes) {
       const u32 place = minimum(done + P::lane(), all - 1);
-      u32 tile = lane_with<P>(ends, place);
-      const u32 turn = P::broadcast(together, tile);
-      tile = turn == 0 ? tile : P::first_lane(turn);
-      u32 part = place - P::broadcast(ends - parts, tile);
-      if (turn != 0) {
-        tile += part % P::count(turn);
-        part /= P::count(turn);
-      }
+      const u32 owner = lane_with<P>(ends, place);
+      const bool turns = rank_.geometry().large_experts != 0;
+      const u32 turn = turns ? P::broadcast(together, owner) : 0;
+      const u32 first_tile = turns ? P::first_lane(turn) : owner;
+      const u32 tiles_in_turn = turns ? P::count(turn) : 1;
+      const u32 of_turn = place - P::broadcast(ends - parts, first_tile);
+      const u32 tile = first_tile + of_turn % tiles_in_turn;
+      const u32 part = of_turn / tiles_in_turn;
       const ReadyWord its{P::broadcast(word.sealed(), tile)};
       if (first != kNone && done + P::lane() < all) {
         fill_ring_slot(rank_, first + place, its.with_part(part));
@@ -303,15 +304,6 @@ class ArrivalsSubscriber {
       // subscribers, which acquire this word: what these hand out lies behind.
       P::template store_release<Scope::block>(rank_.os->planned, static_cast<u32>(planned));
     }
-  }
-
-  /// Where it says that all rows of a chunk are here, of `rows` that come from a source: of one
-  /// that sends its tokens once, where our couriers do.
-  auto flags_of(u32 source, u32 rows) const {
-    return [this, source, made_here = rank_.sends_once(source, rows)](u32 chunk) -> const u32* {
-      return made_here ? rank_.memory.replicated_flag(source, chunk)
-                       : rank_.template here<u32>(rank_.layout.arrived(source, chunk));
-    };
   }
 
   /// Of how many experts incomplete remainders are to be packed now, because processors idle.

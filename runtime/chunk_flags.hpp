@@ -11,6 +11,16 @@
 
 namespace moeos {
 
+/// Where it says that all rows of a chunk are here, of `rows` that come from a source, by chunk: of
+/// one that sends its tokens once, where our couriers do.
+template <Platform P>
+auto whole_chunk_flags(const Rank<P>& rank, u32 source, u32 rows) {
+  return [&rank, source, made_here = rank.sends_once(source, rows)](u32 chunk) -> const u32* {
+    return made_here ? rank.memory.replicated_flag(source, chunk)
+                     : rank.template here<u32>(rank.layout.arrived(source, chunk));
+  };
+}
+
 template <Platform P>
 class ChunkFlags {
  public:

@@ -26,7 +26,7 @@ class FewPlan {
  public:
   FewPlan(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {
     const Geometry& geometry = rank.geometry();
-    MOEOS_CHECK(geometry.one_tile_rows() <= 0xff &&  // rows_, starts_
+    MOEOS_CHECK(geometry.one_tile_rows() <= 0xff &&  // rows_, Before::rows
                 geometry.one_tile_rows() * geometry.local_experts() <= 0xffff);
   }
 
@@ -37,15 +37,15 @@ class FewPlan {
     for (u32 i = 0; i < experts_each(); ++i) {
       const bool there = first_expert() + i < geometry.local_experts();
       for (u32 four = 0; four < fours(); ++four) {
+        const u32 sources = minimum(4U, geometry.world - 4 * four);
         u64 words[4];  // asked for together; of more there are no registers
-        for (u32 n = 0; n < 4; ++n) {
-          words[n] = count(minimum(4 * four + n, geometry.world - 1),
-                           minimum(first_expert() + i, geometry.local_experts() - 1));
+        for (u32 n = 0; n < sources; ++n) {
+          words[n] = count(4 * four + n, minimum(first_expert() + i, geometry.local_experts() - 1));
         }
         u32 rows = 0;
-        for (u32 n = 0; n < 4; ++n) {
+        for (u32 n = 0; n < sources; ++n) {
           wrong = wrong || is_wrong(words[n]);
-          rows |= 4 * four + n < geometry.world ? static_cast<u32>(words[n]) << (8 * n) : 0;
+          rows |= static_cast<u32>(words[n]) << (8 * n);
         }
         rows_[i * fours() + four] = there ? rows : 0;
       }
@@ -98,9 +98,8 @@ class FewPlan {
     }
     const bool second = number >= firsts;
     const u32 of_gemm = second ? number - firsts : number;
-    const u32 parts =
-        second ? geometry.gemm1_parts_of(narrow()) : geometry.gemm0_parts_of(narrow());
-    const u32 tile = of_gemm / parts;
+    const u32 each = second ? geometry.gemm1_parts_of(narrow()) : geometry.gemm0_parts_of(narrow());
+    const u32 tile = of_gemm / each;
     MOEOS_CHECK(tile < P::broadcast(ends, P::kLanes - 1));
     Found found = find(tile, before);
     const u32 owner = lane_with<P>(ends, tile);
@@ -132,7 +131,7 @@ class FewPlan {
     }
     P::sync_lanes();  // all lanes see the descriptor
     return ReadyWord(call_.epoch, second ? TaskKind::gemm1 : TaskKind::gemm0,
-                     rank_.memory.first_task(TaskKind::gemm0) + tile, of_gemm % parts);
+                     rank_.memory.first_task(TaskKind::gemm0) + tile, of_gemm % each);
   }
 
  private:

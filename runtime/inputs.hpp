@@ -10,6 +10,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/chunk_flags.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
@@ -62,11 +63,10 @@ class Inputs {
 #pragma unroll 1
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment segment = task.segments[s];
-      const bool made_here = is_made_here(rank, segment.source);
+      const u32 all_rows = rank.memory.rows_received(segment.source);
+      const auto flag_of = whole_chunk_flags(rank, segment.source, all_rows);
       for_each_piece(rank, task.local_expert, segment, [&](u32, u32 chunk, u32) {
-        const u32* flag = made_here
-                              ? rank.memory.replicated_flag(segment.source, chunk)
-                              : rank.template here<u32>(rank.layout.arrived(segment.source, chunk));
+        const u32* flag = flag_of(chunk);
         if (number == 0) {
           note_all(flag, seal(call.epoch));  // lanes without one look at that
         }
@@ -75,11 +75,6 @@ class Inputs {
       });
     }
     MOEOS_CHECK(number > 0 && number <= Geometry::kAwaitedMost);
-  }
-
-  /// Whether chunks of a source are whole when our couriers have made them so.
-  static bool is_made_here(const Rank<P>& rank, u32 source) {
-    return rank.geometry().once() && rank.sends_once(source, rank.memory.rows_received(source));
   }
 
   /// Tokens' results: the credits of the chunks in which their rows have left.

@@ -42,7 +42,6 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->inquiry = 0;
     *rank.os->returns_ready = 0;
     *rank.os->planned = static_cast<u32>(Planned::unknown);
-    *rank.os->unsent_handed_out = 0;
     *rank.os->tiles_made = 0;
     *rank.os->tiles_posted = 0;
     // Processors know the first parts without being told.

@@ -73,7 +73,6 @@ class OsMemory {
     take(returns_ready, 1);
     take(published, 1);
     take(planned, 1);
-    take(unsent_handed_out, 1);
     take(tiles_made, 1);
     take(tiles_posted, 1);
     take(tile_facts, geometry.tiles_max());
@@ -115,15 +114,14 @@ class OsMemory {
   u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
   u32* published = nullptr;      // slots of the ready ring that hold this call's parts
   u32* planned = nullptr;        // how this call's tiles are made, as Planned
-  u32* unsent_handed_out = nullptr;  // 1: the Combine of tokens that sent no row has its slots
-  u32* tiles_made = nullptr;         // 0, or 1 and the tiles of this call: there will be no more;
-  u32* tiles_posted = nullptr;       // and of these, those whose first GEMM the scheduler hands out
-  TileFacts* tile_facts = nullptr;   // [tile]: of this call
-  u32* receive_start = nullptr;      // [source][X + 1]: as RankMemory's, which processors read
-  u32* counts_known = nullptr;       // [source]: the epoch whose counts are decoded
-  u32* taken = nullptr;              // [source][expert]: rows already in a tile
-  u32* rows_arrived = nullptr;       // [source]: kNone while its counts are not known
-  u32* packed = nullptr;             // [expert]: 1 once all of its rows are in tiles
+  u32* tiles_made = nullptr;     // 0, or 1 and the tiles of this call: there will be no more;
+  u32* tiles_posted = nullptr;   // and of these, those whose first GEMM the scheduler hands out
+  TileFacts* tile_facts = nullptr;  // [tile]: of this call
+  u32* receive_start = nullptr;     // [source][X + 1]: as RankMemory's, which processors read
+  u32* counts_known = nullptr;      // [source]: the epoch whose counts are decoded
+  u32* taken = nullptr;             // [source][expert]: rows already in a tile
+  u32* rows_arrived = nullptr;      // [source]: kNone while its counts are not known
+  u32* packed = nullptr;            // [expert]: 1 once all of its rows are in tiles
   u32* waiting = nullptr;        // [expert]: rows that are here and in no tile, when it was asked
   u32* chunk_prefix = nullptr;   // [source]: chunks whose rows are all here, in order
   u32* landed_prefix = nullptr;  // [source]: chunks of one that sends its tokens once that have

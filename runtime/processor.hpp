@@ -5,8 +5,8 @@
 // visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
 // them in turn (lone_warp.hpp); on the GPU a fetch warp claims ahead while other warps compute.
 // A part never waits for another task: it was handed out because its inputs are here. But in a call
-// that is planned whole (lone_plan.hpp) they may still be on their way; then await() waits for
-// them, before the part begins (inputs.hpp). May not know: arithmetic, element types.
+// that is planned whole (lone_plan.hpp, few_plan.hpp) they may still be on their way; then await()
+// waits for them, before the part begins (inputs.hpp). May not know: arithmetic, element types.
 #pragma once
 
 #include "runtime/base.hpp"

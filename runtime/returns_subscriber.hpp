@@ -202,11 +202,6 @@ class ReturnsSubscriber {
     P::template relay_fence<Scope::device>();
     hand_out(route_blocks(rank_.geometry(), call_),
              [&](u32 block) { return combine_unsent_word(call_.epoch, block); });
-    by_one_lane<P>([&] {
-      // Says to the arrivals subscriber, which acquires this word, that these slots are taken.
-      P::template store_release<Scope::block>(rank_.os->unsent_handed_out, 1U);
-      return 0U;
-    });
   }
 
   /// Hands out parts of Combine: word_of(i) for the i-th. Behind a fence of each lane.

@@ -5,7 +5,8 @@
 // in an order; the arrivals subscriber those of tiles that processors wait for; the returns
 // subscribers those of tokens that are complete, which so go before all that has not been handed
 // out. Slots of parts that processors find themselves (Route's; lone_plan.hpp) are left as they
-// are. May not know: what a task computes.
+// are; those of parts that they make hold a number (few_plan.hpp). May not know: what a task
+// computes.
 #pragma once
 
 #include "runtime/base.hpp"

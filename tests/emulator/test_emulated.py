@@ -395,7 +395,7 @@ FAULTS = {
     ),
     "tiles by turns whose first one has all turns": BrokenSource(
         "runtime/arrivals_subscriber.hpp",
-        {"tile += part % P::count(turn);": ""},
+        {"first_tile + of_turn % tiles_in_turn": "first_tile"},
         "the same, planned whole",
         4,
     ),

@@ -71,7 +71,7 @@ class Arrivals {
       *rank_.rank.here<u32>(rank_.layout.arrived(source, chunk)) = moeos::seal(kEpoch);
     }
   }
-  void unsent_are_handed_out() { *rank_.os.unsent_handed_out = 1; }
+  void unsent_are_handed_out() { handed_out_ = ++*rank_.os.published; }
 
   /// A step; the parts that it hands out.
   std::vector<ReadyWord> step() {

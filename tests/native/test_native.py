@@ -207,6 +207,13 @@ def assert_products_are_right(done: subprocess.CompletedProcess[str]) -> None:
     assert "portable passed" in done.stdout
 
 
+def assert_program_passes(source: str, folder: Path, flavour: Flavour | None = None) -> None:
+    """Of one source file, which includes what it is about."""
+    flavour = flavour or FLAVOURS["address"]
+    objects = compile_all(flavour, [TESTS / source], ROOT, folder)
+    assert_clean(execute(flavour, link(flavour, objects, folder / "program")))
+
+
 SENDER_SOURCES = [TESTS / "test_sender.cpp"]
 EXPLORE_SOURCES = [
     TWIN / "forward.cpp",
@@ -226,38 +233,27 @@ def test_a_sender_keeps_every_window_and_the_earliest_failure(tmp_path: Path) ->
 
 
 def test_no_tile_is_loaded_in_more_boxes_than_a_warp_has_lanes_for(tmp_path: Path) -> None:
-    objects = compile_all(PLAIN, [TESTS / "test_geometry.cpp"], ROOT, tmp_path)
-    assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "geometry")))
+    assert_program_passes("test_geometry.cpp", tmp_path, PLAIN)
 
 
 def test_rows_become_tiles_expert_by_expert_or_as_they_arrive(tmp_path: Path) -> None:
-    flavour = FLAVOURS["address"]
-    objects = compile_all(flavour, [TESTS / "test_tile_plan.cpp"], ROOT, tmp_path)
-    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "tile_plan")))
+    assert_program_passes("test_tile_plan.cpp", tmp_path)
 
 
 def test_a_rank_alone_plans_every_part_once(tmp_path: Path) -> None:
-    flavour = FLAVOURS["address"]
-    objects = compile_all(flavour, [TESTS / "test_lone_plan.cpp"], ROOT, tmp_path)
-    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "lone_plan")))
+    assert_program_passes("test_lone_plan.cpp", tmp_path)
 
 
 def test_a_call_is_planned_whole_in_an_order_without_circles(tmp_path: Path) -> None:
-    flavour = FLAVOURS["address"]
-    objects = compile_all(flavour, [TESTS / "test_arrivals.cpp"], ROOT, tmp_path)
-    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "arrivals")))
+    assert_program_passes("test_arrivals.cpp", tmp_path)
 
 
 def test_tiles_of_few_rows_are_the_same_whoever_makes_them(tmp_path: Path) -> None:
-    flavour = FLAVOURS["address"]
-    objects = compile_all(flavour, [TESTS / "test_few_plan.cpp"], ROOT, tmp_path)
-    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "few_plan")))
+    assert_program_passes("test_few_plan.cpp", tmp_path)
 
 
 def test_tiles_are_handed_out_in_order_and_the_rest_in_halves(tmp_path: Path) -> None:
-    flavour = FLAVOURS["address"]
-    objects = compile_all(flavour, [TESTS / "test_scheduler.cpp"], ROOT, tmp_path)
-    assert_clean(execute(flavour, link(flavour, objects, tmp_path / "scheduler")))
+    assert_program_passes("test_scheduler.cpp", tmp_path)
 
 
 def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
@@ -362,8 +358,8 @@ FAULTS = {
     "tiles that do not wait for a chunk to be made whole": Fault(
         "explorer",
         "runtime/arrivals_subscriber.hpp",
-        "made_here = rank_.sends_once(source, rows)",
-        "made_here = false",
+        "whole_chunk_flags(rank_, source, rows)",
+        "whole_chunk_flags(rank_, source, 0)",
         "gives a wrong result|trusted",
     ),
     "a token that is to come with a pair that is dropped": Fault(
@@ -469,8 +465,8 @@ FAULTS = {
     "a tile whose rows have landed, and are not copied to where it wants them": Fault(
         "explorer",
         "runtime/inputs.hpp",
-        "= is_made_here(rank, segment.source);",
-        "= false;",
+        "= rank.memory.rows_received(segment.source);",
+        "= 0;",
         "gives a wrong result",
     ),
     "a tile of few rows that begins where the expert before does": Fault(
