@@ -1,8 +1,8 @@
 """Times contestants on GPUs in turn, so that a clock that drifts meets all of them.
 
-Before each contestant the L2 cache is flushed where that is asked for; then the GPU rests while the
-host gets ahead of it, and the ranks meet in an all-reduce of one number, so that they begin
-together. Only then does the timed region begin. It knows nothing of what contestants do.
+Before each contestant the L2 cache is flushed where that is asked for; then the ranks meet on their
+GPUs (moeos.bench.meeting), so that they begin together. Only then does the timed region begin. It
+knows nothing of what contestants do.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import moeos
 from moeos.bench import process_group
 from moeos.bench.device_rates import Reader
+from moeos.bench.meeting import Meeting
 from moeos.bench.results import timing
 
 FLUSHED_TOKENS = 512
 """Up to this many tokens per rank the L2 cache is flushed."""
-
-_REST = 2_000_000  # clock cycles before a contestant, 1 ms
 
 
 class InTurn:
@@ -36,7 +34,7 @@ class InTurn:
         self._control = world.control
         self.group = process_group.start(world)
         self.reader = Reader()
-        self._one = torch.ones(1, device="cuda")
+        self._meeting = Meeting(self.group)
 
     def time(
         self,
@@ -56,9 +54,7 @@ class InTurn:
             for name in names[first:] + names[:first]:
                 if flushed:
                     self.reader.flush()
-                torch.cuda._sleep(_REST)
-                if self.group is not None:
-                    dist.all_reduce(self._one, group=self.group)
+                self._meeting.meet()
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
                 contestants[name]()

@@ -17,6 +17,7 @@ from torch import Tensor
 import moeos
 from moeos.bench import gpu_rank
 from moeos.bench.all_to_all import AllToAll, AllToAllLayer, fp32_logits
+from moeos.bench.meeting import Meeting
 
 LARGEST_ERROR = {
     torch.float32: 1e-5,
@@ -65,11 +66,9 @@ class DeviceClock:
     """Of layers that compute on this rank's GPU: delays pass there, and events tell the time."""
 
     _CALIBRATION = 50_000_000  # clock cycles, some 30 ms
-    _REST = 2_000_000  # cycles in which the host gets ahead
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._one = torch.ones(1, device="cuda")
+        self._meeting = Meeting(group)
         torch.cuda._sleep(self._CALIBRATION)  # the clock is up
         begin, end = self._events()
         begin.record()
@@ -79,9 +78,7 @@ class DeviceClock:
         self._cycles_a_second = self._CALIBRATION / (begin.elapsed_time(end) * 1e-3)
 
     def measure(self, delay: float, work: Work) -> float:
-        torch.cuda._sleep(self._REST)
-        if self._group is not None:
-            dist.all_reduce(self._one, group=self._group)
+        self._meeting.meet()
         begin, end = self._events()
         begin.record()
         if delay > 0:
