@@ -18,8 +18,9 @@ import typer
 
 import moeos
 from moeos import drawing
-from moeos.bench import device_rates, provenance
+from moeos.bench import provenance
 from moeos.cli import failures, machine, output, trace_report, worlds
+from moeos.cli.cold_start import ColdStart
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.cli.settings import read_settings
 from moeos.cli.workload import Batch, RandomTokens, check_tokens, generator_of
@@ -87,7 +88,9 @@ def trace(
     cold: Annotated[
         bool,
         typer.Option(
-            "--cold", help="Empties the GPU's L2 cache before that call, as a model's others do."
+            "--cold",
+            help="Empties the GPU's L2 cache before that call, as a model's others do; the ranks' "
+            "kernels then begin together.",
         ),
     ] = False,
     routing: Annotated[str, typer.Option(help=f"A pattern: {PATTERNS}.")] = "uniform",
@@ -149,13 +152,15 @@ def _run(world: moeos.World, options: TraceOptions) -> int:
     torch.manual_seed(options.seed)
     layer = failures.agree(world, lambda: moeos.MoELayer(cfg, world), "the layer")
     given = batch.on(layer.w1.device)
-    reader = device_rates.Reader() if options.cold else None
+    cold_start = ColdStart(world) if options.cold else None
     for _ in range(options.calls):
         layer(given.x, given.topk_ids, given.topk_weights)
-    if reader is not None:
-        reader.flush()
+    if cold_start is not None:
+        cold_start.prepare()
     layer(given.x, given.topk_ids, given.topk_weights)
     layer.check()
+    if cold_start is not None:
+        cold_start.close()
     traces = gathering.gather(world.control, layer.trace())
     if world.rank != 0:
         return failures.DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.gpu.cases import why_not
 from tests.processes import torchrun
 
 GPUS = 0 if why_not() else torch.cuda.device_count()
+
+LARGEST_GAP = 40_000  # ns between the first parts of ranks that have met; a flush takes twice that
 
 pytestmark = [
     pytest.mark.skipif(GPUS < 2, reason=why_not() or f"this host has {GPUS} GPU"),
@@ -49,3 +52,17 @@ def test_a_trace_has_all_gpus_on_one_clock(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "what the last Combine waited for" in ended.stdout
     assert "by their clocks" not in ended.stderr
+
+
+def test_kernels_of_a_cold_trace_begin_together(tmp_path: Path) -> None:
+    """Sooner after each other than a GPU empties its cache."""
+    layer, summary = tmp_path / "layer.toml", tmp_path / "summary.json"
+    layer.write_text(
+        "hidden = 1024\nintermediate = 512\nexperts = 32\ntop_k = 4\nmax_tokens = 128\n"
+    )
+    arguments = ["trace", str(layer), "--backend", "cuda", "--cold", "--json", str(summary)]
+    program = f"import sys; sys.argv = ['moeos', *{arguments}]; from moeos.cli import main; main()"
+    ended = torchrun(4 if GPUS >= 4 else 2, program)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    begins = [rank["first_claimed"] for rank in json.loads(summary.read_text())["by_rank"]]
+    assert max(begins) - min(begins) < LARGEST_GAP
