@@ -14,7 +14,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -494,31 +494,63 @@ FAULTS = {
 
 
 OF_PROGRAMS = {"threads": RANK_SOURCES, "explorer": EXPLORE_SOURCES, "sender": SENDER_SOURCES}
+DEVICE_OS = TWIN / "forward.cpp"
 
 
-def in_one_file(program: str, root: Path) -> Path:
-    """What a program is made of, as one file below `root`: compiled in half of the time."""
-    text = "".join(f'#include "{source}"\n' for source in OF_PROGRAMS[program])
-    (root / "program.cpp").write_text(text)
-    return Path("program.cpp")
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """The explorer without the device OS that it explores, which is most of a compilation.
+
+    Attributes:
+        compiled: the object file.
+        files: that it is made of, below the repository: with one of them broken, it is another.
+    """
+
+    compiled: Path
+    files: frozenset[str]
+
+
+@pytest.fixture(scope="module")
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Surroundings:
+    folder = tmp_path_factory.mktemp("explorer")
+    source = folder / "surroundings.cpp"
+    source.write_text(in_one_file(one for one in EXPLORE_SOURCES if one != DEVICE_OS))
+    [compiled] = compile_all(PLAIN, [source], ROOT, folder)
+    listed = run([str(COMPILER), "-std=c++20", *PLAIN.options, f"-I{ROOT}", "-MM", source])
+    assert listed.returncode == 0, listed.stderr
+    found = (Path(word) for word in listed.stdout.replace("\\\n", " ").split()[1:])
+    files = {str(path.relative_to(ROOT)) for path in found if path.is_relative_to(ROOT)}
+    return Surroundings(compiled, frozenset(files))
+
+
+def in_one_file(sources: Iterable[Path]) -> str:
+    """A source file of several: compiled in half of the time."""
+    return "".join(f'#include "{source}"\n' for source in sources)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_protocol_is_noticed(
-    name: str, build: Build, gemm_objects: list[Path], tmp_path: Path
+    name: str,
+    build: Build,
+    gemm_objects: list[Path],
+    surroundings: Surroundings,
+    tmp_path: Path,
 ) -> None:
     fault = FAULTS[name]
     flavour = FLAVOURS["thread"] if fault.program == "threads" else PLAIN
-    gemm = build("thread").gemm_objects if fault.program == "threads" else gemm_objects
+    sound = build("thread").gemm_objects if fault.program == "threads" else gemm_objects
+    sources = OF_PROGRAMS[fault.program]
+    if fault.program == "explorer" and fault.file not in surroundings.files:
+        sources, sound = [DEVICE_OS], [surroundings.compiled, *sound]
     for folder in ("runtime", "kernels", "tests/native"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     broken = tmp_path / fault.file
     text = broken.read_text()
     assert text.count(fault.text) == 1, f"{fault.file} has changed: choose another fault"
     broken.write_text(text.replace(fault.text, fault.replacement))
-    source = in_one_file(fault.program, tmp_path)
-    objects = compile_all(flavour, [source], tmp_path, tmp_path / "objects")
-    program = link(flavour, [*objects, *gemm], tmp_path / "broken")
+    (tmp_path / "program.cpp").write_text(in_one_file(sources))
+    objects = compile_all(flavour, [Path("program.cpp")], tmp_path, tmp_path / "objects")
+    program = link(flavour, [*objects, *sound], tmp_path / "broken")
     done = execute(flavour, program, 1, RUNS if fault.program == "explorer" else THREADED_RUNS)
     assert done.returncode not in (0, 2)
     assert re.search(fault.report, done.stdout + done.stderr)
