@@ -16,6 +16,7 @@ It knows tensors and a process group of torch.distributed, and nothing of how it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -138,10 +139,17 @@ class AllToAllLayer:
             self._host_counts = torch.empty(
                 (2, self._ranks, local), dtype=torch.int64, pin_memory=gate.is_cuda
             )
-        self._weighted_sum = torch.compile(_weighted_sum)
-        self._swiglu = torch.compile(_swiglu)
         self.last: Received | None = None
         """Of the last call."""
+
+    # The compiler takes seconds to be imported, and few tokens do without it.
+    @functools.cached_property
+    def _weighted_sum(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return torch.compile(_weighted_sum)
+
+    @functools.cached_property
+    def _swiglu(self) -> Callable[[Tensor], Tensor]:
+        return torch.compile(_swiglu)
 
     @torch.no_grad()
     def __call__(
@@ -256,8 +264,7 @@ class AllToAllLayer:
         match self._cfg.activation:
             case "swiglu":
                 if len(hidden) > FEW_TOKENS * self._cfg.top_k:
-                    compiled: Tensor = self._swiglu(_any_length(hidden))
-                    return compiled
+                    return self._swiglu(_any_length(hidden))
                 gate, up = hidden.chunk(2, dim=1)
                 return functional.silu(gate).mul_(up)
             case "gelu":
