@@ -1,11 +1,13 @@
-"""Which tests run one after the other when two processes share the suite (launch/test).
+"""Which tests run one after the other when processes share the suite (launch/test).
 
 Tests with short deadlines must not meet each other on few cores, nor those that need a GPU on it;
-all others may run beside them.
+all others may run beside them, and give way to them.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ ONE_BY_ONE = (
     "host/test_layer_properties.py",
     "host/test_tracing.py",
     "host/test_virtual.py",
+    "host/test_virtual_tsan.py",
     "host/test_world.py",
 )
 """Folders and files, below this one, of tests with ranks that wait for each other by the clock, or
@@ -44,12 +47,15 @@ LONG = (
     "emulator",
     "kernels",
     "host/test_jit.py",
-    "host/test_virtual_tsan.py",
     "model",
     "runtime",
 )
-"""Those that take longest of the others, which come first, so that the two processes end at about
-the same time. Each file is a group."""
+"""Those that take longest of the others, which come first, so that the processes end at about the
+same time. Each file is a group."""
+
+NICE = 5
+"""Of a process whose tests may run beside ONE_BY_ONE: it has a third of their claim to a core. They
+wait for each other half of the time, and leave more than a core to the others."""
 
 
 def place_of(node: str) -> int:
@@ -78,6 +84,17 @@ def file_of(node: str) -> Path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place_of(item.nodeid))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ and not is_below(file_of(item.nodeid), ONE_BY_ONE):
+        give_way()
+
+
+@functools.cache  # for good: no group of ONE_BY_ONE follows, it is the first
+def give_way() -> None:
+    os.nice(NICE)
 
 
 @pytest.hookimpl(optionalhook=True)
