@@ -172,12 +172,14 @@ struct Geometry {
 
   // --- Calls that are planned whole (arrivals_subscriber.hpp) ---
 
-  /// Counts by which a warp plans, at most (lone_plan.hpp, few_plan.hpp).
+  /// Counts by which a warp plans few rows, at most (few_plan.hpp); and experts of which it plans
+  /// any rows (lone_plan.hpp): more would take more registers than the GPU's fetch warp has.
   static constexpr u32 kPlanCounts = 512;
+  static constexpr u32 kPlanExperts = 128;
   /// Whether processors find their parts themselves: nobody else has rows for them, which so come
   /// in the order of experts, and nobody is late. A row's place must then say when it comes.
   constexpr bool plans_itself() const {
-    return whole_rows != 0 && world == 1 && row_map == RowMap::ragged && experts <= kPlanCounts;
+    return whole_rows != 0 && world == 1 && row_map == RowMap::ragged && experts <= kPlanExperts;
   }
   /// Rows, each source's padded, up to which an expert's are one tile, which is cut as those of all
   /// others with so few: if none has more, processors make the tiles of a call that is planned

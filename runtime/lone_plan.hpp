@@ -53,18 +53,18 @@ class LonePlan {
     uncut_tiles_ = all_tiles - geometry.tiles_in_halves(all_tiles);
     for (u32 gemm = 0; gemm < 2; ++gemm) {
       ends_[gemm] = P::inclusive_scan(parts_of_lane(gemm == 1));
-      parts_[gemm] = P::broadcast(ends_[gemm], P::kLanes - 1);
     }
   }
 
   /// Parts of both GEMMs of all tiles.
-  u32 parts() const { return parts_[0] + parts_[1]; }
+  u32 parts() const { return parts_of(0) + parts_of(1); }
 
   /// Part `number` of them: returns its word, and makes `task`, which all lanes see, its tile's
   /// descriptor.
   ReadyWord part(u32 number, Task& task) const {
-    const bool second = number >= parts_[0];
-    const u32 of_gemm = second ? number - parts_[0] : number;
+    const u32 first_parts = parts_of(0);
+    const bool second = number >= first_parts;
+    const u32 of_gemm = second ? number - first_parts : number;
     const u32 ends = second ? ends_[1] : ends_[0];
     const u32 owner = lane_with<P>(ends, of_gemm);
     u32 part = 0;
@@ -83,7 +83,7 @@ class LonePlan {
   }
 
  private:
-  static constexpr u32 kOfALane = Geometry::kPlanCounts / P::kLanes;
+  static constexpr u32 kOfALane = Geometry::kPlanExperts / P::kLanes;
   static constexpr u32 kPairsOfALane = ceil_div(Geometry::kInPlacePairs, P::kLanes);
 
   /// By counts: how many rows each expert gets.
@@ -187,6 +187,8 @@ class LonePlan {
   u32 pairs() const { return call_.tokens * rank_.geometry().top_k; }
   static constexpr u32 epoch_of(u64 count) { return static_cast<u32>(count >> 32); }
 
+  u32 parts_of(u32 gemm) const { return P::broadcast(ends_[gemm], P::kLanes - 1); }
+
   constexpr u32 experts_each() const { return ceil_div(rank_.geometry().experts, P::kLanes); }
   u32 first_expert() const { return P::lane() * experts_each(); }
 
@@ -284,8 +286,7 @@ class LonePlan {
   u32 first_tile_ = 0;         // likewise its tiles,
   u32 first_result_ = 0;
   u32 uncut_tiles_ = 0;  // of all tiles, those whose second GEMM is not cut in halves
-  u32 ends_[2];          // of each GEMM: parts up to this lane's last one,
-  u32 parts_[2];         // and of all lanes
+  u32 ends_[2];          // of each GEMM: parts up to this lane's last one
 };
 
 }  // namespace moeos
