@@ -258,7 +258,7 @@ class ArrivalsSubscriber {
     const u32 tile = first + minimum(P::lane(), left - 1);
     const bool narrow = rank_.os->tile_facts[tile].narrow();
     const bool halved = !narrow && tile + in_halves >= tiles;
-    const ReadyWord word(call_.epoch, kind, rank_.memory.first_task(TaskKind::gemm0) + tile, 0);
+    const ReadyWord word(call_.epoch, kind, tile, 0);
     const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
                                               : geometry.gemm1_parts_of(narrow || halved);
     const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
@@ -341,20 +341,19 @@ class ArrivalsSubscriber {
     P::template publish_fence<Scope::device>();
     while (posted_ < planned) {
       const u32 tiles = minimum(planned - posted_, P::kLanes);
-      const u32 task = rank_.memory.first_task(TaskKind::gemm0) + posted_;
       // By whichever lane planned it.
       const u32 parts =
           P::lane() < tiles
               ? rank_.geometry().gemm0_parts_of(rank_.os->tile_facts[posted_ + P::lane()].narrow())
               : 0;
-      const u32 handed = hand_out_first(task, parts, tiles, wanted);
+      const u32 handed = hand_out_first(parts, tiles, wanted);
       if (P::lane() >= handed && P::lane() < tiles) {
         const u32 slot = in_mailbox_ + P::lane() - handed;
         const MailboxView mailbox = rank_.memory.mailbox(TaskKind::gemm0);
         MOEOS_CHECK(slot < mailbox.capacity);
         P::template publish<Scope::device>(
             &mailbox.words[slot],
-            ReadyWord(call_.epoch, TaskKind::gemm0, task + P::lane(), parts).sealed());
+            ReadyWord(call_.epoch, TaskKind::gemm0, posted_ + P::lane(), parts).sealed());
       }
       in_mailbox_ += tiles - handed;
       posted_ += tiles;
@@ -365,15 +364,14 @@ class ArrivalsSubscriber {
   /// then, and the scheduler's sweep would come a microsecond or two later. Not of large experts,
   /// whose tiles are to be computed by turns. Lane i has the parts of the i-th tile; returns how
   /// many tiles, and leaves in `wanted` what tiles behind them may have.
-  u32 hand_out_first(u32 first_task, u32 parts, u32 tiles, u32& wanted) const {
+  u32 hand_out_first(u32 parts, u32 tiles, u32& wanted) const {
     const u32 ends = P::inclusive_scan(parts);
     const bool fits = P::lane() < tiles && ends <= wanted;
     const u32 handed = rank_.geometry().large_experts != 0 ? 0 : P::count(P::ballot(fits));
     wanted = handed < tiles ? 0 : wanted - P::broadcast(ends, handed - 1);
     if (handed > 0) {
-      hand_out(
-          ReadyWord(call_.epoch, TaskKind::gemm0, first_task + minimum(P::lane(), tiles - 1), 0),
-          parts, ends, handed, 0);
+      hand_out(ReadyWord(call_.epoch, TaskKind::gemm0, posted_ + minimum(P::lane(), tiles - 1), 0),
+               parts, ends, handed, 0);
     }
     return handed;
   }

@@ -20,11 +20,6 @@
 
 namespace moeos {
 
-/// Whether a courier's part makes a chunk whole, and brings nothing to a peer.
-constexpr bool is_replication(const Geometry& geometry, const Task& task) {
-  return geometry.once() && task.kind == TaskKind::replicate;
-}
-
 template <Platform P>
 class Courier {
  public:
@@ -37,42 +32,47 @@ class Courier {
         all_sent_(rank.geometry().spreads(call.tokens)),
         replicates_(rank.geometry().once()) {}
 
-  /// Takes the next part and its descriptor. False: there is none yet, or none any more. Never
-  /// waits. One warp.
-  bool take(ReadyWord& word, Task& task) {
-    if (over() || (!take_replication(word, task) && !take_dispatch(word, task))) {
+  /// Takes the next part. False: there is none yet, or none any more. Never waits. One warp, as all
+  /// that follows.
+  bool take(CourierPart& part) {
+    if (over() || (!take_replication(part) && !take_dispatch(part))) {
       return false;
     }
-    left_ = left_ || !hold_back(rank_, call_, stage_of(task.kind));
+    left_ = left_ || !hold_back(rank_, call_, stage_of(part.kind));
     return !left_;
   }
 
   /// Whether nothing will come any more.
   bool over() const { return left_ || (all_sent_ && !replicates_); }
 
-  /// After a part's rows, of which this warp has brought `sent` to where they go: announces the
+  /// When it is known how many of a part's rows are brought to its peer, and before they are.
+  void begin(const CourierPart& part, u32 carried) const {
+    if (part.sends() && P::lane() == 0) {
+      count_carried(rank_, call_, part.peer, carried);
+    }
+  }
+
+  /// After a part's rows, of which this warp has copied `carried` to where they go: announces the
   /// chunk, if all of its other parts have been; true if so.
-  bool complete(const Task& task, ReadyWord word, u32 sent, u64 busy_ns) {
-    if (P::lane() == 0) {
-      ++tally_.tasks[static_cast<u32>(task.kind)];
-      tally_.busy_ns[static_cast<u32>(task.kind)] += busy_ns;
-    }
-    if (is_replication(rank_.geometry(), task)) {
-      P::sync_lanes();
-      if (P::lane() == 0) {
-        // Publishes all rows of the chunk, those that came among them, to the arrivals subscriber,
-        // which polls this word and fences.
-        P::template store_release<Scope::device>(
-            rank_.memory.replicated_flag(task.peer, task.first_chunk), seal(call_.epoch));
-      }
-      P::sync_lanes();
-      return true;
-    }
-    return complete_dispatch(task, word, sent);
+  bool complete(const CourierPart& part, u32 carried, u64 busy_ns) {
+    return by_one_lane<P>([&] {
+             u32 flag_bytes = 0;
+             const bool last =
+                 part.sends() ? complete_dispatch(part, flag_bytes) : complete_replication(part);
+             note<P>(tally_.tasks[static_cast<u32>(part.kind)], 1);
+             note<P>(tally_.busy_ns[static_cast<u32>(part.kind)], busy_ns);
+             if (part.sends() && part.peer != rank_.rank) {
+               const bool once = rank_.sends_once(part.peer, part.cell_rows);
+               note<P>(tally_.row_bytes_to_peers, u64{carried} * rank_.geometry().row_bytes);
+               note<P>(tally_.flag_bytes_to_peers,
+                       flag_bytes + (once ? part.rows * sizeof(u32) : 0));  // their origins
+             }
+             return last ? 1U : 0U;
+           }) != 0;
   }
 
  private:
-  bool take_replication(ReadyWord& word, Task& task) {
+  bool take_replication(CourierPart& part) {
     if (!replicates_) {
       return false;
     }
@@ -85,18 +85,10 @@ class Courier {
     // every look: a fence costs more than the look.
     P::template poll<Scope::device>(&state_.replications_ready.value);
     P::template acquire_fence<Scope::device>();
-    const u64 listed = rank_.memory.replication_list[taken];
-    word = ReadyWord(listed);
-    if (word.epoch() != call_.epoch) {
-      reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, taken, listed);
-      left_ = true;
-      return false;
-    }
-    if (P::lane() == 0) {
-      task = replicate_task(word);
-    }
-    P::sync_lanes();
-    return true;
+    const ReadyWord word = find(rank_.memory.replication_list, taken);
+    part =
+        courier_part(rank_.geometry(), word, left_ ? 0 : rank_.memory.rows_received(word.part()));
+    return !left_;
   }
 
   /// One lane: the number of a listed chunk, which so is ours, or kNone.
@@ -108,7 +100,7 @@ class Courier {
       return kNone;
     }
     if (static_cast<i32>(P::template add_relaxed<Scope::device>(ready, ~0U)) <= 0) {
-      P::template add_relaxed<Scope::device>(ready, 1U);  // others were quicker
+      P::template count_relaxed<Scope::device>(ready, 1U);  // others were quicker
       return kNone;
     }
     // Acquire-release, because tickets may be taken in another order than promises are given: then
@@ -127,35 +119,21 @@ class Courier {
                all - 1;
   }
 
-  bool take_dispatch(ReadyWord& word, Task& task) {
+  bool take_dispatch(CourierPart& part) {
     if (all_sent_ || left_ || !knows_parts()) {
       return false;
     }
     // Relaxed: a ticket publishes nothing, and who takes it has acquired the whole list.
-    const u32 part = by_one_lane<P>([this] {
+    const u32 taken = by_one_lane<P>([this] {
       return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_taken.value, 1U);
     });
-    all_sent_ = part >= parts_;
-    left_ = !all_sent_ && !fetch(part, word, task);
-    return !all_sent_ && !left_;
-  }
-
-  bool complete_dispatch(const Task& task, ReadyWord word, u32 sent) {
-    const Geometry& geometry = rank_.geometry();
-    const u32 rows_sent = rank_.memory.rows_sent(task.peer);
-    const auto [chunk, first, rows] = rows_in_part(geometry, rows_sent, task, word.part());
-    return by_one_lane<P>([&, chunk = chunk, rows = rows] {
-             u32 flag_bytes = 0;
-             const bool last =
-                 count_rows(rank_, call_, task.peer, rows_sent, chunk, rows, sent, flag_bytes);
-             tally_.row_bytes_to_peers +=
-                 task.peer == rank_.rank ? 0 : u64{sent} * geometry.row_bytes;
-             tally_.flag_bytes_to_peers +=
-                 flag_bytes + (rank_.sends_once(task.peer, rows_sent) ? u64{rows} * sizeof(u32)
-                                                                      : 0);  // their origins
-             count_dispatch(rank_, call_);
-             return last ? 1U : 0U;
-           }) != 0;
+    all_sent_ = taken >= parts_;
+    if (all_sent_) {
+      return false;
+    }
+    const ReadyWord word = find(rank_.memory.dispatch_list, taken);
+    part = courier_part(rank_.geometry(), word, left_ ? 0 : rows_sent(word.part()));
+    return !left_;
   }
 
   bool knows_parts() {
@@ -166,25 +144,46 @@ class Courier {
     if (routed == 0) {
       return false;
     }
-    // Pairs with finish_routing: the list, the descriptors and the routing map. Not at every look:
-    // a fence costs more than the look.
+    // Pairs with finish_routing: the list and the routing map. Not at every look: a fence costs
+    // more than the look.
     P::template acquire_fence<Scope::device>();
     parts_ = routed - 1;
+    rows_of_lane_ = rank_.memory.rows_sent(minimum(P::lane(), rank_.geometry().world - 1));
     return true;
   }
 
-  bool fetch(u32 part, ReadyWord& word, Task& task) {
-    const u64 listed = rank_.memory.dispatch_list[part];
-    word = ReadyWord(listed);
+  /// Rows for a peer: from the lane that keeps them, if there are enough lanes, since memory takes
+  /// a round trip.
+  u32 rows_sent(u32 peer) const {
+    const bool kept = rank_.geometry().world <= P::kLanes;
+    return kept ? P::broadcast(rows_of_lane_, peer) : rank_.memory.rows_sent(peer);
+  }
+
+  /// A word of a list, which has been acquired. One that is not this call's ends the call.
+  ReadyWord find(const u64* list, u32 place) {
+    const u64 listed = list[place];
+    const ReadyWord word(listed);
     if (word.epoch() != call_.epoch) {
-      reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, part, listed);
-      return false;
+      reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, place, listed);
+      left_ = true;
     }
-    if (!copy_whole<P>(rank_.memory.tasks[word.task()], task)) {
-      reject_damaged(rank_, call_, FailureKind::task_damaged, Actor::processor, word.task(), 0);
-      return false;
-    }
-    MOEOS_CHECK(task.epoch == call_.epoch && task.kind == TaskKind::dispatch);
+    return word;
+  }
+
+  /// One lane.
+  bool complete_dispatch(const CourierPart& part, u32& flag_bytes) const {
+    const bool last = count_rows(rank_, call_, part.peer, part.cell_rows,
+                                 part.chunk(rank_.geometry()), part.rows, flag_bytes);
+    count_dispatch(rank_, call_);
+    return last;
+  }
+
+  /// One lane.
+  bool complete_replication(const CourierPart& part) const {
+    // Publishes all rows of the chunk, those that came among them, to the arrivals subscriber and
+    // to processors, which poll this word and fence.
+    P::template store_release<Scope::device>(
+        rank_.memory.replicated_flag(part.peer, part.chunk(rank_.geometry())), seal(call_.epoch));
     return true;
   }
 
@@ -192,10 +191,11 @@ class Courier {
   const Call& call_;
   CallState& state_;
   Tally& tally_;
-  u32 parts_ = kNone;  // not known yet
-  bool all_sent_;      // every part of Dispatch has been taken, or all are tokens (spread.hpp)
-  bool replicates_;    // there may be chunks to make whole
-  bool left_ = false;  // the call has failed
+  u32 parts_ = kNone;     // not known yet
+  u32 rows_of_lane_ = 0;  // for the peer whose number this lane has
+  bool all_sent_;         // every part of Dispatch has been taken, or all are tokens (spread.hpp)
+  bool replicates_;       // there may be chunks to make whole
+  bool left_ = false;     // the call has failed
 };
 
 }  // namespace moeos

@@ -130,8 +130,7 @@ class FewPlan {
       }
     }
     P::sync_lanes();  // all lanes see the descriptor
-    return ReadyWord(call_.epoch, second ? TaskKind::gemm1 : TaskKind::gemm0,
-                     rank_.memory.first_task(TaskKind::gemm0) + tile, of_gemm % each);
+    return ReadyWord(call_.epoch, second ? TaskKind::gemm1 : TaskKind::gemm0, tile, of_gemm % each);
   }
 
  private:

@@ -307,8 +307,8 @@ struct Geometry {
     return static_cast<u32>(minimum(by_tiles, by_rows));
   }
 
-  /// Chunks that one Dispatch descriptor covers.
-  static constexpr u32 kChunksPerDispatch = 8;
+  /// Chunks of a peer that stand behind each other in the list of Dispatch.
+  static constexpr u32 kChunksPerTurn = 8;
   /// Rows of one part of Dispatch in a call that sends so many chunks: all of a chunk, or a piece
   /// where its rows are long or most couriers would have nothing to do. For all of them share the
   /// links, so a large part is long on its way, and the first rows of a call are waited for.
@@ -317,14 +317,12 @@ struct Geometry {
   constexpr u32 pieces_of_chunk() const {
     return chunk_rows % kPiecesOfChunk == 0 ? kPiecesOfChunk : 1;
   }
+  constexpr u32 piece_rows() const { return chunk_rows / pieces_of_chunk(); }
   constexpr u32 dispatch_part_rows(u32 chunks_sent) const {
-    const u32 piece = chunk_rows / pieces_of_chunk();
-    return chunks_sent <= 2 * processors || piece * row_bytes >= kLongPart ? piece : chunk_rows;
+    const bool pieces = chunks_sent <= 2 * processors || piece_rows() * row_bytes >= kLongPart;
+    return pieces ? piece_rows() : chunk_rows;
   }
   constexpr u32 dispatch_parts_max() const { return world * chunks() * pieces_of_chunk(); }
-  constexpr u32 dispatch_tasks_max() const {
-    return world * ceil_div(chunks(), kChunksPerDispatch);
-  }
   /// Tokens that one Combine part writes at most, and pairs that these have, if it writes several.
   static constexpr u32 kCombineTokens = 8;
   static constexpr u32 kCombinePairs = 64;
@@ -333,8 +331,6 @@ struct Geometry {
     const u32 most = minimum(kCombineTokens, kCombinePairs / top_k);
     return maximum(1U, minimum(most, ceil_div(tokens, 4 * processors)));
   }
-  /// Descriptors in memory.
-  constexpr u32 tasks_max() const { return dispatch_tasks_max() + tiles_max(); }
   /// Actors that note events: the processors, the couriers, the scheduler and the subscribers.
   static constexpr u32 kTracedOsActors = 4;  // TraceKind names them
   constexpr u32 trace_actors() const { return processors + couriers + kTracedOsActors; }

@@ -77,8 +77,7 @@ class LonePlan {
     if (in_place_ && !second) {
       note_tokens(task);
     }
-    const u32 place = rank_.memory.first_task(TaskKind::gemm0) + task.tile;
-    const ReadyWord word(call_.epoch, task.kind, place, part);
+    const ReadyWord word(call_.epoch, task.kind, task.tile, part);
     return task.halved != 0 ? word.cut_in_halves() : word;
   }
 

@@ -33,43 +33,37 @@ concept Kernels = requires(K& kernels, const Task& task, u32 index, const u8* fr
 };
 
 /// Copies the rows of a part of Dispatch to the cell of the rank that owns their experts (or to the
-/// staging copy), from `begun` on, or later if a link is slow. Returns how many have gone there.
+/// staging copy), from `begun` on, or later if a link is slow. Returns how many go there.
 template <Platform P, Kernels K>
 u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
-              const Task& task, u32 part, u64& begun) {
-  const Geometry& geometry = rank.geometry();
-  const u32 rows_sent = rank.memory.rows_sent(task.peer);
-  const bool once = rank.sends_once(task.peer, rows_sent);
-  const SentRows rows = rows_in_part(geometry, rows_sent, task, part);
-  MOEOS_CHECK(rows.count <= SentChunk::kRows);
+              const Courier<P>& courier, const CourierPart& part, u64& begun) {
+  MOEOS_CHECK(part.rows <= SentChunk::kRows);
   OutgoingRow going[SentChunk::kRows];
   u32 count = 0;
-  for (u32 i = 0; i < rows.count; ++i) {
-    going[count] = look_up_row(rank, map, task.peer, rows.first + i, once);
+  for (u32 i = 0; i < part.rows; ++i) {
+    going[count] = look_up_row(rank, map, part, part.first + i);
     count += going[count].goes() ? 1 : 0;
   }
+  courier.begin(part, count);
   begun += wait_for_links(rank, call, [&](u32 peer) {
-    return peer == task.peer ? u64{count} * geometry.row_bytes : 0;
+    return peer == part.peer ? u64{count} * rank.geometry().row_bytes : 0;
   });
   for (u32 i = 0; i < count; ++i) {
-    kernels.copy_row(going[i].pair / geometry.top_k,
-                     outgoing_row(rank, task.peer, Round::dispatch, going[i].number));
+    kernels.copy_row(going[i].pair / rank.geometry().top_k,
+                     outgoing_row(rank, part.peer, Round::dispatch, going[i].number));
   }
   return count;
 }
 
 /// Copies the rows of a chunk whose tokens came once from where they are. Returns how many.
 template <Platform P, Kernels K>
-u32 replicate_rows(const Rank<P>& rank, const Call& call, K& kernels, const Task& task) {
-  const Geometry& geometry = rank.geometry();
-  const u32 rows = rows_in_chunk(geometry, rank.memory.rows_received(task.peer), task.first_chunk);
+u32 replicate_rows(const Rank<P>& rank, const Call& call, K& kernels, const CourierPart& part) {
   u32 copied = 0;
-  for (u32 i = 0; i < rows; ++i) {
-    const LandedRow row =
-        look_up_landed(rank, call, task.peer, task.first_chunk * geometry.chunk_rows + i);
+  for (u32 i = 0; i < part.rows; ++i) {
+    const LandedRow row = look_up_landed(rank, call, part.peer, part.first + i);
     if (!row.came()) {
-      kernels.replicate_row(arrived_row(rank, task.peer, row.origin),
-                            arrived_row(rank, task.peer, row.number));
+      kernels.replicate_row(arrived_row(rank, part.peer, row.origin),
+                            arrived_row(rank, part.peer, row.number));
       ++copied;
     }
   }
@@ -102,25 +96,22 @@ u32 combine_tokens(const Rank<P>& rank, const Call& call, const RoutingMap& map,
 template <Platform P, Kernels K>
 bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
                   const Processor<P>& processor, K& kernels, Courier<P>& courier, Trace<P>& trace) {
-  ReadyWord word;
-  Task task;
-  if (!courier.take(word, task)) {
+  CourierPart part;
+  if (!courier.take(part)) {
     return false;
   }
   processor.pace().begin_part(rank, call);
   u64 begin = P::now_ns();
-  const u32 carried = is_replication(rank.geometry(), task)
-                          ? replicate_rows(rank, call, kernels, task)
-                          : copy_rows(rank, call, map, kernels, task, word.part(), begin);
+  const u32 carried = part.sends() ? copy_rows(rank, call, map, kernels, courier, part, begin)
+                                   : replicate_rows(rank, call, kernels, part);
   const u64 end = P::now_ns();
   const u64 longer = processor.pace().slow_down(rank, call);
-  const bool announced = courier.complete(task, word, carried, end - begin + longer);
+  const bool announced = courier.complete(part, carried, end - begin + longer);
   processor.pace().end_part();
-  TraceEvent event = event_of(rank.geometry(), task, word, announced ? 1 : 0);
+  TraceEvent event = event_of(rank.geometry(), part, carried, announced);
   event.begin_ns = begin;
   event.end_ns = trace_time<P>(rank.geometry());
   event.computed = event.stored = event.since(end);
-  event.carried = carried;
   trace.note(event);
   return true;
 }

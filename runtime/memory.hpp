@@ -93,16 +93,6 @@ class RankMemory {
     return MailboxView{mailbox_words_[index], mailbox_capacities_[index]};
   }
 
-  /// Descriptor indices: each kind has its own range, and those that are determined by what they
-  /// cover (a tile) need no allocation.
-  u32 first_task(TaskKind kind) const {
-    u32 first = 0;
-    for (u32 before = 0; before < static_cast<u32>(kind); ++before) {
-      first += tasks_of(static_cast<TaskKind>(before));
-    }
-    return first;
-  }
-
   /// Every part has its own slot, and every processor may wait for one slot beyond them.
   u64 ring_slots() const { return geometry_.get().parts_max() + geometry_.get().processors; }
 
@@ -145,7 +135,7 @@ class RankMemory {
   Tally* tallies = nullptr;  // [processor, then courier]
   CallRecord* record = nullptr;
   PeerRecord* peer_records = nullptr;  // [peer]
-  Task* tasks = nullptr;
+  Task* tasks = nullptr;               // [tile]
   u64* ring = nullptr;
   u64* dispatch_list = nullptr;     // ReadyWords: what couriers take, in this order
   u64* replication_list = nullptr;  // ReadyWords: what they take besides
@@ -209,7 +199,7 @@ class RankMemory {
     take(tallies, geometry.processors + geometry.couriers);
     take(record, 1);
     take(peer_records, world);
-    take(tasks, geometry.tasks_max());
+    take(tasks, geometry.tiles_max());
     take(ring, ring_slots());
     for (u32 kind = 0; kind < kTaskKinds; ++kind) {
       // Only tiles wait for the scheduler; all others are handed out by whoever knows them.
@@ -250,23 +240,6 @@ class RankMemory {
     }
     take(faults, 1);
     bytes_ = offset;
-  }
-
-  u32 tasks_of(TaskKind kind) const {
-    switch (kind) {
-      case TaskKind::route:
-        return 0;  // processors know it (call.hpp)
-      case TaskKind::combine:
-        return 0;  // its word says all of it
-      case TaskKind::gemm1:
-        return 0;  // its tile's first one is its own, too
-      case TaskKind::dispatch:
-        return geometry_.get().dispatch_tasks_max();
-      case TaskKind::replicate:
-        return 0;  // its word says all of it
-      default:
-        return geometry_.get().tiles_max();
-    }
   }
 
   GeometryOf geometry_;

@@ -82,27 +82,35 @@ template <Platform P>
 u32 send_chunk(const Rank<P>& rank, const Call& call, u32 peer, u32 chunk) {
   u8* direct = rank.platform.peer(peer);
   if (!P::kRemotePeers || direct != nullptr) {
-    const u64 flag = rank.layout.arrived(rank.rank, chunk);
-    // Publishes the chunk's rows to the peer's subscriber, which polls this word and fences.
-    P::template store_release<Scope::system>(reinterpret_cast<u32*>(direct + flag),
-                                             seal(call.epoch));
+    u32* const flag = reinterpret_cast<u32*>(direct + rank.layout.arrived(rank.rank, chunk));
+    // Publishes the chunk's rows to the peer's subscriber and processors, which poll this word and
+    // fence. Ours are on this device, for which a narrower fence does, and takes less.
+    if (peer == rank.rank) {
+      P::template store_release<Scope::device>(flag, seal(call.epoch));
+    } else {
+      P::template store_release<Scope::system>(flag, seal(call.epoch));
+    }
   } else {
     post_request(rank, call, peer, chunk_word(call.epoch, chunk));
   }
   return peer == rank.rank ? 0 : flag_bytes<P>(direct);
 }
 
-/// Notes that `rows` of the `rows_sent` rows for a peer, all of one chunk, are where they go, and
-/// that `carried` of them have been brought there; announces the chunk with its last rows. Returns
-/// whether it has, and leaves in `flag_bytes` what send_chunk returned. One lane, behind all that
-/// has written the rows.
+/// Counts rows that are brought to a peer. One lane, before their chunk is announced, so that the
+/// number is there when the call ends (Scheduler::interrupt).
+template <Platform P>
+void count_carried(const Rank<P>& rank, const Call& call, u32 peer, u32 rows) {
+  // Relaxed: a number to be reported.
+  P::template count_relaxed<Scope::device>(rank.memory.rows_carried(call.epoch, peer), rows);
+}
+
+/// Notes that `rows` of the `rows_sent` rows for a peer, all of one chunk, are where they go;
+/// announces the chunk with its last rows. Returns whether it has, and leaves in `flag_bytes` what
+/// send_chunk returned. One lane, behind all that has written the rows.
 template <Platform P>
 bool count_rows(const Rank<P>& rank, const Call& call, u32 peer, u32 rows_sent, u32 chunk, u32 rows,
-                u32 carried, u32& flag_bytes) {
+                u32& flag_bytes) {
   const Geometry& geometry = rank.geometry();
-  // Relaxed: a number to be reported. Before the chunk is announced, so that it is there when the
-  // call ends (Scheduler::interrupt).
-  P::template add_relaxed<Scope::device>(rank.memory.rows_carried(call.epoch, peer), carried);
   u32* const done = &rank.memory.chunk_rows_done[u64{peer} * geometry.chunks() + chunk];
   const bool announced = lane_completes<P>(done, rows, rows_in_chunk(geometry, rows_sent, chunk));
   flag_bytes = announced ? send_chunk(rank, call, peer, chunk) : 0;
@@ -114,8 +122,8 @@ template <Platform P>
 void count_dispatch(const Rank<P>& rank, const Call& call) {
   // Relaxed: a number by which the scheduler sees whether links are still in use, and the returns
   // subscribers, when results are late, whether we have sent everything.
-  P::template add_relaxed<Scope::device>(&rank.memory.call(call.epoch).dispatch_parts_done.value,
-                                         1U);
+  P::template count_relaxed<Scope::device>(&rank.memory.call(call.epoch).dispatch_parts_done.value,
+                                           1U);
 }
 
 /// Puts a chunk's staged rows, then its flag, to a remote peer. One warp.
@@ -168,21 +176,32 @@ void for_each_piece(const Rank<P>& rank, u32 local_expert, const Segment& segmen
   }
 }
 
+/// What return_rows has done.
+struct Returned {
+  u32 rows;        // whose results have left
+  u64 row_bytes;   // of results for other ranks
+  u64 flag_bytes;  // of their credits
+};
+
 /// Credits the owners of a tile's rows, whose results are in the owners' combine cells, or has a
-/// sender put them. Returns how many rows have been returned by that. One lane.
+/// sender put them. One lane.
 template <Platform P>
-u32 return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWord word,
-                Tally& tally) {
-  u32 returned = task.rows;
+Returned return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWord word) {
+  Returned returned{task.rows, 0, 0};
   // Orders the results of every part of this tile (acquired by the part that completed it) before
-  // the credits below; pairs with the owners' subscribers, which poll them and fence.
-  P::template publish_fence<Scope::system>();
+  // the credits below; pairs with the owners' subscribers and processors, which poll them and
+  // fence. A rank alone is on one device, for which a narrower fence does, and takes less.
+  if (rank.geometry().world == 1) {
+    P::template publish_fence<Scope::device>();
+  } else {
+    P::template publish_fence<Scope::system>();
+  }
   for (u32 s = 0; s < task.segment_count; ++s) {
     const Segment& segment = task.segments[s];
     const u32 owner = segment.source;
     u8* direct = rank.platform.peer(owner);
     if (P::kRemotePeers && direct == nullptr) {
-      returned -= segment.rows;
+      returned.rows -= segment.rows;
       post_request(rank, call, owner, word.with_part(s));
     }
     for_each_piece(rank, task.local_expert, segment, [&](u32, u32 chunk, u32 rows) {
@@ -191,8 +210,8 @@ u32 return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWo
         P::template publish_add<Scope::system>(reinterpret_cast<u32*>(direct + credit), seal(rows));
       }
       if (owner != rank.rank) {
-        tally.row_bytes_to_peers += u64{rows} * rank.geometry().row_bytes;
-        tally.flag_bytes_to_peers += flag_bytes<P>(direct);
+        returned.row_bytes += u64{rows} * rank.geometry().row_bytes;
+        returned.flag_bytes += flag_bytes<P>(direct);
       }
     });
   }

@@ -151,10 +151,6 @@ class Processor : Pace<P> {
     if (task.kind != TaskKind::route) {
       busy_ns += Pace<P>::slow_down(rank_, call_);
     }
-    if (P::lane() == 0) {
-      ++tally_.tasks[static_cast<u32>(task.kind)];
-      tally_.busy_ns[static_cast<u32>(task.kind)] += busy_ns;
-    }
     switch (task.kind) {
       case TaskKind::gemm0:
         if (task.awaits != 0) {
@@ -171,33 +167,38 @@ class Processor : Pace<P> {
         break;
       case TaskKind::gemm1:
         if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts) && P::lane() == 0) {
-          const u32 returned = return_rows(rank_, call_, task, word, tally_);
-          tally_.padding_rows += task.padded_rows - task.rows;
+          const Returned returned = return_rows(rank_, call_, task, word);
           // Relaxed: the scheduler compares a number; the rows themselves were published to their
           // owners. A sender counts those that it puts.
-          P::template add_relaxed<Scope::device>(&state_.rows_returned.value, returned);
+          P::template count_relaxed<Scope::device>(&state_.rows_returned.value, returned.rows);
           if (task.awaits != 0) {
             // For the next call. Relaxed: all who waited for it have ended their parts.
             P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
           }
+          note<P>(tally_.row_bytes_to_peers, returned.row_bytes);
+          note<P>(tally_.flag_bytes_to_peers, returned.flag_bytes);
+          note<P>(tally_.padding_rows, task.padded_rows - task.rows);
         }
         break;
       case TaskKind::combine:
-        if (task.rows == 0) {
-          // Publishes token_rows of a block to the returns subscriber.
-          by_one_lane<P>([this] {
-            return P::template add_release<Scope::device>(&state_.token_rows_known.value, 1U);
-          });
+        P::sync_lanes();
+        if (P::lane() == 0) {
+          if (task.rows == 0) {
+            // Publishes token_rows of a block to the returns subscriber.
+            P::template add_release<Scope::device>(&state_.token_rows_known.value, 1U);
+          }
+          // Relaxed: the scheduler compares a number; the end of the call publishes the output.
+          P::template count_relaxed<Scope::device>(&state_.tokens_combined.value, combined);
         }
-        // Relaxed: the scheduler compares a number; the end of the call publishes the output.
-        by_one_lane<P>([&] {
-          return P::template add_relaxed<Scope::device>(&state_.tokens_combined.value, combined);
-        });
         break;
       case TaskKind::route:      // counted by those who ran it, who must finish the routing
       case TaskKind::dispatch:   // the courier's (courier.hpp)
       case TaskKind::replicate:  // likewise
         break;
+    }
+    if (P::lane() == 0) {  // behind what others wait for
+      note<P>(tally_.tasks[static_cast<u32>(task.kind)], 1);
+      note<P>(tally_.busy_ns[static_cast<u32>(task.kind)], busy_ns);
     }
     Pace<P>::end_part();
   }

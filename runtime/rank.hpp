@@ -69,6 +69,14 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   return failure;
 }
 
+/// Adds to a number of a tally, by one lane. It is not read for that: a round trip to memory would
+/// take as long as all that its writer publishes besides.
+template <Platform P>
+void note(u64& number, u64 more) {
+  // Relaxed: the host reads it after the call.
+  P::template count_relaxed<Scope::device>(&number, more);
+}
+
 /// Takes the next slots of a queue of this call that several actors fill; returns the first. More
 /// than the queue holds is a broken bound: the call fails, and there is none, kNone.
 template <Platform P, Scope kScope = Scope::device>

@@ -1,5 +1,5 @@
-// What the last Route part does: slots for every pair, counts to every peer, and the Dispatch
-// tasks.
+// What the last Route part does: slots for every pair, counts to every peer, and the list of
+// Dispatch.
 //
 // Run by the warps of one processor. Every rank sends its counts to every peer, zeros too: they are
 // what lets a peer know that it has received everything (invariants 3 and 4). May not know: how
@@ -20,38 +20,64 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
   return rank.memory.block_base + u64{block} * rank.geometry().experts + expert;
 }
 
-/// Turns the pairs per (block, expert) into pairs before the block, in place, and the rows sent to
-/// each expert into where they start. Returns how many pairs this lane has dropped.
+/// Turns the pairs per (block, expert) into pairs before the block, in place, tells every peer how
+/// many rows its experts get, and notes where these start. Returns how many pairs this lane has
+/// dropped.
 ///
 /// A lane for each expert, whose blocks it goes through; those of neighbours lie side by side. Some
-/// blocks at once, so that loads are under way together.
+/// blocks at once, so that loads are under way together. Counts leave first: peers wait for them.
 template <Platform P, class Sync>
 u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
   // The block of a call without tokens is not sorted: what stands there is of another call.
   const u32 blocks = call.tokens == 0 ? 0 : route_blocks(geometry, call);
   const u32 experts = geometry.local_experts();
+  // Then all experts of a peer are in one warp, whose lanes can add up themselves.
+  const bool side_by_side = P::kLanes % experts == 0;
   constexpr u32 kAtOnce = 16;
   u32 dropped = 0;
-  for (u32 expert = team.index * P::kLanes + P::lane(); expert < geometry.experts;
-       expert += team.count * P::kLanes) {
+  for (u32 first = team.index * P::kLanes; first < geometry.experts;
+       first += team.count * P::kLanes) {
+    const bool there = first + P::lane() < geometry.experts;
+    const u32 expert = minimum(first + P::lane(), geometry.experts - 1);
     u32 pairs = 0;
-    for (u32 first = 0; first < blocks; first += kAtOnce) {
+    for (u32 block = 0; block < blocks; block += kAtOnce) {
       u32 in_block[kAtOnce];
       for (u32 i = 0; i < kAtOnce; ++i) {  // no conditions: one would wait for each load
-        in_block[i] = *block_base(rank, minimum(first + i, blocks - 1), expert);
+        in_block[i] = *block_base(rank, minimum(block + i, blocks - 1), expert);
       }
-      for (u32 i = 0; i < kAtOnce && first + i < blocks; ++i) {
-        *block_base(rank, first + i, expert) = pairs;
+      for (u32 i = 0; i < kAtOnce && block + i < blocks; ++i) {
+        if (there) {
+          *block_base(rank, block + i, expert) = pairs;
+        }
         pairs += in_block[i];
       }
     }
-    const u32 sent = minimum(pairs, call.pair_limit);
-    dropped += pairs - sent;
-    rank.memory.send_starts(geometry.owner_of(expert))[expert % experts + 1] = sent;
+    const u32 sent = there ? minimum(pairs, call.pair_limit) : 0;
+    dropped += there ? pairs - sent : 0;
+    const u32 peer = geometry.owner_of(expert);
+    const u32 local = expert % experts;
+    if (there) {
+      send_count(rank, call, peer, local, sent);
+    }
+    u32 end = sent;  // where the next expert's rows start
+    if (side_by_side) {
+      const u32 ends = P::inclusive_scan(sent);
+      const u32 before = P::broadcast(ends, maximum(1U, P::lane() - local) - 1);
+      end = ends - (P::lane() == local ? 0 : before);
+    }
+    if (there) {
+      rank.memory.send_starts(peer)[local + 1] = end;
+    }
+    if (there && local == 0) {
+      rank.memory.send_starts(peer)[0] = 0;
+    }
   }
   P::sync_lanes();
   sync();
+  if (side_by_side) {
+    return dropped;
+  }
   for (u32 peer = team.index; peer < geometry.world; peer += team.count) {
     u32* starts = rank.memory.send_starts(peer);
     u32 start = 0;
@@ -63,31 +89,13 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
       }
       start += P::broadcast(inclusive, P::kLanes - 1);
     }
-    if (P::lane() == 0) {
-      starts[0] = 0;
-    }
   }
   P::sync_lanes();
   sync();
   return dropped;
 }
 
-/// Sends the counts, beginning with the next rank so that no peer is everyone's first.
-template <Platform P>
-void send_counts(const Rank<P>& rank, const Call& call, Team team) {
-  const Geometry& geometry = rank.geometry();
-  const u32 experts = geometry.local_experts();
-  for (u32 i = team.index * P::kLanes + P::lane(); i < geometry.experts;
-       i += team.count * P::kLanes) {
-    const u32 peer = (rank.rank + 1 + i / experts) % geometry.world;
-    const u32 expert = i % experts;
-    const u32* starts = rank.memory.send_starts(peer);
-    send_count(rank, call, peer, expert, starts[expert + 1] - starts[expert]);
-  }
-}
-
-/// Lists the parts of Dispatch, and writes their descriptors, for whoever acquires `routed`.
-/// Returns how many parts there are.
+/// Lists the parts of Dispatch for whoever acquires `routed`. Returns how many there are.
 ///
 /// Their order is in rows of groups of chunks, in each row one group for every peer that has one
 /// left, the next rank first and this one last: tiles have rows of all sources, so they are
@@ -109,7 +117,7 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   };
   u32 chunks = 0;
   u32 turns = 0;  // rows of groups
-  const u32 group_rows = Geometry::kChunksPerDispatch * geometry.chunk_rows;
+  const u32 group_rows = Geometry::kChunksPerTurn * geometry.chunk_rows;
   for (u32 order = 0; order < geometry.world; ++order) {
     const u32 rows = rows_of(order);
     chunks += ceil_div(rows, geometry.chunk_rows);
@@ -120,31 +128,21 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   for (u32 order = 0; order < geometry.world; ++order) {
     all += ceil_div(rows_of(order), part_rows);
   }
-  const u32 first_task = rank.memory.first_task(TaskKind::dispatch);
   for (u32 first = 0; first < turns * geometry.world; first += team.count * P::kLanes) {
     const u32 turn = first + team.index * P::kLanes + P::lane();
     const u32 row = turn / geometry.world;
     const u32 order = turn % geometry.world;
-    u32 task = first_task;  // behind those of the turns before this one,
-    u32 part = 0;           // and behind their parts
+    u32 part = 0;  // behind those of the turns before this one
     for (u32 other = 0; other < geometry.world; ++other) {
       const u32 before = row + (other < order ? 1 : 0);
-      const u32 rows = rows_of(other);
-      task += minimum(ceil_div(rows, group_rows), before);
-      part += ceil_div(minimum(rows, before * group_rows), part_rows);
+      part += ceil_div(minimum(rows_of(other), before * group_rows), part_rows);
     }
-    const u32 first_row = row * group_rows;
-    const u32 rows = rows_of(order);
-    if (first_row < rows) {
-      const u32 parts = ceil_div(minimum(group_rows, rows - first_row), part_rows);
-      make_dispatch(rank.memory.tasks[task], parts, call.epoch,
-                    (rank.rank + 1 + order) % geometry.world, first_row / geometry.chunk_rows,
-                    part_rows);
-      MOEOS_CHECK(part + parts <= geometry.dispatch_parts_max());
-      for (u32 i = 0; i < parts; ++i) {
-        rank.memory.dispatch_list[part + i] =
-            ReadyWord(call.epoch, TaskKind::dispatch, task, i).sealed();
-      }
+    const u32 end = minimum((row + 1) * group_rows, rows_of(order));
+    const u32 peer = (rank.rank + 1 + order) % geometry.world;
+    for (u32 at = row * group_rows; at < end; at += part_rows, ++part) {
+      MOEOS_CHECK(part < geometry.dispatch_parts_max());
+      rank.memory.dispatch_list[part] =
+          dispatch_word(geometry, call.epoch, peer, at, part_rows).sealed();
     }
   }
   return all;
@@ -155,26 +153,23 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
 template <Platform P, class Sync>
 void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team team, Sync sync) {
   const u32 dropped = assign_slots(rank, call, team, sync);
-  send_counts(rank, call, team);
-  const u32 all_dropped = P::broadcast(P::inclusive_scan(dropped), P::kLanes - 1);
-  if (P::lane() == 0) {
-    // Relaxed: the warps add up a number that the host reads after the call.
-    P::template add_relaxed<Scope::device>(&tally.dropped_pairs, u64{all_dropped});
-  }
   const Geometry& geometry = rank.geometry();
   const u32 parts = geometry.reads_in_place(call.tokens) ? 0
                     : geometry.spreads(call.tokens)      ? geometry.spread_parts_of(call.tokens)
                                                          : list_dispatch(rank, call, team);
   P::sync_lanes();
   sync();
-  if (team.index != 0) {
-    return;
-  }
-  if (P::lane() == 0) {
-    tally.count_bytes_to_peers += (geometry.experts - geometry.local_experts()) * sizeof(u64);
+  // The last warp, which has sent the fewest counts, or none: its fence waits for what it has sent.
+  if (team.index == team.count - 1 && P::lane() == 0) {
     // Publishes the routing map, the rows sent to each peer and the list of Dispatch, if there is
     // one, to the returns subscribers and the couriers (the team has synchronised on them).
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, parts + 1);
+    note<P>(tally.count_bytes_to_peers,
+            (geometry.experts - geometry.local_experts()) * sizeof(u64));
+  }
+  const u32 all_dropped = P::broadcast(P::inclusive_scan(dropped), P::kLanes - 1);
+  if (P::lane() == 0) {
+    note<P>(tally.dropped_pairs, all_dropped);  // the warps add it up
   }
 }
 

@@ -12,6 +12,7 @@
 #include "runtime/call.hpp"
 #include "runtime/geometry_of.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/platform/concept.hpp"
 
 namespace moeos {
 
@@ -51,16 +52,41 @@ class RoutingMap {
     return Place{peer, local, row - starts[local], row};
   }
 
-  /// The pair that a place carries.
-  u32 pair_at(const Place& place) const {
+  /// The pair that this lane's place carries. All lanes of a warp, whose places lie side by side
+  /// and so have few experts: of each, the lanes look at all blocks together, one a lane, where a
+  /// lane alone would go from block to block.
+  template <Platform P>
+  u32 pairs_at(const Place& place) const {
     const u32 expert = place.peer * geometry_.get().local_experts() + place.local_expert;
-    const u32 blocks = geometry_.get().route_blocks_of(tokens_);
-    const u32 block =
-        partition_point(blocks, [&](u32 b) { return base(b, expert) <= place.slot; }) - 1;
-    const u64 first = u64{block} * geometry_.get().route_tokens_of(tokens_) * geometry_.get().top_k;
-    return memory_
-        .block_pairs[first + memory_.block_first[u64{block} * geometry_.get().experts + expert] +
-                     (place.slot - base(block, expert))];
+    if constexpr (P::kLanes == 1) {
+      const u32 block =
+          partition_point(blocks(), [&](u32 b) { return base(b, expert) <= place.slot; }) - 1;
+      return memory_.block_pairs[place_of_first(block, expert, base(block, expert)) + place.slot];
+    }
+    u32 before = 0;  // where the pair of slot 0 would be, if all slots up to ours were in our block
+    u32 left = P::ballot(true);
+    while (left != 0) {
+      const u32 its = P::broadcast(expert, P::first_lane(left));
+#pragma unroll 1
+      for (u32 first = 0; first < blocks(); first += P::kLanes) {
+        const u32 block = minimum(first + P::lane(), blocks() - 1);
+        // No condition around the load: it would keep the next one waiting.
+        const u32 slots_before = base(block, its);
+        const u32 place_of_slot_0 = place_of_first(block, its, slots_before);
+        const u32 starts = first + P::lane() < blocks() ? slots_before : kNone;
+        u32 last = 0;  // the last lane whose block starts at or before our slot
+#pragma unroll 1
+        for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
+          last += P::broadcast(starts, last + step) <= place.slot ? step : 0;
+        }
+        const u32 first_start = P::broadcast(starts, 0);
+        const u32 found = P::broadcast(place_of_slot_0, last);
+        const bool among = expert == its && first_start <= place.slot;
+        before = among ? found : before;
+      }
+      left &= ~P::ballot(expert == its);
+    }
+    return memory_.block_pairs[before + place.slot];
   }
 
   /// Where the row of a pair that is sent lies.
@@ -103,8 +129,15 @@ class RoutingMap {
     const u32 local = expert % geometry_.get().local_experts();
     return Place{peer, local, at, memory_.send_starts(peer)[local] + at};
   }
+  u32 blocks() const { return geometry_.get().route_blocks_of(tokens_); }
   u32 base(u32 block, u32 expert) const {
     return memory_.block_base[u64{block} * geometry_.get().experts + expert];
+  }
+  /// In block_pairs: where the expert's pairs start in a block, less the slots before them.
+  u32 place_of_first(u32 block, u32 expert, u32 slots_before) const {
+    const u32 block_pairs = geometry_.get().route_tokens_of(tokens_) * geometry_.get().top_k;
+    return block * block_pairs +
+           memory_.block_first[u64{block} * geometry_.get().experts + expert] - slots_before;
   }
   u32 slot(u32 pair, u32 expert) const {
     return base(geometry_.get().route_block(tokens_, pair / geometry_.get().top_k), expert) +

@@ -45,17 +45,23 @@ void note_row(const Rank<P>& rank, const RoutingMap::Place& place, u32 pair) {
   rank.memory.pair_row[pair] = row_of_result(rank, place);
 }
 
-/// Finds row `row`, in the order of sending to `peer`, to which each token goes once or not, and
-/// notes both directions; and to the peer that gets tokens once, where the row is from.
+/// Finds this lane's row of a part of Dispatch, row `row` in the order of sending, if there is one,
+/// and notes both directions; and to a peer that gets tokens once, where the row is from. All
+/// lanes.
 template <Platform P>
-OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, u32 peer, u32 row, bool once) {
-  const RoutingMap::Place place = map.place_at(peer, row);
-  OutgoingRow found{map.pair_at(place), number_of(rank, place), 0};
+OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, const CourierPart& part,
+                        u32 row) {
+  const bool there = row < part.first + part.rows;
+  const RoutingMap::Place place = map.place_at(part.peer, there ? row : part.first);
+  OutgoingRow found{map.template pairs_at<P>(place), number_of(rank, place), kNone};
+  if (!there) {
+    return found;
+  }
   found.origin = found.number;
-  if (once) {
+  if (rank.sends_once(part.peer, part.cell_rows)) {
     found.origin = number_of(rank, map.first_place(found.pair, place));
     // A plain store, too: the peer acquires it with the chunk.
-    *reinterpret_cast<u32*>(rank.platform.peer(peer) + rank.layout.origin(rank.rank, row)) =
+    *reinterpret_cast<u32*>(rank.platform.peer(part.peer) + rank.layout.origin(rank.rank, row)) =
         seal(found.origin);
   }
   note_row(rank, place, found.pair);

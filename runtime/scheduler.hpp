@@ -196,7 +196,7 @@ class Scheduler {
     const bool there = P::lane() < batch.size;
     batch.narrow = there && word.part() != wide_parts;
     const bool shared = batch.size > 1 && P::ballot(there && !batch.narrow) != 0;
-    const u32 tile = word.task() - rank_.memory.first_task(TaskKind::gemm0);
+    const u32 tile = word.task();
     batch.expert = there && shared ? rank_.os->tile_facts[tile].local_expert() : kNone;
     if (rank_.geometry().large_experts != 0 && shared) {
       leave_last_expert(batch);

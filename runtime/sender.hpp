@@ -167,8 +167,8 @@ class Sender {
       if (!dispatch) {
         // Relaxed: the scheduler compares a number. The call may end, since what the peer waits for
         // is on the way.
-        P::template add_relaxed<Scope::device>(&rank_.memory.call(call_.epoch).rows_returned.value,
-                                               rows);
+        P::template count_relaxed<Scope::device>(
+            &rank_.memory.call(call_.epoch).rows_returned.value, rows);
       }
     }
     P::sync_lanes();

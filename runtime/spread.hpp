@@ -99,16 +99,17 @@ class Spread {
     P::sync_lanes();  // what the lanes have stored is there for whoever speaks for their chunk
     u32 flag_bytes = 0;
     if (chunk.rows > 0) {
-      chunk.announced = count_rows(rank_, call_, row.peer, row.rows_sent, row.chunk, chunk.rows,
-                                   chunk.rows, flag_bytes);
+      count_carried(rank_, call_, row.peer, chunk.rows);
+      chunk.announced =
+          count_rows(rank_, call_, row.peer, row.rows_sent, row.chunk, chunk.rows, flag_bytes);
     }
     const u32 chunks = P::count(P::ballot(chunk.rows > 0));
     const u32 elsewhere = P::count(P::ballot(row.goes && row.peer != rank_.rank));
     const u32 flags = P::broadcast(P::inclusive_scan(flag_bytes), P::kLanes - 1);
     if (P::lane() == 0) {
-      tally_.tasks[static_cast<u32>(TaskKind::dispatch)] += chunks;
-      tally_.row_bytes_to_peers += u64{elsewhere} * geometry.row_bytes;
-      tally_.flag_bytes_to_peers += flags;
+      note<P>(tally_.tasks[static_cast<u32>(TaskKind::dispatch)], chunks);
+      note<P>(tally_.row_bytes_to_peers, u64{elsewhere} * geometry.row_bytes);
+      note<P>(tally_.flag_bytes_to_peers, flags);
     }
     return chunk;
   }
@@ -116,8 +117,8 @@ class Spread {
   /// Behind the last row of a part.
   void end_part(u64 busy_ns) {
     if (P::lane() == 0) {
-      tally_.busy_ns[static_cast<u32>(TaskKind::dispatch)] += busy_ns;
       count_dispatch(rank_, call_);
+      note<P>(tally_.busy_ns[static_cast<u32>(TaskKind::dispatch)], busy_ns);
     }
     P::sync_lanes();
   }

@@ -2,9 +2,9 @@
 //
 // A descriptor is one cache line, written once by whoever learns that the work is possible and read
 // by the processors that run its parts (thesis section 5.2, Figure 5.1). A part is one N-tile of a
-// GEMM, some rows of a Dispatch, a slice of a token block's Route, some tokens' Combine; the latter
-// two are known from their words, and have no descriptor in memory. May not know: how a task is
-// computed; addresses.
+// GEMM, a slice of a token block's Route, some tokens' Combine, some rows that are brought to where
+// they go; all but the first are known from their words, and have no descriptor in memory. May not
+// know: how a task is computed; addresses.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -23,8 +23,8 @@ enum class TaskKind : u8 {
   combine,    ///< weighted sum of the tokens whose rows are all back
   gemm1,      ///< second GEMM of a row tile, written into the owners' combine cells
   gemm0,      ///< first GEMM and activation of a row tile
-  dispatch,   ///< some chunks of rows to the rank that owns their experts; couriers take its parts
-              ///< from a list of their own (courier.hpp)
+  dispatch,   ///< rows of a chunk to the rank that owns their experts; couriers take these from a
+              ///< list of their own (courier.hpp)
   replicate,  ///< rows of a chunk whose tokens have come here already, for other experts; couriers
               ///< take these, too
 };
@@ -44,12 +44,10 @@ struct alignas(kCacheLine) Task {
   u32 epoch;         // the call it belongs to: a reader checks it against its own
   u32 local_expert;  // GEMMs: whose weights
   u32 tile;          // GEMMs: index of the row tile, for its completion counter
-  u32 rows;          // GEMMs: rows of the tile that count; dispatch: of a part; combine: tokens, or
-                     // 0 for those of a block that sent no row
+  u32 rows;          // GEMMs: rows of the tile that count; combine: tokens, or 0 for those of a
+                     // block that sent no row
   u32 padded_rows;   // GEMMs: rows of the tile as laid out, a multiple of 8
   u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs
-  u32 peer;          // dispatch: destination; replicate: source
-  u32 first_chunk;   // dispatch, replicate
   u32 first_ready;   // combine: place of the first token among those that are complete, or, of
                      // tokens that are awaited, the first one; or a block
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
@@ -70,39 +68,16 @@ static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
 inline constexpr u32 kWhole = 0x4D6F454FU;
 
 /// Words of a descriptor that are always its own.
-inline constexpr u32 kTaskHeaderWords = 16;
+inline constexpr u32 kTaskHeaderWords = 14;
 inline constexpr u32 kTaskWords = sizeof(Task) / sizeof(u32);
-static_assert(sizeof(Task) - sizeof(Task::segments) == kTaskHeaderWords * sizeof(u32));
+static_assert(align_up(u64{kTaskHeaderWords * sizeof(u32) + sizeof(Task::segments)},
+                       u64{kCacheLine}) == sizeof(Task));
 
 constexpr u32 first_word(TaskKind kind, u32 segments, u32 parts) {
   return static_cast<u32>(kind) | segments << 8 | parts << 16;
 }
 constexpr u32 words_of(const Segment& segment) {
   return segment.first_row ^ (u32{segment.source} | u32{segment.rows} << 16);
-}
-
-/// Fills in the Dispatch of some chunks, in parts of `rows` rows.
-constexpr void make_dispatch(Task& task, u32 parts, u32 epoch, u32 peer, u32 first_chunk,
-                             u32 rows) {
-  task.kind = TaskKind::dispatch;
-  task.parts = static_cast<u16>(parts);
-  task.epoch = epoch;
-  task.rows = rows;
-  task.peer = peer;
-  task.first_chunk = first_chunk;
-  task.seal = kWhole ^ first_word(TaskKind::dispatch, 0, parts) ^ epoch ^ rows ^ peer ^ first_chunk;
-}
-
-/// What a part of Dispatch sends, in the order of sending to the peer.
-struct SentRows {
-  u32 chunk;
-  u32 first;
-  u32 count;
-};
-constexpr SentRows rows_in_part(const Geometry& geometry, u32 rows_sent, const Task& dispatch,
-                                u32 part) {
-  const u32 first = dispatch.first_chunk * geometry.chunk_rows + part * dispatch.rows;
-  return {first / geometry.chunk_rows, first, minimum(dispatch.rows, rows_sent - first)};
 }
 
 /// Rows that segment `index` takes inside the tile, from row `first` of it on. The last one takes
@@ -140,8 +115,8 @@ constexpr void become_gemm1(Task& task, const Geometry& geometry, bool halved) {
 /// Whether a descriptor is what its poster has written.
 constexpr bool is_whole(const Task& task) {
   u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
-            task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.peer ^
-            task.first_chunk ^ task.first_ready ^ task.narrow ^ task.awaits ^ task.seal;
+            task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.first_ready ^
+            task.narrow ^ task.awaits ^ task.seal;
   for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }
@@ -257,16 +232,42 @@ constexpr ReadyWord chunk_word(u32 epoch, u32 chunk) {
   return ReadyWord(epoch, TaskKind::dispatch, chunk, 0);
 }
 
-/// The word of a chunk that `source` has not sent all rows of. It says all that there is to know.
+/// The word of a part of Dispatch, `rows` rows for `peer` from row `first` on in the order of
+/// sending: a chunk, or a piece of one, or what is left of either. It says all that there is to
+/// know.
+constexpr ReadyWord dispatch_word(const Geometry& geometry, u32 epoch, u32 peer, u32 first,
+                                  u32 rows) {
+  const u32 whole = rows == geometry.chunk_rows ? 1 : 0;
+  return ReadyWord(epoch, TaskKind::dispatch, first / geometry.piece_rows() * 2 + whole, peer);
+}
+
+/// The word of a chunk that `source` has not sent all rows of. It says all that there is to know,
+/// too.
 constexpr ReadyWord replicate_word(u32 epoch, u32 source, u32 chunk) {
   return ReadyWord(epoch, TaskKind::replicate, chunk, source);
 }
-/// What a courier makes of it.
-constexpr Task replicate_task(ReadyWord word) {
-  Task task = task_of_one_part(word);
-  task.peer = word.part();
-  task.first_chunk = word.task();
-  return task;
+
+/// What a courier does at a time: rows of one chunk, in the order of sending from one rank to
+/// another.
+struct CourierPart {
+  TaskKind kind;  // dispatch: they go to the peer; replicate: they have come from it, but for those
+                  // whose tokens had come before
+  u32 peer;
+  u32 first;
+  u32 rows;
+  u32 cell_rows;  // that this rank sends there, or gets from there, in all
+
+  constexpr bool sends() const { return kind == TaskKind::dispatch; }
+  constexpr u32 chunk(const Geometry& geometry) const { return first / geometry.chunk_rows; }
+};
+/// What its word says; `cell_rows` as above, which the word does not say.
+constexpr CourierPart courier_part(const Geometry& geometry, ReadyWord word, u32 cell_rows) {
+  const bool sends = word.kind() == TaskKind::dispatch;
+  const bool whole = !sends || word.task() % 2 != 0;
+  const u32 first =
+      sends ? word.task() / 2 * geometry.piece_rows() : word.task() * geometry.chunk_rows;
+  const u32 rows = whole ? geometry.chunk_rows : geometry.piece_rows();
+  return {word.kind(), word.part(), first, minimum(rows, cell_rows - first), cell_rows};
 }
 
 }  // namespace moeos

@@ -93,7 +93,7 @@ class TilePlan {
     MOEOS_CHECK(complete());
   }
 
-  /// Tiles planned so far in this call; their descriptors are tasks from first_task(gemm0) on.
+  /// Tiles planned so far in this call; whose numbers are those of their descriptors.
   u32 tiles() const { return tiles_; }
   /// Whether these are all of this call's: all rows are here, and in tiles.
   bool complete() const { return unpacked_ == 0; }
@@ -338,9 +338,7 @@ class TilePlan {
     return extent;
   }
 
-  Task& descriptor(u32 tile) const {
-    return memory_.tasks[memory_.first_task(TaskKind::gemm0) + tile];
-  }
+  Task& descriptor(u32 tile) const { return memory_.tasks[tile]; }
 
   /// Makes `rows` rows of (source, expert), from its slot `slot` on, a tile's segment; returns
   /// words_of() it.

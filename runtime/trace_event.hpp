@@ -24,7 +24,8 @@ struct alignas(64) TraceEvent {
   u64 begin_ns;  // a part: claimed, and its inputs here
   u64 end_ns;    // a part: its effects are visible
   u32 kind;
-  u32 part;    // of a task; dispatch of tokens (spread.hpp): the first pair's number
+  u32 part;    // of a task; dispatch: which of the pieces of its chunk comes first in it; of tokens
+               // (spread.hpp): the first pair's number
   u32 peer;    // dispatch: the destination; replicate: the source
   u32 expert;  // GEMMs: the local expert
   u32 place;   // route: the slice, and `part` the block; GEMMs: the tile; dispatch: the part's
@@ -50,8 +51,8 @@ struct alignas(64) TraceEvent {
 };
 static_assert(sizeof(TraceEvent) == 64);
 
-/// What the event of a finished part says of its task; `done`: tokens that a Combine part has
-/// written, chunks that a Dispatch part has announced.
+/// What the event of a processor's finished part says of its task; `done`: tokens that a Combine
+/// part has written.
 constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyWord word,
                               u32 done) {
   TraceEvent event{};
@@ -65,20 +66,25 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
     event.rows = task.rows;
   } else if (task.kind == TaskKind::route) {
     event.place = word.task();  // the slice
-  } else if (task.kind == TaskKind::dispatch) {
-    event.peer = task.peer;
-    event.place = task.first_chunk + word.part() * task.rows / geometry.chunk_rows;
-    event.rows = done;
-  } else if (task.kind == TaskKind::replicate) {
-    event.part = 0;
-    event.peer = task.peer;
-    event.place = task.first_chunk;
-    event.rows = done;
   } else if (task.kind == TaskKind::combine) {
     event.part = task.rows == 0 ? task.first_ready : task.first_ready / geometry.max_tokens;
     event.place = task.rows == 0 ? kNone : task.first_ready;
     event.rows = done;
   }
+  return event;
+}
+
+/// And a courier's of its part, of whose rows it has copied `carried`.
+constexpr TraceEvent event_of(const Geometry& geometry, const CourierPart& part, u32 carried,
+                              bool announced) {
+  TraceEvent event{};
+  event.kind = static_cast<u32>(part.kind);
+  event.part = part.first % geometry.chunk_rows / geometry.piece_rows();
+  event.peer = part.peer;
+  event.expert = kNone;
+  event.place = part.chunk(geometry);
+  event.rows = announced ? 1 : 0;
+  event.carried = carried;
   return event;
 }
 

@@ -34,7 +34,7 @@ class Sizes:
         intermediate_bytes: the buffer between the two GEMMs.
         cell_rows: rows that one source may send, and those that return to it.
         chunks: transfers, each with its flag, in which these rows come.
-        tiles, tasks, parts: the most row tiles, task descriptors and pieces of work of a call.
+        tiles, parts: the most row tiles and pieces of work of a call.
     """
 
     heap_bytes: int
@@ -43,7 +43,6 @@ class Sizes:
     cell_rows: int
     chunks: int
     tiles: int
-    tasks: int
     parts: int
 
 
@@ -117,7 +116,6 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
             cell_rows=sizes.cell_rows,
             chunks=sizes.chunks,
             tiles=sizes.tiles_max,
-            tasks=sizes.tasks_max,
             parts=sizes.parts_max,
         )
     return found

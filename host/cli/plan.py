@@ -28,7 +28,6 @@ _SIZE_ROWS = (
     ("rows of a cell", "cell_rows", output.count),
     ("chunks of a cell", "chunks", output.count),
     ("row tiles, at most", "tiles", output.count),
-    ("task descriptors, at most", "tasks", output.count),
     ("pieces of work, at most", "parts", output.count),
 )
 

@@ -124,7 +124,6 @@ struct Parcels {
   static constexpr u32 kBuffers = 2;
   static constexpr u32 kBufferBytes = 8192;
   alignas(128) u8 buffers[kBuffers][kBufferBytes];
-  Task task;  // of the part at hand
   Barrier full[kBuffers];
 };
 

@@ -181,20 +181,14 @@ struct Copy {
   }
 };
 
-/// The row of this lane in a part of a Dispatch task to its peer, or to the staging copies of a
-/// remote one.
+/// The row of this lane in a part of Dispatch to its peer, or to the staging copies of a remote
+/// one.
 inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& rank,
-                          const Call& call, const Task& task, u32 part) {
+                          const Call& call, const CourierPart& part) {
   const RoutingMap map(kGeometry, rank.memory, call);
-  const u32 rows_sent = rank.memory.rows_sent(task.peer);
-  const SentRows rows = rows_in_part(kGeometry, rows_sent, task, part);
-  if (Machine::lane() >= rows.count) {
-    return {};
-  }
-  const OutgoingRow row = look_up_row(rank, map, task.peer, rows.first + Machine::lane(),
-                                      rank.sends_once(task.peer, rows_sent));
+  const OutgoingRow row = look_up_row(rank, map, part, part.first + Machine::lane());
   return {row.goes(), arguments.x_rows + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes,
-          reinterpret_cast<u64>(outgoing_row(rank, task.peer, Round::dispatch, row.number))};
+          reinterpret_cast<u64>(outgoing_row(rank, part.peer, Round::dispatch, row.number))};
 }
 
 /// A courier's way through a call of few tokens. Leaves early if the call has failed.
@@ -251,16 +245,13 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
 }
 
 /// The row of this lane in a chunk whose tokens came once.
-inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const Task& task) {
-  const u32 source = task.peer;
-  if (Machine::lane() >=
-      rows_in_chunk(kGeometry, rank.memory.rows_received(source), task.first_chunk)) {
+inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const CourierPart& part) {
+  if (Machine::lane() >= part.rows) {
     return {};
   }
-  const LandedRow row =
-      look_up_landed(rank, call, source, task.first_chunk * kGeometry.chunk_rows + Machine::lane());
-  return {!row.came(), arrived_row(rank, source, row.origin),
-          reinterpret_cast<u64>(arrived_row(rank, source, row.number))};
+  const LandedRow row = look_up_landed(rank, call, part.peer, part.first + Machine::lane());
+  return {!row.came(), arrived_row(rank, part.peer, row.origin),
+          reinterpret_cast<u64>(arrived_row(rank, part.peer, row.number))};
 }
 
 /// The courier warp: parts of Dispatch and chunks to make whole, until there are no more, or the
@@ -276,11 +267,10 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
   Trace<Machine> trace(rank, actor);
   trace.resume();
   Courier<Machine> courier(rank, call, actor);
-  Task& task = shared.parcels.task;
-  ReadyWord word;
+  CourierPart part;
   u32 idle = 0;
   for (; !courier.over(); rank = rank_of_look(arguments)) {
-    if (!courier.take(word, task)) {
+    if (!courier.take(part)) {
       // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher).
       if (must_leave(rank, call)) {
         return;
@@ -290,29 +280,27 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
     }
     Machine::rest(idle);
     u64 begun_ns = Machine::now_ns();
-    const bool sends = !is_replication(kGeometry, task);
-    Copy copy = sends ? outgoing_copy(arguments, rank, call, task, word.part())
-                      : landed_copy(rank, call, task);
+    Copy copy =
+        part.sends() ? outgoing_copy(arguments, rank, call, part) : landed_copy(rank, call, part);
     const u32 rows = copy.gather();
+    courier.begin(part, rows);
     begun_ns += wait_for_links(rank, call, [&](u32 peer) {
-      return sends && peer == task.peer ? u64{rows} * kGeometry.row_bytes : 0;
+      return part.sends() && peer == part.peer ? u64{rows} * kGeometry.row_bytes : 0;
     });
-    if (!sends) {
+    if (!part.sends()) {
       // Rows that peers have written, acquired with the part; they are read by the async proxy.
       fence_proxy_async();
     }
     line.copy(copy.source, copy.destination, rows);
     const u64 stored_ns = Machine::now_ns();
-    const bool announced = courier.complete(task, word, rows, stored_ns - begun_ns);
+    const bool announced = courier.complete(part, rows, stored_ns - begun_ns);
     if (kTraced && Machine::lane() == 0) {
-      TraceEvent event = event_of(kGeometry, task, word, announced ? 1 : 0);
+      TraceEvent event = event_of(kGeometry, part, rows, announced);
       event.begin_ns = begun_ns;
       event.end_ns = Machine::now_ns();
       event.stored = event.since(stored_ns);
-      event.carried = rows;
       trace.note(event);
     }
-    __syncwarp();  // all lanes have read the task
   }
 }
 

@@ -96,7 +96,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
         std::numeric_limits<u32>::max() / 2, "the number of rows that a rank can receive");
   limit(u64{experts / world} * capacity, std::numeric_limits<u32>::max() / 2,
         "the number of rows of a cell");
-  limit(geometry.tasks_max(), ReadyWord::kTasks, "the number of task descriptors");
+  limit(geometry.tiles_max(), ReadyWord::kTasks, "the number of tiles");
   limit(u64{kReturnsSubscribersMax} * max_tokens, ReadyWord::kTasks,
         "the number of places for tokens that are complete");
   limit(maximum(geometry.route_blocks(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
@@ -106,11 +106,9 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   require(ceil_div(tile_rows, kChunkRows) + 2 * Geometry::kMaxSegments <= Geometry::kAwaitedMost,
           "a tile's rows must lie in fewer chunks");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
-  limit(world, std::numeric_limits<u16>::max(), "the world's size");
-  if (geometry.once()) {
-    limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
-    limit(world, ReadyWord::kParts, "the world's size");
-  }
+  limit(world, ReadyWord::kParts, "the world's size");
+  limit(2 * geometry.chunks() * geometry.pieces_of_chunk(), ReadyWord::kTasks,
+        "twice the number of pieces of a peer's chunks");
   return sizes;
 }
 
@@ -224,7 +222,6 @@ NB_MODULE(_twin, module) {
           },
           "tokens"_a)
       .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
-      .def_prop_ro("tasks_max", [](const Sizes& s) { return s.geometry.tasks_max(); })
       .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })
       .def_prop_ro("gemm0_parts", [](const Sizes& s) { return s.geometry.gemm0_parts; })
       .def_prop_ro("gemm1_parts", [](const Sizes& s) { return s.geometry.gemm1_parts; })

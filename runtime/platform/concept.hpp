@@ -53,7 +53,8 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   P::template store_relaxed<Scope::device>(word, value);
   P::template store_release<Scope::system>(wide, u64{0});
   { P::template add_relaxed<Scope::device>(word, value) } -> SameAs<u32>;  // the value before
-  { P::template add_relaxed<Scope::device>(wide, u64{0}) } -> SameAs<u64>;
+  P::template count_relaxed<Scope::device>(word, value);  // adds, and nobody asks what was before
+  P::template count_relaxed<Scope::device>(wide, u64{0});
   { P::template add_release<Scope::system>(word, value) } -> SameAs<u32>;  // the value before
   {
     P::template add_acquire_release<Scope::device>(word, value)
@@ -68,7 +69,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   P::template publish_fence<Scope::device>();
   P::template relay_fence<Scope::device>();  // both: what was polled, for what is published
   P::template publish<Scope::device>(word, value);
-  { P::template publish_add<Scope::system>(word, value) } -> SameAs<u32>;  // the value before
+  P::template publish_add<Scope::system>(word, value);
 
   // Time: a clock for deadlines, and what a waiting loop does between two looks.
   { P::now_ns() } -> SameAs<u64>;

@@ -411,6 +411,12 @@ FAULTS = {
         "second GEMMs in halves",
         2,
     ),
+    "a pair that is looked for in the block before its own": BrokenSource(
+        "runtime/routing_map.hpp",
+        {"last + step) <= place.slot": "last + step) < place.slot"},
+        "two ranks, odd sizes, biases",
+        4,
+    ),
     "rows that go in the places of those that stay": BrokenSource(
         "kernels/sm90/courier.cuh",
         {"Machine::lanes_before(all) + wanted": "Machine::lane() + 1"},

@@ -84,9 +84,7 @@ class Arrivals {
   }
   Planned planned() const { return static_cast<Planned>(*rank_.os.planned); }
   const Geometry& geometry() const { return rank_.geometry; }
-  u32 tile_of(ReadyWord word) const {
-    return word.task() - rank_.rank.memory.first_task(TaskKind::gemm0);
-  }
+  u32 tile_of(ReadyWord word) const { return word.task(); }
 
  private:
   Rows rows_;

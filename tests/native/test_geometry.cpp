@@ -1,5 +1,6 @@
 // Bounds of Geometry: kMaxExactBoxes against all ways in which segments can fill a tile; what a
-// Combine part holds, and blocks and parts of Route, against every call.
+// Combine part holds, and blocks and parts of Route, against every call. And words of couriers'
+// parts, which must say what they stand for.
 //
 // Build: g++ -std=c++20 -I. tests/native/test_geometry.cpp -o test_geometry
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "runtime/geometry.hpp"
+#include "runtime/task.hpp"
 
 namespace {
 
@@ -132,9 +134,41 @@ bool whole_plans_fit() {
   return fit && geometry.tiles_in_halves(3) == 0;
 }
 
+/// Whether the words of all parts of a cell of `rows` rows, in chunks or in pieces, say which rows
+/// they are.
+bool words_say_their_rows(u32 rows) {
+  Geometry geometry{};
+  geometry.chunk_rows = 32;
+  constexpr u32 kEpoch = 7;
+  constexpr u32 kPeer = ReadyWord::kParts - 1;
+  bool right = true;
+  for (const u32 part_rows : {geometry.chunk_rows, geometry.piece_rows()}) {
+    for (u32 first = 0; first < rows; first += part_rows) {
+      const ReadyWord word(dispatch_word(geometry, kEpoch, kPeer, first, part_rows).sealed());
+      const CourierPart part = courier_part(geometry, word, rows);
+      right = right && word.epoch() == kEpoch && part.sends() && part.peer == kPeer &&
+              part.first == first && part.rows == std::min(part_rows, rows - first) &&
+              part.cell_rows == rows && part.chunk(geometry) == first / geometry.chunk_rows;
+    }
+  }
+  for (u32 chunk = 0; chunk * geometry.chunk_rows < rows; ++chunk) {
+    const CourierPart part = courier_part(geometry, replicate_word(kEpoch, kPeer, chunk), rows);
+    right = right && !part.sends() && part.peer == kPeer && part.chunk(geometry) == chunk &&
+            part.first == chunk * geometry.chunk_rows &&
+            part.rows == rows_in_chunk(geometry, rows, chunk);
+  }
+  return right;
+}
+
 }  // namespace
 
 int main() {
+  for (const u32 rows : {1U, 7U, 8U, 9U, 31U, 32U, 33U, 100U, 4096U, 99'999U}) {
+    if (!words_say_their_rows(rows)) {
+      std::printf("a word of a cell of %u rows stands for other rows than it says\n", rows);
+      return 1;
+    }
+  }
   if (!whole_plans_fit()) {
     std::printf("calls are planned whole, or tiles cut, where they should not be\n");
     return 1;

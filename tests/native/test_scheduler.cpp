@@ -41,8 +41,7 @@ class Handed {
   void post(TaskKind kind, u32 parts = kParts) {
     u32& posted = kind == TaskKind::gemm0 ? first_ : second_;
     const MailboxView mailbox = alone_.rank.memory.mailbox(kind);
-    const u32 task = alone_.rank.memory.first_task(TaskKind::gemm0) + posted;
-    mailbox.words[posted] = ReadyWord(kEpoch, kind, task, parts).sealed();
+    mailbox.words[posted] = ReadyWord(kEpoch, kind, posted, parts).sealed();
     ++posted;
   }
   void post_all(TaskKind kind, u32 tiles) {

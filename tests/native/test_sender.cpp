@@ -109,14 +109,13 @@ class World {
   /// Rank 0 has staged results of a tile whose rows are `rows` of the peer's, from `first` on.
   void ask_for_results(u32 peer, u32 first, u32 rows) {
     const Rank<Machine>& from = rank(0);
-    const u32 index = from.memory.first_task(TaskKind::gemm1);
-    Task& task = from.memory.tasks[index];
+    Task& task = from.memory.tasks[0];
     task.kind = TaskKind::gemm1;
     task.segment_count = 1;
     task.segments[0] = Segment{first, static_cast<u16>(peer), static_cast<u16>(rows)};
     task.seal = moeos::kWhole ^ moeos::first_word(TaskKind::gemm1, 1, 0) ^
                 moeos::words_of(task.segments[0]);
-    moeos::post_request(from, call_, peer, ReadyWord(kEpoch, TaskKind::gemm1, index, 0));
+    moeos::post_request(from, call_, peer, ReadyWord(kEpoch, TaskKind::gemm1, 0, 0));
   }
 
   /// Rows of rank 0 that have landed at the peer.

@@ -70,9 +70,7 @@ class Arrivals {
   bool complete() const { return plan_.complete(); }
 
   const Geometry& geometry() const { return geometry_; }
-  const Task& tile(u32 number) const {
-    return tasks_.tasks[tasks_.first_task(TaskKind::gemm0) + number];
-  }
+  const Task& tile(u32 number) const { return tasks_.tasks[number]; }
   /// Whether what the OS block keeps of each tile is what its descriptor says.
   bool facts_are_those_of_the_descriptors() const {
     bool right = true;

@@ -121,9 +121,7 @@ class Fault : public Device {
                       reinterpret_cast<u8*>(memory.replicated_flag(source, chunk)), sizeof(u32),
                       low};
       default: {
-        // Of a tile, or of Dispatch.
-        const u32 first = memory.first_task(static_cast<TaskKind>(draw(random, 3, 4)));
-        const u32 task = minimum(first + early(8), g.tasks_max() - 1);
+        const u32 task = minimum(early(8), g.tiles_max() - 1);
         constexpr u32 kHeaderWords = 10;
         const u32 word = draw(random, 0, kHeaderWords + 5);  // a word of the first segments, or not
         const u32 offset = word < kHeaderWords ? 4 * word

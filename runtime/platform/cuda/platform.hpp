@@ -136,16 +136,26 @@ class Machine {
     }
     return before;
   }
-  /// For counts that may outgrow 32 bits, within a rank.
+  /// A reduction: it comes back with nothing, so nothing waits for it.
   template <Scope S>
-  static u64 add_relaxed(u64* word, u64 value) {
+  static void count_relaxed(u32* word, u32 value) {
+    static_assert(S != Scope::block);
+    if constexpr (S == Scope::device) {
+      asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(in_global_memory(word)),
+                   "r"(value)
+                   : "memory");
+    } else {
+      asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(in_global_memory(word)),
+                   "r"(value)
+                   : "memory");
+    }
+  }
+  template <Scope S>
+  static void count_relaxed(u64* word, u64 value) {
     static_assert(S == Scope::device);
-    u64 before;
-    asm volatile("atom.add.relaxed.gpu.u64 %0, [%1], %2;"
-                 : "=l"(before)
-                 : "l"(word), "l"(value)
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(in_global_memory(word)),
+                 "l"(value)
                  : "memory");
-    return before;
   }
   template <Scope S>
   static bool compare_exchange_release(u32* word, u32 expected, u32 desired) {
@@ -244,8 +254,8 @@ class Machine {
   }
 
   template <Scope S>
-  static u32 publish_add(u32* word, u32 value) {
-    return add_relaxed<S>(word, value);
+  static void publish_add(u32* word, u32 value) {
+    count_relaxed<S>(word, value);
   }
 
   static u64 now_ns() {
@@ -302,6 +312,11 @@ class Machine {
   /// The shared-memory address of a word of Scope::block: all of them are OsMemory's.
   static u32 in_shared_memory(const u32* word) {
     return static_cast<u32>(__cvta_generic_to_shared(word));
+  }
+
+  template <class T>
+  static u64 in_global_memory(const T* word) {
+    return __cvta_generic_to_global(word);
   }
 
   template <Scope S>

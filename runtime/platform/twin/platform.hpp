@@ -67,6 +67,10 @@ class Machine {
     return access(word).fetch_add(value, std::memory_order_relaxed);
   }
   template <Scope, class T>
+  static void count_relaxed(T* word, T value) {
+    access(word).fetch_add(value, std::memory_order_relaxed);
+  }
+  template <Scope, class T>
   static T add_release(T* word, T value) {
     return access(word).fetch_add(value, std::memory_order_release);
   }
@@ -97,8 +101,8 @@ class Machine {
   }
 
   template <Scope S, class T>
-  static T publish_add(T* word, T value) {
-    return add_acquire_release<S>(word, value);
+  static void publish_add(T* word, T value) {
+    add_acquire_release<S>(word, value);
   }
 
   static u64 now_ns() {

@@ -70,6 +70,10 @@ class Machine {
     return before;
   }
   template <Scope S, class T>
+  static void count_relaxed(T* word, std::type_identity_t<T> value) {
+    add_relaxed<S>(word, value);
+  }
+  template <Scope S, class T>
   static bool compare_exchange_release(T* word, std::type_identity_t<T> expected,
                                        std::type_identity_t<T> desired) {
     const bool equal = *word == expected;
@@ -107,8 +111,8 @@ class Machine {
     store_relaxed<S>(word, value);
   }
   template <Scope S>
-  static u32 publish_add(u32* word, u32 value) {
-    return add_relaxed<S>(word, value);
+  static void publish_add(u32* word, u32 value) {
+    add_relaxed<S>(word, value);
   }
   static u64 now_ns() { return emulator::now_ns(); }
   static void pause(u32&) { emulator::yield(); }
