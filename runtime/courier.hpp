@@ -16,7 +16,6 @@
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
-#include "runtime/whole.hpp"
 
 namespace moeos {
 

@@ -56,7 +56,7 @@ class RoutingMap {
   /// and so have few experts: of each, the lanes look at all blocks together, one a lane, where a
   /// lane alone would go from block to block.
   template <Platform P>
-  u32 pairs_at(const Place& place) const {
+  u32 pair_at(const Place& place) const {
     const u32 expert = place.peer * geometry_.get().local_experts() + place.local_expert;
     if constexpr (P::kLanes == 1) {
       const u32 block =

@@ -53,7 +53,7 @@ OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, const Courie
                         u32 row) {
   const bool there = row < part.first + part.rows;
   const RoutingMap::Place place = map.place_at(part.peer, there ? row : part.first);
-  OutgoingRow found{map.template pairs_at<P>(place), number_of(rank, place), kNone};
+  OutgoingRow found{map.template pair_at<P>(place), number_of(rank, place), kNone};
   if (!there) {
     return found;
   }

@@ -2,7 +2,7 @@
  *
  * What is modelled, and where it is in the code:
  *
- *   route            counts to every peer, zeros too            routing_finish.hpp send_counts
+ *   route            counts to every peer, zeros too            routing_finish.hpp assign_slots
  *   deliver_count    a count word, stored relaxed, is seen      packet.hpp send_count
  *   write_rows       rows of a chunk into the owner's cell      lone_warp.hpp copy_rows,
  *                                                              kernels/sm90/courier.cuh copy_part
