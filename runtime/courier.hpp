@@ -84,10 +84,11 @@ class Courier {
     // every look: a fence costs more than the look.
     P::template poll<Scope::device>(&state_.replications_ready.value);
     P::template acquire_fence<Scope::device>();
-    const ReadyWord word = find(rank_.memory.replication_list, taken);
-    part =
-        courier_part(rank_.geometry(), word, left_ ? 0 : rank_.memory.rows_received(word.part()));
-    return !left_;
+    if (!find(rank_.memory.replication_list, taken, part)) {
+      return false;
+    }
+    part.end_with(rank_.memory.rows_received(part.peer));
+    return true;
   }
 
   /// One lane: the number of a listed chunk, which so is ours, or kNone.
@@ -130,9 +131,11 @@ class Courier {
     if (all_sent_) {
       return false;
     }
-    const ReadyWord word = find(rank_.memory.dispatch_list, taken);
-    part = courier_part(rank_.geometry(), word, left_ ? 0 : rows_sent(word.part()));
-    return !left_;
+    if (!find(rank_.memory.dispatch_list, taken, part)) {
+      return false;
+    }
+    part.end_with(rows_sent(part.peer));
+    return true;
   }
 
   bool knows_parts() {
@@ -158,15 +161,18 @@ class Courier {
     return kept ? P::broadcast(rows_of_lane_, peer) : rank_.memory.rows_sent(peer);
   }
 
-  /// A word of a list, which has been acquired. One that is not this call's ends the call.
-  ReadyWord find(const u64* list, u32 place) {
+  /// What a word of a list, which has been acquired, says of its part. False: it is not this
+  /// call's, which so is over.
+  bool find(const u64* list, u32 place, CourierPart& part) {
     const u64 listed = list[place];
     const ReadyWord word(listed);
     if (word.epoch() != call_.epoch) {
       reject_damaged(rank_, call_, FailureKind::word_damaged, Actor::processor, place, listed);
       left_ = true;
+      return false;
     }
-    return word;
+    part = courier_part(rank_.geometry(), word);
+    return true;
   }
 
   /// One lane.

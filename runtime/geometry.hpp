@@ -318,11 +318,12 @@ struct Geometry {
     return chunk_rows % kPiecesOfChunk == 0 ? kPiecesOfChunk : 1;
   }
   constexpr u32 piece_rows() const { return chunk_rows / pieces_of_chunk(); }
+  constexpr u32 pieces_of_cell() const { return chunks() * pieces_of_chunk(); }
   constexpr u32 dispatch_part_rows(u32 chunks_sent) const {
     const bool pieces = chunks_sent <= 2 * processors || piece_rows() * row_bytes >= kLongPart;
     return pieces ? piece_rows() : chunk_rows;
   }
-  constexpr u32 dispatch_parts_max() const { return world * chunks() * pieces_of_chunk(); }
+  constexpr u32 dispatch_parts_max() const { return world * pieces_of_cell(); }
   /// Tokens that one Combine part writes at most, and pairs that these have, if it writes several.
   static constexpr u32 kCombineTokens = 8;
   static constexpr u32 kCombinePairs = 64;

@@ -153,6 +153,13 @@ class ReadyWord {
   constexpr ReadyWord(u32 epoch, TaskKind kind, u32 task, u32 part)
       : ReadyWord(epoch, static_cast<u32>(kind), task, part) {}
 
+  /// Of something that has one number, in place of a task and a part.
+  static constexpr u32 kNumbers = kTasks * kParts;
+  static constexpr ReadyWord of_number(u32 epoch, TaskKind kind, u32 number) {
+    return ReadyWord(epoch, kind, number % kTasks, number / kTasks);
+  }
+  constexpr u32 number() const { return bits_ & (kNumbers - 1); }
+
   /// For memory.
   constexpr u64 sealed() const { return seal(bits_); }
   constexpr u32 epoch() const { return static_cast<u32>(bits_ >> 32); }
@@ -234,11 +241,12 @@ constexpr ReadyWord chunk_word(u32 epoch, u32 chunk) {
 
 /// The word of a part of Dispatch, `rows` rows for `peer` from row `first` on in the order of
 /// sending: a chunk, or a piece of one, or what is left of either. It says all that there is to
-/// know.
+/// know: which of all peers' pieces comes first in it, and whether it is a whole chunk.
 constexpr ReadyWord dispatch_word(const Geometry& geometry, u32 epoch, u32 peer, u32 first,
                                   u32 rows) {
+  const u32 piece = peer * geometry.pieces_of_cell() + first / geometry.piece_rows();
   const u32 whole = rows == geometry.chunk_rows ? 1 : 0;
-  return ReadyWord(epoch, TaskKind::dispatch, first / geometry.piece_rows() * 2 + whole, peer);
+  return ReadyWord::of_number(epoch, TaskKind::dispatch, piece * 2 + whole);
 }
 
 /// The word of a chunk that `source` has not sent all rows of. It says all that there is to know,
@@ -257,17 +265,24 @@ struct CourierPart {
   u32 rows;
   u32 cell_rows;  // that this rank sends there, or gets from there, in all
 
+  /// Of a cell of so many rows: has none behind the last one.
+  constexpr void end_with(u32 all) {
+    cell_rows = all;
+    rows = minimum(rows, all - first);
+  }
   constexpr bool sends() const { return kind == TaskKind::dispatch; }
   constexpr u32 chunk(const Geometry& geometry) const { return first / geometry.chunk_rows; }
 };
-/// What its word says; `cell_rows` as above, which the word does not say.
-constexpr CourierPart courier_part(const Geometry& geometry, ReadyWord word, u32 cell_rows) {
-  const bool sends = word.kind() == TaskKind::dispatch;
-  const bool whole = !sends || word.task() % 2 != 0;
-  const u32 first =
-      sends ? word.task() / 2 * geometry.piece_rows() : word.task() * geometry.chunk_rows;
-  const u32 rows = whole ? geometry.chunk_rows : geometry.piece_rows();
-  return {word.kind(), word.part(), first, minimum(rows, cell_rows - first), cell_rows};
+/// What its word says, as if the cell had rows without end.
+constexpr CourierPart courier_part(const Geometry& geometry, ReadyWord word) {
+  if (word.kind() == TaskKind::replicate) {
+    return {word.kind(), word.part(), word.task() * geometry.chunk_rows, geometry.chunk_rows, 0};
+  }
+  const u32 piece = word.number() / 2;
+  const bool whole = word.number() % 2 != 0;
+  return {word.kind(), piece / geometry.pieces_of_cell(),
+          piece % geometry.pieces_of_cell() * geometry.piece_rows(),
+          whole ? geometry.chunk_rows : geometry.piece_rows(), 0};
 }
 
 }  // namespace moeos

@@ -106,9 +106,12 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   require(ceil_div(tile_rows, kChunkRows) + 2 * Geometry::kMaxSegments <= Geometry::kAwaitedMost,
           "a tile's rows must lie in fewer chunks");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
-  limit(world, ReadyWord::kParts, "the world's size");
-  limit(2 * geometry.chunks() * geometry.pieces_of_chunk(), ReadyWord::kTasks,
-        "twice the number of pieces of a peer's chunks");
+  static_assert(u64{SentChunk::kNumbers} * Geometry::kPiecesOfChunk * 2 <= ReadyWord::kNumbers);
+  limit(world, std::numeric_limits<u16>::max(), "the world's size");
+  if (geometry.once()) {
+    limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
+    limit(world, ReadyWord::kParts, "the world's size");
+  }
   return sizes;
 }
 

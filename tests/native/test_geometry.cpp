@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/geometry.hpp"
+#include "runtime/os_memory.hpp"
 #include "runtime/task.hpp"
 
 namespace {
@@ -135,27 +136,36 @@ bool whole_plans_fit() {
 }
 
 /// Whether the words of all parts of a cell of `rows` rows, in chunks or in pieces, say which rows
-/// they are.
+/// of which peer's they are, in a world that has as many chunks as there may be.
 bool words_say_their_rows(u32 rows) {
   Geometry geometry{};
   geometry.chunk_rows = 32;
+  geometry.max_tokens = rows;
+  geometry.top_k = 1;
+  geometry.capacity = rows;
+  geometry.world = std::min(SentChunk::kNumbers / ceil_div(rows, geometry.chunk_rows), 65'535U);
+  geometry.experts = geometry.world;
   constexpr u32 kEpoch = 7;
-  constexpr u32 kPeer = ReadyWord::kParts - 1;
+  const auto says = [&](ReadyWord word, bool sends, u32 peer, u32 first, u32 part_rows) {
+    CourierPart part = courier_part(geometry, ReadyWord(word.sealed()));
+    part.end_with(rows);
+    return word.epoch() == kEpoch && part.sends() == sends && part.peer == peer &&
+           part.first == first && part.rows == std::min(part_rows, rows - first) &&
+           part.cell_rows == rows && part.chunk(geometry) == first / geometry.chunk_rows;
+  };
   bool right = true;
-  for (const u32 part_rows : {geometry.chunk_rows, geometry.piece_rows()}) {
-    for (u32 first = 0; first < rows; first += part_rows) {
-      const ReadyWord word(dispatch_word(geometry, kEpoch, kPeer, first, part_rows).sealed());
-      const CourierPart part = courier_part(geometry, word, rows);
-      right = right && word.epoch() == kEpoch && part.sends() && part.peer == kPeer &&
-              part.first == first && part.rows == std::min(part_rows, rows - first) &&
-              part.cell_rows == rows && part.chunk(geometry) == first / geometry.chunk_rows;
+  for (const u32 peer : {0U, 1U, geometry.world - 1}) {
+    for (const u32 part_rows : {geometry.chunk_rows, geometry.piece_rows()}) {
+      for (u32 first = 0; first < rows; first += part_rows) {
+        right = right && says(dispatch_word(geometry, kEpoch, peer, first, part_rows), true, peer,
+                              first, part_rows);
+      }
     }
   }
+  constexpr u32 kSource = ReadyWord::kParts - 1;
   for (u32 chunk = 0; chunk * geometry.chunk_rows < rows; ++chunk) {
-    const CourierPart part = courier_part(geometry, replicate_word(kEpoch, kPeer, chunk), rows);
-    right = right && !part.sends() && part.peer == kPeer && part.chunk(geometry) == chunk &&
-            part.first == chunk * geometry.chunk_rows &&
-            part.rows == rows_in_chunk(geometry, rows, chunk);
+    right = right && says(replicate_word(kEpoch, kSource, chunk), false, kSource,
+                          chunk * geometry.chunk_rows, geometry.chunk_rows);
   }
   return right;
 }

@@ -492,7 +492,7 @@ FAULTS = {
     "a piece of a chunk that is taken for all of it": Fault(
         "explorer",
         "runtime/task.hpp",
-        "const bool whole = !sends || word.task() % 2 != 0;",
+        "const bool whole = word.number() % 2 != 0;",
         "const bool whole = true;",
         "",
     ),
