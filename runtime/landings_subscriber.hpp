@@ -17,7 +17,6 @@
 #include "runtime/chunk_flags.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
-#include "runtime/team.hpp"
 
 namespace moeos {
 
@@ -54,12 +53,12 @@ class LandingsSubscriber {
       }
     }
     if (listed_ != before) {
-      by_one_lane<P>([&] {
+      P::sync_lanes();
+      if (P::lane() == 0) {
         // Publishes the list, and the rows and origins that this warp has acquired, to the couriers
         // that take as many from this number; pairs with Courier::take_replication.
-        return P::template add_release<Scope::device>(&state_.replications_ready.value,
-                                                      listed_ - before);
-      });
+        P::template add_release<Scope::device>(&state_.replications_ready.value, listed_ - before);
+      }
     }
     const bool counted = all_ == kNone && count_all();
     return listed_ != before || counted;

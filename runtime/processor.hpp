@@ -255,7 +255,7 @@ class Processor : Pace<P> {
       rank_.fail(failure);
       return false;
     }
-    word = plan.part(word.task(), task);
+    word = plan.part(word.number(), task);
     return true;
   }
 

@@ -203,7 +203,7 @@ class ReadyWord {
 
 /// The word of part `number` of a plan that processors make themselves.
 constexpr ReadyWord planned_word(u32 epoch, u32 number) {
-  return ReadyWord(epoch, TaskKind::route, number, 0);
+  return ReadyWord::of_number(epoch, TaskKind::route, number);
 }
 
 static_assert(Geometry::kCombineTokens < ReadyWord::kParts);
@@ -217,17 +217,12 @@ constexpr ReadyWord combine_word(u32 epoch, u32 first_ready, u32 tokens) {
 constexpr ReadyWord combine_unsent_word(u32 epoch, u32 block) {
   return ReadyWord(epoch, TaskKind::combine, block, 0);
 }
-/// The descriptor of a word that says all that there is to know, as far as every such one goes.
-constexpr Task task_of_one_part(ReadyWord word) {
+/// What a processor makes of either.
+constexpr Task combine_task(ReadyWord word) {
   Task task{};
   task.kind = word.kind();
   task.parts = 1;
   task.epoch = word.epoch();
-  return task;
-}
-/// What a processor makes of either.
-constexpr Task combine_task(ReadyWord word) {
-  Task task = task_of_one_part(word);
   task.rows = word.part();
   task.first_ready = word.task();
   task.awaits = word.awaited() ? 1 : 0;

@@ -93,7 +93,7 @@ class TilePlan {
     MOEOS_CHECK(complete());
   }
 
-  /// Tiles planned so far in this call; whose numbers are those of their descriptors.
+  /// Tiles planned so far in this call. A tile's number is its descriptor's.
   u32 tiles() const { return tiles_; }
   /// Whether these are all of this call's: all rows are here, and in tiles.
   bool complete() const { return unpacked_ == 0; }

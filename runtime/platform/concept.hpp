@@ -55,7 +55,7 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::template add_relaxed<Scope::device>(word, value) } -> SameAs<u32>;  // the value before
   P::template count_relaxed<Scope::device>(word, value);  // adds, and nobody asks what was before
   P::template count_relaxed<Scope::device>(wide, u64{0});
-  { P::template add_release<Scope::system>(word, value) } -> SameAs<u32>;  // the value before
+  P::template add_release<Scope::system>(word, value);  // likewise
   {
     P::template add_acquire_release<Scope::device>(word, value)
   } -> SameAs<u32>;  // the value before

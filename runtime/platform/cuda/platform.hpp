@@ -123,13 +123,9 @@ class Machine {
                    : "=r"(before)
                    : "r"(in_shared_memory(word)), "r"(value)
                    : "memory");
-    } else if constexpr (S == Scope::device) {
-      asm volatile("atom.add.relaxed.gpu.u32 %0, [%1], %2;"
-                   : "=r"(before)
-                   : "l"(word), "r"(value)
-                   : "memory");
     } else {
-      asm volatile("atom.add.relaxed.sys.u32 %0, [%1], %2;"
+      static_assert(S == Scope::device);
+      asm volatile("atom.add.relaxed.gpu.u32 %0, [%1], %2;"
                    : "=r"(before)
                    : "l"(word), "r"(value)
                    : "memory");
@@ -139,8 +135,11 @@ class Machine {
   /// A reduction: it comes back with nothing, so nothing waits for it.
   template <Scope S>
   static void count_relaxed(u32* word, u32 value) {
-    static_assert(S != Scope::block);
-    if constexpr (S == Scope::device) {
+    if constexpr (S == Scope::block) {
+      asm volatile("red.relaxed.cta.shared::cta.add.u32 [%0], %1;" ::"r"(in_shared_memory(word)),
+                   "r"(value)
+                   : "memory");
+    } else if constexpr (S == Scope::device) {
       asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(in_global_memory(word)),
                    "r"(value)
                    : "memory");
@@ -210,9 +209,9 @@ class Machine {
     store_relaxed<S>(word, value);
   }
   template <Scope S>
-  static u32 add_release(u32* word, u32 value) {
+  static void add_release(u32* word, u32 value) {
     publish_fence<S>();
-    return add_relaxed<S>(word, value);
+    count_relaxed<S>(word, value);
   }
   template <Scope S>
   static u32 add_acquire_release(u32* word, u32 value) {

@@ -71,8 +71,8 @@ class Machine {
     access(word).fetch_add(value, std::memory_order_relaxed);
   }
   template <Scope, class T>
-  static T add_release(T* word, T value) {
-    return access(word).fetch_add(value, std::memory_order_release);
+  static void add_release(T* word, T value) {
+    access(word).fetch_add(value, std::memory_order_release);
   }
   template <Scope, class T>
   static T add_acquire_release(T* word, T value) {

@@ -89,8 +89,8 @@ class Machine {
     store_relaxed<S>(word, value);
   }
   template <Scope S>
-  static u32 add_release(u32* word, u32 value) {
-    return add_relaxed<S>(word, value);
+  static void add_release(u32* word, u32 value) {
+    add_relaxed<S>(word, value);
   }
   template <Scope S>
   static u32 add_acquire_release(u32* word, u32 value) {
