@@ -219,6 +219,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "ROUTE_TOKENS": sizes.route_tokens,
         "ROUTE_SLICES": sizes.route_slices,
         "ONCE_ROWS": sizes.once_rows,
+        "ONCE_AFTER": sizes.once_after,
         "SPREAD_TOKENS": sizes.spread_tokens,
         "WHOLE_ROWS": sizes.whole_rows,
         "SEGMENT_ALIGN": sizes.segment_align,

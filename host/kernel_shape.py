@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Literal, get_args
 
 import torch
@@ -40,12 +41,14 @@ _ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, o
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
 _SPREAD_BYTES = 64 << 10  # of rows that a courier spreads together, at most
-ONCE_BYTES = 12 << 20
+ONCE_BYTES = 24 << 20
 """A call with so many bytes of rows for a peer takes each token there once. It takes the peer some
 microseconds more to copy it to its other rows, which fewer rows do not win back on the link."""
 ONCE_TOKENS = _FEW_TOKENS + 1
 """And only of a layer for so many tokens: in one for few, a look at what might have landed is felt
 in every call."""
+HOPPER_BLOCKS = 132
+"""Of an H100 or H200, one an SM."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,7 @@ class KernelShape:
             segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
             route_slices=_route_slices(self.cfg),
             once_rows=_once_rows(self.cfg),
+            once_after=_once_after(self.cfg, self.world_size),
             spread_tokens=_spread_tokens(self.cfg),
             whole_rows=_NARROW_ROWS,
         )
@@ -174,6 +178,15 @@ def _once_rows(cfg: MoEConfig) -> int:
     if cfg.max_tokens < ONCE_TOKENS:
         return 0
     return max(1, ONCE_BYTES // (cfg.hidden * cfg.dtype.itemsize))
+
+
+def _once_after(cfg: MoEConfig, world_size: int) -> int:
+    """`Tiles.once_after`: chunks that hold a rank's share of the rows with which all processors of
+    a GPU begin, since these would wait for copies. Not of this rank's processors: a peer may have
+    more or fewer, and must know of the same chunks.
+    """
+    tiles = HOPPER_BLOCKS / -(-cfg.intermediate // _gemm0_columns(cfg))
+    return math.ceil(tiles * _TILE_ROWS / (world_size * _twin.CHUNK_ROWS))
 
 
 def _spread_tokens(cfg: MoEConfig) -> int:

@@ -25,10 +25,11 @@ class Tiles:
 
     Tiles of an expert with up to `narrow_rows` padded rows have parts of half as many columns. In
     those of others, each source's rows are padded to a multiple of `segment_align`. A call with
-    `once_rows` rows for a peer, or more, takes each token there once; with 0, none does. In a call
-    of up to `spread_tokens` tokens a processor, parts of Dispatch are tokens, each with all of its
-    rows. One in which every expert here has up to `whole_rows` padded rows is planned whole
-    beside remote peers, too; with 0, none is.
+    `once_rows` rows for a peer, or more, takes each token there once; with 0, none does; but the
+    first `once_after` chunks bring all of their rows. In a call of up to `spread_tokens` tokens a
+    processor, parts of Dispatch are tokens, each with all of its rows. One in which every expert
+    here has up to `whole_rows` padded rows is planned whole beside remote peers, too; with 0, none
+    is.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class Tiles:
     narrow_rows: int = 0
     segment_align: int = _twin.SEGMENT_ALIGN
     once_rows: int
+    once_after: int
     spread_tokens: int
     whole_rows: int
 
@@ -61,6 +63,7 @@ def layer_sizes(
     words.
     """
     cfg.experts_per_rank(world_size)
+    once = _can_send_once(cfg, world_size, tiles)
     capacity = cfg.capacity(cfg.max_tokens)
     return _twin.Sizes(
         world=world_size,
@@ -91,7 +94,8 @@ def layer_sizes(
         narrow_rows=tiles.narrow_rows,
         segment_align=tiles.segment_align,
         large_experts=2 * cfg.hidden * cfg.intermediate * cfg.dtype.itemsize > LARGE_EXPERT,
-        once_rows=tiles.once_rows if _can_send_once(cfg, world_size, tiles) else 0,
+        once_rows=tiles.once_rows if once else 0,
+        once_after=tiles.once_after if once else 0,
         spread_tokens=tiles.spread_tokens,
         whole_rows=tiles.whole_rows,
         trace_events=trace_events,
@@ -101,6 +105,5 @@ def layer_sizes(
 def _can_send_once(cfg: MoEConfig, world_size: int, tiles: Tiles) -> bool:
     """Whether a rank can have several experts of a token, and a call `once_rows` rows for it."""
     rows_of_token = min(cfg.top_k, cfg.experts // world_size)
-    return (
-        world_size > 1 and rows_of_token > 1 and cfg.max_tokens * rows_of_token >= tiles.once_rows
-    )
+    most = cfg.max_tokens * rows_of_token
+    return world_size > 1 and rows_of_token > 1 and 0 < tiles.once_rows <= most

@@ -1,9 +1,9 @@
 // The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), handed out as Gemm0
 // as far as processors wait for them, and else posted to the scheduler. Most calls are planned
-// whole instead (Geometry::plans_whole): when the counts of all sources are here, and none is late,
-// all tiles are made and handed out at once, and processors wait for rows themselves (inputs.hpp).
-// Of few rows they make the tiles, too (few_plan.hpp), and of a rank alone they find all parts
-// (lone_plan.hpp).
+// whole instead (Geometry::plans_whole): when the counts of all sources are here, all tiles are
+// made and handed out at once, and processors wait for rows themselves (inputs.hpp). Of few rows
+// they make the tiles, too (few_plan.hpp), and of a rank alone they find all parts (lone_plan.hpp).
+// If a rank is late, tiles are made as rows arrive, and the rest when its counts are here.
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -33,6 +33,10 @@ class ArrivalsSubscriber {
   /// The same when all counts are here: then nobody is late, and what is missing is under way. A
   /// tile that is split reads its weights twice, which costs as much as a long wait.
   static constexpr u64 kPatienceUnderWayNs = 200'000;
+  /// How long a call that may be planned whole waits for counts of ranks that are late, once this
+  /// one is routed, before tiles are made of rows that are here. Processors idle meanwhile, but
+  /// with tiles that are made so the rest takes longer (docs/performance.md, "A little late").
+  static constexpr u64 kCountsPatienceNs = 24'000;
   /// And never more than such a share of the deadline: one expert after the other is packed so.
   static constexpr u32 kPatiencesOfDeadline = 32;
   /// Then one expert's are. Each time that processors have nothing to do again and nothing has
@@ -47,15 +51,15 @@ class ArrivalsSubscriber {
         in_place_(rank.geometry().reads_in_place(call.tokens)) {
     plan_.begin(call.epoch);
     if (!rank.geometry().may_plan_whole(call.tokens)) {
-      decide(Planned::by_rows);
+      by_rows_to_the_end();
     }
   }
 
   bool step() {
-    if (planned_ == Planned::unknown && plan_whole()) {
+    if (!settled_ && plan_whole()) {
       return true;
     }
-    if (planned_ == Planned::unknown && rank_.geometry().plans_itself()) {
+    if (!settled_ && rank_.geometry().plans_itself()) {
       return false;  // processors do not ask how tiles are made
     }
     const bool progress =
@@ -67,28 +71,34 @@ class ArrivalsSubscriber {
                       }
                       rank_.os->rows_arrived[source] = flags_.rows(source);
                     });
-    if (planned_ == Planned::whole) {
+    if (all_handed_out_) {
       return progress;
     }
-    if (progress) {
+    news_ = news_ || progress;
+    if (planned_ == Planned::unknown && counts_may_come()) {
+      return progress;
+    }
+    const bool news = news_;
+    news_ = false;
+    if (news) {
       packed_at_once_ = 1;
       starving_since_ = 0;  // something moves
     }
     // Relaxed: a hint, which may be older than what was posted last; then large experts' weights
     // are read twice for nothing, which is rare and costs little.
     const u32 wanted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->wanted));
-    const u32 early = progress ? 0 : experts_to_pack(wanted);
-    const bool planned = plan_.advance(progress, wanted, early);
+    const u32 early = news ? 0 : experts_to_pack(wanted);
+    const bool planned = plan_.advance(news, wanted, early);
     if (planned) {
       decide(Planned::by_rows);
       post_new_tiles(wanted);
     }
-    if (progress && plan_.complete() && P::lane() == 0) {
+    if (news && plan_.complete() && P::lane() == 0) {
       // Relaxed: numbers by which the scheduler chooses how parts are cut.
       P::template store_relaxed<Scope::block>(rank_.os->tiles_made, 1 + posted_);
       P::template store_relaxed<Scope::block>(rank_.os->tiles_posted, 1 + in_mailbox_);
     }
-    return progress || planned;
+    return news || planned;
   }
 
   /// Missing is the first chunk that was announced and has not come. One that has come, and that
@@ -100,8 +110,8 @@ class ArrivalsSubscriber {
   }
 
  private:
-  /// Decides how tiles are made, as soon as all counts are here and if none has been made, and does
-  /// so at once if it is whole; then true.
+  /// As soon as all counts are here: makes all tiles, or those that are left, and hands them out,
+  /// if it is a call for that; then true.
   bool plan_whole() {
     const Geometry& geometry = rank_.geometry();
     bool missing = false;
@@ -115,35 +125,34 @@ class ArrivalsSubscriber {
     }
     P::sync_lanes();  // what one lane has acquired is there for all
     if (no_rows()) {
-      decide(Planned::whole);
+      whole_from_here();
       return false;
     }
     if (geometry.plans_itself()) {
       return reserve_slots();
     }
     const Shape shape = look_at_shape();
-    if (!shape.whole) {
-      decide(Planned::by_rows);
+    if (!shape.whole || (posted_ > 0 && !geometry.plans_rest(shape.tiles))) {
+      by_rows_to_the_end();
       return false;
     }
     if (!unsent_handed_out()) {
       return false;
     }
-    if (!shape.one_tile_each) {
-      plan_.plan_whole();
+    const bool numbers = shape.one_tile_each && posted_ == 0;
+    if (!numbers) {
+      plan_.plan_rest();
     }
-    if (P::lane() == 0) {
-      rank_.memory.record->first_tile_ns = P::now_ns();
-    }
+    note_first_tile();
     // Orders the descriptors, and the counts that the counts subscriber has seen, before the words
     // below; pairs with Processor::claim.
     P::template publish_fence<Scope::device>();
-    if (shape.one_tile_each) {
+    if (numbers) {
       hand_out_numbers(FewPlan<P>::parts(geometry, shape.experts));
     } else {
-      hand_out_waves();
+      hand_out_waves(posted_);
     }
-    decide(Planned::whole);
+    whole_from_here();
     return true;
   }
 
@@ -158,11 +167,27 @@ class ArrivalsSubscriber {
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, plan.parts());
     MOEOS_CHECK(first == kNone || first == route_parts(rank_.geometry(), call_) +
                                                own_unsent_parts(rank_.geometry(), call_));
-    if (P::lane() == 0) {
+    note_first_tile();
+    whole_from_here();
+    return true;
+  }
+
+  void note_first_tile() const {
+    if (posted_ == 0 && P::lane() == 0) {
       rank_.memory.record->first_tile_ns = P::now_ns();
     }
+  }
+
+  /// Nothing is left to be made.
+  void whole_from_here() {
+    settled_ = all_handed_out_ = true;
     decide(Planned::whole);
-    return true;
+  }
+
+  /// The call is not one that is planned whole.
+  void by_rows_to_the_end() {
+    settled_ = true;
+    decide(Planned::by_rows);
   }
 
   /// What the counts say of a call.
@@ -170,12 +195,13 @@ class ArrivalsSubscriber {
     bool whole;          // it is planned whole (Geometry::plans_whole)
     bool one_tile_each;  // and processors make its tiles, of which each expert has one
     u32 experts;         // that have rows
+    u32 tiles;           // about: of many sources an expert may have one or two more
   };
   /// Of a call with rows.
   Shape look_at_shape() const {
     const Geometry& geometry = rank_.geometry();
-    u32 most = 0;   // rows of an expert, of this lane's
-    u32 tiles = 0;  // about: of many sources an expert may have one or two more
+    u32 most = 0;  // rows of an expert, of this lane's
+    u32 tiles = 0;
     u32 experts = 0;
     for (u32 first = 0; first < geometry.local_experts(); first += P::kLanes) {
       const bool there = first + P::lane() < geometry.local_experts();
@@ -192,14 +218,14 @@ class ArrivalsSubscriber {
     tiles = P::broadcast(P::inclusive_scan(tiles), P::kLanes - 1);
     const bool few_rows = P::ballot(most > geometry.whole_rows) == 0;
     return {geometry.plans_whole(few_rows, tiles), P::ballot(most > geometry.one_tile_rows()) == 0,
-            experts};
+            experts, tiles};
   }
 
   /// Whether the Combine of tokens that sent no row has its slots, if somebody hands it out. All
   /// other sums wait for what it counts, so it must not stand behind all products.
   bool unsent_handed_out() const {
-    // Those are the first slots behind Route's that anybody takes, while no tile is made. Relaxed:
-    // a number, by whose changes slots have their order.
+    // Those are the first slots behind Route's that anybody takes, unless tiles have been made.
+    // Relaxed: a number, by whose changes slots have their order.
     return !combines_unsent(call_) || rank_.geometry().may_await(call_.tokens) ||
            agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published)) !=
                route_parts(rank_.geometry(), call_);
@@ -225,21 +251,21 @@ class ArrivalsSubscriber {
   /// Tiles of a wave, of which each has a lane.
   static constexpr u32 kWave = minimum(Geometry::kWave, P::kLanes);
 
-  /// Hands out all parts of all tiles, behind a fence of each lane: waves of first GEMMs, and
-  /// between them, some waves later, their second ones. So a part waits for none behind it, and not
-  /// long for those before it; and results go over the links all the time. But where second parts
-  /// are longer than first ones, and so links have little to do, all of them go last: the end of a
-  /// call is then all processors' (docs/performance.md, "First GEMMs first").
-  void hand_out_waves() const {
+  /// Hands out all parts of all tiles from `begin` on, behind a fence of each lane: waves of first
+  /// GEMMs, and between them, some waves later, their second ones. So a part waits for none behind
+  /// it, and not long for those before it; and results go over the links all the time. But where
+  /// second parts are longer than first ones, and so links have little to do, all of them go last:
+  /// the end of a call is then all processors' (docs/performance.md, "First GEMMs first").
+  void hand_out_waves(u32 begin) const {
     const Geometry& geometry = rank_.geometry();
-    const u32 tiles = plan_.tiles();
+    const u32 end = plan_.tiles();
     const bool last = geometry.hidden_bytes > geometry.row_bytes;
     // Two first parts for each processor are then between a tile's first GEMM and its second one.
-    const u32 lag = last ? align_up(tiles, kWave)
+    const u32 lag = last ? align_up(end - begin, kWave)
                          : align_up(ceil_div(2 * geometry.processors, geometry.gemm0_parts), kWave);
-    for (u32 first = 0; first < tiles + lag; first += kWave) {
+    for (u32 first = begin; first < end + lag; first += kWave) {
       hand_out_wave(TaskKind::gemm0, first);
-      if (first >= lag) {
+      if (first >= begin + lag) {
         hand_out_wave(TaskKind::gemm1, first - lag);
       }
     }
@@ -306,6 +332,20 @@ class ArrivalsSubscriber {
     }
   }
 
+  /// Whether to wait for counts, with which the call would be planned whole: always for our own,
+  /// which come when this rank is routed, and for others' not longer than it is worth.
+  bool counts_may_come() {
+    // Relaxed: nothing is read because of it.
+    if (agreed<P>(P::template load_relaxed<Scope::block>(&rank_.os->counts_known[rank_.rank])) !=
+        call_.epoch) {
+      return true;
+    }
+    const u64 now = agreed<P>(P::now_ns());
+    counted_since_ = counted_since_ == 0 ? now : counted_since_;
+    return now - counted_since_ <
+           minimum(kCountsPatienceNs, rank_.deadline_ns / kPatiencesOfDeadline);
+  }
+
   /// Of how many experts incomplete remainders are to be packed now, because processors idle.
   u32 experts_to_pack(u32 wanted) {
     // The scheduler publishes one part ahead for each processor: if it wants more, some wait.
@@ -333,9 +373,7 @@ class ArrivalsSubscriber {
   /// numbers its slots in the mailbox. `wanted`: so many parts processors wait for.
   void post_new_tiles(u32 wanted) {
     const u32 planned = plan_.tiles();
-    if (posted_ == 0 && P::lane() == 0) {
-      rank_.memory.record->first_tile_ns = P::now_ns();
-    }
+    note_first_tile();
     // Orders the descriptors, and the rows acquired above, before the words below; pairs with the
     // scheduler's poll of the mailbox, or with Processor::claim.
     P::template publish_fence<Scope::device>();
@@ -380,10 +418,14 @@ class ArrivalsSubscriber {
   const Call& call_;
   TilePlan<P> plan_;
   ChunkFlags<P> flags_;
-  bool in_place_;  // no rows come
-  Planned planned_ = Planned::unknown;
-  u32 posted_ = 0;      // tiles
-  u32 in_mailbox_ = 0;  // of these; the others have been handed out
+  bool in_place_;                       // no rows come
+  Planned planned_ = Planned::unknown;  // what others have been told
+  bool settled_ = false;                // nothing is to be decided any more
+  bool all_handed_out_ = false;         // all tiles' parts are, or will be found
+  u32 posted_ = 0;                      // tiles
+  u32 in_mailbox_ = 0;                  // of these; the others have been handed out
+  bool news_ = false;                   // rows have come since tiles were made
+  u64 counted_since_ = 0;               // when this rank's own counts were seen here
   u64 starving_since_ = 0;
   u32 packed_at_once_ = 1;  // experts, the next time
 };

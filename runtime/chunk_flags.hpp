@@ -16,8 +16,9 @@ namespace moeos {
 template <Platform P>
 auto whole_chunk_flags(const Rank<P>& rank, u32 source, u32 rows) {
   return [&rank, source, made_here = rank.sends_once(source, rows)](u32 chunk) -> const u32* {
-    return made_here ? rank.memory.replicated_flag(source, chunk)
-                     : rank.template here<u32>(rank.layout.arrived(source, chunk));
+    return made_here && chunk >= rank.geometry().once_after
+               ? rank.memory.replicated_flag(source, chunk)
+               : rank.template here<u32>(rank.layout.arrived(source, chunk));
   };
 }
 

@@ -5,7 +5,7 @@
 // which part is the n-th, and of what rows, follows from the counts by a few sums over the lanes of
 // a warp. The arrivals subscriber, which alone decides whether a call is planned so, then only says
 // in the ready ring which number is whose; processors look at the counts, which were here before,
-// and make descriptors themselves. They are those that TilePlan::plan_whole() would write
+// and make descriptors themselves. They are those that TilePlan::plan_rest() would write
 // (tests/native/test_few_plan.cpp). A rank alone has a plan of its own (lone_plan.hpp). May not
 // know: flags, the ready ring.
 #pragma once

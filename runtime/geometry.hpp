@@ -52,6 +52,8 @@ struct Geometry {
   u32 window_rows;  // rows under way to a remote peer at any time, at most; see window()
   u32 once_rows;    // a call with so many rows for a direct peer, or more, takes each token there
                     // once, and the peer copies it to its other rows; 0: none does
+  u32 once_after;   // but the first so many chunks bring all of their rows: what is computed first
+                    // does not wait for copies
   u32 spread_tokens;  // in a call of up to so many tokens a processor, parts of Dispatch are
                       // tokens, each with all of its rows; 0: in none, they are rows
   u32 whole_rows;     // a call in which every expert here has up to so many rows, each source's
@@ -103,6 +105,10 @@ struct Geometry {
   constexpr bool once() const { return once_rows != 0; }
   /// Whether so many rows for a direct peer are that many.
   constexpr bool sends_once(u32 rows) const { return once() && rows >= once_rows; }
+  /// Chunks of so many rows, of a source that sends its tokens once, that are made whole here.
+  constexpr u32 chunks_made_whole(u32 rows) const {
+    return ceil_div(rows, chunk_rows) - minimum(ceil_div(rows, chunk_rows), once_after);
+  }
   /// Whether tokens that go once are at most half as many rows as their pairs, by even routing: k
   /// pairs, for P(1 - (1 - 1/P)^k) ranks.
   constexpr bool once_halves() const {
@@ -205,6 +211,12 @@ struct Geometry {
   }
   /// Tiles whose parts are then handed out together, at most, those of a large expert by turns.
   static constexpr u32 kWave = 8;
+  /// Whether the rest of a call with so many tiles is, when some have been made of the rows of who
+  /// is not late. It keeps their second GEMMs until the end: not where these are long, or experts
+  /// have many tiles, which are as good as others then.
+  constexpr bool plans_rest(u64 tiles) const {
+    return tiles <= kWave * local_experts() && hidden_bytes <= row_bytes;
+  }
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.
   constexpr bool may_plan_whole(u32 tokens) const {
@@ -307,11 +319,11 @@ struct Geometry {
     return static_cast<u32>(minimum(by_tiles, by_rows));
   }
 
-  /// Chunks of a peer that stand behind each other in the list of Dispatch.
+  /// Chunks of a peer that stand behind each other in the list of Dispatch, and of how many such
+  /// turns the parts are pieces of chunks. For all couriers share the links, so a large part is
+  /// long on its way, and the first rows of a call are waited for.
   static constexpr u32 kChunksPerTurn = 8;
-  /// Rows of one part of Dispatch in a call that sends so many chunks: all of a chunk, or a piece
-  /// where its rows are long or most couriers would have nothing to do. For all of them share the
-  /// links, so a large part is long on its way, and the first rows of a call are waited for.
+  static constexpr u32 kTurnsInPieces = 4;
   static constexpr u32 kPiecesOfChunk = 4;
   static constexpr u32 kLongPart = 1U << 16;  // bytes
   constexpr u32 pieces_of_chunk() const {
@@ -319,9 +331,18 @@ struct Geometry {
   }
   constexpr u32 piece_rows() const { return chunk_rows / pieces_of_chunk(); }
   constexpr u32 pieces_of_cell() const { return chunks() * pieces_of_chunk(); }
-  constexpr u32 dispatch_part_rows(u32 chunks_sent) const {
-    const bool pieces = chunks_sent <= 2 * processors || piece_rows() * row_bytes >= kLongPart;
-    return pieces ? piece_rows() : chunk_rows;
+  /// Rows for a peer, from the first one on, that go in such pieces in a call that sends so many
+  /// chunks: all where rows are long or most couriers would have nothing to do; of a rank alone,
+  /// which has no links, no others.
+  constexpr u32 rows_in_pieces(u32 chunks_sent) const {
+    const bool all = chunks_sent <= 2 * processors || piece_rows() * row_bytes >= kLongPart;
+    const u32 first = world == 1 ? 0 : kTurnsInPieces * kChunksPerTurn * chunk_rows;
+    return all ? kNone : first;
+  }
+  /// Parts of Dispatch that the first `rows` rows for a peer make, then.
+  constexpr u32 dispatch_parts(u32 in_pieces, u32 rows) const {
+    const u32 first = minimum(rows, in_pieces);
+    return ceil_div(first, piece_rows()) + ceil_div(rows - first, chunk_rows);
   }
   constexpr u32 dispatch_parts_max() const { return world * pieces_of_cell(); }
   /// Tokens that one Combine part writes at most, and pairs that these have, if it writes several.

@@ -3,7 +3,8 @@
 //
 // A token has a row for each expert that it goes to, and several of them may live here. A source
 // that sends many rows lets only the first of them cross the link, in the order of sending, and
-// says of each row which one holds its token (Layout::origin). Chunks land in that order, so when
+// says of each row which one holds its token (Layout::origin); but its first chunks bring all of
+// their rows (Geometry::once_after), and need no couriers. Chunks land in that order, so when
 // one has, all that its rows come from are here: couriers copy them (TaskKind::replicate), and say
 // so in a flag of this rank's own, which the arrivals subscriber watches in place of the peer's.
 // (DeepEP, too, sends a token over the network once to a node, and forwards it there over NVLink.)
@@ -35,7 +36,7 @@ class LandingsSubscriber {
   }
 
   bool step() {
-    if (!rank_.geometry().once() || listed_ == all_) {
+    if (!rank_.geometry().once() || landed_ == all_) {
       return false;
     }
     const bool landed = flags_.look(
@@ -46,22 +47,24 @@ class LandingsSubscriber {
           };
         },
         [](u32, u32) {});
-    const u32 before = listed_;
+    const u32 landed_before = landed_;
+    const u32 listed_before = listed_;
     for (u32 source = 0; landed && source < rank_.geometry().world; ++source) {
       if (flags_.prefix(source) != ChunkFlags<P>::kUnwatched) {
         list(source);
       }
     }
-    if (listed_ != before) {
+    if (listed_ != listed_before) {
       P::sync_lanes();
       if (P::lane() == 0) {
         // Publishes the list, and the rows and origins that this warp has acquired, to the couriers
         // that take as many from this number; pairs with Courier::take_replication.
-        P::template add_release<Scope::device>(&state_.replications_ready.value, listed_ - before);
+        P::template add_release<Scope::device>(&state_.replications_ready.value,
+                                               listed_ - listed_before);
       }
     }
     const bool counted = all_ == kNone && count_all();
-    return listed_ != before || counted;
+    return landed_ != landed_before || counted;
   }
 
   /// Missing is the first chunk that was announced and has not come.
@@ -77,6 +80,7 @@ class LandingsSubscriber {
   bool count_all() {
     const Geometry& geometry = rank_.geometry();
     u32 chunks = 0;
+    u32 made_whole = 0;
     bool missing = false;
     for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
       // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
@@ -85,23 +89,28 @@ class LandingsSubscriber {
         continue;
       }
       const u32 rows = rank_.os->rows_received(source);
-      chunks += rank_.sends_once(source, rows) ? ceil_div(rows, geometry.chunk_rows) : 0;
+      const bool once = rank_.sends_once(source, rows);
+      chunks += once ? ceil_div(rows, geometry.chunk_rows) : 0;
+      made_whole += once ? geometry.chunks_made_whole(rows) : 0;
     }
     if (P::ballot(missing) != 0) {
       return false;
     }
     all_ = P::broadcast(P::inclusive_scan(chunks), P::kLanes - 1);
+    made_whole = P::broadcast(P::inclusive_scan(made_whole), P::kLanes - 1);
     if (P::lane() == 0) {
       // Relaxed: a number by which couriers see that there will be no more.
-      P::template store_relaxed<Scope::device>(&state_.replications_all.value, 1 + all_);
+      P::template store_relaxed<Scope::device>(&state_.replications_all.value, 1 + made_whole);
     }
     return true;
   }
 
-  /// Lists the chunks of a source that have landed since the last time.
+  /// Lists the chunks of a source that have landed since the last time, but for the first ones,
+  /// which bring all of their rows.
   void list(u32 source) {
-    const u32 first = rank_.os->landed_listed[source];
+    const u32 before = rank_.os->landed_listed[source];
     const u32 end = flags_.prefix(source);
+    const u32 first = minimum(maximum(before, rank_.geometry().once_after), end);
     MOEOS_CHECK(listed_ + (end - first) <= rank_.geometry().replications_max());
     for (u32 chunk = first + P::lane(); chunk < end; chunk += P::kLanes) {
       rank_.memory.replication_list[listed_ + chunk - first] =
@@ -111,6 +120,7 @@ class LandingsSubscriber {
     if (P::lane() == 0) {
       rank_.os->landed_listed[source] = end;
     }
+    landed_ += end - before;
     listed_ += end - first;
   }
 
@@ -118,8 +128,9 @@ class LandingsSubscriber {
   CallState& state_;
   const Call& call_;
   ChunkFlags<P> flags_;
-  u32 listed_ = 0;   // chunks
+  u32 landed_ = 0;   // chunks
   u32 all_ = kNone;  // that there will be, once all counts are here
+  u32 listed_ = 0;   // of those that have landed
 };
 
 }  // namespace moeos

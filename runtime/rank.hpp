@@ -33,6 +33,11 @@ struct Rank {
     return geometry().sends_once(rows) && peer != rank &&
            (!P::kRemotePeers || platform.peer(peer) != nullptr);
   }
+  /// Whether of `rows` rows between them a chunk's are those that are missing there because their
+  /// tokens have come before.
+  bool leaves_out(u32 peer, u32 rows, u32 chunk) const {
+    return chunk >= geometry().once_after && sends_once(peer, rows);
+  }
 
   template <class T>
   T* here(u64 offset) const {

@@ -58,7 +58,7 @@ OutgoingRow look_up_row(const Rank<P>& rank, const RoutingMap& map, const Courie
     return found;
   }
   found.origin = found.number;
-  if (rank.sends_once(part.peer, part.cell_rows)) {
+  if (rank.leaves_out(part.peer, part.cell_rows, part.chunk(rank.geometry()))) {
     found.origin = number_of(rank, map.first_place(found.pair, place));
     // A plain store, too: the peer acquires it with the chunk.
     *reinterpret_cast<u32*>(rank.platform.peer(part.peer) + rank.layout.origin(rank.rank, row)) =

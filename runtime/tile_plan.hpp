@@ -80,10 +80,9 @@ class TilePlan {
     return tiles_ != before;
   }
 
-  /// Writes the descriptors of all of the call's tiles, of which none has been made, whether their
-  /// rows are here or not: who computes them waits for these. All counts are known.
-  void plan_whole() {
-    MOEOS_CHECK(tiles_ == 0);
+  /// Writes the descriptors of all of the call's tiles that have not been made, whether their rows
+  /// are here or not: who computes them waits for these. All counts are known.
+  void plan_rest() {
     for (u32 source = P::lane(); source < layout_.geometry().world; source += P::kLanes) {
       os_.rows_arrived[source] = os_.rows_received(source);
     }

@@ -155,6 +155,20 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
     )
 
 
+def rows_once(ids: Tensor, experts: range, first_rows: int) -> int:
+    """Rows that cross to a rank with these experts, if its first `first_rows` rows do and behind
+    them the first of each token. `ids` [S, k]: where the tokens go, all of them with a row there.
+    """
+    seen: set[int] = set()
+    crossed = row = 0
+    for expert in experts:
+        for token in (ids == expert).any(dim=1).nonzero().flatten().tolist():
+            crossed += row < first_rows or token not in seen
+            seen.add(token)
+            row += 1
+    return crossed
+
+
 def draw_call(cfg: MoEConfig, tokens: int, seed: int) -> Call:
     """Tokens that the layer's gate routes."""
     generator = torch.Generator().manual_seed(seed)

@@ -14,6 +14,7 @@ import torch
 
 import moeos
 from moeos.bench import process_group
+from moeos.bench.delay import Delay
 from moeos.bench.device_rates import Reader
 from moeos.bench.meeting import Meeting
 from moeos.bench.results import timing
@@ -35,6 +36,7 @@ class InTurn:
         self.group = process_group.start(world)
         self.reader = Reader()
         self._meeting = Meeting(self.group)
+        self._delay = Delay()
 
     def time(
         self,
@@ -43,8 +45,12 @@ class InTurn:
         flushed: bool,
         warm_up_rounds: int,
         rounds: int,
+        late: float = 0.0,
     ) -> dict[str, dict[str, Any]]:
-        """Each contestant's times, of the slowest rank in each round. Collective."""
+        """Each contestant's times, of the slowest rank in each round. Collective.
+
+        `late`: seconds after the others in which this rank begins; its time has them, too.
+        """
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
             name: [] for name in contestants
         }
@@ -57,6 +63,7 @@ class InTurn:
                 self._meeting.meet()
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
+                self._delay.put(late)
                 contestants[name]()
                 end.record()
                 if turn >= warm_up_rounds:

@@ -18,6 +18,7 @@ _SCENARIOS = {
     "die": "a rank stops for good",
     "stall": "a rank stands still",
     "damage": "a word is overwritten",
+    "late": "ranks begin calls late",
 }
 
 

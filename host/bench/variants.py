@@ -37,6 +37,7 @@ from moeos.engines.cuda import CudaEngine
 
 _STARTING = 600.0  # seconds in which ranks meet again outside of calls, the compiler included
 _CALLING = 20.0  # seconds in which a call must end
+_LATEST = 1.0  # seconds that a rank may be late
 _SEED = 1 << 30
 _SOURCES = ("kernels", "runtime")
 
@@ -48,6 +49,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the results go.")],
     shapes: Annotated[str, typer.Option(help="Shapes of the suite, comma between.")] = "",
     tokens: Annotated[str, typer.Option(help="Token counts, comma between; any.")] = "1,2048",
+    late: Annotated[
+        str, typer.Option(help="Microseconds, comma between, by which the last rank is late.")
+    ] = "0",
     suite_file: Annotated[Path, typer.Option("--suite", help="TOML file of the suite.")] = Path(
         "configs/suites/gpu.toml"
     ),
@@ -58,6 +62,7 @@ def main(
     def command() -> int:
         folders = parse_variants(variants)
         counts = suite.token_counts(tokens)
+        delays = parse_delays(late)
         output.check_writable(out, "--out")
         names = tuple(name for name in shapes.split(",") if name)
         chosen = suite.read(suite_file).only(names, ())
@@ -67,7 +72,7 @@ def main(
             compile_all([(name, cfg) for name, cfg, _ in layers], folders, world)
             results = []
             for name, cfg, of_layer in layers:
-                for found in measure(cfg, of_layer, folders, clock, rounds):
+                for found in measure(cfg, of_layer, delays, folders, clock, rounds):
                     results.append({"shape": name, **found})
                     if world.rank == 0:
                         print(_line(results[-1]), flush=True)
@@ -103,6 +108,22 @@ def parse_variants(texts: list[str]) -> dict[str, Path]:
         if missing:
             raise ValueError(f"the variant {name}: {folder} has no {missing[0]}/")
     return found
+
+
+def parse_delays(text: str) -> list[float]:
+    """Seconds, of microseconds with commas between.
+
+    Raises `ValueError` for what is no number from 0 on.
+    """
+    try:
+        delays = [float(part) * 1e-6 for part in text.split(",")]
+    except ValueError:
+        delays = [-1.0]
+    if not all(0 <= delay <= _LATEST for delay in delays):
+        raise ValueError(
+            f"--late is {text!r}; it must be microseconds from 0 to {_LATEST * 1e6:.0f}"
+        )
+    return delays
 
 
 def layers_for(
@@ -176,9 +197,16 @@ def compile_all(
 
 
 def measure(
-    cfg: MoEConfig, tokens: list[int], folders: Mapping[str, Path], clock: InTurn, rounds: int
+    cfg: MoEConfig,
+    tokens: list[int],
+    delays: list[float],
+    folders: Mapping[str, Path],
+    clock: InTurn,
+    rounds: int,
 ) -> list[dict[str, Any]]:
-    """One layer's calls with each of so many tokens. Collective."""
+    """One layer's calls with each of so many tokens, the last rank late by each of so many seconds.
+    Collective.
+    """
     results = []
     with moeos.init("cuda", deadline=_CALLING) as world:
         layer = moeos.MoELayer(cfg, world)
@@ -190,26 +218,36 @@ def measure(
             generator = torch.Generator("cuda").manual_seed(_SEED + world.rank)
             x = torch.randn(count, cfg.hidden, device="cuda", generator=generator).to(cfg.dtype)
             calls = {name: _call(layer, x) for name in engines}
-            times = clock.time(
-                {name: functools.partial(engines[name].forward, calls[name]) for name in engines},
-                flushed=count <= FLUSHED_TOKENS,
-                warm_up_rounds=4,
-                rounds=rounds,
-            )
-            for engine in engines.values():
-                engine.check()
-            expected = next(iter(calls.values())).out
-            errors = {name: reference.relative_error(c.out, expected) for name, c in calls.items()}
-            found = world.control.allgather(errors)
-            results.append(
-                {
-                    "tokens": count,
-                    "max_tokens": cfg.max_tokens,
-                    "difference": {name: max(of[name] for of in found) for name in engines},
-                    "times": {name: _summary(of) for name, of in times.items()},
-                }
-            )
+            contestants = {
+                name: functools.partial(engines[name].forward, calls[name]) for name in engines
+            }
+            for delay in delays:
+                times = clock.time(
+                    contestants,
+                    flushed=count <= FLUSHED_TOKENS,
+                    warm_up_rounds=4,
+                    rounds=rounds,
+                    late=delay if world.rank == world.size - 1 else 0.0,
+                )
+                for engine in engines.values():
+                    engine.check()
+                found = world.control.allgather(_differences(calls))
+                results.append(
+                    {
+                        "tokens": count,
+                        "max_tokens": cfg.max_tokens,
+                        "late": delay,
+                        "difference": {name: max(of[name] for of in found) for name in engines},
+                        "times": {name: _summary(of) for name, of in times.items()},
+                    }
+                )
     return results
+
+
+def _differences(calls: Mapping[str, CallTensors]) -> dict[str, float]:
+    """The relative errors of all outputs against the first one."""
+    expected = next(iter(calls.values())).out
+    return {name: reference.relative_error(call.out, expected) for name, call in calls.items()}
 
 
 def _summary(times: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +275,8 @@ def _line(found: Mapping[str, Any]) -> str:
     base = next(iter(times.values()))
     told = (f"{name} {time:.1f} ({time / base - 1:+.1%})" for name, time in times.items())
     wrong = [name for name, error in found["difference"].items() if error != 0]
-    return f"{found['shape']}:{found['tokens']}: {', '.join(told)}" + (
+    late = f", {found['late'] * 1e6:.0f} µs late" if found["late"] > 0 else ""
+    return f"{found['shape']}:{found['tokens']}{late}: {', '.join(told)}" + (
         f"; other outputs: {', '.join(wrong)}" if wrong else ""
     )
 

@@ -171,9 +171,10 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     sent = rows(0, range(cfg.experts))
     to_rank = [sum(sent[peer * local : (peer + 1) * local]) for peer in range(ranks)]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
-    part_rows = sizes.dispatch_part_rows(sum(chunks_to_rank))
     if sizes.spreads(tokens):
-        part_rows = 1  # each row is one that tokens bring to a chunk
+        dispatches = sum(to_rank)  # each row is one that tokens bring to a chunk
+    else:
+        dispatches = sum(sizes.dispatch_parts(sum(chunks_to_rank), n) for n in to_rank)
     once = [peer for peer in range(1, ranks) if sizes.sends_once(to_rank[peer])]
 
     tiles = padding = flags = received = busy_experts = replicated = 0
@@ -194,7 +195,10 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
 
     for rows_of_source in starts[1:]:
         if sizes.sends_once(rows_of_source):
-            replicated += -(-rows_of_source // sizes.chunk_rows)
+            replicated += sizes.chunks_made_whole(rows_of_source)
+
+    first_rows = sizes.once_after * sizes.chunk_rows  # which say nothing of where they are from
+    origins = sum(max(0, to_rank[peer] - first_rows) for peer in once)
 
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     route_blocks = sizes.route_blocks(tokens) if tokens > 0 else 0
@@ -211,7 +215,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         tiles=tiles,
         tasks={
             "route": sizes.route_parts(tokens),
-            "dispatch": sum(-(-n // part_rows) for n in to_rank),
+            "dispatch": dispatches,
             "replicate": replicated,
             "gemm0": tiles * sizes.gemm0_parts,
             "gemm1": tiles * sizes.gemm1_parts,
@@ -223,20 +227,34 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         weight_bytes=busy_experts * _expert_bytes(cfg),
         dispatch_bytes=row_bytes
         * sum(
-            _tokens_for(cfg, peer, local, tokens, capacity) if peer in once else to_rank[peer]
+            _rows_once(cfg, sizes, peer, sent[peer * local : (peer + 1) * local], tokens)
+            if peer in once
+            else to_rank[peer]
             for peer in range(1, ranks)
         ),
         combine_bytes=(received - sum(sent[:local])) * row_bytes,
         count_bytes=8 * (ranks - 1) * local,
-        flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags + sum(to_rank[peer] for peer in once)),
+        flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags + origins),
     )
 
 
-def _tokens_for(cfg: MoEConfig, peer: int, local: int, tokens: int, capacity: int | None) -> int:
-    """Tokens of rank 0 that have a row for an expert of a peer."""
+def _rows_once(
+    cfg: MoEConfig, sizes: _twin.Sizes, peer: int, sent: Sequence[int], tokens: int
+) -> int:
+    """Rows of rank 0 that cross to a peer which gets each token once: those of the first chunks,
+    and behind them the first of each token. `sent`: rows for each of the peer's experts.
+    """
+    local = len(sent)
     pair = numpy.arange(tokens * cfg.top_k).reshape(tokens, cfg.top_k)
-    fits = pair // cfg.experts < (tokens if capacity is None else capacity)
-    return int(((pair % cfg.experts // local == peer) & fits).any(axis=1).sum())
+    its, slot = pair % cfg.experts - peer * local, pair // cfg.experts
+    there = (its >= 0) & (its < local)
+    its = numpy.where(there, its, 0)
+    there &= slot < numpy.array(sent)[its]
+    row = numpy.where(there, numpy.cumsum([0, *sent])[its] + slot, numpy.iinfo(numpy.int64).max)
+    first_rows = sizes.once_after * sizes.chunk_rows
+    of_token = row.min(axis=1)
+    later = (of_token >= first_rows) & (of_token < sum(sent))
+    return int((row < first_rows).sum() + later.sum())
 
 
 def pack_tiles(rows: Sequence[int], tile_rows: int) -> list[list[tuple[int, int, int]]]:

@@ -25,6 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _ONCE_ROWS = 16
 """It gains nothing here, where peers share their memory: so few, so that it is seen to be right."""
+_ONCE_AFTER = 1
+"""Likewise: one chunk of all that such a source sends brings all of its rows."""
 _SPREAD_TOKENS = 4
 """Likewise: calls of few tokens have some, and others none."""
 _WHOLE_ROWS = 32
@@ -41,6 +43,7 @@ def sizes_of(
         gemm0_columns=_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS,
         gemm1_columns=_twin.PLAIN_COLUMNS,
         once_rows=_ONCE_ROWS,
+        once_after=_ONCE_AFTER,
         spread_tokens=_SPREAD_TOKENS,
         whole_rows=_WHOLE_ROWS,
     )

@@ -56,8 +56,8 @@ def find(call: CallTrace) -> Causes:
     * Replicate of a chunk: the Dispatch part with which the chunk had arrived. A chunk has arrived
       when those before it, of its source, have.
     * Gemm0 of a tile: the part of the chunk with which as many rows of its expert were here as its
-      tiles, up to this one, hold. A chunk is here when it has arrived; of a source whose chunks are
-      replicated, when that one and those before it have been.
+      tiles, up to this one, hold. A chunk is here when it has arrived; one that is replicated, when
+      it and those before it have been.
       Of a tile whose processors waited for its rows themselves, in a call that is planned whole:
       the last of these chunks that was here when they had them. Its rows may be in others, so it
       is not certain.
@@ -173,7 +173,13 @@ class _Finder:
             chunk = column["place"][index]
             if chunk < len(arrived):
                 self._set([index], arrived[chunk])
-        return self._in_order(copies) if copies else arrived
+        copied = {column["place"][index]: index for index in copies}
+        here = arrived[
+            : min(copied, default=len(arrived))
+        ]  # the first ones bring all of their rows
+        while len(here) in copied:
+            here.append(self._last_stored([*here[-1:], copied[len(here)]]))
+        return here
 
     def _in_order(self, parts: Sequence[int]) -> list[int]:
         """For each chunk of these parts the one with which it and those before it were done."""

@@ -33,6 +33,7 @@ inline constexpr Geometry kGeometry{
     MOEOS_TRANSPORT != 0,
     Geometry::kWindowBytes / (MOEOS_HIDDEN * 2),
     MOEOS_ONCE_ROWS,
+    MOEOS_ONCE_AFTER,
     MOEOS_SPREAD_TOKENS,
     MOEOS_WHOLE_ROWS,
     MOEOS_TRACE_EVENTS,

@@ -44,7 +44,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  u32 expert_groups, u32 top_groups, u32 processors, u32 couriers, bool remote,
                  u32 tile_rows, u32 route_tokens, u32 route_slices, u32 gemm0_columns,
                  u32 gemm1_columns, u32 narrow_rows, u32 segment_align, bool large_experts,
-                 u32 once_rows, u32 spread_tokens, u32 whole_rows, u32 trace_events) {
+                 u32 once_rows, u32 once_after, u32 spread_tokens, u32 whole_rows,
+                 u32 trace_events) {
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
@@ -82,6 +83,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.remote = remote ? 1 : 0;
   geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
   geometry.once_rows = once_rows;
+  geometry.once_after = once_after;
   geometry.spread_tokens = spread_tokens;
   geometry.whole_rows = whole_rows;
   geometry.trace_events = trace_events;
@@ -176,6 +178,7 @@ nb::tuple trace_of(const TwinRank& rank) {
 NB_MODULE(_twin, module) {
   module.doc() = "The device OS on a machine without a GPU.";
   module.attr("TILE_ROWS") = kTileRows;
+  module.attr("CHUNK_ROWS") = kChunkRows;
   module.attr("ROUTE_TOKENS") = kRouteTokens;
   module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
   module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
@@ -190,8 +193,8 @@ NB_MODULE(_twin, module) {
            "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
            "expert_groups"_a, "top_groups"_a, "processors"_a, "couriers"_a, "remote"_a,
            "tile_rows"_a, "route_tokens"_a, "route_slices"_a, "gemm0_columns"_a, "gemm1_columns"_a,
-           "narrow_rows"_a, "segment_align"_a, "large_experts"_a, "once_rows"_a, "spread_tokens"_a,
-           "whole_rows"_a, "trace_events"_a)
+           "narrow_rows"_a, "segment_align"_a, "large_experts"_a, "once_rows"_a, "once_after"_a,
+           "spread_tokens"_a, "whole_rows"_a, "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("intermediate_bytes",
@@ -209,9 +212,11 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("chunk_rows", [](const Sizes& s) { return s.geometry.chunk_rows; })
       .def_prop_ro("window_rows", [](const Sizes& s) { return s.geometry.window(); })
       .def(
-          "dispatch_part_rows",
-          [](const Sizes& s, u32 chunks) { return s.geometry.dispatch_part_rows(chunks); },
-          "chunks"_a)
+          "dispatch_parts",
+          [](const Sizes& s, u32 chunks, u32 rows) {
+            return s.geometry.dispatch_parts(s.geometry.rows_in_pieces(chunks), rows);
+          },
+          "chunks"_a, "rows"_a)
       .def_prop_ro("tile_rows", [](const Sizes& s) { return s.geometry.tile_rows; })
       .def_prop_ro("route_tokens", [](const Sizes& s) { return s.geometry.route_tokens; })
       .def_prop_ro("route_slices", [](const Sizes& s) { return s.geometry.route_slices; })
@@ -231,6 +236,7 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("narrow_rows", [](const Sizes& s) { return s.geometry.narrow_rows; })
       .def_prop_ro("segment_align", [](const Sizes& s) { return s.geometry.segment_align; })
       .def_prop_ro("once_rows", [](const Sizes& s) { return s.geometry.once_rows; })
+      .def_prop_ro("once_after", [](const Sizes& s) { return s.geometry.once_after; })
       .def_prop_ro("spread_tokens", [](const Sizes& s) { return s.geometry.spread_tokens; })
       .def_prop_ro("whole_rows", [](const Sizes& s) { return s.geometry.whole_rows; })
       .def(
@@ -239,6 +245,9 @@ NB_MODULE(_twin, module) {
       .def(
           "sends_once", [](const Sizes& s, u32 rows) { return s.geometry.sends_once(rows); },
           "rows"_a)
+      .def(
+          "chunks_made_whole",
+          [](const Sizes& s, u32 rows) { return s.geometry.chunks_made_whole(rows); }, "rows"_a)
       .def(
           "may_await", [](const Sizes& s, u32 tokens) { return s.geometry.may_await(tokens); },
           "tokens"_a)

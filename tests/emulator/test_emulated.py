@@ -129,6 +129,7 @@ def tokens_sent_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_shape, "ONCE_BYTES", 10 << 10)
         patch.setattr(kernel_shape, "ONCE_TOKENS", 1)
+        patch.setattr(kernel_shape, "HOPPER_BLOCKS", 1)
         yield
 
 

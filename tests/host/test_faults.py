@@ -34,9 +34,9 @@ DEADLINE = 0.5
 MARGIN = 1.0
 RANKS = 4
 CULPRIT = 1
-CFG = config(max_tokens=64)
+CFG = config(max_tokens=128)
 WEIGHTS = draw_weights(CFG)
-CALLS = [draw_call(CFG, 40 + rank, rank) for rank in range(RANKS)]
+CALLS = [draw_call(CFG, 120 + rank, rank) for rank in range(RANKS)]
 STAGES = get_args(Stage)
 EVERYWHERE = [stage for stage in STAGES if stage != "replicate"]
 """What a rank does that is alone, or whose peers are all remote."""

@@ -71,6 +71,20 @@ def test_tokens_go_once_where_a_call_can_have_many_rows_and_a_token_several(
     sizes = dataclasses.replace(shape(**changes), world_size=world_size).sizes
     assert sizes.once_rows == once_rows
     assert [sizes.sends_once(rows) for rows in (9, 10)] == [0 < once_rows <= 9, once_rows > 0]
+    assert (sizes.once_after > 0) == (once_rows > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks"),
+    [("qwen3-30b-a3b", 2, 44), ("qwen3-30b-a3b", 4, 22), ("qwen3-235b-a22b", 4, 11)],
+)
+def test_the_rows_with_which_processors_begin_come_without_copies(
+    name: str, ranks: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """132 processors begin with 22 tiles of six parts, or 11 of twelve, of rows of all ranks."""
+    monkeypatch.setattr(kernel_shape, "HOPPER_BLOCKS", 132)  # as it is without tests.gpu.cases
+    cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
+    assert dataclasses.replace(shape(), cfg=cfg, world_size=ranks).sizes.once_after == chunks
 
 
 @pytest.mark.parametrize(

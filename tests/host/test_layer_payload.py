@@ -23,6 +23,7 @@ from tests.layers import (
     draw_call,
     draw_given_call,
     draw_weights,
+    rows_once,
 )
 
 RANKS = 4
@@ -45,13 +46,13 @@ class Traffic:
 
     Attributes:
         sent: [source][destination][local expert] pairs.
-        reached: [source][destination] tokens with a pair.
+        crossing: [source][destination] rows that cross where each token goes once.
         direct: ranks store into each other's memory.
     """
 
     cfg: MoEConfig
     sent: list[list[list[int]]]
-    reached: list[list[int]]
+    crossing: list[list[int]]
     tokens: list[int]
     direct: bool
 
@@ -60,12 +61,17 @@ class Traffic:
         cfg, ranks = weights.cfg, len(calls)
         routing = [weights.routing(call) for call in calls]
         counts = [torch.bincount(ids[ids >= 0], minlength=cfg.experts) for ids in routing]
-        owners = [ids.div(cfg.experts // ranks, rounding_mode="floor") for ids in routing]
-        reached = [
-            [int((of_call == rank).any(dim=1).sum()) for rank in range(ranks)] for of_call in owners
+        local = cfg.experts // ranks
+        first_rows = sizes_of(cfg, ranks, 1).once_after * CHUNK_ROWS
+        crossing = [
+            [
+                rows_once(ids, range(rank * local, (rank + 1) * local), first_rows)
+                for rank in range(ranks)
+            ]
+            for ids in routing
         ]
         sent = [count.view(ranks, -1).tolist() for count in counts]
-        return Traffic(cfg, sent, reached, [len(call.x) for call in calls], direct)
+        return Traffic(cfg, sent, crossing, [len(call.x) for call in calls], direct)
 
     @property
     def row_bytes(self) -> int:
@@ -83,13 +89,23 @@ class Traffic:
     def rows(self, source: int, destination: int) -> int:
         """Rows that cross: of a token one, or one for each of its pairs."""
         if self.once(source, destination):
-            return self.reached[source][destination]
+            return self.crossing[source][destination]
         return self.pairs(source, destination)
 
     def rows_with_peers(self, rank: int) -> int:
         """Rows that `rank` writes into other ranks' memory: its own, and its peers' results."""
         peers = [peer for peer in range(len(self.sent)) if peer != rank]
         return sum(self.rows(rank, peer) + self.pairs(peer, rank) for peer in peers)
+
+    def made_whole(self, source: int, destination: int) -> int:
+        """Chunks that the destination copies rows into."""
+        first = sizes_of(self.cfg, len(self.sent), 1).once_after
+        return max(0, self.chunks(source, destination) - first)
+
+    def origins(self, source: int, destination: int) -> int:
+        """Rows of these chunks."""
+        first = sizes_of(self.cfg, len(self.sent), 1).once_after
+        return max(0, self.pairs(source, destination) - first * CHUNK_ROWS)
 
     def chunks(self, source: int, destination: int) -> int:
         return -(-self.pairs(source, destination) // CHUNK_ROWS)
@@ -189,8 +205,9 @@ def test_a_token_goes_once_to_a_rank_that_gets_many_rows(traffic: Results, way: 
     saved = 0
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
-            chunks = [asked.chunks(peer, rank) for peer in range(RANKS) if asked.once(peer, rank)]
-            assert own["tasks"]["replicate"] == sum(chunks)
+            sources = [peer for peer in range(RANKS) if asked.once(peer, rank)]
+            chunks = sum(asked.made_whole(peer, rank) for peer in sources)
+            assert own["tasks"]["replicate"] == chunks
             saved += sum(own["pairs_sent"]) - sum(own["rows_sent"])
     one_expert = asked.cfg.experts == RANKS
     assert (saved > 0) == ("ranks_per_node" not in way and not one_expert)
@@ -210,7 +227,7 @@ def test_flag_bytes_are_a_word_for_each_chunk_credit_and_origin(traffic: Results
             peers = [peer for peer in range(RANKS) if peer != rank]
             chunks = sum(asked.chunks(rank, peer) for peer in peers)
             credits_ = sum(asked.credits_least(peer, rank) for peer in peers)
-            origins = sum(asked.pairs(rank, peer) for peer in peers if asked.once(rank, peer))
+            origins = sum(asked.origins(rank, peer) for peer in peers if asked.once(rank, peer))
             if all(pairs <= TILE_ROWS - RANKS * SEGMENT_ALIGN for pairs in own["expert_pairs"]):
                 assert own["flag_bytes_to_peers"] == word * (chunks + credits_ + origins)
             else:  # a tile that ends inside of a chunk splits that chunk's credit

@@ -300,6 +300,19 @@ def test_a_tile_waits_for_the_replicas_of_chunks_that_were_sent_once() -> None:
     assert causes.find(call).certain.all()
 
 
+def test_a_tile_does_not_wait_for_replicas_of_chunks_that_brought_all_of_their_rows() -> None:
+    ranks = list(sent_once().ranks)
+    own, copying, *others = ranks[0].events
+    own = own.copy()
+    own[own["kind"] == KINDS.index("dispatch")] = event("dispatch", 11, 30, peer=0, rows=1)
+    assert copying["place"][0] == 0
+    ranks[0] = dataclasses.replace(ranks[0], events=[own, copying[1:], *others])
+    found = caused(CallTrace.of(ranks))
+    # 20 own rows are here at 30, the peer's first 32 at 40, and its chunk 1 at 90.
+    assert found[0, "gemm0", 0, 0] == (1, "dispatch", 0, 0)
+    assert found[0, "gemm0", 1, 0] == (0, "replicate", 1, 0)
+
+
 def test_clocks_that_contradict_the_cause_of_a_replica_are_found() -> None:
     call = sent_once(shift=30)  # the chunks seem to be there at 70 and 80
     assert causes.lead(call, causes.find(call)) == {(1, 0): 25}

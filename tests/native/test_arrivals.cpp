@@ -20,6 +20,7 @@ using moeos::Planned;
 using moeos::ReadyWord;
 using moeos::TaskKind;
 using moeos::u32;
+using moeos::u64;
 using moeos::twin::Machine;
 
 constexpr u32 kEpoch = LoneRank::kEpoch;
@@ -70,6 +71,28 @@ class Arrivals {
     for (u32 chunk = 0; chunk * geometry().chunk_rows < rank_.os.rows_received(source); ++chunk) {
       *rank_.rank.here<u32>(rank_.layout.arrived(source, chunk)) = moeos::seal(kEpoch);
     }
+  }
+  /// Steps until it is decided how tiles are made; the parts that are handed out.
+  std::vector<ReadyWord> steps_until_planned() {
+    std::vector<ReadyWord> words;
+    while (planned() == Planned::unknown) {
+      for (const ReadyWord word : step()) {
+        words.push_back(word);
+      }
+    }
+    return words;
+  }
+  /// Tiles that wait in the scheduler's mailbox.
+  std::set<u32> posted() const {
+    std::set<u32> tiles;
+    const moeos::MailboxView mailbox = rank_.rank.memory.mailbox(TaskKind::gemm0);
+    for (u32 slot = 0; slot < mailbox.capacity; ++slot) {
+      const ReadyWord word(mailbox.words[slot]);
+      if (word.epoch() == kEpoch) {
+        tiles.insert(word.task());
+      }
+    }
+    return tiles;
   }
   void unsent_are_handed_out() { handed_out_ = ++*rank_.os.published; }
 
@@ -163,16 +186,55 @@ void sums_do_not_wait_behind_products_for_what_they_need_first() {
   expect(!arrivals.step().empty() && arrivals.planned() == Planned::whole, "then all others");
 }
 
+void counts_that_are_a_little_late_are_awaited() {
+  Arrivals arrivals({300, 300});
+  arrivals.count(1);
+  arrivals.all_rows_come(1);
+  const u64 begun_ns = Machine::now_ns();
+  while (Machine::now_ns() - begun_ns < 2 * ArrivalsSubscriber<Machine>::kCountsPatienceNs) {
+    expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown,
+           "a rank that is not routed yet plans nothing");
+  }
+  arrivals.count(0);
+  expect(!arrivals.step().empty() && arrivals.planned() == Planned::whole,
+         "when it is, its call is planned whole");
+}
+
 void a_late_rank_does_not_hold_up_the_rest() {
   Arrivals arrivals({300, 300});
   arrivals.count(0);
-  expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown, "no row is here");
   arrivals.all_rows_come(0);
-  arrivals.step();
-  expect(arrivals.planned() == Planned::by_rows, "tiles are made as rows come");
+  const u64 begun_ns = Machine::now_ns();
+  expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown,
+         "counts may come with which all is planned");
+  std::vector<ReadyWord> words = arrivals.steps_until_planned();
+  expect(Machine::now_ns() - begun_ns >= ArrivalsSubscriber<Machine>::kCountsPatienceNs,
+         "for some time");
+  expect(arrivals.planned() == Planned::by_rows, "then tiles are made as rows come");
+  std::set<u32> by_rows = arrivals.posted();
+  for (const ReadyWord word : words) {
+    by_rows.insert(arrivals.tile_of(word));
+  }
+  expect(by_rows.size() == 2 * (300 / kTileRows), "of full tiles");
   arrivals.count(1);
-  arrivals.step();
-  expect(arrivals.planned() == Planned::by_rows, "and so are the late rank's");
+  const std::vector<ReadyWord> rest = arrivals.step();
+  expect(arrivals.planned() == Planned::by_rows, "which nobody is told twice");
+  std::map<std::pair<TaskKind, u32>, u32> parts;
+  for (const ReadyWord word : rest) {
+    ++parts[{word.kind(), arrivals.tile_of(word)}];
+    expect(by_rows.count(arrivals.tile_of(word)) == 0, "no tile is handed out twice");
+  }
+  u32 tiles = 0;
+  for (const auto& [what, its] : parts) {
+    tiles += what.first == TaskKind::gemm0 ? 1 : 0;
+    expect(its == kParts || its == kNarrowParts, "all of a tile's parts");
+  }
+  const u32 left = 2 * (2 * 300 - 2 * kTileRows);  // rows of both experts
+  expect(tiles == 2 * moeos::ceil_div(left / 2, kTileRows) && parts.size() == 2 * tiles,
+         "and both GEMMs of the rest are handed out when the late rank's counts are here");
+  arrivals.all_rows_come(1);
+  expect(arrivals.step().empty() && arrivals.posted().size() <= by_rows.size(),
+         "and nothing behind it");
 }
 
 }  // namespace
@@ -186,6 +248,7 @@ int main() {
   }
   few_rows_are_numbers();
   sums_do_not_wait_behind_products_for_what_they_need_first();
+  counts_that_are_a_little_late_are_awaited();
   a_late_rank_does_not_hold_up_the_rest();
   std::printf("test_arrivals: %d failed\n", failed);
   return failed == 0 ? 0 : 1;

@@ -75,7 +75,7 @@ class Counted {
         starts[expert + 1] = starts[expert] + rows_[expert][source];
       }
     }
-    plan.plan_whole();
+    plan.plan_rest();
     const Task* first = rank_.rank.memory.tasks;
     return std::vector<Task>(first, first + plan.tiles());
   }

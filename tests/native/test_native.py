@@ -436,7 +436,7 @@ FAULTS = {
         "missing || epoch_of(words[i]) != call_.epoch || rows",
         "missing || rows",
         "without a fault",
-        seed=1001,
+        seed=2001,
     ),
     "a rank alone that plans by another call's choices": Fault(
         "explorer",
@@ -459,12 +459,26 @@ FAULTS = {
         "of_unsent ? true : counts",
         "gives a wrong result",
     ),
+    "tiles that were made as rows came, and are handed out with the rest": Fault(
+        "explorer",
+        "runtime/arrivals_subscriber.hpp",
+        "hand_out_waves(posted_);",
+        "hand_out_waves(0);",
+        "",
+    ),
+    "a chunk that brought all of its rows, and is taken for one that is made whole": Fault(
+        "explorer",
+        "runtime/chunk_flags.hpp",
+        "made_here && chunk >= rank.geometry().once_after",
+        "made_here",
+        "fails with kind",
+    ),
     "second GEMMs handed out before those that they wait for": Fault(
         "explorer",
         "runtime/arrivals_subscriber.hpp",
-        "hand_out_wave(TaskKind::gemm0, first);\n      if (first >= lag) {\n"
+        "hand_out_wave(TaskKind::gemm0, first);\n      if (first >= begin + lag) {\n"
         "        hand_out_wave(TaskKind::gemm1, first - lag);",
-        "hand_out_wave(TaskKind::gemm1, first);\n      if (first >= lag) {\n"
+        "hand_out_wave(TaskKind::gemm1, first);\n      if (first >= begin + lag) {\n"
         "        hand_out_wave(TaskKind::gemm0, first - lag);",
         "without a fault",
     ),

@@ -17,6 +17,7 @@ from torch import Tensor
 import moeos
 from moeos.bench import gpu_rank
 from moeos.bench.all_to_all import AllToAll, AllToAllLayer, fp32_logits
+from moeos.bench.delay import Delay
 from moeos.bench.meeting import Meeting
 
 LARGEST_ERROR = {
@@ -65,24 +66,15 @@ class HostClock:
 class DeviceClock:
     """Of layers that compute on this rank's GPU: delays pass there, and events tell the time."""
 
-    _CALIBRATION = 50_000_000  # clock cycles, some 30 ms
-
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._meeting = Meeting(group)
-        torch.cuda._sleep(self._CALIBRATION)  # the clock is up
-        begin, end = self._events()
-        begin.record()
-        torch.cuda._sleep(self._CALIBRATION)
-        end.record()
-        torch.cuda.synchronize()
-        self._cycles_a_second = self._CALIBRATION / (begin.elapsed_time(end) * 1e-3)
+        self._delay = Delay()
 
     def measure(self, delay: float, work: Work) -> float:
         self._meeting.meet()
         begin, end = self._events()
         begin.record()
-        if delay > 0:
-            torch.cuda._sleep(int(delay * self._cycles_a_second))
+        self._delay.put(delay)
         work()
         end.record()
         torch.cuda.synchronize()
@@ -94,8 +86,7 @@ class DeviceClock:
         made = work()
         end.record()
         end.synchronize()
-        longer = (factor - 1) * begin.elapsed_time(end) * 1e-3
-        torch.cuda._sleep(int(longer * self._cycles_a_second))
+        self._delay.put((factor - 1) * begin.elapsed_time(end) * 1e-3)
         return made
 
     @staticmethod

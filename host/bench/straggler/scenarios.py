@@ -30,6 +30,7 @@ SIGMA = 1.0
 
 DEFAULTS = (
     "none",
+    "late:{last}:0.05x",
     "late:{last}:1x",
     "late:{last}:4x",
     "jitter:thesis-supercomputer",

@@ -40,7 +40,8 @@ class Fault : public Device {
   }
 
   bool act(Random& random, bool) override {
-    if (happened_ || scenario_ < Scenario::die || schedule_.points() < at_) {
+    const bool none = scenario_ < Scenario::die || scenario_ == Scenario::late;
+    if (happened_ || none || schedule_.points() < at_) {
       return false;
     }
     happened_ = true;
@@ -233,6 +234,7 @@ class Run {
       failures_[p] = Failure{};
       schedule_.spawn(p, [this, p, &made] {
         for (RankCall& call : calls_[p]) {
+          be_late(p);
           std::fill(call.out.begin(), call.out.end(), NAN);
           const Operands operands = operands_of(world_, experts_, p, call);
           failures_[p] = ranks_[p]->forward(operands, call.tokens, world_.geometry.capacity);
@@ -253,6 +255,15 @@ class Run {
       if (!nics_.empty() && nics_[p]->refused() > 0) {
         complain(p, "puts more than a window");
       }
+    }
+  }
+
+  /// In a rank's fiber, before a call: now and then it begins later than it could.
+  void be_late(u32 rank) {
+    if (scenario_ == Scenario::late && draw(random_, 0, 2) == 0) {
+      const u64 most_ns = world_.settings.deadline_ns / 10;
+      schedule_.hold(rank, schedule_.now_ns() + draw(random_, 1, static_cast<u32>(most_ns)));
+      schedule_.at_pause();
     }
   }
 

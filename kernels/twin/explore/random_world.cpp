@@ -70,6 +70,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.whole_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
   const bool split_os = draw(random, 0, 1) == 1;
   const bool jitter = draw(random, 0, 3) == 0;
+  g.once_after = g.once_rows == 0 ? 0 : draw(random, 0, 2);
   world.settings =
       small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
             : TwinSettings{20'000'000'000ULL, split_os, jitter ? 50.0 : 0.0, 1, ranks_per_node};

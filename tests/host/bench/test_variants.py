@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeos.bench import suite
-from moeos.bench.variants import describe_variants, layers_for, parse_variants
+from moeos.bench.variants import describe_variants, layers_for, parse_delays, parse_variants
 from tests.processes import ROOT
 
 
@@ -84,3 +84,13 @@ def test_a_wrong_argument_is_told_before_a_gpu_is_looked_for(tmp_path: Path) -> 
     assert ended.returncode != 0
     assert "the variant is 'a'; it must be NAME=FOLDER" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_delays_are_microseconds() -> None:
+    assert parse_delays("0,16,0.5") == pytest.approx([0, 16e-6, 0.5e-6])
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1,", "nan", "1000001"])
+def test_a_delay_that_no_rank_can_have_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be microseconds from 0 to 1000000"):
+        parse_delays(text)

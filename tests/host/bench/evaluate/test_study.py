@@ -17,6 +17,7 @@ from moeos.bench.evaluate import study
 from moeos.bench.evaluate.document import Case, Document
 from moeos.bench.evaluate.study import EvaluationOptions
 from moeos.engines.twin import sizes_of
+from tests.layers import rows_once
 from tests.processes import launched
 
 COMMIT = {"id": "a" * 40, "changed_files": ["README.md"]}
@@ -91,7 +92,7 @@ def prepared(options: EvaluationOptions) -> Document:
 
 def by_routing(case: Case) -> list[tuple[list[int], int, int]]:
     """Of each rank, by the reference's routing of the same tokens: pairs of each expert, pairs for
-    the other rank, and tokens for it.
+    the other rank, and rows for it if each token goes once.
     """
     options = options_of(Path())
     cfg = study.config_of(options, "twin", case)
@@ -100,9 +101,13 @@ def by_routing(case: Case) -> list[tuple[list[int], int, int]]:
         generator = torch.Generator().manual_seed(world.rank)
         x = torch.randn(case.tokens, cfg.hidden, generator=generator)
         ids = reference.route(x, gate, cfg).ids
-        away = ids // (cfg.experts // RANKS) != world.rank
+        local = cfg.experts // RANKS
+        away = ids // local != world.rank
+        sizes = sizes_of(cfg, RANKS, 1)
+        others = range((1 - world.rank) * local, (2 - world.rank) * local)
+        once = rows_once(ids, others, sizes.once_after * sizes.chunk_rows)
         counts = torch.bincount(ids.flatten(), minlength=cfg.experts).tolist()
-        return counts, int(away.sum()), int(away.any(dim=1).sum())
+        return counts, int(away.sum()), once
 
     torch.manual_seed(options.seed)
     gate = virtual.run(lambda world: MoELayer(cfg, world), 1)[0].gate.weight
@@ -138,7 +143,7 @@ def test_the_payload_is_that_of_the_routing(results: dict[str, Any]) -> None:
         sizes = sizes_of(study.config_of(options_of(Path()), "twin", case), RANKS, 1)
         local = case.experts // RANKS
         pairs = sum(away for _, away, _ in ranks)
-        rows = sum(tokens if sizes.sends_once(away) else away for _, away, tokens in ranks)
+        rows = sum(once if sizes.sends_once(away) else away for _, away, once in ranks)
         fullest = max(max(of_source) for of_source, _, _ in ranks)
         assert found["pairs_to_peers"] == pairs
         assert found["row_bytes_to_peers"] == (rows + pairs) * ROW_BYTES
