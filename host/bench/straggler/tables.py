@@ -17,6 +17,9 @@ DONE_BAR, STEP_BAR = 0.9, 1.15
 """The bars: what of their work others have done before a late rank comes, at least; when the step
 ends, in undelayed steps after the delay, at most."""
 
+_LEAST_DELAY = 0.9
+"""Undelayed steps in which others could do that much: before less is over nobody can."""
+
 _PERCENTILES = (50, 95, 99)
 
 
@@ -126,11 +129,14 @@ def _late(results: Mapping[str, Any]) -> Section:
         done = statistics.median(scenario["moeos"]["done_before"])
         delay = max(scenario["delays"][0])
         after = (percentile(step_seconds(scenario, "moeos"), 50) - delay) / undelayed
+        verdict = "met" if done >= DONE_BAR else "missed"
+        if delay < _LEAST_DELAY * undelayed:
+            verdict = "no time for it"
         rows.append(
             [
                 f"`{scenario['name']}`",
                 output.duration(delay),
-                f"{100 * done:.1f} %: {'met' if done >= DONE_BAR else 'missed'}",
+                f"{100 * done:.1f} %: {verdict}",
                 f"{after:.2f}: {'met' if after <= STEP_BAR else 'missed'}",
             ]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import statistics
@@ -115,6 +116,15 @@ def test_tables_follow_from_the_numbers(found: Found) -> None:
     assert all(0 <= share < 1 for share in none)
     idle = tables.idle_shares(results, "moeos", 1)
     assert all(0.5 < share <= 1 for share in idle)
+
+
+def test_nobody_is_asked_for_work_for_which_there_was_no_time(found: Found) -> None:
+    results = copy.deepcopy(found[0])
+    late = scenario_of(results, "late")
+    late["moeos"]["done_before"] = [0.1] * 6
+    assert "10.0 %: missed" in report.markdown(results)
+    results["undelayed_seconds"]["moeos"] = 2 * DELAY
+    assert "10.0 %: no time for it" in report.markdown(results)
 
 
 def test_plots_are_of_the_results_and_the_timeline_is_there(found: Found, folder: Path) -> None:
