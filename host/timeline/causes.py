@@ -174,9 +174,8 @@ class _Finder:
             if chunk < len(arrived):
                 self._set([index], arrived[chunk])
         copied = {column["place"][index]: index for index in copies}
-        here = arrived[
-            : min(copied, default=len(arrived))
-        ]  # the first ones bring all of their rows
+        first_copied = min(copied, default=len(arrived))  # those before bring all of their rows
+        here = arrived[:first_copied]
         while len(here) in copied:
             here.append(self._last_stored([*here[-1:], copied[len(here)]]))
         return here

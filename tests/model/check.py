@@ -137,6 +137,12 @@ WORLDS = [
         *(*ONCE, "EPOCHS=2", "CHUNK_ROWS=1", "TOTAL_ROWS=2"),
     ),
     world(
+        "2 ranks, 2 calls, tokens once, of two chunks the first brings all rows",
+        "exchange",
+        700_000,
+        *(*ONCE, "EPOCHS=2", "CHUNK_ROWS=1", "TOTAL_ROWS=2", "ONCE_AFTER=1"),
+    ),
+    world(
         "2 ranks, 2 calls, tokens once, termination under fairness",
         "exchange",
         90_000,
@@ -398,6 +404,12 @@ MUTATIONS = [
         "exchange",
         OVERWRITES_ORIGIN,
         *("ORIGINS_NOT_AWAITED", *ONCE, "CHUNK_ROWS=2"),
+    ),
+    mutation(
+        "a tile that waits for copies where a chunk has brought all rows",
+        "exchange",
+        DEADLOCK,
+        *("COPIES_AWAITED_IN_VAIN", *ONCE, "CHUNK_ROWS=1", "ONCE_AFTER=1"),
     ),
     mutation(
         "a chunk called whole before it is copied",

@@ -39,7 +39,8 @@
  * as it ever can; a second token has no rows whenever there is a place left for one.
  *
  * With ONCE, two rows to a peer are so many that each token goes there once. The second row has the
- * first one's token, or another, which Combine does not tell apart.
+ * first one's token, or another, which Combine does not tell apart. The first ONCE_AFTER chunks
+ * bring all of their rows, say nothing of origins, and nobody copies any.
  *
  * The arrangement: each rank is one process whose steps come in any order, so all of its actors run
  * beside each other, or, with SWEEPS, three: an OS block that sweeps its actors in turn and
@@ -91,6 +92,10 @@
 #else
 #define SENDS_ONCE(source, owner, rows) false
 #endif
+#ifndef ONCE_AFTER
+#define ONCE_AFTER 0
+#endif
+#define BRINGS_ALL(chunk) ((chunk) < ONCE_AFTER)
 
 /* A count word carries its epoch. */
 #define COUNT_WORD(call, rows) ((call) * 4 + (rows))
@@ -243,7 +248,7 @@ inline deliver_count(me, peer, parity) {
 inline write_origins(me, peer, chunk) {
   for (i : (chunk) * CHUNK_ROWS .. (chunk) * CHUNK_ROWS + CHUNK_ROWS - 1) {
     if
-    :: SENDS_ONCE(me, peer, rows_sent[PAIR(me, peer)]) ->
+    :: SENDS_ONCE(me, peer, rows_sent[PAIR(me, peer)]) && !BRINGS_ALL(chunk) ->
       assert(!origin_needed[ROW(me, peer, i)]); /* not before a courier has read the one before */
       origin_written[ROW(me, peer, i)] =
         ORIGIN_WORD(epoch[me], (IS_REPEATED(me, peer, i) -> 0 : i));
@@ -342,7 +347,7 @@ inline land(me, source, chunk) {
   }
   i = 0;
   chunks_landed[PAIR(source, me)] = chunks_landed[PAIR(source, me)] + 1;
-  chunk_whole[CHUNK(source, me, chunk)] = LISTED;
+  chunk_whole[CHUNK(source, me, chunk)] = (BRINGS_ALL(chunk) -> 0 : LISTED);
 }
 
 #define CAN_COPY_ROWS(me, source, chunk) \
@@ -396,9 +401,15 @@ inline raise_flag(me, source, chunk) {
 #else
 #define AWAITS_COPIES(me, source) CAME_ONCE(me, source)
 #endif
+#ifdef MUTATION_COPIES_AWAITED_IN_VAIN
+#define NEEDS_COPIES(me, source) AWAITS_COPIES(me, source)
+#else
+#define NEEDS_COPIES(me, source) \
+  (AWAITS_COPIES(me, source) && !BRINGS_ALL(chunk_prefix[PAIR(source, me)]))
+#endif
 #define FLAG(me, source) \
-  (AWAITS_COPIES(me, source) -> replicated[NEXT_CHUNK(me, source)] \
-                             : arrived[NEXT_CHUNK(me, source)])
+  (NEEDS_COPIES(me, source) -> replicated[NEXT_CHUNK(me, source)] \
+                            : arrived[NEXT_CHUNK(me, source)])
 #ifdef MUTATION_FLAG_WITHOUT_EPOCH
 #define FLAG_IS_HERE(me, source) (FLAG(me, source) != 0)
 #else
