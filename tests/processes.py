@@ -22,6 +22,15 @@ BIN = Path(sys.executable).parent
 
 _fork = multiprocessing.get_context("fork")
 
+_OF_OTHERS = ("sem.mp-", "sm_segment.", "vader_segment.")
+"""Of Python's process pools and of Open MPI: other tests, which run beside one, make such."""
+
+
+def shared_memory() -> set[str]:
+    """The names in /dev/shm that a layer's ranks could have left there."""
+    names = {entry.name for entry in Path("/dev/shm").iterdir()}
+    return {name for name in names if not name.startswith(_OF_OTHERS)}
+
 
 def free_port() -> int:
     with socket.socket() as probe:

@@ -16,7 +16,7 @@ from moeos.control import ControlPlane, SoloControl, StoreControl
 from moeos.errors import ConfigMismatch
 from moeos.heap import MAX_HEAP_BYTES, SymmetricHeap
 from tests.host.test_control import RunRanks, in_threads, over_a_store, store_rank
-from tests.processes import ForkedRanks, mpirun
+from tests.processes import ForkedRanks, mpirun, shared_memory
 
 BYTES = 3 * mmap.PAGESIZE + 40
 
@@ -29,10 +29,6 @@ def run_ranks(request: pytest.FixtureRequest) -> RunRanks:
 
 def at(address: int, offset: int) -> ctypes.c_uint8:
     return ctypes.c_uint8.from_address(address + offset)
-
-
-def shared_memory() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
 def processes_with(mark: str) -> list[int]:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.processes import ROOT, ForkedRanks, free_port, torchrun_environment
+from tests.processes import ROOT, ForkedRanks, free_port, shared_memory, torchrun_environment
 
 DEADLINE = 0.5
 MARGIN = 1.0  # seconds, for a machine with fewer cores than ranks
@@ -158,10 +157,6 @@ def test_an_error_in_one_virtual_rank_ends_the_run_with_it(way: Way) -> None:
 
 
 # --- real processes -----------------------------------------------------------------------------
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def process_ranks(
