@@ -51,15 +51,15 @@ class ArrivalsSubscriber {
         in_place_(rank.geometry().reads_in_place(call.tokens)) {
     plan_.begin(call.epoch);
     if (!rank.geometry().may_plan_whole(call.tokens)) {
-      by_rows_to_the_end();
+      leave_to_rows();
     }
   }
 
   bool step() {
-    if (!settled_ && plan_whole()) {
+    if (left_ == Left::open && plan_whole()) {
       return true;
     }
-    if (!settled_ && rank_.geometry().plans_itself()) {
+    if (left_ == Left::open && rank_.geometry().plans_itself()) {
       return false;  // processors do not ask how tiles are made
     }
     const bool progress =
@@ -71,7 +71,7 @@ class ArrivalsSubscriber {
                       }
                       rank_.os->rows_arrived[source] = flags_.rows(source);
                     });
-    if (all_handed_out_) {
+    if (left_ == Left::nothing) {
       return progress;
     }
     news_ = news_ || progress;
@@ -125,7 +125,7 @@ class ArrivalsSubscriber {
     }
     P::sync_lanes();  // what one lane has acquired is there for all
     if (no_rows()) {
-      whole_from_here();
+      leave_nothing();
       return false;
     }
     if (geometry.plans_itself()) {
@@ -133,7 +133,7 @@ class ArrivalsSubscriber {
     }
     const Shape shape = look_at_shape();
     if (!shape.whole || (posted_ > 0 && !geometry.plans_rest(shape.tiles))) {
-      by_rows_to_the_end();
+      leave_to_rows();
       return false;
     }
     if (!unsent_handed_out()) {
@@ -152,7 +152,7 @@ class ArrivalsSubscriber {
     } else {
       hand_out_waves(posted_);
     }
-    whole_from_here();
+    leave_nothing();
     return true;
   }
 
@@ -168,7 +168,7 @@ class ArrivalsSubscriber {
     MOEOS_CHECK(first == kNone || first == route_parts(rank_.geometry(), call_) +
                                                own_unsent_parts(rank_.geometry(), call_));
     note_first_tile();
-    whole_from_here();
+    leave_nothing();
     return true;
   }
 
@@ -178,15 +178,18 @@ class ArrivalsSubscriber {
     }
   }
 
-  /// Nothing is left to be made.
-  void whole_from_here() {
-    settled_ = all_handed_out_ = true;
+  /// What is left to be made of a call's tiles.
+  enum class Left : u32 {
+    open,     ///< it may still be planned whole, or the rest of it
+    by_rows,  ///< tiles are made as rows arrive, to the end
+    nothing,  ///< all parts are handed out, or will be found
+  };
+  void leave_nothing() {
+    left_ = Left::nothing;
     decide(Planned::whole);
   }
-
-  /// The call is not one that is planned whole.
-  void by_rows_to_the_end() {
-    settled_ = true;
+  void leave_to_rows() {
+    left_ = Left::by_rows;
     decide(Planned::by_rows);
   }
 
@@ -259,7 +262,7 @@ class ArrivalsSubscriber {
   void hand_out_waves(u32 begin) const {
     const Geometry& geometry = rank_.geometry();
     const u32 end = plan_.tiles();
-    const bool last = geometry.hidden_bytes > geometry.row_bytes;
+    const bool last = geometry.second_parts_are_longer();
     // Two first parts for each processor are then between a tile's first GEMM and its second one.
     const u32 lag = last ? align_up(end - begin, kWave)
                          : align_up(ceil_div(2 * geometry.processors, geometry.gemm0_parts), kWave);
@@ -332,8 +335,9 @@ class ArrivalsSubscriber {
     }
   }
 
-  /// Whether to wait for counts, with which the call would be planned whole: always for our own,
-  /// which come when this rank is routed, and for others' not longer than it is worth.
+  /// Whether to wait for counts, with which the call would be planned whole: for our own, which
+  /// come when this rank is routed (no wait without a deadline: a step without progress is what the
+  /// watch ends), and for others' not longer than it is worth.
   bool counts_may_come() {
     // Relaxed: nothing is read because of it.
     if (agreed<P>(P::template load_relaxed<Scope::block>(&rank_.os->counts_known[rank_.rank])) !=
@@ -420,12 +424,11 @@ class ArrivalsSubscriber {
   ChunkFlags<P> flags_;
   bool in_place_;                       // no rows come
   Planned planned_ = Planned::unknown;  // what others have been told
-  bool settled_ = false;                // nothing is to be decided any more
-  bool all_handed_out_ = false;         // all tiles' parts are, or will be found
-  u32 posted_ = 0;                      // tiles
-  u32 in_mailbox_ = 0;                  // of these; the others have been handed out
-  bool news_ = false;                   // rows have come since tiles were made
-  u64 counted_since_ = 0;               // when this rank's own counts were seen here
+  Left left_ = Left::open;
+  u32 posted_ = 0;         // tiles
+  u32 in_mailbox_ = 0;     // of these; the others have been handed out
+  bool news_ = false;      // rows have come since tiles were made
+  u64 counted_since_ = 0;  // when this rank's own counts were seen here
   u64 starving_since_ = 0;
   u32 packed_at_once_ = 1;  // experts, the next time
 };

@@ -12,11 +12,11 @@
 namespace moeos {
 
 /// Where it says that all rows of a chunk are here, of `rows` that come from a source, by chunk: of
-/// one that sends its tokens once, where our couriers do.
+/// one that lacks some, where our couriers say so.
 template <Platform P>
 auto whole_chunk_flags(const Rank<P>& rank, u32 source, u32 rows) {
-  return [&rank, source, made_here = rank.sends_once(source, rows)](u32 chunk) -> const u32* {
-    return made_here && chunk >= rank.geometry().once_after
+  return [&rank, source, rows](u32 chunk) -> const u32* {
+    return rank.leaves_out(source, rows, chunk)
                ? rank.memory.replicated_flag(source, chunk)
                : rank.template here<u32>(rank.layout.arrived(source, chunk));
   };

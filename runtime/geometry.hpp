@@ -215,8 +215,11 @@ struct Geometry {
   /// is not late. It keeps their second GEMMs until the end: not where these are long, or experts
   /// have many tiles, which are as good as others then.
   constexpr bool plans_rest(u64 tiles) const {
-    return tiles <= kWave * local_experts() && hidden_bytes <= row_bytes;
+    return tiles <= kWave * local_experts() && !second_parts_are_longer();
   }
+  /// Whether a part of a second GEMM takes longer than one of a first GEMM: its depth is I, and the
+  /// first one's H.
+  constexpr bool second_parts_are_longer() const { return hidden_bytes > row_bytes; }
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.
   constexpr bool may_plan_whole(u32 tokens) const {

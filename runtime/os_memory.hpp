@@ -126,7 +126,7 @@ class OsMemory {
   u32* chunk_prefix = nullptr;   // [source]: chunks whose rows are all here, in order
   u32* landed_prefix = nullptr;  // [source]: chunks of one that sends its tokens once that have
                                  // landed, in order,
-  u32* landed_listed = nullptr;  // and of these, those that couriers have been told of
+  u32* landed_listed = nullptr;  // and of these, those that have been gone through
   SentChunk* chunks_awaited = nullptr;  // awaited_by() each subscriber: chunks that are not back
   static constexpr u32 kFoundMost = 512;
   SentChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]: back, and not counted yet

@@ -33,8 +33,8 @@ struct Rank {
     return geometry().sends_once(rows) && peer != rank &&
            (!P::kRemotePeers || platform.peer(peer) != nullptr);
   }
-  /// Whether of `rows` rows between them a chunk's are those that are missing there because their
-  /// tokens have come before.
+  /// Whether a chunk, of `rows` rows between this rank and a peer in either direction, may come
+  /// without some of its rows, whose tokens have gone before it.
   bool leaves_out(u32 peer, u32 rows, u32 chunk) const {
     return chunk >= geometry().once_after && sends_once(peer, rows);
   }

@@ -72,15 +72,26 @@ class Arrivals {
       *rank_.rank.here<u32>(rank_.layout.arrived(source, chunk)) = moeos::seal(kEpoch);
     }
   }
-  /// Steps until it is decided how tiles are made; the parts that are handed out.
+  /// Steps until it is decided how tiles are made, for a second at most; the parts that are handed
+  /// out.
   std::vector<ReadyWord> steps_until_planned() {
     std::vector<ReadyWord> words;
-    while (planned() == Planned::unknown) {
+    const u64 begun_ns = Machine::now_ns();
+    while (planned() == Planned::unknown && Machine::now_ns() - begun_ns < 1'000'000'000) {
       for (const ReadyWord word : step()) {
         words.push_back(word);
       }
     }
     return words;
+  }
+  /// Steps for twice as long as counts are awaited; whether nothing is decided or handed out.
+  bool steps_in_vain() {
+    bool in_vain = true;
+    const u64 begun_ns = Machine::now_ns();
+    while (Machine::now_ns() - begun_ns < 2 * ArrivalsSubscriber<Machine>::kCountsPatienceNs) {
+      in_vain = step().empty() && planned() == Planned::unknown && in_vain;
+    }
+    return in_vain;
   }
   /// Tiles that wait in the scheduler's mailbox.
   std::set<u32> posted() const {
@@ -190,51 +201,53 @@ void counts_that_are_a_little_late_are_awaited() {
   Arrivals arrivals({300, 300});
   arrivals.count(1);
   arrivals.all_rows_come(1);
-  const u64 begun_ns = Machine::now_ns();
-  while (Machine::now_ns() - begun_ns < 2 * ArrivalsSubscriber<Machine>::kCountsPatienceNs) {
-    expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown,
-           "a rank that is not routed yet plans nothing");
-  }
+  expect(arrivals.steps_in_vain(), "a rank that is not routed yet plans nothing");
   arrivals.count(0);
   expect(!arrivals.step().empty() && arrivals.planned() == Planned::whole,
          "when it is, its call is planned whole");
 }
 
 void a_late_rank_does_not_hold_up_the_rest() {
+  Arrivals without_rows({300, 300});
+  without_rows.count(0);
+  expect(without_rows.steps_in_vain(), "no row is here");
+
   Arrivals arrivals({300, 300});
   arrivals.count(0);
   arrivals.all_rows_come(0);
   const u64 begun_ns = Machine::now_ns();
   expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown,
          "counts may come with which all is planned");
-  std::vector<ReadyWord> words = arrivals.steps_until_planned();
+  std::set<u32> by_rows;
+  for (const ReadyWord word : arrivals.steps_until_planned()) {
+    by_rows.insert(arrivals.tile_of(word));
+  }
   expect(Machine::now_ns() - begun_ns >= ArrivalsSubscriber<Machine>::kCountsPatienceNs,
          "for some time");
   expect(arrivals.planned() == Planned::by_rows, "then tiles are made as rows come");
-  std::set<u32> by_rows = arrivals.posted();
-  for (const ReadyWord word : words) {
-    by_rows.insert(arrivals.tile_of(word));
-  }
-  expect(by_rows.size() == 2 * (300 / kTileRows), "of full tiles");
+  const std::set<u32> posted = arrivals.posted();
+  by_rows.insert(posted.begin(), posted.end());
+  constexpr u32 kExperts = 2;
+  constexpr u32 kFull = 300 / kTileRows;  // tiles of each expert
+  expect(by_rows.size() == kExperts * kFull, "of full tiles");
+
   arrivals.count(1);
-  const std::vector<ReadyWord> rest = arrivals.step();
-  expect(arrivals.planned() == Planned::by_rows, "which nobody is told twice");
   std::map<std::pair<TaskKind, u32>, u32> parts;
-  for (const ReadyWord word : rest) {
+  for (const ReadyWord word : arrivals.step()) {
     ++parts[{word.kind(), arrivals.tile_of(word)}];
     expect(by_rows.count(arrivals.tile_of(word)) == 0, "no tile is handed out twice");
   }
+  expect(arrivals.planned() == Planned::by_rows, "others have been told how it began");
   u32 tiles = 0;
   for (const auto& [what, its] : parts) {
     tiles += what.first == TaskKind::gemm0 ? 1 : 0;
     expect(its == kParts || its == kNarrowParts, "all of a tile's parts");
   }
-  const u32 left = 2 * (2 * 300 - 2 * kTileRows);  // rows of both experts
-  expect(tiles == 2 * moeos::ceil_div(left / 2, kTileRows) && parts.size() == 2 * tiles,
-         "and both GEMMs of the rest are handed out when the late rank's counts are here");
+  constexpr u32 kLeft = kSources * 300 - kFull * kTileRows;  // rows of each expert
+  expect(tiles == kExperts * moeos::ceil_div(kLeft, kTileRows) && parts.size() == 2 * tiles,
+         "both GEMMs of the rest are handed out when the late rank's counts are here");
   arrivals.all_rows_come(1);
-  expect(arrivals.step().empty() && arrivals.posted().size() <= by_rows.size(),
-         "and nothing behind it");
+  expect(arrivals.step().empty() && arrivals.posted() == posted, "and nothing behind them");
 }
 
 }  // namespace

@@ -123,7 +123,10 @@ def test_nobody_is_asked_for_work_for_which_there_was_no_time(found: Found) -> N
     late = scenario_of(results, "late")
     late["moeos"]["done_before"] = [0.1] * 6
     assert "10.0 %: missed" in report.markdown(results)
+    # Half of a step does not depend on one of two ranks.
     results["undelayed_seconds"]["moeos"] = 2 * DELAY
+    assert "10.0 %: missed" in report.markdown(results)
+    results["undelayed_seconds"]["moeos"] = 3 * DELAY
     assert "10.0 %: no time for it" in report.markdown(results)
 
 
