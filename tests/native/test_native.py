@@ -469,8 +469,8 @@ FAULTS = {
     "a chunk that brought all of its rows, and is taken for one that is made whole": Fault(
         "explorer",
         "runtime/chunk_flags.hpp",
-        "made_here && chunk >= rank.geometry().once_after",
-        "made_here",
+        "rank.leaves_out(source, rows, chunk)",
+        "rank.sends_once(source, rows)",
         "fails with kind",
     ),
     "second GEMMs handed out before those that they wait for": Fault(
