@@ -116,7 +116,7 @@ class ArrivalsSubscriber {
     const Geometry& geometry = rank_.geometry();
     bool missing = false;
     for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
-      // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
+      // Pairs with CountsSubscriber::finish: receive_starts(source) is this call's.
       missing = missing || P::template load_acquire<Scope::block>(
                                &rank_.os->counts_known[source]) != call_.epoch;
     }
@@ -143,7 +143,6 @@ class ArrivalsSubscriber {
     if (!numbers) {
       plan_.plan_rest();
     }
-    note_first_tile();
     // Orders the descriptors, and the counts that the counts subscriber has seen, before the words
     // below; pairs with Processor::claim.
     P::template publish_fence<Scope::device>();
@@ -152,6 +151,7 @@ class ArrivalsSubscriber {
     } else {
       hand_out_waves(posted_);
     }
+    note_first_tile();  // behind what others wait for
     leave_nothing();
     return true;
   }
@@ -377,7 +377,6 @@ class ArrivalsSubscriber {
   /// numbers its slots in the mailbox. `wanted`: so many parts processors wait for.
   void post_new_tiles(u32 wanted) {
     const u32 planned = plan_.tiles();
-    note_first_tile();
     // Orders the descriptors, and the rows acquired above, before the words below; pairs with the
     // scheduler's poll of the mailbox, or with Processor::claim.
     P::template publish_fence<Scope::device>();

@@ -98,7 +98,7 @@ class ChunkFlags {
     const u32 share = P::kLanes / sources;
     const u32 turn = P::lane() / share;
     const u32 source = first_source + minimum(turn, sources - 1);
-    // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
+    // Pairs with CountsSubscriber::finish: receive_starts(source) is this call's.
     const bool counted = turn < sources && P::template load_acquire<Scope::block>(
                                                &rank_.os->counts_known[source]) == call_.epoch;
     const u32 all_rows = counted ? rank_.os->rows_received(source) : 0;

@@ -19,10 +19,31 @@ class CountsSubscriber {
 
   bool step() {
     const Geometry& geometry = rank_.geometry();
+    if (known_ == geometry.world) {
+      return false;
+    }
     bool progress = false;
-    for (u32 source = 0; known_ < geometry.world && source < geometry.world; ++source) {
-      if (rank_.os->counts_known[source] != call_.epoch) {  // this warp alone writes it
-        progress = decode(source) || progress;
+    Source at;
+    // Relaxed: a number to be reported.
+    const u32 returned = P::template load_relaxed<Scope::device>(
+        &rank_.memory.call(call_.epoch).rows_returned.value);
+    const u32 all = geometry.world * pieces();
+    for (u32 first = 0; first < all; first += kLooks) {
+      u64 words[kLooks];  // asked for together: one round trip, however many sources there are
+#pragma unroll
+      for (u32 i = 0; i < kLooks; ++i) {
+        const u32 piece = minimum(first + i, all - 1);
+        const u32 expert = minimum(expert_in(piece), geometry.local_experts() - 1);
+        words[i] = i < all ? look(piece / pieces(), expert) : 0;
+      }
+#pragma unroll 1
+      for (u32 i = 0; i < minimum(kLooks, all - first); ++i) {
+        u64 word = words[0];
+#pragma unroll
+        for (u32 n = 1; n < kLooks; ++n) {  // so that nothing is indexed
+          word = i == n ? words[n] : word;
+        }
+        progress = (decode(first + i, word, at) && finish(at, returned)) || progress;
       }
     }
     return progress;
@@ -68,56 +89,84 @@ class CountsSubscriber {
         rank_.template here<u64>(rank_.layout.count(call_.epoch, source, expert))));
   }
 
-  /// Reads a source's counts if they are all here.
-  bool decode(u32 source) {
+  /// Counts that a lane asks for at once.
+  static constexpr u32 kLooks = 8;
+
+  /// A source's counts are looked at in pieces, of which each lane has one; those of all sources
+  /// follow each other.
+  u32 pieces() const { return ceil_div(rank_.geometry().local_experts(), P::kLanes); }
+  /// The expert of this lane in a piece, if there is such a one.
+  u32 expert_in(u32 piece) const { return piece % pieces() * P::kLanes + P::lane(); }
+
+  /// How far the pieces of a source have been read.
+  struct Source {
+    u32 source = 0;
+    bool reads = false;  // it was not known, and no count so far is missing or wrong
+    u32 rows = 0;        // of the experts so far
+  };
+
+  /// Reads a piece, in which this lane's count is `word`; true if it is a source's last one, and
+  /// all of its counts are here.
+  bool decode(u32 piece, u64 word, Source& at) {
     const Geometry& geometry = rank_.geometry();
     const u32 experts = geometry.local_experts();
-    u32* starts = rank_.os->receive_starts(source);
-    u32* shared_starts = rank_.memory.receive_starts(source);
-    u32 start = 0;
-    for (u32 first = 0; first < experts; first += P::kLanes) {
-      const u32 expert = first + P::lane();
-      const u64 word = expert < experts ? look(source, expert) : u64{call_.epoch} << 32;
-      const u32 epoch = static_cast<u32>(word >> 32);
-      if (P::ballot(epoch != call_.epoch) != 0) {
-        if (epoch > call_.epoch) {  // nobody can be so far ahead
-          reject(FailureKind::count_damaged, source, expert, word);
-        }
-        return false;
-      }
-      const u32 rows = static_cast<u32>(word);
-      if (P::ballot(rows > geometry.capacity) != 0) {
-        if (rows > geometry.capacity) {
-          reject(FailureKind::count_too_large, source, expert, rows);
-        }
-        return false;
-      }
-      const u32 inclusive = P::inclusive_scan(rows);
-      if (expert < experts) {
-        starts[expert] = start + inclusive - rows;
-        shared_starts[expert] = start + inclusive - rows;
-      }
-      start += P::broadcast(inclusive, P::kLanes - 1);
+    const u32 source = piece / pieces();
+    const u32 expert = expert_in(piece);
+    if (piece % pieces() == 0) {
+      // This warp alone writes that word.
+      at = {source, rank_.os->counts_known[source] != call_.epoch, 0};
     }
-    if (start > geometry.cell_rows_used()) {
-      reject(FailureKind::count_too_large, source, kNone, start);
+    if (!at.reads) {
+      return false;
+    }
+    at.reads = false;
+    const bool there = expert < experts;
+    const u32 epoch = static_cast<u32>(word >> 32);
+    if (P::ballot(there && epoch != call_.epoch) != 0) {
+      if (there && epoch > call_.epoch) {  // nobody can be so far ahead
+        reject(FailureKind::count_damaged, source, expert, word);
+      }
+      return false;
+    }
+    const u32 rows = there ? static_cast<u32>(word) : 0;
+    if (P::ballot(rows > geometry.capacity) != 0) {
+      if (rows > geometry.capacity) {
+        reject(FailureKind::count_too_large, source, expert, rows);
+      }
+      return false;
+    }
+    const u32 inclusive = at.rows + P::inclusive_scan(rows);
+    if (there) {
+      rank_.os->receive_starts(source)[expert] = inclusive - rows;
+      rank_.memory.receive_starts(source)[expert] = inclusive - rows;
+    }
+    at = {source, true, P::broadcast(inclusive, P::kLanes - 1)};
+    return piece % pieces() == pieces() - 1;
+  }
+
+  /// Makes a source known that has been read; false if it sends too many rows. `returned`: rows of
+  /// all sources whose results have left.
+  bool finish(const Source& read, u32 returned) {
+    const Geometry& geometry = rank_.geometry();
+    const u32 source = read.source;
+    const u32 rows = read.rows;
+    if (rows > geometry.cell_rows_used()) {
+      reject(FailureKind::count_too_large, source, kNone, rows);
       return false;
     }
     P::sync_lanes();
     if (P::lane() == 0) {
-      starts[experts] = start;
-      shared_starts[experts] = start;
+      rank_.os->receive_starts(source)[geometry.local_experts()] = rows;
+      rank_.memory.receive_starts(source)[geometry.local_experts()] = rows;
       // Algorithm 2, SelfCorrectTaskBound: the bound counted this source's cell as full. Relaxed:
       // the scheduler compares a number; nothing is read because of it.
       const u32 bound = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
       P::template store_relaxed<Scope::block>(rank_.os->rows_expected,
-                                              bound - (geometry.cell_rows_used() - start));
+                                              bound - (geometry.cell_rows_used() - rows));
       // Before the arrivals subscriber may note the first rows.
       PeerRecord& record = rank_.memory.peer_records[source];
       record.counts_ns = P::now_ns();
-      // Relaxed: a number to be reported.
-      record.rows_returned = P::template load_relaxed<Scope::device>(
-          &rank_.memory.call(call_.epoch).rows_returned.value);
+      record.rows_returned = returned;
       // Publishes receive_starts(source) to the arrivals subscriber, which acquires this word.
       P::template store_release<Scope::block>(&rank_.os->counts_known[source], call_.epoch);
     }

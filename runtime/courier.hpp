@@ -178,8 +178,12 @@ class Courier {
 
   /// One lane.
   bool complete_dispatch(const CourierPart& part, u32& flag_bytes) const {
-    const bool last = count_rows(rank_, call_, part.peer, part.cell_rows,
-                                 part.chunk(rank_.geometry()), part.rows, flag_bytes);
+    const bool last =
+        completes_chunk(rank_, part.peer, part.cell_rows, part.chunk(rank_.geometry()), part.rows);
+    if (last) {
+      order_rows<P>(part.peer != rank_.rank);
+      flag_bytes = send_chunk(rank_, call_, part.peer, part.chunk(rank_.geometry()));
+    }
     count_dispatch(rank_, call_);
     return last;
   }

@@ -5,9 +5,9 @@
 // which part is the n-th, and of what rows, follows from the counts by a few sums over the lanes of
 // a warp. The arrivals subscriber, which alone decides whether a call is planned so, then only says
 // in the ready ring which number is whose; processors look at the counts, which were here before,
-// and make descriptors themselves. They are those that TilePlan::plan_rest() would write
-// (tests/native/test_few_plan.cpp). A rank alone has a plan of its own (lone_plan.hpp). May not
-// know: flags, the ready ring.
+// and make descriptors themselves, mostly before they are told (Processor::make_planned). They are
+// those that TilePlan::plan_rest() would write (tests/native/test_few_plan.cpp). A rank alone has a
+// plan of its own (lone_plan.hpp). May not know: flags, the ready ring.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -30,10 +30,27 @@ class FewPlan {
                 geometry.one_tile_rows() * geometry.local_experts() <= 0xffff);
   }
 
-  /// Looks at all counts; false if one is not this call's, or more than a tile has.
-  bool look() {
+  /// One of the counts, another one for each part and, by `turn`, of each source. Once it has come,
+  /// all are worth a look, and not before: many warps that look at all of them slow down those who
+  /// send them.
+  const u64* sample(u32 number, u32 turn) const {
     const Geometry& geometry = rank_.geometry();
-    bool wrong = false;
+    return count_at((number + turn) % geometry.world,
+                    number / geometry.world % geometry.local_experts());
+  }
+  /// Whether a count is this call's.
+  bool has_come(u64 sampled) const { return static_cast<u32>(open(sampled) >> 32) == call_.epoch; }
+
+  /// What a look at all counts has found.
+  enum class Counts : u32 {
+    here,
+    missing,  ///< one is not this call's
+    too_many  ///< an expert has more rows than a tile: the call has no such plan
+  };
+  Counts look() {
+    const Geometry& geometry = rank_.geometry();
+    bool missing = false;
+    bool too_many = false;
     for (u32 i = 0; i < experts_each(); ++i) {
       const bool there = first_expert() + i < geometry.local_experts();
       for (u32 four = 0; four < fours(); ++four) {
@@ -44,13 +61,17 @@ class FewPlan {
         }
         u32 rows = 0;
         for (u32 n = 0; n < sources; ++n) {
-          wrong = wrong || is_wrong(words[n]);
+          const bool came = static_cast<u32>(words[n] >> 32) == call_.epoch;
+          missing = missing || !came;
+          too_many = too_many || (came && static_cast<u32>(words[n]) > geometry.one_tile_rows());
           rows |= static_cast<u32>(words[n]) << (8 * n);
         }
         rows_[i * fours() + four] = there ? rows : 0;
       }
     }
-    return P::ballot(wrong) == 0;
+    return P::ballot(too_many) != 0  ? Counts::too_many
+           : P::ballot(missing) != 0 ? Counts::missing
+                                     : Counts::here;
   }
 
   /// Says which count look() did not want.
@@ -74,8 +95,9 @@ class FewPlan {
   }
 
   /// Part `number` of the plan of what look() has found, first GEMMs before second ones: returns
-  /// its word, and makes `task`, which all lanes see, its tile's descriptor. Sums are made again
-  /// for each part, which takes less than registers to keep them would.
+  /// its word, and makes `task`, which all lanes see, its tile's descriptor; there is no such part:
+  /// a word of no call. Sums are made again for each part, which takes less than registers to keep
+  /// them would.
   ReadyWord part(u32 number, Task& task) const {
     const Geometry& geometry = rank_.geometry();
     u32 tiles = 0;
@@ -100,7 +122,9 @@ class FewPlan {
     const u32 of_gemm = second ? number - firsts : number;
     const u32 each = second ? geometry.gemm1_parts_of(narrow()) : geometry.gemm0_parts_of(narrow());
     const u32 tile = of_gemm / each;
-    MOEOS_CHECK(tile < P::broadcast(ends, P::kLanes - 1));
+    if (tile >= P::broadcast(ends, P::kLanes - 1)) {
+      return ReadyWord();
+    }
     Found found = find(tile, before);
     const u32 owner = lane_with<P>(ends, tile);
     found.expert = P::broadcast(found.expert, owner);
@@ -172,10 +196,12 @@ class FewPlan {
     return static_cast<u32>(count >> 32) != call_.epoch ||
            static_cast<u32>(count) > rank_.geometry().one_tile_rows();
   }
+  const u64* count_at(u32 source, u32 expert) const {
+    return rank_.template here<u64>(rank_.layout.count(call_.epoch, source, expert));
+  }
   u64 count(u32 source, u32 expert) const {
     // A count word carries its own epoch and publishes nothing but itself.
-    return open(P::template load_relaxed<Scope::system>(
-        rank_.template here<u64>(rank_.layout.count(call_.epoch, source, expert))));
+    return open(P::template load_relaxed<Scope::system>(count_at(source, expert)));
   }
 
   constexpr bool narrow() const { return rank_.geometry().narrow_rows != 0; }

@@ -199,6 +199,14 @@ struct Geometry {
                       local_experts() * world <= kPlanCounts && local_experts() * most <= 0xffff;
     return alike && fits && remote == 0 && !plans_itself() ? most : 0;
   }
+  /// Whether processors look at counts, to make such tiles, before they are told that a call is
+  /// planned so: where others' come, and in a call that probably is, should each rank have as many
+  /// tokens.
+  constexpr bool foresees() const { return one_tile_rows() != 0 && world > 1; }
+  constexpr bool foresees(u32 tokens) const {
+    const u64 rows = ceil_div(u64{tokens} * top_k * world, u64{experts});  // of an expert
+    return foresees() && rows <= one_tile_rows();
+  }
   /// Whether a call with so many tiles is. Any, where all rows come over direct links: who has told
   /// his counts has his rows here soon. But of large experts only one with a few tiles of each, or
   /// those of an expert are not computed beside each other. Beside a network, whose rows come

@@ -32,8 +32,10 @@ class Inputs {
     if (task.kind == TaskKind::gemm0) {
       find_rows(rank, call, task);
     } else if (task.kind == TaskKind::gemm1) {
-      note_all(&rank.memory.gemm0_parts_done[task.tile],
-               rank.geometry().gemm0_parts_of(task.narrow != 0));
+      for (u32 i = 0; i < kOfALane; ++i) {
+        word_[i] = &rank.memory.gemm0_parts_done[task.tile];
+        wanted_[i] = rank.geometry().gemm0_parts_of(task.narrow != 0);
+      }
     } else {
       find_results(rank, map, task, found);
     }
@@ -57,24 +59,35 @@ class Inputs {
  private:
   static constexpr u32 kOfALane = ceil_div(Geometry::kAwaitedMost, P::kLanes);
 
-  /// A tile's rows: the flags of the chunks in which they come.
+  /// A tile's rows: the flags of the chunks in which they come. A lane has a segment, so that what
+  /// must be asked for of each takes one round trip for all.
   void find_rows(const Rank<P>& rank, const Call& call, const Task& task) {
-    u32 number = 0;
-#pragma unroll 1
-    for (u32 s = 0; s < task.segment_count; ++s) {
-      const Segment segment = task.segments[s];
-      const u32 all_rows = rank.memory.rows_received(segment.source);
-      const auto flag_of = whole_chunk_flags(rank, segment.source, all_rows);
-      for_each_piece(rank, task.local_expert, segment, [&](u32, u32 chunk, u32) {
-        const u32* flag = flag_of(chunk);
-        if (number == 0) {
-          note_all(flag, seal(call.epoch));  // lanes without one look at that
+    const u32 chunk_rows = rank.geometry().chunk_rows;
+    u32 words = 0;  // of the segments so far
+    for (u32 first = 0; first < task.segment_count; first += P::kLanes) {
+      const bool there = first + P::lane() < task.segment_count;
+      const Segment segment = task.segments[there ? first + P::lane() : first];
+      const u32 rows = rank.memory.rows_received(segment.source);
+      const u32 row = first_in_order(rank, task.local_expert, segment);
+      const u32 chunk = row / chunk_rows;
+      const u32 chunks = there ? (row + segment.rows - 1) / chunk_rows + 1 - chunk : 0;
+      const u32 ends = P::inclusive_scan(chunks);
+      const u32 all = P::broadcast(ends, P::kLanes - 1);
+      for (u32 i = 0; i < kOfALane; ++i) {
+        const u32 number = i * P::kLanes + P::lane() - words;  // large: of segments before
+        const u32 nth = minimum(number, all - 1);
+        const u32 owner = lane_with<P>(ends, nth);
+        const u32 source = P::broadcast(static_cast<u32>(segment.source), owner);
+        const u32 of_source = P::broadcast(chunk + chunks - ends, owner) + nth;
+        const u32* flag = whole_chunk_flags(rank, source, P::broadcast(rows, owner))(of_source);
+        if (words == 0 || number < all) {  // a lane without a word looks at the first ones' last
+          word_[i] = flag;
+          wanted_[i] = seal(call.epoch);
         }
-        note(number, flag, seal(call.epoch));
-        ++number;
-      });
+      }
+      words += all;
     }
-    MOEOS_CHECK(number > 0 && number <= Geometry::kAwaitedMost);
+    MOEOS_CHECK(words > 0 && words <= Geometry::kAwaitedMost);
   }
 
   /// Tokens' results: the credits of the chunks in which their rows have left.
@@ -99,21 +112,6 @@ class Inputs {
         row = row_of_result(rank, place);
       }
       found(number, pair, row);
-    }
-  }
-
-  void note_all(const u32* word, u32 wanted) {
-    for (u32 i = 0; i < kOfALane; ++i) {
-      word_[i] = word;
-      wanted_[i] = wanted;
-    }
-  }
-  /// Word `number` of the part: one lane's.
-  void note(u32 number, const u32* word, u32 wanted) {
-    for (u32 i = 0; i < kOfALane; ++i) {
-      const bool mine = i * P::kLanes + P::lane() == number;
-      word_[i] = mine ? word : word_[i];
-      wanted_[i] = mine ? wanted : wanted_[i];
     }
   }
 

@@ -83,7 +83,7 @@ class LandingsSubscriber {
     u32 made_whole = 0;
     bool missing = false;
     for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
-      // Pairs with CountsSubscriber::decode: receive_starts(source) is this call's.
+      // Pairs with CountsSubscriber::finish: receive_starts(source) is this call's.
       if (P::template load_acquire<Scope::block>(&rank_.os->counts_known[source]) != call_.epoch) {
         missing = true;
         continue;

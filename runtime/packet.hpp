@@ -75,21 +75,28 @@ constexpr u32 flag_bytes(const u8* direct) {
   return !P::kRemotePeers || direct != nullptr ? sizeof(u32) : sizeof(u64);
 }
 
+/// Orders rows that are where they go before the flags of their chunks, which send_chunk sends
+/// behind it; pairs with the subscribers and processors that poll these and fence. `elsewhere`:
+/// some are at other ranks; ours are on this device, for which a narrower fence does, and takes
+/// less.
+template <Platform P>
+void order_rows(bool elsewhere) {
+  if (elsewhere) {
+    P::template publish_fence<Scope::system>();
+  } else {
+    P::template publish_fence<Scope::device>();
+  }
+}
+
 /// Announces a chunk of the rows for a peer, which this actor has written to outgoing_row, or
-/// acquired from those who have, or has a sender put them. Returns the bytes of the flag, if that
-/// goes to another rank. One lane.
+/// acquired from those who have, or has a sender put them; behind order_rows. Returns the bytes of
+/// the flag, if that goes to another rank. One lane.
 template <Platform P>
 u32 send_chunk(const Rank<P>& rank, const Call& call, u32 peer, u32 chunk) {
   u8* direct = rank.platform.peer(peer);
   if (!P::kRemotePeers || direct != nullptr) {
-    u32* const flag = reinterpret_cast<u32*>(direct + rank.layout.arrived(rank.rank, chunk));
-    // Publishes the chunk's rows to the peer's subscriber and processors, which poll this word and
-    // fence. Ours are on this device, for which a narrower fence does, and takes less.
-    if (peer == rank.rank) {
-      P::template store_release<Scope::device>(flag, seal(call.epoch));
-    } else {
-      P::template store_release<Scope::system>(flag, seal(call.epoch));
-    }
+    P::template publish<Scope::system>(
+        reinterpret_cast<u32*>(direct + rank.layout.arrived(rank.rank, chunk)), seal(call.epoch));
   } else {
     post_request(rank, call, peer, chunk_word(call.epoch, chunk));
   }
@@ -104,17 +111,14 @@ void count_carried(const Rank<P>& rank, const Call& call, u32 peer, u32 rows) {
   P::template count_relaxed<Scope::device>(rank.memory.rows_carried(call.epoch, peer), rows);
 }
 
-/// Notes that `rows` of the `rows_sent` rows for a peer, all of one chunk, are where they go;
-/// announces the chunk with its last rows. Returns whether it has, and leaves in `flag_bytes` what
-/// send_chunk returned. One lane, behind all that has written the rows.
+/// Notes that `rows` of the `rows_sent` rows for a peer, all of one chunk, are where they go; true
+/// if they are its last ones: then the chunk is to be announced. One lane, behind all that has
+/// written the rows.
 template <Platform P>
-bool count_rows(const Rank<P>& rank, const Call& call, u32 peer, u32 rows_sent, u32 chunk, u32 rows,
-                u32& flag_bytes) {
+bool completes_chunk(const Rank<P>& rank, u32 peer, u32 rows_sent, u32 chunk, u32 rows) {
   const Geometry& geometry = rank.geometry();
   u32* const done = &rank.memory.chunk_rows_done[u64{peer} * geometry.chunks() + chunk];
-  const bool announced = lane_completes<P>(done, rows, rows_in_chunk(geometry, rows_sent, chunk));
-  flag_bytes = announced ? send_chunk(rank, call, peer, chunk) : 0;
-  return announced;
+  return lane_completes<P>(done, rows, rows_in_chunk(geometry, rows_sent, chunk));
 }
 
 /// Counts a part of Dispatch that is done. One lane.
@@ -156,18 +160,23 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
   }
 }
 
+/// The first row of a segment in the order of arrival, in which chunks count rows. The segment
+/// names rows of the cell, and these differ in the capacity map.
+template <Platform P>
+u32 first_in_order(const Rank<P>& rank, u32 local_expert, const Segment& segment) {
+  if (rank.geometry().row_map == RowMap::ragged) {
+    return segment.first_row;
+  }
+  const u32 start = rank.memory.receive_starts(segment.source)[local_expert];
+  return start + (segment.first_row - rank.layout.row(local_expert, 0, start));
+}
+
 /// Calls visit(offset in the segment, chunk of the owner's, rows) for the pieces of a segment that
 /// lie in one chunk each.
 template <Platform P, class Visit>
 void for_each_piece(const Rank<P>& rank, u32 local_expert, const Segment& segment, Visit visit) {
   const u32 chunk_rows = rank.geometry().chunk_rows;
-  // Chunks count rows in the order of arrival; the segment names rows of the cell. They differ in
-  // the capacity map.
-  u32 first = segment.first_row;
-  if (rank.geometry().row_map == RowMap::capacity) {
-    const u32 start = rank.memory.receive_starts(segment.source)[local_expert];
-    first = start + (segment.first_row - rank.layout.row(local_expert, 0, start));
-  }
+  const u32 first = first_in_order(rank, local_expert, segment);
   for (u32 row = first; row < first + segment.rows;) {
     const u32 chunk = row / chunk_rows;
     const u32 rows = minimum((chunk + 1) * chunk_rows, first + segment.rows) - row;

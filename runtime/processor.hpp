@@ -208,6 +208,11 @@ class Processor : Pace<P> {
   /// of a machine of one warp, which has something else to do meanwhile.
   static constexpr u32 kLooksForInputs = P::kLanes == 1 ? 1 : 8;
 
+  /// How far a processor is with foreseeing its part of a plan of few rows, if it is not waiting
+  /// for one of FewPlan::sample's turns: it does not look at counts, or any more; it has been told.
+  static constexpr u32 kNotAsked = kNone;
+  static constexpr u32 kTold = kNone - 1;
+
   /// A part that is not of Route. One loop waits for the routing, for counts and for slots: a warp
   /// that runs through much code waits for that.
   template <class Beside>
@@ -216,25 +221,47 @@ class Processor : Pace<P> {
     const u32 behind_route = ticket - route_parts(rank_.geometry(), call_);
     const bool of_unsent = behind_route < unsent;
     const u32 number = behind_route - unsent;
+    const bool foresees = rank_.geometry().foresees();
+    const FewPlan<P> few(rank_, call_);
+    u32 turn = rank_.geometry().foresees(call_.tokens) ? 0 : kNotAsked;
+    u32 foreseen = kNone;  // the part of `task`, once that is part `number` of a plan of few rows
     while (of_unsent || plan_is_ != PlanIs::made || number >= plan_.parts()) {
-      const bool counts = !of_unsent && plan_is_ == PlanIs::awaited;
+      const bool counts = !of_unsent && (plan_is_ == PlanIs::awaited || plan_is_ == PlanIs::begun);
+      const u64* const sample =
+          turn == kNotAsked ? &rank_.memory.ring[ticket] : few.sample(number, turn);
       const auto look = [&] {
-        return of_unsent ? is_routed() : counts ? are_counts_here(number) : is_filled(ticket, word);
+        return of_unsent  ? is_routed()
+               : counts   ? are_counts_here(number)
+               : foresees ? is_told(ticket, word, sample, turn)
+                          : is_filled(ticket, word);
       };
       if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
         return false;
       }
       if (!counts) {
-        // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
-        // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
-        // costs more than the look.
-        P::template acquire_fence<Scope::device>();
-        word = of_unsent ? combine_unsent_word(call_.epoch, behind_route) : word;
-        plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
-        if (rank_.geometry().one_tile_rows() != 0 && word.planned()) {
-          return find_planned(word, task);
+        const bool told = !foresees || of_unsent || word.epoch() == call_.epoch;
+        if (told) {
+          // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
+          // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
+          // costs more than the look.
+          P::template acquire_fence<Scope::device>();
+          word = of_unsent ? combine_unsent_word(call_.epoch, behind_route) : word;
+          plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
+          if (rank_.geometry().one_tile_rows() == 0 || !word.planned()) {
+            return get_task(rank_, call_, word, task);
+          }
+          if (word.number() == number && foreseen != kNone) {
+            word = ReadyWord(call_.epoch, task.kind, task.tile, foreseen);
+            return true;
+          }
         }
-        return get_task(rank_, call_, word, task);
+        turn = told ? kTold : turn;
+        const bool made = find_planned(told ? word.number() : number, word, task, turn);
+        if (!foresees || turn == kTold) {
+          return made;
+        }
+        foreseen = made ? word.part() : kNone;
+        continue;
       }
       plan_.make();
       plan_is_ = PlanIs::made;
@@ -243,20 +270,34 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Makes the part of a plan that a word of the ring names, and its own word. The counts were here
-  /// before that word, behind which there was a fence: if one is not, somebody has overwritten it.
-  /// They are looked at again for each part, while the one before is computed: registers to keep
-  /// them in are scarce. False: the call has failed.
-  bool find_planned(ReadyWord& word, Task& task) const {
+  /// Makes part `number` of a plan of few rows, and its word, if all counts are here; of no such
+  /// part, a word of no call.
+  ///
+  /// Who has been told (`turn`), has been by a word of the ring, behind which there was a fence,
+  /// and before which all counts were here: if one is not, somebody has overwritten it, and the
+  /// call fails. Before, the number is a guess, by which slots of the ring are taken: right unless
+  /// others than the subscriber of arrivals take slots, and then the part is made again. So what
+  /// takes longest, round trips and code that runs for the first time, goes on beside what the OS
+  /// block does to tell. Of later parts counts are looked at again, while the one before is
+  /// computed: registers to keep them in are scarce.
+  bool find_planned(u32 number, ReadyWord& word, Task& task, u32& turn) const {
+    using Counts = typename FewPlan<P>::Counts;
     FewPlan<P> plan(rank_, call_);
-    if (!plan.look()) {
+    const Counts counts = plan.look();
+    if (counts == Counts::here) {
+      word = plan.part(number, task);
+      MOEOS_CHECK(turn != kTold || word.epoch() == call_.epoch);
+    } else if (turn == kTold) {
       Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::processor);
       plan.name_damaged(failure);
       rank_.fail(failure);
       return false;
     }
-    word = plan.part(word.number(), task);
-    return true;
+    // Each source's samples have come twice, and still one is missing: somebody has overwritten it,
+    // for others to find out.
+    const bool again = counts == Counts::missing && turn + 1 < 2 * rank_.geometry().world;
+    turn = turn == kTold ? turn : again ? turn + 1 : kNotAsked;
+    return word.epoch() == call_.epoch;
   }
 
   bool is_routed() const {
@@ -265,8 +306,8 @@ class Processor : Pace<P> {
 
   /// Looks at the counts of a rank alone; first, for whom they have not come, at one of them.
   bool are_counts_here(u32 number) {
-    counts_begun_ = counts_begun_ || plan_.begun(number);
-    return counts_begun_ && plan_.look();
+    plan_is_ = plan_is_ == PlanIs::awaited && plan_.begun(number) ? PlanIs::begun : plan_is_;
+    return plan_is_ == PlanIs::begun && plan_.look();
   }
 
   /// Looks at a slot of the ready ring.
@@ -277,6 +318,13 @@ class Processor : Pace<P> {
                      word.sealed());
     }
     return word.epoch() == call_.epoch;
+  }
+
+  /// Looks at a slot, and at the count of this turn, if there is one: asked for together.
+  bool is_told(u32 ticket, ReadyWord& word, const u64* sample, u32 turn) const {
+    const u64 seen = P::template load_relaxed<Scope::system>(sample);  // publishes itself alone
+    return is_filled(ticket, word) ||
+           (turn != kNotAsked && FewPlan<P>(rank_, call_).has_come(agreed<P>(seen)));
   }
 
   /// Looks until it is there, `often` times for each look at all else. False: leave.
@@ -321,8 +369,12 @@ class Processor : Pace<P> {
   CallState& state_;
   Tally& tally_;
   LonePlan<P> plan_;  // of a rank alone
-  enum class PlanIs : u32 { awaited, made, none } plan_is_;
-  bool counts_begun_ = false;  // those that the plan is made of have begun to come
+  enum class PlanIs : u32 {
+    awaited,
+    begun,  ///< some of the counts have come that it is made of
+    made,
+    none,
+  } plan_is_;
 };
 
 /// Clears the tally and the trace of a processor or a courier, before its first part.

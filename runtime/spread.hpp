@@ -97,11 +97,15 @@ class Spread {
     const u32 alike = P::alike(row.goes ? number : kNone);
     SpreadChunk chunk{row.goes && P::lanes_before(alike) == 0 ? P::count(alike) : 0, false};
     P::sync_lanes();  // what the lanes have stored is there for whoever speaks for their chunk
-    u32 flag_bytes = 0;
     if (chunk.rows > 0) {
       count_carried(rank_, call_, row.peer, chunk.rows);
-      chunk.announced =
-          count_rows(rank_, call_, row.peer, row.rows_sent, row.chunk, chunk.rows, flag_bytes);
+      chunk.announced = completes_chunk(rank_, row.peer, row.rows_sent, row.chunk, chunk.rows);
+    }
+    u32 flag_bytes = 0;
+    if (P::ballot(chunk.announced) != 0) {
+      // One fence for all flags: lanes that differ in it would wait for each other's.
+      order_rows<P>(P::ballot(chunk.announced && row.peer != rank_.rank) != 0);
+      flag_bytes = chunk.announced ? send_chunk(rank_, call_, row.peer, row.chunk) : 0;
     }
     const u32 chunks = P::count(P::ballot(chunk.rows > 0));
     const u32 elsewhere = P::count(P::ballot(row.goes && row.peer != rank_.rank));

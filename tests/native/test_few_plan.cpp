@@ -5,6 +5,7 @@
 // in the order, so no comparison of results would notice.
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "runtime/few_plan.hpp"
@@ -25,6 +26,7 @@ using moeos::TilePlan;
 using moeos::u32;
 using moeos::u64;
 using moeos::twin::Machine;
+using Counts = FewPlan<Machine>::Counts;
 
 constexpr u32 kEpoch = LoneRank::kEpoch;
 constexpr u32 kMost = kNarrowRows;
@@ -109,7 +111,7 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
   expect(parts == firsts + tiles * g.gemm1_parts_of(narrow), "both GEMMs of every tile");
   for (u32 number = 0; number < parts; ++number) {
     FewPlan<Machine> plan = counted.plan();
-    expect(plan.look(), "all counts are here");
+    expect(plan.look() == Counts::here, "all counts are here");
     Task made;
     std::memset(&made, 0xa5, sizeof(made));  // what is not written would be seen
     const ReadyWord word = plan.part(number, made);
@@ -123,6 +125,24 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
            "a tile's parts follow each other");
     expect(same_tile(made, written[tile]), "a tile is the one that would be written");
   }
+  FewPlan<Machine> plan = counted.plan();
+  Task made;
+  expect(plan.look() == Counts::here && plan.part(parts, made).epoch() == 0,
+         "a processor that guesses a number beyond them is told that there is no such part");
+}
+
+void a_count_of_each_source_is_waited_for_in_turn() {
+  Counted counted({{1, 2}, {0, 3}, {4, 0}}, kNarrowRows);
+  const FewPlan<Machine> plan = counted.plan();
+  for (u32 number = 0; number < 7; ++number) {
+    const u64* first = plan.sample(number, 0);
+    const u64* second = plan.sample(number, 1);
+    expect(first != second && first == plan.sample(number, 2), "two sources have turns");
+    expect(plan.has_come(*first) && plan.has_come(*second), "both have come");
+  }
+  counted.count(0, 1, kEpoch - 1, 2);
+  expect(!plan.has_come(*plan.sample(2, 0)) && plan.has_come(*plan.sample(2, 1)),
+         "one is another call's");
 }
 
 Rows draw_rows(std::mt19937& random, u32 experts, u32 sources) {
@@ -139,11 +159,12 @@ Rows draw_rows(std::mt19937& random, u32 experts, u32 sources) {
 
 void a_count_that_is_overwritten_is_named() {
   Counted counted({{1, 2}, {0, 3}, {4, 0}}, kNarrowRows);
-  expect(counted.plan().look(), "all are here");
-  for (const u64 wrong : {u64{kEpoch - 2} << 32 | 3, u64{kEpoch} << 32 | (kMost + 1)}) {
+  expect(counted.plan().look() == Counts::here, "all are here");
+  for (const auto& [wrong, what] : {std::pair{u64{kEpoch - 2} << 32 | 3, Counts::missing},
+                                    std::pair{u64{kEpoch} << 32 | (kMost + 1), Counts::too_many}}) {
     counted.count(1, 1, static_cast<u32>(wrong >> 32), static_cast<u32>(wrong));
     FewPlan<Machine> plan = counted.plan();
-    expect(!plan.look(), "one is another call's, or too large");
+    expect(plan.look() == what, "one is another call's, or too large");
     Failure failure{};
     plan.name_damaged(failure);
     expect(failure.peer == 1 && failure.expert == 1 && failure.seen == wrong, "which, and what");
@@ -163,6 +184,7 @@ int main() {
     }
   }
   processors_make_the_tiles_that_would_be_written(draw_rows(random, 33, 8), kNarrowRows);
+  a_count_of_each_source_is_waited_for_in_turn();
   a_count_that_is_overwritten_is_named();
   std::printf("test_few_plan: %d failed\n", failed);
   return failed == 0 ? 0 : 1;

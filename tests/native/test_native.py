@@ -455,8 +455,8 @@ FAULTS = {
     "tokens that sent no row are looked for before routing is over": Fault(
         "explorer",
         "runtime/processor.hpp",
-        "of_unsent ? is_routed() : counts",
-        "of_unsent ? true : counts",
+        "of_unsent  ? is_routed()",
+        "of_unsent  ? true",
         "gives a wrong result",
     ),
     "tiles that were made as rows came, and are handed out with the rest": Fault(
@@ -495,6 +495,20 @@ FAULTS = {
         "before.rows[two] += rows_from_two(i, two);",
         "",
         "gives a wrong result",
+    ),
+    "a part of few rows that is foreseen for another one": Fault(
+        "explorer",
+        "runtime/processor.hpp",
+        "told ? word.number() : number,",
+        "told ? word.number() : number + 1,",
+        "",
+    ),
+    "a part of few rows that is another one than was foreseen": Fault(
+        "explorer",
+        "runtime/processor.hpp",
+        "word.number() == number && foreseen != kNone",
+        "foreseen != kNone",
+        "",
     ),
     "credits that processors have looked at, and nobody clears": Fault(
         "explorer",
