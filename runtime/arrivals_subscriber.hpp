@@ -151,7 +151,7 @@ class ArrivalsSubscriber {
     } else {
       hand_out_waves(posted_);
     }
-    note_first_tile();  // behind what others wait for
+    note_first_tile();
     leave_nothing();
     return true;
   }
@@ -172,6 +172,7 @@ class ArrivalsSubscriber {
     return true;
   }
 
+  /// Behind the words of its parts, for which others wait.
   void note_first_tile() const {
     if (posted_ == 0 && P::lane() == 0) {
       rank_.memory.record->first_tile_ns = P::now_ns();
@@ -396,6 +397,7 @@ class ArrivalsSubscriber {
             &mailbox.words[slot],
             ReadyWord(call_.epoch, TaskKind::gemm0, posted_ + P::lane(), parts).sealed());
       }
+      note_first_tile();
       in_mailbox_ += tiles - handed;
       posted_ += tiles;
     }
