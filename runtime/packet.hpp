@@ -95,6 +95,8 @@ template <Platform P>
 u32 send_chunk(const Rank<P>& rank, const Call& call, u32 peer, u32 chunk) {
   u8* direct = rank.platform.peer(peer);
   if (!P::kRemotePeers || direct != nullptr) {
+    // Publishes the chunk's rows, behind order_rows, to the peer's subscribers and processors,
+    // which poll this word and fence.
     P::template publish<Scope::system>(
         reinterpret_cast<u32*>(direct + rank.layout.arrived(rank.rank, chunk)), seal(call.epoch));
   } else {

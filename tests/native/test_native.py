@@ -503,6 +503,13 @@ FAULTS = {
         "told ? word.number() : number + 1,",
         "",
     ),
+    "a count that is looked for again, for ever, when somebody has overwritten it": Fault(
+        "explorer",
+        "runtime/processor.hpp",
+        "counts == Counts::missing && turn + 1 < 2 * rank_.geometry().world",
+        "counts == Counts::missing",
+        "does not end",
+    ),
     "a part of few rows that is another one than was foreseen": Fault(
         "explorer",
         "runtime/processor.hpp",
