@@ -238,33 +238,33 @@ class Processor : Pace<P> {
       if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
         return false;
       }
-      if (!counts) {
-        const bool told = !foresees || of_unsent || word.epoch() == call_.epoch;
-        if (told) {
-          // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
-          // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
-          // costs more than the look.
-          P::template acquire_fence<Scope::device>();
-          word = of_unsent ? combine_unsent_word(call_.epoch, behind_route) : word;
-          plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
-          if (rank_.geometry().one_tile_rows() == 0 || !word.planned()) {
-            return get_task(rank_, call_, word, task);
-          }
-          if (word.number() == number && foreseen != kNone) {
-            word = ReadyWord(call_.epoch, task.kind, task.tile, foreseen);
-            return true;
-          }
-        }
-        turn = told ? kTold : turn;
-        const bool made = find_planned(told ? word.number() : number, word, task, turn);
-        if (!foresees || turn == kTold) {
-          return made;
-        }
-        foreseen = made ? word.part() : kNone;
+      if (counts) {
+        plan_.make();
+        plan_is_ = PlanIs::made;
         continue;
       }
-      plan_.make();
-      plan_is_ = PlanIs::made;
+      const bool told = !foresees || of_unsent || word.epoch() == call_.epoch;
+      if (told) {
+        // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
+        // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
+        // costs more than the look.
+        P::template acquire_fence<Scope::device>();
+        word = of_unsent ? combine_unsent_word(call_.epoch, behind_route) : word;
+        plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
+        if (rank_.geometry().one_tile_rows() == 0 || !word.planned()) {
+          return get_task(rank_, call_, word, task);
+        }
+        if (word.number() == number && foreseen != kNone) {
+          word = ReadyWord(call_.epoch, task.kind, task.tile, foreseen);
+          return true;
+        }
+        turn = kTold;
+      }
+      const bool made = find_planned(told ? word.number() : number, word, task, turn);
+      if (!foresees || turn == kTold) {
+        return made;
+      }
+      foreseen = made ? word.part() : kNone;
     }
     word = plan_.part(number, task);
     return true;
