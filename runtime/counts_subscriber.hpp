@@ -23,13 +23,16 @@ class CountsSubscriber {
       return false;
     }
     bool progress = false;
-    Source at;
-    // Relaxed: a number to be reported.
+    SoFar source;
+    // Relaxed: a number to be reported. Asked for with the counts: behind them, it would be waited
+    // for before the word that publishes them.
     const u32 returned = P::template load_relaxed<Scope::device>(
         &rank_.memory.call(call_.epoch).rows_returned.value);
     const u32 all = geometry.world * pieces();
     for (u32 first = 0; first < all; first += kLooks) {
-      u64 words[kLooks];  // asked for together: one round trip, however many sources there are
+      // Asked for together, those of sources that are known among them: one round trip, however
+      // many sources there are.
+      u64 words[kLooks];
 #pragma unroll
       for (u32 i = 0; i < kLooks; ++i) {
         const u32 piece = minimum(first + i, all - 1);
@@ -43,7 +46,10 @@ class CountsSubscriber {
         for (u32 n = 1; n < kLooks; ++n) {  // so that nothing is indexed
           word = i == n ? words[n] : word;
         }
-        progress = (decode(first + i, word, at) && finish(at, returned)) || progress;
+        const u32 piece = first + i;
+        progress =
+            (decode(piece, word, source) && finish(piece / pieces(), source.rows, returned)) ||
+            progress;
       }
     }
     return progress;
@@ -98,29 +104,27 @@ class CountsSubscriber {
   /// The expert of this lane in a piece, if there is such a one.
   u32 expert_in(u32 piece) const { return piece % pieces() * P::kLanes + P::lane(); }
 
-  /// How far the pieces of a source have been read.
-  struct Source {
-    u32 source = 0;
-    bool reads = false;  // it was not known, and no count so far is missing or wrong
-    u32 rows = 0;        // of the experts so far
+  /// What the pieces of a source have said so far.
+  struct SoFar {
+    bool reads = false;  // it was not known, and no count is missing or wrong
+    u32 rows = 0;        // of all experts
   };
 
   /// Reads a piece, in which this lane's count is `word`; true if it is a source's last one, and
   /// all of its counts are here.
-  bool decode(u32 piece, u64 word, Source& at) {
+  bool decode(u32 piece, u64 word, SoFar& so_far) {
     const Geometry& geometry = rank_.geometry();
-    const u32 experts = geometry.local_experts();
     const u32 source = piece / pieces();
     const u32 expert = expert_in(piece);
     if (piece % pieces() == 0) {
       // This warp alone writes that word.
-      at = {source, rank_.os->counts_known[source] != call_.epoch, 0};
+      so_far = {rank_.os->counts_known[source] != call_.epoch, 0};
     }
-    if (!at.reads) {
+    if (!so_far.reads) {
       return false;
     }
-    at.reads = false;
-    const bool there = expert < experts;
+    so_far.reads = false;
+    const bool there = expert < geometry.local_experts();
     const u32 epoch = static_cast<u32>(word >> 32);
     if (P::ballot(there && epoch != call_.epoch) != 0) {
       if (there && epoch > call_.epoch) {  // nobody can be so far ahead
@@ -135,21 +139,19 @@ class CountsSubscriber {
       }
       return false;
     }
-    const u32 inclusive = at.rows + P::inclusive_scan(rows);
+    const u32 inclusive = so_far.rows + P::inclusive_scan(rows);
     if (there) {
       rank_.os->receive_starts(source)[expert] = inclusive - rows;
       rank_.memory.receive_starts(source)[expert] = inclusive - rows;
     }
-    at = {source, true, P::broadcast(inclusive, P::kLanes - 1)};
+    so_far = {true, P::broadcast(inclusive, P::kLanes - 1)};
     return piece % pieces() == pieces() - 1;
   }
 
-  /// Makes a source known that has been read; false if it sends too many rows. `returned`: rows of
-  /// all sources whose results have left.
-  bool finish(const Source& read, u32 returned) {
+  /// Makes a source known that has been read and sends us so many rows; false if these are too
+  /// many. `returned`: rows of all sources whose results have left.
+  bool finish(u32 source, u32 rows, u32 returned) {
     const Geometry& geometry = rank_.geometry();
-    const u32 source = read.source;
-    const u32 rows = read.rows;
     if (rows > geometry.cell_rows_used()) {
       reject(FailureKind::count_too_large, source, kNone, rows);
       return false;

@@ -5,7 +5,7 @@
 // which part is the n-th, and of what rows, follows from the counts by a few sums over the lanes of
 // a warp. The arrivals subscriber, which alone decides whether a call is planned so, then only says
 // in the ready ring which number is whose; processors look at the counts, which were here before,
-// and make descriptors themselves, mostly before they are told (Processor::make_planned). They are
+// and make descriptors themselves, mostly before they are told (Processor::find). They are
 // those that TilePlan::plan_rest() would write (tests/native/test_few_plan.cpp). A rank alone has a
 // plan of its own (lone_plan.hpp). May not know: flags, the ready ring.
 #pragma once
@@ -38,8 +38,8 @@ class FewPlan {
     return count_at((number + turn) % geometry.world,
                     number / geometry.world % geometry.local_experts());
   }
-  /// Whether a count is this call's.
-  bool has_come(u64 sampled) const { return static_cast<u32>(open(sampled) >> 32) == call_.epoch; }
+  /// Whether a count, as it lies in memory, is this call's.
+  bool has_come(u64 sealed) const { return is_this_calls(open(sealed)); }
 
   /// What a look at all counts has found.
   enum class Counts : u32 {
@@ -47,6 +47,7 @@ class FewPlan {
     missing,  ///< one is not this call's
     too_many  ///< an expert has more rows than a tile: the call has no such plan
   };
+  /// Looks at all counts.
   Counts look() {
     const Geometry& geometry = rank_.geometry();
     bool missing = false;
@@ -61,9 +62,9 @@ class FewPlan {
         }
         u32 rows = 0;
         for (u32 n = 0; n < sources; ++n) {
-          const bool came = static_cast<u32>(words[n] >> 32) == call_.epoch;
+          const bool came = is_this_calls(words[n]);
           missing = missing || !came;
-          too_many = too_many || (came && static_cast<u32>(words[n]) > geometry.one_tile_rows());
+          too_many = too_many || (came && is_too_many(words[n]));
           rows |= static_cast<u32>(words[n]) << (8 * n);
         }
         rows_[i * fours() + four] = there ? rows : 0;
@@ -81,7 +82,7 @@ class FewPlan {
 #pragma unroll 1
     for (u32 i = 0; i < geometry.world * geometry.local_experts() && !found; ++i) {
       const u64 word = count(i / geometry.local_experts(), i % geometry.local_experts());
-      found = is_wrong(word);
+      found = !is_this_calls(word) || is_too_many(word);
       failure.peer = i / geometry.local_experts();
       failure.expert = i % geometry.local_experts();
       failure.seen = word;
@@ -191,10 +192,10 @@ class FewPlan {
   /// Which is below 256.
   static constexpr u32 sum_of_bytes(u32 word) { return word * kEach >> 24; }
 
-  /// Of a count, as count_word was before it was sealed.
-  bool is_wrong(u64 count) const {
-    return static_cast<u32>(count >> 32) != call_.epoch ||
-           static_cast<u32>(count) > rank_.geometry().one_tile_rows();
+  // Of a count, as count_word was before it was sealed.
+  bool is_this_calls(u64 count) const { return static_cast<u32>(count >> 32) == call_.epoch; }
+  bool is_too_many(u64 count) const {
+    return static_cast<u32>(count) > rank_.geometry().one_tile_rows();
   }
   const u64* count_at(u32 source, u32 expert) const {
     return rank_.template here<u64>(rank_.layout.count(call_.epoch, source, expert));

@@ -204,8 +204,11 @@ struct Geometry {
   /// tokens.
   constexpr bool foresees() const { return one_tile_rows() != 0 && world > 1; }
   constexpr bool foresees(u32 tokens) const {
-    const u64 rows = ceil_div(u64{tokens} * top_k * world, u64{experts});  // of an expert
-    return foresees() && rows <= one_tile_rows();
+    return foresees() && mean_rows(tokens) <= one_tile_rows();
+  }
+  /// Rows that an expert has on average, should each rank have as many tokens.
+  constexpr u64 mean_rows(u32 tokens) const {
+    return ceil_div(u64{tokens} * top_k * world, u64{experts});
   }
   /// Whether a call with so many tiles is. Any, where all rows come over direct links: who has told
   /// his counts has his rows here soon. But of large experts only one with a few tiles of each, or
@@ -231,7 +234,7 @@ struct Geometry {
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.
   constexpr bool may_plan_whole(u32 tokens) const {
-    const u64 rows = ceil_div(u64{tokens} * top_k * world, u64{experts});  // of an expert
+    const u64 rows = mean_rows(tokens);
     return plans_whole(rows <= whole_rows, local_experts() * ceil_div(rows, u64{tile_rows}));
   }
   /// Words that a processor waits for before a part, at most (inputs.hpp): on the GPU a lane's

@@ -55,30 +55,10 @@ void tell_choice(const RankMemory& memory, u32 epoch, u32 pair, u32 expert) {
   P::template store_relaxed<Scope::device>(&memory.choices[pair], count_word(epoch, expert));
 }
 
-/// Asks a sender to put staged rows to a remote peer: a chunk (chunk_word), or a tile's segment, as
-/// `word` of its Gemm1 task with the segment in place of the part. One lane.
-template <Platform P>
-void post_request(const Rank<P>& rank, const Call& call, u32 peer, ReadyWord word) {
-  const u32 slot =
-      take_slots(rank, call, Actor::processor, rank.memory.outbox_tickets(call.epoch, peer),
-                 rank.memory.outbox_slots());
-  if (slot != kNone) {
-    // Publishes the staged rows and, of a tile, the descriptor (acquired by this actor) to the
-    // sender, which polls this word and fences.
-    P::template store_release<Scope::device>(&rank.memory.outbox_of(peer)[slot], word.sealed());
-  }
-}
-
-/// Bytes of a flag or a credit: a word that is stored to, or a signal.
-template <Platform P>
-constexpr u32 flag_bytes(const u8* direct) {
-  return !P::kRemotePeers || direct != nullptr ? sizeof(u32) : sizeof(u64);
-}
-
-/// Orders rows that are where they go before the flags of their chunks, which send_chunk sends
-/// behind it; pairs with the subscribers and processors that poll these and fence. `elsewhere`:
-/// some are at other ranks; ours are on this device, for which a narrower fence does, and takes
-/// less.
+/// Orders rows, or results, that are where they go before the words that announce them, which are
+/// sent behind it: flags (send_chunk), credits (return_rows), requests (post_request). Pairs with
+/// whoever polls these and fences. `elsewhere`: some are at other ranks; ours are on this device,
+/// for which a narrower fence does, and takes less.
 template <Platform P>
 void order_rows(bool elsewhere) {
   if (elsewhere) {
@@ -86,6 +66,26 @@ void order_rows(bool elsewhere) {
   } else {
     P::template publish_fence<Scope::device>();
   }
+}
+
+/// Asks a sender to put staged rows to a remote peer: a chunk (chunk_word), or a tile's segment, as
+/// `word` of its Gemm1 task with the segment in place of the part. One lane, behind order_rows.
+template <Platform P>
+void post_request(const Rank<P>& rank, const Call& call, u32 peer, ReadyWord word) {
+  const u32 slot =
+      take_slots(rank, call, Actor::processor, rank.memory.outbox_tickets(call.epoch, peer),
+                 rank.memory.outbox_slots());
+  if (slot != kNone) {
+    // Publishes the staged rows and, of a tile, the descriptor (acquired by this actor), behind the
+    // caller's fence, to the sender, which polls this word and fences.
+    P::template publish<Scope::device>(&rank.memory.outbox_of(peer)[slot], word.sealed());
+  }
+}
+
+/// Bytes of a flag or a credit: a word that is stored to, or a signal.
+template <Platform P>
+constexpr u32 flag_bytes(const u8* direct) {
+  return !P::kRemotePeers || direct != nullptr ? sizeof(u32) : sizeof(u64);
 }
 
 /// Announces a chunk of the rows for a peer, which this actor has written to outgoing_row, or
@@ -199,14 +199,8 @@ struct Returned {
 template <Platform P>
 Returned return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWord word) {
   Returned returned{task.rows, 0, 0};
-  // Orders the results of every part of this tile (acquired by the part that completed it) before
-  // the credits below; pairs with the owners' subscribers and processors, which poll them and
-  // fence. A rank alone is on one device, for which a narrower fence does, and takes less.
-  if (rank.geometry().world == 1) {
-    P::template publish_fence<Scope::device>();
-  } else {
-    P::template publish_fence<Scope::system>();
-  }
+  // The results of every part of this tile: acquired by the part that completed it.
+  order_rows<P>(rank.geometry().world > 1);
   for (u32 s = 0; s < task.segment_count; ++s) {
     const Segment& segment = task.segments[s];
     const u32 owner = segment.source;
@@ -218,6 +212,8 @@ Returned return_rows(const Rank<P>& rank, const Call& call, const Task& task, Re
     for_each_piece(rank, task.local_expert, segment, [&](u32, u32 chunk, u32 rows) {
       if (!P::kRemotePeers || direct != nullptr) {
         const u64 credit = rank.layout.returned(rank.rank, chunk);
+        // Publishes the results, behind order_rows, to the owner's subscribers and processors,
+        // which poll this word and fence.
         P::template publish_add<Scope::system>(reinterpret_cast<u32*>(direct + credit), seal(rows));
       }
       if (owner != rank.rank) {

@@ -210,6 +210,7 @@ class Processor : Pace<P> {
 
   /// How far a processor is with foreseeing its part of a plan of few rows, if it is not waiting
   /// for one of FewPlan::sample's turns: it does not look at counts, or any more; it has been told.
+  /// In one number with the turns, since a fetch warp of eight ranks has no register for two.
   static constexpr u32 kNotAsked = kNone;
   static constexpr u32 kTold = kNone - 1;
 
@@ -222,17 +223,14 @@ class Processor : Pace<P> {
     const bool of_unsent = behind_route < unsent;
     const u32 number = behind_route - unsent;
     const bool foresees = rank_.geometry().foresees();
-    const FewPlan<P> few(rank_, call_);
     u32 turn = rank_.geometry().foresees(call_.tokens) ? 0 : kNotAsked;
     u32 foreseen = kNone;  // the part of `task`, once that is part `number` of a plan of few rows
     while (of_unsent || plan_is_ != PlanIs::made || number >= plan_.parts()) {
       const bool counts = !of_unsent && (plan_is_ == PlanIs::awaited || plan_is_ == PlanIs::begun);
-      const u64* const sample =
-          turn == kNotAsked ? &rank_.memory.ring[ticket] : few.sample(number, turn);
       const auto look = [&] {
         return of_unsent  ? is_routed()
                : counts   ? are_counts_here(number)
-               : foresees ? is_told(ticket, word, sample, turn)
+               : foresees ? is_told(ticket, word, number, turn)
                           : is_filled(ticket, word);
       };
       if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
@@ -321,10 +319,12 @@ class Processor : Pace<P> {
   }
 
   /// Looks at a slot, and at the count of this turn, if there is one: asked for together.
-  bool is_told(u32 ticket, ReadyWord& word, const u64* sample, u32 turn) const {
-    const u64 seen = P::template load_relaxed<Scope::system>(sample);  // publishes itself alone
-    return is_filled(ticket, word) ||
-           (turn != kNotAsked && FewPlan<P>(rank_, call_).has_come(agreed<P>(seen)));
+  bool is_told(u32 ticket, ReadyWord& word, u32 number, u32 turn) const {
+    const FewPlan<P> plan(rank_, call_);
+    // Without one at the slot again. A count publishes nothing but itself.
+    const u64 seen = P::template load_relaxed<Scope::system>(
+        turn == kNotAsked ? &rank_.memory.ring[ticket] : plan.sample(number, turn));
+    return is_filled(ticket, word) || (turn != kNotAsked && plan.has_come(agreed<P>(seen)));
   }
 
   /// Looks until it is there, `often` times for each look at all else. False: leave.
