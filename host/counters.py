@@ -74,11 +74,12 @@ class CallStats:
             sends beside them (runtime/courier.hpp) does not count.
         busy_seconds_by_task: the same by kind, and the time in which rows were sent.
         seconds: from the call's begin on the device to its end; None if it did not end well.
-        first_tile_after: when, after the begin, the first tile of rows was ready to be computed;
-            None if there was none.
+        first_tile_after: when, after the begin, the first tile of rows was handed out to the
+            processors; None if there was none. In a call that is planned by its counts they wait
+            for its rows then, so it may come before `rows_after`.
         counts_after: [P] when, after the begin, each rank's row counts were here; None if they
             never were.
-        rows_after: [P] when the last of its rows were here; None if none came.
+        rows_after: [P] when the last of its rows were seen to be here; None if none came.
         results_after: [P] when the last results came back from it; None if none did.
         waited_for: [P] by how much the last that came of its counts and rows came later than this
             rank's own: what it held up this rank, if nothing else did.
