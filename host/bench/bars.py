@@ -10,12 +10,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from moeos.bench.suite import GATE
+
 FEW_TOKENS = 128
 """Up to here reading the weights decides."""
 
 WEAK_SCALING = 1.06
-"""T(4 GPUs) is at most this many times T(1 GPU), with as many rows and experts on each."""
+"""T of several GPUs is at most this many times T(1 GPU), with as many rows and experts on each."""
 WEAK_SCALING_TOKENS = 8192
+
+PUBLISHED = "a published FP8 kernel"
+PUBLISHED_SECONDS = {
+    "qwen3-30b-a3b": {8: 125e-6, 128: 159e-6, 512: 235e-6, 2048: 506e-6, 8192: 1697e-6},
+}
+"""By shape and tokens: of DeepGEMM's MegaMoE for SM90 on the full deployment, with FP8 weights and
+routing outside of the kernel, as its pull request 352 has them. Nobody has measured them here."""
 
 _CALL = 20e-6  # seconds of a call whatever its size
 _ZIPF = 1.1  # what uneven routing may add
@@ -52,6 +61,26 @@ def time_bar(found: Mapping[str, Any]) -> Bar | None:
     if bar is not None and found["routing"].startswith("zipf"):
         return Bar(f"{_ZIPF:g} × {bar.words}", _ZIPF * bar.seconds)
     return bar
+
+
+def bars_of(found: Mapping[str, Any], alone: Mapping[str, Any] | None, full: bool) -> list[Bar]:
+    """All bars for moeos's time of one case.
+
+    Args:
+        found: the case.
+        alone: the same case on one GPU, if there are several in `found` and it has been measured.
+        full: `found` is of as many GPUs as the full deployment has.
+    """
+    gate = found["routing"] == GATE and not found["lone"]
+    every = [time_bar(found)]
+    if gate and alone is not None and found["tokens"] == WEAK_SCALING_TOKENS:
+        every.append(
+            Bar(f"{WEAK_SCALING:g} T(1 GPU)", WEAK_SCALING * alone["times"]["moeos"]["median"])
+        )
+    published = PUBLISHED_SECONDS.get(found["shape"], {}).get(found["tokens"])
+    if gate and full and published is not None:
+        every.append(Bar(PUBLISHED, published))
+    return [bar for bar in every if bar is not None]
 
 
 def speed_bar(found: Mapping[str, Any]) -> float | None:

@@ -67,7 +67,8 @@ def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
         for found in cases_of(by_ranks[counts[0]], name):
             if found["routing"] != "gate" or found["lone"] or found["tokens"] == 0:
                 continue
-            times = [_time(by_ranks[count], found) for count in counts]
+            same = [same_case(by_ranks[count], found) for count in counts]
+            times = [None if case is None else time_of(case) for case in same]
             first, last = times[0], times[-1]
             ratio = "" if first is None or last is None else f"{last / first:.2f}"
             if ratio and found["tokens"] == bars.WEAK_SCALING_TOKENS:
@@ -78,14 +79,20 @@ def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
     return Section("shape", [*columns, f"T({counts[-1]}) / T({counts[0]})"], rows)
 
 
-def _time(results: Mapping[str, Any], like: Mapping[str, Any]) -> float | None:
-    """moeos's time in the same case with another number of GPUs."""
+def same_case(results: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The same case with another number of GPUs; None where it has not been measured."""
     keys = ("shape", "tokens", "lone", "routing")
     for found in results["results"]:
         if all(found[key] == like[key] for key in keys):
-            time: float = found["times"]["moeos"]["median"]
-            return time
+            case: Mapping[str, Any] = found
+            return case
     return None
+
+
+def time_of(found: Mapping[str, Any]) -> float:
+    """moeos's time of a case, in seconds."""
+    time: float = found["times"]["moeos"]["median"]
+    return time
 
 
 def _heading(results: Mapping[str, Any], name: str, layer: Mapping[str, Any]) -> str:
@@ -108,7 +115,7 @@ def _row(found: Mapping[str, Any], full: bool) -> list[str]:
     bar = bars.time_bar(found)
     some = found["tokens"] > 0
     return [
-        _label(found),
+        label(found),
         output.duration(time),
         f"{output.duration(low)} to {output.duration(high)}",
         output.duration(times["baseline"]["median"]),
@@ -121,10 +128,11 @@ def _row(found: Mapping[str, Any], full: bool) -> list[str]:
     ]
 
 
-def _label(found: Mapping[str, Any]) -> str:
-    label = f"{found['tokens']} on one rank" if found["lone"] else str(found["tokens"])
+def label(found: Mapping[str, Any]) -> str:
+    """What a case is called beside others of its shape."""
+    tokens = f"{found['tokens']} on one rank" if found["lone"] else str(found["tokens"])
     kind, _, value = found["routing"].partition(":")
-    return f"{label}, Zipf {value}" if kind == "zipf" else label
+    return f"{tokens}, Zipf {value}" if kind == "zipf" else tokens
 
 
 def _limit(seconds: float | None, some: bool) -> str:

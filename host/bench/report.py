@@ -3,11 +3,11 @@
 `python -m moeos.bench.report docs/benchmarks/twin.json` writes the tables into docs/performance.md,
 where lines with the markers `<!-- benchmark twin -->` and `<!-- end of benchmark twin -->` stand.
 So no number there is typed by hand. Of a GPU benchmark it also draws the plots, beside the document
-in benchmarks/plots/, and compares the results of all numbers of GPUs that lie beside the file. Of
-an evaluation it does so, too, beside the document in benchmarks/evaluation/, and it draws a
-straggler study in benchmarks/straggler/. It measures nothing;
-what a kind of results looks like, the files *tables.py know. `--document` names another page, such
-as docs/reliability.md.
+in benchmarks/plots/, and compares the results of all numbers of GPUs that lie beside the file, with
+each other and with what they have to reach. Of an evaluation it does so, too, beside the document
+in benchmarks/evaluation/, and it draws a straggler study in benchmarks/straggler/. It measures
+nothing; what a kind of results looks like, the files *tables.py know. `--document` names another
+page, such as docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from moeos.bench import cost_tables, gpu_tables, plots, reliability_tables, twin_tables
+from moeos.bench import bar_tables, cost_tables, gpu_tables, plots, reliability_tables, twin_tables
 from moeos.bench.evaluate import plots as evaluation_plots
 from moeos.bench.evaluate import tables as evaluation_tables
 from moeos.bench.section import Section
@@ -28,7 +28,9 @@ from moeos.bench.straggler import tables as straggler_tables
 from moeos.cli import failures, output
 
 SCALING = "weak-scaling"
-"""The name between whose markers the comparison of numbers of GPUs goes."""
+"""The name between whose markers the comparison of numbers of GPUs goes,"""
+BARS = "bars"
+"""and that of what all of them have to reach."""
 
 _WIDEST = 200  # characters of a table on stdout
 
@@ -57,6 +59,7 @@ def execute(json_file: Path, document: Path) -> int:
     written = between_markers(document.read_text(encoding="utf-8"), name, tables)
     if of_gpus(results):
         written = between_markers(written, SCALING, scaling(json_file.parent))
+        written = between_markers(written, BARS, bars(json_file.parent))
         plots.draw(results, document.parent / plots.FOLDER)
     if results["benchmark"].startswith(straggler_tables.PREFIX):
         straggler_plots.draw(results, document.parent / straggler_plots.FOLDER)
@@ -99,9 +102,19 @@ def evaluation_scaling(results: Mapping[str, Any], folder: Path) -> Section:
 
 def scaling(folder: Path) -> str:
     """The comparison of all GPU results in a folder, as Markdown; "" of fewer than two."""
-    found = [load(file) for file in sorted(folder.glob("*.json"))]
-    section = gpu_tables.scaling([results for results in found if of_gpus(results)])
+    section = gpu_tables.scaling(_of_gpus_in(folder))
     return "" if section is None else table(section)
+
+
+def bars(folder: Path) -> str:
+    """What all GPU results in a folder have reached of the bars, as Markdown; "" of none."""
+    section = bar_tables.section(_of_gpus_in(folder))
+    return "" if section is None else table(section)
+
+
+def _of_gpus_in(folder: Path) -> list[dict[str, Any]]:
+    found = [load(file) for file in sorted(folder.glob("*.json"))]
+    return [results for results in found if of_gpus(results)]
 
 
 def between_markers(text: str, name: str, content: str) -> str:

@@ -55,6 +55,31 @@ def test_a_case_that_nobody_set_a_bar_for_has_none(found: Any) -> None:
     assert bars.time_bar(found) is None
 
 
+def test_several_gpus_must_not_take_much_longer_than_one() -> None:
+    alone = case("mixtral-8x7b", 8192)
+    [bar] = bars.bars_of(case("mixtral-8x7b", 8192), alone, full=False)
+    assert (bar.words, bar.seconds) == ("1.06 T(1 GPU)", pytest.approx(1.06 * 120 * MICRO))
+    assert bars.bars_of(case("mixtral-8x7b", 8192), None, full=False) == []
+    assert bars.bars_of(case("mixtral-8x7b", 2048), alone, full=False) == []
+    uneven = case("mixtral-8x7b", 8192, "zipf:1.2")
+    assert bars.bars_of(uneven, alone, full=False) == []
+
+
+def test_what_others_have_published_is_a_bar_of_the_full_deployment() -> None:
+    found = case("qwen3-30b-a3b", 512)
+    [bar] = bars.bars_of(found, None, full=True)
+    assert (bar.words, bar.seconds) == (bars.PUBLISHED, pytest.approx(235 * MICRO))
+    assert bars.bars_of(found, None, full=False) == []
+    assert bars.bars_of(found | {"lone": True}, None, full=True) == []
+
+
+def test_a_case_has_all_of_its_bars() -> None:
+    found = case("qwen3-30b-a3b", 8192)
+    assert [bar.words for bar in bars.bars_of(found, found, full=True)] == [
+        *("max(0.95 G, 1.25 N)", "1.06 T(1 GPU)", bars.PUBLISHED),
+    ]
+
+
 @pytest.mark.parametrize(
     ("shape", "tokens", "times"),
     [("thesis-e8", 8192, 1.5), ("qwen3-30b-a3b", 8192, 2.5), ("deepseek-v3", 128, 4.0)],

@@ -10,7 +10,7 @@ from tests.host.bench.measured import measured, small_suite
 
 EMPTY = "".join(
     f"<!-- benchmark {name} -->\n<!-- end of benchmark {name} -->\n"
-    for name in ("gpu-1", "gpu-4", "weak-scaling")
+    for name in ("gpu-1", "gpu-4", "weak-scaling", "bars")
 )
 
 
@@ -83,6 +83,7 @@ def test_the_command_writes_tables_plots_and_the_comparison(tmp_path: Path) -> N
     text = page.read_text()
     assert text.count("**qwen3-30b-a3b**") == 2
     assert "T(4) / T(1)" in text
+    assert "| T at most | layer | tokens | 1 GPU | 4 GPUs |" in text
     drawn = sorted(file.name for file in (tmp_path / plots.FOLDER).iterdir())
     assert drawn == ["gpu-1-qwen3-30b-a3b.svg", "gpu-4-qwen3-30b-a3b.svg"]  # "other" has one point
     for name in drawn:

@@ -37,9 +37,13 @@ def test_the_tables_of_another_machine_are_those_of_its_results() -> None:
     assert report.between_markers(text, found["benchmark"], report.markdown(found)) == text
 
 
-def test_the_comparison_of_numbers_of_gpus_is_that_of_the_results() -> None:
-    text = PAGE.read_text()
-    assert report.between_markers(text, report.SCALING, report.scaling(RESULTS.parent)) == text
+@pytest.mark.parametrize(
+    ("page", "folder"), [(PAGE, RESULTS.parent), (H100 / PAGE.name, H100)], ids=["H200", "H100"]
+)
+def test_what_compares_numbers_of_gpus_is_that_of_the_results(page: Path, folder: Path) -> None:
+    text = page.read_text()
+    assert report.between_markers(text, report.SCALING, report.scaling(folder)) == text
+    assert report.between_markers(text, report.BARS, report.bars(folder)) == text
 
 
 def test_the_plots_of_the_log_are_of_the_results() -> None:

@@ -1,0 +1,70 @@
+"""What the report says of the bars: T / bar of every case that has one, all numbers of GPUs side by
+side. What a bar is, moeos.bench.bars knows; where the times come from, moeos.bench.gpu_tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeos.bench import bars, gpu_tables, provenance
+from moeos.bench.section import Section
+
+
+def section(every: Sequence[Mapping[str, Any]]) -> Section | None:
+    """The table of all bars, met or missed, from results of moeos.bench.gpu; None of no results."""
+    by_ranks = {results["ranks"]: results for results in every}
+    if not by_ranks:
+        return None
+    counts = sorted(by_ranks)
+    ratios = {count: _ratios(by_ranks[count], by_ranks.get(1)) for count in counts}
+    # By bars, and within one of them in the order of the results.
+    rows = dict.fromkeys(case for count in counts for case in ratios[count])
+    words = list(dict.fromkeys(bar for bar, _, _ in rows))
+    return Section(
+        "T at most",
+        ["layer", "tokens", *(_gpus(count) for count in counts)],
+        [
+            [*row, *(_cell(ratios[count].get(row)) for count in counts)]
+            for row in sorted(rows, key=lambda row: words.index(row[0]))
+        ],
+        _heading(by_ranks, ratios),
+    )
+
+
+_Row = tuple[str, str, str]  # a bar, a layer and its tokens
+
+
+def _ratios(results: Mapping[str, Any], of_one: Mapping[str, Any] | None) -> dict[_Row, float]:
+    """T / bar of all bars for one number of GPUs. `of_one`: what one GPU took, if that is known."""
+    full = results["ranks"] >= results["full_ranks"]
+    found = {}
+    for shape in results["shapes"]:
+        for case in gpu_tables.cases_of(results, shape):
+            several = of_one is not None and results["ranks"] > 1
+            alone = gpu_tables.same_case(of_one, case) if several and of_one else None
+            for bar in bars.bars_of(case, alone, full):
+                row = (bar.words, shape, gpu_tables.label(case))
+                found[row] = gpu_tables.time_of(case) / bar.seconds
+    return found
+
+
+def _heading(
+    by_ranks: Mapping[int, Mapping[str, Any]], ratios: Mapping[int, Mapping[_Row, float]]
+) -> str:
+    met = [
+        f"{sum(ratio <= 1 for ratio in found.values())} of {len(found)} on {_gpus(count)} "
+        f"({provenance.source(by_ranks[count]['commit'])})"
+        for count, found in ratios.items()
+    ]
+    return f"T / bar; **bold** where the bar is missed. Met: {', '.join(met)}."
+
+
+def _cell(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}" if ratio <= 1 else f"**{ratio:.2f}**"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
