@@ -139,7 +139,7 @@ def read(
     """A rank's counters out of its memory.
 
     Args:
-        tallies: [processors, then couriers] of `TALLY`.
+        tallies: [processors, then couriers, then the OS block] of `TALLY`.
         processors: how many of them are processors'.
         record: [1] of `RECORD`.
         peers: [P] of `PEER`.

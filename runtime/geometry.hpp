@@ -142,12 +142,10 @@ struct Geometry {
 
   // --- Route: blocks of tokens, and parts of a block ---
 
-  /// Blocks of a call of `tokens`: half as large ones where each then still has a processor; of a
-  /// call without tokens one, which is empty and still sends counts.
+  /// Blocks of a call of `tokens`: half as large ones where each then still has a processor. A call
+  /// without tokens has none.
   constexpr u32 route_blocks_of(u32 tokens) const {
-    const u32 blocks =
-        halves_blocks(tokens) ? ceil_div(tokens, half_block()) : ceil_div(tokens, route_tokens);
-    return maximum(1U, blocks);
+    return halves_blocks(tokens) ? ceil_div(tokens, half_block()) : ceil_div(tokens, route_tokens);
   }
   constexpr u32 route_tokens_of(u32 tokens) const {
     return halves_blocks(tokens) ? half_block() : route_tokens;
@@ -157,7 +155,7 @@ struct Geometry {
     return halves_blocks(tokens) ? token / half_block() : token / route_tokens;
   }
   /// Slices that one part of a block multiplies, at most: all of them where every processor has a
-  /// block.
+  /// block, or where there is none.
   constexpr u32 route_slices_of_part(u32 tokens) const {
     const u32 shared = ceil_div(route_blocks_of(tokens) * route_slices, processors);
     return tokens == 0 ? route_slices : minimum(route_slices, shared);
@@ -367,6 +365,8 @@ struct Geometry {
     const u32 most = minimum(kCombineTokens, kCombinePairs / top_k);
     return maximum(1U, minimum(most, ceil_div(tokens, 4 * processors)));
   }
+  /// Actors that tally what they do: the processors, the couriers and the OS block.
+  constexpr u32 tallies() const { return processors + couriers + 1; }
   /// Actors that note events: the processors, the couriers, the scheduler and the subscribers.
   static constexpr u32 kTracedOsActors = 4;  // TraceKind names them
   constexpr u32 trace_actors() const { return processors + couriers + kTracedOsActors; }

@@ -26,7 +26,8 @@ struct CallState {
   Line<u32> replications_taken;
   Line<u32> replications_all;
   Line<u32> routed;  // our counts, the routing map and the list of Dispatch are complete: 1 and the
-                     // parts of Dispatch (released by the last Route part)
+                     // parts of Dispatch (released by the last Route part, or at the begin of a
+                     // call without tokens)
   Line<u32> token_rows_known;  // blocks of tokens whose token_rows are written
   Line<u32> rows_returned;     // received rows whose results have left for their owners
   Line<u32> tokens_combined;   // own tokens whose output is written
@@ -35,8 +36,8 @@ struct CallState {
                         // OS block
 };
 
-/// What one processor or courier did in the last call. Each writes its own; the host adds them up
-/// after the call (host/counters.py).
+/// What one processor, one courier or the OS block did in the last call. Each writes its own; the
+/// host adds them up after the call (host/counters.py).
 struct alignas(kCacheLine) Tally {
   u64 tasks[kTaskKinds];     // parts run
   u64 row_bytes_to_peers;    // rows written into other ranks' cells, both rounds
@@ -132,7 +133,7 @@ class RankMemory {
   u32* epoch = nullptr;  // the call that is running or will run next, from 1; behind it
                          // failure_claimed() and failure_put()
   CallState* call_states = nullptr;
-  Tally* tallies = nullptr;  // [processor, then courier]
+  Tally* tallies = nullptr;  // [processor, then courier, then the OS block]
   CallRecord* record = nullptr;
   PeerRecord* peer_records = nullptr;  // [peer]
   Task* tasks = nullptr;               // [tile]
@@ -196,7 +197,7 @@ class RankMemory {
     const u64 blocks = geometry.route_blocks();
     take(epoch, 3);
     take(call_states, 2);
-    take(tallies, geometry.processors + geometry.couriers);
+    take(tallies, geometry.tallies());
     take(record, 1);
     take(peer_records, world);
     take(tasks, geometry.tiles_max());

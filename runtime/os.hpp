@@ -12,6 +12,7 @@
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/returns_subscriber.hpp"
+#include "runtime/routing_finish.hpp"
 #include "runtime/scheduler.hpp"
 #include "runtime/sender.hpp"
 #include "runtime/team.hpp"
@@ -31,12 +32,14 @@ constexpr u32 os_warps(const Geometry& geometry) {
 }
 
 /// Prepares a call, by one warp, before any actor of it runs: the other parity's counters for the
-/// call after it and this call's bound.
+/// call after it and this call's bound. One without tokens is routed then.
 template <Platform P>
 void begin_call(const Rank<P>& rank, const Call& call) {
   const RankMemory& memory = rank.memory;
+  Tally& tally = memory.tallies[rank.geometry().tallies() - 1];  // the OS block's
   if (P::lane() == 0) {
     memory.call(call.epoch + 1) = CallState{};
+    tally = Tally{};
     *rank.os->rows_expected = rank.geometry().rows_received_max();
     *rank.os->wanted = 0;
     *rank.os->inquiry = 0;
@@ -60,6 +63,9 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *memory.rows_carried(call.epoch + 1, peer) = 0;
   }
   P::sync_lanes();
+  if (call.tokens == 0) {
+    route_nothing(rank, call, tally);
+  }
 }
 
 /// When nothing has moved for a deadline, the scheduler opens an inquiry: each subscriber in turn

@@ -1,9 +1,9 @@
 // What the last Route part does: slots for every pair, counts to every peer, and the list of
-// Dispatch.
+// Dispatch; and what stands in its place in a call without tokens, which has no Route.
 //
-// Run by the warps of one processor. Every rank sends its counts to every peer, zeros too: they are
-// what lets a peer know that it has received everything (invariants 3 and 4). May not know: how
-// routing was computed.
+// Run by the warps of one processor, or of the OS block. Every rank sends its counts to every peer,
+// zeros too: they are what lets a peer know that it has received everything (invariants 3 and 4).
+// May not know: how routing was computed.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -20,6 +20,11 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
   return rank.memory.block_base + u64{block} * rank.geometry().experts + expert;
 }
 
+/// Bytes of a rank's counts for its peers.
+constexpr u64 count_bytes(const Geometry& geometry) {
+  return (geometry.experts - geometry.local_experts()) * sizeof(u64);
+}
+
 /// Turns the pairs per (block, expert) into pairs before the block, in place, tells every peer how
 /// many rows its experts get, and notes where these start. Returns how many pairs this lane has
 /// dropped.
@@ -29,8 +34,8 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
 template <Platform P, class Sync>
 u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
-  // The block of a call without tokens is not sorted: what stands there is of another call.
-  const u32 blocks = call.tokens == 0 ? 0 : route_blocks(geometry, call);
+  const u32 blocks = route_blocks(geometry, call);
+  MOEOS_CHECK(blocks > 0);
   const u32 experts = geometry.local_experts();
   // Then all experts of a peer are in one warp, whose lanes can add up themselves.
   const bool side_by_side = P::kLanes % experts == 0;
@@ -166,12 +171,36 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
     // Publishes the routing map, the rows sent to each peer and the list of Dispatch, if there is
     // one, to the returns subscribers and the couriers (the team has synchronised on them).
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, parts + 1);
-    note<P>(tally.count_bytes_to_peers,
-            (geometry.experts - geometry.local_experts()) * sizeof(u64));
+    note<P>(tally.count_bytes_to_peers, count_bytes(geometry));
   }
   const u32 all_dropped = P::broadcast(P::inclusive_scan(dropped), P::kLanes - 1);
   if (P::lane() == 0) {
     note<P>(tally.dropped_pairs, all_dropped);  // the warps add it up
+  }
+}
+
+/// In place of Route, by one warp before any actor runs: tells every peer that a call without
+/// tokens has no rows for it, and this rank's actors that there is nothing to dispatch. Peers wait
+/// for these counts, and no processor has to find its way to a part for them.
+template <Platform P>
+void route_nothing(const Rank<P>& rank, const Call& call, Tally& tally) {
+  const Geometry& geometry = rank.geometry();
+  MOEOS_CHECK(call.tokens == 0);
+  for (u32 expert = P::lane(); expert < geometry.experts; expert += P::kLanes) {
+    const u32 peer = geometry.owner_of(expert);
+    const u32 local = expert % geometry.local_experts();
+    send_count(rank, call, peer, local, 0);
+    u32* const starts = rank.memory.send_starts(peer);
+    starts[local + 1] = 0;
+    if (local == 0) {
+      starts[0] = 0;
+    }
+  }
+  P::sync_lanes();
+  if (P::lane() == 0) {
+    tally.count_bytes_to_peers = count_bytes(geometry);
+    // Publishes the rows sent to each peer, none, as finish_routing does; no part of Dispatch.
+    P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, 1U);
   }
 }
 

@@ -74,11 +74,12 @@ class Scheduler {
 
   /// Whether the call is over for this rank, by what the last sweep saw: counts seen from all
   /// peers, every received row returned, every token combined, and every processor back at the ring
-  /// (so that all have read this call's epoch). Each of these stays so once it is.
+  /// (so that all have read this call's epoch). Each of these stays so once it is. Without rows
+  /// nobody need say how tiles are made.
   bool finished() const {
     const u32 expected = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
-    return routed_ && planned_ && returned_ == expected && combined_ == call_.tokens &&
-           claimed_ == published_ + rank_.geometry().processors;
+    return routed_ && (planned_ || expected == 0) && returned_ == expected &&
+           combined_ == call_.tokens && claimed_ == published_ + rank_.geometry().processors;
   }
 
   /// Tells everyone to leave, and starts the next epoch. Only after finished(): a processor that

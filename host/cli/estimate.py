@@ -201,13 +201,12 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     origins = sum(max(0, to_rank[peer] - first_rows) for peer in once)
 
     row_bytes = cfg.hidden * cfg.dtype.itemsize
-    route_blocks = sizes.route_blocks(tokens) if tokens > 0 else 0
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing; but not where
     # processors wait for tokens' rows themselves, which they do for all tokens.
     may_drop = capacity is not None and capacity < cfg.max_tokens
     awaited = sizes.may_await(tokens)
     complete = tokens if awaited else -(-sum(to_rank) // cfg.top_k)  # tokens with a row, at least
-    looks = route_blocks if may_drop and not awaited else 0
+    looks = sizes.route_blocks(tokens) if may_drop and not awaited else 0
     return Work(
         tokens=tokens,
         pairs_sent=sum(to_rank),

@@ -114,7 +114,7 @@ def stats_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelSh
     )
     return counters.read(
         rank,
-        records("tallies", counters.TALLY, shape.processors + shape.couriers),
+        records("tallies", counters.TALLY, shape.processors + shape.couriers + 1),
         shape.processors,
         records("record", counters.RECORD, 1),
         records("peer_records", counters.PEER, shape.world_size),

@@ -159,7 +159,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     if (task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1) {
       knows_tiles = true;
       load_tile(arguments, rank.layout, task, word.part(), loader);
-    } else if (task.kind == TaskKind::route && gate_routes(arguments, call, word.part())) {
+    } else if (task.kind == TaskKind::route && gate_routes(arguments)) {
       load_route(arguments, RouteShare(call, word), loader);
     } else {
       if (Machine::lane() == 0) {
@@ -270,7 +270,7 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
     }
     const Task& task = shared.tasks[place];
     const TaskKind kind = task.kind;
-    if (!rehearses && (kind != TaskKind::route || gate_routes(arguments, call, word.part()))) {
+    if (!rehearses && (kind != TaskKind::route || gate_routes(arguments))) {
       stamp_computing(shared, at.index, stage);
     }
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {

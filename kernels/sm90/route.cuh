@@ -75,12 +75,8 @@ inline void choose_experts(const float (&d)[kRouteColumns / 2], Logits& logits,
   }
 }
 
-/// Whether a block's Route multiplies: not when the caller has routed, nor for the one block of a
-/// call without tokens, which may have no x to load.
-inline bool gate_routes(const RankArguments& arguments, const Call& call, u32 block) {
-  return arguments.topk_ids == nullptr &&
-         block * kGeometry.route_tokens_of(call.tokens) < call.tokens;
-}
+/// Whether Route multiplies: not when the caller has routed.
+inline bool gate_routes(const RankArguments& arguments) { return arguments.topk_ids == nullptr; }
 
 /// Route: slices of a block's products, and all the rest of it by whoever has the last ones. By all
 /// consumers.
@@ -93,7 +89,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   const RouteShare share(call, slot.word);
   const auto [first, end] = share.tokens;
   const u32 pairs = (end - first) * kGeometry.top_k;
-  const bool multiplies = gate_routes(arguments, call, block);
+  const bool multiplies = gate_routes(arguments);
   const bool shared_block = kGeometry.route_parts_of_block(call.tokens) > 1;
   Processor<Machine> processor(rank, call, index);
   Logits logits(arguments, shared.route, warp, share.tokens, shared_block || !Logits::kInRegisters);
@@ -126,11 +122,8 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route);
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);
   everyone();
-  if (pairs > 0) {
-    sort_block_by_warps(rank.memory, scratch, block, first * kGeometry.top_k, pairs, warp,
-                        everyone);
-    everyone();
-  }
+  sort_block_by_warps(rank.memory, scratch, block, first * kGeometry.top_k, pairs, warp, everyone);
+  everyone();
   if (warp == 0 && processor.count_block(task) && Machine::lane() == 0) {
     slot.last_block = 1;
   }

@@ -159,7 +159,7 @@ std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
 nb::tuple counters_of(const TwinRank& rank) {
   const RankMemory& memory = rank.memory();
   const Geometry& geometry = rank.geometry();
-  return nb::make_tuple(nb::bytes(memory.tallies, geometry.processors * sizeof(Tally)),
+  return nb::make_tuple(nb::bytes(memory.tallies, geometry.tallies() * sizeof(Tally)),
                         nb::bytes(memory.record, sizeof(CallRecord)),
                         nb::bytes(memory.peer_records, geometry.world * sizeof(PeerRecord)));
 }

@@ -37,9 +37,7 @@ class TwinKernels {
   u32 route(u32 block) {
     const Geometry& geometry = rank_.geometry();
     const TokenRange tokens = tokens_of_block(geometry, call_, block);
-    if (tokens.first >= tokens.end) {
-      return kNone;  // a call without tokens has one empty block
-    }
+    MOEOS_CHECK(tokens.first < tokens.end);
     const u32 bad_token = router_.route(tokens.first, tokens.end);
     if (bad_token == kNone) {
       const u32 end = geometry.reads_in_place(call_.tokens) ? tokens.end : tokens.first;

@@ -152,7 +152,7 @@ def test_the_slices_of_a_router_are_those_of_the_layer_whatever_a_call_has(
 @pytest.mark.parametrize(
     ("tokens", "parts"),
     [
-        (0, 1),  # an empty block, which nobody need share
+        (0, 0),
         (1, 4),
         (512, 16 * 4),  # 16 blocks of 32 tokens, a part for each slice
         (2048, 64 * 2),  # 64 blocks, whose parts have two slices each

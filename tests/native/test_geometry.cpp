@@ -63,9 +63,9 @@ bool route_parts_fit(u32 slices, u32 processors, u32 tokens) {
     const u32 blocks = geometry.route_blocks_of(called);
     const u32 parts = geometry.route_parts_of_block(called);
     const u32 each = geometry.route_slices_of_part(called);
-    fit = fit && blocks >= 1 && blocks <= geometry.route_blocks() && parts >= 1 && each >= 1 &&
-          blocks * parts <= geometry.route_parts_max() && parts * each >= slices &&
-          (parts - 1) * each < slices;
+    fit = fit && (blocks >= 1) == (called >= 1) && blocks <= geometry.route_blocks() &&
+          parts >= 1 && each >= 1 && blocks * parts <= geometry.route_parts_max() &&
+          parts * each >= slices && (parts - 1) * each < slices;
     const u32 of_block = geometry.route_tokens_of(called);
     for (u32 token = 0; token < called; token += 31) {
       const u32 block = geometry.route_block(called, token);

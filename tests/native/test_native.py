@@ -524,6 +524,13 @@ FAULTS = {
         "handed_out_whole_ && i + 1 < awaited_; i +=",
         "",
     ),
+    "a rank without tokens that does not tell its peers so": Fault(
+        "explorer",
+        "runtime/routing_finish.hpp",
+        "send_count(rank, call, peer, local, 0);",
+        "",
+        "",
+    ),
     "a piece of a chunk that is taken for all of it": Fault(
         "explorer",
         "runtime/task.hpp",
