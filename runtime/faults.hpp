@@ -23,6 +23,28 @@ void wait_until(const Rank<P>& rank, const Call& call, u64 ns) {
   }
 }
 
+/// Whether a hold is of a part of a stage.
+constexpr bool holds_back(const Hold& hold, const Call& call, Stage stage) {
+  return hold.epoch == call.epoch && (hold.stage == stage || hold.stage == Stage::start);
+}
+
+/// Until when a hold lasts, which begins with the first actor that asks. One lane.
+template <Platform P>
+u64 held_until(const FaultPlan& plan, Hold& hold) {
+  const u64 now = P::now_ns();
+  // Publishes nothing: of the actors that come here, it elects the one whose time counts.
+  const bool first =
+      P::template compare_exchange_release<Scope::system>(&hold.since_ns, u64{0}, now);
+  // Relaxed: the word speaks for itself.
+  const u64 since = P::template load_relaxed<Scope::system>(&hold.since_ns);
+  if (first && hold.kills != 0) {
+    // Publishes nothing; asks a thread of the host's.
+    P::template store_release<Scope::system>(plan.kill_word, 1U);
+  }
+  const u64 end = since + hold.hold_ns;
+  return end < since ? ~u64{0} : end;
+}
+
 /// Keeps a processor from beginning a part of a stage, or any part of a call, as long as the plan
 /// says. One warp. False: the call must be left.
 template <Platform P>
@@ -32,29 +54,33 @@ bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
     FaultPlan& plan = *rank.memory.faults;
 #pragma unroll 1
     for (u32 i = 0; i < plan.holds; ++i) {
-      Hold& hold = plan.hold[i];
-      if (hold.epoch != call.epoch || (hold.stage != stage && hold.stage != Stage::start)) {
+      if (!holds_back(plan.hold[i], call, stage)) {
         continue;
       }
       if (P::lane() == 0) {
-        const u64 now = P::now_ns();
-        // Publishes nothing: of the processors that come here, it elects the one whose time counts.
-        const bool first =
-            P::template compare_exchange_release<Scope::system>(&hold.since_ns, u64{0}, now);
-        // Relaxed: the word speaks for itself.
-        const u64 since = P::template load_relaxed<Scope::system>(&hold.since_ns);
-        if (first && hold.kills != 0) {
-          // Publishes nothing; asks a thread of the host's.
-          P::template store_release<Scope::system>(plan.kill_word, 1U);
-        }
-        const u64 end = since + hold.hold_ns;
-        wait_until(rank, call, end < since ? ~u64{0} : end);
+        wait_until(rank, call, held_until<P>(plan, plan.hold[i]));
       }
       P::sync_lanes();
       go = go && !agreed<P>(rank.leaving(call.epoch));
     }
   }
   return go;
+}
+
+/// The same of an actor that must not wait, but comes back: whether it is kept from it now.
+template <Platform P>
+bool is_held_back(const Rank<P>& rank, const Call& call, Stage stage) {
+  bool held = false;
+  if constexpr (P::has_faults()) {
+    FaultPlan& plan = *rank.memory.faults;
+#pragma unroll 1
+    for (u32 i = 0; i < plan.holds; ++i) {
+      if (holds_back(plan.hold[i], call, stage)) {
+        held = agreed<P>(P::lane() == 0 && P::now_ns() < held_until<P>(plan, plan.hold[i])) || held;
+      }
+    }
+  }
+  return held;
 }
 
 /// Bytes of results that a part of a tile brings to a peer: its rows' are divided among its parts.

@@ -26,8 +26,8 @@ struct CallState {
   Line<u32> replications_taken;
   Line<u32> replications_all;
   Line<u32> routed;  // our counts, the routing map and the list of Dispatch are complete: 1 and the
-                     // parts of Dispatch (released by the last Route part, or at the begin of a
-                     // call without tokens)
+                     // parts of Dispatch (released by the last Route part, or in a call without
+                     // tokens by the OS block)
   Line<u32> token_rows_known;  // blocks of tokens whose token_rows are written
   Line<u32> rows_returned;     // received rows whose results have left for their owners
   Line<u32> tokens_combined;   // own tokens whose output is written
@@ -129,6 +129,8 @@ class RankMemory {
   u32 rows_received(u32 source) const {
     return receive_starts(source)[geometry_.get().local_experts()];
   }
+
+  Tally& os_tally() const { return tallies[geometry_.get().tallies() - 1]; }
 
   u32* epoch = nullptr;  // the call that is running or will run next, from 1; behind it
                          // failure_claimed() and failure_put()

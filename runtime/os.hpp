@@ -32,14 +32,13 @@ constexpr u32 os_warps(const Geometry& geometry) {
 }
 
 /// Prepares a call, by one warp, before any actor of it runs: the other parity's counters for the
-/// call after it and this call's bound. One without tokens is routed then.
+/// call after it and this call's bound.
 template <Platform P>
 void begin_call(const Rank<P>& rank, const Call& call) {
   const RankMemory& memory = rank.memory;
-  Tally& tally = memory.tallies[rank.geometry().tallies() - 1];  // the OS block's
   if (P::lane() == 0) {
     memory.call(call.epoch + 1) = CallState{};
-    tally = Tally{};
+    memory.os_tally() = Tally{};
     *rank.os->rows_expected = rank.geometry().rows_received_max();
     *rank.os->wanted = 0;
     *rank.os->inquiry = 0;
@@ -63,9 +62,6 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *memory.rows_carried(call.epoch + 1, peer) = 0;
   }
   P::sync_lanes();
-  if (call.tokens == 0) {
-    route_nothing(rank, call, tally);
-  }
 }
 
 /// When nothing has moved for a deadline, the scheduler opens an inquiry: each subscriber in turn
@@ -194,7 +190,9 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   Trace<P> of_returns = trace_of(rank, TraceKind::returns);
   Watch<P> watch(rank.deadline_ns);
   u32 idle = 0;
+  bool begun = call.tokens > 0;  // by Route
   while (!call_over(rank, call, scheduler, watch)) {
+    begun = begun || route_nothing(rank, call);
     bool progress = traced_step(rank, scheduler, TraceKind::schedule, of_scheduler);
     progress = traced_step(rank, counts, TraceKind::counts, of_counts) || progress;
     progress = landings.step() || progress;
@@ -238,7 +236,9 @@ __attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, cons
     CountsSubscriber<P> counts(rank, call);
     LandingsSubscriber<P> landings(rank, call);
     Trace<P> trace = trace_of(rank, TraceKind::counts);
+    bool begun = call.tokens > 0;  // by Route
     run_watcher(rank, call, counts, kAskCounts, [&] {
+      begun = begun || route_nothing(rank, call);
       const bool counted = traced_step(rank, counts, TraceKind::counts, trace);
       const bool listed = landings.step();
       answer_inquiry(rank, call, landings, kAskLandings);

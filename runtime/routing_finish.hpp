@@ -7,6 +7,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/faults.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
@@ -179,13 +180,17 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
   }
 }
 
-/// In place of Route, by one warp before any actor runs: tells every peer that a call without
-/// tokens has no rows for it, and this rank's actors that there is nothing to dispatch. Peers wait
-/// for these counts, and no processor has to find its way to a part for them.
+/// In place of Route, by a warp of the OS block: tells every peer that a call without tokens has no
+/// rows for it, and this rank's actors that there is nothing to dispatch. Peers wait for these
+/// counts, and no processor has to find its way to a part for them. False: a fault plan keeps the
+/// rank from it, for now.
 template <Platform P>
-void route_nothing(const Rank<P>& rank, const Call& call, Tally& tally) {
+bool route_nothing(const Rank<P>& rank, const Call& call) {
   const Geometry& geometry = rank.geometry();
   MOEOS_CHECK(call.tokens == 0);
+  if (is_held_back(rank, call, stage_of(TaskKind::route))) {
+    return false;
+  }
   for (u32 expert = P::lane(); expert < geometry.experts; expert += P::kLanes) {
     const u32 peer = geometry.owner_of(expert);
     const u32 local = expert % geometry.local_experts();
@@ -198,10 +203,11 @@ void route_nothing(const Rank<P>& rank, const Call& call, Tally& tally) {
   }
   P::sync_lanes();
   if (P::lane() == 0) {
-    tally.count_bytes_to_peers = count_bytes(geometry);
     // Publishes the rows sent to each peer, none, as finish_routing does; no part of Dispatch.
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, 1U);
+    rank.memory.os_tally().count_bytes_to_peers = count_bytes(geometry);
   }
+  return true;
 }
 
 }  // namespace moeos

@@ -38,11 +38,11 @@ _Row = tuple[str, str, str]  # a bar, a layer and its tokens
 def _ratios(results: Mapping[str, Any], of_one: Mapping[str, Any] | None) -> dict[_Row, float]:
     """T / bar of all bars for one number of GPUs. `of_one`: what one GPU took, if that is known."""
     full = results["ranks"] >= results["full_ranks"]
+    one = of_one if results["ranks"] > 1 else None
     found = {}
     for shape in results["shapes"]:
         for case in gpu_tables.cases_of(results, shape):
-            several = of_one is not None and results["ranks"] > 1
-            alone = gpu_tables.same_case(of_one, case) if several and of_one else None
+            alone = None if one is None else gpu_tables.same_case(one, case)
             for bar in bars.bars_of(case, alone, full):
                 row = (bar.words, shape, gpu_tables.label(case))
                 found[row] = gpu_tables.time_of(case) / bar.seconds

@@ -205,6 +205,45 @@ def test_results_are_right_beside_a_delay_within_the_deadline(stage: str, way: W
     assert [seconds >= 0.2 for seconds in results[CULPRIT]] == [False, False, True, False]
 
 
+@ways
+@pytest.mark.parametrize("stage", ["start", "route"])
+def test_a_rank_without_tokens_is_held_before_its_counts(stage: Stage, way: Way) -> None:
+    """It has no part of Route, whose processor could be held; and the others wait for it."""
+
+    def rank_main(world: World) -> tuple[float, dict[str, Any]]:
+        layer = WEIGHTS.layer(world)
+        call = CALLS[world.rank] if world.rank != CULPRIT else draw_call(CFG, 0, 0)
+        world.control.barrier()
+        begin = time.monotonic()
+        y = call(layer)
+        seconds = time.monotonic() - begin
+        assert_matches(WEIGHTS, call, y)
+        return seconds, layer.stats()
+
+    held = plan("delay", stage, call=1, seconds=0.2)
+    found = virtual.run(rank_main, RANKS, deadline=10.0, faults=held, **way)
+    for rank, (seconds, stats) in enumerate(found):
+        # Others may begin later than the culprit, though not by that much.
+        least = 0.2 if rank == CULPRIT else 0.1
+        assert least <= stats["counts_after"][CULPRIT] <= seconds
+        assert stats["count_bytes_to_peers"] == 8 * CFG.experts * (RANKS - 1) // RANKS
+
+
+@ways
+def test_a_rank_without_tokens_that_stands_still_is_named(way: Way) -> None:
+    def rank_main(world: World) -> tuple[str, float]:
+        layer = WEIGHTS.layer(world)
+        call = CALLS[world.rank] if world.rank != CULPRIT else draw_call(CFG, 0, 0)
+        begin = time.monotonic()
+        with pytest.raises(PeerTimeout) as raised:
+            call(layer)
+        return str(raised.value), time.monotonic() - begin
+
+    faults = plan("stall", "start", call=1)
+    for message, seconds in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=faults, **way):
+        assert_named(message, seconds)
+
+
 @pytest.mark.parametrize("way", [WAYS["one-thread"], WAYS["mixed"]], ids=["direct", "mixed"])
 @pytest.mark.parametrize("stage", ["start", "dispatch", "gemm1"])
 def test_a_delay_beyond_the_deadline_is_named_and_a_reset_forgets_it(stage: str, way: Way) -> None:
