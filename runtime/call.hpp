@@ -55,8 +55,8 @@ constexpr ReadyWord route_word(const Geometry& geometry, const Call& call, u32 n
   return ReadyWord(call.epoch, TaskKind::route, number % of_block, number / of_block);
 }
 
-/// Everyone knows that a call starts with Route, so its descriptor is never posted: processors make
-/// it themselves.
+/// Everyone knows that a call with tokens starts with Route, so its descriptor is never posted:
+/// processors make it themselves.
 constexpr Task route_task(const Geometry& geometry, const Call& call) {
   Task task{};
   task.kind = TaskKind::route;
