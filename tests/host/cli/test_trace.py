@@ -290,10 +290,18 @@ def test_a_saved_call_can_be_read_again(config: Path, tmp_path: Path) -> None:
     assert documents[0]["otherData"].items() <= documents[1]["otherData"].items()
 
 
-def test_the_picture_is_a_png(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [300, 0])
+def test_the_picture_is_a_png(config: Path, tmp_path: Path, tokens: int) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib draws")
-    summary_of(config, "--png", tmp_path / "call.png")
+    summary_of(config, "--tokens", tokens, "--png", tmp_path / "call.png")
     assert (tmp_path / "call.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_call_without_tokens_has_no_parts_and_can_be_shown(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "call.json"
+    summary = summary_of(config, "--ranks", 2, "--tokens", 0, "--out", out)
+    assert summary["chain"] == []
+    assert json.loads(out.read_text())["traceEvents"]  # the OS blocks' steps
 
 
 def test_a_missing_matplotlib_is_told_before_anything_runs(
