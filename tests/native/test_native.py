@@ -401,6 +401,7 @@ FAULTS = {
         "add_word(peer, rank_.layout.echoed(rank_.rank), landed - *told_of);",
         "put_word(peer, rank_.layout.echoed(rank_.rank), landed);",
         "without a fault|another fails after a reset",
+        seed=251,
     ),
     "a flag that is put before all of its rows": Fault(
         "explorer",
@@ -509,6 +510,7 @@ FAULTS = {
         "counts == Counts::missing && turn + 1 < 2 * rank_.geometry().world",
         "counts == Counts::missing",
         "does not end",
+        seed=251,
     ),
     "a part of few rows that is another one than was foreseen": Fault(
         "explorer",
