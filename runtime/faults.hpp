@@ -23,11 +23,6 @@ void wait_until(const Rank<P>& rank, const Call& call, u64 ns) {
   }
 }
 
-/// Whether a hold is of a part of a stage.
-constexpr bool holds_back(const Hold& hold, const Call& call, Stage stage) {
-  return hold.epoch == call.epoch && (hold.stage == stage || hold.stage == Stage::start);
-}
-
 /// Until when a hold lasts, which begins with the first actor that asks. One lane.
 template <Platform P>
 u64 held_until(const FaultPlan& plan, Hold& hold) {
@@ -45,41 +40,44 @@ u64 held_until(const FaultPlan& plan, Hold& hold) {
   return end < since ? ~u64{0} : end;
 }
 
+/// What the plan says of a part of a stage: visit(plan, hold) for each hold of it, in its order.
+template <Platform P, class Visit>
+void for_each_hold(const Rank<P>& rank, const Call& call, Stage stage, Visit visit) {
+  if constexpr (P::has_faults()) {
+    FaultPlan& plan = *rank.memory.faults;
+#pragma unroll 1
+    for (u32 i = 0; i < plan.holds; ++i) {
+      Hold& hold = plan.hold[i];
+      if (hold.epoch == call.epoch && (hold.stage == stage || hold.stage == Stage::start)) {
+        visit(plan, hold);
+      }
+    }
+  }
+}
+
 /// Keeps a processor from beginning a part of a stage, or any part of a call, as long as the plan
 /// says. One warp. False: the call must be left.
 template <Platform P>
 bool hold_back(const Rank<P>& rank, const Call& call, Stage stage) {
   bool go = true;
-  if constexpr (P::has_faults()) {
-    FaultPlan& plan = *rank.memory.faults;
-#pragma unroll 1
-    for (u32 i = 0; i < plan.holds; ++i) {
-      if (!holds_back(plan.hold[i], call, stage)) {
-        continue;
-      }
-      if (P::lane() == 0) {
-        wait_until(rank, call, held_until<P>(plan, plan.hold[i]));
-      }
-      P::sync_lanes();
-      go = go && !agreed<P>(rank.leaving(call.epoch));
+  for_each_hold(rank, call, stage, [&](const FaultPlan& plan, Hold& hold) {
+    if (P::lane() == 0) {
+      wait_until(rank, call, held_until<P>(plan, hold));
     }
-  }
+    P::sync_lanes();
+    go = go && !agreed<P>(rank.leaving(call.epoch));
+  });
   return go;
 }
 
-/// The same of an actor that must not wait, but comes back: whether it is kept from it now.
+/// The same of an actor that must not wait, but comes back: whether it is kept from it now. A hold
+/// begins when the one before it is over, as there.
 template <Platform P>
 bool is_held_back(const Rank<P>& rank, const Call& call, Stage stage) {
   bool held = false;
-  if constexpr (P::has_faults()) {
-    FaultPlan& plan = *rank.memory.faults;
-#pragma unroll 1
-    for (u32 i = 0; i < plan.holds; ++i) {
-      if (holds_back(plan.hold[i], call, stage)) {
-        held = agreed<P>(P::lane() == 0 && P::now_ns() < held_until<P>(plan, plan.hold[i])) || held;
-      }
-    }
-  }
+  for_each_hold(rank, call, stage, [&](const FaultPlan& plan, Hold& hold) {
+    held = held || agreed<P>(P::lane() == 0 && P::now_ns() < held_until<P>(plan, hold));
+  });
   return held;
 }
 

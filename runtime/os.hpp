@@ -38,7 +38,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
   const RankMemory& memory = rank.memory;
   if (P::lane() == 0) {
     memory.call(call.epoch + 1) = CallState{};
-    memory.os_tally() = Tally{};
+    memory.os_tally().count_bytes_to_peers = 0;  // it never has anything else
     *rank.os->rows_expected = rank.geometry().rows_received_max();
     *rank.os->wanted = 0;
     *rank.os->inquiry = 0;

@@ -9,6 +9,7 @@ from typing import Any
 
 from moeos.bench import bars, gpu_tables, provenance
 from moeos.bench.section import Section
+from moeos.cli import output
 
 
 def section(every: Sequence[Mapping[str, Any]]) -> Section | None:
@@ -19,11 +20,11 @@ def section(every: Sequence[Mapping[str, Any]]) -> Section | None:
     counts = sorted(by_ranks)
     ratios = {count: _ratios(by_ranks[count], by_ranks.get(1)) for count in counts}
     # By bars, and within one of them in the order of the results.
-    rows = dict.fromkeys(case for count in counts for case in ratios[count])
+    rows = dict.fromkeys(row for count in counts for row in ratios[count])
     words = list(dict.fromkeys(bar for bar, _, _ in rows))
     return Section(
         "T at most",
-        ["layer", "tokens", *(_gpus(count) for count in counts)],
+        ["layer", "tokens", *(output.plural(count, "GPU") for count in counts)],
         [
             [*row, *(_cell(ratios[count].get(row)) for count in counts)]
             for row in sorted(rows, key=lambda row: words.index(row[0]))
@@ -45,7 +46,7 @@ def _ratios(results: Mapping[str, Any], of_one: Mapping[str, Any] | None) -> dic
             alone = None if one is None else gpu_tables.same_case(one, case)
             for bar in bars.bars_of(case, alone, full):
                 row = (bar.words, shape, gpu_tables.label(case))
-                found[row] = gpu_tables.time_of(case) / bar.seconds
+                found[row] = bars.time_of(case) / bar.seconds
     return found
 
 
@@ -53,8 +54,8 @@ def _heading(
     by_ranks: Mapping[int, Mapping[str, Any]], ratios: Mapping[int, Mapping[_Row, float]]
 ) -> str:
     met = [
-        f"{sum(ratio <= 1 for ratio in found.values())} of {len(found)} on {_gpus(count)} "
-        f"({provenance.source(by_ranks[count]['commit'])})"
+        f"{sum(ratio <= 1 for ratio in found.values())} of {len(found)} on "
+        f"{output.plural(count, 'GPU')} ({provenance.source(by_ranks[count]['commit'])})"
         for count, found in ratios.items()
     ]
     return f"T / bar; **bold** where the bar is missed. Met: {', '.join(met)}."
@@ -64,7 +65,3 @@ def _cell(ratio: float | None) -> str:
     if ratio is None:
         return ""
     return f"{ratio:.2f}" if ratio <= 1 else f"**{ratio:.2f}**"
-
-
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"

@@ -45,6 +45,17 @@ class Bar:
         return cls(words, max(of_g * grouped, of_n * links))
 
 
+def time_of(found: Mapping[str, Any]) -> float:
+    """moeos's time of one case, in seconds."""
+    time: float = found["times"]["moeos"]["median"]
+    return time
+
+
+def gate_on_all_ranks(found: Mapping[str, Any]) -> bool:
+    """Whether every rank has the case's tokens, and the gate routes them."""
+    return found["routing"] == GATE and not found["lone"]
+
+
 def limits_of(found: Mapping[str, Any]) -> dict[str, float | None]:
     """All limits of one case, in seconds."""
     return {"G": found["times"]["grouped"]["median"], **found["limits"]}
@@ -71,16 +82,16 @@ def bars_of(found: Mapping[str, Any], alone: Mapping[str, Any] | None, full: boo
         alone: the same case on one GPU, if there are several in `found` and it has been measured.
         full: `found` is of as many GPUs as the full deployment has.
     """
-    gate = found["routing"] == GATE and not found["lone"]
-    every = [time_bar(found)]
-    if gate and alone is not None and found["tokens"] == WEAK_SCALING_TOKENS:
-        every.append(
-            Bar(f"{WEAK_SCALING:g} T(1 GPU)", WEAK_SCALING * alone["times"]["moeos"]["median"])
-        )
+    own = time_bar(found)
+    every = [] if own is None else [own]
+    if not gate_on_all_ranks(found):
+        return every
+    if alone is not None and found["tokens"] == WEAK_SCALING_TOKENS:
+        every.append(Bar(f"{WEAK_SCALING:g} T(1 GPU)", WEAK_SCALING * time_of(alone)))
     published = PUBLISHED_SECONDS.get(found["shape"], {}).get(found["tokens"])
-    if gate and full and published is not None:
+    if full and published is not None:
         every.append(Bar(PUBLISHED, published))
-    return [bar for bar in every if bar is not None]
+    return every
 
 
 def speed_bar(found: Mapping[str, Any]) -> float | None:

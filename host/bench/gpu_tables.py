@@ -65,10 +65,10 @@ def scaling(every: Sequence[Mapping[str, Any]]) -> Section | None:
     rows = []
     for name in by_ranks[counts[0]]["shapes"]:
         for found in cases_of(by_ranks[counts[0]], name):
-            if found["routing"] != "gate" or found["lone"] or found["tokens"] == 0:
+            if not bars.gate_on_all_ranks(found) or found["tokens"] == 0:
                 continue
             same = [same_case(by_ranks[count], found) for count in counts]
-            times = [None if case is None else time_of(case) for case in same]
+            times = [None if case is None else bars.time_of(case) for case in same]
             first, last = times[0], times[-1]
             ratio = "" if first is None or last is None else f"{last / first:.2f}"
             if ratio and found["tokens"] == bars.WEAK_SCALING_TOKENS:
@@ -89,12 +89,6 @@ def same_case(results: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[st
     return None
 
 
-def time_of(found: Mapping[str, Any]) -> float:
-    """moeos's time of a case, in seconds."""
-    time: float = found["times"]["moeos"]["median"]
-    return time
-
-
 def _heading(results: Mapping[str, Any], name: str, layer: Mapping[str, Any]) -> str:
     about = (
         f"**{name}**: H {layer['hidden']}, I {layer['intermediate']}, E {layer['experts']}, "
@@ -108,7 +102,7 @@ def _heading(results: Mapping[str, Any], name: str, layer: Mapping[str, Any]) ->
 
 def _row(found: Mapping[str, Any], full: bool) -> list[str]:
     times, limits = found["times"], bars.limits_of(found)
-    time, grouped = times["moeos"]["median"], limits["G"]
+    time, grouped = bars.time_of(found), limits["G"]
     low, high = times["moeos"]["quartiles"]
     speed = f"{times['baseline']['median'] / time:.2f}"
     wanted = bars.speed_bar(found) if full else None

@@ -51,9 +51,7 @@ def series(results: Mapping[str, Any], shape: str) -> dict[str, list[float]]:
         values = [_seconds(found, line) for found in cases]
         if None not in values:
             made[line] = [1e6 * value for value in values if value is not None]
-    made["share"] = [
-        100 * bars.floor_of(found) / found["times"]["moeos"]["median"] for found in cases
-    ]
+    made["share"] = [100 * bars.floor_of(found) / bars.time_of(found) for found in cases]
     return made
 
 
@@ -114,8 +112,7 @@ def _cases(results: Mapping[str, Any], shape: str) -> list[Mapping[str, Any]]:
     cases = [
         found
         for found in results["results"]
-        if (found["shape"], found["routing"], found["lone"]) == (shape, "gate", False)
-        and found["tokens"] > 0
+        if found["shape"] == shape and bars.gate_on_all_ranks(found) and found["tokens"] > 0
     ]
     return sorted(cases, key=lambda found: int(found["tokens"]))
 
@@ -123,7 +120,7 @@ def _cases(results: Mapping[str, Any], shape: str) -> list[Mapping[str, Any]]:
 def _seconds(found: Mapping[str, Any], line: str) -> float | None:
     time: float | None
     if line == "moeos":
-        time = found["times"]["moeos"]["median"]
+        time = bars.time_of(found)
     elif line == "NCCL + grouped GEMM":
         time = found["times"]["baseline"]["median"]
     else:

@@ -206,9 +206,12 @@ def test_results_are_right_beside_a_delay_within_the_deadline(stage: str, way: W
 
 
 @ways
-@pytest.mark.parametrize("stage", ["start", "route"])
-def test_a_rank_without_tokens_is_held_before_its_counts(stage: Stage, way: Way) -> None:
-    """It has no part of Route, whose processor could be held; and the others wait for it."""
+@pytest.mark.parametrize("stages", [("start",), ("route",), ("start", "route")])
+def test_a_rank_without_tokens_is_held_before_its_counts(
+    stages: tuple[Stage, ...], way: Way
+) -> None:
+    """It has no part of Route, whose processor could be held; and the others wait for it. Of two
+    holds one begins when the other is over."""
 
     def rank_main(world: World) -> tuple[float, float, dict[str, Any]]:
         layer = WEIGHTS.layer(world)
@@ -219,7 +222,9 @@ def test_a_rank_without_tokens_is_held_before_its_counts(stage: Stage, way: Way)
         assert_matches(WEIGHTS, call, y)
         return begin, end, layer.stats()
 
-    held = plan("delay", stage, call=1, seconds=0.2)
+    share = 0.2 / len(stages)
+    delays = (plan("delay", stage, call=1, seconds=share).faults[0] for stage in stages)
+    held = FaultPlan(faults=tuple(delays))
     found = virtual.run(rank_main, RANKS, deadline=10.0, faults=held, **way)
     began, _, of_culprit = found[CULPRIT]
     assert of_culprit["counts_after"][CULPRIT] >= 0.2

@@ -2,7 +2,8 @@
  *
  * What is modelled, and where it is in the code:
  *
- *   route            counts to every peer, zeros too            routing_finish.hpp assign_slots
+ *   route            counts to every peer, zeros too            routing_finish.hpp assign_slots,
+ *                                                              route_nothing
  *   deliver_count    a count word, stored relaxed, is seen      packet.hpp send_count
  *   write_rows       rows of a chunk into the owner's cell      lone_warp.hpp copy_rows,
  *                                                              kernels/sm90/courier.cuh copy_part
