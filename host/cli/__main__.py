@@ -1,5 +1,5 @@
 """`python -m moeos.cli`: the command `moeos` where its script is not installed."""
 
-from moeos.cli import main
+from moeos.cli.app import main
 
 main()

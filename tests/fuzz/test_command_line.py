@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from moeos import jit, kernel_shape
-from moeos.cli import app
+from moeos.cli.app import app
 from moeos.cli.probes import Finding
 from tests.fuzz.outcomes import SECONDS, ended_well, examples
 from tests.fuzz.test_safetensors import SHAPES, file_of, header_of

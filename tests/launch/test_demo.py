@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.processes import ROOT, mpirun
 
-MOEOS = "from moeos.cli import main; main()"
+MOEOS = "from moeos.cli.app import main; main()"
 DEMO = str(ROOT / "configs" / "demo.toml")
 
 ONE_WRONG_RANK = """

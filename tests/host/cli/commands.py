@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from moeos.cli import app
+from moeos.cli.app import app
 
 
 def invoke(command: str, *arguments: object) -> tuple[int, str, str]:

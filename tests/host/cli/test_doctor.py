@@ -10,7 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moeos.cli import app, links, probes
+from moeos.cli import links, probes
+from moeos.cli.app import app
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
 from tests.processes import mpirun
@@ -118,7 +119,7 @@ def test_links_that_cannot_be_tried_are_a_finding(
 
 
 def test_of_several_ranks_one_speaks() -> None:
-    program = "import sys; from moeos.cli import main; sys.argv[1:] = ['doctor']; main()"
+    program = "import sys; from moeos.cli.app import main; sys.argv[1:] = ['doctor']; main()"
     ended = mpirun(2, program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("The twin: ranks") == 1

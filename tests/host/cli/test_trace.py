@@ -40,7 +40,7 @@ tokens = 300
 STAGES = ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
 CHAIN = ["combine", "gemm1", "gemm0", "dispatch", "route"]  # and "replicate", of rows of peers
 EXAMPLE = "trace-qwen3-30b-a3b-2048"
-MOEOS = "from moeos.cli import main; main()"
+MOEOS = "from moeos.cli.app import main; main()"
 LOST = "select name, value from stats where severity != 'info' and value > 0"
 
 invoke = functools.partial(commands.invoke, "trace")

@@ -1,0 +1,43 @@
+"""Every module can be the first of the package that a program imports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import moeos
+
+# Each in a process of its own, forked where only what is not moeos has been imported.
+PROGRAM = """
+import importlib, os, sys, traceback
+import torch, typer, mpi4py
+
+def imported(name):
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+print(*[name for name in sys.argv[1:] if not imported(name)])
+"""
+
+
+def test_no_module_needs_another_one_to_be_imported_before_it() -> None:
+    root = Path(moeos.__file__).parent
+    names = [
+        ".".join(("moeos", *file.relative_to(root).with_suffix("").parts))
+        for file in sorted(root.rglob("*.py"))
+        if file.stem != "__main__"
+    ]
+    names = [name.removesuffix(".__init__") for name in names]
+    assert "moeos.bench.suite" in names
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, timeout=240
+    )
+    assert ended.stdout.split() == [], ended.stderr
+    assert ended.returncode == 0, ended.stderr
