@@ -21,19 +21,22 @@ from typing import Any, get_args
 
 import torch
 
-from moeos import kernel_cache
+from moeos import kernel_cache, machine_code
 from moeos.config import Activation, Scoring
 from moeos.kernel_shape import KernelShape, Transport
 
 KERNEL = "moeos_forward"
 """The kernel's name in the machine code."""
 
+CODE_ADDRESS = "moeos_code_address"
+"""The name of the one that says where that one's instructions lie."""
+
 INSTALL = "pip install 'moeos[cuda]'"
 
 _ENTRY = "kernels/sm90/forward.cu"
 _NVSHMEM_VERSION = "non_abi/nvshmem_version.h"
 _NVSHMEM = (3, 4)  # whose internal functions the transport calls: other versions have others
-_FORMAT = 1  # of what is cached
+_FORMAT = 2  # of what is cached
 _LOG_LINES = 20  # of a failed compilation that an error shows
 
 # Compiled behind the kernel, so that what the host must know of it is said by the compiler.
@@ -355,6 +358,7 @@ def _compile(nvrtc: Any, unit: str, options: list[str]) -> tuple[bytes, str, str
             raise RuntimeError(f"{_version(nvrtc)} refuses the kernel ({status.name}):\n{first}")
         cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
         ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+        cubin = machine_code.with_address(cubin, CODE_ADDRESS, KERNEL)
         return cubin, ptx.decode(errors="replace"), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)

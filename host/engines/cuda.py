@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from moeos import cuda_driver, jit, kernel_shape
+from moeos import cuda_driver, jit, kernel_shape, machine_code
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
@@ -28,6 +28,7 @@ from moeos.engines.cuda_arguments import (
     ArgumentPacker,
     RankBuffers,
 )
+from moeos.engines.cuda_code import code_address
 from moeos.engines.cuda_peers import Peers
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
@@ -246,7 +247,11 @@ class CudaEngine:
         record = self._arguments.record
         arguments = numpy.tile(record, ranks) if self._virtual else record
         blocks = (self._shape.processors + 1) * ranks
-        return _LoadedKernel(kernel, blocks, arguments, self._peers.transport == "nvshmem")
+        loaded = _LoadedKernel(kernel, blocks, arguments, self._peers.transport == "nvshmem")
+        if loaded.code != 0:
+            size = machine_code.instruction_bytes(kernel.cubin, jit.KERNEL)
+            self._arguments.pack_code(loaded.code, size)
+        return loaded
 
     def _clear(self, *, again: bool = False) -> None:
         """Makes heap and memory those of a first call; `again`: what goes wrong once has."""
@@ -368,6 +373,7 @@ class _LoadedKernel:
 
     Attributes:
         arguments: uint8, the records of the ranks of a launch, as they are when it is made.
+        code: address of the kernel's instructions; 0 if unknown.
     """
 
     def __init__(
@@ -383,6 +389,7 @@ class _LoadedKernel:
         self._by_nvshmem = by_nvshmem
         if by_nvshmem:
             fill_in_state(int(self._library))
+        self.code = code_address(self._library)
         handle = ask(driver.cuLibraryGetKernel(self._library, jit.KERNEL.encode()))
         self._function = ask(driver.cuKernelGetFunction(handle))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -31,12 +31,14 @@ _MAPS = (
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
 )
 _LAYER = struct.Struct("<6Q")  # heap, memory, peers, intermediate_rows, host_failure, deadline_ns
+_CODE = struct.Struct("<2Q")  # code, code_bytes
 _PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
 # x_rows, out, topk_ids, topk_weights, token_count; rank, rows, ids_wide, weight_type
 _CALL = struct.Struct("<5Q4I")
 
 _LAYER_AT = len(_MAPS) * _MAP_BYTES
-_PARAMETERS_AT = _LAYER_AT + _LAYER.size
+_CODE_AT = _LAYER_AT + _LAYER.size
+_PARAMETERS_AT = _CODE_AT + _CODE.size
 _CALL_AT = _PARAMETERS_AT + _PARAMETERS.size
 _MAP_ALIGNMENT = 64
 RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
@@ -118,6 +120,10 @@ class ArgumentPacker:
             host_failure,
             int(deadline * 1e9),
         )
+
+    def pack_code(self, address: int, size: int) -> None:
+        """Says in `record` where the kernel's instructions lie, and how many bytes they are."""
+        _CODE.pack_into(self._bytes, _CODE_AT, address, size)
 
     def pack(self, tensors: CallTensors) -> None:
         """Makes `record` that of a call.

@@ -51,6 +51,8 @@ struct RankArguments : TensorMaps {
   u8* intermediate_rows;
   Failure* host_failure;  // in the host's memory: see host_failure.cuh
   u64 deadline_ns;
+  u64 code;  // where the kernel's instructions lie, and how many bytes; or 0 and 0
+  u64 code_bytes;
   // Of its parameters.
   const float* selection_bias;  // [E] or null
   const u8* b1;

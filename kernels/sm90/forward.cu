@@ -10,6 +10,7 @@
 #include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/host_failure.cuh"
 #include "kernels/sm90/products.cuh"
+#include "kernels/sm90/ptx/code.cuh"
 #include "kernels/sm90/route.cuh"
 #include "kernels/sm90/token_count.cuh"
 #include "runtime/os.hpp"
@@ -319,6 +320,18 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
   }
 }
 
+/// Asks L2 for this block's share of the kernel's instructions: in a call of few tokens most of
+/// them run once, and what ran before this kernel had L2 for itself. One thread. Every line would
+/// come from memory else when some block needs it first, one behind the other.
+inline void prefetch_code(const RankArguments& mine, u32 index) {
+  constexpr u32 kBlocks = kGeometry.processors + 1;
+  const u64 share = align_up(ceil_div(mine.code_bytes, u64{kBlocks}), u64{kCacheLine});
+  const u64 first = index * share;
+  if (first < mine.code_bytes) {
+    prefetch_bytes(mine.code + first, static_cast<u32>(minimum(share, mine.code_bytes - first)));
+  }
+}
+
 // Inlined, however long it is: a kernel that calls a function has a stack.
 __attribute__((always_inline)) inline void run_processor_roles(const RankArguments& arguments,
                                                                const Call& call, u32 index,
@@ -351,7 +364,8 @@ inline Call call_of(const RankArguments& mine) {
   return {*RankMemory(kGeometry, mine.memory).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};
 }
 
-inline void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
+__attribute__((always_inline)) inline void run_processor_block(const RankArguments& mine, u32 index,
+                                                               Shared& shared) {
   if (threadIdx.x == 0) {
     const Rank<Machine> rank = rank_of(mine, nullptr);
     shared.call = call_of(mine);
@@ -380,7 +394,7 @@ inline void run_processor_block(const RankArguments& mine, u32 index, Shared& sh
   run_processor_roles(mine, call, index, shared);
 }
 
-inline void run_os(const RankArguments& mine, OsShared& shared) {
+__attribute__((always_inline)) inline void run_os(const RankArguments& mine, OsShared& shared) {
   const u32 warp = threadIdx.x / 32;
   // What a call starts from is not what another block left in this memory: clear it.
   for (u32 i = threadIdx.x; i < OsMemory::bytes(kGeometry) / 4; i += kThreads) {
@@ -414,6 +428,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u32 rank = kVirtualRanks == 1 ? 0 : blockIdx.x / kBlocks;
   const RankArguments& mine = arguments.ranks[rank];
   const u32 index = blockIdx.x - rank * kBlocks;
+  if (threadIdx.x == kCompleteWarp * 32) {  // which has nothing else to do yet
+    prefetch_code(mine, index);
+  }
   if (index < kGeometry.processors) {
     run_processor_block(mine, index, *reinterpret_cast<Shared*>(dynamic_shared_memory()));
   } else {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moeos import cuda_driver
+from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import ArgumentPacker, RankBuffers
 from moeos.kernel_shape import KernelShape
@@ -33,22 +34,32 @@ class Driver(mock.MagicMock):
     cuuint32_t = cuuint64_t
 
 
+def packer_of(cfg: MoEConfig, deadline: float = 1.0) -> ArgumentPacker:
+    """A packer of one rank of one, whose buffers are too small to be used."""
+    sizes = KernelShape(cfg=cfg, world_size=1, processors=4).sizes
+    memory = torch.zeros(1, dtype=torch.uint8)
+    between = torch.zeros(8, cfg.intermediate, dtype=cfg.dtype)
+    buffers = RankBuffers(heap=memory, memory=memory, intermediate=between, peers=memory)
+    return ArgumentPacker(cfg, sizes, 0, deadline, buffers, 0)
+
+
+def test_where_the_code_lies_stands_behind_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RankArguments of kernels/sm90/arguments.cuh; until it is said there are zeros."""
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    packer = packer_of(config(dtype=torch.bfloat16, hidden=256, intermediate=128), deadline=3.0)
+    words = packer.record.view("<u8")
+    (behind,) = (words == 3_000_000_000).nonzero()[0] + 1
+    assert words[behind : behind + 2].tolist() == [0, 0]
+    packer.pack_code(0x7F00_1234_5680, 304_640)
+    assert words[behind : behind + 2].tolist() == [0x7F00_1234_5680, 304_640]
+
+
 def test_a_map_of_weights_is_not_taken_for_that_of_tokens_in_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda_driver, "load", Driver)
     cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128, experts=2, top_k=2)
-    sizes = KernelShape(cfg=cfg, world_size=1, processors=4).sizes
-    memory = torch.zeros(1, dtype=torch.uint8)
-    between = torch.zeros(8, cfg.intermediate, dtype=cfg.dtype)
-    packer = ArgumentPacker(
-        cfg,
-        sizes,
-        0,
-        1.0,
-        RankBuffers(heap=memory, memory=memory, intermediate=between, peers=memory),
-        0,
-    )
+    packer = packer_of(cfg)
     w1 = torch.zeros(cfg.experts, 2 * cfg.intermediate, cfg.hidden, dtype=cfg.dtype)
     x = w1.view(-1, cfg.hidden)  # as if these had the memory of weights that are gone
     packer.pack(

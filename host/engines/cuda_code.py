@@ -1,0 +1,32 @@
+"""Where a loaded kernel's instructions lie in the GPU's memory.
+
+Knows neither the kernel nor its launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from moeos import cuda_driver, jit
+from moeos.cuda_driver import ask
+
+
+def code_address(library: Any) -> int:
+    """The address of the first instruction of `jit.KERNEL` in a loaded library; 0 if unknown.
+
+    Waits for the current stream. Raises `RuntimeError` if the driver refuses.
+    """
+    driver = cuda_driver.load()
+    # The driver loads a kernel when it is asked for, and only then it has an address.
+    kernel = ask(driver.cuLibraryGetKernel(library, jit.KERNEL.encode()))
+    ask(driver.cuFuncLoad(ask(driver.cuKernelGetFunction(kernel))))
+    found = torch.zeros(1, dtype=torch.int64, device="cuda")
+    stream = torch.cuda.current_stream()
+    handle = ask(driver.cuLibraryGetKernel(library, jit.CODE_ADDRESS.encode()))
+    function = ask(driver.cuKernelGetFunction(handle))
+    arguments = ((found.data_ptr(),), (ctypes.c_void_p,))
+    ask(driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, arguments, 0))
+    return int(found)
