@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import jit, kernel_shape
+from moeos import jit, kernel_shape, machine_code
 from moeos.engines.cuda_arguments import RECORD_BYTES
 from moeos.jit import Kernel, compile_kernel, include_root, macros
 from moeos.kernel_shape import KernelShape, Transport
 from tests.host.kernel_shapes import shape
+from tests.host.relocations import relocations
 from tests.processes import ROOT, ForkedRanks
 
 
@@ -42,6 +43,15 @@ def test_a_kernel_is_machine_code_for_hopper(compiled: Kernel) -> None:
     assert compiled.cubin.startswith(b"\x7fELF")
     assert jit.KERNEL.encode() in compiled.cubin
     assert compiled.report.arch == "sm_90a"
+
+
+def test_the_kernel_can_be_asked_for_where_it_lies(compiled: Kernel) -> None:
+    """By this compiler; another may make otherwise, and then nothing is prefetched."""
+    found = relocations(compiled.cubin)
+    asked = [(section, kind) for section, kind, of in found if of == jit.KERNEL]
+    assert asked == [(".rela.nv.constant4", machine_code.ADDRESS)]
+    assert machine_code.HANDLE not in [kind for _, kind, _ in found]
+    assert machine_code.instruction_bytes(compiled.cubin, jit.KERNEL) > 100_000
 
 
 @pytest.mark.parametrize("transport", ["mapped", "nvshmem"])

@@ -1,41 +1,38 @@
-"""What is read off a compiled kernel, and what is changed in it."""
+"""What is read off compiled kernels, and what is changed in them; two small ones."""
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
-
 import pytest
-from elftools.elf.elffile import ELFFile
 
 from moeos import jit, machine_code
-from moeos.jit import compile_file, compile_kernel
-from tests.host.kernel_shapes import shape
+from moeos.jit import compile_file, sources_in
+from tests.host.relocations import relocations
+
+SOURCE = """
+extern "C" __global__ void moeos_forward(float* x) { x[threadIdx.x] *= 3.0F; }
+extern "C" __global__ void moeos_code_address(unsigned long long* address) {
+  asm volatile("mov.u64 %0, moeos_code_address;" : "=l"(*address));
+}
+"""
 
 
 @pytest.fixture(scope="module")
 def cubin(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The small layer's kernel."""
+    """A kernel, and one that asks for its own handle, as `jit` makes them."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
-    return compile_kernel(shape(), tmp_path_factory.mktemp("cache")).cubin
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "small.cu").write_text(SOURCE)
+    with sources_in(folder):
+        return compile_file("small.cu", "sm_90a")
 
 
-def relocations(cubin: bytes) -> list[tuple[str, int, str]]:
-    """Of code and of words that code reads: section, kind, and whose."""
-    file = ELFFile(io.BytesIO(cubin))
-    names = [symbol.name for symbol in file.get_section_by_name(".symtab").iter_symbols()]
-    return [
-        (section.name, relocation["r_info_type"], names[relocation["r_info_sym"]])
-        for section in file.iter_sections("SHT_RELA")
-        if "debug" not in section.name
-        for relocation in section.iter_relocations()
-    ]
+def test_the_word_that_was_a_handle_is_the_address_of_the_other_kernel(cubin: bytes) -> None:
+    assert relocations(cubin) == [(".rela.nv.constant4", machine_code.ADDRESS, jit.KERNEL)]
 
 
-def test_the_size_is_that_of_all_instructions(cubin: bytes) -> None:
-    text = ELFFile(io.BytesIO(cubin)).get_section_by_name(f".text.{jit.KERNEL}")
-    assert machine_code.instruction_bytes(cubin, jit.KERNEL) == text.data_size
-    assert machine_code.instruction_bytes(cubin, jit.KERNEL) > 100_000
+def test_a_kernel_has_the_size_of_its_instructions(cubin: bytes) -> None:
+    sizes = [machine_code.instruction_bytes(cubin, k) for k in (jit.KERNEL, jit.CODE_ADDRESS)]
+    assert all(0 < size < 1024 and size % 128 == 0 for size in sizes)
 
 
 def test_a_kernel_that_is_not_there_has_no_size(cubin: bytes) -> None:
@@ -43,16 +40,5 @@ def test_a_kernel_that_is_not_there_has_no_size(cubin: bytes) -> None:
         machine_code.instruction_bytes(cubin, "moeos_backward")
 
 
-def test_one_word_is_the_address_of_the_kernel_and_none_a_handle(cubin: bytes) -> None:
-    """By this compiler; another may make otherwise, and then nothing is prefetched."""
-    found = relocations(cubin)
-    asked = [section for section, kind, of in found if of == jit.KERNEL]
-    assert asked == [".rela.nv.constant4"]
-    assert (asked[0], machine_code.ADDRESS, jit.KERNEL) in found
-    assert machine_code.HANDLE not in [kind for _, kind, _ in found]
-
-
-def test_code_that_asks_for_no_handle_is_left_as_it_is(tmp_path: Path) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
-    clock = compile_file("kernels/clock.cu", "sm_90")
-    assert machine_code.with_address(clock, "moeos_clock", "moeos_clock") == clock
+def test_code_that_asks_for_no_handle_is_left_as_it_is(cubin: bytes) -> None:
+    assert machine_code.with_address(cubin, jit.CODE_ADDRESS, jit.KERNEL) == cubin
