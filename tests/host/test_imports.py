@@ -6,10 +6,11 @@ from pathlib import Path
 
 import moeos
 
-# Each in a process of its own, forked where only what is not moeos has been imported.
+# Each in a process of its own, forked where only the package itself has been imported, as it is
+# before any of its modules.
 PROGRAM = """
 import importlib, os, sys, traceback
-import torch, typer, mpi4py
+import matplotlib, mpi4py, moeos, rich, torch, typer
 
 def imported(name):
     child = os.fork()
