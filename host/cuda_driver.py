@@ -21,3 +21,9 @@ def ask(answer: tuple[Any, ...]) -> Any:
     if int(answer[0]) != 0:
         raise RuntimeError(f"CUDA's driver failed: {answer[0].name}")
     return answer[1] if len(answer) == 2 else None
+
+
+def function(library: Any, name: str) -> Any:
+    """A kernel of a loaded library, for launches in the current context."""
+    driver = load()
+    return ask(driver.cuKernelGetFunction(ask(driver.cuLibraryGetKernel(library, name.encode()))))

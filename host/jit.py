@@ -29,7 +29,7 @@ KERNEL = "moeos_forward"
 """The kernel's name in the machine code."""
 
 CODE_ADDRESS = "moeos_code_address"
-"""The name of the one that says where that one's instructions lie."""
+"""The name of the small kernel that tells where the instructions of `KERNEL` lie."""
 
 INSTALL = "pip install 'moeos[cuda]'"
 

@@ -16,8 +16,8 @@ HANDLE, ADDRESS = 35, 2
 """Kinds of relocations of 64 bits in code for sm_90, as ptxas emits them: of a kernel's handle, and
 of an address."""
 
-_KIND = struct.Struct("<2I")  # of a relocation, with its symbol, behind its place
-_PLACE_BYTES = 8
+_INFO = struct.Struct("<2I")  # r_info of a relocation (Elf64_Rela): kind, symbol
+_INFO_AT = 8  # behind r_offset
 
 
 def instruction_bytes(cubin: bytes, kernel: str) -> int:
@@ -47,8 +47,8 @@ def with_address(cubin: bytes, teller: str, kernel: str) -> bytes:
         assert isinstance(section, RelocationSection)
         for index, relocation in enumerate(section.iter_relocations()):
             if relocation["r_info_type"] == HANDLE and names[relocation["r_info_sym"]] == teller:
-                at = section["sh_offset"] + index * section["sh_entsize"] + _PLACE_BYTES
-                _KIND.pack_into(changed, at, ADDRESS, names.index(kernel))
+                at = section["sh_offset"] + index * section["sh_entsize"] + _INFO_AT
+                _INFO.pack_into(changed, at, ADDRESS, names.index(kernel))
     return bytes(changed)
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
+MOEOS = "from moeos.cli.app import main; main()"
+"""A program that is the command `moeos`, with the arguments that it is given."""
 
 _fork = multiprocessing.get_context("fork")
 

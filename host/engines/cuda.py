@@ -390,8 +390,7 @@ class _LoadedKernel:
         if by_nvshmem:
             fill_in_state(int(self._library))
         self.code = code_address(self._library)
-        handle = ask(driver.cuLibraryGetKernel(self._library, jit.KERNEL.encode()))
-        self._function = ask(driver.cuKernelGetFunction(handle))
+        self._function = cuda_driver.function(self._library, jit.KERNEL)
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         ask(driver.cuFuncSetAttribute(self._function, limit, kernel.report.shared_bytes))
         # The driver copies the arguments in the launch, so one place serves all of them.

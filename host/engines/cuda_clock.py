@@ -60,8 +60,7 @@ def behind_host() -> Difference:
     cubin = jit.compile_file(_SOURCE, f"sm_{major}{minor}")
     library = cuda_driver.ask(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
     try:
-        kernel = cuda_driver.ask(driver.cuLibraryGetKernel(library, b"moeos_clock"))
-        function = cuda_driver.ask(driver.cuKernelGetFunction(kernel))
+        function = cuda_driver.function(library, "moeos_clock")
         arguments = (memory.data_ptr(), QUESTIONS, int(DEADLINE * 1e9))
         types = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
         cuda_driver.ask(

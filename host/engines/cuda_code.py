@@ -1,6 +1,6 @@
 """Where a loaded kernel's instructions lie in the GPU's memory.
 
-Knows neither the kernel nor its launches.
+Knows nothing of layers and their calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ def code_address(library: Any) -> int:
     """
     driver = cuda_driver.load()
     # The driver loads a kernel when it is asked for, and only then it has an address.
-    kernel = ask(driver.cuLibraryGetKernel(library, jit.KERNEL.encode()))
-    ask(driver.cuFuncLoad(ask(driver.cuKernelGetFunction(kernel))))
+    ask(driver.cuFuncLoad(cuda_driver.function(library, jit.KERNEL)))
     found = torch.zeros(1, dtype=torch.int64, device="cuda")
     stream = torch.cuda.current_stream()
-    handle = ask(driver.cuLibraryGetKernel(library, jit.CODE_ADDRESS.encode()))
-    function = ask(driver.cuKernelGetFunction(handle))
+    function = cuda_driver.function(library, jit.CODE_ADDRESS)
     arguments = ((found.data_ptr(),), (ctypes.c_void_p,))
     ask(driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, arguments, 0))
     return int(found)

@@ -320,19 +320,32 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
   }
 }
 
-/// Asks L2 for this block's share of the kernel's instructions: in a call of few tokens most of
-/// them run once, and what ran before this kernel had L2 for itself. One thread. Every line would
-/// come from memory else when some block needs it first, one behind the other.
-inline void prefetch_code(const RankArguments& mine, u32 index) {
-  constexpr u32 kBlocks = kGeometry.processors + 1;
-  const u64 share = align_up(ceil_div(mine.code_bytes, u64{kBlocks}), u64{kCacheLine});
-  const u64 first = index * share;
-  if (first < mine.code_bytes) {
-    prefetch_bytes(mine.code + first, static_cast<u32>(minimum(share, mine.code_bytes - first)));
+inline constexpr u32 kBlocks = kGeometry.processors + 1;  // of a rank
+
+/// Asks L2 for this block's share of the kernel's instructions, of which there is one copy for all
+/// ranks of a launch. In a call of few tokens most of them run once, and what ran before this
+/// kernel had L2 for itself: each line would come from memory when some block first needs it. One
+/// thread.
+inline void prefetch_code(const Arguments& arguments) {
+  constexpr u64 kAll = u64{kVirtualRanks} * kBlocks;
+  const RankArguments& first_rank = arguments.ranks[0];
+  const u64 share = align_up(ceil_div(first_rank.code_bytes, kAll), u64{kCacheLine});
+  const u64 first = blockIdx.x * share;
+  if (first < first_rank.code_bytes) {
+    const u64 bytes = minimum(share, first_rank.code_bytes - first);
+    prefetch_bytes(first_rank.code + first, static_cast<u32>(bytes));
   }
 }
 
-// Inlined, however long it is: a kernel that calls a function has a stack.
+// Inlined, however long: a kernel that calls a function has a stack. Of a rank alone on its GPU a
+// whole block is, too. Where several share one, the compiler must choose itself, or some spill half
+// a KB.
+#if MOEOS_VIRTUAL_RANKS == 1
+#define MOEOS_BLOCK __attribute__((always_inline)) inline
+#else
+#define MOEOS_BLOCK inline
+#endif
+
 __attribute__((always_inline)) inline void run_processor_roles(const RankArguments& arguments,
                                                                const Call& call, u32 index,
                                                                Shared& shared) {
@@ -364,8 +377,7 @@ inline Call call_of(const RankArguments& mine) {
   return {*RankMemory(kGeometry, mine.memory).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};
 }
 
-__attribute__((always_inline)) inline void run_processor_block(const RankArguments& mine, u32 index,
-                                                               Shared& shared) {
+MOEOS_BLOCK void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
   if (threadIdx.x == 0) {
     const Rank<Machine> rank = rank_of(mine, nullptr);
     shared.call = call_of(mine);
@@ -394,7 +406,7 @@ __attribute__((always_inline)) inline void run_processor_block(const RankArgumen
   run_processor_roles(mine, call, index, shared);
 }
 
-__attribute__((always_inline)) inline void run_os(const RankArguments& mine, OsShared& shared) {
+MOEOS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
   const u32 warp = threadIdx.x / 32;
   // What a call starts from is not what another block left in this memory: clear it.
   for (u32 i = threadIdx.x; i < OsMemory::bytes(kGeometry) / 4; i += kThreads) {
@@ -424,12 +436,11 @@ __attribute__((always_inline)) inline void run_os(const RankArguments& mine, OsS
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moeos_forward(const __grid_constant__ Arguments arguments) {
-  constexpr u32 kBlocks = kGeometry.processors + 1;  // of a rank
   const u32 rank = kVirtualRanks == 1 ? 0 : blockIdx.x / kBlocks;
   const RankArguments& mine = arguments.ranks[rank];
   const u32 index = blockIdx.x - rank * kBlocks;
   if (threadIdx.x == kCompleteWarp * 32) {  // which has nothing else to do yet
-    prefetch_code(mine, index);
+    prefetch_code(arguments);
   }
   if (index < kGeometry.processors) {
     run_processor_block(mine, index, *reinterpret_cast<Shared*>(dynamic_shared_memory()));

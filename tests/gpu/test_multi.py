@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.cases import why_not
-from tests.processes import torchrun
-
-COMMAND = "from moeos.cli.app import main; main()"
+from tests.processes import MOEOS, torchrun
 
 GPUS = 0 if why_not() else torch.cuda.device_count()
 
@@ -49,7 +47,7 @@ def test_a_trace_has_all_gpus_on_one_clock(tmp_path: Path) -> None:
         "hidden = 1024\nintermediate = 512\nexperts = 32\ntop_k = 4\nmax_tokens = 2048\n"
     )
     arguments = ["trace", str(layer), "--backend", "cuda", "--tokens", "1500"]
-    program = f"import sys; sys.argv = ['moeos', *{arguments}]; {COMMAND}"
+    program = f"import sys; sys.argv = ['moeos', *{arguments}]; {MOEOS}"
     ended = torchrun(4 if GPUS >= 4 else 2, program)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "what the last Combine waited for" in ended.stdout
@@ -63,7 +61,7 @@ def test_kernels_of_a_cold_trace_begin_together(tmp_path: Path) -> None:
         "hidden = 1024\nintermediate = 512\nexperts = 32\ntop_k = 4\nmax_tokens = 128\n"
     )
     arguments = ["trace", str(layer), "--backend", "cuda", "--cold", "--json", str(summary)]
-    program = f"import sys; sys.argv = ['moeos', *{arguments}]; {COMMAND}"
+    program = f"import sys; sys.argv = ['moeos', *{arguments}]; {MOEOS}"
     ended = torchrun(4 if GPUS >= 4 else 2, program)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     begins = [rank["first_claimed"] for rank in json.loads(summary.read_text())["by_rank"]]

@@ -4,9 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from tests.processes import ROOT, mpirun
+from tests.processes import MOEOS, ROOT, mpirun
 
-MOEOS = "from moeos.cli.app import main; main()"
 DEMO = str(ROOT / "configs" / "demo.toml")
 
 ONE_WRONG_RANK = """

@@ -14,7 +14,7 @@ from moeos.cli import links, probes
 from moeos.cli.app import app
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
-from tests.processes import mpirun
+from tests.processes import MOEOS, mpirun
 
 
 @pytest.mark.parametrize("probe", probes.TWIN, ids=lambda probe: probe.__name__)
@@ -119,7 +119,7 @@ def test_links_that_cannot_be_tried_are_a_finding(
 
 
 def test_of_several_ranks_one_speaks() -> None:
-    program = "import sys; from moeos.cli.app import main; sys.argv[1:] = ['doctor']; main()"
+    program = f"import sys; sys.argv[1:] = ['doctor']; {MOEOS}"
     ended = mpirun(2, program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("The twin: ranks") == 1

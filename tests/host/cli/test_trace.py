@@ -24,7 +24,7 @@ from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
 from moeos.tracing import RankTrace
 from tests.host import chrome_format, perfetto_reader
 from tests.host.cli import commands
-from tests.processes import ROOT, mpirun
+from tests.processes import MOEOS, ROOT, mpirun
 
 CONFIG = """
 hidden = 32
@@ -40,7 +40,6 @@ tokens = 300
 STAGES = ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
 CHAIN = ["combine", "gemm1", "gemm0", "dispatch", "route"]  # and "replicate", of rows of peers
 EXAMPLE = "trace-qwen3-30b-a3b-2048"
-MOEOS = "from moeos.cli.app import main; main()"
 LOST = "select name, value from stats where severity != 'info' and value > 0"
 
 invoke = functools.partial(commands.invoke, "trace")
