@@ -1,13 +1,16 @@
 """The layer's call as an operator of PyTorch, `moeos::forward`: compilers trace through it.
 
-An engine is told by a number, since a graph holds tensors and numbers alone. This file knows
-nothing of modules, and of an engine only that it makes a call.
+An engine is told by its key: a tensor of its own, found by its address. A number would be a
+constant of the graph, and each layer would need a graph of its own; a tensor is an input, so one
+graph serves all layers of a kind. It lies where the layer's tensors do: a graph with a tensor of
+the CPU could not be replayed by the GPU alone. This file knows nothing of modules, and of an engine
+only that it makes a call.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
+import secrets
 import weakref
 
 import torch
@@ -15,25 +18,33 @@ from torch import Tensor
 
 from moeos.engines.base import CallTensors, Engine
 
-_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
-_handles = itertools.count()
+# By the address of the key. A key lives as long as its engine, and as a graph that uses it: so at
+# its address lies nothing else.
+_at: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+_keys: weakref.WeakKeyDictionary[Engine, Tensor] = weakref.WeakKeyDictionary()
+# By the number that a key holds: for its copies, such as those of a copied graph. Drawn, so that a
+# graph from another process finds none here.
+_numbered: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 
 # A call changes what is not among its tensors: the heaps of all ranks. `order` stands for them. By
 # the schema each call writes it, so no compiler may drop a call whose output is not used, make one
 # of two equal calls, or let two calls change places, all of which would leave the peers waiting.
 _library = torch.library.Library("moeos", "DEF")
 _library.define(
-    "forward(Tensor(a!) order, int engine, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
+    "forward(Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
     "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor gate, "
     "Tensor? selection_bias) -> Tensor"
 )
 
 
-def register(engine: Engine) -> int:
-    """A number that `forward` finds the engine by, for as long as the engine lives."""
-    handle = next(_handles)
-    _engines[handle] = engine
-    return handle
+def register(engine: Engine, device: torch.device) -> Tensor:
+    """The key, on `device`, by which `forward` finds the engine for as long as it lives."""
+    number = secrets.randbits(63)
+    key = torch.full((1,), number, dtype=torch.int64, device=device)
+    _at[key.data_ptr()] = engine
+    _numbered[number] = engine
+    _keys[engine] = key
+    return key
 
 
 @functools.cache
@@ -44,7 +55,7 @@ def order_on(device: torch.device) -> Tensor:
 
 def _run(
     order: Tensor,
-    engine: int,
+    key: Tensor,
     x: Tensor,
     topk_ids: Tensor | None,
     topk_weights: Tensor | None,
@@ -56,17 +67,22 @@ def _run(
     gate: Tensor,
     selection_bias: Tensor | None,
 ) -> Tensor:
-    found = _engines.get(engine)
-    if found is None:
-        raise RuntimeError(f"the layer of engine {engine} is gone; keep it while its graph is used")
+    engine = _at.get(key.data_ptr())
+    if engine is None:
+        engine = _numbered.get(int(key.item()))
+    if engine is None:
+        raise RuntimeError(
+            "the layer of this graph is gone, or was never in this process: keep it while its "
+            "graph is used, and make the graph in the process that uses it"
+        )
     out = torch.empty_like(x)
-    found.forward(
+    engine.forward(
         CallTensors(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2, tokens)
     )
     return out
 
 
-def _describe(order: Tensor, engine: int, x: Tensor, *others: Tensor | None) -> Tensor:
+def _describe(order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None) -> Tensor:
     """What tracing needs to know: the output is as x."""
     return torch.empty_like(x)
 
@@ -76,4 +92,4 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("moeos::forward", _describe, lib=_library)
 
 forward = torch.ops.moeos.forward.default
-"""The operator: order [1], the engine's number, then the tensors of `CallTensors` but `out`."""
+"""The operator: order [1], the engine's key, then the tensors of `CallTensors` but `out`."""

@@ -101,7 +101,7 @@ class MoELayer(nn.Module):
             for name in names
         ]
         self._engine = engine_class(cfg, world)
-        self._handle = custom_op.register(self._engine)
+        self._key = custom_op.register(self._engine, self._device)
         self.register_buffer("_order", custom_op.order_on(self._device), persistent=False)
 
     @classmethod
@@ -180,7 +180,7 @@ class MoELayer(nn.Module):
             _check_gradients(x, topk_weights, *parameters)
         order = self._buffers["_order"]
         y: torch.Tensor = custom_op.forward(
-            order, self._handle, x, topk_ids, topk_weights, tokens, *parameters
+            order, self._key, x, topk_ids, topk_weights, tokens, *parameters
         )
         return y
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from moeos import MoELayer, World, custom_op, virtual
 from moeos.engines.base import CallTensors
 from moeos.engines.twin import TwinEngine
-from tests.layers import Call, config, draw_call, draw_given_call, draw_weights
+from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
 
 CFG = config(max_tokens=64, bias=True, selection_bias=True)
 WEIGHTS = draw_weights(CFG)
@@ -159,7 +161,7 @@ def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
             custom_op.forward,
             (
                 layer._order,
-                layer._handle,
+                layer._key,
                 *(given.x, given.ids, given.weights, TOKENS),
                 *parameters,
                 *(layer.gate.weight, layer.gate.selection_bias),
@@ -175,9 +177,85 @@ def test_a_graph_that_outlives_its_layer_says_so() -> None:
         x = draw_call(CFG, 4, 0).x
         parameters = (layer.w1, layer.b1, layer.w2, layer.b2)
         gate = (layer.gate.weight, layer.gate.selection_bias)
-        return (layer._order, layer._handle, x, None, None, None, *parameters, *gate)
+        return (layer._order, layer._key, x, None, None, None, *parameters, *gate)
 
     [arguments] = virtual.run(rank_main, ranks=1)
     gc.collect()
-    with pytest.raises(RuntimeError, match=f"layer of engine {arguments[1]} is gone"):
+    with pytest.raises(RuntimeError, match="the layer of this graph is gone"):
         custom_op.forward(*arguments)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["torch.compile", "compile", "one function"])
+def test_sixty_one_layers_share_one_graph(backend: str, way: str) -> None:
+    """As many as DeepSeek-V3 has; PyTorch gives up at the ninth graph of one function."""
+    layers_of_model = 61
+    all_weights = [draw_weights(CFG, seed) for seed in range(layers_of_model)]
+    call = draw_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> int:
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        options: dict[str, Any] = {"fullgraph": True, "backend": counter}
+        one = torch.compile(lambda layer, x: layer(x), **options)
+        for weights in all_weights:
+            layer = weights.layer(world)
+            if way == "torch.compile":
+                y = torch.compile(layer, **options)(call.x)
+            elif way == "compile":
+                layer.compile(**options)
+                y = layer(call.x)
+            else:
+                y = one(layer, call.x)
+            assert_matches(weights, call, y)
+        graphs: int = counter.frame_count
+        return graphs
+
+    assert virtual.run(rank_main, ranks=1) == [1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_model_of_many_layers_is_one_graph_in_which_each_uses_its_own_weights(
+    backend: str,
+) -> None:
+    all_weights = [draw_weights(CFG, seed) for seed in range(61)]
+    call = draw_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> int:
+        model = torch.nn.ModuleList(weights.layer(world) for weights in all_weights)
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        program = torch.compile(
+            lambda x: [layer(x) for layer in model], fullgraph=True, backend=counter
+        )
+        for _ in range(2):
+            for weights, y in zip(all_weights, program(call.x), strict=True):
+                assert_matches(weights, call, y)
+        graphs: int = counter.frame_count
+        return graphs
+
+    assert virtual.run(rank_main, ranks=1) == [1]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_and_its_copies_run_as_long_as_the_layer_lives(strict: bool) -> None:
+    x = draw_call(CFG, 20, 0).x
+
+    def rank_main(world: World) -> Callable[[Tensor], Tensor]:
+        layer = WEIGHTS.layer(world)
+        program = torch.export.export(layer, (x,), strict=strict)
+        stored = io.BytesIO()
+        torch.export.save(program, stored)
+        stored.seek(0)
+        programs = (
+            program,
+            program.run_decompositions(),
+            copy.deepcopy(program),
+            torch.export.load(stored),
+        )
+        for one in programs:
+            assert torch.equal(one.module()(x), layer(x))
+        return programs[-1].module()
+
+    [outliving] = virtual.run(rank_main, ranks=1)
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the layer of this graph is gone"):
+        outliving(x)
