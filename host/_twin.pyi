@@ -42,6 +42,7 @@ class Sizes:
         routed_scaling: float,
         expert_groups: int,
         top_groups: int,
+        group_score: int,
         processors: int,
         couriers: int,
         remote: bool,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from torch import Tensor
 from moeos.config import MoEConfig
 
 _ROUTER_WEIGHT = "gate.weight"
-_SELECTION_BIAS = "gate.e_score_correction_bias"
+# Of what stands below a block's prefix: where families keep the selection bias.
+_SELECTION_BIAS = re.compile(
+    r"(?:gate\.|experts\.)?(?:moe_statics\.)?(?:e_score_correction_bias|expert_bias)"
+)
 
 # An expert tensor's full name; the group that matches is the layout that the name belongs to.
 _EXPERT = re.compile(
@@ -33,15 +37,25 @@ _LOADABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_block(
-    cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str, rank: int, world_size: int
+    cfg: MoEConfig,
+    state_dict: Mapping[str, Tensor],
+    prefix: str,
+    rank: int,
+    world_size: int,
+    ignore: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """The weights that `rank` holds of the block under `prefix`, in the layer's own layout.
 
-    Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3 are understood, under the names of their checkpoint
-    files (a matrix for each expert and projection) and under those of transformers' modules (one
-    tensor for all experts: `experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]).
-    Shared experts are not part of the layer and are ignored. Only this rank's experts are copied,
-    and where experts are stored one by one only these are looked up.
+    Blocks whose names are those of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V2, DeepSeek-V3, MiniMax-M2
+    or ERNIE-4.5 are understood, under the names of checkpoint files (a matrix for each expert and
+    projection) and under those of transformers' modules (one tensor for all experts:
+    `experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]). A selection bias may lie
+    beside the gate, in it or in `moe_statics`. Only this rank's experts are copied, and where
+    experts are stored one by one only these are looked up.
+
+    No tensor under the prefix is passed over: one that the layer has no use for raises, by its
+    name, unless `ignore` says that the caller has. Shared experts are such: the layer computes
+    without them.
 
     Args:
         cfg: the layer; its activation must be "swiglu", as these models' is.
@@ -50,6 +64,8 @@ def load_block(
             "model.layers.0.block_sparse_moe" (the last dot may be left out), or "".
         rank: the rank to load for; it holds the experts rank·X … rank·X + X - 1.
         world_size: the number of ranks.
+        ignore: what names begin with, below the prefix, of tensors that the caller uses elsewhere:
+            ("shared_experts.",), for example. None of them may be the layer's.
 
     Returns:
         contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H], "w1"
@@ -57,8 +73,9 @@ def load_block(
         and "b2" [X, H]; with `cfg.selection_bias` also "gate.selection_bias", fp32 [E].
 
     Raises:
-        ValueError: a tensor is missing, of another shape, quantised, or one that the layer would
-            have to use and `cfg` has no place for; or `cfg`, `rank` and `world_size` do not fit.
+        TypeError: `ignore` is a single string.
+        ValueError: a tensor is missing, of another shape, quantised, or under the prefix and
+            neither used nor ignored; or `cfg`, `rank` and `world_size` do not fit.
     """
     if not cfg.gated:
         raise ValueError(f"activation is {cfg.activation!r}; these models need 'swiglu'")
@@ -67,18 +84,18 @@ def load_block(
         raise ValueError(f"rank is {rank}; it must be at least 0 and below {world_size}")
     if prefix and not prefix.endswith("."):
         prefix += "."
-    layout = _layout(cfg, state_dict, prefix)
+    names = _look_through(cfg, state_dict, prefix, ignore)
 
     router = _read(state_dict, prefix + _ROUTER_WEIGHT, (cfg.experts, cfg.hidden))
     block = {"gate.weight": _copy(router, cfg.dtype, router.device)}
     if cfg.selection_bias:
-        selection_bias = _read(state_dict, prefix + _SELECTION_BIAS, (cfg.experts,))
+        selection_bias = _read_selection_bias(cfg, state_dict, prefix, names.selection_bias)
         block["gate.selection_bias"] = _copy(selection_bias, torch.float32, router.device)
 
     mine = range(rank * local, (rank + 1) * local)
     experts = _Experts(cfg, state_dict, prefix, mine, router.device)
     return block | (
-        experts.fused() if layout == "fused" else experts.stacked(*_PROJECTIONS[layout])
+        experts.fused() if names.layout == "fused" else experts.stacked(*_PROJECTIONS[names.layout])
     )
 
 
@@ -141,33 +158,86 @@ class _Experts:
         return stack
 
 
-def _layout(cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str) -> str:
-    """How the experts under `prefix` are stored, after a look at every name of the block."""
+class _Names(NamedTuple):
+    """What a look at every name of a block has found: how its experts are stored, and what its
+    selection bias is called, or None.
+    """
+
+    layout: str
+    selection_bias: str | None
+
+
+def _look_through(
+    cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str, ignore: Sequence[str]
+) -> _Names:
+    """Raises unless each tensor under `prefix` is the layer's or to be ignored, and not both."""
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore is {ignore!r}; it must be a sequence of strings: [{ignore!r}]")
     layouts: set[str] = set()
+    biases: list[str] = []
+    unused: list[str] = []
     for name in state_dict:
-        if not name.startswith((prefix + "gate.", prefix + "experts.")):
+        if not name.startswith(prefix):
             continue
-        expert = _EXPERT.fullmatch(name)
+        below = name[len(prefix) :]
+        expert = _EXPERT.fullmatch(below) if below.startswith("experts.") else None
         if expert is not None:
             layouts.add(str(expert.lastgroup))
             if name.endswith("bias") and not cfg.bias:
                 raise ValueError(f"{name} needs a config with bias=True")
-        elif name == prefix + _SELECTION_BIAS:
+        elif _SELECTION_BIAS.fullmatch(below) is not None:
+            biases.append(name)
             if not cfg.selection_bias:
                 raise ValueError(f"{name} needs a config with selection_bias=True")
-        elif name != prefix + _ROUTER_WEIGHT:
-            raise ValueError(
-                f"{name} is not understood; only unquantised weights of Mixtral, Qwen3-MoE, OLMoE "
-                "and DeepSeek-V3 can be loaded"
-            )
+        elif below != _ROUTER_WEIGHT:
+            if not below.startswith(tuple(ignore)):
+                unused.append(name)
+            continue
+        if below.startswith(tuple(ignore)):
+            raise ValueError(f"ignore is {list(ignore)} and {name} is the layer's; it is needed")
     if not layouts:
         raise ValueError(_nothing_under(state_dict, prefix))
+    if unused:
+        raise ValueError(_not_used(unused, prefix))
     if len(layouts) > 1:
         raise ValueError(
             f"the experts under {prefix!r} are stored in {len(layouts)} layouts at once "
             f"({', '.join(sorted(layouts))}); keep one"
         )
-    return layouts.pop()
+    if len(biases) > 1:
+        raise ValueError(f"{' and '.join(biases)} are both a selection bias; keep one")
+    return _Names(layouts.pop(), biases[0] if biases else None)
+
+
+def _not_used(names: list[str], prefix: str) -> str:
+    """What is said of tensors that the layer has no use for: the first of them, and a remedy."""
+    first = names[0]
+    others = f", and {len(names) - 1} more tensors under {prefix!r}," if len(names) > 1 else ""
+    part = first[len(prefix) :].split(".")[0]
+    if part in ("gate", "experts"):
+        return (
+            f"{first}{others} is not understood; only unquantised weights under the names of "
+            "Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V2, DeepSeek-V3, MiniMax-M2 and ERNIE-4.5 can be "
+            "loaded"
+        )
+    return (
+        f"{first}{others} is not used by the layer, which has routed experts alone; if it is "
+        f"computed elsewhere, pass ignore=[{part + '.'!r}]"
+    )
+
+
+def _read_selection_bias(
+    cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str, name: str | None
+) -> Tensor:
+    """The bias [E]; some families have it as [1, E]."""
+    if name is None:
+        raise ValueError(
+            f"no selection bias is under {prefix!r}, such as 'gate.e_score_correction_bias'; this "
+            f"config needs one with shape {[cfg.experts]}"
+        )
+    if state_dict[name].dim() == 2:
+        return _read(state_dict, name, (1, cfg.experts)).squeeze(0)
+    return _read(state_dict, name, (cfg.experts,))
 
 
 def _nothing_under(state_dict: Mapping[str, Tensor], prefix: str) -> str:

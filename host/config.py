@@ -22,6 +22,7 @@ from moeos.files import read_toml
 Activation = Literal["swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity"]
 Scoring = Literal["softmax", "sigmoid"]
 RowMap = Literal["ragged", "capacity"]
+GroupScore = Literal["top2_sum", "max"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -65,8 +66,10 @@ class MoEConfig:
         selection_bias: the layer holds an fp32 [E] bias that is added to the scores to choose the
             experts, and not to weigh them (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
         expert_groups: consecutive experts form this many groups of equal size.
-        top_groups: only experts of a token's best `top_groups` groups can be chosen; a group's
-            score is the sum of its two best selection scores, or its only one (DeepSeek-V3).
+        top_groups: only experts of a token's best `top_groups` groups can be chosen.
+        group_score: a group's score is "top2_sum", the sum of its two best selection scores or its
+            only one (DeepSeek-V3), or "max", its best one (DeepSeek-V2, arXiv:2405.04434). No
+            tensor of a checkpoint tells which: it is the config's to say.
         swiglu_limit: computes silu(min(gate, limit)) * clamp(up, -limit, limit).
         bias: experts have biases b1 [X, w1_rows] and b2 [X, H].
 
@@ -90,6 +93,7 @@ class MoEConfig:
     selection_bias: bool = False
     expert_groups: int = 1
     top_groups: int = 1
+    group_score: GroupScore = "top2_sum"
     swiglu_limit: float | None = None
     bias: bool = False
 
@@ -104,6 +108,7 @@ class MoEConfig:
             self._check_type(name, bool)
         self._check_choice("activation", get_args(Activation))
         self._check_choice("scoring", get_args(Scoring))
+        self._check_choice("group_score", get_args(GroupScore))
         if self.row_map is not None:
             self._check_choice("row_map", get_args(RowMap))
         self._check_dtype()

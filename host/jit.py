@@ -22,7 +22,7 @@ from typing import Any, get_args
 import torch
 
 from moeos import kernel_cache, machine_code
-from moeos.config import Activation, Scoring
+from moeos.config import Activation, GroupScore, Scoring
 from moeos.kernel_shape import KernelShape, Transport
 
 KERNEL = "moeos_forward"
@@ -240,6 +240,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "ROUTED_SCALING": f"{cfg.routed_scaling!r}F",
         "EXPERT_GROUPS": cfg.expert_groups,
         "TOP_GROUPS": cfg.top_groups,
+        "GROUP_SCORE": get_args(GroupScore).index(cfg.group_score),
         "VIRTUAL_RANKS": shape.virtual_ranks,
         "FLOAT16": int(cfg.dtype == torch.float16),
         "BIAS": int(cfg.bias),

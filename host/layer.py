@@ -6,7 +6,7 @@ to the engine of its world. It knows nothing of heaps, tasks or how ranks talk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,16 +106,23 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_hf(
-        cls, cfg: MoEConfig, world: World, state_dict: Mapping[str, torch.Tensor], prefix: str
+        cls,
+        cfg: MoEConfig,
+        world: World,
+        state_dict: Mapping[str, torch.Tensor],
+        prefix: str,
+        ignore: Sequence[str] = (),
     ) -> MoELayer:
-        """A layer with the weights of a Mixtral, Qwen3-MoE, OLMoE or DeepSeek-V3 block.
+        """A layer with the weights of a block of a Hugging Face model, such as Mixtral's.
 
         `state_dict` holds the block's tensors under their Hugging Face names below `prefix`, such
-        as "model.layers.0.mlp."; this rank's experts are kept. See `moeos.checkpoint.load_block`,
-        whose errors it raises.
+        as "model.layers.0.mlp."; this rank's experts are kept. A tensor there that is not used
+        raises, unless its name below `prefix` begins with one of `ignore`: pass
+        ("shared_experts.",) where shared experts are computed elsewhere. See
+        `moeos.checkpoint.load_block`, which says what it understands and whose errors it raises.
         """
         layer = cls(cfg, world)
-        block = checkpoint.load_block(cfg, state_dict, prefix, world.rank, world.size)
+        block = checkpoint.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
         layer.load_state_dict(block)
         return layer
 

@@ -11,6 +11,7 @@ one (token, j) with j < k.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ class Routing(NamedTuple):
         margin: float64 [S], how far the selection is from a tie. If every selection score of the
             token changes by less than half of it, the same experts are chosen; a computation in
             float32 may choose others where the margin is no larger than its rounding error
-            (scores are at most 1, so about 1e-6). Infinite where there is nothing to choose.
+            (scores are at most 1, so about 1e-6). Small where scores are saturated, however far
+            apart the logits are. Infinite where there is nothing to choose.
     """
 
     ids: Tensor
@@ -45,8 +47,11 @@ def route(
     The scores are the softmax or the sigmoid of the logits x · gate_weightᵀ. Experts are chosen by
     their selection score, which is score + selection_bias: the best k, of the best `top_groups`
     groups only if there are groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); of equal ones
-    the lower expert, or group, wins. Their weights are the scores without the bias, divided by
-    their sum if `renormalize` is set (FlashDMoE, eq. 5.1 and 5.2), times `routed_scaling`.
+    the lower expert, or group, wins. A group's score is that of its best expert or, with
+    `group_score="top2_sum"`, the sum of its two best. Scores that are equal only because float64
+    rounds them, as sigmoids beside 1 are, are compared as they were before. The experts' weights
+    are the scores without the bias, divided by their sum if `renormalize` is set (FlashDMoE, eq.
+    5.1 and 5.2), times `routed_scaling`.
 
     Args:
         x: [S, H], any floating dtype.
@@ -69,17 +74,15 @@ def route(
         raise ValueError(f"the logits of token {token} are not finite")
 
     scores = logits.softmax(dim=1) if cfg.scoring == "softmax" else logits.sigmoid()
-    selection = scores.detach()
-    if selection_bias is not None:
-        selection = selection + selection_bias.detach().double()
-    candidates, group_margin = _limit_groups(selection, cfg)
-    ids, margin = _best(candidates, cfg.top_k)
+    selection = _selection(logits.detach(), cfg, selection_bias)
+    by = _Keys(logits.detach()) if _chooses_by_logit(cfg) else selection
+    ids, margin = _choose(by, selection, cfg)
 
     weights = scores.gather(1, ids)
     if cfg.renormalize:
         smallest = torch.finfo(torch.float64).tiny  # all k scores may have underflowed to zero
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(smallest)
-    return Routing(ids, weights * cfg.routed_scaling, torch.minimum(margin, group_margin))
+    return Routing(ids, weights * cfg.routed_scaling, margin)
 
 
 def margin_in_errors(
@@ -91,8 +94,9 @@ def margin_in_errors(
     below 1 may have others. The error is that of logits summed as tensor cores do it, 16 products
     at a time into an fp32 sum that is truncated: an addition loses at most 2^-23 of the sum, which
     stays within 4 standard deviations of a sum of such products with random signs. Experts are
-    chosen by logits, or by scores where there is a bias or groups; scores move less than logits
-    (softmax by a half, sigmoid by a quarter of it), and err by at most 2^-20 themselves.
+    chosen by logits, or by scores where there is a bias or groups whose score is a sum; scores move
+    less than logits (softmax by a half, sigmoid by a quarter of it), and err by at most 2^-20
+    themselves.
 
     Arguments and errors are those of `route`.
     """
@@ -100,14 +104,13 @@ def margin_in_errors(
     gate = gate_weight.double()
     deviation = (x.double().square() @ gate.square().T).amax(dim=1).sqrt()
     logit_error = math.ceil(cfg.hidden / 16) * 2.0**-23 * 4 * deviation
-    if cfg.selection_bias or cfg.expert_groups > 1:
+    if not _chooses_by_logit(cfg):
         slope = 0.5 if cfg.scoring == "softmax" else 0.25
         return routed.margin / (2 * (slope * logit_error + 2.0**-20))
-    if cfg.top_k == cfg.experts:
-        return torch.full_like(logit_error, math.inf)
-    best = (x.double() @ gate.T).topk(cfg.top_k + 1, dim=1).values
+    logits = _Keys(x.double() @ gate.T)
+    _, margin = _choose(logits, logits, cfg)
     # Not above 0 for tokens of zeros, all of whose experts are tied.
-    return (best[:, -2] - best[:, -1]) / (2 * logit_error).clamp_min(2.0**-149)
+    return margin / (2 * logit_error).clamp_min(2.0**-149)
 
 
 def moe(
@@ -247,26 +250,131 @@ def _activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
             return rows
 
 
-def _limit_groups(selection: Tensor, cfg: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Selection scores [S, E] with -inf outside the best groups, and the groups' margin [S]."""
-    size = cfg.experts // cfg.expert_groups
-    groups = selection.view(-1, cfg.expert_groups, size)
-    counted = min(2, size)
-    group_scores = groups.topk(counted, dim=2).values.sum(dim=2)
-    best, gap = _best(group_scores, cfg.top_groups)
-    is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, best, True)
-    candidates = groups.masked_fill(~is_best.unsqueeze(2), -math.inf).flatten(1)
-    return candidates, gap / counted  # a group's score moves by as much as `counted` expert scores
+class _Keys(NamedTuple):
+    """Numbers that are compared: by `high`, then by `low`, then by `last`; all [..., n] or absent.
+
+    A number is high + low, exactly: `low` is what float64 loses where it makes `high` of the two.
+    """
+
+    high: Tensor
+    low: Tensor | None = None
+    last: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> _Keys:
+        others = (None if part is None else function(part) for part in (self.low, self.last))
+        return _Keys(function(self.high), *others)
+
+    def at(self, indices: Tensor) -> _Keys:
+        """Those at `indices` along the last dimension."""
+        return self.map(lambda part: part.gather(-1, indices))
+
+    def order(self) -> Tensor:
+        """Indices along the last dimension, the highest number first, of equal ones the lower."""
+        indices = torch.arange(self.high.shape[-1], device=self.high.device).expand_as(self.high)
+        for part in reversed(self):  # stable sorts: what is sorted by last matters most
+            if part is not None:
+                sorting = part.gather(-1, indices).sort(dim=-1, descending=True, stable=True)
+                indices = indices.gather(-1, sorting.indices)
+        return indices
+
+    def gap(self, first: Tensor, second: Tensor) -> Tensor:
+        """By how much the numbers at `first` exceed those at `second`; never below zero."""
+        more, less = self.at(first), self.at(second)
+        gap = more.high - less.high
+        if more.low is not None and less.low is not None:
+            gap = gap + (more.low - less.low)
+        return gap.clamp_min(0.0)
 
 
-def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Columns [S, count] of the best scores of each row, and the gap [S] to the next best."""
-    ordered = scores.sort(dim=1, descending=True, stable=True)
-    if count == scores.shape[1]:
-        gap = torch.full_like(scores[:, 0], math.inf)
+def _exact_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a + b as float64 rounds it, and what that loses (Knuth's TwoSum)."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
+def _selection(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> _Keys:
+    """Selection scores [S, E], of which logits that differ make different ones.
+
+    What is left to 1 tells scores beside 1 apart. Scores too small for float64 are zero; their
+    logits tell them apart, and from nothing.
+    """
+    if cfg.scoring == "sigmoid":
+        near_one = logits > 0
+        smaller = (-logits.abs()).sigmoid()  # of score and 1 - score
     else:
-        gap = ordered.values[:, count - 1] - ordered.values[:, count]
-    return ordered.indices[:, :count], gap
+        scores = logits.softmax(dim=1)
+        near_one = scores > 0.5  # one of a token at most
+        others = (scores * ~near_one).sum(dim=1, keepdim=True)
+        smaller = torch.where(near_one, others, scores)
+    smaller = torch.where(smaller < torch.finfo(torch.float64).tiny, 0.0, smaller)
+    high, low = _exact_sum(near_one.double(), torch.where(near_one, -smaller, smaller))
+    if selection_bias is not None:
+        high, lost = _exact_sum(high, selection_bias.detach().double())
+        high, low = _exact_sum(high, lost + low)
+    underflows = (smaller == 0) & ~near_one
+    return _Keys(high, low, torch.where(underflows, logits, -math.inf))
+
+
+def _chooses_by_logit(cfg: MoEConfig) -> bool:
+    """Whether the order of logits is that of all that is compared: scores rise with them."""
+    return not cfg.selection_bias and (cfg.expert_groups == 1 or cfg.group_score == "max")
+
+
+def _choose(by: _Keys, margins_of: _Keys, cfg: MoEConfig) -> tuple[Tensor, Tensor]:
+    """Experts [S, k] with the highest of `by` [S, E] in the best groups, and how far [S] what
+    `margins_of` [S, E] has is from another choice.
+    """
+    size = cfg.experts // cfg.expert_groups
+    counted = min(2, size) if cfg.group_score == "top2_sum" else 1
+    groups, group_margin = _best(
+        _scores_of_groups(by, size, counted),
+        _scores_of_groups(margins_of, size, counted),
+        cfg.top_groups,
+    )
+    open_groups = torch.zeros(
+        len(groups), cfg.expert_groups, dtype=torch.bool, device=groups.device
+    )
+    is_open = open_groups.scatter(1, groups, True).repeat_interleave(size, dim=1)
+    order = by.order()
+    # Of equals, and of all that are not open, the order stays.
+    candidates = is_open.gather(1, order).sort(dim=1, descending=True, stable=True).indices
+    order = order.gather(1, candidates)[:, : cfg.top_groups * size]
+    margin = _gap_after(order, margins_of, cfg.top_k)
+    return order[:, : cfg.top_k], torch.minimum(margin, group_margin / counted)
+
+
+def _scores_of_groups(experts: _Keys, size: int, counted: int) -> _Keys:
+    """[S, E] -> [S, groups]: the sum of each group's `counted` best; a group's score moves by as
+    much as so many of its experts'.
+    """
+    groups = experts.map(lambda part: part.unflatten(1, (-1, size)))
+    best = groups.order()
+    first = groups.at(best[:, :, :1]).map(_only)
+    if counted == 1:
+        return first
+    second = groups.at(best[:, :, 1:2]).map(_only)
+    high, lost = _exact_sum(first.high, second.high)
+    if first.low is not None and second.low is not None:
+        lost = lost + first.low + second.low
+    return _Keys(*_exact_sum(high, lost), first.last)
+
+
+def _only(part: Tensor) -> Tensor:
+    return part.squeeze(2)
+
+
+def _best(by: _Keys, margins_of: _Keys, count: int) -> tuple[Tensor, Tensor]:
+    """Columns [S, count] of the highest of each row, and the gap [S] to the next."""
+    order = by.order()
+    return order[:, :count], _gap_after(order, margins_of, count)
+
+
+def _gap_after(order: Tensor, numbers: _Keys, count: int) -> Tensor:
+    """The gap [S] between the last of the first `count` columns of `order` and the next."""
+    if count == order.shape[1]:
+        return torch.full_like(numbers.high[:, 0], math.inf)
+    return numbers.gap(order[:, count - 1 : count], order[:, count : count + 1]).squeeze(1)
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

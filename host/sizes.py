@@ -11,7 +11,7 @@ import math
 from typing import get_args
 
 from moeos import _twin
-from moeos.config import Activation, MoEConfig, Scoring
+from moeos.config import Activation, GroupScore, MoEConfig, Scoring
 
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
@@ -83,6 +83,7 @@ def layer_sizes(
         routed_scaling=cfg.routed_scaling,
         expert_groups=cfg.expert_groups,
         top_groups=cfg.top_groups,
+        group_score=get_args(GroupScore).index(cfg.group_score),
         processors=processors,
         couriers=couriers,
         remote=remote,

@@ -20,6 +20,8 @@ enum class Activation : u32 {
   identity = 5
 };
 enum class Scoring : u32 { softmax = 0, sigmoid = 1 };
+/// Of its experts' selection scores: the sum of the two best (DeepSeek-V3), the best (DeepSeek-V2).
+enum class GroupScore : u32 { top2_sum = 0, max = 1 };
 
 struct LayerShape {
   u32 hidden;
@@ -29,10 +31,15 @@ struct LayerShape {
   Scoring scoring;
   bool renormalize;  // divide the k weights by their sum (thesis eq. 5.1, 5.2)
   float routed_scaling;
-  u32 expert_groups;  // group-limited top-k (DeepSeek-V3): experts are chosen from top_groups
-                      // groups
+  u32 expert_groups;  // group-limited top-k: experts are chosen from top_groups groups
   u32 top_groups;
+  GroupScore group_score;
 
+  /// Whether experts are chosen by their logits, where selection scores have no bias: scores are
+  /// monotonic in the logits, and fp32 scores saturate. Sums of scores are not.
+  constexpr bool chooses_by_logit() const {
+    return expert_groups == 1 || group_score == GroupScore::max;
+  }
   constexpr bool gated() const { return activation == Activation::swiglu; }
   /// Rows of w1: gate rows, then up rows, when gated.
   constexpr u32 w1_rows() const { return gated() ? 2 * intermediate : intermediate; }

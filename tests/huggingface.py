@@ -18,8 +18,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -43,6 +49,7 @@ class Block:
         module: the block, in float64, in evaluation mode.
         state_dict: the whole model's tensors under the names that transformers' modules use.
         prefix: of the block in `state_dict`.
+        ignore: what the block has beside the layer, as `from_hf` takes it.
         checkpoint_prefix: of the block in the files that `save_checkpoint` writes.
         routed_output: [S, H] of any floating dtype -> float64 [S, H], the block's output without
             that of shared experts.
@@ -53,9 +60,20 @@ class Block:
     module: nn.Module
     state_dict: dict[str, Tensor]
     prefix: str
+    ignore: tuple[str, ...]
     checkpoint_prefix: str
     routed_output: Callable[[Tensor], Tensor]
     model: PreTrainedModel
+
+    @property
+    def selection_bias(self) -> Tensor | None:
+        """[E], wherever the family keeps it."""
+        biases = [
+            tensor.reshape(-1)
+            for name, tensor in self.state_dict.items()
+            if name.startswith(self.prefix) and name.endswith("e_score_correction_bias")
+        ]
+        return biases[0] if biases else None
 
     def save_checkpoint(self, folder: Path) -> dict[str, Tensor]:
         """The tensors of a checkpoint that the model's own code writes into `folder`."""
@@ -182,11 +200,7 @@ def deepseek_v3(
             routed_scaling_factor=routed_scaling,
             first_k_dense_replace=0,
             n_shared_experts=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
+            **_SMALL_ATTENTION,
             **_SMALL_MODEL,
         )
     )
@@ -206,11 +220,121 @@ def deepseek_v3(
     return _block(model, cfg, seed, MODULE_PREFIX)
 
 
+def deepseek_v2(
+    *,
+    hidden: int = 64,
+    intermediate: int = 96,
+    experts: int = 16,
+    top_k: int = 4,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    expert_groups: int = 4,
+    top_groups: int = 2,
+    routed_scaling: float = 16.0,
+) -> Block:
+    """Softmax, not renormalised; a group's score is its best expert's; scaling; shared experts."""
+    model = DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            hidden_size=hidden,
+            moe_intermediate_size=intermediate,
+            n_routed_experts=experts,
+            num_experts_per_tok=top_k,
+            topk_method="group_limited_greedy",
+            n_group=expert_groups,
+            topk_group=top_groups,
+            routed_scaling_factor=routed_scaling,
+            n_shared_experts=2,
+            **_SMALL_ATTENTION,
+            **_SMALL_MODEL,
+        )
+    )
+    cfg = MoEConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
+        dtype=dtype,
+        renormalize=False,
+        routed_scaling=routed_scaling,
+        expert_groups=expert_groups,
+        top_groups=top_groups,
+        group_score="max",
+    )
+    return _block(model, cfg, seed, MODULE_PREFIX)
+
+
+def minimax_m2(
+    *,
+    hidden: int = 64,
+    intermediate: int = 96,
+    experts: int = 16,
+    top_k: int = 4,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Block:
+    """Sigmoid scores, renormalised, and a selection bias that lies beside the gate."""
+    model = MiniMaxM2ForCausalLM(
+        MiniMaxM2Config(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_local_experts=experts,
+            num_experts_per_tok=top_k,
+            head_dim=8,
+            **_SMALL_MODEL,
+        )
+    )
+    cfg = MoEConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
+        dtype=dtype,
+        scoring="sigmoid",
+        selection_bias=True,
+    )
+    return _block(model, cfg, seed, "model.layers.0.block_sparse_moe.")
+
+
+def ernie4_5_moe(
+    *,
+    hidden: int = 64,
+    intermediate: int = 96,
+    experts: int = 16,
+    top_k: int = 4,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Block:
+    """Softmax, renormalised; a selection bias [1, E] in moe_statics; shared experts."""
+    model = Ernie4_5_MoeForCausalLM(
+        Ernie4_5_MoeConfig(
+            hidden_size=hidden,
+            moe_intermediate_size=intermediate,
+            moe_num_experts=experts,
+            moe_k=top_k,
+            moe_num_shared_experts=1,
+            moe_layer_start_index=0,
+            **_SMALL_MODEL,
+        )
+    )
+    cfg = MoEConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
+        dtype=dtype,
+        selection_bias=True,
+    )
+    return _block(model, cfg, seed, MODULE_PREFIX)
+
+
 FAMILIES: dict[str, Callable[..., Block]] = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
     "olmoe": olmoe,
+    "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "minimax_m2": minimax_m2,
+    "ernie4_5_moe": ernie4_5_moe,
 }
 
 # Everything around the block, as small as it can be.
@@ -224,6 +348,13 @@ _SMALL_MODEL: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "experts_implementation": "eager",
+}
+_SMALL_ATTENTION: dict[str, Any] = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
 }
 
 
@@ -246,6 +377,7 @@ def _block(model: PreTrainedModel, cfg: MoEConfig, seed: int, checkpoint_prefix:
         module=module,
         state_dict=model.state_dict(),
         prefix=MODULE_PREFIX,
+        ignore=() if shared is None else ("shared_experts.",),
         checkpoint_prefix=checkpoint_prefix,
         routed_output=routed_output,
         model=model,
@@ -255,8 +387,11 @@ def _block(model: PreTrainedModel, cfg: MoEConfig, seed: int, checkpoint_prefix:
 def _draw_weights(module: nn.Module, dtype: torch.dtype, seed: int) -> None:
     """Give each matrix rows of norm about 1, so that activations are neither linear nor flat."""
     generator = torch.Generator().manual_seed(seed)
-    for weight in module.parameters():
+    for name, weight in module.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            continue
         weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
         weight.copy_(weight.to(dtype))
-    for bias in module.buffers():  # DeepSeek-V3's selection bias, always float32
-        bias.uniform_(-0.2, 0.2, generator=generator)
+    for name, bias in module.state_dict(keep_vars=True).items():  # always float32
+        if name.endswith("e_score_correction_bias"):
+            bias.uniform_(-0.2, 0.2, generator=generator)

@@ -203,7 +203,7 @@ class AllToAllLayer:
         if cfg.expert_groups == 1:
             return selection
         groups: Tensor = selection.unflatten(1, (cfg.expert_groups, -1))
-        counted = min(2, groups.shape[2])
+        counted = 1 if cfg.group_score == "max" else min(2, groups.shape[2])
         best = groups.topk(counted, dim=2).values.sum(dim=2).topk(cfg.top_groups, dim=1).indices
         others = torch.ones(groups.shape[:2], dtype=torch.bool, device=selection.device)
         others.scatter_(1, best, False)

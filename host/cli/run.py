@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -54,6 +54,7 @@ class RunOptions:
     routing: str | None = None
     weights: Path | None = None
     prefix: str = ""
+    ignore: Sequence[str] = ()
     input_file: Path | None = None
     input_text: tuple[str, ...] = ()
     deadline: float = 30.0
@@ -102,6 +103,10 @@ def run(
     prefix: Annotated[
         str, typer.Option(help="Of the block's names in it, like model.layers.0.mlp.")
     ] = "",
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="Of names below it that are not used, like shared_experts.; repeatable."),
+    ] = None,
     input_file: Annotated[
         Path | None,
         typer.Option(
@@ -142,6 +147,7 @@ def run(
         routing=routing,
         weights=weights,
         prefix=prefix,
+        ignore=ignore or (),
         input_file=input_file,
         input_text=tuple(input_text or ()),
         deadline=deadline,
@@ -216,6 +222,8 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     generator = generator_of(options.seed, world.rank)
     if options.prefix and options.weights is None:
         raise ValueError(f"--prefix is {options.prefix!r}; it needs --weights")
+    if options.ignore and options.weights is None:
+        raise ValueError(f"--ignore is {options.ignore[0]!r}; it needs --weights")
     calls = settings.iterations if options.iterations is None else options.iterations
     if not 1 <= calls <= MAX_ITERATIONS:
         raise ValueError(f"iterations is {calls}; allowed: 1 to {MAX_ITERATIONS}")
@@ -270,7 +278,7 @@ def _make_layer(cfg: moeos.MoEConfig, world: moeos.World, options: RunOptions) -
     if options.weights is None:
         return moeos.MoELayer(cfg, world)
     tensors = SafetensorsFile(options.weights)
-    return moeos.MoELayer.from_hf(cfg, world, tensors, options.prefix)
+    return moeos.MoELayer.from_hf(cfg, world, tensors, options.prefix, options.ignore)
 
 
 def _introduce(world: moeos.World, plan: _Plan) -> None:

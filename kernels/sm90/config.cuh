@@ -41,6 +41,7 @@ inline constexpr LayerShape kShape{
     MOEOS_ROUTED_SCALING,
     MOEOS_EXPERT_GROUPS,
     MOEOS_TOP_GROUPS,
+    static_cast<GroupScore>(MOEOS_GROUP_SCORE),
 };
 
 /// Slots of an expert for each token of a source, MoEConfig.capacity_ratio; 0 / 0 when dropless.

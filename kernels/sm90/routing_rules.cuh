@@ -127,7 +127,7 @@ class Token {
   /// other, and divided by their own sum.
   static constexpr bool kSumsExponentials =
       kShape.scoring == Scoring::softmax &&
-      !(kShape.renormalize && !kSelectionBias && kShape.expert_groups == 1);
+      !(kShape.renormalize && !kSelectionBias && kShape.chooses_by_logit());
 
   struct Rule {
     float top;          // of the token's logits
@@ -138,18 +138,17 @@ class Token {
       return kShape.scoring == Scoring::softmax ? __expf(logit - top) * inverse_sum
                                                 : 1.0F / (1.0F + __expf(-logit));
     }
-    /// What experts are selected by. Scores are monotonic in the logits, and fp32 scores saturate:
-    /// without bias and groups the logits decide.
+    /// What experts are selected by.
     float choice(float logit, u32 expert) const {
       if constexpr (kSelectionBias) {
         // A bias of NaN or −∞ makes an expert the last choice, but a choice: k different experts
         // are chosen whatever the biases are.
         const float bias = expert < kGeometry.experts ? selection_bias[expert] : 0.0F;
         return fmaxf(score(logit) + bias, kLeast);
-      } else if constexpr (kShape.expert_groups > 1) {
-        return score(logit);
-      } else {
+      } else if constexpr (kShape.chooses_by_logit()) {
         return logit;
+      } else {
+        return score(logit);
       }
     }
   };
@@ -177,8 +176,7 @@ class Token {
     return best;
   }
 
-  /// Leaves the choices of the best groups (DeepSeek-V3; a group's score is the sum of its two best
-  /// choices).
+  /// Leaves the choices of the best groups.
   static void close_groups(u32 (&choices)[kLogitsEach]) {
     constexpr u32 kSize = kGeometry.experts / kShape.expert_groups;
     static_assert(kShape.expert_groups <= Machine::kLanes, "a lane keeps a group's score");
@@ -196,12 +194,14 @@ class Token {
 #pragma unroll
     for (u32 group = 0; group < kShape.expert_groups; ++group) {
       const bool mine = its_group == group;
-      const u32 best = __reduce_max_sync(~0U, mine ? first : kChosen);
-      const u32 winner = Machine::first_lane(Machine::ballot(mine && first == best));
-      const u32 left = Machine::lane() == winner ? second : first;
-      const u32 next = __reduce_max_sync(~0U, mine ? left : kChosen);
-      const u32 sum = ordered(from_ordered(best) + from_ordered(next));
-      score = Machine::lane() == group ? sum : score;
+      u32 of_group = __reduce_max_sync(~0U, mine ? first : kChosen);
+      if constexpr (kShape.group_score == GroupScore::top2_sum) {
+        const u32 winner = Machine::first_lane(Machine::ballot(mine && first == of_group));
+        const u32 left = Machine::lane() == winner ? second : first;
+        const u32 next = __reduce_max_sync(~0U, mine ? left : kChosen);
+        of_group = ordered(from_ordered(of_group) + from_ordered(next));
+      }
+      score = Machine::lane() == group ? of_group : score;
     }
     u32 open = 0;  // a bit for each group
 #pragma unroll 1

@@ -93,9 +93,7 @@ class Router {
     float* scores = scratch_.scores.get();
     float* choice = scratch_.choice.get();
     score(logits, scores);
-    // Scores are monotonic in the logits, and fp32 scores saturate: without bias and groups the
-    // logits decide.
-    const bool by_logit = operands_.selection_bias == nullptr && shape_.expert_groups == 1;
+    const bool by_logit = operands_.selection_bias == nullptr && shape_.chooses_by_logit();
     for (u32 e = 0; e < experts; ++e) {
       choice[e] =
           by_logit ? logits[e]
@@ -153,7 +151,7 @@ class Router {
     return best;
   }
 
-  /// Keeps the top_groups groups whose two best experts sum highest.
+  /// Keeps the top_groups groups with the highest scores.
   void exclude_groups(float* choice) {
     const u32 size = geometry_.experts / shape_.expert_groups;
     float* group_scores = scratch_.row.get();
@@ -168,7 +166,8 @@ class Router {
           second = choice[e];
         }
       }
-      group_scores[g] = size == 1 ? first : first + second;
+      const bool adds = shape_.group_score == GroupScore::top2_sum && size > 1;
+      group_scores[g] = adds ? first + second : first;
     }
     for (u32 kept = 0; kept < shape_.top_groups; ++kept) {
       group_scores[best_of(group_scores, shape_.expert_groups)] = kExcluded;

@@ -107,6 +107,18 @@ LAYERS = {
         dtype=torch.float16,
         capacity_factor=0.6,
     ),
+    "groups whose best expert counts": _layer(
+        1,
+        2,
+        2,
+        experts=64,
+        top_k=6,
+        expert_groups=8,
+        top_groups=3,
+        group_score="max",
+        renormalize=False,
+        routed_scaling=16.0,
+    ),
     "groups": _layer(
         2,
         2,

@@ -38,6 +38,7 @@ CONFIG = {
     "selection_bias": "false",
     "expert_groups": "1",
     "top_groups": "1",
+    "group_score": '"max"',
     "swiglu_limit": "7.0",
     "bias": "false",
 }

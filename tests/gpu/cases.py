@@ -100,6 +100,16 @@ CASES = {
         row_map="ragged",
         renormalize=False,
     ),
+    "swiglu-2-ranks-groups-best": _case(
+        2,
+        experts=160,
+        top_k=6,
+        expert_groups=8,
+        top_groups=3,
+        group_score="max",
+        renormalize=False,
+        routed_scaling=16.0,
+    ),
     "swiglu-8-ranks-groups": _case(
         8,
         experts=256,

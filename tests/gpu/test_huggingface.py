@@ -33,6 +33,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden": 128, "intermediate": 192},
     "qwen3_moe": {"hidden": 128, "experts": 32, "top_k": 8},
     "olmoe": {"hidden": 72, "intermediate": 40, "experts": 12, "top_k": 3},
+    "deepseek_v2": {"hidden": 128, "experts": 64, "expert_groups": 8, "top_groups": 3, "top_k": 6},
+    "minimax_m2": {"hidden": 128},
+    "ernie4_5_moe": {"hidden": 128},
     "deepseek_v3": {"hidden": 128, "experts": 64, "expert_groups": 8, "top_groups": 3, "top_k": 6},
 }
 
@@ -57,13 +60,13 @@ def test_from_hf_is_the_block(family: str) -> None:
     block = block_of(family)
     cfg = block.config
     gate = block.state_dict[block.prefix + "gate.weight"]
-    bias = block.state_dict.get(block.prefix + "gate.e_score_correction_bias")
+    bias = block.selection_bias
     none = torch.empty(0)
     routed = on_gpu(Weights(cfg, gate, none, none, None, None, bias))
     x = [draw_routed_call(routed, tokens, seed).x for seed, tokens in enumerate(TOKENS)]
 
     def rank_main(world: World) -> torch.Tensor:
-        layer = MoELayer.from_hf(cfg, world, block.state_dict, block.prefix)
+        layer = MoELayer.from_hf(cfg, world, block.state_dict, block.prefix, block.ignore)
         y: torch.Tensor = layer(x[world.rank])
         layer.check()
         return y

@@ -144,12 +144,14 @@ def test_checkpoint_files_and_modules_of_each_family_give_the_same_block(
     family: str, tmp_path: Path
 ) -> None:
     made = FAMILIES[family]()
-    from_module = load_block(made.config, made.state_dict, made.prefix, rank=1, world_size=2)
+    from_module = load_block(made.config, made.state_dict, made.prefix, 1, 2, made.ignore)
     from_file = load_block(
-        made.config, made.save_checkpoint(tmp_path), made.checkpoint_prefix, rank=1, world_size=2
+        made.config, made.save_checkpoint(tmp_path), made.checkpoint_prefix, 1, 2, made.ignore
     )
     assert_same_block(from_file, from_module)
-    assert ("gate.selection_bias" in from_file) == (family == "deepseek_v3")
+    if made.config.selection_bias:
+        assert made.selection_bias is not None
+        assert torch.equal(from_file["gate.selection_bias"], made.selection_bias.float())
 
 
 @pytest.mark.parametrize("names", [split_names, fused_names])
@@ -207,10 +209,45 @@ def test_the_prefix_may_be_empty() -> None:
     )
 
 
-def test_shared_experts_and_other_layers_are_ignored() -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gate.e_score_correction_bias",  # DeepSeek-V3, GLM-4.5, dots.llm1
+        "e_score_correction_bias",  # MiniMax-M2
+        "moe_statics.e_score_correction_bias",  # ERNIE-4.5, its files
+        "gate.moe_statics.e_score_correction_bias",  # and its modules
+        "expert_bias",  # LFM2
+        "gate.expert_bias",  # Ling
+        "experts.e_score_correction_bias",  # Solar
+    ],
+)
+@pytest.mark.parametrize("shape", [(EXPERTS,), (1, EXPERTS)])
+def test_a_selection_bias_is_found_wherever_a_family_keeps_it(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    bias = torch.randn(shape)
+    names = split_names() | {PREFIX + name: bias}
+    block = load_block(config(selection_bias=True), names, PREFIX, rank=1, world_size=2)
+    assert torch.equal(block["gate.selection_bias"], bias.reshape(EXPERTS))
+    with pytest.raises(ValueError, match=f"^{re.escape(PREFIX + name)} needs a config with sel"):
+        load_block(config(), names, PREFIX, rank=1, world_size=2)
+
+
+def test_a_selection_bias_that_the_config_needs_must_be_there_once() -> None:
+    cfg = config(selection_bias=True)
+    names = split_names()
+    with pytest.raises(ValueError, match=r"no selection bias is under .* with shape \[4\]$"):
+        load_block(cfg, names, PREFIX, rank=0, world_size=1)
+    names[PREFIX + "e_score_correction_bias"] = torch.zeros(2, EXPERTS)
+    with pytest.raises(ValueError, match=r"has shape \[2, 4\]; this config needs \[1, 4\]$"):
+        load_block(cfg, names, PREFIX, rank=0, world_size=1)
+    names[PREFIX + "gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
+    with pytest.raises(ValueError, match=r"are both a selection bias; keep one$"):
+        load_block(cfg, names, PREFIX, rank=0, world_size=1)
+
+
+def test_other_layers_are_not_looked_at() -> None:
     others = {
-        PREFIX + "shared_experts.gate_proj.weight": torch.ones(1),
-        PREFIX + "shared_expert_gate.weight": torch.ones(1),
         "model.layers.30.mlp.experts.0.gate_proj.weight": torch.ones(1),
         "model.layers.30.mlp.experts.0.gate_proj.weight_scale_inv": torch.ones(1),
         "model.layers.3.self_attn.q_proj.weight": torch.ones(1),
@@ -219,6 +256,41 @@ def test_shared_experts_and_other_layers_are_ignored() -> None:
         load_block(config(), split_names() | others, PREFIX, rank=0, world_size=1),
         load_block(config(), split_names(), PREFIX, rank=0, world_size=1),
     )
+
+
+SHARED = ("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight")
+
+
+def test_what_the_layer_has_no_use_for_is_named_unless_the_caller_has_one() -> None:
+    names = split_names() | {PREFIX + name: torch.ones(1) for name in SHARED}
+    message = (
+        f"{PREFIX}{SHARED[0]}, and 1 more tensors under {PREFIX!r}, is not used by the layer, "
+        "which has routed experts alone; if it is computed elsewhere, pass "
+        "ignore=['shared_experts.']"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_block(config(), names, PREFIX, rank=0, world_size=1)
+    assert_same_block(
+        load_block(config(), names, PREFIX, 0, 1, ["shared_experts."]),
+        load_block(config(), split_names(), PREFIX, rank=0, world_size=1),
+    )
+    names[PREFIX + "shared_expert_gate.weight"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"shared_expert_gate\.weight is not used by the layer"):
+        load_block(config(), names, PREFIX, 0, 1, ["shared_experts."])
+
+
+@pytest.mark.parametrize(
+    "ignore", ["gate.", "experts.", "gate.weight", "experts.1.", "e_score", ""]
+)
+def test_what_the_layer_uses_cannot_be_ignored(ignore: str) -> None:
+    names = split_names() | {PREFIX + "e_score_correction_bias": torch.zeros(EXPERTS)}
+    with pytest.raises(ValueError, match=r"^ignore is \[.*\] and .* is the layer's; it is needed$"):
+        load_block(config(selection_bias=True), names, PREFIX, 0, 1, [ignore])
+
+
+def test_ignore_is_a_sequence_of_strings_and_no_string() -> None:
+    with pytest.raises(TypeError, match=r"must be a sequence of strings: \['shared_experts\.'\]"):
+        load_block(config(), split_names(), PREFIX, 0, 1, "shared_experts.")
 
 
 @pytest.mark.parametrize(
@@ -265,6 +337,8 @@ def test_a_wrong_prefix_is_answered_with_the_nearest_right_ones() -> None:
     [
         ("experts.0.gate_proj.weight_scale_inv", "is not understood; only unquantised weights"),
         ("gate.bias", "is not understood"),
+        ("router.weight", "is not used by the layer"),
+        ("correction_bias", "is not used by the layer"),
         ("gate.e_score_correction_bias", "needs a config with selection_bias=True"),
         ("experts.0.gate_proj.bias", "needs a config with bias=True"),
         ("experts.gate_up_proj", "stored in 2 layouts at once"),

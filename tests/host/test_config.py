@@ -36,6 +36,7 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "selection_bias": False,
         "expert_groups": 1,
         "top_groups": 1,
+        "group_score": "top2_sum",
         "swiglu_limit": None,
         "bias": False,
     }
@@ -95,6 +96,7 @@ def test_a_wrong_type_is_a_type_error_that_names_argument_and_value(name: str, v
         ("activation", "gelu_tan", "gelu_tanh"),
         ("scoring", "softmaxx", "softmax"),
         ("row_map", "raged", "ragged"),
+        ("group_score", "top2", "top2_sum"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest_valid_one(

@@ -235,6 +235,7 @@ CHANGES: dict[str, Callable[[], KernelShape]] = {
     "routed_scaling": lambda: shape(routed_scaling=2.5),
     "expert_groups": lambda: shape(experts=16, expert_groups=2, top_groups=2),
     "top_groups": lambda: shape(experts=16, expert_groups=2, top_groups=1),
+    "group_score": lambda: shape(experts=16, expert_groups=2, top_groups=1, group_score="max"),
     "swiglu_limit": lambda: shape(swiglu_limit=7.0),
     "bias": lambda: shape(bias=True),
     "world_size": lambda: dataclasses.replace(shape(), world_size=4),

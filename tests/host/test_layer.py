@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moeos import MoEConfig, MoELayer, TwinOptions, World, virtual
-from moeos.config import Activation
+from moeos.config import Activation, GroupScore
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -102,6 +102,7 @@ def test_routing_rules(
 )
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("selection_bias", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("group_score", get_args(GroupScore))
 def test_group_limited_routing(
     experts: int,
     top_k: int,
@@ -109,6 +110,7 @@ def test_group_limited_routing(
     top_groups: int,
     scoring: str,
     selection_bias: bool,
+    group_score: str,
 ) -> None:
     check(
         config(
@@ -116,6 +118,7 @@ def test_group_limited_routing(
             top_k=top_k,
             expert_groups=expert_groups,
             top_groups=top_groups,
+            group_score=group_score,
             scoring=scoring,
             selection_bias=selection_bias,
         )

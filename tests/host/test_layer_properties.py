@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moeos import MoEConfig, TwinOptions, World, virtual
-from moeos.config import Activation
+from moeos.config import Activation, GroupScore
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -57,6 +57,7 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
         selection_bias=draw(st.booleans()),
         expert_groups=groups,
         top_groups=top_groups,
+        group_score=draw(st.sampled_from(get_args(GroupScore))),
         swiglu_limit=limit,
         bias=draw(st.booleans()),
     )

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from fractions import Fraction
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,9 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moeos.checkpoint import load_block
-from moeos.config import MoEConfig
+from moeos.config import GroupScore, MoEConfig
 from moeos.reference import dropped, margin_in_errors, moe, relative_error, route
-from tests.huggingface import Block, deepseek_v3, mixtral, olmoe, qwen3_moe
+from tests.huggingface import (
+    Block,
+    deepseek_v2,
+    deepseek_v3,
+    ernie4_5_moe,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen3_moe,
+)
 
 SIZES: dict[str, Any] = {"hidden": 16, "intermediate": 24, "experts": 16, "top_k": 3}
 
@@ -55,6 +65,10 @@ def random_arguments(cfg: MoEConfig, tokens: int, seed: int = 0) -> dict[str, Te
         (qwen3_moe, {"renormalize": False, "experts": 16, "top_k": 8}),
         (olmoe, {"renormalize": True}),
         (olmoe, {"renormalize": False, "experts": 16, "top_k": 8}),
+        (deepseek_v2, {}),
+        (deepseek_v2, {"experts": 32, "expert_groups": 8, "top_groups": 3, "top_k": 6}),
+        (minimax_m2, {}),
+        (ernie4_5_moe, {}),
         (deepseek_v3, {}),
         (deepseek_v3, {"renormalize": False, "routed_scaling": 1.0}),
         (deepseek_v3, {"experts": 32, "expert_groups": 8, "top_groups": 3, "top_k": 6}),
@@ -65,7 +79,7 @@ def test_agrees_with_hugging_face(
 ) -> None:
     made = make(seed=seed, **options)
     cfg = made.config
-    block = load_block(cfg, made.state_dict, made.prefix, rank=0, world_size=1)
+    block = load_block(cfg, made.state_dict, made.prefix, 0, 1, made.ignore)
     selection_bias = block.get("gate.selection_bias")
     x = torch.randn(100, cfg.hidden, generator=torch.Generator().manual_seed(seed))
     gate_weight = block["gate.weight"]
@@ -79,12 +93,24 @@ def test_agrees_with_hugging_face(
 # --- Routing ------------------------------------------------------------------------------------
 
 
-def chosen_by_definition(selection: list[float], cfg: MoEConfig) -> list[int]:
+def exact_scores(logits: list[float], cfg: MoEConfig) -> list[Fraction]:
+    """The scores of one token; opposite logits have sigmoids whose sum is 1."""
+    if cfg.scoring == "sigmoid":
+        smaller = [Fraction(1 / (1 + math.exp(abs(logit)))) for logit in logits]
+        return [
+            1 - part if logit > 0 else part for part, logit in zip(smaller, logits, strict=True)
+        ]
+    powers = [Fraction(math.exp(logit - max(logits))) for logit in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def chosen_by_definition(selection: list[Fraction], cfg: MoEConfig) -> list[int]:
     """The experts of one token, by sorting."""
     size = cfg.experts // cfg.expert_groups
+    counted = 1 if cfg.group_score == "max" else 2
     groups = [list(range(first, first + size)) for first in range(0, cfg.experts, size)]
     group_scores = [
-        sum(sorted((selection[e] for e in group), reverse=True)[:2]) for group in groups
+        sum(sorted((selection[e] for e in group), reverse=True)[:counted]) for group in groups
     ]
     best = sorted(range(len(groups)), key=lambda group: (-group_scores[group], group))
     candidates = [expert for group in best[: cfg.top_groups] for expert in groups[group]]
@@ -103,6 +129,7 @@ def routed_layers(draw: st.DrawFn) -> tuple[MoEConfig, Tensor, Tensor | None]:
         selection_bias=draw(st.booleans()),
         expert_groups=groups,
         top_groups=top_groups,
+        group_score=draw(st.sampled_from(get_args(GroupScore))),
         top_k=draw(st.integers(1, top_groups * 16 // groups)),
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -121,9 +148,11 @@ def test_experts_and_weights_are_those_of_the_definition_with_ties_to_the_lower_
     assert routing.ids.dtype == torch.int64
     assert routing.weights.dtype == routing.margin.dtype == torch.float64
     scores = logits.softmax(dim=1) if cfg.scoring == "softmax" else logits.sigmoid()
-    selection = scores if bias is None else scores + bias
+    biases = [Fraction(0)] * 16 if bias is None else [Fraction(value) for value in bias.tolist()]
     for token, ids in enumerate(routing.ids.tolist()):
-        assert ids == chosen_by_definition(selection[token].tolist(), cfg)
+        exact = exact_scores(logits[token].tolist(), cfg)
+        selection = [score + added for score, added in zip(exact, biases, strict=True)]
+        assert ids == chosen_by_definition(selection, cfg)
         total = sum(scores[token, expert].item() for expert in ids) if cfg.renormalize else 1.0
         expected = [scores[token, expert].item() / total * cfg.routed_scaling for expert in ids]
         assert routing.weights[token].tolist() == pytest.approx(expected, rel=1e-14)
@@ -163,6 +192,72 @@ def test_a_tie_of_groups_alone_has_no_margin() -> None:
     routing = route(logits, torch.eye(16), cfg)
     assert routing.ids.tolist() == [[0]]
     assert routing.margin.tolist() == [0.0]
+
+
+SATURATED: dict[str, list[float]] = {
+    "sigmoid": [40.0, 42.0, 41.0, 43.0, *[-900.0, -800.0, -850.0, -820.0] * 3],
+    "softmax": [0.0, -802.0, -800.0, -801.0, *[-900.0, -950.0, -930.0, -920.0] * 3],
+}
+"""Logits whose scores float64 rounds to 1 or to 0."""
+
+
+def by_logit(logits: list[float], count: int) -> list[int]:
+    return sorted(range(len(logits)), key=lambda expert: (-logits[expert], expert))[:count]
+
+
+@pytest.mark.parametrize("bias", [None, 0.0, 0.125])
+@pytest.mark.parametrize("scoring", [*SATURATED])
+def test_saturated_scores_are_in_the_order_of_their_logits(
+    scoring: str, bias: float | None
+) -> None:
+    logits = SATURATED[scoring]
+    biases = None if bias is None else torch.full((16,), bias)
+    for top_k in range(1, 9):
+        cfg = config(scoring=scoring, top_k=top_k, selection_bias=bias is not None)
+        routing = route(torch.tensor([logits]), torch.eye(16), cfg, biases)
+        assert routing.ids.tolist() == [by_logit(logits, top_k)]
+
+
+@pytest.mark.parametrize("group_score", get_args(GroupScore))
+@pytest.mark.parametrize("bias", [None, 0.125])
+def test_groups_of_saturated_scores_are_told_apart(group_score: str, bias: float | None) -> None:
+    logits = [40.0, 43.0, 0.0, 0.0, 42.0, 42.0, 0.0, 0.0, *[-5.0] * 8]
+    cfg = config(
+        scoring="sigmoid",
+        top_k=1,
+        expert_groups=4,
+        top_groups=1,
+        group_score=group_score,
+        selection_bias=bias is not None,
+    )
+    biases = None if bias is None else torch.full((16,), bias)
+    routing = route(torch.tensor([logits]), torch.eye(16), cfg, biases)
+    # The sum of two scores that are 1 - exp(-42) each is above that of 1 - exp(-40) and the best.
+    assert routing.ids.tolist() == [[1 if group_score == "max" else 4]]
+
+
+@pytest.mark.parametrize("bias", [None, 0.125])
+def test_margins_of_saturated_scores_are_what_is_left_of_them(bias: float | None) -> None:
+    cfg = config(scoring="sigmoid", top_k=2, selection_bias=bias is not None)
+    biases = None if bias is None else torch.full((16,), bias)
+    routing = route(torch.tensor([SATURATED["sigmoid"]]), torch.eye(16), cfg, biases)
+    assert routing.margin.tolist() == pytest.approx([math.exp(-41) - math.exp(-42)], rel=1e-9)
+
+
+def test_what_fp32_chooses_by_scores_is_in_doubt_where_they_are_saturated() -> None:
+    logits = torch.tensor([SATURATED["sigmoid"]])
+    by_scores = config(scoring="sigmoid", top_k=2, selection_bias=True)
+    assert margin_in_errors(logits, torch.eye(16), by_scores, torch.zeros(16)).item() < 1e-6
+    by_logits = config(scoring="sigmoid", top_k=2)
+    assert margin_in_errors(logits, torch.eye(16), by_logits).item() > 1000
+
+
+def test_a_bias_outweighs_what_is_left_of_saturated_scores() -> None:
+    logits = SATURATED["sigmoid"]
+    biases = torch.zeros(16)
+    biases[0], biases[7] = 1e-15, 2.0  # the lowest of those beside 1, and one beside 0
+    cfg = config(scoring="sigmoid", top_k=3, selection_bias=True)
+    assert route(torch.tensor([logits]), torch.eye(16), cfg, biases).ids.tolist() == [[7, 0, 3]]
 
 
 def test_the_margin_is_infinite_where_all_experts_are_chosen() -> None:

@@ -147,6 +147,17 @@ def test_weights_of_a_file_are_what_the_layer_has(config: Path, tmp_path: Path) 
     assert document["by_rank"][0]["hottest_expert"]["expert"] == 3
 
 
+def test_what_a_file_has_beside_the_layer_must_be_ignored_by_name(
+    config: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "block.safetensors"
+    save_file(draw_block("") | {"shared_experts.up_proj.weight": torch.zeros(1)}, path)
+    code, _, err = invoke(config, "--weights", path)
+    assert code == 2
+    assert "shared_experts.up_proj.weight is not used by the layer" in err
+    results(config, "--weights", path, "--ignore", "shared_experts.")
+
+
 def test_a_weight_that_the_file_lacks_is_named(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "block.safetensors"
     save_file(draw_block("", experts=7) | {"gate.weight": torch.randn(8, 32)}, path)
@@ -248,6 +259,7 @@ def test_tokens_that_cannot_be_routed_are_named(config: Path, tmp_path: Path) ->
         (["--routing", "zip"], "--routing is 'zip'; allowed: uniform, zipf:A"),
         (["--routing", "empty-rank:1"], "empty-rank:1; ranks are 0 to 0"),
         (["--prefix", "model."], "it needs --weights"),
+        (["--ignore", "shared_experts."], "it needs --weights"),
         (["--weights", "absent"], "absent: No such file or directory"),
         (["--input", "absent"], "absent: No such file or directory"),
         (["--input-text", "absent"], "absent: No such file or directory"),
