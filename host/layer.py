@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moeos import checkpoint, custom_op, values
+from moeos import checkpoint, custom_op, sharding, values, wrappers
 from moeos.config import MoEConfig, digest_differences
 from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
@@ -21,6 +21,8 @@ from moeos.tracing import RankTrace
 from moeos.world import World
 
 _SEED_BITS = 62
+_NAMES = ("w1", "b1", "w2", "b2", "gate.weight", "gate.selection_bias")
+"""The tensors of a call that belong to the layer, in the operator's order."""
 
 
 class _Expected(NamedTuple):
@@ -48,6 +50,16 @@ class Gate(nn.Module):
         if bias is not None and self.selection_bias is not None:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        taken = dict(state_dict)
+        for name in ("weight", "selection_bias"):
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor):
+                taken[prefix + name] = sharding.everything(prefix + name, given)
+        super()._load_from_state_dict(taken, prefix, *others)
 
 
 class MoELayer(nn.Module):
@@ -78,8 +90,9 @@ class MoELayer(nn.Module):
             raise TypeError(
                 f"world is a {type(world).__name__}; it must be what moeos.init returned"
             )
-        digests = world.control.allgather(cfg.digest(), "the comparison of the ranks' configs")
-        _require_equal(digests)
+        mine = (cfg.digest(), sharding.process_group_place())
+        told = world.control.allgather(mine, "the comparison of the ranks' configs")
+        _require_equal([digest for digest, _ in told])
         local = cfg.experts_per_rank(world.size)
         engine_class = _engine_class(world)
         engine_class.check_supported(cfg)
@@ -94,14 +107,16 @@ class MoELayer(nn.Module):
         drawn = int(torch.randint(1 << _SEED_BITS, ()).item())
         self._initialise(world.control.allgather(drawn, "the seed of the initial weights")[0])
         self._device = self.w1.device
-        names = ("w1", "b1", "w2", "b2", "gate.weight", "gate.selection_bias")
-        state = self.state_dict()
         self._expected = [
-            _Expected(name, state[name].shape, state[name].dtype) if name in state else None
-            for name in names
+            None if tensor is None else _Expected(name, tensor.shape, tensor.dtype)
+            for name, tensor in zip(_NAMES, self._tensors(), strict=True)
         ]
+        # Ranks of torch.distributed that are other ranks here: a DTensor would mix them up.
+        self._apart = any(place not in (None, (r, world.size)) for r, (_, place) in enumerate(told))
+        wrappers.protect(self)
         self._engine = engine_class(cfg, world)
         self._key = custom_op.register(self._engine, self._device)
+        # A buffer, since `torch.export` lets a graph write nothing else.
         self.register_buffer("_order", custom_op.order_on(self._device), persistent=False)
 
     @classmethod
@@ -171,23 +186,12 @@ class MoELayer(nn.Module):
             self._check_routing(x.shape[0], topk_ids, topk_weights)
         if tokens is not None:
             self._check_tokens(tokens)
-        # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
-        gate, own = self._modules["gate"], self._parameters
-        assert gate is not None
-        parameters = (
-            own.get("w1"),
-            own.get("b1"),
-            own.get("w2"),
-            own.get("b2"),
-            gate._parameters.get("weight"),
-            gate._buffers.get("selection_bias"),
-        )
+        parameters = self._tensors()
         self._check_parameters(parameters)
         if torch.is_grad_enabled():
             _check_gradients(x, topk_weights, *parameters)
-        order = self._buffers["_order"]
         y: torch.Tensor = custom_op.forward(
-            order, self._key, x, topk_ids, topk_weights, tokens, *parameters
+            self._buffers["_order"], self._key, x, topk_ids, topk_weights, tokens, *parameters
         )
         return y
 
@@ -243,6 +247,76 @@ class MoELayer(nn.Module):
                 for bias in (self.b1, self.b2):
                     if bias is not None:
                         bias[local].zero_()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
+        """Moves what is the layer's, and not the tensor that orders the calls of all layers."""
+        order = self._buffers["_order"]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._buffers["_order"] = order
+        return self
+
+    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Parameters and buffers in the order of `_NAMES`."""
+        # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
+        gate, own = self._modules["gate"], self._parameters
+        assert gate is not None
+        return (
+            own.get("w1"),
+            own.get("b1"),
+            own.get("w2"),
+            own.get("b2"),
+            gate._parameters.get("weight"),
+            gate._buffers.get("selection_bias"),
+        )
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        world = self.world
+        if self._apart or sharding.process_group_place() != (world.rank, world.size):
+            return
+        for name in wrappers.EXPERTS:
+            local = destination.get(prefix + name)
+            if local is not None:
+                destination[prefix + name] = sharding.whole(local, self._device)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        taken = dict(state_dict)
+        errors: list[str] = others[-1]
+        for name in wrappers.EXPERTS:
+            given, own = state_dict.get(prefix + name), self._parameters.get(name)
+            if own is None or not isinstance(given, torch.Tensor):
+                continue
+            try:
+                mine = sharding.part(
+                    prefix + name, given, own.shape, self.world.rank, self.world.size
+                )
+            except ValueError as error:
+                errors.append(str(error))
+                mine = own  # neither missing nor of a wrong shape once more
+            if others[0].get("assign_to_params_buffers") and mine is not given:
+                # The parameter becomes this tensor, which must not keep all ranks' experts alive.
+                mine = mine if mine.untyped_storage().nbytes() == mine.nbytes else mine.clone()
+            taken[prefix + name] = mine
+        super()._load_from_state_dict(taken, prefix, *others)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See `nn.Module.register_parameter`; raises `TypeError` for a DTensor."""
+        if param is not None and sharding.is_dtensor(param):
+            raise TypeError(
+                f"{name} would become a DTensor; each rank of a MoELayer holds its own experts as "
+                "a plain tensor: leave the layer out, and shard or replicate the modules around it"
+            )
+        super().register_parameter(name, param)
+
+    def _replicate_for_data_parallel(self) -> MoELayer:
+        raise RuntimeError(
+            "MoELayer cannot be used in nn.DataParallel, whose one process calls copies of it on "
+            "several devices: start a process for each device, with torchrun or mpirun"
+        )
 
     def _check_x(self, x: torch.Tensor) -> None:
         cfg = self.cfg

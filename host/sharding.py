@@ -1,0 +1,116 @@
+"""All ranks' experts as one tensor: what a state dict holds, and this rank's part of what it gets.
+
+Ranks hold different experts under equal names. So a checkpoint of a whole model must see a DTensor,
+sharded over the experts, and not one rank's tensor. This file knows torch.distributed, and of a
+layer only shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def process_group_place() -> tuple[int, int] | None:
+    """This process's rank in the default group of torch.distributed, and that group's size."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
+def whole(local: Tensor, device: torch.device) -> Tensor:
+    """The DTensor [P·X, ...] of which each rank of the default group holds its `local` [X, ...].
+
+    Both have the same memory. Sends nothing. `device`: where it lies once it has values.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    kind = device.type if local.is_meta else local.device.type
+    mesh = DeviceMesh.from_group(dist.group.WORLD, kind)  # type: ignore[arg-type]
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; nobody can hold one who has not imported them."""
+    if type(tensor) is Tensor or not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def everything(name: str, tensor: Any) -> Tensor:
+    """A plain tensor of all that a DTensor holds; another tensor as it is.
+
+    Collective for the ranks of a DTensor's mesh, unless it is replicated: then nothing is sent.
+    Raises `ValueError` where its ranks cannot be asked.
+    """
+    plain: Tensor
+    if not is_dtensor(tensor):
+        plain = tensor
+        return plain
+    mesh = _mesh_with_this_rank(name, tensor)
+    if all(placement.is_replicate() for placement in tensor.placements):
+        plain = tensor.to_local()
+        return plain
+    needed = mesh.mesh.flatten().tolist()
+    place = process_group_place()
+    if place is None or max(needed) >= place[1]:
+        there = "is not initialised" if place is None else f"has {place[1]} ranks"
+        raise ValueError(
+            f"{name} is a DTensor, placed {list(tensor.placements)} on the ranks {needed}, and "
+            f"torch.distributed {there}: read it with torch.distributed.checkpoint, which moves "
+            "it to other ranks, or pass a whole tensor (DTensor.full_tensor)"
+        )
+    plain = tensor.full_tensor()
+    return plain
+
+
+def part(name: str, tensor: Any, local: torch.Size, rank: int, ranks: int) -> Tensor:
+    """What `rank` of `ranks` holds, [X, ...], of a DTensor or a tensor with all experts [E, ...].
+
+    A plain tensor [X, ...] is taken for this rank's own. Memory is shared where it can be. A
+    DTensor that is sharded over the experts of `ranks` ranks is taken as it lies; for other
+    placements see `everything`.
+
+    Raises `ValueError` for other shapes, and for a DTensor that another rank has written.
+    """
+    own = local[0]
+    every = torch.Size((own * ranks, *local[1:]))
+    if tensor.shape != every and (is_dtensor(tensor) or tensor.shape != local):
+        kind = "a DTensor" if is_dtensor(tensor) else "a tensor"
+        raise ValueError(
+            f"{name} is {kind} of shape {list(tensor.shape)}; rank {rank} of {ranks} takes all "
+            f"experts, {list(every)} (also as a DTensor), or its own, {list(local)}"
+        )
+    mine: Tensor
+    if not is_dtensor(tensor):
+        mine = tensor if tensor.shape == local else tensor[rank * own : (rank + 1) * own]
+        return mine
+    from torch.distributed.tensor import Shard
+
+    mesh = _mesh_with_this_rank(name, tensor)
+    if mesh.size() == ranks and [*tensor.placements] == [Shard(0)]:
+        [holder] = mesh.get_coordinate()
+        if holder != rank:
+            raise ValueError(
+                f"{name} is a DTensor that holds the experts of rank {holder} here, and this is "
+                f"rank {rank}: load what rank {rank} has saved, or a whole tensor"
+            )
+        mine = tensor.to_local()
+        return mine
+    return everything(name, tensor)[rank * own : (rank + 1) * own]
+
+
+def _mesh_with_this_rank(name: str, tensor: Any) -> Any:
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name} is a DTensor on the ranks {mesh.mesh.flatten().tolist()}, and this process is "
+            "not one of them: it holds nothing of it here"
+        )
+    return mesh
