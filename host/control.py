@@ -155,7 +155,6 @@ class _PolledControl:
         if self._failure is not None:
             raise PeerTimeout(f"rank {self.rank} cannot begin {what}: {self._failure}")
         self._sequence += 1
-        self._post(value)
         values = [value] * self.size
 
         def arrived(peer: int) -> bool:
@@ -165,11 +164,24 @@ class _PolledControl:
             values[peer] = cast(Value, taken)
             return True
 
-        self._wait(arrived, what)
+        try:
+            self._post(value)
+            self._wait(arrived, what)
+        except PeerTimeout:
+            raise
+        except BaseException as error:
+            # A signal's handler, say. The peers may be in the next exchange already, so this one
+            # cannot be made again: nobody may take a later one of theirs for it.
+            self.abort(f"{type(error).__name__} in {what}")
+            raise
         return values
 
     def barrier(self) -> None:
         self.allgather(None, "a barrier")
+
+    def abort(self, reason: str) -> None:
+        """See `ControlPlane.abort`."""
+        raise NotImplementedError
 
     def _wait(self, arrived: Callable[[int], bool], what: str) -> None:
         """Polls until `arrived(peer)` has been true once for each peer."""

@@ -36,6 +36,7 @@ class FailureKind(enum.IntEnum):
     WORD_DAMAGED = 18
     TASK_DAMAGED = 19
     ORIGIN_DAMAGED = 20
+    INTERRUPTED = 21
 
 
 class FailureRecord(Protocol):
@@ -97,6 +98,11 @@ def exception_of(failure: FailureRecord, rank: int) -> Exception:
         )
     if f.kind == FailureKind.HOST_ABORT:
         return PeerTimeout(f"rank {f.rank} gave up, and with it the layer's call on rank {rank}")
+    if f.kind == FailureKind.INTERRUPTED:
+        return PeerTimeout(
+            f"rank {f.rank} was interrupted by a signal in call {f.epoch}, and with it the layer's "
+            f"call on rank {rank}. All ranks may call reset() and go on"
+        )
     if f.kind == FailureKind.LOGITS_NOT_FINITE:
         return NumericalError(
             f"the router's logits of token {f.chunk} on rank {f.rank} are not finite in call "

@@ -6,15 +6,17 @@ This file knows nothing of layers: an engine ends its calls through `World.on_ab
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from moeos.bootstrap import choose_backend
 from moeos.control import ThreadControl, name_ranks
 from moeos.errors import PeerTimeout
 from moeos.faults import FaultPlan, plan_of
+from moeos.held_signals import HeldSignals
 from moeos.world import TwinOptions, World, check_deadline, check_ranks_per_node, check_trace_events
 
 MAX_RANKS = 64
@@ -23,6 +25,8 @@ MAX_RANKS = 64
 ONE_PROCESSOR = TwinOptions(processors=1)
 
 _MARGIN = 5.0  # seconds beyond the deadline in which ranks must end once one has failed
+
+_PATIENCE = 0.5  # seconds in which ranks leave their calls and exchanges after a signal
 
 Result = TypeVar("Result")
 
@@ -43,7 +47,9 @@ def run(
     The worlds are closed when all ranks have ended. If a rank raises, the others are made to leave
     their waits and calls, and its error is raised here, with a note that names the rank: of several
     the lowest rank's, but one that only follows from another (`PeerTimeout`) only where there is no
-    other kind.
+    other kind. A signal whose handler raises, as Ctrl-C does, makes all ranks leave, and its error
+    is raised here when they have. Ranks that have to leave get the deadline and a few seconds to do
+    so; a thread that has not ended by then is left behind.
 
     Args:
         ranks: 1 to 64.
@@ -69,54 +75,109 @@ def run(
     plan = plan_of(faults)
     if plan is not None:
         plan.check_ranks(ranks, processes=False)
-    worlds = [
-        World(
-            control,
-            backend=chosen,
-            deadline=deadline,
-            twin=twin,
-            ranks_per_node=ranks_per_node,
-            trace_events=trace_events,
-            faults=plan,
-        )
-        for control in ThreadControl.group(ranks, deadline)
-    ]
-    results: dict[int, Result] = {}
-    failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
-    failed_at: list[float] = []
-
-    def live(world: World) -> None:
-        try:
-            results[world.rank] = fn(world)
-        except BaseException as error:
-            failures.append((world.rank, error))
-            failed_at.append(time.monotonic())
-            world.abort(f"{type(error).__name__}: {error}")
-            for other in worlds:
-                other.interrupt(f"virtual rank {world.rank} failed")
-
-    threads = [
-        threading.Thread(target=live, args=(world,), name=f"moeos-rank-{world.rank}", daemon=True)
-        for world in worlds
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        while any(thread.is_alive() for thread in threads):
-            if failed_at and time.monotonic() > failed_at[0] + deadline + _MARGIN:
-                break
-            next(thread for thread in threads if thread.is_alive()).join(0.05)
-    except BaseException:  # such as KeyboardInterrupt, which comes to this thread alone
+    with HeldSignals() as signals:
+        worlds = [
+            World(
+                control,
+                backend=chosen,
+                deadline=deadline,
+                twin=twin,
+                ranks_per_node=ranks_per_node,
+                trace_events=trace_events,
+                faults=plan,
+            )
+            for control in ThreadControl.group(ranks, deadline)
+        ]
+        results, failures, stuck = _RankThreads(fn, worlds, deadline).run(signals)
         for world in worlds:
-            world.abort("interrupted")
-        raise
-    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    for world in worlds:
-        if world.rank not in stuck:  # what a stuck thread may still use stays mapped
-            world.close()
+            if world.rank not in stuck:  # what a stuck thread may still use stays mapped
+                world.close()
     if failures:
         raise _root_cause(failures, ranks, stuck)
     return [results[rank] for rank in range(ranks)]
+
+
+class _RankThreads(Generic[Result]):
+    """The threads that call `fn(world)`, one for each world."""
+
+    def __init__(self, fn: Callable[[World], Result], worlds: list[World], deadline: float) -> None:
+        self._fn = fn
+        self._worlds = worlds
+        self._longest = deadline + _MARGIN  # seconds in which ranks end that have to
+        self._results: dict[int, Result] = {}
+        self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
+        self._must_end: float | None = None  # the time by which all threads should have ended
+        self._in_fn: set[int] = set()  # ranks
+        self._lock = threading.Lock()  # of _in_fn
+        self._threads = [
+            threading.Thread(
+                target=self._live, args=(world,), name=f"moeos-rank-{world.rank}", daemon=True
+            )
+            for world in worlds
+        ]
+
+    def run(
+        self, signals: HeldSignals
+    ) -> tuple[dict[int, Result], list[tuple[int, BaseException]], list[int]]:
+        """The results by rank, the failures as (rank, error), the ranks that did not end in time.
+
+        A signal whose handler raises makes all ranks leave.
+        """
+        started = []
+        for thread in self._threads:
+            if signals.raised is None:
+                thread.start()
+                started.append(thread)
+        told = pushed = False
+        told_at = 0.0
+        while alive := [thread for thread in started if thread.is_alive()]:
+            if signals.raised is not None and not told:
+                told, told_at = True, time.monotonic()
+                self._abort(f"interrupted by {type(signals.raised).__name__}")
+            if told and not pushed and time.monotonic() > told_at + _PATIENCE:
+                pushed = True
+                self._push()
+            if self._must_end is not None and time.monotonic() > self._must_end:
+                break
+            alive[0].join(0.05)
+        stuck = [rank for rank, thread in enumerate(self._threads) if thread.is_alive()]
+        return self._results, self._failures, stuck
+
+    def _live(self, world: World) -> None:
+        try:
+            try:
+                with self._lock:
+                    self._in_fn.add(world.rank)
+                self._results[world.rank] = self._fn(world)
+            finally:
+                with self._lock:
+                    self._in_fn.discard(world.rank)
+        except BaseException as error:
+            self._failures.append((world.rank, error))
+            self._end_soon()
+            world.abort(f"{type(error).__name__}: {error}")
+            for other in self._worlds:
+                other.interrupt(f"virtual rank {world.rank} failed")
+
+    def _abort(self, reason: str) -> None:
+        """Makes the ranks leave their exchanges and calls."""
+        self._end_soon()
+        for world in self._worlds:
+            world.abort(reason)
+
+    def _push(self) -> None:
+        """Ends what else the ranks do in Python."""
+        with self._lock:
+            for rank in self._in_fn:
+                # SystemExit, because a thread that ends by it prints nothing. It may come amid a
+                # destructor, which reports it: so only to those who have not left by themselves.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._threads[rank].ident or 0), ctypes.py_object(SystemExit)
+                )
+
+    def _end_soon(self) -> None:
+        if self._must_end is None:
+            self._must_end = time.monotonic() + self._longest
 
 
 def _root_cause(

@@ -39,6 +39,7 @@ enum class FailureKind : u32 {
   word_damaged = 18,    // of the ready ring, a mailbox or an outbox: chunk = which, seen = the word
   task_damaged = 19,    // chunk = which descriptor
   origin_damaged = 20,  // where a row of a peer's chunk comes from; seen = the word
+  interrupted = 21,     // a signal came to the process, and its handler ended the call
 };
 
 /// What an actor says when it is asked why nothing moves (os.hpp).

@@ -299,7 +299,8 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
 
 
 def _progress(items: Iterable[Item], what: str, *, visible: bool) -> Iterable[Item]:
-    with Progress(console=Console(stderr=True), disable=not visible) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not (visible and console.is_terminal)) as progress:
         yield from progress.track(list(items), description=what)
 
 

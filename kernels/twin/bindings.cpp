@@ -3,9 +3,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -147,6 +150,30 @@ FaultPlan to_fault_plan(const nb::bytes& packed) {
   std::memcpy(&plan, packed.data(), sizeof(plan));
   return plan;
 }
+
+/// Runs the handlers of signals that have come, as Python does between two instructions, and keeps
+/// what one of them raises. Only the process's first thread runs handlers.
+class Signals {
+ public:
+  static bool come_to_this_thread() { return getpid() == gettid(); }
+
+  /// Whether a handler has raised. Called without the GIL.
+  bool raised() {
+    const nb::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) {
+      error_.emplace();
+    }
+    return error_.has_value();
+  }
+  void raise_again() {
+    if (error_.has_value()) {
+      throw std::move(*error_);
+    }
+  }
+
+ private:
+  std::optional<nb::python_error> error_;
+};
 
 std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
   std::vector<u8*> pointers;
@@ -305,8 +332,18 @@ NB_MODULE(_twin, module) {
                                     reinterpret_cast<const void*>(w2),
                                     reinterpret_cast<const void*>(b2),
                                     reinterpret_cast<void*>(out)};
-            const nb::gil_scoped_release release;
-            return self.forward(operands, tokens, pair_limit);
+            Signals signals;
+            std::function<bool()> must_leave;
+            if (Signals::come_to_this_thread()) {
+              must_leave = [&signals] { return signals.raised(); };
+            }
+            Failure failure;
+            {
+              const nb::gil_scoped_release release;
+              failure = self.forward(operands, tokens, pair_limit, must_leave);
+            }
+            signals.raise_again();
+            return failure;
           },
           nb::kw_only(), "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a, "gate"_a,
           "selection_bias"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a,

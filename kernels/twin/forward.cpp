@@ -39,6 +39,33 @@ class Jitter : public Interposer {
   double longest_us_;
 };
 
+/// Asks whether a call is to be left: at once when a signal has ended a nap of this thread, else
+/// now and then, since a signal may come between two naps.
+class Onlooker : public Bystander {
+ public:
+  Onlooker(const std::function<bool()>& must_leave, const Rank<Machine>& rank, const Call& call)
+      : must_leave_(must_leave), rank_(rank), call_(call), asked_ns_(Machine::now_ns()) {}
+
+  void at_nap(bool woken) override {
+    constexpr u64 kBetweenNs = 50'000'000;
+    if (!must_leave_ || left_ || (!woken && Machine::now_ns() - asked_ns_ < kBetweenNs)) {
+      return;
+    }
+    left_ = must_leave_();
+    asked_ns_ = Machine::now_ns();
+    if (left_) {
+      rank_.fail(failure_of(rank_, call_, FailureKind::interrupted, Actor::host));
+    }
+  }
+
+ private:
+  const std::function<bool()>& must_leave_;
+  const Rank<Machine>& rank_;
+  const Call& call_;
+  u64 asked_ns_;
+  bool left_ = false;
+};
+
 }  // namespace
 
 void TwinRank::Unmap::operator()(u8* memory) const { munmap(memory, bytes); }
@@ -111,7 +138,8 @@ void TwinRank::do_share(u32 worker) {
   }
 }
 
-Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) {
+Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit,
+                          const std::function<bool()>& must_leave) {
   const Geometry& geometry = rank_.geometry();
   take_in_failures<Machine>(rank_.layout, rank_.heap);
   if (rank_.leaving(*rank_.memory.epoch)) {
@@ -127,11 +155,14 @@ Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit) 
   crew_->start();
   Interposer* const before = interposer;
   install_jitter(0, call.epoch);
+  Onlooker onlooker(must_leave, rank_, call);
+  bystander = &onlooker;
   if (settings_.split_os) {
     run_os_warp(rank_, call, 0);
   } else {
     run_os_block(rank_, call);
   }
+  bystander = nullptr;
   interposer = before;
   crew_->join();
   in_flight_.reset();

@@ -4,6 +4,7 @@
 // ranks found each other, whether workers are threads.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -39,8 +40,11 @@ class TwinRank {
   TwinRank& operator=(const TwinRank&) = delete;
 
   /// Runs one call and returns when this rank's part in it is over. The failure's kind is `none`
-  /// when all went well; after any other, only reset() makes the rank usable again.
-  Failure forward(const Operands& operands, u32 tokens, u32 pair_limit);
+  /// when all went well; after any other, only reset() makes the rank usable again. `must_leave` is
+  /// asked now and then while this thread waits, soon after a signal has come to it; once it says
+  /// so, this rank and its peers are made to leave, and it is asked no more.
+  Failure forward(const Operands& operands, u32 tokens, u32 pair_limit,
+                  const std::function<bool()>& must_leave = {});
 
   /// Makes every actor of this rank and, best effort, of its peers leave. From any thread.
   void abort();

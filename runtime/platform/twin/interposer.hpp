@@ -23,6 +23,16 @@ class Interposer {
 
 inline thread_local Interposer* interposer = nullptr;
 
+/// What else the calling thread has to see to while it waits.
+class Bystander {
+ public:
+  virtual ~Bystander() = default;
+  /// Between two looks at what it waits for; `woken`: a signal has ended the nap between them.
+  virtual void at_nap(bool woken) = 0;
+};
+
+inline thread_local Bystander* bystander = nullptr;
+
 /// A network card in place of puts that are done when they return. Its functions have the contract
 /// of Platform's puts (runtime/platform/concept.hpp), of one rank.
 class Nic {

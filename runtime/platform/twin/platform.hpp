@@ -131,7 +131,10 @@ class Machine {
     } else {
       const u32 doublings = minimum(5U, (idle - kSpins - kYields) / 4);
       const timespec nap{0, minimum(kLongestSleep, kShortestSleep << doublings)};
-      nanosleep(&nap, nullptr);
+      const bool woken = nanosleep(&nap, nullptr) != 0;
+      if (bystander != nullptr) {
+        bystander->at_nap(woken);
+      }
     }
     ++idle;
   }

@@ -1,0 +1,60 @@
+"""Keeps what the handlers of signals raise until a piece of work has come to its end.
+
+It knows nothing of what the work is.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class HeldSignals:
+    """A context manager in which handlers run when their signals come but raise only at its end.
+
+    So work that ends threads is not left half done, however often Ctrl-C is pressed. It must look
+    at `raised` and end early. Handlers run in the main thread alone: elsewhere this does nothing.
+
+    Attributes:
+        raised: what the first handler to raise has raised, or None.
+    """
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+        self._held = False
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def __enter__(self) -> HeldSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._held = True
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):  # not the default action, and not one of C
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._held = False  # from here on a handler raises as it would without this
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._handle:  # or a handler has set another
+                signal.signal(number, handler)
+        if self.raised is not None:
+            raise self.raised
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            if not self._held:
+                raise
+            if self.raised is None:
+                self.raised = error
