@@ -505,7 +505,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+IN_EVERY_RUN = ("all boxes of a segment in one place", "a copy that never lands")
+"""One in what is computed, one that only a deadline ends. The others are for the night."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly)
+        for name in FAULTS
+    ],
+)
 def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     for folder in ("runtime", "kernels", "tests/emulator"):

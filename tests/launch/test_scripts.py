@@ -10,7 +10,7 @@ from tests.processes import ROOT
 
 EXECUTABLE = [
     ROOT / "launch" / name
-    for name in ("demo", "evaluate", "test", "mpirun.sh", "straggler", "torchrun.sh")
+    for name in ("demo", "evaluate", "nightly", "test", "mpirun.sh", "straggler", "torchrun.sh")
 ]
 EXECUTABLE.append(ROOT / ".ci" / "run")
 SOURCED = [
