@@ -6,6 +6,7 @@ to the engine of its world. It knows nothing of heaps, tasks or how ranks talk.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from moeos.world import World
 _SEED_BITS = 62
 _NAMES = ("w1", "b1", "w2", "b2", "gate.weight", "gate.selection_bias")
 """The tensors of a call that belong to the layer, in the operator's order."""
+_OF_THE_WORLD = ("world", "_engine", "_key", "_order")
+"""What a layer has from its world, and a copy or a pickle has not from the layer."""
 
 
 class _Expected(NamedTuple):
@@ -48,7 +51,9 @@ class Gate(nn.Module):
         bias = self.selection_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if bias is not None and self.selection_bias is not None:
-            self.selection_bias = bias.to(self.selection_bias.device)
+            device = self.selection_bias.device
+            kept = torch.empty_like(bias, device=device) if bias.is_meta else bias.to(device)
+            self.selection_bias = kept
         return self
 
     def _load_from_state_dict(
@@ -86,38 +91,28 @@ class MoELayer(nn.Module):
         super().__init__()
         if not isinstance(cfg, MoEConfig):
             raise TypeError(f"cfg is a {type(cfg).__name__}; it must be a MoEConfig")
-        if not isinstance(world, World):
-            raise TypeError(
-                f"world is a {type(world).__name__}; it must be what moeos.init returned"
-            )
-        mine = (cfg.digest(), sharding.process_group_place())
-        told = world.control.allgather(mine, "the comparison of the ranks' configs")
-        _require_equal([digest for digest, _ in told])
+        _require_world(world)
+        self._place = (world.rank, world.size)
+        apart = _agree(cfg, world, self._place)
         local = cfg.experts_per_rank(world.size)
-        engine_class = _engine_class(world)
-        engine_class.check_supported(cfg)
+        _engine_class(world).check_supported(cfg)
         self.cfg = cfg
-        self.world = world
-        with torch.device("cuda" if world.backend == "cuda" else "cpu"):
+        self._engine: Engine | None = None
+        with torch.device("meta") if _weights_are_meta() else _device_of(world):
             self.gate = Gate(cfg)
             self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
             self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
             self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
             self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
-        drawn = int(torch.randint(1 << _SEED_BITS, ()).item())
-        self._initialise(world.control.allgather(drawn, "the seed of the initial weights")[0])
-        self._device = self.w1.device
         self._expected = [
             None if tensor is None else _Expected(name, tensor.shape, tensor.dtype)
             for name, tensor in zip(_NAMES, self._tensors(), strict=True)
         ]
-        # Ranks of torch.distributed that are other ranks here: a DTensor would mix them up.
-        self._apart = any(place not in (None, (r, world.size)) for r, (_, place) in enumerate(told))
-        wrappers.protect(self)
-        self._engine = engine_class(cfg, world)
-        self._key = custom_op.register(self._engine, self._device)
-        # A buffer, since `torch.export` lets a graph write nothing else.
-        self.register_buffer("_order", custom_op.order_on(self._device), persistent=False)
+        drawn = int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
+        seed = world.control.allgather(drawn, "the seed of the initial weights")[0]
+        if not self.w1.is_meta:
+            self._initialise(seed, world.rank)
+        self._use(world, apart)
 
     @classmethod
     def from_hf(
@@ -181,6 +176,8 @@ class MoELayer(nn.Module):
         ids of both widths and weights of 32 and 16 bits as they are; for other strides and float64
         PyTorch copies them first, with kernels of its own.
         """
+        if self._engine is None:
+            self._bound()
         self._check_x(x)
         if topk_ids is not None or topk_weights is not None:
             self._check_routing(x.shape[0], topk_ids, topk_weights)
@@ -195,11 +192,32 @@ class MoELayer(nn.Module):
         )
         return y
 
+    def bind(self, world: World) -> MoELayer:
+        """Lets a layer that was read from a pickle run in `world`; the layer. Collective.
+
+        A pickle holds the config and one rank's weights, and no world. So each rank must bind what
+        the same rank of as many has pickled; where that does not fit, make a layer and load a state
+        dict.
+
+        Raises:
+            RuntimeError: the layer has a world.
+            ConfigMismatch: the ranks' configs differ; the same error on all of them.
+            ValueError: the layer is another rank's, or that of a world of another size; the same
+                error on all ranks.
+        """
+        if self._engine is not None:
+            raise RuntimeError(
+                f"the layer has a world, {self.world}; only one from a pickle has none"
+            )
+        _require_world(world)
+        self._use(world, _agree(self.cfg, world, self._place))
+        return self
+
     def stats(self) -> dict[str, Any]:
         """What this rank did in its last call, and when: the fields of `moeos.counters.CallStats`,
         and its `bytes_to_peers` and `busy_share`. Waits for the calls so far.
         """
-        stats = self._engine.stats()
+        stats = self._bound().stats()
         return {
             **vars(stats),
             "bytes_to_peers": stats.bytes_to_peers,
@@ -211,7 +229,7 @@ class MoELayer(nn.Module):
 
         Raises `RuntimeError` if the world was made without `trace_events`.
         """
-        return self._engine.trace()
+        return self._bound().trace()
 
     def check(self) -> None:
         """Raises what has gone wrong in the calls so far. Waits for them.
@@ -220,7 +238,7 @@ class MoELayer(nn.Module):
         is known when its kernel has ended, and raises here or in a later call. A selection bias
         that is not finite raises `ValueError` there only here; its expert is a last choice.
         """
-        self._engine.check()
+        self._bound().check()
         if self.gate.selection_bias is not None:
             values.check_selection_bias(self.gate.selection_bias)
 
@@ -228,15 +246,66 @@ class MoELayer(nn.Module):
         """Makes the layer usable again after a call that failed. Collective; no rank may be in a
         call.
         """
-        self._engine.reset()
+        self._bound().reset()
 
     def extra_repr(self) -> str:
         """What `print` shows of the layer."""
-        return f"{self.cfg}, rank={self.world.rank}, world={self.world.size}"
+        rank, ranks = self._place
+        state = "" if self._engine is not None else ", without a world"
+        return f"{self.cfg}, rank={rank}, world={ranks}{state}"
 
-    def _initialise(self, seed: int) -> None:
+    def __copy__(self) -> MoELayer:
+        """Another object for the same layer: parameters, engine and calls are shared."""
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        wrappers.protect(twin)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        """A layer of the same world with weights of its own. Collective, as making one is."""
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if self._engine is not None:
+            twin._use(self.world, _agree(self.cfg, self.world, self._place))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to the world: what a pickle holds."""
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_WORLD}
+        state["_buffers"] = {k: v for k, v in self._buffers.items() if k not in _OF_THE_WORLD}
+        return wrappers.without_mark(state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._engine = None
+        wrappers.protect(self)
+
+    def _use(self, world: World, apart: bool) -> None:
+        """Makes this layer one of `world`. Collective. `apart`: see `_agree`."""
+        self.world = world
+        self._apart = apart
+        with torch.device("cpu"):  # and not that of the caller, such as meta
+            self._device = torch.empty(0, device=_device_of(world)).device
+            self._engine = _engine_class(world)(self.cfg, world)
+            self._key = custom_op.register(self._engine, self._device)
+        # A buffer, since `torch.export` lets a graph write nothing else; but what is done to the
+        # layer's buffers is not done to this one, which all layers share.
+        self.register_buffer("_order", None, persistent=False)
+        self._buffers["_order"] = custom_op.order_on(self._device)
+        wrappers.protect(self)
+
+    def _bound(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError(
+                "this layer was read from a pickle and has no world: all ranks must call "
+                "layer.bind(world) first"
+            )
+        return self._engine
+
+    def _initialise(self, seed: int, rank: int) -> None:
         generator = torch.Generator(self.w1.device)  # drawn where they lie, gigabytes in no time
-        first = self.world.rank * self.w1.shape[0]
+        first = rank * self.w1.shape[0]
         with torch.no_grad():
             generator.manual_seed(seed)
             _fill_uniform(self.gate.weight, generator)
@@ -250,9 +319,10 @@ class MoELayer(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
         """Moves what is the layer's, and not the tensor that orders the calls of all layers."""
-        order = self._buffers["_order"]
+        order = self._buffers.pop("_order", None)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._buffers["_order"] = order
+        if order is not None:
+            self._buffers["_order"] = order
         return self
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -273,8 +343,7 @@ class MoELayer(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        world = self.world
-        if self._apart or sharding.process_group_place() != (world.rank, world.size):
+        if self._apart or sharding.process_group_place() != self._place:
             return
         for name in wrappers.EXPERTS:
             local = destination.get(prefix + name)
@@ -291,9 +360,7 @@ class MoELayer(nn.Module):
             if own is None or not isinstance(given, torch.Tensor):
                 continue
             try:
-                mine = sharding.part(
-                    prefix + name, given, own.shape, self.world.rank, self.world.size
-                )
+                mine = sharding.part(prefix + name, given, own.shape, *self._place)
             except ValueError as error:
                 errors.append(str(error))
                 mine = own  # neither missing nor of a wrong shape once more
@@ -386,6 +453,12 @@ class MoELayer(nn.Module):
             if tensor.dtype != dtype:
                 raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
             if tensor.device != device:
+                if tensor.is_meta:
+                    raise ValueError(
+                        f"{name} has no values, as it is on the meta device: call "
+                        f"layer.to_empty(device='{device.type}') and load_state_dict, or "
+                        "load_state_dict(..., assign=True)"
+                    )
                 raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
@@ -398,6 +471,48 @@ def _check_gradients(*tensors: torch.Tensor | None) -> None:
                 "MoELayer has no backward, and a tensor requires a gradient: call it under "
                 "torch.no_grad(), or detach x, topk_weights and the parameters"
             )
+
+
+def _require_world(world: object) -> None:
+    if not isinstance(world, World):
+        raise TypeError(f"world is a {type(world).__name__}; it must be what moeos.init returned")
+
+
+def _agree(cfg: MoEConfig, world: World, place: tuple[int, int]) -> bool:
+    """Checks that all ranks mean the same layer, and each its own part: `place` is the rank, and
+    the number of ranks, whose weights it holds. Collective; raises alike on all ranks.
+
+    Returns:
+        whether torch.distributed knows some rank by another number, so that a DTensor would mix
+        them up.
+    """
+    mine = (cfg.digest(), place, sharding.process_group_place())
+    told = world.control.allgather(mine, "the comparison of the ranks' configs")
+    _require_equal([digest for digest, _, _ in told])
+    places = [(rank, world.size) for rank in range(world.size)]
+    for right, (_, held, _) in zip(places, told, strict=True):
+        if held != right:
+            raise ValueError(
+                f"rank {right[0]} of {right[1]} has the layer that rank {held[0]} of {held[1]} "
+                "pickled; each rank must bind its own, in a world of the same size. Otherwise make "
+                "a layer with MoELayer(cfg, world) and load a state dict"
+            )
+    return any(
+        known not in (None, right) for right, (_, _, known) in zip(places, told, strict=True)
+    )
+
+
+def _device_of(world: World) -> torch.device:
+    return torch.device("cuda" if world.backend == "cuda" else "cpu")
+
+
+def _weights_are_meta() -> bool:
+    """Whether parameters that are made now get no values: under `torch.device("meta")`, or where
+    `register_parameter` moves them there, as accelerate's `init_empty_weights` makes it do.
+    """
+    probe = nn.Module()
+    probe.register_parameter("tensor", _parameter(0, dtype=torch.float32))
+    return probe.get_parameter("tensor").is_meta
 
 
 def _engine_class(world: World) -> type[Engine]:

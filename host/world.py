@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NoReturn
 
 from moeos.control import ControlPlane
 from moeos.faults import FaultPlan
@@ -205,6 +205,19 @@ class World:
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
+
+    def __copy__(self) -> World:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> World:
+        """This world: a copy of what holds it is one of the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the world of rank {self.rank} cannot be pickled: it is memory and threads of this "
+            "process; make one with moeos.init where the pickle is read"
+        )
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

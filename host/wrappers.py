@@ -45,6 +45,17 @@ def protect(layer: nn.Module) -> None:
     _install()
 
 
+def without_mark(state: dict[str, Any]) -> dict[str, Any]:
+    """A module's attributes but for what `protect` and wrappers have noted there, which means
+    nothing in another process.
+    """
+    if not torch.distributed.is_available():
+        return state
+    from torch.distributed._composable.contract import REGISTRY_KEY
+
+    return {name: value for name, value in state.items() if name != REGISTRY_KEY}
+
+
 @functools.cache
 def _install() -> None:
     from torch.nn.parallel import DistributedDataParallel

@@ -332,7 +332,7 @@ def test_state_dict_of_a_layer_restores_it() -> None:
 def test_an_expert_starts_the_same_on_whichever_rank_it_lies(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moeos.layer.torch.randint", lambda *_: torch.tensor(12345))
+    monkeypatch.setattr("moeos.layer.torch.randint", lambda *_, **__: torch.tensor(12345))
     cfg = config()
 
     def rank_main(world: World) -> MoELayer:

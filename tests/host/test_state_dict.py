@@ -150,6 +150,23 @@ def test_a_checkpoint_of_a_model_is_read_by_another_number_of_ranks(tmp_path: Pa
         assert all(ranks_of_torch(load, ranks))
 
 
+def test_a_checkpoint_is_read_into_a_model_without_weights(tmp_path: Path) -> None:
+    def rank_main(world: World) -> bool:
+        dcp.save({"mlp": WEIGHTS.layer(world).state_dict()}, checkpoint_id=tmp_path)
+        for early in (True, False):
+            with torch.device("meta"):
+                layer = MoELayer(CFG, world)
+            if early:
+                layer.to_empty(device="cpu")
+            state = {"mlp": layer.state_dict()}
+            dcp.load(state, checkpoint_id=tmp_path)
+            layer.load_state_dict(state["mlp"], assign=not early)
+            right(layer)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
 def test_the_state_dict_functions_of_distributed_checkpoint_move_a_model(tmp_path: Path) -> None:
     def rank_main(world: World) -> bool:
         model = Model(WEIGHTS.layer(world))
