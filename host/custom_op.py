@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import secrets
 import weakref
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moeos.engines.base import CallTensors, Engine
 
@@ -67,6 +69,7 @@ def _run(
     gate: Tensor,
     selection_bias: Tensor | None,
 ) -> Tensor:
+    refuse_forward_mode(x, topk_weights, w1, b1, w2, b2, gate, selection_bias)
     engine = _at.get(key.data_ptr())
     if engine is None:
         engine = _numbered.get(int(key.item()))
@@ -87,9 +90,34 @@ def _describe(order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None) -> 
     return torch.empty_like(x)
 
 
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Raises for a tensor with a tangent: PyTorch would take the output's for zero.
+
+    The operator asks by itself, but below the transforms of torch.func, which hide tangents from
+    it: so the layer asks as well.
+    """
+    if forward_ad._current_level < 0:  # else each look at a tensor costs as much as a launch
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                "MoELayer has no forward-mode derivative, and a tensor has a tangent (from "
+                "torch.func.jvp, jacfwd or linearize, or torch.autograd.forward_ad): detach it, "
+                "or derive by finite differences"
+            )
+
+
+def _refuse_vmap(*_: object) -> NoReturn:
+    raise RuntimeError(
+        "MoELayer cannot be used in torch.vmap (or what calls it, such as torch.func.jacfwd): a "
+        "call is one for all ranks; flatten the batch into the rows of x"
+    )
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("forward", _run, _key)
 torch.library.register_fake("moeos::forward", _describe, lib=_library)
+torch.library.register_vmap("moeos::forward", _refuse_vmap, lib=_library)
 
 forward = torch.ops.moeos.forward.default
 """The operator: order [1], the engine's key, then the tensors of `CallTensors` but `out`."""

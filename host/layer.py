@@ -187,6 +187,7 @@ class MoELayer(nn.Module):
         self._check_parameters(parameters)
         if torch.is_grad_enabled():
             _check_gradients(x, topk_weights, *parameters)
+        custom_op.refuse_forward_mode(x, topk_weights, *parameters)
         y: torch.Tensor = custom_op.forward(
             self._buffers["_order"], self._key, x, topk_ids, topk_weights, tokens, *parameters
         )
