@@ -171,7 +171,8 @@ class Launch:
 def detect(environment: Mapping[str, str]) -> Launch:
     """How a process with this environment was started; the innermost launcher decides.
 
-    Raises `ValueError` naming the variable that is missing or not a number in its range.
+    Raises `ValueError` naming the variable that is missing or not a number in its range, and for a
+    batch script of Slurm that starts one process where its job has several tasks.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         return _detect_torchrun(environment)
@@ -184,8 +185,9 @@ def detect(environment: Mapping[str, str]) -> Launch:
         return Launch("mpirun", None, None)
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _detect_torchrun(environment)
-    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
+    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _detect_srun(environment)
+    _require_no_batch_script(environment)
     return Launch("none")
 
 
@@ -200,8 +202,7 @@ def _detect_torchrun(environment: Mapping[str, str]) -> Launch:
 
 
 def _detect_srun(environment: Mapping[str, str]) -> Launch:
-    step_size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    rank, size = _rank_and_size(environment, "SLURM_PROCID", step_size)
+    rank, size = _rank_and_size(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     host = environment.get("MASTER_ADDR") or _first_host(nodes) or "localhost"
     if "MASTER_PORT" in environment:
@@ -211,6 +212,21 @@ def _detect_srun(environment: Mapping[str, str]) -> Launch:
         digits = int(re.sub(r"\D", "", job + step) or "0")
         port = _FIRST_PORT + digits % _PORTS
     return Launch("srun", rank, size, host, port, serve=rank == 0)
+
+
+def _require_no_batch_script(environment: Mapping[str, str]) -> None:
+    """Raises `ValueError` in a batch script's own process, if its job has several tasks.
+
+    Slurm gives the script the place of task 0 and the number of tasks; srun alone starts them, and
+    says so by SLURM_STEP_NUM_TASKS.
+    """
+    place, tasks = (environment.get(name, "") for name in ("SLURM_PROCID", "SLURM_NTASKS"))
+    if place and tasks not in ("", "1"):
+        raise ValueError(
+            f"SLURM_PROCID is {place!r} and SLURM_NTASKS is {tasks!r}, but srun has not started "
+            "this process, so no other task runs: start it with srun, or with srun --ntasks=1 for "
+            "one rank"
+        )
 
 
 def _first_host(nodes: str) -> str:

@@ -111,7 +111,7 @@ def run(seed: int, scenario: str, strategy: str) -> _twin.Outcome:
         if value not in allowed:
             raise ValueError(f"{what} is {value!r}; allowed: {', '.join(allowed)}")
     if not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed is {seed}; allowed: 0 to 2^64 − 1")
+        raise ValueError(f"seed is {seed}; allowed: 0 to 2^64 - 1")
     return _twin.explore(seed, STRATEGIES.index(strategy), SCENARIOS.index(scenario))
 
 

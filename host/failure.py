@@ -150,7 +150,7 @@ def _wrong_input(f: FailureRecord) -> str | None:
     """What the caller has put into the GPU's memory that cannot be; None if it is not that."""
     value = f.seen - (1 << 64) if f.seen >> 63 else f.seen  # it was a signed number
     if f.kind == FailureKind.ID_NO_EXPERT:
-        return f"topk_ids[{f.chunk}, {f.expected}] is {value}, neither an expert nor −1 (unused),"
+        return f"topk_ids[{f.chunk}, {f.expected}] is {value}, neither an expert nor -1 (unused),"
     if f.kind == FailureKind.ID_REPEATED:
         return (
             f"topk_ids[{f.chunk}, {f.expected}] is {value}, which is in that row before (an expert "

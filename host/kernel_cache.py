@@ -33,9 +33,17 @@ _PAUSE = 0.05  # seconds between two looks at a lock
 
 
 def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/moeos`, or `~/.cache/moeos` where that is not an absolute path."""
+    """`$XDG_CACHE_HOME/moeos`, or `~/.cache/moeos` where that is not an absolute path.
+
+    Raises `FileNotFoundError` if it is not, for a user without a home directory.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moeos"
+    if os.path.isabs(base):
+        return Path(base) / "moeos"
+    try:
+        return Path.home() / ".cache" / "moeos"
+    except RuntimeError as error:  # HOME is not set, and there is no entry for the user
+        raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME") from error
 
 
 def get_or_make(
@@ -53,16 +61,17 @@ def get_or_make(
         make: its bytes, at most `MAX_ENTRY_BYTES`; what it raises is raised here.
         folder: None for `default_folder()`.
     """
-    folder = default_folder() if folder is None else folder
     with contextlib.ExitStack() as held:
         try:
+            folder = default_folder() if folder is None else folder
             _prepare(folder)
             found = _load(folder, key)
             if found is not None:
                 return found, True
             held.enter_context(_lock(folder / f"{key[:2]}.lock"))
         except OSError as error:
-            warnings.warn(f"compiled kernels are not kept in {folder}: {error}", stacklevel=2)
+            where = "" if folder is None else f" in {folder}"
+            warnings.warn(f"compiled kernels are not kept{where}: {error}", stacklevel=2)
             return make(), False
         found = _load(folder, key)
         if found is not None:

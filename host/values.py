@@ -17,7 +17,7 @@ def check_ids(ids: Tensor, experts: int) -> None:
     if outside.any():
         token, slot = outside.nonzero()[0].tolist()
         raise ValueError(
-            f"topk_ids[{token}, {slot}] is {int(ids[token, slot])}; it must be −1 (unused) or an "
+            f"topk_ids[{token}, {slot}] is {int(ids[token, slot])}; it must be -1 (unused) or an "
             f"expert, 0 to {experts - 1}"
         )
     ordered = ids.sort(dim=1).values

@@ -5,11 +5,11 @@ Nothing but what starts the command imports this.
 
 from __future__ import annotations
 
-import io
 import sys
 
 import typer
 
+from moeos.cli import failures, streams
 from moeos.cli.compile import compile_
 from moeos.cli.doctor import doctor
 from moeos.cli.fuzz import fuzz
@@ -34,6 +34,15 @@ app.command()(trace)
 
 def main() -> None:
     """What the script `moeos` starts."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
-    app()
+    written = streams.prepare()
+    try:
+        app()
+    finally:
+        sys.stdout.flush()
+        if isinstance(written.failure, BrokenPipeError):
+            sys.exit(streams.CLOSED_PIPE)
+        if written.failure is not None:
+            failures.say(
+                OSError(written.failure.errno, written.failure.strerror, "standard output")
+            )
+            sys.exit(failures.BAD_INPUT)

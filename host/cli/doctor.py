@@ -74,7 +74,7 @@ def _examine(
         console.print("Links, in GB/s: stores of the row's GPU to the column's", _link_table(tried))
         for link in tried:
             if link.problem:
-                console.print(f"{link.source} → {link.destination}: {escape(link.problem)}")
+                console.print(f"{link.source} -> {link.destination}: {escape(link.problem)}")
     console.print(_verdict(twin, gpu))
     if json_file is not None:
         document = {

@@ -43,7 +43,7 @@ def execute(seconds: float, seed: int, replay: str | None, json_file: Path | Non
     if not 0 < seconds <= LONGEST:
         raise ValueError(f"--seconds is {seconds:g}; allowed: above 0 and up to {LONGEST:g}")
     if not 0 <= seed < 1 << 63:
-        raise ValueError(f"--seed is {seed}; allowed: 0 to 2^63 − 1")
+        raise ValueError(f"--seed is {seed}; allowed: 0 to 2^63 - 1")
     output.check_writable(json_file)
     if replay is not None:
         return _replay(seed, replay)

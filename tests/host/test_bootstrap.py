@@ -49,10 +49,14 @@ SRUN = BATCH | {
             SRUN | {"SLURM_PROCID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "99"},
             Launch("srun", 1, 2, "head", 99, serve=False),
         ),
-        (BATCH, Launch("srun", 0, 8, "localhost", 20_000 + 12_000 % 10_000, serve=True)),
+        (BATCH | {"SLURM_STEP_NUM_TASKS": "8"}, Launch("srun", 0, 8, "localhost", 22_000, True)),
+        # A batch script of one task, and the shell of an allocation.
+        (BATCH | {"SLURM_NTASKS": "1"}, Launch("none", 0, 1)),
+        ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1200"}, Launch("none", 0, 1)),
         # One launcher inside another.
         (MPIRUN | TORCHRUN, Launch("torchrun", 2, 3, "127.0.0.1", 4321, serve=False)),
         (BATCH | MPIRUN, Launch("mpirun", 1, 4)),
+        (BATCH | TORCHRUN, Launch("torchrun", 2, 3, "127.0.0.1", 4321, serve=False)),
         (SRUN | {"PMIX_RANK": "0"}, Launch("mpirun", None, None)),
     ],
 )
@@ -98,6 +102,11 @@ def test_the_store_of_srun_is_on_the_first_node(nodes: str, first: str) -> None:
         (
             TORCHRUN | {"MASTER_PORT": "9" * 5000},
             f"the environment variable MASTER_PORT is '{'9' * 5000}'; allowed: 1 to 65535",
+        ),
+        (
+            BATCH,
+            "SLURM_PROCID is '0' and SLURM_NTASKS is '8', but srun has not started this process, "
+            "so no other task runs: start it with srun, or with srun --ntasks=1 for one rank",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},

@@ -309,3 +309,30 @@ def test_the_default_folder_is_where_the_desktop_standard_says(
     monkeypatch.setenv("XDG_CACHE_HOME", base)
     monkeypatch.setenv("HOME", "/h")
     assert kernel_cache.default_folder() == Path(expected)
+
+
+def test_a_user_without_a_home_directory_gets_a_warning_and_a_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")  # as pathlib does
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(kernel_cache.Path, "home", no_home)
+    with pytest.warns(UserWarning, match="are not kept: this user has no home directory; set XDG"):
+        assert get_or_make(KEY, Maker()) == (b"code", False)
+
+
+@pytest.mark.parametrize("home", ["a file", "nowhere to write"])
+def test_a_home_directory_that_cannot_be_used_gives_a_warning_and_a_kernel(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "home"
+    if home == "a file":
+        place.write_text("")
+    else:
+        place = Path("/proc/home")  # nobody makes a folder there, root included
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(place))
+    with pytest.warns(UserWarning, match="compiled kernels are not kept in"):
+        assert get_or_make(KEY, Maker()) == (b"code", False)

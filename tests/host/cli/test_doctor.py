@@ -105,7 +105,7 @@ def test_a_link_that_fails_is_named_with_what_to_do(
     found = [Link(0, 1, 1000, 368.2, ""), Link(1, 0, 3, None, "the flag did not come; see [this]")]
     out, document = with_links(monkeypatch, tmp_path, found)
     assert "1 of 2 fail" in out
-    assert "1 → 0: the flag did not come; see [this]" in out
+    assert "1 -> 0: the flag did not come; see [this]" in out
     assert "the GPU cannot be used" in out
     assert document["gpu"][-1]["works"] is False
 
