@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeos import sharding
 from moeos.config import MoEConfig
 
 _ROUTER_WEIGHT = "gate.weight"
@@ -53,6 +54,9 @@ def load_block(
     beside the gate, in it or in `moe_statics`. Only this rank's experts are copied, and where
     experts are stored one by one only these are looked up.
 
+    A DTensor is taken as well. Where it is cut by experts and lies as the ranks' experts do, each
+    rank takes its own part. Otherwise its ranks gather it, so that all of them must call.
+
     No tensor under the prefix is passed over: one that the layer has no use for raises, by its
     name, unless `ignore` says that the caller has. Shared experts are such: the layer computes
     without them.
@@ -86,7 +90,9 @@ def load_block(
         prefix += "."
     names = _look_through(cfg, state_dict, prefix, ignore)
 
-    router = _read(state_dict, prefix + _ROUTER_WEIGHT, (cfg.experts, cfg.hidden))
+    router_name = prefix + _ROUTER_WEIGHT
+    router = _read(state_dict, router_name, (cfg.experts, cfg.hidden))
+    router = sharding.everything(router_name, router)
     block = {"gate.weight": _copy(router, cfg.dtype, router.device)}
     if cfg.selection_bias:
         selection_bias = _read_selection_bias(cfg, state_dict, prefix, names.selection_bias)
@@ -141,8 +147,11 @@ class _Experts:
         return block
 
     def _slice(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        every = _read(self._state_dict, self._prefix + name, (self._cfg.experts, *shape))
-        mine = every[self._experts.start : self._experts.stop]
+        name = self._prefix + name
+        every = _read(self._state_dict, name, (self._cfg.experts, *shape))
+        own = len(self._experts)
+        rank, ranks = self._experts.start // own, self._cfg.experts // own
+        mine = sharding.part(name, every, torch.Size((own, *shape)), rank, ranks)
         return _copy(mine, self._cfg.dtype, self._device)
 
     def _stack(self, projections: tuple[str, ...], kind: str, shape: tuple[int, ...]) -> Tensor:
@@ -151,10 +160,26 @@ class _Experts:
             dtype=self._cfg.dtype,
             device=self._device,
         )
-        for place, expert in zip(stack, self._experts, strict=True):
-            for part, projection in zip(place.split(shape[0]), projections, strict=True):
-                name = f"{self._prefix}{expert}.{projection}.{kind}"
-                part.copy_(_read(self._state_dict, name, shape))
+        names = [f"{{}}.{projection}.{kind}" for projection in projections]
+        gathered = any(
+            sharding.is_cut(_read(self._state_dict, self._prefix + name.format(expert), shape))
+            for name in names
+            for expert in self._experts[:1]
+        )
+        # To gather is collective: then each rank asks for all experts, in the same order.
+        for expert in range(self._cfg.experts) if gathered else self._experts:
+            for number, name in enumerate(names):
+                name = self._prefix + name.format(expert)
+                tensor = _read(self._state_dict, name, shape)
+                if sharding.is_cut(tensor) and not gathered:
+                    raise ValueError(
+                        f"{name} is a DTensor that is cut into parts, and the first expert's is "
+                        "not: pass all experts alike, or whole tensors (DTensor.full_tensor)"
+                    )
+                whole = sharding.everything(name, tensor)
+                if expert in self._experts:
+                    part = stack[expert - self._experts.start].split(shape[0])[number]
+                    part.copy_(whole)
         return stack
 
 
@@ -235,9 +260,8 @@ def _read_selection_bias(
             f"no selection bias is under {prefix!r}, such as 'gate.e_score_correction_bias'; this "
             f"config needs one with shape {[cfg.experts]}"
         )
-    if state_dict[name].dim() == 2:
-        return _read(state_dict, name, (1, cfg.experts)).squeeze(0)
-    return _read(state_dict, name, (cfg.experts,))
+    shape = (1, cfg.experts) if state_dict[name].dim() == 2 else (cfg.experts,)
+    return sharding.everything(name, _read(state_dict, name, shape)).view(cfg.experts)
 
 
 def _nothing_under(state_dict: Mapping[str, Tensor], prefix: str) -> str:

@@ -43,6 +43,11 @@ def is_dtensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_cut(tensor: Any) -> bool:
+    """Whether it is a DTensor of which this rank may hold a part only."""
+    return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
 def everything(name: str, tensor: Any) -> Tensor:
     """A plain tensor of all that a DTensor holds; another tensor as it is.
 
@@ -54,7 +59,7 @@ def everything(name: str, tensor: Any) -> Tensor:
         plain = tensor
         return plain
     mesh = _mesh_with_this_rank(name, tensor)
-    if all(placement.is_replicate() for placement in tensor.placements):
+    if not is_cut(tensor):
         plain = tensor.to_local()
         return plain
     needed = mesh.mesh.flatten().tolist()
