@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, cast
 
 from moeos.errors import ConfigMismatch, PeerTimeout
+from moeos.process import Home, keep_in_children
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -120,11 +121,15 @@ class SoloControl:
     size = 1
     shares_memory = True
 
+    def __init__(self) -> None:
+        self._home = Home()
+
     def allgather(self, value: Value, what: str = "an exchange") -> list[Value]:
+        self._home.require(f"the control plane of rank {self.rank}")
         return [value]
 
     def barrier(self) -> None:
-        return
+        self.allgather(None, "a barrier")
 
     def abort(self, reason: str) -> None:
         return
@@ -145,11 +150,13 @@ class _PolledControl:
         self.rank = rank
         self.size = size
         self._deadline = deadline
+        self._home = Home()
         self._sequence = -1  # the number of the exchange that began last
         self._failure: str | None = None
         self._closed = False
 
     def allgather(self, value: Value, what: str = "an exchange") -> list[Value]:
+        self._home.require(f"the control plane of rank {self.rank}")
         if self._closed:
             raise RuntimeError(f"rank {self.rank} cannot begin {what}: its world is closed")
         if self._failure is not None:
@@ -255,6 +262,8 @@ class ThreadControl(_PolledControl):
         return [ThreadControl(rank, size, deadline, board) for rank in range(size)]
 
     def abort(self, reason: str) -> None:
+        if not self._home.here:
+            return
         note = self._gave_up(reason)
         if self._board.aborted is None:
             self._board.aborted = note
@@ -287,6 +296,7 @@ class MpiControl(_PolledControl):
     _NOTE = 2  # message tag: the sentence of a rank that gave up
 
     def __init__(self, deadline: float) -> None:
+        _start_mpi()
         from mpi4py import MPI
 
         super().__init__(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, deadline)
@@ -299,6 +309,8 @@ class MpiControl(_PolledControl):
         self._communicator = self._join(MPI.COMM_WORLD)
 
     def abort(self, reason: str) -> None:
+        if not self._home.here:
+            return
         note = self._gave_up(reason).encode()
         if self._communicator is None or self._notes_sent:
             return
@@ -311,6 +323,8 @@ class MpiControl(_PolledControl):
 
     def close(self) -> None:
         self._closed = True
+        if not self._home.here:
+            return
         # After a failure messages may still be under way, so the communicator then ends with MPI.
         if self._failure is None and self._communicator is not None:
             self._communicator.Free()
@@ -371,7 +385,8 @@ class MpiControl(_PolledControl):
         Called at the exit of a process that gave up. If an uncaught exception ends it, the peers,
         which have been told, get a few seconds to end as well.
         """
-        if getattr(sys, "last_value", None) is None or self._mpi.Is_finalized():
+        failed = getattr(sys, "last_value", None) is not None
+        if not failed or not self._home.here or self._mpi.Is_finalized():
             return
         ends = time.monotonic() + _GRACE
         while len(self._notes) < self.size - 1:
@@ -381,6 +396,27 @@ class MpiControl(_PolledControl):
                 self._mpi.COMM_WORLD.Abort(1)
             self._find_abort()
             time.sleep(_LONGEST_PAUSE)
+
+
+def _start_mpi() -> None:
+    """Imports mpi4py, if nobody has, so that it is this process that ends MPI, and no child.
+
+    mpi4py ends MPI in a child as well, where MPI_Finalize waits for ever.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return
+    import mpi4py
+
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    home = Home()
+
+    def end() -> None:
+        if home.here and MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()
+
+    atexit.register(end)
 
 
 class _Caller:
@@ -450,6 +486,7 @@ class StoreControl(_PolledControl):
             )
             if serve:
                 self._served[port] = store
+            keep_in_children(store)
             return PrefixStore(prefix, store)
 
         try:
@@ -462,15 +499,15 @@ class StoreControl(_PolledControl):
             raise PeerTimeout(f"{waited} {error}".rstrip()) from error
 
     def abort(self, reason: str) -> None:
-        note = self._gave_up(reason)
-        if self._closed:
+        if self._closed or not self._home.here:
             return
+        note = self._gave_up(reason)
         with contextlib.suppress(PeerTimeout):  # a store that is gone tells the peers as much
             if self._find_abort() is None:
                 self._ask(lambda: self._store.set("abort", note))
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or not self._home.here:
             return
         self._closed = True
         with contextlib.suppress(PeerTimeout):

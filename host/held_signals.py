@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from moeos.process import Home
+
 
 class HeldSignals:
     """A context manager in which handlers run when their signals come but raise only at its end.
@@ -25,6 +27,7 @@ class HeldSignals:
     def __init__(self) -> None:
         self.raised: BaseException | None = None
         self._held = False
+        self._home = Home()
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def __enter__(self) -> HeldSignals:
@@ -54,7 +57,7 @@ class HeldSignals:
         try:
             self._handlers[number](number, frame)
         except BaseException as error:
-            if not self._held:
+            if not (self._held and self._home.here):
                 raise
             if self.raised is None:
                 self.raised = error

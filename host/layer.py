@@ -477,6 +477,7 @@ def _check_gradients(*tensors: torch.Tensor | None) -> None:
 def _require_world(world: object) -> None:
     if not isinstance(world, World):
         raise TypeError(f"world is a {type(world).__name__}; it must be what moeos.init returned")
+    world.require_open()
 
 
 def _agree(cfg: MoEConfig, world: World, place: tuple[int, int]) -> bool:

@@ -108,7 +108,6 @@ class _RankThreads(Generic[Result]):
         self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
         self._must_end: float | None = None  # the time by which all threads should have ended
         self._in_fn: set[int] = set()  # ranks
-        self._lock = threading.Lock()  # of _in_fn
         self._threads = [
             threading.Thread(
                 target=self._live, args=(world,), name=f"moeos-rank-{world.rank}", daemon=True
@@ -146,12 +145,10 @@ class _RankThreads(Generic[Result]):
     def _live(self, world: World) -> None:
         try:
             try:
-                with self._lock:
-                    self._in_fn.add(world.rank)
+                self._in_fn.add(world.rank)
                 self._results[world.rank] = self._fn(world)
             finally:
-                with self._lock:
-                    self._in_fn.discard(world.rank)
+                self._in_fn.discard(world.rank)
         except BaseException as error:
             self._failures.append((world.rank, error))
             self._end_soon()
@@ -167,13 +164,12 @@ class _RankThreads(Generic[Result]):
 
     def _push(self) -> None:
         """Ends what else the ranks do in Python."""
-        with self._lock:
-            for rank in self._in_fn:
-                # SystemExit, because a thread that ends by it prints nothing. It may come amid a
-                # destructor, which reports it: so only to those who have not left by themselves.
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._threads[rank].ident or 0), ctypes.py_object(SystemExit)
-                )
+        for rank in list(self._in_fn):
+            # SystemExit, because a thread that ends by it prints nothing. It may come amid a
+            # destructor, which reports it: so only to those who have not left by themselves.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._threads[rank].ident or 0), ctypes.py_object(SystemExit)
+            )
 
     def _end_soon(self) -> None:
         if self._must_end is None:

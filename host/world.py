@@ -18,6 +18,7 @@ from typing import Literal, NoReturn
 from moeos.control import ControlPlane
 from moeos.faults import FaultPlan
 from moeos.heap import SymmetricHeap
+from moeos.process import Home, settle
 from moeos.tracing import MAX_EVENTS
 
 Backend = Literal["twin", "cuda"]
@@ -104,6 +105,8 @@ class World:
         self.faults = faults
         self.on_abort: list[Callable[[str], None]] = []
         self.on_close: list[Callable[[], None]] = []
+        settle()
+        self._home = Home()
         self._heaps: list[SymmetricHeap] = []
         self._layers = 0
         self._closed = False
@@ -158,14 +161,20 @@ class World:
         return heap
 
     def require_open(self) -> None:
-        """Raises `RuntimeError` if this world is closed."""
+        """Raises `RuntimeError` if this world is closed, or the parent's of a forked process."""
+        self._home.require(f"the world of rank {self.rank}")
         if self._closed:
             raise RuntimeError(
                 f"the world of rank {self.rank} is closed; use it and its layers in its with block"
             )
 
     def abort(self, reason: str) -> None:
-        """Gives up, and makes the other ranks' waits and calls end with `PeerTimeout`."""
+        """Gives up, and makes the other ranks' waits and calls end with `PeerTimeout`.
+
+        Does nothing in a process that a fork has made.
+        """
+        if not self._home.here:
+            return
         with self._lock:
             if not self._closed:
                 self.control.abort(reason)
@@ -173,12 +182,20 @@ class World:
 
     def interrupt(self, reason: str) -> None:
         """Makes this rank leave the call that it is in. May be called from any thread."""
+        if not self._home.here:
+            return
         with self._lock:
             for callback in list(self.on_abort):
                 callback(reason)
 
     def close(self) -> None:
-        """Ends engines, unmaps heaps, leaves the control plane. Idempotent, not collective."""
+        """Ends engines, unmaps heaps, leaves the control plane. Idempotent, not collective.
+
+        A process that a fork has made ends nothing: all of it is the parent's.
+        """
+        if not self._home.here:
+            self._closed = True
+            return
         with self._lock, contextlib.ExitStack() as last_first:
             if self._closed:
                 return

@@ -91,6 +91,7 @@ class TwinEngine:
         Raises `ValueError` for an id, a number of tokens or a selection bias that cannot be, before
         anything is sent.
         """
+        rank = self._live()
         cfg = self._cfg
         tokens = values.count_tokens(tensors.tokens, len(tensors.x))
         ids, weights = tensors.topk_ids, tensors.topk_weights
@@ -100,7 +101,6 @@ class TwinEngine:
         if tensors.selection_bias is not None:
             values.check_selection_bias(tensors.selection_bias)
         capacity = cfg.capacity(tokens)
-        rank = self._live()
         self._faults.before_call()
         failure = rank.forward(
             bfloat16=cfg.dtype == torch.bfloat16,
@@ -123,6 +123,7 @@ class TwinEngine:
 
     def check(self) -> None:
         """See `Engine.check`: a call of the twin has raised by itself."""
+        self._live()
 
     def stats(self) -> CallStats:
         """See `Engine.stats`."""
@@ -155,8 +156,9 @@ class TwinEngine:
 
     def reset(self) -> None:
         """See `Engine.reset`."""
+        rank = self._live()
         self._world.control.barrier()  # no rank is inside a call any more
-        self._live().reset(self._faults.packed(again=True))
+        rank.reset(self._faults.packed(again=True))
         self._world.control.barrier()  # every heap is clean before anyone writes into it
 
     def _live(self) -> _twin.Rank:

@@ -2,6 +2,7 @@
 #include "kernels/twin/forward.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <random>
@@ -107,7 +108,12 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
   crew_ = make_crew ? make_crew(workers(), share) : std::make_unique<ThreadCrew>(workers(), share);
 }
 
-TwinRank::~TwinRank() = default;
+TwinRank::~TwinRank() {
+  if (getpid() != process_) {
+    // A fork has copied the crew without its threads, which nobody could join: it is left alone.
+    static_cast<void>(crew_.release());
+  }
+}
 
 u32 TwinRank::workers() const {
   const Geometry& geometry = rank_.geometry();

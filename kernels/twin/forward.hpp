@@ -4,6 +4,8 @@
 // ranks found each other, whether workers are threads.
 #pragma once
 
+#include <unistd.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
@@ -87,6 +89,7 @@ class TwinRank {
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::optional<CallInFlight> in_flight_;  // crew_ orders it
+  pid_t process_ = getpid();               // of the crew's threads
   std::unique_ptr<Crew> crew_;             // the last, so that its workers end first
 };
 
