@@ -108,7 +108,11 @@ class MoELayer(nn.Module):
             None if tensor is None else _Expected(name, tensor.shape, tensor.dtype)
             for name, tensor in zip(_NAMES, self._tensors(), strict=True)
         ]
-        drawn = int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
+        drawn = 0
+        # Threads share a generator, from which rank 0 alone may draw if the seed is to be known.
+        # Processes have one each, and all draw, so that equal ones stay equal.
+        if world.rank == 0 or not world.control.shares_memory:
+            drawn = int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
         seed = world.control.allgather(drawn, "the seed of the initial weights")[0]
         if not self.w1.is_meta:
             self._initialise(seed, world.rank)

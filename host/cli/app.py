@@ -6,10 +6,11 @@ Nothing but what starts the command imports this.
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
-from moeos.cli import failures, streams
+from moeos.cli import failures, machine, streams
 from moeos.cli.compile import compile_
 from moeos.cli.doctor import doctor
 from moeos.cli.fuzz import fuzz
@@ -19,11 +20,27 @@ from moeos.cli.trace import trace
 
 app = typer.Typer(
     name="moeos",
-    help="An expert-parallel Mixture-of-Experts layer in one persistent kernel.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"moeos {machine.version_of('moeos')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Prints it.")
+    ] = False,
+) -> None:
+    """An expert-parallel Mixture-of-Experts layer in one persistent kernel."""
+
+
 app.command()(run)
 app.command()(plan)
 app.command()(doctor)

@@ -11,12 +11,10 @@ import typer
 
 from moeos import jit, kernel_shape
 from moeos.cli import failures, output
+from moeos.cli.estimate import H200_BLOCKS
 from moeos.config import MoEConfig
 from moeos.jit import CompileReport
 from moeos.kernel_shape import KernelShape, Transport
-
-H200_BLOCKS = 132
-"""Streaming multiprocessors of an H100 or H200, one block each."""
 
 LOST_REGISTERS = 1
 """The exit code where the kernel spills registers or has a stack frame."""
@@ -30,11 +28,11 @@ def compile_(
         str, typer.Option(help=f"How remote peers are reached: {', '.join(get_args(Transport))}.")
     ] = "none",
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Writes the report to this file.")
+        Path | None, typer.Option("--json", help=output.JSON_HELP.format("the report"))
     ] = None,
 ) -> None:
     """Compiles a layer's kernel. Exit code 1 if it keeps registers in memory."""
-    failures.finish(lambda: execute(config, arch, ranks, transport, json_file))
+    failures.finish(lambda: execute(config, arch, ranks, transport, json_file), json_file)
 
 
 def execute(config: Path, arch: str, ranks: int, transport: str, json_file: Path | None) -> int:

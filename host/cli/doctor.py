@@ -29,11 +29,11 @@ _LINKS = "links between GPUs"
 
 def doctor(
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Writes all findings to this file.")
+        Path | None, typer.Option("--json", help=output.JSON_HELP.format("all findings"))
     ] = None,
 ) -> None:
     """Says what this machine can run. Exit code 0 if the twin works."""
-    failures.finish(lambda: execute(json_file))
+    failures.finish(lambda: execute(json_file), json_file)
 
 
 def execute(json_file: Path | None) -> int:

@@ -16,6 +16,8 @@ from moeos import _twin
 from moeos.config import MoEConfig, RowMap
 from moeos.engines.twin import sizes_of
 
+H200_BLOCKS = 132
+"""Streaming multiprocessors of an H100 or H200, one block each."""
 H200_GEMM_FLOPS = 806e12
 """Dense BF16 GEMM of an H200, measured with cuBLAS at 8192 x 8192 x 8192; FLOP/s."""
 H200_LINK_BYTES = 355e9

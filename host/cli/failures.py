@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
 import typer
 
+from moeos.cli import output
 from moeos.errors import NumericalError
 from moeos.world import World
 
@@ -34,10 +36,14 @@ class Refused(Exception):
     """Bad input that all ranks know of and leave by, so that one of them can say it for all."""
 
 
-def finish(command: Callable[[], int]) -> NoReturn:
-    """Runs a command and ends it with the exit code that it returns or that its error means."""
+def finish(command: Callable[[], int], json_file: Path | None = None) -> NoReturn:
+    """Runs a command and ends it with the exit code that it returns or that its error means.
+
+    Where it writes its JSON to stdout, nothing else comes there.
+    """
     try:
-        code = command()
+        with output.alone(json_file):
+            code = command()
     except _BAD_INPUT as error:
         say(error)
         code = BAD_INPUT

@@ -28,11 +28,11 @@ def fuzz(
         typer.Option(help="Runs the one seed, in this scenario and strategy: die/random."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Writes the figures to this file.")
+        Path | None, typer.Option("--json", help=output.JSON_HELP.format("the figures"))
     ] = None,
 ) -> None:
     """Runs the twin in orders that seeds decide. Exit code 1 if a result or an error is wrong."""
-    failures.finish(lambda: execute(seconds, seed, replay, json_file))
+    failures.finish(lambda: execute(seconds, seed, replay, json_file), json_file)
 
 
 def execute(seconds: float, seed: int, replay: str | None, json_file: Path | None) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from moeos import host_memory
 from moeos.world import World
 
 _PACKAGES = (
@@ -53,21 +54,21 @@ def processor() -> str:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of memory in all, and available now."""
-    kib = {
-        name: int(rest.split()[0])
-        for name, _, rest in (
-            line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines()
-        )
-        if rest
-    }
-    return kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    """Bytes of memory in all, and available to this process now."""
+    return host_memory.total(), host_memory.available()
 
 
 def gpus() -> list[str]:
     """The names of the GPUs that PyTorch can use."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(index) for index in range(count)]
+
+
+def gpu_memory() -> dict[str, int]:
+    """Bytes of memory of the GPUs that PyTorch can use, by name."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return {gpu.name: gpu.total_memory for gpu in found}
 
 
 def describe() -> dict[str, object]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
+
+STDOUT = Path("-")
+"""What stands for stdout where a file for JSON is named."""
+JSON_HELP = "Writes {} to this file; - is stdout, which then has nothing else."
+"""Of the option --json."""
 
 _LABEL_WIDTH = 28
 _COLUMN_WIDTH = 13
@@ -61,18 +70,46 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+class _Silence(io.TextIOBase):
+    """A stdout that drops what is printed; `behind` is the one in whose place it stands."""
+
+    def __init__(self, behind: TextIO) -> None:
+        self.behind = behind
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextlib.contextmanager
+def alone(json_file: Path | None) -> Iterator[None]:
+    """Keeps all but JSON from stdout, if that is where JSON goes."""
+    if json_file != STDOUT:
+        yield
+        return
+    with contextlib.redirect_stdout(_Silence(sys.stdout)):
+        yield
+
+
 def check_writable(path: Path | None, option: str = "--json") -> None:
     """Raises `ValueError`, which names the option, now if a file could not be written later."""
+    if path == STDOUT and option == "--json":
+        return
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"{option} is {path}; it must name a file in a folder that exists")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Writes a document, with null for numbers that JSON has no word for.
+    """Writes a document, with null for numbers that JSON has no word for; see `alone`.
 
     Raises `OSError`, which names the file.
     """
-    write_text(path, json.dumps(_finite(document), indent=2) + "\n")
+    text = json.dumps(_finite(document), indent=2) + "\n"
+    if path == STDOUT:
+        stdout = sys.stdout.behind if isinstance(sys.stdout, _Silence) else sys.stdout
+        stdout.write(text)
+        stdout.flush()
+    else:
+        write_text(path, text)
 
 
 def write_text(path: Path, text: str) -> None:

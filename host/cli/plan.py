@@ -11,15 +11,19 @@ from typing import Annotated
 import torch
 import typer
 
-from moeos.cli import estimate, failures, output
+from moeos import kernel_shape
+from moeos.cli import estimate, failures, machine, memory, output
 from moeos.cli.estimate import (
+    H200_BLOCKS,
     H200_GEMM_FLOPS,
     H200_LINK_BYTES,
     H200_MEMORY_BYTES,
     Sizes,
     Work,
 )
+from moeos.cli.memory import RankMemory
 from moeos.config import MoEConfig, RowMap
+from moeos.world import Backend
 
 _SIZE_ROWS = (
     ("symmetric heap", "heap_bytes", output.size),
@@ -32,49 +36,118 @@ _SIZE_ROWS = (
 )
 
 
+MAX_LAYERS = 1 << 16
+
+
 def plan(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer.")],
     ranks: Annotated[int, typer.Option(help="Ranks of the world.")] = 8,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of each rank in a call; else max_tokens.")
     ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of this config in the model.")] = 1,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(help="Ranks that write each other's memory; others get puts. Else all."),
+    ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Writes all numbers to this file.")
+        Path | None, typer.Option("--json", help=output.JSON_HELP.format("all numbers"))
     ] = None,
 ) -> None:
-    """Says what a layer needs and what a call of it costs, on each rank."""
-    failures.finish(lambda: execute(config, ranks, tokens, json_file))
+    """Says what layers need, whether they fit, and what a call costs, on each rank.
+
+    Nothing is allocated.
+    """
+    options = PlanOptions(
+        config=config,
+        ranks=ranks,
+        tokens=tokens,
+        layers=layers,
+        ranks_per_node=ranks_per_node,
+        json_file=json_file,
+    )
+    failures.finish(lambda: execute(options), json_file)
 
 
-def execute(config: Path, ranks: int, tokens: int | None, json_file: Path | None) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the command line says."""
+
+    config: Path
+    ranks: int = 8
+    tokens: int | None = None
+    layers: int = 1
+    ranks_per_node: int | None = None
+    json_file: Path | None = None
+
+
+def execute(options: PlanOptions) -> int:
     """Runs the command; the exit code.
 
     Raises `OSError`, `ValueError` and `TypeError` for a file, a config or an argument.
     """
-    cfg = MoEConfig.from_toml(config)
-    output.check_writable(json_file)
-    if ranks < 1:
-        raise ValueError(f"--ranks is {ranks}; it must be at least 1")
+    cfg = MoEConfig.from_toml(options.config)
+    output.check_writable(options.json_file)
+    ranks, layers = options.ranks, options.layers
+    for name, given, most in (
+        ("--ranks", ranks, None),
+        ("--layers", layers, MAX_LAYERS),
+        ("--ranks-per-node", options.ranks_per_node, None),
+    ):
+        if given is not None and not 1 <= given <= (most or given):
+            allowed = "at least 1" if most is None else f"1 to {most}"
+            raise ValueError(f"{name} is {given}; it must be {allowed}")
     sizes = estimate.sizes_by_row_map(cfg, ranks)
     weights = estimate.weight_bytes_per_rank(cfg, ranks)
-    work = estimate.work_of(cfg, ranks, cfg.max_tokens if tokens is None else tokens)
-    if json_file is not None:
+    tokens = cfg.max_tokens if options.tokens is None else options.tokens
+    work = estimate.work_of(cfg, ranks, tokens)
+    backend, why = _backend_of(cfg)
+    needed = memory.rank_memory(
+        cfg,
+        ranks,
+        layers,
+        backend=backend,
+        processors=H200_BLOCKS - 1 if backend == "cuda" else 1,
+        ranks_per_node=options.ranks_per_node,
+    )
+    places = memory.GPUS | {f"here: {name}": size for name, size in machine.gpu_memory().items()}
+    if options.json_file is not None:
         document = {
             "config": json.loads(cfg.digest()),
             "ranks": ranks,
+            "ranks_per_node": options.ranks_per_node,
+            "layers": layers,
+            "backend": backend,
             "weight_bytes": weights,
+            "memory": {"heap": needed.heap, "queues": needed.queues, "between": needed.between},
+            "total_without_weights": needed.without_weights,
+            "total_weights": needed.weights,
+            "total": needed.total,
+            "gpus": [
+                {"name": name, "memory_bytes": size, "fits": needed.total <= size}
+                for name, size in places.items()
+            ],
             "sizes": {row_map: dataclasses.asdict(found) for row_map, found in sizes.items()},
             "call": dataclasses.asdict(work),
             "floor_seconds": work.floors,
         }
-        output.write_json(json_file, document)
-
-    _print_sizes(cfg, config, ranks, weights, sizes)
+        output.write_json(options.json_file, document)
+    _print_sizes(cfg, options.config, ranks, weights, sizes)
+    _print_memory(needed, backend, why, options, places)
     _print_work(work)
     _print_floors(work)
     if cfg.dtype == torch.float32:
         print("the layer is float32: its GEMMs are slower than the BF16 rate above")
     return failures.DONE
+
+
+def _backend_of(cfg: MoEConfig) -> tuple[Backend, str]:
+    """What the memory is planned for: the GPU, or the twin, and why the GPU has no such layer."""
+    try:
+        kernel_shape.check_supported(cfg)
+    except ValueError as error:
+        return "twin", str(error)
+    return "cuda", ""
 
 
 def _print_sizes(
@@ -94,6 +167,45 @@ def _print_sizes(
         flush=True,
     )
     output.tables(len(sizes)).print(made)
+
+
+def _print_memory(
+    needed: RankMemory,
+    backend: Backend,
+    why: str,
+    options: PlanOptions,
+    places: Mapping[str, int],
+) -> None:
+    made = output.table("a rank", "of it a layer")
+    for label, total in (
+        ("symmetric heap", needed.heap),
+        ("queues, counters, maps", needed.queues),
+        ("between the GEMMs", needed.between),
+    ):
+        made.add_row(label, output.size(total), output.size(total / needed.layers))
+    made.add_section()
+    for label, total in (
+        ("without weights", needed.without_weights),
+        ("weights", needed.weights),
+        ("in all", needed.total),
+    ):
+        made.add_row(label, output.size(total), output.size(total / needed.layers))
+    node = options.ranks_per_node
+    apart = "" if node is None or node >= options.ranks else f", {node} ranks a node"
+    where = "on a GPU" if backend == "cuda" else "on the twin"
+    print(
+        f"\nmemory of {output.plural(needed.layers, 'layer')} {where}{apart}; each layer has "
+        "buffers of its own:",
+        flush=True,
+    )
+    output.tables(2).print(made)
+    if backend == "twin":
+        print(f"no GPU: {why}", flush=True)
+        return
+    for name, size in places.items():
+        share = f"{100 * needed.total / size:.3g} % of {output.size(size)}"
+        verdict = "fits" if needed.total <= size else "does not fit"
+        print(f"{name}: {verdict}, {share}", flush=True)
 
 
 def _print_work(work: Work) -> None:

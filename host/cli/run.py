@@ -20,12 +20,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 import moeos
-from moeos.cli import failures, machine, output, report, worlds
+from moeos import host_memory
+from moeos.cli import failures, machine, memory, output, report, worlds
 from moeos.cli.check import TOLERANCE, Checker, CheckResult
+from moeos.cli.outputs import Outputs
 from moeos.cli.report import RankReport
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.cli.settings import RunSettings, read_settings
-from moeos.cli.tensors import SafetensorsFile, piece, read_rows
+from moeos.cli.tensors import Tensors, open_tensors, piece, read_rows
 from moeos.cli.text import read_documents
 from moeos.cli.totals import Totals
 from moeos.cli.workload import (
@@ -56,6 +58,7 @@ class RunOptions:
     prefix: str = ""
     ignore: Sequence[str] = ()
     input_file: Path | None = None
+    output_file: Path | None = None
     input_text: tuple[str, ...] = ()
     deadline: float = 30.0
     backend: str = "auto"
@@ -75,6 +78,8 @@ class _Plan:
         calls: how many.
         varies: whether the tokens of each call are drawn from 0 to `tokens`.
         source: the workload in words.
+        rows: of --input on this rank, or None.
+        weights: of a Hugging Face block, or None for those that the layer draws.
     """
 
     cfg: moeos.MoEConfig
@@ -84,6 +89,8 @@ class _Plan:
     workload: Workload
     source: str
     generator: torch.Generator
+    rows: int | None
+    weights: Tensors | None
 
 
 def run(
@@ -98,7 +105,8 @@ def run(
         str | None, typer.Option(help=f"Random tokens, routed by a pattern: {PATTERNS}.")
     ] = None,
     weights: Annotated[
-        Path | None, typer.Option(help="Safetensors file with a Hugging Face block's weights.")
+        Path | None,
+        typer.Option(help="Safetensors file, *.index.json or folder with a Hugging Face model."),
     ] = None,
     prefix: Annotated[
         str, typer.Option(help="Of the block's names in it, like model.layers.0.mlp.")
@@ -112,6 +120,14 @@ def run(
         typer.Option(
             "--input",
             help='Safetensors file with tokens "x" [tokens, H], split over the ranks.',
+        ),
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            help='Writes tokens "x" and the layer\'s "y" [tokens, H] of all ranks to this '
+            "safetensors file: of the last call, or each row of --input.",
         ),
     ] = None,
     input_text: Annotated[
@@ -128,7 +144,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Of weights, random tokens and token counts.")] = 0,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Writes configuration, machine and results to this file."),
+        typer.Option("--json", help=output.JSON_HELP.format("configuration, machine and results")),
     ] = None,
     prometheus: Annotated[
         Path | None,
@@ -149,6 +165,7 @@ def run(
         prefix=prefix,
         ignore=ignore or (),
         input_file=input_file,
+        output_file=output_file,
         input_text=tuple(input_text or ()),
         deadline=deadline,
         backend=backend,
@@ -158,7 +175,7 @@ def run(
         prometheus=prometheus,
         check=check,
     )
-    failures.finish(lambda: execute(options))
+    failures.finish(lambda: execute(options), json_file)
 
 
 def execute(options: RunOptions) -> int:
@@ -176,15 +193,17 @@ def execute(options: RunOptions) -> int:
 
 def _run(world: moeos.World, options: RunOptions) -> int:
     plan = failures.agree(world, lambda: _prepare(world, options), "the input of the run")
-    torch.manual_seed(options.seed)
-    layer = failures.agree(world, lambda: _make_layer(plan.cfg, world, options), "the layer")
     speaks = world.rank == 0
     if speaks:
         _introduce(world, plan)
+    failures.agree(world, lambda: _require_memory(world, plan, options), "the memory of the run")
+    torch.manual_seed(options.seed)
+    layer = failures.agree(world, lambda: _make_layer(plan, world, options), "the layer")
 
     totals = Totals(world.rank)
     metrics = None if options.prometheus is None else Metrics(world.rank)
     checker = Checker(layer, plan.calls) if options.check else None
+    outputs = None if options.output_file is None else Outputs(plan.rows)
     for _ in _progress(range(plan.calls), "calls of the layer", visible=speaks):
         tokens = plan.tokens
         if plan.varies:
@@ -201,9 +220,13 @@ def _run(world: moeos.World, options: RunOptions) -> int:
             metrics.add(stats)
         if checker is not None:
             checker.keep(batch, out)
+        if outputs is not None:
+            outputs.keep(batch, out)
 
     if metrics is not None and options.prometheus is not None:
         metrics.write(options.prometheus)
+    if outputs is not None and options.output_file is not None:
+        outputs.write(world, options.output_file)
     result: CheckResult | None = checker.compare() if checker is not None else None
     reports = world.control.allgather(RankReport(totals, result), "the results of the run")
     error = report.largest_error(reports) if options.check else None
@@ -217,6 +240,7 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     cfg = moeos.MoEConfig.from_toml(options.config)
     settings = read_settings(options.config)
     output.check_writable(options.json_file)
+    output.check_writable(options.output_file, "--output")
     if options.prometheus is not None:
         output.check_writable(options.prometheus / f"moeos-rank-{world.rank}.prom", "--prometheus")
     generator = generator_of(options.seed, world.rank)
@@ -235,8 +259,16 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     )
     advice = "; give --tokens to pass fewer in each call" if options.tokens is None else ""
     check_tokens(tokens, cfg, advice)
+    if options.output_file is not None and rows is not None and calls * tokens < rows:
+        raise ValueError(
+            f"{output.plural(calls, 'call')} of {tokens} tokens do not take the {rows} rows of "
+            f"--input that --output has: give --iterations {-(-rows // tokens)}"
+            if tokens
+            else f"calls of 0 tokens take none of the {rows} rows of --input: raise --tokens"
+        )
     varies = settings.vary_tokens and rows is None
-    return _Plan(cfg, tokens, calls, varies, workload, source, generator)
+    weights = None if options.weights is None else open_tensors(options.weights)
+    return _Plan(cfg, tokens, calls, varies, workload, source, generator, rows, weights)
 
 
 def _workload(
@@ -260,7 +292,8 @@ def _workload(
         raise ValueError(f"{' and '.join(chosen)} are given; choose one source of tokens")
     if options.input_file is not None:
         rows = read_rows(options.input_file, cfg.hidden, world.rank, world.size)
-        return GivenTokens(cfg, rows), f"tokens from {options.input_file}", len(rows)
+        source = f"tokens from {options.input_file}{_conversion(rows.dtype, cfg.dtype)}"
+        return GivenTokens(cfg, rows), source, len(rows)
     if options.routing is None and (options.input_text or settings.text):
         if options.input_text:
             text = read_documents(options.input_text, Path())
@@ -274,11 +307,56 @@ def _workload(
     return RandomTokens(cfg, world.size, pattern, generator), f"random tokens, {name} routing", None
 
 
-def _make_layer(cfg: moeos.MoEConfig, world: moeos.World, options: RunOptions) -> moeos.MoELayer:
-    if options.weights is None:
-        return moeos.MoELayer(cfg, world)
-    tensors = SafetensorsFile(options.weights)
-    return moeos.MoELayer.from_hf(cfg, world, tensors, options.prefix, options.ignore)
+def _conversion(given: torch.dtype, wanted: torch.dtype) -> str:
+    """What is said of numbers that the layer takes in another dtype."""
+    return "" if given == wanted else f", converted from {_name(given)} to {_name(wanted)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _make_layer(plan: _Plan, world: moeos.World, options: RunOptions) -> moeos.MoELayer:
+    if plan.weights is None:
+        return moeos.MoELayer(plan.cfg, world)
+    return moeos.MoELayer.from_hf(plan.cfg, world, plan.weights, options.prefix, options.ignore)
+
+
+def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> None:
+    """Raises `ValueError` if the layer does not fit into the memory that its ranks share.
+
+    On a GPU all of it is allocated. On the twin the system gives what is written: the weights for
+    certain, and of the buffers what the calls happen to need.
+    """
+    sharing = world.size if world.control.shares_memory or world.backend == "twin" else 1
+    needed = memory.rank_memory(
+        plan.cfg,
+        world.size,
+        backend=world.backend,
+        processors=machine.processors_of(world),
+        virtual=world.control.shares_memory and world.size > 1,
+        ranks_per_node=world.ranks_per_node,
+    )
+    if world.backend == "cuda":
+        memory.require(
+            {
+                "weights": sharing * needed.weights,
+                "symmetric heaps": sharing * needed.heap,
+                "buffers between the GEMMs": sharing * needed.between,
+                "queues": sharing * needed.queues,
+            },
+            torch.cuda.mem_get_info()[0],
+            f"the GPU of {output.plural(sharing, 'rank')}",
+            "lower max_tokens, or start ranks on more GPUs; `moeos plan` says what a layer takes",
+        )
+        return
+    weights = sharing * needed.weights
+    memory.require(
+        {"weights": weights, "weights for the check": weights if options.check else 0},
+        host_memory.available(),
+        f"the machine of {output.plural(sharing, 'rank')}",
+        "take a smaller layer, or leave out the check with --no-check",
+    )
 
 
 def _introduce(world: moeos.World, plan: _Plan) -> None:
@@ -292,7 +370,7 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
     print(
         f"{ranks} on the {world.backend}, {processors} each\n"
         f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "
-        f"{cfg.intermediate}, {cfg.activation}, {str(cfg.dtype).removeprefix('torch.')}\n"
+        f"{cfg.intermediate}, {cfg.activation}, {_name(cfg.dtype)}\n"
         f"{calls} with {upto}{plan.tokens} tokens a rank; {plan.source}",
         flush=True,
     )

@@ -69,7 +69,7 @@ def trace(
         Path | None, typer.Option(help="Reads what --save wrote, in place of a layer.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Writes the summary to this file.")
+        Path | None, typer.Option("--json", help=output.JSON_HELP.format("the summary"))
     ] = None,
     summary: Annotated[bool, typer.Option(help="Prints the summary.")] = True,
     tokens: Annotated[
@@ -120,7 +120,7 @@ def trace(
         events=events,
         deadline=deadline,
     )
-    failures.finish(lambda: execute(options))
+    failures.finish(lambda: execute(options), json_file)
 
 
 def execute(options: TraceOptions) -> int:

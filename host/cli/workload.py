@@ -36,11 +36,15 @@ def check_tokens(tokens: int, cfg: MoEConfig, advice: str = "") -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Arguments of one call: x [S, H] of the config's dtype; ids and weights [S, k], or None."""
+    """Arguments of one call: x [S, H] of the config's dtype; ids and weights [S, k], or None.
+
+    `places`: int64 [S], which of a file's rows x are, or None.
+    """
 
     x: Tensor
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
+    places: Tensor | None = None
 
     def on(self, device: torch.device) -> Batch:
         """The same arguments in a device's memory."""
@@ -88,7 +92,7 @@ class GivenTokens:
             return Batch(torch.empty((0, self._cfg.hidden), dtype=self._cfg.dtype))
         places = torch.arange(self._next, self._next + tokens) % len(self._rows)
         self._next = (self._next + tokens) % len(self._rows)
-        return Batch(self._rows[places].to(self._cfg.dtype))
+        return Batch(self._rows[places].to(self._cfg.dtype), places=places)
 
 
 class TextTokens:

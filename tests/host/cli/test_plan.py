@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeos import MoEConfig
 from moeos.engines.twin import sizes_of
+from moeos.kernel_shape import KernelShape
 from tests.host.cli import commands
 from tests.processes import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+QWEN = ROOT / "configs" / "qwen3-30b-a3b.toml"
 
 
 invoke = functools.partial(commands.invoke, "plan")
@@ -72,8 +75,55 @@ def test_a_layer_that_the_runtime_cannot_number_is_refused(tmp_path: Path) -> No
             [ROOT / "configs" / "demo.toml", "--tokens", "513"],
             "moeos: tokens is 513; allowed: 0 to max_tokens, 512\n",
         ),
+        ([QWEN, "--layers", "0"], "moeos: --layers is 0; it must be 1 to 65536\n"),
+        ([QWEN, "--ranks-per-node", "0"], "moeos: --ranks-per-node is 0; it must be at least 1\n"),
     ],
-    ids=["no-file", "ranks", "tokens"],
+    ids=["no-file", "ranks", "tokens", "layers", "ranks-per-node"],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[object], message: str) -> None:
     assert invoke(*arguments) == (2, "", message)
+
+
+def planned(*arguments: object) -> dict[str, Any]:
+    """What `--json -` prints, which is one object and nothing else."""
+    code, out, err = invoke(*arguments, "--json", "-")
+    assert (code, err) == (0, "")
+    plan: dict[str, Any] = json.loads(out)
+    return plan
+
+
+def test_layers_have_buffers_each_and_the_total_is_of_one_rank() -> None:
+    one, many = (planned(QWEN, "--layers", layers) for layers in (1, 48))
+    assert one["total_without_weights"] == sum(one["memory"].values())
+    assert many["total_without_weights"] == 48 * one["total_without_weights"]
+    assert many["total_weights"] == 48 * one["weight_bytes"]
+    assert many["total"] == many["total_without_weights"] + many["total_weights"]
+
+
+def test_memory_is_that_of_the_gpus_kernel() -> None:
+    shape = KernelShape(cfg=MoEConfig.from_toml(QWEN), world_size=8, processors=131)
+    plan = planned(QWEN)
+    assert plan["backend"] == "cuda"
+    assert plan["memory"] == {
+        "heap": shape.sizes.heap_bytes,
+        "queues": shape.sizes.memory_bytes,
+        "between": shape.sizes.intermediate_bytes,
+    }
+
+
+def test_memory_of_a_layer_that_the_gpu_lacks_is_the_twins_and_says_why() -> None:
+    path = ROOT / "configs" / "twin-bench.toml"
+    assert planned(path, "--ranks", 4)["backend"] == "twin"
+    assert "no GPU: dtype is torch.float32" in invoke(path, "--ranks", 4)[1]
+
+
+def test_ranks_of_other_nodes_have_their_rows_staged() -> None:
+    near, far = (planned(QWEN, "--ranks-per-node", ranks) for ranks in (8, 4))
+    assert near["memory"] == planned(QWEN)["memory"]
+    assert far["memory"]["heap"] > 1.9 * near["memory"]["heap"]
+
+
+def test_a_plan_says_which_gpu_its_layers_fit_into() -> None:
+    assert invoke(QWEN, "--layers", 20)[1].count(": fits,") == 1
+    fits = {gpu["name"]: gpu["fits"] for gpu in planned(QWEN, "--layers", 20)["gpus"]}
+    assert (fits["H100"], fits["H200"]) == (False, True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from moeos import MoELayer, PeerTimeout
+from moeos import MoELayer, PeerTimeout, host_memory
 from tests.host.cli import commands
 from tests.processes import ROOT
 
@@ -286,3 +286,89 @@ def test_a_mistake_in_the_config_is_told_with_the_file(config: Path) -> None:
     code, _, err = invoke(config)
     assert code == 2
     assert f"{config}: unknown key 'hiden'; the nearest valid one is 'hidden'" in err
+
+
+def test_a_layer_that_the_machine_cannot_hold_is_refused_below_the_header(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a layer was made")
+
+    monkeypatch.setattr(host_memory, "available", lambda: 100_000)
+    monkeypatch.setattr(MoELayer, "__init__", refuse)
+    code, out, err = invoke(config, "--virtual-ranks", 2)
+    assert code == 2
+    assert out.startswith("2 ranks on the twin")
+    assert err == (
+        "moeos: 292 KiB of memory are needed (146 KiB of weights, 146 KiB of weights for the "
+        "check), and the machine of 2 ranks has 97.66 KiB available: take a smaller layer, or "
+        "leave out the check with --no-check\n"
+    )
+
+
+def test_json_can_go_to_stdout_which_then_has_nothing_else(config: Path) -> None:
+    code, out, err = invoke(config, "--json", "-", "--backend", "twin")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["calls"] == 3
+
+
+@pytest.mark.parametrize("form", ["folder", "index", "folder-without-index"])
+def test_weights_of_several_files_are_those_of_one(form: str, config: Path, tmp_path: Path) -> None:
+    tensors, folder = draw_block("mlp."), tmp_path / "model"
+    save_file(tensors, tmp_path / "one.safetensors")
+    folder.mkdir()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, own in shards.items():
+        save_file({name: tensors[name] for name in own}, folder / shard)
+    index = folder / "model.safetensors.index.json"
+    if form != "folder-without-index":
+        places = {name: shard for shard, own in shards.items() for name in own}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    made = []
+    for weights in (tmp_path / "one.safetensors", index if form == "index" else folder):
+        out = tmp_path / "y.safetensors"
+        results(config, "--weights", weights, "--prefix", "mlp.", "--output", out)
+        made.append(load_file(out)["y"])
+    assert torch.equal(*made)
+
+
+def test_the_output_has_a_row_for_each_row_of_the_input(config: Path, tmp_path: Path) -> None:
+    x = torch.randn(61, 32)
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    made = {}
+    for tokens, calls in ((None, 1), (7, 3)):
+        out = tmp_path / f"y-{calls}.safetensors"
+        options = [] if tokens is None else ["--tokens", tokens]
+        given = ["--input", tmp_path / "x.safetensors", "--output", out]
+        results(config, "--virtual-ranks", 4, "--iterations", calls, *given, *options)
+        made[calls] = load_file(out)
+        assert torch.equal(made[calls]["x"], x)
+    assert made[1]["y"].shape == (61, 32)
+    # Equal weights, though ranks that are threads share a generator.
+    assert torch.allclose(made[1]["y"], made[3]["y"], atol=1e-6)
+
+
+def test_without_an_input_the_output_is_the_last_calls(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "y.safetensors"
+    results(config, "--virtual-ranks", 2, "--output", out)
+    found = load_file(out)
+    assert found["x"].shape == found["y"].shape == (80, 32)
+
+
+def test_calls_that_leave_rows_of_the_input_out_are_refused(config: Path, tmp_path: Path) -> None:
+    save_file({"x": torch.randn(61, 32)}, tmp_path / "x.safetensors")
+    given = ["--input", tmp_path / "x.safetensors", "--output", tmp_path / "y.safetensors"]
+    code, _, err = invoke(config, *given, "--tokens", 20, "--iterations", 3)
+    assert code == 2
+    assert "give --iterations 4" in err
+
+
+def test_an_input_of_another_dtype_says_what_it_is_converted_to(
+    config: Path, tmp_path: Path
+) -> None:
+    for dtype, said in ((torch.float64, ", converted from float64 to float32\n"), (None, "")):
+        save_file({"x": torch.randn(5, 32, dtype=dtype)}, tmp_path / "x.safetensors")
+        _, out, _ = invoke(config, "--input", tmp_path / "x.safetensors")
+        assert f"tokens from {tmp_path}/x.safetensors{said}" in out
+        assert said or "converted" not in out

@@ -1,12 +1,13 @@
 """Safetensors files: tensors are read when asked for, rows in pieces, and bad files are named."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from moeos.cli.tensors import SafetensorsFile, piece, read_rows
+from moeos.cli.tensors import SafetensorsFile, open_tensors, piece, read_rows
 
 
 @pytest.fixture
@@ -67,3 +68,50 @@ def test_a_file_without_tokens_is_refused(
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / "x.safetensors", 4, 0, 1)
+
+
+def test_a_shard_is_opened_when_a_tensor_of_it_is_looked_up(rows: Path) -> None:
+    index = rows.with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {"x": rows.name, "y": "absent.safetensors"}}))
+    tensors = open_tensors(index)
+    assert sorted(tensors) == ["x", "y"]
+    assert torch.equal(tensors["x"], torch.arange(40.0).view(10, 4))
+    with pytest.raises(FileNotFoundError, match="absent"):
+        tensors["y"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not JSON", "not the index of safetensors files"),
+        ("[" * 100_000, "not the index of safetensors files"),
+        ("{}", "it has no weight_map"),
+        ('{"weight_map": {"x": "../x.safetensors"}}', "which is no file's name in its folder"),
+        ('{"weight_map": {"x": 3}}', "which is no file's name in its folder"),
+    ],
+    ids=["no-json", "deep", "no-map", "elsewhere", "no-name"],
+)
+def test_a_bad_index_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_tensors(tmp_path)
+
+
+def test_an_index_that_names_the_wrong_file_is_told(rows: Path) -> None:
+    index = rows.with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {"y": rows.name}}))
+    with pytest.raises(ValueError, match="lacks y, which its index says it has"):
+        open_tensors(index)["y"]
+
+
+def test_a_folder_without_one_answer_is_refused(rows: Path) -> None:
+    save_file({"x": torch.zeros(1)}, rows.with_name("z.safetensors"))
+    with pytest.raises(ValueError, match=r"x is in .*x\.safetensors and in .*z\.safetensors"):
+        open_tensors(rows.parent)
+    for name in ("a", "b"):
+        rows.with_name(f"{name}.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"several indices, a\.safetensors\.index\.json, b"):
+        open_tensors(rows.parent)
+    (rows.parent / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
+        open_tensors(rows.parent / "empty")

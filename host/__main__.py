@@ -1,0 +1,5 @@
+"""`python -m moeos`: the command `moeos` where its script is not installed."""
+
+from moeos.cli.app import main
+
+main()

@@ -1,0 +1,111 @@
+"""What layers take of a rank's memory, and whether a machine has it.
+
+The only file that adds buffers up. Sizes are the runtime's own arithmetic; nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from moeos import _twin
+from moeos.cli import estimate, output
+from moeos.config import MoEConfig
+from moeos.engines import twin
+from moeos.kernel_shape import KernelShape, Transport
+from moeos.world import Backend
+
+GPUS: dict[str, int] = {"H100": 85_000_000_000, "H200": 150_109_880_320}
+"""Bytes of memory of a GPU as CUDA counts them: an H100 of 80 GB, to 1 %, and an H200."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank that hold its layers.
+
+    Attributes:
+        layers: how many.
+        heap: symmetric heaps, which peers write.
+        queues: queues, counters and maps of the rank's own.
+        between: buffers between the two GEMMs.
+        weights: gates and experts, with their biases.
+    """
+
+    layers: int
+    heap: int
+    queues: int
+    between: int
+    weights: int
+
+    @property
+    def without_weights(self) -> int:
+        """What moeos itself takes."""
+        return self.heap + self.queues + self.between
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.without_weights + self.weights
+
+
+def rank_memory(
+    cfg: MoEConfig,
+    ranks: int,
+    layers: int = 1,
+    *,
+    backend: Backend,
+    processors: int,
+    virtual: bool = False,
+    ranks_per_node: int | None = None,
+) -> RankMemory:
+    """What `layers` layers of one config take of one rank; each has buffers of its own.
+
+    Args:
+        processors: of the rank: threads of the twin, or blocks of the GPU but the OS block.
+        virtual: whether the ranks share one process, and so one GPU.
+        ranks_per_node: ranks that reach each other's memory directly; None for all of them.
+
+    Raises:
+        ValueError: the machine does not have such a layer, or a bound does not fit.
+    """
+    node = ranks if ranks_per_node is None else ranks_per_node
+    sizes = _sizes(cfg, ranks, backend, processors, virtual, remote=node < ranks)
+    return RankMemory(
+        layers=layers,
+        heap=layers * sizes.heap_bytes,
+        queues=layers * sizes.memory_bytes,
+        between=layers * sizes.intermediate_bytes,
+        weights=layers * estimate.weight_bytes_per_rank(cfg, ranks),
+    )
+
+
+def require(needed: Mapping[str, int], available: int, where: str, advice: str) -> None:
+    """Raises `ValueError`, with the advice, if more bytes are needed than `where` has available.
+
+    `needed`: bytes by what they are for.
+    """
+    total = sum(needed.values())
+    if total > available:
+        parts = ", ".join(f"{output.size(size)} of {what}" for what, size in needed.items() if size)
+        raise ValueError(
+            f"{output.size(total)} of memory are needed ({parts}), and {where} has "
+            f"{output.size(available)} available: {advice}"
+        )
+
+
+def _sizes(
+    cfg: MoEConfig, ranks: int, backend: Backend, processors: int, virtual: bool, remote: bool
+) -> _twin.Sizes:
+    if backend == "twin":
+        return twin.sizes_of(cfg, ranks, processors, remote)
+    transport: Transport = "none"
+    if remote:
+        transport = "mapped" if virtual else "nvshmem"
+    shape = KernelShape(
+        cfg=cfg,
+        world_size=ranks,
+        processors=processors,
+        virtual_ranks=ranks if virtual else 1,
+        transport=transport,
+    )
+    return shape.sizes

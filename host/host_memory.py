@@ -1,0 +1,82 @@
+"""How much memory this process can still have: of the machine, and of its control groups.
+
+The only file that reads them. It knows nothing of what the memory is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def total(proc: Path = _PROC) -> int:
+    """Bytes of memory of this machine."""
+    return _meminfo(proc)["MemTotal"]
+
+
+def available(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+    """Bytes that this process can have before the system takes them from somebody.
+
+    The least of what the machine has available and of what each control group above the process
+    (cgroup version 2, or version 1's memory controller) leaves of its limit; pages of files that
+    can be dropped count as left. A limit that cannot be read is taken for none.
+    """
+    return min([_meminfo(proc)["MemAvailable"], *_left(proc, groups)])
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    lines = (proc / "meminfo").read_text().splitlines()
+    return {
+        name: int(rest.split()[0]) << 10
+        for name, _, rest in (line.partition(":") for line in lines)
+        if rest
+    }
+
+
+def _left(proc: Path, groups: Path) -> Iterator[int]:
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            root, limit, usage, dropped = groups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage, dropped = (
+                groups / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        group = root / path.strip("/")
+        while True:
+            most, used = _number(group / limit), _number(group / usage)
+            if most is not None and used is not None:
+                yield max(0, most - max(0, used - _statistic(group / "memory.stat", dropped)))
+            if group == root:
+                break
+            group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isascii() and text.isdigit() else None  # "max" is no limit
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    found = [line.split() for line in lines]
+    return next((int(words[1]) for words in found if len(words) == 2 and words[0] == name), 0)
