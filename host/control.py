@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, ca
 
 from moeos.errors import ConfigMismatch, PeerTimeout
 from moeos.process import Home, keep_in_children
+from moeos.thread_limits import no_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -424,7 +425,11 @@ class _Caller:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="moeos-store", daemon=True).start()
+        thread = threading.Thread(target=self._work, name="moeos-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise no_thread("the thread of the store", "start fewer ranks here") from error
 
     def result(self, function: Callable[[], Value], seconds: float) -> Value:
         """What `function` returns or raises; `futures.TimeoutError` if it takes longer."""

@@ -17,6 +17,7 @@ from moeos.control import ThreadControl, name_ranks
 from moeos.errors import PeerTimeout
 from moeos.faults import FaultPlan, plan_of
 from moeos.held_signals import HeldSignals
+from moeos.thread_limits import no_thread
 from moeos.world import TwinOptions, World, check_deadline, check_ranks_per_node, check_trace_events
 
 MAX_RANKS = 64
@@ -122,11 +123,17 @@ class _RankThreads(Generic[Result]):
 
         A signal whose handler raises makes all ranks leave.
         """
-        started = []
+        started: list[threading.Thread] = []
         for thread in self._threads:
-            if signals.raised is None:
-                thread.start()
-                started.append(thread)
+            if signals.raised is None and not self._failures:
+                try:
+                    thread.start()
+                except RuntimeError:
+                    rank = len(started)
+                    what = f"the thread of virtual rank {rank} of {len(self._threads)}"
+                    self._fail(rank, no_thread(what, "run fewer virtual ranks"))
+                else:
+                    started.append(thread)
         told = pushed = False
         told_at = 0.0
         while alive := [thread for thread in started if thread.is_alive()]:
@@ -150,11 +157,15 @@ class _RankThreads(Generic[Result]):
             finally:
                 self._in_fn.discard(world.rank)
         except BaseException as error:
-            self._failures.append((world.rank, error))
-            self._end_soon()
-            world.abort(f"{type(error).__name__}: {error}")
-            for other in self._worlds:
-                other.interrupt(f"virtual rank {world.rank} failed")
+            self._fail(world.rank, error)
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        """Makes all ranks leave because one has failed."""
+        self._failures.append((rank, error))
+        self._end_soon()
+        self._worlds[rank].abort(f"{type(error).__name__}: {error}")
+        for other in self._worlds:
+            other.interrupt(f"virtual rank {rank} failed")
 
     def _abort(self, reason: str) -> None:
         """Makes the ranks leave their exchanges and calls."""

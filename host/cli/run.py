@@ -378,7 +378,10 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
 
 def _progress(items: Iterable[Item], what: str, *, visible: bool) -> Iterable[Item]:
     console = Console(stderr=True)
-    with Progress(console=console, disable=not (visible and console.is_terminal)) as progress:
+    if not (visible and console.is_terminal):
+        yield from items
+        return
+    with Progress(console=console) as progress:
         yield from progress.track(list(items), description=what)
 
 

@@ -7,16 +7,20 @@ own.
 
 from __future__ import annotations
 
+import errno
+
 import numpy
 import torch
 
 from moeos import _twin, counters, tracing, values
 from moeos.config import MoEConfig
+from moeos.control import raise_together
 from moeos.counters import CallStats
 from moeos.engines.base import CallTensors
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.sizes import Tiles, layer_sizes
+from moeos.thread_limits import no_thread
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import World
 
@@ -31,6 +35,8 @@ _SPREAD_TOKENS = 4
 """Likewise: calls of few tokens have some, and others none."""
 _WHOLE_ROWS = 32
 """Likewise: some calls beside remote peers are planned whole, and others as their rows arrive."""
+
+_FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...)"
 
 
 def sizes_of(
@@ -71,17 +77,24 @@ class TwinEngine:
             world.faults, world.rank, world.number_layer(), world.processors, pinned=False
         )
         heap = world.allocate_heap(sizes.heap_bytes)
-        self._rank: _twin.Rank | None = _twin.Rank(
-            sizes=sizes,
-            rank=world.rank,
-            heaps=list(heap.addresses),
-            deadline=world.deadline,
-            split_os=options.split_os,
-            jitter_us=options.jitter_us,
-            jitter_seed=options.jitter_seed,
-            ranks_per_node=world.ranks_per_node or world.size,
-            faults=self._faults.packed(),
-        )
+        error: Exception | None = None
+        try:
+            self._rank: _twin.Rank | None = _twin.Rank(
+                sizes=sizes,
+                rank=world.rank,
+                heaps=list(heap.addresses),
+                deadline=world.deadline,
+                split_os=options.split_os,
+                jitter_us=options.jitter_us,
+                jitter_seed=options.jitter_seed,
+                ranks_per_node=world.ranks_per_node or world.size,
+                faults=self._faults.packed(),
+            )
+        except (OSError, MemoryError) as raised:
+            error = raised
+            if isinstance(raised, OSError) and raised.errno == errno.EAGAIN:
+                error = no_thread(f"rank {world.rank}, {raised.strerror}", _FEWER)
+        raise_together(world.control, error, "the threads of a layer")
         world.on_abort.append(self._abort)
         world.on_close.append(self._close)
 

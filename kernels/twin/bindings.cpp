@@ -12,6 +12,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "kernels/twin/explore/explore.hpp"
 #include "kernels/twin/forward.hpp"
@@ -205,6 +206,18 @@ nb::tuple trace_of(const TwinRank& rank) {
 }  // namespace
 
 NB_MODULE(_twin, module) {
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void* /*unused*/) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+      // what() is what was tried and then the code's sentence, which Python has as well.
+      const std::string what = error.what();
+      const std::string sentence = ": " + error.code().message();
+      const nb::tuple said =
+          nb::make_tuple(error.code().value(), what.substr(0, what.rfind(sentence)));
+      PyErr_SetObject(PyExc_OSError, said.ptr());
+    }
+  });
   module.doc() = "The device OS on a machine without a GPU.";
   // What the parent's other threads hold is never freed in a child, and no fault.
   pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });

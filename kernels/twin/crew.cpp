@@ -1,17 +1,28 @@
 // Threads that wait for calls. See crew.hpp.
 #include "kernels/twin/crew.hpp"
 
+#include <string>
+#include <system_error>
 #include <utility>
 
 namespace moeos::twin {
 
 ThreadCrew::ThreadCrew(u32 workers, std::function<void(u32)> share) : share_(std::move(share)) {
-  for (u32 i = 0; i < workers; ++i) {
-    threads_.emplace_back([this, i] { live(i); });
+  threads_.reserve(workers);
+  try {
+    for (u32 i = 0; i < workers; ++i) {
+      threads_.emplace_back([this, i] { live(i); });
+    }
+  } catch (const std::system_error& error) {
+    end();
+    throw std::system_error(error.code(), "thread " + std::to_string(threads_.size() + 1) + " of " +
+                                              std::to_string(workers));
   }
 }
 
-ThreadCrew::~ThreadCrew() {
+ThreadCrew::~ThreadCrew() { end(); }
+
+void ThreadCrew::end() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;

@@ -29,6 +29,7 @@ using MakeCrew = std::function<std::unique_ptr<Crew>(u32 workers, std::function<
 
 class ThreadCrew : public Crew {
  public:
+  /// Throws std::system_error, and leaves no thread behind, if not all can be started.
   ThreadCrew(u32 workers, std::function<void(u32)> share);
   ~ThreadCrew() override;
   void start() override;
@@ -36,6 +37,7 @@ class ThreadCrew : public Crew {
 
  private:
   void live(u32 index);
+  void end();
 
   std::function<void(u32)> share_;
   std::mutex mutex_;

@@ -34,7 +34,7 @@ class TwinRank {
  public:
   /// heaps[p]: rank p's symmetric heap as mapped here, zeroed before the first call of any rank.
   /// Its actors run on threads, unless `make_crew` makes something else; its puts are done at once,
-  /// unless there is a `nic`.
+  /// unless there is a `nic`. Throws std::system_error if there is no memory or no thread for it.
   TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank, std::vector<u8*> heaps,
            const TwinSettings& settings, const MakeCrew& make_crew = {}, Nic* nic = nullptr);
   ~TwinRank();
