@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+import moeos.interpreter  # noqa: F401 - refuses some before PyTorch crashes in them
 from moeos import faults, reference, virtual
 from moeos.bootstrap import init
 from moeos.config import MoEConfig

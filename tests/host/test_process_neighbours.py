@@ -1,0 +1,138 @@
+"""What a program does beside a layer: process pools, data loaders, event loops, hooks, exits.
+
+Each is a program of its own, since its children may import it, and ends within a limit.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+HEAD = """
+import asyncio, atexit, concurrent.futures, multiprocessing, os, signal, sys, threading, time
+import torch, moeos
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+cfg = moeos.MoEConfig(hidden=64, intermediate=64, experts=8, top_k=2, max_tokens=64)
+
+def own_layer(number):
+    with moeos.init() as world:
+        layer = moeos.MoELayer(cfg, world)
+        x = torch.randn(10, 64).bfloat16()
+        assert torch.equal(layer(x), layer(x))
+    return number
+
+def parents_layer(number):
+    try:
+        layer(x)
+    except RuntimeError as error:
+        return "after the fork" in str(error)
+"""
+
+
+def run(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = folder / "program.py"
+    program.write_text(HEAD + body)
+    return subprocess.run(
+        [sys.executable, program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def assert_ends_well(body: str, folder: Path) -> None:
+    ended = run(body, folder)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+
+
+methods = pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+
+POOLS = """
+if __name__ == "__main__":
+    context = multiprocessing.get_context({method!r})
+    with moeos.init(deadline=100.0) as world:
+        layer = moeos.MoELayer(cfg, world)
+        x = torch.randn(50, 64).bfloat16()
+        y = layer(x)
+        with context.Pool(2) as pool:
+            assert pool.map(own_layer, range(4)) == [0, 1, 2, 3]
+            if {method!r} == "fork":
+                assert pool.map(parents_layer, range(4)) == [True] * 4
+            pool.close()
+            pool.join()
+        with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+            assert list(executor.map(own_layer, range(4))) == [0, 1, 2, 3]
+        process = context.Process(target=own_layer, args=(0,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        assert torch.equal(layer(x), y)
+    print("done")
+"""
+
+
+@methods
+def test_processes_of_a_pool_make_worlds_of_their_own_beside_the_parents(
+    method: str, tmp_path: Path
+) -> None:
+    assert_ends_well(POOLS.format(method=method), tmp_path)
+
+
+LOADERS = """
+if __name__ == "__main__":
+    data = TensorDataset(torch.randn(200, 64).bfloat16())
+    with moeos.init(deadline=100.0) as world:
+        layer = moeos.MoELayer(cfg, world)
+        here = [layer(x) for (x,) in DataLoader(data, 50)]
+        loader = DataLoader(data, 50, num_workers=2, multiprocessing_context={method!r},
+                            persistent_workers={stays})
+        for _ in range(2):
+            there = [layer(x) for (x,) in loader]
+            assert len(there) == 4 and all(map(torch.equal, there, here))
+        if {stays}:
+            iter(loader)  # workers are alive when the world ends
+    print("done")
+"""
+
+
+@methods
+@pytest.mark.parametrize("stays", [False, True], ids=["", "persistent"])
+def test_the_workers_of_a_data_loader_work_beside_a_world(
+    method: str, stays: bool, tmp_path: Path
+) -> None:
+    assert_ends_well(LOADERS.format(method=method, stays=stays), tmp_path)
+
+
+HOOKS = """
+with moeos.init(deadline=100.0) as world:
+    layer = moeos.MoELayer(cfg, world)
+    x = torch.randn(50, 64).bfloat16()
+    y = layer(x)
+    def fail(*_):
+        raise LookupError("of a hook")
+    for register in (layer.register_forward_pre_hook, layer.register_forward_hook,
+                     layer.gate.register_forward_hook):
+        hook = register(fail)
+        try:
+            layer(x)
+        except LookupError:
+            pass
+        hook.remove()
+        assert torch.equal(layer(x), y)
+print("done")
+"""
+
+
+def test_an_error_of_a_hook_comes_out_of_the_call_and_the_next_call_is_right(
+    tmp_path: Path,
+) -> None:
+    assert_ends_well(HOOKS, tmp_path)
