@@ -37,6 +37,7 @@ class FailureKind(enum.IntEnum):
     TASK_DAMAGED = 19
     ORIGIN_DAMAGED = 20
     INTERRUPTED = 21
+    ACTOR_SILENT = 22
 
 
 class FailureRecord(Protocol):
@@ -96,6 +97,13 @@ def exception_of(failure: FailureRecord, rank: int) -> Exception:
             f"a processor of {who} saw no sweep of its scheduler for {waited}. "
             "Raise the deadline if this machine has too few cores for its threads"
         )
+    if f.kind == FailureKind.ACTOR_SILENT:
+        return PeerTimeout(
+            f"the scheduler of {who} waited {waited} for warp {f.chunk} of its own OS block, which "
+            f"{_OS_ACTORS.get(f.seen, 'does something else')} and answers nothing: it stands still "
+            f"in the middle of a step. Look at rank {f.rank}: a debugger, or a network that takes "
+            "no puts. If its kernel does not end by itself, restart its process"
+        )
     if f.kind == FailureKind.HOST_ABORT:
         return PeerTimeout(f"rank {f.rank} gave up, and with it the layer's call on rank {rank}")
     if f.kind == FailureKind.INTERRUPTED:
@@ -122,6 +130,16 @@ def exception_of(failure: FailureRecord, rank: int) -> Exception:
     return RuntimeError(
         f"{who}, call {f.epoch}: {_broken(f)}. The protocol's state is damaged: stop all ranks"
     )
+
+
+_OS_ACTORS = {
+    1: "reads row counts",
+    2: "lists the chunks that have landed",
+    3: "watches rows arrive",
+    4: "watches results return",
+    5: "tells remote peers what has landed",
+}
+"""As an inquiry goes round (`runtime/os.hpp`); of several returns subscribers all are 4."""
 
 
 def _owed(f: FailureRecord) -> str | None:

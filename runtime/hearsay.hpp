@@ -17,6 +17,8 @@ class Hearsay {
   /// deadlines of ranks may end behind each other.
   static constexpr u64 kLinkNsMost = 250'000'000;
   static constexpr u32 kLinksOfDeadline = 8;
+  /// Of any chain.
+  static constexpr u32 kLinksMost = 4;
 
   /// What to say when asked: something is `late`, and somebody may know why behind up to so many
   /// links.
@@ -26,6 +28,7 @@ class Hearsay {
       since_ns_ = 0;
       return waited ? Answer::moot : Answer::nothing;
     }
+    MOEOS_CHECK(links <= kLinksMost);
     const u64 now = P::now_ns();
     since_ns_ = since_ns_ == 0 ? now : since_ns_;
     const u64 most = links * minimum(deadline_ns / kLinksOfDeadline, kLinkNsMost);

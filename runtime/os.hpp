@@ -8,6 +8,7 @@
 #include "runtime/arrivals_subscriber.hpp"
 #include "runtime/base.hpp"
 #include "runtime/counts_subscriber.hpp"
+#include "runtime/hearsay.hpp"
 #include "runtime/landings_subscriber.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"
@@ -43,6 +44,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->wanted = 0;
     *rank.os->inquiry = 0;
     *rank.os->returns_ready = 0;
+    *rank.os->returns_listed = 0;
     *rank.os->planned = static_cast<u32>(Planned::unknown);
     *rank.os->tiles_made = 0;
     *rank.os->tiles_posted = 0;
@@ -81,6 +83,14 @@ inline constexpr u32 kAskReturns = 4;  // and as many behind it as count returne
 template <Platform P>
 inline constexpr u32 kAskSender = kAskReturns + P::kReturnsSubscribers;  // the first
 
+/// The warp that answers an inquiry (run_os_warp).
+template <Platform P>
+constexpr u32 warp_asked(u32 inquiry) {
+  return inquiry <= kAskLandings   ? 1
+         : inquiry == kAskArrivals ? 2
+                                   : kFirstReturnsSubscriber + inquiry - kAskReturns;
+}
+
 /// As the inquiry: all who could name what is missing have passed it on.
 template <Platform P>
 constexpr u32 inquiry_unanswered(const Geometry& geometry) {
@@ -110,9 +120,35 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscribe
   P::sync_lanes();
 }
 
+/// Bounds the wait for an answer. An actor that is asked and says nothing is not waiting, which it
+/// does step by step: it stands inside one, in a put or a wait of a transport's, or nobody runs its
+/// warp. Then nobody can say what is missing, but the block, its processors and its peers can
+/// leave. One warp's, the scheduler's.
+template <Platform P>
+class Unanswered {
+ public:
+  /// Of the deadline. Longer than an actor may put off an answer (Hearsay).
+  static constexpr u32 kDeadlines = 2;
+  static_assert(Hearsay<P>::kLinksMost < kDeadlines * Hearsay<P>::kLinksOfDeadline);
+
+  /// Whether the inquiry, which is now at actor `stands`, has been there for too long.
+  bool too_long(u32 stands, u64 deadline_ns) {
+    if (stands != at_) {
+      at_ = stands;
+      since_ns_ = P::now_ns();
+    }
+    return stands != kNoInquiry && agreed<P>(P::now_ns() - since_ns_) > kDeadlines * deadline_ns;
+  }
+
+ private:
+  u32 at_ = kNoInquiry;
+  u64 since_ns_ = 0;
+};
+
 /// The scheduler's side: whether this block's work is over, by success or by failure.
 template <Platform P>
-bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, Watch<P>& watch) {
+bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, Watch<P>& watch,
+               Unanswered<P>& unanswered) {
   if (scheduler.leaving()) {
     return true;
   }
@@ -141,6 +177,14 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
     failure.expected = P::template load_relaxed<Scope::block>(rank.os->rows_expected);
     failure.seen =
         P::template load_relaxed<Scope::device>(&rank.memory.call(call.epoch).rows_returned.value);
+    rank.fail(failure);
+    return true;
+  }
+  if (unanswered.too_long(stands, rank.deadline_ns)) {
+    Failure failure = failure_of(rank, call, FailureKind::actor_silent, Actor::scheduler);
+    failure.chunk = warp_asked<P>(stands);
+    failure.seen = minimum(stands, stands < kAskSender<P> ? kAskReturns : kAskReturns + 1);
+    failure.waited_ns = (1 + Unanswered<P>::kDeadlines) * rank.deadline_ns;
     rank.fail(failure);
     return true;
   }
@@ -189,9 +233,10 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   Trace<P> of_arrivals = trace_of(rank, TraceKind::arrivals);
   Trace<P> of_returns = trace_of(rank, TraceKind::returns);
   Watch<P> watch(rank.deadline_ns);
+  Unanswered<P> unanswered;
   u32 idle = 0;
   bool begun = call.tokens > 0;  // by Route
-  while (!call_over(rank, call, scheduler, watch)) {
+  while (!call_over(rank, call, scheduler, watch, unanswered)) {
     begun = begun || route_nothing(rank, call);
     bool progress = traced_step(rank, scheduler, TraceKind::schedule, of_scheduler);
     progress = traced_step(rank, counts, TraceKind::counts, of_counts) || progress;
@@ -261,8 +306,9 @@ __attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, cons
     Scheduler<P> scheduler(rank, call);
     Trace<P> trace = trace_of(rank, TraceKind::schedule);
     Watch<P> watch(rank.deadline_ns);
+    Unanswered<P> unanswered;
     u32 idle = 0;
-    while (!call_over(rank, call, scheduler, watch)) {
+    while (!call_over(rank, call, scheduler, watch, unanswered)) {
       wait_unless(traced_step(rank, scheduler, TraceKind::schedule, trace), watch, idle);
     }
   } else if constexpr (P::kRemotePeers) {

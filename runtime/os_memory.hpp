@@ -71,6 +71,7 @@ class OsMemory {
     take(wanted, 1);
     take(inquiry, 1);
     take(returns_ready, 1);
+    take(returns_listed, 1);
     take(published, 1);
     take(planned, 1);
     take(tiles_made, 1);
@@ -108,14 +109,15 @@ class OsMemory {
   }
   static constexpr u32 kTokensPerWord = 2;
 
-  u32* rows_expected = nullptr;  // Algorithm 2's bound: rows to return; corrected as counts arrive
-  u32* wanted = nullptr;         // parts that the scheduler would publish if it had them
-  u32* inquiry = nullptr;        // os.hpp: which subscriber is asked what it waits for
-  u32* returns_ready = nullptr;  // returns subscribers that have cleared their share of the words
-  u32* published = nullptr;      // slots of the ready ring that hold this call's parts
-  u32* planned = nullptr;        // how this call's tiles are made, as Planned
-  u32* tiles_made = nullptr;     // 0, or 1 and the tiles of this call: there will be no more;
-  u32* tiles_posted = nullptr;   // and of these, those whose first GEMM the scheduler hands out
+  u32* rows_expected = nullptr;   // Algorithm 2's bound: rows to return; corrected as counts arrive
+  u32* wanted = nullptr;          // parts that the scheduler would publish if it had them
+  u32* inquiry = nullptr;         // os.hpp: which subscriber is asked what it waits for
+  u32* returns_ready = nullptr;   // returns subscribers that have cleared their share of the words
+  u32* returns_listed = nullptr;  // and those that have listed the chunks that they wait for
+  u32* published = nullptr;       // slots of the ready ring that hold this call's parts
+  u32* planned = nullptr;         // how this call's tiles are made, as Planned
+  u32* tiles_made = nullptr;      // 0, or 1 and the tiles of this call: there will be no more;
+  u32* tiles_posted = nullptr;    // and of these, those whose first GEMM the scheduler hands out
   TileFacts* tile_facts = nullptr;  // [tile]: of this call
   u32* receive_start = nullptr;     // [source][X + 1]: as RankMemory's, which processors read
   u32* counts_known = nullptr;      // [source]: the epoch whose counts are decoded

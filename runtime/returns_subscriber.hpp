@@ -64,6 +64,11 @@ class ReturnsSubscriber {
       }
       routed_ = true;
       await_chunks();
+      if (P::lane() == 0) {
+        // Relaxed: publishes nothing. The scheduler only lets no call end before (Scheduler::
+        // finished), so whatever is in the list, leave() has it.
+        P::template count_relaxed<Scope::block>(rank_.os->returns_listed, 1U);
+      }
     }
     if (handed_out_whole_) {
       return watch();
@@ -81,7 +86,8 @@ class ReturnsSubscriber {
     return progress;
   }
 
-  /// Behind the last step.
+  /// Behind the last step. A call that ends well has all chunks in the lists, so it leaves no
+  /// credit behind which the next one could take for its own.
   void leave() const {
     for (u32 i = P::lane(); handed_out_whole_ && i < awaited_; i += P::kLanes) {
       // As in take_in; here, because processors have looked at it, too.

@@ -76,10 +76,19 @@ class Scheduler {
   /// peers, every received row returned, every token combined, and every processor back at the ring
   /// (so that all have read this call's epoch). Each of these stays so once it is. Without rows
   /// nobody need say how tiles are made.
+  ///
+  /// And every returns subscriber has listed its chunks. Where processors wait for rows themselves
+  /// nothing else would need all of these warps, and one that has not looked since the call was
+  /// planned would leave its credits, full, to the next call. It lists as soon as the call is
+  /// planned, long before rows come back, so a call waits for it only if it stands still. A call
+  /// without tokens has no chunks.
   bool finished() const {
     const u32 expected = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
-    return routed_ && (planned_ || expected == 0) && returned_ == expected &&
-           combined_ == call_.tokens && claimed_ == published_ + rank_.geometry().processors;
+    // Relaxed: publishes nothing.
+    const u32 listed = P::template load_relaxed<Scope::block>(rank_.os->returns_listed);
+    return routed_ && (listed == P::kReturnsSubscribers || call_.tokens == 0) &&
+           (planned_ || expected == 0) && returned_ == expected && combined_ == call_.tokens &&
+           claimed_ == published_ + rank_.geometry().processors;
   }
 
   /// Tells everyone to leave, and starts the next epoch. Only after finished(): a processor that

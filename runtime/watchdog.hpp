@@ -40,6 +40,8 @@ enum class FailureKind : u32 {
   task_damaged = 19,    // chunk = which descriptor
   origin_damaged = 20,  // where a row of a peer's chunk comes from; seen = the word
   interrupted = 21,     // a signal came to the process, and its handler ended the call
+  // An actor of our own OS block answers no inquiry (os.hpp): chunk = its warp, seen = which it is.
+  actor_silent = 22,
 };
 
 /// What an actor says when it is asked why nothing moves (os.hpp).

@@ -104,8 +104,9 @@ const char* emulated_barriers() {
 }
 
 /// Runs one launch. Returns 0, or 1 with what went wrong in `said`. Pointers: see RankTensors.
-int emulated_call(const RankTensors* ranks, u64 seed, u64 deadline_ns, u64 limit_ns, char* said,
-                  u64 said_bytes) {
+/// `starved`: a warp that is, or null.
+int emulated_call(const RankTensors* ranks, u64 seed, u64 deadline_ns, u64 limit_ns,
+                  const emulator::Starved* starved, char* said, u64 said_bytes) {
   std::vector<u8*> heaps;
   for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
     heaps.push_back(ranks[rank].heap);
@@ -119,7 +120,7 @@ int emulated_call(const RankTensors* ranks, u64 seed, u64 deadline_ns, u64 limit
   try {
     emulator::run({(kGeometry.processors + 1) * kVirtualRanks, kThreads,
                    std::max(sizeof(Shared), os_bytes), [&] { moeos_forward(*arguments); }, seed,
-                   limit_ns});
+                   limit_ns, starved == nullptr ? std::nullopt : std::optional(*starved)});
   } catch (const emulator::Fault& fault) {
     std::snprintf(said, said_bytes, "%s", fault.what());
     return 1;

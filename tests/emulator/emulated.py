@@ -26,8 +26,10 @@ from tests.processes import ROOT
 
 DEADLINE_NS = 1_000_000
 """Of the emulated clock, as every other time."""
+TICK_NS = 100
+"""A turn of all warps, as in gpu.cpp."""
 LIMIT_NS = 4 * DEADLINE_NS + 6_000_000
-"""How long a kernel may take: a failure ends it within two deadlines, or a trap 5 ms later."""
+"""How long a kernel may take: a failure ends it within three deadlines, or a trap 5 ms later."""
 
 _SAID_BYTES = 1 << 16
 _CUDA = "tests/emulator/cuda.hpp"
@@ -48,6 +50,20 @@ _FIELDS = (
 
 class EmulatorFault(AssertionError):
     """The kernel hangs, or does what the GPU would not forgive; says where."""
+
+
+FOREVER = (1 << 64) - 1
+
+
+class Starved(ctypes.Structure):
+    """A warp that is given no turn: `Starved(block, warp, first tick, tick behind the last)`."""
+
+    _fields_ = (
+        ("block", ctypes.c_uint),
+        ("warp", ctypes.c_uint),
+        ("from_tick", ctypes.c_uint64),
+        ("until_tick", ctypes.c_uint64),
+    )
 
 
 def _compile(arguments: Sequence[str], root: Path) -> None:
@@ -130,7 +146,9 @@ class EmulatedLayer:
                 bytearray(plan), dtype=torch.uint8
             )
 
-    def __call__(self, calls: Sequence[Call], seed: int) -> list[Tensor]:
+    def __call__(
+        self, calls: Sequence[Call], seed: int, starved: Starved | None = None
+    ) -> list[Tensor]:
         """The outputs of a call of each rank; raises `EmulatorFault`."""
         outputs = [torch.full_like(call.x, torch.nan) for call in calls]
         kept: list[Tensor] = []
@@ -166,6 +184,7 @@ class EmulatedLayer:
             ctypes.c_uint64(seed),
             ctypes.c_uint64(DEADLINE_NS),
             ctypes.c_uint64(LIMIT_NS),
+            None if starved is None else ctypes.byref(starved),
             said,
             ctypes.c_uint64(_SAID_BYTES),
         )

@@ -227,6 +227,13 @@ bool take_turn(Warp& warp, unsigned most) {
   return any;
 }
 
+bool is_starved(const Warp& warp) {
+  const auto& starved = grid->launch->starved;
+  return starved && warp.block->index == starved->block &&
+         warp.lanes[0].thread / kLanes == starved->warp && grid->tick >= starved->from &&
+         grid->tick < starved->until && grid->live > kLanes - warp.left;
+}
+
 void run_effects() {
   for (std::size_t i = 0; i < grid->effects.size();) {
     if (grid->effects[i].due <= grid->tick) {
@@ -376,6 +383,9 @@ void run(const Launch& launch) {
     }
     std::shuffle(warps.begin(), warps.end(), here.random);
     for (Warp* warp : warps) {
+      if (is_starved(*warp)) {
+        continue;
+      }
       take_turn(*warp, 1 + static_cast<unsigned>(here.random() % kTurnMost));
     }
     ++here.tick;

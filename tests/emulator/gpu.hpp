@@ -13,6 +13,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -65,6 +66,15 @@ void later(std::function<void()> effect);
 /// still open. A group keeps its place as long as it has any.
 std::deque<unsigned>& store_groups();
 
+/// A warp that is given no turn from one tick on until another: as on a GPU whose scheduler, or
+/// whose debugger, favours all others. When nobody else is left it goes on.
+struct Starved {
+  unsigned block;
+  unsigned warp;
+  unsigned long long from;  // ticks: so many turns of all warps since the launch
+  unsigned long long until;
+};
+
 struct Launch {
   unsigned blocks;
   unsigned threads;
@@ -72,6 +82,7 @@ struct Launch {
   std::function<void()> kernel;
   unsigned long long seed;
   unsigned long long limit_ns;  // of the emulated clock
+  std::optional<Starved> starved = {};
 };
 
 /// Runs a grid to its end. Throws Fault with the waits of all warps when that takes too long.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeos.engines.cuda_records import Failure
-from moeos.errors import NumericalError
+from moeos.errors import NumericalError, PeerTimeout
 from moeos.failure import FailureKind, exception_of
 
 NONE = 0xFFFFFFFF
@@ -50,6 +50,14 @@ def test_a_wrong_number_of_tokens_is_named_with_what_is_allowed(value: int) -> N
     error = exception_of(failure(FailureKind.TOKEN_COUNT_WRONG, expected=64, seen=value), rank=1)
     assert type(error) is ValueError
     assert f"tokens is {value}, which is not from 0 to 64, the rows of x, on rank 2" in str(error)
+
+
+def test_an_actor_that_answers_nothing_is_named_with_its_warp_and_what_it_does() -> None:
+    error = exception_of(failure(FailureKind.ACTOR_SILENT, chunk=4, seen=4), rank=1)
+    assert type(error) is PeerTimeout
+    for words in ("rank 2", "call 7", "warp 4 of its own OS block", "watches results return"):
+        assert words in str(error)
+    assert "restart its process" in str(error)
 
 
 def test_logits_that_are_not_finite_name_the_token_and_where_to_look() -> None:

@@ -294,6 +294,7 @@ MUTATIONS = [
         "CREDITS_CLEARED_WHEN_SEEN",
     ),
     mutation("credits that stay", "whole", DEADLOCK, "CREDITS_STAY"),
+    mutation("chunks that are not listed when a call ends", "whole", DEADLOCK, "LISTS_NOT_AWAITED"),
     mutation(
         "a flag without its release", "exchange", READS_WRONG_ROW, "FLAG_RELAXED", *THREE_CALLS
     ),

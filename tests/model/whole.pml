@@ -12,8 +12,11 @@
  *                  the owners and sets the counter to 0
  *   combine        a token's results                          lone_warp.hpp
  *   courier        a row to each rank, and its flag           spread.hpp, packet.hpp
+ *   list           the chunks that are to come back, by a     returns_subscriber.hpp await_chunks
+ *                  warp that may look late
  *   end            rows returned, token combined, processors  scheduler.hpp finished, interrupt
- *                  back at the ring; then credits to 0        returns_subscriber.hpp leave
+ *                  back at the ring, chunks listed; then
+ *                  credits of what is listed to 0             returns_subscriber.hpp leave
  *
  * Each rank has one token, which has a row on every rank, and one tile. Ranks from BY_ROWS on plan
  * by rows: there a word is published when the part's inputs are here, and nobody waits.
@@ -70,7 +73,8 @@ byte started[RANKS]; /* the call that its kernel is at */
 byte over[RANKS];    /* the last call that was interrupted */
 byte published[RANKS];
 byte claimed[RANKS];
-byte left[RANKS]; /* processors and couriers that have ended the call */
+byte left[RANKS]; /* processors, couriers and returns subscribers that have ended the call */
+bool listed[RANKS];
 byte inner[RANKS * PARTS]; /* the call whose part of the first GEMM is there */
 byte first_done[RANKS];
 byte second_done[RANKS];
@@ -231,7 +235,31 @@ proctype courier(byte me) {
   od
 }
 
-/* The OS block. */
+/* A returns subscriber that hands out nothing. It looks when it is given a turn: before the call is
+ * over or not. */
+proctype returns(byte me) {
+  byte call = 0;
+  byte i = 0;
+  do
+  :: call == EPOCHS -> break
+  :: started[me] > call && published[me] == SLOTS ->
+     d_step { call++; listed[me] = true }
+     d_step {
+       over[me] == call;
+#if !defined(MUTATION_CREDITS_STAY)
+       do
+       :: i < RANKS -> returned[PAIR(me, i)] = 0; i++
+       :: else -> break
+       od;
+       i = 0;
+#endif
+       left[me]++
+     }
+  :: over[me] > call -> d_step { call++; left[me]++ }
+  od
+}
+
+/* The rest of the OS block. */
 proctype os(byte me) {
   byte call = 0;
   byte i = 0;
@@ -255,22 +283,19 @@ proctype os(byte me) {
      od;
      i = 0;
 #endif
+#if !defined(MUTATION_LISTS_NOT_AWAITED)
+     listed[me];
+#endif
      all_returned[me] && combined[me] && claimed[me] == SLOTS + PROCESSORS;
      over[me] = call;
-#if !defined(MUTATION_CREDITS_STAY)
-     do
-     :: i < RANKS -> returned[PAIR(me, i)] = 0; i++
-     :: else -> break
-     od;
-     i = 0;
-#endif
-     left[me] == PROCESSORS + 1; /* the end of the kernel */
+     left[me] == PROCESSORS + 2; /* the end of the kernel */
      d_step {
        left[me] = 0;
        published[me] = 0;
        claimed[me] = 0;
        all_returned[me] = false;
-       combined[me] = false
+       combined[me] = false;
+       listed[me] = false
      }
   od
 }
@@ -283,6 +308,7 @@ init {
     :: me < RANKS ->
        run os(me);
        run courier(me);
+       run returns(me);
        n = 0;
        do
        :: n < PROCESSORS -> run processor(me); n++
