@@ -14,17 +14,15 @@ import copy
 import itertools
 import os
 import pickle
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, cast
 
+from moeos.caller import Caller
 from moeos.errors import ConfigMismatch, PeerTimeout
 from moeos.process import Home, keep_in_children
-from moeos.thread_limits import no_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -420,39 +418,6 @@ def _start_mpi() -> None:
     atexit.register(end)
 
 
-class _Caller:
-    """Calls functions on a thread of its own, so that one which never returns can be given up."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._work, name="moeos-store", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise no_thread("the thread of the store", "start fewer ranks here") from error
-
-    def result(self, function: Callable[[], Value], seconds: float) -> Value:
-        """What `function` returns or raises; `futures.TimeoutError` if it takes longer."""
-        future: concurrent.futures.Future[Value] = concurrent.futures.Future()
-
-        def call() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._calls.put(call)
-        return future.result(seconds)
-
-    def close(self) -> None:
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while call := self._calls.get():
-            call()
-            del call  # it may hold the last reference to a store
-
-
 class StoreControl(_PolledControl):
     """The control plane of a process that torchrun (or srun without PMIx) started, over a TCPStore.
 
@@ -474,7 +439,7 @@ class StoreControl(_PolledControl):
         super().__init__(rank, size, deadline)
         self._where = f"the store at {host}:{port} (rank 0 or its launcher serves it)"
         self._serve = serve
-        self._caller = _Caller()
+        self._caller = Caller("moeos-store")
         self._lost: str | None = None  # why the store can be asked no more
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"moeos/{restarts}/{next(self._made)}"

@@ -148,7 +148,7 @@ def test_a_world_whose_control_plane_gets_no_thread_is_not_made() -> None:
         allow(1)
         return refused(lambda: moeos.init(deadline=100.0))
 
-    assert "the thread of the store cannot be started" in forked(make)
+    assert "the thread moeos-store cannot be started" in forked(make)
 
 
 def test_the_error_names_the_control_group_that_allows_few_threads(

@@ -1,0 +1,76 @@
+"""Calls functions on a thread of its own, so that one which does not return can be given up.
+
+It knows nothing of what the functions do.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from moeos.process import Home
+from moeos.thread_limits import no_thread
+
+Value = TypeVar("Value")
+
+
+class Caller:
+    """A thread that calls functions, one after the other.
+
+    Raises `OSError` if the thread cannot be started.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise no_thread(f"the thread {name}", "start fewer ranks here") from error
+
+    def result(self, function: Callable[[], Value], seconds: float | None = None) -> Value:
+        """What `function` returns or raises; `futures.TimeoutError` if it takes longer.
+
+        In the main thread a signal's handler runs while this waits, and what it raises is raised
+        here; the function goes on, and later ones wait for it.
+        """
+        future: concurrent.futures.Future[Value] = concurrent.futures.Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future.result(seconds)
+
+    def close(self) -> None:
+        """Ends the thread when it has called what was asked for before."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while call := self._calls.get():
+            call()
+            del call  # it may hold the last reference to a store
+
+
+_waiter: tuple[Home, Caller] | None = None
+
+
+def interruptibly(wait: Callable[[], None]) -> None:
+    """Makes a wait that sees no signal see them, in the main thread; elsewhere none would come.
+
+    Raises what `wait` raises, and what a signal's handler does: then the wait goes on by itself,
+    and the next one begins behind it.
+    """
+    global _waiter
+    if threading.current_thread() is not threading.main_thread():
+        wait()
+        return
+    if _waiter is None or not _waiter[0].here:  # a child does not have its parent's thread
+        _waiter = Home(), Caller("moeos-wait")
+    _waiter[1].result(wait)

@@ -1,0 +1,77 @@
+"""Functions on a thread of their own: results, errors, and signals while the main thread waits."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+import pytest
+
+from moeos import caller
+from moeos.caller import Caller
+from tests.processes import ForkedRanks
+
+
+def fail() -> None:
+    raise LookupError("of the function")
+
+
+def test_what_a_function_returns_or_raises_comes_back() -> None:
+    calls = Caller("test")
+    assert calls.result(threading.get_ident) != threading.get_ident()
+    with pytest.raises(LookupError, match="of the function"):
+        calls.result(fail)
+    with pytest.raises(concurrent.futures.TimeoutError):
+        calls.result(lambda: time.sleep(0.05), 0.001)
+    calls.close()
+
+
+def test_a_wait_that_sees_no_signal_is_left_when_a_handler_raises() -> None:
+    leave = threading.Event()
+    waits = threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        leave.wait()
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def send() -> None:
+        waits.wait()
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        threading.Thread(target=send).start()
+        with pytest.raises(KeyboardInterrupt):
+            caller.interruptibly(wait)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        leave.set()
+    with pytest.raises(LookupError):
+        caller.interruptibly(fail)
+
+
+def test_other_threads_wait_by_themselves() -> None:
+    where: list[int] = []
+    thread = threading.Thread(
+        target=lambda: caller.interruptibly(lambda: where.append(threading.get_ident()))
+    )
+    thread.start()
+    thread.join()
+    assert where == [thread.ident]
+
+
+def test_a_forked_child_has_a_thread_of_its_own_for_waits() -> None:
+    caller.interruptibly(lambda: None)
+
+    def wait(_rank: int) -> str:
+        caller.interruptibly(lambda: None)
+        return "waited"
+
+    assert ForkedRanks(wait, 1).ended() == ["waited"]
