@@ -186,7 +186,15 @@ def test_processes_compute_what_virtual_ranks_compute(way: Way) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped"),
+        pytest.param(signal.SIGTERM, id="terminated", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, id="hung-up", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_process_that_ends_amid_the_calls_is_named_by_the_others(
     victim: int, number: signal.Signals
 ) -> None:
