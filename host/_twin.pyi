@@ -43,6 +43,7 @@ class Sizes:
         expert_groups: int,
         top_groups: int,
         group_score: int,
+        fp32_router: bool,
         processors: int,
         couriers: int,
         remote: bool,

@@ -72,9 +72,10 @@ def load_block(
             ("shared_experts.",), for example. None of them may be the layer's.
 
     Returns:
-        contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H], "w1"
-        [X, 2I, H] with gate rows before up rows, "w2" [X, H, I]; with `cfg.bias` also "b1" [X, 2I]
-        and "b2" [X, H]; with `cfg.selection_bias` also "gate.selection_bias", fp32 [E].
+        contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H] in
+        cfg.gate_dtype, "w1" [X, 2I, H] with gate rows before up rows, "w2" [X, H, I]; with
+        `cfg.bias` also "b1" [X, 2I] and "b2" [X, H]; with `cfg.selection_bias` also
+        "gate.selection_bias", fp32 [E].
 
     Raises:
         TypeError: `ignore` is a single string.
@@ -93,7 +94,7 @@ def load_block(
     router_name = prefix + _ROUTER_WEIGHT
     router = _read(state_dict, router_name, (cfg.experts, cfg.hidden))
     router = sharding.everything(router_name, router)
-    block = {"gate.weight": _copy(router, cfg.dtype, router.device)}
+    block = {"gate.weight": _copy(router, cfg.gate_dtype, router.device)}
     if cfg.selection_bias:
         selection_bias = _read_selection_bias(cfg, state_dict, prefix, names.selection_bias)
         block["gate.selection_bias"] = _copy(selection_bias, torch.float32, router.device)

@@ -53,6 +53,10 @@ class MoEConfig:
         activation: "swiglu" (gated: silu(gate) * up), "gelu" (exact, with erf), "gelu_tanh",
             "silu", "relu" or "identity".
         dtype: of tokens, weights and output: torch.float32, bfloat16 or float16.
+        router_dtype: torch.float32 keeps the router's weight in float32, whatever `dtype` is, and
+            sums its logits so that the chosen experts are float64's wherever the margin, of logits
+            or of selection scores, exceeds 1e-6 of the token's largest one in magnitude. None: the
+            router is as all other weights.
         max_tokens: the most tokens that one rank may pass in one call; sizes all buffers.
         scoring: expert scores are the softmax over all logits, or the sigmoid of each.
         renormalize: divide the k weights of a token by their sum (FlashDMoE, eq. 5.1 and 5.2).
@@ -84,6 +88,7 @@ class MoEConfig:
     top_k: int
     activation: Activation = "swiglu"
     dtype: torch.dtype = torch.bfloat16
+    router_dtype: torch.dtype | None = None
     max_tokens: int = 1024
     scoring: Scoring = "softmax"
     renormalize: bool = True
@@ -111,7 +116,7 @@ class MoEConfig:
         self._check_choice("group_score", get_args(GroupScore))
         if self.row_map is not None:
             self._check_choice("row_map", get_args(RowMap))
-        self._check_dtype()
+        self._check_dtypes()
         self._check_positive_number("routed_scaling")
         self._check_routing()
         if self.capacity_factor is not None:
@@ -127,6 +132,11 @@ class MoEConfig:
     def gated(self) -> bool:
         """Whether w1 holds gate rows and up rows."""
         return self.activation == "swiglu"
+
+    @property
+    def gate_dtype(self) -> torch.dtype:
+        """Of the router's weight: `router_dtype`, or `dtype` where there is none."""
+        return self.dtype if self.router_dtype is None else self.router_dtype
 
     @property
     def w1_rows(self) -> int:
@@ -191,6 +201,8 @@ class MoEConfig:
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["dtype"] = _dtype_name(self.dtype)
+        if self.router_dtype is not None:
+            fields["router_dtype"] = _dtype_name(self.router_dtype)
         fields["row_map"] = self.resolved_row_map
         return json.dumps(fields)
 
@@ -198,8 +210,8 @@ class MoEConfig:
     def from_toml(cls, path: str | Path) -> MoEConfig:
         """Read a config from the top-level keys of a TOML file, named like the fields.
 
-        dtype is written as its name (`dtype = "bfloat16"`). One table, `[run]`, is allowed and
-        ignored: it is for the command line.
+        dtype and router_dtype are written as names (`dtype = "bfloat16"`). One table, `[run]`, is
+        allowed and ignored: it is for the command line.
 
         Raises:
             OSError: the file cannot be read.
@@ -235,8 +247,8 @@ class MoEConfig:
         ]
         if missing:
             raise ValueError(f"missing key {', '.join(missing)}")
-        dtype = {"dtype": _dtype_of(values["dtype"])} if "dtype" in values else {}
-        return cls(**{**values, **dtype})
+        names = [name for name in ("dtype", "router_dtype") if name in values]
+        return cls(**{**values, **{name: _dtype_of(name, values[name]) for name in names}})
 
     def _check_type(self, name: str, kind: type) -> None:
         value = getattr(self, name)
@@ -269,10 +281,14 @@ class MoEConfig:
         if value not in allowed:
             raise self._error(name, _one_of(value, allowed))
 
-    def _check_dtype(self) -> None:
+    def _check_dtypes(self) -> None:
         self._check_type("dtype", torch.dtype)
         if self.dtype not in DTYPES.values():
             raise self._error("dtype", f"one of {', '.join(map(str, DTYPES.values()))}")
+        if self.router_dtype is not None:
+            self._check_type("router_dtype", torch.dtype)
+            if self.router_dtype != torch.float32:
+                raise self._error("router_dtype", "torch.float32, or None for the layer's dtype")
 
     def _check_routing(self) -> None:
         if self.top_k > self.experts:
@@ -320,9 +336,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, value in DTYPES.items() if value == dtype)
 
 
-def _dtype_of(name: object) -> torch.dtype:
+def _dtype_of(key: str, name: object) -> torch.dtype:
     if not isinstance(name, str):
-        raise TypeError(_must_be("dtype", name, "a name such as 'bfloat16'"))
+        raise TypeError(_must_be(key, name, "a name such as 'bfloat16'"))
     if name not in DTYPES:
-        raise ValueError(_must_be("dtype", name, _one_of(name, DTYPES)))
+        raise ValueError(_must_be(key, name, _one_of(name, DTYPES)))
     return DTYPES[name]

@@ -245,6 +245,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "FLOAT16": int(cfg.dtype == torch.float16),
         "BIAS": int(cfg.bias),
         "SELECTION_BIAS": int(cfg.selection_bias),
+        "FP32_ROUTER": int(cfg.router_dtype == torch.float32),
         "TRACE_EVENTS": shape.trace_events,
         "TRANSPORT": get_args(Transport).index(shape.transport),
         "FAULTS": int(shape.faults),

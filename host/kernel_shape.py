@@ -37,7 +37,7 @@ _TILE_COLUMNS = 256
 _NARROW_ROWS = 64
 _FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
 _ROUTE_TOKENS = 64  # of a block, at most
-_ROUTE_DEPTH = 64  # columns of x that a block's Route multiplies in one step, or twice as many
+_BOX_BYTES = 128  # of a box's row: of the router's columns that a block's Route multiplies
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
 _SPREAD_BYTES = 64 << 10  # of rows that a courier spreads together, at most
@@ -205,7 +205,10 @@ def _route_slices(cfg: MoEConfig) -> int:
     Until they are added up, the sums of a token lie in its row of the output, which they must fit.
     """
     columns = route_columns(cfg)
-    depth = _ROUTE_DEPTH if columns > 128 else 2 * _ROUTE_DEPTH  # kRouteDepth
-    by_steps = -(-cfg.hidden // depth) // _LEAST_STEPS
-    by_room = cfg.hidden * cfg.dtype.itemsize // (_GROUPS * columns * 4)
-    return max(1, min(_MOST_SLICES, by_steps, by_room))
+    boxes = 1 if columns > 128 else 2  # kRouteDepth
+    depth = boxes * _BOX_BYTES // cfg.gate_dtype.itemsize
+    steps = -(-cfg.hidden // depth)
+    kept = _GROUPS if cfg.router_dtype is None else 1  # sums of a logit in a slice
+    by_room = cfg.hidden * cfg.dtype.itemsize // (kept * columns * 4)
+    slices = max(1, min(_MOST_SLICES, steps // _LEAST_STEPS, by_room))
+    return -(-steps // -(-steps // slices))  # each but the last has as many steps, and it has some

@@ -37,23 +37,28 @@ class _Expected(NamedTuple):
 
 
 class Gate(nn.Module):
-    """The router: weight [E, H], and selection_bias fp32 [E] where the config has one."""
+    """The router: weight [E, H], and selection_bias fp32 [E] where the config has one.
+
+    `to` and its like leave the bias fp32, and the weight where `cfg.router_dtype` says so.
+    """
 
     def __init__(self, cfg: MoEConfig) -> None:
         super().__init__()
-        self.weight = _parameter(cfg.experts, cfg.hidden, dtype=cfg.dtype)
+        self._keeps_weight = cfg.router_dtype is not None
+        self.weight = _parameter(cfg.experts, cfg.hidden, dtype=cfg.gate_dtype)
         bias = torch.zeros(cfg.experts, dtype=torch.float32) if cfg.selection_bias else None
         self.register_buffer("selection_bias", bias)
         self.selection_bias: torch.Tensor | None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Gate:
-        """Moves the parameters as `to` asks; the bias goes along and stays fp32 with its bits."""
-        bias = self.selection_bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if bias is not None and self.selection_bias is not None:
-            device = self.selection_bias.device
-            kept = torch.empty_like(bias, device=device) if bias.is_meta else bias.to(device)
-            self.selection_bias = kept
+        """Moves the parameters as `to` asks; what stays fp32 keeps its bits."""
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            made = fn(tensor)
+            kept = tensor is self.selection_bias or (self._keeps_weight and tensor is self.weight)
+            return tensor.to(made.device) if kept and made.dtype != tensor.dtype else made
+
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(
@@ -74,7 +79,7 @@ class MoELayer(nn.Module):
     rank passes in a call is its own affair.
 
     Parameters (dtype `cfg.dtype`; this rank holds the X = E / P experts from rank·X on):
-        gate.weight [E, H]: the router.
+        gate.weight [E, H]: the router, fp32 with `cfg.router_dtype`.
         w1 [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate.
         w2 [X, H, I].
         b1 [X, 2I or I], b2 [X, H] with `cfg.bias`.

@@ -20,6 +20,9 @@ from torch.nn import functional
 
 from moeos.config import MoEConfig
 
+_FP32_ROUTER_ERROR = 0.5e-6
+"""Of the largest logit or score of a token: what those of an fp32 router err at most."""
+
 
 class Routing(NamedTuple):
     """Which experts each token goes to, and with what weight.
@@ -90,27 +93,38 @@ def margin_in_errors(
 ) -> Tensor:
     """How far each token is from being routed otherwise in fp32: float64 [S].
 
-    In units of what fp32 can err: a token above 1 has the experts that `route` says, one at or
-    below 1 may have others. The error is that of logits summed as tensor cores do it, 16 products
-    at a time into an fp32 sum that is truncated: an addition loses at most 2^-23 of the sum, which
-    stays within 4 standard deviations of a sum of such products with random signs. Experts are
-    chosen by logits, or by scores where there is a bias or groups whose score is a sum; scores move
-    less than logits (softmax by a half, sigmoid by a quarter of it), and err by at most 2^-20
-    themselves.
+    In units of what the layer can err: a token above 1 has the experts that `route` says, one at or
+    below 1 may have others. Experts are chosen by logits, or by selection scores where there is a
+    bias or groups whose score is a sum; scores move less than logits (softmax by a half, sigmoid by
+    a quarter of it), and have an error of their own. What a margin must exceed:
+
+    * Of an fp32 router: 1e-6 of the token's largest logit, in magnitude; and, where scores decide,
+      1e-6 of its largest selection score besides.
+    * Of others: twice the error of logits that are summed as tensor cores do it, 16 products at a
+      time into an fp32 sum that is truncated: an addition loses at most 2^-23 of the sum, which
+      stays within 4 standard deviations of a sum of such products with random signs. Scores err by
+      at most 2^-20 themselves.
 
     Arguments and errors are those of `route`.
     """
-    routed = route(x, gate_weight, cfg, selection_bias)
+    route(x, gate_weight, cfg, selection_bias)  # raises what is wrong
     gate = gate_weight.double()
-    deviation = (x.double().square() @ gate.square().T).amax(dim=1).sqrt()
-    logit_error = math.ceil(cfg.hidden / 16) * 2.0**-23 * 4 * deviation
-    if not _chooses_by_logit(cfg):
-        slope = 0.5 if cfg.scoring == "softmax" else 0.25
-        return routed.margin / (2 * (slope * logit_error + 2.0**-20))
-    logits = _Keys(x.double() @ gate.T)
-    _, margin = _choose(logits, logits, cfg)
+    logits = x.double() @ gate.T
+    selection = _selection(logits, cfg, selection_bias)
+    if cfg.router_dtype is None:
+        deviation = (x.double().square() @ gate.square().T).amax(dim=1).sqrt()
+        logit_error = math.ceil(cfg.hidden / 16) * 2.0**-23 * 4 * deviation
+        score_error = torch.full_like(logit_error, 2.0**-20)
+    else:
+        logit_error = _FP32_ROUTER_ERROR * logits.abs().amax(dim=1)
+        score_error = _FP32_ROUTER_ERROR * selection.high.abs().amax(dim=1)
+    if _chooses_by_logit(cfg):
+        selection, error = _Keys(logits), logit_error
+    else:
+        error = (0.5 if cfg.scoring == "softmax" else 0.25) * logit_error + score_error
+    _, margin = _choose(selection, selection, cfg)
     # Not above 0 for tokens of zeros, all of whose experts are tied.
-    return margin / (2 * logit_error).clamp_min(2.0**-149)
+    return margin / (2 * error).clamp_min(2.0**-149)
 
 
 def moe(

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from typing import get_args
 
+import torch
+
 from moeos import _twin
 from moeos.config import Activation, GroupScore, MoEConfig, Scoring
 
@@ -84,6 +86,7 @@ def layer_sizes(
         expert_groups=cfg.expert_groups,
         top_groups=cfg.top_groups,
         group_score=get_args(GroupScore).index(cfg.group_score),
+        fp32_router=cfg.router_dtype == torch.float32,
         processors=processors,
         couriers=couriers,
         remote=remote,

@@ -34,6 +34,7 @@ struct LayerShape {
   u32 expert_groups;  // group-limited top-k: experts are chosen from top_groups groups
   u32 top_groups;
   GroupScore group_score;
+  bool fp32_router;  // its weight is fp32, whatever else is, and its logits are as float64's
 
   /// Whether experts are chosen by their logits, where selection scores have no bias: scores are
   /// monotonic in the logits, and fp32 scores saturate. Sums of scores are not.

@@ -122,6 +122,8 @@ class Weights:
         """Which tokens [S] of a call fp32 and float64 must route alike."""
         if call.ids is not None:
             return torch.ones(len(call.x), dtype=torch.bool)
+        if self.cfg.router_dtype is not None:
+            return reference.margin_in_errors(call.x, self.gate, self.cfg, self.selection_bias) > 1
         margin = reference.route(call.x, self.gate, self.cfg, self.selection_bias).margin
         return margin >= NEAR_TIE
 
@@ -134,13 +136,13 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape: int, dtype: torch.dtype = cfg.dtype) -> Tensor:
         normal = torch.randn(shape, dtype=torch.float64, generator=generator)
-        return (normal / math.sqrt(shape[-1])).to(cfg.dtype)
+        return (normal / math.sqrt(shape[-1])).to(dtype)
 
-    gate = draw(cfg.experts, cfg.hidden)
+    gate = draw(cfg.experts, cfg.hidden, dtype=cfg.gate_dtype)
     if preference is not None:
-        gate[:, 0] = preference.to(cfg.dtype)
+        gate[:, 0] = preference.to(cfg.gate_dtype)
     bias = None
     if cfg.selection_bias:
         bias = torch.empty(cfg.experts).uniform_(-0.2, 0.2, generator=generator)
@@ -153,6 +155,46 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
         b2=draw(cfg.experts, cfg.hidden) if cfg.bias else None,
         selection_bias=bias,
     )
+
+
+def pair_experts(weights: Weights, seed: int = 0) -> Weights:
+    """The same weights with routers of experts 2i and 2i + 1 that differ by some 1e-5 of them.
+
+    An odd top_k then divides a pair of each token, by a margin that 16 bits or TF32 lose and fp32
+    keeps. Its experts compute different things, so a wrong choice is a large error.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    gate = weights.gate.cpu().clone()
+    change = torch.randn(gate[::2].shape, generator=generator) * 1e-5
+    gate[1::2] = (gate[::2].double() * (1 + change.double())).to(gate.dtype)
+    return dataclasses.replace(weights, gate=gate.to(weights.gate.device))
+
+
+def telling_experts(weights: Weights) -> Weights:
+    """The same router with experts whose outputs tell which were chosen: see `chosen`.
+
+    The layer's activation must be "identity", and H at least E.
+    """
+    cfg = weights.cfg
+    assert cfg.activation == "identity"
+    assert cfg.hidden >= cfg.experts
+    w1, w2 = torch.zeros_like(weights.w1), torch.zeros_like(weights.w2)
+    w1[:, 0, 0] = 1.0  # the first element of a token, which `draw_call` makes 1
+    every = torch.arange(cfg.experts, device=w2.device)
+    w2[every, every, 0] = 1.0
+    return dataclasses.replace(weights, w1=w1, w2=w2)
+
+
+def chosen(cfg: MoEConfig, y: Tensor) -> Tensor:
+    """Which experts a token was sent to: bool [S, E], of an output of `telling_experts`."""
+    return y[:, : cfg.experts] != 0
+
+
+def routed_by_reference(weights: Weights, call: Call) -> Tensor:
+    """The same by the float64 reference."""
+    ids = reference.route(call.x, weights.gate, weights.cfg, weights.selection_bias).ids
+    none = torch.zeros(len(ids), weights.cfg.experts, dtype=torch.bool, device=ids.device)
+    return none.scatter(1, ids, True)
 
 
 def rows_once(ids: Tensor, experts: range, first_rows: int) -> int:

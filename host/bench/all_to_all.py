@@ -38,6 +38,8 @@ AllToAll = Callable[..., Any]
 
 def fp32_logits(x: Tensor, gate: Tensor) -> Tensor:
     """x [S, H] · gate [E, H]ᵀ in fp32, as the layer's router has them, from 16-bit operands."""
+    if gate.dtype != x.dtype:
+        return x.float() @ gate.t()
     return torch.mm(x, gate.t(), out_dtype=torch.float32)
 
 

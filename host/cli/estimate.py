@@ -125,7 +125,7 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
 
 def weight_bytes_per_rank(cfg: MoEConfig, ranks: int) -> int:
     """Gate, w1 and w2, and b1 and b2 where the layer has them, of one rank."""
-    router = cfg.experts * cfg.hidden * cfg.dtype.itemsize
+    router = cfg.experts * cfg.hidden * cfg.gate_dtype.itemsize
     return router + cfg.experts_per_rank(ranks) * _expert_bytes(cfg)
 
 

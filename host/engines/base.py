@@ -19,7 +19,7 @@ class CallTensors(NamedTuple):
     unless said.
 
     x [rows, H] and out [rows, H], which share no memory: a call may keep sums in out while it
-    reads x; gate [E, H]; selection_bias fp32 [E] or None; topk_ids int32 or
+    reads x; gate [E, H] of cfg.gate_dtype; selection_bias fp32 [E] or None; topk_ids int32 or
     int64 [rows, k] and topk_weights of any floating point type [rows, k], of any strides, both or
     neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; tokens int32 [1] or [], S, or
     None: S is the number of rows. Values are not checked: the machine that can look at them does.

@@ -23,6 +23,11 @@ MAX_MAPS = 512
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """In which the kernel reads weights given by the caller: WeightType of arguments.cuh."""
 
+_MAP_TYPES = {
+    torch.float32: "CU_TENSOR_MAP_DATA_TYPE_FLOAT32",
+    torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
+    torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
+}
 _MAP_BYTES = 128
 _CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _INTERMEDIATE_BOX_ROWS = tuple(n for n in _CELL_BOX_ROWS if n >= _twin.SEGMENT_ALIGN)
@@ -44,7 +49,7 @@ _MAP_ALIGNMENT = 64
 RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
-_BOX_COLUMNS = 64  # 128 bytes, one row of a stage
+_BOX_BYTES = 128  # of a box's row, one row of a stage
 _ROUTE_BOX_ROWS = 64  # of x
 _WEIGHT_BOX_ROWS = 128  # of w1, w2 where no part reaches beyond them
 _ORDERED_ROWS = 32  # of weights, that lie in a box in an order of their own; all of a smaller box
@@ -225,16 +230,18 @@ class ArgumentPacker:
                 (_ROWS_TOGETHER // 2, 2, _ROWS_TOGETHER // 2),
                 (groups, _ORDERED_ROWS, groups),
             ]
-        row_bytes = columns * self._cfg.dtype.itemsize
+        element = self._cfg.gate_dtype if name == "gate" else self._cfg.dtype
+        row_bytes = columns * element.itemsize
         status, made = driver.cuTensorMapEncodeTiled(
-            kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-            if self._cfg.dtype == torch.float16
-            else kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            getattr(kind, _MAP_TYPES[element]),
             1 + len(dimensions),
             address,
             [driver.cuuint64_t(size) for size in (columns, *(d[0] for d in dimensions))],
             [driver.cuuint64_t(stride * row_bytes) for _, stride, _ in dimensions],
-            [driver.cuuint32_t(size) for size in (_BOX_COLUMNS, *(d[2] for d in dimensions))],
+            [
+                driver.cuuint32_t(size)
+                for size in (_BOX_BYTES // element.itemsize, *(d[2] for d in dimensions))
+            ],
             [driver.cuuint32_t(1)] * (1 + len(dimensions)),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

@@ -35,7 +35,7 @@ enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
 struct TensorMaps {
   TensorMap x;                                 // [rows, H], box 64 x 64
   TensorMap x_row;                             // the same, box 1 x 64
-  TensorMap gate;                              // [E, H], box kRouteColumns x 64
+  TensorMap gate;                              // [E, H], box kRouteColumns x kGateBoxColumns
   TensorMap cells[kCellBoxes];                 // [rows of all cells, H]
   TensorMap w1;                                // [X * 2I or I, H], box kWeightBoxRows x 64
   TensorMap w1_narrow;                         // the same, box kNarrowBoxRows x 64

@@ -42,6 +42,7 @@ inline constexpr LayerShape kShape{
     MOEOS_EXPERT_GROUPS,
     MOEOS_TOP_GROUPS,
     static_cast<GroupScore>(MOEOS_GROUP_SCORE),
+    MOEOS_FP32_ROUTER != 0,
 };
 
 /// Slots of an expert for each token of a source, MoEConfig.capacity_ratio; 0 / 0 when dropless.
@@ -103,14 +104,24 @@ constexpr u32 first_column(u32 part, u32 columns, u32 all) {
 }
 
 // Route: a tile of 64 rows and all experts in one part; each consumer warpgroup takes half of the
-// depth. A block has as many tokens, or fewer (the tile's other rows are then nobody's).
+// depth, or half of the experts of an fp32 router (fp32_router.cuh). A block has as many tokens, or
+// fewer (the tile's other rows are then nobody's).
 inline constexpr u32 kRouteRows = 64;
 inline constexpr u32 kRouteTokens = kGeometry.route_tokens;  // at most
 inline constexpr u32 kRouteColumns =
     kGeometry.experts <= 64 ? 64 : (kGeometry.experts <= 128 ? 128 : 256);
 static_assert(kGeometry.experts <= kRouteColumns, "Route computes all logits in one tile");
 static_assert(kRouteTokens <= kRouteRows);
-// Steps of the depth in one stage: as many as fit, because Route waits for loads, not for products.
+// Boxes of the router's weights in one stage, along the depth: as many as fit, because Route waits
+// for loads, not for products.
 inline constexpr u32 kRouteDepth = kRouteColumns <= 128 ? 2 : 1;
+inline constexpr u32 kGateBoxColumns = kSwizzleBytes / (kShape.fp32_router ? 4 : 2);
+inline constexpr u32 kRouteStepColumns = kRouteDepth * kGateBoxColumns;
+inline constexpr u32 kTokenBoxes = ceil_div(kRouteStepColumns, kTileDepth);
+// Accumulators of a thread: 64 tokens and all experts, or 64 experts and 64 tokens, so many times.
+inline constexpr u32 kTileSums = 32;
+inline constexpr u32 kRouteGroups = minimum(kConsumers, kRouteColumns / 64);
+inline constexpr u32 kGroupTiles = kRouteColumns / 64 / kRouteGroups;
+inline constexpr u32 kRouteSums = kShape.fp32_router ? kGroupTiles * kTileSums : kRouteColumns / 2;
 
 }  // namespace moeos::sm90

@@ -6,6 +6,7 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/fp32_router.cuh"
 
 namespace moeos::sm90 {
 
@@ -16,8 +17,9 @@ static_assert(kRouteTokens % kRoundTokens == 0);
 
 /// The logits of a block's tokens, some of them at a time in shared memory. Each warpgroup has half
 /// of every step of the depth; a logit is what one of them sums up, slice by slice, plus what the
-/// other does. So it is the same, bit for bit, whether one part multiplies all slices and has the
-/// sums in its accumulators, or several keep those of each slice, and the last one adds them up.
+/// other does. Of an fp32 router each has half of the experts, and sums up their logits alone. So
+/// it is the same, bit for bit, whether one part multiplies all slices and has the sums in its
+/// accumulators, or several keep those of each slice, and the last one adds them up.
 ///
 /// They keep a token's sums in its row of the output, which is not written before the call has
 /// routed all of its tokens. Every function by all consumers; sync() is their barrier.
@@ -48,9 +50,11 @@ class Logits {
 
   /// Brings the tokens from `first` of the block on into shared memory.
   template <class Sync>
-  void bring(const float (&d)[kRouteColumns / 2], u32 first, Sync sync) {
+  void bring(const float (&d)[kRouteSums], u32 first, Sync sync) {
     if (kGeometry.route_slices > 1 && kept_) {
       add_up_kept(first);
+    } else if constexpr (kShape.fp32_router) {
+      store_all(d, first);
     } else {
       if (group() == 0) {
         store<false>(d, first);
@@ -64,16 +68,26 @@ class Logits {
   }
 
   /// Keeps a slice's sums for the one that adds them up.
-  void keep(const float (&d)[kRouteColumns / 2], u32 slice) {
-    for_each_pair(d, [&](u32 place, u32 column, float2 pair) {
-      if (token(place) < end_) {
-        *reinterpret_cast<float2*>(kept_sums(place, slice * kConsumers + group()) + column) = pair;
-      }
-    });
+  void keep(const float (&d)[kRouteSums], u32 slice) {
+    if constexpr (kShape.fp32_router) {
+      for_each_logit(d, [&](u32 place, u32 expert, float sum) {
+        if (token(place) < end_) {
+          kept_sums(place, slice)[expert] = sum;
+        }
+      });
+    } else {
+      for_each_pair(d, [&](u32 place, u32 column, float2 pair) {
+        if (token(place) < end_) {
+          *reinterpret_cast<float2*>(kept_sums(place, slice * kConsumers + group()) + column) =
+              pair;
+        }
+      });
+    }
   }
 
  private:
-  static constexpr u32 kKept = kGeometry.route_slices * kConsumers;  // sums of a logit
+  static constexpr u32 kKeptTogether = kShape.fp32_router ? 1 : kConsumers;  // of a slice
+  static constexpr u32 kKept = kGeometry.route_slices * kKeptTogether;       // sums of a logit
   static_assert(kGeometry.route_slices == 1 ||
                     kKept * kRouteColumns * sizeof(float) <= kGeometry.row_bytes,
                 "a token's sums fit its row");
@@ -88,10 +102,37 @@ class Logits {
     return reinterpret_cast<float*>(row) + which * kRouteColumns;
   }
 
+  /// Visits a thread's sums of an fp32 router: visit(token of the block, expert, sum).
+  template <class Visit>
+  void for_each_logit(const float (&d)[kRouteSums], Visit visit) {
+    if (group() >= kRouteGroups) {
+      return;
+    }
+    const u32 lane = threadIdx.x % 32;
+    const u32 row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (u32 tile = 0; tile < kGroupTiles; ++tile) {
+#pragma unroll
+      for (u32 i = 0; i < kTileSums; ++i) {
+        const u32 expert = (group() * kGroupTiles + tile) * kExpertsOfTile + row + i / 2 % 2 * 8;
+        visit(i / 4 * 8 + lane % 4 * 2 + i % 2, expert, d[tile * kTileSums + i]);
+      }
+    }
+  }
+  /// A warpgroup's logits of the tokens from `first` on.
+  void store_all(const float (&d)[kRouteSums], u32 first) {
+    for_each_logit(d, [&](u32 place, u32 expert, float sum) {
+      const u32 token = place - first;
+      if (token < kRoundTokens) {
+        sums_[sum_place(token, expert)] = sum;
+      }
+    });
+  }
+
   /// Visits a thread's sums, in its accumulators (see epilogue.cuh): visit(token of the block,
   /// first of two columns, their sums).
   template <class Visit>
-  void for_each_pair(const float (&d)[kRouteColumns / 2], Visit visit) {
+  void for_each_pair(const float (&d)[kRouteSums], Visit visit) {
     const u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
@@ -106,7 +147,7 @@ class Logits {
 
   /// A warpgroup's sums of the tokens from `first` on, as they are or added to what is there.
   template <bool kAdd>
-  void store(const float (&d)[kRouteColumns / 2], u32 first) {
+  void store(const float (&d)[kRouteSums], u32 first) {
     for_each_pair(d, [&](u32 place, u32 column, float2 pair) {
       const u32 token = place - first;
       if (token < kRoundTokens) {
@@ -137,11 +178,11 @@ class Logits {
         sums[which] = *reinterpret_cast<const float4*>(kept_sums(first + place, which) + column);
       }
 #pragma unroll
-      for (u32 which = kConsumers; which < kKept; ++which) {
-        add(sums[which % kConsumers], sums[which]);
+      for (u32 which = kKeptTogether; which < kKept; ++which) {
+        add(sums[which % kKeptTogether], sums[which]);
       }
 #pragma unroll
-      for (u32 which = 1; which < kConsumers; ++which) {
+      for (u32 which = 1; which < kKeptTogether; ++which) {
         add(sums[0], sums[which]);
       }
       *reinterpret_cast<float4*>(&sums_[sum_place(place, column)]) = sums[0];

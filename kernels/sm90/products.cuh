@@ -22,7 +22,7 @@ inline u32 steps_of(const Task& task) {
 }
 
 /// Steps of a slice of a block's Route: the depth is divided among the slices, in order.
-inline constexpr u32 kRouteSteps = ceil_div(kShape.hidden, kRouteDepth* kTileDepth);
+inline constexpr u32 kRouteSteps = ceil_div(kShape.hidden, kRouteStepColumns);
 inline constexpr u32 kSliceSteps = ceil_div(kRouteSteps, kGeometry.route_slices);
 static_assert((kGeometry.route_slices - 1) * kSliceSteps < kRouteSteps, "each slice has a step");
 inline u32 first_step_of(u32 slice) { return slice * kSliceSteps; }
@@ -223,17 +223,19 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
 /// A Route part's operands: slices of a block's tokens, and of the router's weights.
 inline void load_route(const RankArguments& arguments, const RouteShare& share, Loader& loader) {
   const u32 n = Machine::lane() / 2;
+  const bool of_gate = Machine::lane() % 2 != 0;
   Box box;
-  if (n < kRouteDepth) {
-    const bool of_gate = Machine::lane() % 2 != 0;
+  if (n < (of_gate ? kRouteDepth : kTokenBoxes)) {
     box.map = of_gate ? &arguments.gate : &arguments.x;
     box.row = of_gate ? 0 : share.tokens.first;
-    box.column = (first_step_of(share.first_slice) * kRouteDepth + n) * kTileDepth;
+    box.column = first_step_of(share.first_slice) * kRouteStepColumns +
+                 n * (of_gate ? kGateBoxColumns : kTileDepth);
     box.place = of_gate ? kWeightsPlace + n * kRouteColumns * kSwizzleBytes
                         : n * kRouteRows * kSwizzleBytes;
   }
-  fill_stages(share.steps(), kRouteDepth * kTileDepth,
-              kRouteDepth * (kRouteRows + kRouteColumns) * kSwizzleBytes, box, loader);
+  fill_stages(share.steps(), kRouteStepColumns,
+              (kTokenBoxes * kRouteRows + kRouteDepth * kRouteColumns) * kSwizzleBytes, box,
+              loader);
 }
 
 /// One K-step of 16 elements out of a stage, whose rows and columns begin at `rows` and `columns`.
@@ -306,7 +308,7 @@ inline void skip_tile(u32 steps, Shared& shared, RingPosition<kStages>& stage) {
 
 /// d += a block's 64 tokens times the router's weights, over so many steps of the depth and this
 /// warpgroup's half of each.
-inline void multiply_logits(float (&d)[kRouteColumns / 2], u32 steps, u32 group, Shared& shared,
+inline void multiply_logits(float (&d)[kRouteSums], u32 steps, u32 group, Shared& shared,
                             RingPosition<kStages>& stage) {
   constexpr u32 kInstructions = kTileDepth / 16;
   constexpr u32 kShare = kRouteDepth * kInstructions / kConsumers;

@@ -7,6 +7,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/block_sort.cuh"
+#include "kernels/sm90/fp32_router.cuh"
 #include "kernels/sm90/given_routing.cuh"
 #include "kernels/sm90/logits.cuh"
 #include "kernels/sm90/products.cuh"
@@ -17,34 +18,45 @@
 
 namespace moeos::sm90 {
 
+/// sums += a block's tokens times the router's weights, over so many steps of the depth: of all of
+/// this warpgroup's share.
+inline void multiply_steps(float (&sums)[kRouteSums], u32 steps, u32 group, Shared& shared,
+                           RingPosition<kStages>& stage) {
+  if constexpr (kShape.fp32_router) {
+    multiply_exactly(sums, steps, group, shared, stage);
+  } else {
+    multiply_logits(sums, steps, group, shared, stage);
+  }
+}
+
 /// Multiplies the slices of a part. Their sums are in d, or kept, as `logits` has been told. By all
 /// consumers.
-inline void multiply_slices(float (&d)[kRouteColumns / 2], const RouteShare& share, Logits& logits,
+inline void multiply_slices(float (&d)[kRouteSums], const RouteShare& share, Logits& logits,
                             Shared& shared, RingPosition<kStages>& stage) {
   if constexpr (kGeometry.route_slices == 1) {
-    multiply_logits(d, steps_of_slice(0), logits.group(), shared, stage);
+    multiply_steps(d, steps_of_slice(0), logits.group(), shared, stage);
     return;
   }
-  [[maybe_unused]] float sums[Logits::kInRegisters ? kRouteColumns / 2 : 1] = {};
+  [[maybe_unused]] float sums[Logits::kInRegisters ? kRouteSums : 1] = {};
 #pragma unroll 1
   for (u32 slice = share.first_slice; slice < share.end_slice; ++slice) {
 #pragma unroll
     for (float& value : d) {
       value = 0.0F;
     }
-    multiply_logits(d, steps_of_slice(slice), logits.group(), shared, stage);
+    multiply_steps(d, steps_of_slice(slice), logits.group(), shared, stage);
     if (logits.kept()) {
       logits.keep(d, slice);
     } else if constexpr (Logits::kInRegisters) {
 #pragma unroll
-      for (u32 i = 0; i < kRouteColumns / 2; ++i) {
+      for (u32 i = 0; i < kRouteSums; ++i) {
         sums[i] += d[i];
       }
     }
   }
   if constexpr (Logits::kInRegisters) {
 #pragma unroll
-    for (u32 i = 0; i < kRouteColumns / 2; ++i) {
+    for (u32 i = 0; i < kRouteSums; ++i) {
       d[i] = sums[i];
     }
   }
@@ -54,7 +66,7 @@ inline void multiply_slices(float (&d)[kRouteColumns / 2], const RouteShare& sha
 /// whose logits are not finite. `told`: as Token::choose's. By all consumers; sync() is their
 /// barrier.
 template <class Sync>
-inline void choose_experts(const float (&d)[kRouteColumns / 2], Logits& logits,
+inline void choose_experts(const float (&d)[kRouteSums], Logits& logits,
                            const RankArguments& arguments, const RankMemory& memory, u32 told,
                            u32* bad_token, Sync sync) {
 #pragma unroll 1
@@ -93,7 +105,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   const bool shared_block = kGeometry.route_parts_of_block(call.tokens) > 1;
   Processor<Machine> processor(rank, call, index);
   Logits logits(arguments, shared.route, warp, share.tokens, shared_block || !Logits::kInRegisters);
-  float d[kRouteColumns / 2] = {};
+  float d[kRouteSums] = {};
   if (multiplies) {
     multiply_slices(d, share, logits, shared, stage);
   }

@@ -29,6 +29,9 @@ inline float from_ordered(u32 number) {
 }
 inline constexpr u32 kChosen = 0;
 
+/// Of an fp32 router as exact as fp32, since scores decide like logits.
+inline float exponential(float value) { return kShape.fp32_router ? expf(value) : __expf(value); }
+
 inline float sum_of_lanes(float value) {
 #pragma unroll
   for (u32 distance = 1; distance < Machine::kLanes; distance *= 2) {
@@ -69,7 +72,7 @@ class Token {
       float sum = 0.0F;
 #pragma unroll
       for (u32 i = 0; i < kLogitsEach; ++i) {
-        sum += expert_of(i) < kGeometry.experts ? __expf(logits[i] - rule.top) : 0.0F;
+        sum += expert_of(i) < kGeometry.experts ? exponential(logits[i] - rule.top) : 0.0F;
       }
       rule.inverse_sum = 1.0F / sum_of_lanes(sum);
     }
@@ -135,8 +138,8 @@ class Token {
     const float* selection_bias;
 
     float score(float logit) const {
-      return kShape.scoring == Scoring::softmax ? __expf(logit - top) * inverse_sum
-                                                : 1.0F / (1.0F + __expf(-logit));
+      return kShape.scoring == Scoring::softmax ? exponential(logit - top) * inverse_sum
+                                                : 1.0F / (1.0F + exponential(-logit));
     }
     /// What experts are selected by.
     float choice(float logit, u32 expert) const {

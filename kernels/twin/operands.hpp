@@ -14,7 +14,7 @@ namespace moeos::twin {
 
 /// Addresses of contiguous row-major tensors; null where the call has none.
 struct Operands {
-  Element element;              // of x, gate, w1, w2, b1, b2 and out
+  Element element;              // of x, gate (unless it is fp32), w1, w2, b1, b2 and out
   const void* x;                // [S, H]
   const void* gate;             // [E, H]
   const float* selection_bias;  // [E]
@@ -49,6 +49,7 @@ class Scratch {
         scores(allocate(geometry.experts)),
         choice(allocate(geometry.experts)),
         row(allocate(maximum(shape.hidden, geometry.experts))),
+        token(shape.fp32_router ? std::make_unique<double[]>(shape.hidden) : nullptr),
         tokens(std::make_unique<u8[]>(std::size_t{Geometry::kInPlaceTokens} * geometry.row_bytes)) {
   }
 
@@ -57,13 +58,14 @@ class Scratch {
   };
   using Floats = std::unique_ptr<float[], Free>;
 
-  Floats panels;                 // packed rows of a tile
-  Floats results;                // fp32 results of a part: gate block and up block, or one block
-  Floats last_gate_rows;         // the gate's last rows, padded to the GEMM's granule
-  Floats scores;                 // of one token
-  Floats choice;                 // what its experts are selected by
-  Floats row;                    // one output row; the scores of expert groups
-  std::unique_ptr<u8[]> tokens;  // rows of a tile that are read in place, side by side
+  Floats panels;                    // packed rows of a tile
+  Floats results;                   // fp32 results of a part: gate block and up block, or one block
+  Floats last_gate_rows;            // the gate's last rows, padded to the GEMM's granule
+  Floats scores;                    // of one token
+  Floats choice;                    // what its experts are selected by
+  Floats row;                       // one output row; the scores of expert groups
+  std::unique_ptr<double[]> token;  // one, for an fp32 router
+  std::unique_ptr<u8[]> tokens;     // rows of a tile that are read in place, side by side
 
  private:
   static u32 result_columns(const Geometry& geometry) {

@@ -1,7 +1,8 @@
 // The Route task: logits, scores, top-k and weights of one block of tokens, or the caller's
 // routing.
 //
-// Logits and scores are fp32. Ties go to the lower expert. May not know: slots, rows, flags.
+// Logits and scores are fp32; an fp32 router's are summed in fp64. Ties go to the lower expert. May
+// not know: slots, rows, flags.
 #pragma once
 
 #include <cmath>
@@ -32,7 +33,11 @@ class Router {
       copy_given(first, end);
       return kNone;
     }
-    compute_logits(first, end);
+    if (shape_.fp32_router) {
+      compute_logits_exactly(first, end);
+    } else {
+      compute_logits(first, end);
+    }
     for (u32 token = first; token < end; ++token) {
       const float* logits = &scratch_.results[std::size_t{token - first} * logit_stride()];
       for (u32 expert = 0; expert < geometry_.experts; ++expert) {
@@ -84,6 +89,36 @@ class Router {
       multiply(scratch_.panels.get(), panels, shape_.hidden, operands_.element, padded,
                shape_.hidden, kGemmGranule, scratch_.results.get() + whole, logit_stride());
     }
+  }
+
+  /// The same of an fp32 router: products are exact, and their sums are fp64.
+  void compute_logits_exactly(u32 first, u32 end) {
+    const auto* gate = static_cast<const float*>(operands_.gate);
+    const ConstElements x(operands_.element, operands_.x);
+    double* row = scratch_.token.get();
+    for (u32 token = first; token < end; ++token) {
+      for (u32 k = 0; k < shape_.hidden; ++k) {
+        row[k] = x[u64{token} * shape_.hidden + k];
+      }
+      float* logits = &scratch_.results[std::size_t{token - first} * logit_stride()];
+      for (u32 expert = 0; expert < geometry_.experts; ++expert) {
+        logits[expert] = static_cast<float>(product(row, gate + u64{expert} * shape_.hidden));
+      }
+    }
+  }
+  double product(const double* row, const float* weight) const {
+    constexpr u32 kSums = 8;  // side by side in vectors; H is a multiple
+    double sums[kSums] = {};
+    for (u32 k = 0; k < shape_.hidden; k += kSums) {
+      for (u32 i = 0; i < kSums; ++i) {
+        sums[i] += row[k + i] * static_cast<double>(weight[k + i]);
+      }
+    }
+    double sum = 0.0;
+    for (const double part : sums) {
+      sum += part;
+    }
+    return sum;
   }
 
   /// Top-k of one token (softmax or sigmoid; DeepSeek-V3's bias and groups), weights renormalised

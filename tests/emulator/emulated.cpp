@@ -25,12 +25,13 @@ struct RankTensors {
   u64 rows;
 };
 
-TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows) {
+TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 element_bytes = 2) {
   TensorMap map{};
   map.base = base;
   map.rows = rows;
   map.columns = columns;
   map.box_rows = box_rows;
+  map.element_bytes = element_bytes;
   return map;
 }
 
@@ -42,7 +43,7 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
     a.x = map_of(t.x, t.rows, kShape.hidden, kRouteRows);
     a.x_row = map_of(t.x, t.rows, kShape.hidden, 1);
   }
-  a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns);
+  a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns, 128 / kGateBoxColumns);
   for (u32 box = 0; box < kCellBoxes; ++box) {
     a.cells[box] = map_of(t.heap + layout.first_cell(), u64{layout.cells()} * kGeometry.cell_rows(),
                           kShape.hidden, box_height(kCellBoxes, box));

@@ -29,6 +29,7 @@ from tests.layers import (
     draw_call,
     draw_given_call,
     draw_weights,
+    pair_experts,
 )
 from tests.processes import ROOT
 
@@ -106,6 +107,31 @@ LAYERS = {
         activation="silu",
         dtype=torch.float16,
         capacity_factor=0.6,
+    ),
+    "an fp32 router": _layer(1, 2, 2, top_k=3, router_dtype=torch.float32),
+    "an fp32 router of many experts, in slices": _layer(
+        1,
+        2,
+        1,
+        hidden=1032,
+        intermediate=64,
+        experts=136,
+        top_k=5,
+        max_tokens=40,
+        scoring="sigmoid",
+        router_dtype=torch.float32,
+    ),
+    "an fp32 router of float16 tokens, in slices": _layer(
+        1,
+        2,
+        2,
+        hidden=1544,
+        intermediate=64,
+        experts=72,
+        top_k=3,
+        max_tokens=130,
+        dtype=torch.float16,
+        router_dtype=torch.float32,
     ),
     "groups whose best expert counts": _layer(
         1,
@@ -216,13 +242,20 @@ def emulate(name: str, libraries: dict[str, Path]) -> tuple[Emulated, EmulatedLa
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_are_those_of_the_reference(name: str, libraries: dict[str, Path]) -> None:
     layer = LAYERS[name]
-    run(layer, libraries[name], draw_weights(layer.cfg), range(layer.calls))
+    weights = draw_weights(layer.cfg)
+    if layer.cfg.router_dtype is not None:
+        weights = pair_experts(weights)
+    run(layer, libraries[name], weights, range(layer.calls))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["blocks that parts share, and others", "an fp32 router of float16 tokens, in slices"],
+)
 def test_a_tokens_output_does_not_depend_on_how_many_others_there_are(
-    libraries: dict[str, Path],
+    name: str, libraries: dict[str, Path]
 ) -> None:
-    layer, emulated = emulate("blocks that parts share, and others", libraries)
+    layer, emulated = emulate(name, libraries)
     drawn = draw_call(layer.cfg, layer.cfg.max_tokens, 7)
     whole = dataclasses.replace(drawn, x=2 * drawn.x)  # larger logits, whose last bits count
     y = emulated([whole], 0)[0]

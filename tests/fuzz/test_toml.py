@@ -29,6 +29,7 @@ CONFIG = {
     "top_k": "2",
     "activation": '"swiglu"',
     "dtype": '"bfloat16"',
+    "router_dtype": '"float32"',
     "max_tokens": "128",
     "scoring": '"softmax"',
     "renormalize": "true",

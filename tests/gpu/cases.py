@@ -201,8 +201,8 @@ def draw_weights_on_gpu(cfg: MoEConfig, seed: int = 0) -> Weights:
     """
     generator = torch.Generator("cuda").manual_seed(seed)
 
-    def draw(*shape: int) -> Tensor:
-        made = torch.empty(shape, dtype=cfg.dtype, device="cuda")
+    def draw(*shape: int, dtype: torch.dtype = cfg.dtype) -> Tensor:
+        made = torch.empty(shape, dtype=dtype, device="cuda")
         return made.normal_(std=shape[-1] ** -0.5, generator=generator)
 
     bias = None
@@ -210,7 +210,7 @@ def draw_weights_on_gpu(cfg: MoEConfig, seed: int = 0) -> Weights:
         bias = torch.empty(cfg.experts, device="cuda").uniform_(-0.2, 0.2, generator=generator)
     return Weights(
         cfg=cfg,
-        gate=draw(cfg.experts, cfg.hidden),
+        gate=draw(cfg.experts, cfg.hidden, dtype=cfg.gate_dtype),
         w1=draw(cfg.experts, cfg.w1_rows, cfg.hidden),
         w2=draw(cfg.experts, cfg.hidden, cfg.intermediate),
         b1=draw(cfg.experts, cfg.w1_rows) if cfg.bias else None,

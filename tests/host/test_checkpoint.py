@@ -196,6 +196,15 @@ def test_the_selection_bias_stays_float32() -> None:
     assert torch.equal(block["gate.selection_bias"], bias)
 
 
+def test_a_router_in_fp32_keeps_its_bits_beside_experts_in_16() -> None:
+    names = split_names()
+    cfg = config(dtype=torch.bfloat16, router_dtype=torch.float32)
+    block = load_block(cfg, names, PREFIX, rank=0, world_size=1)
+    assert block["gate.weight"].dtype == torch.float32
+    assert torch.equal(block["gate.weight"], names[PREFIX + "gate.weight"])
+    assert block["w1"].dtype == block["w2"].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("prefix", [PREFIX, PREFIX.rstrip(".")])
 def test_the_last_dot_of_the_prefix_may_be_left_out(prefix: str) -> None:
     assert "w1" in load_block(config(), split_names(), prefix, rank=0, world_size=1)

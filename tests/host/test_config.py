@@ -27,6 +27,7 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
     assert dataclasses.asdict(cfg) == REQUIRED | {
         "activation": "swiglu",
         "dtype": torch.bfloat16,
+        "router_dtype": None,
         "max_tokens": 1024,
         "scoring": "softmax",
         "renormalize": True,
@@ -114,6 +115,17 @@ def test_only_three_dtypes_are_allowed(dtype: torch.dtype) -> None:
         assert config(dtype=allowed).dtype == allowed
     with pytest.raises(ValueError, match=rf"dtype is {dtype}; .*torch.bfloat16"):
         config(dtype=dtype)
+
+
+def test_a_router_is_float32_or_as_the_layer() -> None:
+    assert config().gate_dtype == torch.bfloat16
+    assert config(router_dtype=torch.float32).gate_dtype == torch.float32
+    assert config(router_dtype=torch.float32).digest() != config().digest()
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        with pytest.raises(ValueError, match=rf"^router_dtype is {dtype}; .*torch\.float32"):
+            config(router_dtype=dtype)
+    with pytest.raises(TypeError, match=r"^router_dtype is 'float32'; it must be of type dtype"):
+        config(router_dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["capacity_factor", "routed_scaling", "swiglu_limit"])

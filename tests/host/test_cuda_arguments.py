@@ -17,16 +17,27 @@ from moeos.kernel_shape import KernelShape
 from tests.layers import config
 
 MAP_WORDS = 16
+GATE = 2  # behind two maps of x
 W1_NARROW = 11  # behind x, gate, eight maps of cells, and w1
 
 
 class Driver(mock.MagicMock):
-    """Makes tensor maps that say how many dimensions they have and how many rows a box has."""
+    """Makes tensor maps that say how many dimensions they have, and how many columns a box has and
+    bytes a row of the matrix.
+    """
 
     def cuTensorMapEncodeTiled(
-        self, kind: Any, dimensions: int, address: int, sizes: list[int], *rest: Any
+        self,
+        kind: Any,
+        dimensions: int,
+        address: int,
+        sizes: list[int],
+        strides: list[int],
+        box: list[int],
+        *rest: Any,
     ) -> tuple[int, types.SimpleNamespace]:
-        return 0, types.SimpleNamespace(opaque=[dimensions, *[0] * (MAP_WORDS - 1)])
+        said = [dimensions, box[0], strides[0]]
+        return 0, types.SimpleNamespace(opaque=[*said, *[0] * (MAP_WORDS - len(said))])
 
     def cuuint64_t(self, value: int) -> int:
         return value
@@ -43,6 +54,23 @@ def packer_of(cfg: MoEConfig, deadline: float = 1.0) -> ArgumentPacker:
     return ArgumentPacker(cfg, sizes, 0, deadline, buffers, 0)
 
 
+def tensors_of(cfg: MoEConfig, x: torch.Tensor) -> CallTensors:
+    """A call with weights of zeros."""
+    return CallTensors(
+        x=x,
+        out=torch.empty_like(x),
+        gate=torch.zeros(cfg.experts, cfg.hidden, dtype=cfg.gate_dtype),
+        w1=torch.zeros(cfg.experts, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype),
+        w2=torch.zeros(cfg.experts, cfg.hidden, cfg.intermediate, dtype=cfg.dtype),
+        b1=None,
+        b2=None,
+        selection_bias=None,
+        topk_ids=None,
+        topk_weights=None,
+        tokens=None,
+    )
+
+
 def test_where_the_code_lies_stands_behind_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """RankArguments of kernels/sm90/arguments.cuh; until it is said there are zeros."""
     monkeypatch.setattr(cuda_driver, "load", Driver)
@@ -54,6 +82,20 @@ def test_where_the_code_lies_stands_behind_the_deadline(monkeypatch: pytest.Monk
     assert words[behind : behind + 2].tolist() == [0x7F00_1234_5680, 304_640]
 
 
+@pytest.mark.parametrize("router_dtype", [None, torch.float32])
+def test_a_box_of_the_router_has_rows_of_128_bytes(
+    router_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128, router_dtype=router_dtype)
+    packer = packer_of(cfg)
+    packer.pack(tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype)))
+    maps = packer.record.view("<u8")[: 3 * MAP_WORDS].reshape(3, MAP_WORDS)
+    size = 2 if router_dtype is None else 4
+    assert maps[GATE, :3].tolist() == [2, 128 // size, 256 * size]
+    assert maps[0, :3].tolist() == [2, 64, 512]
+
+
 def test_a_map_of_weights_is_not_taken_for_that_of_tokens_in_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -62,21 +104,7 @@ def test_a_map_of_weights_is_not_taken_for_that_of_tokens_in_their_place(
     packer = packer_of(cfg)
     w1 = torch.zeros(cfg.experts, 2 * cfg.intermediate, cfg.hidden, dtype=cfg.dtype)
     x = w1.view(-1, cfg.hidden)  # as if these had the memory of weights that are gone
-    packer.pack(
-        CallTensors(
-            x=x,
-            out=torch.empty_like(x),
-            gate=torch.zeros(cfg.experts, cfg.hidden, dtype=cfg.dtype),
-            w1=w1,
-            w2=torch.zeros(cfg.experts, cfg.hidden, cfg.intermediate, dtype=cfg.dtype),
-            b1=None,
-            b2=None,
-            selection_bias=None,
-            topk_ids=None,
-            topk_weights=None,
-            tokens=None,
-        )
-    )
+    packer.pack(tensors_of(cfg, x)._replace(w1=w1))
     dimensions = packer.record.view("<u8")[::MAP_WORDS]
     assert dimensions[0] == 2
     assert dimensions[W1_NARROW] == 5

@@ -238,6 +238,7 @@ CHANGES: dict[str, Callable[[], KernelShape]] = {
     "group_score": lambda: shape(experts=16, expert_groups=2, top_groups=1, group_score="max"),
     "swiglu_limit": lambda: shape(swiglu_limit=7.0),
     "bias": lambda: shape(bias=True),
+    "router_dtype": lambda: shape(router_dtype=torch.float32),
     "world_size": lambda: dataclasses.replace(shape(), world_size=4),
     "processors": lambda: dataclasses.replace(shape(), processors=65),
     "virtual_ranks": lambda: dataclasses.replace(shape(), virtual_ranks=2),

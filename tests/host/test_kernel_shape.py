@@ -49,6 +49,23 @@ def test_a_shape_that_makes_no_sense_is_refused(changes: dict[str, Any], message
         dataclasses.replace(shape(), **changes)
 
 
+@pytest.mark.parametrize("router_dtype", [None, torch.float32], ids=["16 bits", "fp32"])
+@pytest.mark.parametrize("experts", [64, 128, 256])
+def test_each_slice_of_a_router_has_a_step(experts: int, router_dtype: torch.dtype | None) -> None:
+    for hidden in range(64, 8200, 8):
+        cfg = dataclasses.replace(shape().cfg, router_dtype=router_dtype)
+        cfg = dataclasses.replace(cfg, hidden=hidden, experts=experts)
+        slices = kernel_shape._route_slices(cfg)
+        columns = (64 if router_dtype is None else 32) * (1 if experts > 128 else 2)
+        steps = -(-hidden // columns)
+        each = -(-steps // slices)  # kSliceSteps of kernels/sm90/products.cuh
+        assert 1 <= slices <= 8
+        assert (slices - 1) * each < steps <= slices * each, hidden
+        if slices > 1:  # they fit a row of the output, with a sum of each warpgroup but for fp32
+            sums = 2 if router_dtype is None else 1
+            assert slices * sums * experts * 4 <= hidden * 2
+
+
 @pytest.mark.parametrize(
     ("changes", "world_size", "once_rows"),
     [

@@ -25,6 +25,7 @@ from tests.huggingface import (
     olmoe,
     qwen3_moe,
 )
+from tests.layers import draw_call, draw_weights, pair_experts
 
 SIZES: dict[str, Any] = {"hidden": 16, "intermediate": 24, "experts": 16, "top_k": 3}
 
@@ -351,6 +352,54 @@ def test_a_token_beyond_the_error_of_fp32_is_routed_alike(changes: dict[str, Any
     assert not (differs & (margin > 1)).any()
     assert int((differs & (margin <= 1)).sum()) > 100
     assert int((margin > 1).sum()) > 100
+
+
+def fp32_router_logits(x: Tensor, gate: Tensor, slices: int) -> Tensor:
+    """Logits of an fp32 router as the GPU sums them (kernels/sm90/fp32_router.cuh): each weight as
+    three terms of bfloat16, the smallest first; 16 products at a time are added, by truncation, to
+    a sum that begins anew for every 32 columns; these are added up in fp32 by slices of the depth.
+    """
+    terms = []
+    rest = gate.clone()
+    for _ in range(3):
+        term = (rest.view(torch.int32) & -0x10000).view(torch.float32)
+        terms.append(term.double())
+        rest = rest - term
+    assert not rest.any()  # three terms are all of a weight
+    x = x.double()
+    logits = torch.zeros(len(x), len(gate))
+    for columns in torch.arange(x.shape[1]).chunk(slices):
+        of_slice = torch.zeros_like(logits)
+        for box in columns.split(32):
+            sums = torch.zeros(len(x), len(gate), dtype=torch.float64)
+            for term in reversed(terms):
+                for few in box.split(16):
+                    sums = truncated(sums + x[:, few] @ term[:, few].T)
+            of_slice += sums.float()
+        logits += of_slice
+    return logits
+
+
+@pytest.mark.parametrize("hidden", [512, 7168])
+@pytest.mark.parametrize("outliers", [False, True])
+def test_an_fp32_router_on_tensor_cores_chooses_as_float64(hidden: int, outliers: bool) -> None:
+    cfg = config(
+        hidden=hidden, experts=64, top_k=7, dtype=torch.bfloat16, router_dtype=torch.float32
+    )
+    weights = pair_experts(draw_weights(cfg))
+    x = draw_call(cfg, 300, 1).x
+    if outliers:
+        x[:, 17] *= 40
+    sure = margin_in_errors(x, weights.gate, cfg) > 1
+    assert sure.sum() > 0.6 * len(x)
+    exact = route(x, weights.gate, cfg).ids.sort(dim=1).values
+    logits = fp32_router_logits(x, weights.gate, 7)
+    cfg_of_logits = dataclasses.replace(cfg, hidden=64)
+    found = route(logits, torch.eye(64), cfg_of_logits).ids.sort(dim=1).values
+    assert torch.equal(found[sure], exact[sure])
+    largest = (x.double() @ weights.gate.double().T).abs().amax(dim=1, keepdim=True)
+    error = (logits - x.double() @ weights.gate.double().T).abs() / largest
+    assert error.max() < 0.5e-6  # what the margin allows for
 
 
 def test_tokens_whose_experts_are_tied_have_no_margin_in_errors() -> None:

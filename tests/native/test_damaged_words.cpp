@@ -85,8 +85,8 @@ std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
                                const std::function<void(const Layout&, u8*)>& damage) {
   const Geometry g = make_geometry(row_map);
   const LayerShape shape{
-      kHidden, kHidden, Activation::relu,    INFINITY, Scoring::softmax, true, 1.0F,
-      1,       1,       GroupScore::top2_sum};
+      kHidden, kHidden, Activation::relu,     INFINITY, Scoring::softmax, true, 1.0F,
+      1,       1,       GroupScore::top2_sum, false};
   const TwinSettings settings{2'000'000'000ULL, split_os, 0.0, 0, g.world};
   const Layout layout(g);
   std::vector<Heap> heaps;

@@ -1,6 +1,6 @@
 // Warpgroup matrix multiply-accumulate: 64 x N += (64 x 16) * (N x 16)^T for N of 64, 128 and 256,
-// both operands in shared memory, fp32 accumulators in registers. Source: PTX ISA,
-// "wgmma.mma_async" and its matrix descriptors.
+// both operands in shared memory, or the rows in registers, fp32 accumulators in registers. Source:
+// PTX ISA, "wgmma.mma_async" and its matrix descriptors.
 #pragma once
 
 #include "kernels/sm90/ptx/barrier.cuh"
@@ -34,6 +34,11 @@ inline void hold(float (&d)[kRegisters]) {
   }
 }
 
+/// The same of an operand in registers.
+inline void hold(u32 (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
 /// d += a * b^T for 64 rows and 64 columns.
 template <bool kFloat16>
 inline void multiply_accumulate(float (&d)[32], u64 a, u64 b) {
@@ -52,6 +57,34 @@ inline void multiply_accumulate(float (&d)[32], u64 a, u64 b) {
                  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), \
                  "+f"(d[30]), "+f"(d[31])                                                      \
                : "l"(a), "l"(b))
+  if constexpr (kFloat16) {
+    MOEOS_WGMMA("f16");
+  } else {
+    MOEOS_WGMMA("bf16");
+  }
+#undef MOEOS_WGMMA
+}
+
+/// The same with the rows in registers: of each 16 columns, a lane has columns 2l, 2l + 1 (l = lane
+/// % 4) of row lane / 4 of its warp's 16, of the row eight below, and columns 2l + 8, 2l + 9 of
+/// both.
+template <bool kFloat16>
+inline void multiply_accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
+#define MOEOS_WGMMA(type)                                                                      \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                     \
+               " {"                                                                            \
+               "%0, %1, %2, %3, %4, %5, %6, %7, "                                              \
+               "%8, %9, %10, %11, %12, %13, %14, %15, "                                        \
+               "%16, %17, %18, %19, %20, %21, %22, %23, "                                      \
+               "%24, %25, %26, %27, %28, %29, %30, %31}, "                                     \
+               "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n"                                      \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),       \
+                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),     \
+                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), \
+                 "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), \
+                 "+f"(d[30]), "+f"(d[31])                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
   if constexpr (kFloat16) {
     MOEOS_WGMMA("f16");
   } else {

@@ -44,7 +44,8 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            1.0F,
                            1,
                            1,
-                           GroupScore::top2_sum};
+                           GroupScore::top2_sum,
+                           false};
   g.row_bytes = world.shape.hidden * sizeof(float);
   g.hidden_bytes = world.shape.intermediate * sizeof(float);
   g.row_map = draw(random, 0, 1) == 0 ? RowMap::ragged : RowMap::capacity;

@@ -13,7 +13,8 @@ struct alignas(64) TensorMap {
   u64 rows;
   u64 columns;
   u32 box_rows;
-  u8 unused[128 - 28];
+  u32 element_bytes;
+  u8 unused[128 - 32];
 };
 static_assert(sizeof(TensorMap) == 128);
 
@@ -31,24 +32,26 @@ inline u8* swizzled(u8* place) {
 template <class Order>
 void load_rows(const TensorMap& map, void* destination, Barrier& barrier, u32 row, u32 column,
                Order order) {
-  constexpr u32 kColumns = 64;
+  const u32 bytes = map.element_bytes;
+  const u32 columns = 128 / bytes;
   if (map.base == nullptr) {
     emulator::stop("loads through a tensor map that nobody has made");
   }
-  emulator::later([&map, to = static_cast<u8*>(destination), &barrier, row, column, order] {
-    for (u32 r = 0; r < map.box_rows; ++r) {
-      const u32 from = row + order(r);
-      for (u32 c = 0; c < kColumns; ++c) {
-        u8* place = swizzled(to + (r * kColumns + c) * 2);
-        if (from < map.rows && column + c < map.columns) {
-          std::memcpy(place, map.base + (u64{from} * map.columns + column + c) * 2, 2);
-        } else {
-          std::memset(place, 0, 2);
+  emulator::later(
+      [&map, to = static_cast<u8*>(destination), &barrier, row, column, order, bytes, columns] {
+        for (u32 r = 0; r < map.box_rows; ++r) {
+          const u32 from = row + order(r);
+          for (u32 c = 0; c < columns; ++c) {
+            u8* place = swizzled(to + (r * columns + c) * bytes);
+            if (from < map.rows && column + c < map.columns) {
+              std::memcpy(place, map.base + (u64{from} * map.columns + column + c) * bytes, bytes);
+            } else {
+              std::memset(place, 0, bytes);
+            }
+          }
         }
-      }
-    }
-    barrier.complete(map.box_rows * kColumns * 2);
-  });
+        barrier.complete(map.box_rows * 128);
+      });
 }
 
 inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,

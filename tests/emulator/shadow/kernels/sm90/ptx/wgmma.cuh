@@ -20,6 +20,7 @@ inline void wgmma_wait() {
 }
 template <u32 kRegisters>
 inline void hold(float (&)[kRegisters]) {}
+inline void hold(u32 (&)[4]) {}
 
 /// One row's 16 elements of an operand.
 template <class Element>
@@ -53,6 +54,41 @@ inline void multiply_accumulate(float (&d)[kRegisters], u64 a, u64 b) {
       }
       d[4 * j + i] = of_upper;
       d[4 * j + 2 + i] = of_lower;
+    }
+  }
+}
+
+/// The same with the rows in registers, of which each lane has a quarter of two.
+template <bool kFloat16>
+inline void multiply_accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
+  using Type = std::conditional_t<kFloat16, Float16, Bfloat16>;
+  const u32 lane = threadIdx.x % 32;
+  float rows[2][16];
+  for (u32 half = 0; half < 2; ++half) {  // of the columns: both rows' pairs at a time
+    const auto* pairs = emulator::exchange("a product", a[2 * half] | u64{a[2 * half + 1]} << 32);
+    u64 both[4];  // of the lanes that have the same rows; the next exchange takes their place
+    for (u32 other = 0; other < 4; ++other) {
+      both[other] = pairs[lane / 4 * 4 + other];
+    }
+    for (u32 other = 0; other < 4; ++other) {
+      for (u32 row = 0; row < 2; ++row) {
+        const auto pair = static_cast<u32>(both[other] >> 32 * row);
+        rows[row][half * 8 + other * 2] = Type::low(pair);
+        rows[row][half * 8 + other * 2 + 1] = Type::high(pair);
+      }
+    }
+  }
+  float column[16];
+  for (u32 j = 0; j < 8; ++j) {
+    for (u32 i = 0; i < 2; ++i) {
+      read_row<Type>(b, 8 * j + lane % 4 * 2 + i, column);
+      for (u32 lower = 0; lower < 2; ++lower) {
+        float sum = d[4 * j + 2 * lower + i];
+        for (u32 k = 0; k < 16; ++k) {
+          sum += rows[lower][k] * column[k];
+        }
+        d[4 * j + 2 * lower + i] = sum;
+      }
     }
   }
 }
