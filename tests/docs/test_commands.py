@@ -142,5 +142,6 @@ def test_a_command_that_fails_is_noticed() -> None:
 
 @pytest.mark.usefixtures("_checkout")
 def test_a_module_runs_as_a_command() -> None:
-    arguments = ["plan", "configs/demo.toml", "--ranks", "4"]
+    # Of nothing that depends on how a GPU's work is cut: this process may have been told otherwise.
+    arguments = ["--version"]
     assert executed(["python", "-m", "moeos.cli", *arguments]) == executed(["moeos", *arguments])

@@ -100,6 +100,7 @@ CASES = {
         row_map="ragged",
         renormalize=False,
     ),
+    "swiglu-2-ranks-fp32-router": _case(2, experts=72, top_k=5, router_dtype=torch.float32),
     "swiglu-2-ranks-groups-best": _case(
         2,
         experts=160,

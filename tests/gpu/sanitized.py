@@ -31,6 +31,9 @@ CONFIGS = {
         top_groups=2,
         capacity_factor=1.0,
     ),
+    "fp32_router": config(
+        dtype=torch.bfloat16, max_tokens=96, experts=144, hidden=1032, router_dtype=torch.float32
+    ),
     "remote": config(dtype=torch.bfloat16, max_tokens=96, capacity_factor=1.5, row_map="capacity"),
 }
 RANKS_PER_NODE = {"remote": 1}

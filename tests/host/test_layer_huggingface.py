@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,34 @@ def test_from_hf_is_the_block(
 
     for tokens, y in zip(x, virtual.run(rank_main, ranks=ranks), strict=True):
         assert_is_block(block, tokens, y)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+def test_a_router_in_fp32_beside_experts_of_16_bits_is_the_blocks(name: str) -> None:
+    made = FAMILIES[name](dtype=torch.bfloat16, experts=32, top_k=5)
+    gate = made.state_dict[made.prefix + "gate.weight"]  # in the module's memory
+    generator = torch.Generator().manual_seed(5)
+    gate.copy_(torch.randn(gate.shape, generator=generator) / 8)
+    # Experts in pairs, of which top_k divides one; bfloat16 hardly tells them apart.
+    change = 5e-3 * torch.randn(gate[::2].shape, generator=generator)
+    gate[1::2] = (gate[::2] * (1 + change)).float().double()
+    rounded = made.config
+    block = dataclasses.replace(
+        made, config=dataclasses.replace(rounded, router_dtype=torch.float32)
+    )
+    x = inputs(block, 2)
+
+    def rank_main(world: World) -> list[torch.Tensor]:
+        outputs = []
+        for cfg in (block.config, rounded):
+            layer = MoELayer.from_hf(cfg, world, block.state_dict, block.prefix, block.ignore)
+            outputs.append(layer(x[world.rank]))
+        return outputs
+
+    (y, of_rounded), _ = virtual.run(rank_main, ranks=2)
+    assert_is_block(block, x[0], y)
+    error = reference.relative_error(of_rounded, block.routed_output(x[0]))
+    assert error > 2 * TOLERANCE[torch.bfloat16]  # some tokens went elsewhere
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=[*FAMILIES])

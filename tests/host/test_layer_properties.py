@@ -48,6 +48,7 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
         top_k=draw(st.integers(1, min(8, experts // groups * top_groups))),
         activation=activation,
         dtype=dtype,
+        router_dtype=draw(st.sampled_from([None, None, torch.float32])),
         max_tokens=draw(st.integers(1, 300)),
         scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
         renormalize=draw(st.booleans()),
