@@ -70,7 +70,8 @@ class ArrivalsSubscriber {
                         rank_.memory.peer_records[source].rows_ns = P::now_ns();
                       }
                       rank_.os->rows_arrived[source] = flags_.rows(source);
-                    });
+                    },
+                    left_ == Left::nothing ? kNone : 0);
     if (left_ == Left::nothing) {
       return progress;
     }

@@ -30,6 +30,9 @@ class ChunkFlags {
   /// Flags that a lane asks for at once.
   static constexpr u32 kLooks = 8;
 
+  /// A peer is one call ahead at most.
+  static constexpr u32 kCallsAhead = 1;
+
   /// `prefix`: [source] chunks whose flags are up, in order; this warp's alone.
   ChunkFlags(const Rank<P>& rank, const Call& call, u32* prefix)
       : rank_(rank), call_(call), prefix_(prefix) {
@@ -44,13 +47,20 @@ class ChunkFlags {
   /// is; note(source, chunks): by one lane, so many more are up, or it is the first look. Returns
   /// whether there is anything new. What a chunk's flag was raised behind is then here, for us and
   /// for whoever acquires what we release.
+  ///
+  /// `unread`: nobody reads rows of the chunks before this one because of this look; processors
+  /// look at their flags themselves (inputs.hpp). So this look may come late: the peer's call has
+  /// ended, and the next one has raised the flag again. That says as much of this call's rows,
+  /// since a peer's call ends when all of its rows have come back. Of other chunks, only this
+  /// call's flag counts: until this look has seen it, no rows of them go back.
   template <class Watched, class Flags, class Note>
-  bool look(Watched watched, Flags flags, Note note) {
+  bool look(Watched watched, Flags flags, Note note, u32 unread) {
     bool progress = false;
     const u32 world = rank_.geometry().world;
     const u32 at_once = minimum(world, P::kLanes);
     for (u32 first = 0; first < world; first += at_once) {
-      progress = look_at(first, minimum(at_once, world - first), watched, flags, note) || progress;
+      progress =
+          look_at(first, minimum(at_once, world - first), watched, flags, note, unread) || progress;
     }
     return progress;
   }
@@ -93,7 +103,8 @@ class ChunkFlags {
   /// Advances the prefixes of `sources` sources from `first_source` on. Each has an equal share of
   /// the lanes, and `kLooks` times as many flags are looked at.
   template <class Watched, class Flags, class Note>
-  bool look_at(u32 first_source, u32 sources, Watched watched, Flags flags, Note note) {
+  bool look_at(u32 first_source, u32 sources, Watched watched, Flags flags, Note note,
+               u32 unread) {
     const Geometry& geometry = rank_.geometry();
     const u32 share = P::kLanes / sources;
     const u32 turn = P::lane() / share;
@@ -123,10 +134,11 @@ class ChunkFlags {
     u32 ahead = kNone;
     u32 seen = 0;
     for (u32 i = 0; i < kLooks; ++i) {
-      const u32 epoch = first + i * share < chunks ? open(epochs[i]) : 0;
-      here |= epoch == call_.epoch ? 1U << i : 0;
-      const bool wrong = epoch > call_.epoch + 1;  // a peer is one call ahead at most
-      ahead = wrong ? first + i * share : ahead;
+      const u32 chunk = first + i * share;
+      const u32 epoch = chunk < chunks ? open(epochs[i]) : 0;
+      here |= epoch - call_.epoch <= (chunk < unread ? kCallsAhead : 0) ? 1U << i : 0;
+      const bool wrong = epoch > call_.epoch + kCallsAhead;
+      ahead = wrong ? chunk : ahead;
       seen = wrong ? epoch : seen;
     }
     if (ahead != kNone) {

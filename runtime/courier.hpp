@@ -76,14 +76,18 @@ class Courier {
     if (!replicates_) {
       return false;
     }
-    const u32 taken = by_one_lane<P>([this] { return take_ticket(); });
-    if (taken == kNone) {
+    if (!is_promised()) {
       replicates_ = !all_sent_ || more_replications();
       return false;
     }
     // Pairs with LandingsSubscriber::step: the list, the rows that landed and where they go. Not at
-    // every look: a fence costs more than the look.
-    P::template poll<Scope::device>(&state_.replications_ready.value);
+    // every look: a fence costs more than the look. Relayed, because tickets may be taken in
+    // another order than promises are given: then our word was listed behind the promise that an
+    // earlier ticket's holder got, and comes to us from there.
+    P::template relay_fence<Scope::device>();
+    const u32 taken = by_one_lane<P>([this] {
+      return P::template add_relaxed<Scope::device>(&state_.replications_taken.value, 1U);
+    });
     P::template acquire_fence<Scope::device>();
     if (!find(rank_.memory.replication_list, taken, part)) {
       return false;
@@ -92,22 +96,21 @@ class Courier {
     return true;
   }
 
-  /// One lane: the number of a listed chunk, which so is ours, or kNone.
-  u32 take_ticket() const {
-    u32* const ready = &state_.replications_ready.value;
-    // Relaxed: the number only promises us a word of the list. Not by comparing and exchanging: of
-    // all couriers that wait, one would succeed in each round trip.
-    if (static_cast<i32>(P::template load_relaxed<Scope::device>(ready)) <= 0) {
-      return kNone;
-    }
-    if (static_cast<i32>(P::template add_relaxed<Scope::device>(ready, ~0U)) <= 0) {
-      P::template count_relaxed<Scope::device>(ready, 1U);  // others were quicker
-      return kNone;
-    }
-    // Acquire-release, because tickets may be taken in another order than promises are given: then
-    // our word was listed behind the promise that an earlier ticket's holder got. We acquire that
-    // one's look at `ready`, so that ours, which follows, is not older.
-    return P::template add_acquire_release<Scope::device>(&state_.replications_taken.value, 1U);
+  /// Whether a word of the list is promised to us.
+  bool is_promised() const {
+    return by_one_lane<P>([this] {
+             u32* const ready = &state_.replications_ready.value;
+             // Relaxed, as long as there is none. Not by comparing and exchanging: of all couriers
+             // that wait, one would succeed in each round trip.
+             if (static_cast<i32>(P::template load_relaxed<Scope::device>(ready)) <= 0) {
+               return 0U;
+             }
+             if (static_cast<i32>(P::template add_relaxed<Scope::device>(ready, ~0U)) <= 0) {
+               P::template count_relaxed<Scope::device>(ready, 1U);  // others were quicker
+               return 0U;
+             }
+             return 1U;
+           }) != 0;
   }
 
   /// Whether there may be chunks that nobody has taken.

@@ -46,7 +46,7 @@ class LandingsSubscriber {
             return rank_.template here<u32>(rank_.layout.arrived(source, chunk));
           };
         },
-        [](u32, u32) {});
+        [](u32, u32) {}, rank_.geometry().once_after);
     const u32 landed_before = landed_;
     const u32 listed_before = listed_;
     for (u32 source = 0; landed && source < rank_.geometry().world; ++source) {

@@ -120,10 +120,15 @@ class ReturnsSubscriber {
 
   /// Whether what all returns subscribers count in has been cleared.
   bool everyone_ready() const {
-    // Pairs with the constructors.
-    return P::kReturnsSubscribers == 1 ||
-           agreed<P>(P::template load_acquire<Scope::block>(rank_.os->returns_ready)) ==
-               P::kReturnsSubscribers;
+    if (P::kReturnsSubscribers > 1) {
+      if (agreed<P>(P::template poll<Scope::block>(rank_.os->returns_ready)) !=
+          P::kReturnsSubscribers) {
+        return false;
+      }
+      // Pairs with the constructors.
+      P::template acquire_fence<Scope::block>();
+    }
+    return true;
   }
 
   /// Learns how many rows we sent to each peer, and each token to all of them; true once that is
@@ -137,11 +142,10 @@ class ReturnsSubscriber {
     const Geometry& geometry = rank_.geometry();
     Planned planned = Planned::by_rows;
     if (geometry.may_await(call_.tokens) || geometry.plans_itself()) {
-      // Pairs with ArrivalsSubscriber::decide: what is handed out here lies behind what it has
-      // taken slots for. What has come back by then is not in a hurry: other ranks' counts are
-      // awaited.
-      planned = static_cast<Planned>(
-          agreed<P>(P::template load_acquire<Scope::block>(rank_.os->planned)));
+      // Pairs with ArrivalsSubscriber::decide: what is handed out here, behind one of the fences
+      // below, lies behind what it has taken slots for. What has come back by then is not in a
+      // hurry: other ranks' counts are awaited.
+      planned = static_cast<Planned>(agreed<P>(P::template poll<Scope::block>(rank_.os->planned)));
     }
     if (planned == Planned::unknown) {
       return false;

@@ -296,8 +296,7 @@ class Scheduler {
     if (geometry.large_experts != 0 || !geometry.once() || !geometry.once_halves()) {
       return false;
     }
-    // Pairs with finish_routing: how many rows go to each peer.
-    P::template poll<Scope::device>(&state_.routed.value);
+    // Pairs with finish_routing: how many rows go to each peer. The sweep has read `routed`.
     P::template acquire_fence<Scope::device>();
     bool many = false;
     for (u32 peer = P::lane(); peer < geometry.world; peer += P::kLanes) {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import threading
 
 import numpy
 import torch
@@ -56,14 +57,19 @@ class HostFailure:
     def __init__(self) -> None:
         self._memory = torch.zeros(CACHE_LINE // 4, dtype=torch.int32, pin_memory=True)
         self._words = self._memory.numpy()
+        self._order = threading.Lock()
         self.address = self._memory.data_ptr()
 
     def read(self) -> Failure | None:
         """The failure, or None as long as no kernel has left a call because of one."""
-        # The kernel writes the kind last: whoever sees it sees the rest.
-        if self._words[0] == 0:
+        # The kernel writes the kind last: whoever reads the rest behind it sees that. A lock that is
+        # left and taken again keeps the two in this order also where loads may pass each other.
+        with self._order:
+            kind = self._words[0]
+        if kind == 0:
             return None
-        return Failure(*_FAILURE.unpack(self._words.tobytes()[: _FAILURE.size]))
+        with self._order:
+            return Failure(*_FAILURE.unpack(self._words.tobytes()[: _FAILURE.size]))
 
     def clear(self) -> None:
         """Forgets the failure. No kernel of this rank may be running."""

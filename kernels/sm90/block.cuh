@@ -155,6 +155,14 @@ inline void release_stage(Shared& shared, u32 index) {
   }
 }
 
+/// The same of a stage that this warp has read by ordinary loads. The load warp fills it again
+/// through the async proxy, and its wait for the barrier does not order accesses of two proxies:
+/// so each thread that has read puts a fence behind its loads (PTX ISA, "async proxy").
+inline void release_read_stage(Shared& shared, u32 index) {
+  fence_proxy_async_shared();
+  release_stage(shared, index);
+}
+
 /// A warp is done with a part's slot; also with the one that tells it to leave. Every lane arrives:
 /// that is seldom, and tools follow it (tests/gpu/test_sanitizer.py).
 inline void release_slot(Shared& shared, u32 index) {

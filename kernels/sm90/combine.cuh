@@ -150,7 +150,7 @@ inline void write_zeros(const RankArguments& arguments, Shared& shared,
     *output_at(arguments, list.token[i / kVectors], i % kVectors * kVectorBytes) =
         make_uint4(0, 0, 0, 0);
   }
-  release_stage(shared, stage.index);
+  release_read_stage(shared, stage.index);
   stage.advance();
 }
 
@@ -193,7 +193,7 @@ inline void sum_tokens(const RankArguments& arguments, const Task& task, const C
                        Element::pack(sum[4], sum[5]), Element::pack(sum[6], sum[7]));
       }
     }
-    release_stage(shared, stage.index);
+    release_read_stage(shared, stage.index);
   }
 }
 

@@ -19,9 +19,12 @@ inline void show_failure(const RankArguments& mine, const Rank<Machine>& rank, c
   if (agreed<Machine>(Machine::load_relaxed<Scope::system>(shown)) != 0) {
     return;
   }
-  // Pairs with the release in raise_at: the record of the rank named by the word is complete.
-  const u64 word = Machine::load_acquire<Scope::system>(
-      reinterpret_cast<const u64*>(rank.heap + rank.layout.abort_word()));
+  // One word for all lanes: an earlier call's failure may replace it meanwhile, and the record
+  // would be of two.
+  const u64 word = agreed<Machine>(Machine::poll<Scope::system>(
+      reinterpret_cast<const u64*>(rank.heap + rank.layout.abort_word())));
+  // Pairs with the release in raise_word: the record of the rank named by the word is complete.
+  Machine::acquire_fence<Scope::system>();
   const auto* record =
       reinterpret_cast<const u32*>(rank.heap + rank.layout.failure(static_cast<u32>(word) - 1));
   const u32 lane = Machine::lane();

@@ -117,8 +117,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
   static_assert(u64{SentChunk::kNumbers} * Geometry::kPiecesOfChunk * 2 <= ReadyWord::kNumbers);
   limit(world, std::numeric_limits<u16>::max(), "the world's size");
+  limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
   if (geometry.once()) {
-    limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
     limit(world, ReadyWord::kParts, "the world's size");
   }
   return sizes;

@@ -10,10 +10,9 @@
 //   store_release / add_release  -> load_acquire           one word at a time;
 //   publish_fence, then publish  -> poll, then acquire_fence   many words in one sweep: on the GPU
 //                                   the words are relaxed and one fence a sweep orders them all
-//                                   (1.35 us against 2.35 us with an acquire per word); on the twin
-//                                   each word carries its own order, because ThreadSanitizer does
-//                                   not understand fences. Either fence orders both ways: who
-//                                   passes on what it has acquired needs no second one.
+//                                   (1.35 us against 2.35 us with an acquire per word).
+// Each fence orders one way. Who passes on what it has acquired needs both, relay_fence. All lanes
+// pass through acquire_fence and relay_fence, behind which each has what any of them has acquired.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -63,7 +62,8 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
     P::template compare_exchange_release<Scope::system>(word, value, value)
   } -> SameAs<bool>;  // success
 
-  // Sweeps over many words.
+  // Sweeps over many words. A value that was read is used: machine code is rid of other loads, and
+  // of what they acquire.
   { P::template poll<Scope::system>(read_only) } -> SameAs<u32>;
   P::template acquire_fence<Scope::system>();
   P::template publish_fence<Scope::device>();

@@ -67,9 +67,9 @@ class Arrivals {
       count(source);
     }
   }
-  void all_rows_come(u32 source) {
+  void all_rows_come(u32 source, u32 epoch = kEpoch) {
     for (u32 chunk = 0; chunk * geometry().chunk_rows < rank_.os.rows_received(source); ++chunk) {
-      *rank_.rank.here<u32>(rank_.layout.arrived(source, chunk)) = moeos::seal(kEpoch);
+      *rank_.rank.here<u32>(rank_.layout.arrived(source, chunk)) = moeos::seal(epoch);
     }
   }
   /// Steps until it is decided how tiles are made, for a second at most; the parts that are handed
@@ -115,6 +115,18 @@ class Arrivals {
       words.emplace_back(rank_.rank.memory.ring[handed_out_]);
     }
     return words;
+  }
+  /// Steps until every flag has been looked at; a step looks at some of each source.
+  void look_at_all() {
+    for (u32 chunk = 0; chunk < geometry().chunks(); ++chunk) {
+      step();
+    }
+  }
+  /// Of whom rows are missing; kNone: of nobody.
+  u32 late_source() const {
+    moeos::Failure failure{};
+    const bool late = subscriber_->answer(failure) == moeos::Answer::missing;
+    return late ? failure.peer : moeos::kNone;
   }
   Planned planned() const { return static_cast<Planned>(*rank_.os.planned); }
   const Geometry& geometry() const { return rank_.geometry; }
@@ -250,6 +262,31 @@ void a_late_rank_does_not_hold_up_the_rest() {
   expect(arrivals.step().empty() && arrivals.posted() == posted, "and nothing behind them");
 }
 
+/// Its call is over, and so are all of its rows here: processors have waited for them themselves.
+void a_source_that_is_a_call_ahead_is_not_late() {
+  Arrivals arrivals({300, 300});
+  arrivals.count_all();
+  expect(!arrivals.step().empty() && arrivals.planned() == Planned::whole, "a call planned whole");
+  expect(arrivals.late_source() == 0, "no rows are here");
+  arrivals.all_rows_come(0, kEpoch + 1);
+  arrivals.look_at_all();
+  expect(arrivals.late_source() == 1, "a source that makes its next call is not late");
+  arrivals.all_rows_come(1, kEpoch + 1);
+  arrivals.look_at_all();
+  expect(arrivals.late_source() == moeos::kNone, "nor is the other one");
+}
+
+void no_tile_is_made_of_rows_of_the_next_call() {
+  Arrivals arrivals({300, 300});
+  arrivals.count(0);
+  arrivals.all_rows_come(0, kEpoch + 1);
+  expect(arrivals.steps_until_planned().empty(), "nothing is handed out");
+  for (u32 i = 0; i < 100; ++i) {
+    expect(arrivals.step().empty() && arrivals.posted().empty(), "nor posted");
+  }
+  expect(arrivals.late_source() == 0, "this call's rows are missing");
+}
+
 }  // namespace
 
 int main() {
@@ -263,6 +300,8 @@ int main() {
   sums_do_not_wait_behind_products_for_what_they_need_first();
   counts_that_are_a_little_late_are_awaited();
   a_late_rank_does_not_hold_up_the_rest();
+  a_source_that_is_a_call_ahead_is_not_late();
+  no_tile_is_made_of_rows_of_the_next_call();
   std::printf("test_arrivals: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }

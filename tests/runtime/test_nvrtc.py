@@ -20,6 +20,7 @@ OPTIONS = [
     b"--std=c++20",
     b"--device-as-default-execution-space",
     b"--include-path=" + str(ROOT).encode(),
+    b"--diag-error=2809",  # a value that must be used is not
 ]
 
 
@@ -102,3 +103,13 @@ def test_whole_device_os_compiles_for_hopper_with_checks() -> None:
 def test_a_broken_header_would_be_noticed() -> None:
     with pytest.raises(pytest.fail.Exception, match="no_such_member"):
         compile_for_gpu(WHOLE_OS.replace("begin_call(rank, call)", "rank.no_such_member()"))
+
+
+@pytest.mark.parametrize("look", ["poll", "load_relaxed", "load_acquire"])
+def test_a_look_whose_value_nobody_uses_does_not_compile(look: str) -> None:
+    """Machine code is rid of such a load, whatever the source says, and so of what it acquires."""
+    called = "run_os_warp(rank, call, warp);"
+    assert called in WHOLE_OS
+    discarded = f"{called} Gpu::{look}<Scope::device>(rank.memory.epoch);"
+    with pytest.raises(pytest.fail.Exception, match="nodiscard"):
+        compile_for_gpu(WHOLE_OS.replace(called, discarded))

@@ -77,6 +77,10 @@ inline void fence_barrier_initialisation() {
 /// Orders this thread's ordinary accesses before its (or, after a barrier, others') TMA accesses,
 /// to any memory.
 inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+/// The same, of accesses to this block's shared memory. It waits for nothing outside the block.
+inline void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 /// A barrier among `threads` threads of the block; ids 1 to 15.
 inline void named_barrier(u32 id, u32 threads) {

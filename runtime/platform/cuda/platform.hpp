@@ -67,7 +67,7 @@ class Machine {
   static void sync_lanes() { __syncwarp(); }
 
   template <Scope S>
-  static u32 load_relaxed(const u32* word) {
+  [[nodiscard]] static u32 load_relaxed(const u32* word) {
     u32 value;
     if constexpr (S == Scope::block) {
       asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];"
@@ -82,7 +82,7 @@ class Machine {
     return value;
   }
   template <Scope S>
-  static u64 load_relaxed(const u64* word) {
+  [[nodiscard]] static u64 load_relaxed(const u64* word) {
     u64 value;
     if constexpr (S == Scope::block) {
       asm volatile("ld.relaxed.cta.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -116,7 +116,7 @@ class Machine {
     }
   }
   template <Scope S>
-  static u32 add_relaxed(u32* word, u32 value) {
+  [[nodiscard]] static u32 add_relaxed(u32* word, u32 value) {
     u32 before;
     if constexpr (S == Scope::block) {
       asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], %2;"
@@ -198,7 +198,7 @@ class Machine {
   // releases waits for this thread's stores: about as long as a load from L2, and longer beside
   // stores of others.
   template <Scope S, class T>
-  static T load_acquire(const T* word) {
+  [[nodiscard]] static T load_acquire(const T* word) {
     const T value = load_relaxed<S>(word);
     acquiring_fence<S>();
     return value;
@@ -214,7 +214,7 @@ class Machine {
     count_relaxed<S>(word, value);
   }
   template <Scope S>
-  static u32 add_acquire_release(u32* word, u32 value) {
+  [[nodiscard]] static u32 add_acquire_release(u32* word, u32 value) {
     publish_fence<S>();
     const u32 before = add_relaxed<S>(word, value);
     acquiring_fence<S>();
@@ -222,15 +222,19 @@ class Machine {
   }
 
   template <Scope S, class T>
-  static T poll(const T* word) {
+  [[nodiscard]] static T poll(const T* word) {
     return load_relaxed<S>(word);
   }
+  // By all lanes. What one lane has read is acquired for all: a fence speaks for its own thread's
+  // loads, and a shuffle by which the others learn of them orders nothing (PTX ISA, memory
+  // consistency model, "synchronizes-with"); the barrier behind it does.
   template <Scope S>
   static void acquire_fence() {
     acquiring_fence<S>();
     if constexpr (S == Scope::system) {
       Transport::acquire_arrivals();
     }
+    sync_lanes();
   }
   template <Scope S>
   static void publish_fence() {
@@ -242,6 +246,8 @@ class Machine {
       asm volatile("fence.release.sys;" ::: "memory");
     }
   }
+  // By all lanes: the barrier stands between its two fences, so what one lane has read is published
+  // by every lane's word.
   template <Scope S>
   static void relay_fence() {
     acquire_fence<S>();

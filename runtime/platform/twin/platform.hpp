@@ -47,11 +47,11 @@ class Machine {
   static void sync_lanes() {}
 
   template <Scope, class T>
-  static T load_relaxed(const T* word) {
+  [[nodiscard]] static T load_relaxed(const T* word) {
     return access(word).load(std::memory_order_relaxed);
   }
   template <Scope, class T>
-  static T load_acquire(const T* word) {
+  [[nodiscard]] static T load_acquire(const T* word) {
     return access(word).load(std::memory_order_acquire);
   }
   template <Scope, class T>
@@ -63,7 +63,7 @@ class Machine {
     access(word).store(value, std::memory_order_release);
   }
   template <Scope, class T>
-  static T add_relaxed(T* word, T value) {
+  [[nodiscard]] static T add_relaxed(T* word, T value) {
     return access(word).fetch_add(value, std::memory_order_relaxed);
   }
   template <Scope, class T>
@@ -75,7 +75,7 @@ class Machine {
     access(word).fetch_add(value, std::memory_order_release);
   }
   template <Scope, class T>
-  static T add_acquire_release(T* word, T value) {
+  [[nodiscard]] static T add_acquire_release(T* word, T value) {
     return access(word).fetch_add(value, std::memory_order_acq_rel);
   }
   template <Scope, class T>
@@ -86,7 +86,7 @@ class Machine {
 
   // ThreadSanitizer does not model fences, so a swept word carries its own order here.
   template <Scope S, class T>
-  static T poll(const T* word) {
+  [[nodiscard]] static T poll(const T* word) {
     return load_acquire<S>(word);
   }
   template <Scope>

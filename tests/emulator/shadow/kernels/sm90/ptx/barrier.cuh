@@ -65,6 +65,7 @@ static_assert(sizeof(Barrier) == 8);
 
 inline void fence_barrier_initialisation() {}
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_shared() {}
 inline void named_barrier(u32 id, u32 threads) { emulator::block_barrier(id, threads); }
 template <u32 kRegisters>
 inline void raise_registers() {}

@@ -56,7 +56,7 @@ class Machine {
   static void sync_lanes() { __syncwarp(); }
 
   template <Scope S, class T>
-  static T load_relaxed(const T* word) {
+  [[nodiscard]] static T load_relaxed(const T* word) {
     return *static_cast<const volatile T*>(word);
   }
   template <Scope S, class T>
@@ -81,7 +81,7 @@ class Machine {
     return equal;
   }
   template <Scope S, class T>
-  static T load_acquire(const T* word) {
+  [[nodiscard]] static T load_acquire(const T* word) {
     return load_relaxed<S>(word);
   }
   template <Scope S, class T>
@@ -97,15 +97,19 @@ class Machine {
     return add_relaxed<S>(word, value);
   }
   template <Scope S, class T>
-  static T poll(const T* word) {
+  [[nodiscard]] static T poll(const T* word) {
     return load_relaxed<S>(word);
   }
   template <Scope S>
-  static void acquire_fence() {}
+  static void acquire_fence() {
+    sync_lanes();  // as the GPU's: a lane that does not come is noticed
+  }
   template <Scope S>
   static void publish_fence() {}
   template <Scope S>
-  static void relay_fence() {}
+  static void relay_fence() {
+    acquire_fence<S>();
+  }
   template <Scope S, class T>
   static void publish(T* word, std::type_identity_t<T> value) {
     store_relaxed<S>(word, value);
