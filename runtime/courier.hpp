@@ -86,7 +86,7 @@ class Courier {
     // earlier ticket's holder got, and comes to us from there.
     P::template relay_fence<Scope::device>();
     const u32 taken = by_one_lane<P>([this] {
-      return P::template add_relaxed<Scope::device>(&state_.replications_taken.value, 1U);
+      return P::template poll_add<Scope::device>(&state_.replications_taken.value, 1U);
     });
     P::template acquire_fence<Scope::device>();
     if (!find(rank_.memory.replication_list, taken, part)) {
@@ -105,7 +105,7 @@ class Courier {
              if (static_cast<i32>(P::template load_relaxed<Scope::device>(ready)) <= 0) {
                return 0U;
              }
-             if (static_cast<i32>(P::template add_relaxed<Scope::device>(ready, ~0U)) <= 0) {
+             if (static_cast<i32>(P::template poll_add<Scope::device>(ready, ~0U)) <= 0) {
                P::template count_relaxed<Scope::device>(ready, 1U);  // others were quicker
                return 0U;
              }

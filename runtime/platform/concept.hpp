@@ -65,6 +65,8 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   // Sweeps over many words. A value that was read is used: machine code is rid of other loads, and
   // of what they acquire.
   { P::template poll<Scope::system>(read_only) } -> SameAs<u32>;
+  // The same, and adds: passes on what the fence before it has published and what it has polled.
+  { P::template poll_add<Scope::device>(word, value) } -> SameAs<u32>;
   P::template acquire_fence<Scope::system>();
   P::template publish_fence<Scope::device>();
   P::template relay_fence<Scope::device>();  // both: what was polled, for what is published

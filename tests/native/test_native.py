@@ -60,7 +60,7 @@ OPTIMISED = Flavour(("-O2", "-DMOEOS_DEBUG_CHECKS"), 0, {})
 
 FLAVOURS = {
     "thread": Flavour(
-        ("-O1", "-g1", "-fsanitize=thread"),
+        ("-O1", "-g1", "-fsanitize=thread", "-DMOEOS_WORDS_CARRY_ORDER"),
         16,
         {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
     ),

@@ -225,6 +225,10 @@ class Machine {
   [[nodiscard]] static T poll(const T* word) {
     return load_relaxed<S>(word);
   }
+  template <Scope S>
+  [[nodiscard]] static u32 poll_add(u32* word, u32 value) {
+    return add_relaxed<S>(word, value);
+  }
   // By all lanes. What one lane has read is acquired for all: a fence speaks for its own thread's
   // loads, and a shuffle by which the others learn of them orders nothing (PTX ISA, memory
   // consistency model, "synchronizes-with"); the barrier behind it does.

@@ -84,25 +84,50 @@ class Machine {
                                                 std::memory_order_relaxed);
   }
 
-  // ThreadSanitizer does not model fences, so a swept word carries its own order here.
+  // As on the GPU, fences order what is polled and published. ThreadSanitizer does not model fences:
+  // under it each word carries its own order instead, and a missing fence is not noticed. The
+  // explorer's witness of order notices it (tests/native/witness.hpp).
+#ifdef MOEOS_WORDS_CARRY_ORDER
+  static constexpr bool kWordsCarryOrder = true;
+#else
+  static constexpr bool kWordsCarryOrder = false;
+#endif
   template <Scope S, class T>
   [[nodiscard]] static T poll(const T* word) {
-    return load_acquire<S>(word);
+    return access(word).load(kWordsCarryOrder ? std::memory_order_acquire
+                                              : std::memory_order_relaxed);
+  }
+  template <Scope S, class T>
+  [[nodiscard]] static T poll_add(T* word, T value) {
+    return access(word).fetch_add(
+        value, kWordsCarryOrder ? std::memory_order_acq_rel : std::memory_order_relaxed);
   }
   template <Scope>
-  static void acquire_fence() {}
+  static void acquire_fence() {
+    if constexpr (!kWordsCarryOrder) {
+      std::atomic_thread_fence(std::memory_order_acquire);
+    }
+  }
   template <Scope>
-  static void publish_fence() {}
-  template <Scope>
-  static void relay_fence() {}
+  static void publish_fence() {
+    if constexpr (!kWordsCarryOrder) {
+      std::atomic_thread_fence(std::memory_order_release);
+    }
+  }
+  template <Scope S>
+  static void relay_fence() {
+    acquire_fence<S>();
+    publish_fence<S>();
+  }
   template <Scope S, class T>
   static void publish(T* word, T value) {
-    store_release<S>(word, value);
+    access(word).store(
+        value, kWordsCarryOrder ? std::memory_order_release : std::memory_order_relaxed);
   }
-
   template <Scope S, class T>
   static void publish_add(T* word, T value) {
-    add_acquire_release<S>(word, value);
+    access(word).fetch_add(
+        value, kWordsCarryOrder ? std::memory_order_acq_rel : std::memory_order_relaxed);
   }
 
   static u64 now_ns() {

@@ -101,6 +101,10 @@ class Machine {
     return load_relaxed<S>(word);
   }
   template <Scope S>
+  [[nodiscard]] static u32 poll_add(u32* word, u32 value) {
+    return add_relaxed<S>(word, value);
+  }
+  template <Scope S>
   static void acquire_fence() {
     sync_lanes();  // as the GPU's: a lane that does not come is noticed
   }
