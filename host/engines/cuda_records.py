@@ -62,8 +62,8 @@ class HostFailure:
 
     def read(self) -> Failure | None:
         """The failure, or None as long as no kernel has left a call because of one."""
-        # The kernel writes the kind last: whoever reads the rest behind it sees that. A lock that is
-        # left and taken again keeps the two in this order also where loads may pass each other.
+        # The kernel writes the kind last: whoever reads the rest behind it sees that. A lock that
+        # is left and taken again keeps this order also where loads may pass each other.
         with self._order:
             kind = self._words[0]
         if kind == 0:
