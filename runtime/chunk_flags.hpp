@@ -103,8 +103,7 @@ class ChunkFlags {
   /// Advances the prefixes of `sources` sources from `first_source` on. Each has an equal share of
   /// the lanes, and `kLooks` times as many flags are looked at.
   template <class Watched, class Flags, class Note>
-  bool look_at(u32 first_source, u32 sources, Watched watched, Flags flags, Note note,
-               u32 unread) {
+  bool look_at(u32 first_source, u32 sources, Watched watched, Flags flags, Note note, u32 unread) {
     const Geometry& geometry = rank_.geometry();
     const u32 share = P::kLanes / sources;
     const u32 turn = P::lane() / share;

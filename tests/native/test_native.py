@@ -96,7 +96,12 @@ def compile_all(flavour: Flavour, sources: Sequence[Path], root: Path, to: Path)
 
     def compile_one(source: Path) -> Path:
         output = to / f"{source.stem}.o"
-        options = ["-std=c++20", "-Werror=unused-result", *flavour.options, *INSTRUCTION_SETS.get(source.name, [])]
+        options = [
+            "-std=c++20",
+            "-Werror=unused-result",
+            *flavour.options,
+            *INSTRUCTION_SETS.get(source.name, []),
+        ]
         options += flavour.for_products if "gemm" in source.stem else ()
         done = run([str(COMPILER), *options, f"-I{root}", "-c", root / source, "-o", output])
         assert done.returncode == 0, done.stderr

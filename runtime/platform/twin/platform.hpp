@@ -84,9 +84,9 @@ class Machine {
                                                 std::memory_order_relaxed);
   }
 
-  // As on the GPU, fences order what is polled and published. ThreadSanitizer does not model fences:
-  // under it each word carries its own order instead, and a missing fence is not noticed. The
-  // explorer's witness of order notices it (tests/native/witness.hpp).
+  // As on the GPU, fences order what is polled and published. ThreadSanitizer does not model
+  // fences: under it each word carries its own order instead, and a missing fence is not noticed.
+  // The explorer's witness of order notices it (tests/native/witness.hpp).
 #ifdef MOEOS_WORDS_CARRY_ORDER
   static constexpr bool kWordsCarryOrder = true;
 #else
@@ -121,8 +121,8 @@ class Machine {
   }
   template <Scope S, class T>
   static void publish(T* word, T value) {
-    access(word).store(
-        value, kWordsCarryOrder ? std::memory_order_release : std::memory_order_relaxed);
+    access(word).store(value,
+                       kWordsCarryOrder ? std::memory_order_release : std::memory_order_relaxed);
   }
   template <Scope S, class T>
   static void publish_add(T* word, T value) {
