@@ -496,8 +496,8 @@ FAULTS = {
     "a tile whose rows have landed, and are not copied to where it wants them": Fault(
         "explorer",
         "runtime/inputs.hpp",
-        "= rank.memory.rows_received(segment.source);",
-        "= 0;",
+        ": rank.memory.rows_received(segment.source);",
+        ": 0;",
         "gives a wrong result",
     ),
     "a tile of few rows that begins where the expert before does": Fault(
