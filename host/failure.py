@@ -114,8 +114,9 @@ def exception_of(failure: FailureRecord, rank: int) -> Exception:
     if f.kind == FailureKind.LOGITS_NOT_FINITE:
         return NumericalError(
             f"the router's logits of token {f.chunk} on rank {f.rank} are not finite in call "
-            f"{f.epoch}: look for NaN or infinity in that row of x, in gate.weight and in "
-            "gate.selection_bias; then all ranks may call reset()"
+            f"{f.epoch}: look for NaN or infinity in that row of x, in gate.weight (of a float16 "
+            "layer on the GPU: for more than 65504) and in gate.selection_bias; "
+            "then all ranks may call reset()"
         )
     wrong = _wrong_input(f)
     if wrong is not None:

@@ -303,6 +303,20 @@ def test_logits_that_are_not_finite_end_the_call_on_all_ranks(libraries: dict[st
         assert failure.tolist() == [6, 3, 1, -1, -1, 66]
 
 
+@pytest.mark.parametrize("weight", [torch.inf, 1e5], ids=["infinite", "beyond float16"])
+def test_a_weight_of_an_fp32_router_that_float16_has_not_ends_the_call(
+    weight: float, libraries: dict[str, Path]
+) -> None:
+    name = "an fp32 router of float16 tokens, in slices"
+    layer = LAYERS[name]
+    weights = draw_weights(layer.cfg)
+    weights.gate[71, 1543] = weight
+    emulated = EmulatedLayer(libraries[name], weights, 1)
+    emulated([draw_call(layer.cfg, 1, 0)], 0)
+    failure = torch.frombuffer(bytearray(emulated.failures()[0]), dtype=torch.int32)[:6]
+    assert failure.tolist() == [6, 3, 0, -1, -1, 0]  # as for logits that are not finite
+
+
 def with_faults(plan: FaultPlan, library: Path, ends_well: bool) -> None:
     """Makes two calls of two ranks, of which rank 1 is late in the second: too late, or not."""
     layer = LAYERS["two ranks, odd sizes, biases"]

@@ -63,5 +63,6 @@ def test_an_actor_that_answers_nothing_is_named_with_its_warp_and_what_it_does()
 def test_logits_that_are_not_finite_name_the_token_and_where_to_look() -> None:
     error = exception_of(failure(FailureKind.LOGITS_NOT_FINITE, chunk=17), rank=1)
     assert type(error) is NumericalError
-    for words in ("token 17 on rank 2", "call 7", "x, in gate.weight and in gate.selection_bias"):
+    where = ("that row of x, in gate.weight (", "more than 65504) and in gate.selection_bias; ")
+    for words in ("token 17 on rank 2", "call 7", *where):
         assert words in str(error)

@@ -34,6 +34,9 @@ CONFIGS = {
         top_groups=2,
         routed_scaling=2.5,
     ),
+    "best groups": dataclasses.replace(
+        PLAIN, experts=16, top_k=3, expert_groups=4, top_groups=2, group_score="max"
+    ),
 }
 LIMIT = 1e-5  # relative error of fp32 arithmetic
 
