@@ -6,7 +6,9 @@ This file knows nothing of layers: an engine ends its calls through `World.on_ab
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ ONE_PROCESSOR = TwinOptions(processors=1)
 
 _MARGIN = 5.0  # seconds beyond the deadline in which ranks must end once one has failed
 
+_LOOK = 0.05  # seconds between two looks at what signals have raised
 _PATIENCE = 0.5  # seconds in which ranks leave their calls and exchanges after a signal
 
 Result = TypeVar("Result")
@@ -89,26 +92,40 @@ def run(
             )
             for control in ThreadControl.group(ranks, deadline)
         ]
-        results, failures, stuck = _RankThreads(fn, worlds, deadline).run(signals)
-        for world in worlds:
-            if world.rank not in stuck:  # what a stuck thread may still use stays mapped
-                world.close()
-    if failures:
-        raise _root_cause(failures, ranks, stuck)
-    return [results[rank] for rank in range(ranks)]
+        threads = _RankThreads(fn, worlds, deadline)
+        try:
+            threads.run(signals)
+        finally:
+            for world in worlds:
+                if world.rank not in threads.stuck:  # what it may still use stays mapped
+                    world.close()
+    if threads.failures:
+        raise _root_cause(threads.failures, ranks, threads.stuck)
+    return [threads.results[rank] for rank in range(ranks)]
 
 
 class _RankThreads(Generic[Result]):
-    """The threads that call `fn(world)`, one for each world."""
+    """The threads that call `fn(world)`, one for each world.
+
+    Attributes:
+        results: by rank.
+        failures: (rank, error), in the order in which they happened.
+        stuck: the ranks whose threads have not ended in time.
+    """
 
     def __init__(self, fn: Callable[[World], Result], worlds: list[World], deadline: float) -> None:
+        self.results: dict[int, Result] = {}
+        self.failures: list[tuple[int, BaseException]] = []
+        self.stuck: list[int] = []
         self._fn = fn
         self._worlds = worlds
         self._longest = deadline + _MARGIN  # seconds in which ranks end that have to
-        self._results: dict[int, Result] = {}
-        self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
         self._must_end: float | None = None  # the time by which all threads should have ended
         self._in_fn: set[int] = set()  # ranks
+        # Not by Thread.is_alive: an exception that comes while it, or a join with a time limit, is
+        # at work leaves a thread that runs marked as ended.
+        self._running: set[int] = set()  # ranks
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # ranks
         self._threads = [
             threading.Thread(
                 target=self._live, args=(world,), name=f"moeos-rank-{world.rank}", daemon=True
@@ -116,52 +133,65 @@ class _RankThreads(Generic[Result]):
             for world in worlds
         ]
 
-    def run(
-        self, signals: HeldSignals
-    ) -> tuple[dict[int, Result], list[tuple[int, BaseException]], list[int]]:
-        """The results by rank, the failures as (rank, error), the ranks that did not end in time.
+    def run(self, signals: HeldSignals) -> None:
+        """Returns when all threads have ended, or should have.
 
         A signal whose handler raises makes all ranks leave.
         """
-        started: list[threading.Thread] = []
-        for thread in self._threads:
-            if signals.raised is None and not self._failures:
-                try:
-                    thread.start()
-                except RuntimeError:
-                    rank = len(started)
-                    what = f"the thread of virtual rank {rank} of {len(self._threads)}"
-                    self._fail(rank, no_thread(what, "run fewer virtual ranks"))
-                else:
-                    started.append(thread)
-        told = pushed = False
-        told_at = 0.0
-        while alive := [thread for thread in started if thread.is_alive()]:
-            if signals.raised is not None and not told:
-                told, told_at = True, time.monotonic()
-                self._abort(f"interrupted by {type(signals.raised).__name__}")
-            if told and not pushed and time.monotonic() > told_at + _PATIENCE:
+        try:
+            self._start(signals)
+            self._wait(lambda: signals.raised)
+        except BaseException as error:  # such as the SystemExit that a run around this one sends
+            reason = error
+            self._wait(lambda: reason)
+            raise
+
+    def _start(self, signals: HeldSignals) -> None:
+        for rank, thread in enumerate(self._threads):
+            if signals.raised is not None or self.failures:
+                return
+            self._running.add(rank)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._running.remove(rank)
+                what = f"the thread of virtual rank {rank} of {len(self._threads)}"
+                self._fail(rank, no_thread(what, "run fewer virtual ranks"))
+
+    def _wait(self, interrupted: Callable[[], BaseException | None]) -> None:
+        told_at: float | None = None
+        pushed = False
+        while self._running:
+            error, now = interrupted(), time.monotonic()
+            if error is not None and told_at is None:
+                told_at = now
+                self._abort(f"interrupted by {type(error).__name__}")
+            if told_at is not None and not pushed and now > told_at + _PATIENCE:
                 pushed = True
                 self._push()
-            if self._must_end is not None and time.monotonic() > self._must_end:
+            if self._must_end is not None and now > self._must_end:
                 break
-            alive[0].join(0.05)
-        stuck = [rank for rank, thread in enumerate(self._threads) if thread.is_alive()]
-        return self._results, self._failures, stuck
+            with contextlib.suppress(queue.Empty):
+                rank = self._ended.get(timeout=_LOOK)
+                self._threads[rank].join()
+                self._running.remove(rank)
+        self.stuck = sorted(self._running)
 
     def _live(self, world: World) -> None:
         try:
             try:
                 self._in_fn.add(world.rank)
-                self._results[world.rank] = self._fn(world)
+                self.results[world.rank] = self._fn(world)
             finally:
                 self._in_fn.discard(world.rank)
         except BaseException as error:
             self._fail(world.rank, error)
+        finally:
+            self._ended.put(world.rank)
 
     def _fail(self, rank: int, error: BaseException) -> None:
         """Makes all ranks leave because one has failed."""
-        self._failures.append((rank, error))
+        self.failures.append((rank, error))
         self._end_soon()
         self._worlds[rank].abort(f"{type(error).__name__}: {error}")
         for other in self._worlds:

@@ -200,6 +200,15 @@ IN_PYTHON = """
     while True:
         pass
 """
+WHILE_RANKS_RUN_RANKS = """
+    def inner_main(inner):
+        layer = moeos.MoELayer(cfg, inner)
+        x = torch.randn(50, 64).bfloat16()
+        say(world)
+        while True:
+            layer(x)
+    moeos.virtual.run(inner_main, 2, deadline=300.0)
+"""
 PROGRAM = """
 import os, signal, sys, torch, moeos
 cfg = moeos.MoEConfig(hidden=64, intermediate=64, experts=8, top_k=2, max_tokens=64)
@@ -252,6 +261,7 @@ def interrupted(command: list[str], line: str) -> tuple[int, str]:
                 "one-waits-again": (WHILE_ONE_WAITS, "there", True),
                 "while-made": (WHILE_LAYERS_ARE_MADE, "there", False),
                 "in-python-again": (IN_PYTHON, "there", True),
+                "ranks-in-ranks": (WHILE_RANKS_RUN_RANKS, "there", False),
             }.items()
         ),
     ],
