@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -122,6 +123,7 @@ class _RankThreads(Generic[Result]):
         self._longest = deadline + _MARGIN  # seconds in which ranks end that have to
         self._must_end: float | None = None  # the time by which all threads should have ended
         self._in_fn: set[int] = set()  # ranks
+        self._lost: set[int] = set()  # ranks that have been pushed, and have not noticed
         # Not by Thread.is_alive: an exception that comes while it, or a join with a time limit, is
         # at work leaves a thread that runs marked as ended.
         self._running: set[int] = set()  # ranks
@@ -138,6 +140,7 @@ class _RankThreads(Generic[Result]):
 
         A signal whose handler raises makes all ranks leave.
         """
+        report = sys.unraisablehook
         try:
             self._start(signals)
             self._wait(lambda: signals.raised)
@@ -145,6 +148,8 @@ class _RankThreads(Generic[Result]):
             reason = error
             self._wait(lambda: reason)
             raise
+        finally:
+            sys.unraisablehook = report
 
     def _start(self, signals: HeldSignals) -> None:
         for rank, thread in enumerate(self._threads):
@@ -166,9 +171,9 @@ class _RankThreads(Generic[Result]):
             if error is not None and told_at is None:
                 told_at = now
                 self._abort(f"interrupted by {type(error).__name__}")
-            if told_at is not None and not pushed and now > told_at + _PATIENCE:
+            if told_at is not None and now > told_at + _PATIENCE:
+                self._push(self._lost if pushed else self._in_fn)
                 pushed = True
-                self._push()
             if self._must_end is not None and now > self._must_end:
                 break
             with contextlib.suppress(queue.Empty):
@@ -203,14 +208,26 @@ class _RankThreads(Generic[Result]):
         for world in self._worlds:
             world.abort(reason)
 
-    def _push(self) -> None:
-        """Ends what else the ranks do in Python."""
-        for rank in list(self._in_fn):
-            # SystemExit, because a thread that ends by it prints nothing. It may come amid a
-            # destructor, which reports it: so only to those who have not left by themselves.
+    def _push(self, ranks: set[int]) -> None:
+        """Ends what else some ranks do in Python.
+
+        By SystemExit, because a thread that ends by it prints nothing. Where it comes amid a
+        destructor, that reports and forgets it: then it is not reported, and the rank is pushed
+        again.
+        """
+        sys.unraisablehook = self._report
+        for rank in ranks & self._in_fn:
+            self._lost.discard(rank)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._threads[rank].ident or 0), ctypes.py_object(SystemExit)
             )
+
+    def _report(self, unraisable: sys.UnraisableHookArgs) -> None:
+        thread = threading.current_thread()
+        if unraisable.exc_type is SystemExit and thread in self._threads:
+            self._lost.add(self._threads.index(thread))
+        else:
+            sys.__unraisablehook__(unraisable)
 
     def _end_soon(self) -> None:
         if self._must_end is None:

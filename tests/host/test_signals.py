@@ -44,7 +44,7 @@ def process_ranks(function: Callable[[World], Any], size: int = 4, **way: Any) -
         with moeos.init(deadline=FAR, **way) as world:
             return function(world)
 
-    return ForkedRanks(live, size).ended(60.0)
+    return ForkedRanks(live, size).ended(150.0)
 
 
 def signal_in(function: str, number: signal.Signals = signal.SIGINT, times: int = 1) -> None:
@@ -96,7 +96,7 @@ def test_an_interrupted_call_raises_at_once_is_named_by_the_peers_and_reset_reco
         if world.rank == victim:
             signal_in("forward")
         if world.rank == absent:
-            assert interrupted.wait(40)
+            assert interrupted.wait(100)
         error = raised_by(lambda: call(layer))
         interrupted.set()
         layer.reset()
@@ -124,7 +124,7 @@ def test_whatever_a_handler_raises_comes_out_of_the_call(number: signal.Signals)
             signal.signal(number, handle)
             signal_in("forward", number)
         else:
-            assert interrupted.wait(40)
+            assert interrupted.wait(100)
         error = raised_by(lambda: CALLS[world.rank](layer))
         interrupted.set()
         return repr(error)
@@ -146,7 +146,7 @@ def test_a_handler_that_returns_lets_the_call_go_on() -> None:
             signal_in("forward", signal.SIGUSR1, times=3)
         else:
             for _ in range(3):
-                assert handled.acquire(timeout=40)
+                assert handled.acquire(timeout=100)
         for _ in range(3):
             assert_matches(WEIGHTS, CALLS[world.rank], CALLS[world.rank](layer))
 
@@ -162,7 +162,7 @@ def test_an_interrupted_exchange_raises_at_once_and_ends_those_of_the_peers() ->
             assert isinstance(raised_by(world.control.barrier), KeyboardInterrupt)
             interrupted.set()
         else:
-            assert world.rank == 0 or interrupted.wait(40)
+            assert world.rank == 0 or interrupted.wait(100)
             # A rank that is interrupted has posted before: this one may still end well.
             with contextlib.suppress(PeerTimeout):
                 world.control.barrier()
@@ -199,6 +199,15 @@ IN_PYTHON = """
     say(world)
     while True:
         pass
+"""
+IN_DESTRUCTORS = """
+    class Slow:
+        def __del__(self):
+            for _ in range(100_000):
+                pass
+    say(world)
+    while True:
+        Slow().__del__()
 """
 WHILE_RANKS_RUN_RANKS = """
     def inner_main(inner):
@@ -238,7 +247,7 @@ def interrupted(command: list[str], line: str) -> tuple[int, str]:
         while not program.stdout.readline().startswith(line):
             assert program.poll() is None
         program.send_signal(signal.SIGINT)
-        printed = program.communicate(timeout=60)[1]
+        printed = program.communicate(timeout=150)[1]
         return program.returncode, printed
     finally:
         program.kill()
@@ -261,6 +270,7 @@ def interrupted(command: list[str], line: str) -> tuple[int, str]:
                 "one-waits-again": (WHILE_ONE_WAITS, "there", True),
                 "while-made": (WHILE_LAYERS_ARE_MADE, "there", False),
                 "in-python-again": (IN_PYTHON, "there", True),
+                "in-destructors": (IN_DESTRUCTORS, "there", False),
                 "ranks-in-ranks": (WHILE_RANKS_RUN_RANKS, "there", False),
             }.items()
         ),
