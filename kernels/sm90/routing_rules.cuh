@@ -179,29 +179,47 @@ class Token {
     return best;
   }
 
+  static constexpr u32 kGroupSize = kGeometry.experts / kShape.expert_groups;
+  /// Whether all of a lane's experts are of one group.
+  static constexpr bool kOneGroupEach = kGroupSize % kLogitsEach == 0;
+
+  /// The two best choices, so far, of those that this lane has of a group.
+  struct BestTwo {
+    u32 first = kChosen;
+    u32 second = kChosen;
+
+    void add(u32 choice) {
+      second = maximum(second, minimum(first, choice));
+      first = maximum(first, choice);
+    }
+  };
+
   /// Leaves the choices of the best groups.
   static void close_groups(u32 (&choices)[kLogitsEach]) {
-    constexpr u32 kSize = kGeometry.experts / kShape.expert_groups;
     static_assert(kShape.expert_groups <= Machine::kLanes, "a lane keeps a group's score");
-    static_assert(kShape.expert_groups == 1 || (kSize >= 2 && kSize % kLogitsEach == 0),
-                  "a lane's experts are of one group");
-    const u32 its_group = expert_of(0) / kSize;
-    u32 first = kChosen;  // of this lane's
-    u32 second = kChosen;
+    const auto group_of = [](u32 i) { return expert_of(kOneGroupEach ? 0 : i) / kGroupSize; };
+    BestTwo of_lane;
 #pragma unroll
-    for (u32 i = 0; i < kLogitsEach; ++i) {
-      second = maximum(second, minimum(first, choices[i]));
-      first = maximum(first, choices[i]);
+    for (u32 i = 0; kOneGroupEach && i < kLogitsEach; ++i) {
+      of_lane.add(choices[i]);
     }
     u32 score = kChosen;
 #pragma unroll
     for (u32 group = 0; group < kShape.expert_groups; ++group) {
-      const bool mine = its_group == group;
-      u32 of_group = __reduce_max_sync(~0U, mine ? first : kChosen);
-      if constexpr (kShape.group_score == GroupScore::top2_sum) {
-        const u32 winner = Machine::first_lane(Machine::ballot(mine && first == of_group));
-        const u32 left = Machine::lane() == winner ? second : first;
-        const u32 next = __reduce_max_sync(~0U, mine ? left : kChosen);
+      BestTwo mine;
+      if constexpr (kOneGroupEach) {
+        mine = group_of(0) == group ? of_lane : BestTwo{};
+      } else {
+#pragma unroll
+        for (u32 i = 0; i < kLogitsEach; ++i) {
+          mine.add(group_of(i) == group ? choices[i] : kChosen);
+        }
+      }
+      u32 of_group = __reduce_max_sync(~0U, mine.first);
+      if constexpr (kShape.group_score == GroupScore::top2_sum && kGroupSize > 1) {
+        const u32 winner = Machine::first_lane(Machine::ballot(mine.first == of_group));
+        const u32 left = Machine::lane() == winner ? mine.second : mine.first;
+        const u32 next = __reduce_max_sync(~0U, left);
         of_group = ordered(from_ordered(of_group) + from_ordered(next));
       }
       score = Machine::lane() == group ? of_group : score;
@@ -216,7 +234,7 @@ class Token {
     }
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
-      choices[i] = (open >> its_group & 1) != 0 ? choices[i] : kChosen;
+      choices[i] = (open >> group_of(i) % 32 & 1) != 0 ? choices[i] : kChosen;
     }
   }
 };

@@ -145,6 +145,35 @@ LAYERS = {
         renormalize=False,
         routed_scaling=16.0,
     ),
+    "groups that end amid a lane's experts": _layer(
+        1,
+        2,
+        2,
+        experts=160,  # DeepSeek-V2's
+        top_k=6,
+        expert_groups=8,
+        top_groups=3,
+        group_score="max",
+        renormalize=False,
+        max_tokens=40,
+        intermediate=64,
+    ),
+    "many groups that end amid a lane's experts": _layer(
+        1,
+        2,
+        2,
+        experts=60,
+        top_k=6,
+        scoring="sigmoid",
+        selection_bias=True,
+        expert_groups=20,
+        top_groups=7,
+        max_tokens=60,
+        intermediate=64,
+    ),
+    "groups of one expert": _layer(
+        1, 2, 2, experts=24, top_k=3, expert_groups=24, top_groups=5, scoring="sigmoid"
+    ),
     "groups": _layer(
         2,
         2,
