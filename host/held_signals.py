@@ -6,6 +6,7 @@ It knows nothing of what the work is.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -54,10 +55,13 @@ class HeldSignals:
             raise self.raised
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        handled = sys.exc_info()[1]  # by the work, where the signal came
         try:
             self._handlers[number](number, frame)
         except BaseException as error:
             if not (self._held and self._home.here):
                 raise
             if self.raised is None:
+                if error.__context__ is handled:
+                    error.__context__ = None  # which has nothing to do with it
                 self.raised = error
