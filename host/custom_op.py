@@ -78,6 +78,7 @@ def _run(
             "the layer of this graph is gone, or was never in this process: keep it while its "
             "graph is used, and make the graph in the process that uses it"
         )
+    engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
     out = torch.empty_like(x)
     engine.forward(
         CallTensors(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2, tokens)

@@ -227,7 +227,7 @@ class MoELayer(nn.Module):
         """What this rank did in its last call, and when: the fields of `moeos.counters.CallStats`,
         and its `bytes_to_peers` and `busy_share`. Waits for the calls so far.
         """
-        stats = self._bound().stats()
+        stats = self._settled().stats()
         return {
             **vars(stats),
             "bytes_to_peers": stats.bytes_to_peers,
@@ -239,7 +239,7 @@ class MoELayer(nn.Module):
 
         Raises `RuntimeError` if the world was made without `trace_events`.
         """
-        return self._bound().trace()
+        return self._settled().trace()
 
     def check(self) -> None:
         """Raises what has gone wrong in the calls so far. Waits for them.
@@ -248,7 +248,7 @@ class MoELayer(nn.Module):
         is known when its kernel has ended, and raises here or in a later call. A selection bias
         that is not finite raises `ValueError` there only here; its expert is a last choice.
         """
-        self._bound().check()
+        self._settled().check()
         if self.gate.selection_bias is not None:
             values.check_selection_bias(self.gate.selection_bias)
 
@@ -256,7 +256,7 @@ class MoELayer(nn.Module):
         """Makes the layer usable again after a call that failed. Collective; no rank may be in a
         call.
         """
-        self._bound().reset()
+        self._settled().reset()
 
     def extra_repr(self) -> str:
         """What `print` shows of the layer."""
@@ -312,6 +312,16 @@ class MoELayer(nn.Module):
                 "layer.bind(world) first"
             )
         return self._engine
+
+    def _settled(self) -> Engine:
+        """The engine, when the GPU has done what was launched; this wait sees signals."""
+        engine = self._bound()
+        if self._device.type == "cuda":
+            from moeos.engines import cuda_wait  # needs packages that only a GPU's machine has
+
+            engine.require_open()
+            cuda_wait.synchronize(self._device)
+        return engine
 
     def _initialise(self, seed: int, rank: int) -> None:
         generator = torch.Generator(self.w1.device)  # drawn where they lie, gigabytes in no time

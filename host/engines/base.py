@@ -47,6 +47,9 @@ class Engine(Protocol):
     def check_supported(cfg: MoEConfig) -> None:
         """Raises `ValueError` for a layer that this machine's kernels do not have."""
 
+    def require_open(self) -> None:
+        """Raises `RuntimeError` where no call can be made: the world is closed, or a parent's."""
+
     def forward(self, tensors: CallTensors) -> None:
         """Runs one call: writes the S first rows of out, and zeros into the others.
 

@@ -67,6 +67,10 @@ class CudaEngine:
         """See `Engine.check_supported`."""
         kernel_shape.check_supported(cfg)
 
+    def require_open(self) -> None:
+        """See `Engine.require_open`."""
+        self._world.require_open()
+
     def __init__(self, cfg: MoEConfig, world: World) -> None:
         self._world = world
         self._virtual = world.control.shares_memory and world.size > 1

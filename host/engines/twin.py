@@ -66,6 +66,10 @@ class TwinEngine:
             allowed = " or ".join(map(str, DTYPES))
             raise ValueError(f"dtype is {cfg.dtype}; the twin computes with {allowed}")
 
+    def require_open(self) -> None:
+        """See `Engine.require_open`."""
+        self._world.require_open()
+
     def __init__(self, cfg: MoEConfig, world: World) -> None:
         options = world.twin
         self._cfg = cfg
