@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import threading
 from collections.abc import Iterator
 
+from moeos import host_memory
 from moeos.control import ControlPlane, raise_together, require_equal
 
 MAX_HEAP_BYTES = 1 << 46
@@ -103,10 +105,8 @@ def _exchange(control: ControlPlane, size: int) -> list[_Mapping]:
     """The heaps of ranks that are processes of one host."""
     with contextlib.ExitStack() as descriptors:
         with _agreement(control, "the memory of a heap"):
-            descriptor = os.memfd_create("moeos-heap", os.MFD_CLOEXEC)
+            descriptor = _make(control.rank, size)
             descriptors.callback(os.close, descriptor)
-            os.fchmod(descriptor, 0o600)  # it is made with 0777
-            os.ftruncate(descriptor, size)
         status = os.fstat(descriptor)
         offer = (os.getpid(), descriptor, (status.st_dev, status.st_ino, status.st_size))
         offers = control.allgather(offer, "the addresses of a heap")
@@ -116,6 +116,35 @@ def _exchange(control: ControlPlane, size: int) -> list[_Mapping]:
                 with _opened(control.rank, rank, path, identity) as peer:
                     held.append(_Mapping(size, users=1, descriptor=peer))
         return held  # every rank has mapped every heap: the descriptors may go
+
+
+def _make(rank: int, size: int) -> int:
+    """A descriptor of new memory. Raises `OSError`, which names the rank and the limit it meets.
+
+    Its pages come when they are first written. So what the machine does not have at all is refused
+    here: in a call the kernel would end the process.
+    """
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("moeos-heap", os.MFD_CLOEXEC)
+        os.fchmod(descriptor, 0o600)  # it is made with 0777
+        room = host_memory.available()
+        if size > room:
+            raise OSError(errno.ENOMEM, f"{room} bytes are available")
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        code = error.errno or errno.EIO
+        remedy = {
+            errno.ENOMEM: f", {error.strerror}; lower max_tokens, or start fewer ranks",
+            errno.EFBIG: "; raise the limit of this process, ulimit -f",
+            errno.EMFILE: "; raise the limit of this process, ulimit -n",
+        }.get(code, "")
+        raise OSError(
+            code, f"rank {rank} cannot make a heap of {size} bytes: {os.strerror(code)}{remedy}"
+        ) from error
+    return descriptor
 
 
 @contextlib.contextmanager

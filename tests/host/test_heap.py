@@ -1,8 +1,10 @@
 """The symmetric heap: what it looks like, that all ranks see it, and that nothing of it is left."""
 
 import ctypes
+import errno
 import mmap
 import os
+import resource
 import signal
 import threading
 import time
@@ -221,6 +223,46 @@ def test_a_heap_that_one_rank_cannot_open_is_an_error_on_all_ranks_that_says_why
     assert why in message
     assert "one PID namespace" in message
     assert left == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (resource.RLIMIT_FSIZE, "File too large; raise the limit of this process, ulimit -f"),
+        (resource.RLIMIT_NOFILE, "Too many open files; raise the limit of this process, ulimit -n"),
+    ],
+    ids=["file size", "open files"],
+)
+def test_a_limit_that_one_rank_meets_is_an_error_on_all_ranks_that_names_it(
+    limit: int, message: str
+) -> None:
+    def make(control: ControlPlane) -> str:
+        before = resource.getrlimit(limit)
+        control.barrier()  # its transport has all files that it needs
+        if control.rank == 1:
+            next_file = os.open("/dev/null", os.O_RDONLY)
+            os.close(next_file)
+            resource.setrlimit(limit, (next_file, before[1]))  # of sizes: some bytes
+        with pytest.raises(OSError, match="cannot make a heap") as raised:
+            SymmetricHeap(control, BYTES)
+        resource.setrlimit(limit, before)
+        return str(raised.value)
+
+    outcomes = over_a_store(make, 2)
+    assert len(set(outcomes)) == 1, outcomes
+    assert f"rank 1 cannot make a heap of {BYTES} bytes: {message}" in outcomes[0]
+
+
+def test_a_heap_that_the_machine_has_no_memory_for_is_refused_on_all_ranks() -> None:
+    def make(control: ControlPlane) -> str:
+        with pytest.raises(OSError, match="bytes are available; lower max_tokens") as raised:
+            SymmetricHeap(control, MAX_HEAP_BYTES)
+        assert raised.value.errno == errno.ENOMEM
+        return str(raised.value)
+
+    outcomes = over_a_store(make, 2)
+    assert len(set(outcomes)) == 1, outcomes
+    assert f"rank 0 cannot make a heap of {MAX_HEAP_BYTES} bytes" in outcomes[0]
 
 
 def test_ranks_killed_while_they_hold_a_heap_leave_no_shared_memory() -> None:
