@@ -70,6 +70,17 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def say(what: str) -> None:
+    """A line of progress, on stderr."""
+    print(what, file=sys.stderr, flush=True)
+
+
+def tell(what: str) -> None:
+    """A line of progress where no bar can be seen: stderr is no terminal."""
+    if not sys.stderr.isatty():
+        say(what)
+
+
 class _Silence(io.TextIOBase):
     """A stdout that drops what is printed; `behind` is the one in whose place it stands."""
 

@@ -75,6 +75,7 @@ class Document:
             "runs": found["runs"],
             "cases": found["cases"],
         }
+        self._note_open_cases()
 
     def _check(self, found: Mapping[str, Any]) -> None:
         for key, mine in self._same.items():
@@ -106,7 +107,10 @@ class Document:
 
     def write(self) -> None:
         """Puts the document into its file in one step. Raises `OSError`."""
-        self.content["not_measured"] = [dataclasses.asdict(case) for case in self.open_cases()]
+        self._note_open_cases()
         unfinished = self._path.with_name(f".{self._path.name}-unfinished")
         output.write_json(unfinished, self.content)
         os.replace(unfinished, self._path)
+
+    def _note_open_cases(self) -> None:
+        self.content["not_measured"] = [dataclasses.asdict(case) for case in self.open_cases()]

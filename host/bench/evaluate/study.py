@@ -26,7 +26,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 import moeos
-from moeos.bench import process_group, provenance, report
+from moeos.bench import process_group, provenance, ranks, report
 from moeos.bench.evaluate import tables, thesis
 from moeos.bench.evaluate.document import Case, Document
 from moeos.bench.results import timing
@@ -230,6 +230,8 @@ class _Evaluation:
             for case in cases:
                 words = f"{case.tokens} tokens, {case.experts} experts"
                 progress.update(task, description=words)
+                if document is not None:
+                    output.tell(words)
                 found = self._case(case, functools.partial(progress.advance, task, case.tokens))
                 if document is not None:
                     document.add(case, found)
@@ -375,4 +377,4 @@ def _about(world: moeos.World) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    ranks.start(main)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 import typer
 
 import moeos
-from moeos.bench import process_group, provenance, report
+from moeos import drawing
+from moeos.bench import process_group, provenance, ranks, report
 from moeos.bench.straggler import plots, scenarios
 from moeos.bench.straggler.contestants import Baseline, clock_of, compare, tokens_of
 from moeos.bench.straggler.links import LimitedAllToAll, Nodes
@@ -162,6 +163,11 @@ def prepare(world: moeos.World, options: StudyOptions) -> Plan:
     output.check_writable(options.out, "--out")
     if options.plots is not None and not options.plots.is_dir():
         raise ValueError(f"--plot is {options.plots}; it must be a folder that exists")
+    if options.plots is not None:
+        try:
+            drawing.matplotlib()  # before minutes of measuring
+        except RuntimeError as error:
+            raise ValueError(f"--plot is given: {error}") from error
     for name, given, least in (
         ("--steps", options.steps, 2),
         ("--warm-up", options.warm_up, 1),
@@ -282,6 +288,8 @@ class _Study:
     def _scenario(self, scenario: Scenario) -> dict[str, Any]:
         options, rank = self._options, self._world.rank
         total = options.warm_up + options.steps
+        if rank == 0:
+            output.say(f"{scenario.name}: {total} steps of each layer")
         delays = [0.0] * options.warm_up + scenario.delays(options.seed, rank, options.steps)
         x = self._tokens()
         mine: list[_Step] = []
@@ -397,4 +405,4 @@ def _about(world: moeos.World, options: StudyOptions, plan: Plan) -> dict[str, A
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    ranks.start(main)

@@ -52,6 +52,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert ended.returncode == 0, ended.stderr
     assert "tokens a rank" in ended.stdout
     assert "100 %" in ended.stderr  # the bar, once
+    assert ended.stderr.count("48 tokens, 8 experts\n") == 1  # and lines, for a file
     return file
 
 
@@ -152,6 +153,12 @@ def test_the_payload_is_that_of_the_routing(results: dict[str, Any]) -> None:
         padded = 2 * 2 * local * fullest
         assert found["padded_bytes_to_peers"] == padded * ROW_BYTES
         assert found["payload_efficiency"] == pytest.approx((rows + pairs) / padded)
+
+
+def test_the_same_arguments_once_more_print_the_same_tables(out: Path) -> None:
+    ended = evaluate(out)
+    assert ended.returncode == 0, ended.stderr
+    assert "tokens a rank" in ended.stdout
 
 
 def test_what_is_measured_is_not_measured_again_and_more_is_added(out: Path) -> None:

@@ -28,7 +28,11 @@ dtype = "float32"
 max_tokens = 64
 """
 DELAY = 0.3
-STUDY = "from moeos.bench.straggler import study; import typer; typer.run(study.main)"
+STUDY = """
+from moeos.bench import ranks
+from moeos.bench.straggler import study
+ranks.start(study.main)
+"""
 
 Found = tuple[dict[str, Any], str]
 
@@ -56,6 +60,7 @@ def found(folder: Path) -> Found:
         folder / "tiny.toml", "--out", out, "--steps", 6, *wanted, "--plot", folder / "plots"
     )
     assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("none: 11 steps of each layer") == 1  # which scenario it is at
     return json.loads(out.read_text()), ended.stdout
 
 
@@ -198,3 +203,23 @@ def test_what_all_ranks_refuse_is_said_once(folder: Path) -> None:
     assert ended.returncode != 0
     said = [line for line in ended.stderr.splitlines() if line.startswith("moeos: ")]
     assert said == ["moeos: none: No such file or directory"]
+
+
+def test_plots_without_matplotlib_are_refused_before_the_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise RuntimeError("matplotlib, which draws plots, is missing")
+
+    monkeypatch.setattr(study.drawing, "matplotlib", missing)
+    options = StudyOptions(
+        config=folder / "tiny.toml", out=folder / "no.json", plots=folder / "plots"
+    )
+    with pytest.raises(ValueError, match="--plot is given: matplotlib, which draws plots, is mis"):
+        virtual.run(lambda world: study.prepare(world, options), 2)
+
+
+def test_help_is_shown_once_by_all_ranks() -> None:
+    ended = run_study("--help")
+    assert ended.returncode == 0
+    assert ended.stdout.count("Usage:") == 1
