@@ -195,7 +195,7 @@ class _PolledControl:
         missing = [peer for peer in range(self.size) if peer != self.rank]
         pause = _SHORTEST_PAUSE
         while missing := [peer for peer in missing if not arrived(peer)]:
-            aborted = self._find_abort()
+            aborted = self._failure or self._find_abort()  # another thread may give up as well
             if aborted is not None:
                 # A rank posts before it gives up: what all have posted still counts.
                 if all(arrived(peer) for peer in missing):

@@ -35,6 +35,8 @@ class DeviceHeap:
     """One rank's view of the heaps of all ranks. Collective to make, with one size on all ranks.
 
     Attributes:
+        size: bytes of each rank's heap.
+        symmetric: whether it is NVSHMEM's.
         heaps: uint8 [size] for each rank, in rank order, as this rank's GPU addresses them; None
             for a rank whose memory it cannot. The memory starts as zeros.
         own: this rank's.
@@ -48,14 +50,15 @@ class DeviceHeap:
 
     def __init__(self, control: ControlPlane, size: int, device: torch.device) -> None:
         require_equal(control, size, "the size of a heap")
+        self.size = size
+        self.symmetric = not control.shares_memory
         self._control = control
-        self._symmetric = not control.shares_memory
         self.heaps: list[Tensor | None]
-        if self._symmetric:
+        if self.symmetric:
             _start_nvshmem(control, device)
 
         def allocate() -> Tensor:
-            if self._symmetric:
+            if self.symmetric:
                 memory: Tensor = _nvshmem().tensor((size,), dtype=torch.uint8, except_on_del=False)
             else:
                 memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -64,13 +67,13 @@ class DeviceHeap:
             return memory
 
         self.own = _agree(control, allocate, f"allocating a heap of {size} bytes")
-        if self._symmetric:
+        if self.symmetric:
             self.heaps = _agree(control, self._map_peers, "mapping the peers' heaps")
         else:
             self.heaps = [*control.allgather(self.own, "the addresses of a heap")]
         # NVSHMEM's puts go by the address of this rank's own copy.
         self.put_addresses = [
-            self.own.data_ptr() if self._symmetric or memory is None else memory.data_ptr()
+            self.own.data_ptr() if self.symmetric or memory is None else memory.data_ptr()
             for memory in self.heaps
         ]
 
@@ -101,7 +104,7 @@ class DeviceHeap:
         deadline; if one is gone, this process keeps the memory until it ends.
         """
         heaps, self.heaps = self.heaps, []
-        if not heaps or not self._symmetric:
+        if not heaps or not self.symmetric:
             return
         try:
             self._control.barrier()

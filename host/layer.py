@@ -98,30 +98,31 @@ class MoELayer(nn.Module):
             raise TypeError(f"cfg is a {type(cfg).__name__}; it must be a MoEConfig")
         _require_world(world)
         self._place = (world.rank, world.size)
-        apart = _agree(cfg, world, self._place)
-        local = cfg.experts_per_rank(world.size)
-        _engine_class(world).check_supported(cfg)
-        self.cfg = cfg
-        self._engine: Engine | None = None
-        with torch.device("meta") if _weights_are_meta() else _device_of(world):
-            self.gate = Gate(cfg)
-            self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
-            self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
-            self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
-            self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
-        self._expected = [
-            None if tensor is None else _Expected(name, tensor.shape, tensor.dtype)
-            for name, tensor in zip(_NAMES, self._tensors(), strict=True)
-        ]
-        drawn = 0
-        # Threads share a generator, from which rank 0 alone may draw if the seed is to be known.
-        # Processes have one each, and all draw, so that equal ones stay equal.
-        if world.rank == 0 or not world.control.shares_memory:
-            drawn = int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
-        seed = world.control.allgather(drawn, "the seed of the initial weights")[0]
-        if not self.w1.is_meta:
-            self._initialise(seed, world.rank)
-        self._use(world, apart)
+        with world.gate:  # layers are made one after the other, whichever threads make them
+            apart = _agree(cfg, world, self._place)
+            local = cfg.experts_per_rank(world.size)
+            _engine_class(world).check_supported(cfg)
+            self.cfg = cfg
+            self._engine: Engine | None = None
+            with torch.device("meta") if _weights_are_meta() else _device_of(world):
+                self.gate = Gate(cfg)
+                self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
+                self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
+                self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
+                self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
+            self._expected = [
+                None if tensor is None else _Expected(name, tensor.shape, tensor.dtype)
+                for name, tensor in zip(_NAMES, self._tensors(), strict=True)
+            ]
+            drawn = 0
+            # Threads share a generator, from which rank 0 alone may draw if the seed is to be
+            # known. Processes have one each, and all draw, so that equal ones stay equal.
+            if world.rank == 0 or not world.control.shares_memory:
+                drawn = int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
+            seed = world.control.allgather(drawn, "the seed of the initial weights")[0]
+            if not self.w1.is_meta:
+                self._initialise(seed, world.rank)
+            self._use(world, apart)
 
     @classmethod
     def from_hf(
@@ -220,7 +221,8 @@ class MoELayer(nn.Module):
                 f"the layer has a world, {self.world}; only one from a pickle has none"
             )
         _require_world(world)
-        self._use(world, _agree(self.cfg, world, self._place))
+        with world.gate:
+            self._use(world, _agree(self.cfg, world, self._place))
         return self
 
     def stats(self) -> dict[str, Any]:
@@ -277,7 +279,8 @@ class MoELayer(nn.Module):
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         if self._engine is not None:
-            twin._use(self.world, _agree(self.cfg, self.world, self._place))
+            with self.world.gate:
+                twin._use(self.world, _agree(self.cfg, self.world, self._place))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

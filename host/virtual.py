@@ -1,7 +1,7 @@
 """Virtual ranks: several ranks as threads of one process.
 
 For tests of the protocol, fault injection and sanitizers; results are those of one process a rank.
-This file knows nothing of layers: an engine ends its calls through `World.on_abort`.
+This file knows nothing of layers: a world ends its own calls.
 """
 
 from __future__ import annotations

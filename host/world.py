@@ -1,20 +1,23 @@
 """A world: the ranks that run layers together, seen from one of them.
 
 It owns the rank's control plane and heaps, and ends them in the right order. It knows nothing of
-layers or of how the ranks were started; an engine hooks into `on_abort` and `on_close`.
+layers or of how the ranks were started; what a layer holds of the machine is `Holdings` to it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import math
 import os
 import threading
-from collections.abc import Callable
+import time
+import weakref
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Protocol
 
+from moeos.call_gate import CallGate
 from moeos.control import ControlPlane
 from moeos.faults import FaultPlan
 from moeos.heap import SymmetricHeap
@@ -25,6 +28,30 @@ Backend = Literal["twin", "cuda"]
 
 MAX_DEADLINE = 86_400.0
 """The longest deadline, in seconds."""
+
+_MARGIN = 5.0  # seconds beyond the deadline in which a call that is interrupted must end
+_SETTLE = 0.05  # seconds in which a thread that has left a call comes to a gate or a wait again
+
+_open: weakref.WeakSet[World] = weakref.WeakSet()
+_stuck: list[object] = []  # what calls that never ended may still use
+
+
+class Holdings(Protocol):
+    """What one layer holds of the machine on one rank: threads, buffers, its part of a heap."""
+
+    @property
+    def gate(self) -> CallGate:
+        """What the layer's calls go through."""
+
+    def interrupt(self, reason: str) -> None:
+        """Makes this rank leave the call that it is in. From any thread, at any time."""
+
+    def end(self, *, world_ends: bool = False) -> bool:
+        """Gives all of it back; no call is running. False if that cannot be now, but later.
+
+        The garbage collector may call it, in any thread and anywhere: it waits for no other thread
+        that could wait for this one. `world_ends`: the world is being closed; there is no later.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +104,7 @@ class World:
         trace_events: events that each actor of this rank notes of a call, at most; see
             `moeos.init`.
         faults: what goes wrong in it, or None.
-        on_abort: called with the reason when this rank must leave a call at once, from any thread.
-        on_close: called before the heaps are unmapped, the last added first.
+        gate: what goes through it has the control plane for itself, one thread at a time.
     """
 
     def __init__(
@@ -103,14 +129,17 @@ class World:
         self.ranks_per_node = ranks_per_node
         self.trace_events = trace_events
         self.faults = faults
-        self.on_abort: list[Callable[[str], None]] = []
-        self.on_close: list[Callable[[], None]] = []
-        settle()
-        self._home = Home()
-        self._heaps: list[SymmetricHeap] = []
+        self.gate = CallGate(control.rank)
+        # By identity. What one thread takes out no other finds: it is the one to end it.
+        self._holdings: dict[int, Holdings] = {}
+        self._retired: list[Holdings] = []  # could not be ended when its layer was deleted
+        self._heaps: dict[int, SymmetricHeap] = {}
         self._layers = 0
         self._closed = False
+        settle()
+        self._home = Home()
         self._lock = threading.RLock()  # an abort may come from another thread than a close
+        _open.add(self)
 
     @property
     def rank(self) -> int:
@@ -157,16 +186,37 @@ class World:
         """
         self.require_open()
         heap = SymmetricHeap(self.control, size)
-        self._heaps.append(heap)
+        self._heaps[id(heap)] = heap
         return heap
+
+    def free_heap(self, heap: SymmetricHeap) -> None:
+        """Unmaps a heap of this world here; a peer keeps what it has mapped. Not collective."""
+        if self._heaps.pop(id(heap), None) is not None:
+            heap.close()
+
+    def hold(self, owner: object | None, holdings: Holdings) -> None:
+        """Ends `holdings` when `owner`, if there is one, is deleted or collected, or with this
+        world.
+
+        `holdings` must not refer to `owner`.
+        """
+        self.end_retired()
+        self._holdings[id(holdings)] = holdings
+        if owner is not None:
+            # Not with this world, which may be garbage together with the owner.
+            finalizer = weakref.finalize(owner, _give_back, weakref.ref(self), self._home, holdings)
+            finalizer.atexit = False
+
+    def end_retired(self) -> None:
+        """Ends what could not be ended when its layer was deleted, if it can be now."""
+        for _ in range(len(self._retired)):
+            holdings = self._retired.pop(0)
+            if not holdings.end():
+                self._retired.append(holdings)
 
     def require_open(self) -> None:
         """Raises `RuntimeError` if this world is closed, or the parent's of a forked process."""
-        self._home.require(f"the world of rank {self.rank}")
-        if self._closed:
-            raise RuntimeError(
-                f"the world of rank {self.rank} is closed; use it and its layers in its with block"
-            )
+        self.gate.require_open()
 
     def abort(self, reason: str) -> None:
         """Gives up, and makes the other ranks' waits and calls end with `PeerTimeout`.
@@ -184,12 +234,18 @@ class World:
         """Makes this rank leave the call that it is in. May be called from any thread."""
         if not self._home.here:
             return
-        with self._lock:
-            for callback in list(self.on_abort):
-                callback(reason)
+        for holdings in list(self._holdings.values()):
+            holdings.interrupt(reason)
 
     def close(self) -> None:
         """Ends engines, unmaps heaps, leaves the control plane. Idempotent, not collective.
+
+        Beside a call in another thread it first aborts this world, so that the call ends: there
+        with `RuntimeError`, on other ranks with `PeerTimeout`.
+
+        Raises `RuntimeError` within a call in the same thread, as in a signal handler, and then
+        closes nothing; also if a call in another thread does not end within the deadline and 5 s:
+        then what the call may use stays until the process ends.
 
         A process that a fork has made ends nothing: all of it is the parent's.
         """
@@ -199,15 +255,44 @@ class World:
         with self._lock, contextlib.ExitStack() as last_first:
             if self._closed:
                 return
+            if any(gate.held_here for gate in self._gates()):
+                raise RuntimeError(
+                    f"the world of rank {self.rank} cannot be closed within a call in the same "
+                    "thread: let the callback or signal handler raise, and close it behind the call"
+                )
             self._closed = True
+            left = self._end_calls("its world was closed during a call", parking=False)
             last_first.callback(self.control.close)
-            for heap in self._heaps:
-                last_first.callback(heap.close)
-            for callback in self.on_close:
-                last_first.callback(callback)
-            self._heaps.clear()
-            self.on_abort.clear()
-            self.on_close.clear()
+            if not left:
+                _stuck.append((self._holdings, self._heaps))
+                raise RuntimeError(
+                    f"the world of rank {self.rank} is closed, but a call in another thread did "
+                    f"not end within {self.deadline + _MARGIN:g} s: its memory stays until this "
+                    "process ends"
+                )
+            while self._heaps:
+                last_first.callback(self._heaps.popitem()[1].close)
+            for key in list(self._holdings):
+                taken = self._holdings.pop(key, None)  # None: a layer has just been deleted
+                if taken is not None:
+                    last_first.callback(taken.end, world_ends=True)
+            while self._retired:
+                last_first.callback(self._retired.pop().end, world_ends=True)
+
+    def _gates(self) -> set[CallGate]:
+        return {self.gate, *(holdings.gate for holdings in list(self._holdings.values()))}
+
+    def _end_calls(self, reason: str, *, parking: bool) -> bool:
+        """Closes all gates and makes who is inside leave; whether they have, in time."""
+        gates = self._gates()
+        for gate in gates:
+            gate.close(parking=parking)
+        if not any(gate.busy for gate in gates):
+            return True
+        self.control.abort(reason)
+        self.interrupt(reason)
+        ends = time.monotonic() + self.deadline + _MARGIN
+        return all(gate.wait_until_left(ends - time.monotonic()) for gate in gates)
 
     def __enter__(self) -> World:
         self.require_open()
@@ -239,6 +324,32 @@ class World:
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"World(rank={self.rank}, size={self.size}, backend={self.backend!r}{state})"
+
+
+def _give_back(world: weakref.ref[World], home: Home, holdings: Holdings) -> None:
+    """Ends what a layer that is gone has held. May run anywhere, as garbage is collected."""
+    if not home.here:
+        return
+    lives = world()
+    if lives is None:
+        holdings.end()
+    elif lives._holdings.pop(id(holdings), None) is not None and not holdings.end():
+        lives._retired.append(holdings)
+
+
+@atexit.register
+def _end_open_worlds() -> None:
+    """Before the interpreter ends: no thread may be in a call then, where it would be ended.
+
+    Threads that are no daemons have ended by now, and callbacks that were registered later have
+    run. The peers of a world without a call in flight are told nothing: their last call, which this
+    rank has done its part of, may still go on.
+    """
+    worlds = [world for world in list(_open) if world._home.here and not world.closed]
+    for world in worlds:
+        world._end_calls("its program ended during a call", parking=True)
+    if worlds and any(thread.daemon for thread in threading.enumerate()):
+        time.sleep(_SETTLE)
 
 
 def check_deadline(deadline: float) -> None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy
 import torch
 
-from moeos import cuda_driver, jit, kernel_shape, machine_code
+from moeos import _twin, cuda_driver, jit, kernel_shape, machine_code
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
 from moeos.cuda_driver import ask
 from moeos.device_heap import DeviceHeap, fill_in_state, finish_puts, forget_state
-from moeos.engines import cuda_clock, cuda_records
+from moeos.engines import cuda_chain, cuda_clock, cuda_records
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import (
     RECORD_BYTES,
@@ -30,6 +31,7 @@ from moeos.engines.cuda_arguments import (
 )
 from moeos.engines.cuda_code import code_address
 from moeos.engines.cuda_peers import Peers
+from moeos.engines.cuda_shared import SharedOnGpu
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.jit import Kernel
@@ -46,7 +48,11 @@ Value = TypeVar("Value")
 
 
 class CudaEngine:
-    """One layer on one rank's current CUDA device. Collective to make; lives as long as its world.
+    """One layer on one rank's current CUDA device. Collective to make.
+
+    Its calls may come from any threads and on any streams: a launch waits for the launch before of
+    any layer of the world (`cuda_chain`). A layer that is deleted gives back what it holds, but for
+    one with captured calls: a graph may replay them, so it holds all until its world is closed.
 
     A call returns when its kernel is launched. What only the device sees (a late peer, logits that
     are not finite, wrong ids) ends the call there, on all ranks; each rank's kernel then shows the
@@ -73,6 +79,7 @@ class CudaEngine:
 
     def __init__(self, cfg: MoEConfig, world: World) -> None:
         self._world = world
+        self._number = world.number_layer()
         self._virtual = world.control.shares_memory and world.size > 1
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
@@ -84,20 +91,21 @@ class CudaEngine:
             self.report = kernel.report
             sizes = self._shape.sizes
             self._offsets = sizes.offsets
-            self._heap = DeviceHeap(world.control, sizes.heap_bytes, self._device)
-            self._buffers = self._agree(lambda: self._allocate(cfg), "the memory of a layer")
-            self._failure = self._agree(cuda_records.HostFailure, "the host's pinned memory")
-            self._arguments = ArgumentPacker(
-                cfg, sizes, world.rank, world.deadline, self._buffers, self._failure.address
+            shared = SharedOnGpu.of(world, self._device)
+            self._launches = shared.launches
+            held = self._holdings = CudaHoldings(world, shared, self._peers, sizes, self._device)
+            world.hold(self, held)
+            held.faults = self._faults
+            held.heap = shared.take_heap(sizes.heap_bytes)
+            held.buffers = self._agree(lambda: self._allocate(cfg), "the memory of a layer")
+            held.failure = self._agree(cuda_records.HostFailure, "the host's pinned memory")
+            held.arguments = ArgumentPacker(
+                cfg, sizes, world.rank, world.deadline, held.buffers, held.failure.address
             )
-            self._kernel = self._agree(lambda: self._load(kernel), "the loading of the kernel")
-            self._abort_stream = torch.cuda.Stream()
-            self._abort_record, self._abort_word = cuda_records.host_abort(world.rank)
+            held.kernel = self._agree(lambda: self._load(kernel), "the loading of the kernel")
             self._clear()
             torch.cuda.synchronize()
         world.control.barrier()  # every heap is clean before anyone writes into it
-        world.on_abort.append(self._abort)
-        world.on_close.append(self._close)
 
     def forward(self, tensors: CallTensors) -> None:
         """Launches one call on the current stream and returns; see `Engine.forward`.
@@ -109,73 +117,87 @@ class CudaEngine:
         address that the kernel cannot read, and what `exception_of` says of a failure of a call
         before: then nothing is launched.
         """
-        self._world.require_open()
-        self._faults.before_call()
-        if tensors.topk_ids is not None:
-            tensors = _with_readable_routing(tensors)
-        if torch.cuda.current_device() == self._device.index:
-            self._call(tensors)
-        else:
-            with torch.cuda.device(self._device):
+        with self._holdings.gate:
+            self._faults.before_call()
+            if tensors.topk_ids is not None:
+                tensors = _with_readable_routing(tensors)
+            if torch.cuda.current_device() == self._device.index:
                 self._call(tensors)
+            else:
+                with torch.cuda.device(self._device):
+                    self._call(tensors)
 
     def check(self) -> None:
         """Waits for this rank's calls so far and raises what `exception_of` says of a failure.
 
         The failed call may be one that a peer has made and this rank has not.
         """
-        self._world.require_open()
-        torch.cuda.synchronize(self._device)
-        failure = cuda_records.first_failure(self._buffers.heap, self._offsets)
+        with self._holdings.gate:
+            torch.cuda.synchronize(self._device)
+            failure = cuda_records.first_failure(self._holdings.buffers.heap, self._offsets)
         if failure is not None:
             raise exception_of(failure, self._world.rank)
 
     def stats(self) -> CallStats:
         """See `Engine.stats`. Waits for the calls so far."""
-        self._world.require_open()
-        torch.cuda.synchronize(self._device)
-        return cuda_records.stats_of(
-            self._world.rank, self._buffers.memory, self._offsets, self._shape
-        )
+        with self._holdings.gate:
+            torch.cuda.synchronize(self._device)
+            return cuda_records.stats_of(
+                self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape
+            )
 
     def trace(self) -> RankTrace:
         """See `Engine.trace`. Waits for the calls so far."""
         self._world.require_trace()
-        torch.cuda.synchronize(self._device)
-        # Ranks of one process share a GPU, and so its clock.
-        behind = 0
-        if not self._world.control.shares_memory:
-            with torch.cuda.device(self._device):
-                behind = cuda_clock.behind_host().nanoseconds
-        return cuda_records.trace_of(
-            self._world.rank, self._buffers.memory, self._offsets, self._shape, behind
-        )
+        with self._holdings.gate:
+            torch.cuda.synchronize(self._device)
+            # Ranks of one process share a GPU, and so its clock.
+            behind = 0
+            if not self._world.control.shares_memory:
+                with torch.cuda.device(self._device):
+                    behind = cuda_clock.behind_host().nanoseconds
+            return cuda_records.trace_of(
+                self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape, behind
+            )
 
     def reset(self) -> None:
         """See `Engine.reset`."""
-        self._world.require_open()
-        torch.cuda.synchronize(self._device)
-        if self._peers.transport == "nvshmem":
-            with torch.cuda.device(self._device):
-                finish_puts(self._world.rank, self._world.deadline)
-        self._world.control.barrier()  # no rank's kernel runs any more, and nothing is on the way
-        self._clear(again=True)
-        self._failure.clear()
-        torch.cuda.synchronize(self._device)
-        self._world.control.barrier()  # every heap is clean before anyone writes into it
+        with self._holdings.gate:
+            torch.cuda.synchronize(self._device)
+            if self._peers.transport == "nvshmem":
+                with torch.cuda.device(self._device):
+                    finish_puts(self._world.rank, self._world.deadline)
+            self._world.control.barrier()  # no rank's kernel runs any more, nothing is on the way
+            self._clear(again=True)
+            self._holdings.failure.clear()
+            torch.cuda.synchronize(self._device)
+            self._world.control.barrier()  # every heap is clean before anyone writes into it
 
     def _call(self, tensors: CallTensors) -> None:
         """Launches a call; the engine's device is the current one."""
-        self._arguments.pack(tensors)
+        held = self._holdings
+        held.arguments.pack(tensors)
         if self._virtual:
             self._launch_together()
             return
-        failure = self._failure.read()
+        failure = held.failure.read()
         if failure is not None:
             raise exception_of(failure, self._world.rank)
-        assert self._kernel is not None  # only virtual ranks leave it to rank 0
+        assert held.kernel is not None  # only virtual ranks leave it to rank 0
         # As torch.cuda.current_stream() but for the object, whose making takes 3 µs.
-        self._kernel.launch(torch._C._cuda_getCurrentRawStream(self._device.index))
+        self._launch(held.kernel, torch._C._cuda_getCurrentRawStream(self._device.index))
+
+    def _launch(self, kernel: _LoadedKernel, stream: int) -> None:
+        """Launches a call behind the world's last one, whose stream it mostly shares."""
+        launches = self._launches
+        if stream == launches.stream and not torch._C._cuda_isCurrentStreamCapturing():
+            kernel.launch(stream)
+        elif launches.join(stream):
+            self._holdings.captured = True
+            kernel.launch(stream)
+        else:
+            kernel.launch(stream)
+            launches.launched(stream, lives=cuda_chain.lives(self._device.index))
 
     def _agree(self, do: Callable[[], Value], what: str) -> Value:
         """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""
@@ -212,9 +234,7 @@ class CudaEngine:
         if ranks > most:
             raise ValueError(f"{ranks} virtual ranks are too many for one launch; at most {most}")
         world, processors = self._world, blocks // ranks - 1
-        self._faults = LayerFaults(
-            world.faults, world.rank, world.number_layer(), processors, pinned=True
-        )
+        self._faults = LayerFaults(world.faults, world.rank, self._number, processors, pinned=True)
         shape = KernelShape(
             cfg=cfg,
             world_size=world.size,
@@ -228,15 +248,15 @@ class CudaEngine:
         return shape
 
     def _allocate(self, cfg: MoEConfig) -> RankBuffers:
-        sizes = self._shape.sizes
+        sizes, heap = self._shape.sizes, self._holdings.heap
         return RankBuffers(
-            heap=self._heap.own,
+            heap=heap.own,
             memory=torch.zeros(sizes.memory_bytes, dtype=torch.uint8, device=self._device),
             # Zeros, because the second product reads rows that no tile of this call has written.
             intermediate=torch.zeros(
                 (sizes.intermediate_rows, cfg.intermediate), dtype=cfg.dtype, device=self._device
             ),
-            peers=torch.tensor(self._peers.table(self._heap), device=self._device),
+            peers=torch.tensor(self._peers.table(heap), device=self._device),
         )
 
     def _load(self, kernel: Kernel) -> _LoadedKernel | None:
@@ -248,19 +268,20 @@ class CudaEngine:
         if self._virtual and self._world.rank != 0:
             return None
         ranks = self._shape.virtual_ranks
-        record = self._arguments.record
+        record = self._holdings.arguments.record
         arguments = numpy.tile(record, ranks) if self._virtual else record
         blocks = (self._shape.processors + 1) * ranks
         loaded = _LoadedKernel(kernel, blocks, arguments, self._peers.transport == "nvshmem")
         if loaded.code != 0:
             size = machine_code.instruction_bytes(kernel.cubin, jit.KERNEL)
-            self._arguments.pack_code(loaded.code, size)
+            self._holdings.arguments.pack_code(loaded.code, size)
         return loaded
 
     def _clear(self, *, again: bool = False) -> None:
         """Makes heap and memory those of a first call; `again`: what goes wrong once has."""
-        memory = self._buffers.memory
-        cuda_records.clear(self._buffers.heap, memory, self._offsets)
+        buffers = self._holdings.buffers
+        memory = buffers.memory
+        cuda_records.clear(buffers.heap, memory, self._offsets)
         if self._shape.faults:
             plan = torch.frombuffer(bytearray(self._faults.packed(again=again)), dtype=torch.uint8)
             memory[self._offsets["faults"] :][: len(plan)].copy_(plan)
@@ -270,22 +291,29 @@ class CudaEngine:
 
         A failure that any of them has been shown raises on all.
         """
+        held = self._holdings
         stream = torch.cuda.current_stream()
         ready = torch.cuda.Event()
         ready.record(stream)
-        calls = self._world.control.allgather(
-            (self._arguments.record.copy(), ready, self._failure.read()), "a call of the layer"
-        )
-        for _, _, failure in calls:
+        offer = (self._number, held.arguments.record.copy(), ready, held.failure.read())
+        calls = self._world.control.allgather(offer, "a call of the layer")
+        numbers = [number for number, _, _, _ in calls]
+        if len(set(numbers)) > 1:
+            raise RuntimeError(
+                f"the ranks call different layers: of the layers of their worlds, from 0 on, "
+                f"{numbers} in rank order; all ranks must call the layers in the same order"
+            )
+        for _, _, _, failure in calls:
             if failure is not None:
                 raise exception_of(failure, self._world.rank)
         outcome: torch.cuda.Event | Exception | None = None
-        if self._kernel is not None:
+        if held.kernel is not None:
             try:
-                for _, event, _ in calls:
+                for _, _, event, _ in calls:
                     stream.wait_event(event)
-                numpy.concatenate([record for record, _, _ in calls], out=self._kernel.arguments)
-                self._kernel.launch(stream.cuda_stream)
+                records = [record for _, record, _, _ in calls]
+                numpy.concatenate(records, out=held.kernel.arguments)
+                self._launch(held.kernel, stream.cuda_stream)
                 outcome = torch.cuda.Event()
                 outcome.record(stream)
             except RuntimeError as error:
@@ -295,14 +323,94 @@ class CudaEngine:
             raise copy.copy(done)
         assert done is not None  # rank 0 launches
         stream.wait_event(done)
+        if held.kernel is None:
+            self._note_launch(stream.cuda_stream)
 
-    def _abort(self, reason: str) -> None:
+    def _note_launch(self, stream: int) -> None:
+        """What rank 0 has launched on a stream of its own is done when `stream` comes here."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            self._holdings.captured = True
+        else:
+            self._launches.launched(stream, lives=cuda_chain.lives(self._device.index))
+
+
+class CudaHoldings:
+    """What a layer holds on a GPU and of its host's memory; see `moeos.world.Holdings`.
+
+    Attributes:
+        heap, buffers, failure, arguments, kernel, faults: as they are made; gone after the end. No
+            kernel on virtual ranks but rank 0.
+        captured: whether a call of the layer is part of a graph, which may be replayed.
+    """
+
+    heap: DeviceHeap
+    buffers: RankBuffers
+    failure: cuda_records.HostFailure
+    arguments: ArgumentPacker
+    kernel: _LoadedKernel | None
+    faults: LayerFaults
+
+    def __init__(
+        self,
+        world: World,
+        shared: SharedOnGpu,
+        peers: Peers,
+        sizes: _twin.Sizes,
+        device: torch.device,
+    ) -> None:
+        self.gate = world.gate  # launches of all layers are in one order
+        self.captured = False
+        self._rank = world.rank
+        self._shared = shared
+        self._peers = peers
+        self._offsets = sizes.offsets
+        self._device = device
+        self._abort_stream = torch.cuda.Stream()
+        self._abort_record, self._abort_word = cuda_records.host_abort(world.rank)
+        self._lock = threading.Lock()  # nothing is given back while an abort writes into heaps
+
+    def interrupt(self, reason: str) -> None:
         """Raises the abort words of this rank and, as far as they can be reached, of its peers.
 
         The record has no room for the reason.
         """
-        heaps = self._heap.heaps
-        own = self._world.rank
+        with self._lock:
+            if "heap" in vars(self):
+                self._abort()
+
+    def end(self, *, world_ends: bool = False) -> bool:
+        """Waits for the calls and gives back memory, kernel and heap.
+
+        False beside an interruption and, unless the world ends, as long as a capture forbids to
+        wait or a graph may replay a call.
+        """
+        if (self.captured and not world_ends) or not self._lock.acquire(blocking=world_ends):
+            return False
+        try:
+            # A kernel that crashed has said so before.
+            with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):
+                if world_ends:
+                    torch.cuda.synchronize(self._device)
+                elif not self._shared.launches.wait():
+                    return False
+            mine = vars(self)
+            if "faults" in mine:
+                self.faults.close()
+            kernel = mine.pop("kernel", None)
+            if kernel is not None:
+                kernel.unload()
+            for name in ("buffers", "failure", "arguments"):
+                mine.pop(name, None)
+            heap = mine.pop("heap", None)
+            if heap is not None:
+                self._shared.give_heap_back(heap)
+        finally:
+            self._lock.release()
+        return True
+
+    def _abort(self) -> None:
+        heaps = self.heap.heaps
+        own = self._rank
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._abort_stream):
             for peer in [own, *range(own), *range(own + 1, len(heaps))]:
                 heap = heaps[peer]
@@ -319,24 +427,15 @@ class CudaEngine:
     def _put_abort(self, peer: int) -> None:
         """Puts what a sender would put of this rank's failure (runtime/watchdog.hpp), if it is the
         one that has ended the calls here."""
-        own = self._world.rank
-        failure = cuda_records.first_failure(self._heap.own, self._offsets)
+        own = self._rank
+        failure = cuda_records.first_failure(self.heap.own, self._offsets)
         if failure is not None and failure.rank == own:
             word = self._abort_word
             at = self._offsets["put_failures"] + own * len(word)
-            self._heap.own[at : at + len(word)].copy_(word, non_blocking=True)
+            self.heap.own[at : at + len(word)].copy_(word, non_blocking=True)
             record_at = self._offsets["failures"] + own * cuda_records.CACHE_LINE
-            self._heap.put(peer, record_at, cuda_records.CACHE_LINE)
-            self._heap.put(peer, at, len(word))
-
-    def _close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # a kernel that crashed has said so before
-            torch.cuda.synchronize(self._device)
-        self._faults.close()
-        if self._kernel is not None:
-            self._kernel.unload()
-        self._heap.close()
-        del self._kernel, self._arguments, self._buffers, self._heap, self._failure
+            self.heap.put(peer, record_at, cuda_records.CACHE_LINE)
+            self.heap.put(peer, at, len(word))
 
 
 def _usable_device(cfg: MoEConfig, world: World) -> torch.device:

@@ -8,17 +8,21 @@ own.
 from __future__ import annotations
 
 import errno
+import threading
+import weakref
 
 import numpy
 import torch
 
 from moeos import _twin, counters, tracing, values
+from moeos.call_gate import CallGate
 from moeos.config import MoEConfig
 from moeos.control import raise_together
 from moeos.counters import CallStats
 from moeos.engines.base import CallTensors
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
+from moeos.heap import SymmetricHeap
 from moeos.sizes import Tiles, layer_sizes
 from moeos.thread_limits import no_thread
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
@@ -57,7 +61,11 @@ def sizes_of(
 
 
 class TwinEngine:
-    """One layer on one rank of the twin. Collective to make; lives as long as its world."""
+    """One layer on one rank of the twin. Collective to make.
+
+    Its calls may come from any threads, and run one at a time. Other layers have threads, buffers
+    and a heap of their own: their calls may run beside, in another order on every rank.
+    """
 
     @staticmethod
     def check_supported(cfg: MoEConfig) -> None:
@@ -80,13 +88,14 @@ class TwinEngine:
         self._faults = LayerFaults(
             world.faults, world.rank, world.number_layer(), world.processors, pinned=False
         )
-        heap = world.allocate_heap(sizes.heap_bytes)
+        self._holdings = TwinHoldings(world, world.allocate_heap(sizes.heap_bytes), self._faults)
+        world.hold(self, self._holdings)
         error: Exception | None = None
         try:
-            self._rank: _twin.Rank | None = _twin.Rank(
+            self._holdings.rank = _twin.Rank(
                 sizes=sizes,
                 rank=world.rank,
-                heaps=list(heap.addresses),
+                heaps=list(self._holdings.heap.addresses),
                 deadline=world.deadline,
                 split_os=options.split_os,
                 jitter_us=options.jitter_us,
@@ -99,8 +108,6 @@ class TwinEngine:
             if isinstance(raised, OSError) and raised.errno == errno.EAGAIN:
                 error = no_thread(f"rank {world.rank}, {raised.strerror}", _FEWER)
         raise_together(world.control, error, "the threads of a layer")
-        world.on_abort.append(self._abort)
-        world.on_close.append(self._close)
 
     def forward(self, tensors: CallTensors) -> None:
         """Runs one call on this thread and the rank's processor threads; see `Engine.forward`.
@@ -108,7 +115,55 @@ class TwinEngine:
         Raises `ValueError` for an id, a number of tokens or a selection bias that cannot be, before
         anything is sent.
         """
-        rank = self._live()
+        with self._holdings.gate:
+            self._call(tensors)
+
+    def check(self) -> None:
+        """See `Engine.check`: a call of the twin has raised by itself."""
+        self._live()
+
+    def stats(self) -> CallStats:
+        """See `Engine.stats`."""
+        with self._holdings.gate:
+            rank = self._live()
+            tallies, record, peers = rank.counters()
+            sent = rank.rows_sent()
+            received = [rank.rows_received(source) for source in range(self._world.size)]
+        return counters.read(
+            self._world.rank,
+            numpy.frombuffer(tallies, counters.TALLY),
+            self._world.processors,
+            numpy.frombuffer(record, counters.RECORD),
+            numpy.frombuffer(peers, counters.PEER),
+            sent,
+            received,
+            self._cfg.hidden * self._cfg.dtype.itemsize,
+        )
+
+    def trace(self) -> RankTrace:
+        """See `Engine.trace`."""
+        self._world.require_trace()
+        with self._holdings.gate:
+            rank = self._live()
+            counts, events = rank.trace()
+            received = [rank.rows_received(source) for source in range(self._world.size)]
+        actors = self._world.processors + len(OS_ACTORS)
+        return tracing.read(
+            self._world.rank,
+            numpy.frombuffer(counts, numpy.uint32),
+            numpy.frombuffer(events, EVENT).reshape(actors, -1),
+            received,
+            self._chunk_rows,
+        )
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        with self._holdings.gate, self._world.gate:
+            self._world.control.barrier()  # no rank is inside a call any more
+            self._live().reset(self._faults.packed(again=True))
+            self._world.control.barrier()  # every heap is clean before anyone writes into it
+
+    def _call(self, tensors: CallTensors) -> None:
         cfg = self._cfg
         tokens = values.count_tokens(tensors.tokens, len(tensors.x))
         ids, weights = tensors.topk_ids, tensors.topk_weights
@@ -119,7 +174,7 @@ class TwinEngine:
             values.check_selection_bias(tensors.selection_bias)
         capacity = cfg.capacity(tokens)
         self._faults.before_call()
-        failure = rank.forward(
+        failure = self._live().forward(
             bfloat16=cfg.dtype == torch.bfloat16,
             tokens=tokens,
             pair_limit=cfg.max_tokens if capacity is None else capacity,
@@ -138,58 +193,49 @@ class TwinEngine:
             raise exception_of(failure, self._world.rank)
         tensors.out[tokens:].zero_()
 
-    def check(self) -> None:
-        """See `Engine.check`: a call of the twin has raised by itself."""
-        self._live()
-
-    def stats(self) -> CallStats:
-        """See `Engine.stats`."""
-        rank = self._live()
-        tallies, record, peers = rank.counters()
-        return counters.read(
-            self._world.rank,
-            numpy.frombuffer(tallies, counters.TALLY),
-            self._world.processors,
-            numpy.frombuffer(record, counters.RECORD),
-            numpy.frombuffer(peers, counters.PEER),
-            rank.rows_sent(),
-            [rank.rows_received(source) for source in range(self._world.size)],
-            self._cfg.hidden * self._cfg.dtype.itemsize,
-        )
-
-    def trace(self) -> RankTrace:
-        """See `Engine.trace`."""
-        self._world.require_trace()
-        rank = self._live()
-        counts, events = rank.trace()
-        actors = self._world.processors + len(OS_ACTORS)
-        return tracing.read(
-            self._world.rank,
-            numpy.frombuffer(counts, numpy.uint32),
-            numpy.frombuffer(events, EVENT).reshape(actors, -1),
-            [rank.rows_received(source) for source in range(self._world.size)],
-            self._chunk_rows,
-        )
-
-    def reset(self) -> None:
-        """See `Engine.reset`."""
-        rank = self._live()
-        self._world.control.barrier()  # no rank is inside a call any more
-        rank.reset(self._faults.packed(again=True))
-        self._world.control.barrier()  # every heap is clean before anyone writes into it
-
     def _live(self) -> _twin.Rank:
         self._world.require_open()
-        assert self._rank is not None  # only _close, called by the world, ends it
-        return self._rank
+        rank = self._holdings.rank
+        assert rank is not None  # only the end of this engine or of its world ends it
+        return rank
 
-    def _abort(self, reason: str) -> None:
-        if self._rank is not None:
-            self._rank.abort()
 
-    def _close(self) -> None:
-        self._faults.close()
-        self._rank = None  # joins the threads, so that the heap may be unmapped
+class TwinHoldings:
+    """What a layer holds on the twin; see `moeos.world.Holdings`.
+
+    Attributes:
+        rank: its threads and local buffers; None before they are made and after the end.
+    """
+
+    def __init__(self, world: World, heap: SymmetricHeap, faults: LayerFaults) -> None:
+        self.gate = CallGate(world.rank)
+        self.heap = heap
+        self.rank: _twin.Rank | None = None
+        self._world = weakref.ref(world)  # which may be garbage together with the layer
+        self._faults = faults
+        self._lock = threading.Lock()  # no heap is unmapped while an abort writes into it
+
+    def interrupt(self, reason: str) -> None:
+        """Ends this rank's call, and its peers'."""
+        with self._lock:
+            if self.rank is not None:
+                self.rank.abort()
+
+    def end(self, *, world_ends: bool = False) -> bool:
+        """Joins the threads, frees the buffers, unmaps the heap. False beside an interruption."""
+        if not self._lock.acquire(blocking=world_ends):
+            return False
+        try:
+            self._faults.close()
+            self.rank = None  # joins the threads, so that the heap may be unmapped
+            world = self._world()
+            if world is None:
+                self.heap.close()
+            else:
+                world.free_heap(self.heap)
+        finally:
+            self._lock.release()
+        return True
 
 
 def _address(tensor: torch.Tensor | None) -> int:

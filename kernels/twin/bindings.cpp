@@ -3,7 +3,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <pthread.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -220,8 +219,9 @@ NB_MODULE(_twin, module) {
     }
   });
   module.doc() = "The device OS on a machine without a GPU.";
-  // What the parent's other threads hold is never freed in a child, and no fault.
-  pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
+  // A daemon thread that is in a call when the program ends stands still and keeps what it uses,
+  // and a forked child never frees what its parent's other threads hold.
+  nb::set_leak_warnings(false);
   module.attr("TILE_ROWS") = kTileRows;
   module.attr("CHUNK_ROWS") = kChunkRows;
   module.attr("ROUTE_TOKENS") = kRouteTokens;

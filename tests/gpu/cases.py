@@ -269,8 +269,8 @@ class RankLayer:
         end = sizes.first_cell + sizes.cells * sizes.cell_rows * row_bytes
         torch.cuda.synchronize()
         self._world.control.barrier()  # no rank is in a call
-        self.engine._heap.own[sizes.first_cell : end].fill_(0xFF)  # a NaN of either type
-        self.engine._buffers.intermediate.fill_(torch.nan)
+        self.engine._holdings.heap.own[sizes.first_cell : end].fill_(0xFF)  # a NaN of either type
+        self.engine._holdings.buffers.intermediate.fill_(torch.nan)
         torch.cuda.synchronize()
         self._world.control.barrier()
 

@@ -44,8 +44,7 @@ def closes(world, layer):
 
 def collects(world, layer):
     layers.clear()
-    world.on_close.clear()
-    world.on_abort.clear()
+    world._holdings.clear()
     del layer
     gc.collect()
 

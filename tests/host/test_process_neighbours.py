@@ -112,6 +112,40 @@ def test_the_workers_of_a_data_loader_work_beside_a_world(
     assert_ends_well(LOADERS.format(method=method, stays=stays), tmp_path)
 
 
+LOOPS = """
+async def main():
+    loop = asyncio.get_running_loop()
+    many = await asyncio.gather(*(loop.run_in_executor(None, layer, x) for _ in range(20)))
+    assert all(torch.equal(z, y) for z in many)
+    waits = asyncio.create_task(asyncio.to_thread(layer, x))
+    await asyncio.sleep(0)
+    waits.cancel()
+    try:
+        await waits
+    except asyncio.CancelledError:
+        pass
+    else:
+        raise AssertionError("not cancelled")
+    try:  # the call in the thread goes on, and is over when the next one is
+        await asyncio.wait_for(asyncio.to_thread(time.sleep, 0.05), 0.01)
+    except asyncio.TimeoutError:
+        pass
+    assert torch.equal(await asyncio.to_thread(layer, x), y)
+
+with moeos.init(deadline=100.0) as world:
+    layer = moeos.MoELayer(cfg, world)
+    x = torch.randn(50, 64).bfloat16()
+    y = layer(x)
+    asyncio.run(main())
+    assert torch.equal(layer(x), y)
+print("done")
+"""
+
+
+def test_an_event_loop_calls_a_layer_in_its_executor_and_cancels_who_waits(tmp_path: Path) -> None:
+    assert_ends_well(LOOPS, tmp_path)
+
+
 HOOKS = """
 with moeos.init(deadline=100.0) as world:
     layer = moeos.MoELayer(cfg, world)
@@ -136,3 +170,50 @@ def test_an_error_of_a_hook_comes_out_of_the_call_and_the_next_call_is_right(
     tmp_path: Path,
 ) -> None:
     assert_ends_well(HOOKS, tmp_path)
+
+
+EXITS = """
+def report(when):
+    try:
+        said = torch.equal(layer(x), y)
+    except RuntimeError as error:
+        said = "closed" in str(error)
+    print(when, said, flush=True)
+
+def closes():
+    world.close()
+    world.close()
+
+def calls():
+    try:
+        for _ in range(20):
+            layer(x)
+    except RuntimeError as error:
+        assert "closed" in str(error), error
+
+{early}
+world = moeos.init(deadline=100.0)
+layer = moeos.MoELayer(cfg, world)
+x = torch.randn(50, 64).bfloat16()
+y = layer(x)
+atexit.register(report, "at exit")
+threading.Thread(target=calls).start()
+{late}
+"""
+
+
+def test_calls_and_closes_at_exit_work_or_raise_in_any_order(tmp_path: Path) -> None:
+    """A callback that was registered before moeos was imported runs when moeos has ended."""
+    for early, late in (("", "pass"), ("", "atexit.register(closes)"), ("", "closes()")):
+        ended = run(EXITS.format(early=early, late=late), tmp_path)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "at exit True\n", ""), late
+    program = EXITS.format(early="", late="pass")
+    before_moeos = 'import atexit\natexit.register(lambda: report("behind moeos"))\n'
+    path = tmp_path / "early.py"
+    path.write_text(before_moeos + HEAD + program)
+    ended = subprocess.run(
+        [sys.executable, path], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[0] == "at exit True"
+    assert ended.stdout.splitlines()[1].startswith("behind moeos")

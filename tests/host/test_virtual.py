@@ -10,6 +10,7 @@ import moeos
 from moeos import virtual
 from moeos.errors import PeerTimeout
 from moeos.world import TwinOptions, World
+from tests.holdings import Held
 
 
 def notes_of(error: BaseException) -> list[str]:
@@ -118,7 +119,7 @@ def test_a_failing_rank_wakes_ranks_that_are_inside_a_call() -> None:
             reasons.append(reason)
             woken.set()
 
-        world.on_abort.append(wake)
+        Held(world, on_interrupt=wake)
         world.control.barrier()
         if world.rank == 1:
             raise ValueError("bad")

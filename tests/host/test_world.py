@@ -1,15 +1,20 @@
 """World and TwinOptions: what they accept, and that a world ends in order and only once."""
 
 import ctypes
+import gc
 import os
+import threading
+import weakref
 from typing import Any
 
 import pytest
 
 from moeos import virtual
+from moeos import world as world_module
 from moeos.control import ControlPlane, SoloControl
 from moeos.errors import PeerTimeout
 from moeos.world import MAX_DEADLINE, TwinOptions, World
+from tests.holdings import Held
 from tests.host.test_control import in_threads
 
 
@@ -98,19 +103,18 @@ def test_engines_are_closed_last_first_and_before_their_heaps_are_unmapped() -> 
     heap = world.allocate_heap(64)
     ctypes.c_uint8.from_address(heap.addresses[0]).value = 9
     for name in ("first", "second"):
-        world.on_close.append(lambda name=name: events.append((name, len(heap.addresses))))
+        Held(world, on_end=lambda name=name: events.append((name, len(heap.addresses))))  # type: ignore[misc]
     world.close()
     assert events == [("second", 1), ("first", 1)]
     assert heap.addresses == ()
 
 
 def test_closing_twice_calls_nothing_twice() -> None:
-    calls: list[str] = []
     world = world_of(SoloControl())
-    world.on_close.append(lambda: calls.append("close"))
+    held = Held(world)
     world.close()
     world.close()
-    assert calls == ["close"]
+    assert held.ended == 1
 
 
 def test_heaps_are_unmapped_even_if_an_engine_fails_to_close() -> None:
@@ -119,7 +123,7 @@ def test_heaps_are_unmapped_even_if_an_engine_fails_to_close() -> None:
 
     world = world_of(SoloControl())
     heap = world.allocate_heap(64)
-    world.on_close.append(fail)
+    Held(world, on_end=fail)
     with pytest.raises(OSError, match="the engine's error"):
         world.close()
     assert heap.addresses == ()
@@ -138,7 +142,7 @@ def test_a_closed_world_gives_no_heap_and_cannot_be_entered() -> None:
 def test_an_abort_after_the_close_reaches_no_engine() -> None:
     calls: list[str] = []
     world = world_of(SoloControl())
-    world.on_abort.append(calls.append)
+    Held(world, on_interrupt=calls.append)
     world.close()
     world.abort("too late")
     assert calls == []
@@ -147,7 +151,7 @@ def test_an_abort_after_the_close_reaches_no_engine() -> None:
 def test_leaving_a_world_by_an_error_interrupts_this_ranks_engines() -> None:
     reasons: list[str] = []
     world = world_of(SoloControl())
-    world.on_abort.append(reasons.append)
+    Held(world, on_interrupt=reasons.append)
     with pytest.raises(KeyError), world:
         raise KeyError("w1")
     assert reasons == ["KeyError: 'w1'"]
@@ -166,3 +170,77 @@ def test_leaving_a_world_by_an_error_ends_the_other_ranks_waits_with_its_reason(
     for error in (first, third):
         assert isinstance(error, PeerTimeout)
         assert "rank 1 gave up: ValueError: a bad tensor" in str(error)
+
+
+def test_what_a_deleted_owner_held_ends_once_and_before_its_world() -> None:
+    class Owner:
+        pass
+
+    with world_of(SoloControl()) as world:
+        owner = Owner()
+        held = Held(world)
+        world._holdings.clear()
+        world.hold(owner, held)
+        assert held.ended == 0
+        del owner
+        assert held.ended == 1
+    assert held.ended == 1
+
+
+def test_what_an_owner_in_a_reference_cycle_held_ends_when_it_is_collected() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.itself = self
+
+    with world_of(SoloControl()) as world:
+        held = Held(world)
+        world.hold(Owner(), held)
+        gc.collect()
+        assert held.ended == 1
+
+
+def test_what_cannot_end_yet_ends_when_the_next_is_made_or_with_the_world() -> None:
+    with world_of(SoloControl()) as world:
+        first, second = Held(world), Held(world)
+        first.may_end = second.may_end = False
+        for held in (first, second):
+            world_module._give_back(weakref.ref(world), world._home, held)
+        first.may_end = True
+        Held(world)
+        assert (first.ended, second.ended) == (1, 0)
+    assert (first.ended, second.ended) == (1, 1)
+
+
+def test_a_world_is_not_closed_within_a_call_in_the_same_thread() -> None:
+    world = world_of(SoloControl())
+    held = Held(world)
+    with held.gate, pytest.raises(RuntimeError, match="cannot be closed within a call in the same"):
+        world.close()
+    assert not world.closed
+    world.close()
+    assert held.ended == 1
+
+
+def test_what_a_call_that_never_ends_may_use_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "_MARGIN", 0.1)
+    world = world_of(SoloControl(), deadline=0.1)
+    reasons: list[str] = []
+    held = Held(world, on_interrupt=reasons.append)
+    heap = world.allocate_heap(64)
+    leave, inside = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with held.gate:
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(RuntimeError, match=r"rank 0 is closed, but a call .* within 0\.2 s"):
+        world.close()
+    assert reasons == ["its world was closed during a call"]
+    assert len(heap.addresses) == 1
+    assert held.ended == 0
+    leave.set()
+    thread.join()

@@ -1,0 +1,173 @@
+"""The gate before a layer's calls: order of arrival, closing beside a call, no way to lock up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from moeos.call_gate import CallGate
+
+FAR = 60.0  # seconds: longer than any of this takes
+
+
+class Visitor(threading.Thread):
+    """A thread that goes in, notes its name, and stays until it is let go."""
+
+    def __init__(self, gate: CallGate, notes: list[str], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.let_go = threading.Event()
+        self.inside = threading.Event()
+        self.error: BaseException | None = None
+        self._gate, self._notes = gate, notes
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with self._gate:
+                self._notes.append(self.name)
+                self.inside.set()
+                assert self.let_go.wait(FAR)
+        except RuntimeError as error:
+            self.error = error
+
+    def leave(self) -> None:
+        self.let_go.set()
+        self.join(FAR)
+        assert not self.is_alive()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    ends = time.monotonic() + FAR
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def queued(gate: CallGate, notes: list[str], name: str) -> Visitor:
+    """A visitor that is known to stand in the queue behind all others."""
+    last = gate._last
+    visitor = Visitor(gate, notes, name)
+    until(lambda: gate._last is not last)
+    return visitor
+
+
+def test_threads_come_in_one_at_a_time_in_order_of_arrival() -> None:
+    gate, notes = CallGate(0), list[str]()
+    names = [str(number) for number in range(20)]
+    visitors = [queued(gate, notes, name) for name in names]
+    for number, visitor in enumerate(visitors):
+        assert visitor.inside.wait(FAR)
+        assert notes == names[: number + 1]
+        visitor.leave()
+    assert not gate.busy
+
+
+def test_an_error_inside_leaves_the_gate_to_the_next() -> None:
+    gate = CallGate(0)
+    for _ in range(3):
+        with pytest.raises(KeyError), gate:
+            raise KeyError
+    with gate:
+        assert gate.busy
+    assert not gate.busy
+
+
+def test_a_call_within_a_call_in_one_thread_is_an_error_and_not_a_wait() -> None:
+    gate = CallGate(2)
+    with gate:
+        with pytest.raises(RuntimeError, match="rank 2 is in a call of this layer"), gate:
+            pass
+        assert gate.held_here
+    with gate:
+        pass
+
+
+def test_who_gives_up_waiting_lets_the_next_wait_for_the_one_before() -> None:
+    """The main thread gives up by a signal, in the middle of the queue."""
+    gate, notes = CallGate(0), list[str]()
+    first = Visitor(gate, notes, "first")
+    assert first.inside.wait(FAR)
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    last: list[Visitor] = []
+
+    def when_main_waits() -> None:
+        until(lambda: gate._last is not None and gate._last is not turn)
+        last.append(queued(gate, notes, "last"))
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    turn = gate._last
+    helper = threading.Thread(target=when_main_waits, daemon=True)
+    helper.start()
+    try:
+        with pytest.raises(InterruptedError), gate:
+            pytest.fail("came in beside the first")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    helper.join(FAR)
+    assert not last[0].inside.wait(0.2)
+    first.leave()
+    assert last[0].inside.wait(FAR)
+    last[0].leave()
+    assert notes == ["first", "last"]
+
+
+def test_a_closed_gate_lets_nobody_in_and_who_waits_is_told_so() -> None:
+    gate, notes = CallGate(3), list[str]()
+    inside = queued(gate, notes, "inside")
+    waiting = [queued(gate, notes, str(number)) for number in range(3)]
+    gate.close()
+    assert not gate.wait_until_left(0.01)
+    inside.leave()
+    assert gate.wait_until_left(FAR)
+    assert inside.error is None  # its call ended well, as far as it can say
+    for visitor in waiting:
+        visitor.join(FAR)
+        assert "the world of rank 3 was closed during this call" in str(visitor.error)
+    assert notes == ["inside"]
+    with pytest.raises(RuntimeError, match="the world of rank 3 is closed"), gate:
+        pass
+    with pytest.raises(RuntimeError, match="the world of rank 3 is closed"):
+        gate.require_open()
+
+
+def closed_inside(error: BaseException) -> None:
+    """A gate is closed while a thread is inside, which then leaves by an error."""
+    gate = CallGate(0)
+    with gate:
+        gate.close()
+        raise error
+
+
+def test_the_error_of_a_call_in_a_gate_that_was_closed_is_that_it_was_closed() -> None:
+    with pytest.raises(RuntimeError, match="closed during this call") as raised:
+        closed_inside(ValueError("what the interruption looks like inside"))
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_the_end_of_the_interpreter_within_a_call_is_not_replaced() -> None:
+    with pytest.raises(SystemExit):
+        closed_inside(SystemExit(3))
+
+
+def test_at_the_end_of_the_program_threads_stand_still_and_the_gate_counts_as_left() -> None:
+    gate, notes = CallGate(0), list[str]()
+    visitors = [queued(gate, notes, str(number)) for number in range(3)]
+    gate.close(parking=True)
+    visitors[0].let_go.set()
+    assert gate.wait_until_left(FAR)
+    visitors.append(Visitor(gate, notes, "late"))
+    for visitor in visitors:
+        visitor.join(0.05)
+        assert visitor.is_alive()
+        assert visitor.error is None
+    assert notes == ["0"]
