@@ -7,7 +7,15 @@
 
 namespace moeos::twin {
 
+/// Whatever the asking actor has done, and acquired, is done when the card reads and writes.
+void HostileNic::note_request() const {
+  if (witness != nullptr) {
+    witness->follows(witnessed_, witness->running());
+  }
+}
+
 bool HostileNic::take(u32 rank, const void* source, u64 offset, u64 bytes) {
+  note_request();
   if (held_[rank] + bytes > limit_) {
     ++refused_;
     return false;
@@ -37,11 +45,13 @@ void HostileNic::put_signal(u32 rank, u64 offset, const void* source, u64 bytes,
 }
 
 void HostileNic::put_word(u32 rank, u64 offset, u64 value) {
+  note_request();
   pieces_.push_back(
       Piece{Kind::word, rank, offset, nullptr, 0, value, SignalOp::set, fences_, ++puts_});
 }
 
 void HostileNic::add_word(u32 rank, u64 offset, u32 value) {
+  note_request();
   pieces_.push_back(
       Piece{Kind::add, rank, offset, nullptr, 0, value, SignalOp::add, fences_, ++puts_});
 }
@@ -56,6 +66,7 @@ bool HostileNic::may_arrive(const Piece& piece) const {
 }
 
 void HostileNic::arrive(const Piece& piece) {
+  const u64 before = witness != nullptr ? witness->goes_on(witnessed_) : Witness::kCaller;
   u8* const to = heaps_[piece.rank] + piece.offset;
   const auto low = std::atomic_ref<u32>(*reinterpret_cast<u32*>(to));
   switch (piece.kind) {
@@ -73,6 +84,9 @@ void HostileNic::arrive(const Piece& piece) {
     case Kind::add:
       low.fetch_add(static_cast<u32>(piece.value));
       break;
+  }
+  if (witness != nullptr) {
+    witness->goes_on(before);
   }
 }
 

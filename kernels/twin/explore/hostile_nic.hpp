@@ -52,6 +52,7 @@ class HostileNic : public Nic, public Device {
   bool take(u32 rank, const void* source, u64 offset, u64 bytes);
   bool may_arrive(const Piece& piece) const;
   void arrive(const Piece& piece);
+  void note_request() const;
 
   std::vector<u8*> heaps_;
   u64 limit_;
@@ -62,6 +63,7 @@ class HostileNic : public Nic, public Device {
   u64 fences_ = 0;
   u64 puts_ = 0;
   u64 refused_ = 0;
+  u64 witnessed_ = witness != nullptr ? witness->begins() : Witness::kCaller;
 };
 
 }  // namespace moeos::twin

@@ -40,6 +40,7 @@ u64 Schedule::spawn(u32 group, std::function<void()> body) {
   fiber->number = spawned_++;
   fiber->group = group;
   fiber->priority = random_();
+  witnessed_.push_back(witness != nullptr ? witness->begins() : Witness::kCaller);
   getcontext(&fiber->context);
   fiber->context.uc_stack.ss_sp = fiber->stack.get();
   fiber->context.uc_stack.ss_size = kStackBytes;
@@ -62,8 +63,17 @@ bool Schedule::ended(u64 fiber) const {
 void Schedule::enter(u32 low, u32 high) {
   auto* self = reinterpret_cast<Schedule*>(u64{high} << 32 | low);
   self->running_->body();
+  if (witness != nullptr) {  // whoever runs the schedule has waited for it
+    witness->follows(Witness::kCaller, self->witnessed_[self->running_->number]);
+  }
   self->running_->ended = true;
   self->switch_to_next();
+}
+
+void Schedule::note_join(u64 fiber) const {
+  if (witness != nullptr) {
+    witness->follows(witness->running(), witnessed_[fiber]);
+  }
 }
 
 bool Schedule::may_go_on(const Fiber& fiber) const {
@@ -126,6 +136,9 @@ void Schedule::switch_to_next() {
     return;
   }
   ++switches_;
+  if (witness != nullptr) {
+    witness->goes_on(running_ == nullptr ? Witness::kCaller : witnessed_[running_->number]);
+  }
   ucontext_t* const to = running_ == nullptr ? &main_ : &running_->context;
   if (before == nullptr) {
     swapcontext(&main_, to);
@@ -207,6 +220,9 @@ void FiberCrew::join() {
   };
   while (!all_ended()) {
     schedule_.at_pause();
+  }
+  for (const u64 fiber : fibers_) {
+    schedule_.note_join(fiber);
   }
 }
 

@@ -3,8 +3,9 @@
 // Every atomic access is a point at which another fiber may go on, so a run visits one of the
 // orders in which real threads could have met; the same seed visits it again. Time is virtual: it
 // passes when every fiber has found nothing to do, so a deadline ends a run in which nothing can
-// move, and no other. All memory accesses are ordered here: ThreadSanitizer looks for those that
-// should be. May not know: ranks, what an actor does.
+// move, and no other. All memory accesses are ordered here: those that should be are for
+// ThreadSanitizer to find, and for a witness (witness.hpp). May not know: ranks, what an actor
+// does.
 #pragma once
 
 #include <ucontext.h>
@@ -15,6 +16,7 @@
 
 #include "kernels/twin/crew.hpp"
 #include "kernels/twin/explore/draw.hpp"
+#include "kernels/twin/explore/witness.hpp"
 #include "runtime/base.hpp"
 #include "runtime/platform/twin/interposer.hpp"
 
@@ -48,6 +50,8 @@ class Schedule : public Interposer {
   /// Adds a fiber, by its number. `group` (a rank) can be stopped as a whole.
   u64 spawn(u32 group, std::function<void()> body);
   bool ended(u64 fiber) const;
+  /// Tells the witness, if there is one, that the running fiber has waited for one that has ended.
+  void note_join(u64 fiber) const;
   /// `device` acts between accesses, and must outlive the run.
   void attach(Device* device) { devices_.push_back(device); }
 
@@ -100,6 +104,7 @@ class Schedule : public Interposer {
   u32 wake_one_in_;    // of those, at which a fiber looks again that had found nothing
   std::vector<std::unique_ptr<Fiber>> fibers_;  // that have not ended, in the order of number
   std::vector<std::unique_ptr<Fiber>> ended_;   // whose stacks can be used again
+  std::vector<u64> witnessed_;                  // [number]: of all fibers, for the witness
   std::vector<Device*> devices_;
   std::vector<Fiber*> candidates_;
   Fiber* running_ = nullptr;

@@ -86,7 +86,7 @@ class Machine {
 
   // As on the GPU, fences order what is polled and published. ThreadSanitizer does not model
   // fences: under it each word carries its own order instead, and a missing fence is not noticed.
-  // The explorer's witness of order notices it (tests/native/witness.hpp).
+  // The explorer's witness of order notices it (tests/native/test_order.cpp).
 #ifdef MOEOS_WORDS_CARRY_ORDER
   static constexpr bool kWordsCarryOrder = true;
 #else

@@ -1,0 +1,9 @@
+// Couriers alone, under a schedule: a whole world seldom shows that one of them takes a chunk
+// behind another, to whom it was listed later. May not know: who watches.
+#pragma once
+
+#include "kernels/twin/explore/schedule.hpp"
+#include "runtime/base.hpp"
+
+/// Lists some chunks for several couriers; whether they take each of them.
+bool couriers_take_every_chunk(moeos::u64 seed, moeos::twin::Strategy strategy);
