@@ -217,6 +217,9 @@ class _RankThreads(Generic[Result]):
         """
         sys.unraisablehook = self._report
         for rank in ranks & self._in_fn:
+            if _imports(self._threads[rank]):  # it would leave a lock of a module behind
+                self._lost.add(rank)
+                continue
             self._lost.discard(rank)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._threads[rank].ident or 0), ctypes.py_object(SystemExit)
@@ -232,6 +235,16 @@ class _RankThreads(Generic[Result]):
     def _end_soon(self) -> None:
         if self._must_end is None:
             self._must_end = time.monotonic() + self._longest
+
+
+def _imports(thread: threading.Thread) -> bool:
+    """Whether a thread is importing a module."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _root_cause(
