@@ -15,7 +15,14 @@ EXECUTABLE = [
 EXECUTABLE.append(ROOT / ".ci" / "run")
 SOURCED = [
     ROOT / "launch" / name
-    for name in ("environment.sh", "install.sh", "ranks.sh", "slurm.sbatch", "straggler.sbatch")
+    for name in (
+        "environment.sh",
+        "install.sh",
+        "ranks.sh",
+        "slurm.sbatch",
+        "slurm-gpu.sbatch",
+        "straggler.sbatch",
+    )
 ]
 
 
