@@ -38,6 +38,7 @@ class FailureKind(enum.IntEnum):
     ORIGIN_DAMAGED = 20
     INTERRUPTED = 21
     ACTOR_SILENT = 22
+    CALLS_AT_ONCE = 23
 
 
 class FailureRecord(Protocol):
@@ -122,6 +123,12 @@ def exception_of(failure: FailureRecord, rank: int) -> Exception:
     if wrong is not None:
         return ValueError(
             f"{wrong} on rank {f.rank} in call {f.epoch}. All ranks may call reset() and go on"
+        )
+    if f.kind == FailureKind.CALLS_AT_ONCE:
+        return RuntimeError(
+            f"two calls of one layer ran at the same time on rank {f.rank}: order them on one "
+            "stream, or by events. What they have returned is not to be used; all ranks may call "
+            "reset() and go on"
         )
     if f.kind == FailureKind.EPOCHS_SPENT:
         return RuntimeError(

@@ -10,7 +10,7 @@ namespace moeos {
 
 /// Fixed for one call; the epoch is read from device memory when the call starts.
 struct Call {
-  u32 epoch;
+  u32 epoch;       // from 1; 0: no call, in which nobody takes part
   u32 tokens;      // S of this rank
   u32 pair_limit;  // rows we may send to one expert in this call: capacity(S), or max_tokens when
                    // dropless

@@ -132,8 +132,10 @@ class RankMemory {
 
   Tally& os_tally() const { return tallies[geometry_.get().tallies() - 1]; }
 
-  u32* epoch = nullptr;  // the call that is running or will run next, from 1; behind it
-                         // failure_claimed() and failure_put()
+  u32* epoch = nullptr;         // the call that is running or will run next, from 1; behind it
+                                // failure_claimed() and failure_put()
+  u64* blocks_ended = nullptr;  // of all launches since the last reset (attendance.hpp);
+  u32* blocks_begun = nullptr;  // [processor, then the OS block]: launches in which it has begun
   CallState* call_states = nullptr;
   Tally* tallies = nullptr;  // [processor, then courier, then the OS block]
   CallRecord* record = nullptr;
@@ -198,6 +200,8 @@ class RankMemory {
     const u64 local = geometry.local_experts();
     const u64 blocks = geometry.route_blocks();
     take(epoch, 3);
+    take(blocks_ended, 1);
+    take(blocks_begun, geometry.processors + 1);
     take(call_states, 2);
     take(tallies, geometry.tallies());
     take(record, 1);

@@ -32,12 +32,19 @@ constexpr u32 os_warps(const Geometry& geometry) {
   return kOsWarps<P> + (geometry.remote != 0 ? P::kSenders : 0);
 }
 
-/// Prepares a call, by one warp, before any actor of it runs: the other parity's counters for the
-/// call after it and this call's bound.
+/// Prepares a call, by one warp, before any other actor of the OS block runs: the other parity's
+/// counters for the call after it and this call's bound.
+///
+/// The last epoch is never called: words of the next one would be those that nobody has written
+/// yet. Whoever begins it finds the call failed. A rank cannot begin again with the first epoch by
+/// itself: words of then may still stand, so all must be cleared while no rank writes (reset).
 template <Platform P>
 void begin_call(const Rank<P>& rank, const Call& call) {
   const RankMemory& memory = rank.memory;
   if (P::lane() == 0) {
+    if (call.epoch == kNone) {
+      rank.fail(failure_of(rank, call, FailureKind::epochs_spent, Actor::scheduler));
+    }
     memory.call(call.epoch + 1) = CallState{};
     memory.os_tally().count_bytes_to_peers = 0;  // it never has anything else
     *rank.os->rows_expected = rank.geometry().rows_received_max();

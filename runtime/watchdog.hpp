@@ -27,7 +27,7 @@ enum class FailureKind : u32 {
   returns_too_many = 8,   // a chunk was returned more rows than it holds
   overflow = 9,           // a bounded buffer was full: a broken invariant
   host_abort = 10,        // the host asked this rank to stop
-  epochs_spent = 11,      // 2^32 - 2 calls since the last reset
+  epochs_spent = 11,      // 2^32 - 2 calls since the last reset (begin_call)
   // What the caller keeps in the GPU's memory. Of an id: chunk = token, expected = slot, seen = id.
   id_no_expert = 12,       // neither an expert nor -1
   id_repeated = 13,        // the token has it in an earlier slot
@@ -42,6 +42,7 @@ enum class FailureKind : u32 {
   interrupted = 21,     // a signal came to the process, and its handler ended the call
   // An actor of our own OS block answers no inquiry (os.hpp): chunk = its warp, seen = which it is.
   actor_silent = 22,
+  calls_at_once = 23,  // a call began before the one before it had ended (attendance.hpp)
 };
 
 /// What an actor says when it is asked why nothing moves (os.hpp).

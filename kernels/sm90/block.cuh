@@ -233,6 +233,7 @@ class Loader {
 /// Shared memory of an OS block: the actors' own state.
 struct alignas(16) OsShared {
   Call call;
+  bool attends;
   /// OsMemory::bytes() bytes behind this object; the host checks that they fit.
   u8* memory() { return reinterpret_cast<u8*>(this + 1); }
 };

@@ -13,6 +13,7 @@
 #include "kernels/sm90/ptx/code.cuh"
 #include "kernels/sm90/route.cuh"
 #include "kernels/sm90/token_count.cuh"
+#include "runtime/attendance.hpp"
 #include "runtime/os.hpp"
 #include "runtime/processor.hpp"
 #include "runtime/trace.hpp"
@@ -377,10 +378,39 @@ inline Call call_of(const RankArguments& mine) {
   return {*RankMemory(kGeometry, mine.memory).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};
 }
 
+/// The call, as thread 0 of a processor finds it: none if this block's launch is not alone. The OS
+/// block says so then.
+inline Call attended_call(const RankArguments& mine, u32 index) {
+  Call call = call_of(mine);
+  if (!attend<Machine>(RankMemory(kGeometry, mine.memory), call.epoch, index)) {
+    call.epoch = 0;
+  }
+  return call;
+}
+
+/// What thread 0 of the OS block finds. All ranks that wait for this call must end.
+inline bool os_attends(const RankArguments& mine, const Call& call) {
+  const RankMemory memory(kGeometry, mine.memory);
+  // Both, always: every block counts.
+  const bool attends = attend<Machine>(memory, call.epoch, kGeometry.processors);
+  const bool alone = is_alone<Machine>(memory, call.epoch, kBlocks);
+  const Rank<Machine> rank = rank_of(mine, nullptr);
+  const bool leaving = rank.leaving(call.epoch);  // by a failure that its blocks may have left for
+  if (attends && (alone || leaving)) {
+    return true;
+  }
+  if (!leaving) {  // else: launched again behind a failure
+    rank.fail(failure_of(rank, call, FailureKind::calls_at_once, Actor::scheduler));
+  }
+  return false;
+}
+
 MOEOS_BLOCK void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
   if (threadIdx.x == 0) {
+    shared.call = attended_call(mine, index);
+  }
+  if (threadIdx.x == 0 && shared.call.epoch != 0) {
     const Rank<Machine> rank = rank_of(mine, nullptr);
-    shared.call = call_of(mine);
     shared.tasks[kSlots] = Task{};
     shared.tasks[kSlots].kind = TaskKind::gemm0;
     shared.slots[kSlots].word = ReadyWord(shared.call.epoch, TaskKind::gemm0, 0, 0);
@@ -403,7 +433,9 @@ MOEOS_BLOCK void run_processor_block(const RankArguments& mine, u32 index, Share
   }
   __syncthreads();
   const Call call = shared.call;
-  run_processor_roles(mine, call, index, shared);
+  if (call.epoch != 0) {
+    run_processor_roles(mine, call, index, shared);
+  }
 }
 
 MOEOS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
@@ -414,20 +446,23 @@ MOEOS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
   }
   if (threadIdx.x == 0) {
     shared.call = call_of(mine);
+    shared.attends = os_attends(mine, shared.call);
   }
   __syncthreads();
   const OsMemory os(kGeometry, shared.memory());
   const Rank<Machine> rank = rank_of(mine, &os);
   const Call call = shared.call;
-  if (warp == 0) {
-    begin_call(rank, call);
-  }
-  if (threadIdx.x == 0) {
-    check_count(mine, rank, call);
-  }
-  __syncthreads();
-  if (warp < os_warps<Machine>(kGeometry)) {
-    run_os_warp(rank, call, warp);
+  if (shared.attends) {
+    if (warp == 0) {
+      begin_call(rank, call);
+    }
+    if (threadIdx.x == 0) {
+      check_count(mine, rank, call);
+    }
+    __syncthreads();
+    if (warp < os_warps<Machine>(kGeometry)) {
+      run_os_warp(rank, call, warp);
+    }
   }
   if (warp == 0) {
     show_failure(mine, rank, call);
@@ -446,6 +481,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     run_processor_block(mine, index, *reinterpret_cast<Shared*>(dynamic_shared_memory()));
   } else {
     run_os(mine, *reinterpret_cast<OsShared*>(dynamic_shared_memory()));
+  }
+  __syncthreads();  // no warp of this block is in the call any more
+  if (threadIdx.x == 0) {
+    depart<Machine>(RankMemory(kGeometry, mine.memory));
   }
 }
 

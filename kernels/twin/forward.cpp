@@ -67,6 +67,17 @@ class Onlooker : public Bystander {
   bool left_ = false;
 };
 
+class ClearAtEnd {
+ public:
+  explicit ClearAtEnd(std::atomic_flag& flag) : flag_(flag) {}
+  ~ClearAtEnd() { flag_.clear(std::memory_order_relaxed); }
+  ClearAtEnd(const ClearAtEnd&) = delete;
+  ClearAtEnd& operator=(const ClearAtEnd&) = delete;
+
+ private:
+  std::atomic_flag& flag_;
+};
+
 }  // namespace
 
 void TwinRank::Unmap::operator()(u8* memory) const { munmap(memory, bytes); }
@@ -147,12 +158,15 @@ void TwinRank::do_share(u32 worker) {
 Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit,
                           const std::function<bool()>& must_leave) {
   const Geometry& geometry = rank_.geometry();
+  // Publishes nothing: calls follow each other by whatever orders their threads.
+  if (calling_.test_and_set(std::memory_order_relaxed)) {
+    // The call that is running may end well: of it nothing is touched.
+    return failure_of(rank_, Call{}, FailureKind::calls_at_once, Actor::host);
+  }
+  const ClearAtEnd clear(calling_);
   take_in_failures<Machine>(rank_.layout, rank_.heap);
   if (rank_.leaving(*rank_.memory.epoch)) {
     return first_failure<Machine>(rank_.layout, rank_.heap);
-  }
-  if (*rank_.memory.epoch == kNone) {  // a word of call 1 would look like one of the next
-    return failure_of(rank_, Call{kNone, 0, 0, 0}, FailureKind::epochs_spent, Actor::host);
   }
   const bool may_be_unsent = operands.topk_ids != nullptr || pair_limit < geometry.max_tokens;
   const Call call{*rank_.memory.epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};

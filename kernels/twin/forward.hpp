@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -88,6 +89,7 @@ class TwinRank {
   Mapped intermediate_;
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
+  std::atomic_flag calling_;
   std::optional<CallInFlight> in_flight_;  // crew_ orders it
   pid_t process_ = getpid();               // of the crew's threads
   std::unique_ptr<Crew> crew_;             // the last, so that its workers end first

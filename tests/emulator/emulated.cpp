@@ -1,6 +1,7 @@
 // The real kernel of one configuration on the emulated GPU, as a shared library: one call of all
 // virtual ranks. tests/emulator/emulated.py compiles it with the configuration's macros and calls
 // it.
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <string>
@@ -81,6 +82,13 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
 extern "C" {
 
 u64 emulated_heap_bytes() { return Layout(kGeometry).bytes(); }
+/// Makes a rank's memory that of one whose next call has this number, as if it had made all before.
+void emulated_set_epoch(u8* memory, u32 epoch) {
+  const RankMemory its(kGeometry, memory);
+  *its.epoch = epoch;
+  *its.blocks_ended = u64{epoch - 1} * kBlocks;
+  std::fill_n(its.blocks_begun, kBlocks, epoch - 1);
+}
 u64 emulated_memory_bytes() { return RankMemory::bytes(kGeometry); }
 /// Where a fault plan lies in it.
 u64 emulated_faults_at() { return reinterpret_cast<u64>(RankMemory(kGeometry, nullptr).faults); }
@@ -104,24 +112,36 @@ const char* emulated_barriers() {
   return text.c_str();
 }
 
-/// Runs one launch. Returns 0, or 1 with what went wrong in `said`. Pointers: see RankTensors.
-/// `starved`: a warp that is, or null.
-int emulated_call(const RankTensors* ranks, u64 seed, u64 deadline_ns, u64 limit_ns,
-                  const emulator::Starved* starved, char* said, u64 said_bytes) {
+/// Runs `launches` launches, launch i from `i * apart_ns` on, as on streams of their own. Returns
+/// 0, or 1 with what went wrong in `said`. `ranks`: [launch][rank], see RankTensors. `starved`: a
+/// warp that is, or null.
+int emulated_call(const RankTensors* ranks, u64 launches, u64 apart_ns, u64 seed, u64 deadline_ns,
+                  u64 limit_ns, const emulator::Starved* starved, char* said, u64 said_bytes) {
   std::vector<u8*> heaps;
   for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
     heaps.push_back(ranks[rank].heap);
   }
   heaps.insert(heaps.end(), heaps.begin(), heaps.end());
-  const auto arguments = std::make_unique<Arguments>();
-  for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
-    arguments->ranks[rank] = arguments_of(ranks[rank], heaps.data(), rank, deadline_ns);
+  const auto arguments = std::make_unique<Arguments[]>(launches);
+  std::vector<std::function<void()>> kernels;
+  const u64 begin_ns = emulator::kBeginNs;
+  for (u64 launch = 0; launch < launches; ++launch) {
+    for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
+      arguments[launch].ranks[rank] =
+          arguments_of(ranks[launch * kVirtualRanks + rank], heaps.data(), rank, deadline_ns);
+    }
+    kernels.emplace_back([&arguments, launch, begin_ns, apart_ns] {
+      while (emulator::now_ns() < begin_ns + launch * apart_ns) {
+        emulator::yield();
+      }
+      moeos_forward(arguments[launch]);
+    });
   }
   const std::size_t os_bytes = sizeof(OsShared) + OsMemory::bytes(kGeometry);
   try {
     emulator::run({(kGeometry.processors + 1) * kVirtualRanks, kThreads,
-                   std::max(sizeof(Shared), os_bytes), [&] { moeos_forward(*arguments); }, seed,
-                   limit_ns, starved == nullptr ? std::nullopt : std::optional(*starved)});
+                   std::max(sizeof(Shared), os_bytes), kernels, seed, limit_ns,
+                   starved == nullptr ? std::nullopt : std::optional(*starved)});
   } catch (const emulator::Fault& fault) {
     std::snprintf(said, said_bytes, "%s", fault.what());
     return 1;

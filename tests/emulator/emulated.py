@@ -139,8 +139,7 @@ class EmulatedLayer:
         self._own = self._memories("memory")
         self._between = self._memories("intermediate")
         self._failures = [torch.zeros(128, dtype=torch.uint8) for _ in range(ranks)]
-        for own in self._own:
-            own[:4].view(torch.int32).fill_(1)  # the first epoch
+        self.set_epoch(1)
         for own, plan in zip(self._own, plans, strict=False):
             own[self._library.emulated_faults_at() :][: len(plan)] = torch.frombuffer(
                 bytearray(plan), dtype=torch.uint8
@@ -150,37 +149,28 @@ class EmulatedLayer:
         self, calls: Sequence[Call], seed: int, starved: Starved | None = None
     ) -> list[Tensor]:
         """The outputs of a call of each rank; raises `EmulatorFault`."""
-        outputs = [torch.full_like(call.x, torch.nan) for call in calls]
+        return self.at_once([calls], seed, 0, starved)[0]
+
+    def at_once(
+        self,
+        launches: Sequence[Sequence[Call]],
+        seed: int,
+        apart_ns: int,
+        starved: Starved | None = None,
+    ) -> list[list[Tensor]]:
+        """The outputs of launches that do not wait for each other, [launch][rank]; each begins so
+        much behind the one before. Raises `EmulatorFault`."""
+        outputs = [[torch.full_like(call.x, torch.nan) for call in calls] for calls in launches]
         kept: list[Tensor] = []
         records: list[int] = []
-        for rank, (call, out) in enumerate(zip(calls, outputs, strict=True)):
-            w = self._weights.of_rank(rank, self._ranks)
-            tensors = {
-                "heap": self._heaps[rank],
-                "memory": self._own[rank],
-                "intermediate": self._between[rank],
-                "host_failure": self._failures[rank],
-                "x": call.x,
-                "gate": w.gate,
-                "w1": w.w1,
-                "w2": w.w2,
-                "b1": w.b1,
-                "b2": w.b2,
-                "selection_bias": w.selection_bias,
-                "ids": call.ids,
-                "weights": call.weights,
-                "token_count": None,
-                "out": out,
-            }
-            kept += [tensor for tensor in tensors.values() if tensor is not None]
-            for name in _FIELDS[:-1]:
-                tensor = tensors[name]
-                assert tensor is None or tensor.is_contiguous()
-                records.append(0 if tensor is None else tensor.data_ptr())
-            records.append(len(call.x))
+        for calls, outs in zip(launches, outputs, strict=True):
+            for rank, (call, out) in enumerate(zip(calls, outs, strict=True)):
+                records += self._record(rank, call, out, kept)
         said = ctypes.create_string_buffer(_SAID_BYTES)
         status = self._library.emulated_call(
             (ctypes.c_uint64 * len(records))(*records),
+            ctypes.c_uint64(len(launches)),
+            ctypes.c_uint64(apart_ns),
             ctypes.c_uint64(seed),
             ctypes.c_uint64(DEADLINE_NS),
             ctypes.c_uint64(LIMIT_NS),
@@ -191,6 +181,46 @@ class EmulatedLayer:
         if status != 0:
             raise EmulatorFault(self._with_names(said.value.decode()))
         return outputs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next call of all ranks number `epoch`."""
+        for own in self._own:
+            self._library.emulated_set_epoch(ctypes.c_void_p(own.data_ptr()), ctypes.c_uint(epoch))
+
+    def reset(self) -> None:
+        """What a reset of all ranks does, but for fault plans."""
+        for memory in (*self._heaps, *self._own, *self._failures):
+            memory.zero_()
+        self.set_epoch(1)
+
+    def _record(self, rank: int, call: Call, out: Tensor, kept: list[Tensor]) -> list[int]:
+        """RankTensors of a rank's launch; `kept` must live as long as it runs."""
+        w = self._weights.of_rank(rank, self._ranks)
+        tensors = {
+            "heap": self._heaps[rank],
+            "memory": self._own[rank],
+            "intermediate": self._between[rank],
+            "host_failure": self._failures[rank],
+            "x": call.x,
+            "gate": w.gate,
+            "w1": w.w1,
+            "w2": w.w2,
+            "b1": w.b1,
+            "b2": w.b2,
+            "selection_bias": w.selection_bias,
+            "ids": call.ids,
+            "weights": call.weights,
+            "token_count": None,
+            "out": out,
+        }
+        record: list[int] = []
+        kept += [tensor for tensor in tensors.values() if tensor is not None]
+        for name in _FIELDS[:-1]:
+            tensor = tensors[name]
+            assert tensor is None or tensor.is_contiguous()
+            record.append(0 if tensor is None else tensor.data_ptr())
+        record.append(len(call.x))
+        return record
 
     def stats(self, rank: int, processors: int) -> CallStats:
         """What a rank counted in the last call; `processors`: that the kernel was built with."""

@@ -109,6 +109,8 @@ Lane& running() { return *grid->running; }
 
 void leave_turn() { emulator_switch(&running().stack_pointer, grid->scheduler); }
 
+constexpr const char* kBlockBarrier = "a barrier of the block";
+
 /// Lets a lane wait for what has been noted in it: whoever resumes it has seen that.
 void wait(Lane& lane, const char* what) {
   lane.what = what;
@@ -163,7 +165,8 @@ class WatchAddresses {
 };
 
 void lane_main() {
-  grid->launch->kernel();
+  const Launch& launch = *grid->launch;
+  launch.kernels[running().warp->block->index / launch.blocks]();
   running().left = true;
   ++running().warp->left;
   --grid->live;
@@ -227,11 +230,26 @@ bool take_turn(Warp& warp, unsigned most) {
   return any;
 }
 
+/// Whether anybody beside a warp still runs, and not only waits with it at its block's barrier.
+bool others_run(const Warp& warp) {
+  for (const auto& block : grid->blocks) {
+    for (const auto& other : block->warps) {
+      for (const Lane& lane : other->lanes) {
+        const bool waits = block.get() == warp.block && lane.what == kBlockBarrier;
+        if (other.get() != &warp && !lane.left && !waits) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
 bool is_starved(const Warp& warp) {
   const auto& starved = grid->launch->starved;
   return starved && warp.block->index == starved->block &&
          warp.lanes[0].thread / kLanes == starved->warp && grid->tick >= starved->from &&
-         grid->tick < starved->until && grid->live > kLanes - warp.left;
+         grid->tick < starved->until && others_run(warp);
 }
 
 void run_effects() {
@@ -276,9 +294,9 @@ std::string describe() {
 void stop(const std::string& what) { fault(what); }
 unsigned block_threads() { return grid->launch->threads; }
 Index thread_index() { return {running().thread}; }
-Index block_index() { return {running().warp->block->index}; }
+Index block_index() { return {running().warp->block->index % grid->launch->blocks}; }
 unsigned char* shared_memory() { return running().warp->block->shared; }
-unsigned long long now_ns() { return 1'000'000 + grid->tick * kTickNs; }
+unsigned long long now_ns() { return kBeginNs + grid->tick * kTickNs; }
 std::deque<unsigned>& store_groups() { return running().store_groups; }
 
 void wait_until(const char* what, const std::function<bool()>& ready, const void* place) {
@@ -327,7 +345,7 @@ void block_barrier(unsigned id, unsigned threads) {
     barrier.arrived = 0;
     ++barrier.generation;
   } else {
-    wait_while("a barrier of the block", barrier.generation, generation);
+    wait_while(kBlockBarrier, barrier.generation, generation);
   }
 }
 
@@ -342,7 +360,8 @@ void run(const Launch& launch) {
   grid = &here;
   here.launch = &launch;
   here.random.seed(launch.seed);
-  const std::size_t threads = std::size_t{launch.blocks} * launch.threads;
+  const auto blocks = static_cast<unsigned>(launch.blocks * launch.kernels.size());
+  const std::size_t threads = std::size_t{blocks} * launch.threads;
   const std::size_t stack_bytes = threads * kStackBytes;
   void* stacks = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -353,7 +372,7 @@ void run(const Launch& launch) {
       stacks, [stack_bytes](void* memory) { munmap(memory, stack_bytes); });
   here.stacks = static_cast<unsigned char*>(stacks);
   std::vector<Warp*> warps;
-  for (unsigned b = 0; b < launch.blocks; ++b) {
+  for (unsigned b = 0; b < blocks; ++b) {
     auto block = std::make_unique<Block>();
     block->index = b;
     block->memory = std::make_unique<unsigned char[]>(launch.shared_bytes + 1024);

@@ -37,7 +37,8 @@ Index block_index();
 /// The running block's dynamic shared memory.
 unsigned char* shared_memory();
 
-/// Nanoseconds of the emulated clock.
+/// Nanoseconds of the emulated clock, which begins at kBeginNs.
+inline constexpr unsigned long long kBeginNs = 1'000'000;
 unsigned long long now_ns();
 
 /// Waits until ready() is true; `what`, and the offset of `place` in shared memory if there is one,
@@ -69,23 +70,23 @@ std::deque<unsigned>& store_groups();
 /// A warp that is given no turn from one tick on until another: as on a GPU whose scheduler, or
 /// whose debugger, favours all others. When nobody else is left it goes on.
 struct Starved {
-  unsigned block;
+  unsigned block;  // counted through all grids
   unsigned warp;
   unsigned long long from;  // ticks: so many turns of all warps since the launch
   unsigned long long until;
 };
 
 struct Launch {
-  unsigned blocks;
+  unsigned blocks;  // of each grid
   unsigned threads;
   std::size_t shared_bytes;
-  std::function<void()> kernel;
+  std::vector<std::function<void()>> kernels;  // each on a grid of its own, all at once
   unsigned long long seed;
   unsigned long long limit_ns;  // of the emulated clock
   std::optional<Starved> starved = {};
 };
 
-/// Runs a grid to its end. Throws Fault with the waits of all warps when that takes too long.
+/// Runs grids to their end. Throws Fault with the waits of all warps when that takes too long.
 void run(const Launch& launch);
 
 }  // namespace emulator

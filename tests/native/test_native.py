@@ -142,6 +142,7 @@ class Built:
     flavour: Flavour
     virtual_ranks: Path
     damaged_words: Path
+    calls: Path
     gemm: Path
     gemm_objects: list[Path]
 
@@ -158,7 +159,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     @functools.cache
     def build_once(name: str) -> Built:
         flavour, to = FLAVOURS[name], tmp_path_factory.mktemp(name)
-        alone = [TESTS / "test_gemm.cpp", TESTS / "test_damaged_words.cpp"]
+        alone = [TESTS / f"test_{name}.cpp" for name in ("gemm", "damaged_words", "calls")]
         sources = [*RANK_SOURCES, *alone, *gemm_sources()]  # the slowest first
         made = dict(zip(sources, compile_all(flavour, sources, ROOT, to), strict=True))
         gemm = [made[source] for source in gemm_sources()]
@@ -172,6 +173,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             flavour,
             program("virtual_ranks", *twin),
             program("damaged_words", *twin),
+            program("calls", *twin),
             program("gemm", *gemm),
             gemm,
         )
@@ -199,6 +201,12 @@ def test_random_worlds_compute_the_right_result(name: str, build: Build) -> None
 def test_damaged_words_in_a_heap_are_errors(name: str, build: Build) -> None:
     built = build(name)
     assert_clean(execute(built.flavour, built.damaged_words))
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_a_rank_makes_one_call_after_the_other_and_not_for_ever(name: str, build: Build) -> None:
+    built = build(name)
+    assert_clean(execute(built.flavour, built.calls))
 
 
 def test_matrix_product_alone_under_a_sanitizer(build: Build) -> None:
