@@ -27,3 +27,18 @@ def function(library: Any, name: str) -> Any:
     """A kernel of a loaded library, for launches in the current context."""
     driver = load()
     return ask(driver.cuKernelGetFunction(ask(driver.cuLibraryGetKernel(library, name.encode()))))
+
+
+def has_atomics(device: Any, peer: Any) -> bool:
+    """Whether atomics of one GPU on another's memory are atomic: over NVLink, and not over PCIe."""
+    driver = load()
+    attribute = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return bool(ask(driver.cuDeviceGetP2PAttribute(attribute, device, peer)))
+
+
+def visible_gpus() -> dict[str, Any]:
+    """The GPUs that this process may use, by their UUID in hexadecimal digits."""
+    driver = load()
+    ask(driver.cuInit(0))
+    gpus = [ask(driver.cuDeviceGet(i)) for i in range(ask(driver.cuDeviceGetCount()))]
+    return {bytes(ask(driver.cuDeviceGetUuid(gpu)).bytes).hex(): gpu for gpu in gpus}

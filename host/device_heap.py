@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from moeos import cuda_driver
 from moeos.control import ControlPlane, raise_together, require_equal
 from moeos.errors import PeerTimeout
 from moeos.jit import INSTALL
@@ -123,6 +125,10 @@ class DeviceHeap:
 def addressable_peers(control: ControlPlane, device: torch.device) -> list[bool]:
     """[P] whose memory of a heap this rank's GPU will address by itself. Collective.
 
+    NVSHMEM maps the memory of every GPU with peer access, over PCIe as well. There a credit, which
+    several blocks add to, would lose some: such a peer is remote. A GPU that this process may not
+    see cannot be asked about, and is taken for one on NVLink.
+
     Raises `RuntimeError`, on all ranks, if NVSHMEM is missing or cannot be started.
     """
     if control.shares_memory or control.size == 1:
@@ -135,7 +141,18 @@ def addressable_peers(control: ControlPlane, device: torch.device) -> list[bool]
         _nvshmem().free_tensor(probe)
         return found
 
-    return _agree(control, look, "looking for the peers whose memory is addressed")
+    identity = _agree(control, lambda: _uuid_of(device), "the name of a GPU")
+    identities = control.allgather(identity, "the names of the ranks' GPUs")
+    mapped = _agree(control, look, "looking for the peers whose memory is addressed")
+
+    def ask() -> list[bool]:
+        gpus = cuda_driver.visible_gpus()
+        return [
+            found and _may_add(gpus, identity, other)
+            for found, other in zip(mapped, identities, strict=True)
+        ]
+
+    return _agree(control, ask, "asking for atomics between GPUs")
 
 
 def fill_in_state(library: int) -> None:
@@ -164,6 +181,17 @@ def finish_puts(rank: int, deadline: float) -> None:
 def forget_state(library: int) -> None:
     """Undoes `fill_in_state`, before the kernel is unloaded."""
     _bindings().culibrary_finalize(library)
+
+
+def _uuid_of(device: torch.device) -> str:
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).hex
+
+
+def _may_add(gpus: Mapping[str, Any], mine: str, peer: str) -> bool:
+    """Whether a GPU's atomics on a peer's memory are atomic, as far as `gpus` tell."""
+    if peer == mine or peer not in gpus or mine not in gpus:
+        return True
+    return cuda_driver.has_atomics(gpus[mine], gpus[peer])
 
 
 def _addresses(memory: Tensor, peer: int) -> bool:

@@ -226,8 +226,7 @@ class Endpoint:
             return ""
         if not ask(driver.cuDeviceCanAccessPeer(self._device, peer._device)):
             return _NO_ACCESS
-        atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-        if not ask(driver.cuDeviceGetP2PAttribute(atomics, self._device, peer._device)):
+        if not cuda_driver.has_atomics(self._device, peer._device):
             return _NO_ATOMICS
         self._enter()
         (status,) = driver.cuCtxEnablePeerAccess(peer._context, 0)
