@@ -84,6 +84,7 @@ class CudaEngine:
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
         with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # the driver is asked below: this thread has a context now
             self._peers = Peers.find(world, self._device)
             self._shape = self._agree(lambda: self._shape_of(cfg), "the sizes of a layer")
             # Every rank asks for it, so that all wait for the compiler and none for a rank.
