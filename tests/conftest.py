@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).parent
+
+# A shell that starts a command in the background has it ignore interrupts, and all that it starts.
+# Tests interrupt what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ONE_BY_ONE = (
     "gpu",
@@ -34,6 +39,7 @@ ONE_BY_ONE = (
     "host/test_layer_failure.py",
     "host/test_layer_inputs.py",
     "host/test_layer_properties.py",
+    "host/test_signals.py",
     "host/test_tracing.py",
     "host/test_virtual.py",
     "host/test_virtual_tsan.py",
