@@ -402,4 +402,4 @@ def test_a_world_in_a_reference_cycle_that_nobody_closed_ends_with_its_layers() 
         world.itself = [world, layer]  # type: ignore[attr-defined]
         del world, layer
     gc.collect()
-    assert native_threads() == threads
+    assert native_threads() <= threads  # others may have ended
