@@ -317,7 +317,11 @@ class MoELayer(nn.Module):
         return self._engine
 
     def _settled(self) -> Engine:
-        """The engine, when the GPU has done what was launched; this wait sees signals."""
+        """The engine, when the GPU has done what was launched.
+
+        The engine waits again where no other thread can launch. Here others may, and a signal's
+        handler is in no call.
+        """
         engine = self._bound()
         if self._device.type == "cuda":
             from moeos.engines import cuda_wait  # needs packages that only a GPU's machine has

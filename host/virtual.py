@@ -21,14 +21,20 @@ from moeos.errors import PeerTimeout
 from moeos.faults import FaultPlan, plan_of
 from moeos.held_signals import HeldSignals
 from moeos.thread_limits import no_thread
-from moeos.world import TwinOptions, World, check_deadline, check_ranks_per_node, check_trace_events
+from moeos.world import (
+    MARGIN,
+    TwinOptions,
+    World,
+    check_deadline,
+    check_ranks_per_node,
+    check_trace_events,
+)
 
 MAX_RANKS = 64
 """The most virtual ranks of one process."""
 
 ONE_PROCESSOR = TwinOptions(processors=1)
 
-_MARGIN = 5.0  # seconds beyond the deadline in which ranks must end once one has failed
 
 _LOOK = 0.05  # seconds between two looks at what signals have raised
 _PATIENCE = 0.5  # seconds in which ranks leave their calls and exchanges after a signal
@@ -120,7 +126,7 @@ class _RankThreads(Generic[Result]):
         self.stuck: list[int] = []
         self._fn = fn
         self._worlds = worlds
-        self._longest = deadline + _MARGIN  # seconds in which ranks end that have to
+        self._longest = deadline + MARGIN  # seconds in which ranks end that have to
         self._must_end: float | None = None  # the time by which all threads should have ended
         self._in_fn: set[int] = set()  # ranks
         self._lost: set[int] = set()  # ranks that have been pushed, and have not noticed

@@ -29,7 +29,9 @@ Backend = Literal["twin", "cuda"]
 MAX_DEADLINE = 86_400.0
 """The longest deadline, in seconds."""
 
-_MARGIN = 5.0  # seconds beyond the deadline in which a call that is interrupted must end
+MARGIN = 5.0
+"""Seconds beyond the deadline in which a call that is made to leave must end."""
+
 _SETTLE = 0.05  # seconds in which a thread that has left a call comes to a gate or a wait again
 
 _open: weakref.WeakSet[World] = weakref.WeakSet()
@@ -240,12 +242,12 @@ class World:
     def close(self) -> None:
         """Ends engines, unmaps heaps, leaves the control plane. Idempotent, not collective.
 
-        Beside a call in another thread it first aborts this world, so that the call ends: there
-        with `RuntimeError`, on other ranks with `PeerTimeout`.
+        Beside a call in another thread it first aborts this world. That call then raises
+        `RuntimeError`, and other ranks' calls `PeerTimeout`.
 
         Raises `RuntimeError` within a call in the same thread, as in a signal handler, and then
-        closes nothing; also if a call in another thread does not end within the deadline and 5 s:
-        then what the call may use stays until the process ends.
+        closes nothing. It raises it, too, if a call in another thread does not end within the
+        deadline and 5 s. Then what the call may use stays until the process ends.
 
         A process that a fork has made ends nothing: all of it is the parent's.
         """
@@ -267,7 +269,7 @@ class World:
                 _stuck.append((self._holdings, self._heaps))
                 raise RuntimeError(
                     f"the world of rank {self.rank} is closed, but a call in another thread did "
-                    f"not end within {self.deadline + _MARGIN:g} s: its memory stays until this "
+                    f"not end within {self.deadline + MARGIN:g} s: its memory stays until this "
                     "process ends"
                 )
             while self._heaps:
@@ -291,7 +293,7 @@ class World:
             return True
         self.control.abort(reason)
         self.interrupt(reason)
-        ends = time.monotonic() + self.deadline + _MARGIN
+        ends = time.monotonic() + self.deadline + MARGIN
         return all(gate.wait_until_left(ends - time.monotonic()) for gate in gates)
 
     def __enter__(self) -> World:

@@ -20,7 +20,7 @@ template <Platform P>
 bool attend(const RankMemory& memory, u32 epoch, u32 block) {
   // Relaxed: it publishes nothing, and nothing is read because of it. What the last launch wrote is
   // here by the end of its kernel; a launch that does not wait for that end is the error which
-  // these numbers show. Asked for together with the epoch: it costs no round trip of its own.
+  // these numbers show. It does not wait for the epoch: both are asked for together.
   return P::template add_relaxed<Scope::device>(&memory.blocks_begun[block], 1U) + 1 == epoch;
 }
 

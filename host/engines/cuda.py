@@ -21,7 +21,7 @@ from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
 from moeos.cuda_driver import ask
 from moeos.device_heap import DeviceHeap, fill_in_state, finish_puts, forget_state
-from moeos.engines import cuda_chain, cuda_clock, cuda_records
+from moeos.engines import cuda_chain, cuda_clock, cuda_records, cuda_wait
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import (
     RECORD_BYTES,
@@ -134,7 +134,7 @@ class CudaEngine:
         The failed call may be one that a peer has made and this rank has not.
         """
         with self._holdings.gate:
-            torch.cuda.synchronize(self._device)
+            cuda_wait.synchronize(self._device)
             failure = cuda_records.first_failure(self._holdings.buffers.heap, self._offsets)
         if failure is not None:
             raise exception_of(failure, self._world.rank)
@@ -142,7 +142,7 @@ class CudaEngine:
     def stats(self) -> CallStats:
         """See `Engine.stats`. Waits for the calls so far."""
         with self._holdings.gate:
-            torch.cuda.synchronize(self._device)
+            cuda_wait.synchronize(self._device)
             return cuda_records.stats_of(
                 self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape
             )
@@ -151,7 +151,7 @@ class CudaEngine:
         """See `Engine.trace`. Waits for the calls so far."""
         self._world.require_trace()
         with self._holdings.gate:
-            torch.cuda.synchronize(self._device)
+            cuda_wait.synchronize(self._device)
             # Ranks of one process share a GPU, and so its clock.
             behind = 0
             if not self._world.control.shares_memory:
@@ -164,7 +164,7 @@ class CudaEngine:
     def reset(self) -> None:
         """See `Engine.reset`."""
         with self._holdings.gate:
-            torch.cuda.synchronize(self._device)
+            cuda_wait.synchronize(self._device)
             if self._peers.transport == "nvshmem":
                 with torch.cuda.device(self._device):
                     finish_puts(self._world.rank, self._world.deadline)

@@ -394,14 +394,14 @@ inline bool os_attends(const RankArguments& mine, const Call& call) {
   // Both, always: every block counts.
   const bool attends = attend<Machine>(memory, call.epoch, kGeometry.processors);
   const bool alone = is_alone<Machine>(memory, call.epoch, kBlocks);
-  const Rank<Machine> rank = rank_of(mine, nullptr);
-  const bool leaving = rank.leaving(call.epoch);  // by a failure that its blocks may have left for
-  if (attends && (alone || leaving)) {
+  if (attends && alone) {
     return true;
   }
-  if (!leaving) {  // else: launched again behind a failure
-    rank.fail(failure_of(rank, call, FailureKind::calls_at_once, Actor::scheduler));
+  const Rank<Machine> rank = rank_of(mine, nullptr);
+  if (rank.leaving(call.epoch)) {  // its blocks may have left for that, or it is launched again
+    return attends;
   }
+  rank.fail(failure_of(rank, call, FailureKind::calls_at_once, Actor::scheduler));
   return false;
 }
 

@@ -144,8 +144,7 @@ inline void multiply_exactly(float (&sums)[kRouteSums], u32 steps, u32 group, Sh
         }
       }
     }
-    fence_proxy_async();  // the weights have been read; a copy may take their place
-    release_stage(shared, stage.index);
+    release_read_stage(shared, stage.index);
   }
 }
 

@@ -135,7 +135,7 @@ def test_a_failing_rank_wakes_ranks_that_are_inside_a_call() -> None:
 def test_a_rank_that_does_not_end_is_left_behind_with_its_heap_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(virtual, "_MARGIN", 0.1)
+    monkeypatch.setattr(virtual, "MARGIN", 0.1)
     leave = threading.Event()
     worlds: list[World] = []
 

@@ -222,7 +222,7 @@ def test_a_world_is_not_closed_within_a_call_in_the_same_thread() -> None:
 
 
 def test_what_a_call_that_never_ends_may_use_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world_module, "_MARGIN", 0.1)
+    monkeypatch.setattr(world_module, "MARGIN", 0.1)
     world = world_of(SoloControl(), deadline=0.1)
     reasons: list[str] = []
     held = Held(world, on_interrupt=reasons.append)
