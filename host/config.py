@@ -23,6 +23,7 @@ Activation = Literal["swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity"]
 Scoring = Literal["softmax", "sigmoid"]
 RowMap = Literal["ragged", "capacity"]
 GroupScore = Literal["top2_sum", "max"]
+Routing = Literal["layer", "ids", "caller"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -76,6 +77,13 @@ class MoEConfig:
             tensor of a checkpoint tells which: it is the config's to say.
         swiglu_limit: computes silu(min(gate, limit)) * clamp(up, -limit, limit).
         bias: experts have biases b1 [X, w1_rows] and b2 [X, H].
+        routing: who routes. "layer": the layer, unless a call has topk_ids. "ids": the caller
+            chooses, and the layer's gate may weigh (experts hashed by tokens' numbers). "caller":
+            the caller chooses and weighs, by a rule that is not here. With the last two a call
+            without topk_ids raises.
+        layout: the family whose checkpoints the weights are read from, a row of
+            docs/checkpoints.md; `from_hf` sets it. None: names alone decide. It is no part of what
+            the layer computes, and ranks may differ in it.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -101,6 +109,8 @@ class MoEConfig:
     group_score: GroupScore = "top2_sum"
     swiglu_limit: float | None = None
     bias: bool = False
+    routing: Routing = "layer"
+    layout: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -114,6 +124,11 @@ class MoEConfig:
         self._check_choice("activation", get_args(Activation))
         self._check_choice("scoring", get_args(Scoring))
         self._check_choice("group_score", get_args(GroupScore))
+        self._check_choice("routing", get_args(Routing))
+        if self.layout is not None:
+            from moeos.checkpoints.families import FAMILIES  # which none but a checkpoint needs
+
+            self._check_choice("layout", tuple(FAMILIES))
         if self.row_map is not None:
             self._check_choice("row_map", get_args(RowMap))
         self._check_dtypes()
@@ -194,7 +209,7 @@ class MoEConfig:
         return self.experts // world_size
 
     def digest(self) -> str:
-        """All fields as one line of JSON: equal exactly when two layers are the same.
+        """All fields but `layout` as one line of JSON: equal exactly when two layers are the same.
 
         The row map is the resolved one. It is what ranks send each other to compare; see
         `digest_differences`.
@@ -204,7 +219,31 @@ class MoEConfig:
         if self.router_dtype is not None:
             fields["router_dtype"] = _dtype_name(self.router_dtype)
         fields["row_map"] = self.resolved_row_map
+        del fields["layout"]
         return json.dumps(fields)
+
+    @classmethod
+    def from_hf(cls, config: object, layer: int | None = None, **changes: Any) -> MoEConfig:
+        """The config of a Mixture-of-Experts layer of a Hugging Face model.
+
+        docs/checkpoints.md lists the families that are understood, and what of them is not. Shared
+        experts are no part of the layer.
+
+        Args:
+            config: a transformers config, or the dict that a config.json holds; also that of a
+                model of several kinds of input, of which the text model's is taken.
+            layer: the number of the layer, which is then checked to have routed experts. None: any
+                that has; then no list of one number a layer can be read.
+            changes: fields that are to be otherwise, such as `max_tokens` and `dtype`.
+
+        Raises:
+            TypeError: `config` is neither, or a field of `changes` is none of a config.
+            ValueError: the family is not known, a field has a value for which there is no rule
+                here, or the layer has no routed experts.
+        """
+        from moeos.checkpoints.hf_config import config_from_hf  # which needs this module
+
+        return config_from_hf(config, layer, changes)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> MoEConfig:

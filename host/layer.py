@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moeos import checkpoint, custom_op, sharding, values, wrappers
+from moeos import checkpoints, custom_op, sharding, values, wrappers
 from moeos.config import MoEConfig, digest_differences
 from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
@@ -139,10 +139,10 @@ class MoELayer(nn.Module):
         as "model.layers.0.mlp."; this rank's experts are kept. A tensor there that is not used
         raises, unless its name below `prefix` begins with one of `ignore`: pass
         ("shared_experts.",) where shared experts are computed elsewhere. See
-        `moeos.checkpoint.load_block`, which says what it understands and whose errors it raises.
+        `moeos.checkpoints.load_block`, which says what it understands and whose errors it raises.
         """
         layer = cls(cfg, world)
-        block = checkpoint.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
+        block = checkpoints.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
         layer.load_state_dict(block)
         return layer
 
@@ -189,6 +189,11 @@ class MoELayer(nn.Module):
         if self._engine is None:
             self._bound()
         self._check_x(x)
+        if topk_ids is None and self.cfg.routing != "layer":
+            raise ValueError(
+                f"topk_ids is None, and routing is {self.cfg.routing!r}: the caller must pass "
+                "topk_ids and topk_weights, as the layer cannot choose as this model does"
+            )
         if topk_ids is not None or topk_weights is not None:
             self._check_routing(x.shape[0], topk_ids, topk_weights)
         if tokens is not None:

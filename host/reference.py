@@ -174,6 +174,8 @@ def moe(
     _check_optional("b1", b1, cfg.bias, (cfg.experts, cfg.w1_rows))
     _check_optional("b2", b2, cfg.bias, (cfg.experts, cfg.hidden))
     if topk_ids is None and topk_weights is None:
+        if cfg.routing != "layer":
+            raise ValueError(f"topk_ids is None, and routing is {cfg.routing!r}: the caller routes")
         topk_ids, topk_weights, _ = route(x, gate_weight, cfg, selection_bias)
     if topk_ids is None or topk_weights is None:
         raise ValueError("topk_ids and topk_weights replace the routing only together")

@@ -21,13 +21,14 @@ from rich.progress import Progress
 
 import moeos
 from moeos import host_memory
+from moeos.checkpoints.files import Tensors, open_tensors
 from moeos.cli import failures, machine, memory, output, report, worlds
 from moeos.cli.check import TOLERANCE, Checker, CheckResult
 from moeos.cli.outputs import Outputs
 from moeos.cli.report import RankReport
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.cli.settings import RunSettings, read_settings
-from moeos.cli.tensors import Tensors, open_tensors, piece, read_rows
+from moeos.cli.tensors import piece, read_rows
 from moeos.cli.text import read_documents
 from moeos.cli.totals import Totals
 from moeos.cli.workload import (

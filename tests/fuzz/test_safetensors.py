@@ -18,8 +18,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moeos.checkpoint import load_block
-from moeos.cli.tensors import SafetensorsFile, read_rows
+from moeos.checkpoints import load_block
+from moeos.checkpoints.files import SafetensorsFile
+from moeos.cli.tensors import read_rows
 from moeos.config import MoEConfig
 from tests.fuzz.outcomes import examples, make_no_file, read_well
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos.checkpoint import load_block
+from moeos.checkpoints import load_block
 from moeos.config import MoEConfig
 from tests.huggingface import FAMILIES
 
@@ -344,7 +344,8 @@ def test_a_wrong_prefix_is_answered_with_the_nearest_right_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("experts.0.gate_proj.weight_scale_inv", "is not understood; only unquantised weights"),
+        ("experts.0.gate_proj.weight_scale_inv", "weight is torch.float32; beside the other parts"),
+        ("experts.0.gate_proj.weight_zero_point", "is not understood"),
         ("gate.bias", "is not understood"),
         ("router.weight", "is not used by the layer"),
         ("correction_bias", "is not used by the layer"),

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from moeos import MoELayer, World, reference
-from moeos.checkpoint import load_block
+from moeos.checkpoints import load_block
 from tests.host.test_checkpoint import PREFIX, config, fused_names, mixtral_names, split_names
 from tests.huggingface import FAMILIES
 from tests.process_group import ranks_of_torch

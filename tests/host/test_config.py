@@ -40,6 +40,8 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "group_score": "top2_sum",
         "swiglu_limit": None,
         "bias": False,
+        "routing": "layer",
+        "layout": None,
     }
 
 
@@ -230,6 +232,7 @@ def test_experts_are_divided_equally_among_ranks() -> None:
 
 def test_configs_that_mean_the_same_layer_have_the_same_digest() -> None:
     assert config().digest() == config(row_map="ragged").digest()
+    assert config().digest() == config(layout="mixtral").digest()
     assert config(capacity_factor=1).digest() == config(capacity_factor=1.0).digest()
     assert config().digest() == pickle.loads(pickle.dumps(config())).digest()
     assert "\n" not in config().digest()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeos.checkpoint import load_block
+from moeos.checkpoints import load_block
 from moeos.config import GroupScore, MoEConfig
 from moeos.reference import dropped, margin_in_errors, moe, relative_error, route
 from tests.huggingface import (

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moeos.cli.tensors import SafetensorsFile, open_tensors, piece, read_rows
+from moeos.checkpoints.files import SafetensorsFile, open_tensors
+from moeos.cli.tensors import piece, read_rows
 
 
 @pytest.fixture

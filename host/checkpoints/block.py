@@ -1,0 +1,314 @@
+"""Reads the router and expert weights of one Mixture-of-Experts block from a Hugging Face model.
+
+It follows the row of the table of layouts that `names.py` has found, and knows nothing of the layer
+that will hold the weights: it returns plain tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moeos import sharding
+from moeos.checkpoints import files, names
+from moeos.checkpoints.formats import HOW_TO_DEQUANTISE, LOADABLE, PLAIN, Format, Unfit, part_name
+from moeos.checkpoints.layouts import Layout
+from moeos.config import MoEConfig
+
+_GIB = 2**30
+
+
+def load_block(
+    cfg: MoEConfig,
+    state_dict: Mapping[str, Tensor],
+    prefix: str,
+    rank: int,
+    world_size: int,
+    ignore: Sequence[str] = (),
+) -> dict[str, Tensor]:
+    """The weights that `rank` holds of the block under `prefix`, in the layer's own layout.
+
+    docs/checkpoints.md lists the families whose blocks are understood, under the names of
+    checkpoint files and under those of transformers' modules. Names decide how a block is read, and
+    `cfg.layout` where several layouts have the same names; shapes never do. Only this rank's
+    experts are read: where experts are stored one by one only these are looked up, and of a tensor
+    of all experts in a file (`open_tensors`) only their part.
+
+    Quantised matrices are dequantised, which is said once, with the memory that it costs.
+
+    A DTensor is taken as well. Where it is cut by experts and lies as the ranks' experts do, each
+    rank takes its own part. Otherwise its ranks gather it, so that all of them must call.
+
+    No tensor under the prefix is passed over: one that the layer has no use for raises, by its
+    name, unless `ignore` says that the caller has. Shared experts are such: the layer computes
+    without them.
+
+    Args:
+        cfg: the layer.
+        state_dict: tensors by name, of the whole model or of any part that holds the block.
+        prefix: what stands before the router's and the experts' names, for example
+            "model.layers.0.mlp." or "model.layers.0.block_sparse_moe" (the last dot may be left
+            out), or "".
+        rank: the rank to load for; it holds the experts rank·X … rank·X + X - 1.
+        world_size: the number of ranks.
+        ignore: what names begin with, below the prefix, of tensors that the caller uses elsewhere:
+            ("shared_experts.",), for example. None of them may be the layer's.
+
+    Returns:
+        contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H] in
+        cfg.gate_dtype, "w1" [X, w1_rows, H] with gate rows before up rows, "w2" [X, H, I]; where
+        the config has them also "b1" [X, w1_rows] and "b2" [X, H], and in fp32 "gate.bias",
+        "gate.selection_bias" and "gate.expert_scale" [E].
+
+    Raises:
+        TypeError: `ignore` is a single string.
+        ValueError: a tensor is missing, of another shape or format, or under the prefix and
+            neither used nor ignored; or `cfg`, `rank` and `world_size` do not fit.
+    """
+    local = cfg.experts_per_rank(world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; it must be at least 0 and below {world_size}")
+    if prefix and not prefix.endswith("."):
+        prefix += "."
+    found = names.look_through(cfg, state_dict, prefix, ignore)
+    router = _router(cfg, state_dict, prefix, found)
+    device = router["gate.weight"].device
+    mine = range(rank * local, (rank + 1) * local)
+    experts = _Experts(cfg, state_dict, prefix, found, mine, device)
+    block = router | experts.block()
+    experts.say_what_it_costs()
+    return block
+
+
+def _router(
+    cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str, found: names.Names
+) -> dict[str, Tensor]:
+    """All that the gate holds."""
+    layout = found.layout
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        return sharding.everything(prefix + name, _read(state_dict, prefix + name, shape))
+
+    weight = read(layout.router, (_routed(cfg), cfg.hidden))
+    device = weight.device
+    if layout.router_scale is not None and layout.experts_norm is not None:
+        scale = read(layout.router_scale, (cfg.hidden,)).double() * cfg.hidden**-0.5
+        norm = read(layout.experts_norm, (cfg.hidden,)).double()
+        if not (norm != 0).all():
+            raise ValueError(
+                f"{prefix}{layout.experts_norm} has a zero, so that the router cannot be computed "
+                "from what the experts read; pass topk_ids and topk_weights"
+            )
+        weight = weight.double() * (scale / norm)
+    block = {"gate.weight": _copy(weight, cfg.gate_dtype, device)}
+    if getattr(cfg, "router_bias", False) and layout.router_bias is not None:
+        bias = read(layout.router_bias, (_routed(cfg),))
+        block["gate.bias"] = _copy(bias, torch.float32, device)
+    if cfg.selection_bias:
+        name = found.selection_bias
+        if name is None:
+            raise ValueError(names.no_selection_bias(prefix, layout, _routed(cfg)))
+        flat = (_routed(cfg),)
+        shape = (1, *flat) if len(files.shape_of(state_dict, prefix + name)) == 2 else flat
+        block["gate.selection_bias"] = _copy(read(name, shape).view(flat), torch.float32, device)
+    if getattr(cfg, "expert_scale", False) and layout.expert_scale is not None:
+        scales = read(layout.expert_scale, (cfg.experts,))
+        block["gate.expert_scale"] = _copy(scales, torch.float32, device)
+    return block
+
+
+class _Experts:
+    """A run of consecutive experts of one block."""
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        state_dict: Mapping[str, Tensor],
+        prefix: str,
+        found: names.Names,
+        experts: range,
+        device: torch.device,
+    ) -> None:
+        self._cfg = cfg
+        self._state_dict = state_dict
+        self._prefix = prefix
+        self._layout: Layout = found.layout
+        self._formats = found.formats
+        self._experts = experts
+        self._device = device
+        self._stored = 0  # bytes of what was quantised, in the file
+        self._held = 0  # and dequantised
+
+    def block(self) -> dict[str, Tensor]:
+        """Both weights, and biases."""
+        cfg, layout = self._cfg, self._layout
+        block = {
+            "w1": self._matrices(layout.first, (cfg.w1_rows, cfg.hidden), layout.interleaved),
+            "w2": self._matrices((layout.second,), (cfg.hidden, cfg.intermediate)),
+        }
+        if cfg.bias:
+            if layout.second_bias is None:
+                raise ValueError(
+                    f"bias is True, and the experts under {self._prefix!r} have none: they are "
+                    f"stored as {layout.name!r}"
+                )
+            block["b1"] = self._vectors(layout.first_biases, cfg.w1_rows, layout.interleaved)
+            block["b2"] = self._vectors((layout.second_bias,), cfg.hidden)
+        return block
+
+    def say_what_it_costs(self) -> None:
+        """Warns of the memory that dequantised weights take, if there are any."""
+        said = [row.said for row in self._formats.values() if row.name != "plain"]
+        if said:
+            warnings.warn(
+                f"experts in {', '.join(dict.fromkeys(said))} are dequantised to "
+                f"{self._cfg.dtype}: those of a layer take {self._held / _GIB:.3g} GiB on each "
+                f"rank, and {self._stored / _GIB:.3g} GiB as they are stored",
+                stacklevel=4,
+            )
+
+    def _matrices(
+        self, templates: tuple[str, ...], shape: tuple[int, int], interleaved: bool = False
+    ) -> Tensor:
+        """[X, *shape]: the rows of all matrices, one after the other."""
+        made = self._empty(shape)
+        rows, columns = shape[0] // len(templates), shape[1]
+        for number, template in enumerate(templates):
+            into = made[:, number * rows : (number + 1) * rows]
+            row = self._formats[template]
+            for local, parts in self._each(template, row, (rows, columns)):
+                matrix = self._dequantise(row, template, parts, (rows, columns), local)
+                into[local].copy_(_in_order(matrix, interleaved))
+                if row.name != "plain":
+                    self._stored += sum(part.nbytes for part in parts.values())
+                    self._held += into[local].nbytes
+        return made
+
+    def _vectors(
+        self, templates: tuple[str, ...], length: int, interleaved: bool = False
+    ) -> Tensor:
+        """[X, length]: the same of biases."""
+        made = self._empty((length,))
+        each = length // len(templates)
+        for number, template in enumerate(templates):
+            into = made[:, number * each : (number + 1) * each]
+            for local, parts in self._each(template, PLAIN, (each,)):
+                into[local].copy_(_in_order(parts["weight"], interleaved))
+        return made
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty((len(self._experts), *shape), dtype=self._cfg.dtype, device=self._device)
+
+    def _dequantise(
+        self,
+        row: Format,
+        template: str,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        local: int,
+    ) -> Tensor:
+        if self._layout.transposed:
+            parts = {name: part.mT for name, part in parts.items()}
+        try:
+            return row.dequantise(parts, shape)
+        except Unfit as error:
+            name = part_name(template, error.part).format(self._experts.start + local)
+            raise ValueError(f"{self._prefix}{name} {error.reason}") from None
+
+    def _each(
+        self, template: str, row: Format, shape: tuple[int, ...]
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """The parts of a tensor [*shape] of each of the experts, which are numbered from 0.
+
+        A bias, too, is such a tensor, of one part.
+        """
+        if self._layout.stacked:
+            every = {part: self._slice(part_name(template, part), row, shape) for part in row.parts}
+            for local in range(len(self._experts)):
+                yield local, {part: tensor[local] for part, tensor in every.items()}
+            return
+        names = {part: self._prefix + part_name(template, part) for part in row.parts}
+        gathered = any(
+            sharding.is_cut(self._one(name.format(expert), row, shape))
+            for name in names.values()
+            for expert in self._experts[:1]
+        )
+        # To gather is collective: then each rank asks for all experts, in the same order.
+        for expert in range(self._cfg.experts) if gathered else self._experts:
+            parts = {}
+            for part, name in names.items():
+                name = name.format(expert)
+                tensor = self._one(name, row, shape)
+                if sharding.is_cut(tensor) and not gathered:
+                    raise ValueError(
+                        f"{name} is a DTensor that is cut into parts, and the first expert's is "
+                        "not: pass all experts alike, or whole tensors (DTensor.full_tensor)"
+                    )
+                parts[part] = sharding.everything(name, tensor).to(self._device)
+            if expert in self._experts:
+                yield expert - self._experts.start, parts
+
+    def _one(self, name: str, row: Format, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of one expert."""
+        if row.name == "plain":
+            return _read(self._state_dict, name, shape)
+        if name not in self._state_dict:
+            raise ValueError(f"{name} is missing; {row.said} needs it")
+        return self._state_dict[name].detach()
+
+    def _slice(self, name: str, row: Format, shape: tuple[int, ...]) -> Tensor:
+        """These experts' part of a tensor of all experts."""
+        cfg, layout = self._cfg, self._layout
+        padded = layout.zero_experts_padded and not name.startswith(layout.second)
+        total = _routed(cfg) if padded else cfg.experts
+        name = self._prefix + name
+        each = (shape[::-1] if layout.transposed else shape) if row.name == "plain" else None
+        if name not in self._state_dict:
+            needed = f"{row.said} needs it" if each is None else _needed((total, *each))
+            raise ValueError(f"{name} is missing; {needed}")
+        found = files.shape_of(self._state_dict, name)
+        if found[:1] != (total,) or each not in (None, found[1:]):
+            wanted = (total, *(found[1:] if each is None else each))
+            raise ValueError(f"{name} has shape {list(found)}; this config needs {list(wanted)}")
+        own = self._experts
+        if isinstance(self._state_dict, files.ByRows):
+            return self._state_dict.rows(name, own.start, own.stop).to(self._device)
+        tensor = self._state_dict[name].detach()
+        if total == cfg.experts:
+            local = torch.Size((len(own), *found[1:]))
+            rank, ranks = own.start // len(own), cfg.experts // len(own)
+            return sharding.part(name, tensor, local, rank, ranks).to(self._device)
+        return sharding.everything(name, tensor)[own.start : own.stop].to(self._device)
+
+
+def _routed(cfg: MoEConfig) -> int:
+    """The experts that the router knows."""
+    return cfg.experts + int(getattr(cfg, "zero_experts", 0))
+
+
+def _in_order(rows: Tensor, interleaved: bool) -> Tensor:
+    """Gate rows, then up rows, of rows that take turns."""
+    return torch.cat((rows[0::2], rows[1::2])) if interleaved else rows
+
+
+def _needed(shape: tuple[int, ...]) -> str:
+    return f"this config needs it with shape {list(shape)}"
+
+
+def _read(state_dict: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that is not quantised."""
+    if name not in state_dict:
+        raise ValueError(f"{name} is missing; {_needed(shape)}")
+    tensor = state_dict[name].detach()
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; this config needs {list(shape)}")
+    if tensor.dtype not in LOADABLE:
+        raise ValueError(f"{name} is {tensor.dtype}; {HOW_TO_DEQUANTISE}")
+    return tensor
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)

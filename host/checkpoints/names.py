@@ -1,0 +1,257 @@
+"""Finds the layout of a block by the names of its tensors, and says what is wrong with them.
+
+It sees names and a config, and never a tensor: no shape decides how a block is read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from moeos.checkpoints import formats, layouts
+from moeos.checkpoints.families import FAMILIES
+from moeos.checkpoints.formats import Format
+from moeos.checkpoints.layouts import Layout
+from moeos.config import MoEConfig
+
+_NUMBER = re.compile(r"(?<=^experts\.)\d+(?=\.)")
+_NEAREST = 4
+
+
+class Names(NamedTuple):
+    """How a block is stored.
+
+    Attributes:
+        layout: the row of the table.
+        formats: of each of the layout's matrices.
+        selection_bias: its name below the prefix, or None.
+    """
+
+    layout: Layout
+    formats: Mapping[str, Format]
+    selection_bias: str | None
+
+
+class _Look(NamedTuple):
+    """What of a block's names a layout has a use for; names are those below the prefix, with `{}`
+    for an expert's number.
+    """
+
+    layout: Layout
+    parts: Mapping[str, tuple[str, str]]
+    """of a name: its matrix and what follows that"""
+    unused: list[str]
+    missing: list[str]
+    """matrices and a router of which no part is there"""
+
+
+def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequence[str]) -> Names:
+    """Raises unless each tensor under `prefix` is the layer's or to be ignored, and not both."""
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore is {ignore!r}; it must be a sequence of strings: [{ignore!r}]")
+    every = list(names)
+    below: dict[str, list[str]] = {}
+    for name in every:
+        if name.startswith(prefix):
+            end = name[len(prefix) :]
+            below.setdefault(_NUMBER.sub("{}", end), []).append(end)
+    if _EXPERTS.isdisjoint(below):
+        raise ValueError(_nothing_under(every, prefix))
+
+    ignored = tuple(ignore)
+    look = _best(cfg, below, ignored, prefix)
+    layout = look.layout
+    first = {name: ends[0] for name, ends in below.items()}
+    for name in (*look.parts, *_own_names(layout)):
+        for end in below.get(name, ()):
+            if end.startswith(ignored):
+                raise ValueError(
+                    f"ignore is {list(ignore)} and {prefix}{end} is the layer's; it is needed"
+                )
+    if layout.gated != cfg.gated:
+        needed = "'swiglu'" if layout.gated else "one without a gate, such as 'relu2'"
+        raise ValueError(f"activation is {cfg.activation!r}; these models need {needed}")
+    unused = [end for name in look.unused for end in below[name] if not end.startswith(ignored)]
+    others = {
+        other.name
+        for other in layouts.LAYOUTS
+        for name in look.unused
+        if name in _parts_of(other) and other.name != layout.name
+    }
+    if others and not look.missing:
+        alone = min(others)
+        raise ValueError(
+            f"the experts under {prefix!r} are stored in 2 layouts at once ({layout.name}; "
+            f"{alone}), {prefix}{unused[0]} among them; keep one"
+        )
+    if unused:
+        raise ValueError(_not_used(unused, prefix, look, cfg))
+    biases = [name for name in layout.selection_biases if name in first]
+    if len(biases) > 1:
+        both = " and ".join(prefix + name for name in biases)
+        raise ValueError(f"{both} are both a selection bias; keep one")
+    _require_allowed(cfg, layout, first, prefix)
+    return Names(layout, _formats_of(look, first, prefix), biases[0] if biases else None)
+
+
+def no_selection_bias(prefix: str, layout: Layout, experts: int) -> str:
+    """What is said where a config needs a selection bias that is not there."""
+    return (
+        f"no selection bias is under {prefix!r}, such as {layout.selection_biases[0]!r}; this "
+        f"config needs one with shape {[experts]}"
+    )
+
+
+def _best(
+    cfg: MoEConfig, below: Mapping[str, list[str]], ignored: tuple[str, ...], prefix: str
+) -> _Look:
+    """The layout that has a use for all names and lacks none, or the one that is nearest."""
+    rows = _candidates(cfg)
+    looks = [_look(layout, below, ignored) for layout in rows]
+    least = min(len(look.missing) + len(look.unused) for look in looks)
+    nearest = [look for look in looks if len(look.missing) + len(look.unused) == least]
+    if least == 0:
+        readings = {look.layout.reading: look.layout for look in nearest}
+        if len(readings) > 1:
+            said = " or ".join(sorted({row.name for row in readings.values()}))
+            families = sorted(
+                name
+                for name, family in FAMILIES.items()
+                if any(row.reading in readings for row in family.layouts)
+            )
+            raise ValueError(
+                f"the names under {prefix!r} are those of several layouts ({said}), and shapes do "
+                "not tell which: set the config's layout to the model's family, as "
+                f"MoEConfig.from_hf does; it is one of {', '.join(families)}"
+            )
+    return nearest[0]
+
+
+def _candidates(cfg: MoEConfig) -> tuple[Layout, ...]:
+    if cfg.layout is None:
+        return layouts.LAYOUTS
+    return FAMILIES[cfg.layout].layouts
+
+
+def _look(layout: Layout, below: Mapping[str, list[str]], ignored: tuple[str, ...]) -> _Look:
+    used = _parts_of(layout)
+    own = _own_names(layout)
+    parts, unused = {}, []
+    for name, ends in below.items():
+        if name in used:
+            parts[name] = used[name]
+        elif name in own or not _in_scope(layout, name):
+            continue
+        # An expert's matrix cannot be ignored, so that it tells layouts apart.
+        elif name in _EXPERTS or not all(end.startswith(ignored) for end in ends):
+            unused.append(name)
+    there = {matrix for matrix, _ in parts.values()}
+    missing = [matrix for matrix in layout.matrices if matrix not in there]
+    needed = (layout.router, layout.router_bias, layout.router_scale, layout.experts_norm)
+    missing += [name for name in needed if name is not None and name not in below]
+    return _Look(layout, parts, unused, missing)
+
+
+def _in_scope(layout: Layout, name: str) -> bool:
+    return not layout.scope or name.startswith(layout.scope)
+
+
+def _parts_of(layout: Layout) -> dict[str, tuple[str, str]]:
+    """The names of all parts of a layout's matrices: of which matrix, and which part."""
+    return {
+        formats.part_name(matrix, part): (matrix, part)
+        for matrix in layout.matrices
+        for name in layout.formats
+        for part in (*formats.BY_NAME[name].parts, *formats.BY_NAME[name].unused)
+    }
+
+
+def _own_names(layout: Layout) -> set[str]:
+    """What else a layout has than experts' matrices."""
+    single = (layout.router, layout.router_bias, layout.expert_scale, layout.router_scale)
+    names = (*single, layout.experts_norm, *layout.selection_biases, *layout.biases)
+    return {name for name in names if name is not None}
+
+
+_EXPERTS = {name for row in layouts.LAYOUTS for name in _parts_of(row)}
+"""The names of all parts of an expert's matrices in any layout."""
+
+
+def _formats_of(look: _Look, first: Mapping[str, str], prefix: str) -> dict[str, Format]:
+    found: dict[str, list[str]] = {matrix: [] for matrix in look.layout.matrices}
+    for matrix, part in look.parts.values():
+        found[matrix].append(part)
+    rows = {}
+    for matrix, parts in found.items():
+        row = formats.of_parts(parts, look.layout.formats)
+        if row is None and parts:
+            shown = prefix + first[formats.part_name(matrix, parts[0])]
+            said = "; ".join(
+                f"{formats.BY_NAME[name].said} has {', '.join(formats.BY_NAME[name].parts)}"
+                for name in look.layout.formats
+            )
+            raise ValueError(
+                f"{shown} has the parts {', '.join(sorted(parts))}, which is no format that can be "
+                f"read: {said}"
+            )
+        rows[matrix] = row or formats.BY_NAME["plain"]  # the loader says that it is missing
+    return rows
+
+
+def _require_allowed(cfg: MoEConfig, layout: Layout, first: Mapping[str, str], prefix: str) -> None:
+    """Raises for a tensor that the config says the layer has not."""
+    flags = {
+        "bias": layout.biases,
+        "selection_bias": layout.selection_biases,
+        "router_bias": (layout.router_bias,),
+        "expert_scale": (layout.expert_scale,),
+    }
+    for flag, names in flags.items():
+        there = next((name for name in names if name is not None and name in first), None)
+        if there is not None and not getattr(cfg, flag, False):
+            raise ValueError(f"{prefix}{first[there]} needs a config with {flag}=True")
+
+
+def _not_used(unused: list[str], prefix: str, look: _Look, cfg: MoEConfig) -> str:
+    """What is said of tensors that the layer has no use for: the first of them, and a remedy."""
+    name = unused[0]
+    others = f", and {len(unused) - 1} more tensors under {prefix!r}," if len(unused) > 1 else ""
+    if name in look.layout.callers:
+        return f"{prefix}{name}{others} is not used by the layer: {look.layout.callers[name]}"
+    part = name.split(".")[0]
+    own = {row.split(".")[0] for row in (*look.layout.matrices, look.layout.router)}
+    if part not in own:
+        return (
+            f"{prefix}{name}{others} is not used by the layer, which has routed experts alone; if "
+            f"it is computed elsewhere, pass ignore=[{_ignorable(name)!r}]"
+        )
+    known = [*look.missing, *_parts_of(look.layout), *_own_names(look.layout)]
+    alike = difflib.get_close_matches(_NUMBER.sub("{}", name), known, n=_NEAREST, cutoff=0.0)
+    missing = f", in which {', '.join(map(repr, look.missing))} is missing" if look.missing else ""
+    of = f"layout {cfg.layout!r}" if cfg.layout is not None else f"the layout {look.layout.name!r}"
+    return (
+        f"{prefix}{name}{others} is not understood in {of}{missing}; the nearest names are "
+        f"{', '.join(map(repr, alike))}"
+    )
+
+
+def _ignorable(name: str) -> str:
+    first, dot, _ = name.partition(".")
+    return first + dot
+
+
+def _nothing_under(names: Sequence[str], prefix: str) -> str:
+    ends = sorted(_EXPERTS, key=len, reverse=True)
+    patterns = "|".join(re.escape(end).replace(r"\{\}", r"\d+") for end in ends)
+    expert = re.compile(rf"(|.*\.)(?:{patterns})")
+    matches = (expert.fullmatch(name) for name in names)
+    found = dict.fromkeys(match[1] for match in matches if match is not None)
+    if not found:
+        return f"prefix is {prefix!r}; no name in the state_dict is that of an expert's weight"
+    nearest = difflib.get_close_matches(prefix, found, n=_NEAREST, cutoff=0.0)
+    return (
+        f"prefix is {prefix!r} and no expert's weight is under it; of the {len(found)} prefixes "
+        f"that have some, the nearest are {', '.join(map(repr, nearest))}"
+    )

@@ -1,0 +1,287 @@
+"""Of every family its config, its files and its modules give the layer that the family computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from moeos import MoEConfig, MoELayer, World, reference, virtual
+from moeos.checkpoints import load_block
+from moeos.checkpoints.families import FAMILIES
+from tests.layers import NEAR_TIE, TOLERANCE
+from tests.processes import ROOT
+from tests.tiny_models import TINY, TinyBlock, make, tiny
+
+TOKENS = (100, 37)
+"""By rank."""
+
+AWAITED = (
+    "deepseek_v4",
+    "gpt_oss",
+    "llama4",
+    "minimax_m3",
+    "longcat_flash",
+    "nemotron_h",
+    "gemma4",
+)
+"""Families whose routers and activations the layer does not have yet."""
+
+READY = [name for name in TINY if name not in AWAITED]
+
+models = pytest.mark.parametrize("name", READY)
+
+
+def whole(block: TinyBlock) -> dict[str, Tensor]:
+    return load_block(block.config, block.state_dict, block.prefix, 0, 1, block.ignore)
+
+
+def draw(block: TinyBlock, tokens: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, block.config.hidden, generator=generator)
+
+
+def sure(block: TinyBlock, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Which tokens no rounding routes otherwise; all of them, where the caller routes."""
+    if block.config.routing != "layer":
+        return torch.ones(len(x), dtype=torch.bool)
+    bias = weights.get("gate.selection_bias")
+    margin = reference.route(x, weights["gate.weight"], block.config, bias).margin
+    return margin >= NEAR_TIE
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert {row.family for row in TINY.values()} == FAMILIES.keys()
+
+
+@models
+def test_files_and_modules_give_the_same_block(name: str, tmp_path: Path) -> None:
+    block = tiny(name)
+    expected = whole(block)
+    tensors, prefix = block.files(tmp_path)
+    actual = load_block(block.config, tensors, prefix, 0, 1, block.ignore)
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(actual[key], tensor), key
+
+
+@models
+@pytest.mark.parametrize("of_files", [False, True], ids=["modules", "files"])
+def test_a_layer_of_each_family_computes_what_transformers_module_computes(
+    name: str, of_files: bool, tmp_path: Path
+) -> None:
+    block = tiny(name)
+    tensors, prefix = block.files(tmp_path) if of_files else (block.state_dict, block.prefix)
+    cfg = MoEConfig.from_hf(block.hf_config, block.row.layer, dtype=torch.float32)
+    x = [draw(block, tokens, seed) for seed, tokens in enumerate(TOKENS)]
+    given = [block.layer_input(rows).float() for rows in x]
+
+    def rank_main(world: World) -> Tensor:
+        layer = MoELayer.from_hf(cfg, world, tensors, prefix, block.ignore)
+        rows = given[world.rank]
+        if cfg.routing == "layer":
+            y: Tensor = layer(rows)
+            return y
+        ids, weights = block.route(x[world.rank])
+        return layer(rows, topk_ids=ids, topk_weights=weights)
+
+    weights = whole(block)
+    for rows, inputs, y in zip(x, given, virtual.run(rank_main, ranks=len(TOKENS)), strict=True):
+        kept = sure(block, weights, inputs)
+        assert int((~kept).sum()) <= 1
+        error = reference.relative_error(y[kept], block.routed_output(rows)[kept])
+        assert error <= TOLERANCE[torch.float32], f"relative error {error:.2e}"
+
+
+@models
+def test_a_config_is_read_from_an_object_and_from_its_json_alike(name: str) -> None:
+    block = tiny(name)
+    written = json.loads(block.hf_config.to_json_string(use_diff=True))
+    assert MoEConfig.from_hf(written, block.row.layer, dtype=torch.float32) == block.config
+
+
+@models
+def test_what_a_config_does_not_say_is_what_transformers_takes_for_it(name: str) -> None:
+    row = TINY[name]
+    made = getattr(transformers, row.config or f"{row.model}Config")
+    needed = {
+        "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+        "deepseek_v2": {"num_experts_per_tok": 2},
+        "gemma4": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 8},
+    }.get(row.family, {})
+    needed |= {"enable_moe_block": True} if row.family == "gemma4" else {}
+    changes: dict[str, Any] = {"intermediate": 8} if row.family == "deepseek_v2" else {}
+    config = made(**needed)
+    absent = {"model_type": config.model_type, **needed}
+    assert MoEConfig.from_hf(absent, **changes) == MoEConfig.from_hf(config, **changes)
+    assert MoEConfig.from_hf(config, **changes).layout == row.family
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {"model_type": "mixtral", "torch_dtype": "bfloat16"},
+    "olmoe-7b": {
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "first_k_dense_replace": 3,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+}
+"""What config.json of published models says of their blocks, by the config of the same layer."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_config_of_a_published_model_is_the_one_in_configs(name: str) -> None:
+    expected = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
+    actual = MoEConfig.from_hf(PUBLISHED[name], layer=3, max_tokens=expected.max_tokens)
+    assert dataclasses.replace(actual, layout=None, router_dtype=None) == expected
+
+
+def test_the_text_model_of_several_kinds_of_input_is_taken() -> None:
+    text = {**PUBLISHED["deepseek-v3"], "model_type": "kimi_k2"}
+    cfg = MoEConfig.from_hf({"model_type": "kimi_k25", "text_config": text, "dtype": "float16"})
+    assert (cfg.layout, cfg.dtype) == ("deepseek_v3", torch.float16)
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**PUBLISHED["deepseek-v3"], "num_hidden_layers": 61, **fields}
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "message"),
+    [
+        (
+            changed(scoring_func="softmax"),
+            3,
+            "scoring_func is 'softmax'; what works here is 'sigmoid' or 'noaux_tc' or null",
+        ),
+        (changed(hidden_act="gelu"), 3, "hidden_act is 'gelu'; what works here is 'silu' or"),
+        (changed(model_type="deepseek_v5"), 3, "model_type is 'deepseek_v5'.*nearest is 'deepseek"),
+        (changed(dtype="int8"), 3, "dtype is 'int8'; what works here is 'float32' or"),
+        (
+            changed(quantization_config={"quant_method": "gptq"}),
+            3,
+            "quantization_config.quant_method is 'gptq'; what works here is 'fp8'",
+        ),
+        (
+            changed(quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]}),
+            3,
+            r"weight_block_size is \[64, 64\]; what works here is \[128, 128\]",
+        ),
+        (
+            changed(),
+            2,
+            r"layer is 2, which has no routed experts, as first_k_dense_replace is 3; those with "
+            r"experts are \[3, 4, 5, 6, 7, 8, 9, 10, \.\.\.\]",
+        ),
+        (changed(), 61, "layer is 61; it must be at least 0 and below 61"),
+        (
+            {"model_type": "nemotron_h", "moe_latent_size": 1024},
+            None,
+            "moe_latent_size is 1024; what works here is null",
+        ),
+        (
+            {"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [1, 2]},
+            None,
+            r"moe_topk is \[1, 2\], one number a layer; say which",
+        ),
+        ({"model_type": "dots1"}, None, "n_routed_experts is missing"),
+    ],
+)
+def test_a_config_for_which_there_is_no_rule_is_named_with_what_works(
+    config: dict[str, Any], layer: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoEConfig.from_hf(config, layer)
+
+
+def test_a_config_that_is_neither_an_object_of_transformers_nor_a_dict_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"config is a str; it must be a transformers config"):
+        MoEConfig.from_hf("deepseek_v3")
+    with pytest.raises(TypeError, match="layer is True; it must be of type int"):
+        MoEConfig.from_hf(PUBLISHED["deepseek-v3"], True)
+
+
+def test_each_layer_may_have_numbers_of_its_own() -> None:
+    lists = {"model_type": "hunyuan_v1_moe", "num_experts": [8, 16], "moe_topk": [1, 2]}
+    sizes = [MoEConfig.from_hf(lists, layer) for layer in (0, 1)]
+    assert [(cfg.experts, cfg.top_k) for cfg in sizes] == [(8, 1), (16, 2)]
+
+
+SOME_DENSE: dict[str, dict[str, Any]] = {
+    "every": {},
+    "every_nth": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "after_first": {"first_k_dense_replace": 2},
+    "between": {"moe_layer_start_index": 1, "moe_layer_end_index": 2},
+    "listed": {"moe_layers": [1, 3]},
+    "periodic": {"expert_layer_offset": 0},
+    "by_type": {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    "by_pattern": {"layers_block_type": ["mlp", "moe", "mlp", "moe"]},
+}
+"""By a family's rule: what makes some of four layers dense."""
+
+
+@models
+def test_the_layers_with_experts_are_those_of_transformers_model(name: str) -> None:
+    rule = FAMILIES[TINY[name].family].experts_in
+    layers: dict[str, Any] = {} if TINY[name].family == "deepseek_v4" else SOME_DENSE[rule]
+    config, model = make(name, **({"num_hidden_layers": 4, **layers} if layers else {}))
+    paths = [path for path, _ in model.named_modules() if path.endswith("experts")]
+    numbers = {int(path.split("layers.")[1].split(".")[0]) for path in paths}
+    assert numbers
+    for layer in range(config.num_hidden_layers):
+        if layer in numbers:
+            MoEConfig.from_hf(config, layer)
+        else:
+            with pytest.raises(ValueError, match="which has no routed experts"):
+                MoEConfig.from_hf(config, layer)
+
+
+def test_a_layer_that_cannot_route_as_its_model_does_says_so_before_it_computes() -> None:
+    block = tiny("phimoe")
+    assert block.config.routing == "caller"
+
+    def rank_main(world: World) -> bool:
+        layer = MoELayer.from_hf(block.config, world, block.state_dict, block.prefix)
+        with pytest.raises(ValueError, match=r"^topk_ids is None, and routing is 'caller': the "):
+            layer(draw(block, 3))
+        return True
+
+    assert all(virtual.run(rank_main, ranks=2))
+    weights = whole(block)
+    with pytest.raises(ValueError, match=r"^topk_ids is None, and routing is 'caller'"):
+        reference.moe(
+            draw(block, 3), weights["gate.weight"], weights["w1"], weights["w2"], block.config
+        )

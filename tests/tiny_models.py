@@ -1,0 +1,337 @@
+"""A tiny random model of each family of `moeos.checkpoints.families`, by transformers' own code.
+
+Each row builds a model of one layer, or of as many as its family needs to have a layer with
+experts. A test compares its block with the layer that `from_hf` makes of its config and its
+tensors. Weights are rounded to the layer's dtype and kept in float64, as in `tests.huggingface`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moeos import MoEConfig
+from moeos.checkpoints.families import FAMILIES
+from tests.huggingface import _SMALL_ATTENTION, _SMALL_MODEL
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 96, 16, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """How transformers makes a small model of a family.
+
+    Attributes:
+        family: its name in the table.
+        model: of the class, without "ForCausalLM".
+        sizes: what its config calls the sizes.
+        others: of its config.
+        layer: which of its layers has experts.
+        block: of a layer's modules; "" is the layer itself.
+        file_prefix: of the block in files, where it differs from that of modules.
+        cls: the model's class, where it is called otherwise.
+    """
+
+    family: str
+    model: str
+    sizes: dict[str, Any]
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+    layer: int = 0
+    block: str = "mlp"
+    file_prefix: str | None = None
+    config: str | None = None
+    cls: str | None = None
+
+
+def _named(intermediate: str, experts: str, top_k: str = "num_experts_per_tok") -> dict[str, Any]:
+    return {intermediate: INTERMEDIATE, experts: EXPERTS, top_k: TOP_K}
+
+
+_MIXTRAL = _named("intermediate_size", "num_local_experts")
+_QWEN = _named("moe_intermediate_size", "num_experts")
+_DEEPSEEK = _named("moe_intermediate_size", "n_routed_experts")
+_GROUPS = {"n_group": 4, "topk_group": 2}
+_INDEXER = {"index_n_heads": 1, "index_head_dim": 16, "index_topk": 4}
+_LINEAR = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 1}
+
+TINY: dict[str, Tiny] = {
+    "mixtral": Tiny("mixtral", "Mixtral", _MIXTRAL, file_prefix="block_sparse_moe"),
+    "qwen2_moe": Tiny("qwen2_moe", "Qwen2Moe", _QWEN, {"shared_expert_intermediate_size": 32}),
+    "qwen3_moe": Tiny("qwen3_moe", "Qwen3Moe", _QWEN, {"norm_topk_prob": True}),
+    "qwen3_next": Tiny(
+        "qwen3_next", "Qwen3Next", _QWEN, {"shared_expert_intermediate_size": 32, **_LINEAR}
+    ),
+    "qwen3_5_moe": Tiny(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        _QWEN,
+        {"shared_expert_intermediate_size": 32, **_LINEAR},
+        config="Qwen3_5MoeTextConfig",
+    ),
+    "olmoe": Tiny("olmoe", "Olmoe", _named("intermediate_size", "num_experts")),
+    "deepseek_v2": Tiny(
+        "deepseek_v2",
+        "DeepseekV2",
+        _DEEPSEEK,
+        {"topk_method": "group_limited_greedy", **_GROUPS, **_SMALL_ATTENTION},
+    ),
+    "deepseek_v2_greedy": Tiny(
+        "deepseek_v2", "DeepseekV2", _DEEPSEEK, {**_GROUPS, **_SMALL_ATTENTION}
+    ),
+    "deepseek_v3": Tiny(
+        "deepseek_v3",
+        "DeepseekV3",
+        _DEEPSEEK,
+        {"first_k_dense_replace": 0, **_GROUPS, **_SMALL_ATTENTION},
+    ),
+    "deepseek_v32": Tiny(
+        "deepseek_v32",
+        "DeepseekV32",
+        _DEEPSEEK,
+        {"first_k_dense_replace": 0, **_GROUPS, **_SMALL_ATTENTION, **_INDEXER},
+    ),
+    "glm4_moe": Tiny(
+        "glm4_moe", "Glm4Moe", _DEEPSEEK, {"first_k_dense_replace": 0, "head_dim": 16}
+    ),
+    "glm_moe_dsa": Tiny(
+        "glm_moe_dsa",
+        "GlmMoeDsa",
+        _DEEPSEEK,
+        {"first_k_dense_replace": 0, **_SMALL_ATTENTION, **_INDEXER},
+    ),
+    "dots1": Tiny("dots1", "Dots1", _DEEPSEEK, {"n_shared_experts": 1, "norm_topk_prob": True}),
+    "minimax_m2": Tiny(
+        "minimax_m2", "MiniMaxM2", _MIXTRAL, {"head_dim": 8}, file_prefix="block_sparse_moe"
+    ),
+    "ernie4_5_moe": Tiny(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        _named("moe_intermediate_size", "moe_num_experts", "moe_k"),
+        {"moe_layer_start_index": 0},
+    ),
+    "hunyuan_v1_moe": Tiny(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1",
+        _named("intermediate_size", "num_experts", "moe_topk"),
+        {"head_dim": 16},
+    ),
+    "granitemoe": Tiny("granitemoe", "GraniteMoe", _MIXTRAL, block="block_sparse_moe"),
+    "granitemoeshared": Tiny(
+        "granitemoe",
+        "GraniteMoeShared",
+        _MIXTRAL,
+        {"shared_intermediate_size": 32},
+        block="block_sparse_moe",
+    ),
+    "jamba": Tiny(
+        "jamba",
+        "Jamba",
+        _named("intermediate_size", "num_experts"),
+        {"attn_layer_period": 1, "attn_layer_offset": 0, "num_hidden_layers": 2, **_MAMBA},
+        layer=1,
+        block="feed_forward",
+    ),
+    "phimoe": Tiny(
+        "phimoe", "Phimoe", _MIXTRAL | {"num_experts_per_tok": 2}, file_prefix="block_sparse_moe"
+    ),
+    "deepseek_v4": Tiny(
+        "deepseek_v4",
+        "DeepseekV4",
+        _DEEPSEEK,
+        {
+            "mlp_layer_types": ["moe"],
+            "layer_types": ["sliding_attention"],
+            "swiglu_limit": 1.0,
+            "head_dim": 16,
+            "q_lora_rank": 8,
+            "o_lora_rank": 8,
+            "o_groups": 1,
+            "index_n_heads": 1,
+            "index_head_dim": 16,
+            "index_topk": 4,
+        },
+    ),
+    "gpt_oss": Tiny(
+        "gpt_oss", "GptOss", _MIXTRAL | {"intermediate_size": HIDDEN}, {"head_dim": 16}
+    ),
+    "llama4": Tiny(
+        "llama4",
+        "Llama4",
+        _MIXTRAL | {"intermediate_size": HIDDEN, "num_experts_per_tok": 1},
+        {"intermediate_size_mlp": 32, "head_dim": 16},
+        block="feed_forward",
+        config="Llama4TextConfig",
+    ),
+    "minimax_m3": Tiny(
+        "minimax_m3",
+        "MiniMaxM3VLText",
+        _MIXTRAL,
+        {"shared_intermediate_size": 32, "dense_intermediate_size": 32, "head_dim": 16},
+        cls="MiniMaxM3VLTextModel",
+        file_prefix="block_sparse_moe",
+    ),
+    "longcat_flash": Tiny(
+        "longcat_flash",
+        "LongcatFlash",
+        _named("expert_ffn_hidden_size", "n_routed_experts", "moe_topk"),
+        {"zero_expert_num": 8, "ffn_hidden_size": 32, "num_hidden_layers": 2, **_SMALL_ATTENTION},
+    ),
+    "nemotron_h": Tiny(
+        "nemotron_h",
+        "NemotronH",
+        _DEEPSEEK,
+        {
+            "layers_block_type": ["moe"],
+            "moe_shared_expert_intermediate_size": 32,
+            "routed_scaling_factor": 2.5,
+            "head_dim": 16,
+            **_GROUPS,
+        },
+        block="mixer",
+    ),
+    "gemma4": Tiny(
+        "gemma4",
+        "Gemma4",
+        _named("moe_intermediate_size", "num_experts", "top_k_experts"),
+        {
+            "enable_moe_block": True,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": ["full_attention"],
+        },
+        block="",
+        config="Gemma4TextConfig",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyBlock:
+    """A block of a tiny model, and what it computes.
+
+    Attributes:
+        row: what made it.
+        hf_config: transformers' config.
+        config: what `from_hf` makes of it.
+        module: the block, in float64.
+        model: the model that it is part of.
+        state_dict: the model's tensors under the names of its modules.
+        prefix: of the block in it.
+    """
+
+    row: Tiny
+    hf_config: Any
+    config: MoEConfig
+    module: nn.Module
+    model: PreTrainedModel
+    state_dict: dict[str, Tensor]
+    prefix: str
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """What the block has beside the layer."""
+        return FAMILIES[self.row.family].shared
+
+    def files(self, folder: Path) -> tuple[dict[str, Tensor], str]:
+        """The tensors of a checkpoint that the model's own code writes, and the block's prefix."""
+        self.model.save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        end = self.row.block if self.row.file_prefix is None else self.row.file_prefix
+        layer = f"layers.{self.row.layer}."
+        begin = next(name for name in tensors if layer in name).split(layer)[0]
+        return tensors, f"{begin}{layer}{end}".rstrip(".") + "."
+
+    def layer_input(self, x: Tensor) -> Tensor:
+        """What the experts read, for what the block reads."""
+        if self.row.family == "gemma4":
+            norm: Callable[[Tensor], Tensor] = self.module.pre_feedforward_layernorm_2
+            return norm(x.double())
+        return x.double()
+
+    def routed_output(self, x: Tensor) -> Tensor:
+        """[S, H] -> float64 [S, H], the block's output without that of shared experts."""
+        x = x.double()
+        if self.row.family == "gemma4":
+            _, weights, ids = self.module.router(x)
+            y: Tensor = self.module.experts(self.layer_input(x), ids, weights.double())
+            return y
+        y = self.module(x.unsqueeze(0))
+        y = (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
+        return y - self._shared(x)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and weights of tokens as the model has them, for a layer that cannot choose."""
+        _, weights, ids = self.module.router(x.double())
+        return ids, weights
+
+    def _shared(self, x: Tensor) -> Tensor:
+        modules = dict(self.module.named_children())
+        for name in ("shared_experts", "shared_expert", "shared_mlp"):
+            if name in modules:
+                y: Tensor = modules[name](x.unsqueeze(0)).squeeze(0)
+                if "shared_expert_gate" in modules:
+                    y = y * modules["shared_expert_gate"](x).sigmoid()
+                return y
+        return torch.zeros_like(x)
+
+
+def make(name: str, **changes: Any) -> tuple[Any, PreTrainedModel]:
+    """The config and the model of a row of `TINY`; `changes` are fields of the config."""
+    row = TINY[name]
+    options = {"hidden_size": HIDDEN, **_SMALL_MODEL, **row.sizes, **row.others, **changes}
+    config = getattr(transformers, row.config or f"{row.model}Config")(**options)
+    cls = getattr(transformers, row.cls or f"{row.model}ForCausalLM")
+    return config, cls(config).train(False).requires_grad_(False)
+
+
+def tiny(
+    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> TinyBlock:
+    """The block of a row of `TINY`; `changes` are fields of transformers' config."""
+    row = TINY[name]
+    config, model = make(name, **changes)
+    end = f"layers.{row.layer}" + (f".{row.block}" if row.block else "")
+    path = next(name for name, _ in model.named_modules() if name.endswith(end))
+    module = model.get_submodule(path)
+    _draw_weights(module, dtype, seed)
+    model.double()
+    return TinyBlock(
+        row=row,
+        hf_config=config,
+        config=MoEConfig.from_hf(config, row.layer, dtype=dtype),
+        module=module,
+        model=model,
+        state_dict=model.state_dict(),
+        prefix=path + ".",
+    )
+
+
+def _draw_weights(module: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Give each matrix rows of norm about 1, and scales numbers about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not tensor.is_floating_point():
+            continue
+        if name.endswith("e_score_correction_bias"):  # always float32
+            tensor.uniform_(-0.2, 0.2, generator=generator)
+            continue
+        if name.endswith("scale") or "norm" in name:
+            tensor.uniform_(0.5, 1.5, generator=generator)
+        else:
+            tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
+        tensor.copy_(tensor.to(dtype))
