@@ -231,7 +231,8 @@ class _Experts:
                 yield local, {part: tensor[local] for part, tensor in every.items()}
             return
         names = {part: self._prefix + part_name(template, part) for part in row.parts}
-        gathered = any(
+        # A file has no DTensor, and nothing of it is to be read twice.
+        gathered = not isinstance(self._state_dict, files.ByRows) and any(
             sharding.is_cut(self._one(name.format(expert), row, shape))
             for name in names.values()
             for expert in self._experts[:1]

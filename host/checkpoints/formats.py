@@ -83,18 +83,23 @@ def _plain(parts: Parts, shape: tuple[int, int]) -> Tensor:
 
 
 def _fp8_blocks(parts: Parts, shape: tuple[int, int]) -> Tensor:
-    return _scaled_blocks({"weight": parts["weight"], "scale": parts["weight_scale_inv"]}, shape)
+    return _blocks(parts, "weight_scale_inv", shape)
 
 
 def _scaled_blocks(parts: Parts, shape: tuple[int, int]) -> Tensor:
-    weight, scale = parts["weight"], parts["scale"]
+    return _blocks(parts, "scale", shape)
+
+
+def _blocks(parts: Parts, of_blocks: str, shape: tuple[int, int]) -> Tensor:
+    """FP8 in square blocks or FP4 in groups, as the weight's type says."""
+    weight, scale = parts["weight"], parts[of_blocks]
     if weight.dtype in (*_BYTES, _PAIRS):
         rows, columns = shape
-        _require("scale", scale, (_EXPONENTS, torch.uint8), (rows, columns // _MX_GROUP))
+        _require(of_blocks, scale, (_EXPONENTS, torch.uint8), (rows, columns // _MX_GROUP))
         return _times_groups(_e2m1("weight", weight, shape), _number(scale))
     _require("weight", weight, _FP8, shape)
     blocks = tuple(-(-length // BLOCK) for length in shape)
-    _require("scale", scale, (*LOADABLE, _EXPONENTS, torch.uint8), blocks)
+    _require(of_blocks, scale, (*LOADABLE, _EXPONENTS, torch.uint8), blocks)
     scales = _number(scale).repeat_interleave(BLOCK, 0)[: shape[0]]
     return weight.float() * scales.repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
@@ -166,14 +171,14 @@ FORMATS: tuple[Format, ...] = (
     PLAIN,
     Format(
         "fp8_blocks",
-        f"FP8 in blocks of {BLOCK}×{BLOCK} (weight_scale_inv)",
+        f"FP8 in blocks of {BLOCK}x{BLOCK} (weight_scale_inv)",
         ("weight", "weight_scale_inv"),
         _fp8_blocks,
         ("activation_scale", "input_scale"),
     ),
     Format(
         "scaled_blocks",
-        f"FP8 in blocks of {BLOCK}×{BLOCK}, or FP4 in groups of {_MX_GROUP} (scale)",
+        f"FP8 in blocks of {BLOCK}x{BLOCK}, or FP4 in groups of {_MX_GROUP} (scale)",
         ("weight", "scale"),
         _scaled_blocks,
     ),
@@ -221,9 +226,8 @@ def of_parts(found: Sequence[str], allowed: Sequence[str]) -> Format | None:
 def _number(scale: Tensor) -> Tensor:
     """Scales in float32; a byte is an exponent (E8M0)."""
     if scale.dtype == torch.uint8:
-        powers: Tensor = torch.ldexp(
-            torch.ones((), device=scale.device), scale.int() - _EXPONENT_BIAS
-        )
+        exponents = scale.int() - _EXPONENT_BIAS
+        powers: Tensor = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
         return powers
     return scale.float()
 

@@ -222,7 +222,7 @@ def _not_used(unused: list[str], prefix: str, look: _Look, cfg: MoEConfig) -> st
         return f"{prefix}{name}{others} is not used by the layer: {look.layout.callers[name]}"
     part = name.split(".")[0]
     own = {row.split(".")[0] for row in (*look.layout.matrices, look.layout.router)}
-    if part not in own:
+    if part not in own and not look.missing:
         return (
             f"{prefix}{name}{others} is not used by the layer, which has routed experts alone; if "
             f"it is computed elsewhere, pass ignore=[{_ignorable(name)!r}]"

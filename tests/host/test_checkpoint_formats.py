@@ -1,0 +1,409 @@
+"""Quantised checkpoints: each format means the numbers that its definition says.
+
+The expected numbers are computed here in float64, bit by bit, from the definitions of E4M3, E2M1
+and E8M0 and of their blocks. They share no code and no table with the loader.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeos.checkpoints import formats, load_block
+from moeos.checkpoints.families import FAMILIES
+from moeos.config import MoEConfig
+
+# No size is a multiple of 128, so that the last blocks are parts; all are of 32.
+EXPERTS, HIDDEN, INTERMEDIATE = 4, 160, 288
+PREFIX = "model.layers.3.mlp."
+SHAPES = {
+    "gate_proj": (INTERMEDIATE, HIDDEN),
+    "up_proj": (INTERMEDIATE, HIDDEN),
+    "down_proj": (HIDDEN, INTERMEDIATE),
+}
+
+Quantised = tuple[dict[str, Tensor], Tensor]
+"""The parts of a matrix by the ends of their names, and what they mean, in float64."""
+
+How = Callable[[torch.Generator, tuple[int, int]], Quantised]
+
+Block = tuple[dict[str, Tensor], Tensor, Tensor]
+"""A block whose experts are quantised, and w1 and w2 in float64."""
+
+
+def config(**changes: Any) -> MoEConfig:
+    sizes: dict[str, Any] = {
+        "hidden": HIDDEN,
+        "intermediate": INTERMEDIATE,
+        "experts": EXPERTS,
+        "top_k": 2,
+        "dtype": torch.float32,
+    }
+    return MoEConfig(**(sizes | changes))
+
+
+def drawn_bits(generator: torch.Generator, *shape: int, below: int = 256) -> Tensor:
+    return torch.randint(below, shape, generator=generator, dtype=torch.uint8)
+
+
+def small_float(bits: Tensor, exponent: int, mantissa: int) -> Tensor:
+    """Sign, exponent and mantissa of a small IEEE-like number; its bias is 2^(e-1) - 1."""
+    bits = bits.long()
+    bias = 2 ** (exponent - 1) - 1
+    fraction = (bits & (2**mantissa - 1)).double() / 2**mantissa
+    power = (bits >> mantissa) & (2**exponent - 1)
+    magnitude = torch.where(
+        power == 0,
+        fraction * 2.0 ** (1 - bias),
+        (1 + fraction) * torch.pow(torch.tensor(2.0).double(), (power - bias).double()),
+    )
+    sign = 1.0 - 2.0 * ((bits >> (exponent + mantissa)) & 1).double()
+    return sign * magnitude
+
+
+def drawn_e4m3(
+    generator: torch.Generator, *shape: int, positive: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Numbers in FP8 and in float64; none is the NaN, all of whose bits are ones."""
+    bits = drawn_bits(generator, *shape, below=127) + (
+        0 if positive else 128 * drawn_bits(generator, *shape, below=2)
+    )
+    return bits.view(torch.float8_e4m3fn), small_float(bits, 4, 3)
+
+
+def nibbles(pairs: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., 2n] halves, the low one first."""
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)
+
+
+def by_groups(numbers: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Each number times the scale of its block of `rows` × `columns`."""
+    r = torch.arange(numbers.shape[0]) // rows
+    c = torch.arange(numbers.shape[1]) // columns
+    return numbers * scales[r][:, c]
+
+
+def fp8_blocks(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    weight, numbers = drawn_e4m3(generator, *shape)
+    blocks = [-(-length // 128) for length in shape]
+    scale = torch.rand(blocks, generator=generator) + 0.5
+    parts = {"weight": weight, "weight_scale_inv": scale}
+    return parts, by_groups(numbers, scale.double(), 128, 128)
+
+
+def exponents(generator: torch.Generator, *shape: int) -> tuple[Tensor, Tensor]:
+    bits = drawn_bits(generator, *shape, below=16) + 120
+    return bits, 2.0 ** (bits.double() - 127)
+
+
+def fp8_blocks_ue8m0(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    weight, numbers = drawn_e4m3(generator, *shape)
+    bits, scale = exponents(generator, *[-(-length // 128) for length in shape])
+    parts = {"weight": weight, "weight_scale_inv": bits.view(torch.float8_e8m0fnu)}
+    return parts, by_groups(numbers, scale, 128, 128)
+
+
+def fp8_blocks_of_bytes(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    parts, numbers = fp8_blocks_ue8m0(generator, shape)
+    return parts | {"weight_scale_inv": parts["weight_scale_inv"].view(torch.uint8)}, numbers
+
+
+def fp8_rows(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    weight, numbers = drawn_e4m3(generator, *shape)
+    scale = (torch.rand(shape[0], 1, generator=generator) + 0.5).bfloat16()
+    return {"weight": weight, "weight_scale": scale}, numbers * scale.double()
+
+
+def fp8_matrix(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    weight, numbers = drawn_e4m3(generator, *shape)
+    scale = torch.rand((), generator=generator) + 0.5
+    parts = {"weight": weight, "weight_scale": scale, "input_scale": torch.tensor(3.0)}
+    return parts, numbers * scale.double()
+
+
+def nvfp4(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    pairs = drawn_bits(generator, shape[0], shape[1] // 2)
+    scale, scales = drawn_e4m3(generator, shape[0], shape[1] // 16, positive=True)
+    over = torch.rand((), generator=generator) + 0.5
+    parts = {
+        "weight": pairs,
+        "weight_scale": scale,
+        "weight_scale_2": over,
+        "input_scale": torch.tensor(3.0),
+    }
+    numbers = by_groups(small_float(nibbles(pairs), 2, 1), scales, 1, 16)
+    return parts, numbers * over.double()
+
+
+def nvfp4_packed(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    parts, numbers = nvfp4(generator, shape)
+    over = parts["weight_scale_2"]
+    packed = {
+        "weight_packed": parts["weight"],
+        "weight_scale": parts["weight_scale"],
+        "weight_global_scale": over.reshape(1),
+        "input_global_scale": torch.tensor([3.0]),
+    }
+    return packed, numbers / over.double() ** 2
+
+
+def int4(generator: torch.Generator, shape: tuple[int, int], group: int = 32) -> Quantised:
+    fields = drawn_bits(generator, *shape, below=16).long()
+    words = sum(fields[:, i::8] << (4 * i) for i in range(8))
+    words = torch.where(words >= 2**31, words - 2**32, words).int()
+    scale = (torch.rand(shape[0], shape[1] // group, generator=generator) + 0.5).bfloat16()
+    parts = {
+        "weight_packed": words,
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(shape, dtype=torch.int32),
+    }
+    return parts, by_groups((fields - 8).double(), scale.double(), 1, group)
+
+
+def int4_rows(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    return int4(generator, shape, group=shape[1])
+
+
+ONE_BY_ONE: dict[str, How] = {
+    "fp8_blocks": fp8_blocks,
+    "fp8_blocks_ue8m0": fp8_blocks_ue8m0,
+    "fp8_blocks_of_bytes": fp8_blocks_of_bytes,
+    "fp8_rows": fp8_rows,
+    "fp8_matrix": fp8_matrix,
+    "nvfp4": nvfp4,
+    "nvfp4_packed": nvfp4_packed,
+    "int4": int4,
+    "int4_rows": int4_rows,
+}
+
+
+def block(
+    how: Callable[[torch.Generator, tuple[int, int]], Quantised],
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """A block whose experts are quantised, and w1 and w2 in float64."""
+    generator = torch.Generator().manual_seed(0)
+    names = {PREFIX + "gate.weight": torch.randn(EXPERTS, HIDDEN, generator=generator)}
+    w1, w2 = [], []
+    for expert in range(EXPERTS):
+        made = {}
+        for projection, shape in SHAPES.items():
+            parts, made[projection] = how(generator, shape)
+            for end, part in parts.items():
+                names[f"{PREFIX}experts.{expert}.{projection}.{end}"] = part
+        w1.append(torch.cat([made["gate_proj"], made["up_proj"]]))
+        w2.append(made["down_proj"])
+    return names, torch.stack(w1), torch.stack(w2)
+
+
+def read(
+    cfg: MoEConfig, names: dict[str, Tensor], rank: int = 0, ranks: int = 1
+) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load_block(cfg, names, PREFIX, rank, ranks)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-22, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_a_quantised_matrix_means_what_its_format_says(name: str) -> None:
+    names, w1, w2 = block(ONE_BY_ONE[name])
+    whole = read(config(), names)
+    assert_close(whole["w1"], w1)
+    assert_close(whole["w2"], w2)
+    part = read(config(), names, 1, 2)
+    assert torch.equal(part["w1"], whole["w1"][2:])
+    half = read(config(dtype=torch.bfloat16), names)
+    assert torch.equal(half["w2"], whole["w2"].bfloat16())
+
+
+def stacked(
+    how: Callable[[torch.Generator, tuple[int, int]], Quantised],
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The same of tensors that hold all experts."""
+    generator = torch.Generator().manual_seed(0)
+    names = {PREFIX + "gate.weight": torch.randn(EXPERTS, HIDDEN, generator=generator)}
+    made = {}
+    for matrix, shape in (
+        ("gate_up_proj", (2 * INTERMEDIATE, HIDDEN)),
+        ("down_proj", (HIDDEN, INTERMEDIATE)),
+    ):
+        every = [how(generator, shape) for _ in range(EXPERTS)]
+        for end in every[0][0]:
+            name = formats.part_name(f"{PREFIX}experts.{matrix}", end)
+            names[name] = torch.stack([parts[end] for parts, _ in every])
+        made[matrix] = torch.stack([numbers for _, numbers in every])
+    return names, made["gate_up_proj"], made["down_proj"]
+
+
+@pytest.mark.parametrize("name", ["fp8_blocks", "fp8_rows"])
+def test_stacked_matrices_have_stacked_scales(name: str) -> None:
+    names, w1, w2 = stacked(ONE_BY_ONE[name])
+    whole = read(config(), names)
+    assert_close(whole["w1"], w1)
+    assert_close(whole["w2"], w2)
+    assert torch.equal(read(config(), names, 3, 4)["w1"], whole["w1"][3:])
+
+
+def test_deepseek_v4_stores_scales_as_scale_beside_fp8_and_fp4() -> None:
+    def fp4(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+        pairs = drawn_bits(generator, shape[0], shape[1] // 2)
+        bits, scale = exponents(generator, shape[0], shape[1] // 32)
+        parts = {"weight": pairs.view(torch.int8), "scale": bits.view(torch.float8_e8m0fnu)}
+        return parts, by_groups(small_float(nibbles(pairs), 2, 1), scale, 1, 32)
+
+    def fp8(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+        parts, numbers = fp8_blocks_ue8m0(generator, shape)
+        return {"weight": parts["weight"], "scale": parts["weight_scale_inv"]}, numbers
+
+    renamed = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for how in (fp4, fp8):
+        names, w1, w2 = block(how)
+        for old, new in renamed.items():
+            names = {name.replace(old, new): tensor for name, tensor in names.items()}
+        whole = read(config(layout="deepseek_v4"), names)
+        assert_close(whole["w1"], w1)
+        assert_close(whole["w2"], w2)
+
+
+def test_what_dequantising_costs_is_said_once_for_all_layers() -> None:
+    names, _, _ = block(fp8_blocks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for layer in (3, 4):
+            prefix = f"model.layers.{layer}.mlp."
+            moved = {name.replace(PREFIX, prefix): tensor for name, tensor in names.items()}
+            load_block(config(), moved, prefix, 0, 1)
+    [said] = [str(warning.message) for warning in caught]
+    held = 3 * EXPERTS * HIDDEN * INTERMEDIATE * 4 / 2**30
+    assert said.startswith("experts in FP8 in blocks of 128x128 (weight_scale_inv) are dequantised")
+    assert f"take {held:.3g} GiB on each rank" in said
+
+
+def damaged(
+    end: str, change: Callable[[Tensor], Tensor | None]
+) -> Callable[[dict[str, Tensor]], None]:
+    def damage(names: dict[str, Tensor]) -> None:
+        name = f"{PREFIX}experts.1.up_proj.{end}"
+        changed = change(names.pop(name))
+        if changed is not None:
+            names[name] = changed
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("how", "damage", "message"),
+    [
+        (
+            fp8_blocks,
+            damaged("weight_scale_inv", lambda scale: None),
+            "experts.1.up_proj.weight_scale_inv is missing; FP8 in blocks of 128x128",
+        ),
+        (
+            fp8_blocks,
+            damaged("weight_scale_inv", lambda scale: scale[:1]),
+            "experts.1.up_proj.weight_scale_inv has shape [1, 2]; this config needs [3, 2]",
+        ),
+        (
+            fp8_blocks,
+            damaged("weight", lambda weight: weight.mT),
+            "experts.1.up_proj.weight has shape [160, 288]; this config needs [288, 160]",
+        ),
+        (
+            nvfp4,
+            damaged("weight_scale", lambda scale: scale.float()),
+            "experts.1.up_proj.weight_scale is torch.float32; beside the other parts it must be",
+        ),
+        (
+            nvfp4,
+            damaged("weight_scale_2", lambda scale: scale.repeat(2)),
+            "experts.1.up_proj.weight_scale_2 has shape [2]; a matrix has one number",
+        ),
+        (
+            int4,
+            damaged("weight_shape", lambda shape: shape.flip(0)),
+            "experts.1.up_proj.weight_shape is [160, 288]; this config needs [288, 160]",
+        ),
+        (
+            int4,
+            damaged("weight_scale", lambda scale: scale[:, :3]),
+            "experts.1.up_proj.weight_scale has shape [288, 3]; it must be [288, groups]",
+        ),
+        (
+            int4,
+            damaged("weight_packed", lambda packed: packed[:, :10]),
+            "experts.1.up_proj.weight_packed has shape [288, 10]; this config needs [288, 20]",
+        ),
+    ],
+)
+def test_a_part_that_does_not_fit_is_named(how: Any, damage: Any, message: str) -> None:
+    names, _, _ = block(how)
+    damage(names)
+    with pytest.raises(ValueError, match="^" + re.escape(PREFIX + message)):
+        read(config(), names)
+
+
+def test_parts_of_no_format_are_named_with_the_formats_that_can_be_read() -> None:
+    names, _, _ = block(nvfp4)
+    names = {name: part for name, part in names.items() if not name.endswith(".weight_scale")}
+    with pytest.raises(ValueError, match=r"has the parts input_scale, weight, weight_scale_2, whi"):
+        read(config(), names)
+    asymmetric, _, _ = block(int4)
+    asymmetric[f"{PREFIX}experts.0.up_proj.weight_zero_point"] = torch.zeros(1)
+    with pytest.raises(ValueError, match="weight_zero_point is not understood in the layout"):
+        read(config(), asymmetric)
+
+
+def test_every_format_is_that_of_some_layout() -> None:
+    used = {name for family in FAMILIES.values() for row in family.layouts for name in row.formats}
+    assert used == set(formats.BY_NAME)
+
+
+# --- the functions of others --------------------------------------------------------------------
+
+
+def test_fp8_is_what_transformers_dequantises() -> None:
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    generator = torch.Generator().manual_seed(1)
+    shape = (256, 384)  # its function needs whole blocks
+    parts, _ = fp8_blocks(generator, shape)
+    theirs = fp8.Fp8Dequantize(None)._dequantize_one(parts["weight"], parts["weight_scale_inv"])
+    assert torch.equal(formats.BY_NAME["fp8_blocks"].dequantise(parts, shape), theirs)
+
+
+def test_mxfp4_is_what_transformers_dequantises() -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    generator = torch.Generator().manual_seed(1)
+    blocks = drawn_bits(generator, 1, 64, 3, 16)
+    scales, _ = exponents(generator, 1, 64, 3)
+    theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    parts = {"blocks": blocks[0], "scales": scales[0]}
+    assert torch.equal(formats.BY_NAME["mxfp4"].dequantise(parts, (64, 96)), theirs[0].mT)
+
+
+def test_int4_is_what_compressed_tensors_unpacks() -> None:
+    packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    generator = torch.Generator().manual_seed(1)
+    parts, _ = int4(generator, (64, 96))
+    theirs = packed.unpack_from_int32(parts["weight_packed"], 4, torch.Size((64, 96))).float()
+    scales = parts["weight_scale"].float().repeat_interleave(32, dim=1)
+    assert torch.equal(formats.BY_NAME["int4"].dequantise(parts, (64, 96)), theirs * scales)
+
+
+def test_nvfp4_is_what_compressed_tensors_unpacks() -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
+    generator = torch.Generator().manual_seed(1)
+    parts, _ = nvfp4_packed(generator, (64, 96))
+    theirs = helpers.unpack_fp4_from_uint8(parts["weight_packed"], 64, 96).float()
+    scales = parts["weight_scale"].float() / parts["weight_global_scale"].float()
+    ours = formats.BY_NAME["nvfp4_packed"].dequantise(parts, (64, 96))
+    torch.testing.assert_close(ours, theirs * scales.repeat_interleave(16, dim=1))

@@ -1,0 +1,169 @@
+"""Names and the config's layout decide how a block is read, and the shapes of its tensors never."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeos.checkpoints import families, layouts, load_block
+from moeos.config import MoEConfig
+
+# All square: a matrix that lies the other way has the same shape.
+EXPERTS, SIZE = 4, 16
+PREFIX = "model.layers.3.feed_forward."
+
+
+def config(**changes: Any) -> MoEConfig:
+    sizes: dict[str, Any] = {
+        "hidden": SIZE,
+        "intermediate": SIZE,
+        "experts": EXPERTS,
+        "top_k": 2,
+        "dtype": torch.float32,
+    }
+    return MoEConfig(**(sizes | changes))
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def with_router(transposed: bool) -> dict[str, Tensor]:
+    """A block with the names of Llama-4's files, and of Jamba's and Granite's modules."""
+    rows = (EXPERTS, SIZE, 2 * SIZE) if transposed else (EXPERTS, 2 * SIZE, SIZE)
+    return {
+        PREFIX + "router.weight": drawn(EXPERTS, SIZE),
+        PREFIX + "experts.gate_up_proj": drawn(*rows),
+        PREFIX + "experts.down_proj": drawn(EXPERTS, SIZE, SIZE),
+    }
+
+
+def test_names_of_two_layouts_need_the_config_to_say_which() -> None:
+    names = with_router(transposed=True)
+    message = (
+        f"the names under {PREFIX!r} are those of several layouts (stacked or stacked, "
+        "transposed), and shapes do not tell which: set the config's layout to the model's family"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        load_block(config(), names, PREFIX, 0, 1)
+
+
+def test_a_square_matrix_is_transposed_where_the_layout_says_so_and_only_there() -> None:
+    names = with_router(transposed=False)
+    down = names[PREFIX + "experts.down_proj"]
+    jamba = load_block(config(layout="jamba"), names, PREFIX, 0, 1)
+    assert torch.equal(jamba["w2"], down)
+    names[PREFIX + "experts.gate_up_proj"] = names[PREFIX + "experts.gate_up_proj"].mT
+    llama4 = load_block(config(layout="llama4"), names, PREFIX, 0, 1)
+    assert torch.equal(llama4["w2"], down.mT)
+    assert torch.equal(llama4["w1"], jamba["w1"])
+
+
+def test_a_square_matrix_under_a_name_of_another_layout_is_refused() -> None:
+    names = with_router(transposed=False)
+    with pytest.raises(
+        ValueError, match=r"router\.weight is not understood in layout 'mixtral', i"
+    ):
+        load_block(config(layout="mixtral"), names, PREFIX, 0, 1)
+    names[PREFIX + "experts.gate_up_proj_bias"] = drawn(EXPERTS, 2 * SIZE)
+    names[PREFIX + "experts.down_proj_bias"] = drawn(EXPERTS, SIZE)
+    with pytest.raises(ValueError, match=r"those of several layouts"):
+        load_block(config(bias=True), names, PREFIX, 0, 1)
+
+
+def test_a_matrix_of_the_other_way_is_named_where_it_is_not_square() -> None:
+    names = with_router(transposed=True)
+    message = f"{PREFIX}experts.gate_up_proj has shape [4, 16, 32]; this config needs [4, 32, 16]"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_block(config(layout="jamba"), names, PREFIX, 0, 1)
+
+
+def test_a_layout_that_no_family_has_is_refused_by_the_config() -> None:
+    with pytest.raises(ValueError, match=r"layout is 'lama4'.*the nearest valid one is 'llama4'"):
+        config(layout="lama4")
+
+
+def split(gate: bool = True) -> dict[str, Tensor]:
+    projections = ("gate_proj", "up_proj", "down_proj")[1 - gate :]
+    return {PREFIX + "gate.weight": drawn(EXPERTS, SIZE)} | {
+        f"{PREFIX}experts.{expert}.{projection}.weight": drawn(SIZE, SIZE)
+        for expert in range(EXPERTS)
+        for projection in projections
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "experts.1.gate_proj.weight",
+            "experts.1.gate_project.weight",
+            "experts.1.gate_project.weight is not understood in the layout 'one tensor an expert, "
+            "gate_proj'; the nearest names are 'experts.{}.gate_proj.weight'",
+        ),
+        (
+            "gate.weight",
+            "gate.wieght",
+            "gate.wieght is not understood in the layout 'one tensor an expert, gate_proj', in "
+            "which 'gate.weight' is missing; the nearest names are 'gate.weight'",
+        ),
+    ],
+)
+def test_a_renamed_tensor_is_named_with_the_nearest_names(old: str, new: str, message: str) -> None:
+    names = split()
+    names[PREFIX + new] = names.pop(PREFIX + old)
+    with pytest.raises(ValueError, match=f"^{re.escape(PREFIX + message)}"):
+        load_block(config(), names, PREFIX, 0, 1)
+
+
+def test_experts_with_and_without_a_gate_need_an_activation_that_fits() -> None:
+    with pytest.raises(ValueError, match="activation is 'relu'; these models need 'swiglu'"):
+        load_block(config(activation="relu"), split(), PREFIX, 0, 1)
+    with pytest.raises(ValueError, match="activation is 'swiglu'; these models need one without"):
+        load_block(config(), split(gate=False), PREFIX, 0, 1)
+    block = load_block(config(activation="relu"), split(gate=False), PREFIX, 1, 2)
+    assert [*block["w1"].shape] == [2, SIZE, SIZE]
+
+
+def test_a_table_of_hashed_experts_is_the_callers_and_the_error_says_how() -> None:
+    names = split()
+    for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        names = {name.replace(old, new): tensor for name, tensor in names.items()}
+    names[PREFIX + "gate.tid2eid"] = torch.zeros(8, 2, dtype=torch.int64)
+    cfg = config(layout="deepseek_v4", routing="ids")
+    with pytest.raises(ValueError, match=r"pass ignore=\['gate\.tid2eid'\], and topk_ids with wei"):
+        load_block(cfg, names, PREFIX, 0, 1)
+    assert "w1" in load_block(cfg, names, PREFIX, 0, 1, ["gate.tid2eid"])
+
+
+def test_deepseek_v4_calls_its_selection_bias_gate_bias_in_files() -> None:
+    names = split()
+    for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        names = {name.replace(old, new): tensor for name, tensor in names.items()}
+    names[PREFIX + "gate.bias"] = drawn(EXPERTS)
+    with pytest.raises(ValueError, match=r"gate\.bias needs a config with selection_bias=True$"):
+        load_block(config(), names, PREFIX, 0, 1)
+    block = load_block(config(selection_bias=True), names, PREFIX, 0, 1)
+    assert torch.equal(block["gate.selection_bias"], names[PREFIX + "gate.bias"])
+
+
+def test_a_bias_for_which_a_layout_has_no_name_is_named() -> None:
+    names = {
+        PREFIX + "router.layer.weight": drawn(EXPERTS, SIZE),
+        PREFIX + "input_linear.weight": drawn(EXPERTS, 2 * SIZE, SIZE),
+        PREFIX + "output_linear.weight": drawn(EXPERTS, SIZE, SIZE),
+    }
+    assert "w1" in load_block(config(), names, PREFIX, 0, 1)
+    with pytest.raises(ValueError, match=r"bias is True, and the experts under .* have none: they"):
+        load_block(config(bias=True), names, PREFIX, 0, 1)
+
+
+def test_every_row_of_the_table_belongs_to_a_family_and_no_two_are_the_same() -> None:
+    used = [row for family in families.FAMILIES.values() for row in family.layouts]
+    assert all(row in used for row in layouts.LAYOUTS)
+    assert all(row in layouts.LAYOUTS for row in used)
+    assert len(set(map(repr, layouts.LAYOUTS))) == len(layouts.LAYOUTS)
