@@ -7,6 +7,7 @@ from moeos import faults, reference, virtual
 from moeos.bootstrap import init
 from moeos.config import MoEConfig
 from moeos.errors import ConfigMismatch, NumericalError, PeerTimeout
+from moeos.experts import Experts
 from moeos.layer import MoELayer
 from moeos.world import TwinOptions, World
 
@@ -14,6 +15,7 @@ __version__ = version("moeos")
 
 __all__ = [
     "ConfigMismatch",
+    "Experts",
     "MoEConfig",
     "MoELayer",
     "NumericalError",

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from moeos.call_checks import check_tangents
 from moeos.engines.base import CallTensors, Engine
 
 # By the address of the key. A key lives as long as its engine, and as a graph that uses it: so at
@@ -34,8 +34,8 @@ _numbered: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionar
 _library = torch.library.Library("moeos", "DEF")
 _library.define(
     "forward(Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
-    "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor gate, "
-    "Tensor? selection_bias) -> Tensor"
+    "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, "
+    "Tensor? selection_bias, *, bool any_ids=False) -> Tensor"
 )
 
 
@@ -66,10 +66,14 @@ def _run(
     b1: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
-    gate: Tensor,
+    gate: Tensor | None,
     selection_bias: Tensor | None,
+    *,
+    any_ids: bool = False,
 ) -> Tensor:
-    refuse_forward_mode(x, topk_weights, w1, b1, w2, b2, gate, selection_bias)
+    # The operator asks by itself, but below the transforms of torch.func, which hide tangents from
+    # it: so who calls it asks as well.
+    check_tangents("MoELayer", x, topk_weights, w1, b1, w2, b2, gate, selection_bias)
     engine = _at.get(key.data_ptr())
     if engine is None:
         engine = _numbered.get(int(key.item()))
@@ -81,34 +85,32 @@ def _run(
     engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
     out = torch.empty_like(x)
     engine.forward(
-        CallTensors(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2, tokens)
+        CallTensors(
+            x=x,
+            out=out,
+            gate=gate,
+            selection_bias=selection_bias,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            w1=w1,
+            b1=b1,
+            w2=w2,
+            b2=b2,
+            tokens=tokens,
+            any_ids=any_ids,
+        )
     )
     return out
 
 
-def _describe(order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None) -> Tensor:
+def _describe(
+    order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, any_ids: bool = False
+) -> Tensor:
     """What tracing needs to know: the output is as x."""
     return torch.empty_like(x)
 
 
-def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Raises for a tensor with a tangent: PyTorch would take the output's for zero.
-
-    The operator asks by itself, but below the transforms of torch.func, which hide tangents from
-    it: so the layer asks as well.
-    """
-    if forward_ad._current_level < 0:  # else each look at a tensor costs as much as a launch
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise RuntimeError(
-                "MoELayer has no forward-mode derivative, and a tensor has a tangent (from "
-                "torch.func.jvp, jacfwd or linearize, or torch.autograd.forward_ad): detach it, "
-                "or derive by finite differences"
-            )
-
-
-def _refuse_vmap(*_: object) -> NoReturn:
+def _refuse_vmap(*_: object, **__: object) -> NoReturn:
     raise RuntimeError(
         "MoELayer cannot be used in torch.vmap (or what calls it, such as torch.func.jacfwd): a "
         "call is one for all ranks; flatten the batch into the rows of x"

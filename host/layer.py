@@ -1,39 +1,28 @@
 """The Mixture-of-Experts layer as a PyTorch module.
 
-Holds this rank's weights, checks what the caller passes before anything is sent, and hands one call
-to the engine of its world. It knows nothing of heaps, tasks or how ranks talk.
+A gate and `Experts`, and the parameters of both: it holds this rank's weights and hands them to its
+experts in each call. It knows nothing of engines, heaps, tasks or how ranks talk.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from moeos import checkpoints, custom_op, sharding, values, wrappers
-from moeos.config import MoEConfig, digest_differences
-from moeos.engines.base import Engine
-from moeos.engines.twin import TwinEngine
-from moeos.errors import ConfigMismatch
+from moeos import agreement, call_checks, checkpoints, custom_op, sharding, values, wrappers
+from moeos.config import MoEConfig
+from moeos.experts import Experts, device_of, engine_class
 from moeos.tracing import RankTrace
 from moeos.world import World
 
 _SEED_BITS = 62
-_NAMES = ("w1", "b1", "w2", "b2", "gate.weight", "gate.selection_bias")
-"""The tensors of a call that belong to the layer, in the operator's order."""
-_OF_THE_WORLD = ("world", "_engine", "_key", "_order")
+_OF_THE_WORLD = ("world", "experts", "_order")
 """What a layer has from its world, and a copy or a pickle has not from the layer."""
-
-
-class _Expected(NamedTuple):
-    """What a parameter or buffer must still be when the layer is called."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
+_ABSENT = "the layer was made with one"
 
 
 class Gate(nn.Module):
@@ -85,43 +74,38 @@ class MoELayer(nn.Module):
         b1 [X, 2I or I], b2 [X, H] with `cfg.bias`.
         gate.selection_bias fp32 [E] with `cfg.selection_bias` (a buffer).
     They start uniform in ±1/sqrt(inputs), from a seed that rank 0 draws: an expert starts the same
-    on whichever rank it lies.
+    on whichever rank it lies. With `init=False` nothing is drawn, and they hold anything until they
+    are loaded.
 
     Raises:
-        ConfigMismatch: the ranks' configs differ; the same error on all of them.
+        ConfigMismatch: the ranks' configs, or `init`, differ; the same error on all of them.
         ValueError: E is not divisible by the number of ranks, or a size does not fit.
     """
 
-    def __init__(self, cfg: MoEConfig, world: World) -> None:
+    experts: Experts | None
+    """What its calls go to; None in a layer from a pickle."""
+
+    def __init__(self, cfg: MoEConfig, world: World, *, init: bool = True) -> None:
         super().__init__()
-        if not isinstance(cfg, MoEConfig):
-            raise TypeError(f"cfg is a {type(cfg).__name__}; it must be a MoEConfig")
-        _require_world(world)
+        agreement.require_config(cfg)
+        agreement.require_world(world)
         self._place = (world.rank, world.size)
+        kind = "MoELayer" if init else "MoELayer(init=False)"
         with world.gate:  # layers are made one after the other, whichever threads make them
-            apart = _agree(cfg, world, self._place)
+            apart = agreement.agree(cfg, world, self._place, kind)
             local = cfg.experts_per_rank(world.size)
-            _engine_class(world).check_supported(cfg)
+            engine_class(world).check_supported(cfg)
             self.cfg = cfg
-            self._engine: Engine | None = None
-            with torch.device("meta") if _weights_are_meta() else _device_of(world):
+            self.experts = None
+            self._expected_of_router = call_checks.expected_router(cfg)
+            with torch.device("meta") if _weights_are_meta() else device_of(world):
                 self.gate = Gate(cfg)
                 self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
                 self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
                 self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
                 self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
-            self._expected = [
-                None if tensor is None else _Expected(name, tensor.shape, tensor.dtype)
-                for name, tensor in zip(_NAMES, self._tensors(), strict=True)
-            ]
-            drawn = 0
-            # Threads share a generator, from which rank 0 alone may draw if the seed is to be
-            # known. Processes have one each, and all draw, so that equal ones stay equal.
-            if world.rank == 0 or not world.control.shares_memory:
-                drawn = int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
-            seed = world.control.allgather(drawn, "the seed of the initial weights")[0]
-            if not self.w1.is_meta:
-                self._initialise(seed, world.rank)
+            if init:
+                self._initialise_alike(world)
             self._use(world, apart)
 
     @classmethod
@@ -141,7 +125,7 @@ class MoELayer(nn.Module):
         ("shared_experts.",) where shared experts are computed elsewhere. See
         `moeos.checkpoints.load_block`, which says what it understands and whose errors it raises.
         """
-        layer = cls(cfg, world)
+        layer = cls(cfg, world, init=False)
         block = checkpoints.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
         layer.load_state_dict(block)
         return layer
@@ -186,25 +170,30 @@ class MoELayer(nn.Module):
         ids of both widths and weights of 32 and 16 bits as they are; for other strides and float64
         PyTorch copies them first, with kernels of its own.
         """
-        if self._engine is None:
-            self._bound()
-        self._check_x(x)
+        experts = self.experts
+        if experts is None:
+            experts = self._bound()
         if topk_ids is None and self.cfg.routing != "layer":
             raise ValueError(
                 f"topk_ids is None, and routing is {self.cfg.routing!r}: the caller must pass "
                 "topk_ids and topk_weights, as the layer cannot choose as this model does"
             )
-        if topk_ids is not None or topk_weights is not None:
-            self._check_routing(x.shape[0], topk_ids, topk_weights)
-        if tokens is not None:
-            self._check_tokens(tokens)
-        parameters = self._tensors()
-        self._check_parameters(parameters)
-        if torch.is_grad_enabled():
-            _check_gradients(x, topk_weights, *parameters)
-        custom_op.refuse_forward_mode(x, topk_weights, *parameters)
+        experts.check_call(x, topk_ids, topk_weights, tokens, routes=True)
+        weights, router = self._weights(), self._router()
+        experts.check_weights(weights, _ABSENT)
+        for expected, tensor in zip(self._expected_of_router, router, strict=True):
+            if expected is not None:
+                call_checks.check_weight(experts.device, expected, tensor, _ABSENT)
+        call_checks.check_derivatives("MoELayer", x, topk_weights, *weights, *router)
         y: torch.Tensor = custom_op.forward(
-            self._buffers["_order"], self._key, x, topk_ids, topk_weights, tokens, *parameters
+            self._buffers["_order"],
+            experts.key,
+            x,
+            topk_ids,
+            topk_weights,
+            tokens,
+            *weights,
+            *router,
         )
         return y
 
@@ -221,32 +210,27 @@ class MoELayer(nn.Module):
             ValueError: the layer is another rank's, or that of a world of another size; the same
                 error on all ranks.
         """
-        if self._engine is not None:
+        if self.experts is not None:
             raise RuntimeError(
                 f"the layer has a world, {self.world}; only one from a pickle has none"
             )
-        _require_world(world)
+        agreement.require_world(world)
         with world.gate:
-            self._use(world, _agree(self.cfg, world, self._place))
+            self._use(world, agreement.agree(self.cfg, world, self._place, "MoELayer.bind"))
         return self
 
     def stats(self) -> dict[str, Any]:
         """What this rank did in its last call, and when: the fields of `moeos.counters.CallStats`,
         and its `bytes_to_peers` and `busy_share`. Waits for the calls so far.
         """
-        stats = self._settled().stats()
-        return {
-            **vars(stats),
-            "bytes_to_peers": stats.bytes_to_peers,
-            "busy_share": stats.busy_share,
-        }
+        return self._bound().stats()
 
     def trace(self) -> RankTrace:
         """What this rank's actors did in its last call, and when. Waits for it.
 
         Raises `RuntimeError` if the world was made without `trace_events`.
         """
-        return self._settled().trace()
+        return self._bound().trace()
 
     def check(self) -> None:
         """Raises what has gone wrong in the calls so far. Waits for them.
@@ -255,7 +239,7 @@ class MoELayer(nn.Module):
         is known when its kernel has ended, and raises here or in a later call. A selection bias
         that is not finite raises `ValueError` there only here; its expert is a last choice.
         """
-        self._settled().check()
+        self._bound().check()
         if self.gate.selection_bias is not None:
             values.check_selection_bias(self.gate.selection_bias)
 
@@ -263,12 +247,12 @@ class MoELayer(nn.Module):
         """Makes the layer usable again after a call that failed. Collective; no rank may be in a
         call.
         """
-        self._settled().reset()
+        self._bound().reset()
 
     def extra_repr(self) -> str:
         """What `print` shows of the layer."""
         rank, ranks = self._place
-        state = "" if self._engine is not None else ", without a world"
+        state = "" if self.experts is not None else ", without a world"
         return f"{self.cfg}, rank={rank}, world={ranks}{state}"
 
     def __copy__(self) -> MoELayer:
@@ -283,9 +267,10 @@ class MoELayer(nn.Module):
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        if self._engine is not None:
+        if self.experts is not None:
             with self.world.gate:
-                twin._use(self.world, _agree(self.cfg, self.world, self._place))
+                kind = "a copy of a MoELayer"
+                twin._use(self.world, agreement.agree(self.cfg, self.world, self._place, kind))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,44 +281,39 @@ class MoELayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._engine = None
+        self.experts = None
         wrappers.protect(self)
 
     def _use(self, world: World, apart: bool) -> None:
-        """Makes this layer one of `world`. Collective. `apart`: see `_agree`."""
+        """Makes this layer one of `world`. Collective. `apart`: see `agreement.agree`."""
         self.world = world
         self._apart = apart
-        with torch.device("cpu"):  # and not that of the caller, such as meta
-            self._device = torch.empty(0, device=_device_of(world)).device
-            self._engine = _engine_class(world)(self.cfg, world)
-            self._key = custom_op.register(self._engine, self._device)
+        self.experts = Experts.agreed(self.cfg, world)
+        self._device = self.experts.device
         # A buffer, since `torch.export` lets a graph write nothing else; but what is done to the
         # layer's buffers is not done to this one, which all layers share.
         self.register_buffer("_order", None, persistent=False)
         self._buffers["_order"] = custom_op.order_on(self._device)
         wrappers.protect(self)
 
-    def _bound(self) -> Engine:
-        if self._engine is None:
+    def _bound(self) -> Experts:
+        if self.experts is None:
             raise RuntimeError(
                 "this layer was read from a pickle and has no world: all ranks must call "
                 "layer.bind(world) first"
             )
-        return self._engine
+        return self.experts
 
-    def _settled(self) -> Engine:
-        """The engine, when the GPU has done what was launched.
-
-        The engine waits again where no other thread can launch. Here others may, and a signal's
-        handler is in no call.
-        """
-        engine = self._bound()
-        if self._device.type == "cuda":
-            from moeos.engines import cuda_wait  # needs packages that only a GPU's machine has
-
-            engine.require_open()
-            cuda_wait.synchronize(self._device)
-        return engine
+    def _initialise_alike(self, world: World) -> None:
+        """Collective: rank 0 draws the seed."""
+        drawn = 0
+        # Threads share a generator, from which rank 0 alone may draw if the seed is to be known.
+        # Processes have one each, and all draw, so that equal ones stay equal.
+        if world.rank == 0 or not world.control.shares_memory:
+            drawn = int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
+        seed = world.control.allgather(drawn, "the seed of the initial weights")[0]
+        if not self.w1.is_meta:
+            self._initialise(seed, world.rank)
 
     def _initialise(self, seed: int, rank: int) -> None:
         generator = torch.Generator(self.w1.device)  # drawn where they lie, gigabytes in no time
@@ -357,19 +337,17 @@ class MoELayer(nn.Module):
             self._buffers["_order"] = order
         return self
 
-    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Parameters and buffers in the order of `_NAMES`."""
+    def _weights(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of `call_checks.WEIGHTS`."""
         # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
-        gate, own = self._modules["gate"], self._parameters
+        own = self._parameters
+        return own.get("w1"), own.get("b1"), own.get("w2"), own.get("b2")
+
+    def _router(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of `call_checks.ROUTER`."""
+        gate = self._modules["gate"]
         assert gate is not None
-        return (
-            own.get("w1"),
-            own.get("b1"),
-            own.get("w2"),
-            own.get("b2"),
-            gate._parameters.get("weight"),
-            gate._buffers.get("selection_bias"),
-        )
+        return gate._parameters.get("weight"), gate._buffers.get("selection_bias")
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -417,127 +395,6 @@ class MoELayer(nn.Module):
             "several devices: start a process for each device, with torchrun or mpirun"
         )
 
-    def _check_x(self, x: torch.Tensor) -> None:
-        cfg = self.cfg
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
-        if x.dim() != 2 or x.shape[1] != cfg.hidden:
-            raise ValueError(f"x has shape {list(x.shape)}; it must be [S, {cfg.hidden}]")
-        if x.dtype != cfg.dtype:
-            raise TypeError(f"x has dtype {x.dtype}; it must be {cfg.dtype}, the layer's")
-        if x.device != self._device:
-            raise ValueError(
-                f"x is on {x.device}; it must be on {self._device}, the layer's device"
-            )
-        if not x.is_contiguous():
-            raise ValueError(
-                f"x has strides {x.stride()}; it must be contiguous: pass x.contiguous()"
-            )
-        if x.shape[0] > cfg.max_tokens:
-            raise ValueError(
-                f"x has {x.shape[0]} tokens; at most max_tokens, {cfg.max_tokens}, are allowed"
-            )
-
-    def _check_routing(self, rows: int, ids: object, weights: object) -> None:
-        if ids is None or weights is None:
-            missing = "topk_ids" if ids is None else "topk_weights"
-            raise ValueError(f"{missing} is None; topk_ids and topk_weights must be given together")
-        for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-            if tensor.shape != (rows, self.cfg.top_k):
-                shape = [rows, self.cfg.top_k]
-                raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}; it must be {shape}, [S, top_k]"
-                )
-            if tensor.device != self._device:
-                raise ValueError(f"{name} is on {tensor.device}; it must be on {self._device}")
-            if name == "topk_ids" and tensor.dtype not in (torch.int32, torch.int64):
-                raise TypeError(
-                    f"topk_ids has dtype {tensor.dtype}; it must be torch.int32 or torch.int64"
-                )
-            if name == "topk_weights" and not tensor.is_floating_point():
-                raise TypeError(
-                    f"topk_weights has dtype {tensor.dtype}; it must be a floating point type"
-                )
-
-    def _check_tokens(self, tokens: object) -> None:
-        if not isinstance(tokens, torch.Tensor):
-            raise TypeError(f"tokens is a {type(tokens).__name__}; it must be a torch.Tensor")
-        if tokens.dim() > 1 or tokens.numel() != 1:
-            raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [1] or []")
-        if tokens.dtype != torch.int32:
-            raise TypeError(f"tokens has dtype {tokens.dtype}; it must be torch.int32")
-        if tokens.device != self._device:
-            raise ValueError(f"tokens is on {tokens.device}; it must be on {self._device}")
-
-    def _check_parameters(self, parameters: tuple[torch.Tensor | None, ...]) -> None:
-        """Parameters may have been replaced or moved since the layer was made."""
-        device = self._device
-        for expected, tensor in zip(self._expected, parameters, strict=True):
-            if expected is None:
-                continue
-            name, shape, dtype = expected
-            if tensor is None:
-                raise ValueError(f"{name} is missing; the layer was made with one: {list(shape)}")
-            if tensor.shape != shape:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
-            if tensor.dtype != dtype:
-                raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
-            if tensor.device != device:
-                if tensor.is_meta:
-                    raise ValueError(
-                        f"{name} has no values, as it is on the meta device: call "
-                        f"layer.to_empty(device='{device.type}') and load_state_dict, or "
-                        "load_state_dict(..., assign=True)"
-                    )
-                raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
-
-
-def _check_gradients(*tensors: torch.Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            raise RuntimeError(
-                "MoELayer has no backward, and a tensor requires a gradient: call it under "
-                "torch.no_grad(), or detach x, topk_weights and the parameters"
-            )
-
-
-def _require_world(world: object) -> None:
-    if not isinstance(world, World):
-        raise TypeError(f"world is a {type(world).__name__}; it must be what moeos.init returned")
-    world.require_open()
-
-
-def _agree(cfg: MoEConfig, world: World, place: tuple[int, int]) -> bool:
-    """Checks that all ranks mean the same layer, and each its own part: `place` is the rank, and
-    the number of ranks, whose weights it holds. Collective; raises alike on all ranks.
-
-    Returns:
-        whether torch.distributed knows some rank by another number, so that a DTensor would mix
-        them up.
-    """
-    mine = (cfg.digest(), place, sharding.process_group_place())
-    told = world.control.allgather(mine, "the comparison of the ranks' configs")
-    _require_equal([digest for digest, _, _ in told])
-    places = [(rank, world.size) for rank in range(world.size)]
-    for right, (_, held, _) in zip(places, told, strict=True):
-        if held != right:
-            raise ValueError(
-                f"rank {right[0]} of {right[1]} has the layer that rank {held[0]} of {held[1]} "
-                "pickled; each rank must bind its own, in a world of the same size. Otherwise make "
-                "a layer with MoELayer(cfg, world) and load a state dict"
-            )
-    return any(
-        known not in (None, right) for right, (_, _, known) in zip(places, told, strict=True)
-    )
-
-
-def _device_of(world: World) -> torch.device:
-    return torch.device("cuda" if world.backend == "cuda" else "cpu")
-
 
 def _weights_are_meta() -> bool:
     """Whether parameters that are made now get no values: under `torch.device("meta")`, or where
@@ -548,14 +405,6 @@ def _weights_are_meta() -> bool:
     return probe.get_parameter("tensor").is_meta
 
 
-def _engine_class(world: World) -> type[Engine]:
-    if world.backend == "twin":
-        return TwinEngine
-    from moeos.engines.cuda import CudaEngine  # needs packages that only a GPU's machine has
-
-    return CudaEngine
-
-
 def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
@@ -564,16 +413,3 @@ def _fill_uniform(weight: torch.Tensor, generator: torch.Generator) -> None:
     bound = weight.shape[-1] ** -0.5
     drawn = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
-
-
-def _require_equal(digests: list[str]) -> None:
-    """Raises `ConfigMismatch`, with the same sentence on every rank, unless all digests are
-    equal.
-    """
-    for rank, digest in enumerate(digests):
-        listed = "; ".join(
-            f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"
-            for name, (first, other) in digest_differences(digests[0], digest).items()
-        )
-        if listed:
-            raise ConfigMismatch(f"all ranks must make the layer with the same config: {listed}")

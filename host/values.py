@@ -30,6 +30,11 @@ def check_ids(ids: Tensor, experts: int) -> None:
         )
 
 
+def without_others(ids: Tensor, experts: int) -> Tensor:
+    """The ids with -1 for each that is no expert."""
+    return ids.masked_fill((ids < 0) | (ids >= experts), -1)
+
+
 def check_selection_bias(bias: Tensor) -> None:
     """Raises `ValueError` unless all of bias [E] is finite."""
     if not bias.isfinite().all():

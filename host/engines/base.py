@@ -19,15 +19,17 @@ class CallTensors(NamedTuple):
     unless said.
 
     x [rows, H] and out [rows, H], which share no memory: a call may keep sums in out while it
-    reads x; gate [E, H] of cfg.gate_dtype; selection_bias fp32 [E] or None; topk_ids int32 or
-    int64 [rows, k] and topk_weights of any floating point type [rows, k], of any strides, both or
-    neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; tokens int32 [1] or [], S, or
-    None: S is the number of rows. Values are not checked: the machine that can look at them does.
+    reads x; gate [E, H] of cfg.gate_dtype, or None if routing is given; selection_bias fp32 [E] or
+    None; topk_ids int32 or int64 [rows, k] and topk_weights of any floating point type [rows, k],
+    of any strides, both or neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; tokens
+    int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that is no expert is an
+    unused slot, else -1 alone is one and others end the call. Values are not checked: the machine
+    that can look at them does.
     """
 
     x: torch.Tensor
     out: torch.Tensor
-    gate: torch.Tensor
+    gate: torch.Tensor | None
     selection_bias: torch.Tensor | None
     topk_ids: torch.Tensor | None
     topk_weights: torch.Tensor | None
@@ -36,6 +38,7 @@ class CallTensors(NamedTuple):
     w2: torch.Tensor
     b2: torch.Tensor | None
     tokens: torch.Tensor | None = None
+    any_ids: bool = False
 
 
 class Engine(Protocol):

@@ -38,8 +38,8 @@ _MAPS = (
 _LAYER = struct.Struct("<6Q")  # heap, memory, peers, intermediate_rows, host_failure, deadline_ns
 _CODE = struct.Struct("<2Q")  # code, code_bytes
 _PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
-# x_rows, out, topk_ids, topk_weights, token_count; rank, rows, ids_wide, weight_type
-_CALL = struct.Struct("<5Q4I")
+# x_rows, out, topk_ids, topk_weights, token_count; rank, rows, ids_wide, weight_type, any_ids
+_CALL = struct.Struct("<5Q5I")
 
 _LAYER_AT = len(_MAPS) * _MAP_BYTES
 _CODE_AT = _LAYER_AT + _LAYER.size
@@ -162,11 +162,12 @@ class ArgumentPacker:
             rows,
             0 if ids is None else ids.dtype == torch.int64,
             0 if weights is None else WEIGHT_TYPES[weights.dtype],
+            t.any_ids,
         )
 
     def _pack_parameters(self, t: CallTensors) -> None:
         addresses = (
-            t.gate.data_ptr(),
+            _address(t.gate),
             t.w1.data_ptr(),
             t.w2.data_ptr(),
             _address(t.selection_bias),
@@ -179,7 +180,9 @@ class ArgumentPacker:
         box = _WEIGHT_BOX_ROWS if kernel_shape.has_whole_parts(self._cfg) else _ORDERED_ROWS
         narrow_box = min(box, kernel_shape.narrow_gemm0_columns(self._cfg))
         for name, matrix, columns, box_rows, ordered in (
-            ("gate", t.gate, hidden, self._gate_box_rows, False),
+            # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks
+            # for the map itself, which must be one: that of w1 will do.
+            ("gate", t.w1 if t.gate is None else t.gate, hidden, self._gate_box_rows, False),
             ("w1", t.w1, hidden, box, True),
             ("w1_narrow", t.w1, hidden, narrow_box, True),
             ("w2", t.w2, intermediate, box, True),

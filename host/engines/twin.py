@@ -168,6 +168,8 @@ class TwinEngine:
         tokens = values.count_tokens(tensors.tokens, len(tensors.x))
         ids, weights = tensors.topk_ids, tensors.topk_weights
         if ids is not None and weights is not None:
+            if tensors.any_ids:
+                ids = values.without_others(ids, cfg.experts)
             values.check_ids(ids[:tokens], cfg.experts)
             ids, weights = ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
         if tensors.selection_bias is not None:
@@ -179,7 +181,7 @@ class TwinEngine:
             tokens=tokens,
             pair_limit=cfg.max_tokens if capacity is None else capacity,
             x=tensors.x.data_ptr(),
-            gate=tensors.gate.data_ptr(),
+            gate=_address(tensors.gate),
             selection_bias=_address(tensors.selection_bias),
             topk_ids=_given(ids),
             topk_weights=_given(weights),

@@ -67,6 +67,7 @@ struct RankArguments : TensorMaps {
   u32 rows;      // of x and out
   u32 ids_wide;  // 1: topk_ids are 64 bits wide, 0: 32
   WeightType weight_type;
+  u32 any_ids;  // 1: an id that is no expert is an unused slot, 0: only -1 is
 };
 
 /// The rank that a block works for. Each thread has its own, and each role: so every address in it

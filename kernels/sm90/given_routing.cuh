@@ -12,10 +12,13 @@
 
 namespace moeos::sm90 {
 
-/// The id that the caller gave a pair; -1 means an unused slot.
+/// The id that the caller gave a pair; -1 means an unused slot, as do others that are no expert if
+/// the call says so.
 inline i64 given_id(const RankArguments& arguments, u32 pair) {
-  return arguments.ids_wide != 0 ? static_cast<const i64*>(arguments.topk_ids)[pair]
-                                 : static_cast<const i32*>(arguments.topk_ids)[pair];
+  const i64 id = arguments.ids_wide != 0 ? static_cast<const i64*>(arguments.topk_ids)[pair]
+                                         : static_cast<const i32*>(arguments.topk_ids)[pair];
+  const bool expert = id >= 0 && id < i64{kGeometry.experts};
+  return arguments.any_ids != 0 && !expert ? -1 : id;
 }
 
 inline float given_weight(const RankArguments& arguments, u32 pair) {

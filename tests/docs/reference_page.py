@@ -35,6 +35,9 @@ HEAD = (
 """The paragraphs that begin the page."""
 
 NOT_FOR_CALLERS = {
+    "moeos.experts.Experts.agreed": "a MoELayer makes its own",
+    "moeos.experts.Experts.check_call": "a MoELayer checks its arguments",
+    "moeos.experts.Experts.check_weights": "a MoELayer checks its parameters",
     "moeos.faults.LayerFaults": "what an engine makes of a plan",
     "moeos.faults.plan_of": "how init and virtual.run find a world's plan",
     "moeos.faults.FaultPlan.check_ranks": "init and virtual.run check the plan that they are given",
@@ -91,8 +94,10 @@ def subjects() -> list[Subject]:
         ),
         Subject(
             "The layer",
-            "A `torch.nn.Module`: call it as `layer(x, ...)`, with the arguments of `forward`.",
-            [*_exported("MoELayer"), Entry("CallStats", CallStats)],
+            "`MoELayer` is a `torch.nn.Module`: call it as `layer(x, ...)`, with the arguments of "
+            "`forward`. `Experts` are what it computes with, for a model that has weights and a "
+            "router of its own.",
+            [*_exported("MoELayer", "Experts"), Entry("CallStats", CallStats)],
         ),
         Subject(
             "Its config",
@@ -166,7 +171,9 @@ def members(kind: type) -> list[tuple[str, Any]]:
 
 
 def _for_callers(value: Any, name: str) -> bool:
-    return not name.startswith("_") and full_name(value) not in NOT_FOR_CALLERS
+    return (name == "__call__" or not name.startswith("_")) and full_name(
+        value
+    ) not in NOT_FOR_CALLERS
 
 
 def full_name(value: Any) -> str:

@@ -8,13 +8,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from moeos import MoEConfig, MoELayer, TwinOptions, World, virtual
+from moeos import ConfigMismatch, MoEConfig, MoELayer, TwinOptions, World, virtual
 from moeos.config import Activation, GroupScore
 from tests.layers import (
     PREFERENCES,
     Call,
     Weights,
     assert_all_match,
+    assert_matches,
     config,
     draw_call,
     draw_given_call,
@@ -345,3 +346,25 @@ def test_an_expert_starts_the_same_on_whichever_rank_it_lies(
     assert torch.equal(torch.cat([part.w1 for part in parts]), alone.w1)
     assert torch.equal(torch.cat([part.w2 for part in parts]), alone.w2)
     assert len(set(alone.w1.flatten().tolist())) > alone.w1.numel() // 2  # not one value repeated
+
+
+def test_a_layer_without_initial_weights_draws_nothing_and_takes_those_it_loads() -> None:
+    weights = draw_weights(config())
+
+    def rank_main(world: World) -> None:
+        before = torch.get_rng_state()
+        layer = MoELayer(weights.cfg, world, init=False)
+        assert torch.equal(torch.get_rng_state(), before)
+        layer.load_state_dict(weights.layer(world).state_dict())
+        call = draw_call(weights.cfg, 20, world.rank)
+        assert_matches(weights, call, layer(call.x))
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_ranks_of_which_one_draws_no_initial_weights_raise_alike() -> None:
+    def rank_main(world: World) -> None:
+        with pytest.raises(ConfigMismatch, match=r"0 makes MoELayer\(init=False\) and rank 1 mak"):
+            MoELayer(config(), world, init=world.rank == 1)
+
+    virtual.run(rank_main, ranks=2)

@@ -1,0 +1,73 @@
+"""What all ranks must mean alike before they make a layer together. Collective.
+
+It knows configs and the control plane, and nothing of weights or engines.
+"""
+
+from __future__ import annotations
+
+from moeos import sharding
+from moeos.config import MoEConfig, digest_differences
+from moeos.errors import ConfigMismatch
+from moeos.world import World
+
+
+def require_world(world: object) -> None:
+    """Raises unless it is a world, and open."""
+    if not isinstance(world, World):
+        raise TypeError(f"world is a {type(world).__name__}; it must be what moeos.init returned")
+    world.require_open()
+
+
+def require_config(cfg: object) -> None:
+    """Raises `TypeError` unless it is a config."""
+    if not isinstance(cfg, MoEConfig):
+        raise TypeError(f"cfg is a {type(cfg).__name__}; it must be a MoEConfig")
+
+
+def agree(cfg: MoEConfig, world: World, place: tuple[int, int], what: str) -> bool:
+    """Checks that all ranks make the same: `what`, such as "Experts", of the same config.
+
+    `place`: the rank, and the number of ranks, whose weights this rank holds. Raises alike on all
+    ranks: `ConfigMismatch`, or `ValueError` where a rank holds another's weights.
+
+    Returns:
+        whether torch.distributed knows some rank by another number, so that a DTensor would mix
+        them up.
+    """
+    mine = (cfg.digest(), place, sharding.process_group_place(), what)
+    told = world.control.allgather(mine, "the comparison of the ranks' configs")
+    _require_one_kind([kind for _, _, _, kind in told])
+    _require_equal([digest for digest, _, _, _ in told])
+    places = [(rank, world.size) for rank in range(world.size)]
+    for right, (_, held, _, _) in zip(places, told, strict=True):
+        if held != right:
+            raise ValueError(
+                f"rank {right[0]} of {right[1]} has the layer that rank {held[0]} of {held[1]} "
+                "pickled; each rank must bind its own, in a world of the same size. Otherwise make "
+                "a layer with MoELayer(cfg, world) and load a state dict"
+            )
+    return any(
+        known not in (None, right) for right, (_, _, known, _) in zip(places, told, strict=True)
+    )
+
+
+def _require_one_kind(kinds: list[str]) -> None:
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ConfigMismatch(
+                f"all ranks must make the same at the same time: rank 0 makes {kinds[0]} and rank "
+                f"{rank} makes {kind}"
+            )
+
+
+def _require_equal(digests: list[str]) -> None:
+    """Raises `ConfigMismatch`, with the same sentence on every rank, unless all digests are
+    equal.
+    """
+    for rank, digest in enumerate(digests):
+        listed = "; ".join(
+            f"{name} is {first!r} on rank 0 and {other!r} on rank {rank}"
+            for name, (first, other) in digest_differences(digests[0], digest).items()
+        )
+        if listed:
+            raise ConfigMismatch(f"all ranks must make the layer with the same config: {listed}")
