@@ -3,7 +3,7 @@
 from importlib.metadata import version
 
 import moeos.interpreter  # noqa: F401 - refuses some before PyTorch crashes in them
-from moeos import faults, reference, virtual
+from moeos import checkpoints, faults, reference, virtual
 from moeos.bootstrap import init
 from moeos.config import MoEConfig
 from moeos.errors import ConfigMismatch, NumericalError, PeerTimeout
@@ -23,6 +23,7 @@ __all__ = [
     "TwinOptions",
     "World",
     "__version__",
+    "checkpoints",
     "faults",
     "init",
     "reference",

@@ -7,6 +7,7 @@ experts in each call. It knows nothing of engines, heaps, tasks or how ranks tal
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,14 +114,15 @@ class MoELayer(nn.Module):
         cls,
         cfg: MoEConfig,
         world: World,
-        state_dict: Mapping[str, torch.Tensor],
+        state_dict: Mapping[str, torch.Tensor] | str | os.PathLike[str],
         prefix: str,
         ignore: Sequence[str] = (),
     ) -> MoELayer:
         """A layer with the weights of a block of a Hugging Face model, such as Mixtral's.
 
         `state_dict` holds the block's tensors under their Hugging Face names below `prefix`, such
-        as "model.layers.0.mlp."; this rank's experts are kept. A tensor there that is not used
+        as "model.layers.0.mlp."; or it is the path of a folder, an index or a file with them. This
+        rank's experts are kept, and of files no others are read. A tensor there that is not used
         raises, unless its name below `prefix` begins with one of `ignore`: pass
         ("shared_experts.",) where shared experts are computed elsewhere. See
         `moeos.checkpoints.load_block`, which says what it understands and whose errors it raises.

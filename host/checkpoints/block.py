@@ -6,8 +6,10 @@ that will hold the weights: it returns plain tensors.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ _GIB = 2**30
 
 def load_block(
     cfg: MoEConfig,
-    state_dict: Mapping[str, Tensor],
+    state_dict: Mapping[str, Tensor] | str | os.PathLike[str],
     prefix: str,
     rank: int,
     world_size: int,
@@ -48,7 +50,8 @@ def load_block(
 
     Args:
         cfg: the layer.
-        state_dict: tensors by name, of the whole model or of any part that holds the block.
+        state_dict: tensors by name, of the whole model or of any part that holds the block; or the
+            path of what holds them, as `open_tensors` takes it.
         prefix: what stands before the router's and the experts' names, for example
             "model.layers.0.mlp." or "model.layers.0.block_sparse_moe" (the last dot may be left
             out), or "".
@@ -64,6 +67,7 @@ def load_block(
         "gate.selection_bias" and "gate.expert_scale" [E].
 
     Raises:
+        OSError: there is no such file or folder.
         TypeError: `ignore` is a single string.
         ValueError: a tensor is missing, of another shape or format, or under the prefix and
             neither used nor ignored; or `cfg`, `rank` and `world_size` do not fit.
@@ -73,6 +77,8 @@ def load_block(
         raise ValueError(f"rank is {rank}; it must be at least 0 and below {world_size}")
     if prefix and not prefix.endswith("."):
         prefix += "."
+    if isinstance(state_dict, (str, os.PathLike)):
+        state_dict = files.open_tensors(Path(state_dict))
     found = names.look_through(cfg, state_dict, prefix, ignore)
     router = _router(cfg, state_dict, prefix, found)
     device = router["gate.weight"].device

@@ -105,6 +105,12 @@ def subjects() -> list[Subject]:
             _exported("MoEConfig"),
         ),
         Subject(
+            "Checkpoints",
+            "What `MoELayer.from_hf` reads with. [checkpoints.md](checkpoints.md) lists what it "
+            "understands.",
+            public_of(moeos.checkpoints),
+        ),
+        Subject(
             "Errors",
             "Every other bad argument raises `ValueError` or `TypeError`.",
             _exported("ConfigMismatch", "NumericalError", "PeerTimeout"),
@@ -150,12 +156,12 @@ def page() -> str:
 
 
 def public_of(module: ModuleType) -> list[Entry]:
-    """The classes and functions that a module defines for callers, in its order."""
+    """The classes and functions that a module defines for callers, or lists, in its order."""
     return [
         Entry(f"{module.__name__.removeprefix('moeos.')}.{name}", value)
         for name, value in vars(module).items()
         if (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
+        and (value.__module__ == module.__name__ or name in getattr(module, "__all__", ()))
         and _for_callers(value, name)
     ]
 

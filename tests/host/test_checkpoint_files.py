@@ -127,8 +127,7 @@ def test_a_layer_is_made_of_a_folder_that_transformers_wrote_in_shards(tmp_path:
     x = torch.randn(37, block.config.hidden, generator=torch.Generator().manual_seed(0))
 
     def rank_main(world: World) -> Tensor:
-        tensors = open_tensors(tmp_path)
-        layer = MoELayer.from_hf(block.config, world, tensors, "model.layers.0.mlp", block.ignore)
+        layer = MoELayer.from_hf(block.config, world, tmp_path, "model.layers.0.mlp", block.ignore)
         y: Tensor = layer(x)
         return y
 
