@@ -8,6 +8,7 @@ tensors. Weights are rounded to the layer's dtype and kept in float64, as in `te
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ class Tiny:
         layer: which of its layers has experts.
         block: of a layer's modules; "" is the layer itself.
         file_prefix: of the block in files, where it differs from that of modules.
+        config: the config's class, where it is called otherwise.
         cls: the model's class, where it is called otherwise.
+        vision: the config of the part that sees, in a model that has one beside the text model.
     """
 
     family: str
@@ -49,6 +52,7 @@ class Tiny:
     file_prefix: str | None = None
     config: str | None = None
     cls: str | None = None
+    vision: dict[str, Any] | None = None
 
 
 def _named(intermediate: str, experts: str, top_k: str = "num_experts_per_tok") -> dict[str, Any]:
@@ -164,6 +168,7 @@ TINY: dict[str, Tiny] = {
             "index_head_dim": 16,
             "index_topk": 4,
         },
+        file_prefix="ffn",
     ),
     "gpt_oss": Tiny(
         "gpt_oss", "GptOss", _MIXTRAL | {"intermediate_size": HIDDEN}, {"head_dim": 16}
@@ -178,10 +183,18 @@ TINY: dict[str, Tiny] = {
     ),
     "minimax_m3": Tiny(
         "minimax_m3",
-        "MiniMaxM3VLText",
+        "MiniMaxM3VL",
         _MIXTRAL,
-        {"shared_intermediate_size": 32, "dense_intermediate_size": 32, "head_dim": 16},
-        cls="MiniMaxM3VLTextModel",
+        {"shared_intermediate_size": 32, "dense_intermediate_size": 32, "head_dim": 8},
+        cls="MiniMaxM3SparseForConditionalGeneration",
+        vision={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "patch_size": 2,
+            "image_size": 4,
+        },
         file_prefix="block_sparse_moe",
     ),
     "longcat_flash": Tiny(
@@ -253,7 +266,7 @@ class TinyBlock:
         tensors = load_file(folder / "model.safetensors")
         end = self.row.block if self.row.file_prefix is None else self.row.file_prefix
         layer = f"layers.{self.row.layer}."
-        begin = next(name for name in tensors if layer in name).split(layer)[0]
+        begin = next(name for name in tensors if _is_text(name) and layer in name).split(layer)[0]
         return tensors, f"{begin}{layer}{end}".rstrip(".") + "."
 
     def layer_input(self, x: Tensor) -> Tensor:
@@ -290,13 +303,22 @@ class TinyBlock:
         return torch.zeros_like(x)
 
 
+def _is_text(name: str) -> bool:
+    return "vision" not in name
+
+
 def make(name: str, **changes: Any) -> tuple[Any, PreTrainedModel]:
     """The config and the model of a row of `TINY`; `changes` are fields of the config."""
     row = TINY[name]
     options = {"hidden_size": HIDDEN, **_SMALL_MODEL, **row.sizes, **row.others, **changes}
+    if row.vision is not None:
+        options = {"text_config": options, "vision_config": row.vision}
     config = getattr(transformers, row.config or f"{row.model}Config")(**options)
-    cls = getattr(transformers, row.cls or f"{row.model}ForCausalLM")
-    return config, cls(config).train(False).requires_grad_(False)
+    path = type(config).__module__.replace(".configuration_", ".modeling_")
+    cls = getattr(importlib.import_module(path), row.cls or f"{row.model}ForCausalLM")
+    model = cls(config).train(False).requires_grad_(False)
+    model.set_experts_implementation("eager")  # others take no float64
+    return config, model
 
 
 def tiny(
@@ -306,7 +328,7 @@ def tiny(
     row = TINY[name]
     config, model = make(name, **changes)
     end = f"layers.{row.layer}" + (f".{row.block}" if row.block else "")
-    path = next(name for name, _ in model.named_modules() if name.endswith(end))
+    path = next(name for name, _ in model.named_modules() if _is_text(name) and name.endswith(end))
     module = model.get_submodule(path)
     _draw_weights(module, dtype, seed)
     model.double()

@@ -136,6 +136,24 @@ def _local(hidden: int, intermediate: int, experts: int, top_k: int) -> dict[str
     )
 
 
+_OAI = {
+    "swiglu_alpha": Read(("swiglu_alpha",), 1.702),
+    "swiglu_limit": Read(("swiglu_limit",), 7.0),
+}
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "swiglu_limit": (),
+    "swiglu_limits": (),
+    "swiglu_alpha": (),
+    "moe_latent_size": (),
+    "zero_expert_num": (0,),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "routed_scaling_factor": (1.0,),
+}
+"""Fields that change what a block computes, and the values with which they do not: in a family that
+neither reads nor knows them, they may have no others."""
+
 FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         said="Mixtral",
@@ -280,9 +298,8 @@ FAMILIES: dict[str, Family] = {
         said="gpt-oss",
         model_types=("gpt_oss",),
         layouts=(layouts.GPT_OSS_MXFP4, layouts.GPT_OSS),
-        reads=_local(2880, 2880, 128, 4),
+        reads={**_local(2880, 2880, 128, 4), **_OAI},
         rules={"activation": "swigluoai", "bias": True, "router_bias": True},
-        works={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     ),
     "llama4": Family(
         said="Llama-4",
@@ -310,15 +327,11 @@ FAMILIES: dict[str, Family] = {
         layouts=(layouts.NUMBERED, layouts.STACKED),
         reads={
             **_local(6144, 3072, 128, 4),
+            **_OAI,
             "routed_scaling": Read(("routed_scaling_factor",), 2.0),
         },
         rules={"activation": "swigluoai", "scoring": "sigmoid", "selection_bias": True},
-        works={
-            "swiglu_alpha": (1.702,),
-            "swiglu_limit": (7.0,),
-            "scoring_func": ("sigmoid",),
-            "use_routing_bias": (True,),
-        },
+        works={"scoring_func": ("sigmoid",), "use_routing_bias": (True,)},
         experts_in="by_type",
         shared=_SHARED,
         prefix="model.language_model.layers.{}.mlp.",

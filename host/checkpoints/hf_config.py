@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moeos.checkpoints.families import BY_MODEL_TYPE, FAMILIES, Family, Read
+from moeos.checkpoints.families import BY_MODEL_TYPE, FAMILIES, NEUTRAL, Family, Read
 from moeos.config import DTYPES, MoEConfig
 
 Values = Mapping[str, Any]
@@ -45,8 +45,10 @@ def config_from_hf(config: object, layer: int | None, changes: Values) -> MoECon
         _require_experts(values, family, layer)
         if family.hashed_in is not None and _type_of(values, layer) == family.hashed_in:
             fields["routing"] = "ids"
-    for field, working in family.works.items():
-        _require_works(values, field, working)
+    known = {name for read in family.reads.values() for name in read.names}
+    for field, working in {**NEUTRAL, **family.works}.items():
+        if field not in known:
+            _require_works(values, field, working)
     _require_quantisation(values.get("quantization_config"))
     for field, read in family.reads.items():
         fields[field] = _look_up(values, read, layer)

@@ -102,7 +102,7 @@ def test_a_layer_of_each_family_computes_what_transformers_module_computes(
 @models
 def test_a_config_is_read_from_an_object_and_from_its_json_alike(name: str) -> None:
     block = tiny(name)
-    written = json.loads(block.hf_config.to_json_string(use_diff=True))
+    written = json.loads(block.hf_config.to_json_string())
     assert MoEConfig.from_hf(written, block.row.layer, dtype=torch.float32) == block.config
 
 
@@ -206,6 +206,7 @@ def changed(**fields: Any) -> dict[str, Any]:
             r"layer is 2, which has no routed experts, as first_k_dense_replace is 3; those with "
             r"experts are \[3, 4, 5, 6, 7, 8, 9, 10, \.\.\.\]",
         ),
+        (changed(swiglu_limit=7.0), 3, "swiglu_limit is 7.0; what works here is null"),
         (changed(), 61, "layer is 61; it must be at least 0 and below 61"),
         (
             {"model_type": "nemotron_h", "moe_latent_size": 1024},
@@ -258,10 +259,10 @@ def test_the_layers_with_experts_are_those_of_transformers_model(name: str) -> N
     rule = FAMILIES[TINY[name].family].experts_in
     layers: dict[str, Any] = {} if TINY[name].family == "deepseek_v4" else SOME_DENSE[rule]
     config, model = make(name, **({"num_hidden_layers": 4, **layers} if layers else {}))
-    paths = [path for path, _ in model.named_modules() if path.endswith("experts")]
+    paths = [path for path, _ in model.named_modules() if path.endswith(".experts")]
     numbers = {int(path.split("layers.")[1].split(".")[0]) for path in paths}
     assert numbers
-    for layer in range(config.num_hidden_layers):
+    for layer in range(config.get_text_config().num_hidden_layers):
         if layer in numbers:
             MoEConfig.from_hf(config, layer)
         else:
