@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from moeos.files import read_toml
+from moeos.files import read_json, read_toml
 
 Activation = Literal["swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity"]
 Scoring = Literal["softmax", "sigmoid"]
@@ -38,6 +38,7 @@ _MAX_INTEGER = 2**31 - 1  # the runtime counts in 32 bits
 _MIN_NUMBER, _MAX_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _MINIMUM_CAPACITY_FACTOR = 1e-6
 _CAPACITY_DENOMINATOR = 10**6
+_OF_HF = ("hf_config", "hf_layer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,7 +250,9 @@ class MoEConfig:
     def from_toml(cls, path: str | Path) -> MoEConfig:
         """Read a config from the top-level keys of a TOML file, named like the fields.
 
-        dtype and router_dtype are written as names (`dtype = "bfloat16"`). One table, `[run]`, is
+        dtype and router_dtype are written as names (`dtype = "bfloat16"`). With `hf_config`, the
+        path of a Hugging Face config.json from the file's folder, and `hf_layer`, the number of one
+        of its layers, these say what no other key does: see `from_hf`. One table, `[run]`, is
         allowed and ignored: it is for the command line.
 
         Raises:
@@ -261,8 +264,15 @@ class MoEConfig:
         run = values.pop("run", {})
         if not isinstance(run, dict):
             raise TypeError(f"{path}: run is {run!r}; it must be a table, [run]")
+        of_hf = {key: values.pop(key) for key in _OF_HF if key in values}
         try:
-            return cls.from_table(values, others=["run"])
+            if not of_hf:
+                return cls.from_table(values, others=["run", *_OF_HF])
+            if not isinstance(of_hf.get("hf_config"), str):
+                raise TypeError(_must_be("hf_config", of_hf.get("hf_config"), "a path"))
+            config = read_json(Path(path).parent / of_hf["hf_config"])
+            changes = cls._fields_of(values, ["run", *_OF_HF])
+            return cls.from_hf(config, of_hf.get("hf_layer"), **changes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}: {error}") from None
 
@@ -272,22 +282,28 @@ class MoEConfig:
 
         Raises `ValueError` and `TypeError` as `from_toml` does, without a file's name.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
+        given = cls._fields_of(values, others)
+        missing = [
+            field.name
+            for field in dataclasses.fields(cls)
+            if field.default is dataclasses.MISSING and field.name not in values
+        ]
+        if missing:
+            raise ValueError(f"missing key {', '.join(missing)}")
+        return cls(**given)
+
+    @classmethod
+    def _fields_of(cls, values: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
+        """The values of a TOML table as those of fields."""
+        fields = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in fields:
                 raise ValueError(
                     f"unknown key {key!r}; the nearest valid one is "
                     f"{_nearest(key, [*fields, *others])!r}"
                 )
-        missing = [
-            name
-            for name, field in fields.items()
-            if field.default is dataclasses.MISSING and name not in values
-        ]
-        if missing:
-            raise ValueError(f"missing key {', '.join(missing)}")
         names = [name for name in ("dtype", "router_dtype") if name in values]
-        return cls(**{**values, **{name: _dtype_of(name, values[name]) for name in names}})
+        return {**values, **{name: _dtype_of(name, values[name]) for name in names}}
 
     def _check_type(self, name: str, kind: type) -> None:
         value = getattr(self, name)

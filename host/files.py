@@ -5,6 +5,7 @@ It knows how a file is opened and how TOML is read, and nothing of what a file m
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
@@ -18,6 +19,8 @@ else:
 
 MAX_TOML_BYTES = 1 << 18
 """The largest TOML file that is read."""
+MAX_JSON_BYTES = 1 << 22
+"""The largest file of JSON that is read; configs of models are some kilobytes."""
 MAX_LINE_DOTS = 64
 """The most dots of one of its lines: what a dotted key costs the parser grows with their square."""
 
@@ -80,3 +83,23 @@ def _fits(value: object) -> bool:
         elif isinstance(found, int) and found not in _INTEGERS:
             return False
     return True
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object that a file of JSON holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else, or is larger than any that is meant.
+    """
+    with open_regular(path) as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"{path}: larger than {MAX_JSON_BYTES} bytes, the most of a JSON file")
+    try:
+        values: object = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: holds a {type(values).__name__}; it must hold an object")
+    return values

@@ -286,3 +286,26 @@ def test_a_layer_that_cannot_route_as_its_model_does_says_so_before_it_computes(
         reference.moe(
             draw(block, 3), weights["gate.weight"], weights["w1"], weights["w2"], block.config
         )
+
+
+def test_a_toml_file_may_name_the_config_of_a_model_and_say_what_is_otherwise(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["deepseek-v3"]))
+    toml = tmp_path / "layer.toml"
+    toml.write_text('hf_config = "config.json"\nhf_layer = 3\nmax_tokens = 64\n[run]\ntokens = 8\n')
+    expected = MoEConfig.from_hf(PUBLISHED["deepseek-v3"], 3, max_tokens=64)
+    assert MoEConfig.from_toml(toml) == expected
+    toml.write_text('hf_config = "config.json"\nhf_layer = 2\n')
+    with pytest.raises(ValueError, match=r"layer\.toml: layer is 2, which has no routed experts"):
+        MoEConfig.from_toml(toml)
+    toml.write_text('hf_config = "config.json"\nmax_token = 2\n')
+    with pytest.raises(ValueError, match=r"unknown key 'max_token'; the nearest .* 'max_tokens'"):
+        MoEConfig.from_toml(toml)
+    toml.write_text("hf_layer = 2\n")
+    with pytest.raises(TypeError, match=r"hf_config is None; it must be a path"):
+        MoEConfig.from_toml(toml)
+    (tmp_path / "config.json").write_text("[]")
+    toml.write_text('hf_config = "config.json"\n')
+    with pytest.raises(ValueError, match=r"config\.json: holds a list; it must hold an object"):
+        MoEConfig.from_toml(toml)
