@@ -1,4 +1,4 @@
-"""`moeos run` reads the config and the weights of a layer of a Hugging Face model as it was saved."""
+"""`moeos run` reads config and weights of a layer of a Hugging Face model as they were saved."""
 
 from __future__ import annotations
 
