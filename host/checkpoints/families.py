@@ -50,7 +50,6 @@ class Family:
         hashed_in: what a layer's type is whose experts a table chooses, by tokens' numbers; these
             have routing "ids" and no selection bias.
         groups_if: a field, and what it says where experts are chosen by groups; None: they are.
-        prefix: of a block in transformers' modules, with `{}` for the layer.
     """
 
     said: str
@@ -66,7 +65,6 @@ class Family:
     routing: str = "layer"
     hashed_in: str | None = None
     groups_if: tuple[str, str] | None = None
-    prefix: str = "model.layers.{}.mlp."
 
 
 _SWIGLU = {"silu": "swiglu", "swish": "swiglu"}
@@ -310,7 +308,6 @@ FAMILIES: dict[str, Family] = {
         activations=_SWIGLU,
         experts_in="listed",
         shared=("shared_expert.",),
-        prefix="model.layers.{}.feed_forward.",
     ),
     "minimax_m2": Family(
         said="MiniMax-M2",
@@ -334,7 +331,6 @@ FAMILIES: dict[str, Family] = {
         works={"scoring_func": ("sigmoid",), "use_routing_bias": (True,)},
         experts_in="by_type",
         shared=_SHARED,
-        prefix="model.language_model.layers.{}.mlp.",
     ),
     "ernie4_5_moe": Family(
         said="ERNIE-4.5",
@@ -364,7 +360,11 @@ FAMILIES: dict[str, Family] = {
         ),
         rules=_FP32,
         activations=_SWIGLU,
-        works={"norm_topk_prob": (True,), "moe_drop_tokens": (False,)},
+        works={
+            "norm_topk_prob": (True,),
+            "moe_drop_tokens": (False,),
+            "moe_layer_num_skipped": (0,),
+        },
         shared=("shared_mlp.",),
     ),
     "granitemoe": Family(
@@ -373,7 +373,6 @@ FAMILIES: dict[str, Family] = {
         layouts=(layouts.GRANITE_FILES, layouts.STACKED_WITH_ROUTER),
         reads=_local(4096, 11008, 8, 2),
         activations=_SWIGLU,
-        prefix="model.layers.{}.block_sparse_moe.",
     ),
     "jamba": Family(
         said="Jamba",
@@ -383,7 +382,6 @@ FAMILIES: dict[str, Family] = {
         rules={"renormalize": False},
         activations=_SWIGLU,
         experts_in="periodic",
-        prefix="model.layers.{}.feed_forward.",
     ),
     "phimoe": Family(
         said="Phi-3.5-MoE",
@@ -424,7 +422,6 @@ FAMILIES: dict[str, Family] = {
         works={"moe_latent_size": (), "mlp_bias": (False,)},
         experts_in="by_pattern",
         shared=_SHARED,
-        prefix="model.layers.{}.mixer.",
     ),
     "gemma4": Family(
         said="Gemma-4",
@@ -440,7 +437,6 @@ FAMILIES: dict[str, Family] = {
         activations={"gelu_pytorch_tanh": "geglu_tanh"},
         activation_names=("hidden_activation", "hidden_act"),
         works={"enable_moe_block": (True,)},
-        prefix="model.language_model.layers.{}.",
     ),
 }
 """By the name that a config's `layout` has."""

@@ -56,6 +56,9 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
     for name in every:
         if name.startswith(prefix):
             end = name[len(prefix) :]
+            number = _NUMBER.search(end)
+            if number is not None and int(number[0]) >= cfg.experts:
+                raise ValueError(f"{name} is of an expert beyond the {cfg.experts} of this config")
             below.setdefault(_NUMBER.sub("{}", end), []).append(end)
     if _EXPERTS.isdisjoint(below):
         raise ValueError(_nothing_under(every, prefix))

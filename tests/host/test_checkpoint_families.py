@@ -173,6 +173,8 @@ def test_the_text_model_of_several_kinds_of_input_is_taken() -> None:
     text = {**PUBLISHED["deepseek-v3"], "model_type": "kimi_k2"}
     cfg = MoEConfig.from_hf({"model_type": "kimi_k25", "text_config": text, "dtype": "float16"})
     assert (cfg.layout, cfg.dtype) == ("deepseek_v3", torch.float16)
+    unnamed = {"model_type": "qwen3_5_moe", "text_config": {"hidden_size": 64}}
+    assert MoEConfig.from_hf(unnamed).layout == "qwen3_5_moe"
 
 
 def changed(**fields: Any) -> dict[str, Any]:

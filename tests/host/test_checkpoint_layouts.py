@@ -165,3 +165,12 @@ def test_every_row_of_the_table_belongs_to_a_family_and_no_two_are_the_same() ->
     assert all(row in used for row in layouts.LAYOUTS)
     assert all(row in layouts.LAYOUTS for row in used)
     assert len(set(map(repr, layouts.LAYOUTS))) == len(layouts.LAYOUTS)
+
+
+def test_an_expert_beyond_those_of_the_config_is_named() -> None:
+    names = split()
+    names[PREFIX + "experts.4.up_proj.weight"] = drawn(SIZE, SIZE)
+    with pytest.raises(
+        ValueError, match=r"experts\.4\.up_proj\.weight is of an expert beyond the 4 of this config"
+    ):
+        load_block(config(), names, PREFIX, 0, 1)
