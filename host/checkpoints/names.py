@@ -77,18 +77,14 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
         needed = "'swiglu'" if layout.gated else "one without a gate, such as 'relu2'"
         raise ValueError(f"activation is {cfg.activation!r}; these models need {needed}")
     unused = [end for name in look.unused for end in below[name] if not end.startswith(ignored)]
-    others = {
-        other.name
-        for other in layouts.LAYOUTS
-        for name in look.unused
-        if name in _parts_of(other) and other.name != layout.name
-    }
-    if others and not look.missing:
-        alone = min(others)
-        raise ValueError(
-            f"the experts under {prefix!r} are stored in 2 layouts at once ({layout.name}; "
-            f"{alone}), {prefix}{unused[0]} among them; keep one"
-        )
+    if unused and not look.missing:
+        kept = {_NUMBER.sub("{}", end) for end in unused}
+        others = [row.name for row in layouts.LAYOUTS if not kept.isdisjoint(_parts_of(row))]
+        if others:
+            raise ValueError(
+                f"the experts under {prefix!r} are stored in 2 layouts at once ({layout.name}; "
+                f"{others[0]}), {prefix}{unused[0]} among them; keep one"
+            )
     if unused:
         raise ValueError(_not_used(unused, prefix, look, cfg))
     biases = [name for name in layout.selection_biases if name in first]

@@ -174,3 +174,15 @@ def test_an_expert_beyond_those_of_the_config_is_named() -> None:
         ValueError, match=r"experts\.4\.up_proj\.weight is of an expert beyond the 4 of this config"
     ):
         load_block(config(), names, PREFIX, 0, 1)
+
+
+def test_experts_that_are_there_twice_are_read_once_the_caller_says_which_are_his() -> None:
+    names = split()
+    expected = load_block(config(), names, PREFIX, 0, 1)
+    for name, shape in (("gate_up_proj", (2 * SIZE, SIZE)), ("down_proj", (SIZE, SIZE))):
+        names[f"{PREFIX}experts.{name}"] = drawn(EXPERTS, *shape)
+    with pytest.raises(ValueError, match=r"in 2 layouts at once \(.*\), .*gate_up_proj among them"):
+        load_block(config(), names, PREFIX, 0, 1)
+    ignore = ["experts.gate_up_proj", "experts.down_proj"]
+    actual = load_block(config(), names, PREFIX, 0, 1, ignore)
+    assert torch.equal(actual["w2"], expected["w2"])
