@@ -287,6 +287,15 @@ class TinyBlock:
         y = (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
         return y - self._shared(x)
 
+    def output_of_inputs(self, x: Tensor) -> Tensor:
+        """The same of what the experts read. A norm's scale divides out of what it is made of."""
+        if self.row.family == "gemma4":
+            norm = self.module.pre_feedforward_layernorm_2
+            _, weights, ids = self.module.router(x.double() / norm.weight)
+            y: Tensor = self.module.experts(x.double(), ids, weights.double())
+            return y
+        return self.routed_output(x)
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and weights of tokens as the model has them, for a layer that cannot choose."""
         _, weights, ids = self.module.router(x.double())

@@ -18,7 +18,7 @@ from moeos.checkpoints import files, load_block, open_tensors
 from tests.host.test_checkpoint import PREFIX, config, fused_names, split_names
 from tests.host.test_checkpoint_formats import PREFIX as QUANTISED
 from tests.host.test_checkpoint_formats import config as large
-from tests.host.test_checkpoint_formats import fp8_blocks, stacked
+from tests.host.test_checkpoint_formats import fp8_blocks, fp8_blocks_ue8m0, stacked
 from tests.tiny_models import tiny
 
 
@@ -104,10 +104,11 @@ def test_a_rank_reads_its_own_experts_and_the_router_of_shards_and_nothing_else(
         assert numbers == {"2", "3"}
 
 
+@pytest.mark.parametrize("how", [fp8_blocks, fp8_blocks_ue8m0])
 def test_of_quantised_tensors_of_all_experts_a_rank_reads_its_part(
-    tmp_path: Path, read: dict[str, int]
+    how: Any, tmp_path: Path, read: dict[str, int]
 ) -> None:
-    names, _, _ = stacked(fp8_blocks)
+    names, _, _ = stacked(how)
     index = sharded(tmp_path, names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
