@@ -94,7 +94,8 @@ class Link:
             claimed while its cause was still at work, as what the last Route part posts.
         busy: of the processors' time on its rank, while it waited, the share at work; None where it
             did not wait.
-        idle: ns before its claim in which no processor of its rank was at work.
+        idle: ns of the longest stretch in which no processor of its rank was at work and which
+            ended at its claim, or between its cause's claim and its own; 0 without a cause.
         certain: whether its cause, the next link of the chain, is; see `Causes`.
     """
 
@@ -173,7 +174,7 @@ def chain_of(call: CallTrace, causes: Causes) -> list[Link]:
                 part=index,
                 waited=None if cause == NONE else claimed - stored,
                 busy=None if cause == NONE else _busy(call, index, stored, claimed),
-                idle=_idle_before(call.parts, index),
+                idle=_longest_idle(call, index, cause),
                 certain=bool(causes.certain[index]),
             )
         )
@@ -215,10 +216,25 @@ def _busy(call: CallTrace, index: int, begin: int, end: int) -> float | None:
     return work_time(parts) / (call.ranks[rank].processors * (end - begin))
 
 
-def _idle_before(parts: Parts, index: int) -> int:
-    claimed = int(parts["claimed"][index])
-    before = (parts["rank"] == parts["rank"][index]) & (parts["work_begin"] < claimed)
-    return max(0, claimed - int(parts["work_end"][before].max())) if before.any() else 0
+def _longest_idle(call: CallTrace, index: int, cause: int) -> int:
+    """The longest stretch without work on a part's rank that ends at its claim, or that ends
+    between its cause's claim and its own; 0 for a part without a cause.
+
+    Work that began shortly before the claim does not hide the stretch before that work: the first
+    of many parts that wait for the same results would otherwise hide it from all others.
+    """
+    if cause == NONE:
+        return 0
+    claimed, since = (int(call.parts["claimed"][part]) for part in (index, cause))
+    on_rank = call.parts[call.parts["rank"] == call.parts["rank"][index]]
+    longest = until = 0
+    for begin, end in sorted(on_rank[["work_begin", "work_end"]].tolist()):
+        if begin >= claimed:
+            break
+        if begin > since:
+            longest = max(longest, begin - until)
+        until = max(until, end)
+    return max(longest, claimed - until)
 
 
 def _mean_phases(parts: Parts) -> dict[str, float]:

@@ -410,6 +410,30 @@ def test_the_chain_leads_back_to_the_rank_that_was_late() -> None:
     assert chain[2].busy == 0.0
 
 
+def test_work_just_before_a_claim_does_not_hide_the_idle_time_before_it() -> None:
+    trace = rank_trace(
+        0,
+        [[130], [0]],
+        [event("route", 0, 10)],
+        [event("dispatch", 11, 20 + chunk, peer=0, place=chunk, rows=1) for chunk in range(5)],
+        # Both tiles of Gemm1 wait for a Gemm0 of 30 to 40. The first begins a moment earlier.
+        [
+            event("gemm0", 30, 40, place=0, expert=0, rows=128),
+            event("gemm0", 30, 40, place=1, expert=0, rows=22),
+        ],
+        [event("gemm1", 1040, 1050, place=0, expert=0, rows=128)],
+        [event("gemm1", 1051, 1060, place=1, expert=0, rows=22)],
+        [event("combine", 1070, 1080, rows=130)],
+        returns=((1062, 1065),),
+    )
+    other = rank_trace(1, [[0], [0]], [event("route", 0, 5)])
+    call = CallTrace.of([trace, other])
+    chain = summary.chain_of(call, causes.find(call))
+    gemm1 = next(one for one in chain if call.parts[one.part]["kind"] == GEMM1)
+    assert int(call.parts[gemm1.part]["claimed"]) == 1051
+    assert gemm1.idle == 1000
+
+
 def test_a_cause_that_the_events_do_not_determine_is_not_called_certain() -> None:
     call = two_ranks()
     found = causes.find(call)
