@@ -6,6 +6,7 @@ or where weights come from. What lies in the tensors is not looked at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,13 @@ WEIGHTS = ("w1", "b1", "w2", "b2")
 """The tensors of a call that experts compute with, in the operator's order."""
 ROUTER = ("gate.weight", "gate.selection_bias")
 """Those that a router chooses with, in the operator's order behind the weights."""
+
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+"""Classes of tensors that have nothing but their memory, and none."""
+
+MAX_PIECES = 1 << 16
+"""Of a call."""
 
 
 class Expected(NamedTuple):
@@ -52,49 +60,134 @@ def expected_router(cfg: MoEConfig) -> tuple[Expected | None, ...]:
     )
 
 
-def check_x(cfg: MoEConfig, device: torch.device, x: object) -> None:
-    """Raises unless x is [S, H] of a call."""
+def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) -> torch.Tensor:
+    """x as the rows of a call: contiguous [rows, H], of which it is a view wherever it can be.
+
+    Raises unless x is [..., H], at least 2-D, with as many rows as so many pieces can have.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
-    if x.dim() != 2 or x.shape[1] != cfg.hidden:
-        raise ValueError(f"x has shape {list(x.shape)}; it must be [S, {cfg.hidden}]")
+    dimensions = x.dim()
+    if dimensions < 2 or x.shape[-1] != cfg.hidden:
+        raise ValueError(
+            f"x has shape {list(x.shape)}; it must be [..., {cfg.hidden}], at least 2-D"
+        )
     if x.dtype != cfg.dtype:
-        raise TypeError(f"x has dtype {x.dtype}; it must be {cfg.dtype}, the layer's")
+        if not (x.is_floating_point() and torch.is_autocast_enabled(device.type)):
+            raise TypeError(f"x has dtype {x.dtype}; it must be {cfg.dtype}, the layer's")
+        x = x.to(cfg.dtype)
     if x.device != device:
         raise ValueError(f"x is on {x.device}; it must be on {device}, the layer's device")
+    if x.layout != torch.strided:
+        raise ValueError(f"x has layout {x.layout}; it must be strided: pass x.to_dense()")
+    if dimensions > 2:
+        x = x.reshape(-1, cfg.hidden)
     if not x.is_contiguous():
-        raise ValueError(f"x has strides {x.stride()}; it must be contiguous: pass x.contiguous()")
-    if x.shape[0] > cfg.max_tokens:
+        x = x.contiguous()
+    if x.shape[0] > pieces * cfg.max_tokens:
+        if pieces == 1:
+            raise ValueError(
+                f"x has {x.shape[0]} tokens; at most max_tokens, {cfg.max_tokens}, are allowed: "
+                f"pass pieces={-(-x.shape[0] // cfg.max_tokens)} or more on all ranks"
+            )
         raise ValueError(
-            f"x has {x.shape[0]} tokens; at most max_tokens, {cfg.max_tokens}, are allowed"
+            f"x has {x.shape[0]} tokens; at most pieces * max_tokens, {pieces} * "
+            f"{cfg.max_tokens}, are allowed"
         )
+    return x
 
 
-def check_routing(
-    cfg: MoEConfig, device: torch.device, rows: int, ids: object, weights: object
-) -> None:
-    """Raises unless ids and weights are the routing of so many rows."""
+def routing_of(
+    cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, ids: object, weights: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and weights, both [rows, k].
+
+    Raises unless they are the routing of so many rows, [rows, k], or [*lead, k] with the leading
+    dimensions of x.
+    """
     if ids is None or weights is None:
         missing = "topk_ids" if ids is None else "topk_weights"
         raise ValueError(f"{missing} is None; topk_ids and topk_weights must be given together")
-    for name, tensor in (("topk_ids", ids), ("topk_weights", weights)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.shape != (rows, cfg.top_k):
-            shape = [rows, cfg.top_k]
+    ids = _by_row(cfg, device, lead, rows, "topk_ids", ids)
+    weights = _by_row(cfg, device, lead, rows, "topk_weights", weights)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids has dtype {ids.dtype}; it must be torch.int32 or torch.int64")
+    if not weights.is_floating_point():
+        raise TypeError(f"topk_weights has dtype {weights.dtype}; it must be a floating point type")
+    return ids, weights
+
+
+def _by_row(
+    cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, name: str, tensor: object
+) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    shape = (rows, cfg.top_k)
+    if tensor.shape != shape:
+        if tensor.shape != (*lead, cfg.top_k):
+            either = f" or {[*lead, cfg.top_k]}" if len(lead) > 1 else ""
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}; it must be {shape}, [S, top_k]"
+                f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}{either}, "
+                "[rows, top_k]"
             )
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
-        if name == "topk_ids" and tensor.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"topk_ids has dtype {tensor.dtype}; it must be torch.int32 or torch.int64"
-            )
-        if name == "topk_weights" and not tensor.is_floating_point():
-            raise TypeError(
-                f"topk_weights has dtype {tensor.dtype}; it must be a floating point type"
-            )
+        tensor = tensor.reshape(shape)
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
+    return tensor
+
+
+def check_pieces(pieces: object) -> None:
+    """Raises unless it is a number of pieces."""
+    if isinstance(pieces, bool) or not isinstance(pieces, int):
+        raise TypeError(f"pieces is {pieces!r}; it must be an integer")
+    if not 1 <= pieces <= MAX_PIECES:
+        raise ValueError(f"pieces is {pieces}; it must be 1 to {MAX_PIECES}")
+
+
+def check_out(cfg: MoEConfig, device: torch.device, x: torch.Tensor, out: object) -> None:
+    """Raises unless out is like the output for x."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor")
+    if out.shape != x.shape:
+        raise ValueError(f"out has shape {list(out.shape)}; it must be x's, {list(x.shape)}")
+    if out.dtype != cfg.dtype:
+        raise TypeError(f"out has dtype {out.dtype}; it must be {cfg.dtype}, the layer's")
+    if out.device != device:
+        raise ValueError(f"out is on {out.device}; it must be on {device}, the layer's device")
+    if not out.is_contiguous():
+        raise ValueError(
+            f"out has strides {out.stride()}; it must be contiguous: leave it away, and copy what "
+            "is returned"
+        )
+
+
+def check_apart(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    routing: Sequence[torch.Tensor | None],
+    own: Sequence[torch.Tensor | None],
+) -> None:
+    """Raises `ValueError` for a tensor of a call with memory between out's first and last byte."""
+    first, end = _extent(out)
+    names = ("x", "topk_ids", "topk_weights", "tokens", *WEIGHTS, *ROUTER)
+    for name, tensor in zip(names, (x, *routing, *own), strict=True):
+        if tensor is not None:
+            begin, behind = _extent(tensor)
+            if begin < end and first < behind:
+                raise ValueError(
+                    f"out shares memory with {name}, which a call reads while it writes out: pass "
+                    "another out, or leave it away"
+                )
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and behind its last one."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_tokens(device: torch.device, tokens: object) -> None:
@@ -109,8 +202,43 @@ def check_tokens(device: torch.device, tokens: object) -> None:
         raise ValueError(f"tokens is on {tokens.device}; it must be on {device}")
 
 
-def check_weight(device: torch.device, expected: Expected, tensor: object, absent: str) -> None:
-    """Raises unless it is such a weight. `absent`: what is said where there is none."""
+def are_plain(
+    device: torch.device,
+    expected: Sequence[Expected | None],
+    tensors: Sequence[torch.Tensor | None],
+) -> bool:
+    """Whether all of these are as expected, and none of a class of its own: what most calls find.
+
+    Where none is expected there may be any. What is not as expected is looked at by
+    `check_weights`. In every call, since to see that a tensor has not
+    changed since the last one costs as much.
+    """
+    for wanted, tensor in zip(expected, tensors, strict=True):
+        if wanted is not None and not (
+            type(tensor) in PLAIN
+            and tensor is not None
+            and tensor.shape == wanted.shape
+            and tensor.dtype == wanted.dtype
+            and tensor.device == device
+            and tensor.is_contiguous()
+        ):
+            return False
+    return True
+
+
+def check_weights(
+    device: torch.device,
+    expected: Sequence[Expected | None],
+    tensors: Sequence[torch.Tensor | None],
+    absent: str,
+) -> None:
+    """Raises unless all of these are as expected. `absent`: what is said where one is missing."""
+    for wanted, tensor in zip(expected, tensors, strict=True):
+        if wanted is not None:
+            _check_weight(device, wanted, tensor, absent)
+
+
+def _check_weight(device: torch.device, expected: Expected, tensor: object, absent: str) -> None:
     name, shape, dtype = expected
     if tensor is None:
         raise ValueError(f"{name} is missing; {absent}: {list(shape)}")
@@ -149,9 +277,17 @@ def check_derivatives(what: str, *tensors: torch.Tensor | None) -> None:
     check_tangents(what, *tensors)
 
 
+def tangents_are_taken() -> bool:
+    """Whether this is within a level of forward-mode derivatives: else no tensor has a tangent, and
+    each look at one costs as much as a launch.
+    """
+    level: int = forward_ad._current_level
+    return level >= 0
+
+
 def check_tangents(what: str, *tensors: torch.Tensor | None) -> None:
     """Raises for a tensor with a tangent: PyTorch would take the output's for zero."""
-    if forward_ad._current_level < 0:  # else each look at a tensor costs as much as a launch
+    if not tangents_are_taken():
         return
     for tensor in tensors:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:

@@ -1,5 +1,8 @@
 """The layer's call as an operator of PyTorch, `moeos::forward`: compilers trace through it.
 
+`moeos::forward_into` is the same with the caller's output. Where nothing traces, transforms or
+watches what PyTorch does, a call need not go through an operator: see `unwatched`.
+
 An engine is told by its key: a tensor of its own, found by its address. A number would be a
 constant of the graph, and each layer would need a graph of its own; a tensor is an input, so one
 graph serves all layers of a kind. It lies where the layer's tensors do: a graph with a tensor of
@@ -12,12 +15,13 @@ from __future__ import annotations
 import functools
 import secrets
 import weakref
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from moeos.call_checks import check_tangents
+from moeos.call_checks import check_apart, check_tangents
 from moeos.engines.base import CallTensors, Engine
 
 # By the address of the key. A key lives as long as its engine, and as a graph that uses it: so at
@@ -32,11 +36,32 @@ _numbered: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionar
 # the schema each call writes it, so no compiler may drop a call whose output is not used, make one
 # of two equal calls, or let two calls change places, all of which would leave the peers waiting.
 _library = torch.library.Library("moeos", "DEF")
-_library.define(
-    "forward(Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
+_TENSORS = (
+    "Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
     "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, "
-    "Tensor? selection_bias, *, bool any_ids=False) -> Tensor"
+    "Tensor? selection_bias"
 )
+_ROUTING = 3  # of these, from topk_ids on; what follows is the caller's own
+_HOW = "*, bool any_ids=False, int pieces=1"
+_library.define(f"forward({_TENSORS}, {_HOW}) -> Tensor")
+_library.define(f"forward_into({_TENSORS}, Tensor(b!) out, {_HOW}) -> ()")
+
+
+def unwatched() -> bool:
+    """Whether nothing looks at operators: then a call may go to its engine without one, which costs
+    the host a third as much.
+
+    Compilers, tracers, modes of dispatch (fake tensors, flop counters), transforms of torch.func
+    and profilers do. So do classes of tensors, which the caller must look for.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
 
 
 def register(engine: Engine, device: torch.device) -> Tensor:
@@ -55,25 +80,84 @@ def order_on(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
+def call(
+    engine: Engine,
+    x: Tensor,
+    out: Tensor,
+    routing: Sequence[Tensor | None],
+    own: Sequence[Any],
+    any_ids: bool,
+    pieces: int,
+) -> None:
+    """Makes a call of an engine, without an operator: of `routing`, topk_ids, topk_weights and
+    tokens, and of `own`, w1, b1, w2, b2, gate and selection_bias.
+    """
+    topk_ids, topk_weights, tokens = routing
+    w1, b1, w2, b2, gate, selection_bias = own
+    engine.forward(
+        # By place, since names would cost as much as a lock. The order is that of the fields.
+        CallTensors(
+            x,
+            out,
+            gate,
+            selection_bias,
+            topk_ids,
+            topk_weights,
+            w1,
+            b1,
+            w2,
+            b2,
+            tokens,
+            any_ids,
+            pieces,
+        )
+    )
+
+
 def _run(
     order: Tensor,
     key: Tensor,
     x: Tensor,
-    topk_ids: Tensor | None,
-    topk_weights: Tensor | None,
-    tokens: Tensor | None,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    gate: Tensor | None,
-    selection_bias: Tensor | None,
-    *,
+    *others: Tensor | None,
     any_ids: bool = False,
+    pieces: int = 1,
 ) -> Tensor:
+    engine = _engine_of(key)
+    engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
+    out = torch.empty_like(x)
+    _call(engine, x, others, out, any_ids, pieces)
+    return out
+
+
+def _run_into(
+    order: Tensor,
+    key: Tensor,
+    x: Tensor,
+    *others: Any,
+    any_ids: bool = False,
+    pieces: int = 1,
+) -> None:
+    *inputs, out = others
+    routing, own = inputs[:_ROUTING], inputs[_ROUTING:]
+    check_apart(out, x, routing, own)
+    _call(_engine_of(key), x, inputs, out, any_ids, pieces)
+
+
+def _call(
+    engine: Engine,
+    x: Tensor,
+    inputs: Sequence[Tensor | None],
+    out: Tensor,
+    any_ids: bool,
+    pieces: int,
+) -> None:
     # The operator asks by itself, but below the transforms of torch.func, which hide tangents from
     # it: so who calls it asks as well.
-    check_tangents("MoELayer", x, topk_weights, w1, b1, w2, b2, gate, selection_bias)
+    check_tangents("MoELayer", x, *inputs)
+    call(engine, x, out, inputs[:_ROUTING], inputs[_ROUTING:], any_ids, pieces)
+
+
+def _engine_of(key: Tensor) -> Engine:
     engine = _at.get(key.data_ptr())
     if engine is None:
         engine = _numbered.get(int(key.item()))
@@ -82,32 +166,18 @@ def _run(
             "the layer of this graph is gone, or was never in this process: keep it while its "
             "graph is used, and make the graph in the process that uses it"
         )
-    engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
-    out = torch.empty_like(x)
-    engine.forward(
-        CallTensors(
-            x=x,
-            out=out,
-            gate=gate,
-            selection_bias=selection_bias,
-            topk_ids=topk_ids,
-            topk_weights=topk_weights,
-            w1=w1,
-            b1=b1,
-            w2=w2,
-            b2=b2,
-            tokens=tokens,
-            any_ids=any_ids,
-        )
-    )
-    return out
+    return engine
 
 
 def _describe(
-    order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, any_ids: bool = False
+    order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: object
 ) -> Tensor:
     """What tracing needs to know: the output is as x."""
     return torch.empty_like(x)
+
+
+def _describe_into(*_: Tensor | None, **how: object) -> None:
+    """What tracing needs to know: nothing is returned."""
 
 
 def _refuse_vmap(*_: object, **__: object) -> NoReturn:
@@ -117,10 +187,15 @@ def _refuse_vmap(*_: object, **__: object) -> NoReturn:
     )
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("forward", _run, _key)
+for _device in ("CPU", "CUDA"):
+    _library.impl("forward", _run, _device)
+    _library.impl("forward_into", _run_into, _device)
 torch.library.register_fake("moeos::forward", _describe, lib=_library)
-torch.library.register_vmap("moeos::forward", _refuse_vmap, lib=_library)
+torch.library.register_fake("moeos::forward_into", _describe_into, lib=_library)
+for _name in ("moeos::forward", "moeos::forward_into"):
+    torch.library.register_vmap(_name, _refuse_vmap, lib=_library)
 
 forward = torch.ops.moeos.forward.default
 """The operator: order [1], the engine's key, then the tensors of `CallTensors` but `out`."""
+forward_into = torch.ops.moeos.forward_into.default
+"""The same with `out` behind them."""

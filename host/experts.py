@@ -6,19 +6,36 @@ world. It knows no parameters, no router, and nothing of heaps, tasks or how ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from moeos import agreement, call_checks, custom_op
+from moeos.call_checks import Expected
 from moeos.config import MoEConfig
 from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
 from moeos.tracing import RankTrace
 from moeos.world import World
 
-_NAME = "Experts"
+
+class Caller(NamedTuple):
+    """Who makes a call, as far as it differs.
+
+    Attributes:
+        name: in what errors say.
+        expected: the tensors that are not of a call's tokens: those of `call_checks.WEIGHTS`, then
+            `call_checks.ROUTER`.
+        absent: what is said where one is missing.
+        routes: whether routing may be left to the gate.
+        any_ids: see `moeos.engines.base.CallTensors`.
+    """
+
+    name: str
+    expected: tuple[Expected | None, ...]
+    absent: str
+    routes: bool
+    any_ids: bool
 
 
 class Experts:
@@ -38,7 +55,7 @@ class Experts:
         agreement.require_config(cfg)
         agreement.require_world(world)
         with world.gate:  # layers are made one after the other, whichever threads make them
-            agreement.agree(cfg, world, (world.rank, world.size), _NAME)
+            agreement.agree(cfg, world, (world.rank, world.size), "Experts")
             self._start(cfg, world)
 
     @classmethod
@@ -59,23 +76,25 @@ class Experts:
         b2: torch.Tensor | None = None,
         *,
         tokens: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        pieces: int = 1,
     ) -> torch.Tensor:
         """The weighted sum of each token's experts. Collective: every rank makes the call.
 
         Args:
-            x: [rows, H] of `cfg.dtype`, contiguous, on the device of the world; 0 ≤ rows ≤
-                `cfg.max_tokens`, different on every rank and in every call.
-            topk_ids: [rows, k] int32 or int64 experts, numbered over all ranks. An id below 0 or
-                beyond the experts is an unused slot.
-            topk_weights: [rows, k] floating point weights of these experts, used as they are.
+            x: [..., H], at least 2-D, on the device of the world, as of `MoELayer.forward`.
+            topk_ids: [rows, k], or [..., k] with the leading dimensions of x: int32 or int64
+                experts, numbered over all ranks. An id below 0 or beyond the experts is an unused
+                slot.
+            topk_weights: floating point weights of these experts, likewise, used as they are.
             w1: [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate,
                 of `cfg.dtype`, contiguous: this rank's X = E / P experts, from rank·X on.
             w2: [X, H, I], likewise.
             b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise.
-            tokens: as of `MoELayer.forward`.
+            tokens, out, pieces: as of `MoELayer.forward`.
 
         Returns:
-            [rows, H] of `cfg.dtype`; zeros for a token that no expert took.
+            as x, of `cfg.dtype`; zeros for a token that no expert took.
 
         Raises:
             TypeError, ValueError: an argument is not as above; or a token has an expert twice.
@@ -84,53 +103,89 @@ class Experts:
 
         When an error raises, and what a call on the GPU waits for, is as with `MoELayer.forward`.
         """
-        self.check_call(x, topk_ids, topk_weights, tokens)
-        weights = (w1, b1, w2, b2)
-        self.check_weights(weights, "MoEConfig(bias=True) has one")
-        call_checks.check_derivatives(_NAME, x, topk_weights, *weights)
-        y: torch.Tensor = custom_op.forward(
+        if not self.cfg.bias and (b1 is not None or b2 is not None):
+            raise ValueError(
+                f"{'b2' if b1 is None else 'b1'} is given, and cfg.bias is False: pass None, or "
+                "make this with MoEConfig(bias=True)"
+            )
+        return self.run(
+            self._caller,
             self._order,
-            self.key,
             x,
             topk_ids,
             topk_weights,
             tokens,
-            *weights,
-            None,
-            None,
-            any_ids=True,
+            (w1, b1, w2, b2, None, None),
+            out,
+            pieces,
         )
-        return y
 
-    def check_call(
+    def run(
         self,
+        caller: Caller,
+        order: torch.Tensor,
         x: torch.Tensor,
         topk_ids: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         tokens: torch.Tensor | None,
-        *,
-        routes: bool = False,
-    ) -> None:
-        """Raises unless these are the tensors of a call. `routes`: there may be no routing."""
-        call_checks.check_x(self.cfg, self.device, x)
-        if not (routes and topk_ids is None and topk_weights is None):
-            rows = x.shape[0]
-            call_checks.check_routing(self.cfg, self.device, rows, topk_ids, topk_weights)
+        own: tuple[torch.Tensor | None, ...],
+        out: torch.Tensor | None,
+        pieces: int,
+    ) -> torch.Tensor:
+        """Checks and makes a call for `caller`. `order`: what it seems to write, see
+        `moeos.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`.
+        """
+        cfg, device = self.cfg, self.device
+        if pieces != 1:
+            call_checks.check_pieces(pieces)
+        rows = call_checks.rows_of(cfg, device, x, pieces)
+        ids, weights = topk_ids, topk_weights
+        if ids is not None or weights is not None or not caller.routes:
+            ids, weights = call_checks.routing_of(
+                cfg, device, x.shape[:-1], rows.shape[0], ids, weights
+            )
         if tokens is not None:
-            call_checks.check_tokens(self.device, tokens)
+            call_checks.check_tokens(device, tokens)
+        if out is not None:
+            call_checks.check_out(cfg, device, x, out)
+        at_once = custom_op.unwatched() and call_checks.are_plain(device, caller.expected, own)
+        if not at_once:
+            call_checks.check_weights(device, caller.expected, own, caller.absent)
+        if torch.is_grad_enabled() or call_checks.tangents_are_taken():
+            call_checks.check_derivatives(caller.name, x, topk_weights, out, *own)
+        routing = (ids, weights, tokens)
+        if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out))):
+            return self._at_once(caller, x, rows, routing, own, out, pieces)
+        tensors = (order, self.key, rows, *routing, *own)
+        how = {"any_ids": caller.any_ids, "pieces": pieces}
+        if out is None:
+            y: torch.Tensor = custom_op.forward(*tensors, **how)
+            return y if x.dim() == 2 else y.view(x.shape)
+        custom_op.forward_into(*tensors, out if x.dim() == 2 else out.view(rows.shape), **how)
+        return out
 
-    def check_weights(self, weights: Sequence[torch.Tensor | None], absent: str) -> None:
-        """Raises unless these, in the order of `call_checks.WEIGHTS`, are the experts' weights."""
-        for name, expected, tensor in zip(
-            call_checks.WEIGHTS, self._expected, weights, strict=True
-        ):
-            if expected is not None:
-                call_checks.check_weight(self.device, expected, tensor, absent)
-            elif tensor is not None:
-                raise ValueError(
-                    f"{name} is given, and cfg.bias is False: pass None, or make this with "
-                    "MoEConfig(bias=True)"
-                )
+    def _at_once(
+        self,
+        caller: Caller,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        routing: tuple[torch.Tensor | None, ...],
+        own: tuple[torch.Tensor | None, ...],
+        out: torch.Tensor | None,
+        pieces: int,
+    ) -> torch.Tensor:
+        """The call without an operator between, of tensors that have been checked."""
+        engine, any_ids = self.engine, caller.any_ids
+        if out is None:
+            engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
+            y = torch.empty_like(rows)
+            custom_op.call(engine, rows, y, routing, own, any_ids, pieces)
+            return y if x.dim() == 2 else y.view(x.shape)
+        call_checks.check_apart(out, x, routing, own)
+        custom_op.call(engine, rows, out.view(rows.shape), routing, own, any_ids, pieces)
+        if not out.is_inference():  # as the operator's schema has it done
+            torch.autograd.graph.increment_version(out)
+        return out
 
     def stats(self) -> dict[str, Any]:
         """As `MoELayer.stats`: of the last call of these experts, whoever has made it."""
@@ -177,8 +232,15 @@ class Experts:
             self.device = torch.empty(0, device=device_of(world)).device
             self.engine: Engine = engine_class(world)(cfg, world)
             self.key = custom_op.register(self.engine, self.device)
+        self.expected = call_checks.expected_weights(cfg, cfg.experts_per_rank(world.size))
         self._order = custom_op.order_on(self.device)
-        self._expected = call_checks.expected_weights(cfg, cfg.experts_per_rank(world.size))
+        self._caller = Caller(
+            "Experts",
+            (*self.expected, *[None] * len(call_checks.ROUTER)),
+            absent="MoEConfig(bias=True) has one",
+            routes=False,
+            any_ids=True,
+        )
 
     def _settled(self) -> Engine:
         """The engine, when the GPU has done what was launched.

@@ -16,14 +16,13 @@ from torch import nn
 
 from moeos import agreement, call_checks, checkpoints, custom_op, sharding, values, wrappers
 from moeos.config import MoEConfig
-from moeos.experts import Experts, device_of, engine_class
+from moeos.experts import Caller, Experts, device_of, engine_class
 from moeos.tracing import RankTrace
 from moeos.world import World
 
 _SEED_BITS = 62
 _OF_THE_WORLD = ("world", "experts", "_order")
 """What a layer has from its world, and a copy or a pickle has not from the layer."""
-_ABSENT = "the layer was made with one"
 
 
 class Gate(nn.Module):
@@ -98,7 +97,16 @@ class MoELayer(nn.Module):
             engine_class(world).check_supported(cfg)
             self.cfg = cfg
             self.experts = None
-            self._expected_of_router = call_checks.expected_router(cfg)
+            self._caller = Caller(
+                "MoELayer",
+                (
+                    *call_checks.expected_weights(cfg, local),
+                    *call_checks.expected_router(cfg),
+                ),
+                absent="the layer was made with one",
+                routes=True,
+                any_ids=False,
+            )
             with torch.device("meta") if _weights_are_meta() else device_of(world):
                 self.gate = Gate(cfg)
                 self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
@@ -139,24 +147,33 @@ class MoELayer(nn.Module):
         topk_weights: torch.Tensor | None = None,
         *,
         tokens: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        pieces: int = 1,
     ) -> torch.Tensor:
         """The layer's output for this rank's tokens. Collective: every rank makes the call.
 
         Args:
-            x: [rows, H] of `cfg.dtype`, contiguous, on the layer's device; 0 ≤ rows ≤
-                `cfg.max_tokens`, different on every rank and in every call.
-            topk_ids: [rows, k] int32 or int64 experts chosen by the caller, used as they are; −1
-                marks an unused slot. Given together with topk_weights, or not at all: then the
-                layer routes by its gate.
-            topk_weights: [rows, k] floating point weights of these experts, used as they are.
+            x: [..., H] of `cfg.dtype`, at least 2-D, on the layer's device: the rows of a call, as
+                many as `cfg.max_tokens` or none, different on every rank and in every call. What is
+                not contiguous is copied. Under autocast other floating dtypes are cast.
+            topk_ids: [rows, k], or [..., k] with the leading dimensions of x: int32 or int64
+                experts chosen by the caller, used as they are; −1 marks an unused slot. Given
+                together with topk_weights, or not at all: then the layer routes by its gate.
+            topk_weights: floating point weights of these experts, likewise, used as they are.
             tokens: S, how many of the rows, from the first on, are tokens of this call: int32, one
                 element, on the layer's device, 0 ≤ S ≤ rows. What the rows beyond hold, in x and in
                 the routing, does not matter. None: all rows are tokens. On the GPU the kernel reads
                 S, so that a captured CUDA graph can be replayed with another.
+            out: what the output is written to and is returned: contiguous, of x's shape and of
+                `cfg.dtype`, and no memory of other arguments. None: a new tensor.
+            pieces: into how many collective calls this one is cut, the same number on all ranks, so
+                that it may have pieces · `cfg.max_tokens` rows: each takes the next
+                `cfg.max_tokens` rows until there are no more, and then none. A capacity is that of
+                a piece.
 
         Returns:
-            [rows, H] of `cfg.dtype`; zeros for a token that no expert took and in the rows beyond
-            the tokens.
+            as x, of `cfg.dtype`; zeros for a token that no expert took and in the rows beyond the
+            tokens.
 
         Raises:
             TypeError, ValueError: an argument or a parameter is not as above.
@@ -166,11 +183,11 @@ class MoELayer(nn.Module):
 
         Shapes, dtypes and devices are checked before anything is sent. On the twin values are as
         well, and the call itself raises the errors of the protocol. A call on the GPU launches one
-        kernel and waits for nothing: wrong ids, a wrong S, logits that are not finite and late
-        peers end it, on all ranks and without a defined output, and raise on each rank in its next
-        call that finds them known, or in `check`, until all ranks call `reset`. The kernel takes
-        ids of both widths and weights of 32 and 16 bits as they are; for other strides and float64
-        PyTorch copies them first, with kernels of its own.
+        kernel a piece and waits for nothing: wrong ids, a wrong S, logits that are not finite and
+        late peers end it, on all ranks and without a defined output, and raise on each rank in its
+        next call that finds them known, or in `check`, until all ranks call `reset`. The kernel
+        takes ids of both widths and weights of 32 and 16 bits as they are; for other strides and
+        float64 PyTorch copies them first, with kernels of its own.
         """
         experts = self.experts
         if experts is None:
@@ -180,24 +197,21 @@ class MoELayer(nn.Module):
                 f"topk_ids is None, and routing is {self.cfg.routing!r}: the caller must pass "
                 "topk_ids and topk_weights, as the layer cannot choose as this model does"
             )
-        experts.check_call(x, topk_ids, topk_weights, tokens, routes=True)
-        weights, router = self._weights(), self._router()
-        experts.check_weights(weights, _ABSENT)
-        for expected, tensor in zip(self._expected_of_router, router, strict=True):
-            if expected is not None:
-                call_checks.check_weight(experts.device, expected, tensor, _ABSENT)
-        call_checks.check_derivatives("MoELayer", x, topk_weights, *weights, *router)
-        y: torch.Tensor = custom_op.forward(
-            self._buffers["_order"],
-            experts.key,
-            x,
-            topk_ids,
-            topk_weights,
-            tokens,
-            *weights,
-            *router,
+        # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
+        order, own, gate = self._buffers["_order"], self._parameters, self._modules["gate"]
+        assert order is not None
+        assert gate is not None
+        tensors = (
+            own.get("w1"),
+            own.get("b1"),
+            own.get("w2"),
+            own.get("b2"),
+            gate._parameters.get("weight"),
+            gate._buffers.get("selection_bias"),
         )
-        return y
+        return experts.run(
+            self._caller, order, x, topk_ids, topk_weights, tokens, tensors, out, pieces
+        )
 
     def bind(self, world: World) -> MoELayer:
         """Lets a layer that was read from a pickle run in `world`; the layer. Collective.
@@ -338,18 +352,6 @@ class MoELayer(nn.Module):
         if order is not None:
             self._buffers["_order"] = order
         return self
-
-    def _weights(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of `call_checks.WEIGHTS`."""
-        # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
-        own = self._parameters
-        return own.get("w1"), own.get("b1"), own.get("w2"), own.get("b2")
-
-    def _router(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of `call_checks.ROUTER`."""
-        gate = self._modules["gate"]
-        assert gate is not None
-        return gate._parameters.get("weight"), gate._buffers.get("selection_bias")
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -23,8 +23,9 @@ class CallTensors(NamedTuple):
     None; topk_ids int32 or int64 [rows, k] and topk_weights of any floating point type [rows, k],
     of any strides, both or neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; tokens
     int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that is no expert is an
-    unused slot, else -1 alone is one and others end the call. Values are not checked: the machine
-    that can look at them does.
+    unused slot, else -1 alone is one and others end the call; pieces: the number of collective
+    calls that it is cut into, equal on all ranks, each of `max_tokens` rows until there are no more
+    (`moeos.engines.pieces`). Values are not checked: the machine that can look at them does.
     """
 
     x: torch.Tensor
@@ -39,6 +40,7 @@ class CallTensors(NamedTuple):
     b2: torch.Tensor | None
     tokens: torch.Tensor | None = None
     any_ids: bool = False
+    pieces: int = 1
 
 
 class Engine(Protocol):
@@ -54,7 +56,7 @@ class Engine(Protocol):
         """Raises `RuntimeError` where no call can be made: the world is closed, or a parent's."""
 
     def forward(self, tensors: CallTensors) -> None:
-        """Runs one call: writes the S first rows of out, and zeros into the others.
+        """Runs one call, in its pieces: writes the S first rows of out, and zeros into the others.
 
         Raises what `moeos.failure.exception_of` says when the call does not end well: here, or,
         where a call only begins, in a later call or in `check`.

@@ -32,6 +32,7 @@ from moeos.engines.cuda_arguments import (
 from moeos.engines.cuda_code import code_address
 from moeos.engines.cuda_peers import Peers
 from moeos.engines.cuda_shared import SharedOnGpu
+from moeos.engines.pieces import pieces_of
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.jit import Kernel
@@ -119,7 +120,6 @@ class CudaEngine:
         before: then nothing is launched.
         """
         with self._holdings.gate:
-            self._faults.before_call()
             if tensors.topk_ids is not None:
                 tensors = _with_readable_routing(tensors)
             if torch.cuda.current_device() == self._device.index:
@@ -175,7 +175,15 @@ class CudaEngine:
             self._world.control.barrier()  # every heap is clean before anyone writes into it
 
     def _call(self, tensors: CallTensors) -> None:
-        """Launches a call; the engine's device is the current one."""
+        """Launches a call's pieces; the engine's device is the current one."""
+        if tensors.pieces == 1:
+            self._piece(tensors)
+            return
+        for piece in pieces_of(tensors, self._shape.cfg.max_tokens):
+            self._piece(piece)
+
+    def _piece(self, tensors: CallTensors) -> None:
+        self._faults.before_call()
         held = self._holdings
         held.arguments.pack(tensors)
         if self._virtual:

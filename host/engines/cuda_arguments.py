@@ -138,9 +138,14 @@ class ArgumentPacker:
         """
         t = tensors
         self._pack_parameters(t)
-        rows = len(t.x)
+        rows = t.x.shape[0]
         if rows > 0:
             x, out = t.x.data_ptr(), t.out.data_ptr()
+            if out % _ADDRESS_ALIGNMENT != 0:
+                raise ValueError(
+                    f"out lies at address {out:#x}; it must be a multiple of {_ADDRESS_ALIGNMENT}: "
+                    "leave it away, and copy what is returned"
+                )
             if self._x != (x, rows):
                 for name, box_rows in (("x", _ROUTE_BOX_ROWS), ("x_row", 1)):
                     x_map = self._map("x", t.x, self._cfg.hidden, box_rows)

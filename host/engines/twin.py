@@ -20,6 +20,7 @@ from moeos.config import MoEConfig
 from moeos.control import raise_together
 from moeos.counters import CallStats
 from moeos.engines.base import CallTensors
+from moeos.engines.pieces import pieces_of
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.heap import SymmetricHeap
@@ -116,7 +117,9 @@ class TwinEngine:
         anything is sent.
         """
         with self._holdings.gate:
-            self._call(tensors)
+            checked = self._checked(tensors)  # all of it, before anything is sent
+            for piece in pieces_of(checked, self._cfg.max_tokens):
+                self._call(piece)
 
     def check(self) -> None:
         """See `Engine.check`: a call of the twin has raised by itself."""
@@ -163,17 +166,27 @@ class TwinEngine:
             self._live().reset(self._faults.packed(again=True))
             self._world.control.barrier()  # every heap is clean before anyone writes into it
 
-    def _call(self, tensors: CallTensors) -> None:
+    def _checked(self, tensors: CallTensors) -> CallTensors:
+        """The call with routing as the twin reads it. Raises for values that cannot be."""
         cfg = self._cfg
-        tokens = values.count_tokens(tensors.tokens, len(tensors.x))
-        ids, weights = tensors.topk_ids, tensors.topk_weights
-        if ids is not None and weights is not None:
-            if tensors.any_ids:
-                ids = values.without_others(ids, cfg.experts)
-            values.check_ids(ids[:tokens], cfg.experts)
-            ids, weights = ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
+        tokens = values.count_tokens(tensors.tokens, tensors.x.shape[0])
         if tensors.selection_bias is not None:
             values.check_selection_bias(tensors.selection_bias)
+        ids, weights = tensors.topk_ids, tensors.topk_weights
+        if ids is None or weights is None:
+            return tensors
+        if tensors.any_ids:
+            ids = values.without_others(ids, cfg.experts)
+        values.check_ids(ids[:tokens], cfg.experts)
+        return tensors._replace(
+            topk_ids=ids.to(torch.int32).contiguous(),
+            topk_weights=weights.to(torch.float32).contiguous(),
+        )
+
+    def _call(self, tensors: CallTensors) -> None:
+        cfg = self._cfg
+        tokens = values.count_tokens(tensors.tokens, tensors.x.shape[0])
+        ids, weights = tensors.topk_ids, tensors.topk_weights
         capacity = cfg.capacity(tokens)
         self._faults.before_call()
         failure = self._live().forward(

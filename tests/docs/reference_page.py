@@ -36,8 +36,8 @@ HEAD = (
 
 NOT_FOR_CALLERS = {
     "moeos.experts.Experts.agreed": "a MoELayer makes its own",
-    "moeos.experts.Experts.check_call": "a MoELayer checks its arguments",
-    "moeos.experts.Experts.check_weights": "a MoELayer checks its parameters",
+    "moeos.experts.Caller": "how a MoELayer calls its experts",
+    "moeos.experts.Experts.run": "a MoELayer calls its experts",
     "moeos.faults.LayerFaults": "what an engine makes of a plan",
     "moeos.faults.plan_of": "how init and virtual.run find a world's plan",
     "moeos.faults.FaultPlan.check_ranks": "init and virtual.run check the plan that they are given",

@@ -19,6 +19,7 @@ from tests.processes import ForkedRanks
 CFG = config(max_tokens=32)
 HIDDEN, EXPERTS, TOP_K = CFG.hidden, CFG.experts, CFG.top_k
 X = torch.zeros(4, HIDDEN)
+WIDE = torch.zeros(4, 2 * HIDDEN)
 IDS = torch.tensor([[0, 1], [2, 3], [-1, -1], [7, -1]])
 FACTORS = torch.ones(4, TOP_K)
 
@@ -49,13 +50,15 @@ def given(ids: object = IDS, weights: object = FACTORS, x: torch.Tensor = X) -> 
 BAD = {
     "x is a list": Bad({"x": [[0.0]]}, TypeError, ("x", "list", "torch.Tensor")),
     "x has one dimension": Bad(
-        {"x": torch.zeros(HIDDEN)}, ValueError, ("x", f"[{HIDDEN}]", f"[S, {HIDDEN}]")
-    ),
-    "x has three dimensions": Bad(
-        {"x": torch.zeros(1, 4, HIDDEN)}, ValueError, ("x", f"[1, 4, {HIDDEN}]", f"[S, {HIDDEN}]")
+        {"x": torch.zeros(HIDDEN)}, ValueError, ("x", f"[{HIDDEN}]", f"[..., {HIDDEN}]", "2-D")
     ),
     "x is too narrow": Bad(
-        {"x": torch.zeros(4, HIDDEN - 8)}, ValueError, ("x", f"[4, {HIDDEN - 8}]", f"[S, {HIDDEN}]")
+        {"x": torch.zeros(4, HIDDEN - 8)},
+        ValueError,
+        ("x", f"[4, {HIDDEN - 8}]", f"[..., {HIDDEN}]"),
+    ),
+    "x of three dimensions is too narrow": Bad(
+        {"x": torch.zeros(1, 4, 8)}, ValueError, ("x", "[1, 4, 8]", f"[..., {HIDDEN}]")
     ),
     "x of another dtype": Bad({"x": X.bfloat16()}, TypeError, ("x", "bfloat16", "float32")),
     "x of an integer dtype": Bad({"x": X.int()}, TypeError, ("x", "int32", "float32")),
@@ -63,18 +66,36 @@ BAD = {
         {"x": X.to(torch.complex64)}, TypeError, ("x", "complex64", "float32")
     ),
     "x on another device": Bad({"x": X.to("meta")}, ValueError, ("x", "meta", "cpu")),
-    "x is transposed": Bad(
-        {"x": torch.zeros(HIDDEN, 4).T}, ValueError, ("x", "(1, 4)", "contiguous")
-    ),
-    "x has gaps": Bad(
-        {"x": torch.zeros(4, 2 * HIDDEN)[:, :HIDDEN]}, ValueError, ("x", "contiguous")
-    ),
-    "x is one expanded row": Bad(
-        {"x": torch.zeros(1, HIDDEN).expand(4, -1)}, ValueError, ("x", "(0, 1)", "contiguous")
-    ),
-    "x is sparse": Bad({"x": X.to_sparse()}, ValueError, ("x", "contiguous")),
+    "x is sparse": Bad({"x": X.to_sparse()}, ValueError, ("x", "sparse_coo", "x.to_dense()")),
     "too many tokens": Bad(
-        {"x": torch.zeros(33, HIDDEN)}, ValueError, ("x", "33", "max_tokens", "32")
+        {"x": torch.zeros(33, HIDDEN)}, ValueError, ("x", "33", "max_tokens", "32", "pieces=2")
+    ),
+    "too many tokens in all dimensions": Bad(
+        {"x": torch.zeros(3, 11, HIDDEN)}, ValueError, ("x", "33", "max_tokens", "32")
+    ),
+    "too many tokens for the pieces": Bad(
+        {"x": torch.zeros(65, HIDDEN), "pieces": 2}, ValueError, ("x", "65", "2 * 32")
+    ),
+    "no pieces": Bad({"x": X, "pieces": 0}, ValueError, ("pieces is 0", "1 to")),
+    "pieces are no integer": Bad({"x": X, "pieces": 2.0}, TypeError, ("pieces is 2.0", "integer")),
+    "out is a list": Bad({"x": X, "out": []}, TypeError, ("out", "list", "torch.Tensor")),
+    "out of another shape": Bad(
+        {"x": X, "out": torch.zeros(1, 4, HIDDEN)}, ValueError, ("out", f"[1, 4, {HIDDEN}]", "x's")
+    ),
+    "out of another dtype": Bad(
+        {"x": X, "out": X.double()}, TypeError, ("out", "float64", "float32")
+    ),
+    "out on another device": Bad({"x": X, "out": X.to("meta")}, ValueError, ("out", "meta", "cpu")),
+    "out has gaps": Bad(
+        {"x": X, "out": torch.zeros(4, 2 * HIDDEN)[:, :HIDDEN]},
+        ValueError,
+        ("out", "strides", "contiguous"),
+    ),
+    "out is x": Bad({"x": X, "out": X}, ValueError, ("out shares memory with x",)),
+    "out lies in x": Bad(
+        {"x": WIDE[:, :HIDDEN], "out": WIDE.view(8, HIDDEN)[3:7]},
+        ValueError,
+        ("out shares memory with x",),
     ),
     "ids alone": Bad({"x": X, "topk_ids": IDS}, ValueError, ("topk_weights", "None", "together")),
     "weights alone": Bad(
