@@ -67,7 +67,7 @@ def unwatched() -> bool:
 def register(engine: Engine, device: torch.device) -> Tensor:
     """The key, on `device`, by which `forward` finds the engine for as long as it lives."""
     number = secrets.randbits(63)
-    key = torch.full((1,), number, dtype=torch.int64, device=device)
+    key = _stays(torch.full((1,), number, dtype=torch.int64, device=device))
     _at[key.data_ptr()] = engine
     _numbered[number] = engine
     _keys[engine] = key
@@ -77,7 +77,18 @@ def register(engine: Engine, device: torch.device) -> Tensor:
 @functools.cache
 def order_on(device: torch.device) -> Tensor:
     """The tensor, one for each device, that a call of any layer there seems to write; see above."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return _stays(torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def _stays(tensor: Tensor) -> Tensor:
+    """Marks a tensor whose address is part of what it means. The graphs that
+    `torch.compile(mode="reduce-overhead")` records would read a copy, whose number the host cannot
+    ask for in a capture, and be given up for an order that is written.
+
+    As `torch._dynamo.mark_static_address` does it, whose import takes a second.
+    """
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+    return tensor
 
 
 def call(

@@ -346,11 +346,33 @@ class MoELayer(nn.Module):
                         bias[local].zero_()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
-        """Moves what is the layer's, and not the tensor that orders the calls of all layers."""
+        """Moves what is the layer's, and not the tensor that orders the calls of all layers.
+
+        Raises `TypeError`, before anything has changed, for `to`, `half` and their like if they
+        would give its experts another dtype.
+        """
         order = self._buffers.pop("_order", None)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if order is not None:
-            self._buffers["_order"] = order
+        names = {id(tensor): name for name, tensor in self._parameters.items()}
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            made = fn(tensor)
+            name = names.get(id(tensor))
+            if name in wrappers.EXPERTS and made.dtype != tensor.dtype == self.cfg.dtype:
+                raise TypeError(
+                    f"{name} would become {made.dtype}; this MoELayer computes in {tensor.dtype}: "
+                    f"make it with MoEConfig(dtype={made.dtype}), or cast the model's other "
+                    "modules only"
+                )
+            return made
+
+        try:
+            super()._apply(apply, recurse=False)  # type: ignore[no-untyped-call]
+            if recurse:
+                for module in self.children():
+                    module._apply(fn)
+        finally:
+            if order is not None:
+                self._buffers["_order"] = order
         return self
 
     def _save_to_state_dict(

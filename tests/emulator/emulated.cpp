@@ -24,6 +24,7 @@ struct RankTensors {
   const i32* token_count;
   u8* out;
   u64 rows;
+  u64 any_ids;
 };
 
 TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 element_bytes = 2) {
@@ -74,6 +75,7 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   a.rows = static_cast<u32>(t.rows);
   a.ids_wide = 1;
   a.weight_type = WeightType::float32;
+  a.any_ids = static_cast<u32>(t.any_ids);
   return a;
 }
 

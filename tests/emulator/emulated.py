@@ -43,7 +43,7 @@ _COMPILING_GPU = threading.Lock()
 _FIELDS = (
     *("heap", "memory", "intermediate", "host_failure"),
     *("x", "gate", "w1", "w2", "b1", "b2", "selection_bias"),
-    *("ids", "weights", "token_count", "out", "rows"),
+    *("ids", "weights", "token_count", "out", "rows", "any_ids"),
 )
 """Of RankTensors in emulated.cpp."""
 
@@ -123,11 +123,16 @@ def build(
 
 
 class EmulatedLayer:
-    """All ranks of a layer on one emulated GPU; `plans`: of each, what `LayerFaults` packs."""
+    """All ranks of a layer on one emulated GPU; `plans`: of each, what `LayerFaults` packs.
+
+    Attributes:
+        any_ids: of its calls, see `moeos.engines.base.CallTensors`.
+    """
 
     def __init__(
         self, library: Path, weights: Weights, ranks: int, plans: Sequence[bytes] = ()
     ) -> None:
+        self.any_ids = False
         self._library = ctypes.CDLL(str(library))
         for name in ("heap", "memory", "intermediate"):
             getattr(self._library, f"emulated_{name}_bytes").restype = ctypes.c_uint64
@@ -215,11 +220,11 @@ class EmulatedLayer:
         }
         record: list[int] = []
         kept += [tensor for tensor in tensors.values() if tensor is not None]
-        for name in _FIELDS[:-1]:
+        for name in _FIELDS[:-2]:
             tensor = tensors[name]
             assert tensor is None or tensor.is_contiguous()
             record.append(0 if tensor is None else tensor.data_ptr())
-        record.append(len(call.x))
+        record += [len(call.x), int(self.any_ids)]
         return record
 
     def stats(self, rank: int, processors: int) -> CallStats:

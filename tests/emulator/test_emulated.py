@@ -293,6 +293,28 @@ def test_a_tokens_output_does_not_depend_on_how_many_others_there_are(
         assert torch.equal(emulated([few], tokens)[0], y[:tokens]), tokens
 
 
+def test_ids_that_are_no_experts_are_unused_slots_where_the_call_says_so(
+    libraries: dict[str, Path],
+) -> None:
+    layer, emulated = emulate("two ranks, odd sizes, biases", libraries)
+    calls = [draw_given_call(layer.cfg, 70, rank) for rank in range(layer.ranks)]
+    outsiders = torch.tensor([-1, -2, layer.cfg.experts, 1 << 32, -(1 << 62), (1 << 40) + 1])
+    strange = []
+    for rank, call in enumerate(calls):
+        assert call.ids is not None
+        drawn = outsiders[torch.arange(call.ids.numel()).view_as(call.ids) % len(outsiders)]
+        strange.append(dataclasses.replace(call, ids=torch.where(call.ids < 0, drawn, call.ids)))
+        assert (strange[rank].ids != call.ids).sum() > 5
+    expected = emulated(calls, 0)
+    emulated.any_ids = True
+    for y, right in zip(emulated(strange, 1), expected, strict=True):
+        assert torch.equal(y, right)
+    assert not any(map(any, emulated.failures()))
+    emulated.any_ids = False
+    emulated(strange, 2)
+    assert all(map(any, emulated.failures()))
+
+
 def test_counters_are_those_of_the_routing_and_in_the_order_of_time(
     libraries: dict[str, Path],
 ) -> None:

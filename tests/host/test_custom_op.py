@@ -171,6 +171,20 @@ def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
     virtual.run(rank_main, ranks=1)
 
 
+def test_the_key_and_the_order_are_marked_as_pytorch_marks_what_stays_in_its_place() -> None:
+    marked = torch.zeros(1)
+    torch._dynamo.mark_static_address(marked)
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        for tensor in (layer.experts.key, layer._order):
+            for name, value in vars(marked).items():
+                assert getattr(tensor, name) == value
+
+    assert vars(marked)
+    virtual.run(rank_main, ranks=1)
+
+
 def test_a_graph_that_outlives_its_layer_says_so() -> None:
     def rank_main(world: World) -> tuple[Any, ...]:
         layer = WEIGHTS.layer(world)

@@ -52,14 +52,15 @@ def test_the_callers_weights_and_routing_give_what_the_reference_does(
     preference = (
         PREFERENCES[kind](CFG.experts, ranks) if ranks > 1 or kind != "empty-rank" else None
     )
-    weights = draw_weights(CFG, preference=preference)
-    layers = [weights, draw_weights(CFG, 1, preference)]
+    layers = [WEIGHTS, draw_weights(CFG, 1)]
     rows = (20, 0, 64, 1)
 
     def rank_main(world: World) -> None:
         experts = Experts(CFG, world)
         for number, of_layer in enumerate([*layers, *layers]):
-            call = draw_given_call(CFG, rows[(world.rank + number) % 4], world.rank + 4 * number)
+            call = draw_given_call(
+                CFG, rows[(world.rank + number) % 4], world.rank + 4 * number, preference
+            )
             y = made(experts, call, tensors_of(of_layer, world))
             assert_matches(of_layer, call, y, f"rank {world.rank}, call {number}")
 

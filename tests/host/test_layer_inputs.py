@@ -220,7 +220,20 @@ def test_right_arguments_at_the_limits_are_taken() -> None:
 Change = Callable[[MoELayer], object]
 
 CHANGED_LAYERS: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "dtype": (lambda layer: layer.bfloat16(), ("w1", "bfloat16", "float32")),
+    "dtype": (
+        lambda layer: setattr(layer.w1, "data", layer.w1.bfloat16()),
+        ("w1", "bfloat16", "float32"),
+    ),
+    "dtype of the same memory": (
+        lambda layer: setattr(layer.w1, "data", layer.w1.data.view(torch.int32)),
+        ("w1", "int32", "float32"),
+    ),
+    "another parameter": (
+        lambda layer: setattr(layer, "w2", torch.nn.Parameter(torch.zeros(1), False)),
+        ("w2", "[1]"),
+    ),
+    "set_": (lambda layer: layer.w1.set_(torch.zeros(7)), ("w1", "[7]")),
+    "strides in place": (lambda layer: layer.w2.transpose_(1, 2), ("w2", "[8, 96, 64]")),
     "device": (lambda layer: layer.to("meta"), ("meta", "cpu")),
     "strides": (
         lambda layer: setattr(
@@ -259,8 +272,9 @@ def test_changed_parameters_raise_instead_of_being_read_as_what_they_were(name: 
 
     def rank_main(world: World) -> str:
         layer = draw_weights(cfg).layer(world)
+        layer(X)  # which finds nothing wrong
         change(layer)
-        x = X.to(layer.w1.device, layer.w1.dtype) if name == "device" else X
+        x = X.to(layer.w1.device) if name == "device" else X
         with pytest.raises((TypeError, ValueError)) as raised:
             layer(x)
         return str(raised.value)

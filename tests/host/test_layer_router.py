@@ -150,10 +150,10 @@ def test_the_router_stays_fp32_with_its_bits_where_a_module_is_cast() -> None:
         layer = weights.layer(world)
         before = call(layer)
         for cast in (nn.Module.bfloat16, nn.Module.half, nn.Module.double):
-            cast(nn.Sequential(layer))
+            cast(layer.gate)
             assert torch.equal(layer.gate.weight, weights.gate)
             assert layer.gate.weight.dtype == torch.float32
-        layer.to(torch.bfloat16)
+        nn.Sequential(layer).to(torch.bfloat16)
         assert torch.equal(call(layer), before)
         layer.gate.weight = nn.Parameter(weights.gate.bfloat16(), requires_grad=False)
         with pytest.raises(TypeError, match=r"gate\.weight has dtype torch\.bfloat16; .*float32"):
