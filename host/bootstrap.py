@@ -1,6 +1,6 @@
-"""Finds out how this process was started, and makes its world.
+"""Finds out who the ranks of a world are, and makes it: a launcher's, a group's or a store's.
 
-The only file that reads launchers' environment variables. It knows nothing of layers or heaps.
+It knows nothing of layers or heaps.
 """
 
 from __future__ import annotations
@@ -9,23 +9,19 @@ import dataclasses
 import difflib
 import importlib.metadata
 import os
-import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from moeos.control import (
-    ControlPlane,
-    MpiControl,
-    SoloControl,
-    StoreControl,
-    name_ranks,
-    require_equal,
-)
+from moeos.control import ControlPlane, SoloControl, StoreControl, name_ranks, require_same
+from moeos.errors import PeerTimeout
 from moeos.faults import FaultPlan, plan_of
+from moeos.launchers import MAX_RANKS, Launch, detect, place_on_host
+from moeos.process_groups import meet, membership
+from moeos.rendezvous import Meeting, at_address, by_mpi, can_ask_mpi, on_this_host
 from moeos.world import (
     Backend,
     TwinOptions,
@@ -35,32 +31,50 @@ from moeos.world import (
     check_trace_events,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+    from torch.distributed.device_mesh import DeviceMesh
+
 BACKENDS = ("auto", "twin", "cuda")
 """What `init` and `virtual.run` take as a backend."""
 
 DEFAULT_TWIN = TwinOptions()
-
-_MAX_DIGITS = 20  # of a variable: Python refuses to read thousands, in words of its own
-_FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux hands out by itself
+DEFAULT_DEADLINE = 30.0
+"""Seconds."""
 
 
 def init(
     backend: str = "auto",
     *,
-    deadline: float = 30.0,
+    group: ProcessGroup | DeviceMesh | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    store: Store | None = None,
+    device: torch.device | str | int | None = None,
+    deadline: float = DEFAULT_DEADLINE,
     twin: TwinOptions = DEFAULT_TWIN,
     ranks_per_node: int | None = None,
     trace_events: int = 0,
     faults: FaultPlan | None = None,
 ) -> World:
-    """This process's world. Collective over all processes that the launcher started.
+    """A world of this process and others. Collective over its ranks.
 
-    mpirun, torchrun and srun are recognised by the environment that they set; without one of them
-    the world has one rank. With mpirun, MPI itself first waits for every process to start MPI.
+    The ranks are those of `group`, or those that give the same `store`, or all that the launcher
+    has started: mpirun, torchrun and srun are recognised by the environment that they set, and
+    without one of them the world has one rank. A process may be in several worlds at once.
 
     Args:
         backend: "twin" (CPU threads), "cuda", or "auto": the GPU where one can be used, or the
             twin.
+        group: any process group of torch.distributed (gloo, NCCL, a subgroup), or a DeviceMesh of
+            one dimension, such as mesh["ep"]. This rank and the number of ranks are the group's.
+            The ranks meet in the group's store; nothing is sent through the group where torch
+            shows that store.
+        rank, size: this rank and the number of ranks, with `store`.
+        store: any store of torch.distributed, in which the ranks meet: keys that begin with
+            "moeos/". Worlds of other ranks take a PrefixStore each.
+        device: this rank's GPU; None is the group's bound device, or the current one with a group
+            or a store, or the one of this process's place on its host.
         deadline: seconds after which a wait for another rank raises `PeerTimeout`, here and in
             every call.
         twin: how the twin uses this machine.
@@ -74,43 +88,213 @@ def init(
             the environment variable MOEOS_FAULTS names, or for nothing.
 
     Raises:
-        ValueError, TypeError: an argument, what the launcher set or a fault plan is not allowed.
+        ValueError, TypeError: an argument, what the launcher set or a fault plan is not allowed, on
+            this rank or another; this process is no member of the group; a mesh has several
+            dimensions.
         OSError: the fault plan cannot be read.
-        ConfigMismatch: the ranks run different versions or backends, or differ in ranks_per_node.
+        ConfigMismatch: the ranks run different versions or backends, or differ in an argument.
         RuntimeError: a host has fewer GPUs than ranks, or the twin's ranks are on several hosts.
-        PeerTimeout: a rank did not call it before the deadline.
+        PeerTimeout: a rank did not call it before the deadline, or the store does not answer.
     """
-    chosen = choose_backend(backend)
-    check_deadline(deadline)
-    check_ranks_per_node(ranks_per_node)
-    check_trace_events(trace_events)
-    if not isinstance(twin, TwinOptions):
-        raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
-    plan = plan_of(faults)
-    control = _connect(detect(os.environ), deadline)
+    arguments: _Arguments | None = None
+    problem: Exception | None = None
     try:
-        if plan is not None:
-            plan.check_ranks(control.size, processes=True)
-        version = importlib.metadata.version("moeos")
-        same = (version, chosen, ranks_per_node)
-        require_equal(control, same, "the version of moeos, its backend and ranks_per_node")
-        if chosen == "cuda":
-            _choose_device(os.environ)
-        else:
-            _require_one_host(control)
-        return World(
-            control,
-            backend=chosen,
-            deadline=deadline,
-            twin=twin,
-            ranks_per_node=ranks_per_node,
-            trace_events=trace_events,
-            faults=plan,
+        arguments = _Arguments.checked(
+            backend, deadline, twin, ranks_per_node, trace_events, plan_of(faults), device
         )
+    except (TypeError, ValueError, OSError) as error:
+        problem = error  # which the peers are to hear of
+    waits, own_device = DEFAULT_DEADLINE, None
+    if arguments is not None:
+        waits, own_device = arguments.deadline, arguments.device
+    try:
+        if group is None and (store is None and rank is None and size is None):
+            control = _connect(detect(os.environ), waits)
+        else:
+            control = _join(group, rank, size, store, waits, own_device)
+    except PeerTimeout as error:
+        raise problem or error from error
+    try:
+        _raise_on_all(control, problem)
+        assert arguments is not None
+        return _world(control, arguments, launched=group is None and store is None)
     except BaseException as error:
         control.abort(f"{type(error).__name__}: {error}")
         control.close()
         raise
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """Those of `init` that do not say who the ranks are, as `init` has them."""
+
+    backend: Backend
+    deadline: float
+    twin: TwinOptions
+    ranks_per_node: int | None
+    trace_events: int
+    plan: FaultPlan | None
+    device: torch.device | None
+
+    @classmethod
+    def checked(
+        cls,
+        backend: str,
+        deadline: float,
+        twin: TwinOptions,
+        ranks_per_node: int | None,
+        trace_events: int,
+        plan: FaultPlan | None,
+        device: torch.device | str | int | None,
+    ) -> _Arguments:
+        chosen = choose_backend(backend)
+        check_deadline(deadline)
+        check_ranks_per_node(ranks_per_node)
+        check_trace_events(trace_events)
+        if not isinstance(twin, TwinOptions):
+            raise TypeError(f"twin is {twin!r}; it must be a moeos.TwinOptions")
+        given = None if device is None else _check_device(device, chosen)
+        return cls(chosen, deadline, twin, ranks_per_node, trace_events, plan, given)
+
+    def same_on_all(self) -> dict[str, str]:
+        """What must not differ between the ranks, by name."""
+        return {
+            "the version of moeos": importlib.metadata.version("moeos"),
+            "backend": repr(self.backend),
+            "deadline": repr(float(self.deadline)),
+            "ranks_per_node": repr(self.ranks_per_node),
+            "trace_events": repr(self.trace_events),
+        }
+
+
+def _world(control: ControlPlane, arguments: _Arguments, *, launched: bool) -> World:
+    if arguments.plan is not None:
+        arguments.plan.check_ranks(control.size, processes=True)
+    held = control.allgather(arguments.same_on_all(), "the arguments of init")
+    for name in held[0]:
+        require_same(name, [one.get(name, "none") for one in held])
+    device = arguments.device
+    if arguments.backend == "twin":
+        _require_one_host(control)
+    elif device is None:
+        if launched:
+            _choose_device(os.environ)
+        if torch.cuda.is_available():  # else the engine says what is missing
+            device = torch.device("cuda", torch.cuda.current_device())
+    return World(
+        control,
+        backend=arguments.backend,
+        deadline=arguments.deadline,
+        twin=arguments.twin,
+        ranks_per_node=arguments.ranks_per_node,
+        trace_events=arguments.trace_events,
+        faults=arguments.plan,
+        device=device,
+    )
+
+
+def _check_device(device: torch.device | str | int, backend: Backend) -> torch.device:
+    """The device, with its index. Raises `ValueError` if the backend cannot compute there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}, which PyTorch does not know: {error}") from error
+    if backend == "twin":
+        if found.type != "cpu":
+            raise ValueError(
+                f'device is {device!r}, but backend="twin" computes on the CPU: leave device out, '
+                'or use backend="cuda"'
+            )
+        return found
+    if found.type != "cuda":
+        raise ValueError(f'device is {device!r}; with backend="cuda" it must be a GPU, "cuda:0"')
+    count = torch.cuda.device_count()
+    index = found.index
+    if index is None and count > 0:
+        index = torch.cuda.current_device()
+    if index is None or index >= count:
+        raise ValueError(f"device is {device!r}, but this process sees {count} GPUs, from cuda:0")
+    return torch.device("cuda", index)
+
+
+def _raise_on_all(control: ControlPlane, problem: Exception | None) -> None:
+    """Raises the error of the lowest rank that has one, on all ranks, with that rank's name.
+
+    Collective, but for a rank that has one and waits in vain for others: it raises its own.
+    """
+    said = None if problem is None else (type(problem), str(problem))
+    try:
+        errors = control.allgather(said, "the arguments of init")
+    except PeerTimeout as error:
+        raise problem or error from error
+    for rank, first in enumerate(errors):
+        if first is None:
+            continue
+        kind, text = first
+        if problem is not None and errors.count(first) == control.size:
+            raise problem
+        raise (kind if kind in (TypeError, ValueError) else RuntimeError)(f"rank {rank}: {text}")
+
+
+def _join(
+    group: ProcessGroup | DeviceMesh | None,
+    rank: int | None,
+    size: int | None,
+    store: Store | None,
+    deadline: float,
+    device: torch.device | None,
+) -> ControlPlane:
+    """The control plane among the ranks of a group or of a store."""
+    if group is not None:
+        given = {"rank": rank, "size": size, "store": store}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is {value!r}, but group is given too, which tells it: leave {name} out"
+                )
+        member = membership(group)
+        if member.size == 1:
+            return SoloControl()
+        device = device or member.group.bound_device_id
+        meeting = meet(member, deadline, device)
+        return _over(meeting, member.rank, member.size, deadline)
+    rank, size = _check_place(rank, size, store)
+    if size == 1:
+        return SoloControl()
+    assert store is not None
+    meeting = Meeting(store, f"the store that is given, {type(store).__name__}", serves=False)
+    return _over(meeting, rank, size, deadline)
+
+
+def _check_place(rank: int | None, size: int | None, store: Store | None) -> tuple[int, int]:
+    """Raises `TypeError` or `ValueError` unless all three tell a rank's place."""
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    for name, value in (("rank", rank), ("size", size), ("store", store)):
+        if value is None:
+            raise ValueError(
+                f"{name} is None; rank, size and store are given together, or none of them"
+            )
+    if not isinstance(store, Store):
+        raise TypeError(
+            f"store is {store!r}; it must be a store of torch.distributed, such as a TCPStore"
+        )
+    for name, number in (("rank", rank), ("size", size)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} is {number!r}; it must be an integer")
+    assert rank is not None
+    assert size is not None
+    if not 1 <= size <= MAX_RANKS:
+        raise ValueError(f"size is {size}; allowed: 1 to {MAX_RANKS}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank}; allowed with size {size}: 0 to {size - 1}")
+    return rank, size
+
+
+def _over(meeting: Meeting, rank: int, size: int, deadline: float) -> StoreControl:
+    return StoreControl(
+        rank, size, deadline, meeting.store, where=meeting.where, serves=meeting.serves
+    )
 
 
 def choose_backend(backend: str) -> Backend:
@@ -138,8 +322,7 @@ def _choose_device(environment: Mapping[str, str]) -> None:
 
     Raises `RuntimeError` if the host has fewer GPUs than ranks.
     """
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-    place = next((int(environment[name]) for name in names if name in environment), 0)
+    place = place_on_host(environment)
     count = torch.cuda.device_count()
     if place >= count:
         raise RuntimeError(
@@ -149,127 +332,56 @@ def _choose_device(environment: Mapping[str, str]) -> None:
     torch.cuda.set_device(place)
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """How this process was started.
-
-    Attributes:
-        launcher: "mpirun" (also srun with PMIx), "torchrun", "srun" (without PMIx), or "none".
-        rank, size: as the launcher says; None where only MPI knows.
-        host, port: of the store, for torchrun and srun.
-        serve: whether this rank holds that store.
-    """
-
-    launcher: Literal["mpirun", "torchrun", "srun", "none"]
-    rank: int | None = 0
-    size: int | None = 1
-    host: str = ""
-    port: int = 0
-    serve: bool = False
-
-
-def detect(environment: Mapping[str, str]) -> Launch:
-    """How a process with this environment was started; the innermost launcher decides.
-
-    Raises `ValueError` naming the variable that is missing or not a number in its range, and for a
-    batch script of Slurm that starts one process where its job has several tasks.
-    """
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return _detect_torchrun(environment)
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        rank, size = _rank_and_size(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-        return Launch("mpirun", rank, size)
-    if "PMI_SIZE" in environment:
-        return Launch("mpirun", *_rank_and_size(environment, "PMI_RANK", "PMI_SIZE"))
-    if "PMIX_RANK" in environment:
-        return Launch("mpirun", None, None)
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _detect_torchrun(environment)
-    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
-        return _detect_srun(environment)
-    _require_no_batch_script(environment)
-    return Launch("none")
-
-
-def _detect_torchrun(environment: Mapping[str, str]) -> Launch:
-    rank, size = _rank_and_size(environment, "RANK", "WORLD_SIZE")
-    host = environment.get("MASTER_ADDR")
-    if not host:
-        raise ValueError("RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun")
-    port = _integer(environment, "MASTER_PORT", 1, 65_535)
-    serve = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return Launch("torchrun", rank, size, host, port, serve)
-
-
-def _detect_srun(environment: Mapping[str, str]) -> Launch:
-    rank, size = _rank_and_size(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    host = environment.get("MASTER_ADDR") or _first_host(nodes) or "localhost"
-    if "MASTER_PORT" in environment:
-        port = _integer(environment, "MASTER_PORT", 1, 65_535)
-    else:
-        job, step = (environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-        digits = int(re.sub(r"\D", "", job + step) or "0")
-        port = _FIRST_PORT + digits % _PORTS
-    return Launch("srun", rank, size, host, port, serve=rank == 0)
-
-
-def _require_no_batch_script(environment: Mapping[str, str]) -> None:
-    """Raises `ValueError` in a batch script's own process, if its job has several tasks.
-
-    Slurm gives the script the place of task 0 and the number of tasks; srun alone starts them, and
-    says so by SLURM_STEP_NUM_TASKS.
-    """
-    place, tasks = (environment.get(name, "") for name in ("SLURM_PROCID", "SLURM_NTASKS"))
-    if place and tasks not in ("", "1"):
-        raise ValueError(
-            f"SLURM_PROCID is {place!r} and SLURM_NTASKS is {tasks!r}, but srun has not started "
-            "this process, so no other task runs: start it with srun, or with srun --ntasks=1 for "
-            "one rank"
-        )
-
-
-def _first_host(nodes: str) -> str:
-    """The first of Slurm's compressed host names: "gpu[03-07,9],x" gives "gpu03"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else "")
-
-
-def _rank_and_size(environment: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
-    ranks = _integer(environment, size, 1, 1 << 20)
-    return _integer(environment, rank, 0, ranks - 1), ranks
-
-
-def _integer(environment: Mapping[str, str], name: str, low: int, high: int) -> int:
-    text = environment.get(name, "")
-    digits = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
-    if not digits or not low <= int(text) <= high:
-        given = f"is {text!r}" if name in environment else "is not set"
-        raise ValueError(f"the environment variable {name} {given}; allowed: {low} to {high}")
-    return int(text)
-
-
 def _connect(launch: Launch, deadline: float) -> ControlPlane:
-    if launch.size == 1:
+    """The control plane among the ranks that a launcher has started."""
+    rank, size = launch.rank, launch.size
+    if size == 1:
         return SoloControl()
-    if launch.launcher != "mpirun":
-        assert launch.rank is not None
-        assert launch.size is not None
-        return StoreControl(
-            launch.rank,
-            launch.size,
-            deadline,
-            host=launch.host,
-            port=launch.port,
-            serve=launch.serve,
+    if launch.host:
+        assert rank is not None
+        assert size is not None
+        meeting = at_address(
+            rank, size, deadline, host=launch.host, port=launch.port, serve=launch.serve
         )
-    control = MpiControl(deadline)
-    if launch.size not in (None, control.size):
+    elif launch.job and launch.here == size and rank is not None and size is not None:
+        meeting = on_this_host(rank, size, deadline, job=launch.job)
+    elif can_ask_mpi():
+        rank, size, meeting = _ask_mpi(launch, deadline)
+        if size == 1:
+            return SoloControl()
+    else:
+        raise ValueError(_no_address(launch))
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    store = PrefixStore(f"moeos/{launch.job}", meeting.store)
+    return _over(meeting._replace(store=store), rank, size, deadline)
+
+
+def _ask_mpi(launch: Launch, deadline: float) -> tuple[int, int, Meeting]:
+    rank, size, meeting = by_mpi(deadline)
+    if launch.size not in (None, size):
         raise RuntimeError(
-            f"the launcher started {launch.size} ranks, but mpi4py's MPI sees {control.size}: it "
-            "is another MPI than the launcher's. Use the mpirun that lies beside this Python"
+            f"the launcher started {launch.size} ranks, but mpi4py's MPI sees {size}: it is "
+            "another MPI than the launcher's. Use the mpirun that lies beside this Python, or set "
+            "MASTER_ADDR to the address of rank 0's host"
         )
-    return control
+    return rank, size, meeting
+
+
+def _no_address(launch: Launch) -> str:
+    install = "or install mpi4py, which tells it: pip install 'moeos[mpi]'"
+    if launch.size is None:
+        return (
+            "PMIX_RANK is set, so a launcher has started this process, but no variable tells how "
+            "many ranks there are: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each, "
+            f"{install}"
+        )
+    here = "an unknown number" if launch.here is None else str(launch.here)
+    return (
+        f"MASTER_ADDR is not set, and mpirun has started {launch.size} ranks, {here} of them on "
+        "this host: set it to the address of rank 0's host on all ranks, as by mpirun -x "
+        f"MASTER_ADDR=..., {install}"
+    )
 
 
 def _require_one_host(control: ControlPlane) -> None:

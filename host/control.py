@@ -1,32 +1,28 @@
 """The host control plane: how the ranks of a world exchange small Python objects.
 
 It is used when a world, a heap or a layer is made and when it is closed, never in a forward call.
-Every wait has a deadline, and its error names the ranks that did not arrive. This file knows
-nothing of heaps, layers or launchers.
+Every wait has a deadline, and its error names the ranks that did not arrive. There is one way
+between processes, a store of torch.distributed. Virtual ranks have their own: they hand each other
+objects, such as memory and events, and a store holds bytes. This file knows nothing of heaps,
+layers or launchers, nor where a store comes from.
 """
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
 import copy
-import itertools
-import os
 import pickle
-import sys
 import time
-from collections.abc import Callable, Iterable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 from moeos.caller import Caller
 from moeos.errors import ConfigMismatch, PeerTimeout
 from moeos.process import Home, keep_in_children
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 Value = TypeVar("Value")
 
@@ -91,10 +87,14 @@ def require_equal(control: ControlPlane, value: object, what: str) -> None:
 
     Collective. Values are compared by their `repr`; `what` names them in the message.
     """
-    texts = control.allgather(repr(value), what)
+    require_same(what, control.allgather(repr(value), what))
+
+
+def require_same(what: str, texts: Sequence[str]) -> None:
+    """Raises `ConfigMismatch` unless the texts, one of each rank, are equal."""
     if len(set(texts)) > 1:
         held = "; ".join(
-            f"{name_ranks(rank for rank in range(control.size) if texts[rank] == text)}: {text}"
+            f"{name_ranks(rank for rank, other in enumerate(texts) if other == text)}: {text}"
             for text in dict.fromkeys(texts)
         )
         raise ConfigMismatch(f"{what} must be the same on all ranks, but they differ: {held}")
@@ -172,7 +172,7 @@ class _PolledControl:
 
         try:
             self._post(value)
-            self._wait(arrived, what)
+            self._wait(arrived, what, [peer for peer in range(self.size) if peer != self.rank])
         except PeerTimeout:
             raise
         except BaseException as error:
@@ -189,10 +189,10 @@ class _PolledControl:
         """See `ControlPlane.abort`."""
         raise NotImplementedError
 
-    def _wait(self, arrived: Callable[[int], bool], what: str) -> None:
-        """Polls until `arrived(peer)` has been true once for each peer."""
+    def _wait(self, arrived: Callable[[int], bool], what: str, peers: Iterable[int]) -> None:
+        """Polls until `arrived(peer)` has been true once for each of the peers."""
         ends = time.monotonic() + self._deadline
-        missing = [peer for peer in range(self.size) if peer != self.rank]
+        missing = list(peers)
         pause = _SHORTEST_PAUSE
         while missing := [peer for peer in missing if not arrived(peer)]:
             aborted = self._failure or self._find_abort()  # another thread may give up as well
@@ -282,191 +282,60 @@ class ThreadControl(_PolledControl):
         return self._board.aborted
 
 
-class MpiControl(_PolledControl):
-    """The control plane of a process that mpirun (or srun with PMIx) started, over mpi4py.
-
-    Importing mpi4py starts MPI, which has no deadline: it waits until every process of the job has
-    done so, and mpirun ends the job if one of them exits before. It talks over a duplicate of
-    MPI.COMM_WORLD, so its messages meet none of the application's. `deadline` is in seconds; raises
-    `PeerTimeout` if a rank of MPI.COMM_WORLD does not make one in time.
-    """
-
-    _VALUE = 1  # message tag: a value of an exchange
-    _NOTE = 2  # message tag: the sentence of a rank that gave up
-
-    def __init__(self, deadline: float) -> None:
-        _start_mpi()
-        from mpi4py import MPI
-
-        super().__init__(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, deadline)
-        self._mpi = MPI
-        self._communicator: MPI.Intracomm | None = None
-        self._sends: dict[int, tuple[MPI.Request, bytes]] = {}
-        self._receives: dict[int, tuple[MPI.Request, bytearray]] = {}
-        self._notes: dict[int, str] = {}  # by the peer that gave up
-        self._notes_sent: list[tuple[MPI.Request, bytes]] = []
-        self._communicator = self._join(MPI.COMM_WORLD)
-
-    def abort(self, reason: str) -> None:
-        if not self._home.here:
-            return
-        note = self._gave_up(reason).encode()
-        if self._communicator is None or self._notes_sent:
-            return
-        atexit.register(self._leave)
-        for peer in range(self.size):
-            if peer != self.rank:
-                with contextlib.suppress(self._mpi.Exception):  # the peer's process is gone
-                    request = self._communicator.Isend([note, self._mpi.BYTE], peer, self._NOTE)
-                    self._notes_sent.append((request, note))
-
-    def close(self) -> None:
-        self._closed = True
-        if not self._home.here:
-            return
-        # After a failure messages may still be under way, so the communicator then ends with MPI.
-        if self._failure is None and self._communicator is not None:
-            self._communicator.Free()
-            self._communicator = None
-
-    def _join(self, world: MPI.Intracomm) -> MPI.Intracomm:
-        """Duplicates `world` with a deadline.
-
-        A duplication does not tell who is missing. So each rank first scatters one byte: the
-        scatter of root r ends here once r has begun it.
-        """
-        sent, received = bytearray(self.size), [bytearray(1) for _ in range(self.size)]
-        byte = self._mpi.BYTE
-        requests = [
-            world.Iscatter([sent, 1, byte] if root == self.rank else None, [one, 1, byte], root)
-            for root, one in enumerate(received)
-        ]
-        self._wait(lambda peer: requests[peer].Test(), "the start of a world")
-        if self.size == 1:
-            return world.Dup()
-        communicator, duplicated = world.Idup()
-        self._wait(lambda peer: requests[self.rank].Test() and duplicated.Test(), "a communicator")
-        return communicator
-
-    def _post(self, value: object) -> None:
-        assert self._communicator is not None
-        payload = _pickled(value)
-        for peer in range(self.size):
-            if peer != self.rank:
-                request = self._communicator.Isend([payload, self._mpi.BYTE], peer, self._VALUE)
-                self._sends[peer] = (request, payload)
-
-    def _take(self, peer: int) -> Any:
-        assert self._communicator is not None
-        if peer not in self._receives:
-            message = self._communicator.Improbe(peer, self._VALUE, status := self._mpi.Status())
-            if message is None:
-                return _NOTHING
-            buffer = bytearray(status.Get_count(self._mpi.BYTE))
-            self._receives[peer] = (message.Irecv([buffer, self._mpi.BYTE]), buffer)
-        if not (self._receives[peer][0].Test() and self._sends[peer][0].Test()):
-            return _NOTHING
-        del self._sends[peer]
-        return pickle.loads(self._receives.pop(peer)[1])
-
-    def _find_abort(self) -> str | None:
-        if self._communicator is not None:
-            status = self._mpi.Status()
-            while self._communicator.Iprobe(self._mpi.ANY_SOURCE, self._NOTE, status):
-                note = bytearray(status.Get_count(self._mpi.BYTE))
-                self._communicator.Recv([note, self._mpi.BYTE], status.source, self._NOTE)
-                self._notes[status.source] = note.decode()
-        return next(iter(self._notes.values()), None)
-
-    def _leave(self) -> None:
-        """Ends the whole job where MPI_Finalize would wait for ever for a rank that is stuck.
-
-        Called at the exit of a process that gave up. If an uncaught exception ends it, the peers,
-        which have been told, get a few seconds to end as well.
-        """
-        failed = getattr(sys, "last_value", None) is not None
-        if not failed or not self._home.here or self._mpi.Is_finalized():
-            return
-        ends = time.monotonic() + _GRACE
-        while len(self._notes) < self.size - 1:
-            if time.monotonic() > ends:
-                stuck = [r for r in range(self.size) if r != self.rank and r not in self._notes]
-                print(f"moeos: ending the job, {name_ranks(stuck)} did not end", file=sys.stderr)
-                self._mpi.COMM_WORLD.Abort(1)
-            self._find_abort()
-            time.sleep(_LONGEST_PAUSE)
-
-
-def _start_mpi() -> None:
-    """Imports mpi4py, if nobody has, so that it is this process that ends MPI, and no child.
-
-    mpi4py ends MPI in a child as well, where MPI_Finalize waits for ever.
-    """
-    if "mpi4py.MPI" in sys.modules:
-        return
-    import mpi4py
-
-    mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
-    home = Home()
-
-    def end() -> None:
-        if home.here and MPI.Is_initialized() and not MPI.Is_finalized():
-            MPI.Finalize()
-
-    atexit.register(end)
-
-
 class StoreControl(_PolledControl):
-    """The control plane of a process that torchrun (or srun without PMIx) started, over a TCPStore.
+    """The control plane of a process, over a store of torch.distributed that all ranks reach.
 
-    The store is moeos's own or, under torchrun, its agent's: the default process group of
-    torch.distributed is neither needed nor touched. With `serve`, this rank holds the store.
-    `deadline` is in seconds. Raises `PeerTimeout` if no store answers at `host`:`port` in time, and
-    `RuntimeError` if this rank is to serve one there and cannot.
+    Args:
+        deadline: seconds.
+        store: any `torch.distributed.Store`. Its keys that begin with "moeos/" are used, and those
+            of a world are deleted when its last rank closes it.
+        where: what an error calls the store.
+        serves: whether the store ends with this process. Then `close` waits for the peers.
+
+    The n-th control plane of a rank on a store meets the n-th of every other rank.
+
+    Raises:
+        ConfigMismatch: the ranks differ in `size`.
+        PeerTimeout: the store does not answer, or a rank does not come.
+        OSError: the thread that asks the store cannot be started.
     """
-
-    _made = itertools.count()  # control planes of this process, which use different keys
-    # Stores that this process serves, by port, until it ends: a peer may be quick to come back.
-    _served: ClassVar[dict[int, TCPStore]] = {}
 
     def __init__(
-        self, rank: int, size: int, deadline: float, *, host: str, port: int, serve: bool
+        self,
+        rank: int,
+        size: int,
+        deadline: float,
+        store: Store,
+        *,
+        where: str,
+        serves: bool = False,
     ) -> None:
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
         super().__init__(rank, size, deadline)
-        self._where = f"the store at {host}:{port} (rank 0 or its launcher serves it)"
-        self._serve = serve
+        self._where = where
+        self._given = store  # which may be the one that is served
+        self._serves = serves
         self._caller = Caller("moeos-store")
         self._lost: str | None = None  # why the store can be asked no more
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"moeos/{restarts}/{next(self._made)}"
 
-        def connect() -> PrefixStore:
-            timeout = timedelta(seconds=deadline)
-            store = TCPStore(
-                host,
-                port,
-                is_master=serve,
-                timeout=timeout,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-            if serve:
-                self._served[port] = store
-            keep_in_children(store)
-            return PrefixStore(prefix, store)
+        def begin() -> PrefixStore:
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+            mine = _connection_of_its_own(store)
+            keep_in_children(mine)
+            # Counted in the store, because processes may have made different numbers of worlds.
+            number = mine.add(f"moeos/worlds/{rank}", 1)
+            return PrefixStore(f"moeos/{number}", mine)
 
         try:
-            self._store = self._caller.result(connect, deadline)
-        except (RuntimeError, concurrent.futures.TimeoutError) as error:
-            self._caller.close()
-            if serve:
-                raise RuntimeError(f"rank {rank} cannot serve {self._where}: {error}") from error
-            waited = f"rank {rank} of {size} waited {deadline:g} s for {self._where}"
-            raise PeerTimeout(f"{waited} {error}".rstrip()) from error
+            self._store = self._ask(begin)
+            self._require_one_size()
+        except BaseException as error:
+            if hasattr(self, "_store"):
+                self.abort(f"{type(error).__name__}: {error}")
+                self.close()
+            else:
+                self._caller.close()
+            raise
 
     def abort(self, reason: str) -> None:
         if self._closed or not self._home.here:
@@ -481,14 +350,50 @@ class StoreControl(_PolledControl):
             return
         self._closed = True
         with contextlib.suppress(PeerTimeout):
-            self._ask(lambda: self._store.set(f"closed/{self.rank}", ""))
-            if self._serve:  # until the peers need the store no more
-                closed = [f"closed/{rank}" for rank in range(self.size)]
+            closed = self._ask(lambda: self._store.add("closed", 1))
+            if closed == self.size:
+                self._delete_keys()
+            elif self._serves:  # until the peers need the store no more
                 ends = time.monotonic() + min(_GRACE, self._deadline)
-                while time.monotonic() < ends and not self._ask(lambda: self._store.check(closed)):
+                while closed < self.size and time.monotonic() < ends:
                     time.sleep(_LONGEST_PAUSE)
+                    closed = self._ask(lambda: self._store.add("closed", 0))
         self._caller.close()
-        del self._store
+        del self._store, self._given
+
+    def _require_one_size(self) -> None:
+        """Raises `ConfigMismatch`, with one message, on all ranks that some rank counts."""
+        sizes: dict[int, int] = {}
+
+        def arrived(peer: int) -> bool:
+            if not self._ask(lambda: self._store.check([f"size/{peer}"])):
+                return False
+            sizes[peer] = int(self._ask(lambda: self._store.get(f"size/{peer}")))
+            return True
+
+        self._ask(lambda: self._store.set(f"size/{self.rank}", str(self.size)))
+        known = self.size
+        while len(sizes) < known:
+            self._wait(arrived, "the start of a world", [r for r in range(known) if r not in sizes])
+            known = max(sizes.values())
+        require_same("size", [str(sizes[rank]) for rank in range(known)])
+
+    def _delete_keys(self) -> None:
+        """Deletes what is left of this world; every rank has closed it."""
+        exchanges = range(max(0, self._sequence - 1), self._sequence + 2)
+        ranks = range(self.size)
+        keys = [f"{exchange}/{rank}" for exchange in exchanges for rank in ranks]
+        for key in [*keys, *(f"size/{rank}" for rank in ranks), "abort"]:
+            self._delete(key)
+        if not self._serves:  # a rank that serves may be looking at it
+            self._delete("closed")
+
+    def _delete(self, key: str) -> None:
+        def delete() -> None:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+                self._store.delete_key(key)
+
+        self._ask(delete)
 
     def _ask(self, question: Callable[[], Value]) -> Value:
         """The store's answer; `PeerTimeout` if it is gone or gives none within the deadline."""
@@ -497,15 +402,15 @@ class StoreControl(_PolledControl):
                 return self._caller.result(question, self._deadline)
             except concurrent.futures.TimeoutError:
                 self._lost = f"had no answer for {self._deadline:g} s from {self._where}"
-            except RuntimeError as error:
+            except Exception as error:  # a store may be the caller's own class
                 self._lost = f"lost {self._where} {error}"
-        self._fail(f"rank {self.rank} {self._lost}")
+        self._fail(f"rank {self.rank} of {self.size} {self._lost}")
 
     def _post(self, value: object) -> None:
         payload = cast(str, _pickled(value))  # bytes; the stub of `set` knows no more than str
         self._ask(lambda: self._store.set(f"{self._sequence}/{self.rank}", payload))
         if self._sequence >= 2:  # every peer has read it, see ThreadControl
-            self._ask(lambda: self._store.delete_key(f"{self._sequence - 2}/{self.rank}"))
+            self._delete(f"{self._sequence - 2}/{self.rank}")
 
     def _take(self, peer: int) -> Any:
         key = f"{self._sequence}/{peer}"
@@ -517,3 +422,17 @@ class StoreControl(_PolledControl):
         if not self._ask(lambda: self._store.check(["abort"])):
             return None
         return self._ask(lambda: self._store.get("abort")).decode()
+
+
+def _connection_of_its_own(store: Store) -> Store:
+    """The same keys by another connection, if `store` has one: another thread that waits in it,
+    as NCCL does, keeps it for itself meanwhile.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, TCPStore) and hasattr(store, "clone"):  # torch 2.8 and newer
+        return cast("Store", store.clone())
+    return store

@@ -17,6 +17,8 @@ import weakref
 from types import TracebackType
 from typing import Literal, NoReturn, Protocol
 
+import torch
+
 from moeos.call_gate import CallGate
 from moeos.control import ControlPlane
 from moeos.faults import FaultPlan
@@ -106,6 +108,7 @@ class World:
         trace_events: events that each actor of this rank notes of a call, at most; see
             `moeos.init`.
         faults: what goes wrong in it, or None.
+        device: this rank's GPU; None is the current one when a layer is made.
         gate: what goes through it has the control plane for itself, one thread at a time.
     """
 
@@ -119,6 +122,7 @@ class World:
         ranks_per_node: int | None = None,
         trace_events: int = 0,
         faults: FaultPlan | None = None,
+        device: torch.device | None = None,
     ) -> None:
         check_deadline(deadline)
         check_ranks_per_node(ranks_per_node)
@@ -131,6 +135,7 @@ class World:
         self.ranks_per_node = ranks_per_node
         self.trace_events = trace_events
         self.faults = faults
+        self.device = device
         self.gate = CallGate(control.rank)
         # By identity. What one thread takes out no other finds: it is the one to end it.
         self._holdings: dict[int, Holdings] = {}

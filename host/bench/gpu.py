@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from moeos import bootstrap
+from moeos import launchers
 from moeos.bench import gpu_rank, provenance
 from moeos.bench import suite as suites
 from moeos.bench.gpu_rank import Order
@@ -73,7 +73,7 @@ def main(
             command=provenance.command("moeos.bench.gpu"),
         )
         output.check_writable(out, "--out")
-        if bootstrap.detect(os.environ).launcher != "none":
+        if launchers.detect(os.environ).launcher != "none":
             if ranks is not None:
                 raise ValueError(f"--ranks is {ranks}, but a launcher started the ranks")
             gpu_rank.run(order)

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import typer
 
-from moeos import bootstrap
+from moeos import launchers
 
 
 def start(command: Callable[..., None]) -> None:
     """Runs a command by its options, as `typer.run` does; help is shown by rank 0 alone."""
-    quiet = "--help" in sys.argv[1:] and bootstrap.detect(os.environ).rank != 0
+    quiet = "--help" in sys.argv[1:] and launchers.detect(os.environ).rank != 0
     with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
         typer.run(command)

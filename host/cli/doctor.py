@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moeos import bootstrap
+from moeos import bootstrap, launchers
 from moeos.cli import failures, links, output, probes
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
@@ -43,7 +43,7 @@ def execute(json_file: Path | None) -> int:
     launcher has started several ranks.
     """
     output.check_writable(json_file)
-    if bootstrap.detect(os.environ).size == 1:
+    if launchers.detect(os.environ).size == 1:
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = max(console.width, _WIDTH)

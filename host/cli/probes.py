@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import moeos
-from moeos import bootstrap
+from moeos import launchers
 from moeos.cli import machine, output
 from moeos.cli.check import TOLERANCE
 
@@ -111,7 +111,7 @@ def mpirun() -> Finding:
         return Finding(what, False, "there is no mpirun", fix)
     if machine.version_of("mpi4py") is None:
         return Finding(what, False, "there is no mpi4py", fix)
-    if bootstrap.detect(os.environ).launcher == "mpirun":  # it starts no mpirun below another
+    if launchers.detect(os.environ).launcher == "mpirun":  # it starts no mpirun below another
         mpi = importlib.import_module("mpi4py.MPI").Get_library_version().partition(",")[0]
         return Finding(what, True, f"{mpi}, mpi4py {machine.version_of('mpi4py')}; started by it")
     question = "from mpi4py import MPI; print(MPI.Get_library_version().partition(',')[0])"

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 import moeos
+from moeos import launchers
 from moeos.cli import failures
 
 
@@ -41,7 +42,7 @@ def run(
     if ranks is None:
         with moeos.init(backend, deadline=deadline, trace_events=trace_events) as world:
             return rank_main(world)
-    if moeos.bootstrap.detect(os.environ).size != 1:
+    if launchers.detect(os.environ).size != 1:
         raise ValueError(f"{option} is given, but a launcher has started several ranks")
     return moeos.virtual.run(
         rank_main, ranks, backend, deadline=deadline, trace_events=trace_events

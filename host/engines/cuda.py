@@ -452,7 +452,7 @@ def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
     kernel_shape.check_supported(cfg)
     if not torch.cuda.is_available():
         raise RuntimeError('backend is "cuda", but PyTorch sees no GPU: use "twin"')
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = world.device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     if capability != CAPABILITY:
         raise RuntimeError(

@@ -1,5 +1,6 @@
 """init: it recognises how the process was started, and fails alike on all ranks."""
 
+import dataclasses
 import importlib.metadata
 import os
 import re
@@ -11,11 +12,19 @@ import pytest
 import torch
 
 import moeos
-from moeos.bootstrap import Launch, choose_backend, detect
+from moeos.bootstrap import choose_backend
 from moeos.errors import ConfigMismatch, PeerTimeout
+from moeos.launchers import Launch, detect
 from tests.processes import ForkedRanks, free_port, mpirun, torchrun, torchrun_environment
 
-MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "prterun-a-7@1",
+}
+OF_MPIRUN = Launch("mpirun", 1, 4, job="prterun-a-7@1", here=2)
 TORCHRUN = torchrun_environment(2, 3, 4321) | {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -26,38 +35,61 @@ SRUN = BATCH | {
     "SLURM_STEP_ID": "3",
     "SLURM_STEP_NODELIST": "gpu[03-07,9],cpu1",
 }
+OF_SRUN = Launch("srun", 0, 2, "gpu03", 20_000 + 12_003 % 10_000, serve=True, job="1200.3")
+
+
+def of_torchrun(rank: int, job: str = "restart 0") -> Launch:
+    return Launch("torchrun", rank, 3, "127.0.0.1", 4321, serve=rank == 0, job=job)
 
 
 @pytest.mark.parametrize(
     ("environment", "launch"),
     [
         ({}, Launch("none", 0, 1)),
-        (MPIRUN, Launch("mpirun", 1, 4)),
+        (MPIRUN, OF_MPIRUN),
+        (
+            MPIRUN | {"MASTER_ADDR": "head"},
+            dataclasses.replace(OF_MPIRUN, host="head", port=26_875),
+        ),
+        (
+            MPIRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "99", "OMPI_COMM_WORLD_RANK": "0"},
+            dataclasses.replace(OF_MPIRUN, rank=0, host="head", port=99, serve=True),
+        ),
         ({"PMIX_RANK": "5"}, Launch("mpirun", None, None)),
         ({"PMI_RANK": "5", "PMI_SIZE": "6"}, Launch("mpirun", 5, 6)),
-        (TORCHRUN, Launch("torchrun", 2, 3, "127.0.0.1", 4321, serve=False)),
+        (TORCHRUN, of_torchrun(2)),
         (
             TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"},
-            Launch("torchrun", 0, 3, "127.0.0.1", 4321, serve=True),
+            of_torchrun(0),
         ),
         (
             torchrun_environment(0, 3, 4321),
-            Launch("torchrun", 0, 3, "127.0.0.1", 4321, serve=True),
+            of_torchrun(0),
         ),
-        (SRUN, Launch("srun", 0, 2, "gpu03", 20_000 + 12_003 % 10_000, serve=True)),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, of_torchrun(2, "restart 2")),
+        (SRUN, OF_SRUN),
         (
             SRUN | {"SLURM_PROCID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "99"},
-            Launch("srun", 1, 2, "head", 99, serve=False),
+            Launch("srun", 1, 2, "head", 99, serve=False, job="1200.3"),
         ),
-        (BATCH | {"SLURM_STEP_NUM_TASKS": "8"}, Launch("srun", 0, 8, "localhost", 22_000, True)),
+        (
+            BATCH | {"SLURM_STEP_NUM_TASKS": "8"},
+            Launch("srun", 0, 8, "localhost", 22_000, serve=True, job="1200.0"),
+        ),
         # A batch script of one task, and the shell of an allocation.
         (BATCH | {"SLURM_NTASKS": "1"}, Launch("none", 0, 1)),
         ({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1200"}, Launch("none", 0, 1)),
         # One launcher inside another.
-        (MPIRUN | TORCHRUN, Launch("torchrun", 2, 3, "127.0.0.1", 4321, serve=False)),
-        (BATCH | MPIRUN, Launch("mpirun", 1, 4)),
-        (BATCH | TORCHRUN, Launch("torchrun", 2, 3, "127.0.0.1", 4321, serve=False)),
-        (SRUN | {"PMIX_RANK": "0"}, Launch("mpirun", None, None)),
+        (MPIRUN | TORCHRUN, of_torchrun(2)),
+        (BATCH | MPIRUN, OF_MPIRUN),
+        (BATCH | TORCHRUN, of_torchrun(2)),
+        # Slurm's own PMIx and PMI, and a launcher that srun has started on each node.
+        (SRUN | {"PMIX_RANK": "0"}, OF_SRUN),
+        (SRUN | {"PMI_RANK": "0", "PMI_SIZE": "2"}, OF_SRUN),
+        (
+            SRUN | {"PMI_RANK": "5", "PMI_SIZE": "6", "MPI_LOCALNRANKS": "3"},
+            Launch("mpirun", 5, 6, here=3),
+        ),
     ],
 )
 def test_the_launcher_is_recognised_by_its_environment(
@@ -198,7 +230,8 @@ def test_ranks_with_different_versions_are_refused_alike_on_all_ranks() -> None:
     outcomes = init_in_processes(lambda world: None, 2, age)
     assert [type(error) for error in outcomes] == [ConfigMismatch] * 2
     assert len({str(error) for error in outcomes}) == 1
-    assert "rank 1: ('0.0.9', 'twin', None)" in str(outcomes[0])
+    assert "the version of moeos must be the same on all ranks" in str(outcomes[0])
+    assert "rank 1: 0.0.9" in str(outcomes[0])
 
 
 def test_a_rank_that_never_calls_init_is_named_by_the_others() -> None:

@@ -23,6 +23,7 @@ from moeos.control import (
     require_equal,
 )
 from moeos.errors import ConfigMismatch, PeerTimeout
+from moeos.rendezvous import at_address
 from tests.processes import ForkedRanks, free_port, mpirun
 
 RanksFunction = Callable[[ControlPlane], Any]
@@ -54,12 +55,17 @@ def in_threads(function: RanksFunction, size: int, deadline: float = 10.0) -> li
     return outcomes
 
 
+def control_at(port: int, rank: int, size: int, deadline: float) -> StoreControl:
+    met = at_address(rank, size, deadline, host="127.0.0.1", port=port, serve=rank == 0)
+    return StoreControl(rank, size, deadline, met.store, where=met.where, serves=met.serves)
+
+
 def store_rank(function: RanksFunction, size: int, deadline: float = 10.0) -> Callable[[int], Any]:
     """What one process does: `function` with a control plane over a store that rank 0 serves."""
     port = free_port()
 
     def live(rank: int) -> Any:
-        control = StoreControl(rank, size, deadline, host="127.0.0.1", port=port, serve=rank == 0)
+        control = control_at(port, rank, size, deadline)
         try:
             return function(control)
         finally:
@@ -290,50 +296,8 @@ def test_the_end_of_the_rank_that_serves_the_store_ends_the_others(number: signa
 def test_a_store_that_nobody_serves_is_given_up_at_the_deadline() -> None:
     started = time.monotonic()
     with pytest.raises(PeerTimeout, match=r"rank 1 of 2 waited 0\.5 s for the store at 127"):
-        StoreControl(1, 2, 0.5, host="127.0.0.1", port=free_port(), serve=False)
+        control_at(free_port(), 1, 2, 0.5)
     assert time.monotonic() - started < 3
-
-
-MPI_PROGRAM = """
-from moeos.control import MpiControl
-from moeos.errors import PeerTimeout
-
-control = MpiControl(deadline=5.0)
-assert control.size == 3
-values = control.allgather((control.rank, b"x" * 300_000))
-assert [rank for rank, _ in values] == [0, 1, 2], values
-assert {len(load) for _, load in values} == {300_000}
-for number in range(100):
-    assert control.allgather(number * control.rank) == [0, number, 2 * number]
-control.close()
-
-control = MpiControl(deadline=2.0)
-control.barrier()
-if control.rank != 1:
-    try:
-        control.barrier()
-    except PeerTimeout as error:
-        assert "2 s for a barrier: rank 1 did not arrive" in str(error), error
-        print(f"[late {control.rank}]", flush=True)
-
-control = MpiControl(deadline=20.0)
-if control.rank == 2:
-    control.abort("enough")
-else:
-    try:
-        control.barrier()
-    except PeerTimeout as error:
-        assert "rank 2 gave up: enough" in str(error), error
-        print(f"[aborted {control.rank}]", flush=True)
-control.close()
-"""
-
-
-def test_ranks_of_mpirun_exchange_values_name_who_is_late_and_hear_of_an_abort() -> None:
-    ended = mpirun(3, MPI_PROGRAM)
-    assert ended.returncode == 0, ended.stderr
-    for text in ("[late 0]", "[late 2]", "[aborted 0]", "[aborted 1]"):
-        assert text in ended.stdout
 
 
 STUCK_PROGRAM = """
@@ -350,6 +314,8 @@ with moeos.init(deadline=3.0) as world:
 def test_a_stuck_rank_does_not_keep_a_failed_job_of_mpirun_alive() -> None:
     ended = mpirun(3, STUCK_PROGRAM)
     assert ended.returncode != 0
-    for rank in (0, 2):  # whichever was the first, the other has heard it from that one
-        (line,) = re.findall(rf"^moeos\.errors\.PeerTimeout: rank {rank} .*$", ended.stderr, re.M)
+    # mpirun ends the others when the first has ended, perhaps before they say it.
+    lines = re.findall(r"^moeos\.errors\.PeerTimeout: rank [02] .*$", ended.stderr, re.M)
+    assert lines
+    for line in lines:
         assert "waited 3 s for a barrier: rank 1 did not arrive" in line
