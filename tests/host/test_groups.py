@@ -40,10 +40,17 @@ def in_processes(function: Callable[[int], Any], size: int, seconds: float = 90.
         )
         try:
             return function(rank)
-        finally:  # rank 0 holds the store
-            dist.barrier(dist.new_group(list(range(size)), use_local_synchronization=True))
+        finally:
+            leave_last(dist.group.WORLD.get_group_store(), rank, size)
 
     return ForkedRanks(live, size).ended(seconds)
+
+
+def leave_last(store: Store, rank: int, size: int) -> None:
+    """Rank 0, which holds the store, leaves behind the others."""
+    store.set(f"through/{rank}", "")
+    while rank == 0 and not store.check([f"through/{peer}" for peer in range(size)]):
+        time.sleep(0.01)
 
 
 def raised_by(outcomes: list[Any], kind: type[Exception]) -> str:
@@ -228,9 +235,7 @@ def test_ranks_meet_in_any_store_again_and_again(kind: str, tmp_path: Path) -> N
         ):
             seen.append(exchanged(one, 3))
             seen.append(exchanged(two, 4))
-        store.set(f"through/{rank}", "")  # a served store ends with its process
-        while not store.check([f"through/{peer}" for peer in range(3)]):
-            time.sleep(0.01)
+        leave_last(store, rank, 3)
         return seen
 
     expected = [[10 * mark + 1, 10 * mark + 2, 10 * mark + 3] for mark in range(5)]
