@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moeos import bootstrap, launchers
-from moeos.cli import failures, links, output, probes
+from moeos.cli import extras, failures, links, output, probes
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
 
@@ -70,6 +70,8 @@ def _examine(
     twin = [probe() for probe in probes.TWIN]
     console.print("The twin: ranks on this machine's cores", _table(twin))
     console.print("The GPU, which the twin does not need", _table(gpu))
+    optional = extras.findings()
+    console.print("Extras, each of which only what it names needs", _table(optional))
     if tried:
         console.print("Links, in GB/s: stores of the row's GPU to the column's", _link_table(tried))
         for link in tried:
@@ -80,6 +82,7 @@ def _examine(
         document = {
             "twin": [dataclasses.asdict(finding) for finding in twin],
             "gpu": [dataclasses.asdict(finding) for finding in gpu],
+            "extras": [dataclasses.asdict(finding) for finding in optional],
             "links": [dataclasses.asdict(link) for link in tried],
         }
         output.write_json(json_file, document)

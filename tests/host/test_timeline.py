@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy
 import pytest
+from numpy.typing import NDArray
 
-from moeos import TwinOptions, World, virtual
+from moeos import TwinOptions, World, drawing, virtual
 from moeos.timeline import causes, chrome, files, picture, summary, weights
 from moeos.timeline.call import GEMM0, GEMM1, NONE, CallTrace, phases, work_time
 from moeos.timeline.weights import Weights
@@ -715,6 +716,43 @@ def test_replicas_have_a_colour_of_their_own(tmp_path: Path) -> None:
         drawn = image.open(tmp_path / "call.png").convert("RGB")
         # Also in the legend, which names what there is.
         assert ((227, 119, 194) in {colour for _, colour in drawn.getcolors(1 << 20)}) == some
+
+
+def test_a_picture_shows_where_a_delay_ends_and_another_layer_beside_it(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="matplotlib, which draws, brings pillow")
+    call, brown = two_ranks(), (140, 86, 75)
+
+    def columns_of(colour: tuple[int, int, int], rows: slice) -> NDArray[numpy.int64]:
+        drawn = numpy.asarray(image.open(tmp_path / "call.png").convert("RGB"))[rows]
+        return numpy.flatnonzero((drawn == colour).all(axis=2).any(axis=0))
+
+    everywhere = slice(None)
+    picture.draw(call, "a title", tmp_path / "call.png")
+    assert not len(columns_of(brown, everywhere))
+    # As long as the other layer, so that its bar of rank 0 ends at the right edge.
+    end = 4.0 * max(call.length, 1e6)
+    beside = picture.Beside("another", [0.0, end / 2], [end, 0.75 * end])
+    marks = [picture.Mark(1, end / 2, "the delay ends")]
+    picture.draw(call, "a title", tmp_path / "call.png", marks, beside)
+    bars = columns_of(brown, everywhere)
+    middle = (bars[0] + bars[-1]) / 2
+    height = image.open(tmp_path / "call.png").height
+    dashes = columns_of((0, 0, 0), slice(height // 4, height // 2))
+    # The dashed line of rank 1 lies in the middle of the bar of rank 0, to a few dots.
+    assert numpy.abs(dashes - middle).min() <= 3
+
+
+@pytest.mark.parametrize(("nanoseconds", "unit"), [(999_000, "µs"), (1_000_000, "ms")])
+def test_a_picture_of_a_millisecond_has_milliseconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nanoseconds: int, unit: str
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    made = drawing.figure(2, 2)
+    monkeypatch.setattr(drawing, "figure", lambda *_: made)
+    mark = picture.Mark(0, nanoseconds, "here")
+    picture.draw(two_ranks(), "a title", tmp_path / "call.png", [mark])
+    assert made.axes[-1].get_xlabel() == f"{unit} since the first event"
+    assert made.axes[-1].get_xlim()[1] * {"µs": 1e3, "ms": 1e6}[unit] == pytest.approx(nanoseconds)
 
 
 def test_a_picture_carries_the_digest_of_what_it_shows(tmp_path: Path) -> None:

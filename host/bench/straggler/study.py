@@ -326,19 +326,34 @@ class _Study:
         )
         if latest is None:
             return None
-        delay = latest.delays(self._options.seed, self._world.rank, 1)[0]
+        delays = [latest.delays(self._options.seed, rank, 1)[0] for rank in range(self._world.size)]
+        delay = delays[self._world.rank]
         x = self._tokens()
-        with self._layers(latest, delay, _EVENTS) as (layer, _):
+        with self._layers(latest, max(delays), _EVENTS) as (layer, baseline):
             layer(x)
             self._clock.measure(delay, lambda: layer(x))
             layer.check()
             traces = gathering.gather(self._world.control, layer.trace())
+            baseline(x)
+            seconds = self._clock.measure(delay, lambda: baseline(x))
+            theirs = self._world.control.allgather(seconds, "the all-to-all's step")
         folder = self._options.plots
         assert folder is not None
         name = f"{benchmark_of(self._world, self._plan.nodes)}-timeline.png"
         if self._world.rank == 0:
             title = f"{self._options.config.stem}, {latest.name}: a step of moeos"
-            picture.draw(CallTrace.of(traces), title, folder / name)
+            first = min(delays)  # whose rank has the first event
+            marks = [
+                picture.Mark(rank, 1e9 * (late - first), "the delay ends")
+                for rank, late in enumerate(delays)
+                if late > first
+            ]
+            beside = picture.Beside(
+                "all-to-all",
+                [1e9 * (late - first) for late in delays],
+                [1e9 * (end - first) for end in theirs],
+            )
+            picture.draw(CallTrace.of(traces), title, folder / name, marks, beside)
         return name
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moeos.cli import links, probes
+from moeos import files
+from moeos.cli import extras, links, probes
 from moeos.cli.app import app
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
@@ -47,6 +48,29 @@ def test_a_broken_twin_is_found_and_not_raised(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(probes, "_twin_error", fail)
     assert "it does not start" in probes.twin().found
+
+
+def test_every_extra_has_a_purpose_which_readme_says_too() -> None:
+    root = Path(__file__).parents[3]
+    project = files.tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert list(extras.PURPOSES) == sorted(project["optional-dependencies"])
+    rows = "".join(f"| `{extra}` | {purpose} |\n" for extra, purpose in extras.PURPOSES.items())
+    assert rows in (root / "README.md").read_text()
+
+
+def test_an_extra_brings_what_the_project_says_and_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert extras.packages_of("plots") == ["matplotlib"]
+    assert "nvshmem4py-cu13" in extras.packages_of("cuda")
+    assert not extras.packages_of("no-such-extra")
+    monkeypatch.setattr(extras.machine, "version_of", lambda name: None)
+    [plots] = [one for one in extras.findings() if one.what == "plots"]
+    assert not plots.works
+    assert plots.found.endswith("1 of 1 packages are missing: matplotlib")
+    assert plots.fix == "pip install 'moeos[plots]'"
+    monkeypatch.setattr(extras.machine, "version_of", lambda name: "1.0")
+    assert all(one.works for one in extras.findings())
 
 
 @pytest.mark.parametrize(("works", "code"), [(True, 0), (False, 3)])
