@@ -33,7 +33,7 @@ from moeos.bench.all_to_all import AllToAllLayer
 from moeos.bench.in_turn import FLUSHED_TOKENS, InTurn
 from moeos.bench.results import Results
 from moeos.bench.suite import GATE, Case, Shape, Suite
-from moeos.cli import machine
+from moeos.cli import machine, output
 from moeos.cli.routing import draw_routing, parse_pattern
 from moeos.config import MoEConfig
 
@@ -285,6 +285,7 @@ class _Measurement:
     def _note(self, what: str, case: Case | None = None) -> None:
         if self._results is not None:
             self._results.measuring(what, case)
+            output.say(what if case is None else f"{what}: {case.tokens} tokens, {case.routing}")
 
 
 def limits(

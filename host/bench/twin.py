@@ -163,6 +163,7 @@ def _measure(workload: Workload, rounds: int) -> _Measurements:
             range(WARM_UP_ROUNDS + rounds), description="rounds", console=Console(stderr=True)
         )
         for turn in shown:
+            output.tell(f"round {turn + 1} of {WARM_UP_ROUNDS + rounds}")
             first = turn % len(jobs)  # nobody always follows the same one
             for name, contestant, job, size, rehearsals in jobs[first:] + jobs[:first]:
                 outcome = contestant.do(job, size, rehearsals=rehearsals)

@@ -10,7 +10,16 @@ from tests.processes import ROOT
 
 EXECUTABLE = [
     ROOT / "launch" / name
-    for name in ("demo", "evaluate", "nightly", "test", "mpirun.sh", "straggler", "torchrun.sh")
+    for name in (
+        "bench",
+        "demo",
+        "evaluate",
+        "nightly",
+        "test",
+        "mpirun.sh",
+        "straggler",
+        "torchrun.sh",
+    )
 ]
 EXECUTABLE.append(ROOT / ".ci" / "run")
 SOURCED = [
@@ -59,6 +68,18 @@ def test_a_launcher_without_a_config_says_how_it_is_used(name: str) -> None:
     )
     assert ended.returncode != 0
     assert f"usage: [RANKS=4] launch/{name} CONFIG" in ended.stderr
+
+
+def test_the_benchmarks_usage_is_help_and_an_unknown_one_names_it() -> None:
+    script = ROOT / "launch" / "bench"
+    helped, unknown = (
+        subprocess.run([script, word], cwd="/", capture_output=True, text=True, check=False)
+        for word in ("--help", "tpu")
+    )
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert helped.stdout.startswith("usage: launch/bench twin")
+    assert unknown.returncode != 0
+    assert helped.stdout.strip() in unknown.stderr
 
 
 def test_ranks_may_outnumber_cores_and_need_loopback_alone() -> None:
