@@ -112,6 +112,8 @@ def mpirun() -> Finding:
     if machine.version_of("mpi4py") is None:
         return Finding(what, False, "there is no mpi4py", fix)
     if launchers.detect(os.environ).launcher == "mpirun":  # it starts no mpirun below another
+        # A rank that began MPI by itself would be taken for one that broke off.
+        importlib.import_module("mpi4py").rc.initialize = False
         mpi = importlib.import_module("mpi4py.MPI").Get_library_version().partition(",")[0]
         return Finding(what, True, f"{mpi}, mpi4py {machine.version_of('mpi4py')}; started by it")
     question = "from mpi4py import MPI; print(MPI.Get_library_version().partition(',')[0])"
