@@ -177,8 +177,11 @@ class Experts:
         """The call without an operator between, of tensors that have been checked."""
         engine, any_ids = self.engine, caller.any_ids
         if out is None:
-            engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
-            y = torch.empty_like(rows)
+            try:
+                y = torch.empty_like(rows)
+            except RuntimeError:
+                engine.require_open()  # or PyTorch says in its own words that a child has no CUDA
+                raise
             custom_op.call(engine, rows, y, routing, own, any_ids, pieces)
             return y if x.dim() == 2 else y.view(x.shape)
         call_checks.check_apart(out, x, routing, own)

@@ -384,6 +384,8 @@ class LayerFaults:
 
     def before_call(self) -> None:
         """Lets the time pass that this rank starts its next call late."""
+        if not self._delays:
+            return
         seconds = sum(delay.draw(self._source) for delay in self._delays)
         if seconds > 0:
             time.sleep(min(seconds, MOST_SECONDS))

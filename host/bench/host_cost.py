@@ -64,9 +64,7 @@ def ways(world: moeos.World, cfg: moeos.MoEConfig) -> dict[str, Calls]:
     weights = torch.rand(TOKENS, cfg.top_k, device=device)
     tokens = torch.tensor([TOKENS - 1], dtype=torch.int32, device=device)
     w1, w2 = layer.w1, layer.w2
-    # Views of one tensor would have other addresses, and gigabytes are not needed: few layers of a
-    # model lie where others do, and the host sees only their tensors.
-    others = [(w1[:], w2[:]) for _ in range(LAYERS)]
+    others = list(zip(_places(w1), _places(w2), strict=True))
     dense = torch.randn(cfg.hidden, cfg.hidden, dtype=cfg.dtype, device=device)
     engine = experts.engine
     packed = CallTensors(
@@ -91,6 +89,15 @@ def ways(world: moeos.World, cfg: moeos.MoEConfig) -> dict[str, Calls]:
         f"experts of {LAYERS} layers": lambda n: experts(x, narrow, weights, *others[n % LAYERS]),
         "engine": lambda n: engine.forward(packed),
     }
+
+
+def _places(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Weights like this one of many layers, each at an address of its own. They overlap: the host
+    sees only where they begin, and gigabytes are not needed.
+    """
+    row = weight.shape[-1]
+    room = torch.zeros(weight.numel() + LAYERS * row, dtype=weight.dtype, device=weight.device)
+    return [room[n * row :][: weight.numel()].view(weight.shape) for n in range(LAYERS)]
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from typing import TypeVar
 
 import numpy
 import torch
@@ -17,8 +18,11 @@ from moeos import _twin, cuda_driver, kernel_shape
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
 
-MAX_MAPS = 512
-"""Tensor maps of a rank that are kept for the next call."""
+Key = TypeVar("Key")
+Maps = TypeVar("Maps")
+
+MAX_KEPT = 256
+"""Places of tokens, and sets of parameters, whose tensor maps a rank keeps for later calls."""
 
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """In which the kernel reads weights given by the caller: WeightType of arguments.cuh."""
@@ -41,6 +45,9 @@ _PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
 # x_rows, out, topk_ids, topk_weights, token_count; rank, rows, ids_wide, weight_type, any_ids
 _CALL = struct.Struct("<5Q5I")
 
+_X_AT = _MAPS.index("x") * _MAP_BYTES  # that map and the next
+_GATE_AT = _MAPS.index("gate") * _MAP_BYTES
+_WEIGHTS_AT = _MAPS.index("w1") * _MAP_BYTES  # three maps
 _LAYER_AT = len(_MAPS) * _MAP_BYTES
 _CODE_AT = _LAYER_AT + _LAYER.size
 _PARAMETERS_AT = _CODE_AT + _CODE.size
@@ -98,7 +105,8 @@ class ArgumentPacker:
         self._rank = rank
         self._gate_box_rows = kernel_shape.route_columns(cfg)
         self._buffers = buffers
-        self._maps: dict[tuple[int, int, int, int, bool], bytes] = {}
+        self._maps_of_x: dict[tuple[int, int], bytes] = {}
+        self._maps_of_parameters: dict[tuple[int, ...], tuple[bytes, bytes]] = {}
         self._driver = cuda_driver.load()
         self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
@@ -147,10 +155,7 @@ class ArgumentPacker:
                     "leave it away, and copy what is returned"
                 )
             if self._x != (x, rows):
-                for name, box_rows in (("x", _ROUTE_BOX_ROWS), ("x_row", 1)):
-                    x_map = self._map("x", t.x, self._cfg.hidden, box_rows)
-                    self._place(_MAPS.index(name), x_map)
-                self._x = (x, rows)
+                self._pack_x(t.x, (x, rows))
         else:  # nothing of them is read or written
             x = out = self._buffers.intermediate.data_ptr()
         ids, weights, count = t.topk_ids, t.topk_weights, t.tokens
@@ -170,31 +175,54 @@ class ArgumentPacker:
             t.any_ids,
         )
 
+    def _pack_x(self, x: Tensor, place: tuple[int, int]) -> None:
+        maps = self._maps_of_x.get(place)
+        if maps is None:
+            hidden = self._cfg.hidden
+            maps = b"".join(self._map("x", x, hidden, rows) for rows in (_ROUTE_BOX_ROWS, 1))
+            _keep(self._maps_of_x, place, maps)
+        self._bytes[_X_AT : _X_AT + len(maps)] = maps
+        self._x = place
+
     def _pack_parameters(self, t: CallTensors) -> None:
+        gate, bias, b1, b2 = t.gate, t.selection_bias, t.b1, t.b2
+        # Of their tensors only the places differ from call to call: the config says the rest.
         addresses = (
-            _address(t.gate),
+            0 if gate is None else gate.data_ptr(),
             t.w1.data_ptr(),
             t.w2.data_ptr(),
-            _address(t.selection_bias),
-            _address(t.b1),
-            _address(t.b2),
+            0 if bias is None else bias.data_ptr(),
+            0 if b1 is None else b1.data_ptr(),
+            0 if b2 is None else b2.data_ptr(),
         )
         if addresses == self._parameters:
             return
+        maps = self._maps_of_parameters.get(addresses)
+        if maps is None:
+            maps = self._parameter_maps(t)
+            _keep(self._maps_of_parameters, addresses, maps)
+        of_gate, of_weights = maps
+        self._bytes[_GATE_AT : _GATE_AT + len(of_gate)] = of_gate
+        self._bytes[_WEIGHTS_AT : _WEIGHTS_AT + len(of_weights)] = of_weights
+        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:])
+        self._parameters = addresses
+
+    def _parameter_maps(self, t: CallTensors) -> tuple[bytes, bytes]:
+        """The map of the gate, and those of w1, w1_narrow and w2."""
         hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
         box = _WEIGHT_BOX_ROWS if kernel_shape.has_whole_parts(self._cfg) else _ORDERED_ROWS
         narrow_box = min(box, kernel_shape.narrow_gemm0_columns(self._cfg))
-        for name, matrix, columns, box_rows, ordered in (
-            # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks
-            # for the map itself, which must be one: that of w1 will do.
-            ("gate", t.w1 if t.gate is None else t.gate, hidden, self._gate_box_rows, False),
-            ("w1", t.w1, hidden, box, True),
-            ("w1_narrow", t.w1, hidden, narrow_box, True),
-            ("w2", t.w2, intermediate, box, True),
-        ):
-            self._place(_MAPS.index(name), self._map(name, matrix, columns, box_rows, ordered))
-        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:])
-        self._parameters = addresses
+        # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks for
+        # the map itself, which must be one: that of w1 will do.
+        gate = t.w1 if t.gate is None else t.gate
+        return self._map("gate", gate, hidden, self._gate_box_rows), b"".join(
+            self._map(name, matrix, columns, box_rows, ordered=True)
+            for name, matrix, columns, box_rows in (
+                ("w1", t.w1, hidden, box),
+                ("w1_narrow", t.w1, hidden, narrow_box),
+                ("w2", t.w2, intermediate, box),
+            )
+        )
 
     def _place(self, index: int, tensor_map: bytes) -> None:
         self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES] = tensor_map
@@ -205,18 +233,11 @@ class ArgumentPacker:
         """The tensor map of a contiguous tensor whose last dimension has `columns` elements;
         `ordered`: a box's rows lie in an order of their own.
         """
+        device = self._buffers.heap.device
+        if matrix.device != device:
+            raise ValueError(f"{name} is on {matrix.device}; it must be on {device}")
         rows = matrix.numel() // columns
-        key = (matrix.data_ptr(), rows, columns, box_rows, ordered)
-        found = self._maps.get(key)
-        if found is None:
-            device = self._buffers.heap.device
-            if matrix.device != device:
-                raise ValueError(f"{name} is on {matrix.device}; it must be on {device}")
-            found = self._encode(name, matrix.data_ptr(), rows, columns, box_rows, ordered)
-            if len(self._maps) == MAX_MAPS:
-                del self._maps[next(iter(self._maps))]
-            self._maps[key] = found
-        return found
+        return self._encode(name, matrix.data_ptr(), rows, columns, box_rows, ordered)
 
     def _encode(
         self, name: str, address: int, rows: int, columns: int, box_rows: int, ordered: bool = False
@@ -261,5 +282,8 @@ class ArgumentPacker:
         return struct.pack("<16Q", *map(int, made.opaque))
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _keep(kept: dict[Key, Maps], key: Key, maps: Maps) -> None:
+    """Keeps maps for later calls; the oldest make room."""
+    if len(kept) == MAX_KEPT:
+        del kept[next(iter(kept))]
+    kept[key] = maps

@@ -11,6 +11,7 @@ import torch
 
 from moeos import cuda_driver
 from moeos.config import MoEConfig
+from moeos.engines import cuda_arguments
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import ArgumentPacker, RankBuffers
 from moeos.kernel_shape import KernelShape
@@ -22,8 +23,8 @@ W1_NARROW = 11  # behind x, gate, eight maps of cells, and w1
 
 
 class Driver(mock.MagicMock):
-    """Makes tensor maps that say how many dimensions they have, and how many columns a box has and
-    bytes a row of the matrix.
+    """Makes tensor maps that say how many dimensions they have, how many columns a box has and
+    bytes a row of the matrix, and where that lies.
     """
 
     def cuTensorMapEncodeTiled(
@@ -36,7 +37,7 @@ class Driver(mock.MagicMock):
         box: list[int],
         *rest: Any,
     ) -> tuple[int, types.SimpleNamespace]:
-        said = [dimensions, box[0], strides[0]]
+        said = [dimensions, box[0], strides[0], address]
         return 0, types.SimpleNamespace(opaque=[*said, *[0] * (MAP_WORDS - len(said))])
 
     def cuuint64_t(self, value: int) -> int:
@@ -45,12 +46,19 @@ class Driver(mock.MagicMock):
     cuuint32_t = cuuint64_t
 
 
-def packer_of(cfg: MoEConfig, deadline: float = 1.0) -> ArgumentPacker:
-    """A packer of one rank of one, whose buffers are too small to be used."""
-    sizes = KernelShape(cfg=cfg, world_size=1, processors=4).sizes
+def buffers_of(cfg: MoEConfig) -> RankBuffers:
+    """Buffers that are too small to be used."""
     memory = torch.zeros(1, dtype=torch.uint8)
     between = torch.zeros(8, cfg.intermediate, dtype=cfg.dtype)
-    buffers = RankBuffers(heap=memory, memory=memory, intermediate=between, peers=memory)
+    return RankBuffers(heap=memory, memory=memory, intermediate=between, peers=memory)
+
+
+def packer_of(
+    cfg: MoEConfig, deadline: float = 1.0, buffers: RankBuffers | None = None
+) -> ArgumentPacker:
+    """A packer of one rank of one."""
+    sizes = KernelShape(cfg=cfg, world_size=1, processors=4).sizes
+    buffers = buffers or buffers_of(cfg)
     return ArgumentPacker(cfg, sizes, 0, deadline, buffers, 0)
 
 
@@ -108,3 +116,40 @@ def test_a_map_of_weights_is_not_taken_for_that_of_tokens_in_their_place(
     dimensions = packer.record.view("<u8")[::MAP_WORDS]
     assert dimensions[0] == 2
     assert dimensions[W1_NARROW] == 5
+
+
+def test_a_call_that_is_refused_leaves_the_record_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the next call of the old tensors would find their addresses, and others' maps."""
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128)
+    packer = packer_of(cfg)
+    call = tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype))
+    packer.pack(call)
+    before = packer.record.copy()
+    room = torch.zeros(call.w2.numel() + 1, dtype=cfg.dtype)
+    odd = room[1:].view(call.w2.shape)
+    with pytest.raises(ValueError, match=r"w2 lies at address .* pass a copy, w2\.clone\(\)"):
+        packer.pack(tensors_of(cfg, call.x)._replace(w2=odd))
+    assert (packer.record == before).all()
+    packer.pack(call)
+    assert (packer.record == before).all()
+
+
+def test_a_record_does_not_depend_on_the_calls_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sets of parameters and places of tokens than are kept, in an order that comes back."""
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    monkeypatch.setattr(cuda_arguments, "MAX_KEPT", 3)
+    cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128)
+    buffers = buffers_of(cfg)
+    packer = packer_of(cfg, buffers=buffers)
+    layers = [tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype)) for _ in range(5)]
+    places = [torch.zeros(rows, cfg.hidden, dtype=cfg.dtype) for rows in (3, 1, 7, 3, 2)]
+    for number in range(60):
+        x = places[number * 7 % 5]
+        call = layers[number * number % 5]._replace(x=x, out=torch.empty_like(x))
+        packer.pack(call)
+        fresh = packer_of(cfg, buffers=buffers)
+        fresh.pack(call)
+        assert (packer.record == fresh.record).all()

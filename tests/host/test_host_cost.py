@@ -1,0 +1,137 @@
+"""What an eager call on a GPU makes its host do, with an engine whose driver is a stand-in.
+
+`python -m moeos.bench.host_cost` measures it in microseconds where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from moeos import World, cuda_driver, experts, layer, virtual
+from moeos.bench import host_cost
+from moeos.config import MoEConfig
+from moeos.engines import cuda
+from moeos.engines.cuda import CudaEngine
+from moeos.engines.cuda_records import HostFailure
+from moeos.faults import LayerFaults
+from tests.host import test_cuda_arguments
+from tests.layers import config
+
+STREAM = 7
+CFG = config(dtype=torch.bfloat16, hidden=256, intermediate=128, max_tokens=host_cost.TOKENS)
+MOST_FUNCTIONS = 42
+"""Of Python that a call may enter, in any of its ways."""
+
+
+class StandInFailure(HostFailure):
+    """The host's memory without CUDA, which pins it."""
+
+    def __init__(self) -> None:
+        self._words = torch.zeros(16, dtype=torch.int32).numpy()
+        self._order = threading.Lock()
+
+
+class StandInEngine(CudaEngine):
+    """The engine of a layer, made without a device. Attributes: `launches`, streams."""
+
+    def __init__(self, cfg: MoEConfig, world: World) -> None:
+        self.launches: list[int] = []
+        self._world = world
+        self._virtual = False
+        self._device = torch.device("cpu", 0)
+        self._faults = LayerFaults(world.faults, 0, 0, 4, pinned=False)
+        self._launches = cast(Any, SimpleNamespace(stream=STREAM))
+        self._shape = cast(Any, SimpleNamespace(cfg=cfg))
+        self._holdings = cast(
+            Any,
+            SimpleNamespace(
+                gate=world.gate,
+                failure=StandInFailure(),
+                arguments=test_cuda_arguments.packer_of(cfg),
+                kernel=SimpleNamespace(launch=self.launches.append),
+            ),
+        )
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of the tensor maps that were made, in order."""
+    addresses: list[int] = []
+
+    class Driver(test_cuda_arguments.Driver):
+        def cuTensorMapEncodeTiled(
+            self, kind: Any, dimensions: int, address: int, *rest: Any
+        ) -> tuple[int, SimpleNamespace]:
+            addresses.append(address)
+            return cast(
+                "tuple[int, SimpleNamespace]",
+                super().cuTensorMapEncodeTiled(kind, dimensions, address, *rest),
+            )
+
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
+    for name, answer in (
+        ("_cuda_getCurrentRawStream", STREAM),
+        ("_cuda_isCurrentStreamCapturing", False),
+    ):
+        monkeypatch.setattr(torch._C, name, lambda *_, answer=answer: answer, raising=False)
+    for module in (experts, layer):
+        monkeypatch.setattr(module, "engine_class", lambda world: StandInEngine)
+    return addresses
+
+
+def entered(call: Callable[[], object]) -> list[str]:
+    """The functions of Python that a call enters, in order."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def test_a_call_enters_few_functions_and_makes_nothing_that_the_one_before_has_made(
+    encoded: list[int],
+) -> None:
+    def rank_main(world: World) -> None:
+        for what, call in host_cost.ways(world, CFG).items():
+            if what == "linear":
+                continue
+            with torch.no_grad():
+                for number in range(host_cost.LAYERS):
+                    call(number)
+                del encoded[:]
+                names = entered(lambda call=call: call(3))
+            assert len(names) <= MOST_FUNCTIONS, (what, names)
+            assert encoded == []
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_each_call_is_one_launch_and_each_piece_of_it_one(encoded: list[int]) -> None:
+    def rank_main(world: World) -> None:
+        made = layer.MoELayer(CFG, world)
+        assert made.experts is not None
+        engine = made.experts.engine
+        assert isinstance(engine, StandInEngine)
+        x = torch.zeros(host_cost.TOKENS, CFG.hidden, dtype=CFG.dtype)
+        made(x)
+        made(torch.cat([x, x]), pieces=3)
+        made(x.view(2, 4, -1), out=torch.empty(2, 4, CFG.hidden, dtype=CFG.dtype))
+        assert engine.launches == [STREAM] * 5
+
+    virtual.run(rank_main, ranks=1)
+    assert encoded
