@@ -9,26 +9,35 @@ from __future__ import annotations
 
 import threading
 import time
-from types import TracebackType
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from moeos.process import Home
 
+_LOOK = 0.001  # seconds between two looks at a gate that is being left
+
+Value = TypeVar("Value")
+
 
 class _Turn:
-    """One thread's turn: its lock is held until the turn is over."""
+    """One thread's turn: its locks are held until the turn is over.
 
-    __slots__ = ("before", "held")
+    Who waits for its end takes `held` for a moment. `lasts` nobody else takes: it is locked if and
+    only if the turn lasts.
+    """
+
+    __slots__ = ("before", "held", "lasts", "thread")
 
     def __init__(self) -> None:
         self.held = threading.Lock()
-        self.held.acquire()
-        # Set where the turn is given up unused: whoever waits for it then waits for that one.
+        self.lasts = threading.Lock()
+        self.thread = threading.get_ident()
+        # While it has not begun, and where it is given up: who waits for it then waits for that.
         self.before: _Turn | None = None
 
 
 class CallGate:
-    """A context manager that one thread is in at a time; the others wait in order of arrival.
+    """What runs in it runs one thread at a time; the others wait in order of arrival.
 
     Each turn waits for the end of the turn that came before it, so the order is fair and needs no
     list. Waiting has no deadline of its own: it ends with the calls before, whose waits have one.
@@ -44,12 +53,17 @@ class CallGate:
         self._mutex = threading.Lock()  # for an exchange of two words, in which nothing else runs
         self._last: _Turn | None = None
         self._turn: _Turn | None = None  # of the thread inside
-        self._thread: int | None = None  # the thread inside
         self._closed = False
         self._parking = False
         self._home = Home()
 
-    def __enter__(self) -> None:
+    def run(self, function: Callable[[], Value]) -> Value:
+        """What `function` returns or raises, called inside.
+
+        The next one is let in whatever a signal's handler raises, and wherever. The interpreter
+        itself releases the locks of the turn: the exit of a context manager in Python would be code
+        that a signal can keep from beginning.
+        """
         self.require_open()
         if self.held_here:
             raise RuntimeError(
@@ -57,49 +71,47 @@ class CallGate:
                 "another: return from the callback or signal handler first"
             )
         turn = _Turn()
-        with self._mutex:
-            before, self._last = self._last, turn
         try:
-            while before is not None:
-                with before.held:
-                    pass
-                before = before.before
-            if self._closed:
-                raise RuntimeError(self._closed_during())
-            self._turn = turn
-            self._thread = threading.get_ident()
-        except BaseException:
-            turn.before = before
-            turn.held.release()
+            with turn.lasts, turn.held:
+                self._begin(turn)
+                return function()
+        except Exception as error:
+            if self._closed and self._turn is turn:
+                raise RuntimeError(self._closed_during()) from error
+            raise
+        finally:
             if self._parking:
                 _park()
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        turn = self._turn
-        assert turn is not None
-        self._turn = self._thread = None
-        turn.held.release()
-        if self._parking:
-            _park()
-        if self._closed and isinstance(error, Exception):
-            raise RuntimeError(self._closed_during()) from error
 
     @property
     def held_here(self) -> bool:
         """Whether the thread that asks is inside."""
-        return self._thread == threading.get_ident()
+        turn = self._turn
+        return turn is not None and turn.thread == threading.get_ident() and turn.lasts.locked()
 
     @property
     def busy(self) -> bool:
         """Whether a thread is inside or waits."""
-        last = self._last
-        return last is not None and last.held.locked()
+        turn = self._last
+        while turn is not None:
+            if turn.lasts.locked():
+                return True
+            turn = turn.before
+        return False
+
+    def _begin(self, turn: _Turn) -> None:
+        """Waits for the end of all turns that came before this one, whose locks are held."""
+        with self._mutex:
+            turn.before, self._last = self._last, turn
+        before = turn.before
+        while before is not None:
+            with before.held:
+                pass
+            before = before.before
+        if self._closed:
+            raise RuntimeError(self._closed_during())
+        turn.before = None
+        self._turn = turn
 
     def require_open(self) -> None:
         """Raises `RuntimeError` if the gate is closed, or the parent's of a forked process."""
@@ -119,12 +131,10 @@ class CallGate:
     def wait_until_left(self, seconds: float) -> bool:
         """Whether all have left a closed gate within so many seconds."""
         ends = time.monotonic() + seconds
-        turn = self._last
-        while turn is not None:
-            if not turn.held.acquire(timeout=max(0.0, ends - time.monotonic())):
+        while self.busy:
+            if time.monotonic() >= ends:
                 return False
-            turn.held.release()
-            turn = turn.before
+            time.sleep(_LOOK)
         return True
 
     def _refuse(self) -> NoReturn:

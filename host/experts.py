@@ -54,9 +54,8 @@ class Experts:
     def __init__(self, cfg: MoEConfig, world: World) -> None:
         agreement.require_config(cfg)
         agreement.require_world(world)
-        with world.gate:  # layers are made one after the other, whichever threads make them
-            agreement.agree(cfg, world, (world.rank, world.size), "Experts")
-            self._start(cfg, world)
+        # Layers are made one after the other, whichever threads make them.
+        world.gate.run(lambda: self._make(cfg, world))
 
     @classmethod
     def agreed(cls, cfg: MoEConfig, world: World) -> Experts:
@@ -226,6 +225,10 @@ class Experts:
 
     def __repr__(self) -> str:
         return f"Experts({self.cfg}, rank={self.world.rank}, world={self.world.size})"
+
+    def _make(self, cfg: MoEConfig, world: World) -> None:
+        agreement.agree(cfg, world, (world.rank, world.size), "Experts")
+        self._start(cfg, world)
 
     def _start(self, cfg: MoEConfig, world: World) -> None:
         """Collective, in the world's gate."""

@@ -90,32 +90,8 @@ class MoELayer(nn.Module):
         agreement.require_config(cfg)
         agreement.require_world(world)
         self._place = (world.rank, world.size)
-        kind = "MoELayer" if init else "MoELayer(init=False)"
-        with world.gate:  # layers are made one after the other, whichever threads make them
-            apart = agreement.agree(cfg, world, self._place, kind)
-            local = cfg.experts_per_rank(world.size)
-            engine_class(world).check_supported(cfg)
-            self.cfg = cfg
-            self.experts = None
-            self._caller = Caller(
-                "MoELayer",
-                (
-                    *call_checks.expected_weights(cfg, local),
-                    *call_checks.expected_router(cfg),
-                ),
-                absent="the layer was made with one",
-                routes=True,
-                any_ids=False,
-            )
-            with torch.device("meta") if _weights_are_meta() else device_of(world):
-                self.gate = Gate(cfg)
-                self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
-                self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
-                self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
-                self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
-            if init:
-                self._initialise_alike(world)
-            self._use(world, apart)
+        # Layers are made one after the other, whichever threads make them.
+        world.gate.run(lambda: self._make(cfg, world, init))
 
     @classmethod
     def from_hf(
@@ -231,8 +207,7 @@ class MoELayer(nn.Module):
                 f"the layer has a world, {self.world}; only one from a pickle has none"
             )
         agreement.require_world(world)
-        with world.gate:
-            self._use(world, agreement.agree(self.cfg, world, self._place, "MoELayer.bind"))
+        world.gate.run(lambda: self._agree_and_use(world, "MoELayer.bind"))
         return self
 
     def stats(self) -> dict[str, Any]:
@@ -284,9 +259,8 @@ class MoELayer(nn.Module):
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         if self.experts is not None:
-            with self.world.gate:
-                kind = "a copy of a MoELayer"
-                twin._use(self.world, agreement.agree(self.cfg, self.world, self._place, kind))
+            world = self.world
+            world.gate.run(lambda: twin._agree_and_use(world, "a copy of a MoELayer"))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -299,6 +273,38 @@ class MoELayer(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.experts = None
         wrappers.protect(self)
+
+    def _make(self, cfg: MoEConfig, world: World, init: bool) -> None:
+        """Parameters and what computes with them. Collective, in the world's gate."""
+        kind = "MoELayer" if init else "MoELayer(init=False)"
+        apart = agreement.agree(cfg, world, self._place, kind)
+        local = cfg.experts_per_rank(world.size)
+        engine_class(world).check_supported(cfg)
+        self.cfg = cfg
+        self.experts = None
+        self._caller = Caller(
+            "MoELayer",
+            (
+                *call_checks.expected_weights(cfg, local),
+                *call_checks.expected_router(cfg),
+            ),
+            absent="the layer was made with one",
+            routes=True,
+            any_ids=False,
+        )
+        with torch.device("meta") if _weights_are_meta() else device_of(world):
+            self.gate = Gate(cfg)
+            self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
+            self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
+            self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
+            self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
+        if init:
+            self._initialise_alike(world)
+        self._use(world, apart)
+
+    def _agree_and_use(self, world: World, kind: str) -> None:
+        """`_use` when the ranks agree that they make this kind of layer of it. Collective."""
+        self._use(world, agreement.agree(self.cfg, world, self._place, kind))
 
     def _use(self, world: World, apart: bool) -> None:
         """Makes this layer one of `world`. Collective. `apart`: see `agreement.agree`."""

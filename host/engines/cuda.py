@@ -119,60 +119,70 @@ class CudaEngine:
         address that the kernel cannot read, and what `exception_of` says of a failure of a call
         before: then nothing is launched.
         """
-        with self._holdings.gate:
-            if tensors.topk_ids is not None:
-                tensors = _with_readable_routing(tensors)
-            if torch.cuda.current_device() == self._device.index:
-                self._call(tensors)
-            else:
-                with torch.cuda.device(self._device):
-                    self._call(tensors)
+        self._holdings.gate.run(lambda: self._forward(tensors))
 
     def check(self) -> None:
         """Waits for this rank's calls so far and raises what `exception_of` says of a failure.
 
         The failed call may be one that a peer has made and this rank has not.
         """
-        with self._holdings.gate:
-            cuda_wait.synchronize(self._device)
-            failure = cuda_records.first_failure(self._holdings.buffers.heap, self._offsets)
+        failure = self._holdings.gate.run(self._first_failure)
         if failure is not None:
             raise exception_of(failure, self._world.rank)
 
     def stats(self) -> CallStats:
         """See `Engine.stats`. Waits for the calls so far."""
-        with self._holdings.gate:
-            cuda_wait.synchronize(self._device)
-            return cuda_records.stats_of(
-                self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape
-            )
+        return self._holdings.gate.run(self._stats)
 
     def trace(self) -> RankTrace:
         """See `Engine.trace`. Waits for the calls so far."""
         self._world.require_trace()
-        with self._holdings.gate:
-            cuda_wait.synchronize(self._device)
-            # Ranks of one process share a GPU, and so its clock.
-            behind = 0
-            if not self._world.control.shares_memory:
-                with torch.cuda.device(self._device):
-                    behind = cuda_clock.behind_host().nanoseconds
-            return cuda_records.trace_of(
-                self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape, behind
-            )
+        return self._holdings.gate.run(self._trace)
 
     def reset(self) -> None:
         """See `Engine.reset`."""
-        with self._holdings.gate:
-            cuda_wait.synchronize(self._device)
-            if self._peers.transport == "nvshmem":
-                with torch.cuda.device(self._device):
-                    finish_puts(self._world.rank, self._world.deadline)
-            self._world.control.barrier()  # no rank's kernel runs any more, nothing is on the way
-            self._clear(again=True)
-            self._holdings.failure.clear()
-            torch.cuda.synchronize(self._device)
-            self._world.control.barrier()  # every heap is clean before anyone writes into it
+        self._holdings.gate.run(self._reset)
+
+    def _forward(self, tensors: CallTensors) -> None:
+        if tensors.topk_ids is not None:
+            tensors = _with_readable_routing(tensors)
+        if torch.cuda.current_device() == self._device.index:
+            self._call(tensors)
+        else:
+            with torch.cuda.device(self._device):
+                self._call(tensors)
+
+    def _first_failure(self) -> cuda_records.Failure | None:
+        cuda_wait.synchronize(self._device)
+        return cuda_records.first_failure(self._holdings.buffers.heap, self._offsets)
+
+    def _stats(self) -> CallStats:
+        cuda_wait.synchronize(self._device)
+        return cuda_records.stats_of(
+            self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape
+        )
+
+    def _trace(self) -> RankTrace:
+        cuda_wait.synchronize(self._device)
+        # Ranks of one process share a GPU, and so its clock.
+        behind = 0
+        if not self._world.control.shares_memory:
+            with torch.cuda.device(self._device):
+                behind = cuda_clock.behind_host().nanoseconds
+        return cuda_records.trace_of(
+            self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape, behind
+        )
+
+    def _reset(self) -> None:
+        cuda_wait.synchronize(self._device)
+        if self._peers.transport == "nvshmem":
+            with torch.cuda.device(self._device):
+                finish_puts(self._world.rank, self._world.deadline)
+        self._world.control.barrier()  # no rank's kernel runs any more, nothing is on the way
+        self._clear(again=True)
+        self._holdings.failure.clear()
+        torch.cuda.synchronize(self._device)
+        self._world.control.barrier()  # every heap is clean before anyone writes into it
 
     def _call(self, tensors: CallTensors) -> None:
         """Launches a call's pieces; the engine's device is the current one."""

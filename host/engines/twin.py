@@ -116,10 +116,7 @@ class TwinEngine:
         Raises `ValueError` for an id, a number of tokens or a selection bias that cannot be, before
         anything is sent.
         """
-        with self._holdings.gate:
-            checked = self._checked(tensors)  # all of it, before anything is sent
-            for piece in pieces_of(checked, self._cfg.max_tokens):
-                self._call(piece)
+        self._holdings.gate.run(lambda: self._forward(tensors))
 
     def check(self) -> None:
         """See `Engine.check`: a call of the twin has raised by itself."""
@@ -127,44 +124,52 @@ class TwinEngine:
 
     def stats(self) -> CallStats:
         """See `Engine.stats`."""
-        with self._holdings.gate:
-            rank = self._live()
-            tallies, record, peers = rank.counters()
-            sent = rank.rows_sent()
-            received = [rank.rows_received(source) for source in range(self._world.size)]
+        return self._holdings.gate.run(self._stats)
+
+    def trace(self) -> RankTrace:
+        """See `Engine.trace`."""
+        self._world.require_trace()
+        return self._holdings.gate.run(self._trace)
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self._holdings.gate.run(lambda: self._world.gate.run(self._reset))
+
+    def _forward(self, tensors: CallTensors) -> None:
+        checked = self._checked(tensors)  # all of it, before anything is sent
+        for piece in pieces_of(checked, self._cfg.max_tokens):
+            self._call(piece)
+
+    def _stats(self) -> CallStats:
+        rank = self._live()
+        tallies, record, peers = rank.counters()
         return counters.read(
             self._world.rank,
             numpy.frombuffer(tallies, counters.TALLY),
             self._world.processors,
             numpy.frombuffer(record, counters.RECORD),
             numpy.frombuffer(peers, counters.PEER),
-            sent,
-            received,
+            rank.rows_sent(),
+            [rank.rows_received(source) for source in range(self._world.size)],
             self._cfg.hidden * self._cfg.dtype.itemsize,
         )
 
-    def trace(self) -> RankTrace:
-        """See `Engine.trace`."""
-        self._world.require_trace()
-        with self._holdings.gate:
-            rank = self._live()
-            counts, events = rank.trace()
-            received = [rank.rows_received(source) for source in range(self._world.size)]
+    def _trace(self) -> RankTrace:
+        rank = self._live()
+        counts, events = rank.trace()
         actors = self._world.processors + len(OS_ACTORS)
         return tracing.read(
             self._world.rank,
             numpy.frombuffer(counts, numpy.uint32),
             numpy.frombuffer(events, EVENT).reshape(actors, -1),
-            received,
+            [rank.rows_received(source) for source in range(self._world.size)],
             self._chunk_rows,
         )
 
-    def reset(self) -> None:
-        """See `Engine.reset`."""
-        with self._holdings.gate, self._world.gate:
-            self._world.control.barrier()  # no rank is inside a call any more
-            self._live().reset(self._faults.packed(again=True))
-            self._world.control.barrier()  # every heap is clean before anyone writes into it
+    def _reset(self) -> None:
+        self._world.control.barrier()  # no rank is inside a call any more
+        self._live().reset(self._faults.packed(again=True))
+        self._world.control.barrier()  # every heap is clean before anyone writes into it
 
     def _checked(self, tensors: CallTensors) -> CallTensors:
         """The call with routing as the twin reads it. Raises for values that cannot be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from types import FrameType
 
 import pytest
 
+from moeos import call_gate
 from moeos.call_gate import CallGate
 
 FAR = 60.0  # seconds: longer than any of this takes
@@ -29,12 +31,14 @@ class Visitor(threading.Thread):
 
     def run(self) -> None:
         try:
-            with self._gate:
-                self._notes.append(self.name)
-                self.inside.set()
-                assert self.let_go.wait(FAR)
+            self._gate.run(self._stay)
         except RuntimeError as error:
             self.error = error
+
+    def _stay(self) -> None:
+        self._notes.append(self.name)
+        self.inside.set()
+        assert self.let_go.wait(FAR)
 
     def leave(self) -> None:
         self.let_go.set()
@@ -71,21 +75,23 @@ def test_threads_come_in_one_at_a_time_in_order_of_arrival() -> None:
 def test_an_error_inside_leaves_the_gate_to_the_next() -> None:
     gate = CallGate(0)
     for _ in range(3):
-        with pytest.raises(KeyError), gate:
-            raise KeyError
-    with gate:
-        assert gate.busy
+        with pytest.raises(KeyError):
+            gate.run(lambda: {}["nothing"])
+    assert gate.run(lambda: gate.busy)
     assert not gate.busy
 
 
 def test_a_call_within_a_call_in_one_thread_is_an_error_and_not_a_wait() -> None:
     gate = CallGate(2)
-    with gate:
-        with pytest.raises(RuntimeError, match="rank 2 is in a call of this layer"), gate:
-            pass
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match="rank 2 is in a call of this layer"):
+            gate.run(lambda: None)
         assert gate.held_here
-    with gate:
-        pass
+
+    for _ in range(2):
+        gate.run(call)
+        assert not gate.held_here
 
 
 def test_who_gives_up_waiting_lets_the_next_wait_for_the_one_before() -> None:
@@ -109,8 +115,8 @@ def test_who_gives_up_waiting_lets_the_next_wait_for_the_one_before() -> None:
     helper = threading.Thread(target=when_main_waits, daemon=True)
     helper.start()
     try:
-        with pytest.raises(InterruptedError), gate:
-            pytest.fail("came in beside the first")
+        with pytest.raises(InterruptedError):
+            gate.run(lambda: pytest.fail("came in beside the first"))
     finally:
         signal.signal(signal.SIGUSR1, before)
     helper.join(FAR)
@@ -119,6 +125,97 @@ def test_who_gives_up_waiting_lets_the_next_wait_for_the_one_before() -> None:
     assert last[0].inside.wait(FAR)
     last[0].leave()
     assert notes == ["first", "last"]
+
+
+class Interruption(Exception):
+    """What a signal's handler raises."""
+
+
+class InterruptAt:
+    """A profiler that raises where a signal's handler can: as a function begins or has ended."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        ours = frame.f_code.co_filename == call_gate.__file__
+        if ours and event in ("call", "return", "c_return"):
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise Interruption
+
+
+def assert_open(gate: CallGate, when: str) -> None:
+    assert not gate.busy, when
+    assert not gate.held_here, when
+    other = threading.Thread(target=gate.run, args=(lambda: None,), daemon=True)
+    other.start()
+    other.join(FAR)
+    assert not other.is_alive(), when
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_exception_wherever_a_function_begins_or_ends_leaves_the_gate_open(fails: bool) -> None:
+    gate = CallGate(0)
+
+    def call() -> None:
+        if fails:
+            raise KeyError
+
+    number, interrupt = 0, InterruptAt(0)
+    while interrupt.left == 0:
+        number += 1
+        interrupt = InterruptAt(number)
+        profiler = sys.getprofile()
+        sys.setprofile(interrupt)
+        try:
+            gate.run(call)
+        except (Interruption, KeyError):
+            pass
+        finally:
+            sys.setprofile(profiler)
+        assert_open(gate, f"after event {number}")
+    assert number > 8
+
+
+def test_signals_that_raise_at_any_time_leave_the_gate_open() -> None:
+    gate = CallGate(0)
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise Interruption
+
+    def call_until_interrupted(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            gate.run(lambda: None)
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    try:
+        for number in range(500):
+            with pytest.raises(Interruption):
+                call_until_interrupted(1e-5 + 1e-7 * number)
+            assert_open(gate, f"after signal {number}")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_who_comes_again_at_once_is_not_taken_for_one_who_is_inside() -> None:
+    """While another, which has waited for the end of its turn, is about to begin."""
+    gate = CallGate(0)
+    notes = list[str]()
+    first = Visitor(gate, notes, "first")
+    assert first.inside.wait(FAR)
+    turn = gate._turn
+    assert turn is not None
+    waiting = queued(gate, notes, "waiting")
+    first.leave()
+    assert waiting.inside.wait(FAR)
+    waiting.leave()
+    gate._turn = turn
+    turn.thread = threading.get_ident()
+    with turn.held:  # as who waits holds it for a moment
+        assert not gate.held_here
 
 
 def test_a_closed_gate_lets_nobody_in_and_who_waits_is_told_so() -> None:
@@ -134,8 +231,8 @@ def test_a_closed_gate_lets_nobody_in_and_who_waits_is_told_so() -> None:
         visitor.join(FAR)
         assert "the world of rank 3 was closed during this call" in str(visitor.error)
     assert notes == ["inside"]
-    with pytest.raises(RuntimeError, match="the world of rank 3 is closed"), gate:
-        pass
+    with pytest.raises(RuntimeError, match="the world of rank 3 is closed"):
+        gate.run(lambda: None)
     with pytest.raises(RuntimeError, match="the world of rank 3 is closed"):
         gate.require_open()
 
@@ -143,9 +240,12 @@ def test_a_closed_gate_lets_nobody_in_and_who_waits_is_told_so() -> None:
 def closed_inside(error: BaseException) -> None:
     """A gate is closed while a thread is inside, which then leaves by an error."""
     gate = CallGate(0)
-    with gate:
+
+    def call() -> None:
         gate.close()
         raise error
+
+    gate.run(call)
 
 
 def test_the_error_of_a_call_in_a_gate_that_was_closed_is_that_it_was_closed() -> None:

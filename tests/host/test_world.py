@@ -214,8 +214,12 @@ def test_what_cannot_end_yet_ends_when_the_next_is_made_or_with_the_world() -> N
 def test_a_world_is_not_closed_within_a_call_in_the_same_thread() -> None:
     world = world_of(SoloControl())
     held = Held(world)
-    with held.gate, pytest.raises(RuntimeError, match="cannot be closed within a call in the same"):
-        world.close()
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match="cannot be closed within a call in the same"):
+            world.close()
+
+    held.gate.run(call)
     assert not world.closed
     world.close()
     assert held.ended == 1
@@ -230,11 +234,10 @@ def test_what_a_call_that_never_ends_may_use_stays(monkeypatch: pytest.MonkeyPat
     leave, inside = threading.Event(), threading.Event()
 
     def call() -> None:
-        with held.gate:
-            inside.set()
-            leave.wait(60)
+        inside.set()
+        leave.wait(60)
 
-    thread = threading.Thread(target=call)
+    thread = threading.Thread(target=held.gate.run, args=(call,))
     thread.start()
     assert inside.wait(60)
     with pytest.raises(RuntimeError, match=r"rank 0 is closed, but a call .* within 0\.2 s"):
