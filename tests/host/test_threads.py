@@ -246,9 +246,9 @@ def test_a_call_and_a_close_within_a_call_of_the_same_thread_are_errors() -> Non
     assert "cannot be closed within a call in the same thread" in str(errors[3])
 
 
-AT_THE_END = """
+AT_THE_END = f"""
 import sys, threading, time, torch, moeos
-world = moeos.init(backend="twin", deadline=100.0)
+world = moeos.init(backend="twin", deadline={FAR})
 cfg = moeos.MoEConfig(hidden=64, intermediate=96, experts=8, top_k=2, dtype=torch.float32,
                       max_tokens=128)
 layer = moeos.MoELayer(cfg, world)
