@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,7 @@ from moeos.control import ControlPlane, SoloControl, StoreControl, name_ranks, r
 from moeos.errors import PeerTimeout
 from moeos.faults import FaultPlan, plan_of
 from moeos.launchers import MAX_RANKS, Launch, detect, place_on_host
+from moeos.place import boot
 from moeos.process_groups import meet, membership
 from moeos.rendezvous import Meeting, at_address, by_mpi, can_ask_mpi, on_this_host
 from moeos.world import (
@@ -386,8 +386,7 @@ def _no_address(launch: Launch) -> str:
 
 def _require_one_host(control: ControlPlane) -> None:
     """Raises `RuntimeError`, the same on all ranks, unless all are on one host."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    hosts = control.allgather((socket.gethostname(), boot), "the names of the ranks' hosts")
+    hosts = control.allgather((socket.gethostname(), boot()), "the names of the ranks' hosts")
     if len(set(hosts)) > 1:
         where = "; ".join(
             f"{name_ranks(r for r in range(control.size) if hosts[r] == host)} on {host[0]}"

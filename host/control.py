@@ -82,6 +82,21 @@ def raise_together(control: ControlPlane, error: Exception | None, what: str) ->
             raise first if rank == control.rank else copy.copy(first)
 
 
+def agree(control: ControlPlane, do: Callable[[], Value], what: str) -> Value:
+    """What `do()` returns here, if it returns on all ranks; else a `RuntimeError` on all ranks.
+
+    Collective. For errors of libraries that have types of their own: it names the rank and `what`.
+    """
+    error: Exception | None = None
+    value: Value | None = None
+    try:
+        value = do()
+    except Exception as raised:
+        error = RuntimeError(f"rank {control.rank}, {what}: {raised}")
+    raise_together(control, error, what)
+    return value  # type: ignore[return-value]
+
+
 def require_equal(control: ControlPlane, value: object, what: str) -> None:
     """Raises `ConfigMismatch`, the same on all ranks, unless all of them hold an equal value.
 

@@ -1,36 +1,28 @@
 """The symmetric heap on GPUs: memory of equal size on every rank, which all ranks' GPUs address.
 
-Of one rank, and of virtual ranks on one GPU, it is plain device memory; between processes it is
-NVSHMEM's, and a peer whose memory this GPU cannot address is reached by NVSHMEM's puts. This file
-knows nothing of what lies in a heap.
+Of one rank, and of virtual ranks on one GPU, it is plain device memory. Between processes of one
+host it is memory that they share through CUDA, and where there are remote peers NVSHMEM's, whose
+puts reach them. This file knows nothing of what lies in a heap.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
-import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import abc
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeos import cuda_driver
-from moeos.control import ControlPlane, raise_together, require_equal
+from moeos import cuda_driver, descriptors, device_memory, nvshmem_heap
+from moeos.control import ControlPlane, agree, require_equal
+from moeos.device_memory import Mapping
 from moeos.errors import PeerTimeout
-from moeos.jit import INSTALL
 
-Value = TypeVar("Value")
-
-_PROBE_BYTES = 128
-_PAUSE = 1e-3  # seconds between two looks at whether puts have arrived
-
-_started: tuple[int, int] | None = None  # the rank and the size that NVSHMEM runs with
-_unreachable: list[
-    Sequence[Tensor | None]
-] = []  # heaps that cannot be freed, because a peer is gone
+_PROBE_BYTES = 1
+_NO_ATOMICS = "there are no atomics between the GPUs, which are joined by PCIe"
 
 
 class DeviceHeap:
@@ -46,33 +38,30 @@ class DeviceHeap:
 
     Raises:
         ConfigMismatch: ranks ask for different sizes.
-        RuntimeError: NVSHMEM is missing, or there is no memory; on all ranks.
+        RuntimeError: there is no memory, or without NVSHMEM a GPU cannot address a peer's; on all
+            ranks.
         PeerTimeout: a rank did not take part.
     """
 
-    def __init__(self, control: ControlPlane, size: int, device: torch.device) -> None:
+    def __init__(
+        self, control: ControlPlane, size: int, device: torch.device, *, by_nvshmem: bool = False
+    ) -> None:
         require_equal(control, size, "the size of a heap")
         self.size = size
-        self.symmetric = not control.shares_memory
+        self.symmetric = by_nvshmem
         self._control = control
+        self._device = device
+        self._mappings: list[Mapping] = []
         self.heaps: list[Tensor | None]
-        if self.symmetric:
-            _start_nvshmem(control, device)
-
-        def allocate() -> Tensor:
-            if self.symmetric:
-                memory: Tensor = _nvshmem().tensor((size,), dtype=torch.uint8, except_on_del=False)
-            else:
-                memory = torch.empty(size, dtype=torch.uint8, device=device)
-            memory.zero_()
-            torch.cuda.synchronize(device)
-            return memory
-
-        self.own = _agree(control, allocate, f"allocating a heap of {size} bytes")
-        if self.symmetric:
-            self.heaps = _agree(control, self._map_peers, "mapping the peers' heaps")
+        if control.shares_memory:
+            self.heaps = [*control.allgather(self._plain(), "the addresses of a heap")]
+        elif by_nvshmem:
+            self.heaps = self._of_nvshmem()
         else:
-            self.heaps = [*control.allgather(self.own, "the addresses of a heap")]
+            self.heaps = self._shared()
+        own = self.heaps[control.rank]
+        assert own is not None  # each GPU addresses its own memory
+        self.own = own
         # NVSHMEM's puts go by the address of this rank's own copy.
         self.put_addresses = [
             self.own.data_ptr() if self.symmetric or memory is None else memory.data_ptr()
@@ -95,171 +84,159 @@ class DeviceHeap:
         if memory is not None:
             memory[at : at + size].copy_(self.own[at : at + size], non_blocking=True)
         else:
-            address = self.own.data_ptr() + at
-            stream = torch.cuda.current_stream().cuda_stream
-            _bindings().putmem_on_stream(address, address, size, peer, stream)
+            nvshmem_heap.put(self.own.data_ptr() + at, size, peer)
 
     def close(self) -> None:
-        """Gives the memory back; idempotent. No kernel may use it any more.
+        """Gives the memory back; idempotent. No kernel of this rank may use it any more.
 
-        Between processes it waits for the peers to close theirs, up to the control plane's
-        deadline; if one is gone, this process keeps the memory until it ends.
+        A peer's kernel may use memory of this rank that is shared through CUDA: it stays until the
+        peer has closed its heap, too. NVSHMEM waits for the peers to close theirs, up to the
+        control plane's deadline; if one is gone, this process keeps the memory until it ends.
         """
         heaps, self.heaps = self.heaps, []
-        if not heaps or not self.symmetric:
+        if not heaps:
             return
+        if self.symmetric:
+            nvshmem_heap.free(self.own, self._control)
+        _unmap(self._mappings)
+
+    def _plain(self) -> Tensor:
+        return agree(
+            self._control,
+            lambda: self._zeroed(torch.empty(self.size, dtype=torch.uint8, device=self._device)),
+            self._allocating,
+        )
+
+    def _of_nvshmem(self) -> list[Tensor | None]:
+        def allocate() -> Tensor:
+            return self._zeroed(nvshmem_heap.allocate(self.size))
+
+        own = agree(self._control, allocate, self._allocating)
+        return agree(
+            self._control,
+            lambda: nvshmem_heap.peers_memory(own, self._control.size),
+            "mapping the peers' heaps",
+        )
+
+    def _shared(self) -> list[Tensor | None]:
+        found = _map_all(self._control, self.size, self._device, self._allocating)
+        self._mappings = [one for one in found if isinstance(one, Mapping)]
+
+        def tensors() -> list[Tensor | None]:
+            heaps: list[Tensor | None] = []
+            for peer, mapping in enumerate(found):
+                if isinstance(mapping, str):
+                    raise RuntimeError(f"the memory of rank {peer}: {mapping}")
+                heaps.append(mapping.tensor(self.size))
+            self._zeroed(heaps[self._control.rank])
+            return heaps
+
         try:
-            self._control.barrier()
-        except (PeerTimeout, RuntimeError):
-            _unreachable.append(heaps)
-        else:
-            _nvshmem().free_tensor(self.own)
+            return agree(self._control, tensors, "mapping the peers' heaps")
+        except BaseException:
+            _unmap(self._mappings)
+            raise
 
-    def _map_peers(self) -> list[Tensor | None]:
-        return [
-            _nvshmem().get_peer_tensor(self.own, peer) if _addresses(self.own, peer) else None
-            for peer in range(self._control.size)
-        ]
+    @property
+    def _allocating(self) -> str:
+        return f"allocating a heap of {self.size} bytes"
+
+    def _zeroed(self, memory: Tensor | None) -> Tensor:
+        assert memory is not None
+        memory.zero_()
+        _synchronize(self._device)
+        return memory
 
 
-def addressable_peers(control: ControlPlane, device: torch.device) -> list[bool]:
-    """[P] whose memory of a heap this rank's GPU will address by itself. Collective.
+def shareable_peers(control: ControlPlane, device: torch.device) -> list[str]:
+    """[P] why this rank's GPU cannot address a rank's heap that is shared through CUDA; "" where it
+    can. Collective.
 
-    NVSHMEM maps the memory of every GPU with peer access, over PCIe as well. There a credit, which
+    CUDA maps the memory of every GPU with peer access, over PCIe as well. There a credit, which
     several blocks add to, would lose some: such a peer is remote. A GPU that this process may not
     see cannot be asked about, and is taken for one on NVLink.
-
-    Raises `RuntimeError`, on all ranks, if NVSHMEM is missing or cannot be started.
     """
     if control.shares_memory or control.size == 1:
-        return [True] * control.size
-    _start_nvshmem(control, device)
+        return [""] * control.size
+    try:
+        found = _map_all(control, _PROBE_BYTES, device, "sharing memory of a GPU")
+    except PeerTimeout:
+        raise
+    except RuntimeError as error:  # of all ranks alike
+        return ["" if peer == control.rank else str(error) for peer in range(control.size)]
+    _unmap([one for one in found if isinstance(one, Mapping)])
+    atomic = peers_with_atomics(control, device)
+    return [
+        mapping if isinstance(mapping, str) else ("" if adds else _NO_ATOMICS)
+        for mapping, adds in zip(found, atomic, strict=True)
+    ]
+
+
+def peers_with_atomics(control: ControlPlane, device: torch.device) -> list[bool]:
+    """[P] on whose memory this GPU's atomics are atomic, as far as the driver tells. Collective.
+
+    Raises `RuntimeError`, on all ranks, if the driver does not answer.
+    """
+    identity = agree(control, lambda: _uuid_of(device), "the name of a GPU")
+    identities = control.allgather(identity, "the names of the ranks' GPUs")
 
     def look() -> list[bool]:
-        probe = _nvshmem().tensor((_PROBE_BYTES,), dtype=torch.uint8, except_on_del=False)
-        found = [_addresses(probe, peer) for peer in range(control.size)]
-        _nvshmem().free_tensor(probe)
-        return found
-
-    identity = _agree(control, lambda: _uuid_of(device), "the name of a GPU")
-    identities = control.allgather(identity, "the names of the ranks' GPUs")
-    mapped = _agree(control, look, "looking for the peers whose memory is addressed")
-
-    def ask() -> list[bool]:
         gpus = cuda_driver.visible_gpus()
-        return [
-            found and _may_add(gpus, identity, other)
-            for found, other in zip(mapped, identities, strict=True)
-        ]
+        return [_may_add(gpus, identity, other) for other in identities]
 
-    return _agree(control, ask, "asking for atomics between GPUs")
+    return agree(control, look, "asking for atomics between GPUs")
 
 
-def fill_in_state(library: int) -> None:
-    """Has NVSHMEM, which is running, fill in its state in a loaded kernel that puts by it."""
-    _bindings().culibrary_init(library)
+def _map_all(
+    control: ControlPlane, size: int, device: torch.device, what: str
+) -> list[Mapping | str]:
+    """[P] memory of each rank as this rank's GPU sees it, or why it does not. Collective.
 
-
-def finish_puts(rank: int, deadline: float) -> None:
-    """Returns when all that this rank's kernels have put by NVSHMEM so far has arrived.
-
-    Raises `PeerTimeout` if that takes longer than `deadline` seconds.
+    Raises `RuntimeError`, on all ranks, if a rank cannot make or offer its own.
     """
-    stream = torch.cuda.current_stream()
-    _bindings().quiet_on_stream(stream.cuda_stream)
-    arrived = stream.record_event()
-    ends = time.monotonic() + deadline
-    while not arrived.query():
-        if time.monotonic() > ends:
-            raise PeerTimeout(
-                f"rank {rank} waited {deadline:g} s for its puts to arrive: a peer or the network "
-                "between them is gone. Stop all ranks"
-            )
-        time.sleep(_PAUSE)
+    with contextlib.ExitStack() as made:
+
+        def make() -> tuple[Mapping, int]:
+            mapping, descriptor = device_memory.make(size, device)
+            made.callback(os.close, descriptor)
+            made.push(lambda kind, *_: _unmap([mapping]) if kind else None)
+            return mapping, descriptor
+
+        own, descriptor = agree(control, make, what)
+        received = descriptors.exchange(control, descriptor)
+        try:
+            return [
+                own if peer == control.rank else _map(theirs, own.size, device)
+                for peer, theirs in enumerate(received)
+            ]
+        finally:
+            descriptors.close(received)
 
 
-def forget_state(library: int) -> None:
-    """Undoes `fill_in_state`, before the kernel is unloaded."""
-    _bindings().culibrary_finalize(library)
+def _map(descriptor: int | None, size: int, device: torch.device) -> Mapping | str:
+    if descriptor is None:
+        return "it is on another host, or in a container with another network"
+    try:
+        return device_memory.map_shared(descriptor, size, device)
+    except RuntimeError as error:
+        return str(error)
+
+
+def _unmap(mappings: list[Mapping]) -> None:
+    while mappings:
+        mappings.pop().unmap()
+
+
+def _synchronize(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
 
 
 def _uuid_of(device: torch.device) -> str:
     return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).hex
 
 
-def _may_add(gpus: Mapping[str, Any], mine: str, peer: str) -> bool:
+def _may_add(gpus: abc.Mapping[str, Any], mine: str, peer: str) -> bool:
     """Whether a GPU's atomics on a peer's memory are atomic, as far as `gpus` tell."""
     if peer == mine or peer not in gpus or mine not in gpus:
         return True
     return cuda_driver.has_atomics(gpus[mine], gpus[peer])
-
-
-def _addresses(memory: Tensor, peer: int) -> bool:
-    return bool(_bindings().ptr(memory.data_ptr(), peer) != 0)
-
-
-def _bindings() -> Any:
-    return importlib.import_module("nvshmem.bindings")
-
-
-def _nvshmem() -> Any:
-    try:
-        return importlib.import_module("nvshmem.core")
-    except (ImportError, RuntimeError) as error:
-        raise RuntimeError(
-            f"NVSHMEM, by which GPUs of several processes share memory, is missing ({error}): "
-            f"{INSTALL}"
-        ) from error
-
-
-def _start_nvshmem(control: ControlPlane, device: torch.device) -> None:
-    """Starts NVSHMEM with the ranks of `control`, once in a process. Collective.
-
-    It is never ended, which would wait for all ranks; it ends with the process.
-    """
-    global _started
-    ranks = (control.rank, control.size)
-    if _started is not None:
-        if _started != ranks:
-            raise RuntimeError(
-                f"this process runs NVSHMEM as rank {_started[0]} of {_started[1]} and cannot "
-                f"become rank {ranks[0]} of {ranks[1]}"
-            )
-        return
-    # It would set NVLink multicast up, which nothing here uses.
-    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
-    # Puts are compiled into the kernel, and are those of the proxy (nvshmem_transport.hpp).
-    os.environ.setdefault("NVSHMEM_IB_ENABLE_IBGDA", "0")
-    first = control.rank == 0
-    identity = _agree(control, lambda: _nvshmem().get_unique_id(empty=not first), "NVSHMEM")
-    numpy = importlib.import_module("numpy")
-    words = identity._data.view(numpy.uint8)
-    words[:] = numpy.frombuffer(
-        control.allgather(words.tobytes(), "NVSHMEM's identity")[0], dtype=numpy.uint8
-    )
-
-    def start() -> None:
-        made = importlib.import_module("cuda.core").Device(device.index)
-        made.set_current()
-        _nvshmem().init(
-            device=made,
-            uid=identity,
-            rank=control.rank,
-            nranks=control.size,
-            initializer_method="uid",
-        )
-
-    _agree(control, start, "starting NVSHMEM")
-    _started = ranks
-
-
-def _agree(control: ControlPlane, do: Callable[[], Value], what: str) -> Value:
-    """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""
-    error: Exception | None = None
-    value: Value | None = None
-    try:
-        value = do()
-    except Exception as raised:  # NVSHMEM and CUDA have types of their own
-        error = RuntimeError(f"rank {control.rank}, {what}: {raised}")
-    raise_together(control, error, what)
-    return value  # type: ignore[return-value]

@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from moeos.caller import Caller
 from moeos.errors import PeerTimeout
+from moeos.place import boot
 from moeos.process import Home, keep_in_children
 from moeos.thread_limits import no_thread
 
@@ -147,13 +147,13 @@ def serve(deadline: float) -> TCPStore:
 
 def announcement(store: TCPStore) -> str:
     """What ranks on any host are told of a store that this process holds: host, port, boot."""
-    return f"{socket.gethostname()} {store.port} {_boot()}"
+    return f"{socket.gethostname()} {store.port} {boot()}"
 
 
 def at_announced(rank: int, size: int, deadline: float, announced: str) -> Meeting:
     """The store that `announcement` tells of; raises `PeerTimeout` as `at_address` does."""
-    host, port, boot = announced.split()
-    host = _HERE if boot == _boot() else host
+    host, port, its_boot = announced.split()
+    host = _HERE if its_boot == boot() else host
     return at_address(rank, size, deadline, host=host, port=int(port), serve=False)
 
 
@@ -164,11 +164,6 @@ def within(deadline: float, ask: Callable[[], Value]) -> Value:
         return caller.result(ask, deadline)
     finally:
         caller.close()
-
-
-def _boot() -> str:
-    """What tells this host from others, as long as it runs."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _connect(host: str, port: int, serve: bool, deadline: float) -> TCPStore:

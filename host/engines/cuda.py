@@ -20,7 +20,7 @@ from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
 from moeos.cuda_driver import ask
-from moeos.device_heap import DeviceHeap, fill_in_state, finish_puts, forget_state
+from moeos.device_heap import DeviceHeap
 from moeos.engines import cuda_chain, cuda_clock, cuda_records, cuda_wait
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import (
@@ -37,6 +37,7 @@ from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
+from moeos.nvshmem_heap import fill_in_state, finish_puts, forget_state
 from moeos.tracing import RankTrace
 from moeos.world import World
 

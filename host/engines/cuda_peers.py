@@ -6,10 +6,12 @@ The only file that decides it. It knows nothing of heaps' contents or of launche
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import torch
 
-from moeos.device_heap import DeviceHeap, addressable_peers
+from moeos import nvshmem_heap
+from moeos.device_heap import DeviceHeap, peers_with_atomics, shareable_peers
 from moeos.kernel_shape import Transport
 from moeos.world import World
 
@@ -23,26 +25,24 @@ class Peers:
             pair of ranks is direct in both directions or in none.
         transport: of the kernel: "none" where all ranks of the world are direct to each other, so
             it is the same on all ranks.
+        by_nvshmem: whether heaps are NVSHMEM's; the same on all ranks.
     """
 
     direct: tuple[bool, ...]
     transport: Transport
+    by_nvshmem: bool = False
 
     @staticmethod
     def find(world: World, device: torch.device) -> Peers:
-        """How the ranks of a world reach each other. Collective.
+        """How the ranks of a world reach each other. Collective; a world is asked once.
 
-        Raises what `addressable_peers` raises.
+        Raises `RuntimeError`, on all ranks, if there are remote peers and NVSHMEM is missing,
+        cannot be started or serves another world.
         """
-        addressable = addressable_peers(world.control, device)
-        mine = [found and world.near(peer) for peer, found in enumerate(addressable)]
-        ways = world.control.allgather(mine, "the peers whose memory is addressed")
-        if all(map(all, ways)):
-            transport: Transport = "none"
-        else:
-            transport = "mapped" if world.control.shares_memory else "nvshmem"
-        both = tuple(mine[peer] and ways[peer][world.rank] for peer in range(world.size))
-        return Peers(both, transport)
+        found = _of_world.get(world)
+        if found is None:
+            found = _of_world[world] = _find(world, device)
+        return found
 
     def table(self, heap: DeviceHeap) -> list[int]:
         """What the kernel is given of each rank [2 P]: the address of its heap that it stores to, 0
@@ -52,3 +52,42 @@ class Peers:
             for near, memory in zip(self.direct, heap.heaps, strict=True)
         ]
         return stores + heap.put_addresses
+
+
+def _find(world: World, device: torch.device) -> Peers:
+    control = world.control
+    why_not = shareable_peers(control, device)
+    ways = _ways(world, [not reason for reason in why_not])
+    if control.shares_memory:
+        return Peers(_both(world, ways), "none" if all(map(all, ways)) else "mapped")
+    if all(map(all, ways)):
+        return Peers(_both(world, ways), "none")
+    said = control.allgather(_why_remote(world, why_not), "why peers are remote")
+    nvshmem_heap.serve(world, device, next(filter(None, said)))
+    mapped = nvshmem_heap.mapped_peers(control)
+    atomic = peers_with_atomics(control, device)
+    ways = _ways(world, [found and adds for found, adds in zip(mapped, atomic, strict=True)])
+    transport: Transport = "none" if all(map(all, ways)) else "nvshmem"
+    return Peers(_both(world, ways), transport, by_nvshmem=True)
+
+
+def _ways(world: World, addressable: list[bool]) -> list[list[bool]]:
+    """[P] [P] whether the one rank may write into the other's memory."""
+    mine = [found and world.near(peer) for peer, found in enumerate(addressable)]
+    return world.control.allgather(mine, "the peers whose memory is addressed")
+
+
+def _both(world: World, ways: list[list[bool]]) -> tuple[bool, ...]:
+    return tuple(ways[world.rank][peer] and ways[peer][world.rank] for peer in range(world.size))
+
+
+def _why_remote(world: World, why_not: list[str]) -> str:
+    """Why the first peer that is remote to this rank is; "" if none is."""
+    for peer, reason in enumerate(why_not):
+        if reason or not world.near(peer):
+            why = reason or "ranks_per_node makes them ranks of two nodes"
+            return f"rank {peer} is remote to rank {world.rank}: {why}"
+    return ""
+
+
+_of_world: weakref.WeakKeyDictionary[World, Peers] = weakref.WeakKeyDictionary()

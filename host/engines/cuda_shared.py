@@ -14,8 +14,10 @@ import torch
 
 from moeos.call_gate import CallGate
 from moeos.control import ControlPlane, require_equal
-from moeos.device_heap import DeviceHeap, finish_puts
+from moeos.device_heap import DeviceHeap
 from moeos.engines.cuda_chain import LaunchChain
+from moeos.engines.cuda_peers import Peers
+from moeos.nvshmem_heap import finish_puts
 from moeos.world import World
 
 MakeHeap = Callable[[int], DeviceHeap]
@@ -80,7 +82,12 @@ class SharedOnGpu:
         self.launches = LaunchChain()
         self._control = control
         self._deadline = world.deadline
-        self._pool = HeapPool(control, world.gate, lambda size: DeviceHeap(control, size, device))
+        by_nvshmem = Peers.find(world, device).by_nvshmem
+
+        def make(size: int) -> DeviceHeap:
+            return DeviceHeap(control, size, device, by_nvshmem=by_nvshmem)
+
+        self._pool = HeapPool(control, world.gate, make)
         world.hold(None, self._pool)
 
     @classmethod
