@@ -28,6 +28,12 @@ print(*[name for name in sys.argv[1:] if not imported(name)])
 """
 
 
+NEED_THEIR_LIBRARY = {
+    f"moeos.integrations.{name}" for name in ("vllm", "vllm_experts", "sglang", "torchtitan")
+}
+"""Adapters whose library is not installed beside moeos: tests/integrations/test_missing.py."""
+
+
 def test_no_module_needs_another_one_to_be_imported_before_it() -> None:
     root = Path(moeos.__file__).parent
     names = [
@@ -37,6 +43,7 @@ def test_no_module_needs_another_one_to_be_imported_before_it() -> None:
     ]
     names = [name.removesuffix(".__init__") for name in names]
     assert "moeos.bench.suite" in names
+    names = [name for name in names if name not in NEED_THEIR_LIBRARY]
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, timeout=240
     )

@@ -1,0 +1,87 @@
+"""What the adapters have in common: worlds and experts that all layers of a model share.
+
+It knows process groups and `moeos.Experts`, and nothing of any library that an adapter is for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, cast, get_args
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+import moeos
+from moeos.config import Activation, MoEConfig
+from moeos.experts import Experts
+from moeos.world import World
+
+SERVER_DEADLINE = 300.0
+"""Seconds that a server's ranks wait for each other: one may still compile or capture graphs."""
+
+_lock = threading.Lock()
+_worlds: dict[
+    tuple[int, str], tuple[Any, World]
+] = {}  # with its group, so that no other has its id
+_experts: dict[tuple[int, MoEConfig], Experts] = {}
+
+
+def missing(library: str, package: str, version: str) -> ImportError:
+    """The error for an adapter whose library cannot be imported."""
+    return ImportError(
+        f"moeos.integrations.{library} needs {package}, which cannot be imported here; install it "
+        f"(the adapter was written for {package} {version})"
+    )
+
+
+def refusal(where: str, field: str, value: object, works: str) -> ValueError:
+    """The error for what an adapter does not do: the field, its value, and what works."""
+    return ValueError(f"{where}: {field} is {value!r}, which moeos does not do; {works}")
+
+
+def activation_of(where: str, name: str, table: Mapping[str, str]) -> Activation:
+    """The activation of a config that a library's name means; `refusal` if there is none."""
+    known = get_args(Activation)
+    if table.get(name) not in known:
+        works = ", ".join(repr(key) for key, value in table.items() if value in known)
+        raise refusal(where, "activation", name, f"these work: {works}")
+    return cast(Activation, table[name])
+
+
+def world_of(group: dist.ProcessGroup | None, backend: str, deadline: float) -> World:
+    """The one world of a process group in this process; without a group that of it alone.
+
+    Collective over the group where it is made: at the first call, and after it was closed. It lives
+    until the process ends.
+    """
+    with _lock:
+        key = (id(group), backend)
+        _, world = _worlds.get(key, (None, None))
+        if world is None or world.closed:
+            if group is None:
+                alone = HashStore()
+                world = moeos.init(backend, rank=0, size=1, store=alone, deadline=deadline)
+            else:
+                world = moeos.init(backend, group=group, deadline=deadline)
+            _worlds[key] = (group, world)
+        return world
+
+
+def experts_of(cfg: MoEConfig, world: World) -> Experts:
+    """The experts that all layers of one shape share. Collective where they are made."""
+    with _lock:
+        key = (id(world), cfg)
+        made = _experts.get(key)
+        if made is None or made.world is not world:
+            made = _experts[key] = Experts(cfg, world)
+        return made
+
+
+def part(rows: int, rank: int, ranks: int) -> tuple[int, int, int]:
+    """Which of `rows` equal rows of `ranks` ranks are this rank's: first, behind the last, and the
+    most that a rank has.
+    """
+    most = -(-rows // ranks)
+    first = min(rows, rank * most)
+    return first, min(rows, first + most), most

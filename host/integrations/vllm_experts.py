@@ -1,0 +1,310 @@
+"""vLLM's routed experts on moeos: a modular kernel that dispatches and combines itself.
+
+It stands where FlashInfer's fused expert-parallel kernels stand: behind a prepare and finalize
+stage that only passes tensors through. It knows vLLM's interfaces of `vllm.VERSION` and
+`moeos.Experts`, and nothing of how ranks talk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from moeos.config import MoEConfig
+from moeos.experts import Experts
+from moeos.integrations import shared
+from moeos.integrations.vllm import NAME, VERSION
+
+try:
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import get_ep_group, get_tp_group
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        FusedMoEQuantConfig,
+    )
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
+        PassThroughPrepareAndFinalize,
+    )
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceNoOP,
+    )
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.platforms import current_platform
+except ImportError as error:
+    raise shared.missing("vllm_experts", "vllm", VERSION) from error
+
+WHERE = "vLLM with --quantization moeos"
+
+ACTIVATIONS = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu_tanh",
+    "swigluoai_uninterleave": "swigluoai",
+    "silu_no_mul": "silu",
+    "gelu_no_mul": "gelu",
+    "gelu_tanh_no_mul": "gelu_tanh",
+    "relu2_no_mul": "relu2",
+}
+"""vLLM's name of an activation -> that of moeos."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `--additional-config '{"moeos": {...}}'` may say.
+
+    Attributes:
+        backend: as of `moeos.init`; None is "twin" where vLLM computes on CPUs, or else "cuda".
+        deadline: seconds that a rank waits for another one in a call.
+    """
+
+    backend: str | None = None
+    deadline: float = shared.SERVER_DEADLINE
+
+    @classmethod
+    def current(cls) -> Options:
+        """Those of the vLLM config in force; `ValueError` for a name that is no option."""
+        additional = get_current_vllm_config().additional_config
+        given = additional.get(NAME, {}) if isinstance(additional, dict) else {}
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(given, dict) or not set(given) <= set(names):
+            raise shared.refusal(
+                WHERE, f"additional_config[{NAME!r}]", given, f"its keys are {', '.join(names)}"
+            )
+        return cls(**given)
+
+
+class MoeosExperts(mk.FusedMoEExpertsModular):
+    """The experts of a layer, on the ranks of vLLM's expert-parallel group.
+
+    Tensor-parallel ranks hold equal tokens: each passes its part of them on, and all gather the
+    results. Data-parallel ranks, and tensor-parallel ones whose tokens vLLM has split already, pass
+    theirs. So the output is complete on every rank.
+    """
+
+    _experts: Experts
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_cpu() or current_platform.is_device_capability(90))
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation.value in ACTIVATIONS
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
+        return bool(moe_parallel_config.tp_size == 1 and moe_parallel_config.pcp_size == 1)
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Makes the world, with the first layer, and the experts. Collective over the group."""
+        require_placement(layer)
+        options = Options.current()
+        backend = options.backend or ("twin" if current_platform.is_cpu() else "cuda")
+        world = shared.world_of(get_ep_group().cpu_group, backend, options.deadline)
+        self._experts = shared.experts_of(config_of(self.moe_config, layer), world)
+        parallel = self.moe_config.moe_parallel_config
+        equal = parallel.use_ep and not parallel.is_sequence_parallel
+        self._tp = get_tp_group() if equal and get_tp_group().world_size > 1 else None
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Writes the weighted sum of each token's experts into `output` [M, K].
+
+        `topk_ids` number the experts of all ranks, so `expert_map`, which says the same of the
+        placement as `require_placement`, has nothing to add. The workspaces have no elements.
+        """
+        if apply_router_weight_on_input:  # with one expert a token, by vLLM's rule
+            hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
+            topk_weights = torch.ones_like(topk_weights)
+        rows = hidden_states.shape[0]
+        first, end, most = 0, rows, rows
+        if self._tp is not None:
+            first, end, most = shared.part(rows, self._tp.rank_in_group, self._tp.world_size)
+        y = self._experts(
+            hidden_states[first:end],
+            topk_ids[first:end],
+            topk_weights[first:end],
+            w1,
+            w2,
+            self.w1_bias,
+            self.w2_bias,
+        )
+        if self._tp is not None:
+            mine = y.new_zeros(most, y.shape[1])
+            mine[: end - first] = y
+            y = self._tp.all_gather(mine, dim=0)[:rows]
+        output.copy_(y)
+
+
+class MoeosMethod(UnquantizedFusedMoEMethod):
+    """Weights as vLLM's unquantised method has them, and `MoeosExperts` to compute with them."""
+
+    moe_kernel: mk.FusedMoEKernel | None
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        refuse_unsupported(moe)
+        # Not the parent's, which looks for a kernel among vLLM's own.
+        FusedMoEMethodBase.__init__(self, moe)
+        self.experts_cls = MoeosExperts
+        self.supports_pre_processed_weights = True
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: FusedMoEParallelConfig,
+    ) -> tuple[int, int]:
+        return hidden_size, intermediate_size_per_partition
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Makes the kernel, once: a call takes the layer's weights, whenever they were loaded."""
+        if self.moe_kernel is not None:
+            return
+        quant: FusedMoEQuantConfig = self.get_fused_moe_quant_config(layer)
+        self.moe_quant_config = quant
+        experts = MoeosExperts(self.moe, quant)
+        experts.process_weights_after_loading(layer)
+        self.moe_kernel = mk.FusedMoEKernel(PassThroughPrepareAndFinalize(), experts)
+
+
+def config_of(moe: FusedMoEConfig, layer: Any) -> MoEConfig:
+    """The config of a layer's experts; `ValueError` for what moeos does not compute."""
+    return MoEConfig(
+        hidden=moe.hidden_dim,
+        intermediate=moe.intermediate_size_per_partition,
+        experts=moe.num_experts,
+        top_k=moe.experts_per_token,
+        activation=shared.activation_of(WHERE, moe.activation.value, ACTIVATIONS),
+        dtype=moe.in_dtype,
+        max_tokens=moe.max_num_tokens,
+        swiglu_limit=moe.swiglu_limit,
+        bias=moe.has_bias,
+        routing="caller",
+    )
+
+
+def require_placement(layer: Any) -> None:
+    """`ValueError` unless rank r holds the experts r*X ... r*X + X-1 in the dtype of tokens."""
+    placement = layer.expert_map_manager.placement_strategy
+    if placement != "linear":
+        raise shared.refusal(
+            WHERE, "expert_placement_strategy", placement, "--expert-placement-strategy linear does"
+        )
+    moe = layer.moe_config
+    if layer.w13_weight.dtype != moe.in_dtype:
+        raise shared.refusal(
+            WHERE,
+            "the experts' dtype",
+            layer.w13_weight.dtype,
+            f"that of the activations does, {moe.in_dtype}",
+        )
+
+
+def refuse_unsupported(moe: FusedMoEConfig) -> None:
+    """`ValueError` for what a deployment asks of the experts and moeos does not do."""
+    parallel = moe.moe_parallel_config
+    vllm_config = get_current_vllm_config()
+    whole = "--enable-expert-parallel gives each rank whole experts"
+    swiglu_oai = moe.activation.value == "swigluoai_uninterleave"
+    cases: list[tuple[bool, str, object, str]] = [
+        (parallel.tp_size > 1, "tensor_parallel_size of the experts", parallel.tp_size, whole),
+        (parallel.pcp_size > 1, "prefill_context_parallel_size", parallel.pcp_size, "1 does"),
+        (parallel.enable_eplb, "enable_eplb", True, "leave --enable-eplb out"),
+        (moe.is_lora_enabled, "enable_lora", True, "merge the adapter into the weights"),
+        (
+            vllm_config.parallel_config.enable_dbo,
+            "enable_dbo",
+            True,
+            "leave --enable-dbo out: a layer's calls are one after the other",
+        ),
+        (
+            moe.num_experts % parallel.ep_size != 0,
+            "num_experts",
+            moe.num_experts,
+            f"a number of ranks that divides it does; there are {parallel.ep_size}",
+        ),
+        (
+            moe.skip_final_all_reduce,
+            "reduce_results",
+            False,
+            "the experts' output is complete on every rank, and reduce_results=True takes it so",
+        ),
+        (
+            not swiglu_oai and moe.swiglu_alpha not in (None, 1.0),
+            "swiglu_alpha",
+            moe.swiglu_alpha,
+            "None does",
+        ),
+        (
+            not swiglu_oai and moe.swiglu_beta not in (None, 0.0),
+            "swiglu_beta",
+            moe.swiglu_beta,
+            "None does",
+        ),
+        (swiglu_oai and moe.swiglu_alpha != 1.702, "swiglu_alpha", moe.swiglu_alpha, "1.702 does"),
+        (swiglu_oai and moe.swiglu_beta != 1.0, "swiglu_beta", moe.swiglu_beta, "1.0 does"),
+    ]
+    for refused, field, value, works in cases:
+        if refused:
+            raise shared.refusal(WHERE, field, value, works)
+    shared.activation_of(WHERE, moe.activation.value, ACTIVATIONS)

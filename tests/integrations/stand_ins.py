@@ -1,0 +1,78 @@
+"""Runs tests of the adapters in processes where a stand-in takes a library's place.
+
+The libraries themselves are not installed beside moeos. `fakes/` has what the adapters touch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeos import MoEConfig, reference
+from tests.host.test_groups import in_processes
+from tests.layers import TOLERANCE
+
+FAKES = Path(__file__).parent / "fakes"
+
+
+def on_ranks(function: Callable[[int], Any], ranks: int, seconds: float = 120.0) -> list[Any]:
+    """What `function(rank)` returns in processes with a gloo group and the stand-ins.
+
+    Raises the lowest rank's error, if there is one.
+    """
+
+    def live(rank: int) -> Any:
+        sys.path.insert(0, str(FAKES))
+        return function(rank)
+
+    outcomes = in_processes(live, ranks, seconds)
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            raise AssertionError(f"rank {rank} died without a word")
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+class Tensors:
+    """All experts' weights and tokens with their routing, drawn alike on every rank."""
+
+    def __init__(self, cfg: MoEConfig, seed: int = 0) -> None:
+        self.cfg = cfg
+        self.generator = torch.Generator().manual_seed(seed)
+        self.w1 = self.draw(cfg.experts, cfg.w1_rows, cfg.hidden) / cfg.hidden**0.5
+        self.w2 = self.draw(cfg.experts, cfg.hidden, cfg.intermediate) / cfg.intermediate**0.5
+        self.b1 = self.draw(cfg.experts, cfg.w1_rows) if cfg.bias else None
+        self.b2 = self.draw(cfg.experts, cfg.hidden) if cfg.bias else None
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.cfg.dtype)
+
+    def routing(self, rows: int) -> tuple[Tensor, Tensor]:
+        """int32 ids [rows, k] and fp32 weights that sum up to 1."""
+        scores = torch.rand(rows, self.cfg.experts, generator=self.generator)
+        ids = scores.topk(self.cfg.top_k, dim=1).indices.to(torch.int32)
+        weights = torch.rand(rows, self.cfg.top_k, generator=self.generator) + 0.1
+        return ids, weights / weights.sum(1, keepdim=True)
+
+    def expected(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What the float64 reference makes of tokens."""
+        gate = torch.zeros(self.cfg.experts, self.cfg.hidden)
+        return reference.moe(
+            x, gate, self.w1, self.w2, self.cfg, ids, weights, b1=self.b1, b2=self.b2
+        )
+
+    def error(self, y: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> float:
+        """Of y, relative to `TOLERANCE`: at most 1 is right."""
+        assert y.dtype == x.dtype
+        expected = self.expected(x, ids, weights)
+        assert y.shape == expected.shape
+        if y.numel() == 0:
+            return 0.0
+        difference = (y.double() - expected).norm() / expected.norm()
+        return float(difference) / TOLERANCE[self.cfg.dtype]

@@ -1,0 +1,30 @@
+"""Adapters without their libraries, which are no dependencies of moeos."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+
+import pytest
+
+LIBRARIES = {"vllm": "vllm", "vllm_experts": "vllm"}
+"""Adapter -> what it needs."""
+
+
+@pytest.mark.parametrize("adapter", LIBRARIES)
+def test_an_adapter_without_its_library_says_what_is_missing(adapter: str) -> None:
+    library = LIBRARIES[adapter]
+    if importlib.util.find_spec(library) is not None:
+        pytest.skip(f"{library} is installed here")
+    with pytest.raises(ImportError, match=rf"moeos.integrations.vllm needs {library}.*written for"):
+        importlib.import_module(f"moeos.integrations.{adapter}")
+
+
+def test_the_package_of_adapters_imports_without_any_library() -> None:
+    importlib.import_module("moeos.integrations")
+
+
+def test_servers_find_the_plugins_by_their_entry_points() -> None:
+    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="moeos")
+    assert {point.value for point in found} == {"moeos.integrations.vllm:register"}

@@ -1,0 +1,295 @@
+"""The vLLM adapter against a stand-in of vLLM 0.32.0, on the twin, compared with float64.
+
+`test_vllm_itself.py` runs vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeos import MoEConfig
+from tests.integrations.stand_ins import Tensors, on_ranks
+from tests.processes import shared_memory
+
+HIDDEN, INTERMEDIATE, EXPERTS, MAX_TOKENS = 64, 96, 8, 40
+
+
+class Job:
+    """What vLLM makes of a deployment on this rank: groups, configs and layers."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        tp: int = 1,
+        dp: int = 1,
+        sequence_parallel: bool = False,
+        options: dict[str, Any] | None = None,
+        **parallel: Any,
+    ) -> None:
+        from vllm import config, distributed
+        from vllm.model_executor.layers import quantization
+        from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+        import moeos.integrations.vllm as plugin
+
+        plugin.register()
+        plugin.register()  # vLLM may do so again
+        self.quant = quantization.get_quantization_config("moeos").from_config({})
+        self.ranks = tp * dp
+        whole = parallel.pop("enable_expert_parallel", True) and self.ranks > 1
+        distributed.start_groups(tp)
+        self.parallel = FusedMoEParallelConfig(
+            tp_size=1 if whole else self.ranks,
+            pcp_size=parallel.pop("pcp_size", 1),
+            dp_size=dp,
+            ep_size=self.ranks if whole else 1,
+            tp_rank=0 if whole else rank,
+            pcp_rank=0,
+            dp_rank=rank // tp,
+            ep_rank=rank if whole else 0,
+            sp_size=tp if sequence_parallel else 1,
+            use_ep=whole,
+            all2all_backend="allgather_reducescatter",
+            enable_eplb=parallel.get("enable_eplb", False),
+        )
+        self.config = config.VllmConfig(
+            config.ParallelConfig(tp, dp, whole, **parallel),
+            config.SchedulerConfig(MAX_TOKENS),
+            {"moeos": options or {"deadline": 60.0}},
+        )
+
+    def layer(self, tensors: Tensors, name: str = "layers.0", **changes: Any) -> Any:
+        """A layer's routed experts with their weights, ready for calls."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+        from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+        from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+        cfg = tensors.cfg
+        placement = ExpertMapManager(
+            cfg.experts, self.parallel, changes.pop("placement_strategy", "linear")
+        )
+        on_input = changes.pop("apply_router_weight_on_input", False)
+        params_dtype = changes.pop("params_dtype", cfg.dtype)
+        activation = {"swiglu": "silu", "silu": "silu_no_mul"}.get(cfg.activation, cfg.activation)
+        moe = FusedMoEConfig(
+            num_experts=cfg.experts,
+            experts_per_token=cfg.top_k,
+            hidden_dim=cfg.hidden,
+            intermediate_size=cfg.intermediate,
+            num_local_experts=placement.local_num_experts,
+            activation=MoEActivation(changes.pop("activation", activation)),
+            moe_parallel_config=self.parallel,
+            in_dtype=cfg.dtype,
+            max_num_tokens=self.config.scheduler_config.max_num_batched_tokens,
+            has_bias=cfg.bias,
+            swiglu_limit=cfg.swiglu_limit,
+            **changes,
+        )
+        with set_current_vllm_config(self.config):
+            layer = RoutedExperts(
+                name,
+                params_dtype,
+                moe,
+                self.quant,
+                placement,
+                swiglu_limit=cfg.swiglu_limit,
+                apply_router_weight_on_input=on_input,
+            )
+            first = self.parallel.ep_rank * placement.local_num_experts
+            mine = slice(first, first + placement.local_num_experts)
+            layer.w13_weight.data.copy_(tensors.w1[mine])
+            layer.w2_weight.data.copy_(tensors.w2[mine])
+            if tensors.b1 is not None and tensors.b2 is not None:
+                layer.w13_bias.data.copy_(tensors.b1[mine])
+                layer.w2_bias.data.copy_(tensors.b2[mine])
+            layer.quant_method.process_weights_after_loading(layer)
+        return layer
+
+    def forward(self, layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What vLLM's runner does behind its router."""
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        y = layer.forward_modular(x=x, topk_weights=weights, topk_ids=ids)
+        reduced = layer.quant_method.moe_kernel.output_is_reduced()
+        if not reduced and self.ranks > 1 and not self.parallel.is_sequence_parallel:
+            y = tensor_model_parallel_all_reduce(y)
+        return y
+
+
+def config(**changes: Any) -> MoEConfig:
+    sizes: dict[str, Any] = {
+        "hidden": HIDDEN,
+        "intermediate": INTERMEDIATE,
+        "experts": EXPERTS,
+        "top_k": 2,
+        "dtype": torch.float32,
+    }
+    return MoEConfig(**(sizes | changes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("changes", [{}, {"dtype": torch.bfloat16, "bias": True}], ids=str)
+def test_tensor_parallel_ranks_with_equal_tokens_have_the_whole_result(
+    ranks: int, changes: dict[str, Any]
+) -> None:
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config(**changes))
+        job = Job(rank, tp=ranks)
+        layer = job.layer(tensors)
+        errors = []
+        for rows in (MAX_TOKENS, 1, 3, 7, 32):  # also fewer rows than ranks
+            x, (ids, weights) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
+            errors.append(tensors.error(job.forward(layer, x, ids, weights), x, ids, weights))
+        return errors
+
+    assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 4), (2, 2)])
+def test_data_parallel_ranks_have_the_results_of_their_own_tokens(tp: int, dp: int) -> None:
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config())
+        # With both, vLLM has split the tokens among tensor-parallel ranks already.
+        job = Job(rank, tp=tp, dp=dp, sequence_parallel=tp > 1)
+        layer = job.layer(tensors)
+        errors = []
+        for step in range(3):
+            for source in range(tp * dp):  # drawn alike by all
+                rows = 1 + (7 * source + 11 * step) % MAX_TOKENS
+                x, (ids, weights) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
+                if source == rank:
+                    mine = x, ids, weights
+            errors.append(tensors.error(job.forward(layer, *mine), *mine))
+        return errors
+
+    assert all(error <= 1 for errors in on_ranks(live, tp * dp) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "silu"},
+        {"activation": "gelu_tanh"},
+        {"swiglu_limit": 0.5},
+        {"top_k": 8},
+    ],
+    ids=str,
+)
+def test_layers_of_other_kinds_are_right(changes: dict[str, Any]) -> None:
+    def live(rank: int) -> float:
+        tensors = Tensors(config(**changes))
+        name = {"gelu_tanh": "gelu_tanh_no_mul", "silu": "silu_no_mul"}
+        job = Job(rank)
+        layer = job.layer(
+            tensors,
+            **({"activation": name[tensors.cfg.activation]} if not tensors.cfg.gated else {}),
+        )
+        x, (ids, weights) = tensors.draw(20, HIDDEN), tensors.routing(20)
+        return tensors.error(job.forward(layer, x, ids, weights), x, ids, weights)
+
+    assert on_ranks(live, 1)[0] <= 1
+
+
+def test_the_router_s_weight_multiplies_the_input_where_the_layer_says_so() -> None:
+    def live(rank: int) -> float:
+        tensors = Tensors(config(top_k=1))
+        job = Job(rank, tp=2)
+        layer = job.layer(tensors, apply_router_weight_on_input=True)
+        x, (ids, _) = tensors.draw(9, HIDDEN), tensors.routing(9)
+        weights = torch.rand(9, 1, generator=tensors.generator)
+        y = job.forward(layer, x, ids, weights)
+        return tensors.error(y, x * weights, ids, torch.ones(9, 1))
+
+    assert max(on_ranks(live, 2)) <= 1
+
+
+def test_layers_of_a_model_share_a_world_and_weights_may_be_loaded_again() -> None:
+    def live(rank: int) -> list[float]:
+        job = Job(rank, tp=2)
+        models = [Tensors(config(), seed) for seed in range(3)]
+        layers = [job.layer(model, f"layers.{i}") for i, model in enumerate(models)]
+        kernels = [layer.quant_method.moe_kernel.fused_experts for layer in layers]
+        assert len({id(kernel._experts) for kernel in kernels}) == 1
+        errors = []
+        for model, layer in zip(models, layers, strict=True):
+            x, (ids, weights) = model.draw(12, HIDDEN), model.routing(12)
+            errors.append(model.error(job.forward(layer, x, ids, weights), x, ids, weights))
+        mine = slice(rank * 4, rank * 4 + 4)
+        layers[0].w13_weight.data.copy_(models[1].w1[mine])
+        layers[0].w2_weight.data.copy_(models[1].w2[mine])
+        layers[0].quant_method.process_weights_after_loading(layers[0])
+        x, (ids, weights) = models[1].draw(12, HIDDEN), models[1].routing(12)
+        errors.append(models[1].error(job.forward(layers[0], x, ids, weights), x, ids, weights))
+        return errors
+
+    before = shared_memory()
+    assert all(error <= 1 for errors in on_ranks(live, 2) for error in errors)
+    assert shared_memory() <= before
+
+
+def test_linear_layers_are_vllm_s_and_all_others_too() -> None:
+    def live(rank: int) -> tuple[str, Any]:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        quant = Job(rank).quant
+        linear = quant.get_quant_method(LinearBase(), "lm")
+        return type(linear).__name__, quant.get_quant_method(torch.nn.Embedding(2, 2), "lm")
+
+    assert on_ranks(live, 1) == [("UnquantizedLinearMethod", None)]
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"enable_expert_parallel": False, "tp": 2}, {}, "tensor_parallel_size .* is 2.*expert-parall"),
+    ({"pcp_size": 2}, {}, "prefill_context_parallel_size is 2"),
+    ({"enable_eplb": True}, {}, "enable_eplb is True"),
+    ({"enable_dbo": True}, {}, "enable_dbo is True"),
+    ({}, {"is_lora_enabled": True}, "enable_lora is True.*merge"),
+    ({}, {"skip_final_all_reduce": True}, "reduce_results is False"),
+    ({}, {"activation": "swigluoai"}, "activation is 'swigluoai'.*'silu'"),
+    ({}, {"activation": "situ"}, "activation is 'situ'"),
+    ({}, {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
+    ({}, {"swiglu_beta": 1.0}, "swiglu_beta is 1.0"),
+    ({}, {"placement_strategy": "round_robin"}, "expert_placement_strategy is 'round_robin'"),
+    ({}, {"params_dtype": torch.bfloat16}, "experts' dtype is torch.bfloat16.*torch.float32"),
+    ({"options": {"deadlin": 3}}, {}, "additional_config.*deadlin.*backend, deadline"),
+]
+
+
+@pytest.mark.parametrize(("job", "changes", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_done_is_refused_by_name_value_and_remedy(
+    job: dict[str, Any], changes: dict[str, Any], sentence: str
+) -> None:
+    ranks = job.get("tp", 1)
+
+    def live(rank: int) -> None:
+        Job(rank, **job).layer(Tensors(config()), **changes)
+
+    with pytest.raises(ValueError, match=sentence) as raised:
+        on_ranks(live, ranks)
+    assert str(raised.value).isascii()
+    assert str(raised.value).startswith("vLLM with --quantization moeos: ")
+
+
+def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
+    def live(rank: int) -> None:
+        Job(rank, tp=2).layer(Tensors(config(experts=7)))
+
+    with pytest.raises(ValueError, match=r"num_experts is 7.*there are 2"):
+        on_ranks(live, 2)
+
+
+def test_a_quantised_checkpoint_is_refused_where_moeos_was_asked_for() -> None:
+    def live(rank: int) -> None:
+        quant = type(Job(rank).quant)
+        assert quant.override_quantization_method({"quant_method": "fp8"}, "fp8") is None
+        quant.override_quantization_method({"quant_method": "fp8"}, "moeos")
+
+    with pytest.raises(ValueError, match=r"quant_method is 'fp8'.*bfloat16"):
+        on_ranks(live, 1)
