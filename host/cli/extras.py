@@ -18,6 +18,7 @@ PURPOSES: Mapping[str, str] = {
     "metrics": "`moeos run --prometheus` and `moeos.metrics`",
     "plots": "`moeos trace --png`, `launch/straggler --plot` and the report of measurements",
     "test": "`launch/test` and `launch/nightly`",
+    "vllm": "`moeos.integrations.vllm`, in an environment of its own",
 }
 """By the name of the extra; README's table shows the same."""
 

@@ -30,6 +30,10 @@ each with what the ones before it defined; a block of text is what the command o
 it printed, or a part of that; and a block of TOML is the file that its first line names."""
 
 EXCUSED = {
+    "pip install vllm moeos": "installs, in an environment of its own",
+    "vllm serve Qwen/Qwen3-30B-A3B --quantization moeos": "needs vLLM and a model",
+    "vllm serve Qwen/Qwen3-30B-A3B --quantization moeos --tensor-parallel-size 8 "
+    "--enable-expert-parallel": "needs vLLM, a model and GPUs",
     "./launch/demo": "installs, and starts mpirun",
     "./launch/test": "installs, and runs all tests",
     "launch/bench twin": "installs, and takes minutes",
