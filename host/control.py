@@ -339,7 +339,10 @@ class StoreControl(_PolledControl):
             keep_in_children(mine)
             # Counted in the store, because processes may have made different numbers of worlds.
             number = mine.add(f"moeos/worlds/{rank}", 1)
-            return PrefixStore(f"moeos/{number}", mine)
+            ours = PrefixStore(f"moeos/{number}", mine)
+            if serves:
+                ours.set("served", "1")  # before any rank can have closed this world
+            return ours
 
         try:
             self._store = self._ask(begin)
@@ -368,11 +371,12 @@ class StoreControl(_PolledControl):
             closed = self._ask(lambda: self._store.add("closed", 1))
             if closed == self.size:
                 self._delete_keys()
-            elif self._serves:  # until the peers need the store no more
+            elif self._serves:  # until the peers need the store no more: the last one counts twice
                 ends = time.monotonic() + min(_GRACE, self._deadline)
-                while closed < self.size and time.monotonic() < ends:
+                while closed <= self.size and time.monotonic() < ends:
                     time.sleep(_LONGEST_PAUSE)
                     closed = self._ask(lambda: self._store.add("closed", 0))
+                self._delete_last_keys()
         self._caller.close()
         del self._store, self._given
 
@@ -394,14 +398,23 @@ class StoreControl(_PolledControl):
         require_same("size", [str(sizes[rank]) for rank in range(known)])
 
     def _delete_keys(self) -> None:
-        """Deletes what is left of this world; every rank has closed it."""
+        """Deletes what is left of this world; every rank has closed it.
+
+        Where another rank serves the store, it waits for the end of this, and deletes the last.
+        """
         exchanges = range(max(0, self._sequence - 1), self._sequence + 2)
         ranks = range(self.size)
         keys = [f"{exchange}/{rank}" for exchange in exchanges for rank in ranks]
         for key in [*keys, *(f"size/{rank}" for rank in ranks), "abort"]:
             self._delete(key)
-        if not self._serves:  # a rank that serves may be looking at it
-            self._delete("closed")
+        if self._serves or not self._ask(lambda: self._store.check(["served"])):
+            self._delete_last_keys()
+        else:
+            self._ask(lambda: self._store.add("closed", 1))
+
+    def _delete_last_keys(self) -> None:
+        for key in ("closed", "served"):
+            self._delete(key)
 
     def _delete(self, key: str) -> None:
         def delete() -> None:

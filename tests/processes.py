@@ -4,7 +4,9 @@ Every process is waited for with a limit and ended by its own id.
 """
 
 import contextlib
+import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 MOEOS = "from moeos.cli.app import main; main()"
 """A program that is the command `moeos`, with the arguments that it is given."""
+
+_FIRST_PORT, _END_PORT, _PORTS = 20000, 32000, 50
+_claims: list[socket.socket] = []
 
 _fork = multiprocessing.get_context("fork")
 
@@ -35,10 +40,33 @@ def shared_memory() -> set[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port at which nothing listens, and that no other process of tests is given meanwhile.
+
+    It is none of those that the kernel gives to connections, such as those of tests beside this.
+    Who meets at a port that another has taken waits there for ranks that never come.
+    """
+    mine = _ports_of(os.getpid())
+    for _ in range(_PORTS):
+        port = next(mine)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"none of {_PORTS} ports is free")
+
+
+@functools.cache
+def _ports_of(process: int) -> Iterator[int]:
+    """Some ports, again and again, that are this process's until it and its children end."""
+    for first in range(_FIRST_PORT, _END_PORT, _PORTS):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0moeos-tests-{first}")
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        return itertools.cycle(range(first, first + _PORTS))
+    raise AssertionError(f"all ports from {_FIRST_PORT} to {_END_PORT} are taken")
 
 
 def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -74,6 +102,14 @@ class ForkedRanks:
         gc.unfreeze()
 
     @staticmethod
+    def _abort(process: multiprocessing.process.BaseProcess) -> None:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGABRT)  # on which pytest prints where all threads stand
+        process.join(5.0)
+        process.kill()
+        process.join()
+
+    @staticmethod
     def _live(function: Callable[[int], Any], rank: int, sender: Any) -> None:
         try:
             outcome = function(rank)
@@ -88,6 +124,11 @@ class ForkedRanks:
         os.kill(pid, number)
 
     def ended(self, seconds: float = 30.0, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The outcomes of all ranks, or of some, when they have ended.
+
+        Raises `AssertionError` if one does not end in time. Where each of its threads stands comes
+        to stderr.
+        """
         ends = time.monotonic() + seconds
         outcomes = []
         for rank in range(len(self.processes)) if ranks is None else ranks:
@@ -98,9 +139,10 @@ class ForkedRanks:
                     outcome = receiver.recv()
             process.join(max(0.0, ends - time.monotonic()))
             if process.is_alive():
-                process.kill()
-                process.join()
-                raise AssertionError(f"a rank did not end within {seconds} s")
+                self._abort(process)
+                raise AssertionError(
+                    f"rank {rank} did not end within {seconds} s; before it ended {outcomes!r}"
+                )
             outcomes.append(outcome)
         return outcomes
 

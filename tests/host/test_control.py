@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import pytest
+import torch.distributed as dist
 
 from moeos.control import (
     _NOTHING,
@@ -206,6 +207,37 @@ def test_a_closed_control_plane_exchanges_nothing_more(run_ranks: RunRanks) -> N
         return True
 
     assert run_ranks(close_twice, 2) == [True, True]
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_whoever_closes_last_the_store_is_there_until_then_and_nothing_is_left_in_it(
+    last: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does torch say on stderr that it has lost the store."""
+    port = free_port()
+
+    def live(rank: int) -> int | None:
+        control = control_at(port, rank, 3, 60.0)
+        for _ in range(5):
+            control.barrier()
+        control._delete = slowly(control._delete)  # type: ignore[method-assign]
+        if rank == last:
+            time.sleep(1.0)
+        control.close()
+        if rank > 0:
+            return None
+        return dist.TCPStore("127.0.0.1", port, wait_for_workers=False).num_keys()
+
+    assert ForkedRanks(live, 3).ended(90.0) == [3, None, None]  # how many worlds each rank had
+    assert capfd.readouterr().err == ""
+
+
+def slowly(function: Callable[[str], None]) -> Callable[[str], None]:
+    def call(key: str) -> None:
+        time.sleep(0.1)
+        function(key)
+
+    return call
 
 
 def test_an_error_on_some_ranks_is_raised_on_all_of_them_as_the_lowest_ranks(
