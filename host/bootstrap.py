@@ -343,14 +343,14 @@ def _connect(launch: Launch, deadline: float) -> ControlPlane:
         meeting = at_address(
             rank, size, deadline, host=launch.host, port=launch.port, serve=launch.serve
         )
+    elif not can_ask_mpi():
+        raise ValueError(_no_address(launch))
     elif launch.job and launch.here == size and rank is not None and size is not None:
-        meeting = on_this_host(rank, size, deadline, job=launch.job)
-    elif can_ask_mpi():
+        meeting = on_this_host(rank, size, deadline, job=launch.job)  # MPI need not be started
+    else:
         rank, size, meeting = _ask_mpi(launch, deadline)
         if size == 1:
             return SoloControl()
-    else:
-        raise ValueError(_no_address(launch))
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     store = PrefixStore(f"moeos/{launch.job}", meeting.store)
@@ -369,17 +369,16 @@ def _ask_mpi(launch: Launch, deadline: float) -> tuple[int, int, Meeting]:
 
 
 def _no_address(launch: Launch) -> str:
-    install = "or install mpi4py, which tells it: pip install 'moeos[mpi]'"
+    install = "or install mpi4py, with which it is needless: pip install 'moeos[mpi]'"
     if launch.size is None:
         return (
             "PMIX_RANK is set, so a launcher has started this process, but no variable tells how "
             "many ranks there are: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each, "
             f"{install}"
         )
-    here = "an unknown number" if launch.here is None else str(launch.here)
     return (
-        f"MASTER_ADDR is not set, and mpirun has started {launch.size} ranks, {here} of them on "
-        "this host: set it to the address of rank 0's host on all ranks, as by mpirun -x "
+        f"MASTER_ADDR is not set, mpirun has started {launch.size} ranks, and mpi4py is not "
+        "installed: set it to the address of rank 0's host on all ranks, as by mpirun -x "
         f"MASTER_ADDR=..., {install}"
     )
 

@@ -229,23 +229,32 @@ def _is_of_this_user(connection: socket.socket) -> bool:
 
 
 def _start_mpi() -> None:
-    """Imports mpi4py, if nobody has, so that it is this process that ends MPI, and no child.
+    """Starts MPI, if nobody has, so that it is this process that ends MPI, and no child.
 
     mpi4py ends MPI in a child as well, where MPI_Finalize waits for ever. So it would in a process
     whose peer is stuck: one that an exception ends leaves without, and its launcher ends the job.
+
+    Raises `RuntimeError` if mpi4py finds no MPI.
     """
-    if "mpi4py.MPI" in sys.modules:
+    if "mpi4py.MPI" not in sys.modules:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"mpi4py, by which mpirun's ranks meet, finds no MPI ({error}): set MASTER_ADDR to the "
+            "address of rank 0's host on all ranks, or pip install 'moeos[mpi]'"
+        ) from error
+    if MPI.Is_initialized():
         return
-    import mpi4py
-
-    mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
+    MPI.Init_thread()
     home = Home()
 
     def end() -> None:
         failed = getattr(sys, "last_value", None) is not None
-        if home.here and not failed and MPI.Is_initialized() and not MPI.Is_finalized():
+        if home.here and not failed and not MPI.Is_finalized():
             MPI.Finalize()
 
     atexit.register(end)

@@ -9,11 +9,16 @@ run_on_ranks() {
   local launcher="${LAUNCHER:-mpirun}" ranks="${RANKS:-4}" extra=run
   local start
   case "$launcher" in
-    mpirun) start=("$venv/bin/mpirun" -n "$ranks" "$venv/bin/python") ;;
+    mpirun)
+      extra=mpi
+      start=("$venv/bin/mpirun" -n "$ranks" "$venv/bin/python")
+      ;;
     torchrun) start=("$venv/bin/torchrun" --standalone --nproc-per-node "$ranks") ;;
     *) fail "LAUNCHER is '$launcher'; allowed: mpirun, torchrun" ;;
   esac
-  [[ ! -e /proc/driver/nvidia/version ]] || extra=cuda
+  if [[ -e /proc/driver/nvidia/version ]]; then
+    [[ "$extra" == mpi ]] && extra=cuda,mpi || extra=cuda
+  fi
   install_moeos "$extra"
   cd "$root"
   exec "${start[@]}" -m "$@"

@@ -16,6 +16,7 @@ from moeos.cli.probes import Finding
 PURPOSES: Mapping[str, str] = {
     "cuda": "layers on GPUs",
     "metrics": "`moeos run --prometheus` and `moeos.metrics`",
+    "mpi": "mpirun: `launch/demo`, `launch/mpirun.sh` and the benchmarks that start ranks by it",
     "plots": "`moeos trace --png`, `launch/straggler --plot` and the report of measurements",
     "test": "`launch/test` and `launch/nightly`",
     "vllm": "`moeos.integrations.vllm`, in an environment of its own",

