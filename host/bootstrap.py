@@ -92,7 +92,8 @@ def init(
             this rank or another; this process is no member of the group; a mesh has several
             dimensions.
         OSError: the fault plan cannot be read.
-        ConfigMismatch: the ranks run different versions or backends, or differ in an argument.
+        ConfigMismatch: the ranks run different versions or backends, or differ in ranks_per_node or
+            size.
         RuntimeError: a host has fewer GPUs than ranks, or the twin's ranks are on several hosts.
         PeerTimeout: a rank did not call it before the deadline, or the store does not answer.
     """
@@ -161,9 +162,7 @@ class _Arguments:
         return {
             "the version of moeos": importlib.metadata.version("moeos"),
             "backend": repr(self.backend),
-            "deadline": repr(float(self.deadline)),
             "ranks_per_node": repr(self.ranks_per_node),
-            "trace_events": repr(self.trace_events),
         }
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from moeos.cli import failures, machine, streams
+from moeos.cli import help as helps
 from moeos.cli.compile import compile_
 from moeos.cli.doctor import doctor
 from moeos.cli.fuzz import fuzz
@@ -53,7 +54,8 @@ def main() -> None:
     """What the script `moeos` starts."""
     written = streams.prepare()
     try:
-        app()
+        with helps.shown_once():
+            app()
     finally:
         sys.stdout.flush()
         if isinstance(written.failure, BrokenPipeError):

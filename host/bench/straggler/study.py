@@ -159,6 +159,7 @@ def _run(world: moeos.World, options: StudyOptions) -> int:
 def prepare(world: moeos.World, options: StudyOptions) -> Plan:
     """What will be done. Raises `ValueError`, `TypeError` or `OSError` for what cannot be."""
     cfg = moeos.MoEConfig.from_toml(options.config)
+    cfg.experts_per_rank(world.size)
     settings = read_settings(options.config)
     output.check_writable(options.out, "--out")
     if options.plots is not None and not options.plots.is_dir():

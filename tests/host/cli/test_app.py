@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 import moeos
 from moeos.cli.app import app
-from tests.processes import MOEOS
+from tests.processes import MOEOS, torchrun
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -31,3 +32,21 @@ def test_the_script_and_the_package_start_the_same_command(start: list[str]) -> 
         [sys.executable, *start, "--version"], capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout) == (0, f"moeos {moeos.__version__}\n")
+
+
+def test_help_is_shown_once_by_all_ranks() -> None:
+    ended = torchrun(3, MOEOS, "run", "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("Usage: ") == 1
+
+
+def test_help_is_shown_where_a_launchers_variables_make_no_sense() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", MOEOS, "run", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "RANK": "1", "WORLD_SIZE": "many", "MASTER_ADDR": "here"},
+    )
+    assert ended.returncode == 0
+    assert ended.stdout.count("Usage: ") == 1

@@ -205,6 +205,15 @@ def test_what_all_ranks_refuse_is_said_once(folder: Path) -> None:
     assert said == ["moeos: none: No such file or directory"]
 
 
+def test_experts_that_no_rank_can_hold_equally_are_refused_once(folder: Path) -> None:
+    ended = run_study(folder / "tiny.toml", "--out", folder / "x.json", ranks=3)
+    assert ended.returncode != 0
+    said = [line for line in ended.stderr.splitlines() if line.startswith("moeos: ")]
+    sentence = "experts is 8 and cannot be divided equally among 3 ranks; start a number of ranks"
+    assert said == [f"moeos: {sentence} that divides 8"]
+    assert "Traceback" not in ended.stderr
+
+
 def test_plots_without_matplotlib_are_refused_before_the_first_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
