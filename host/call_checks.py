@@ -168,26 +168,25 @@ def check_apart(
     own: Sequence[torch.Tensor | None],
 ) -> None:
     """Raises `ValueError` for a tensor of a call with memory between out's first and last byte."""
-    first, end = _extent(out)
-    names = ("x", "topk_ids", "topk_weights", "tokens", *WEIGHTS, *ROUTER)
-    for name, tensor in zip(names, (x, *routing, *own), strict=True):
-        if tensor is not None:
-            begin, behind = _extent(tensor)
-            if begin < end and first < behind:
-                raise ValueError(
-                    f"out shares memory with {name}, which a call reads while it writes out: pass "
-                    "another out, or leave it away"
-                )
+    first = out.data_ptr()
+    end = first + out.nbytes  # it is contiguous
+    for place, tensor in enumerate((x, *routing, *own)):
+        if tensor is not None and tensor.data_ptr() < end and first < _end(tensor):
+            names = ("x", "topk_ids", "topk_weights", "tokens", *WEIGHTS, *ROUTER)
+            raise ValueError(
+                f"out shares memory with {names[place]}, which a call reads while it writes out: "
+                "pass another out, or leave it away"
+            )
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last one."""
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind a tensor's last byte."""
     begin = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return begin, begin
+    if tensor.is_contiguous():
+        return begin + tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
-    return begin, begin + (last + 1) * tensor.element_size()
+    return begin + (last + 1) * tensor.element_size()
 
 
 def check_tokens(device: torch.device, tokens: object) -> None:
@@ -200,30 +199,6 @@ def check_tokens(device: torch.device, tokens: object) -> None:
         raise TypeError(f"tokens has dtype {tokens.dtype}; it must be torch.int32")
     if tokens.device != device:
         raise ValueError(f"tokens is on {tokens.device}; it must be on {device}")
-
-
-def are_plain(
-    device: torch.device,
-    expected: Sequence[Expected | None],
-    tensors: Sequence[torch.Tensor | None],
-) -> bool:
-    """Whether all of these are as expected, and none of a class of its own: what most calls find.
-
-    Where none is expected there may be any. What is not as expected is looked at by
-    `check_weights`. In every call, since to see that a tensor has not
-    changed since the last one costs as much.
-    """
-    for wanted, tensor in zip(expected, tensors, strict=True):
-        if wanted is not None and not (
-            type(tensor) in PLAIN
-            and tensor is not None
-            and tensor.shape == wanted.shape
-            and tensor.dtype == wanted.dtype
-            and tensor.device == device
-            and tensor.is_contiguous()
-        ):
-            return False
-    return True
 
 
 def check_weights(

@@ -115,7 +115,8 @@ class CallGate:
 
     def require_open(self) -> None:
         """Raises `RuntimeError` if the gate is closed, or the parent's of a forked process."""
-        self._home.require(f"the world of rank {self._rank}")
+        if not self._home.here:
+            self._home.require(f"the world of rank {self._rank}")
         if self._closed:
             self._refuse()
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from moeos.call_checks import check_apart, check_tangents
+from moeos.call_checks import check_apart, check_tangents, tangents_are_taken
 from moeos.engines.base import CallTensors, Engine
 
 # By the address of the key. A key lives as long as its engine, and as a graph that uses it: so at
@@ -51,8 +51,9 @@ def unwatched() -> bool:
     """Whether nothing looks at operators: then a call may go to its engine without one, which costs
     the host a third as much.
 
-    Compilers, tracers, modes of dispatch (fake tensors, flop counters), transforms of torch.func
-    and profilers do. So do classes of tensors, which the caller must look for.
+    Compilers, tracers, modes of dispatch (fake tensors, flop counters), transforms of torch.func,
+    levels of forward-mode derivatives and profilers do. So do classes of tensors, which the caller
+    must look for.
     """
     return not (
         torch.compiler.is_compiling()
@@ -61,6 +62,7 @@ def unwatched() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
+        or tangents_are_taken()
     )
 
 
@@ -105,24 +107,13 @@ def call(
     """
     topk_ids, topk_weights, tokens = routing
     w1, b1, w2, b2, gate, selection_bias = own
-    engine.forward(
-        # By place, since names would cost as much as a lock. The order is that of the fields.
-        CallTensors(
-            x,
-            out,
-            gate,
-            selection_bias,
-            topk_ids,
-            topk_weights,
-            w1,
-            b1,
-            w2,
-            b2,
-            tokens,
-            any_ids,
-            pieces,
-        )
+    # As CallTensors(...), whose function in between would cost as much as a lock. The order is that
+    # of the fields.
+    fields = (
+        *(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2),
+        *(tokens, any_ids, pieces),
     )
+    engine.forward(tuple.__new__(CallTensors, fields))
 
 
 def _run(

@@ -15,6 +15,7 @@ from moeos.call_checks import Expected
 from moeos.config import MoEConfig
 from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
+from moeos.known_tensors import KnownTensors
 from moeos.tracing import RankTrace
 from moeos.world import World
 
@@ -137,7 +138,18 @@ class Experts:
         cfg, device = self.cfg, self.device
         if pieces != 1:
             call_checks.check_pieces(pieces)
-        rows = call_checks.rows_of(cfg, device, x, pieces)
+        rows: torch.Tensor | None = None
+        at_once = custom_op.unwatched()
+        if at_once:
+            known = self._known.get(caller.name) or self._know(caller)
+            is_rows = type(x) is torch.Tensor and x.dim() == 2
+            rows = x if is_rows else call_checks.rows_of(cfg, device, x, pieces)
+            most = pieces * cfg.max_tokens
+            if known.are(most, rows, topk_ids, topk_weights, tokens, out, own):
+                routing = topk_ids, topk_weights, tokens
+                return self._at_once(caller, x, rows, routing, own, out, pieces)
+        if rows is None or rows is x:
+            rows = call_checks.rows_of(cfg, device, x, pieces)
         ids, weights = topk_ids, topk_weights
         if ids is not None or weights is not None or not caller.routes:
             ids, weights = call_checks.routing_of(
@@ -147,13 +159,12 @@ class Experts:
             call_checks.check_tokens(device, tokens)
         if out is not None:
             call_checks.check_out(cfg, device, x, out)
-        at_once = custom_op.unwatched() and call_checks.are_plain(device, caller.expected, own)
-        if not at_once:
-            call_checks.check_weights(device, caller.expected, own, caller.absent)
-        if torch.is_grad_enabled() or call_checks.tangents_are_taken():
-            call_checks.check_derivatives(caller.name, x, topk_weights, out, *own)
+        call_checks.check_weights(device, caller.expected, own, caller.absent)
+        call_checks.check_derivatives(caller.name, x, topk_weights, out, *own)
         routing = (ids, weights, tokens)
-        if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out))):
+        if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
+            if rows is x or x.dim() > 2:  # and no copy, which may be of anything
+                known.learn(rows, topk_ids, topk_weights, tokens, out, own)
             return self._at_once(caller, x, rows, routing, own, out, pieces)
         tensors = (order, self.key, rows, *routing, *own)
         how = {"any_ids": caller.any_ids, "pieces": pieces}
@@ -162,6 +173,11 @@ class Experts:
             return y if x.dim() == 2 else y.view(x.shape)
         custom_op.forward_into(*tensors, out if x.dim() == 2 else out.view(rows.shape), **how)
         return out
+
+    def _know(self, caller: Caller) -> KnownTensors:
+        """What is known of a caller that has made no call."""
+        known = KnownTensors([expected is not None for expected in caller.expected])
+        return self._known.setdefault(caller.name, known)
 
     def _at_once(
         self,
@@ -182,9 +198,10 @@ class Experts:
                 engine.require_open()  # or PyTorch says in its own words that a child has no CUDA
                 raise
             custom_op.call(engine, rows, y, routing, own, any_ids, pieces)
-            return y if x.dim() == 2 else y.view(x.shape)
+            return y if x.dim() == 2 else y.view_as(x)
         call_checks.check_apart(out, x, routing, own)
-        custom_op.call(engine, rows, out.view(rows.shape), routing, own, any_ids, pieces)
+        room = out if x.dim() == 2 else out.view_as(rows)
+        custom_op.call(engine, rows, room, routing, own, any_ids, pieces)
         if not out.is_inference():  # as the operator's schema has it done
             torch.autograd.graph.increment_version(out)
         return out
@@ -240,6 +257,7 @@ class Experts:
             self.key = custom_op.register(self.engine, self.device)
         self.expected = call_checks.expected_weights(cfg, cfg.experts_per_rank(world.size))
         self._order = custom_op.order_on(self.device)
+        self._known: dict[str, KnownTensors] = {}
         self._caller = Caller(
             "Experts",
             (*self.expected, *[None] * len(call_checks.ROUTER)),

@@ -13,23 +13,35 @@ from typing import Any
 
 import torch
 
+# Asked for once in each process: a call of a layer would ask for it each time, and it is the kernel
+# that answers.
+_here = os.getpid()
+
+
+def _arrive() -> None:
+    global _here
+    _here = os.getpid()
+
+
+os.register_at_fork(after_in_child=_arrive)
+
 
 class Home:
     """The process that makes this object."""
 
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self._process = _here
 
     @property
     def here(self) -> bool:
         """Whether this is that process, and not a child that a fork has made of it."""
-        return os.getpid() == self._process
+        return self._process == _here
 
     def require(self, what: str) -> None:
         """Raises `RuntimeError` in a child; `what` belongs to the parent, like "rank 1's world"."""
         if not self.here:
             raise RuntimeError(
-                f"{what} belongs to process {self._process}, and this is process {os.getpid()}, "
+                f"{what} belongs to process {self._process}, and this is process {_here}, "
                 "which a fork has made of it with neither its threads nor its peers: make a world "
                 "after the fork, in the child, or start the process by spawn"
             )

@@ -65,6 +65,7 @@ def ways(world: moeos.World, cfg: moeos.MoEConfig) -> dict[str, Calls]:
     tokens = torch.tensor([TOKENS - 1], dtype=torch.int32, device=device)
     w1, w2 = layer.w1, layer.w2
     others = list(zip(_places(w1), _places(w2), strict=True))
+    out, batch = torch.empty_like(x), x.view(2, -1, cfg.hidden)
     dense = torch.randn(cfg.hidden, cfg.hidden, dtype=cfg.dtype, device=device)
     engine = experts.engine
     packed = CallTensors(
@@ -85,6 +86,8 @@ def ways(world: moeos.World, cfg: moeos.MoEConfig) -> dict[str, Calls]:
         "layer, ids of 64 bits": lambda n: layer(x, ids, weights),
         "layer, ids of 32 bits": lambda n: layer(x, narrow, weights),
         "layer, tokens": lambda n: layer(x, tokens=tokens),
+        "layer, out": lambda n: layer(x, out=out),
+        "layer, a batch of sequences": lambda n: layer(batch),
         "experts": lambda n: experts(x, narrow, weights, w1, w2),
         f"experts of {LAYERS} layers": lambda n: experts(x, narrow, weights, *others[n % LAYERS]),
         "engine": lambda n: engine.forward(packed),

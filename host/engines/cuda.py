@@ -145,9 +145,13 @@ class CudaEngine:
         self._holdings.gate.run(self._reset)
 
     def _forward(self, tensors: CallTensors) -> None:
-        if tensors.topk_ids is not None:
-            tensors = _with_readable_routing(tensors)
-        if torch.cuda.current_device() == self._device.index:
+        ids, weights = tensors.topk_ids, tensors.topk_weights
+        if ids is not None and weights is not None:  # or neither
+            readable = weights.dtype in WEIGHT_TYPES and weights.is_contiguous()
+            if not (readable and ids.is_contiguous()):
+                tensors = _with_readable_routing(tensors, ids, weights)
+        # As torch.cuda.current_device(), but for whether CUDA has begun.
+        if torch._C._cuda_getDevice() == self._device.index:
             self._call(tensors)
         else:
             with torch.cuda.device(self._device):
@@ -476,15 +480,12 @@ def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
     return device
 
 
-def _with_readable_routing(tensors: CallTensors) -> CallTensors:
-    """The call with routing as the kernel can read it, copied only if it is not."""
-    ids, weights = tensors.topk_ids, tensors.topk_weights
-    assert ids is not None
-    assert weights is not None  # the layer takes both or neither
+def _with_readable_routing(
+    tensors: CallTensors, ids: torch.Tensor, weights: torch.Tensor
+) -> CallTensors:
+    """The call with copies of its routing that the kernel can read."""
     if weights.dtype not in WEIGHT_TYPES:
         weights = weights.float()
-    if weights is tensors.topk_weights and ids.is_contiguous() and weights.is_contiguous():
-        return tensors
     return tensors._replace(topk_ids=ids.contiguous(), topk_weights=weights.contiguous())
 
 

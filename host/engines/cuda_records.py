@@ -57,6 +57,7 @@ class HostFailure:
     def __init__(self) -> None:
         self._memory = torch.zeros(CACHE_LINE // 4, dtype=torch.int32, pin_memory=True)
         self._words = self._memory.numpy()
+        self._looked_at = memoryview(self._words)  # type: ignore[arg-type]
         self._order = threading.Lock()
         self.address = self._memory.data_ptr()
 
@@ -65,7 +66,7 @@ class HostFailure:
         # The kernel writes the kind last: whoever reads the rest behind it sees that. A lock that
         # is left and taken again keeps this order also where loads may pass each other.
         with self._order:
-            kind = self._words[0]
+            kind = self._looked_at[0]
         if kind == 0:
             return None
         with self._order:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import moeos
 from moeos import Experts, MoELayer, World, virtual
 from tests.gpu.cases import CASES, DEADLINE, assert_matches, call_on_gpu, on_gpu, why_not
 from tests.layers import PREFERENCES, Call, Weights, draw_call, draw_given_call, draw_weights
@@ -184,31 +185,37 @@ def test_inference_mode_and_autocast_are_right() -> None:
     on_ranks(rank_main)
 
 
-@pytest.mark.parametrize("what", ["a layer", "experts"])
+@pytest.mark.parametrize("what", ["a layer", "experts", "pieces", "an output"])
 def test_graphs_that_the_compiler_records_are_right(what: str) -> None:
-    """Prints why there is no graph, where there is none."""
+    """Prints why there is no graph, where there is none. In the main thread: in others PyTorch
+    cannot record them.
+    """
     torch._dynamo.reset()
     counters.clear()
-
-    def rank_main(world: World) -> None:
+    with moeos.init(backend="cuda", deadline=DEADLINE) as world, torch.no_grad():
         layer, experts = WEIGHTS.layer(world), Experts(CFG, world)
 
-        def program(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            if what == "a layer":
-                y: Tensor = layer(x * 1, ids, weights)
-            else:
+        def program(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+            if what == "experts":
                 y = experts(x * 1, ids, weights, **own_of(layer))
+            elif what == "pieces":
+                y = layer(x * 1, ids, weights, pieces=2)
+            elif what == "an output":
+                y = layer(x * 1, ids, weights, out=out)
+            else:
+                y = layer(x * 1, ids, weights)
             return y + 0
 
         traced = torch.compile(program, fullgraph=True, mode="reduce-overhead")
-        with torch.no_grad():
-            for seed in range(6):
-                call = call_on_gpu(draw_given_call(CFG, ROWS, seed))
-                torch.compiler.cudagraph_mark_step_begin()
-                y = traced(call.x, call.ids, call.weights).clone()
-                right(call, y, f"run {seed}")
+        for seed in range(6):
+            call = call_on_gpu(draw_given_call(CFG, ROWS, seed))
+            out = torch.full_like(call.x, torch.nan)
+            torch.compiler.cudagraph_mark_step_begin()
+            y = traced(call.x, call.ids, call.weights, out).clone()
+            right(call, y, f"run {seed}")
+            if what == "an output":
+                right(call, out, f"the output of run {seed}")
         layer.check()
-        print(dict(counters["inductor"]))
-        assert counters["inductor"]["cudagraph_skips"] == 0
-
-    on_ranks(rank_main)
+        print(what, dict(counters["inductor"]))
+        if what != "an output":  # which PyTorch does not record, since an input is written
+            assert counters["inductor"]["cudagraph_skips"] == 0

@@ -17,7 +17,6 @@ import torch
 from moeos import World, cuda_driver, experts, layer, virtual
 from moeos.bench import host_cost
 from moeos.config import MoEConfig
-from moeos.engines import cuda
 from moeos.engines.cuda import CudaEngine
 from moeos.engines.cuda_records import HostFailure
 from moeos.faults import LayerFaults
@@ -35,6 +34,7 @@ class StandInFailure(HostFailure):
 
     def __init__(self) -> None:
         self._words = torch.zeros(16, dtype=torch.int32).numpy()
+        self._looked_at = memoryview(self._words)
         self._order = threading.Lock()
 
 
@@ -76,8 +76,8 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             )
 
     monkeypatch.setattr(cuda_driver, "load", Driver)
-    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
     for name, answer in (
+        ("_cuda_getDevice", 0),
         ("_cuda_getCurrentRawStream", STREAM),
         ("_cuda_isCurrentStreamCapturing", False),
     ):

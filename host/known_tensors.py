@@ -1,0 +1,118 @@
+"""Tensors that are as those of an earlier call, which all checks have found right.
+
+What the tensors of a call are like changes seldom, and to look at each property of each of them
+costs the host as much as a launch. PyTorch has one function that looks at all properties of all of
+them: the one by which a compiled graph knows that it may be used. This file asks it, and does not
+know what the checks are. Where this PyTorch does not have it, no tensors are known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = 4
+"""Of tensors that are kept of calls with equally many."""
+
+_MOST_GIVEN = 5  # x, ids, weights, tokens and out
+_Kind = tuple[Callable[..., bool], bool]  # whether tensors are like these, and any wants a gradient
+
+
+class KnownTensors:
+    """What the tensors of one caller's calls were like.
+
+    Of each it is the class, dtype, device, shape and strides, whether it wants a gradient, and what
+    in this thread acts on operators that get it (inference mode, autocast, modes, transforms). Of
+    rows, of the routing and of the output the number of rows may be any.
+
+    Args:
+        present: which of the tensors that are not of a call's tokens there must be.
+    """
+
+    def __init__(self, present: Sequence[bool]) -> None:
+        self._own = operator.itemgetter(*(i for i, there in enumerate(present) if there))
+        self._kinds: list[tuple[_Kind, ...]] = [()] * (_MOST_GIVEN + 1)
+
+    def are(
+        self,
+        most_rows: int,
+        rows: Tensor,
+        ids: Any,
+        weights: Any,
+        tokens: Any,
+        out: Any,
+        own: tuple[Any, ...],
+    ) -> bool:
+        """Whether these are like those of a call that was learned, of at most so many rows, and
+        nobody wants a gradient. None where there is no such tensor.
+        """
+        given = _given(rows, ids, weights, tokens, out)
+        for alike, trained in self._kinds[len(given)]:
+            if alike(*given, *self._own(own)):
+                count = rows.shape[0]
+                return (
+                    count <= most_rows
+                    and (ids is None or ids.shape[0] == count == weights.shape[0])
+                    and (out is None or out.shape[0] == count)
+                    and not (trained and torch.is_grad_enabled())
+                )
+        return False
+
+    def learn(
+        self,
+        rows: Tensor,
+        ids: Tensor | None,
+        weights: Tensor | None,
+        tokens: Tensor | None,
+        out: Tensor | None,
+        own: tuple[Tensor | None, ...],
+    ) -> None:
+        """Takes these for right, which are of a call that is made without an operator: rows and out
+        are contiguous.
+        """
+        given = _given(rows, ids, weights, tokens, out)
+        tensors: list[Any] = [*given, *self._own(own)]
+        sizes: list[list[int | None]] = [list(tensor.shape) for tensor in tensors]
+        strides = [list(tensor.stride()) for tensor in tensors]
+        for place, tensor in enumerate(given):
+            if tensor is tokens:
+                continue
+            if tensor.dim() != 2:
+                return
+            sizes[place][0] = None
+            contiguous = tensor is rows or tensor is out
+            if contiguous:  # the stride of a single row may be any
+                strides[place] = [tensor.shape[1], 1]
+        alike = _alike(tensors, sizes, strides)
+        if alike is not None:
+            trained = any(tensor.requires_grad for tensor in tensors)
+            before = self._kinds[len(given)]
+            self._kinds[len(given)] = ((alike, trained), *before[: KINDS - 1])
+
+
+def _given(rows: Any, ids: Any, weights: Any, tokens: Any, out: Any) -> tuple[Any, ...]:
+    given = (rows,) if ids is None and weights is None else (rows, ids, weights)
+    if tokens is not None:
+        given += (tokens,)
+    return given if out is None else (*given, out)
+
+
+def _alike(
+    tensors: Sequence[Tensor], sizes: Sequence[Sequence[int | None]], strides: Sequence[list[int]]
+) -> Callable[..., bool] | None:
+    """Whether other tensors are like these, of any size where one is None; None if that cannot be
+    known, or these are not.
+    """
+    try:
+        guards: Any = torch._C._dynamo.guards
+        guard = guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        )
+        found: Callable[..., bool] = guard.check
+        return found if found(*tensors) else None
+    except (AttributeError, TypeError):
+        return None
