@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-MOEOS = "from moeos.cli.app import main; main()"
+MOEOS = "from moeos_command import main; main()"
 """A program that is the command `moeos`, with the arguments that it is given."""
 
 _FIRST_PORT, _END_PORT, _PORTS = 20000, 32000, 50

@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import BIN, ROOT
 
-PYTHON = ["host", "tests"]
+PYTHON = ["host", "launch", "tests"]
 CPP = ["runtime", "kernels", "tests"]
 CPP_SUFFIXES = {".hpp", ".cpp", ".cu", ".cuh"}
 
