@@ -29,6 +29,7 @@ from moeos.cli.check import TOLERANCE
 _PATIENCE = 30.0  # seconds for a program that a probe starts
 _OLDEST_DRIVER = 580
 _CAPABILITY = "9.0"
+_INSTALL_CORE = "pip install cuda-core"
 _INSTALL_NVRTC = "pip install 'nvidia-cuda-nvrtc==13.*'"
 _REINSTALL = "pip install --force-reinstall --no-deps . (in the repository)"
 
@@ -175,17 +176,22 @@ def package(name: str, purpose: str) -> Finding:
 
 
 def nvshmem() -> Finding:
-    """NVSHMEM: its library, which its Python package must be able to load."""
+    """NVSHMEM: its library, which its Python package must be able to load.
+
+    It need not be there: GPUs of one host share memory without it.
+    """
     what = "NVSHMEM"
     fix = "pip install nvidia-nvshmem-cu13 nvshmem4py-cu13"
     if machine.version_of("nvshmem4py-cu13") is None:
-        return Finding(what, False, "none (memory that GPUs share)", fix)
+        return Finding(what, True, f"none (only GPUs of several hosts need it: {fix})")
     try:
         found = importlib.import_module("nvshmem.core").get_version().libnvshmem_version
     except Exception as error:  # whatever a broken installation raises
         return Finding(what, False, f"it does not load: {error}", fix)
+    if machine.version_of("cuda-core") is None:
+        return Finding(what, False, f"{found}, but no cuda-core, by which it starts", _INSTALL_CORE)
     packages = machine.version_of("nvshmem4py-cu13")
-    return Finding(what, True, f"{found}, nvshmem4py {packages} (memory that GPUs share)")
+    return Finding(what, True, f"{found}, nvshmem4py {packages} (puts to GPUs of other hosts)")
 
 
 def nvrtc() -> Finding:
@@ -216,7 +222,6 @@ GPU: tuple[Callable[[], Finding], ...] = (
     lambda: package("cuda-bindings", "loads and launches kernels"),
     nvrtc,
     nvshmem,
-    lambda: package("cuda-core", "starts NVSHMEM"),
 )
 """What the GPU needs in addition."""
 

@@ -172,6 +172,18 @@ def test_ranks_of_a_group_that_disagree_all_hear_of_the_argument_and_its_values(
     assert raised_by(in_processes(live, 3), kind) == message
 
 
+def test_ranks_that_pass_different_groups_name_who_did_not_come() -> None:
+    def live(rank: int) -> None:
+        pair = dist.new_group([0, 1])
+        moeos.init("twin", group=pair if rank == 0 else dist.group.WORLD, deadline=2.0)
+
+    outcomes = in_processes(live, 3)
+    assert [type(one) for one in outcomes] == [PeerTimeout] * 3
+    assert "rank 0 of 2 waited 2 s for the start of a world: rank 1 did not" in str(outcomes[0])
+    for error in outcomes[1:]:  # the first to wait so long tells the other
+        assert "of 3 waited 2 s for the start of a world: rank 0 did not arrive" in str(error)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [

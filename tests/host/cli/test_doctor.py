@@ -31,6 +31,18 @@ def test_a_missing_package_comes_with_the_command_that_installs_it() -> None:
     assert finding.fix == "pip install no-such-package"
 
 
+def test_what_one_host_does_not_need_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes.machine, "version_of", lambda name: None)
+    for probe in (probes.mpirun, probes.nvshmem):
+        finding = probe()
+        assert finding.works, finding
+        assert "no" in finding.found
+        assert finding.fix == ""
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(probes.shutil, "which", lambda name: None)
+    assert probes.mpirun().works
+
+
 def test_a_cpu_build_of_pytorch_is_told_from_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not probes.torch_cuda().works
