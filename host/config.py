@@ -17,13 +17,14 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from moeos.activations import FORMULAS, Activation, Formula
 from moeos.files import read_json, read_toml
 
-Activation = Literal["swiglu", "gelu", "gelu_tanh", "silu", "relu", "identity"]
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 RowMap = Literal["ragged", "capacity"]
 GroupScore = Literal["top2_sum", "max"]
 Routing = Literal["layer", "ids", "caller"]
+Clamp = Literal["before", "after"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -39,6 +40,10 @@ _MIN_NUMBER, _MAX_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.fl
 _MINIMUM_CAPACITY_FACTOR = 1e-6
 _CAPACITY_DENOMINATOR = 10**6
 _OF_HF = ("hf_config", "hf_layer")
+_SWITCHES = (
+    *("renormalize", "selection_bias", "bias"),
+    *("router_bias", "expert_scale", "apply_router_weight_on_input"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,16 +56,19 @@ class MoEConfig:
         hidden: H, elements of a token; a positive multiple of 8.
         intermediate: I, elements between the two GEMMs of an expert; a positive multiple of 8.
         experts: E, routed experts over all ranks; at most MAX_EXPERTS.
-        top_k: k, experts of a token; 1 <= k <= E.
+        top_k: k, experts of a token; 1 <= k <= E + zero_experts.
         activation: "swiglu" (gated: silu(gate) * up), "gelu" (exact, with erf), "gelu_tanh",
-            "silu", "relu" or "identity".
+            "silu", "relu", "identity", "swigluoai" (gated, gpt-oss and MiniMax-M3:
+            gate * sigmoid(alpha * gate) * (up + 1), clamped), "geglu_tanh" (gated, Gemma-4:
+            gelu_tanh(gate) * up) or "relu2" (Nemotron-H: the square of relu).
         dtype: of tokens, weights and output: torch.float32, bfloat16 or float16.
         router_dtype: torch.float32 keeps the router's weight in float32, whatever `dtype` is, and
             sums its logits so that the chosen experts are float64's wherever the margin, of logits
             or of selection scores, exceeds 1e-6 of the token's largest one in magnitude. None: the
             router is as all other weights.
         max_tokens: the most tokens that one rank may pass in one call; sizes all buffers.
-        scoring: expert scores are the softmax over all logits, or the sigmoid of each.
+        scoring: expert scores are the softmax over all logits, or the sigmoid of each, or
+            "sqrtsoftplus", the square root of the softplus of each (DeepSeek-V4).
         renormalize: divide the k weights of a token by their sum (FlashDMoE, eq. 5.1 and 5.2).
         capacity_factor: None is dropless. Otherwise at least 1e-6: an expert takes at most
             `capacity(S)` pairs from the S tokens of one rank and the rest are dropped (GShard,
@@ -76,7 +84,13 @@ class MoEConfig:
         group_score: a group's score is "top2_sum", the sum of its two best selection scores or its
             only one (DeepSeek-V3), or "max", its best one (DeepSeek-V2, arXiv:2405.04434). No
             tensor of a checkpoint tells which: it is the config's to say.
-        swiglu_limit: computes silu(min(gate, limit)) * clamp(up, -limit, limit).
+        swiglu_limit: of a gated activation, clamps the gate from above and up on both sides:
+            silu(min(gate, limit)) * clamp(up, -limit, limit). None: 7 with "swigluoai", and no
+            limit with others; read `resolved_swiglu_limit`.
+        swiglu_clamp: the gate is clamped "before" its curve (DeepSeek-V4, GLM-5, gpt-oss,
+            MiniMax-M3), or "after" it: min(silu(gate), limit) (Step-3.7). Up is clamped alike.
+        swiglu_alpha: the slope in gate * sigmoid(alpha * gate). None: 1.702 with "swigluoai", and 1
+            with "swiglu"; other activations have none.
         bias: experts have biases b1 [X, w1_rows] and b2 [X, H].
         routing: who routes. "layer": the layer, unless a call has topk_ids. "ids": the caller
             chooses, and the layer's gate may weigh (experts hashed by tokens' numbers). "caller":
@@ -85,6 +99,15 @@ class MoEConfig:
         layout: the family whose checkpoints the weights are read from, a row of
             docs/checkpoints.md; `from_hf` sets it. None: names alone decide. It is no part of what
             the layer computes, and ranks may differ in it.
+        router_bias: the layer holds an fp32 bias [E], `gate.bias`, that is added to the logits
+            before they are scored (gpt-oss).
+        expert_scale: the layer holds an fp32 scale [E], `gate.expert_scale`, that multiplies an
+            expert's weight after all other rules (Gemma-4).
+        apply_router_weight_on_input: a token's weight multiplies x, and the result is not weighed
+            (Llama-4); top_k is 1. Set `renormalize=False` with it, or every weight is 1.
+        zero_experts: so many experts behind the E real ones return x itself, times their weight
+            (LongCat-Flash). They have ids from E on, and are chosen as all others are: the router's
+            tensors then have E + zero_experts rows; read `router_rows`.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -109,9 +132,15 @@ class MoEConfig:
     top_groups: int = 1
     group_score: GroupScore = "top2_sum"
     swiglu_limit: float | None = None
+    swiglu_clamp: Clamp = "before"
+    swiglu_alpha: float | None = None
     bias: bool = False
     routing: Routing = "layer"
     layout: str | None = None
+    router_bias: bool = False
+    expert_scale: bool = False
+    apply_router_weight_on_input: bool = False
+    zero_experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -120,7 +149,10 @@ class MoEConfig:
             self._check_integer(name)
         if self.experts > MAX_EXPERTS:
             raise self._error("experts", f"at most {MAX_EXPERTS}")
-        for name in ("renormalize", "selection_bias", "bias"):
+        self._check_integer("zero_experts", least=0)
+        if self.router_rows > MAX_EXPERTS:
+            raise self._error("zero_experts", f"at most {MAX_EXPERTS - self.experts}")
+        for name in _SWITCHES:
             self._check_type(name, bool)
         self._check_choice("activation", get_args(Activation))
         self._check_choice("scoring", get_args(Scoring))
@@ -130,6 +162,7 @@ class MoEConfig:
             from moeos.checkpoints.families import FAMILIES  # which none but a checkpoint needs
 
             self._check_choice("layout", tuple(FAMILIES))
+        self._check_choice("swiglu_clamp", get_args(Clamp))
         if self.row_map is not None:
             self._check_choice("row_map", get_args(RowMap))
         self._check_dtypes()
@@ -139,15 +172,32 @@ class MoEConfig:
             self._check_positive_number("capacity_factor")
             if self.capacity_factor < _MINIMUM_CAPACITY_FACTOR:
                 raise self._error("capacity_factor", f"at least {_MINIMUM_CAPACITY_FACTOR}")
-        if self.swiglu_limit is not None:
-            self._check_positive_number("swiglu_limit")
-            if not self.gated:
-                raise self._error("swiglu_limit", f"None with activation {self.activation!r}")
+        self._check_activation()
+
+    @property
+    def formula(self) -> Formula:
+        """What the activation computes."""
+        return FORMULAS[self.activation]
 
     @property
     def gated(self) -> bool:
         """Whether w1 holds gate rows and up rows."""
-        return self.activation == "swiglu"
+        return self.formula.gated
+
+    @property
+    def resolved_swiglu_limit(self) -> float | None:
+        """The clamp in use: `swiglu_limit`, or the activation's own; None where there is none."""
+        return self.formula.limit if self.swiglu_limit is None else self.swiglu_limit
+
+    @property
+    def resolved_swiglu_alpha(self) -> float:
+        """The slope in use: `swiglu_alpha`, or the activation's own."""
+        return self.formula.alpha if self.swiglu_alpha is None else self.swiglu_alpha
+
+    @property
+    def router_rows(self) -> int:
+        """Experts that a token may choose, E + zero_experts: rows of the router's tensors."""
+        return self.experts + self.zero_experts
 
     @property
     def gate_dtype(self) -> torch.dtype:
@@ -212,8 +262,8 @@ class MoEConfig:
     def digest(self) -> str:
         """All fields but `layout` as one line of JSON: equal exactly when two layers are the same.
 
-        The row map is the resolved one. It is what ranks send each other to compare; see
-        `digest_differences`.
+        The row map, the limit and alpha are the resolved ones. It is what ranks send each other to
+        compare; see `digest_differences`.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["dtype"] = _dtype_name(self.dtype)
@@ -221,6 +271,8 @@ class MoEConfig:
             fields["router_dtype"] = _dtype_name(self.router_dtype)
         fields["row_map"] = self.resolved_row_map
         del fields["layout"]
+        fields["swiglu_limit"] = self.resolved_swiglu_limit
+        fields["swiglu_alpha"] = self.resolved_swiglu_alpha
         return json.dumps(fields)
 
     @classmethod
@@ -310,11 +362,11 @@ class MoEConfig:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise TypeError(_must_be(name, value, f"of type {kind.__name__}"))
 
-    def _check_integer(self, name: str, multiple: int = 1) -> None:
+    def _check_integer(self, name: str, multiple: int = 1, least: int = 1) -> None:
         self._check_type(name, int)
         value = getattr(self, name)
-        if value < 1 or value % multiple != 0:
-            allowed = "at least 1" if multiple == 1 else f"a positive multiple of {multiple}"
+        if value < least or value % multiple != 0:
+            allowed = f"at least {least}" if multiple == 1 else f"a positive multiple of {multiple}"
             raise self._error(name, allowed)
         if value > _MAX_INTEGER:
             raise self._error(name, f"at most {_MAX_INTEGER}")
@@ -345,14 +397,38 @@ class MoEConfig:
             if self.router_dtype != torch.float32:
                 raise self._error("router_dtype", "torch.float32, or None for the layer's dtype")
 
+    def _check_activation(self) -> None:
+        if self.swiglu_limit is not None:
+            self._check_positive_number("swiglu_limit")
+            if not self.gated:
+                raise self._error("swiglu_limit", f"None with activation {self.activation!r}")
+        if self.swiglu_clamp == "after" and self.resolved_swiglu_limit is None:
+            raise self._error("swiglu_clamp", "'before' where there is no swiglu_limit")
+        if self.swiglu_alpha is not None:
+            self._check_positive_number("swiglu_alpha")
+            if not (self.gated and self.formula.curve == "swish"):
+                raise self._error("swiglu_alpha", f"None with activation {self.activation!r}")
+
     def _check_routing(self) -> None:
-        if self.top_k > self.experts:
-            raise self._error("top_k", f"at most experts, {self.experts}")
+        if self.top_k > self.router_rows:
+            named = "experts" if self.zero_experts == 0 else "experts + zero_experts"
+            raise self._error("top_k", f"at most {named}, {self.router_rows}")
+        if self.zero_experts > 0 and self.expert_groups > 1:
+            raise self._error("zero_experts", "0 with expert_groups: no model has both")
+        if self.apply_router_weight_on_input and self.top_k > 1:
+            raise self._error(
+                "apply_router_weight_on_input",
+                f"False with top_k {self.top_k}: a token is multiplied by one expert's weight",
+            )
+        if self.apply_router_weight_on_input and self.zero_experts > 0:
+            raise self._error(
+                "apply_router_weight_on_input", "False with zero_experts: no model has both"
+            )
         if self.experts % self.expert_groups != 0:
             raise self._error("expert_groups", f"a divisor of experts, {self.experts}")
         if self.top_groups > self.expert_groups:
             raise self._error("top_groups", f"at most expert_groups, {self.expert_groups}")
-        candidates = self.top_groups * self.experts // self.expert_groups
+        candidates = self.top_groups * self.router_rows // self.expert_groups
         if self.top_k > candidates:
             raise self._error("top_k", f"at most {candidates}, the experts of top_groups groups")
 

@@ -22,7 +22,8 @@ from typing import Any, get_args
 import torch
 
 from moeos import kernel_cache, machine_code
-from moeos.config import Activation, GroupScore, Scoring
+from moeos.activations import Curve
+from moeos.config import GroupScore, Scoring
 from moeos.kernel_shape import KernelShape, Transport
 
 KERNEL = "moeos_forward"
@@ -204,7 +205,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
     """What kernels/sm90/config.cuh reads, without the prefix MOEOS_."""
     cfg, sizes = shape.cfg, shape.sizes
     capacity, ratio = cfg.capacity(cfg.max_tokens), cfg.capacity_ratio
-    limit = cfg.swiglu_limit
+    limit = cfg.resolved_swiglu_limit
     values: dict[str, int | str] = {
         "FIXED_GEOMETRY": '"kernels/sm90/geometry.cuh"',
         "WORLD": shape.world_size,
@@ -233,7 +234,11 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "GEMM0_NARROW_PARTS": sizes.gemm0_narrow_parts,
         "GEMM1_NARROW_PARTS": sizes.gemm1_narrow_parts,
         "PROCESSORS": shape.processors,
-        "ACTIVATION": get_args(Activation).index(cfg.activation),
+        "CURVE": get_args(Curve).index(cfg.formula.curve),
+        "GATED": int(cfg.gated),
+        "ALPHA": f"{cfg.resolved_swiglu_alpha!r}F",
+        "UP_OFFSET": f"{cfg.formula.up_offset!r}F",
+        "CLAMPS_AFTER": int(cfg.swiglu_clamp == "after"),
         "SWIGLU_LIMIT": "moeos::kInfinity" if limit is None else f"{limit!r}F",
         "SCORING": get_args(Scoring).index(cfg.scoring),
         "RENORMALIZE": int(cfg.renormalize),

@@ -26,25 +26,35 @@ _OF_THE_WORLD = ("world", "experts", "_order")
 
 
 class Gate(nn.Module):
-    """The router: weight [E, H], and selection_bias fp32 [E] where the config has one.
+    """The router, with R = `cfg.router_rows` rows: weight [R, H]; bias fp32 [R] with
+    `cfg.router_bias`; selection_bias fp32 [R] and expert_scale fp32 [R], buffers, where the config
+    has them.
 
-    `to` and its like leave the bias fp32, and the weight where `cfg.router_dtype` says so.
+    `to` and its like leave these fp32, and the weight where `cfg.router_dtype` says so.
     """
 
     def __init__(self, cfg: MoEConfig) -> None:
         super().__init__()
+        rows = cfg.router_rows
         self._keeps_weight = cfg.router_dtype is not None
-        self.weight = _parameter(cfg.experts, cfg.hidden, dtype=cfg.gate_dtype)
-        bias = torch.zeros(cfg.experts, dtype=torch.float32) if cfg.selection_bias else None
-        self.register_buffer("selection_bias", bias)
+        self.weight = _parameter(rows, cfg.hidden, dtype=cfg.gate_dtype)
+        self.bias = _parameter(rows, dtype=torch.float32) if cfg.router_bias else None
+        zeros = torch.zeros(rows, dtype=torch.float32) if cfg.selection_bias else None
+        self.register_buffer("selection_bias", zeros)
         self.selection_bias: torch.Tensor | None
+        ones = torch.ones(rows, dtype=torch.float32) if cfg.expert_scale else None
+        self.register_buffer("expert_scale", ones)
+        self.expert_scale: torch.Tensor | None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Gate:
         """Moves the parameters as `to` asks; what stays fp32 keeps its bits."""
+        stay = [self.bias, self.selection_bias, self.expert_scale]
+        if self._keeps_weight:
+            stay.append(self.weight)
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             made = fn(tensor)
-            kept = tensor is self.selection_bias or (self._keeps_weight and tensor is self.weight)
+            kept = any(tensor is one for one in stay)
             return tensor.to(made.device) if kept and made.dtype != tensor.dtype else made
 
         super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
@@ -54,7 +64,7 @@ class Gate(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, *others: Any
     ) -> None:
         taken = dict(state_dict)
-        for name in ("weight", "selection_bias"):
+        for name in ("weight", "bias", "selection_bias", "expert_scale"):
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor):
                 taken[prefix + name] = sharding.everything(prefix + name, given)
@@ -68,11 +78,14 @@ class MoELayer(nn.Module):
     rank passes in a call is its own affair.
 
     Parameters (dtype `cfg.dtype`; this rank holds the X = E / P experts from rank·X on):
-        gate.weight [E, H]: the router, fp32 with `cfg.router_dtype`.
+        gate.weight [R, H]: the router, fp32 with `cfg.router_dtype`; R = `cfg.router_rows`, which
+            is E + `cfg.zero_experts`.
         w1 [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate.
         w2 [X, H, I].
         b1 [X, 2I or I], b2 [X, H] with `cfg.bias`.
-        gate.selection_bias fp32 [E] with `cfg.selection_bias` (a buffer).
+        gate.bias fp32 [R] with `cfg.router_bias`.
+        gate.selection_bias fp32 [R] with `cfg.selection_bias` (a buffer).
+        gate.expert_scale fp32 [R] with `cfg.expert_scale` (a buffer).
     They start uniform in ±1/sqrt(inputs), from a seed that rank 0 draws: an expert starts the same
     on whichever rank it lies. With `init=False` nothing is drawn, and they hold anything until they
     are loaded.
@@ -343,6 +356,8 @@ class MoELayer(nn.Module):
         with torch.no_grad():
             generator.manual_seed(seed)
             _fill_uniform(self.gate.weight, generator)
+            if self.gate.bias is not None:
+                self.gate.bias.zero_()
             for local in range(self.w1.shape[0]):
                 generator.manual_seed((seed + 1 + first + local) % (1 << _SEED_BITS))
                 _fill_uniform(self.w1[local], generator)

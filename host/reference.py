@@ -11,13 +11,14 @@ one (token, j) with j < k.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeos.activations import Curve
 from moeos.config import MoEConfig
 
 _FP32_ROUTER_ERROR = 0.5e-6
@@ -247,23 +248,28 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def _activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
     """[n, w1_rows] -> [n, I]."""
-    match cfg.activation:
-        case "swiglu":
-            gate, up = rows.chunk(2, dim=1)
-            if cfg.swiglu_limit is not None:
-                gate = gate.clamp(max=cfg.swiglu_limit)
-                up = up.clamp(-cfg.swiglu_limit, cfg.swiglu_limit)
-            return functional.silu(gate) * up
-        case "gelu":
-            return functional.gelu(rows)
-        case "gelu_tanh":
-            return functional.gelu(rows, approximate="tanh")
-        case "silu":
-            return functional.silu(rows)
-        case "relu":
-            return functional.relu(rows)
-        case "identity":
-            return rows
+    curve, limit = _CURVES[cfg.formula.curve], cfg.resolved_swiglu_limit
+    alpha = cfg.resolved_swiglu_alpha
+    if not cfg.gated:
+        return curve(rows, alpha)
+    gate, up = rows.chunk(2, dim=1)
+    if limit is None:
+        gate = curve(gate, alpha)
+    elif cfg.swiglu_clamp == "before":
+        gate, up = curve(gate.clamp(max=limit), alpha), up.clamp(-limit, limit)
+    else:
+        gate, up = curve(gate, alpha).clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (up + cfg.formula.up_offset)
+
+
+_CURVES: Mapping[Curve, Callable[[Tensor, float], Tensor]] = {
+    "swish": lambda z, alpha: z * (alpha * z).sigmoid(),
+    "gelu": lambda z, alpha: functional.gelu(z),
+    "gelu_tanh": lambda z, alpha: functional.gelu(z, approximate="tanh"),
+    "relu": lambda z, alpha: functional.relu(z),
+    "relu2": lambda z, alpha: functional.relu(z).square(),
+    "identity": lambda z, alpha: z,
+}
 
 
 class _Keys(NamedTuple):

@@ -13,7 +13,8 @@ from typing import get_args
 import torch
 
 from moeos import _twin
-from moeos.config import Activation, GroupScore, MoEConfig, Scoring
+from moeos.activations import Curve
+from moeos.config import GroupScore, MoEConfig, Scoring
 
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
@@ -66,7 +67,7 @@ def layer_sizes(
     """
     cfg.experts_per_rank(world_size)
     once = _can_send_once(cfg, world_size, tiles)
-    capacity = cfg.capacity(cfg.max_tokens)
+    capacity, limit = cfg.capacity(cfg.max_tokens), cfg.resolved_swiglu_limit
     return _twin.Sizes(
         world=world_size,
         experts=cfg.experts,
@@ -78,8 +79,12 @@ def layer_sizes(
         capacity=cfg.max_tokens if capacity is None else capacity,
         capacity_rows=cfg.resolved_row_map == "capacity",
         # kernels/shape.hpp has the enumerators in the order of the names.
-        activation=get_args(Activation).index(cfg.activation),
-        swiglu_limit=math.inf if cfg.swiglu_limit is None else cfg.swiglu_limit,
+        curve=get_args(Curve).index(cfg.formula.curve),
+        gated=cfg.gated,
+        alpha=cfg.resolved_swiglu_alpha,
+        up_offset=cfg.formula.up_offset,
+        swiglu_limit=math.inf if limit is None else limit,
+        clamps_after=cfg.swiglu_clamp == "after",
         scoring=get_args(Scoring).index(cfg.scoring),
         renormalize=cfg.renormalize,
         routed_scaling=cfg.routed_scaling,

@@ -1,7 +1,8 @@
 // What a layer computes, as opposed to how its rows travel: the numbers that only kernels/ may
 // know.
 //
-// The enumerators are the values that the host passes; host/config.py has the names.
+// The enumerators are the values that the host passes; host/config.py and host/activations.py have
+// the names.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -11,13 +12,17 @@ namespace moeos {
 /// Also "no limit". NVRTC has no <limits>.
 inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7F800000U);
 
-enum class Activation : u32 {
-  swiglu = 0,
-  gelu = 1,
-  gelu_tanh = 2,
-  silu = 3,
-  relu = 4,
-  identity = 5
+/// Functions of one number z: z sigmoid(alpha z), GELU, GELU with tanh, max(z, 0), its square, z.
+enum class Curve : u32 { swish = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4, identity = 5 };
+/// What is computed between the two GEMMs; host/activations.py has the numbers of those in use. Of
+/// one number: its curve. Gated, of two: curve(gate) * (up + up_offset), with both clamped.
+struct Activation {
+  Curve curve;
+  bool is_gated;
+  float alpha;
+  float up_offset;
+  float limit;  // of gate (above) and up (both sides); infinite when there is none
+  bool clamps_after;  // the curve of the gate, and not the gate
 };
 enum class Scoring : u32 { softmax = 0, sigmoid = 1 };
 /// Of its experts' selection scores: the sum of the two best (DeepSeek-V3), the best (DeepSeek-V2).
@@ -27,7 +32,6 @@ struct LayerShape {
   u32 hidden;
   u32 intermediate;
   Activation activation;
-  float swiglu_limit;  // clamp of gate (above) and up (both sides); infinite when there is none
   Scoring scoring;
   bool renormalize;  // divide the k weights by their sum (thesis eq. 5.1, 5.2)
   float routed_scaling;
@@ -41,7 +45,7 @@ struct LayerShape {
   constexpr bool chooses_by_logit() const {
     return expert_groups == 1 || group_score == GroupScore::max;
   }
-  constexpr bool gated() const { return activation == Activation::swiglu; }
+  constexpr bool gated() const { return activation.is_gated; }
   /// Rows of w1: gate rows, then up rows, when gated.
   constexpr u32 w1_rows() const { return gated() ? 2 * intermediate : intermediate; }
 };

@@ -4,6 +4,7 @@ launchers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,23 @@ class CallTensors(NamedTuple):
     tokens: torch.Tensor | None = None
     any_ids: bool = False
     pieces: int = 1
+
+
+_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    "scoring": ("sqrtsoftplus",),
+    "router_bias": (True,),
+    "expert_scale": (True,),
+    "apply_router_weight_on_input": (True,),
+}
+
+
+def refuse_what_is_not_built(cfg: MoEConfig, machine: str) -> None:
+    """Raises `ValueError` for a rule that no machine computes yet; `machine` is "the twin"."""
+    for name, values in _NOT_BUILT.items():
+        if getattr(cfg, name) in values:
+            raise ValueError(f"{name} is {getattr(cfg, name)!r}; {machine} does not compute it yet")
+    if cfg.zero_experts > 0:
+        raise ValueError(f"zero_experts is {cfg.zero_experts}; {machine} does not have them yet")
 
 
 class Engine(Protocol):

@@ -19,7 +19,7 @@ from moeos.call_gate import CallGate
 from moeos.config import MoEConfig
 from moeos.control import raise_together
 from moeos.counters import CallStats
-from moeos.engines.base import CallTensors
+from moeos.engines.base import CallTensors, refuse_what_is_not_built
 from moeos.engines.pieces import pieces_of
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
@@ -74,6 +74,7 @@ class TwinEngine:
         if cfg.dtype not in DTYPES:
             allowed = " or ".join(map(str, DTYPES))
             raise ValueError(f"dtype is {cfg.dtype}; the twin computes with {allowed}")
+        refuse_what_is_not_built(cfg, "the twin")
 
     def require_open(self) -> None:
         """See `Engine.require_open`."""

@@ -42,26 +42,14 @@ inline float2 damp(float2 x, float2 u) {
 }
 
 template <class Type>
-inline float2 silu(float2 x) {
-  return damp<Type>(x, make_float2(0.5F * x.x, 0.5F * x.y));
+inline float2 swish(float2 x, float alpha) {
+  return damp<Type>(x, make_float2(0.5F * alpha * x.x, 0.5F * alpha * x.y));
 }
 
 /// Comparisons, because fminf would turn a NaN into the limit.
 inline float clamp_above(float x, float limit) { return x > limit ? limit : x; }
 inline float2 clamp_above(float2 x, float limit) {
   return make_float2(clamp_above(x.x, limit), clamp_above(x.y, limit));
-}
-
-/// gate and up of two hidden units; a limit clamps gate from above and up on both sides.
-template <class Type, bool kLimited>
-inline float2 swiglu(float2 gate, float2 up, float limit) {
-  if constexpr (kLimited) {
-    gate = clamp_above(gate, limit);
-    up = clamp_above(up, limit);
-    up = make_float2(-clamp_above(-up.x, limit), -clamp_above(-up.y, limit));
-  }
-  const float2 factor = silu<Type>(gate);
-  return make_float2(factor.x * up.x, factor.y * up.y);
 }
 
 /// u of GELU, to 5e-6 of the result: half of p(x), which is close to the logarithm of Phi(x) /
@@ -87,19 +75,40 @@ inline float gelu_tanh_argument(float x) {
 inline float relu(float x) { return x > 0.0F || x != x ? x : 0.0F; }
 
 /// Before its result becomes a `Type`.
-template <class Type, Activation kActivation>
-inline float2 activate(float2 x) {
-  if constexpr (kActivation == Activation::gelu) {
+template <class Type, const Activation& kActivation>
+inline float2 curve_of(float2 x) {
+  if constexpr (kActivation.curve == Curve::swish) {
+    return swish<Type>(x, kActivation.alpha);
+  } else if constexpr (kActivation.curve == Curve::gelu) {
     return damp<Type>(x, make_float2(gelu_argument(x.x), gelu_argument(x.y)));
-  } else if constexpr (kActivation == Activation::gelu_tanh) {
+  } else if constexpr (kActivation.curve == Curve::gelu_tanh) {
     return damp<Type>(x, make_float2(gelu_tanh_argument(x.x), gelu_tanh_argument(x.y)));
-  } else if constexpr (kActivation == Activation::silu) {
-    return silu<Type>(x);
-  } else if constexpr (kActivation == Activation::relu) {
+  } else if constexpr (kActivation.curve == Curve::relu) {
     return make_float2(relu(x.x), relu(x.y));
+  } else if constexpr (kActivation.curve == Curve::relu2) {
+    return make_float2(relu(x.x) * relu(x.x), relu(x.y) * relu(x.y));
   } else {
     return x;
   }
+}
+
+/// Of gate and up of two hidden units; likewise.
+template <class Type, const Activation& kActivation>
+inline float2 gated(float2 gate, float2 up) {
+  constexpr float kLimit = kActivation.limit;
+  if constexpr (kLimit < kInfinity) {
+    gate = kActivation.clamps_after ? gate : clamp_above(gate, kLimit);
+    up = clamp_above(up, kLimit);
+    up = make_float2(-clamp_above(-up.x, kLimit), -clamp_above(-up.y, kLimit));
+  }
+  float2 factor = curve_of<Type, kActivation>(gate);
+  if constexpr (kActivation.clamps_after) {
+    factor = clamp_above(factor, kLimit);
+  }
+  if constexpr (kActivation.up_offset != 0.0F) {
+    up = make_float2(up.x + kActivation.up_offset, up.y + kActivation.up_offset);
+  }
+  return make_float2(factor.x * up.x, factor.y * up.y);
 }
 
 }  // namespace moeos::sm90

@@ -31,11 +31,14 @@ using Machine = WithFaults<cuda::Machine<Transport, MOEOS_WORLD>>;
 using Machine = cuda::Machine<Transport, MOEOS_WORLD>;
 #endif
 
+inline constexpr Activation kActivation{
+    static_cast<Curve>(MOEOS_CURVE), MOEOS_GATED != 0,   MOEOS_ALPHA,
+    MOEOS_UP_OFFSET,                 MOEOS_SWIGLU_LIMIT, MOEOS_CLAMPS_AFTER != 0,
+};
 inline constexpr LayerShape kShape{
     MOEOS_HIDDEN,
     MOEOS_INTERMEDIATE,
-    static_cast<Activation>(MOEOS_ACTIVATION),
-    MOEOS_SWIGLU_LIMIT,
+    kActivation,
     static_cast<Scoring>(MOEOS_SCORING),
     MOEOS_RENORMALIZE != 0,
     MOEOS_ROUTED_SCALING,

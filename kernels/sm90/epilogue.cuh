@@ -186,11 +186,9 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
       store_vector(row != kNowhere && (kWholeParts || column < kShape.intermediate),
                    to + u64{column} * 2, eight_from(i, [&](u32 at) {
                      if constexpr (kShape.gated()) {
-                       constexpr bool kLimited = kShape.swiglu_limit < kInfinity;
-                       return swiglu<Element, kLimited>(pair_of(at), pair_of(kRegisters / 2 + at),
-                                                        kShape.swiglu_limit);
+                       return gated<Element, kActivation>(pair_of(at), pair_of(kRegisters / 2 + at));
                      } else {
-                       return activate<Element, kShape.activation>(pair_of(at));
+                       return curve_of<Element, kActivation>(pair_of(at));
                      }
                    }));
     }

@@ -43,8 +43,8 @@ void require(bool holds, const std::string& what) {
 }
 
 Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, u32 intermediate,
-                 u32 element_bytes, u32 capacity, bool capacity_rows, u32 activation,
-                 float swiglu_limit, u32 scoring, bool renormalize, float routed_scaling,
+                 u32 element_bytes, u32 capacity, bool capacity_rows, u32 curve, bool gated,
+                 float alpha, float up_offset, float swiglu_limit, bool clamps_after, u32 scoring, bool renormalize, float routed_scaling,
                  u32 expert_groups, u32 top_groups, u32 group_score, bool fp32_router,
                  u32 processors, u32 couriers, bool remote, u32 tile_rows, u32 route_tokens,
                  u32 route_slices, u32 gemm0_columns, u32 gemm1_columns, u32 narrow_rows,
@@ -53,8 +53,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   Sizes sizes{};
   sizes.shape = LayerShape{hidden,
                            intermediate,
-                           static_cast<Activation>(activation),
-                           swiglu_limit,
+                           {static_cast<Curve>(curve), gated, alpha, up_offset, swiglu_limit,
+                            clamps_after},
                            static_cast<Scoring>(scoring),
                            renormalize,
                            routed_scaling,
@@ -235,7 +235,8 @@ NB_MODULE(_twin, module) {
   nb::class_<Sizes>(module, "Sizes", "Buffers and bounds of a layer, as the runtime derives them.")
       .def(nb::new_(&make_sizes), nb::kw_only(), "world"_a, "experts"_a, "top_k"_a, "max_tokens"_a,
            "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
-           "activation"_a, "swiglu_limit"_a, "scoring"_a, "renormalize"_a, "routed_scaling"_a,
+           "curve"_a, "gated"_a, "alpha"_a, "up_offset"_a, "swiglu_limit"_a, "clamps_after"_a,
+           "scoring"_a, "renormalize"_a, "routed_scaling"_a,
            "expert_groups"_a, "top_groups"_a, "group_score"_a, "fp32_router"_a, "processors"_a,
            "couriers"_a, "remote"_a, "tile_rows"_a, "route_tokens"_a, "route_slices"_a,
            "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a, "segment_align"_a,

@@ -87,9 +87,9 @@ class TwinKernels {
         if (shape_.gated()) {
           const float up =
               values[width + n] + (b1 ? b1[weight_row + shape_.intermediate + n] : 0.0F);
-          values[n] = swiglu(value, up, shape_.swiglu_limit);
+          values[n] = gated(shape_.activation, value, up);
         } else {
-          values[n] = activate(shape_.activation, value);
+          values[n] = curve_of(shape_.activation, value);
         }
       }
       store(element, values, columns, intermediate_at(task.first_result + row, first));

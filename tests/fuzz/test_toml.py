@@ -41,7 +41,13 @@ CONFIG = {
     "top_groups": "1",
     "group_score": '"max"',
     "swiglu_limit": "7.0",
+    "swiglu_clamp": '"after"',
+    "swiglu_alpha": "1.702",
     "bias": "false",
+    "router_bias": "true",
+    "expert_scale": "true",
+    "apply_router_weight_on_input": "false",
+    "zero_experts": "0",
 }
 RUN = {"tokens": "7", "iterations": "3", "vary_tokens": "true", "text": '["*.md"]'}
 SUITE = {
@@ -140,7 +146,8 @@ def test_a_value_of_any_other_kind_is_refused_under_its_keys_name(tmp_path: Path
 PARTNERS: dict[str, list[str]] = {key: [] for key in [*CONFIG, *(f"run.{name}" for name in RUN)]}
 PARTNERS |= {
     "experts": ["top_k is", "expert_groups is"],
-    "activation": ["swiglu_limit is"],
+    "top_k": ["apply_router_weight_on_input is"],
+    "activation": ["swiglu_limit is", "swiglu_alpha is"],
     "expert_groups": ["top_groups is", "top_k is"],
     "top_groups": ["top_k is"],
 }

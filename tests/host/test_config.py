@@ -39,9 +39,15 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "top_groups": 1,
         "group_score": "top2_sum",
         "swiglu_limit": None,
+        "swiglu_clamp": "before",
+        "swiglu_alpha": None,
         "bias": False,
         "routing": "layer",
         "layout": None,
+        "router_bias": False,
+        "expert_scale": False,
+        "apply_router_weight_on_input": False,
+        "zero_experts": 0,
     }
 
 
@@ -77,6 +83,13 @@ def test_counts_must_be_at_least_1(name: str, value: int) -> None:
         ("renormalize", 1),
         ("selection_bias", None),
         ("bias", "no"),
+        ("router_bias", 1),
+        ("expert_scale", None),
+        ("apply_router_weight_on_input", 0),
+        ("zero_experts", 2.0),
+        ("zero_experts", False),
+        ("swiglu_alpha", "1.702"),
+        ("swiglu_clamp", True),
         ("activation", 3),
         ("scoring", None),
         ("row_map", 1),
@@ -100,6 +113,10 @@ def test_a_wrong_type_is_a_type_error_that_names_argument_and_value(name: str, v
         ("scoring", "softmaxx", "softmax"),
         ("row_map", "raged", "ragged"),
         ("group_score", "top2", "top2_sum"),
+        ("activation", "swiglu_oai", "swigluoai"),
+        ("activation", "geglu_tan", "geglu_tanh"),
+        ("scoring", "sqrt_softplus", "sqrtsoftplus"),
+        ("swiglu_clamp", "behind", "before"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest_valid_one(
@@ -130,7 +147,9 @@ def test_a_router_is_float32_or_as_the_layer() -> None:
         config(router_dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["capacity_factor", "routed_scaling", "swiglu_limit"])
+@pytest.mark.parametrize(
+    "name", ["capacity_factor", "routed_scaling", "swiglu_limit", "swiglu_alpha"]
+)
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, -math.inf, math.nan])
 def test_factors_must_be_finite_and_positive(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{name} is {value!r}; .*finite and greater than 0"):
@@ -141,6 +160,38 @@ def test_factors_must_be_finite_and_positive(name: str, value: float) -> None:
     ("changes", "message"),
     [
         ({"top_k": 17}, "top_k is 17; it must be at most experts, 16"),
+        (
+            {"top_k": 19, "zero_experts": 2},
+            "top_k is 19; it must be at most experts + zero_experts, 18",
+        ),
+        ({"zero_experts": -1}, "zero_experts is -1; it must be at least 0"),
+        ({"zero_experts": 1 << 16}, "zero_experts is 65536; it must be at most 65520"),
+        (
+            {"zero_experts": 2, "expert_groups": 2},
+            "zero_experts is 2; it must be 0 with expert_groups: no model has both",
+        ),
+        (
+            {"apply_router_weight_on_input": True},
+            "apply_router_weight_on_input is True; it must be False with top_k 2: a token is "
+            "multiplied by one expert's weight",
+        ),
+        (
+            {"apply_router_weight_on_input": True, "top_k": 1, "zero_experts": 2},
+            "apply_router_weight_on_input is True; it must be False with zero_experts: no model "
+            "has both",
+        ),
+        (
+            {"activation": "relu2", "swiglu_limit": 7.0},
+            "swiglu_limit is 7.0; it must be None with activation 'relu2'",
+        ),
+        (
+            {"swiglu_clamp": "after"},
+            "swiglu_clamp is 'after'; it must be 'before' where there is no swiglu_limit",
+        ),
+        (
+            {"activation": "geglu_tanh", "swiglu_alpha": 2.0},
+            "swiglu_alpha is 2.0; it must be None with activation 'geglu_tanh'",
+        ),
         ({"expert_groups": 3}, "expert_groups is 3; it must be a divisor of experts, 16"),
         (
             {"expert_groups": 2, "top_groups": 3},
@@ -320,3 +371,23 @@ def test_a_toml_file_that_is_not_text_is_an_error_that_names_the_file(tmp_path: 
     path.write_bytes(b"hidden = \xff")
     with pytest.raises(ValueError, match=r"layer\.toml: not a TOML file"):
         MoEConfig.from_toml(path)
+
+
+def test_an_activations_own_numbers_hold_where_a_config_names_none() -> None:
+    cfg = config(activation="swigluoai")
+    assert (cfg.gated, cfg.resolved_swiglu_limit, cfg.resolved_swiglu_alpha) == (True, 7.0, 1.702)
+    assert (
+        cfg.digest()
+        == config(activation="swigluoai", swiglu_limit=7.0, swiglu_alpha=1.702).digest()
+    )
+    other = config(activation="swigluoai", swiglu_limit=10, swiglu_alpha=1)
+    assert (other.resolved_swiglu_limit, other.resolved_swiglu_alpha) == (10.0, 1.0)
+    assert config().resolved_swiglu_limit is None
+    assert config(activation="geglu_tanh").w1_rows == 2 * 512
+    assert config(activation="relu2").w1_rows == 512
+
+
+def test_zero_experts_are_rows_of_the_router_and_no_experts_of_a_rank() -> None:
+    cfg = config(zero_experts=3, top_k=18)
+    assert cfg.router_rows == 19
+    assert cfg.experts_per_rank(4) == 4

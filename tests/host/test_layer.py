@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moeos import ConfigMismatch, MoEConfig, MoELayer, TwinOptions, World, virtual
-from moeos.config import Activation, GroupScore
+from moeos.activations import Activation
+from moeos.config import GroupScore
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -74,8 +75,23 @@ def test_activations(activation: str, bias: bool, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_swiglu_limit_clamps_gate_and_up(dtype: torch.dtype) -> None:
-    check(config(swiglu_limit=0.25, bias=True, dtype=dtype))
+@pytest.mark.parametrize("clamp", ["before", "after"])
+@pytest.mark.parametrize("activation", ["swiglu", "swigluoai", "geglu_tanh"])
+def test_a_limit_clamps_gate_and_up(activation: str, clamp: str, dtype: torch.dtype) -> None:
+    check(
+        config(
+            activation=activation,
+            swiglu_limit=0.25,
+            swiglu_clamp=clamp,
+            bias=True,
+            dtype=dtype,
+        )
+    )
+
+
+def test_swiglu_alpha_is_the_slope_of_the_gate() -> None:
+    check(config(swiglu_alpha=1.5))
+    check(config(activation="swigluoai", swiglu_alpha=0.8, swiglu_limit=0.5))
 
 
 @DTYPES

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moeos import MoEConfig, TwinOptions, World, virtual
-from moeos.config import Activation, GroupScore
+from moeos.activations import Activation
+from moeos.config import GroupScore
 from tests.layers import (
     PREFERENCES,
     Call,

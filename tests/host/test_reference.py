@@ -431,17 +431,36 @@ ACTIVATIONS: dict[str, Callable[[float], float]] = {
     ),
     "silu": lambda v: v / (1 + math.exp(-v)),
     "relu": lambda v: max(v, 0.0),
+    "relu2": lambda v: max(v, 0.0) ** 2,
     "identity": lambda v: v,
 }
+GATED: dict[str, tuple[str, float]] = {
+    "swiglu": ("silu", 0.0),
+    "geglu_tanh": ("gelu_tanh", 0.0),
+    "swigluoai": ("silu", 1.0),
+}
+"""The curve of the gate, and what is added to up."""
 
 
 def activate_by_definition(rows: Tensor, cfg: MoEConfig) -> Tensor:
     """[S, w1_rows] -> [S, I], number by number."""
     if not cfg.gated:
         return rows.clone().apply_(ACTIVATIONS[cfg.activation])
-    limit = math.inf if cfg.swiglu_limit is None else cfg.swiglu_limit
-    gate = rows[:, : cfg.intermediate].clone().apply_(lambda v: ACTIVATIONS["silu"](min(v, limit)))
-    up = rows[:, cfg.intermediate :].clone().apply_(lambda v: max(-limit, min(v, limit)))
+    oai = cfg.activation == "swigluoai"
+    limit = cfg.swiglu_limit or (7.0 if oai else math.inf)
+    alpha = cfg.swiglu_alpha or (1.702 if oai else 1.0)
+    name, offset = GATED[cfg.activation]
+
+    def curve(v: float) -> float:
+        if name == "silu":
+            return v / (1 + math.exp(-alpha * v))
+        return ACTIVATIONS[name](v)
+
+    def of_gate(v: float) -> float:
+        return curve(min(v, limit)) if cfg.swiglu_clamp == "before" else min(curve(v), limit)
+
+    gate = rows[:, : cfg.intermediate].clone().apply_(of_gate)
+    up = rows[:, cfg.intermediate :].clone().apply_(lambda v: max(-limit, min(v, limit)) + offset)
     return gate * up
 
 
@@ -462,13 +481,18 @@ def moe_by_definition(
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("activation", "limit"),
-    [("swiglu", None), ("swiglu", 0.5), *((name, None) for name in ACTIVATIONS)],
+    "changes",
+    [
+        *({"activation": name} for name in (*ACTIVATIONS, *GATED)),
+        *({"activation": name, "swiglu_limit": 0.5} for name in GATED),
+        *({"activation": name, "swiglu_limit": 0.5, "swiglu_clamp": "after"} for name in GATED),
+        {"activation": "swiglu", "swiglu_alpha": 1.3},
+        {"activation": "swigluoai", "swiglu_alpha": 1.3, "swiglu_limit": 0.2},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_computes_the_weighted_sum_of_its_experts(
-    activation: str, limit: float | None, bias: bool
-) -> None:
-    cfg = config(activation=activation, swiglu_limit=limit, bias=bias)
+def test_computes_the_weighted_sum_of_its_experts(changes: dict[str, Any], bias: bool) -> None:
+    cfg = config(bias=bias, **changes)
     arguments = random_arguments(cfg, tokens=20)
     routing = route(arguments["x"], arguments["gate_weight"], cfg)
     expected = moe_by_definition(arguments, cfg, routing.ids, routing.weights)

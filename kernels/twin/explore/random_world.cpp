@@ -37,8 +37,9 @@ RandomWorld draw_world(Random& random, Extent extent) {
   const u32 eights = small ? 1 : 5;  // of columns
   world.shape = LayerShape{8 * draw(random, 1, eights),
                            8 * draw(random, 1, eights),
-                           draw(random, 0, 1) == 0 ? Activation::swiglu : Activation::relu,
-                           INFINITY,
+                           draw(random, 0, 1) == 0
+                               ? Activation{Curve::swish, true, 1.0F, 0.0F, INFINITY, false}
+                               : Activation{Curve::relu, false, 1.0F, 0.0F, INFINITY, false},
                            Scoring::softmax,
                            true,
                            1.0F,
