@@ -21,7 +21,7 @@ struct Activation {
   bool is_gated;
   float alpha;
   float up_offset;
-  float limit;  // of gate (above) and up (both sides); infinite when there is none
+  float limit;        // of gate (above) and up (both sides); infinite when there is none
   bool clamps_after;  // the curve of the gate, and not the gate
 };
 enum class Scoring : u32 { softmax = 0, sigmoid = 1 };

@@ -279,6 +279,8 @@ class AllToAllLayer:
                 return functional.relu(hidden)
             case "identity":
                 return hidden
+            case other:
+                raise ValueError(f"activation is {other!r}; the baseline does not compute it")
 
     def grouped_gemms(self) -> None:
         """The two GEMMs of the last call alone, on the same rows; nothing where there were none."""

@@ -32,8 +32,12 @@ using Machine = cuda::Machine<Transport, MOEOS_WORLD>;
 #endif
 
 inline constexpr Activation kActivation{
-    static_cast<Curve>(MOEOS_CURVE), MOEOS_GATED != 0,   MOEOS_ALPHA,
-    MOEOS_UP_OFFSET,                 MOEOS_SWIGLU_LIMIT, MOEOS_CLAMPS_AFTER != 0,
+    static_cast<Curve>(MOEOS_CURVE),
+    MOEOS_GATED != 0,
+    MOEOS_ALPHA,
+    MOEOS_UP_OFFSET,
+    MOEOS_SWIGLU_LIMIT,
+    MOEOS_CLAMPS_AFTER != 0,
 };
 inline constexpr LayerShape kShape{
     MOEOS_HIDDEN,

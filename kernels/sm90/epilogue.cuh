@@ -186,7 +186,8 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
       store_vector(row != kNowhere && (kWholeParts || column < kShape.intermediate),
                    to + u64{column} * 2, eight_from(i, [&](u32 at) {
                      if constexpr (kShape.gated()) {
-                       return gated<Element, kActivation>(pair_of(at), pair_of(kRegisters / 2 + at));
+                       return gated<Element, kActivation>(pair_of(at),
+                                                          pair_of(kRegisters / 2 + at));
                      } else {
                        return curve_of<Element, kActivation>(pair_of(at));
                      }

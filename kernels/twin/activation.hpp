@@ -32,9 +32,8 @@ inline float clamp_above(float x, float limit) { return x > limit ? limit : x; }
 /// Of gate and up of one hidden unit.
 inline float gated(const Activation& activation, float gate, float up) {
   const float limit = activation.limit;
-  const float factor = activation.clamps_after
-                           ? clamp_above(curve_of(activation, gate), limit)
-                           : curve_of(activation, clamp_above(gate, limit));
+  const float factor = activation.clamps_after ? clamp_above(curve_of(activation, gate), limit)
+                                               : curve_of(activation, clamp_above(gate, limit));
   const float clamped = clamp_above(up, limit);
   return factor * ((clamped < -limit ? -limit : clamped) + activation.up_offset);
 }

@@ -20,8 +20,8 @@
 namespace {
 
 using moeos::Activation;
-using moeos::Curve;
 using moeos::count_word;
+using moeos::Curve;
 using moeos::Failure;
 using moeos::FailureKind;
 using moeos::Geometry;
@@ -85,8 +85,16 @@ Heap make_heap(u64 bytes) {
 std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
                                const std::function<void(const Layout&, u8*)>& damage) {
   const Geometry g = make_geometry(row_map);
-  const LayerShape shape{kHidden, kHidden, Activation{Curve::relu}, Scoring::softmax, true, 1.0F,
-                         1,       1,       GroupScore::top2_sum,    false};
+  const LayerShape shape{kHidden,
+                         kHidden,
+                         Activation{Curve::relu},
+                         Scoring::softmax,
+                         true,
+                         1.0F,
+                         1,
+                         1,
+                         GroupScore::top2_sum,
+                         false};
   const TwinSettings settings{2'000'000'000ULL, split_os, 0.0, 0, g.world};
   const Layout layout(g);
   std::vector<Heap> heaps;
