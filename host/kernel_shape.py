@@ -15,6 +15,7 @@ import torch
 
 from moeos import _twin
 from moeos.config import MoEConfig
+from moeos.engines.base import refuse_what_is_not_built
 from moeos.sizes import Tiles, layer_sizes
 
 ARCHITECTURES = ("sm_90a",)
@@ -137,6 +138,7 @@ def check_supported(cfg: MoEConfig) -> None:
     if cfg.dtype not in DTYPES:
         allowed = " or ".join(map(str, DTYPES))
         raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
+    refuse_what_is_not_built(cfg, "the GPU")
     if cfg.experts > MAX_EXPERTS:
         raise ValueError(f"experts is {cfg.experts}; the GPU routes to at most {MAX_EXPERTS}")
     if cfg.top_k > MAX_TOP_K:

@@ -22,7 +22,7 @@ from moeos.counters import CallStats
 from moeos.cuda_driver import ask
 from moeos.device_heap import DeviceHeap
 from moeos.engines import cuda_chain, cuda_clock, cuda_records, cuda_wait
-from moeos.engines.base import CallTensors, refuse_what_is_not_built
+from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import (
     RECORD_BYTES,
     WEIGHT_TYPES,
@@ -74,7 +74,6 @@ class CudaEngine:
     def check_supported(cfg: MoEConfig) -> None:
         """See `Engine.check_supported`."""
         kernel_shape.check_supported(cfg)
-        refuse_what_is_not_built(cfg, "the GPU")
 
     def require_open(self) -> None:
         """See `Engine.require_open`."""

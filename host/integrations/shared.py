@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import moeos
-from moeos.config import Activation, MoEConfig
+from moeos.activations import Activation
+from moeos.config import MoEConfig
 from moeos.experts import Experts
 from moeos.world import World
 
