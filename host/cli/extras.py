@@ -19,6 +19,7 @@ PURPOSES: Mapping[str, str] = {
     "mpi": "mpirun: `launch/demo`, `launch/mpirun.sh` and the benchmarks that start ranks by it",
     "plots": "`moeos trace --png`, `launch/straggler --plot` and the report of measurements",
     "test": "`launch/test` and `launch/nightly`",
+    "torchtitan": "`moeos.integrations.torchtitan`",
     "vllm": "`moeos.integrations.vllm`, in an environment of its own",
 }
 """By the name of the extra; README's table shows the same."""

@@ -171,24 +171,17 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         if apply_router_weight_on_input:  # with one expert a token, by vLLM's rule
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
             topk_weights = torch.ones_like(topk_weights)
+        weights = (w1, w2, self.w1_bias, self.w2_bias)
+        if self._tp is None:
+            self._experts(hidden_states, topk_ids, topk_weights, *weights, out=output)
+            return
         rows = hidden_states.shape[0]
-        first, end, most = 0, rows, rows
-        if self._tp is not None:
-            first, end, most = shared.part(rows, self._tp.rank_in_group, self._tp.world_size)
-        y = self._experts(
-            hidden_states[first:end],
-            topk_ids[first:end],
-            topk_weights[first:end],
-            w1,
-            w2,
-            self.w1_bias,
-            self.w2_bias,
+        first, end, most = shared.part(rows, self._tp.rank_in_group, self._tp.world_size)
+        mine = output.new_zeros(most, output.shape[1])
+        mine[: end - first] = self._experts(
+            hidden_states[first:end], topk_ids[first:end], topk_weights[first:end], *weights
         )
-        if self._tp is not None:
-            mine = y.new_zeros(most, y.shape[1])
-            mine[: end - first] = y
-            y = self._tp.all_gather(mine, dim=0)[:rows]
-        output.copy_(y)
+        output.copy_(self._tp.all_gather(mine, dim=0)[:rows])
 
 
 class MoeosMethod(UnquantizedFusedMoEMethod):

@@ -31,6 +31,10 @@ it printed, or a part of that; and a block of TOML is the file that its first li
 
 EXCUSED = {
     "pip install vllm moeos": "installs, in an environment of its own",
+    "pip install torchtitan moeos": "installs, in an environment of its own",
+    "--override.imports moeos.integrations.torchtitan.routed_experts": "an argument of torchtitan",
+    "--override.imports 'moeos.integrations.torchtitan.routed_experts="
+    '{"max_tokens": 16384}\'': "an argument of torchtitan",
     "vllm serve Qwen/Qwen3-30B-A3B --quantization moeos": "needs vLLM and a model",
     "vllm serve Qwen/Qwen3-30B-A3B --quantization moeos --tensor-parallel-size 8 "
     "--enable-expert-parallel": "needs vLLM, a model and GPUs",

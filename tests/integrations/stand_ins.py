@@ -1,6 +1,7 @@
 """Runs tests of the adapters in processes where a stand-in takes a library's place.
 
-The libraries themselves are not installed beside moeos. `fakes/` has what the adapters touch.
+The libraries themselves are not installed beside moeos. `fakes/` has what the adapters touch. Where
+a library is installed, the same tests run with it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def on_ranks(function: Callable[[int], Any], ranks: int, seconds: float = 120.0)
     """
 
     def live(rank: int) -> Any:
-        sys.path.insert(0, str(FAKES))
+        sys.path.append(str(FAKES))  # behind what is installed
         return function(rank)
 
     outcomes = in_processes(live, ranks, seconds)

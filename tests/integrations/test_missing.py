@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-LIBRARIES = {"vllm": "vllm", "vllm_experts": "vllm"}
+LIBRARIES = {"vllm": "vllm", "vllm_experts": "vllm", "torchtitan": "torchtitan"}
 """Adapter -> what it needs."""
 
 
@@ -17,7 +17,9 @@ def test_an_adapter_without_its_library_says_what_is_missing(adapter: str) -> No
     library = LIBRARIES[adapter]
     if importlib.util.find_spec(library) is not None:
         pytest.skip(f"{library} is installed here")
-    with pytest.raises(ImportError, match=rf"moeos.integrations.vllm needs {library}.*written for"):
+    with pytest.raises(
+        ImportError, match=rf"moeos.integrations.{library} needs {library}.*written for"
+    ):
         importlib.import_module(f"moeos.integrations.{adapter}")
 
 

@@ -1,0 +1,227 @@
+"""torchtitan's routed experts on moeos, for inference: an override of its configs.
+
+`--override.imports moeos.integrations.torchtitan.routed_experts` puts `MoeosRoutedExperts` in the
+place of every `RoutedExperts` of a model. It knows torchtitan's interfaces of `VERSION` and
+`moeos.Experts`, and nothing of how ranks talk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from moeos.config import MoEConfig
+from moeos.experts import Experts
+from moeos.integrations import shared
+
+VERSION = "0.3.0"
+"""The version of torchtitan whose interfaces this was written for."""
+
+try:
+    from torchtitan.config import derive, override
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+except ImportError as error:
+    raise shared.missing("torchtitan", "torchtitan", VERSION) from error
+
+WHERE = "torchtitan with moeos.integrations.torchtitan"
+
+MAX_TOKENS = 8192
+"""The most tokens of a rank in one call, where the override does not say."""
+
+
+class MoeosRoutedExperts(RoutedExperts):
+    """Routed experts whose tokens moeos sends, computes and adds up; torchtitan routes them.
+
+    With expert parallelism the ranks are those of the mesh "ep", or else this process alone.
+    Gate and up weights lie behind one another, as moeos takes them, from the first call on: they
+    are moved once, and the module's parameters are views of the same memory. Forward only.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """torchtitan's, with `max_tokens`, the most tokens of a rank in a call; `backend`, as of
+        `moeos.init`; and `deadline`, seconds that a rank waits for another one in a call.
+        """
+
+        max_tokens: int = MAX_TOKENS
+        backend: str = "auto"
+        deadline: float = shared.SERVER_DEADLINE
+
+    def __init__(self, config: Config) -> None:
+        kind = type(config.inner_experts)
+        if kind is not GroupedExperts.Config:
+            raise shared.refusal(
+                WHERE,
+                "inner_experts",
+                kind.__qualname__,
+                "GroupedExperts does; leave overrides of it out, and models with experts of "
+                "their own",
+            )
+        super().__init__(config)
+        self._config = config
+        self._ep_group: Any = None
+        self._experts: Experts | None = None
+        self._w13: torch.Tensor | None = None
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        if parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
+            raise shared.refusal(
+                WHERE,
+                "parallelism.tensor_parallel_degree of the experts",
+                parallel_dims.tp,
+                "parallelism.expert_parallel_degree gives each rank whole experts",
+            )
+        super().parallelize(parallel_dims)
+        mesh = parallel_dims.get_optional_mesh("ep")
+        self._ep_group = None if mesh is None else mesh.get_group()
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """[B, L, D]: each token's experts, weighted by its scores. Collective over "ep"."""
+        if torch.is_grad_enabled() and any(w.requires_grad for w in self.parameters()):
+            raise shared.refusal(
+                WHERE, "a gradient of the experts", "asked for", "a call under torch.no_grad() does"
+            )
+        w13, w2 = self._weights(x_BLD)
+        experts = self._experts or self._start(x_BLD, topk_expert_ids_BLK.shape[-1])
+        rows, most = x_BLD.shape[:-1].numel(), experts.cfg.max_tokens
+        if rows > most and experts.world.size > 1:
+            raise shared.refusal(
+                WHERE, "tokens of a call", rows, f"max_tokens of the override does, now {most}"
+            )
+        return experts(
+            x_BLD,
+            topk_expert_ids_BLK,
+            topk_scores_BLK,
+            w13,
+            w2,
+            pieces=max(1, -(-rows // most)),
+        )
+
+    def _start(self, x: torch.Tensor, top_k: int) -> Experts:
+        """The experts, made with the first call. Collective over "ep"."""
+        inner = self._config.inner_experts
+        cfg = MoEConfig(
+            hidden=inner.dim,
+            intermediate=inner.hidden_dim,
+            experts=inner.num_experts,
+            top_k=top_k,
+            dtype=x.dtype,
+            max_tokens=self._config.max_tokens,
+            routing="caller",
+        )
+        backend = self._config.backend
+        if backend == "auto" and x.device.type == "cpu":
+            backend = "twin"
+        world = shared.world_of(self._ep_group, backend, self._config.deadline)
+        self._experts = shared.experts_of(cfg, world)
+        return self._experts
+
+    def _weights(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's w13 [X, 2I, D], whose halves the module's parameters are, and w2."""
+        inner = self.inner_experts
+        w2 = _local(inner.w2_EDF)
+        if torch.compiler.is_compiling():
+            if self._w13 is None:
+                raise shared.refusal(
+                    WHERE, "the first call", "compiled", "a call before torch.compile does"
+                )
+            return self._w13, w2
+        w1, w3 = _local(inner.w1_EFD), _local(inner.w3_EFD)
+        rows = w1.shape[1]
+        packed = self._w13
+        if packed is None or (w1.data_ptr(), w3.data_ptr()) != (
+            packed.data_ptr(),
+            packed[:, rows:].data_ptr(),
+        ):
+            self._require_whole(x)
+            with torch.no_grad():
+                packed = self._w13 = torch.cat([w1, w3], dim=1)
+                _point(inner, "w1_EFD", packed[:, :rows])
+                _point(inner, "w3_EFD", packed[:, rows:])
+        return packed, w2
+
+    def _require_whole(self, x: torch.Tensor) -> None:
+        """`ValueError` unless the parameters are whole experts of x's dtype that stay in place."""
+        inner = self.inner_experts
+        if isinstance(inner, FSDPModule) or isinstance(self, FSDPModule):
+            raise shared.refusal(
+                WHERE,
+                "fully_shard of the experts",
+                True,
+                "parallelism.data_parallel_shard_degree 1 with expert parallelism does: FSDP "
+                "gathers weights anew in each call",
+            )
+        for name in ("w1_EFD", "w2_EDF", "w3_EFD"):
+            weight = getattr(inner, name)
+            cut = [p for p in getattr(weight, "placements", ()) if p.is_shard() and p != Shard(0)]
+            if cut:
+                raise shared.refusal(
+                    WHERE, f"placements of {name}", cut, "whole experts do, cut along dimension 0"
+                )
+            if weight.dtype != x.dtype:
+                raise shared.refusal(
+                    WHERE,
+                    f"the dtype of {name}",
+                    weight.dtype,
+                    f"that of the tokens does, {x.dtype}: cast the model",
+                )
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter."""
+    if isinstance(weight, DTensor):
+        local: torch.Tensor = weight.to_local()
+        return local.detach()
+    return weight.detach()
+
+
+def _point(module: nn.Module, name: str, memory: torch.Tensor) -> None:
+    """Makes a parameter a view of other memory with the same values."""
+    weight = getattr(module, name)
+    if not isinstance(weight, DTensor):
+        weight.data = memory
+        return
+    placed = DTensor.from_local(
+        memory,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    module.register_parameter(name, nn.Parameter(placed, requires_grad=weight.requires_grad))
+
+
+def routed_experts(
+    cfg: Any,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    backend: str = "auto",
+    deadline: float = shared.SERVER_DEADLINE,
+) -> Any:
+    """The override. Its arguments, as of `MoeosRoutedExperts.Config`, may stand with its name:
+    `--override.imports 'moeos.integrations.torchtitan.routed_experts={"max_tokens": 16384}'`.
+    """
+    return derive(
+        cfg,
+        MoeosRoutedExperts.Config,
+        max_tokens=max_tokens,
+        backend=backend,
+        deadline=deadline,
+    )
+
+
+override(target=RoutedExperts.Config, description="Routed experts by moeos, for inference.")(
+    routed_experts
+)

@@ -1,0 +1,262 @@
+"""The torchtitan adapter, with a stand-in of torchtitan 0.3.0 or itself, compared with float64.
+
+Where torchtitan is not installed it is the stand-in; `test_torchtitan_itself.py` runs these tests
+where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from moeos import MoEConfig
+from tests.integrations.stand_ins import Tensors, on_ranks
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 96, 8, 2
+OVERRIDE = "moeos.integrations.torchtitan.routed_experts"
+
+
+class Dims:
+    """What an adapter asks torchtitan's ParallelDims."""
+
+    spmd_backend = "default"
+
+    def __init__(self, mesh: DeviceMesh | None, tp: int = 1) -> None:
+        self.mesh = mesh
+        self.tp = tp
+        self.tp_enabled = tp > 1
+        self.ep_enabled = mesh is not None
+
+    def get_optional_mesh(self, dims: str) -> DeviceMesh | None:
+        assert dims == "ep"
+        return self.mesh
+
+
+def config(**changes: Any) -> MoEConfig:
+    sizes: dict[str, Any] = {
+        "hidden": HIDDEN,
+        "intermediate": INTERMEDIATE,
+        "experts": EXPERTS,
+        "top_k": TOP_K,
+        "dtype": torch.float32,
+    }
+    return MoEConfig(**(sizes | changes))
+
+
+def built(tensors: Tensors, arguments: dict[str, Any], inner: Any = None) -> Any:
+    """A model's routed experts with the override, and the weights of all experts."""
+    from torchtitan.config import OverrideConfig, apply_overrides
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    from torchtitan.protocols.module import Module
+
+    class Block(Module):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(Module.Config):
+            routed_experts: RoutedExperts.Config
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.routed_experts = config.routed_experts.build()
+
+    cfg = tensors.cfg
+    sizes = {"dim": cfg.hidden, "hidden_dim": cfg.intermediate, "num_experts": cfg.experts}
+    block = Block.Config(
+        routed_experts=RoutedExperts.Config(
+            inner_experts=(inner or GroupedExperts.Config)(**sizes),
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=cfg.experts, top_k=cfg.top_k),
+        )
+    )
+    applied = apply_overrides(OverrideConfig(imports=[(OVERRIDE, arguments)]), block)
+    assert len(applied) == 1
+    experts = block.build().routed_experts.to(cfg.dtype)
+    halves = tensors.w1.split(cfg.intermediate, dim=1)
+    parts = {"w1_EFD": halves[0], "w3_EFD": halves[1], "w2_EDF": tensors.w2}
+    experts.inner_experts.load_state_dict(parts)
+    return experts
+
+
+def sharded(experts: Any, mesh: DeviceMesh) -> Any:
+    """Its parameters as expert parallelism cuts them, and its mesh."""
+    inner = experts.inner_experts
+    for name, weight in list(inner.named_parameters()):
+        placed = distribute_tensor(weight.data, mesh, [Shard(0)])
+        inner.register_parameter(name, torch.nn.Parameter(placed))
+    experts.parallelize(Dims(mesh))
+    return experts
+
+
+def call(experts: Any, x: Tensor, ids: Tensor, scores: Tensor, length: int = 1) -> Tensor:
+    """As MoE calls its routed experts: [B, L, D], int64 ids, fp32 scores, rows of each expert."""
+    rows = x.shape[0]
+    counts = torch.bincount(ids.flatten().long(), minlength=EXPERTS)
+    shape = (rows // length, length, -1)
+    y: Tensor = experts(x.view(shape), scores.view(shape), ids.long().view(shape), counts)
+    assert y.shape == (rows // length, length, HIDDEN)
+    return y.view(rows, HIDDEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routed_experts_of_one_rank_are_right_and_long_batches_are_cut(dtype: torch.dtype) -> None:
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config(dtype=dtype))
+        experts = built(tensors, {"max_tokens": 16})
+        errors = []
+        with torch.inference_mode():
+            for rows, length in ((12, 4), (1, 1), (50, 25), (16, 16)):
+                x, (ids, scores) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
+                errors.append(tensors.error(call(experts, x, ids, scores, length), x, ids, scores))
+        return errors
+
+    assert all(error <= 1 for error in on_ranks(live, 1)[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_the_expert_parallel_mesh_compute_together(ranks: int) -> None:
+    def live(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+        tensors = Tensors(config())
+        experts = sharded(built(tensors, {"deadline": 60.0}), mesh)
+        errors = []
+        with torch.no_grad():
+            for step in range(3):
+                for source in range(ranks):  # drawn alike by all
+                    rows = 1 + (5 * source + 7 * step) % 20
+                    x, (ids, scores) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
+                    if source == rank:
+                        mine = x, ids, scores
+                errors.append(tensors.error(call(experts, *mine), *mine))
+        return errors
+
+    assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_may_be_loaded_again_and_lie_in_one_place(ranks: int) -> None:
+    def live(rank: int) -> list[float]:
+        first, second = Tensors(config(), 0), Tensors(config(), 1)
+        experts = built(first, {"deadline": 60.0})
+        mesh = None
+        if ranks > 1:
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+            sharded(experts, mesh)
+        inner = experts.inner_experts
+        errors = []
+        with torch.no_grad():
+            for tensors in (first, second):
+                halves = tensors.w1.split(INTERMEDIATE, dim=1)
+                new = {"w1_EFD": halves[0], "w3_EFD": halves[1], "w2_EDF": tensors.w2}
+                for name, weight in new.items():
+                    if mesh is not None:
+                        weight = distribute_tensor(weight, mesh, [Shard(0)])
+                    getattr(inner, name).copy_(weight)
+                x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
+                errors.append(tensors.error(call(experts, x, ids, scores), x, ids, scores))
+            memory = {
+                getattr(w, "_local_tensor", w).untyped_storage().data_ptr()
+                for w in (inner.w1_EFD, inner.w3_EFD)
+            }
+            assert memory == {experts._w13.untyped_storage().data_ptr()}
+            before = dict(inner.state_dict())  # as a checkpoint has them: whole names and shapes
+            assert {name: tuple(w.shape) for name, w in before.items()} == {
+                "w1_EFD": (EXPERTS, INTERMEDIATE, HIDDEN),
+                "w2_EDF": (EXPERTS, HIDDEN, INTERMEDIATE),
+                "w3_EFD": (EXPERTS, INTERMEDIATE, HIDDEN),
+            }
+        return errors
+
+    assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+def test_parameters_in_new_memory_are_found() -> None:
+    def live(rank: int) -> float:
+        tensors = Tensors(config())
+        experts = built(Tensors(config(), 3), {})
+        inner = experts.inner_experts
+        x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
+        with torch.no_grad():
+            call(experts, x, ids, scores)
+            halves = tensors.w1.split(INTERMEDIATE, dim=1)
+            inner.w1_EFD.data, inner.w3_EFD.data = halves[0].clone(), halves[1].clone()
+            inner.w2_EDF.data = tensors.w2.clone()
+            return tensors.error(call(experts, x, ids, scores), x, ids, scores)
+
+    assert on_ranks(live, 1)[0] <= 1
+
+
+def refused(function: Any, ranks: int = 1) -> str:
+    with pytest.raises(ValueError, match="which moeos does not do") as raised:
+        on_ranks(function, ranks)
+    assert str(raised.value).isascii()
+    assert str(raised.value).startswith("torchtitan with moeos.integrations.torchtitan: ")
+    return str(raised.value)
+
+
+def test_experts_of_another_kind_are_refused_by_name() -> None:
+    def live(rank: int) -> None:
+        from torchtitan.models.common.moe import GroupedExperts
+
+        class GptOssGroupedExperts(GroupedExperts):
+            @dataclasses.dataclass(kw_only=True, slots=True)
+            class Config(GroupedExperts.Config):
+                swiglu_limit: float = 7.0
+
+        built(Tensors(config()), {}, GptOssGroupedExperts.Config)
+
+    assert "inner_experts is " in refused(live)
+
+
+def test_tensor_parallelism_of_experts_is_refused() -> None:
+    def live(rank: int) -> None:
+        built(Tensors(config()), {}).parallelize(Dims(None, tp=2))
+
+    assert "tensor_parallel_degree of the experts is 2" in refused(live)
+
+
+def test_a_call_that_would_need_a_gradient_is_refused() -> None:
+    def live(rank: int) -> None:
+        tensors = Tensors(config())
+        call(built(tensors, {}), tensors.draw(3, HIDDEN), *tensors.routing(3))
+
+    assert "torch.no_grad()" in refused(live)
+
+
+def test_weights_of_another_dtype_than_the_tokens_are_refused() -> None:
+    def live(rank: int) -> None:
+        tensors = Tensors(config())
+        with torch.no_grad():
+            x = tensors.draw(3, HIDDEN).bfloat16()
+            call(built(tensors, {}), x, *tensors.routing(3))
+
+    assert "the dtype of w1_EFD is torch.float32" in refused(live)
+
+
+def test_more_tokens_than_max_tokens_are_refused_where_others_wait() -> None:
+    def live(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        tensors = Tensors(config())
+        experts = sharded(built(tensors, {"max_tokens": 4}), mesh)
+        with torch.no_grad():
+            call(experts, tensors.draw(5, HIDDEN), *tensors.routing(5))
+
+    assert "tokens of a call is 5" in refused(live, 2)
+
+
+def test_weights_cut_within_experts_are_refused() -> None:
+    def live(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        tensors = Tensors(config())
+        experts = built(tensors, {})
+        inner = experts.inner_experts
+        placed = distribute_tensor(inner.w1_EFD.data, mesh, [Shard(1)])
+        inner.register_parameter("w1_EFD", torch.nn.Parameter(placed))
+        with torch.no_grad():
+            call(experts, tensors.draw(5, HIDDEN), *tensors.routing(5))
+
+    assert "placements of w1_EFD is " in refused(live, 2)
