@@ -173,6 +173,36 @@ def test_experts_take_other_weights_in_each_call_and_from_a_graph() -> None:
     on_ranks(rank_main)
 
 
+def test_a_captured_call_in_pieces_writes_to_its_output_and_reads_tokens_at_each_replay() -> None:
+    most = CFG.max_tokens
+
+    def rank_main(world: World) -> None:
+        layer, experts = WEIGHTS.layer(world), Experts(CFG, world)
+        call = call_on_gpu(draw_given_call(CFG, 3 * most - 5, 0))
+        assert call.ids is not None
+        assert call.weights is not None
+        tokens = torch.tensor([len(call.x)], dtype=torch.int32, device="cuda")
+        outs = [torch.empty_like(call.x) for _ in range(2)]
+        arguments = (call.x, call.ids, call.weights)
+        how = {"tokens": tokens, "pieces": 4}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(*arguments, out=outs[0], **how)
+            experts(*arguments, **own_of(layer), out=outs[1], **how)
+        for count in (len(call.x), most, most + 1, 0, 2 * most - 1):
+            tokens.fill_(count)
+            for out in outs:
+                out.fill_(torch.nan)
+            graph.replay()
+            some = Call(call.x[:count], call.ids[:count], call.weights[:count])
+            for out in outs:
+                right(some, out[:count], f"{count} tokens")
+                assert not out[count:].any()
+        layer.check()
+
+    on_ranks(rank_main)
+
+
 def test_inference_mode_and_autocast_are_right() -> None:
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)

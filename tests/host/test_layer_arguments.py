@@ -403,6 +403,45 @@ def test_all_of_it_is_traced_without_a_break(backend: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+def test_experts_in_a_graph_take_an_output_and_pieces_too() -> None:
+    cfg = dataclasses.replace(CFG, selection_bias=False)
+    weights = draw_weights(cfg)
+    call = draw_given_call(cfg, 90, 0)
+
+    def rank_main(world: World) -> None:
+        layer, experts = weights.layer(world), Experts(cfg, world)
+
+        def program(x: Tensor, out: Tensor) -> Tensor:
+            own = (layer.w1, layer.w2, layer.b1, layer.b2)
+            experts(x, call.ids, call.weights, *own, out=out, pieces=3)
+            return experts(x, call.ids, call.weights, *own, pieces=3)
+
+        traced = torch.compile(program, fullgraph=True, backend="aot_eager")
+        out = torch.full((9, 10, cfg.hidden), torch.nan)
+        for y in (traced(call.x.view(9, 10, -1), out), out):
+            assert_matches(weights, call, y.view(90, -1))
+
+    virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_graph_is_right_under_autocast_and_in_inference_mode() -> None:
+    call = draw_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        traced = torch.compile(lambda x: layer(x), fullgraph=True, backend="aot_eager")
+        with torch.autocast("cpu", torch.bfloat16):
+            for x in (call.x, call.x.double()):
+                assert_matches(WEIGHTS, call, traced(x))
+        with torch.inference_mode():
+            for x in (call.x, call.x.clone()):
+                assert_matches(WEIGHTS, call, traced(x))
+
+    virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("what", ["a layer", "experts"])
 def test_the_mode_of_fewest_launches_is_as_any(what: str) -> None:
     """On the CPU it has no graphs to record; tests/gpu has them."""
