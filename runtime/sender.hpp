@@ -75,9 +75,10 @@ class Sender {
     return progress;
   }
 
-  /// After the call: if it has failed here, the first sender tells remote peers.
+  /// After the call: if it has failed here, the sender that comes first tells remote peers. Any of
+  /// them does, since another may stand in a put that does not return.
   void leave() const {
-    if (world_ > 0 && index_ == 0 && P::lane() == 0) {
+    if (world_ > 0 && P::lane() == 0) {
       put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.memory.failure_put(),
                       rank_.rank);
     }

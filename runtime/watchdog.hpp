@@ -166,7 +166,7 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
 /// Puts this rank's failure, if one has raised its abort word, to its remote peers: the record,
 /// then the word that only this rank writes there. No compare-exchange reaches a remote peer, so it
 /// raises the word itself (take_in_failures), and an earlier call's stays. `claimed` is this rank's
-/// word that lets only one of those who would put do so: the sender after the call and the host,
+/// word that lets only one of those who would put do so: the senders after the call and the host,
 /// which may abort it meanwhile; the record must not change under a peer that reads it. By one
 /// lane.
 template <Platform P>

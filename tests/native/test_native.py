@@ -370,6 +370,13 @@ FAULTS = {
         "))",
         "a host that gives up replaces nothing",
     ),
+    "a failure of which only the first sender tells": Fault(
+        "sender",
+        "runtime/sender.hpp",
+        "if (world_ > 0 && P::lane() == 0) {\n      put_own_failure(",
+        "if (world_ > 0 && index_ == 0 && P::lane() == 0) {\n      put_own_failure(",
+        "the last sender tells of a failure",
+    ),
     "a record that is put again while it is read": Fault(
         "sender",
         "runtime/watchdog.hpp",

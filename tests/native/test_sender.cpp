@@ -280,6 +280,18 @@ void a_host_that_gives_up_replaces_no_failure() {
   expect(alone.failure_at(0).rank == 2 && alone.rank(0).leaving(1), "where it is alone, it tells");
 }
 
+void any_sender_tells_of_a_failure() {
+  World world;
+  const Rank<Machine>& from = world.rank(1);
+  from.fail(moeos::failure_of(from, Call{7, 0, 0, 0}, FailureKind::rows_late,
+                              moeos::Actor::subscriber));
+  // Of the GPU's; the first one stands in a put.
+  Sender<Machine>(from, Call{7, 0, 0, 0}, OsMemory::kSendersMax - 1).leave();
+  step(world, 0, 1);
+  expect(world.failure_at(0).rank == 1 && world.failure_at(0).epoch == 7,
+         "the last sender tells of a failure when the first does not");
+}
+
 void a_failure_is_put_once() {
   World world;
   world.fail(1, 7);
@@ -300,6 +312,7 @@ int main() {
   requests_of_an_earlier_call_are_none();
   the_earliest_call_that_failed_stays();
   a_host_that_gives_up_replaces_no_failure();
+  any_sender_tells_of_a_failure();
   a_failure_is_put_once();
   std::printf("test_sender: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
