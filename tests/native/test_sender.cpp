@@ -283,8 +283,8 @@ void a_host_that_gives_up_replaces_no_failure() {
 void any_sender_tells_of_a_failure() {
   World world;
   const Rank<Machine>& from = world.rank(1);
-  from.fail(moeos::failure_of(from, Call{7, 0, 0, 0}, FailureKind::rows_late,
-                              moeos::Actor::subscriber));
+  from.fail(
+      moeos::failure_of(from, Call{7, 0, 0, 0}, FailureKind::rows_late, moeos::Actor::subscriber));
   // Of the GPU's; the first one stands in a put.
   Sender<Machine>(from, Call{7, 0, 0, 0}, OsMemory::kSendersMax - 1).leave();
   step(world, 0, 1);
