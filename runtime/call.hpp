@@ -16,6 +16,8 @@ struct Call {
                    // dropless
   u32 may_be_unsent;  // 1: a token may send no row at all (capacity, or routing given by the
                       // caller)
+  u32 identity;  // what the host says of this call; equal on all ranks, or the call fails. 0 where
+                 // nobody has said
 };
 
 /// Whether the call has a Combine of tokens that sent no row, before all others.

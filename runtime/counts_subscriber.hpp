@@ -1,4 +1,5 @@
-// The subscriber of row counts: where each source's rows start, and the bound on this call's rows.
+// The subscriber of row counts: where each source's rows start, and the bound on this call's rows;
+// and of which call each source makes, which must be ours.
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: flags,
@@ -7,6 +8,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/hearsay.hpp"
+#include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/team.hpp"
 
@@ -22,8 +24,14 @@ class CountsSubscriber {
     if (known_ == geometry.world) {
       return false;
     }
+    tell_all();
     bool progress = false;
     SoFar source;
+    // A group of sources has its turn in each step. The word is asked for with the counts.
+    const u32 group = P::kLanes * group_;
+    group_ = group + P::kLanes < geometry.world ? group_ + 1 : 0;
+    const u64 said =
+        says_calls() && group + P::lane() < geometry.world ? look_at_call(group + P::lane()) : 0;
     // Relaxed: a number to be reported. Asked for with the counts: behind them, it would be waited
     // for before the word that publishes them.
     const u32 returned = P::template load_relaxed<Scope::device>(
@@ -38,6 +46,9 @@ class CountsSubscriber {
         const u32 piece = minimum(first + i, all - 1);
         const u32 expert = minimum(expert_in(piece), geometry.local_experts() - 1);
         words[i] = i < all ? look(piece / pieces(), expert) : 0;
+      }
+      if (first == 0) {
+        compare_calls(group, said);
       }
 #pragma unroll 1
       for (u32 i = 0; i < minimum(kLooks, all - first); ++i) {
@@ -70,8 +81,10 @@ class CountsSubscriber {
     const Geometry& geometry = rank_.geometry();
     u32 late = 0;
     for (u32 source = 0; source < geometry.world; ++source) {
+      // Its call's word stands for the first count: neither comes without the other.
+      const u64 call = says_calls() ? look_at_call(source) : u64{call_.epoch} << 32;
       for (u32 expert = 0; expert < geometry.local_experts(); ++expert) {
-        const u64 word = look(source, expert);
+        const u64 word = expert == 0 && call >> 32 != call_.epoch ? call : look(source, expert);
         if (static_cast<u32>(word >> 32) == call_.epoch) {
           continue;
         }
@@ -87,6 +100,51 @@ class CountsSubscriber {
       }
     }
     return late;
+  }
+
+  /// Whether ranks tell each other which call they make: not a rank alone.
+  bool says_calls() const { return rank_.geometry().world > 1; }
+
+  /// Before the first look, so that a peer which makes another call learns of it as early as it
+  /// can: its counts of that call may go where we never look.
+  void tell_all() {
+    if (told_) {
+      return;
+    }
+    told_ = true;
+    for (u32 peer = P::lane(); says_calls() && peer < rank_.geometry().world; peer += P::kLanes) {
+      send_identity(rank_, call_, peer);
+    }
+    P::sync_lanes();
+  }
+
+  u64 look_at_call(u32 source) const {
+    // As a count: it publishes nothing but itself.
+    return open(P::template load_relaxed<Scope::system>(
+        rank_.template here<u64>(rank_.layout.call_of(call_.epoch, source))));
+  }
+
+  /// Notes which sources of a group, one a lane, make our call; one that makes another ends it.
+  void compare_calls(u32 group, u64 said) {
+    const u32 source = group + P::lane();
+    const u32 epoch = static_cast<u32>(said >> 32);
+    if (said != 0 && epoch >= call_.epoch) {
+      const u32 identity = static_cast<u32>(said);
+      if (epoch == call_.epoch && identity == call_.identity) {
+        rank_.os->alike[source] = epoch;  // this warp alone writes and reads it
+      } else {
+        Failure failure = failure_of(rank_, call_, FailureKind::call_differs, Actor::subscriber);
+        failure.peer = source;
+        failure.expected = call_.identity;
+        failure.seen = identity;
+        if (epoch > call_.epoch) {  // nobody can be so far ahead
+          failure.kind = FailureKind::count_damaged;
+          failure.seen = said;
+        }
+        rank_.fail(failure);
+      }
+    }
+    P::sync_lanes();
   }
 
   u64 look(u32 source, u32 expert) const {
@@ -118,7 +176,8 @@ class CountsSubscriber {
     const u32 expert = expert_in(piece);
     if (piece % pieces() == 0) {
       // This warp alone writes that word.
-      so_far = {rank_.os->counts_known[source] != call_.epoch, 0};
+      const bool alike = !says_calls() || rank_.os->alike[source] == call_.epoch;
+      so_far = {alike && rank_.os->counts_known[source] != call_.epoch, 0};
     }
     if (!so_far.reads) {
       return false;
@@ -190,6 +249,8 @@ class CountsSubscriber {
   const Rank<P>& rank_;
   const Call& call_;
   u32 known_ = 0;
+  u32 group_ = 0;  // of sources, whose calls the next step looks at
+  bool told_ = false;
   Hearsay<P> hearsay_;
 };
 

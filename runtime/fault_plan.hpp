@@ -16,7 +16,7 @@ constexpr Stage stage_of(TaskKind kind) { return static_cast<Stage>(static_cast<
 
 /// No part of a stage begins in a call before `hold_ns` have passed since the first was about to.
 struct Hold {
-  u32 epoch;
+  u32 call;  // of the layer, from 1: of those since the last reset that ended well, and this one
   Stage stage;
   u32 kills;  // 1: the host is asked to end the process
   u32 reserved;

@@ -3,8 +3,13 @@
 //
 // L in R^{P x R x B x E x C x H} of the thesis (section 5.3): source rank, round, staging or
 // arrival buffer, local expert, capacity slot, hidden. Here (E, C) is one row index behind `row()`,
-// in one of two maps, and B = 0 exists only when a peer is remote. May not know: who reads or
-// writes when; element types.
+// in one of two maps, and B = 0 exists only when a peer is remote.
+//
+// Layers of several shapes share one heap: [header][words of shape 1][words of shape 2]...[rows].
+// The header depends on the world alone. Words of a shape lie where no other shape writes; rows of
+// all shapes lie in the same cells, each of which begins at nearly the same byte for all of them
+// (docs/design.md, "One workspace for all layers"). May not know: who reads or writes when; element
+// types; which shapes there are.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -20,13 +25,24 @@ inline constexpr u32 kRounds = 2;
 /// The B of the layout: the sender's own copy for a put, or the place where a peer's rows arrive.
 enum class Buffer : u32 { staging = 0, arrival = 1 };
 
-/// What a count says, as it lies in the heap.
+/// What a count, or another number of a call, says as it lies in the heap.
 constexpr u64 count_word(u32 epoch, u32 rows) { return seal(u64{epoch} << 32 | rows); }
+
+/// Where a shape's words and rows lie in a heap. A kernel is told it with every launch, so that a
+/// heap may grow without compiling anything anew.
+struct HeapPlace {
+  u64 words_at;
+  u64 rows_at;      // of the first cell
+  u32 stride_rows;  // from one cell to the next, at least Geometry::cell_rows()
+};
 
 class Layout {
  public:
+  /// The layout of a heap that no other shape shares. `geometry` must outlive this object.
+  explicit constexpr Layout(const Geometry& geometry) : Layout(geometry, alone(geometry)) {}
   /// `geometry` must outlive this object.
-  explicit constexpr Layout(const Geometry& geometry) : geometry_(geometry) {
+  constexpr Layout(const Geometry& geometry, const HeapPlace& place)
+      : geometry_(geometry), place_(place) {
     u64 offset = 0;
     const auto reserve = [&offset](u64 bytes) {
       const u64 begin = offset;
@@ -35,21 +51,37 @@ class Layout {
     };
     abort_ = reserve(sizeof(u64));
     failures_ = reserve(u64{geometry.world} * (kCacheLine + kPutWords * sizeof(u64)));
+    calls_ = reserve(u64{2} * geometry.world * sizeof(u64));
+    header_ = offset;
+    offset = 0;  // from words_at on
     counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
     arrived_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
     returned_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
     origins_ = reserve(u64{geometry.world} * geometry.origins() * sizeof(u32));
-    cells_ = offset;
+    words_ = offset;
   }
 
-  constexpr u64 bytes() const {
-    // A tile may read past the last segment of the last cell: rows whose result nobody keeps.
-    const u64 rows = u64{cells()} * geometry().cell_rows() + geometry().tile_rows;
-    return align_up(cells_ + rows * geometry().row_bytes, u64{kCacheLine});
+  /// Where a shape lies in a heap that it has for itself.
+  static constexpr HeapPlace alone(const Geometry& geometry) {
+    const Layout nowhere(geometry, HeapPlace{});
+    return {nowhere.header_, nowhere.header_ + nowhere.words_, geometry.cell_rows()};
+  }
+
+  constexpr u64 bytes() const { return align_up(place_.rows_at + row_bytes(), u64{kCacheLine}); }
+  /// Of the words that all shapes of a world share.
+  constexpr u64 header_bytes() const { return header_; }
+  /// Of this shape's own words.
+  constexpr u64 words_bytes() const { return words_; }
+  /// Of all cells. A tile may read past the last segment of the last cell: rows whose result nobody
+  /// keeps.
+  constexpr u64 row_bytes() const {
+    return (u64{rows()} + geometry().tile_rows) * geometry().row_bytes;
   }
   /// Where the cells start; they fill the rest of the heap, one behind the other.
-  constexpr u64 first_cell() const { return cells_; }
+  constexpr u64 first_cell() const { return place_.rows_at; }
   constexpr u32 cells() const { return geometry().world * kRounds * buffers(); }
+  /// Of all cells, from first_cell() on.
+  constexpr u32 rows() const { return cells() * place_.stride_rows; }
 
   /// The word that makes every actor of this rank leave (watchdog.hpp), or 0.
   constexpr u64 abort_word() const { return abort_; }
@@ -62,20 +94,26 @@ class Layout {
   /// What remote rank p has last seen of the rows that we put there: its landed() of this rank.
   constexpr u64 echoed(u32 p) const { return put_words(2) + u64{p} * sizeof(u64); }
 
+  /// `epoch << 32 | identity`, sealed, of the call that p makes (Call::identity). Two parities,
+  /// because p may be one call ahead.
+  constexpr u64 call_of(u32 epoch, u32 p) const {
+    return calls_ + (u64{epoch & 1} * geometry().world + p) * sizeof(u64);
+  }
+
   /// `epoch << 32 | rows`, sealed, that p sends to local expert e. Two parities, because p may be
   /// one call ahead.
   constexpr u64 count(u32 epoch, u32 p, u32 local_expert) const {
     const u64 index =
         (u64{epoch & 1} * geometry().world + p) * geometry().local_experts() + local_expert;
-    return counts_ + index * sizeof(u64);
+    return words(counts_) + index * sizeof(u64);
   }
   /// The epoch, sealed, in which rows of this chunk of p's dispatch cell last arrived.
   constexpr u64 arrived(u32 p, u32 chunk) const {
-    return arrived_ + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
+    return words(arrived_) + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
   }
   /// Rows, sealed, that p has written back into this chunk of its combine cell in this epoch.
   constexpr u64 returned(u32 p, u32 chunk) const {
-    return returned_ + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
+    return words(returned_) + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
   }
 
   /// Of a row of p's dispatch cell, counted in the order of sending, where p takes each of its
@@ -83,7 +121,7 @@ class Layout {
   /// that was sent before.
   constexpr u64 origin(u32 p, u32 row) const {
     MOEOS_CHECK(row < geometry().origins());
-    return origins_ + (u64{p} * geometry().origins() + row) * sizeof(u32);
+    return words(origins_) + (u64{p} * geometry().origins() + row) * sizeof(u32);
   }
 
   /// A row's number in its cell: expert e's slot c, where `expert_start` is the number of rows that
@@ -105,12 +143,14 @@ class Layout {
     return (p * kRounds + static_cast<u32>(round)) * buffers() + b;
   }
 
-  /// A row's place among the rows of all cells.
+  /// A row's place among rows(), those of all cells.
   constexpr u32 row_index(u32 p, Round round, Buffer buffer, u32 row_number) const {
     MOEOS_CHECK(row_number < geometry().cell_rows());
-    return cell_index(p, round, buffer) * geometry().cell_rows() + row_number;
+    return cell_index(p, round, buffer) * place_.stride_rows + row_number;
   }
-  constexpr u64 row_at(u32 index) const { return cells_ + u64{index} * geometry().row_bytes; }
+  constexpr u64 row_at(u32 index) const {
+    return place_.rows_at + u64{index} * geometry().row_bytes;
+  }
 
   /// L(p, r, b, row): the row's first byte in the heap of the rank that holds it.
   constexpr u64 cell_row(u32 p, Round round, Buffer buffer, u32 row_number) const {
@@ -135,16 +175,21 @@ class Layout {
   constexpr u64 put_words(u32 kind) const {
     return failures_ + u64{geometry().world} * (kCacheLine + kind * sizeof(u64));
   }
+  constexpr u64 words(u64 offset) const { return place_.words_at + offset; }
   constexpr u32 buffers() const { return 1 + geometry().staging_buffers(); }
 
   GeometryOf geometry_;
+  HeapPlace place_;
   u64 abort_ = 0;
   u64 failures_ = 0;
+  u64 calls_ = 0;
+  u64 header_ = 0;
+  // From words_at on.
   u64 counts_ = 0;
   u64 arrived_ = 0;
   u64 returned_ = 0;
   u64 origins_ = 0;
-  u64 cells_ = 0;
+  u64 words_ = 0;
 };
 
 }  // namespace moeos

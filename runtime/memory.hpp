@@ -1,7 +1,10 @@
-// A rank's own memory: queues, counters and maps that no peer ever touches, in one allocation.
+// A rank's own memory: queues, counters and maps that no peer ever touches, in three parts.
 //
 // The symmetric heap (layout.hpp) is what peers write; everything else the device OS needs is here,
-// sized from Geometry. May not know: who waits for what; element types.
+// sized from Geometry. `control` depends on the world and the processors alone: all layers of a
+// workspace share it, and with it the epoch. `tables` are shared by the layers of one shape.
+// `records` are one layer's own: what it noted of its last call. May not know: who waits for what;
+// element types.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -75,14 +78,38 @@ struct MailboxView {
   u32 capacity;
 };
 
-/// Byte offsets of one rank's own memory; the same arithmetic sizes the allocation and finds the
+/// The parts of a rank's memory: where each begins, or how many bytes it has.
+template <class T>
+struct MemoryParts {
+  T control;
+  T tables;
+  T records;
+};
+
+/// Byte offsets of one rank's own memory; the same arithmetic sizes the allocations and finds the
 /// arrays.
 class RankMemory {
  public:
-  static u64 bytes(const Geometry& geometry) { return RankMemory(geometry, nullptr).bytes_; }
+  static MemoryParts<u64> bytes_of_parts(const Geometry& geometry) {
+    return RankMemory(geometry, MemoryParts<u8*>{}).bytes_;
+  }
+  /// Of all three, one behind the other.
+  static u64 bytes(const Geometry& geometry) {
+    const MemoryParts<u64> bytes = bytes_of_parts(geometry);
+    return bytes.control + bytes.tables + bytes.records;
+  }
 
   /// `geometry` must outlive this object.
-  RankMemory(const Geometry& geometry, u8* base) : geometry_(geometry) { lay_out(base); }
+  RankMemory(const Geometry& geometry, const MemoryParts<u8*>& bases) : geometry_(geometry) {
+    lay_out(bases);
+  }
+  /// Of a layer that shares nothing, all three parts from `base` on.
+  RankMemory(const Geometry& geometry, u8* base) : RankMemory(geometry, behind(geometry, base)) {}
+
+  static MemoryParts<u8*> behind(const Geometry& geometry, u8* base) {
+    const MemoryParts<u64> bytes = bytes_of_parts(geometry);
+    return {base, base + bytes.control, base + bytes.control + bytes.tables};
+  }
 
   /// 1: an actor of this rank has written its failure.
   u32* failure_claimed() const { return epoch + 1; }
@@ -107,9 +134,11 @@ class RankMemory {
   /// do.
   u32* outbox_tickets(u32 call_epoch, u32 peer) const { return &outbox_line(peer, call_epoch & 1); }
   /// Requests to a remote peer, in the order in which they were posted (packet.hpp).
-  u64* outbox_of(u32 peer) const { return reinterpret_cast<u64*>(&outbox_line(peer, kOutboxHead)); }
-  /// Requests that an outbox has room for: at least Geometry::outbox_words().
-  u32 outbox_slots() const { return (outbox_lines_ - kOutboxHead) * (kCacheLine / sizeof(u64)); }
+  u64* outbox_of(u32 peer) const { return outboxes + u64{peer} * outbox_slots(); }
+  /// Requests that an outbox has room for: at least Geometry::outbox_words(), and whole lines.
+  u32 outbox_slots() const {
+    return align_up(geometry_.get().outbox_words(), u32{kCacheLine / sizeof(u64)});
+  }
   /// Rows of both rounds that we have put to a remote peer since the last reset, modulo 2^32.
   u32* rows_put(u32 peer) const { return &outbox_line(peer, 2); }
   /// Rows of a remote peer that we have told it of, counted in the same way. The first sender's.
@@ -132,15 +161,34 @@ class RankMemory {
 
   Tally& os_tally() const { return tallies[geometry_.get().tallies() - 1]; }
 
+  // --- Control ---
+
   u32* epoch = nullptr;         // the call that is running or will run next, from 1; behind it
                                 // failure_claimed() and failure_put()
   u64* blocks_ended = nullptr;  // of all launches since the last reset (attendance.hpp);
   u32* blocks_begun = nullptr;  // [processor, then the OS block]: launches in which it has begun
   CallState* call_states = nullptr;
+  u32* carried = nullptr;             // rows_carried()
+  Line<u32>* outbox_heads = nullptr;  // [remote peer]: tickets by parity, rows put and told
+
+  // --- Records ---
+
+  u32* calls = nullptr;      // of this layer, that have ended well; counted where there are faults
   Tally* tallies = nullptr;  // [processor, then courier, then the OS block]
   CallRecord* record = nullptr;
   PeerRecord* peer_records = nullptr;  // [peer]
-  Task* tasks = nullptr;               // [tile]
+  u32* send_start = nullptr;     // [peer][X + 1]: first row of each expert in the order of sending
+  u32* receive_start = nullptr;  // [source][X + 1]: the same in the order of arrival
+  u32* trace_counts = nullptr;   // [actor, as Trace numbers them]: events, noted or not
+  TraceEvent* trace_events = nullptr;  // [actor][event]
+  FaultPlan* faults = nullptr;         // all zeros in a world without faults
+
+  // --- Tables ---
+  //
+  // Words in them carry the epoch. Where layers of other shapes make calls between, a shape's
+  // epochs rise, but are not consecutive: nothing here may be told from one call to the next one.
+
+  Task* tasks = nullptr;  // [tile]
   u64* ring = nullptr;
   u64* dispatch_list = nullptr;     // ReadyWords: what couriers take, in this order
   u64* replication_list = nullptr;  // ReadyWords: what they take besides
@@ -164,35 +212,27 @@ class RankMemory {
   u32* block_first = nullptr;   // [block][expert]: where the expert's pairs start in block_pairs
   u32* block_base = nullptr;    // [block][expert]: pairs of the expert in this block, then (last
                                 // Route part) before it
-  u32* send_start = nullptr;    // [peer][X + 1]: first row of each expert in the order of sending
   u32* row_pair = nullptr;      // [peer][row in the order of sending]: the pair that it carries
   u32* pair_row = nullptr;      // [pair]: where its result comes back, as Layout::row_index
   u32* token_rows = nullptr;    // [token]: rows that it has sent, where they are not top_k for all
   u32* ready_tokens = nullptr;  // [subscriber][place]: tokens whose rows are all back, in the order
                                 // in which they came
 
-  u32* receive_start =
-      nullptr;  // [source][X + 1]: first row of each expert in the order of arrival
-
-  u32* carried = nullptr;         // rows_carried()
-  Line<u32>* outboxes = nullptr;  // [remote peer]: tickets by parity, rows put, requests
-
-  u32* trace_counts = nullptr;         // [actor, as Trace numbers them]: events, noted or not
-  TraceEvent* trace_events = nullptr;  // [actor][event]
-  FaultPlan* faults = nullptr;         // all zeros in a world without faults
+  u64* outboxes = nullptr;  // outbox_of() each remote peer
 
  private:
-  static constexpr u32 kOutboxHead = 3;  // lines before the requests
+  static constexpr u32 kOutboxHead = 3;  // lines of a peer
 
   u32& outbox_line(u32 peer, u32 line) const {
-    return outboxes[u64{peer} * outbox_lines_ + line].value;
+    return outbox_heads[u64{peer} * kOutboxHead + line].value;
   }
 
-  /// Places the arrays one behind the other.
-  void lay_out(u8* base) {
+  /// Places the arrays of each part one behind the other.
+  void lay_out(const MemoryParts<u8*>& bases) {
     const Geometry& geometry = geometry_.get();
+    u8* base = bases.control;
     u64 offset = 0;
-    const auto take = [&offset, base]<class T>(T*& array, u64 count) {
+    const auto take = [&offset, &base]<class T>(T*& array, u64 count) {
       array = reinterpret_cast<T*>(base + offset);
       offset = align_up(offset + count * sizeof(T), u64{kCacheLine});
     };
@@ -203,9 +243,29 @@ class RankMemory {
     take(blocks_ended, 1);
     take(blocks_begun, geometry.processors + 1);
     take(call_states, 2);
+    take(carried, 2 * world);
+    if (geometry.remote != 0) {
+      take(outbox_heads, world * kOutboxHead);
+    }
+    bytes_.control = offset;
+
+    base = bases.records;
+    offset = 0;
+    take(calls, 1);
     take(tallies, geometry.tallies());
     take(record, 1);
     take(peer_records, world);
+    take(send_start, world * (local + 1));
+    take(receive_start, world * (local + 1));
+    if (geometry.trace_events != 0) {
+      take(trace_counts, geometry.trace_actors());
+      take(trace_events, u64{geometry.trace_actors()} * geometry.trace_events);
+    }
+    take(faults, 1);
+    bytes_.records = offset;
+
+    base = bases.tables;
+    offset = 0;
     take(tasks, geometry.tiles_max());
     take(ring, ring_slots());
     for (u32 kind = 0; kind < kTaskKinds; ++kind) {
@@ -229,29 +289,16 @@ class RankMemory {
     take(block_pairs, geometry.pairs());
     take(block_first, blocks * geometry.experts);
     take(block_base, blocks * geometry.experts);
-    take(send_start, world * (local + 1));
     take(row_pair, world * geometry.chunks() * geometry.chunk_rows);
     take(pair_row, geometry.pairs());
     take(token_rows, geometry.max_tokens);
     take(ready_tokens, u64{kReturnsSubscribersMax} * geometry.max_tokens);
-    take(receive_start, world * (local + 1));
-    take(carried, 2 * world);
-    if (geometry.remote != 0) {
-      outbox_lines_ =
-          kOutboxHead + ceil_div(geometry.outbox_words(), u32{kCacheLine / sizeof(u64)});
-      take(outboxes, world * outbox_lines_);
-    }
-    if (geometry.trace_events != 0) {
-      take(trace_counts, geometry.trace_actors());
-      take(trace_events, u64{geometry.trace_actors()} * geometry.trace_events);
-    }
-    take(faults, 1);
-    bytes_ = offset;
+    take(outboxes, world * outbox_slots());
+    bytes_.tables = offset;
   }
 
   GeometryOf geometry_;
-  u64 bytes_ = 0;
-  u32 outbox_lines_ = 0;  // of one peer's
+  MemoryParts<u64> bytes_ = {};
   u64* mailbox_words_[kTaskKinds];
   u32 mailbox_capacities_[kTaskKinds];
 };

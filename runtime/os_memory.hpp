@@ -79,6 +79,7 @@ class OsMemory {
     take(tile_facts, geometry.tiles_max());
     take(receive_start, world * (local + 1));
     take(counts_known, world);
+    take(alike, world);
     take(taken, world * local);
     take(rows_arrived, world);
     take(packed, local);
@@ -121,9 +122,10 @@ class OsMemory {
   TileFacts* tile_facts = nullptr;  // [tile]: of this call
   u32* receive_start = nullptr;     // [source][X + 1]: as RankMemory's, which processors read
   u32* counts_known = nullptr;      // [source]: the epoch whose counts are decoded
-  u32* taken = nullptr;             // [source][expert]: rows already in a tile
-  u32* rows_arrived = nullptr;      // [source]: kNone while its counts are not known
-  u32* packed = nullptr;            // [expert]: 1 once all of its rows are in tiles
+  u32* alike = nullptr;          // [source]: the epoch in which it has said that it makes our call
+  u32* taken = nullptr;          // [source][expert]: rows already in a tile
+  u32* rows_arrived = nullptr;   // [source]: kNone while its counts are not known
+  u32* packed = nullptr;         // [expert]: 1 once all of its rows are in tiles
   u32* waiting = nullptr;        // [expert]: rows that are here and in no tile, when it was asked
   u32* chunk_prefix = nullptr;   // [source]: chunks whose rows are all here, in order
   u32* landed_prefix = nullptr;  // [source]: chunks of one that sends its tokens once that have

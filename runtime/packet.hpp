@@ -47,6 +47,20 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
   }
 }
 
+/// Tells `peer` which call this rank makes.
+template <Platform P>
+void send_identity(const Rank<P>& rank, const Call& call, u32 peer) {
+  const u64 offset = rank.layout.call_of(call.epoch, rank.rank);
+  const u64 word = count_word(call.epoch, call.identity);
+  u8* direct = rank.platform.peer(peer);
+  if (!P::kRemotePeers || direct != nullptr) {
+    // As of a count: the word carries its own epoch and publishes nothing but itself.
+    P::template store_relaxed<Scope::system>(reinterpret_cast<u64*>(direct + offset), word);
+  } else {
+    rank.platform.put_word(peer, offset, word);
+  }
+}
+
 /// Tells this rank's processors which expert is chosen for a pair of a token that is read in place;
 /// kNone: none is.
 template <Platform P>

@@ -14,7 +14,7 @@
 
 namespace moeos {
 
-/// Fixed for a layer's life.
+/// Fixed for a call; what it points to is for the life of a layer, and of what layers share.
 template <Platform P>
 struct Rank {
   P platform;
@@ -71,6 +71,7 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   failure.expert = kNone;
   failure.chunk = kNone;
   failure.epoch = call.epoch;
+  failure.identity = call.identity;
   return failure;
 }
 

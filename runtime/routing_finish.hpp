@@ -21,9 +21,9 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
   return rank.memory.block_base + u64{block} * rank.geometry().experts + expert;
 }
 
-/// Bytes of a rank's counts for its peers.
+/// Bytes of a rank's counts for its peers, and of the words that say which call it makes.
 constexpr u64 count_bytes(const Geometry& geometry) {
-  return (geometry.experts - geometry.local_experts()) * sizeof(u64);
+  return (geometry.experts - geometry.local_experts() + geometry.world - 1) * sizeof(u64);
 }
 
 /// Turns the pairs per (block, expert) into pairs before the block, in place, tells every peer how
@@ -188,7 +188,7 @@ template <Platform P>
 bool route_nothing(const Rank<P>& rank, const Call& call) {
   const Geometry& geometry = rank.geometry();
   MOEOS_CHECK(call.tokens == 0);
-  if (is_held_back(rank, call, stage_of(TaskKind::route))) {
+  if (is_held_back(rank, stage_of(TaskKind::route))) {
     return false;
   }
   for (u32 expert = P::lane(); expert < geometry.experts; expert += P::kLanes) {

@@ -99,6 +99,10 @@ class Scheduler {
       // Relaxed: publishes nothing. The next call gets all of this one from the kernel boundary, or
       // from whatever joins the actors.
       P::template store_relaxed<Scope::device>(&state_.interrupt.value, 1U);
+      if constexpr (P::has_faults()) {
+        // Relaxed, as the epoch: no part of this call is begun any more.
+        P::template count_relaxed<Scope::device>(rank_.memory.calls, 1U);
+      }
       CallRecord& record = *rank_.memory.record;
       record.end_ns = P::now_ns();
       record.sweeps = sweeps_;

@@ -43,6 +43,7 @@ enum class FailureKind : u32 {
   // An actor of our own OS block answers no inquiry (os.hpp): chunk = its warp, seen = which it is.
   actor_silent = 22,
   calls_at_once = 23,  // a call began before the one before it had ended (attendance.hpp)
+  call_differs = 24,   // peer makes another call: expected, seen = our identity, and its
 };
 
 /// What an actor says when it is asked why nothing moves (os.hpp).
@@ -61,7 +62,7 @@ struct alignas(kCacheLine) Failure {
   u32 expert;  // local expert of the peer or of this rank, or kNone
   u32 chunk;   // or kNone
   u32 epoch;
-  u32 reserved;
+  u32 identity;  // of the call that failed here (Call::identity); 0: of none
   u64 expected;
   u64 seen;
   u64 waited_ns;

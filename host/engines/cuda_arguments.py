@@ -39,10 +39,12 @@ _MAPS = (
     *("x", "x_row", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
 )
-_LAYER = struct.Struct("<6Q")  # heap, memory, peers, intermediate_rows, host_failure, deadline_ns
+# heap; control, tables and records; peers, intermediate_rows; words_at, rows_at and stride_rows;
+# rank, host_failure, deadline_ns
+_LAYER = struct.Struct("<8QI4xI4x2Q")
 _CODE = struct.Struct("<2Q")  # code, code_bytes
 _PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
-# x_rows, out, topk_ids, topk_weights, token_count; rank, rows, ids_wide, weight_type, any_ids
+# x_rows, out, topk_ids, topk_weights, token_count; rows, ids_wide, weight_type, any_ids, identity
 _CALL = struct.Struct("<5Q5I")
 
 _X_AT = _MAPS.index("x") * _MAP_BYTES  # that map and the next

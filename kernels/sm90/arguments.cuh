@@ -44,11 +44,14 @@ struct TensorMaps {
 };
 
 struct RankArguments : TensorMaps {
-  // Of the layer.
+  // Of the workspace, for layers of this shape.
   u8* heap;
-  u8* memory;
+  MemoryParts<u8*> memory;
   u8* const* peers;  // [2][P]: heaps that this GPU addresses, or null; what puts go to
   u8* intermediate_rows;
+  HeapPlace place;
+  // Of the layer.
+  u32 rank;
   Failure* host_failure;  // in the host's memory: see host_failure.cuh
   u64 deadline_ns;
   u64 code;  // where the kernel's instructions lie, and how many bytes; or 0 and 0
@@ -63,19 +66,25 @@ struct RankArguments : TensorMaps {
   const void* topk_ids;  // routing given by the caller, [rows, k], or null
   const void* topk_weights;
   const i32* token_count;  // S, or null: all rows are tokens
-  u32 rank;
-  u32 rows;      // of x and out
-  u32 ids_wide;  // 1: topk_ids are 64 bits wide, 0: 32
+  u32 rows;                // of x and out
+  u32 ids_wide;            // 1: topk_ids are 64 bits wide, 0: 32
   WeightType weight_type;
-  u32 any_ids;  // 1: an id that is no expert is an unused slot, 0: only -1 is
+  u32 any_ids;   // 1: an id that is no expert is an unused slot, 0: only -1 is
+  u32 identity;  // Call::identity
 };
 
 /// The rank that a block works for. Each thread has its own, and each role: so every address in it
 /// is a constant or a register away, and no register is kept from one role to the next. `os`: of an
 /// OS block. `memory`: the rank's.
-inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os, u8* memory) {
-  return {Machine(mine.peers), Layout(kGeometry), RankMemory(kGeometry, memory), os, mine.heap,
-          mine.rank,           mine.deadline_ns};
+inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os,
+                             const MemoryParts<u8*>& memory) {
+  return {Machine(mine.peers),
+          Layout(kGeometry, mine.place),
+          RankMemory(kGeometry, memory),
+          os,
+          mine.heap,
+          mine.rank,
+          mine.deadline_ns};
 }
 inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
   return rank_of(mine, os, mine.memory);
@@ -95,12 +104,12 @@ struct Arguments {
   RankArguments ranks[kVirtualRanks];
 };
 
-/// The rank, for one look at what there is to do: made out of an address that the compiler cannot
-/// foresee. It would work out all that depends on it beforehand, and has too few registers to keep
-/// that.
+/// The rank, for one look at what there is to do: its tables lie at an address that the compiler
+/// cannot foresee. It would work out all that depends on it beforehand, and has too few registers
+/// to keep that.
 inline Rank<Machine> rank_of_look(const RankArguments& arguments) {
-  u8* memory = arguments.memory;
-  asm volatile("" : "+l"(memory));
+  MemoryParts<u8*> memory = arguments.memory;
+  asm volatile("" : "+l"(memory.tables));
   return rank_of(arguments, nullptr, memory);
 }
 

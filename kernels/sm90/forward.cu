@@ -375,7 +375,8 @@ inline Call call_of(const RankArguments& mine) {
   const u32 tokens = tokens_of(mine);
   const u32 pair_limit = pair_limit_of(tokens);
   const bool may_be_unsent = mine.topk_ids != nullptr || pair_limit < kGeometry.max_tokens;
-  return {*RankMemory(kGeometry, mine.memory).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};
+  return {*RankMemory(kGeometry, mine.memory).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U,
+          mine.identity};
 }
 
 /// The call, as thread 0 of a processor finds it: none if this block's launch is not alone. The OS

@@ -139,9 +139,7 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
     const Segment segment = task.segments[s];
     const u32 rows = laid_out_rows(kGeometry, task, s, laid_out);
     visit(arguments.cells,
-          layout.cell_index(segment.source, Round::dispatch, Buffer::arrival) *
-                  layout.geometry().cell_rows() +
-              segment.first_row,
+          layout.row_index(segment.source, Round::dispatch, Buffer::arrival, segment.first_row),
           rows);
     laid_out += rows;
   }

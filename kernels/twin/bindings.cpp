@@ -1,6 +1,7 @@
 // The twin as a Python module: sizes of a layer, one rank of it (for host/engines/twin.py), and
 // runs in an order that a seed decides (for host/explore.py).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
@@ -124,11 +125,11 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   return sizes;
 }
 
-/// Where the host finds what it reads of a rank on the GPU: byte offsets in its heap and its
-/// memory.
+/// Where the host finds what it reads of a rank on the GPU: byte offsets in its heap, in its
+/// control ("epoch") and in a layer's records.
 nb::dict offsets_of(const Sizes& sizes) {
   const Layout layout(sizes.geometry);
-  const RankMemory memory(sizes.geometry, nullptr);
+  const RankMemory memory(sizes.geometry, MemoryParts<u8*>{});
   const auto offset = [](const auto* array) { return reinterpret_cast<std::uintptr_t>(array); };
   nb::dict offsets;
   offsets["abort_word"] = layout.abort_word();
@@ -186,20 +187,20 @@ std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
   return pointers;
 }
 
-/// What a rank noted of the last call: tallies, the call's record, the peers' (host/counters.py).
-nb::tuple counters_of(const TwinRank& rank) {
-  const RankMemory& memory = rank.memory();
-  const Geometry& geometry = rank.geometry();
+/// What a layer noted of its last call: tallies, the call's record, the peers' (host/counters.py).
+nb::tuple counters_of(const TwinRecords& records) {
+  const RankMemory memory = records.memory();
+  const Geometry& geometry = records.geometry();
   return nb::make_tuple(nb::bytes(memory.tallies, geometry.tallies() * sizeof(Tally)),
                         nb::bytes(memory.record, sizeof(CallRecord)),
                         nb::bytes(memory.peer_records, geometry.world * sizeof(PeerRecord)));
 }
 
-/// What a rank's actors noted of the last call: how many events each, and the events.
-nb::tuple trace_of(const TwinRank& rank) {
-  const RankMemory& memory = rank.memory();
-  const u64 actors = rank.geometry().trace_actors();
-  const u64 room = rank.geometry().trace_events;
+/// What its actors noted of the last call: how many events each, and the events.
+nb::tuple trace_of(const TwinRecords& records) {
+  const RankMemory memory = records.memory();
+  const u64 actors = records.geometry().trace_actors();
+  const u64 room = records.geometry().trace_events;
   return nb::make_tuple(nb::bytes(memory.trace_counts, room > 0 ? actors * sizeof(u32) : 0),
                         nb::bytes(memory.trace_events, actors * room * sizeof(TraceEvent)));
 }
@@ -243,7 +244,15 @@ NB_MODULE(_twin, module) {
            "narrow_rows"_a, "segment_align"_a, "large_experts"_a, "once_rows"_a, "once_after"_a,
            "spread_tokens"_a, "whole_rows"_a, "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
-      .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
+      .def_prop_ro("header_bytes", [](const Sizes& s) { return Layout(s.geometry).header_bytes(); })
+      .def_prop_ro("words_bytes", [](const Sizes& s) { return Layout(s.geometry).words_bytes(); })
+      .def_prop_ro("row_bytes", [](const Sizes& s) { return s.geometry.row_bytes; })
+      .def_prop_ro("control_bytes",
+                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).control; })
+      .def_prop_ro("tables_bytes",
+                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).tables; })
+      .def_prop_ro("records_bytes",
+                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).records; })
       .def_prop_ro("intermediate_bytes",
                    [](const Sizes& s) {
                      return u64{s.geometry.intermediate_rows_max()} * s.geometry.hidden_bytes;
@@ -316,30 +325,60 @@ NB_MODULE(_twin, module) {
       .def_ro("expert", &Failure::expert)
       .def_ro("chunk", &Failure::chunk)
       .def_ro("epoch", &Failure::epoch)
+      .def_ro("identity", &Failure::identity)
       .def_ro("expected", &Failure::expected)
       .def_ro("seen", &Failure::seen)
       .def_ro("waited_ns", &Failure::waited_ns);
 
-  nb::class_<TwinRank>(module, "Rank", "One rank: its memory, its threads, its calls.")
+  nb::class_<TwinShared>(module, "Shared", "What the layers of a workspace share on one rank.")
+      .def(nb::new_([](u32 rank, const std::vector<std::uintptr_t>& heaps, u64 heap_bytes,
+                       u64 control_bytes, u64 between_bytes) {
+             require(rank < heaps.size(), "one heap address for each rank");
+             return std::make_shared<TwinShared>(rank, to_pointers(heaps), heap_bytes,
+                                                 control_bytes, between_bytes);
+           }),
+           nb::kw_only(), "rank"_a, "heaps"_a, "heap_bytes"_a, "control_bytes"_a, "between_bytes"_a)
+      .def("clear", &TwinShared::clear);
+
+  nb::class_<TwinRecords>(module, "Records", "What a layer has of its own on one rank.")
       .def(
           "__init__",
-          [](TwinRank* self, const Sizes& sizes, u32 rank, const std::vector<std::uintptr_t>& heaps,
-             double deadline, bool split_os, double jitter_us, u64 jitter_seed, u32 ranks_per_node,
-             const nb::bytes& faults) {
-            require(heaps.size() == sizes.geometry.world && rank < heaps.size(),
-                    "one heap address for each rank");
-            new (self) TwinRank(sizes.geometry, sizes.shape, rank, to_pointers(heaps),
-                                TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us,
-                                             jitter_seed, ranks_per_node, to_fault_plan(faults)});
+          [](TwinRecords* self, const Sizes& sizes, const nb::bytes& faults) {
+            new (self) TwinRecords(sizes.geometry, to_fault_plan(faults));
           },
-          nb::kw_only(), "sizes"_a, "rank"_a, "heaps"_a, "deadline"_a, "split_os"_a, "jitter_us"_a,
-          "jitter_seed"_a, "ranks_per_node"_a, "faults"_a)
+          nb::kw_only(), "sizes"_a, "faults"_a)
+      .def(
+          "clear",
+          [](TwinRecords& self, const nb::bytes& faults) { self.clear(to_fault_plan(faults)); },
+          "faults"_a)
+      .def("counters", &counters_of, nb::sig("def counters(self) -> tuple[bytes, bytes, bytes]"))
+      .def("trace", &trace_of, nb::sig("def trace(self) -> tuple[bytes, bytes]"))
+      .def("rows_sent", &TwinRecords::rows_sent)
+      .def("rows_received", &TwinRecords::rows_received, "source"_a);
+
+  nb::class_<TwinRank>(module, "Rank",
+                       "One rank of the layers of one shape: its threads and calls.")
+      .def(
+          "__init__",
+          [](TwinRank* self, const Sizes& sizes, u32 rank, std::shared_ptr<TwinShared> shared,
+             u64 words_at, u64 rows_at, u32 stride_rows, double deadline, bool split_os,
+             double jitter_us, u64 jitter_seed, u32 ranks_per_node) {
+            require(rank < sizes.geometry.world && stride_rows >= sizes.geometry.cell_rows(),
+                    "the cells of a heap are too small");
+            new (self) TwinRank(sizes.geometry, sizes.shape, rank,
+                                HeapPlace{words_at, rows_at, stride_rows}, std::move(shared),
+                                TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us,
+                                             jitter_seed, ranks_per_node});
+          },
+          nb::kw_only(), "sizes"_a, "rank"_a, "shared"_a, "words_at"_a, "rows_at"_a,
+          "stride_rows"_a, "deadline"_a, "split_os"_a, "jitter_us"_a, "jitter_seed"_a,
+          "ranks_per_node"_a)
       .def(
           "forward",
-          [](TwinRank& self, bool bfloat16, u32 tokens, u32 pair_limit, std::uintptr_t x,
-             std::uintptr_t gate, std::uintptr_t selection_bias, std::uintptr_t topk_ids,
-             std::uintptr_t topk_weights, std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2,
-             std::uintptr_t b2, std::uintptr_t out) {
+          [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,
+             u32 pair_limit, std::uintptr_t x, std::uintptr_t gate, std::uintptr_t selection_bias,
+             std::uintptr_t topk_ids, std::uintptr_t topk_weights, std::uintptr_t w1,
+             std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2, std::uintptr_t out) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
                                     reinterpret_cast<const void*>(gate),
@@ -359,24 +398,17 @@ NB_MODULE(_twin, module) {
             Failure failure;
             {
               const nb::gil_scoped_release release;
-              failure = self.forward(operands, tokens, pair_limit, must_leave);
+              failure = self.forward(records, operands, tokens, pair_limit, identity, must_leave);
             }
             signals.raise_again();
             return failure;
           },
-          nb::kw_only(), "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a, "gate"_a,
-          "selection_bias"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a,
-          "out"_a)
+          nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
+          "gate"_a, "selection_bias"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a,
+          "b2"_a, "out"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "reset",
-          [](TwinRank& self, const nb::bytes& faults) { self.reset(to_fault_plan(faults)); },
-          "faults"_a)
-      .def_prop_ro("epoch", &TwinRank::epoch)
-      .def("counters", &counters_of, nb::sig("def counters(self) -> tuple[bytes, bytes, bytes]"))
-      .def("trace", &trace_of, nb::sig("def trace(self) -> tuple[bytes, bytes]"))
-      .def("rows_sent", &TwinRank::rows_sent)
-      .def("rows_received", &TwinRank::rows_received, "source"_a);
+      .def("clear", &TwinRank::clear)
+      .def_prop_ro("epoch", &TwinRank::epoch);
 
   nb::class_<Outcome>(module, "Outcome", "What came of a run of explore().")
       .def_ro("wrong", &Outcome::wrong)

@@ -80,50 +80,111 @@ class ClearAtEnd {
 
 }  // namespace
 
-void TwinRank::Unmap::operator()(u8* memory) const { munmap(memory, bytes); }
+void Unmap::operator()(u8* memory) const { munmap(memory, bytes); }
 
-TwinRank::Mapped TwinRank::map_zeroed(u64 bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+Mapped map_zeroed(u64 bytes) {
+  const u64 some = maximum(bytes, u64{1});  // of nothing there is no mapping
+  void* memory = mmap(nullptr, some, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     throw std::system_error(errno, std::generic_category(),
-                            "mapping " + std::to_string(bytes) + " bytes");
+                            "mapping " + std::to_string(some) + " bytes");
   }
-  return Mapped(static_cast<u8*>(memory), Unmap{bytes});
+  return Mapped(static_cast<u8*>(memory), Unmap{some});
+}
+
+TwinShared::TwinShared(u32 rank, std::vector<u8*> heaps, u64 heap_bytes, u64 control_bytes,
+                       u64 between_bytes, const MakeCrew& make_crew, Nic* nic)
+    : rank_(rank),
+      heaps_(std::move(heaps)),
+      heap_bytes_(heap_bytes),
+      control_(map_zeroed(control_bytes)),
+      control_bytes_(control_bytes),
+      between_(map_zeroed(between_bytes)),
+      make_crew_(make_crew),
+      nic_(nic) {}
+
+TwinShared::~TwinShared() {
+  if (getpid() != process_) {
+    // A fork has copied the crew without its threads, which nobody could join: it is left alone.
+    static_cast<void>(crew_.release());
+  }
+}
+
+TwinRecords::TwinRecords(const Geometry& geometry, const FaultPlan& faults)
+    : geometry_(geometry), memory_(map_zeroed(RankMemory::bytes_of_parts(geometry).records)) {
+  *memory().faults = faults;
+}
+
+void TwinRecords::clear(const FaultPlan& faults) {
+  std::memset(base(), 0, bytes());
+  *memory().faults = faults;
+}
+
+std::vector<u32> TwinRecords::rows_sent() const {
+  std::vector<u32> rows;
+  for (u32 peer = 0; peer < geometry_.world; ++peer) {
+    rows.push_back(memory().rows_sent(peer));
+  }
+  return rows;
+}
+
+std::vector<u32> TwinRecords::rows_received(u32 source) const {
+  const RankMemory its = memory();
+  const u32* starts = its.receive_starts(source);
+  std::vector<u32> rows;
+  for (u32 expert = 0; expert < geometry_.local_experts(); ++expert) {
+    rows.push_back(starts[expert + 1] - starts[expert]);
+  }
+  return rows;
+}
+
+TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
+                   const HeapPlace& place, std::shared_ptr<TwinShared> shared,
+                   const TwinSettings& settings)
+    : geometry_(geometry),
+      shape_(shape),
+      settings_(settings),
+      shared_(std::move(shared)),
+      tables_(map_zeroed(RankMemory::bytes_of_parts(geometry).tables)),
+      os_memory_(map_zeroed(OsMemory::bytes(geometry))),
+      os_(geometry_, os_memory_.get()),
+      rank_{Machine(shared_->heaps_.data(), rank, settings.ranks_per_node, shared_->nic_),
+            Layout(geometry_, place),
+            memory_of(nullptr),
+            &os_,
+            shared_->heaps_[rank],
+            rank,
+            settings.deadline_ns} {
+  if (*rank_.memory.epoch == 0) {
+    *rank_.memory.epoch = 1;
+  }
+  for (u32 i = 0; i < geometry.processors; ++i) {
+    scratch_.push_back(std::make_unique<Scratch>(geometry, shape));
+  }
+  if (!shared_->crew_) {
+    const auto share = [its = shared_.get()](u32 worker) { its->share_(worker); };
+    shared_->crew_ = shared_->make_crew_ ? shared_->make_crew_(workers(), share)
+                                         : std::make_unique<ThreadCrew>(workers(), share);
+  }
 }
 
 TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
                    std::vector<u8*> heaps, const TwinSettings& settings, const MakeCrew& make_crew,
                    Nic* nic)
-    : geometry_(geometry),
-      shape_(shape),
-      settings_(settings),
-      heaps_(std::move(heaps)),
-      own_memory_(map_zeroed(RankMemory::bytes(geometry))),
-      os_memory_(map_zeroed(OsMemory::bytes(geometry))),
-      os_(geometry_, os_memory_.get()),
-      intermediate_(map_zeroed(u64{geometry.intermediate_rows_max()} * geometry.hidden_bytes)),
-      rank_{Machine(heaps_.data(), rank, settings.ranks_per_node, nic),
-            Layout(geometry_),
-            RankMemory(geometry_, own_memory_.get()),
-            &os_,
-            heaps_[rank],
-            rank,
-            settings.deadline_ns} {
-  *rank_.memory.epoch = 1;
-  *rank_.memory.faults = settings.faults;
-  for (u32 i = 0; i < geometry.processors; ++i) {
-    scratch_.push_back(std::make_unique<Scratch>(geometry, shape));
-  }
-  const auto share = [this](u32 worker) { do_share(worker); };
-  crew_ = make_crew ? make_crew(workers(), share) : std::make_unique<ThreadCrew>(workers(), share);
+    : TwinRank(geometry, shape, rank, Layout::alone(geometry),
+               std::make_shared<TwinShared>(
+                   rank, std::move(heaps), Layout(geometry).bytes(),
+                   RankMemory::bytes_of_parts(geometry).control,
+                   u64{geometry.intermediate_rows_max()} * geometry.hidden_bytes, make_crew, nic),
+               settings) {
+  own_records_ = std::make_unique<TwinRecords>(geometry, settings.faults);
+  rank_.memory = memory_of(own_records_.get());
 }
 
-TwinRank::~TwinRank() {
-  if (getpid() != process_) {
-    // A fork has copied the crew without its threads, which nobody could join: it is left alone.
-    static_cast<void>(crew_.release());
-  }
+RankMemory TwinRank::memory_of(const TwinRecords* records) const {
+  return {geometry_,
+          {shared_->control_.get(), tables_.get(), records == nullptr ? nullptr : records->base()}};
 }
 
 u32 TwinRank::workers() const {
@@ -147,49 +208,57 @@ void TwinRank::do_share(u32 worker) {
   const CallInFlight job = *in_flight_;
   install_jitter(worker + 1, job.call.epoch);
   if (worker < processors) {
-    TwinKernels kernels(rank_, job.call, shape_, *job.operands, intermediate_.get(),
+    TwinKernels kernels(job.rank, job.call, shape_, *job.operands, shared_->between_.get(),
                         *scratch_[worker]);
-    run_processor(rank_, job.call, kernels, worker);
+    run_processor(job.rank, job.call, kernels, worker);
   } else {
-    run_os_warp(rank_, job.call, worker - processors + 1);
+    run_os_warp(job.rank, job.call, worker - processors + 1);
   }
 }
 
 Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit,
                           const std::function<bool()>& must_leave) {
+  return forward(*own_records_, operands, tokens, pair_limit, 0, must_leave);
+}
+
+Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 tokens,
+                          u32 pair_limit, u32 identity, const std::function<bool()>& must_leave) {
   const Geometry& geometry = rank_.geometry();
   // Publishes nothing: calls follow each other by whatever orders their threads.
-  if (calling_.test_and_set(std::memory_order_relaxed)) {
+  if (shared_->calling_.test_and_set(std::memory_order_relaxed)) {
     // The call that is running may end well: of it nothing is touched.
     return failure_of(rank_, Call{}, FailureKind::calls_at_once, Actor::host);
   }
-  const ClearAtEnd clear(calling_);
-  take_in_failures<Machine>(rank_.layout, rank_.heap);
-  if (rank_.leaving(*rank_.memory.epoch)) {
-    return first_failure<Machine>(rank_.layout, rank_.heap);
+  const ClearAtEnd clear(shared_->calling_);
+  Rank<Machine> mine = rank_;
+  mine.memory = memory_of(&records);
+  take_in_failures<Machine>(mine.layout, mine.heap);
+  if (mine.leaving(*mine.memory.epoch)) {
+    return first_failure<Machine>(mine.layout, mine.heap);
   }
   const bool may_be_unsent = operands.topk_ids != nullptr || pair_limit < geometry.max_tokens;
-  const Call call{*rank_.memory.epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U};
-  begin_call(rank_, call);
-  in_flight_ = CallInFlight{call, &operands};
-  crew_->start();
+  const Call call{*mine.memory.epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U, identity};
+  begin_call(mine, call);
+  in_flight_ = CallInFlight{mine, call, &operands};
+  shared_->share_ = [this](u32 worker) { do_share(worker); };
+  shared_->crew_->start();
   Interposer* const before = interposer;
   install_jitter(0, call.epoch);
-  Onlooker onlooker(must_leave, rank_, call);
+  Onlooker onlooker(must_leave, mine, call);
   bystander = &onlooker;
   if (settings_.split_os) {
-    run_os_warp(rank_, call, 0);
+    run_os_warp(mine, call, 0);
   } else {
-    run_os_block(rank_, call);
+    run_os_block(mine, call);
   }
   bystander = nullptr;
   interposer = before;
-  crew_->join();
+  shared_->crew_->join();
   in_flight_.reset();
   // The epoch moves on only when the call has ended well; a peer's later failure belongs to the
   // next call.
-  return *rank_.memory.epoch == call.epoch ? first_failure<Machine>(rank_.layout, rank_.heap)
-                                           : Failure{};
+  return *mine.memory.epoch == call.epoch ? first_failure<Machine>(mine.layout, mine.heap)
+                                          : Failure{};
 }
 
 void TwinRank::abort() {
@@ -198,29 +267,21 @@ void TwinRank::abort() {
   put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.memory.failure_put(), rank_.rank);
 }
 
-void TwinRank::reset(const FaultPlan& faults) {
-  std::memset(rank_.heap, 0, rank_.layout.bytes());
-  std::memset(own_memory_.get(), 0, RankMemory::bytes(rank_.geometry()));
-  std::memset(os_memory_.get(), 0, OsMemory::bytes(rank_.geometry()));
+void TwinShared::clear() {
+  std::memset(heaps_[rank_], 0, heap_bytes_);
+  std::memset(control_.get(), 0, control_bytes_);
+}
+
+void TwinRank::clear() {
+  std::memset(tables_.get(), 0, tables_.get_deleter().bytes);
+  std::memset(os_memory_.get(), 0, os_memory_.get_deleter().bytes);
   *rank_.memory.epoch = 1;
-  *rank_.memory.faults = faults;
 }
 
-std::vector<u32> TwinRank::rows_sent() const {
-  std::vector<u32> rows;
-  for (u32 peer = 0; peer < rank_.geometry().world; ++peer) {
-    rows.push_back(rank_.memory.rows_sent(peer));
-  }
-  return rows;
-}
-
-std::vector<u32> TwinRank::rows_received(u32 source) const {
-  const u32* starts = rank_.memory.receive_starts(source);
-  std::vector<u32> rows;
-  for (u32 expert = 0; expert < rank_.geometry().local_experts(); ++expert) {
-    rows.push_back(starts[expert + 1] - starts[expert]);
-  }
-  return rows;
+void TwinRank::reset(const FaultPlan& faults) {
+  shared_->clear();
+  clear();
+  own_records_->clear(faults);
 }
 
 }  // namespace moeos::twin

@@ -1,4 +1,4 @@
-// A rank of the twin: its memory, its workers, and one forward call.
+// A rank of the twin: what its layers share, its workers, and one forward call.
 //
 // The caller is the OS block; each processor is a worker of the crew. May not know: Python, how
 // ranks found each other, whether workers are threads.
@@ -31,39 +31,110 @@ struct TwinSettings {
   FaultPlan faults = {};
 };
 
-class TwinRank {
+/// Zeroed memory of this process, whose pages come when they are first written.
+struct Unmap {
+  u64 bytes = 0;
+  void operator()(u8* memory) const;
+};
+using Mapped = std::unique_ptr<u8, Unmap>;
+/// Throws std::system_error if there is none.
+Mapped map_zeroed(u64 bytes);
+
+/// What the layers of a workspace share on one rank, whatever their shapes: heaps, the memory that
+/// depends on the world alone, the rows between the two GEMMs, and the workers.
+class TwinShared {
  public:
   /// heaps[p]: rank p's symmetric heap as mapped here, zeroed before the first call of any rank.
-  /// Its actors run on threads, unless `make_crew` makes something else; its puts are done at once,
-  /// unless there is a `nic`. Throws std::system_error if there is no memory or no thread for it.
+  /// `control_bytes`: as all of its shapes have; `between_bytes`: the most of any shape. Workers
+  /// are threads, unless `make_crew` makes something else; puts are done at once, unless there is a
+  /// `nic`. Throws std::system_error if there is no memory for it.
+  TwinShared(u32 rank, std::vector<u8*> heaps, u64 heap_bytes, u64 control_bytes, u64 between_bytes,
+             const MakeCrew& make_crew = {}, Nic* nic = nullptr);
+  ~TwinShared();
+  TwinShared(const TwinShared&) = delete;
+  TwinShared& operator=(const TwinShared&) = delete;
+
+  /// Clears this rank's heap and what depends on the world alone. Collective: between two barriers
+  /// of all ranks, and no call running; then come the shapes' tables (TwinRank::clear).
+  void clear();
+
+ private:
+  friend class TwinRank;
+
+  u32 rank_;
+  std::vector<u8*> heaps_;
+  u64 heap_bytes_;
+  Mapped control_;
+  u64 control_bytes_;
+  Mapped between_;
+  MakeCrew make_crew_;
+  Nic* nic_;
+  std::atomic_flag calling_;
+  std::function<void(u32)> share_;  // of the call in flight; crew_ orders it
+  pid_t process_ = getpid();        // of the crew's threads
+  std::unique_ptr<Crew> crew_;      // the last, so that its workers end first
+};
+
+/// What a layer has of its own on one rank: its part of RankMemory.
+class TwinRecords {
+ public:
+  TwinRecords(const Geometry& geometry, const FaultPlan& faults);
+
+  u8* base() const { return memory_.get(); }
+  u64 bytes() const { return memory_.get_deleter().bytes; }
+  /// The layer's part alone, in which the host reads what was noted of the last call.
+  RankMemory memory() const { return {geometry_, {nullptr, nullptr, base()}}; }
+  const Geometry& geometry() const { return geometry_; }
+  std::vector<u32> rows_sent() const;                // [peer]
+  std::vector<u32> rows_received(u32 source) const;  // [local expert]
+  /// Forgets all, but for what goes wrong from now on. No call is running.
+  void clear(const FaultPlan& faults);
+
+ private:
+  Geometry geometry_;
+  Mapped memory_;
+};
+
+/// One rank of the layers of one shape.
+class TwinRank {
+ public:
+  /// `place`: of this shape in the shared heaps. Throws std::system_error if there is no memory or
+  /// no thread for it.
+  TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank, const HeapPlace& place,
+           std::shared_ptr<TwinShared> shared, const TwinSettings& settings);
+  /// A layer that shares nothing: `heaps`, `make_crew` and `nic` as of TwinShared.
   TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank, std::vector<u8*> heaps,
            const TwinSettings& settings, const MakeCrew& make_crew = {}, Nic* nic = nullptr);
-  ~TwinRank();
   TwinRank(const TwinRank&) = delete;
   TwinRank& operator=(const TwinRank&) = delete;
 
-  /// Runs one call and returns when this rank's part in it is over. The failure's kind is `none`
-  /// when all went well; after any other, only reset() makes the rank usable again. `must_leave` is
-  /// asked now and then while this thread waits, soon after a signal has come to it; once it says
-  /// so, this rank and its peers are made to leave, and it is asked no more.
+  /// Runs one call of a layer and returns when this rank's part in it is over. The failure's kind
+  /// is `none` when all went well; after any other, only reset() makes the rank usable again.
+  /// `identity`: of the call (Call::identity). `must_leave` is asked now and then while this thread
+  /// waits, soon after a signal has come to it; once it says so, this rank and its peers are made
+  /// to leave, and it is asked no more.
+  Failure forward(TwinRecords& records, const Operands& operands, u32 tokens, u32 pair_limit,
+                  u32 identity, const std::function<bool()>& must_leave = {});
+  /// Of the layer that shares nothing.
   Failure forward(const Operands& operands, u32 tokens, u32 pair_limit,
                   const std::function<bool()>& must_leave = {});
 
   /// Makes every actor of this rank and, best effort, of its peers leave. From any thread.
   void abort();
 
-  /// Clears the heap and the memory, but for what goes wrong from now on. Collective: between two
-  /// barriers of all ranks, and no call running.
+  /// Clears this shape's tables; behind TwinShared::clear(), whose caller it is as well.
+  void clear();
+  /// Clears all of a layer that shares nothing, but for what goes wrong from now on; as
+  /// TwinShared::clear().
   void reset(const FaultPlan& faults = {});
 
-  std::vector<u32> rows_sent() const;                // [peer]
-  std::vector<u32> rows_received(u32 source) const;  // [local expert]
   u32 epoch() const { return *rank_.memory.epoch; }
   const RankMemory& memory() const { return rank_.memory; }
   const Geometry& geometry() const { return geometry_; }
 
  private:
   struct CallInFlight {
+    Rank<Machine> rank;
     Call call;
     const Operands* operands;
   };
@@ -71,28 +142,19 @@ class TwinRank {
   void do_share(u32 worker);
   void install_jitter(u32 thread_index, u32 epoch);
   u32 workers() const;
-
-  struct Unmap {
-    u64 bytes = 0;
-    void operator()(u8* memory) const;
-  };
-  using Mapped = std::unique_ptr<u8, Unmap>;
-  static Mapped map_zeroed(u64 bytes);
+  RankMemory memory_of(const TwinRecords* records) const;
 
   Geometry geometry_;
   LayerShape shape_;
   TwinSettings settings_;
-  std::vector<u8*> heaps_;
-  Mapped own_memory_;
+  std::shared_ptr<TwinShared> shared_;
+  std::unique_ptr<TwinRecords> own_records_;  // of the layer that shares nothing
+  Mapped tables_;
   Mapped os_memory_;
   OsMemory os_;
-  Mapped intermediate_;
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
-  std::atomic_flag calling_;
-  std::optional<CallInFlight> in_flight_;  // crew_ orders it
-  pid_t process_ = getpid();               // of the crew's threads
-  std::unique_ptr<Crew> crew_;             // the last, so that its workers end first
+  std::optional<CallInFlight> in_flight_;  // the crew orders it
 };
 
 }  // namespace moeos::twin

@@ -17,7 +17,7 @@ using namespace moeos::sm90;
 
 /// What a rank's launch is told, as the host has it.
 struct RankTensors {
-  u8 *heap, *memory, *intermediate, *host_failure;
+  u8 *heap, *control, *tables, *records, *intermediate, *host_failure;
   const u8 *x, *gate, *w1, *w2, *b1, *b2;
   const float* selection_bias;
   const void *ids, *weights;
@@ -25,6 +25,7 @@ struct RankTensors {
   u8* out;
   u64 rows;
   u64 any_ids;
+  u64 identity, words_at, rows_at, stride_rows;  // in a heap of its own: stride_rows is 0
 };
 
 TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 element_bytes = 2) {
@@ -38,7 +39,9 @@ TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 elemen
 }
 
 RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
-  const Layout layout(kGeometry);
+  const HeapPlace shared{t.words_at, t.rows_at, static_cast<u32>(t.stride_rows)};
+  const HeapPlace place = t.stride_rows == 0 ? Layout::alone(kGeometry) : shared;
+  const Layout layout(kGeometry, place);
   const u64 experts = kGeometry.local_experts();
   RankArguments a{};
   if (t.rows > 0) {
@@ -47,8 +50,8 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   }
   a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns, 128 / kGateBoxColumns);
   for (u32 box = 0; box < kCellBoxes; ++box) {
-    a.cells[box] = map_of(t.heap + layout.first_cell(), u64{layout.cells()} * kGeometry.cell_rows(),
-                          kShape.hidden, box_height(kCellBoxes, box));
+    a.cells[box] = map_of(t.heap + layout.first_cell(), layout.rows(), kShape.hidden,
+                          box_height(kCellBoxes, box));
   }
   for (u32 box = 0; box < kIntermediateBoxes; ++box) {
     a.intermediate[box] = map_of(t.intermediate, kGeometry.intermediate_rows_max(),
@@ -58,7 +61,9 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   a.w1_narrow = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kNarrowBoxRows);
   a.w2 = map_of(t.w2, experts * kShape.hidden, kShape.intermediate, kWeightBoxRows);
   a.heap = t.heap;
-  a.memory = t.memory;
+  a.memory = {t.control, t.tables, t.records};
+  a.place = place;
+  a.identity = static_cast<u32>(t.identity);
   a.peers = peers;
   a.intermediate_rows = t.intermediate;
   a.host_failure = reinterpret_cast<Failure*>(t.host_failure);
@@ -84,16 +89,21 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
 extern "C" {
 
 u64 emulated_heap_bytes() { return Layout(kGeometry).bytes(); }
-/// Makes a rank's memory that of one whose next call has this number, as if it had made all before.
-void emulated_set_epoch(u8* memory, u32 epoch) {
-  const RankMemory its(kGeometry, memory);
+/// Makes a rank's control that of one whose next call has this number, as if it had made all
+/// before.
+void emulated_set_epoch(u8* control, u32 epoch) {
+  const RankMemory its(kGeometry, {control, nullptr, nullptr});
   *its.epoch = epoch;
   *its.blocks_ended = u64{epoch - 1} * kBlocks;
   std::fill_n(its.blocks_begun, kBlocks, epoch - 1);
 }
-u64 emulated_memory_bytes() { return RankMemory::bytes(kGeometry); }
-/// Where a fault plan lies in it.
-u64 emulated_faults_at() { return reinterpret_cast<u64>(RankMemory(kGeometry, nullptr).faults); }
+u64 emulated_control_bytes() { return RankMemory::bytes_of_parts(kGeometry).control; }
+u64 emulated_tables_bytes() { return RankMemory::bytes_of_parts(kGeometry).tables; }
+u64 emulated_records_bytes() { return RankMemory::bytes_of_parts(kGeometry).records; }
+/// Where a fault plan lies in a layer's records.
+u64 emulated_faults_at() {
+  return reinterpret_cast<u64>(RankMemory(kGeometry, MemoryParts<u8*>{}).faults);
+}
 u64 emulated_intermediate_bytes() {
   return u64{kGeometry.intermediate_rows_max()} * kGeometry.hidden_bytes;
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import subprocess
 import tempfile
 import threading
@@ -41,11 +42,11 @@ _LAYER_OPTIONS = ("-Og", *_OPTIONS)
 """Of a kernel: it runs as fast as with -O1, and is compiled in two thirds of the time."""
 _COMPILING_GPU = threading.Lock()
 _FIELDS = (
-    *("heap", "memory", "intermediate", "host_failure"),
+    *("heap", "control", "tables", "records", "intermediate", "host_failure"),
     *("x", "gate", "w1", "w2", "b1", "b2", "selection_bias"),
-    *("ids", "weights", "token_count", "out", "rows", "any_ids"),
+    *("ids", "weights", "token_count", "out"),
 )
-"""Of RankTensors in emulated.cpp."""
+"""Tensors of RankTensors in emulated.cpp."""
 
 
 class EmulatorFault(AssertionError):
@@ -134,18 +135,22 @@ class EmulatedLayer:
     ) -> None:
         self.any_ids = False
         self._library = ctypes.CDLL(str(library))
-        for name in ("heap", "memory", "intermediate"):
+        for name in ("heap", "control", "tables", "records", "intermediate"):
             getattr(self._library, f"emulated_{name}_bytes").restype = ctypes.c_uint64
         self._library.emulated_faults_at.restype = ctypes.c_uint64
         self._library.emulated_barriers.restype = ctypes.c_char_p
         self._weights = weights
         self._ranks = ranks
         self._heaps = self._memories("heap")
-        self._own = self._memories("memory")
+        self._control = self._memories("control")
+        self._tables = self._memories("tables")
+        self._records = self._memories("records")
         self._between = self._memories("intermediate")
         self._failures = [torch.zeros(128, dtype=torch.uint8) for _ in range(ranks)]
+        self.identity = 0
+        self._place = (0, 0, 0)
         self.set_epoch(1)
-        for own, plan in zip(self._own, plans, strict=False):
+        for own, plan in zip(self._records, plans, strict=False):
             own[self._library.emulated_faults_at() :][: len(plan)] = torch.frombuffer(
                 bytearray(plan), dtype=torch.uint8
             )
@@ -189,12 +194,13 @@ class EmulatedLayer:
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next call of all ranks number `epoch`."""
-        for own in self._own:
+        for own in self._control:
             self._library.emulated_set_epoch(ctypes.c_void_p(own.data_ptr()), ctypes.c_uint(epoch))
 
     def reset(self) -> None:
         """What a reset of all ranks does, but for fault plans."""
-        for memory in (*self._heaps, *self._own, *self._failures):
+        parts = (self._heaps, self._control, self._tables, self._records, self._failures)
+        for memory in itertools.chain(*parts):
             memory.zero_()
         self.set_epoch(1)
 
@@ -203,7 +209,9 @@ class EmulatedLayer:
         w = self._weights.of_rank(rank, self._ranks)
         tensors = {
             "heap": self._heaps[rank],
-            "memory": self._own[rank],
+            "control": self._control[rank],
+            "tables": self._tables[rank],
+            "records": self._records[rank],
             "intermediate": self._between[rank],
             "host_failure": self._failures[rank],
             "x": call.x,
@@ -220,12 +228,11 @@ class EmulatedLayer:
         }
         record: list[int] = []
         kept += [tensor for tensor in tensors.values() if tensor is not None]
-        for name in _FIELDS[:-2]:
+        for name in _FIELDS:
             tensor = tensors[name]
             assert tensor is None or tensor.is_contiguous()
             record.append(0 if tensor is None else tensor.data_ptr())
-        record += [len(call.x), int(self.any_ids)]
-        return record
+        return [*record, len(call.x), int(self.any_ids), self.identity, *self._place]
 
     def stats(self, rank: int, processors: int) -> CallStats:
         """What a rank counted in the last call; `processors`: that the kernel was built with."""
@@ -235,7 +242,7 @@ class EmulatedLayer:
             processors=processors,
             virtual_ranks=self._ranks,
         )
-        return cuda_records.stats_of(rank, self._own[rank], shape.sizes.offsets, shape)
+        return cuda_records.stats_of(rank, self._records[rank], shape.sizes.offsets, shape)
 
     def _with_names(self, said: str) -> str:
         """A report with the barriers' names for their offsets in shared memory."""

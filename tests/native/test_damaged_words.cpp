@@ -79,6 +79,11 @@ Heap make_heap(u64 bytes) {
               Unmap{bytes});
 }
 
+template <class T>
+T& word(u8* heap, u64 offset) {
+  return *reinterpret_cast<T*>(heap + offset);
+}
+
 /// Two ranks; rank 0's heap is damaged before it makes its first call. Rank 1 makes its own beside
 /// it or, so that it cannot write the right words first, afterwards. Returns what came of both
 /// calls.
@@ -101,6 +106,10 @@ std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
   heaps.push_back(make_heap(layout.bytes()));
   heaps.push_back(make_heap(layout.bytes()));
   const std::vector<u8*> addresses = {heaps[0].get(), heaps[1].get()};
+  if (!together) {
+    word<u64>(addresses[0], layout.call_of(1, 1)) =
+        count_word(1, 0);  // rank 1's, as if it had begun
+  }
   damage(layout, addresses[0]);
 
   const std::vector<float> values(kExperts * kHidden * kHidden, 0.5F);  // of every operand
@@ -132,11 +141,6 @@ std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
     call(1);
   }
   return failures;
-}
-
-template <class T>
-T& word(u8* heap, u64 offset) {
-  return *reinterpret_cast<T*>(heap + offset);
 }
 
 struct Case {
@@ -175,6 +179,14 @@ int main() {
       {"a count with a bit too many", FailureKind::count_damaged,
        [](const Layout& layout, u8* heap) {
          word<u64>(heap, layout.count(1, 1, 0)) = count_word(1, 5) ^ 16;
+       }},
+      {"another call than ours", FailureKind::call_differs,
+       [](const Layout& layout, u8* heap) {
+         word<u64>(heap, layout.call_of(1, 1)) = count_word(1, 7);
+       }},
+      {"a call with a bit too many", FailureKind::count_damaged,
+       [](const Layout& layout, u8* heap) {
+         word<u64>(heap, layout.call_of(1, 1)) = count_word(1, 0) ^ 16;
        }},
       {"an arrival flag that was never written", FailureKind::flag_damaged,
        [](const Layout& layout, u8* heap) {
