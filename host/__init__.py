@@ -9,6 +9,7 @@ from moeos.config import MoEConfig
 from moeos.errors import ConfigMismatch, NumericalError, PeerTimeout
 from moeos.experts import Experts
 from moeos.layer import MoELayer
+from moeos.workspace import Workspace
 from moeos.world import TwinOptions, World
 
 __version__ = version("moeos")
@@ -21,6 +22,7 @@ __all__ = [
     "NumericalError",
     "PeerTimeout",
     "TwinOptions",
+    "Workspace",
     "World",
     "__version__",
     "checkpoints",

@@ -5,6 +5,8 @@ It knows configs and the control plane, and nothing of weights or engines.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moeos import sharding
 from moeos.config import MoEConfig, digest_differences
 from moeos.errors import ConfigMismatch
@@ -48,6 +50,49 @@ def agree(cfg: MoEConfig, world: World, place: tuple[int, int], what: str) -> bo
             )
     return any(
         known not in (None, right) for right, (_, _, known, _) in zip(places, told, strict=True)
+    )
+
+
+class Admission(NamedTuple):
+    """What a rank says of the workspace that a new layer is to share.
+
+    Attributes:
+        number: of the workspace, in the order in which those of its world are made.
+        closed: whether it is closed.
+        grows: whether it must become larger here.
+        captured: whether a graph may use its buffers here.
+    """
+
+    number: int
+    closed: bool
+    grows: bool
+    captured: bool
+
+
+def agree_workspace(world: World, mine: Admission) -> Admission:
+    """What holds of the workspace on any rank. Collective.
+
+    Raises alike on all ranks: `ConfigMismatch` where they mean different ones, and `RuntimeError`
+    for one that is closed.
+    """
+    told = world.control.allgather(mine, "the comparison of the ranks' workspaces")
+    for rank, other in enumerate(told):
+        if other.number != told[0].number:
+            raise ConfigMismatch(
+                f"all ranks must make a layer in the same workspace: rank 0 makes it in workspace "
+                f"{told[0].number} of its world, and rank {rank} in workspace {other.number}. Make "
+                "workspaces in the same order on all ranks"
+            )
+        if other.closed:
+            raise RuntimeError(
+                f"workspace {other.number} is closed on rank {rank}: make the layer in another "
+                "one, MoELayer(cfg, world, workspace=moeos.Workspace(world))"
+            )
+    return Admission(
+        mine.number,
+        closed=False,
+        grows=any(other.grows for other in told),
+        captured=any(other.captured for other in told),
     )
 
 

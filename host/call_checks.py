@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from moeos.calls import MAX_PIECES
 from moeos.config import MoEConfig
 
 WEIGHTS = ("w1", "b1", "w2", "b2")
@@ -22,9 +23,6 @@ ROUTER = ("gate.weight", "gate.selection_bias")
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 """Classes of tensors that have nothing but their memory, and none."""
-
-MAX_PIECES = 1 << 16
-"""Of a call."""
 
 
 class Expected(NamedTuple):

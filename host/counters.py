@@ -62,7 +62,7 @@ class CallStats:
         row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
             layer.
         row_bytes_by_peer: [P] the same by rank; 0 for this one.
-        count_bytes_to_peers: bytes of row counts.
+        count_bytes_to_peers: bytes of row counts, and of the words that say which call it is.
         flag_bytes_to_peers: bytes of arrival flags, of credits for returned rows and, where tokens
             go once, of the words that say which row holds which; not of those by which the windows
             of remote peers are kept.

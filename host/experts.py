@@ -17,6 +17,7 @@ from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
 from moeos.known_tensors import KnownTensors
 from moeos.tracing import RankTrace
+from moeos.workspace import Workspace
 from moeos.world import World
 
 
@@ -45,24 +46,25 @@ class Experts:
 
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
     rank passes in a call is its own affair. It holds no weights and copies none: as many layers of
-    a model as there are may share one, each with tensors of its own. Copies of it are itself.
+    a model as there are may share one, each with tensors of its own. Copies of it are itself. What
+    its calls write belongs to `workspace`, the world's own by default.
 
     Raises:
         ConfigMismatch: the ranks' configs differ; the same error on all of them.
         ValueError: E is not divisible by the number of ranks, or a size does not fit.
     """
 
-    def __init__(self, cfg: MoEConfig, world: World) -> None:
+    def __init__(self, cfg: MoEConfig, world: World, workspace: Workspace | None = None) -> None:
         agreement.require_config(cfg)
         agreement.require_world(world)
         # Layers are made one after the other, whichever threads make them.
-        world.gate.run(lambda: self._make(cfg, world))
+        world.gate.run(lambda: self._make(cfg, world, workspace))
 
     @classmethod
-    def agreed(cls, cfg: MoEConfig, world: World) -> Experts:
+    def agreed(cls, cfg: MoEConfig, world: World, workspace: Workspace | None = None) -> Experts:
         """Experts for who is in the world's gate and has the ranks' agreement. Collective."""
         made = cls.__new__(cls)
-        made._start(cfg, world)
+        made._start(cfg, world, workspace)
         return made
 
     def __call__(
@@ -225,7 +227,7 @@ class Experts:
 
     def reset(self) -> None:
         """As `MoELayer.reset`."""
-        self._settled().reset()
+        self.workspace.reset()
 
     def __copy__(self) -> Experts:
         return self
@@ -243,17 +245,20 @@ class Experts:
     def __repr__(self) -> str:
         return f"Experts({self.cfg}, rank={self.world.rank}, world={self.world.size})"
 
-    def _make(self, cfg: MoEConfig, world: World) -> None:
+    def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None) -> None:
         agreement.agree(cfg, world, (world.rank, world.size), "Experts")
-        self._start(cfg, world)
+        self._start(cfg, world, workspace)
 
-    def _start(self, cfg: MoEConfig, world: World) -> None:
+    def _start(self, cfg: MoEConfig, world: World, workspace: Workspace | None) -> None:
         """Collective, in the world's gate."""
         self.cfg = cfg
         self.world = world
+        self.workspace = world.workspace if workspace is None else workspace
+        if self.workspace.world is not world:
+            raise ValueError(f"the workspace is of {self.workspace.world}, and not of {world}")
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
-            self.engine: Engine = engine_class(world)(cfg, world)
+            self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared)
             self.key = custom_op.register(self.engine, self.device)
         self.expected = call_checks.expected_weights(cfg, cfg.experts_per_rank(world.size))
         self._order = custom_op.order_on(self.device)

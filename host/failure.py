@@ -7,8 +7,10 @@ chooses the exception. It knows nothing of engines or of how the record got here
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Protocol
 
+from moeos import calls
 from moeos.errors import NumericalError, PeerTimeout
 
 
@@ -39,6 +41,7 @@ class FailureKind(enum.IntEnum):
     INTERRUPTED = 21
     ACTOR_SILENT = 22
     CALLS_AT_ONCE = 23
+    CALL_DIFFERS = 24
 
 
 class FailureRecord(Protocol):
@@ -63,6 +66,9 @@ class FailureRecord(Protocol):
     def epoch(self) -> int: ...
 
     @property
+    def identity(self) -> int: ...
+
+    @property
     def expected(self) -> int: ...
 
     @property
@@ -72,14 +78,44 @@ class FailureRecord(Protocol):
     def waited_ns(self) -> int: ...
 
 
-def exception_of(failure: FailureRecord, rank: int) -> Exception:
+def exception_of(
+    failure: FailureRecord, rank: int, identity: int = 0, names: Mapping[int, str] | None = None
+) -> Exception:
     """The exception to raise on `rank` for a failure whose kind is not NONE.
+
+    `identity`: of the call that raises it (`moeos.calls`), or 0; `names`: of layers that have one.
 
     `PeerTimeout` for whatever was late or aborted, `NumericalError` for logits that are not finite,
     `ValueError` for other input that cannot be followed, and `RuntimeError` where the protocol
     itself was broken: a defect of moeos, or memory that someone overwrote.
     """
-    f = failure
+    names = names or {}
+    if failure.kind == FailureKind.CALL_DIFFERS:
+        return RuntimeError(
+            different_calls(failure.rank, failure.expected, failure.peer, failure.seen, names)
+            + ". All ranks may call reset() and go on"
+        )
+    error = _error_of(failure, rank)
+    of_another = calls.layer_of(failure.identity) != calls.layer_of(identity)
+    if 0 in (failure.identity, identity) or not of_another:
+        return error
+    failed = calls.describe(failure.identity, names)
+    return type(error)(f"a call of {failed}, in the same workspace, has failed: {error}")
+
+
+def different_calls(
+    rank: int, identity: int, other: int, its: int, names: Mapping[int, str]
+) -> str:
+    """What two ranks have called at the same time, by their calls' identities."""
+    what = "layers" if calls.layer_of(identity) != calls.layer_of(its) else "numbers of pieces"
+    return (
+        f"the ranks call different {what}: rank {rank} calls {calls.describe(identity, names)}, "
+        f"and rank {other} at the same time {calls.describe(its, names)}. All ranks must call the "
+        "layers of a workspace in the same order, in as many pieces"
+    )
+
+
+def _error_of(f: FailureRecord, rank: int) -> Exception:
     who = f"rank {f.rank}" + ("" if f.rank == rank else f" (said by it to rank {rank})")
     waited = f"{f.waited_ns / 1e9:.1f} s in call {f.epoch}"
     owed = _owed(f)
@@ -126,7 +162,7 @@ def exception_of(failure: FailureRecord, rank: int) -> Exception:
         )
     if f.kind == FailureKind.CALLS_AT_ONCE:
         return RuntimeError(
-            f"two calls of one layer ran at the same time on rank {f.rank}: order them on one "
+            f"two calls of one workspace ran at the same time on rank {f.rank}: order them on one "
             "stream, or by events. What they have returned is not to be used; all ranks may call "
             "reset() and go on"
         )

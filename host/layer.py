@@ -18,6 +18,7 @@ from moeos import agreement, call_checks, checkpoints, custom_op, sharding, valu
 from moeos.config import MoEConfig
 from moeos.experts import Caller, Experts, device_of, engine_class
 from moeos.tracing import RankTrace
+from moeos.workspace import Workspace
 from moeos.world import World
 
 _SEED_BITS = 62
@@ -88,7 +89,7 @@ class MoELayer(nn.Module):
         gate.expert_scale fp32 [R] with `cfg.expert_scale` (a buffer).
     They start uniform in ±1/sqrt(inputs), from a seed that rank 0 draws: an expert starts the same
     on whichever rank it lies. With `init=False` nothing is drawn, and they hold anything until they
-    are loaded.
+    are loaded. What its calls write belongs to `workspace`, the world's own by default.
 
     Raises:
         ConfigMismatch: the ranks' configs, or `init`, differ; the same error on all of them.
@@ -98,13 +99,20 @@ class MoELayer(nn.Module):
     experts: Experts | None
     """What its calls go to; None in a layer from a pickle."""
 
-    def __init__(self, cfg: MoEConfig, world: World, *, init: bool = True) -> None:
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        world: World,
+        workspace: Workspace | None = None,
+        *,
+        init: bool = True,
+    ) -> None:
         super().__init__()
         agreement.require_config(cfg)
         agreement.require_world(world)
         self._place = (world.rank, world.size)
         # Layers are made one after the other, whichever threads make them.
-        world.gate.run(lambda: self._make(cfg, world, init))
+        world.gate.run(lambda: self._make(cfg, world, workspace, init))
 
     @classmethod
     def from_hf(
@@ -127,6 +135,8 @@ class MoELayer(nn.Module):
         layer = cls(cfg, world, init=False)
         block = checkpoints.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
         layer.load_state_dict(block)
+        assert layer.experts is not None  # made in a world
+        world.layer_names[layer.experts.engine.number] = prefix.rstrip(".")
         return layer
 
     def forward(
@@ -220,7 +230,7 @@ class MoELayer(nn.Module):
                 f"the layer has a world, {self.world}; only one from a pickle has none"
             )
         agreement.require_world(world)
-        world.gate.run(lambda: self._agree_and_use(world, "MoELayer.bind"))
+        world.gate.run(lambda: self._agree_and_use(world, "MoELayer.bind", None))
         return self
 
     def stats(self) -> dict[str, Any]:
@@ -248,8 +258,8 @@ class MoELayer(nn.Module):
             values.check_selection_bias(self.gate.selection_bias)
 
     def reset(self) -> None:
-        """Makes the layer usable again after a call that failed. Collective; no rank may be in a
-        call.
+        """Makes the layers of its workspace usable again after a call that failed. Collective; no
+        rank may be in a call.
         """
         self._bound().reset()
 
@@ -272,8 +282,9 @@ class MoELayer(nn.Module):
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         if self.experts is not None:
-            world = self.world
-            world.gate.run(lambda: twin._agree_and_use(world, "a copy of a MoELayer"))
+            world, workspace = self.world, self.experts.workspace
+            kind = "a copy of a MoELayer"
+            world.gate.run(lambda: twin._agree_and_use(world, kind, workspace))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,7 +298,7 @@ class MoELayer(nn.Module):
         self.experts = None
         wrappers.protect(self)
 
-    def _make(self, cfg: MoEConfig, world: World, init: bool) -> None:
+    def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None, init: bool) -> None:
         """Parameters and what computes with them. Collective, in the world's gate."""
         kind = "MoELayer" if init else "MoELayer(init=False)"
         apart = agreement.agree(cfg, world, self._place, kind)
@@ -313,17 +324,17 @@ class MoELayer(nn.Module):
             self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
         if init:
             self._initialise_alike(world)
-        self._use(world, apart)
+        self._use(world, apart, workspace)
 
-    def _agree_and_use(self, world: World, kind: str) -> None:
+    def _agree_and_use(self, world: World, kind: str, workspace: Workspace | None) -> None:
         """`_use` when the ranks agree that they make this kind of layer of it. Collective."""
-        self._use(world, agreement.agree(self.cfg, world, self._place, kind))
+        self._use(world, agreement.agree(self.cfg, world, self._place, kind), workspace)
 
-    def _use(self, world: World, apart: bool) -> None:
+    def _use(self, world: World, apart: bool, workspace: Workspace | None) -> None:
         """Makes this layer one of `world`. Collective. `apart`: see `agreement.agree`."""
         self.world = world
         self._apart = apart
-        self.experts = Experts.agreed(self.cfg, world)
+        self.experts = Experts.agreed(self.cfg, world, workspace)
         self._device = self.experts.device
         # A buffer, since `torch.export` lets a graph write nothing else; but what is done to the
         # layer's buffers is not done to this one, which all layers share.

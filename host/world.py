@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from types import TracebackType
-from typing import Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 import torch
 
@@ -25,6 +25,9 @@ from moeos.faults import FaultPlan
 from moeos.heap import SymmetricHeap
 from moeos.process import Home, settle
 from moeos.tracing import MAX_EVENTS
+
+if TYPE_CHECKING:
+    from moeos.workspace import Workspace
 
 Backend = Literal["twin", "cuda"]
 
@@ -56,6 +59,25 @@ class Holdings(Protocol):
         The garbage collector may call it, in any thread and anywhere: it waits for no other thread
         that could wait for this one. `world_ends`: the world is being closed; there is no later.
         """
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that it holds, by kind."""
+
+
+class SharedMemory(Holdings, Protocol):
+    """What the layers of a workspace share on one rank, as an engine has it."""
+
+    def require_open(self) -> None:
+        """Raises `RuntimeError` if it is closed."""
+
+    def settle(self) -> None:
+        """Returns when this rank's calls have ended, and what they have put has arrived."""
+
+    def clear(self) -> None:
+        """Makes all of it that of a first call. Between two barriers, and no call running."""
+
+    def close(self) -> None:
+        """Lets no call begin any more. Behind a barrier, and no call running on any rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +132,7 @@ class World:
         faults: what goes wrong in it, or None.
         device: this rank's GPU; None is the current one when a layer is made.
         gate: what goes through it has the control plane for itself, one thread at a time.
+        layer_names: of layers that have one, by their numbers.
     """
 
     def __init__(
@@ -142,6 +165,9 @@ class World:
         self._retired: list[Holdings] = []  # could not be ended when its layer was deleted
         self._heaps: dict[int, SymmetricHeap] = {}
         self._layers = 0
+        self.layer_names: dict[int, str] = {}
+        self._workspace: Workspace | None = None
+        self._workspaces: list[weakref.ref[Workspace]] = []
         self._closed = False
         settle()
         self._home = Home()
@@ -186,6 +212,49 @@ class World:
         self._layers += 1
         return self._layers - 1
 
+    @property
+    def workspace(self) -> Workspace:
+        """What its layers share, unless they are made with another; made when it is first used."""
+        from moeos.workspace import Workspace  # which knows worlds
+
+        with self._lock:
+            if self._workspace is None:
+                self._workspace = Workspace(self)
+            return self._workspace
+
+    def note_workspace(self, workspace: Workspace) -> int:
+        """The number of a workspace that is being made: 0 for this world's first."""
+        self._workspaces.append(weakref.ref(workspace))
+        return len(self._workspaces) - 1
+
+    def reset(self) -> None:
+        """Makes all layers usable after a failed call. Collective; no rank may be in a call.
+
+        All ranks must have the same workspaces.
+        """
+        from moeos.workspace import reset
+
+        self.require_open()
+        reset(self, self._live_workspaces())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank's memory that moeos has allocated, by kind; weights are no kind.
+
+        heap: symmetric heaps, which peers write; queues: queues, counters and maps; between: rows
+        between the GEMMs; records: what layers note of their last calls; spare, on a GPU alone:
+        heaps that wait for another workspace. No key is a sum of others.
+        """
+        self.require_open()
+        found: dict[str, int] = {}
+        for holdings in [*self._holdings.values(), *self._retired]:
+            for kind, size in holdings.memory().items():
+                found[kind] = found.get(kind, 0) + size
+        return found
+
+    def _live_workspaces(self) -> list[Workspace]:
+        found = [reference() for reference in self._workspaces]
+        return [workspace for workspace in found if workspace is not None]
+
     def allocate_heap(self, size: int) -> SymmetricHeap:
         """A zeroed heap of `size` bytes on every rank; lives as long as this world. Collective.
 
@@ -213,6 +282,11 @@ class World:
             # Not with this world, which may be garbage together with the owner.
             finalizer = weakref.finalize(owner, _give_back, weakref.ref(self), self._home, holdings)
             finalizer.atexit = False
+
+    def release(self, holdings: Holdings) -> None:
+        """Ends holdings before their owner is gone; later, if that cannot be now."""
+        if self._holdings.pop(id(holdings), None) is not None and not holdings.end():
+            self._retired.append(holdings)
 
     def end_retired(self) -> None:
         """Ends what could not be ended when its layer was deleted, if it can be now."""

@@ -34,3 +34,6 @@ class Held:
         self.ended += 1
         self._on_end()
         return True
+
+    def memory(self) -> dict[str, int]:
+        return {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, MoELayer, World, reference
+from moeos import MoEConfig, MoELayer, Workspace, World, reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """The largest relative Frobenius error of one rank's output of one call."""
@@ -74,9 +74,9 @@ class Weights:
             b2=None if self.b2 is None else self.b2[mine],
         )
 
-    def layer(self, world: World) -> MoELayer:
+    def layer(self, world: World, workspace: Workspace | None = None) -> MoELayer:
         """A layer of `world` with this rank's part of the weights. Collective."""
-        layer = MoELayer(self.cfg, world)
+        layer = MoELayer(self.cfg, world, workspace)
         mine = self.of_rank(world.rank, world.size)
         parts = {
             "gate.weight": mine.gate,

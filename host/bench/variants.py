@@ -211,9 +211,11 @@ def measure(
     with moeos.init("cuda", deadline=_CALLING) as world:
         layer = moeos.MoELayer(cfg, world)
         engines = {}
-        for name, folder in folders.items():
+        # Each has its own: in another variant's sources things may lie elsewhere.
+        workspaces = [moeos.Workspace(world) for _ in folders]
+        for workspace, (name, folder) in zip(workspaces, folders.items(), strict=True):
             with jit.sources_in(folder):
-                engines[name] = CudaEngine(cfg, world)
+                engines[name] = CudaEngine(cfg, world, workspace.shared)
         for count in tokens:
             generator = torch.Generator("cuda").manual_seed(_SEED + world.rank)
             x = torch.randn(count, cfg.hidden, device="cuda", generator=generator).to(cfg.dtype)

@@ -64,7 +64,7 @@ class Work:
         dispatch_bytes: rows to other ranks, H elements each; of a token, one to each rank where a
             call has many for it.
         combine_bytes: result rows returned to other ranks.
-        count_bytes: 8 for each expert of another rank.
+        count_bytes: 8 for each expert of another rank, and for which call the rank makes.
         flag_bytes: 4 for each chunk sent to another rank, for each chunk that a tile's segment of
             another rank's rows touches, and for each pair sent to a rank that gets tokens once.
     """
@@ -234,7 +234,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             for peer in range(1, ranks)
         ),
         combine_bytes=(received - sum(sent[:local])) * row_bytes,
-        count_bytes=8 * (ranks - 1) * local,
+        count_bytes=8 * (ranks - 1) * (local + 1),
         flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags + origins),
     )
 

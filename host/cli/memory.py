@@ -13,6 +13,7 @@ from moeos.cli import estimate, output
 from moeos.config import MoEConfig
 from moeos.engines import twin
 from moeos.kernel_shape import KernelShape, Transport
+from moeos.shared_heap import SharedHeap
 from moeos.world import Backend
 
 GPUS: dict[str, int] = {"H100": 85_000_000_000, "H200": 150_109_880_320}
@@ -25,22 +26,18 @@ class RankMemory:
 
     Attributes:
         layers: how many.
-        heap: symmetric heaps, which peers write.
-        queues: queues, counters and maps of the rank's own.
-        between: buffers between the two GEMMs.
+        workspace: what all of them share, by kind, and their records, as `World.memory` has it.
         weights: gates and experts, with their biases.
     """
 
     layers: int
-    heap: int
-    queues: int
-    between: int
+    workspace: Mapping[str, int]
     weights: int
 
     @property
     def without_weights(self) -> int:
         """What moeos itself takes."""
-        return self.heap + self.queues + self.between
+        return sum(self.workspace.values())
 
     @property
     def total(self) -> int:
@@ -58,7 +55,7 @@ def rank_memory(
     virtual: bool = False,
     ranks_per_node: int | None = None,
 ) -> RankMemory:
-    """What `layers` layers of one config take of one rank; each has buffers of its own.
+    """What `layers` layers of one config, which share a workspace, take of one rank.
 
     Args:
         processors: of the rank: threads of the twin, or blocks of the GPU but the OS block.
@@ -72,9 +69,12 @@ def rank_memory(
     sizes = _sizes(cfg, ranks, backend, processors, virtual, remote=node < ranks)
     return RankMemory(
         layers=layers,
-        heap=layers * sizes.heap_bytes,
-        queues=layers * sizes.memory_bytes,
-        between=layers * sizes.intermediate_bytes,
+        workspace={
+            "heap": SharedHeap().with_shape(sizes).size,
+            "queues": sizes.control_bytes + sizes.tables_bytes,
+            "between": sizes.intermediate_bytes,
+            "records": layers * sizes.records_bytes,
+        },
         weights=layers * estimate.weight_bytes_per_rank(cfg, ranks),
     )
 

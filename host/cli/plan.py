@@ -119,7 +119,7 @@ def execute(options: PlanOptions) -> int:
             "layers": layers,
             "backend": backend,
             "weight_bytes": weights,
-            "memory": {"heap": needed.heap, "queues": needed.queues, "between": needed.between},
+            "memory": needed.workspace,
             "total_without_weights": needed.without_weights,
             "total_weights": needed.weights,
             "total": needed.total,
@@ -176,26 +176,26 @@ def _print_memory(
     options: PlanOptions,
     places: Mapping[str, int],
 ) -> None:
-    made = output.table("a rank", "of it a layer")
-    for label, total in (
-        ("symmetric heap", needed.heap),
-        ("queues, counters, maps", needed.queues),
-        ("between the GEMMs", needed.between),
+    made = output.table("a rank", "a layer of it")
+    for kind, label in (
+        ("heap", "symmetric heap"),
+        ("queues", "queues, counters, maps"),
+        ("between", "between the GEMMs"),
     ):
-        made.add_row(label, output.size(total), output.size(total / needed.layers))
+        made.add_row(label, output.size(needed.workspace[kind]), "shared")
+    records = needed.workspace["records"]
+    made.add_row("records of calls", output.size(records), output.size(records / needed.layers))
     made.add_section()
-    for label, total in (
-        ("without weights", needed.without_weights),
-        ("weights", needed.weights),
-        ("in all", needed.total),
-    ):
-        made.add_row(label, output.size(total), output.size(total / needed.layers))
+    made.add_row("without weights", output.size(needed.without_weights), "")
+    weights = needed.weights
+    made.add_row("weights", output.size(weights), output.size(weights / needed.layers))
+    made.add_row("in all", output.size(needed.total), "")
     node = options.ranks_per_node
     apart = "" if node is None or node >= options.ranks else f", {node} ranks a node"
     where = "on a GPU" if backend == "cuda" else "on the twin"
     print(
-        f"\nmemory of {output.plural(needed.layers, 'layer')} {where}{apart}; each layer has "
-        "buffers of its own:",
+        f"\nmemory of {output.plural(needed.layers, 'layer')} {where}{apart}, which share a "
+        "workspace:",
         flush=True,
     )
     output.tables(2).print(made)

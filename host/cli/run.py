@@ -342,9 +342,10 @@ def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> Non
         memory.require(
             {
                 "weights": sharing * needed.weights,
-                "symmetric heaps": sharing * needed.heap,
-                "buffers between the GEMMs": sharing * needed.between,
-                "queues": sharing * needed.queues,
+                "symmetric heaps": sharing * needed.workspace["heap"],
+                "buffers between the GEMMs": sharing * needed.workspace["between"],
+                "queues and records": sharing
+                * (needed.workspace["queues"] + needed.workspace["records"]),
             },
             torch.cuda.mem_get_info()[0],
             f"the GPU of {output.plural(sharing, 'rank')}",

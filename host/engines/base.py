@@ -12,7 +12,7 @@ import torch
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
 from moeos.tracing import RankTrace
-from moeos.world import World
+from moeos.world import SharedMemory, World
 
 
 class CallTensors(NamedTuple):
@@ -64,7 +64,11 @@ def refuse_what_is_not_built(cfg: MoEConfig, machine: str) -> None:
 class Engine(Protocol):
     """One layer on one rank. Collective to make."""
 
-    def __init__(self, cfg: MoEConfig, world: World) -> None: ...
+    def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None: ...
+
+    @property
+    def number(self) -> int:
+        """Of the layer, in the order in which those of its world are made."""
 
     @staticmethod
     def check_supported(cfg: MoEConfig) -> None:
@@ -88,6 +92,3 @@ class Engine(Protocol):
 
     def trace(self) -> RankTrace:
         """The last call's. The world must have been made with `trace_events`."""
-
-    def reset(self) -> None:
-        """Makes the engine usable after a failure. Collective."""

@@ -8,38 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy
 import torch
 
-from moeos import _twin, cuda_driver, jit, kernel_shape, machine_code
+from moeos import calls, cuda_driver, jit, kernel_shape
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
-from moeos.cuda_driver import ask
-from moeos.device_heap import DeviceHeap
 from moeos.engines import cuda_chain, cuda_clock, cuda_records, cuda_wait
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda_arguments import (
     RECORD_BYTES,
     WEIGHT_TYPES,
     ArgumentPacker,
-    RankBuffers,
 )
-from moeos.engines.cuda_code import code_address
+from moeos.engines.cuda_kernel import Launch, LoadedKernel
 from moeos.engines.cuda_peers import Peers
-from moeos.engines.cuda_shared import SharedOnGpu
+from moeos.engines.cuda_workspace import CudaWorkspace
 from moeos.engines.pieces import pieces_of
-from moeos.failure import exception_of
+from moeos.failure import different_calls, exception_of
 from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
-from moeos.nvshmem_heap import fill_in_state, finish_puts, forget_state
 from moeos.tracing import RankTrace
-from moeos.world import World
+from moeos.world import SharedMemory, World
 
 CAPABILITY = (9, 0)
 """Of the GPUs that kernels are made for: Hopper."""
@@ -78,37 +73,51 @@ class CudaEngine:
     def require_open(self) -> None:
         """See `Engine.require_open`."""
         self._world.require_open()
+        self._shared.require_open()
 
-    def __init__(self, cfg: MoEConfig, world: World) -> None:
+    def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None:
+        assert isinstance(shared, CudaWorkspace)
         self._world = world
+        self._shared = shared
         self._number = world.number_layer()
         self._virtual = world.control.shares_memory and world.size > 1
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # the driver is asked below: this thread has a context now
-            self._peers = Peers.find(world, self._device)
-            self._shape = self._agree(lambda: self._shape_of(cfg), "the sizes of a layer")
+            peers = Peers.find(world, self._device)
+            self._by_nvshmem = peers.transport == "nvshmem"
+            self._shape = self._agree(lambda: self._shape_of(cfg, peers), "the sizes of a layer")
             # Every rank asks for it, so that all wait for the compiler and none for a rank.
             kernel = self._agree(lambda: jit.compile_kernel(self._shape), "the compiled kernel")
             self.report = kernel.report
             sizes = self._shape.sizes
             self._offsets = sizes.offsets
-            shared = SharedOnGpu.of(world, self._device)
-            self._launches = shared.launches
-            held = self._holdings = CudaHoldings(world, shared, self._peers, sizes, self._device)
+            mine = self._mine = shared.admit(cfg, sizes, peers, self._device)
+            self._launches = shared.on_gpu.launches
+            held = self._holdings = CudaHoldings(shared, self._faults, self._offsets)
             world.hold(self, held)
-            held.faults = self._faults
-            held.heap = shared.take_heap(sizes.heap_bytes)
-            held.buffers = self._agree(lambda: self._allocate(cfg), "the memory of a layer")
-            held.failure = self._agree(cuda_records.HostFailure, "the host's pinned memory")
+            held.records = self._agree(lambda: self._zeros(sizes.records_bytes), "a layer's memory")
+            held.clear(again=False)
             held.arguments = ArgumentPacker(
-                cfg, sizes, world.rank, world.deadline, held.buffers, held.failure.address
+                cfg, sizes, world.rank, world.deadline, shared.failure.address, held.records
             )
+            arguments = held.arguments
+            arguments.use(shared.buffers(mine))
+            shared.add(held, held.clear, lambda: arguments.use(shared.buffers(mine)))
             held.kernel = self._agree(lambda: self._load(kernel), "the loading of the kernel")
-            self._clear()
+            record = arguments.record
+            held.launch = Launch(
+                numpy.tile(record, self._shape.virtual_ranks) if self._virtual else record
+            )
+            if held.kernel is not None:
+                arguments.pack_code(*held.kernel.code)
             torch.cuda.synchronize()
-        world.control.barrier()  # every heap is clean before anyone writes into it
+
+    @property
+    def number(self) -> int:
+        """See `Engine.number`."""
+        return self._number
 
     def forward(self, tensors: CallTensors) -> None:
         """Launches one call on the current stream and returns; see `Engine.forward`.
@@ -129,7 +138,7 @@ class CudaEngine:
         """
         failure = self._holdings.gate.run(self._first_failure)
         if failure is not None:
-            raise exception_of(failure, self._world.rank)
+            raise self._exception_of(failure, calls.identity(self._number))
 
     def stats(self) -> CallStats:
         """See `Engine.stats`. Waits for the calls so far."""
@@ -139,10 +148,6 @@ class CudaEngine:
         """See `Engine.trace`. Waits for the calls so far."""
         self._world.require_trace()
         return self._holdings.gate.run(self._trace)
-
-    def reset(self) -> None:
-        """See `Engine.reset`."""
-        self._holdings.gate.run(self._reset)
 
     def _forward(self, tensors: CallTensors) -> None:
         ids, weights = tensors.topk_ids, tensors.topk_weights
@@ -159,12 +164,12 @@ class CudaEngine:
 
     def _first_failure(self) -> cuda_records.Failure | None:
         cuda_wait.synchronize(self._device)
-        return cuda_records.first_failure(self._holdings.buffers.heap, self._offsets)
+        return self._shared.first_failure()
 
     def _stats(self) -> CallStats:
         cuda_wait.synchronize(self._device)
         return cuda_records.stats_of(
-            self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape
+            self._world.rank, self._holdings.records, self._offsets, self._shape
         )
 
     def _trace(self) -> RankTrace:
@@ -175,19 +180,8 @@ class CudaEngine:
             with torch.cuda.device(self._device):
                 behind = cuda_clock.behind_host().nanoseconds
         return cuda_records.trace_of(
-            self._world.rank, self._holdings.buffers.memory, self._offsets, self._shape, behind
+            self._world.rank, self._holdings.records, self._offsets, self._shape, behind
         )
-
-    def _reset(self) -> None:
-        cuda_wait.synchronize(self._device)
-        if self._peers.transport == "nvshmem":
-            with torch.cuda.device(self._device):
-                finish_puts(self._world.rank, self._world.deadline)
-        self._world.control.barrier()  # no rank's kernel runs any more, nothing is on the way
-        self._clear(again=True)
-        self._holdings.failure.clear()
-        torch.cuda.synchronize(self._device)
-        self._world.control.barrier()  # every heap is clean before anyone writes into it
 
     def _call(self, tensors: CallTensors) -> None:
         """Launches a call's pieces; the engine's device is the current one."""
@@ -200,28 +194,36 @@ class CudaEngine:
     def _piece(self, tensors: CallTensors) -> None:
         self._faults.before_call()
         held = self._holdings
-        held.arguments.pack(tensors)
+        identity = calls.identity(self._number, tensors.pieces)
+        held.arguments.pack(tensors, identity)
         if self._virtual:
-            self._launch_together()
+            self._launch_together(identity)
             return
-        failure = held.failure.read()
+        failure = self._shared.failure.read()
         if failure is not None:
-            raise exception_of(failure, self._world.rank)
+            raise self._exception_of(failure, identity)
         assert held.kernel is not None  # only virtual ranks leave it to rank 0
         # As torch.cuda.current_stream() but for the object, whose making takes 3 µs.
         self._launch(held.kernel, torch._C._cuda_getCurrentRawStream(self._device.index))
 
-    def _launch(self, kernel: _LoadedKernel, stream: int) -> None:
+    def _launch(self, kernel: LoadedKernel, stream: int) -> None:
         """Launches a call behind the world's last one, whose stream it mostly shares."""
-        launches = self._launches
+        launches, launch = self._launches, self._holdings.launch
         if stream == launches.stream and not torch._C._cuda_isCurrentStreamCapturing():
-            kernel.launch(stream)
+            kernel.launch(stream, launch)
         elif launches.join(stream):
-            self._holdings.captured = True
-            kernel.launch(stream)
+            self._note_capture()
+            kernel.launch(stream, launch)
         else:
-            kernel.launch(stream)
+            kernel.launch(stream, launch)
             launches.launched(stream, lives=cuda_chain.lives(self._device.index))
+
+    def _note_capture(self) -> None:
+        self._holdings.captured = True
+        self._shared.note_capture()
+
+    def _exception_of(self, failure: cuda_records.Failure, identity: int) -> Exception:
+        return exception_of(failure, self._world.rank, identity, self._world.layer_names)
 
     def _agree(self, do: Callable[[], Value], what: str) -> Value:
         """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""
@@ -251,7 +253,7 @@ class CudaEngine:
                 "torch.cuda.set_device first, or start one rank for each GPU"
             )
 
-    def _shape_of(self, cfg: MoEConfig) -> KernelShape:
+    def _shape_of(self, cfg: MoEConfig, peers: Peers) -> KernelShape:
         ranks = self._world.size if self._virtual else 1
         blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
         most = min(blocks // 2, MAX_ARGUMENT_BYTES // RECORD_BYTES)
@@ -264,26 +266,18 @@ class CudaEngine:
             world_size=world.size,
             processors=processors,
             virtual_ranks=ranks,
-            transport=self._peers.transport,
+            transport=peers.transport,
             trace_events=self._world.trace_events,
             faults=self._faults.on_device,
         )
         shape.sizes  # noqa: B018 - raises if a bound does not fit
         return shape
 
-    def _allocate(self, cfg: MoEConfig) -> RankBuffers:
-        sizes, heap = self._shape.sizes, self._holdings.heap
-        return RankBuffers(
-            heap=heap.own,
-            memory=torch.zeros(sizes.memory_bytes, dtype=torch.uint8, device=self._device),
-            # Zeros, because the second product reads rows that no tile of this call has written.
-            intermediate=torch.zeros(
-                (sizes.intermediate_rows, cfg.intermediate), dtype=cfg.dtype, device=self._device
-            ),
-            peers=torch.tensor(self._peers.table(heap), device=self._device),
-        )
+    def _zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
-    def _load(self, kernel: Kernel) -> _LoadedKernel | None:
+    def _load(self, kernel: Kernel) -> LoadedKernel | None:
+        """The kernel, which layers of one shape share."""
         if kernel.report.argument_bytes != RECORD_BYTES:
             raise RuntimeError(
                 f"the kernel takes {kernel.report.argument_bytes} bytes of arguments for each rank "
@@ -291,26 +285,13 @@ class CudaEngine:
             )
         if self._virtual and self._world.rank != 0:
             return None
-        ranks = self._shape.virtual_ranks
-        record = self._holdings.arguments.record
-        arguments = numpy.tile(record, ranks) if self._virtual else record
-        blocks = (self._shape.processors + 1) * ranks
-        loaded = _LoadedKernel(kernel, blocks, arguments, self._peers.transport == "nvshmem")
-        if loaded.code != 0:
-            size = machine_code.instruction_bytes(kernel.cubin, jit.KERNEL)
-            self._holdings.arguments.pack_code(loaded.code, size)
-        return loaded
+        kernels = self._mine.kernels
+        if kernel.cubin not in kernels:
+            blocks = (self._shape.processors + 1) * self._shape.virtual_ranks
+            kernels[kernel.cubin] = LoadedKernel(kernel, blocks, self._by_nvshmem)
+        return kernels[kernel.cubin]
 
-    def _clear(self, *, again: bool = False) -> None:
-        """Makes heap and memory those of a first call; `again`: what goes wrong once has."""
-        buffers = self._holdings.buffers
-        memory = buffers.memory
-        cuda_records.clear(buffers.heap, memory, self._offsets)
-        if self._shape.faults:
-            plan = torch.frombuffer(bytearray(self._faults.packed(again=again)), dtype=torch.uint8)
-            memory[self._offsets["faults"] :][: len(plan)].copy_(plan)
-
-    def _launch_together(self) -> None:
+    def _launch_together(self, identity: int) -> None:
         """Launches the call of all virtual ranks, ordered behind and before each rank's stream.
 
         A failure that any of them has been shown raises on all.
@@ -319,24 +300,23 @@ class CudaEngine:
         stream = torch.cuda.current_stream()
         ready = torch.cuda.Event()
         ready.record(stream)
-        offer = (self._number, held.arguments.record.copy(), ready, held.failure.read())
-        calls = self._world.control.allgather(offer, "a call of the layer")
-        numbers = [number for number, _, _, _ in calls]
-        if len(set(numbers)) > 1:
-            raise RuntimeError(
-                f"the ranks call different layers: of the layers of their worlds, from 0 on, "
-                f"{numbers} in rank order; all ranks must call the layers in the same order"
-            )
-        for _, _, _, failure in calls:
+        offer = (identity, held.arguments.record.copy(), ready, self._shared.failure.read())
+        offers = self._world.control.allgather(offer, "a call of a layer")
+        for rank, (other, _, _, _) in enumerate(offers):
+            if other != offers[0][0]:
+                raise RuntimeError(
+                    different_calls(0, offers[0][0], rank, other, self._world.layer_names)
+                )
+        for _, _, _, failure in offers:
             if failure is not None:
-                raise exception_of(failure, self._world.rank)
+                raise self._exception_of(failure, identity)
         outcome: torch.cuda.Event | Exception | None = None
         if held.kernel is not None:
             try:
-                for _, _, event, _ in calls:
+                for _, _, event, _ in offers:
                     stream.wait_event(event)
-                records = [record for _, record, _, _ in calls]
-                numpy.concatenate(records, out=held.kernel.arguments)
+                records = [record for _, record, _, _ in offers]
+                numpy.concatenate(records, out=held.launch.arguments)
                 self._launch(held.kernel, stream.cuda_stream)
                 outcome = torch.cuda.Event()
                 outcome.record(stream)
@@ -353,113 +333,65 @@ class CudaEngine:
     def _note_launch(self, stream: int) -> None:
         """What rank 0 has launched on a stream of its own is done when `stream` comes here."""
         if torch._C._cuda_isCurrentStreamCapturing():
-            self._holdings.captured = True
+            self._note_capture()
         else:
             self._launches.launched(stream, lives=cuda_chain.lives(self._device.index))
 
 
 class CudaHoldings:
-    """What a layer holds on a GPU and of its host's memory; see `moeos.world.Holdings`.
+    """What a layer has of its own on a GPU; see `moeos.world.Holdings`.
 
     Attributes:
-        heap, buffers, failure, arguments, kernel, faults: as they are made; gone after the end. No
-            kernel on virtual ranks but rank 0.
+        records, arguments, launch, kernel: as they are made; gone after the end. No kernel on
+            virtual ranks but rank 0.
         captured: whether a call of the layer is part of a graph, which may be replayed.
     """
 
-    heap: DeviceHeap
-    buffers: RankBuffers
-    failure: cuda_records.HostFailure
+    records: torch.Tensor
     arguments: ArgumentPacker
-    kernel: _LoadedKernel | None
-    faults: LayerFaults
+    launch: Launch
+    kernel: LoadedKernel | None
 
-    def __init__(
-        self,
-        world: World,
-        shared: SharedOnGpu,
-        peers: Peers,
-        sizes: _twin.Sizes,
-        device: torch.device,
-    ) -> None:
-        self.gate = world.gate  # launches of all layers are in one order
+    def __init__(self, shared: CudaWorkspace, faults: LayerFaults, offsets: dict[str, int]) -> None:
+        self.gate = shared.gate
         self.captured = False
-        self._rank = world.rank
         self._shared = shared
-        self._peers = peers
-        self._offsets = sizes.offsets
-        self._device = device
-        self._abort_stream = torch.cuda.Stream()
-        self._abort_record, self._abort_word = cuda_records.host_abort(world.rank)
-        self._lock = threading.Lock()  # nothing is given back while an abort writes into heaps
+        self._faults = faults
+        self._offsets = offsets
+
+    def clear(self, *, again: bool = True) -> None:
+        """Forgets the last call, on the current stream; `again`: what goes wrong once has."""
+        self.records.zero_()
+        if self._faults.on_device:
+            plan = torch.frombuffer(bytearray(self._faults.packed(again=again)), dtype=torch.uint8)
+            self.records[self._offsets["faults"] :][: len(plan)].copy_(plan)
 
     def interrupt(self, reason: str) -> None:
-        """Raises the abort words of this rank and, as far as they can be reached, of its peers.
+        """The workspace ends the call."""
 
-        The record has no room for the reason.
-        """
-        with self._lock:
-            if "heap" in vars(self):
-                self._abort()
+    def memory(self) -> dict[str, int]:
+        """See `Holdings.memory`."""
+        records = vars(self).get("records")
+        return {"records": 0 if records is None else len(records)}
 
     def end(self, *, world_ends: bool = False) -> bool:
-        """Waits for the calls and gives back memory, kernel and heap.
+        """Waits for the calls and gives the records back.
 
-        False beside an interruption and, unless the world ends, as long as a capture forbids to
-        wait or a graph may replay a call.
+        False, unless the world ends, as long as a capture forbids to wait or a graph may replay a
+        call.
         """
-        if (self.captured and not world_ends) or not self._lock.acquire(blocking=world_ends):
+        if self.captured and not world_ends:
             return False
-        try:
+        if "records" in vars(self) and not world_ends:
             # A kernel that crashed has said so before.
-            with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):
-                if world_ends:
-                    torch.cuda.synchronize(self._device)
-                elif not self._shared.launches.wait():
+            with contextlib.suppress(RuntimeError):
+                if not self._shared.on_gpu.launches.wait():
                     return False
-            mine = vars(self)
-            if "faults" in mine:
-                self.faults.close()
-            kernel = mine.pop("kernel", None)
-            if kernel is not None:
-                kernel.unload()
-            for name in ("buffers", "failure", "arguments"):
-                mine.pop(name, None)
-            heap = mine.pop("heap", None)
-            if heap is not None:
-                self._shared.give_heap_back(heap)
-        finally:
-            self._lock.release()
+        self._shared.remove(self)
+        self._faults.close()
+        for name in ("records", "arguments", "launch", "kernel"):
+            vars(self).pop(name, None)
         return True
-
-    def _abort(self) -> None:
-        heaps = self.heap.heaps
-        own = self._rank
-        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._abort_stream):
-            for peer in [own, *range(own), *range(own + 1, len(heaps))]:
-                heap = heaps[peer]
-                if not self._peers.direct[peer]:
-                    self._put_abort(peer)
-                elif heap is not None and cuda_records.first_failure(heap, self._offsets) is None:
-                    at = self._offsets["failures"] + own * cuda_records.CACHE_LINE
-                    record, word = self._abort_record, self._abort_word
-                    heap[at : at + len(record)].copy_(record, non_blocking=True)
-                    at = self._offsets["abort_word"]
-                    heap[at : at + len(word)].copy_(word, non_blocking=True)
-            self._abort_stream.synchronize()
-
-    def _put_abort(self, peer: int) -> None:
-        """Puts what a sender would put of this rank's failure (runtime/watchdog.hpp), if it is the
-        one that has ended the calls here."""
-        own = self._rank
-        failure = cuda_records.first_failure(self.heap.own, self._offsets)
-        if failure is not None and failure.rank == own:
-            word = self._abort_word
-            at = self._offsets["put_failures"] + own * len(word)
-            self.heap.own[at : at + len(word)].copy_(word, non_blocking=True)
-            record_at = self._offsets["failures"] + own * cuda_records.CACHE_LINE
-            self.heap.put(peer, record_at, cuda_records.CACHE_LINE)
-            self.heap.put(peer, at, len(word))
 
 
 def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
@@ -487,63 +419,3 @@ def _with_readable_routing(
     if weights.dtype not in WEIGHT_TYPES:
         weights = weights.float()
     return tensors._replace(topk_ids=ids.contiguous(), topk_weights=weights.contiguous())
-
-
-class _LoadedKernel:
-    """The kernel on the current device, and what its launches have in common.
-
-    Args:
-        by_nvshmem: whether the kernel puts by NVSHMEM.
-
-    Attributes:
-        arguments: uint8, the records of the ranks of a launch, as they are when it is made.
-        code: address of the kernel's instructions; 0 if unknown.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        blocks: int,
-        arguments: numpy.ndarray[Any, numpy.dtype[numpy.uint8]],
-        by_nvshmem: bool,
-    ) -> None:
-        driver = self._driver = cuda_driver.load()
-        self._context = ask(driver.cuCtxGetCurrent())
-        self._library = ask(driver.cuLibraryLoadData(kernel.cubin, [], [], 0, [], [], 0))
-        self._by_nvshmem = by_nvshmem
-        if by_nvshmem:
-            fill_in_state(int(self._library))
-        self.code = code_address(self._library)
-        self._function = cuda_driver.function(self._library, jit.KERNEL)
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        ask(driver.cuFuncSetAttribute(self._function, limit, kernel.report.shared_bytes))
-        # The driver copies the arguments in the launch, so one place serves all of them.
-        self.arguments = arguments
-        self._pointers = numpy.array([arguments.ctypes.data], dtype=numpy.uint64)
-        self._pointers_at = self._pointers.ctypes.data
-        cooperative = driver.CUlaunchAttribute()
-        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        cooperative.value.cooperative = 1
-        launch = driver.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = blocks, 1, 1
-        launch.blockDimX, launch.blockDimY, launch.blockDimZ = kernel.report.threads, 1, 1
-        launch.sharedMemBytes = kernel.report.shared_bytes
-        launch.attrs = [cooperative]
-        launch.numAttrs = 1
-        self._launch = launch
-        self._stream: int | None = None  # of the launch before
-
-    def launch(self, stream: int) -> None:
-        driver = self._driver
-        # The thread's current context may not be set yet: torch does that when it first needs it.
-        ask(driver.cuCtxSetCurrent(self._context))
-        if stream != self._stream:
-            self._launch.hStream = self._stream = stream
-        ask(driver.cuLaunchKernelEx(self._launch, self._function, self._pointers_at, 0))
-
-    def unload(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            ask(self._driver.cuCtxSetCurrent(self._context))
-            if self._by_nvshmem:
-                forget_state(int(self._library))
-            ask(self._driver.cuLibraryUnload(self._library))

@@ -17,6 +17,7 @@ from torch import Tensor
 from moeos import _twin, cuda_driver, kernel_shape
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
+from moeos.shared_heap import HeapPlace
 
 Key = TypeVar("Key")
 Maps = TypeVar("Maps")
@@ -68,18 +69,22 @@ _ADDRESS_ALIGNMENT = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBuffers:
-    """One rank's device memory, which lives as long as its layer.
+    """One rank's device memory that the layers of one shape share.
 
     Attributes:
         heap: uint8, the symmetric heap.
-        memory: uint8, the rank's queues, counters and maps.
-        intermediate: [rows, I] in the layer's dtype, between the GEMMs.
+        place: where in it the shape lies.
+        control: uint8, what depends on the world alone.
+        tables: uint8, the shape's queues, counters and maps.
+        between: uint8, rows between the GEMMs.
         peers: int64 [2, P], see `cuda_peers.Peers.table`.
     """
 
     heap: Tensor
-    memory: Tensor
-    intermediate: Tensor
+    place: HeapPlace
+    control: Tensor
+    tables: Tensor
+    between: Tensor
     peers: Tensor
 
 
@@ -89,6 +94,7 @@ class ArgumentPacker:
     Args:
         deadline: seconds.
         host_failure: address of the memory of `cuda_records.HostFailure`.
+        records: of the layer.
 
     Attributes:
         record: uint8 [RECORD_BYTES], what `pack` has made; the next `pack` changes it.
@@ -100,48 +106,61 @@ class ArgumentPacker:
         sizes: _twin.Sizes,
         rank: int,
         deadline: float,
-        buffers: RankBuffers,
         host_failure: int,
+        records: Tensor,
     ) -> None:
         self._cfg = cfg
-        self._rank = rank
+        self._sizes = sizes
+        self._of_layer = (rank, host_failure, int(deadline * 1e9))
+        self._records = records.data_ptr()
+        self._device = records.device
         self._gate_box_rows = kernel_shape.route_columns(cfg)
-        self._buffers = buffers
         self._maps_of_x: dict[tuple[int, int], bytes] = {}
         self._maps_of_parameters: dict[tuple[int, ...], tuple[bytes, bytes]] = {}
         self._driver = cuda_driver.load()
         self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
+        self._anywhere = 0  # an address that a call without rows may have
         self._x: tuple[int, int] | None = None  # address and rows of the maps of x that are packed
         self._parameters: tuple[int, ...] | None = None  # the addresses that are packed
-        cells = buffers.heap.data_ptr() + sizes.first_cell
-        between = buffers.intermediate
-        for place, rows in enumerate(_CELL_BOX_ROWS):
-            count = sizes.cells * sizes.cell_rows
-            cell_map = self._encode("the heap", cells, count, cfg.hidden, rows)
-            self._place(_MAPS.index("cells") + place, cell_map)
-        for place, rows in enumerate(_INTERMEDIATE_BOX_ROWS):
-            between_map = self._encode(
-                "the buffer", between.data_ptr(), len(between), cfg.intermediate, rows
-            )
-            self._place(_MAPS.index("intermediate") + place, between_map)
+
+    def use(self, buffers: RankBuffers) -> None:
+        """Has the next calls use these buffers, which live as long as they are used."""
+        cfg, sizes, place = self._cfg, self._sizes, buffers.place
+        heap, between = buffers.heap.data_ptr(), buffers.between.data_ptr()
+        for index, rows in enumerate(_CELL_BOX_ROWS):
+            count = sizes.cells * place.stride_rows
+            cell_map = self._encode("the heap", heap + place.rows_at, count, cfg.hidden, rows)
+            self._place(_MAPS.index("cells") + index, cell_map)
+        for index, rows in enumerate(_INTERMEDIATE_BOX_ROWS):
+            count = sizes.intermediate_rows
+            between_map = self._encode("the buffer", between, count, cfg.intermediate, rows)
+            self._place(_MAPS.index("intermediate") + index, between_map)
+        rank, host_failure, deadline_ns = self._of_layer
         _LAYER.pack_into(
             self._bytes,
             _LAYER_AT,
-            buffers.heap.data_ptr(),
-            buffers.memory.data_ptr(),
+            heap,
+            buffers.control.data_ptr(),
+            buffers.tables.data_ptr(),
+            self._records,
             buffers.peers.data_ptr(),
-            between.data_ptr(),
+            between,
+            place.words_at,
+            place.rows_at,
+            place.stride_rows,
+            rank,
             host_failure,
-            int(deadline * 1e9),
+            deadline_ns,
         )
+        self._anywhere = between
 
     def pack_code(self, address: int, size: int) -> None:
         """Says in `record` where the kernel's instructions lie, and how many bytes they are."""
         _CODE.pack_into(self._bytes, _CODE_AT, address, size)
 
-    def pack(self, tensors: CallTensors) -> None:
-        """Makes `record` that of a call.
+    def pack(self, tensors: CallTensors, identity: int) -> None:
+        """Makes `record` that of a call; `identity`: see `moeos.calls`.
 
         Routing must be contiguous, and its weights of 16 or 32 bits. Raises `ValueError` if a
         tensor lies on another device, or at an address that tensor maps cannot have.
@@ -159,7 +178,7 @@ class ArgumentPacker:
             if self._x != (x, rows):
                 self._pack_x(t.x, (x, rows))
         else:  # nothing of them is read or written
-            x = out = self._buffers.intermediate.data_ptr()
+            x = out = self._anywhere
         ids, weights, count = t.topk_ids, t.topk_weights, t.tokens
         _CALL.pack_into(
             self._bytes,
@@ -170,11 +189,11 @@ class ArgumentPacker:
             0 if ids is None else ids.data_ptr() or x,
             0 if weights is None else weights.data_ptr() or x,
             0 if count is None else count.data_ptr(),
-            self._rank,
             rows,
             0 if ids is None else ids.dtype == torch.int64,
             0 if weights is None else WEIGHT_TYPES[weights.dtype],
             t.any_ids,
+            identity,
         )
 
     def _pack_x(self, x: Tensor, place: tuple[int, int]) -> None:
@@ -235,9 +254,8 @@ class ArgumentPacker:
         """The tensor map of a contiguous tensor whose last dimension has `columns` elements;
         `ordered`: a box's rows lie in an order of their own.
         """
-        device = self._buffers.heap.device
-        if matrix.device != device:
-            raise ValueError(f"{name} is on {matrix.device}; it must be on {device}")
+        if matrix.device != self._device:
+            raise ValueError(f"{name} is on {matrix.device}; it must be on {self._device}")
         rows = matrix.numel() // columns
         return self._encode(name, matrix.data_ptr(), rows, columns, box_rows, ordered)
 

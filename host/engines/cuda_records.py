@@ -38,7 +38,7 @@ class Failure:
     expert: int
     chunk: int
     epoch: int
-    reserved: int
+    identity: int
     expected: int
     seen: int
     waited_ns: int
@@ -102,29 +102,31 @@ def host_abort(rank: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def clear(heap: Tensor, memory: Tensor, offsets: dict[str, int]) -> None:
-    """Makes a rank's heap and memory those of a first call, on the current stream."""
+def clear(heap: Tensor, control: Tensor, offsets: dict[str, int]) -> None:
+    """Makes a rank's heap and control those of a first call, on the current stream."""
     heap.zero_()
-    memory.zero_()
-    _words(memory, offsets["epoch"], 1).fill_(FIRST_EPOCH)
+    control.zero_()
+    _words(control, offsets["epoch"], 1).fill_(FIRST_EPOCH)
 
 
-def stats_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelShape) -> CallStats:
-    """What a rank did in its last call. Waits for the current stream."""
+def stats_of(rank: int, records: Tensor, offsets: dict[str, int], shape: KernelShape) -> CallStats:
+    """What a rank did in a layer's last call, from the layer's records. Waits for the current
+    stream.
+    """
 
-    def records(name: str, kind: numpy.dtype[numpy.void], count: int) -> NDArray[numpy.void]:
+    def noted(name: str, kind: numpy.dtype[numpy.void], count: int) -> NDArray[numpy.void]:
         at = offsets[name]
-        return memory[at : at + count * kind.itemsize].cpu().numpy().view(kind)
+        return records[at : at + count * kind.itemsize].cpu().numpy().view(kind)
 
     sent, received = (
-        _starts(memory, offsets[name], shape) for name in ("send_start", "receive_start")
+        _starts(records, offsets[name], shape) for name in ("send_start", "receive_start")
     )
     return counters.read(
         rank,
-        records("tallies", counters.TALLY, shape.processors + shape.couriers + 1),
+        noted("tallies", counters.TALLY, shape.processors + shape.couriers + 1),
         shape.processors,
-        records("record", counters.RECORD, 1),
-        records("peer_records", counters.PEER, shape.world_size),
+        noted("record", counters.RECORD, 1),
+        noted("peer_records", counters.PEER, shape.world_size),
         sent[:, -1].tolist(),
         received.diff(dim=1).tolist(),
         shape.cfg.hidden * shape.cfg.dtype.itemsize,
@@ -132,28 +134,29 @@ def stats_of(rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelSh
 
 
 def trace_of(
-    rank: int, memory: Tensor, offsets: dict[str, int], shape: KernelShape, behind: int
+    rank: int, records: Tensor, offsets: dict[str, int], shape: KernelShape, behind: int
 ) -> RankTrace:
-    """What a rank's actors noted of the last call. Waits for the current stream.
+    """What a rank's actors noted of a layer's last call, from the layer's records. Waits for the
+    current stream.
 
     `behind`: by how many nanoseconds the GPU's clock is behind the one that times are given by.
     """
     actors = shape.processors + shape.couriers + len(OS_ACTORS)
     at, size = offsets["trace_events"], actors * shape.trace_events * EVENT.itemsize
-    events = memory[at : at + size].cpu().numpy().view(EVENT).reshape(actors, shape.trace_events)
+    events = records[at : at + size].cpu().numpy().view(EVENT).reshape(actors, shape.trace_events)
     for moment in ("begin_ns", "end_ns"):
         events[moment] += numpy.uint64(behind % (1 << 64))  # modulo 2^64, like the sum
-    counts = _words(memory, offsets["trace_counts"], actors).cpu().numpy().view(numpy.uint32)
-    starts = _starts(memory, offsets["receive_start"], shape)
+    counts = _words(records, offsets["trace_counts"], actors).cpu().numpy().view(numpy.uint32)
+    starts = _starts(records, offsets["receive_start"], shape)
     received = starts.diff(dim=1).numpy()
     chunk_rows = shape.sizes.chunk_rows
     return tracing.read(rank, counts, events, received, chunk_rows, couriers=shape.couriers)
 
 
-def _starts(memory: Tensor, offset: int, shape: KernelShape) -> Tensor:
+def _starts(records: Tensor, offset: int, shape: KernelShape) -> Tensor:
     """int32 [P, X + 1]: of each rank, where each expert's rows start, and where the last's end."""
     starts = shape.cfg.experts_per_rank(shape.world_size) + 1
-    return _words(memory, offset, shape.world_size * starts).view(-1, starts).cpu()
+    return _words(records, offset, shape.world_size * starts).view(-1, starts).cpu()
 
 
 def _words(memory: Tensor, offset: int, count: int) -> Tensor:

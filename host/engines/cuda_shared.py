@@ -1,12 +1,13 @@
 """What all layers of a world share on its GPU: the order of launches, and symmetric heaps.
 
-A heap of NVSHMEM is freed by all ranks together, and a layer may be deleted on one rank earlier
-than on another. So a heap whose layer is gone is kept, for the next layer that fits. This file
-knows nothing of layers, kernels or what lies in a heap.
+A heap of NVSHMEM is freed by all ranks together, and a workspace may be collected on one rank
+earlier than on another. So its heap is kept, for the next one that fits. This file knows nothing of
+layers, kernels or what lies in a heap.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 
@@ -30,16 +31,24 @@ class HeapPool:
     The `Holdings` of a world: it frees them all when the world is closed.
     """
 
-    def __init__(self, control: ControlPlane, gate: CallGate, make: MakeHeap) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        gate: CallGate,
+        make: MakeHeap,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self.gate = gate
         self._control = control
         self._make = make
-        self._heaps: list[DeviceHeap] = []  # in the same order on all ranks
-        self._free: set[int] = set()  # which of them no layer of this rank uses
+        self._settle = settle  # waits for all kernels
+        self._heaps: dict[int, DeviceHeap] = {}  # of the same numbers on all ranks
+        self._made = 0
+        self._free: set[int] = set()  # which of them nobody of this rank uses
         self._ended = False
 
     def take(self, size: int) -> tuple[DeviceHeap, bool]:
-        """A heap of at least `size` bytes, and whether a layer has used it. Collective.
+        """A heap of at least `size` bytes, and whether it has been used. Collective.
 
         It is the smallest that fits and that no rank uses. Its memory holds anything, and no rank
         but this one writes into it before this rank has taken part in another exchange.
@@ -52,7 +61,8 @@ class HeapPool:
         ]
         if not fitting:
             heap = self._make(size)
-            self._heaps.append(heap)
+            self._heaps[self._made] = heap
+            self._made += 1
             return heap, False
         number = min(fitting, key=lambda number: (self._heaps[number].size, number))
         self._free.discard(number)
@@ -60,7 +70,17 @@ class HeapPool:
 
     def give_back(self, heap: DeviceHeap) -> None:
         """No kernel of this rank uses the heap any more. Not collective; from any thread."""
-        self._free.add(next(n for n, other in enumerate(self._heaps) if other is heap))
+        self._free.add(self._number_of(heap))
+
+    def free(self, heap: DeviceHeap) -> None:
+        """Frees a heap that no kernel of any rank uses any more. Collective."""
+        del self._heaps[self._number_of(heap)]
+        heap.close()
+
+    def memory(self) -> dict[str, int]:
+        """See `Holdings.memory`: of heaps that nobody uses here."""
+        spare = [self._heaps[number].size for number in list(self._free)]
+        return {"spare": sum(spare)} if spare else {}
 
     def interrupt(self, reason: str) -> None:
         """See `Holdings`: no call is its own."""
@@ -69,9 +89,13 @@ class HeapPool:
         """Frees all heaps, together with the peers."""
         if not self._ended:
             self._ended = True
-            for heap in reversed(self._heaps):
+            self._settle()
+            for heap in reversed(self._heaps.values()):
                 heap.close()
         return True
+
+    def _number_of(self, heap: DeviceHeap) -> int:
+        return next(number for number, other in self._heaps.items() if other is heap)
 
 
 class SharedOnGpu:
@@ -87,7 +111,11 @@ class SharedOnGpu:
         def make(size: int) -> DeviceHeap:
             return DeviceHeap(control, size, device, by_nvshmem=by_nvshmem)
 
-        self._pool = HeapPool(control, world.gate, make)
+        def settle() -> None:
+            with contextlib.suppress(RuntimeError):  # a kernel that crashed has said so before
+                torch.cuda.synchronize(device)
+
+        self._pool = HeapPool(control, world.gate, make, settle)
         world.hold(None, self._pool)
 
     @classmethod
@@ -102,7 +130,7 @@ class SharedOnGpu:
         """A heap into which no rank writes until this one has cleared it. Collective."""
         heap, used = self._pool.take(size)
         if used:
-            # Its last layer's kernels have ended on all ranks; what they put may be on the way.
+            # Its last kernels have ended on all ranks; what they put may be on the way.
             if heap.symmetric:
                 finish_puts(self._control.rank, self._deadline)
             self._control.barrier()
@@ -111,6 +139,10 @@ class SharedOnGpu:
     def give_heap_back(self, heap: DeviceHeap) -> None:
         """No kernel of this rank uses the heap any more."""
         self._pool.give_back(heap)
+
+    def free_heap(self, heap: DeviceHeap) -> None:
+        """Frees a heap that no kernel of any rank uses any more. Collective."""
+        self._pool.free(heap)
 
 
 _of_world: weakref.WeakKeyDictionary[World, SharedOnGpu] = weakref.WeakKeyDictionary()

@@ -7,27 +7,20 @@ own.
 
 from __future__ import annotations
 
-import errno
-import threading
-import weakref
-
 import numpy
 import torch
 
-from moeos import _twin, counters, tracing, values
-from moeos.call_gate import CallGate
+from moeos import _twin, calls, counters, tracing, values
 from moeos.config import MoEConfig
-from moeos.control import raise_together
 from moeos.counters import CallStats
 from moeos.engines.base import CallTensors, refuse_what_is_not_built
 from moeos.engines.pieces import pieces_of
+from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
-from moeos.heap import SymmetricHeap
 from moeos.sizes import Tiles, layer_sizes
-from moeos.thread_limits import no_thread
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
-from moeos.world import World
+from moeos.world import SharedMemory, World
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Storage types that the twin computes with."""
@@ -40,8 +33,6 @@ _SPREAD_TOKENS = 4
 """Likewise: calls of few tokens have some, and others none."""
 _WHOLE_ROWS = 32
 """Likewise: some calls beside remote peers are planned whole, and others as their rows arrive."""
-
-_FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...)"
 
 
 def sizes_of(
@@ -64,8 +55,8 @@ def sizes_of(
 class TwinEngine:
     """One layer on one rank of the twin. Collective to make.
 
-    Its calls may come from any threads, and run one at a time. Other layers have threads, buffers
-    and a heap of their own: their calls may run beside, in another order on every rank.
+    Calls of the layers of a workspace may come from any threads, and run one at a time, in the same
+    order on every rank. Those of another workspace may run beside, in another order on every rank.
     """
 
     @staticmethod
@@ -79,37 +70,24 @@ class TwinEngine:
     def require_open(self) -> None:
         """See `Engine.require_open`."""
         self._world.require_open()
+        self._shared.require_open()
 
-    def __init__(self, cfg: MoEConfig, world: World) -> None:
-        options = world.twin
+    def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None:
+        assert isinstance(shared, TwinWorkspace)
         self._cfg = cfg
         self._world = world
         remote = not all(map(world.near, range(world.size)))
         sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events)
         self._chunk_rows = sizes.chunk_rows
+        self._number = world.number_layer()
         self._faults = LayerFaults(
-            world.faults, world.rank, world.number_layer(), world.processors, pinned=False
+            world.faults, world.rank, self._number, world.processors, pinned=False
         )
-        self._holdings = TwinHoldings(world, world.allocate_heap(sizes.heap_bytes), self._faults)
+        self._shared = shared
+        self._holdings = TwinHoldings(shared, self._faults)
         world.hold(self, self._holdings)
-        error: Exception | None = None
-        try:
-            self._holdings.rank = _twin.Rank(
-                sizes=sizes,
-                rank=world.rank,
-                heaps=list(self._holdings.heap.addresses),
-                deadline=world.deadline,
-                split_os=options.split_os,
-                jitter_us=options.jitter_us,
-                jitter_seed=options.jitter_seed,
-                ranks_per_node=world.ranks_per_node or world.size,
-                faults=self._faults.packed(),
-            )
-        except (OSError, MemoryError) as raised:
-            error = raised
-            if isinstance(raised, OSError) and raised.errno == errno.EAGAIN:
-                error = no_thread(f"rank {world.rank}, {raised.strerror}", _FEWER)
-        raise_together(world.control, error, "the threads of a layer")
+        self._shape: TwinShape = shared.admit(cfg, sizes)
+        self._holdings.hold_records(self._shape.sizes)
 
     def forward(self, tensors: CallTensors) -> None:
         """Runs one call on this thread and the rank's processor threads; see `Engine.forward`.
@@ -132,45 +110,36 @@ class TwinEngine:
         self._world.require_trace()
         return self._holdings.gate.run(self._trace)
 
-    def reset(self) -> None:
-        """See `Engine.reset`."""
-        self._holdings.gate.run(lambda: self._world.gate.run(self._reset))
-
     def _forward(self, tensors: CallTensors) -> None:
         checked = self._checked(tensors)  # all of it, before anything is sent
         for piece in pieces_of(checked, self._cfg.max_tokens):
             self._call(piece)
 
     def _stats(self) -> CallStats:
-        rank = self._live()
-        tallies, record, peers = rank.counters()
+        records = self._live()
+        tallies, record, peers = records.counters()
         return counters.read(
             self._world.rank,
             numpy.frombuffer(tallies, counters.TALLY),
             self._world.processors,
             numpy.frombuffer(record, counters.RECORD),
             numpy.frombuffer(peers, counters.PEER),
-            rank.rows_sent(),
-            [rank.rows_received(source) for source in range(self._world.size)],
+            records.rows_sent(),
+            [records.rows_received(source) for source in range(self._world.size)],
             self._cfg.hidden * self._cfg.dtype.itemsize,
         )
 
     def _trace(self) -> RankTrace:
-        rank = self._live()
-        counts, events = rank.trace()
+        records = self._live()
+        counts, events = records.trace()
         actors = self._world.processors + len(OS_ACTORS)
         return tracing.read(
             self._world.rank,
             numpy.frombuffer(counts, numpy.uint32),
             numpy.frombuffer(events, EVENT).reshape(actors, -1),
-            [rank.rows_received(source) for source in range(self._world.size)],
+            numpy.array([records.rows_received(source) for source in range(self._world.size)]),
             self._chunk_rows,
         )
-
-    def _reset(self) -> None:
-        self._world.control.barrier()  # no rank is inside a call any more
-        self._live().reset(self._faults.packed(again=True))
-        self._world.control.barrier()  # every heap is clean before anyone writes into it
 
     def _checked(self, tensors: CallTensors) -> CallTensors:
         """The call with routing as the twin reads it. Raises for values that cannot be."""
@@ -195,7 +164,13 @@ class TwinEngine:
         ids, weights = tensors.topk_ids, tensors.topk_weights
         capacity = cfg.capacity(tokens)
         self._faults.before_call()
-        failure = self._live().forward(
+        records = self._live()
+        rank = self._shape.rank
+        assert rank is not None  # only the end of the workspace ends it
+        identity = calls.identity(self._number, tensors.pieces)
+        failure = rank.forward(
+            records=records,
+            identity=identity,
             bfloat16=cfg.dtype == torch.bfloat16,
             tokens=tokens,
             pair_limit=cfg.max_tokens if capacity is None else capacity,
@@ -211,52 +186,58 @@ class TwinEngine:
             out=tensors.out.data_ptr(),
         )
         if failure.kind != 0:
-            raise exception_of(failure, self._world.rank)
+            raise exception_of(failure, self._world.rank, identity, self._world.layer_names)
         tensors.out[tokens:].zero_()
 
-    def _live(self) -> _twin.Rank:
-        self._world.require_open()
-        rank = self._holdings.rank
-        assert rank is not None  # only the end of this engine or of its world ends it
-        return rank
+    def _live(self) -> _twin.Records:
+        self.require_open()
+        records = self._holdings.records
+        assert records is not None  # only the end of this engine or of its world ends it
+        return records
+
+    @property
+    def number(self) -> int:
+        """See `Engine.number`."""
+        return self._number
 
 
 class TwinHoldings:
-    """What a layer holds on the twin; see `moeos.world.Holdings`.
+    """What a layer has of its own on the twin; see `moeos.world.Holdings`.
 
     Attributes:
-        rank: its threads and local buffers; None before they are made and after the end.
+        records: what it noted of its last call; None before they are made and after the end.
     """
 
-    def __init__(self, world: World, heap: SymmetricHeap, faults: LayerFaults) -> None:
-        self.gate = CallGate(world.rank)
-        self.heap = heap
-        self.rank: _twin.Rank | None = None
-        self._world = weakref.ref(world)  # which may be garbage together with the layer
+    def __init__(self, shared: TwinWorkspace, faults: LayerFaults) -> None:
+        self.gate = shared.gate
+        self.records: _twin.Records | None = None
+        self._shared = shared
         self._faults = faults
-        self._lock = threading.Lock()  # no heap is unmapped while an abort writes into it
+        self._bytes = 0
+
+    def hold_records(self, sizes: _twin.Sizes) -> None:
+        """Makes them."""
+        self.records = _twin.Records(sizes=sizes, faults=self._faults.packed())
+        self._bytes = sizes.records_bytes
+        self._shared.add(self, self._clear)
 
     def interrupt(self, reason: str) -> None:
-        """Ends this rank's call, and its peers'."""
-        with self._lock:
-            if self.rank is not None:
-                self.rank.abort()
+        """The workspace ends the call."""
+
+    def memory(self) -> dict[str, int]:
+        """See `Holdings.memory`."""
+        return {"records": self._bytes}
 
     def end(self, *, world_ends: bool = False) -> bool:
-        """Joins the threads, frees the buffers, unmaps the heap. False beside an interruption."""
-        if not self._lock.acquire(blocking=world_ends):
-            return False
-        try:
-            self._faults.close()
-            self.rank = None  # joins the threads, so that the heap may be unmapped
-            world = self._world()
-            if world is None:
-                self.heap.close()
-            else:
-                world.free_heap(self.heap)
-        finally:
-            self._lock.release()
+        """Gives the records back."""
+        self._shared.remove(self)
+        self._faults.close()
+        self.records = None
         return True
+
+    def _clear(self) -> None:
+        if self.records is not None:
+            self.records.clear(self._faults.packed(again=True))
 
 
 def _address(tensor: torch.Tensor | None) -> int:

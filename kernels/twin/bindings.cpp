@@ -247,6 +247,7 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("header_bytes", [](const Sizes& s) { return Layout(s.geometry).header_bytes(); })
       .def_prop_ro("words_bytes", [](const Sizes& s) { return Layout(s.geometry).words_bytes(); })
       .def_prop_ro("row_bytes", [](const Sizes& s) { return s.geometry.row_bytes; })
+      .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("control_bytes",
                    [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).control; })
       .def_prop_ro("tables_bytes",

@@ -45,6 +45,8 @@ NOT_FOR_CALLERS = {
     "moeos.layer.MoELayer.extra_repr": "torch.nn.Module prints with it",
     "moeos.world.TwinOptions.processors_for": "a World divides its host's cores",
     "moeos.world.World.allocate_heap": "an engine's memory",
+    "moeos.world.World.note_workspace": "a Workspace is numbered",
+    "moeos.world.World.release": "a closed Workspace gives its memory back",
     "moeos.world.World.interrupt": "virtual.run ends its ranks with it",
     "moeos.world.World.number_layer": "an engine asks which faults are its own",
     "moeos.world.World.require_open": "engines check it",
@@ -90,7 +92,7 @@ def subjects() -> list[Subject]:
         Subject(
             "Make a world",
             "Every process calls `init` once; what it returns goes into each layer.",
-            _exported("init", "World", "TwinOptions"),
+            _exported("init", "World", "Workspace", "TwinOptions"),
         ),
         Subject(
             "The layer",

@@ -238,7 +238,7 @@ class RankLayer:
             for name in ("w1", "w2", "b1", "b2")
             for part in [getattr(weights, name)]
         }
-        self.engine = CudaEngine(weights.cfg, world)
+        self.engine = CudaEngine(weights.cfg, world, world.workspace.shared)
 
     def __call__(self, call: Call, tokens: Tensor | None = None) -> Tensor:
         """The output of a call whose tensors are on the GPU; whatever is not written is NaN.
@@ -264,13 +264,11 @@ class RankLayer:
 
         A call that used a row of the call before would have it in its output.
         """
-        sizes = self.engine._shape.sizes
-        row_bytes = self._weights.cfg.hidden * self._weights.cfg.dtype.itemsize
-        end = sizes.first_cell + sizes.cells * sizes.cell_rows * row_bytes
+        buffers = self.engine._shared.buffers(self.engine._mine)
         torch.cuda.synchronize()
         self._world.control.barrier()  # no rank is in a call
-        self.engine._holdings.heap.own[sizes.first_cell : end].fill_(0xFF)  # a NaN of either type
-        self.engine._holdings.buffers.intermediate.fill_(torch.nan)
+        buffers.heap[buffers.place.rows_at :].fill_(0xFF)  # a NaN of either type
+        buffers.between.fill_(0xFF)
         torch.cuda.synchronize()
         self._world.control.barrier()
 

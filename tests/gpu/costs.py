@@ -48,11 +48,12 @@ def unwatched(folder: Path) -> Path:
 
 
 def engines(world: World, cfg: MoEConfig, sources: Path) -> dict[str, CudaEngine]:
-    plain = CudaEngine(cfg, world)
+    shared = world.workspace.shared
+    plain = CudaEngine(cfg, world, shared)
     with jit.sources_in(sources):
-        without_watch = CudaEngine(cfg, world)
+        without_watch = CudaEngine(cfg, world, shared)
     with mock.patch.object(world, "trace_events", EVENTS):
-        traced = CudaEngine(cfg, world)
+        traced = CudaEngine(cfg, world, shared)
     return {"plain": plain, "unwatched": without_watch, "traced": traced}
 
 

@@ -128,7 +128,7 @@ def test_a_stalled_rank_is_named_by_all_and_a_reset_forgets_it(case: Case, stage
     def calls(world: World, layer: RankLayer) -> None:
         right_call(case, world, layer)
         failed_call(case, world, layer)
-        layer.engine.reset()
+        world.reset()
         for _ in range(3):
             right_call(case, world, layer)
 

@@ -72,8 +72,8 @@ def test_replays_of_two_graphs_at_once_are_right_or_fail_by_name() -> None:
         except RuntimeError as error:
             failed = str(error)
         if failed:
-            assert "two calls of one layer ran at the same time on rank 0" in failed
-            layer.engine.reset()
+            assert "two calls of one workspace ran at the same time on rank 0" in failed
+            world.reset()
             outputs = [layer(call)]
             torch.cuda.synchronize()
         print(failed or "the replays were not at once")

@@ -13,11 +13,14 @@ from moeos import cuda_driver
 from moeos.config import MoEConfig
 from moeos.engines import cuda_arguments
 from moeos.engines.base import CallTensors
-from moeos.engines.cuda_arguments import ArgumentPacker, RankBuffers
+from moeos.engines.cuda_arguments import _MAPS, ArgumentPacker, RankBuffers
 from moeos.kernel_shape import KernelShape
+from moeos.shared_heap import HeapPlace
 from tests.layers import config
 
 MAP_WORDS = 16
+PLACE = HeapPlace(1280, 4096, 640)
+RECORDS = torch.zeros(1, dtype=torch.uint8)
 GATE = 2  # behind two maps of x
 W1_NARROW = 11  # behind x, gate, eight maps of cells, and w1
 
@@ -46,11 +49,10 @@ class Driver(mock.MagicMock):
     cuuint32_t = cuuint64_t
 
 
-def buffers_of(cfg: MoEConfig) -> RankBuffers:
-    """Buffers that are too small to be used."""
-    memory = torch.zeros(1, dtype=torch.uint8)
-    between = torch.zeros(8, cfg.intermediate, dtype=cfg.dtype)
-    return RankBuffers(heap=memory, memory=memory, intermediate=between, peers=memory)
+def buffers_of(place: HeapPlace = PLACE) -> RankBuffers:
+    """Of a workspace, too small to be used."""
+    names = ("heap", "control", "tables", "between", "peers")
+    return RankBuffers(place=place, **{name: torch.zeros(1, dtype=torch.uint8) for name in names})
 
 
 def packer_of(
@@ -58,8 +60,9 @@ def packer_of(
 ) -> ArgumentPacker:
     """A packer of one rank of one."""
     sizes = KernelShape(cfg=cfg, world_size=1, processors=4).sizes
-    buffers = buffers or buffers_of(cfg)
-    return ArgumentPacker(cfg, sizes, 0, deadline, buffers, 0)
+    packer = ArgumentPacker(cfg, sizes, 0, deadline, 0, RECORDS)
+    packer.use(buffers or buffers_of())
+    return packer
 
 
 def tensors_of(cfg: MoEConfig, x: torch.Tensor) -> CallTensors:
@@ -90,6 +93,28 @@ def test_where_the_code_lies_stands_behind_the_deadline(monkeypatch: pytest.Monk
     assert words[behind : behind + 2].tolist() == [0x7F00_1234_5680, 304_640]
 
 
+def test_a_layer_whose_workspace_has_grown_is_told_where_its_rows_lie_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128)
+    packer = packer_of(cfg, deadline=3.0)
+    packer.pack(tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype)), 77)
+    before = packer.record.copy()
+    larger = buffers_of(HeapPlace(2560, 8192, 1280))
+    packer.use(larger)
+    words = packer.record.view("<u8")
+    (end,) = (words == 3_000_000_000).nonzero()[0]
+    heap, control, tables = words[end - 11 : end - 8]
+    assert heap == larger.heap.data_ptr()
+    assert control == larger.control.data_ptr()
+    assert tables == larger.tables.data_ptr()
+    assert words[end - 5 : end - 2].tolist() == [2560, 8192, 1280]
+    changed = (packer.record != before).nonzero()[0]
+    maps = len(_MAPS) * MAP_WORDS * 8
+    assert all(at < maps or (end - 11) * 8 <= at < end * 8 for at in changed)
+
+
 @pytest.mark.parametrize("router_dtype", [None, torch.float32])
 def test_a_box_of_the_router_has_rows_of_128_bytes(
     router_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +122,7 @@ def test_a_box_of_the_router_has_rows_of_128_bytes(
     monkeypatch.setattr(cuda_driver, "load", Driver)
     cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128, router_dtype=router_dtype)
     packer = packer_of(cfg)
-    packer.pack(tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype)))
+    packer.pack(tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype)), 0)
     maps = packer.record.view("<u8")[: 3 * MAP_WORDS].reshape(3, MAP_WORDS)
     size = 2 if router_dtype is None else 4
     assert maps[GATE, :3].tolist() == [2, 128 // size, 256 * size]
@@ -112,7 +137,7 @@ def test_a_map_of_weights_is_not_taken_for_that_of_tokens_in_their_place(
     packer = packer_of(cfg)
     w1 = torch.zeros(cfg.experts, 2 * cfg.intermediate, cfg.hidden, dtype=cfg.dtype)
     x = w1.view(-1, cfg.hidden)  # as if these had the memory of weights that are gone
-    packer.pack(tensors_of(cfg, x)._replace(w1=w1))
+    packer.pack(tensors_of(cfg, x)._replace(w1=w1), 0)
     dimensions = packer.record.view("<u8")[::MAP_WORDS]
     assert dimensions[0] == 2
     assert dimensions[W1_NARROW] == 5
@@ -126,14 +151,14 @@ def test_a_call_that_is_refused_leaves_the_record_as_it_was(
     cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128)
     packer = packer_of(cfg)
     call = tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype))
-    packer.pack(call)
+    packer.pack(call, 0)
     before = packer.record.copy()
     room = torch.zeros(call.w2.numel() + 1, dtype=cfg.dtype)
     odd = room[1:].view(call.w2.shape)
     with pytest.raises(ValueError, match=r"w2 lies at address .* pass a copy, w2\.clone\(\)"):
-        packer.pack(tensors_of(cfg, call.x)._replace(w2=odd))
+        packer.pack(tensors_of(cfg, call.x)._replace(w2=odd), 0)
     assert (packer.record == before).all()
-    packer.pack(call)
+    packer.pack(call, 0)
     assert (packer.record == before).all()
 
 
@@ -142,14 +167,14 @@ def test_a_record_does_not_depend_on_the_calls_before(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cuda_driver, "load", Driver)
     monkeypatch.setattr(cuda_arguments, "MAX_KEPT", 3)
     cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128)
-    buffers = buffers_of(cfg)
+    buffers = buffers_of()
     packer = packer_of(cfg, buffers=buffers)
     layers = [tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype)) for _ in range(5)]
     places = [torch.zeros(rows, cfg.hidden, dtype=cfg.dtype) for rows in (3, 1, 7, 3, 2)]
     for number in range(60):
         x = places[number * 7 % 5]
         call = layers[number * number % 5]._replace(x=x, out=torch.empty_like(x))
-        packer.pack(call)
+        packer.pack(call, 0)
         fresh = packer_of(cfg, buffers=buffers)
-        fresh.pack(call)
+        fresh.pack(call, 0)
         assert (packer.record == fresh.record).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moeos import calls
 from moeos.engines.cuda_records import Failure
 from moeos.errors import NumericalError, PeerTimeout
 from moeos.failure import FailureKind, exception_of
@@ -11,7 +12,9 @@ from moeos.failure import FailureKind, exception_of
 NONE = 0xFFFFFFFF
 
 
-def failure(kind: FailureKind, *, chunk: int = NONE, expected: int = 0, seen: int = 0) -> Failure:
+def failure(
+    kind: FailureKind, *, chunk: int = NONE, expected: int = 0, seen: int = 0, identity: int = 0
+) -> Failure:
     """A record of call 7 by rank 2."""
     return Failure(
         kind=kind,
@@ -21,7 +24,7 @@ def failure(kind: FailureKind, *, chunk: int = NONE, expected: int = 0, seen: in
         expert=NONE,
         chunk=chunk,
         epoch=7,
-        reserved=0,
+        identity=identity,
         expected=expected,
         seen=seen % (1 << 64),
         waited_ns=0,
@@ -66,3 +69,34 @@ def test_logits_that_are_not_finite_name_the_token_and_where_to_look() -> None:
     where = ("that row of x, in gate.weight (", "more than 65504) and in gate.selection_bias; ")
     for words in ("token 17 on rank 2", "call 7", *where):
         assert words in str(error)
+
+
+def test_ranks_that_call_different_layers_are_told_both_by_name() -> None:
+    differs = failure(
+        FailureKind.CALL_DIFFERS, expected=calls.identity(4), seen=calls.identity(9, 3)
+    )
+    differs.peer = 5
+    said = str(exception_of(differs, 2, calls.identity(4), {9: "model.layers.9.mlp"}))
+    assert "rank 2 calls layer 4, and rank 5 at the same time layer 9 (model.layers.9.mlp)" in said
+    assert "layer 9 (model.layers.9.mlp) in 3 pieces" in said
+    assert "reset()" in said
+
+
+def test_a_failure_of_another_layers_call_says_whose_it_was() -> None:
+    record = failure(FailureKind.LOGITS_NOT_FINITE, identity=calls.identity(4))
+    own, other, unknown = (
+        str(exception_of(record, 2, n)) for n in (*map(calls.identity, (4, 5)), 0)
+    )
+    assert own == unknown
+    assert other == f"a call of layer 4, in the same workspace, has failed: {own}"
+
+
+def test_every_call_of_every_layer_has_an_identity_of_its_own() -> None:
+    found = {
+        calls.identity(layer, pieces)
+        for layer in (0, 1, 4095, 200_000)
+        for pieces in (1, 2, calls.MAX_PIECES)
+    }
+    assert len(found) == 12
+    assert all(0 < number < 1 << 32 for number in found)
+    assert {calls.layer_of(number) for number in found} == {0, 1, 4095, 200_000}

@@ -213,10 +213,12 @@ def test_a_token_goes_once_to_a_rank_that_gets_many_rows(traffic: Results, way: 
     assert (saved > 0) == ("ranks_per_node" not in way and not one_expert)
 
 
-def test_count_bytes_are_a_word_for_each_expert_of_each_peer(traffic: Results) -> None:
+def test_count_bytes_are_a_word_for_each_expert_of_a_peer_and_one_for_the_call(
+    traffic: Results,
+) -> None:
     for asked, stats in traffic:
         for own in stats:
-            words = (RANKS - 1) * asked.cfg.experts // RANKS
+            words = (RANKS - 1) * (asked.cfg.experts // RANKS + 1)
             assert own["count_bytes_to_peers"] == 8 * words
 
 

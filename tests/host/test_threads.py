@@ -102,10 +102,10 @@ def test_every_call_of_a_layer_that_threads_of_processes_share_is_right() -> Non
 
 
 def test_layers_that_threads_call_in_another_order_on_every_rank_are_right() -> None:
-    """They share no buffers on the twin, so none waits for another."""
+    """Each has a workspace of its own, so none waits for another."""
 
     def rank_main(world: World) -> None:
-        layers = [weights.layer(world) for weights in OTHERS]
+        layers = [weights.layer(world, moeos.Workspace(world)) for weights in OTHERS]
 
         def work(number: int) -> None:
             order = (number + world.rank) % len(layers)  # of the threads' starts
@@ -305,7 +305,7 @@ def test_a_program_that_ends_in_a_call_which_waits_for_a_peer_tells_the_peer() -
         if rank == 0:
             found = ended(AT_THE_END, "2", **torchrun_environment(rank, 2, port))
             return found.returncode, found.stdout, found.stderr
-        with moeos.init(backend="twin", deadline=FAR) as world:
+        with moeos.init(backend="twin", deadline=100.0) as world:  # as of AT_THE_END
             layer = MoELayer(config(max_tokens=128), world)
             time.sleep(3.0)
             layer(torch.randn(128, 64))

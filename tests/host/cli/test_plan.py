@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from moeos import MoEConfig
+from moeos import MoEConfig, MoELayer, World, virtual
 from moeos.engines.twin import sizes_of
 from moeos.kernel_shape import KernelShape
+from moeos.world import TwinOptions
 from tests.host.cli import commands
 from tests.processes import ROOT
 
@@ -92,23 +93,44 @@ def planned(*arguments: object) -> dict[str, Any]:
     return plan
 
 
-def test_layers_have_buffers_each_and_the_total_is_of_one_rank() -> None:
+def test_48_layers_take_the_memory_of_one_but_for_weights_and_the_total_is_of_one_rank() -> None:
     one, many = (planned(QWEN, "--layers", layers) for layers in (1, 48))
-    assert one["total_without_weights"] == sum(one["memory"].values())
-    assert many["total_without_weights"] == 48 * one["total_without_weights"]
+    for plan in (one, many):
+        assert plan["total_without_weights"] == sum(plan["memory"].values())
+        assert plan["total"] == plan["total_without_weights"] + plan["total_weights"]
+    without = many["total_without_weights"]
+    assert one["total_without_weights"] < without <= 1.05 * one["total_without_weights"]
+    assert many["memory"]["records"] == 48 * one["memory"]["records"]
     assert many["total_weights"] == 48 * one["weight_bytes"]
-    assert many["total"] == many["total_without_weights"] + many["total_weights"]
 
 
 def test_memory_is_that_of_the_gpus_kernel() -> None:
-    shape = KernelShape(cfg=MoEConfig.from_toml(QWEN), world_size=8, processors=131)
+    sizes = KernelShape(cfg=MoEConfig.from_toml(QWEN), world_size=8, processors=131).sizes
     plan = planned(QWEN)
     assert plan["backend"] == "cuda"
+    heap = plan["memory"].pop("heap")
+    assert sizes.heap_bytes <= heap <= 1.01 * sizes.heap_bytes  # with room for others' words
     assert plan["memory"] == {
-        "heap": shape.sizes.heap_bytes,
-        "queues": shape.sizes.memory_bytes,
-        "between": shape.sizes.intermediate_bytes,
+        "queues": sizes.control_bytes + sizes.tables_bytes,
+        "between": sizes.intermediate_bytes,
+        "records": sizes.records_bytes,
     }
+
+
+def test_what_is_planned_for_the_twin_is_what_a_world_has_then(tmp_path: Path) -> None:
+    path = tmp_path / "layer.toml"
+    text = (ROOT / "configs" / "demo.toml").read_text()
+    path.write_text(text.replace('"bfloat16"', '"float32"'))  # which a GPU does not have
+    cfg = MoEConfig.from_toml(path)
+
+    def make(world: World) -> dict[str, int]:
+        layers = [MoELayer(cfg, world, init=False) for _ in range(3)]
+        assert len(layers) == 3
+        return world.memory()
+
+    made = virtual.run(make, ranks=2, twin=TwinOptions(processors=1))
+    plan = planned(path, "--ranks", 2, "--layers", 3)
+    assert made == [plan["memory"]] * 2
 
 
 def test_memory_of_a_layer_that_the_gpu_lacks_is_the_twins_and_says_why() -> None:
@@ -124,6 +146,7 @@ def test_ranks_of_other_nodes_have_their_rows_staged() -> None:
 
 
 def test_a_plan_says_which_gpu_its_layers_fit_into() -> None:
-    assert invoke(QWEN, "--layers", 20)[1].count(": fits,") == 1
-    fits = {gpu["name"]: gpu["fits"] for gpu in planned(QWEN, "--layers", 20)["gpus"]}
+    layers = 560  # whose weights alone fill an H100
+    assert invoke(QWEN, "--layers", layers)[1].count(": fits,") == 1
+    fits = {gpu["name"]: gpu["fits"] for gpu in planned(QWEN, "--layers", layers)["gpus"]}
     assert (fits["H100"], fits["H200"]) == (False, True)

@@ -1,0 +1,227 @@
+"""What the layers of a workspace share on the twin: a heap, memory, threads.
+
+It makes them as large as the largest layer needs. It knows nothing of calls or of weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import threading
+import weakref
+from collections.abc import Callable
+
+from moeos import _twin, agreement
+from moeos.call_gate import CallGate
+from moeos.config import MoEConfig
+from moeos.control import raise_together
+from moeos.heap import SymmetricHeap
+from moeos.shared_heap import SharedHeap
+from moeos.thread_limits import no_thread
+from moeos.world import World
+
+_FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...)"
+
+
+@dataclasses.dataclass
+class TwinShape:
+    """The layers of one config: what they share beside what all layers do."""
+
+    sizes: _twin.Sizes
+    rank: _twin.Rank | None = None
+
+
+class TwinWorkspace:
+    """See `moeos.world.SharedMemory`."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.gate = CallGate(world.rank)
+        self.closed = False
+        self._number = number
+        self._world = weakref.ref(world)  # which may be garbage together with its layers
+        self._plan = SharedHeap()
+        self._between = 0
+        self._shapes: dict[MoEConfig, TwinShape] = {}
+        self._layers: dict[object, Callable[[], None]] = {}
+        self._heap: SymmetricHeap | None = None
+        self._shared: _twin.Shared | None = None
+        self._lock = threading.Lock()  # no heap is unmapped while an abort writes into it
+
+    def admit(self, cfg: MoEConfig, sizes: _twin.Sizes) -> TwinShape:
+        """Makes room for a layer. Collective, in the world's gate.
+
+        Raises what `agreement.agree_workspace` raises, and what a heap raises.
+        """
+        found = self._shapes.get(cfg)
+        plan, between = self._plan, self._between
+        if found is None:
+            plan, between = plan.with_shape(sizes), max(between, sizes.intermediate_bytes)
+        grows = plan.grew_from(self._plan) or between > self._between
+        mine = agreement.Admission(self._number, self.closed, grows, captured=False)
+        grows = agreement.agree_workspace(self._live_world(), mine).grows
+        if found is not None:
+            return found
+        shape = TwinShape(sizes)
+        shapes = {**self._shapes, cfg: shape}
+        if grows:
+            self.gate.run(lambda: self._grow(plan, between, shapes))
+        else:
+            made = self._together(lambda: self._ranks(plan, shapes, self._shared, [shape]))
+            shape.rank = made[0]
+        self._plan, self._between, self._shapes = plan, between, shapes
+        return shape
+
+    def add(self, key: object, clear: Callable[[], None]) -> None:
+        """A layer has records, which `clear` clears."""
+        self._layers[key] = clear
+
+    def remove(self, key: object) -> None:
+        """The layer is gone."""
+        self._layers.pop(key, None)
+
+    def require_open(self) -> None:
+        """Raises `RuntimeError` if it is closed."""
+        if self.closed:
+            raise RuntimeError(
+                "the workspace of this layer is closed: make the layer in another one, "
+                "MoELayer(cfg, world, workspace=moeos.Workspace(world))"
+            )
+
+    def settle(self) -> None:
+        """See `SharedMemory.settle`: a call of the twin has ended when it returns."""
+
+    def clear(self) -> None:
+        """See `SharedMemory.clear`."""
+        if self._shared is not None:
+            self._shared.clear()
+        for shape in self._shapes.values():
+            if shape.rank is not None:
+                shape.rank.clear()
+        for clear in list(self._layers.values()):
+            clear()
+
+    def memory(self) -> dict[str, int]:
+        """See `Holdings.memory`."""
+        if self._heap is None:
+            return {}
+        tables = [shape.sizes.tables_bytes for shape in self._shapes.values()]
+        return {
+            "heap": self._plan.size,
+            "queues": self._plan.shapes[0].control_bytes + sum(tables),
+            "between": self._between,
+        }
+
+    def close(self) -> None:
+        """See `SharedMemory.close`."""
+        self.closed = True
+
+    def interrupt(self, reason: str) -> None:
+        """Ends this rank's call, and its peers'."""
+        with self._lock:
+            rank = next((shape.rank for shape in self._shapes.values() if shape.rank), None)
+            if rank is not None:
+                rank.abort()
+
+    def end(self, *, world_ends: bool = False) -> bool:
+        """Joins the threads, frees the buffers, unmaps the heap. False beside an interruption."""
+        if not self._lock.acquire(blocking=world_ends):
+            return False
+        try:
+            self.closed = True
+            for shape in self._shapes.values():
+                shape.rank = None
+            self._shared = None  # joins the threads, so that the heap may be unmapped
+            self._free(self._heap)
+            self._heap = None
+        finally:
+            self._lock.release()
+        return True
+
+    def _grow(self, plan: SharedHeap, between: int, shapes: dict[MoEConfig, TwinShape]) -> None:
+        """Replaces the buffers by larger ones; a failure leaves the old ones as they are."""
+        world = self._live_world()
+        world.control.barrier()  # no rank is inside a call any more
+        heap = world.allocate_heap(plan.size)
+        every = list(shapes.values())
+
+        def make() -> tuple[_twin.Shared, list[_twin.Rank]]:
+            shared = _twin.Shared(
+                rank=world.rank,
+                heaps=list(heap.addresses),
+                heap_bytes=plan.size,
+                control_bytes=plan.shapes[0].control_bytes,
+                between_bytes=between,
+            )
+            return shared, self._ranks(plan, shapes, shared, every)
+
+        try:
+            shared, ranks = self._together(make)
+        except BaseException:
+            world.free_heap(heap)
+            raise
+        with self._lock:
+            for shape, rank in zip(every, ranks, strict=True):
+                shape.rank = rank
+            self._shared = shared
+            self._free(self._heap)
+            self._heap = heap
+
+    def _ranks(
+        self,
+        plan: SharedHeap,
+        shapes: dict[MoEConfig, TwinShape],
+        shared: _twin.Shared | None,
+        wanted: list[TwinShape],
+    ) -> list[_twin.Rank]:
+        world = self._live_world()
+        options = world.twin
+        assert shared is not None
+        made = []
+        for index, shape in enumerate(shapes.values()):
+            if all(shape is not other for other in wanted):
+                continue
+            place = plan.place(index)
+            made.append(
+                _twin.Rank(
+                    sizes=shape.sizes,
+                    rank=world.rank,
+                    shared=shared,
+                    words_at=place.words_at,
+                    rows_at=place.rows_at,
+                    stride_rows=place.stride_rows,
+                    deadline=world.deadline,
+                    split_os=options.split_os,
+                    jitter_us=options.jitter_us,
+                    jitter_seed=options.jitter_seed,
+                    ranks_per_node=world.ranks_per_node or world.size,
+                )
+            )
+        return made
+
+    def _together(self, make: Callable):  # type: ignore[no-untyped-def,type-arg]
+        """What `make()` returns here, if it returns on all ranks; else its error, on all ranks."""
+        world = self._live_world()
+        error: Exception | None = None
+        made = None
+        try:
+            made = make()
+        except (OSError, MemoryError) as raised:
+            error = raised
+            if isinstance(raised, OSError) and raised.errno == errno.EAGAIN:
+                error = no_thread(f"rank {world.rank}, {raised.strerror}", _FEWER)
+        raise_together(world.control, error, "the threads of a layer")
+        return made
+
+    def _free(self, heap: SymmetricHeap | None) -> None:
+        world = self._world()
+        if heap is None:
+            return
+        if world is None:
+            heap.close()
+        else:
+            world.free_heap(heap)
+
+    def _live_world(self) -> World:
+        world = self._world()
+        assert world is not None  # a layer is being made in it
+        return world
