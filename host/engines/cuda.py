@@ -73,13 +73,15 @@ class CudaEngine:
     def require_open(self) -> None:
         """See `Engine.require_open`."""
         self._world.require_open()
-        self._shared.require_open()
+        if self._shared.closed:
+            self._shared.require_open()  # which raises
 
     def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None:
         assert isinstance(shared, CudaWorkspace)
         self._world = world
         self._shared = shared
         self._number = world.number_layer()
+        self._identity = calls.identity(self._number)
         self._virtual = world.control.shares_memory and world.size > 1
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
@@ -138,7 +140,7 @@ class CudaEngine:
         """
         failure = self._holdings.gate.run(self._first_failure)
         if failure is not None:
-            raise self._exception_of(failure, calls.identity(self._number))
+            raise self._exception_of(failure, self._identity)
 
     def stats(self) -> CallStats:
         """See `Engine.stats`. Waits for the calls so far."""
@@ -150,6 +152,8 @@ class CudaEngine:
         return self._holdings.gate.run(self._trace)
 
     def _forward(self, tensors: CallTensors) -> None:
+        if self._shared.closed:
+            self._shared.require_open()  # which raises
         ids, weights = tensors.topk_ids, tensors.topk_weights
         if ids is not None and weights is not None:  # or neither
             readable = weights.dtype in WEIGHT_TYPES and weights.is_contiguous()
@@ -194,7 +198,9 @@ class CudaEngine:
     def _piece(self, tensors: CallTensors) -> None:
         self._faults.before_call()
         held = self._holdings
-        identity = calls.identity(self._number, tensors.pieces)
+        identity = self._identity
+        if tensors.pieces != 1:
+            identity = calls.identity(self._number, tensors.pieces)
         held.arguments.pack(tensors, identity)
         if self._virtual:
             self._launch_together(identity)

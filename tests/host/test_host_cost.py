@@ -14,12 +14,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moeos import World, cuda_driver, experts, layer, virtual
+from moeos import World, calls, cuda_driver, experts, layer, virtual
 from moeos.bench import host_cost
 from moeos.config import MoEConfig
 from moeos.engines.cuda import CudaEngine
 from moeos.engines.cuda_records import HostFailure
 from moeos.faults import LayerFaults
+from moeos.world import SharedMemory
 from tests.host import test_cuda_arguments
 from tests.layers import config
 
@@ -41,9 +42,12 @@ class StandInFailure(HostFailure):
 class StandInEngine(CudaEngine):
     """The engine of a layer, made without a device. Attributes: `launches`, streams."""
 
-    def __init__(self, cfg: MoEConfig, world: World) -> None:
+    def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None:
         self.launches: list[int] = []
         self._world = world
+        self._shared = cast(Any, SimpleNamespace(closed=False, failure=StandInFailure()))
+        self._number = world.number_layer()
+        self._identity = calls.identity(self._number)
         self._virtual = False
         self._device = torch.device("cpu", 0)
         self._faults = LayerFaults(world.faults, 0, 0, 4, pinned=False)
@@ -53,9 +57,9 @@ class StandInEngine(CudaEngine):
             Any,
             SimpleNamespace(
                 gate=world.gate,
-                failure=StandInFailure(),
                 arguments=test_cuda_arguments.packer_of(cfg),
-                kernel=SimpleNamespace(launch=self.launches.append),
+                launch=None,
+                kernel=SimpleNamespace(launch=lambda stream, launch: self.launches.append(stream)),
             ),
         )
 
