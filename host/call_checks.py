@@ -275,4 +275,8 @@ def _transposed(name: str, tensor: torch.Tensor, shape: torch.Size) -> str:
     """A remedy where a matrix of each expert has its rows and columns exchanged."""
     if len(shape) != 3 or tensor.shape != (shape[0], shape[2], shape[1]):
         return ""
-    return f", each expert's matrix transposed: keep {name}.transpose(1, 2).contiguous()"
+    order = ", where of a gated activation all gate rows come before the up rows"
+    return (
+        f", each expert's matrix transposed: keep {name}.transpose(1, 2).contiguous()"
+        f"{order if name == 'w1' else ''}"
+    )

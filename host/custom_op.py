@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from moeos.call_checks import check_apart, check_tangents, tangents_are_taken
 from moeos.engines.base import CallTensors, Engine
@@ -58,11 +59,19 @@ def unwatched() -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or (torch._C._len_torch_function_stack() > 0 and not _only_a_default_device())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
         or tangents_are_taken()
+    )
+
+
+def _only_a_default_device() -> bool:
+    """Whether the only mode of functions is a default device, on which a call makes nothing."""
+    stack = torch._C
+    return stack._len_torch_function_stack() == 1 and isinstance(
+        stack._get_function_stack_at(0), DeviceContext
     )
 
 
