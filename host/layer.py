@@ -122,6 +122,7 @@ class MoELayer(nn.Module):
         state_dict: Mapping[str, torch.Tensor] | str | os.PathLike[str],
         prefix: str,
         ignore: Sequence[str] = (),
+        workspace: Workspace | None = None,
     ) -> MoELayer:
         """A layer with the weights of a block of a Hugging Face model, such as Mixtral's.
 
@@ -131,8 +132,9 @@ class MoELayer(nn.Module):
         raises, unless its name below `prefix` begins with one of `ignore`: pass
         ("shared_experts.",) where shared experts are computed elsewhere. See
         `moeos.checkpoints.load_block`, which says what it understands and whose errors it raises.
+        Errors of calls name the layer by `prefix`.
         """
-        layer = cls(cfg, world, init=False)
+        layer = cls(cfg, world, workspace, init=False)
         block = checkpoints.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
         layer.load_state_dict(block)
         assert layer.experts is not None  # made in a world

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, jit
+from moeos import MoEConfig, _twin, jit
 from moeos.counters import CallStats
 from moeos.engines import cuda_records
 from moeos.kernel_shape import KernelShape
+from moeos.shared_heap import SharedHeap
 from tests.layers import Call, Weights
 from tests.processes import ROOT
 
@@ -147,8 +148,8 @@ class EmulatedLayer:
         self._records = self._memories("records")
         self._between = self._memories("intermediate")
         self._failures = [torch.zeros(128, dtype=torch.uint8) for _ in range(ranks)]
-        self.identity = 0
-        self._place = (0, 0, 0)
+        self.identities = [0] * ranks
+        self._place = (0, 0, 0)  # in a heap of its own
         self.set_epoch(1)
         for own, plan in zip(self._records, plans, strict=False):
             own[self._library.emulated_faults_at() :][: len(plan)] = torch.frombuffer(
@@ -197,6 +198,23 @@ class EmulatedLayer:
         for own in self._control:
             self._library.emulated_set_epoch(ctypes.c_void_p(own.data_ptr()), ctypes.c_uint(epoch))
 
+    def share(self, others: Sequence[EmulatedLayer], shapes: Sequence[_twin.Sizes]) -> None:
+        """Makes this layer and others, of other shapes, layers of one workspace; `shapes`: of all,
+        this one's first. Their ranks and processors are as many.
+        """
+        layers = [self, *others]
+        plan = SharedHeap()
+        for sizes in shapes:
+            plan = plan.with_shape(sizes)
+        self._heaps = [_aligned(plan.size) for _ in range(self._ranks)]
+        most = max(sizes.intermediate_bytes for sizes in shapes)
+        self._between = [_aligned(most) for _ in range(self._ranks)]
+        for index, layer in enumerate(layers):
+            place = plan.place(index)
+            layer._place = (place.words_at, place.rows_at, place.stride_rows)
+            layer._heaps, layer._between = self._heaps, self._between
+            layer._control, layer._failures = self._control, self._failures
+
     def reset(self) -> None:
         """What a reset of all ranks does, but for fault plans."""
         parts = (self._heaps, self._control, self._tables, self._records, self._failures)
@@ -232,7 +250,7 @@ class EmulatedLayer:
             tensor = tensors[name]
             assert tensor is None or tensor.is_contiguous()
             record.append(0 if tensor is None else tensor.data_ptr())
-        return [*record, len(call.x), int(self.any_ids), self.identity, *self._place]
+        return [*record, len(call.x), int(self.any_ids), self.identities[rank], *self._place]
 
     def stats(self, rank: int, processors: int) -> CallStats:
         """What a rank counted in the last call; `processors`: that the kernel was built with."""
@@ -259,6 +277,11 @@ class EmulatedLayer:
 
     def _memories(self, name: str) -> list[Tensor]:
         size = getattr(self._library, f"emulated_{name}_bytes")()
-        # Room to spare: an address beyond is a mistake that the debug checks should have found.
-        made = [torch.zeros(size + 128, dtype=torch.uint8) for _ in range(self._ranks)]
-        return [tensor[-tensor.data_ptr() % 128 :][:size] for tensor in made]
+        return [_aligned(size) for _ in range(self._ranks)]
+
+
+def _aligned(size: int) -> Tensor:
+    """So many bytes of zeros, from a cache line on."""
+    # Room to spare: an address beyond is a mistake that the debug checks should have found.
+    made = torch.zeros(size + 128, dtype=torch.uint8)
+    return made[-made.data_ptr() % 128 :][:size]
