@@ -80,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         began = time.monotonic()
         check_two_layers(world, *OTHERS.values())
         say(world, "two layers in turn on one stream are right", began)
+        if world.size > 1:
+            began = time.monotonic()
+            check_different_layers(world, *OTHERS.values())
+            say(world, "ranks that call different layers are told both, until reset", began)
         began = time.monotonic()
         check_recovery(world, LARGE)
         say(world, "logits that are not finite end a call on all ranks, until reset", began)
@@ -126,6 +130,22 @@ def check_two_layers(world: World, *configs: MoEConfig) -> None:
         mine = outputs[place :: len(pairs)]
         assert_matches(weights, call, mine[0], f"rank {world.rank}, layer {place}")
         assert all(torch.equal(y, mine[0]) for y in mine)
+
+
+def check_different_layers(world: World, *configs: MoEConfig) -> None:
+    """The last rank calls another layer than the others, with another kernel."""
+    weights = [draw_weights_on_gpu(cfg) for cfg in configs]
+    layers = [RankLayer(each, world) for each in weights]
+    calls = [draw_routed_call(each, 100 + world.rank, world.rank) for each in weights]
+    mine = int(world.rank == world.size - 1)
+    layers[mine](calls[mine])
+    with pytest.raises(RuntimeError, match="the ranks call different layers") as raised:
+        layers[mine].engine.check()
+    assert all(f"layer {layer.engine.number}" in str(raised.value) for layer in layers[:2])
+    world.reset()
+    for each, layer, call in zip(weights, layers, calls, strict=True):
+        assert_matches(each, call, layer(call), f"rank {world.rank}, after the reset")
+        layer.engine.check()
 
 
 def check_recovery(world: World, cfg: MoEConfig) -> None:
