@@ -610,6 +610,58 @@ def in_one_file(sources: Iterable[Path]) -> str:
     return "".join(f'#include "{source}"\n' for source in sources)
 
 
+TWO_RETURNS_SUBSCRIBERS = (
+    (
+        "runtime/platform/twin/platform.hpp",
+        "kReturnsSubscribers = 1",
+        "kReturnsSubscribers = 2",
+    ),
+    ("runtime/os.hpp", "P::kSenders == 1 && P::kReturnsSubscribers == 1", "P::kSenders == 1"),
+    (
+        "kernels/twin/explore/random_world.cpp",
+        "split_os = draw(random, 0, 1) == 1",
+        "split_os = draw(random, 0, 1) <= 1",
+    ),
+)
+"""Changes that give a rank of the explorer two warps which count returned rows, as a GPU has four.
+Each is then a thread of its own."""
+
+
+def explore_two_returns_subscribers(
+    folder: Path, products: Sequence[Path], runs: int, *more: tuple[str, str, str]
+) -> subprocess.CompletedProcess[str]:
+    for name in ("runtime", "kernels", "tests/native"):
+        shutil.copytree(ROOT / name, folder / name)
+    for file, text, replacement in (*TWO_RETURNS_SUBSCRIBERS, *more):
+        before = (folder / file).read_text()
+        assert before.count(text) == 1, f"{file} has changed: say anew what there is two of"
+        (folder / file).write_text(before.replace(text, replacement))
+    (folder / "program.cpp").write_text(in_one_file(EXPLORE_SOURCES))
+    objects = compile_all(PLAIN, [Path("program.cpp")], folder, folder / "objects")
+    program = link(PLAIN, [*objects, *products], folder / "explorer")
+    return execute(PLAIN, program, 1, runs)
+
+
+def test_two_warps_that_count_returned_rows_are_right_in_any_order(
+    gemm_objects: list[Path], tmp_path: Path
+) -> None:
+    assert_clean(explore_two_returns_subscribers(tmp_path, gemm_objects, RUNS // 10))
+
+
+@pytest.mark.nightly
+def test_a_call_that_ends_before_both_warps_have_listed_their_chunks_is_noticed(
+    gemm_objects: list[Path], tmp_path: Path
+) -> None:
+    done = explore_two_returns_subscribers(
+        tmp_path,
+        gemm_objects,
+        RUNS,
+        ("runtime/scheduler.hpp", "listed == P::kReturnsSubscribers ||", "listed >= 1 ||"),
+    )
+    assert done.returncode == 1
+    assert "seed" in done.stdout
+
+
 @pytest.mark.parametrize(
     "name",
     [
