@@ -362,6 +362,7 @@ class LayerFaults:
     Attributes:
         on_device: whether the device OS has something of the plan to do in this layer, on this rank
             or another: then it is the one with faults.
+        late: whether this rank may start calls late.
 
     Raises:
         ValueError: a rank has too many entries, or not such a processor; on all ranks.
@@ -378,14 +379,13 @@ class LayerFaults:
         self._processors = _of(plan.slow_processors, rank, layer)
         self._links = _of(plan.slow_links, rank, layer)
         self._delays = _of(plan.start_delays, rank, layer)
+        self.late = bool(self._delays)
         self._source = random.Random(f"{plan.seed} {rank} {layer}")
         kills = any(fault.kind == "kill" for fault in self._holds)
         self._executioner = _Executioner(pinned) if kills else None
 
     def before_call(self) -> None:
         """Lets the time pass that this rank starts its next call late."""
-        if not self._delays:
-            return
         seconds = sum(delay.draw(self._source) for delay in self._delays)
         if seconds > 0:
             time.sleep(min(seconds, MOST_SECONDS))

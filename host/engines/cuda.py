@@ -81,6 +81,7 @@ class CudaEngine:
         self._world = world
         self._shared = shared
         self._number = world.number_layer()
+        self._identity = calls.identity(self._number)  # of a call in one piece
         self._identity = calls.identity(self._number)
         self._virtual = world.control.shares_memory and world.size > 1
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
@@ -152,19 +153,22 @@ class CudaEngine:
         return self._holdings.gate.run(self._trace)
 
     def _forward(self, tensors: CallTensors) -> None:
-        if self._shared.closed:
-            self._shared.require_open()  # which raises
+        # As torch.cuda.current_device(), but for whether CUDA has begun.
+        if torch._C._cuda_getDevice() != self._device.index:
+            with torch.cuda.device(self._device):
+                self._forward(tensors)
+            return
         ids, weights = tensors.topk_ids, tensors.topk_weights
         if ids is not None and weights is not None:  # or neither
             readable = weights.dtype in WEIGHT_TYPES and weights.is_contiguous()
             if not (readable and ids.is_contiguous()):
                 tensors = _with_readable_routing(tensors, ids, weights)
-        # As torch.cuda.current_device(), but for whether CUDA has begun.
-        if torch._C._cuda_getDevice() == self._device.index:
-            self._call(tensors)
-        else:
-            with torch.cuda.device(self._device):
-                self._call(tensors)
+        if tensors.pieces == 1:
+            self._piece(tensors, self._identity)
+            return
+        identity = calls.identity(self._number, tensors.pieces)
+        for piece in pieces_of(tensors, self._shape.cfg.max_tokens):
+            self._piece(piece, identity)
 
     def _first_failure(self) -> cuda_records.Failure | None:
         cuda_wait.synchronize(self._device)
@@ -187,20 +191,11 @@ class CudaEngine:
             self._world.rank, self._holdings.records, self._offsets, self._shape, behind
         )
 
-    def _call(self, tensors: CallTensors) -> None:
-        """Launches a call's pieces; the engine's device is the current one."""
-        if tensors.pieces == 1:
-            self._piece(tensors)
-            return
-        for piece in pieces_of(tensors, self._shape.cfg.max_tokens):
-            self._piece(piece)
-
-    def _piece(self, tensors: CallTensors) -> None:
-        self._faults.before_call()
+    def _piece(self, tensors: CallTensors, identity: int) -> None:
+        """Launches a piece of a call; the engine's device is the current one."""
+        if self._faults.late:
+            self._faults.before_call()
         held = self._holdings
-        identity = self._identity
-        if tensors.pieces != 1:
-            identity = calls.identity(self._number, tensors.pieces)
         held.arguments.pack(tensors, identity)
         if self._virtual:
             self._launch_together(identity)
