@@ -47,8 +47,8 @@ def _interleaved(layers: int, steps: int, ranks: int, **options: object) -> None
     virtual.run(compare, ranks=ranks, twin=OPTIONS, **options)
 
 
-def test_layers_of_three_shapes_interleaved_compute_what_each_does_alone() -> None:
-    _interleaved(6, 40, 2)
+def test_48_layers_of_three_shapes_interleaved_for_200_steps_compute_what_each_does_alone() -> None:
+    _interleaved(48, 200, 2)
 
 
 def test_layers_beside_remote_peers_do_so_too() -> None:
@@ -56,8 +56,9 @@ def test_layers_beside_remote_peers_do_so_too() -> None:
 
 
 @pytest.mark.nightly
-def test_48_layers_of_three_shapes_interleaved_for_200_steps_compute_what_each_does_alone() -> None:
-    _interleaved(48, 200, 2)
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_layers_of_more_ranks_do_so_for_many_steps(ranks_per_node: int) -> None:
+    _interleaved(48, 1000, 4, ranks_per_node=ranks_per_node)
 
 
 def test_ranks_that_call_different_layers_get_an_error_that_names_both_on_all_ranks() -> None:
