@@ -61,7 +61,10 @@ def test_layers_of_more_ranks_do_so_for_many_steps(ranks_per_node: int) -> None:
     _interleaved(48, 1000, 4, ranks_per_node=ranks_per_node)
 
 
-def test_ranks_that_call_different_layers_get_an_error_that_names_both_on_all_ranks() -> None:
+@pytest.mark.parametrize("ranks_per_node", [None, 2, 1])
+def test_ranks_that_call_different_layers_get_an_error_that_names_both_on_all_ranks(
+    ranks_per_node: int | None,
+) -> None:
     def call(world: World) -> str:
         first, second = (MoELayer(SHAPES[i], world) for i in range(2))
         world.layer_names[1] = "model.layers.1.mlp"
@@ -78,7 +81,7 @@ def test_ranks_that_call_different_layers_get_an_error_that_names_both_on_all_ra
             first(_rows(first.cfg, world.rank, 0))
         return str(raised.value)
 
-    for said in virtual.run(call, ranks=4, twin=OPTIONS):
+    for said in virtual.run(call, ranks=4, twin=OPTIONS, ranks_per_node=ranks_per_node):
         assert "layer 0" in said
         assert "layer 1 (model.layers.1.mlp)" in said
 
@@ -173,6 +176,20 @@ def test_a_deleted_layer_gives_its_records_back_and_the_workspace_goes_on() -> N
             first(_rows(SHAPES[0], world.rank, 0))
 
     virtual.run(call, ranks=1, twin=OPTIONS)
+
+
+def test_a_workspace_goes_with_the_last_of_its_layers() -> None:
+    def call(world: World) -> None:
+        layer = MoELayer(SHAPES[0], world, workspace=moeos.Workspace(world))
+        with torch.no_grad():
+            layer(_rows(SHAPES[0], world.rank, 0))
+        assert world.memory()["heap"] > 0
+        del layer
+        gc.collect()
+        assert world.memory() == {}
+        world.reset()
+
+    virtual.run(call, ranks=2, twin=OPTIONS)
 
 
 def test_a_layer_whose_workspace_is_closed_says_so() -> None:
