@@ -82,7 +82,6 @@ class CudaEngine:
         self._shared = shared
         self._number = world.number_layer()
         self._identity = calls.identity(self._number)  # of a call in one piece
-        self._identity = calls.identity(self._number)
         self._virtual = world.control.shares_memory and world.size > 1
         self._device = self._agree(lambda: _usable_device(cfg, world), "the choice of a GPU")
         self._require_devices()
@@ -153,6 +152,8 @@ class CudaEngine:
         return self._holdings.gate.run(self._trace)
 
     def _forward(self, tensors: CallTensors) -> None:
+        if self._shared.closed:
+            self._shared.require_open()  # which raises: the buffers may be gone
         # As torch.cuda.current_device(), but for whether CUDA has begun.
         if torch._C._cuda_getDevice() != self._device.index:
             with torch.cuda.device(self._device):

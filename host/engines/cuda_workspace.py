@@ -66,7 +66,7 @@ class _Generation:
     def memory(self) -> dict[str, int]:
         """See `Holdings.memory`."""
         return {
-            "heap": self.plan.size,
+            "heap": self.heap.size,
             "queues": len(self.control) + sum(map(len, self.tables)) + self.peers.nbytes,
             "between": len(self.between),
         }
@@ -124,6 +124,7 @@ class CudaWorkspace:
             self._start(sizes, peers, device)
         every = [*(shape.sizes for shape in self._shapes.values()), sizes]
         if agreed.grows:
+            del now  # or it would keep what is given back
             self._grow(plan, between, every, keeps=agreed.captured)
         else:
             assert now is not None  # it was not made here

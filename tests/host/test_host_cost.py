@@ -19,6 +19,7 @@ from moeos.bench import host_cost
 from moeos.config import MoEConfig
 from moeos.engines.cuda import CudaEngine
 from moeos.engines.cuda_records import HostFailure
+from moeos.engines.cuda_workspace import CudaWorkspace
 from moeos.faults import LayerFaults
 from moeos.world import SharedMemory
 from tests.host import test_cuda_arguments
@@ -139,3 +140,20 @@ def test_each_call_is_one_launch_and_each_piece_of_it_one(encoded: list[int]) ->
 
     virtual.run(rank_main, ranks=1)
     assert encoded
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["a new tensor", "out"])
+def test_a_call_whose_workspace_is_closed_launches_nothing(encoded: list[int], given: bool) -> None:
+    def rank_main(world: World) -> None:
+        made = layer.MoELayer(CFG, world)
+        assert made.experts is not None
+        engine = made.experts.engine
+        assert isinstance(engine, StandInEngine)
+        engine._shared = CudaWorkspace(world, 0)
+        engine._shared.close()
+        x = torch.zeros(host_cost.TOKENS, CFG.hidden, dtype=CFG.dtype)
+        with pytest.raises(RuntimeError, match="the workspace of this layer is closed"):
+            made(x, out=torch.empty_like(x) if given else None)
+        assert engine.launches == []
+
+    virtual.run(rank_main, ranks=1)
