@@ -143,6 +143,7 @@ class Built:
     virtual_ranks: Path
     damaged_words: Path
     calls: Path
+    workspaces: Path
     gemm: Path
     gemm_objects: list[Path]
 
@@ -159,7 +160,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     @functools.cache
     def build_once(name: str) -> Built:
         flavour, to = FLAVOURS[name], tmp_path_factory.mktemp(name)
-        alone = [TESTS / f"test_{name}.cpp" for name in ("gemm", "damaged_words", "calls")]
+        alone = [
+            TESTS / f"test_{name}.cpp" for name in ("workspaces", "gemm", "damaged_words", "calls")
+        ]
         sources = [*RANK_SOURCES, *alone, *gemm_sources()]  # the slowest first
         made = dict(zip(sources, compile_all(flavour, sources, ROOT, to), strict=True))
         gemm = [made[source] for source in gemm_sources()]
@@ -174,6 +177,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             program("virtual_ranks", *twin),
             program("damaged_words", *twin),
             program("calls", *twin),
+            program("workspaces", *twin),
             program("gemm", *gemm),
             gemm,
         )
@@ -195,6 +199,15 @@ def test_random_worlds_compute_the_right_result(name: str, build: Build) -> None
     done = execute(built.flavour, built.virtual_ranks, 1, worlds)
     assert_clean(done)
     assert f"{worlds} worlds, 0 failed" in done.stdout
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_random_layers_of_one_workspace_compute_the_right_results(name: str, build: Build) -> None:
+    built = build(name)
+    workspaces = built.flavour.worlds
+    done = execute(built.flavour, built.workspaces, 1, workspaces)
+    assert_clean(done)
+    assert f"{workspaces} workspaces, 0 failed" in done.stdout
 
 
 @pytest.mark.parametrize("name", FLAVOURS)

@@ -174,8 +174,10 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
   return worst;
 }
 
-Heaps::Heaps(const Geometry& geometry) : bytes_(Layout(geometry).bytes()) {
-  for (u32 p = 0; p < geometry.world; ++p) {
+Heaps::Heaps(const Geometry& geometry) : Heaps(geometry.world, Layout(geometry).bytes()) {}
+
+Heaps::Heaps(u32 ranks, u64 bytes) : bytes_(bytes) {
+  for (u32 p = 0; p < ranks; ++p) {
     void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {

@@ -55,6 +55,7 @@ inline constexpr double kErrorMost = 1e-4;  // in float32
 class Heaps {
  public:
   explicit Heaps(const Geometry& geometry);
+  Heaps(u32 ranks, u64 bytes);
   ~Heaps();
   Heaps(const Heaps&) = delete;
   Heaps& operator=(const Heaps&) = delete;
