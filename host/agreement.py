@@ -84,15 +84,20 @@ def agree_workspace(world: World, mine: Admission) -> Admission:
                 "workspaces in the same order on all ranks"
             )
         if other.closed:
-            raise RuntimeError(
-                f"workspace {other.number} is closed on rank {rank}: make the layer in another "
-                "one, MoELayer(cfg, world, workspace=moeos.Workspace(world))"
-            )
+            raise closed(f"workspace {other.number} is closed on rank {rank}")
     return Admission(
         mine.number,
         closed=False,
         grows=any(other.grows for other in told),
         captured=any(other.captured for other in told),
+    )
+
+
+def closed(what: str) -> RuntimeError:
+    """The error for a workspace that is closed; `what` says which."""
+    return RuntimeError(
+        f"{what}: make the layer in another one, "
+        "MoELayer(cfg, world, workspace=moeos.Workspace(world))"
     )
 
 

@@ -165,10 +165,7 @@ class CudaWorkspace:
     def require_open(self) -> None:
         """Raises `RuntimeError` if it is closed."""
         if self.closed:
-            raise RuntimeError(
-                "the workspace of this layer is closed: make the layer in another one, "
-                "MoELayer(cfg, world, workspace=moeos.Workspace(world))"
-            )
+            raise agreement.closed("the workspace of this layer is closed")
 
     def first_failure(self) -> cuda_records.Failure | None:
         """The failure of a call of any of its layers. Waits for the current stream."""

@@ -82,10 +82,7 @@ class TwinWorkspace:
     def require_open(self) -> None:
         """Raises `RuntimeError` if it is closed."""
         if self.closed:
-            raise RuntimeError(
-                "the workspace of this layer is closed: make the layer in another one, "
-                "MoELayer(cfg, world, workspace=moeos.Workspace(world))"
-            )
+            raise agreement.closed("the workspace of this layer is closed")
 
     def settle(self) -> None:
         """See `SharedMemory.settle`: a call of the twin has ended when it returns."""
