@@ -18,6 +18,7 @@ from moeos.engines.cuda_arguments import RECORD_BYTES
 from moeos.jit import Kernel, compile_kernel, include_root, macros
 from moeos.kernel_shape import KernelShape, Transport
 from tests.host.kernel_shapes import shape
+from tests.host.ordered_loads import SCOPES, in_machine_code, in_ptx
 from tests.host.relocations import relocations
 from tests.processes import ROOT, ForkedRanks
 
@@ -28,10 +29,26 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compiled(cache: Path) -> Kernel:
-    """The small layer's kernel, compiled into `cache`: it takes a while, so once."""
+def compilation(cache: Path) -> tuple[Kernel, str]:
+    """The small layer's kernel, compiled into `cache`, and its PTX: it takes a while, so once."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
-    return compile_kernel(shape(), cache)
+    texts: list[str] = []
+
+    def compile_and_note(*arguments: Any) -> tuple[bytes, str, str]:
+        cubin, ptx, log = compile_it(*arguments)
+        texts.append(ptx)
+        return cubin, ptx, log
+
+    compile_it = jit._compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "_compile", compile_and_note)
+        kernel = compile_kernel(shape(), cache)
+    return kernel, texts[0]
+
+
+@pytest.fixture(scope="module")
+def compiled(compilation: tuple[Kernel, str]) -> Kernel:
+    return compilation[0]
 
 
 def refuse(*arguments: object) -> Any:
@@ -43,6 +60,35 @@ def test_a_kernel_is_machine_code_for_hopper(compiled: Kernel) -> None:
     assert compiled.cubin.startswith(b"\x7fELF")
     assert jit.KERNEL.encode() in compiled.cubin
     assert compiled.report.arch == "sm_90a"
+
+
+def test_no_look_at_a_word_of_others_is_gone_from_the_machine_code(
+    compilation: tuple[Kernel, str],
+) -> None:
+    kernel, ptx = compilation
+    asked, found = in_ptx(ptx), in_machine_code(kernel.cubin, jit.KERNEL)
+    assert set(asked) == set(SCOPES.values())
+    for scope, looks in asked.items():
+        assert found[scope] >= looks, scope  # more where ptxas has two copies of a loop
+
+
+def test_a_look_whose_value_nobody_uses_is_gone_from_the_machine_code(tmp_path: Path) -> None:
+    """So it would be noticed by the test before."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    options = ["--gpu-architecture=sm_90a"]
+    counts = []
+    for used in ("gone", "kept"):
+        source = f"""
+        extern "C" __global__ void {jit.KERNEL}(const unsigned* word, unsigned* out) {{
+          unsigned gone, kept;
+          asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(gone) : "l"(word) : "memory");
+          asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(kept) : "l"(word + 1) : "memory");
+          *out = {used} + kept;
+        }}"""
+        cubin, ptx, _ = jit._compile(nvrtc, source, options)
+        assert in_ptx(ptx) == {"gpu": 1, "sys": 1}
+        counts.append(in_machine_code(cubin, jit.KERNEL))
+    assert counts == [{"gpu": 1, "sys": 1}, {"gpu": 1}]
 
 
 def test_the_kernel_can_be_asked_for_where_it_lies(compiled: Kernel) -> None:
