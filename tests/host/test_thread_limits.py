@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import moeos
 from moeos import TwinOptions, World, thread_limits, virtual
 from tests.layers import assert_matches, config, draw_call, draw_weights
-from tests.processes import ForkedRanks, free_port, torchrun_environment
+from tests.processes import ROOT, ForkedRanks, free_port, torchrun_environment
 
 CFG = config(max_tokens=64)
 WEIGHTS = draw_weights(CFG)
@@ -86,6 +88,40 @@ def test_a_layer_that_gets_only_some_of_its_threads_names_the_limit_and_keeps_no
     said = forked(make)
     assert "rank 0, thread 3 of 4 cannot be started" in said
     assert "TwinOptions(processors=...)" in said
+
+
+WITHOUT_OPENMP = """
+import threading, torch, moeos
+from tests.host import test_thread_limits as limits
+from tests.layers import config, draw_call
+cfg = config(hidden=256, intermediate=512, experts=16)  # PyTorch divides loops over its weights
+call = draw_call(cfg, 40, 0)
+moeos.virtual.run(lambda world: call(moeos.MoELayer(cfg, world)), 1)
+limits.become_nobody()
+def work():
+    limits.allow(limits.threads_of_this_process() + 1)
+    with moeos.init(twin=moeos.TwinOptions(processors=1)) as world:
+        call(moeos.MoELayer(cfg, world))
+    print("right", flush=True)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@only_root
+def test_with_one_openmp_thread_a_layer_needs_no_threads_but_its_own() -> None:
+    """With more, libgomp ends a process that gets none, whoever it is that uses PyTorch."""
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_OPENMP],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "right\n", "")
 
 
 def test_all_ranks_raise_when_one_gets_no_thread() -> None:
