@@ -20,9 +20,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
 
-from moeos.call_checks import check_apart, check_tangents, tangents_are_taken
+from moeos.call_checks import check_apart, check_tangents
 from moeos.engines.base import CallTensors, Engine
 
 # By the address of the key. A key lives as long as its engine, and as a graph that uses it: so at
@@ -48,6 +50,14 @@ _library.define(f"forward({_TENSORS}, {_HOW}) -> Tensor")
 _library.define(f"forward_into({_TENSORS}, Tensor(b!) out, {_HOW}) -> ()")
 
 
+# Each look-up of a name costs a call as much as what the function does.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracer = torch._C._get_tracing_state
+_is_profiled = torch._C._autograd._profiler_enabled
+
+
 def unwatched() -> bool:
     """Whether nothing looks at operators: then a call may go to its engine without one, which costs
     the host a third as much.
@@ -57,22 +67,20 @@ def unwatched() -> bool:
     must look for.
     """
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or (torch._C._len_torch_function_stack() > 0 and not _only_a_default_device())
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-        or tangents_are_taken()
+        is_compiling()
+        or _dispatch_modes() > 0
+        or (_function_modes() > 0 and not _only_a_default_device())
+        or _transform() is not None
+        or _tracer() is not None
+        or _is_profiled()
+        or forward_ad._current_level >= 0
     )
 
 
 def _only_a_default_device() -> bool:
     """Whether the only mode of functions is a default device, on which a call makes nothing."""
-    stack = torch._C
-    return stack._len_torch_function_stack() == 1 and isinstance(
-        stack._get_function_stack_at(0), DeviceContext
-    )
+    modes = torch._C._get_function_stack_at
+    return _function_modes() == 1 and isinstance(modes(0), DeviceContext)
 
 
 def register(engine: Engine, device: torch.device) -> Tensor:

@@ -165,34 +165,44 @@ class ArgumentPacker:
         Routing must be contiguous, and its weights of 16 or 32 bits. Raises `ValueError` if a
         tensor lies on another device, or at an address that tensor maps cannot have.
         """
-        t = tensors
-        self._pack_parameters(t)
-        rows = t.x.shape[0]
+        # By place, as names cost more; the order is that of the fields.
+        x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids, _ = tensors
+        # Of parameters only the places differ from call to call: the config says the rest.
+        parameters = (
+            0 if gate is None else gate.data_ptr(),
+            w1.data_ptr(),
+            w2.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if b1 is None else b1.data_ptr(),
+            0 if b2 is None else b2.data_ptr(),
+        )
+        if parameters != self._parameters:
+            self._pack_parameters(tensors, parameters)
+        rows = x.shape[0]
         if rows > 0:
-            x, out = t.x.data_ptr(), t.out.data_ptr()
-            if out % _ADDRESS_ALIGNMENT != 0:
+            x_at, out_at = x.data_ptr(), out.data_ptr()
+            if out_at % _ADDRESS_ALIGNMENT != 0:
                 raise ValueError(
-                    f"out lies at address {out:#x}; it must be a multiple of {_ADDRESS_ALIGNMENT}: "
-                    "leave it away, and copy what is returned"
+                    f"out lies at address {out_at:#x}; it must be a multiple of "
+                    f"{_ADDRESS_ALIGNMENT}: leave it away, and copy what is returned"
                 )
-            if self._x != (x, rows):
-                self._pack_x(t.x, (x, rows))
+            if self._x != (x_at, rows):
+                self._pack_x(x, (x_at, rows))
         else:  # nothing of them is read or written
-            x = out = self._anywhere
-        ids, weights, count = t.topk_ids, t.topk_weights, t.tokens
+            x_at = out_at = self._anywhere
         _CALL.pack_into(
             self._bytes,
             _CALL_AT,
-            x,
-            out,
+            x_at,
+            out_at,
             # 0 means that there is none; without rows there is no other address.
-            0 if ids is None else ids.data_ptr() or x,
-            0 if weights is None else weights.data_ptr() or x,
+            0 if ids is None else ids.data_ptr() or x_at,
+            0 if weights is None else weights.data_ptr() or x_at,
             0 if count is None else count.data_ptr(),
             rows,
             0 if ids is None else ids.dtype == torch.int64,
             0 if weights is None else WEIGHT_TYPES[weights.dtype],
-            t.any_ids,
+            any_ids,
             identity,
         )
 
@@ -205,22 +215,10 @@ class ArgumentPacker:
         self._bytes[_X_AT : _X_AT + len(maps)] = maps
         self._x = place
 
-    def _pack_parameters(self, t: CallTensors) -> None:
-        gate, bias, b1, b2 = t.gate, t.selection_bias, t.b1, t.b2
-        # Of their tensors only the places differ from call to call: the config says the rest.
-        addresses = (
-            0 if gate is None else gate.data_ptr(),
-            t.w1.data_ptr(),
-            t.w2.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if b1 is None else b1.data_ptr(),
-            0 if b2 is None else b2.data_ptr(),
-        )
-        if addresses == self._parameters:
-            return
+    def _pack_parameters(self, tensors: CallTensors, addresses: tuple[int, ...]) -> None:
         maps = self._maps_of_parameters.get(addresses)
         if maps is None:
-            maps = self._parameter_maps(t)
+            maps = self._parameter_maps(tensors)
             _keep(self._maps_of_parameters, addresses, maps)
         of_gate, of_weights = maps
         self._bytes[_GATE_AT : _GATE_AT + len(of_gate)] = of_gate
