@@ -111,6 +111,9 @@ class ForkedRanks:
 
     @staticmethod
     def _live(function: Callable[[int], Any], rank: int, sender: Any) -> None:
+        # Not the handlers of who runs the tests, nor what nohup has had it ignore.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         try:
             outcome = function(rank)
         except Exception as error:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes import ROOT
 
-USAGE = "usage: launch/bench twin [--json OUT] | launch/bench gpu --out OUT"
+USAGE = "usage: launch/bench twin [--json OUT] | launch/bench gpu --out OUT; each knows --help"
 
 
 @pytest.mark.parametrize(
