@@ -118,7 +118,7 @@ def init(
     try:
         _raise_on_all(control, problem)
         assert arguments is not None
-        return _world(control, arguments, launched=group is None and store is None)
+        return _world(control, arguments, group, launched=group is None and store is None)
     except BaseException as error:
         control.abort(f"{type(error).__name__}: {error}")
         control.close()
@@ -166,7 +166,13 @@ class _Arguments:
         }
 
 
-def _world(control: ControlPlane, arguments: _Arguments, *, launched: bool) -> World:
+def _world(
+    control: ControlPlane,
+    arguments: _Arguments,
+    group: ProcessGroup | DeviceMesh | None,
+    *,
+    launched: bool,
+) -> World:
     if arguments.plan is not None:
         arguments.plan.check_ranks(control.size, processes=True)
     held = control.allgather(arguments.same_on_all(), "the arguments of init")
@@ -176,10 +182,7 @@ def _world(control: ControlPlane, arguments: _Arguments, *, launched: bool) -> W
     if arguments.backend == "twin":
         _require_one_host(control)
     elif device is None:
-        if launched:
-            _choose_device(os.environ)
-        if torch.cuda.is_available():  # else the engine says what is missing
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = _default_device(group, launched=launched)
     return World(
         control,
         backend=arguments.backend,
@@ -190,6 +193,24 @@ def _world(control: ControlPlane, arguments: _Arguments, *, launched: bool) -> W
         faults=arguments.plan,
         device=device,
     )
+
+
+def _default_device(
+    group: ProcessGroup | DeviceMesh | None, *, launched: bool
+) -> torch.device | None:
+    """This rank's GPU where none is given; None where there is none, of which the engine tells.
+
+    Raises `RuntimeError` if this host has fewer GPUs than ranks.
+    """
+    if group is not None:
+        bound = membership(group).group.bound_device_id
+        if bound is not None and bound.type == "cuda":
+            return bound
+    if launched:
+        _choose_device(os.environ)
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _check_device(device: torch.device | str | int, backend: Backend) -> torch.device:

@@ -287,7 +287,9 @@ class Experts:
 
 def device_of(world: World) -> torch.device:
     """Where the tensors of its calls lie."""
-    return torch.device("cuda" if world.backend == "cuda" else "cpu")
+    if world.backend == "twin":
+        return torch.device("cpu")
+    return world.device or torch.device("cuda")
 
 
 def engine_class(world: World) -> type[Engine]:

@@ -106,7 +106,7 @@ def measure(world: moeos.World, reader: Reader) -> dict[str, float | None]:
 
 def _store_rate(world: moeos.World) -> float:
     kernel = _kernel("store_all")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = world.device or torch.device("cuda", torch.cuda.current_device())
     heap = DeviceHeap(world.control, STORED_BYTES, device)
     target = heap.of((world.rank + 1) % world.size)
     count = STORED_BYTES // _VECTOR_BYTES

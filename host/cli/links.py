@@ -99,7 +99,7 @@ def try_world_links(world: World) -> list[Link]:
     Every rank returns all links. Raises what `DeviceHeap` raises, and `RuntimeError` as
     `try_local_links` does.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = world.device or torch.device("cuda", torch.cuda.current_device())
     gpu = Endpoint(device.index)
     heap = DeviceHeap(world.control, _MEMORY_BYTES, device)
     addresses = [heap.of(peer).data_ptr() for peer in range(world.size)]

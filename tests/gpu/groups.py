@@ -96,10 +96,24 @@ def check_kinds_of_groups(rank: int, size: int) -> None:
 def check_a_device_of_another_thread(rank: int, size: int) -> None:
     """A world's device is the one that is given, whichever is current later."""
     device = torch.device("cuda", (rank + 1) % size)
+    with (
+        torch.cuda.device(device),
+        moeos.init("cuda", group=dist.group.WORLD, deadline=DEADLINE) as world,
+    ):
+        assert world.device == torch.device("cuda", rank)  # that the group is bound to
     with moeos.init("cuda", group=dist.group.WORLD, device=device, deadline=DEADLINE) as world:
         assert world.device == device
         with torch.cuda.device(device):
             use(world)
+        layer = moeos.MoELayer(CFG, world)  # another device is the current one
+        assert layer.w1.device == layer.gate.weight.device == device
+        x = torch.randn(50, CFG.hidden, dtype=CFG.dtype, device=device)
+        y = layer(x)
+        with torch.cuda.device(device):
+            assert torch.equal(layer(x), y)
+        layer.check()
+        assert y.device == device
+        assert y.isfinite().all()
 
 
 def check_memory_is_given_back(rank: int, size: int) -> None:
