@@ -49,6 +49,8 @@ def free_port() -> int:
     for _ in range(_PORTS):
         port = next(mine)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            # As who listens binds: connections that have just ended here are no hindrance.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError(f"none of {_PORTS} ports is free")

@@ -18,6 +18,7 @@ PURPOSES: Mapping[str, str] = {
     "metrics": "`moeos run --prometheus` and `moeos.metrics`",
     "mpi": "mpirun: `launch/demo`, `launch/mpirun.sh` and the benchmarks that start ranks by it",
     "plots": "`moeos trace --png`, `launch/straggler --plot` and the report of measurements",
+    "sglang": "`moeos.integrations.sglang`, in an environment of its own",
     "test": "`launch/test` and `launch/nightly`",
     "torchtitan": "`moeos.integrations.torchtitan`",
     "vllm": "`moeos.integrations.vllm`, in an environment of its own",

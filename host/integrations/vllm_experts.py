@@ -8,6 +8,7 @@ stage that only passes tensors through. It knows vLLM's interfaces of `vllm.VERS
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ try:
     from vllm.platforms import current_platform
 except ImportError as error:
     raise shared.missing("vllm_experts", "vllm", VERSION) from error
+
+_log = logging.getLogger("vllm.moeos")  # below vLLM's own, which it sets up
 
 WHERE = "vLLM with --quantization moeos"
 
@@ -134,13 +137,14 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return (0,), (0,), (M, K)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Makes the world, with the first layer, and the experts. Collective over the group."""
         require_placement(layer)
         options = Options.current()
         backend = options.backend or ("twin" if current_platform.is_cpu() else "cuda")
         world = shared.world_of(get_ep_group().cpu_group, backend, options.deadline)
         self._experts = shared.experts_of(config_of(self.moe_config, layer), world)
+        _log.info("%s: experts of rank %d of %d by moeos", layer.layer_name, world.rank, world.size)
         parallel = self.moe_config.moe_parallel_config
         equal = parallel.use_ep and not parallel.is_sequence_parallel
         self._tp = get_tp_group() if equal and get_tp_group().world_size > 1 else None

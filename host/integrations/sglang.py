@@ -1,0 +1,254 @@
+"""SGLang's expert layers on moeos: `--moe-runner-backend moeos`.
+
+SGLang calls `register` in each of its processes, by the entry point `sglang.srt.plugins`. It adds a
+runner core by SGLang's registry, and hooks by which a layer without quantisation takes that core
+and keeps the numbers that experts have over all ranks. It was written for the version below. It
+knows SGLang's interfaces and `moeos.Experts`, and nothing of how ranks talk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moeos.config import MoEConfig
+from moeos.integrations import shared
+
+VERSION = "0.5.23"
+"""The version of SGLang whose interfaces this was written for."""
+
+NAME = "moeos"
+"""What the runner backend is called."""
+
+try:
+    from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
+    from sglang.srt.layers.moe.moe_runner import register_moe_runner_core
+    from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.runner import MoeRunner
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.moe.topk import TopKOutputChecker
+    from sglang.srt.layers.moe.utils import (
+        RegisteredMoeRunnerBackend,
+        get_moe_a2a_backend,
+        get_moe_runner_backend,
+        is_tbo_enabled,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.runtime_context import get_exec, get_lora, get_parallel, get_server_args
+    from sglang.srt.utils import is_cuda
+except ImportError as error:
+    raise shared.missing("sglang", "sglang", VERSION) from error
+
+WHERE = "SGLang with --moe-runner-backend moeos"
+
+ACTIVATIONS = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu_tanh",
+    "silu without a gate": "silu",
+    "gelu without a gate": "gelu",
+    "gelu_tanh without a gate": "gelu_tanh",
+    "relu2 without a gate": "relu2",
+}
+"""SGLang's name of an activation -> that of moeos."""
+
+_UNQUANTISED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
+_LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
+_GLOBAL_IDS = "sglang.srt.layers.moe.token_dispatcher.standard._keeps_global_expert_ids"
+
+_registered = False
+
+
+class MoeosRunnerCore(DispatchMoeRunnerCore):
+    """The experts of a layer, on the ranks of SGLang's expert-parallel group.
+
+    All of these hold the same tokens and add up what they return. So each computes its part of the
+    tokens with all experts, and returns zeros for the others: the sum gathers the parts.
+    """
+
+    def __init__(self, config: MoeRunnerConfig) -> None:
+        """Makes the world, with the first layer, and the experts. Collective over the group."""
+        refuse_unsupported(config)
+        super().__init__(config)
+        parallel, args = get_parallel(), get_server_args()
+        ranks = parallel.moe_ep_size
+        tokens = args.chunked_prefill_size
+        if tokens is None or tokens <= 0:
+            tokens = args.max_prefill_tokens
+        group = parallel.moe_ep_group.cpu_group if ranks > 1 else None
+        backend = "cuda" if is_cuda() else "twin"
+        world = shared.world_of(group, backend, shared.SERVER_DEADLINE)
+        self._experts = shared.experts_of(config_of(config, max(1, -(-tokens // ranks))), world)
+
+    @property
+    def runner_backend(self) -> RegisteredMoeRunnerBackend:
+        return RegisteredMoeRunnerBackend(NAME)
+
+    def run_from_dispatch(
+        self,
+        dispatch_output: Any,
+        quant_info: Any,
+        runner_config: MoeRunnerConfig,
+        hooks: Any = None,
+    ) -> StandardCombineInput:
+        """[rows, H]: this rank's part of the sum over the ranks."""
+        if hooks is not None:
+            raise shared.refusal(
+                WHERE, "hooks of LoRA", hooks, "merge the adapter into the weights"
+            )
+        x, routing = dispatch_output.hidden_states, dispatch_output.topk_output
+        if not TopKOutputChecker.format_is_standard(routing):
+            raise shared.refusal(
+                WHERE, "the format of topk_output", routing.format, "STANDARD does"
+            )
+        ids, weights = routing.topk_ids, routing.topk_weights
+        if runner_config.apply_router_weight_on_input:  # with one expert a token
+            x = x * weights.to(x.dtype)
+            weights = torch.ones_like(weights)
+        if runner_config.routed_scaling_factor is not None:
+            weights = weights * runner_config.routed_scaling_factor
+        world, rows = self._experts.world, x.shape[0]
+        first, end, most = shared.part(rows, world.rank, world.size)
+        y = torch.zeros_like(x)
+        y[first:end] = self._experts(
+            x[first:end],
+            ids[first:end],
+            weights[first:end],
+            quant_info.w13_weight,
+            quant_info.w2_weight,
+            pieces=max(1, -(-most // self._experts.cfg.max_tokens)),
+        )
+        return StandardCombineInput(hidden_states=y)
+
+
+def config_of(config: MoeRunnerConfig, max_tokens: int) -> MoEConfig:
+    """The config of a layer's experts; `ValueError` for what moeos does not compute."""
+    return MoEConfig(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size_per_partition,
+        experts=config.num_experts,
+        top_k=config.top_k,
+        activation=shared.activation_of(WHERE, _activation(config), ACTIVATIONS),
+        dtype=config.params_dtype,
+        max_tokens=max_tokens,
+        swiglu_limit=config.swiglu_limit,
+        routing="caller",
+    )
+
+
+def refuse_unsupported(config: MoeRunnerConfig) -> None:
+    """`ValueError` for what a deployment asks of the experts and moeos does not do."""
+    parallel = get_parallel()
+    method = type(config.layer.quant_method).__name__ if config.layer is not None else None
+    on_input = config.apply_router_weight_on_input
+    cases: list[tuple[bool, str, object, str]] = [
+        (
+            method != _UNQUANTISED.rpartition(".")[2],
+            "quant_method",
+            method,
+            "serve the model's bfloat16 or float16 checkpoint",
+        ),
+        (
+            parallel.moe_tp_size > 1,
+            "moe_tp_size",
+            parallel.moe_tp_size,
+            "--ep-size equal to --tp-size gives each rank whole experts",
+        ),
+        (
+            not get_moe_a2a_backend().is_none(),
+            "moe_a2a_backend",
+            get_moe_a2a_backend().value,
+            "none does: moeos sends the tokens",
+        ),
+        (
+            bool(config.num_fused_shared_experts),
+            "num_fused_shared_experts",
+            config.num_fused_shared_experts,
+            "--disable-shared-experts-fusion",
+        ),
+        (bool(get_exec().moe.enable_eplb), "enable_eplb", True, "leave --enable-eplb out"),
+        (
+            bool(get_lora().enable_lora or get_lora().lora_paths),
+            "enable_lora",
+            True,
+            "merge the adapter into the weights",
+        ),
+        (
+            is_tbo_enabled(),
+            "enable_two_batch_overlap",
+            True,
+            "leave it out: a layer's calls are one after the other",
+        ),
+        (config.no_combine, "no_combine", True, "the experts' outputs are added up"),
+        (
+            on_input and config.top_k != 1,
+            "apply_router_weight_on_input with top_k",
+            config.top_k,
+            "1 does",
+        ),
+        (
+            bool(getattr(config.layer, "with_bias", False)),
+            "with_bias",
+            True,
+            "experts without biases do",
+        ),
+        (config.gemm1_alpha is not None, "gemm1_alpha", config.gemm1_alpha, "None does"),
+        (
+            config.gemm1_clamp_limit is not None,
+            "gemm1_clamp_limit",
+            config.gemm1_clamp_limit,
+            "None does",
+        ),
+    ]
+    for refused, field, value, works in cases:
+        if refused:
+            raise shared.refusal(WHERE, field, value, works)
+    shared.activation_of(WHERE, _activation(config), ACTIVATIONS)
+
+
+def _activation(config: MoeRunnerConfig) -> str:
+    return f"{config.activation}" + ("" if config.is_gated else " without a gate")
+
+
+def _is_moeos(backend: Any) -> bool:
+    return backend is not None and backend.value == NAME
+
+
+def _create_moe_runner(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around the unquantised method's: with `--moe-runner-backend moeos` it takes our core."""
+    method, _, config = (*args, *kwargs.values())
+    if not _is_moeos(get_moe_runner_backend()):
+        return original(*args, **kwargs)
+    method.moe_runner_config = config
+    method.runner = MoeRunner(RegisteredMoeRunnerBackend(NAME), config)
+    return None
+
+
+def _keeps_global_expert_ids(original: Callable[..., Any], backend: Any) -> Any:
+    """Around the dispatcher's: ids stay numbered over all ranks for our core."""
+    return _is_moeos(backend) or original(backend)
+
+
+def _require_moeos(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Behind a layer's construction: none computes by anything else where moeos was asked for."""
+    if _is_moeos(get_moe_runner_backend()) and not _is_moeos(layer.runner_backend):
+        raise shared.refusal(
+            WHERE,
+            "quant_method",
+            type(layer.quant_method).__name__,
+            "serve the model's bfloat16 or float16 checkpoint",
+        )
+
+
+def register() -> None:
+    """Makes SGLang know `--moe-runner-backend moeos`. May be called again."""
+    global _registered
+    if _registered:
+        return
+    HookRegistry.register(f"{_UNQUANTISED}.create_moe_runner", _create_moe_runner, HookType.AROUND)
+    HookRegistry.register(_GLOBAL_IDS, _keeps_global_expert_ids, HookType.AROUND)
+    HookRegistry.register(f"{_LAYER}.__init__", _require_moeos, HookType.AFTER)
+    register_moe_runner_core(NAME, MoeosRunnerCore)
+    add_moe_runner_backend_choices([NAME])
+    _registered = True

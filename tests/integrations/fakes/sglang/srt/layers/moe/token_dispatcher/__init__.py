@@ -1,0 +1,9 @@
+"""Of the stand-in for SGLang: dispatchers."""
+
+from sglang.srt.layers.moe.token_dispatcher.standard import (
+    StandardCombineInput,
+    StandardDispatcher,
+    StandardDispatchOutput,
+)
+
+__all__ = ["StandardCombineInput", "StandardDispatchOutput", "StandardDispatcher"]

@@ -1,0 +1,5 @@
+"""Of the stand-in for SGLang: a machine without a GPU."""
+
+from sglang.srt.utils.common import is_cuda
+
+__all__ = ["is_cuda"]

@@ -1,0 +1,5 @@
+"""Of the stand-in for SGLang: a machine without a GPU."""
+
+
+def is_cuda() -> bool:
+    return False

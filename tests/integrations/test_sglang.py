@@ -1,0 +1,208 @@
+"""The SGLang adapter against a stand-in of SGLang 0.5.23, on the twin, compared with float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeos import MoEConfig
+from tests.integrations.stand_ins import Tensors, on_ranks
+
+HIDDEN, INTERMEDIATE, EXPERTS, PREFILL = 64, 96, 8, 40
+
+
+class Server:
+    """What SGLang makes of a deployment on this rank."""
+
+    def __init__(self, rank: int, ranks: int = 1, backend: str = "moeos", **context: Any) -> None:
+        from sglang.srt import runtime_context
+        from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        import moeos.integrations.sglang as plugin
+
+        plugin.register()
+        plugin.register()  # a process may load plugins again
+        HookRegistry.apply_hooks()
+        assert MOE_RUNNER_BACKEND_CHOICES.count("moeos") == 1
+        self.ranks = ranks
+        self.group = runtime_context.GroupCoordinator(list(range(ranks)))
+        told = runtime_context.CONTEXT
+        told.parallel = runtime_context.ParallelContext(
+            moe_ep_size=ranks,
+            moe_ep_rank=rank,
+            moe_tp_size=context.pop("moe_tp_size", 1),
+            moe_ep_group=self.group,
+        )
+        prefill = context.pop("chunked_prefill_size", PREFILL)
+        told.server_args = runtime_context.ServerArgs(chunked_prefill_size=prefill)
+        told.flags.moe.runner_backend = backend
+        told.flags.moe.a2a_backend = context.pop("a2a_backend", "none")
+        told.flags.moe.tbo_enabled = context.pop("tbo_enabled", False)
+        told.exec.moe.enable_eplb = context.pop("enable_eplb", False)
+        told.lora.enable_lora = context.pop("enable_lora", False)
+        assert not context
+
+    def layer(self, tensors: Tensors, **changes: Any) -> Any:
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+        from sglang.srt.runtime_context import get_parallel
+
+        cfg = tensors.cfg
+        kind = {"swiglu": ("silu", True)}.get(cfg.activation, (cfg.activation, False))
+        values = {"activation": kind[0], "is_gated": kind[1], "swiglu_limit": cfg.swiglu_limit}
+        layer = FusedMoE(
+            num_experts=cfg.experts,
+            hidden_size=cfg.hidden,
+            intermediate_size=cfg.intermediate,
+            layer_id=0,
+            top_k=cfg.top_k,
+            params_dtype=cfg.dtype,
+            **(values | changes),
+        )
+        first = get_parallel().moe_ep_rank * layer.num_local_experts
+        mine = slice(first, first + layer.num_local_experts)
+        layer.w13_weight.data.copy_(tensors.w1[mine])
+        layer.w2_weight.data.copy_(tensors.w2[mine])
+        layer.quant_method.process_weights_after_loading(layer)
+        return layer
+
+    def forward(self, layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As a model calls its experts; ranks add up what they return."""
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        y: Tensor = layer.forward_impl(x, StandardTopKOutput(weights, ids, torch.empty(0)))
+        return self.group.all_reduce(y) if self.ranks > 1 else y
+
+
+def config(**changes: Any) -> MoEConfig:
+    sizes: dict[str, Any] = {
+        "hidden": HIDDEN,
+        "intermediate": INTERMEDIATE,
+        "experts": EXPERTS,
+        "top_k": 2,
+        "dtype": torch.float32,
+    }
+    return MoEConfig(**(sizes | changes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_with_equal_tokens_add_up_to_the_whole_result(ranks: int, dtype: torch.dtype) -> None:
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config(dtype=dtype))
+        server = Server(rank, ranks)
+        layers = [server.layer(tensors) for _ in range(2)]
+        assert layers[0].quant_method.runner.runner_core is not None
+        errors = []
+        # Fewer rows than ranks, none, and more than a chunk of a prefill.
+        for turn, rows in enumerate((PREFILL, 1, 3, 7, 3 * PREFILL + 5, 0)):
+            x, (ids, weights) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
+            y = server.forward(layers[turn % 2], x, ids, weights)
+            errors.append(tensors.error(y, x, ids, weights))
+        return errors
+
+    assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation": "silu"}, {"activation": "gelu_tanh"}, {"swiglu_limit": 0.5}, {"top_k": 8}],
+    ids=str,
+)
+def test_layers_of_other_kinds_are_right(changes: dict[str, Any]) -> None:
+    def live(rank: int) -> float:
+        tensors = Tensors(config(**changes))
+        server = Server(rank)
+        x, (ids, weights) = tensors.draw(20, HIDDEN), tensors.routing(20)
+        y = server.forward(server.layer(tensors), x, ids, weights)
+        return tensors.error(y, x, ids, weights)
+
+    assert on_ranks(live, 1)[0] <= 1
+
+
+def test_a_scaling_factor_multiplies_the_sum_and_unused_slots_count_nothing() -> None:
+    def live(rank: int) -> float:
+        tensors = Tensors(config())
+        server = Server(rank, 2)
+        layer = server.layer(tensors, routed_scaling_factor=2.5)
+        x, (ids, weights) = tensors.draw(9, HIDDEN), tensors.routing(9)
+        unused = ids.clone()
+        unused[3:6, 1] = -1
+        y = server.forward(layer, x, unused, weights)
+        used = weights * (unused >= 0)
+        return tensors.error(y, x, ids, 2.5 * used)
+
+    assert max(on_ranks(live, 2)) <= 1
+
+
+def test_the_router_s_weight_multiplies_the_input_where_the_layer_says_so() -> None:
+    def live(rank: int) -> float:
+        tensors = Tensors(config(top_k=1))
+        server = Server(rank, 2)
+        layer = server.layer(tensors, apply_router_weight_on_input=True)
+        x, (ids, _) = tensors.draw(9, HIDDEN), tensors.routing(9)
+        weights = torch.rand(9, 1, generator=tensors.generator)
+        y = server.forward(layer, x, ids, weights)
+        return tensors.error(y, x * weights, ids, torch.ones(9, 1))
+
+    assert max(on_ranks(live, 2)) <= 1
+
+
+def test_another_backend_is_left_as_it_is() -> None:
+    def live(rank: int) -> tuple[str, bool]:
+        layer = Server(rank, 2, backend="triton").layer(Tensors(config()))
+        return layer.runner_backend.value, layer.dispatcher.skip_local_expert_mapping
+
+    assert on_ranks(live, 2) == [("triton", False)] * 2
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"moe_tp_size": 2}, {}, "moe_tp_size is 2.*--ep-size equal to --tp-size"),
+    ({"a2a_backend": "deepep"}, {}, "moe_a2a_backend is 'deepep'"),
+    ({"enable_eplb": True}, {}, "enable_eplb is True"),
+    ({"enable_lora": True}, {}, "enable_lora is True.*merge"),
+    ({"tbo_enabled": True}, {}, "enable_two_batch_overlap is True"),
+    ({}, {"num_fused_shared_experts": 1}, "num_fused_shared_experts is 1.*--disable-shared"),
+    ({}, {"no_combine": True}, "no_combine is True"),
+    ({}, {"with_bias": True}, "with_bias is True"),
+    ({}, {"gemm1_alpha": 1.702}, "gemm1_alpha is 1.702"),
+    ({}, {"gemm1_clamp_limit": 7.0}, "gemm1_clamp_limit is 7.0"),
+    ({}, {"activation": "situ"}, "activation is 'situ'.*'silu'"),
+    ({}, {"activation": "gelu"}, "activation is 'gelu'"),
+    ({}, {"apply_router_weight_on_input": True}, "apply_router_weight_on_input with top_k is 2"),
+]
+
+
+@pytest.mark.parametrize(("told", "changes", "sentence"), REFUSED, ids=lambda v: str(v)[:40])
+def test_what_cannot_be_done_is_refused_by_name_value_and_remedy(
+    told: dict[str, Any], changes: dict[str, Any], sentence: str
+) -> None:
+    def live(rank: int) -> None:
+        Server(rank, **told).layer(Tensors(config()), **changes)
+
+    with pytest.raises(ValueError, match=sentence) as raised:
+        on_ranks(live, 1)
+    assert str(raised.value).isascii()
+    assert str(raised.value).startswith("SGLang with --moe-runner-backend moeos: ")
+
+
+@pytest.mark.parametrize("chosen", ["moeos", "deep_gemm"])
+def test_a_quantised_layer_is_refused_whichever_runner_it_takes(chosen: str) -> None:
+    def live(rank: int) -> None:
+        server = Server(rank)
+        from sglang.srt.layers.moe.moe_runner import MoeRunner
+        from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+        from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+        class Fp8MoEMethod(UnquantizedFusedMoEMethod):
+            def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+                backend = resolve_moe_runner_backend(chosen)
+                self.runner = MoeRunner(backend, moe_runner_config)
+
+        server.layer(Tensors(config()), quant_method=Fp8MoEMethod())
+
+    with pytest.raises(ValueError, match=r"quant_method is 'Fp8MoEMethod'.*bfloat16"):
+        on_ranks(live, 1)
