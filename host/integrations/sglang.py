@@ -36,7 +36,7 @@ try:
         is_tbo_enabled,
     )
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.runtime_context import get_exec, get_lora, get_parallel, get_server_args
+    from sglang.srt.runtime_context import get_exec, get_lora, get_parallel, get_schedule
     from sglang.srt.utils import is_cuda
 except ImportError as error:
     raise shared.missing("sglang", "sglang", VERSION) from error
@@ -71,11 +71,11 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
         """Makes the world, with the first layer, and the experts. Collective over the group."""
         refuse_unsupported(config)
         super().__init__(config)
-        parallel, args = get_parallel(), get_server_args()
+        parallel, schedule = get_parallel(), get_schedule()
         ranks = parallel.moe_ep_size
-        tokens = args.chunked_prefill_size
+        tokens = schedule.chunked_prefill_size
         if tokens is None or tokens <= 0:
-            tokens = args.max_prefill_tokens
+            tokens = schedule.max_prefill_tokens
         group = parallel.moe_ep_group.cpu_group if ranks > 1 else None
         backend = "cuda" if is_cuda() else "twin"
         world = shared.world_of(group, backend, shared.SERVER_DEADLINE)

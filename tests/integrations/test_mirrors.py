@@ -44,10 +44,6 @@ MOVED = {
         "vllm/distributed/communication_op.py",
     ),
     "vllm/platforms.py": ("vllm/platforms/interface.py",),
-    "sglang/srt/runtime_context.py": (
-        "sglang/srt/runtime_context.py",
-        "sglang/srt/server_args.py",
-    ),
     f"{_STAGES}/passthrough.py": (f"{_STAGES}/passthrough.py", f"{_STAGES}/no_dp_ep.py"),
 }
 """File of a stand-in -> where the library has what is in it, if not in the file of that name."""

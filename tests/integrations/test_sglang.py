@@ -37,8 +37,7 @@ class Server:
             moe_tp_size=context.pop("moe_tp_size", 1),
             moe_ep_group=self.group,
         )
-        prefill = context.pop("chunked_prefill_size", PREFILL)
-        told.server_args = runtime_context.ServerArgs(chunked_prefill_size=prefill)
+        told.schedule.chunked_prefill_size = PREFILL
         told.flags.moe.runner_backend = backend
         told.flags.moe.a2a_backend = context.pop("a2a_backend", "none")
         told.flags.moe.tbo_enabled = context.pop("tbo_enabled", False)

@@ -31,15 +31,9 @@ class ParallelContext:
     moe_ep_group: Any = None
 
 
-@dataclasses.dataclass
-class ServerArgs:
-    chunked_prefill_size: int | None = None
-    max_prefill_tokens: int = 16384
-
-
 CONTEXT = SimpleNamespace(
     parallel=ParallelContext(),
-    server_args=ServerArgs(),
+    schedule=SimpleNamespace(chunked_prefill_size=None, max_prefill_tokens=16384),
     exec=SimpleNamespace(moe=SimpleNamespace(enable_eplb=False)),
     lora=SimpleNamespace(enable_lora=False, lora_paths=None),
     flags=SimpleNamespace(
@@ -53,8 +47,8 @@ def get_parallel() -> Any:
     return CONTEXT.parallel
 
 
-def get_server_args() -> Any:
-    return CONTEXT.server_args
+def get_schedule() -> Any:
+    return CONTEXT.schedule
 
 
 def get_exec() -> Any:
