@@ -197,7 +197,7 @@ def moe(
         rows = x[token] @ w1[expert].double().T
         if b1 is not None:
             rows = rows + b1[expert].double()
-        rows = _activate(rows, cfg) @ w2[expert].double().T
+        rows = activate(rows, cfg) @ w2[expert].double().T
         if b2 is not None:
             rows = rows + b2[expert].double()
         y = y.index_add(0, token, topk_weights[token, j, None] * rows)
@@ -246,8 +246,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
-    """[n, w1_rows] -> [n, I]."""
+def activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
+    """[n, w1_rows] -> [n, I], in the dtype of `rows`: what lies between the GEMMs of an expert."""
     curve, limit = _CURVES[cfg.formula.curve], cfg.resolved_swiglu_limit
     alpha = cfg.resolved_swiglu_alpha
     if not cfg.gated:

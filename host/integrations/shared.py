@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
@@ -23,7 +24,7 @@ SERVER_DEADLINE = 300.0
 
 _lock = threading.Lock()
 _worlds: dict[
-    tuple[int, str], tuple[Any, World]
+    tuple[int, str, str], tuple[Any, World]
 ] = {}  # with its group, so that no other has its id
 _experts: dict[tuple[int, MoEConfig], Experts] = {}
 
@@ -50,21 +51,29 @@ def activation_of(where: str, name: str, table: Mapping[str, str]) -> Activation
     return cast(Activation, table[name])
 
 
-def world_of(group: dist.ProcessGroup | None, backend: str, deadline: float) -> World:
-    """The one world of a process group in this process; without a group that of it alone.
+def world_of(
+    group: dist.ProcessGroup | None,
+    backend: str,
+    deadline: float,
+    device: torch.device | None = None,
+) -> World:
+    """The one world of a process group in this process; without a group that of it alone. With a
+    device, as of `moeos.init`, the one that it has there.
 
     Collective over the group where it is made: at the first call, and after it was closed. It lives
     until the process ends.
     """
     with _lock:
-        key = (id(group), backend)
+        key = (id(group), backend, str(device))
         _, world = _worlds.get(key, (None, None))
         if world is None or world.closed:
             if group is None:
                 alone = HashStore()
-                world = moeos.init(backend, rank=0, size=1, store=alone, deadline=deadline)
+                world = moeos.init(
+                    backend, rank=0, size=1, store=alone, device=device, deadline=deadline
+                )
             else:
-                world = moeos.init(backend, group=group, deadline=deadline)
+                world = moeos.init(backend, group=group, device=device, deadline=deadline)
             _worlds[key] = (group, world)
         return world
 

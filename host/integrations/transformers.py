@@ -1,0 +1,293 @@
+"""The adapter for transformers: `set_experts_implementation("moeos")` runs a model's experts.
+
+transformers lets a function take the place of what an experts module computes, and a class the
+place of how ranks that share the experts exchange tokens. `register` names both "moeos". This file
+knows transformers' interfaces of `VERSION` and `moeos.Experts`, and nothing of how ranks talk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed import all_gather_into_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from moeos.config import MoEConfig
+from moeos.experts import Experts
+from moeos.integrations import formula_of, shared, transformers_weights
+
+VERSION = "5.24.0"
+"""The version of transformers whose interfaces this was written for."""
+
+OLDEST = "5.23"
+"""The oldest one that has them."""
+
+try:
+    import transformers  # noqa: F401 - what is missing is one thing, and what is too old another
+except ImportError as error:
+    raise shared.missing("transformers", "transformers", VERSION) from error
+try:
+    from transformers.distributed.expert_parallel import (
+        EPImplementation,
+        EPImplementationInterface,
+    )
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    from transformers.integrations.moe import ExpertsInterface
+except ImportError as error:
+    raise ImportError(
+        f"moeos.integrations.transformers needs transformers {OLDEST} or newer, and this is "
+        f"{importlib.metadata.version('transformers')}: pip install 'transformers>={OLDEST}'"
+    ) from error
+
+NAME = "moeos"
+"""What the implementations are called."""
+
+MAX_TOKENS = 8192
+"""The most tokens of a rank in one call, where `register` does not say."""
+
+WHERE = "transformers with moeos"
+
+_WORKS = {
+    True: "'silu' and 'gelu_pytorch_tanh' do, clamped or not, and gpt-oss'",
+    False: "'relu2', 'relu', 'silu', 'gelu' and 'gelu_pytorch_tanh' do",
+}
+"""Activations, by whether the experts are gated."""
+
+_SAID_IN = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+"""Where configs have the name of the activation."""
+
+_READY = "_moeos_ready"
+"""The attribute of a module in which its `_Ready` lies."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    max_tokens: int = MAX_TOKENS
+    deadline: float = shared.SERVER_DEADLINE
+
+
+_options = _Options()
+
+
+def register(max_tokens: int = MAX_TOKENS, deadline: float = shared.SERVER_DEADLINE) -> None:
+    """Makes "moeos" an experts implementation and an implementation of expert parallelism.
+
+    Then `model.set_experts_implementation("moeos")` has this process alone compute the experts,
+    also under a launcher; and `DistributedConfig(..., ep_implementation="moeos")` the ranks of the
+    mesh "ep" together. docs/integrations.md says what is refused. May be called again: the last
+    call counts, from each model's next call on.
+
+    Args:
+        max_tokens: the most tokens that one rank may pass in one call; sizes all buffers. A longer
+            batch is cut into several calls where a process is alone, and refused elsewhere.
+        deadline: seconds that a rank waits for another one in a call.
+    """
+    global _options
+    _options = _Options(max_tokens, deadline)
+    ExpertsInterface.register(NAME, experts_forward)
+    FP8ExpertsInterface.register(NAME, _refuse_fp8)
+    EPImplementationInterface.register(NAME, MoeosEP)
+
+
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What an experts module computes, by this process alone: [S, H] -> [S, H]."""
+    return _call(self, None, hidden_states, top_k_index, top_k_weights)
+
+
+def _refuse_fp8(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise shared.refusal(
+        _where(self),
+        "the experts' quantisation",
+        "fp8",
+        "FineGrainedFP8Config(dequantize=True) does, or another experts_implementation",
+    )
+
+
+class MoeosEP(EPImplementation):
+    """Experts that the ranks of the mesh "ep" hold, each of them E / P, and compute together.
+
+    Ranks of the mesh "tp" hold one batch: each passes its part on, and all gather the results.
+    """
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        _refuse(experts)
+        self._module = experts
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[S, H] -> [S, H]. Collective over "ep"."""
+        group = self.ep_mesh.get_group()
+        if isinstance(self._module, FSDPModule) and not transformers_weights.is_in_place(
+            self._module
+        ):
+            raise shared.refusal(
+                _where(self._module),
+                "fsdp_size beside transposed or interleaved experts",
+                self.ep_mesh.size() // self.tp_mesh.size(),
+                "tp_size = ep_size does: FSDP gathers weights anew in each call, and these have to "
+                "be moved once",
+            )
+        ranks = self.tp_mesh.size()
+        if ranks == 1:
+            return _call(self._module, group, hidden_states, top_k_index, top_k_weights)
+        rows = hidden_states.shape[0]
+        first, end, most = shared.part(rows, self.tp_mesh.get_local_rank(), ranks)
+        _require_room(self._module, most)
+        mine = hidden_states.new_zeros(most, hidden_states.shape[-1])
+        mine[: end - first] = _call(
+            self._module,
+            group,
+            hidden_states[first:end],
+            top_k_index[first:end],
+            top_k_weights[first:end],
+        )
+        whole = mine.new_empty(most * ranks, mine.shape[-1])
+        all_gather_into_tensor(whole, mine, group=self.tp_mesh.get_group())
+        return whole[:rows]
+
+
+class _Ready:
+    """A module's experts, and for what they were made. A pickle has neither."""
+
+    def __init__(self, key: tuple[Any, ...], experts: Experts) -> None:
+        self.key = key
+        self.experts = experts
+
+    def __reduce__(self) -> Any:
+        return _not_ready, ()
+
+
+def _not_ready() -> None:
+    return None
+
+
+def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The experts' weighted sum for each token of x [S, H]. Collective over `group`."""
+    own = getattr(module, transformers_weights.names_of(module)[0])
+    key = (_options, ids.shape[-1], own.dtype, own.device)
+    ready = getattr(module, _READY, None)
+    if ready is None or ready.key != key:
+        ready = _Ready(key, _made(module, group, ids.shape[-1]))
+        setattr(module, _READY, ready)
+    experts = ready.experts
+    rows, most = x.shape[:-1].numel(), experts.cfg.max_tokens
+    if group is not None:
+        _require_room(module, rows)
+    pieces = max(1, -(-rows // most))
+    with _device_of(x):
+        y = experts(x, ids, weights, *transformers_weights.weights_of(module), pieces=pieces)
+    return y.to(x.dtype)
+
+
+def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes the GPU of x the current one, where a model lies on several."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
+
+
+def _made(module: Any, group: Any, top_k: int) -> Experts:
+    """The experts of a module's first call. Collective over `group`."""
+    if torch.compiler.is_compiling():
+        raise shared.refusal(
+            _where(module), "the first call", "compiled", "a call before torch.compile does"
+        )
+    fields = _refuse(module)
+    w1, w2, *_ = transformers_weights.weights_of(module)
+    device = w1.device
+    if device.type not in ("cpu", "cuda"):
+        raise shared.refusal(
+            _where(module), "the weights' device", str(device), "the CPU and a GPU of NVIDIA do"
+        )
+    backend = "cuda" if device.type == "cuda" else "twin"
+    world = shared.world_of(group, backend, _options.deadline, device)
+    try:
+        cfg = MoEConfig(
+            hidden=w2.shape[1],
+            intermediate=w2.shape[2],
+            experts=w1.shape[0] * world.size,
+            top_k=top_k,
+            dtype=w1.dtype,
+            max_tokens=_options.max_tokens,
+            bias=module.has_bias,
+            routing="caller",
+            **fields,
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_where(module)}: {error}") from None
+    with _device_of(w1):
+        return shared.experts_of(cfg, world)
+
+
+def _require_room(module: Any, rows: int) -> None:
+    """`ValueError` for more tokens than one call takes."""
+    if rows > _options.max_tokens:
+        raise shared.refusal(
+            _where(module),
+            "tokens of a rank in a call",
+            rows,
+            f"at most max_tokens do, {_options.max_tokens}: register(max_tokens={rows}) or more on "
+            "all ranks",
+        )
+
+
+def _refuse(module: Any) -> dict[str, Any]:
+    """The fields of a config that a module's code decides. `ValueError` for what has none."""
+    if module.has_post_expert_norm:
+        raise shared.refusal(
+            _where(module), "has_post_expert_norm", True, "experts without a norm of their own do"
+        )
+    names = transformers_weights.names_of(module)
+    for name, weight in module.named_parameters(recurse=False):
+        if name not in names:
+            raise shared.refusal(
+                _where(module), "a parameter", name, f"experts with {', '.join(names)} alone do"
+            )
+        if isinstance(weight, DTensor) and any(part.is_shard() for part in weight.placements):
+            cut = [part for part in weight.placements if part.is_shard() and part.dim != 0]
+            if cut:
+                raise shared.refusal(
+                    _where(module), f"placements of {name}", cut, "whole experts do: ep_size"
+                )
+    fields = formula_of.fields_of(
+        lambda rows: _between(module, rows),
+        module.has_gate,
+        [getattr(module, name) for name in ("limit", "swiglu_limit") if _is_number(module, name)],
+        [getattr(module, name) for name in ("alpha", "swiglu_alpha") if _is_number(module, name)],
+    )
+    if fields is None:
+        said = [name for name in _SAID_IN if getattr(module.config, name, None) is not None]
+        raise shared.refusal(
+            _where(module),
+            said[0] if said else "the activation",
+            getattr(module.config, said[0]) if said else type(module)._apply_gate.__qualname__,
+            _WORKS[module.has_gate],
+        )
+    return fields
+
+
+def _between(module: Any, rows: Tensor) -> Tensor:
+    """What lies between the two matrices, for gate, then up."""
+    if not module.has_gate:
+        activated: Tensor = module.act_fn(rows)
+        return activated
+    inner = rows if module.is_concatenated else transformers_weights.interleaved(rows)
+    gated: Tensor = module._apply_gate(inner)
+    return gated
+
+
+def _is_number(module: Any, name: str) -> bool:
+    value = getattr(module, name, None)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _where(module: Any) -> str:
+    return f"{WHERE}, {type(module).__name__}"
