@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed import all_gather_into_tensor
+from torch.distributed import all_gather
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -149,9 +149,9 @@ class MoeosEP(EPImplementation):
             top_k_index[first:end],
             top_k_weights[first:end],
         )
-        whole = mine.new_empty(most * ranks, mine.shape[-1])
-        all_gather_into_tensor(whole, mine, group=self.tp_mesh.get_group())
-        return whole[:rows]
+        whole = mine.new_empty(ranks, most, mine.shape[-1])
+        all_gather(list(whole.unbind()), mine, group=self.tp_mesh.get_group())
+        return whole.flatten(0, 1)[:rows]
 
 
 class _Ready:

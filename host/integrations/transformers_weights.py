@@ -91,16 +91,17 @@ def _of_outputs(module: Any, name: str, order: Callable[[Tensor], Tensor]) -> Te
     return order(tensor.transpose(1, 2)).transpose(1, 2)
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Gives a parameter other memory. Where expert parallelism has put the local part of one in its
-    place, transformers makes the whole of what it finds there afterwards.
+def _put(module: Any, name: str, tensor: Tensor) -> None:
+    """Gives a parameter other memory.
+
+    In a call with expert parallelism the local part of a parameter stands in its place, and would
+    be forgotten after the call. What is new there, transformers makes the whole parameter of.
     """
     old = module._parameters[name]
-    assert old is not None
-    if isinstance(old, nn.Parameter):
-        old.data = tensor
-    else:
+    if module._is_expert_parallel:
         module._parameters[name] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    else:
+        old.data = tensor
 
 
 class _Reordered:

@@ -1,0 +1,404 @@
+"""The transformers adapter: models, experts and expert parallelism, compared with "eager"."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.integrations import finegrained_fp8
+
+import moeos.integrations.transformers as adapter
+from moeos import reference
+from moeos.checkpoints.families import FAMILIES
+from moeos.integrations import transformers_weights
+from tests.host.test_groups import in_processes
+from tests.integrations.families_of_transformers import (
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    experts_classes,
+    experts_of,
+)
+from tests.processes import free_port, torchrun_environment
+from tests.tiny_models import TINY, make
+
+LIMIT = 1e-5
+"""Relative error in float32."""
+
+VOCABULARY, NEW_TOKENS, MAX_TOKENS = 8, 6, 64
+
+WITHOUT_INTERFACE = ("llama4", "longcat_flash")
+"""Families whose experts transformers lets nobody take the place of."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    # `generate` asks a layer with attention how long the sequence is.
+    "qwen3_next": {"layer_types": ["full_attention"]},
+    "qwen3_5_moe": {"layer_types": ["full_attention"]},
+    "nemotron_h": {"layers_block_type": ["moe", "attention"], "num_hidden_layers": 2},
+}
+
+BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "deepseek_v4", "gpt_oss", "gemma4", "nemotron_h")
+"""Of a kind each: gated, grouped, clamped, transposed and interleaved, of gelu, without a gate."""
+
+
+def by_night(names: Any, of_default: Any) -> list[Any]:
+    return [
+        name if name in of_default else pytest.param(name, marks=pytest.mark.nightly)
+        for name in names
+    ]
+
+
+families = pytest.mark.parametrize(
+    "name", by_night([name for name in TINY if name not in WITHOUT_INTERFACE], BY_DEFAULT)
+)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    adapter.register()
+
+
+def tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model in float32 whose experts are "eager"."""
+    options = {"max_position_embeddings": 64} | CHANGES.get(name, {}) | changes
+    torch.manual_seed(seed)
+    _, model = make(name, **options)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+    return model
+
+
+def prompt(rows: int = 2, seed: int = 1) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def answer(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of a prompt, and the tokens that follow it one by one."""
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids).logits
+        tokens = model.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    assert isinstance(tokens, Tensor)
+    return logits, tokens
+
+
+def experts_modules(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+@families
+def test_a_model_of_each_family_answers_as_eager_does(name: str) -> None:
+    model, ids = tiny(name), prompt()
+    logits, tokens = answer(model, ids)
+    model.set_experts_implementation("moeos")
+    ours, our_tokens = answer(model, ids)
+    assert all(hasattr(module, adapter._READY) for module in experts_modules(model))
+    assert reference.relative_error(ours, logits) <= LIMIT
+    assert torch.equal(our_tokens, tokens)
+    model.set_experts_implementation("eager")
+    assert reference.relative_error(answer(model, ids)[0], logits) <= LIMIT
+
+
+def test_the_families_without_an_interface_are_those_that_are_named() -> None:
+    names = [name for name in TINY if not experts_modules(make(name)[1])]
+    assert names == list(WITHOUT_INTERFACE)
+    assert {TINY[name].family for name in TINY} == FAMILIES.keys()
+
+
+REFUSED = {
+    "MuseSparkExperts": "has_post_expert_norm is True",
+    "Inkling2Experts": "hidden_act is 'silu'",
+    "Inkling2LoopExperts": "hidden_act is 'silu'",
+}
+
+
+@pytest.mark.nightly
+def test_each_experts_class_of_transformers_computes_as_eager_or_is_refused_by_name() -> None:
+    classes = experts_classes()
+    assert len(classes) >= 60
+    refused = set()
+    for cls in classes:
+        module = experts_of(cls)
+        x, ids, weights = tokens_for(module)
+        with torch.no_grad():
+            expected = module(x, ids, weights)
+            module.config._experts_implementation = "moeos"
+            if cls.__name__ in REFUSED:
+                with pytest.raises(ValueError, match=f"{cls.__name__}: {REFUSED[cls.__name__]}"):
+                    module(x, ids, weights)
+                refused.add(cls.__name__)
+                continue
+            actual = module(x, ids, weights)
+        assert reference.relative_error(actual, expected) <= LIMIT, cls.__name__
+    assert refused == REFUSED.keys()
+
+
+def tokens_for(module: Any, rows: int = 37, seed: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, HIDDEN, generator=generator)
+    ids = torch.rand(rows, EXPERTS, generator=generator).topk(TOP_K).indices
+    return x, ids, torch.rand(rows, TOP_K, generator=generator)
+
+
+def gpt_oss() -> Any:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    return experts_of(GptOssExperts)
+
+
+def qwen3() -> Any:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    return experts_of(Qwen3MoeExperts)
+
+
+def by(module: Any, implementation: str, *tokens: Tensor) -> Tensor:
+    module.config._experts_implementation = implementation
+    with torch.no_grad():
+        y: Tensor = module(*tokens)
+    return y
+
+
+def test_weights_that_were_moved_once_are_right_for_all_that_reads_them() -> None:
+    module, fresh = gpt_oss(), gpt_oss()
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
+    tokens = tokens_for(module)
+    expected = by(module, "eager", *tokens)
+    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
+    moved = module.gate_up_proj.data_ptr()
+    assert transformers_weights.is_in_place(module)
+    for implementation in ("eager", "batched_mm", "grouped_mm", "moeos"):
+        y = by(module, implementation, *tokens)
+        assert reference.relative_error(y, expected) <= LIMIT, implementation
+    assert module.gate_up_proj.data_ptr() == moved
+    for name, weight in module.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    fresh.load_state_dict({name: 2 * weight for name, weight in before.items()})
+    doubled = by(fresh, "eager", *tokens)
+    module.load_state_dict(fresh.state_dict())
+    for implementation in ("moeos", "eager"):
+        y = by(module, implementation, *tokens)
+        assert reference.relative_error(y, doubled) <= LIMIT, implementation
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_of_a_module_whose_weights_were_moved_compute_the_same(how: str) -> None:
+    module = gpt_oss()
+    tokens = tokens_for(module)
+    expected = by(module, "moeos", *tokens)
+    if how == "deepcopy":
+        copied = copy.deepcopy(module)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(module))
+    else:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        module.gate_up_proj.zero_()
+    for implementation in ("moeos", "eager"):
+        y = by(copied, implementation, *tokens)
+        assert reference.relative_error(y, expected) <= LIMIT, implementation
+    assert copied.state_dict().keys() == module.state_dict().keys()
+
+
+def test_layers_of_one_shape_share_their_experts_and_ids_beyond_them_are_unused() -> None:
+    one, other = qwen3(), qwen3()
+    x, ids, weights = tokens_for(one)
+    ids[0, 0] = EXPERTS  # as transformers marks what another rank computes
+    expected = by(one, "eager", x, ids, weights)
+    assert reference.relative_error(by(one, "moeos", x, ids, weights), expected) <= LIMIT
+    assert reference.relative_error(by(other, "moeos", x, ids, weights), expected) <= LIMIT
+    assert one._moeos_ready.experts is other._moeos_ready.experts
+
+
+def test_a_process_alone_cuts_a_long_batch() -> None:
+    adapter.register(max_tokens=8)
+    module = qwen3()
+    tokens = tokens_for(module, rows=37)
+    expected = by(module, "eager", *tokens)
+    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
+    assert module._moeos_ready.experts.cfg.max_tokens == 8
+    adapter.register()
+    by(module, "moeos", *tokens)
+    assert module._moeos_ready.experts.cfg.max_tokens == adapter.MAX_TOKENS
+
+
+def test_a_module_that_is_cast_after_a_call_computes_in_its_new_dtype() -> None:
+    module = gpt_oss()
+    x, ids, weights = tokens_for(module)
+    by(module, "moeos", x, ids, weights)
+    module.bfloat16()
+    y = by(module, "moeos", x.bfloat16(), ids, weights.bfloat16())
+    assert y.dtype == torch.bfloat16
+    expected = by(module, "eager", x.bfloat16(), ids, weights.bfloat16())
+    assert reference.relative_error(y, expected) <= 1e-2
+
+
+def test_without_expert_parallelism_the_world_is_this_process_under_a_launcher_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in torchrun_environment(1, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    adapter.register(max_tokens=24)  # which no other test has made experts for
+    module = qwen3()
+    tokens = tokens_for(module)
+    expected = by(module, "eager", *tokens)
+    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
+    assert module._moeos_ready.experts.world.size == 1
+
+
+def test_a_model_is_compiled_whole_behind_its_first_call() -> None:
+    module = qwen3()
+    tokens = tokens_for(module)
+    module.config._experts_implementation = "moeos"
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        with pytest.raises(Exception, match=r"a call before torch\.compile does"):
+            compiled(*tokens)
+        torch._dynamo.reset()
+        expected = module(*tokens)
+        assert torch.equal(compiled(*tokens), expected)
+
+
+def refused_activation() -> Any:
+    module = qwen3()
+    module.config.hidden_act = "gelu"
+    module.act_fn = nn.GELU()
+    return module
+
+
+def with_another_parameter() -> Any:
+    module = qwen3()
+    module.scale = nn.Parameter(torch.ones(EXPERTS))
+    return module
+
+
+def with_a_norm() -> Any:
+    module = qwen3()
+    module.has_post_expert_norm = True
+    return module
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "said"),
+    [
+        (refused_activation, ValueError, "hidden_act is 'gelu', .*'silu' and 'gelu_pytorch_tanh'"),
+        (with_another_parameter, ValueError, "a parameter is 'scale', .*gate_up_proj, down_proj"),
+        (with_a_norm, ValueError, "has_post_expert_norm is True"),
+        (lambda: qwen3().double(), ValueError, "dtype is torch.float64; it must be one of"),
+        (lambda: qwen3().to("meta"), ValueError, "device is 'meta', .*the CPU and a GPU"),
+    ],
+    ids=["activation", "parameter", "norm", "dtype", "device"],
+)
+def test_what_moeos_does_not_compute_is_refused_by_one_sentence(
+    made: Any, error: type[Exception], said: str
+) -> None:
+    module = made()
+    tokens = tokens_for(module)
+    with pytest.raises(error, match=rf"transformers with moeos, Qwen3MoeExperts: .*{said}"):
+        by(module, "moeos", *tokens)
+
+
+def test_a_gradient_is_refused() -> None:
+    module = qwen3()
+    module.config._experts_implementation = "moeos"
+    module.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"has no backward.*torch.no_grad"):
+        module(*tokens_for(module))
+
+
+def test_quantised_experts_are_refused() -> None:
+    function = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface("moeos", lambda: None)
+    with pytest.raises(ValueError, match=r"quantisation is 'fp8'.*dequantize=True"):
+        function(qwen3())
+
+
+# --- Ranks ---
+
+
+def on_ranks(
+    name: str, folder: Path, ranks: int, distinct: bool, ids: Tensor, **how: Any
+) -> list[dict[str, Any]]:
+    """What a model in `folder` answers on ranks that share its experts."""
+    sizes = {"fsdp_size" if distinct else "tp_size": ranks, "ep_size": ranks}
+    cls = type(make(name, **CHANGES.get(name, {}))[1])
+
+    def live(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
+        adapter.register(max_tokens=how.get("max_tokens", MAX_TOKENS), deadline=60.0)
+        config = DistributedConfig(ep_implementation="moeos", **sizes)
+        model = cls.from_pretrained(folder, distributed_config=config).eval()
+        mine = ids[rank : rank + 1] if distinct else ids
+        logits, tokens = answer(model, mine)
+        modules = experts_modules(model)
+        return {
+            "logits": logits.numpy(),
+            "tokens": tokens.numpy(),
+            "worlds": {module._moeos_ready.experts.world.size for module in modules},
+        }
+
+    outcomes = in_processes(live, ranks, 120.0)
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            raise AssertionError(f"rank {rank} died without a word")
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+PARALLEL = {"num_attention_heads": 4, "num_key_value_heads": 4}
+"""That the ranks' tensor-parallel attention can divide."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "distinct"),
+    [
+        ("qwen3_moe", 2, False),
+        ("qwen3_moe", 2, True),
+        ("gpt_oss", 2, False),
+        pytest.param("qwen3_moe", 4, False, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", 4, True, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", 4, False, marks=pytest.mark.nightly),
+        *(
+            pytest.param(name, 2, distinct, marks=pytest.mark.nightly)
+            for name in ("mixtral", "olmoe", "glm4_moe", "minimax_m2")
+            for distinct in (False, True)
+        ),
+    ],
+)
+def test_ranks_that_share_the_experts_answer_as_one_does(
+    name: str, ranks: int, distinct: bool, tmp_path: Path
+) -> None:
+    model, ids = tiny(name, **PARALLEL), prompt(4)
+    model.save_pretrained(tmp_path)
+    logits, tokens = answer(model, ids)
+    for rank, outcome in enumerate(on_ranks(name, tmp_path, ranks, distinct, ids)):
+        rows = slice(rank, rank + 1) if distinct else slice(None)
+        ours = torch.from_numpy(outcome["logits"])
+        assert reference.relative_error(ours, logits[rows]) <= LIMIT
+        assert torch.equal(torch.from_numpy(outcome["tokens"]), tokens[rows])
+        assert outcome["worlds"] == {ranks}
+
+
+def test_ranks_refuse_a_batch_that_is_too_long_alike_and_say_what_works(tmp_path: Path) -> None:
+    tiny("qwen3_moe", **PARALLEL).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"tokens of a rank in a call is 14.*max_tokens=14"):
+        on_ranks("qwen3_moe", tmp_path, 2, False, prompt(4), max_tokens=8)
+
+
+def test_experts_that_fsdp_gathers_and_that_must_be_moved_are_refused(tmp_path: Path) -> None:
+    tiny("gpt_oss", **PARALLEL).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"GptOssExperts: fsdp_size beside .*tp_size = ep_size"):
+        on_ranks("gpt_oss", tmp_path, 2, True, prompt(2))
