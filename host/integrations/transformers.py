@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import all_gather
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard
 
 from moeos.config import MoEConfig
 from moeos.experts import Experts
@@ -251,12 +251,11 @@ def _refuse(module: Any) -> dict[str, Any]:
             raise shared.refusal(
                 _where(module), "a parameter", name, f"experts with {', '.join(names)} alone do"
             )
-        if isinstance(weight, DTensor) and any(part.is_shard() for part in weight.placements):
-            cut = [part for part in weight.placements if part.is_shard() and part.dim != 0]
-            if cut:
-                raise shared.refusal(
-                    _where(module), f"placements of {name}", cut, "whole experts do: ep_size"
-                )
+        cut = [part for part in getattr(weight, "placements", ()) if _cuts_experts(part)]
+        if cut:
+            raise shared.refusal(
+                _where(module), f"placements of {name}", cut, "whole experts do: ep_size"
+            )
     fields = formula_of.fields_of(
         lambda rows: _between(module, rows),
         module.has_gate,
@@ -282,6 +281,10 @@ def _between(module: Any, rows: Tensor) -> Tensor:
     inner = rows if module.is_concatenated else transformers_weights.interleaved(rows)
     gated: Tensor = module._apply_gate(inner)
     return gated
+
+
+def _cuts_experts(placement: Any) -> bool:
+    return isinstance(placement, Shard) and placement.dim != 0
 
 
 def _is_number(module: Any, name: str) -> bool:

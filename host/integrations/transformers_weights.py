@@ -7,15 +7,11 @@ parameters, and so that all else still finds what it had. It knows no world and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-MATRICES = ("gate_up_proj", "down_proj")
-"""Of a module whose experts are gated; `up_proj` takes the place of the first in others."""
 
 
 class Weights(NamedTuple):
@@ -58,12 +54,14 @@ def weights_of(module: Any) -> Weights:
 
 def gate_then_up(interleaved: Tensor) -> Tensor:
     """[..., 2I] gate 0, up 0, gate 1, ... -> [..., 2I] all gates, then all ups."""
-    return interleaved.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    pairs: Tensor = interleaved.unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).flatten(-2)
 
 
 def interleaved(gate_then_up: Tensor) -> Tensor:
     """The inverse of `gate_then_up`."""
-    return gate_then_up.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    columns: Tensor = gate_then_up.unflatten(-1, (2, -1))
+    return columns.transpose(-1, -2).flatten(-2)
 
 
 def _rows(module: Any, name: str) -> Tensor:
@@ -137,10 +135,15 @@ class _Reordered:
         return _empty, (self._original,), self.__dict__
 
 
-@functools.cache
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _reordered(original: type[nn.Module]) -> type[nn.Module]:
-    name = original.__name__
-    return type(name, (_Reordered, original), {"_original": original})
+    """The class of modules of this class whose columns were reordered: one, for all of them."""
+    if original not in _classes:
+        bases = (_Reordered, original)
+        _classes[original] = type(original.__name__, bases, {"_original": original})
+    return _classes[original]
 
 
 def _empty(original: type[nn.Module]) -> nn.Module:
