@@ -21,6 +21,7 @@ PURPOSES: Mapping[str, str] = {
     "sglang": "`moeos.integrations.sglang`, in an environment of its own",
     "test": "`launch/test` and `launch/nightly`",
     "torchtitan": "`moeos.integrations.torchtitan`",
+    "transformers": "`moeos.integrations.transformers`",
     "vllm": "`moeos.integrations.vllm`, in an environment of its own",
 }
 """By the name of the extra; README's table shows the same."""

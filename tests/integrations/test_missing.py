@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 
@@ -31,3 +33,19 @@ def test_servers_find_the_plugins_by_their_entry_points() -> None:
     for group, module in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
         found = importlib.metadata.entry_points(group=group, name="moeos")
         assert {point.value for point in found} == {f"moeos.integrations.{module}:register"}
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("transformers", "needs transformers, which cannot be imported here; install it"),
+        ("transformers.distributed.expert_parallel", "needs transformers 5.23 or newer, and this"),
+    ],
+)
+def test_the_adapter_for_transformers_says_what_is_missing_or_too_old(gone: str, said: str) -> None:
+    program = f"import sys; sys.modules[{gone!r}] = None; import moeos.integrations.transformers"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    assert f"ImportError: moeos.integrations.transformers {said}" in ended.stderr

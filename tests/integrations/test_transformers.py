@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations import finegrained_fp8
 
 import moeos.integrations.transformers as adapter
@@ -28,7 +29,7 @@ from tests.integrations.families_of_transformers import (
     experts_classes,
     experts_of,
 )
-from tests.processes import free_port, torchrun_environment
+from tests.processes import ROOT, free_port, torchrun_environment
 from tests.tiny_models import TINY, make
 
 LIMIT = 1e-5
@@ -322,6 +323,27 @@ def test_quantised_experts_are_refused() -> None:
     function = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface("moeos", lambda: None)
     with pytest.raises(ValueError, match=r"quantisation is 'fp8'.*dequantize=True"):
         function(qwen3())
+
+
+def test_the_lines_of_the_page_switch_moeos_on() -> None:
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    section = page.split("## transformers\n")[1].split("\n## ")[0]
+    switch = section.split("```python\n")[1].split("```")[0]
+    model, ids = tiny("qwen3_moe"), prompt()
+    logits, tokens = answer(model, ids)
+    exec(compile(switch, "docs/integrations.md", "exec"), {"model": model})
+    assert set(model.get_experts_implementation().values()) == {"moeos"}
+    ours, our_tokens = answer(model, ids)
+    assert reference.relative_error(ours, logits) <= LIMIT
+    assert torch.equal(our_tokens, tokens)
+    config = DistributedConfig(tp_size=8, ep_size=8, ep_implementation="moeos")
+    assert (
+        f"DistributedConfig(tp_size=8, ep_size=8, ep_implementation={adapter.NAME!r})".replace(
+            "'", '"'
+        )
+        in section
+    )
+    assert config.ep_implementation in EPImplementationInterface()
 
 
 # --- Ranks ---
