@@ -43,6 +43,7 @@ NOT_FOR_CALLERS = {
     "moeos.faults.FaultPlan.check_ranks": "init and virtual.run check the plan that they are given",
     "moeos.faults.StartDelay.draw": "LayerFaults draws",
     "moeos.layer.MoELayer.extra_repr": "torch.nn.Module prints with it",
+    "moeos.reference.activate": "adapters compare other libraries' activations with it",
     "moeos.world.TwinOptions.processors_for": "a World divides its host's cores",
     "moeos.world.World.allocate_heap": "an engine's memory",
     "moeos.world.World.note_workspace": "a Workspace is numbered",

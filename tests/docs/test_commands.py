@@ -37,6 +37,7 @@ EXCUSED = {
     "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B "
     "--moe-runner-backend moeos --tp-size 8 --ep-size 8": "needs SGLang, a model and GPUs",
     "pip install torchtitan moeos": "installs, in an environment of its own",
+    "pip install 'moeos[transformers]'": "installs",
     "--override.imports moeos.integrations.torchtitan.routed_experts": "an argument of torchtitan",
     "--override.imports 'moeos.integrations.torchtitan.routed_experts="
     '{"max_tokens": 16384}\'': "an argument of torchtitan",
