@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 from moeos.jit import INSTALL
@@ -21,6 +23,20 @@ def ask(answer: tuple[Any, ...]) -> Any:
     if int(answer[0]) != 0:
         raise RuntimeError(f"CUDA's driver failed: {answer[0].name}")
     return answer[1] if len(answer) == 2 else None
+
+
+@contextlib.contextmanager
+def current(context: Any) -> Iterator[None]:
+    """Makes a context the thread's, and at the end the one before: it is also what PyTorch takes
+    for the thread's current device.
+    """
+    driver = load()
+    before = ask(driver.cuCtxGetCurrent())
+    ask(driver.cuCtxSetCurrent(context))
+    try:
+        yield
+    finally:
+        ask(driver.cuCtxSetCurrent(before))
 
 
 def function(library: Any, name: str) -> Any:

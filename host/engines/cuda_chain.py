@@ -107,8 +107,8 @@ class LaunchChain:
                 ask(driver.cuStreamSynchronize(last.stream))
             return True
 
-        ask(driver.cuCtxSetCurrent(self._context))
-        return self._relaxed(ended)
+        with cuda_driver.current(self._context):
+            return self._relaxed(ended)
 
     def _join_in(self, capture: int, stream: int) -> None:
         """The same for a launch that becomes part of a graph."""

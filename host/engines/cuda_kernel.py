@@ -80,8 +80,7 @@ class LoadedKernel:
 
     def unload(self) -> None:
         """Gives the kernel's memory back. No launch of it runs, and no graph has one."""
-        with contextlib.suppress(RuntimeError):
-            ask(self._driver.cuCtxSetCurrent(self._context))
+        with contextlib.suppress(RuntimeError), cuda_driver.current(self._context):
             if self._by_nvshmem:
                 forget_state(int(self._library))
             ask(self._driver.cuLibraryUnload(self._library))

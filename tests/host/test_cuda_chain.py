@@ -27,11 +27,17 @@ class Driver:
         self.busy: set[int] = set()
         self.asked: list[tuple[Any, ...]] = []
         self.events = 0
+        self.context = "the chain's"
 
     def cuCtxGetCurrent(self) -> tuple[int, str]:
-        return OK, "context"
+        return OK, self.context
 
     def cuCtxSetCurrent(self, context: str) -> tuple[int]:
+        self.context = context
+        return (OK,)
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[int]:
+        self.asked.append(("synchronize", stream, self.context))
         return (OK,)
 
     def cuEventCreate(self, flags: int) -> tuple[int, int]:
@@ -121,3 +127,23 @@ def test_launches_of_one_capture_on_two_streams_are_ordered_within_the_graph(
     assert chain.join(7)
     assert chain.join(8)
     assert driver.asked == [("record", 2, 7), ("wait", 2, 8)]
+
+
+def test_who_waits_for_launches_has_its_own_device_afterwards(driver: Driver) -> None:
+    chain = LaunchChain()
+    launch(chain, 1)
+    driver.context = "another device's"
+    driver.asked.clear()
+    assert chain.wait()
+    assert driver.asked == [("synchronize", 1, "the chain's")]
+    assert driver.context == "another device's"
+
+
+def test_a_context_is_put_back_also_behind_an_error(driver: Driver) -> None:
+    def fail() -> None:
+        with cuda_chain.cuda_driver.current("a kernel's"):
+            raise KeyError(driver.context)
+
+    with pytest.raises(KeyError, match="a kernel's"):
+        fail()
+    assert driver.context == "the chain's"
