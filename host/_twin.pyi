@@ -221,6 +221,8 @@ class Rank:
         x: int,
         gate: int,
         selection_bias: int,
+        router_bias: int,
+        expert_scale: int,
         topk_ids: int,
         topk_weights: int,
         w1: int,

@@ -17,7 +17,7 @@ from moeos.config import MoEConfig
 
 WEIGHTS = ("w1", "b1", "w2", "b2")
 """The tensors of a call that experts compute with, in the operator's order."""
-ROUTER = ("gate.weight", "gate.selection_bias")
+ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
 """Those that a router chooses with, in the operator's order behind the weights."""
 
 
@@ -51,10 +51,15 @@ def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...
 
 def expected_router(cfg: MoEConfig) -> tuple[Expected | None, ...]:
     """In the order of `ROUTER`; None where there is no such tensor."""
-    weight, bias = ROUTER
+    weight, *others = ROUTER
+    rows = cfg.router_rows
+    present = (cfg.selection_bias, cfg.router_bias, cfg.expert_scale)
     return (
-        Expected(weight, torch.Size((cfg.experts, cfg.hidden)), cfg.gate_dtype),
-        Expected(bias, torch.Size((cfg.experts,)), torch.float32) if cfg.selection_bias else None,
+        Expected(weight, torch.Size((rows, cfg.hidden)), cfg.gate_dtype),
+        *(
+            Expected(name, torch.Size((rows,)), torch.float32) if there else None
+            for name, there in zip(others, present, strict=True)
+        ),
     )
 
 

@@ -117,7 +117,7 @@ class Experts:
             topk_ids,
             topk_weights,
             tokens,
-            (w1, b1, w2, b2, None, None),
+            (w1, b1, w2, b2, None, None, None, None),
             out,
             pieces,
         )

@@ -209,6 +209,8 @@ class MoELayer(nn.Module):
             own.get("b2"),
             gate._parameters.get("weight"),
             gate._buffers.get("selection_bias"),
+            gate._parameters.get("bias"),
+            gate._buffers.get("expert_scale"),
         )
         return experts.run(
             self._caller, order, x, topk_ids, topk_weights, tokens, tensors, out, pieces

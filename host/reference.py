@@ -44,7 +44,13 @@ class Routing(NamedTuple):
 
 
 def route(
-    x: Tensor, gate_weight: Tensor, cfg: MoEConfig, selection_bias: Tensor | None = None
+    x: Tensor,
+    gate_weight: Tensor,
+    cfg: MoEConfig,
+    selection_bias: Tensor | None = None,
+    *,
+    router_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> Routing:
     """Choose and weigh the experts of each token.
 
@@ -68,16 +74,21 @@ def route(
             token's logits are not finite.
     """
     _check_shape("x", x, (len(x), cfg.hidden))
-    _check_shape("gate_weight", gate_weight, (cfg.experts, cfg.hidden))
-    _check_optional("selection_bias", selection_bias, cfg.selection_bias, (cfg.experts,))
+    rows = (cfg.router_rows,)
+    _check_shape("gate_weight", gate_weight, (*rows, cfg.hidden))
+    _check_optional("selection_bias", selection_bias, cfg.selection_bias, rows)
+    _check_optional("router_bias", router_bias, cfg.router_bias, rows)
+    _check_optional("expert_scale", expert_scale, cfg.expert_scale, rows)
 
     logits = x.double() @ gate_weight.double().T
+    if router_bias is not None:
+        logits = logits + router_bias.double()
     finite = logits.isfinite().all(dim=1)
     if not finite.all():
         token = int(finite.logical_not().nonzero()[0])
         raise ValueError(f"the logits of token {token} are not finite")
 
-    scores = logits.softmax(dim=1) if cfg.scoring == "softmax" else logits.sigmoid()
+    scores = _SCORES[cfg.scoring](logits)
     selection = _selection(logits.detach(), cfg, selection_bias)
     by = _Keys(logits.detach()) if _chooses_by_logit(cfg) else selection
     ids, margin = _choose(by, selection, cfg)
@@ -86,43 +97,62 @@ def route(
     if cfg.renormalize:
         smallest = torch.finfo(torch.float64).tiny  # all k scores may have underflowed to zero
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(smallest)
-    return Routing(ids, weights * cfg.routed_scaling, margin)
+    weights = weights * cfg.routed_scaling
+    if expert_scale is not None:
+        weights = weights * expert_scale.double()[ids]
+    return Routing(ids, weights, margin)
 
 
 def margin_in_errors(
-    x: Tensor, gate_weight: Tensor, cfg: MoEConfig, selection_bias: Tensor | None = None
+    x: Tensor,
+    gate_weight: Tensor,
+    cfg: MoEConfig,
+    selection_bias: Tensor | None = None,
+    *,
+    router_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> Tensor:
     """How far each token is from being routed otherwise in fp32: float64 [S].
 
     In units of what the layer can err: a token above 1 has the experts that `route` says, one at or
     below 1 may have others. Experts are chosen by logits, or by selection scores where there is a
     bias or groups whose score is a sum; scores move less than logits (softmax by a half, sigmoid by
-    a quarter of it), and have an error of their own. What a margin must exceed:
+    a quarter of it, sqrtsoftplus by a third), and have an error of their own. What a margin must exceed:
 
     * Of an fp32 router: 1e-6 of the token's largest logit, in magnitude; and, where scores decide,
       1e-6 of its largest selection score besides.
     * Of others: twice the error of logits that are summed as tensor cores do it, 16 products at a
       time into an fp32 sum that is truncated: an addition loses at most 2^-23 of the sum, which
       stays within 4 standard deviations of a sum of such products with random signs. Scores err by
-      at most 2^-20 themselves.
+      at most 2^-20 of the token's largest, or of 1, themselves.
 
     Arguments and errors are those of `route`.
     """
-    route(x, gate_weight, cfg, selection_bias)  # raises what is wrong
+    route(  # raises what is wrong
+        x,
+        gate_weight,
+        cfg,
+        selection_bias,
+        router_bias=router_bias,
+        expert_scale=expert_scale,
+    )
     gate = gate_weight.double()
-    logits = x.double() @ gate.T
+    products = x.double() @ gate.T
+    logits = products if router_bias is None else products + router_bias.double()
     selection = _selection(logits, cfg, selection_bias)
     if cfg.router_dtype is None:
         deviation = (x.double().square() @ gate.square().T).amax(dim=1).sqrt()
         logit_error = math.ceil(cfg.hidden / 16) * 2.0**-23 * 4 * deviation
-        score_error = torch.full_like(logit_error, 2.0**-20)
+        score_error = 2.0**-20 * selection.high.abs().amax(dim=1).clamp_min(1.0)
     else:
-        logit_error = _FP32_ROUTER_ERROR * logits.abs().amax(dim=1)
+        # A bias is added to products as fp32 has them.
+        largest = torch.maximum(products.abs(), logits.abs()).amax(dim=1)
+        logit_error = _FP32_ROUTER_ERROR * largest
         score_error = _FP32_ROUTER_ERROR * selection.high.abs().amax(dim=1)
     if _chooses_by_logit(cfg):
         selection, error = _Keys(logits), logit_error
     else:
-        error = (0.5 if cfg.scoring == "softmax" else 0.25) * logit_error + score_error
+        error = _STEEPEST[cfg.scoring] * logit_error + score_error
     _, margin = _choose(selection, selection, cfg)
     # Not above 0 for tokens of zeros, all of whose experts are tied.
     return margin / (2 * error).clamp_min(2.0**-149)
@@ -140,6 +170,8 @@ def moe(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     selection_bias: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
 ) -> Tensor:
     """The output of the layer for the tokens of one rank.
 
@@ -177,7 +209,14 @@ def moe(
     if topk_ids is None and topk_weights is None:
         if cfg.routing != "layer":
             raise ValueError(f"topk_ids is None, and routing is {cfg.routing!r}: the caller routes")
-        topk_ids, topk_weights, _ = route(x, gate_weight, cfg, selection_bias)
+        topk_ids, topk_weights, _ = route(
+            x,
+            gate_weight,
+            cfg,
+            selection_bias,
+            router_bias=router_bias,
+            expert_scale=expert_scale,
+        )
     if topk_ids is None or topk_weights is None:
         raise ValueError("topk_ids and topk_weights replace the routing only together")
     _check_shape("topk_ids", topk_ids, pairs)
@@ -272,6 +311,23 @@ _CURVES: Mapping[Curve, Callable[[Tensor, float], Tensor]] = {
 }
 
 
+def _sqrtsoftplus(logits: Tensor) -> Tensor:
+    """sqrt(log(1 + exp(logits))), as exact as float64 is: below -40 the logarithm is exp(logits) to
+    1e-18, whose root does not underflow where it does.
+    """
+    above = torch.logaddexp(logits.clamp_min(-40.0), torch.zeros_like(logits)).sqrt()
+    return torch.where(logits < -40.0, (0.5 * logits.clamp_max(0.0)).exp(), above)
+
+
+_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=1),
+    "sigmoid": lambda logits: logits.sigmoid(),
+    "sqrtsoftplus": _sqrtsoftplus,
+}
+_STEEPEST: Mapping[str, float] = {"softmax": 0.5, "sigmoid": 0.25, "sqrtsoftplus": 1 / 3}
+"""How much a score moves with its logit, at most; sqrtsoftplus by 0.3195 near 1."""
+
+
 class _Keys(NamedTuple):
     """Numbers that are compared: by `high`, then by `low`, then by `last`; all [..., n] or absent.
 
@@ -321,6 +377,12 @@ def _selection(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) ->
     What is left to 1 tells scores beside 1 apart. Scores too small for float64 are zero; their
     logits tell them apart, and from nothing.
     """
+    if cfg.scoring == "sqrtsoftplus":
+        high = _sqrtsoftplus(logits)  # a root rounds less than it is given, and logits tell apart
+        low = torch.zeros_like(high)
+        if selection_bias is not None:
+            high, low = _exact_sum(high, selection_bias.detach().double())
+        return _Keys(high, low, logits)
     if cfg.scoring == "sigmoid":
         near_one = logits > 0
         smaller = (-logits.abs()).sigmoid()  # of score and 1 - score

@@ -24,7 +24,12 @@ struct Activation {
   float limit;        // of gate (above) and up (both sides); infinite when there is none
   bool clamps_after;  // the curve of the gate, and not the gate
 };
-enum class Scoring : u32 { softmax = 0, sigmoid = 1 };
+/// Of a logit l: softmax over the experts, 1 / (1 + exp(-l)), sqrt(log(1 + exp(l))) (DeepSeek-V4).
+enum class Scoring : u32 { softmax = 0, sigmoid = 1, sqrtsoftplus = 2 };
+/// Below this log(1 + exp(l)) is exp(l) as fp32 has it.
+inline constexpr float kSoftplusTail = -17.0F;
+/// Above, it is l.
+inline constexpr float kSoftplusLinear = 17.0F;
 /// Of its experts' selection scores: the sum of the two best (DeepSeek-V3), the best (DeepSeek-V2).
 enum class GroupScore : u32 { top2_sum = 0, max = 1 };
 
@@ -38,6 +43,8 @@ struct LayerShape {
   u32 expert_groups;  // group-limited top-k: experts are chosen from top_groups groups
   u32 top_groups;
   GroupScore group_score;
+  u32 zero_experts;      // identity experts behind the E real ones; a token chooses among all
+  bool weight_on_input;  // a token's weight multiplies x, and not the result; top_k is 1
   bool fp32_router;  // its weight is fp32, whatever else is, and its logits are as float64's
 
   /// Whether experts are chosen by their logits, where selection scores have no bias: scores are

@@ -20,8 +20,8 @@ class CallTensors(NamedTuple):
     unless said.
 
     x [rows, H] and out [rows, H], which share no memory: a call may keep sums in out while it
-    reads x; gate [E, H] of cfg.gate_dtype, or None if routing is given; selection_bias fp32 [E] or
-    None; topk_ids int32 or int64 [rows, k] and topk_weights of any floating point type [rows, k],
+    reads x; gate [R, H] of cfg.gate_dtype, or None if routing is given; selection_bias,
+    router_bias and expert_scale fp32 [R], or None; topk_ids int32 or int64 [rows, k] and topk_weights of any floating point type [rows, k],
     of any strides, both or neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; tokens
     int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that is no expert is an
     unused slot, else -1 alone is one and others end the call; pieces: the number of collective
@@ -42,6 +42,8 @@ class CallTensors(NamedTuple):
     tokens: torch.Tensor | None = None
     any_ids: bool = False
     pieces: int = 1
+    router_bias: torch.Tensor | None = None
+    expert_scale: torch.Tensor | None = None
 
 
 _NOT_BUILT: Mapping[str, tuple[object, ...]] = {

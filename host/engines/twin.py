@@ -177,6 +177,8 @@ class TwinEngine:
             x=tensors.x.data_ptr(),
             gate=_address(tensors.gate),
             selection_bias=_address(tensors.selection_bias),
+            router_bias=_address(tensors.router_bias),
+            expert_scale=_address(tensors.expert_scale),
             topk_ids=_given(ids),
             topk_weights=_given(weights),
             w1=tensors.w1.data_ptr(),

@@ -378,12 +378,15 @@ NB_MODULE(_twin, module) {
           "forward",
           [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,
              u32 pair_limit, std::uintptr_t x, std::uintptr_t gate, std::uintptr_t selection_bias,
-             std::uintptr_t topk_ids, std::uintptr_t topk_weights, std::uintptr_t w1,
-             std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2, std::uintptr_t out) {
+             std::uintptr_t router_bias, std::uintptr_t expert_scale, std::uintptr_t topk_ids,
+             std::uintptr_t topk_weights, std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2,
+             std::uintptr_t b2, std::uintptr_t out) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
                                     reinterpret_cast<const void*>(gate),
                                     reinterpret_cast<const float*>(selection_bias),
+                                    reinterpret_cast<const float*>(router_bias),
+                                    reinterpret_cast<const float*>(expert_scale),
                                     reinterpret_cast<const i32*>(topk_ids),
                                     reinterpret_cast<const float*>(topk_weights),
                                     reinterpret_cast<const void*>(w1),
@@ -405,8 +408,8 @@ NB_MODULE(_twin, module) {
             return failure;
           },
           nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
-          "gate"_a, "selection_bias"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a,
-          "b2"_a, "out"_a)
+          "gate"_a, "selection_bias"_a, "router_bias"_a, "expert_scale"_a, "topk_ids"_a,
+          "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "out"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &TwinRank::clear)
       .def_prop_ro("epoch", &TwinRank::epoch);

@@ -50,9 +50,18 @@ class TwinKernels {
   }
 
   void copy_row(u32 token, u8* destination) {
-    std::memcpy(destination,
-                ConstElements(operands_.element, operands_.x).at(u64{token} * shape_.hidden),
-                rank_.geometry().row_bytes);
+    const ConstElements x(operands_.element, operands_.x);
+    if (!shape_.weight_on_input) {
+      std::memcpy(destination, x.at(u64{token} * shape_.hidden), rank_.geometry().row_bytes);
+      return;
+    }
+    MOEOS_CHECK(rank_.geometry().top_k == 1);
+    const float weight = rank_.memory.pair_weight[token];
+    float* row = scratch_.row.get();
+    for (u32 n = 0; n < shape_.hidden; ++n) {
+      row[n] = weight * x[u64{token} * shape_.hidden + n];
+    }
+    store(operands_.element, row, shape_.hidden, destination);
   }
 
   void replicate_row(const u8* source, u8* destination) {
@@ -139,11 +148,12 @@ class TwinKernels {
     for (u32 j = 0; j < geometry.top_k; ++j) {
       const u32 pair = token * geometry.top_k + j;
       if (!map_.sent(pair)) {
+        add_own_row(pair, sum);
         continue;
       }
       const ConstElements values(operands_.element,
                                  rank_.heap + rank_.layout.row_at(rank_.memory.pair_row[pair]));
-      const float weight = rank_.memory.pair_weight[pair];
+      const float weight = shape_.weight_on_input ? 1.0F : rank_.memory.pair_weight[pair];
       for (u32 n = 0; n < shape_.hidden; ++n) {
         sum[n] += weight * values[n];
       }
@@ -155,6 +165,19 @@ class TwinKernels {
 
  private:
   static_assert(kPanelRows == Geometry::kSegmentAlign, "a segment fills whole panels");
+
+  /// sum += weight x of a pair with a zero expert. Pairs beyond a capacity have an expert.
+  void add_own_row(u32 pair, float* sum) {
+    const float weight = rank_.memory.pair_weight[pair];
+    if (rank_.memory.pair_expert[pair] != kNone || weight == 0.0F) {
+      return;
+    }
+    const ConstElements x(operands_.element, operands_.x);
+    const u64 first = u64{pair / rank_.geometry().top_k} * shape_.hidden;
+    for (u32 n = 0; n < shape_.hidden; ++n) {
+      sum[n] += weight * x[first + n];
+    }
+  }
 
   /// Packs the tile's rows: the tokens that they are, or the segments out of the arrival cells,
   /// each padded with zero rows to a panel.

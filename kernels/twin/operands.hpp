@@ -16,10 +16,12 @@ namespace moeos::twin {
 struct Operands {
   Element element;              // of x, gate (unless it is fp32), w1, w2, b1, b2 and out
   const void* x;                // [S, H]
-  const void* gate;             // [E, H]
-  const float* selection_bias;  // [E]
-  const i32* topk_ids;          // [S, k]: routing given by the caller, -1 unused; else null
-  const float* topk_weights;    // [S, k], with topk_ids
+  const void* gate;             // [R, H]: of all experts and zero experts
+  const float* selection_bias;  // [R], as all of the router's
+  const float* router_bias;     // [R], fp32
+  const float* expert_scale;    // [R], fp32
+  const i32* topk_ids;          // [S, k]: experts that the caller chose, -1 unused; else null
+  const float* topk_weights;    // [S, k], with topk_ids; null: the gate weighs these experts
   const void* w1;               // [X, 2I or I, H]
   const void* b1;               // [X, 2I or I]
   const void* w2;               // [X, H, I]
@@ -44,10 +46,10 @@ class Scratch {
       : panels(allocate(panel_floats(maximum(shape.hidden, shape.intermediate)) *
                         ceil_div(maximum(geometry.tile_rows, geometry.route_tokens), kPanelRows))),
         results(allocate(std::size_t{maximum(geometry.tile_rows, geometry.route_tokens)} *
-                         result_columns(geometry))),
+                         result_columns(geometry, shape))),
         last_gate_rows(allocate(std::size_t{kGemmGranule} * shape.hidden)),
-        scores(allocate(geometry.experts)),
-        choice(allocate(geometry.experts)),
+        scores(allocate(geometry.experts + shape.zero_experts)),
+        choice(allocate(geometry.experts + shape.zero_experts)),
         row(allocate(maximum(shape.hidden, geometry.experts))),
         token(shape.fp32_router ? std::make_unique<double[]>(shape.hidden) : nullptr),
         tokens(std::make_unique<u8[]>(std::size_t{Geometry::kInPlaceTokens} * geometry.row_bytes)) {
@@ -68,9 +70,9 @@ class Scratch {
   std::unique_ptr<u8[]> tokens;     // rows of a tile that are read in place, side by side
 
  private:
-  static u32 result_columns(const Geometry& geometry) {
-    return maximum(2 * kGatedColumns,
-                   maximum(kPlainColumns, align_up(geometry.experts, kGemmGranule)));
+  static u32 result_columns(const Geometry& geometry, const LayerShape& shape) {
+    const u32 router_rows = align_up(geometry.experts + shape.zero_experts, kGemmGranule);
+    return maximum(2 * kGatedColumns, maximum(kPlainColumns, router_rows));
   }
   static Floats allocate(std::size_t count) {
     return Floats(

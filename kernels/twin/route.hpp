@@ -24,28 +24,36 @@ class Router {
         shape_(shape),
         operands_(operands),
         memory_(memory),
-        scratch_(scratch) {}
+        scratch_(scratch),
+        rows_(geometry.experts + shape.zero_experts) {}
 
   /// Writes pair_expert and pair_weight of tokens [first, end). Returns the first token whose
   /// logits are not all finite (its pairs are then not written), or kNone.
   u32 route(u32 first, u32 end) {
     if (operands_.topk_ids != nullptr) {
       copy_given(first, end);
-      return kNone;
+      if (operands_.topk_weights != nullptr) {
+        return kNone;
+      }
     }
     if (shape_.fp32_router) {
       compute_logits_exactly(first, end);
     } else {
       compute_logits(first, end);
+      add_router_bias(end - first);
     }
     for (u32 token = first; token < end; ++token) {
       const float* logits = &scratch_.results[std::size_t{token - first} * logit_stride()];
-      for (u32 expert = 0; expert < geometry_.experts; ++expert) {
+      for (u32 expert = 0; expert < rows_; ++expert) {
         if (!std::isfinite(logits[expert])) {
           return token;
         }
       }
-      choose(logits, token * geometry_.top_k);
+      score(logits, scratch_.scores.get());
+      if (operands_.topk_ids == nullptr) {
+        choose(logits, token * geometry_.top_k);
+      }
+      weigh(token * geometry_.top_k);
     }
     return kNone;
   }
@@ -53,13 +61,26 @@ class Router {
  private:
   static constexpr float kExcluded = -std::numeric_limits<float>::infinity();
 
-  u32 logit_stride() const { return align_up(geometry_.experts, kGemmGranule); }
+  u32 logit_stride() const { return align_up(rows_, kGemmGranule); }
 
   void copy_given(u32 first, u32 end) {
     for (u32 pair = first * geometry_.top_k; pair < end * geometry_.top_k; ++pair) {
       const i32 expert = operands_.topk_ids[pair];
       memory_.pair_expert[pair] = expert < 0 ? kNone : static_cast<u32>(expert);
-      memory_.pair_weight[pair] = operands_.topk_weights[pair];
+      memory_.pair_weight[pair] =
+          expert < 0 || operands_.topk_weights == nullptr ? 0.0F : operands_.topk_weights[pair];
+    }
+    if (operands_.topk_weights != nullptr) {
+      hide_zero_experts(first * geometry_.top_k, end * geometry_.top_k);
+    }
+  }
+
+  /// To all but Combine a pair with a zero expert is an unused slot; its weight, which is not 0,
+  /// tells it apart.
+  void hide_zero_experts(u32 first_pair, u32 end_pair) {
+    for (u32 pair = first_pair; pair < end_pair; ++pair) {
+      u32& expert = memory_.pair_expert[pair];
+      expert = expert >= geometry_.experts ? kNone : expert;
     }
   }
 
@@ -74,8 +95,8 @@ class Router {
                 row_bytes, minimum(kPanelRows, end - token), shape_.hidden,
                 &scratch_.panels[panels++ * panel_floats(shape_.hidden)]);
     }
-    const u32 whole = geometry_.experts / kGemmGranule * kGemmGranule;
-    const u32 rest = geometry_.experts - whole;
+    const u32 whole = rows_ / kGemmGranule * kGemmGranule;
+    const u32 rest = rows_ - whole;
     if (whole > 0) {
       multiply(scratch_.panels.get(), panels, shape_.hidden, operands_.element, operands_.gate,
                shape_.hidden, whole, scratch_.results.get(), logit_stride());
@@ -91,6 +112,15 @@ class Router {
     }
   }
 
+  void add_router_bias(u32 tokens) {
+    for (u32 place = 0; operands_.router_bias != nullptr && place < tokens; ++place) {
+      float* logits = &scratch_.results[std::size_t{place} * logit_stride()];
+      for (u32 expert = 0; expert < rows_; ++expert) {
+        logits[expert] += operands_.router_bias[expert];
+      }
+    }
+  }
+
   /// The same of an fp32 router: products are exact, and their sums are fp64.
   void compute_logits_exactly(u32 first, u32 end) {
     const auto* gate = static_cast<const float*>(operands_.gate);
@@ -101,8 +131,10 @@ class Router {
         row[k] = x[u64{token} * shape_.hidden + k];
       }
       float* logits = &scratch_.results[std::size_t{token - first} * logit_stride()];
-      for (u32 expert = 0; expert < geometry_.experts; ++expert) {
-        logits[expert] = static_cast<float>(product(row, gate + u64{expert} * shape_.hidden));
+      for (u32 expert = 0; expert < rows_; ++expert) {
+        const double bias = operands_.router_bias != nullptr ? operands_.router_bias[expert] : 0.0;
+        logits[expert] =
+            static_cast<float>(product(row, gate + u64{expert} * shape_.hidden) + bias);
       }
     }
   }
@@ -121,13 +153,11 @@ class Router {
     return sum;
   }
 
-  /// Top-k of one token (softmax or sigmoid; DeepSeek-V3's bias and groups), weights renormalised
-  /// and scaled.
+  /// Top-k of one token, whose scores are there: with DeepSeek-V3's bias and groups.
   void choose(const float* logits, u32 first_pair) {
-    const u32 experts = geometry_.experts;
-    float* scores = scratch_.scores.get();
+    const u32 experts = rows_;
+    const float* scores = scratch_.scores.get();
     float* choice = scratch_.choice.get();
-    score(logits, scores);
     const bool by_logit = operands_.selection_bias == nullptr && shape_.chooses_by_logit();
     for (u32 e = 0; e < experts; ++e) {
       choice[e] =
@@ -138,24 +168,51 @@ class Router {
     if (shape_.expert_groups > 1) {
       exclude_groups(choice);
     }
-    float sum = 0.0F;
     for (u32 j = 0; j < geometry_.top_k; ++j) {
       const u32 best = best_of(choice, experts);
       choice[best] = kExcluded;
       memory_.pair_expert[first_pair + j] = best;
-      memory_.pair_weight[first_pair + j] = scores[best];
-      sum += scores[best];
+    }
+  }
+
+  /// The weights of a token's pairs, out of the scores: renormalised and scaled.
+  void weigh(u32 first_pair) {
+    const float* scores = scratch_.scores.get();
+    const u32* experts = memory_.pair_expert + first_pair;
+    float* weights = memory_.pair_weight + first_pair;
+    float sum = 0.0F;
+    for (u32 j = 0; j < geometry_.top_k; ++j) {
+      weights[j] = experts[j] == kNone ? 0.0F : scores[experts[j]];
+      sum += weights[j];
     }
     // A sum of zero (every chosen sigmoid underflowed) leaves zero weights rather than NaN.
     const float factor =
         (shape_.renormalize && sum > 0.0F ? 1.0F / sum : 1.0F) * shape_.routed_scaling;
     for (u32 j = 0; j < geometry_.top_k; ++j) {
-      memory_.pair_weight[first_pair + j] *= factor;
+      weights[j] *= experts[j] == kNone ? 0.0F : factor * scale_of(experts[j]);
     }
+    hide_zero_experts(first_pair, first_pair + geometry_.top_k);
+  }
+
+  float scale_of(u32 expert) const {
+    return operands_.expert_scale != nullptr ? operands_.expert_scale[expert] : 1.0F;
+  }
+
+  static float sqrtsoftplus(float logit) {
+    if (logit < kSoftplusTail) {
+      return std::exp(0.5F * logit);
+    }
+    return std::sqrt(logit > kSoftplusLinear ? logit : std::log1p(std::exp(logit)));
   }
 
   void score(const float* logits, float* scores) const {
-    const u32 experts = geometry_.experts;
+    const u32 experts = rows_;
+    if (shape_.scoring == Scoring::sqrtsoftplus) {
+      for (u32 e = 0; e < experts; ++e) {
+        scores[e] = sqrtsoftplus(logits[e]);
+      }
+      return;
+    }
     if (shape_.scoring == Scoring::sigmoid) {
       for (u32 e = 0; e < experts; ++e) {
         scores[e] = 1.0F / (1.0F + std::exp(-logits[e]));
@@ -219,6 +276,7 @@ class Router {
   const Operands& operands_;
   const RankMemory& memory_;
   Scratch& scratch_;
+  u32 rows_;  // of the router
 };
 
 }  // namespace moeos::twin
