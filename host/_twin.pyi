@@ -47,6 +47,8 @@ class Sizes:
         expert_groups: int,
         top_groups: int,
         group_score: int,
+        zero_experts: int,
+        weight_on_input: bool,
         fp32_router: bool,
         processors: int,
         couriers: int,

@@ -101,20 +101,36 @@ def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) ->
 
 
 def routing_of(
-    cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, ids: object, weights: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and weights, both [rows, k].
+    cfg: MoEConfig,
+    device: torch.device,
+    lead: torch.Size,
+    rows: int,
+    ids: object,
+    weights: object,
+    *,
+    weigh: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """ids and weights, both [rows, k]; no weights where the gate weighs.
 
     Raises unless they are the routing of so many rows, [rows, k], or [*lead, k] with the leading
     dimensions of x.
     """
-    if ids is None or weights is None:
-        missing = "topk_ids" if ids is None else "topk_weights"
-        raise ValueError(f"{missing} is None; topk_ids and topk_weights must be given together")
+    if weigh and weights is not None:
+        raise ValueError("topk_weights is given, and weigh is True: the gate weighs; pass one")
+    if ids is None:
+        raise ValueError(
+            "topk_ids is None, and weigh is True: the gate weighs experts that topk_ids names"
+            if weigh
+            else "topk_ids is None; topk_ids and topk_weights must be given together"
+        )
+    if weights is None and not weigh:
+        raise ValueError("topk_weights is None; topk_ids and topk_weights must be given together")
     ids = _by_row(cfg, device, lead, rows, "topk_ids", ids)
-    weights = _by_row(cfg, device, lead, rows, "topk_weights", weights)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids has dtype {ids.dtype}; it must be torch.int32 or torch.int64")
+    if weigh:
+        return ids, None
+    weights = _by_row(cfg, device, lead, rows, "topk_weights", weights)
     if not weights.is_floating_point():
         raise TypeError(f"topk_weights has dtype {weights.dtype}; it must be a floating point type")
     return ids, weights

@@ -133,16 +133,20 @@ class Experts:
         own: tuple[torch.Tensor | None, ...],
         out: torch.Tensor | None,
         pieces: int,
+        weigh: bool = False,
     ) -> torch.Tensor:
         """Checks and makes a call for `caller`. `order`: what it seems to write, see
-        `moeos.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`.
+        `moeos.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`;
+        `weigh`: the gate weighs the caller's ids.
         """
         cfg, device = self.cfg, self.device
         if pieces != 1:
             call_checks.check_pieces(pieces)
         rows: torch.Tensor | None = None
         at_once = custom_op.unwatched()
-        if at_once:
+        if weigh:
+            self.engine.check_weighs()
+        if at_once and not weigh:
             known = self._known.get(caller.name) or self._know(caller)
             is_rows = type(x) is torch.Tensor and x.dim() == 2
             rows = x if is_rows else call_checks.rows_of(cfg, device, x, pieces)
@@ -153,9 +157,9 @@ class Experts:
         if rows is None or rows is x:
             rows = call_checks.rows_of(cfg, device, x, pieces)
         ids, weights = topk_ids, topk_weights
-        if ids is not None or weights is not None or not caller.routes:
+        if ids is not None or weights is not None or weigh or not caller.routes:
             ids, weights = call_checks.routing_of(
-                cfg, device, x.shape[:-1], rows.shape[0], ids, weights
+                cfg, device, x.shape[:-1], rows.shape[0], ids, weights, weigh=weigh
             )
         if tokens is not None:
             call_checks.check_tokens(device, tokens)
@@ -165,7 +169,8 @@ class Experts:
         call_checks.check_derivatives(caller.name, x, topk_weights, out, *own)
         routing = (ids, weights, tokens)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
-            if rows is x or x.dim() > 2:  # and no copy, which may be of anything
+            # What is learned has weights to its ids, and is no copy, which may be of anything.
+            if not weigh and (rows is x or x.dim() > 2):
                 known.learn(rows, topk_ids, topk_weights, tokens, out, own)
             return self._at_once(caller, x, rows, routing, own, out, pieces)
         tensors = (order, self.key, rows, *routing, *own)

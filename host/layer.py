@@ -150,6 +150,7 @@ class MoELayer(nn.Module):
         tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         pieces: int = 1,
+        weigh: bool = False,
     ) -> torch.Tensor:
         """The layer's output for this rank's tokens. Collective: every rank makes the call.
 
@@ -158,9 +159,13 @@ class MoELayer(nn.Module):
                 many as `cfg.max_tokens` or none, different on every rank and in every call. What is
                 not contiguous is copied. Under autocast other floating dtypes are cast.
             topk_ids: [rows, k], or [..., k] with the leading dimensions of x: int32 or int64
-                experts chosen by the caller, used as they are; −1 marks an unused slot. Given
-                together with topk_weights, or not at all: then the layer routes by its gate.
+                experts chosen by the caller, used as they are; −1 marks an unused slot, and ids
+                from E on are zero experts. Given together with topk_weights or `weigh`, or not at
+                all: then the layer routes by its gate.
             topk_weights: floating point weights of these experts, likewise, used as they are.
+            weigh: the caller chooses, and the gate weighs: topk_ids without topk_weights. Each
+                expert has the weight that it would have had the gate chosen these k (models whose
+                experts are hashed by a token's number).
             tokens: S, how many of the rows, from the first on, are tokens of this call: int32, one
                 element, on the layer's device, 0 ≤ S ≤ rows. What the rows beyond hold, in x and in
                 the routing, does not matter. None: all rows are tokens. On the GPU the kernel reads
@@ -193,6 +198,11 @@ class MoELayer(nn.Module):
         experts = self.experts
         if experts is None:
             experts = self._bound()
+        if weigh and self.cfg.routing == "caller":
+            raise ValueError(
+                "weigh is True, and routing is 'caller': the caller must pass topk_ids and "
+                "topk_weights, as the layer cannot weigh as this model does"
+            )
         if topk_ids is None and self.cfg.routing != "layer":
             raise ValueError(
                 f"topk_ids is None, and routing is {self.cfg.routing!r}: the caller must pass "
@@ -213,7 +223,7 @@ class MoELayer(nn.Module):
             gate._buffers.get("expert_scale"),
         )
         return experts.run(
-            self._caller, order, x, topk_ids, topk_weights, tokens, tensors, out, pieces
+            self._caller, order, x, topk_ids, topk_weights, tokens, tensors, out, pieces, weigh
         )
 
     def bind(self, world: World) -> MoELayer:

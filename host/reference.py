@@ -54,20 +54,22 @@ def route(
 ) -> Routing:
     """Choose and weigh the experts of each token.
 
-    The scores are the softmax or the sigmoid of the logits x · gate_weightᵀ. Experts are chosen by
+    The scores are the softmax, the sigmoid or the root of the softplus of the logits
+    x · gate_weightᵀ + router_bias. Experts are chosen by
     their selection score, which is score + selection_bias: the best k, of the best `top_groups`
     groups only if there are groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); of equal ones
     the lower expert, or group, wins. A group's score is that of its best expert or, with
     `group_score="top2_sum"`, the sum of its two best. Scores that are equal only because float64
     rounds them, as sigmoids beside 1 are, are compared as they were before. The experts' weights
     are the scores without the bias, divided by their sum if `renormalize` is set (FlashDMoE, eq.
-    5.1 and 5.2), times `routed_scaling`.
+    5.1 and 5.2), times `routed_scaling` and the expert's scale. Zero experts are chosen and weighed
+    as all others are.
 
     Args:
         x: [S, H], any floating dtype.
-        gate_weight: [E, H].
+        gate_weight: [R, H], R = `cfg.router_rows`.
         cfg: the layer.
-        selection_bias: [E]; given exactly if `cfg.selection_bias` is set.
+        selection_bias, router_bias, expert_scale: [R]; given exactly if the config has them.
 
     Raises:
         ValueError: a shape does not fit `cfg`, `selection_bias` is missing or unexpected, or a
@@ -80,6 +82,33 @@ def route(
     _check_optional("router_bias", router_bias, cfg.router_bias, rows)
     _check_optional("expert_scale", expert_scale, cfg.expert_scale, rows)
 
+    logits = _logits(x, gate_weight, cfg, router_bias)
+    scores = _SCORES[cfg.scoring](logits)
+    selection = _selection(logits.detach(), cfg, selection_bias)
+    by = _Keys(logits.detach()) if _chooses_by_logit(cfg) else selection
+    ids, margin = _choose(by, selection, cfg)
+
+    return Routing(ids, _weigh(scores, ids, cfg, expert_scale), margin)
+
+
+def weigh(
+    x: Tensor,
+    gate_weight: Tensor,
+    topk_ids: Tensor,
+    cfg: MoEConfig,
+    *,
+    router_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+) -> Tensor:
+    """The weights float64 [S, k] that the gate gives to experts topk_ids [S, k] of the caller's; 0
+    in an unused slot (-1). Other arguments and errors are those of `route`.
+    """
+    logits = _logits(x, gate_weight, cfg, router_bias)
+    return _weigh(_SCORES[cfg.scoring](logits), topk_ids.long(), cfg, expert_scale)
+
+
+def _logits(x: Tensor, gate_weight: Tensor, cfg: MoEConfig, router_bias: Tensor | None) -> Tensor:
+    """float64 [S, R]. Raises `ValueError` where they are not finite."""
     logits = x.double() @ gate_weight.double().T
     if router_bias is not None:
         logits = logits + router_bias.double()
@@ -87,20 +116,17 @@ def route(
     if not finite.all():
         token = int(finite.logical_not().nonzero()[0])
         raise ValueError(f"the logits of token {token} are not finite")
+    return logits
 
-    scores = _SCORES[cfg.scoring](logits)
-    selection = _selection(logits.detach(), cfg, selection_bias)
-    by = _Keys(logits.detach()) if _chooses_by_logit(cfg) else selection
-    ids, margin = _choose(by, selection, cfg)
 
-    weights = scores.gather(1, ids)
+def _weigh(scores: Tensor, ids: Tensor, cfg: MoEConfig, expert_scale: Tensor | None) -> Tensor:
+    used, some = ids >= 0, ids.clamp_min(0)
+    weights = scores.gather(1, some) * used
     if cfg.renormalize:
         smallest = torch.finfo(torch.float64).tiny  # all k scores may have underflowed to zero
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(smallest)
     weights = weights * cfg.routed_scaling
-    if expert_scale is not None:
-        weights = weights * expert_scale.double()[ids]
-    return Routing(ids, weights, margin)
+    return weights if expert_scale is None else weights * expert_scale.double()[some]
 
 
 def margin_in_errors(
@@ -117,7 +143,8 @@ def margin_in_errors(
     In units of what the layer can err: a token above 1 has the experts that `route` says, one at or
     below 1 may have others. Experts are chosen by logits, or by selection scores where there is a
     bias or groups whose score is a sum; scores move less than logits (softmax by a half, sigmoid by
-    a quarter of it, sqrtsoftplus by a third), and have an error of their own. What a margin must exceed:
+    a quarter of it, sqrtsoftplus by a third), and have an error of their own. What a margin must
+    exceed:
 
     * Of an fp32 router: 1e-6 of the token's largest logit, in magnitude; and, where scores decide,
       1e-6 of its largest selection score besides.
@@ -177,21 +204,22 @@ def moe(
 
     Token i becomes the sum over its k experts e of
     weight(i, e) · (w2[e] · activation(w1[e] · x[i] + b1[e]) + b2[e]),
-    without the pairs that `dropped` names; the weights of the other pairs stay as they are.
+    without the pairs that `dropped` names; the weights of the other pairs stay as they are. With
+    `apply_router_weight_on_input` the weight multiplies x[i] instead. A zero expert's pair adds
+    weight · x[i].
 
     Args:
         x: [S, H], any floating dtype.
-        gate_weight: [E, H]; not read if `topk_ids` is given.
+        gate_weight: [R, H]; not read if `topk_weights` is given.
         w1: [E, 2I, H] with the I gate rows first and then the I up rows if `cfg.gated`, else
             [E, I, H].
         w2: [E, H, I].
         cfg: the layer.
-        topk_ids: integers [S, k]; replaces the routing together with `topk_weights`. Both are used
-            as they are. -1 is an unused slot.
-        topk_weights: [S, k].
+        topk_ids: integers [S, k], used as they are. -1 is an unused slot; None: the gate chooses.
+        topk_weights: [S, k], used as they are; None: the gate weighs.
         b1: [E, 2I] or [E, I]; given exactly if `cfg.bias` is set.
         b2: [E, H]; as b1.
-        selection_bias: [E]; given exactly if `cfg.selection_bias` is set.
+        selection_bias, router_bias, expert_scale: as of `route`.
 
     Returns:
         float64 [S, H].
@@ -217,29 +245,40 @@ def moe(
             router_bias=router_bias,
             expert_scale=expert_scale,
         )
-    if topk_ids is None or topk_weights is None:
-        raise ValueError("topk_ids and topk_weights replace the routing only together")
+    if topk_ids is None:
+        raise ValueError("topk_weights is given without topk_ids, whose weights they are")
     _check_shape("topk_ids", topk_ids, pairs)
-    _check_shape("topk_weights", topk_weights, pairs)
-    wrong = (topk_ids < -1) | (topk_ids >= cfg.experts)
+    wrong = (topk_ids < -1) | (topk_ids >= cfg.router_rows)
     if wrong.any():
         found = int(topk_ids[wrong][0])
-        raise ValueError(f"topk_ids holds {found}; it must be an expert below {cfg.experts}, or -1")
+        most = cfg.router_rows
+        raise ValueError(f"topk_ids holds {found}; it must be an expert below {most}, or -1")
+    if topk_weights is None:
+        if cfg.routing == "caller":
+            raise ValueError("topk_weights is None, and routing is 'caller': the caller weighs")
+        topk_weights = weigh(
+            x, gate_weight, topk_ids, cfg, router_bias=router_bias, expert_scale=expert_scale
+        )
+    _check_shape("topk_weights", topk_weights, pairs)
 
     x, topk_weights = x.double(), topk_weights.double()
+    of_zero = topk_weights.masked_fill(topk_ids < cfg.experts, 0.0).sum(dim=1, keepdim=True)
     kept = ~dropped(topk_ids, cfg)
-    y = torch.zeros_like(x)
+    y = of_zero * x if cfg.zero_experts > 0 else torch.zeros_like(x)
     for expert in range(cfg.experts):
         token, j = (kept & (topk_ids == expert)).nonzero(as_tuple=True)
         if len(token) == 0:
             continue
-        rows = x[token] @ w1[expert].double().T
+        weight = topk_weights[token, j, None]
+        rows = (weight * x[token] if cfg.apply_router_weight_on_input else x[token]) @ (
+            w1[expert].double().T
+        )
         if b1 is not None:
             rows = rows + b1[expert].double()
         rows = activate(rows, cfg) @ w2[expert].double().T
         if b2 is not None:
             rows = rows + b2[expert].double()
-        y = y.index_add(0, token, topk_weights[token, j, None] * rows)
+        y = y.index_add(0, token, rows if cfg.apply_router_weight_on_input else weight * rows)
     return y
 
 
@@ -409,7 +448,7 @@ def _choose(by: _Keys, margins_of: _Keys, cfg: MoEConfig) -> tuple[Tensor, Tenso
     """Experts [S, k] with the highest of `by` [S, E] in the best groups, and how far [S] what
     `margins_of` [S, E] has is from another choice.
     """
-    size = cfg.experts // cfg.expert_groups
+    size = cfg.router_rows // cfg.expert_groups
     counted = min(2, size) if cfg.group_score == "top2_sum" else 1
     groups, group_margin = _best(
         _scores_of_groups(by, size, counted),

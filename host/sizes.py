@@ -91,6 +91,8 @@ def layer_sizes(
         expert_groups=cfg.expert_groups,
         top_groups=cfg.top_groups,
         group_score=get_args(GroupScore).index(cfg.group_score),
+        zero_experts=cfg.zero_experts,
+        weight_on_input=cfg.apply_router_weight_on_input,
         fp32_router=cfg.router_dtype == torch.float32,
         processors=processors,
         couriers=couriers,

@@ -45,7 +45,7 @@ struct LayerShape {
   GroupScore group_score;
   u32 zero_experts;      // identity experts behind the E real ones; a token chooses among all
   bool weight_on_input;  // a token's weight multiplies x, and not the result; top_k is 1
-  bool fp32_router;  // its weight is fp32, whatever else is, and its logits are as float64's
+  bool fp32_router;      // its weight is fp32, whatever else is, and its logits are as float64's
 
   /// Whether experts are chosen by their logits, where selection scores have no bias: scores are
   /// monotonic in the logits, and fp32 scores saturate. Sums of scores are not.

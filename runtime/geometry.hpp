@@ -59,6 +59,8 @@ struct Geometry {
   u32 whole_rows;     // a call in which every expert here has up to so many rows, each source's
                       // padded, is planned whole beside a network, too (plans_whole()); 0: none is
   u32 trace_events;   // events that each actor notes of a call, at most (trace.hpp); 0: none does
+  u32 alters_rows;    // 1: what is sent of a token is not its row of x as it stands, so that
+                      // nothing reads it there
 
   constexpr u32 local_experts() const { return experts / world; }
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
@@ -253,7 +255,7 @@ struct Geometry {
   /// Whether a call's do: few tokens of a rank that is alone, which go nowhere. Nothing is
   /// dispatched then, and processors plan by the experts that are chosen, before rows are counted.
   constexpr bool reads_in_place(u32 tokens) const {
-    return plans_itself() && may_await(tokens) && tokens <= kInPlaceTokens &&
+    return plans_itself() && may_await(tokens) && alters_rows == 0 && tokens <= kInPlaceTokens &&
            tokens * top_k <= kInPlacePairs;
   }
 

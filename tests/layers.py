@@ -39,14 +39,17 @@ def config(**changes: Any) -> MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One rank's arguments in one call; `ids` and `weights` are the caller's routing, or None."""
+    """One rank's arguments in one call; `ids` and `weights` are the caller's routing, or None. Ids
+    without weights are weighed by the gate.
+    """
 
     x: Tensor
     ids: Tensor | None = None
     weights: Tensor | None = None
 
     def __call__(self, layer: MoELayer) -> Tensor:
-        y: Tensor = layer(self.x, topk_ids=self.ids, topk_weights=self.weights)
+        weigh = self.ids is not None and self.weights is None
+        y: Tensor = layer(self.x, topk_ids=self.ids, topk_weights=self.weights, weigh=weigh)
         return y
 
 
@@ -61,6 +64,8 @@ class Weights:
     b1: Tensor | None
     b2: Tensor | None
     selection_bias: Tensor | None
+    router_bias: Tensor | None = None
+    expert_scale: Tensor | None = None
 
     def of_rank(self, rank: int, ranks: int) -> Weights:
         """The router's parameters and those of one rank's experts."""
@@ -81,6 +86,8 @@ class Weights:
         parts = {
             "gate.weight": mine.gate,
             "gate.selection_bias": mine.selection_bias,
+            "gate.bias": mine.router_bias,
+            "gate.expert_scale": mine.expert_scale,
             "w1": mine.w1,
             "w2": mine.w2,
             "b1": mine.b1,
@@ -102,20 +109,28 @@ class Weights:
             b1=self.b1,
             b2=self.b2,
             selection_bias=self.selection_bias,
+            **self._rules(),
         )
+
+    def _rules(self) -> dict[str, Tensor | None]:
+        return {"router_bias": self.router_bias, "expert_scale": self.expert_scale}
+
+    def routed(self, call: Call) -> reference.Routing:
+        """How the float64 reference routes a call's tokens."""
+        return reference.route(call.x, self.gate, self.cfg, self.selection_bias, **self._rules())
 
     def routing(self, call: Call) -> Tensor:
         """The experts [S, k] of a call's tokens, without the pairs that are dropped (then -1)."""
         ids = call.ids
         if ids is None:
-            ids = reference.route(call.x, self.gate, self.cfg, self.selection_bias).ids
+            ids = self.routed(call).ids
         return ids.masked_fill(reference.dropped(ids, self.cfg), -1)
 
     def drops(self, call: Call) -> int:
         """How many pairs of a call exceed their expert's capacity."""
         ids = call.ids
         if ids is None:
-            ids = reference.route(call.x, self.gate, self.cfg, self.selection_bias).ids
+            ids = self.routed(call).ids
         return int(reference.dropped(ids, self.cfg).sum())
 
     def sure(self, call: Call) -> Tensor:
@@ -123,9 +138,11 @@ class Weights:
         if call.ids is not None:
             return torch.ones(len(call.x), dtype=torch.bool)
         if self.cfg.router_dtype is not None:
-            return reference.margin_in_errors(call.x, self.gate, self.cfg, self.selection_bias) > 1
-        margin = reference.route(call.x, self.gate, self.cfg, self.selection_bias).margin
-        return margin >= NEAR_TIE
+            errors = reference.margin_in_errors(
+                call.x, self.gate, self.cfg, self.selection_bias, **self._rules()
+            )
+            return errors > 1
+        return self.routed(call).margin >= NEAR_TIE
 
 
 def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None) -> Weights:
@@ -140,12 +157,14 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
         normal = torch.randn(shape, dtype=torch.float64, generator=generator)
         return (normal / math.sqrt(shape[-1])).to(dtype)
 
-    gate = draw(cfg.experts, cfg.hidden, dtype=cfg.gate_dtype)
+    gate = draw(cfg.router_rows, cfg.hidden, dtype=cfg.gate_dtype)
     if preference is not None:
-        gate[:, 0] = preference.to(cfg.gate_dtype)
-    bias = None
-    if cfg.selection_bias:
-        bias = torch.empty(cfg.experts).uniform_(-0.2, 0.2, generator=generator)
+        gate[: cfg.experts, 0] = preference.to(cfg.gate_dtype)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.empty(cfg.router_rows).uniform_(low, high, generator=generator)
+
+    bias = uniform(-0.2, 0.2) if cfg.selection_bias else None
     return Weights(
         cfg=cfg,
         gate=gate,
@@ -154,6 +173,8 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
         b1=draw(cfg.experts, cfg.w1_rows) if cfg.bias else None,
         b2=draw(cfg.experts, cfg.hidden) if cfg.bias else None,
         selection_bias=bias,
+        router_bias=uniform(-1.0, 1.0) if cfg.router_bias else None,
+        expert_scale=uniform(0.5, 2.0) if cfg.expert_scale else None,
     )
 
 
@@ -192,7 +213,7 @@ def chosen(cfg: MoEConfig, y: Tensor) -> Tensor:
 
 def routed_by_reference(weights: Weights, call: Call) -> Tensor:
     """The same by the float64 reference."""
-    ids = reference.route(call.x, weights.gate, weights.cfg, weights.selection_bias).ids
+    ids = weights.routed(call).ids
     none = torch.zeros(len(ids), weights.cfg.experts, dtype=torch.bool, device=ids.device)
     return none.scatter(1, ids, True)
 
@@ -228,8 +249,10 @@ def draw_given_call(
     generator = torch.Generator().manual_seed(seed)
     call = draw_call(cfg, tokens, seed)
     if preference is None:
-        preference = torch.zeros(cfg.experts)
-    uniform = torch.rand(tokens, cfg.experts, generator=generator).clamp(1e-9, 1 - 1e-7)
+        preference = torch.zeros(cfg.router_rows)
+    elif cfg.zero_experts > 0:
+        preference = torch.cat((preference, torch.zeros(cfg.zero_experts)))
+    uniform = torch.rand(tokens, cfg.router_rows, generator=generator).clamp(1e-9, 1 - 1e-7)
     best = (preference - (-uniform.log()).log()).topk(cfg.top_k, dim=1)  # Gumbel's trick
     skipped = torch.rand(tokens, cfg.top_k, generator=generator) < unused
     ids = best.indices.masked_fill(skipped | best.values.isinf(), -1)

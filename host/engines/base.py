@@ -21,12 +21,14 @@ class CallTensors(NamedTuple):
 
     x [rows, H] and out [rows, H], which share no memory: a call may keep sums in out while it
     reads x; gate [R, H] of cfg.gate_dtype, or None if routing is given; selection_bias,
-    router_bias and expert_scale fp32 [R], or None; topk_ids int32 or int64 [rows, k] and topk_weights of any floating point type [rows, k],
-    of any strides, both or neither; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; tokens
-    int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that is no expert is an
-    unused slot, else -1 alone is one and others end the call; pieces: the number of collective
-    calls that it is cut into, equal on all ranks, each of `max_tokens` rows until there are no more
-    (`moeos.engines.pieces`). Values are not checked: the machine that can look at them does.
+    router_bias and expert_scale fp32 [R], or None; topk_ids int32 or int64 [rows, k] and
+    topk_weights of any floating point type [rows, k], of any strides, or None: without weights the
+    gate weighs these ids, and without either it chooses, too; w1 [X, 2I or I, H]; w2 [X, H, I]; b1
+    and b2 or None; tokens int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that
+    is no expert is an unused slot, else -1 alone is one and others end the call; pieces: the number
+    of collective calls that it is cut into, equal on all ranks, each of `max_tokens` rows until
+    there are no more (`moeos.engines.pieces`). Values are not checked: the machine that
+    can look at them does.
     """
 
     x: torch.Tensor
@@ -55,7 +57,7 @@ _NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 
 
 def refuse_what_is_not_built(cfg: MoEConfig, machine: str) -> None:
-    """Raises `ValueError` for a rule that no machine computes yet; `machine` is "the twin"."""
+    """Raises `ValueError` for a rule that the twin computes, and `machine`, "the GPU", not yet."""
     for name, values in _NOT_BUILT.items():
         if getattr(cfg, name) in values:
             raise ValueError(f"{name} is {getattr(cfg, name)!r}; {machine} does not compute it yet")
@@ -75,6 +77,9 @@ class Engine(Protocol):
     @staticmethod
     def check_supported(cfg: MoEConfig) -> None:
         """Raises `ValueError` for a layer that this machine's kernels do not have."""
+
+    def check_weighs(self) -> None:
+        """Raises `ValueError` where this machine's gate cannot weigh a caller's ids."""
 
     def require_open(self) -> None:
         """Raises `RuntimeError` where no call can be made: the world is closed, or a parent's."""

@@ -70,6 +70,12 @@ class CudaEngine:
         """See `Engine.check_supported`."""
         kernel_shape.check_supported(cfg)
 
+    def check_weighs(self) -> None:
+        """See `Engine.check_weighs`."""
+        raise ValueError(
+            "weigh is True; the GPU's gate does not weigh a caller's ids yet: pass topk_weights"
+        )
+
     def require_open(self) -> None:
         """See `Engine.require_open`."""
         self._world.require_open()

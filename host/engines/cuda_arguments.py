@@ -166,7 +166,7 @@ class ArgumentPacker:
         tensor lies on another device, or at an address that tensor maps cannot have.
         """
         # By place, as names cost more; the order is that of the fields.
-        x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids, _ = tensors
+        x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids, *_ = tensors
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),

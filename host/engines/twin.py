@@ -13,7 +13,7 @@ import torch
 from moeos import _twin, calls, counters, tracing, values
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
-from moeos.engines.base import CallTensors, refuse_what_is_not_built
+from moeos.engines.base import CallTensors
 from moeos.engines.pieces import pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
@@ -65,7 +65,9 @@ class TwinEngine:
         if cfg.dtype not in DTYPES:
             allowed = " or ".join(map(str, DTYPES))
             raise ValueError(f"dtype is {cfg.dtype}; the twin computes with {allowed}")
-        refuse_what_is_not_built(cfg, "the twin")
+
+    def check_weighs(self) -> None:
+        """See `Engine.check_weighs`: the twin's can."""
 
     def require_open(self) -> None:
         """See `Engine.require_open`."""
@@ -148,14 +150,14 @@ class TwinEngine:
         if tensors.selection_bias is not None:
             values.check_selection_bias(tensors.selection_bias)
         ids, weights = tensors.topk_ids, tensors.topk_weights
-        if ids is None or weights is None:
+        if ids is None:
             return tensors
         if tensors.any_ids:
-            ids = values.without_others(ids, cfg.experts)
-        values.check_ids(ids[:tokens], cfg.experts)
+            ids = values.without_others(ids, cfg.router_rows)
+        values.check_ids(ids[:tokens], cfg.router_rows)
         return tensors._replace(
             topk_ids=ids.to(torch.int32).contiguous(),
-            topk_weights=weights.to(torch.float32).contiguous(),
+            topk_weights=None if weights is None else weights.to(torch.float32).contiguous(),
         )
 
     def _call(self, tensors: CallTensors) -> None:

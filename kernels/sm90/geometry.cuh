@@ -37,6 +37,7 @@ inline constexpr Geometry kGeometry{
     MOEOS_SPREAD_TOKENS,
     MOEOS_WHOLE_ROWS,
     MOEOS_TRACE_EVENTS,
+    0,  // a token's row is sent as it is
 };
 
 }  // namespace moeos

@@ -47,11 +47,11 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  u32 element_bytes, u32 capacity, bool capacity_rows, u32 curve, bool gated,
                  float alpha, float up_offset, float swiglu_limit, bool clamps_after, u32 scoring,
                  bool renormalize, float routed_scaling, u32 expert_groups, u32 top_groups,
-                 u32 group_score, bool fp32_router, u32 processors, u32 couriers, bool remote,
-                 u32 tile_rows, u32 route_tokens, u32 route_slices, u32 gemm0_columns,
-                 u32 gemm1_columns, u32 narrow_rows, u32 segment_align, bool large_experts,
-                 u32 once_rows, u32 once_after, u32 spread_tokens, u32 whole_rows,
-                 u32 trace_events) {
+                 u32 group_score, u32 zero_experts, bool weight_on_input, bool fp32_router,
+                 u32 processors, u32 couriers, bool remote, u32 tile_rows, u32 route_tokens,
+                 u32 route_slices, u32 gemm0_columns, u32 gemm1_columns, u32 narrow_rows,
+                 u32 segment_align, bool large_experts, u32 once_rows, u32 once_after,
+                 u32 spread_tokens, u32 whole_rows, u32 trace_events) {
   Sizes sizes{};
   sizes.shape =
       LayerShape{hidden,
@@ -63,6 +63,8 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  expert_groups,
                  top_groups,
                  static_cast<GroupScore>(group_score),
+                 zero_experts,
+                 weight_on_input,
                  fp32_router};
   Geometry& geometry = sizes.geometry;
   geometry.world = world;
@@ -94,6 +96,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.once_after = once_after;
   geometry.spread_tokens = spread_tokens;
   geometry.whole_rows = whole_rows;
+  geometry.alters_rows = weight_on_input ? 1 : 0;
   geometry.trace_events = trace_events;
 
   const auto limit = [](u64 value, u64 largest, const char* what) {
@@ -239,10 +242,11 @@ NB_MODULE(_twin, module) {
            "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
            "curve"_a, "gated"_a, "alpha"_a, "up_offset"_a, "swiglu_limit"_a, "clamps_after"_a,
            "scoring"_a, "renormalize"_a, "routed_scaling"_a, "expert_groups"_a, "top_groups"_a,
-           "group_score"_a, "fp32_router"_a, "processors"_a, "couriers"_a, "remote"_a,
-           "tile_rows"_a, "route_tokens"_a, "route_slices"_a, "gemm0_columns"_a, "gemm1_columns"_a,
-           "narrow_rows"_a, "segment_align"_a, "large_experts"_a, "once_rows"_a, "once_after"_a,
-           "spread_tokens"_a, "whole_rows"_a, "trace_events"_a)
+           "group_score"_a, "zero_experts"_a, "weight_on_input"_a, "fp32_router"_a, "processors"_a,
+           "couriers"_a, "remote"_a, "tile_rows"_a, "route_tokens"_a, "route_slices"_a,
+           "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a, "segment_align"_a,
+           "large_experts"_a, "once_rows"_a, "once_after"_a, "spread_tokens"_a, "whole_rows"_a,
+           "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("header_bytes", [](const Sizes& s) { return Layout(s.geometry).header_bytes(); })
       .def_prop_ro("words_bytes", [](const Sizes& s) { return Layout(s.geometry).words_bytes(); })

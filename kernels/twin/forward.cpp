@@ -236,8 +236,8 @@ Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 to
   if (mine.leaving(*mine.memory.epoch)) {
     return first_failure<Machine>(mine.layout, mine.heap);
   }
-  const bool may_be_unsent = operands.topk_ids != nullptr || pair_limit < geometry.max_tokens ||
-                             shape_.zero_experts > 0;
+  const bool may_be_unsent =
+      operands.topk_ids != nullptr || pair_limit < geometry.max_tokens || shape_.zero_experts > 0;
   const Call call{*mine.memory.epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U, identity};
   begin_call(mine, call);
   in_flight_ = CallInFlight{mine, call, &operands};

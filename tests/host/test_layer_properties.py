@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from moeos import MoEConfig, TwinOptions, World, virtual
 from moeos.activations import Activation
-from moeos.config import GroupScore
+from moeos.config import GroupScore, Scoring
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -42,16 +43,22 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
     # A bfloat16 result of few elements has a rounding error of its own, whatever the layer does.
     smallest = 8 if dtype == torch.float32 else 64
     limit = draw(st.sampled_from([None, 0.5])) if activation == "swiglu" else None
+    zero_experts = draw(st.sampled_from([0, 0, 1, 5])) if groups == 1 else 0
+    top_k = draw(st.integers(1, min(8, experts // groups * top_groups + zero_experts)))
     cfg = MoEConfig(
         hidden=draw(multiples_of_8(smallest, 336)),
         intermediate=draw(multiples_of_8(smallest, 336)),
         experts=experts,
-        top_k=draw(st.integers(1, min(8, experts // groups * top_groups))),
+        top_k=top_k,
+        zero_experts=zero_experts,
+        apply_router_weight_on_input=top_k == 1 and zero_experts == 0 and draw(st.booleans()),
+        router_bias=draw(st.booleans()),
+        expert_scale=draw(st.booleans()),
         activation=activation,
         dtype=dtype,
         router_dtype=draw(st.sampled_from([None, None, torch.float32])),
         max_tokens=draw(st.integers(1, 300)),
-        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
+        scoring=draw(st.sampled_from(get_args(Scoring))),
         renormalize=draw(st.booleans()),
         capacity_factor=draw(st.sampled_from([None, None, 0.3, 1.0, 1.25])),
         row_map=draw(st.sampled_from([None, "ragged", "capacity"])),
@@ -76,7 +83,7 @@ def runs(draw: st.DrawFn) -> tuple[MoEConfig, list[list[dict[str, Any]]], dict[s
             {
                 "tokens": draw(some),
                 "kind": draw(st.sampled_from([*PREFERENCES])),
-                "given": draw(st.booleans()),
+                "given": draw(st.sampled_from(["nothing", "ids", "all"])),
             }
             for _ in range(CALLS)
         ]
@@ -106,11 +113,12 @@ def test_any_layer_in_any_world(
     routed = PREFERENCES[plan[0][0]["kind"]](cfg.experts, ranks).clamp(-3.0, 3.0)
     weights = draw_weights(cfg, seed, routed)
 
-    def draw_one(rank: int, number: int, tokens: int, kind: str, given: bool) -> Call:
+    def draw_one(rank: int, number: int, tokens: int, kind: str, given: str) -> Call:
         own_seed = seed + 1000 * rank + number
-        if not given:
+        if given == "nothing":
             return draw_call(cfg, tokens, own_seed)
-        return draw_given_call(cfg, tokens, own_seed, PREFERENCES[kind](cfg.experts, ranks))
+        call = draw_given_call(cfg, tokens, own_seed, PREFERENCES[kind](cfg.experts, ranks))
+        return call if given == "all" else dataclasses.replace(call, weights=None)
 
     calls = [
         [draw_one(rank, number, **one) for number, one in enumerate(rank_plan)]
@@ -128,8 +136,10 @@ def test_any_layer_in_any_world(
         for number, (y, stats) in enumerate(rank_results):
             call = calls[rank][number]
             assert_matches(weights, call, y, f"rank {rank}, call {number}")
-            used = cfg.top_k * len(call.x) if call.ids is None else int((call.ids >= 0).sum())
-            assert sum(stats["pairs_sent"]) + stats["drops"] == used
+            if cfg.zero_experts == 0 or call.ids is not None or bool(weights.sure(call).all()):
+                ids = weights.routed(call).ids if call.ids is None else call.ids
+                used = int(((ids >= 0) & (ids < cfg.experts)).sum())
+                assert sum(stats["pairs_sent"]) + stats["drops"] == used
             for peer in range(ranks):
                 theirs = results[peer][number][1]["pairs_received"][rank]
                 assert stats["pairs_sent"][peer] == theirs

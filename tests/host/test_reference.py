@@ -591,8 +591,12 @@ def test_nothing_is_dropped_without_a_capacity_factor() -> None:
         ({"bias": True}, {"b1": torch.zeros(16, 24)}, r"b1 is \[16, 24\]; .*\[16, 48\]"),
         ({"selection_bias": True}, {}, "selection_bias must be given for this config"),
         ({}, {"selection_bias": torch.zeros(16)}, "selection_bias must be None for this config"),
-        ({}, {"topk_ids": torch.zeros(4, 3)}, "topk_ids and topk_weights .* only together"),
-        ({}, {"topk_weights": torch.zeros(4, 3)}, "topk_ids and topk_weights .* only together"),
+        (
+            {"routing": "caller"},
+            {"topk_ids": torch.zeros(4, 3)},
+            "topk_weights is None, and routing is 'caller'",
+        ),
+        ({}, {"topk_weights": torch.zeros(4, 3)}, "topk_weights is given without topk_ids"),
         (
             {},
             {"topk_ids": torch.zeros(4, 2), "topk_weights": torch.zeros(4, 3)},

@@ -99,6 +99,8 @@ std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
                          1,
                          1,
                          GroupScore::top2_sum,
+                         0,
+                         false,
                          false};
   const TwinSettings settings{2'000'000'000ULL, split_os, 0.0, 0, g.world};
   const Layout layout(g);
@@ -127,9 +129,9 @@ std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
     ranks.push_back(std::make_unique<TwinRank>(g, shape, p, addresses, settings));
   }
   const auto call = [&](u32 p) {
-    const Operands operands{Element::kFloat32, x.data(),       values.data(), nullptr,
-                            ids.data(),        weights.data(), values.data(), nullptr,
-                            values.data(),     nullptr,        out[p].data()};
+    const Operands operands{Element::kFloat32, x.data(),   values.data(),  nullptr,       nullptr,
+                            nullptr,           ids.data(), weights.data(), values.data(), nullptr,
+                            values.data(),     nullptr,    out[p].data()};
     failures[p] = ranks[p]->forward(operands, kTokens, kTokens);
   };
   if (together) {

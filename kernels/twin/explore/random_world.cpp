@@ -46,6 +46,8 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            1,
                            1,
                            GroupScore::top2_sum,
+                           0,
+                           false,
                            false};
   g.row_bytes = world.shape.hidden * sizeof(float);
   g.hidden_bytes = world.shape.intermediate * sizeof(float);
@@ -118,6 +120,8 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
   return Operands{Element::kFloat32,
                   call.x.data(),
                   experts.gate.data(),
+                  nullptr,
+                  nullptr,
                   nullptr,
                   call.ids.empty() ? &kNobody : call.ids.data(),
                   call.weights.data(),
