@@ -56,6 +56,7 @@ class Sizes:
         tile_rows: int,
         route_tokens: int,
         route_slices: int,
+        kept_bytes: int,
         gemm0_columns: int,
         gemm1_columns: int,
         narrow_rows: int,
@@ -110,6 +111,8 @@ class Sizes:
     def route_tokens(self) -> int: ...
     @property
     def route_slices(self) -> int: ...
+    @property
+    def kept_bytes(self) -> int: ...
     def route_blocks(self, tokens: int) -> int: ...
     def route_parts(self, tokens: int) -> int: ...
     @property

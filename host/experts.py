@@ -263,6 +263,7 @@ class Experts:
             raise ValueError(f"the workspace is of {self.workspace.world}, and not of {world}")
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
+            check_supported(cfg, world)
             self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared)
             self.key = custom_op.register(self.engine, self.device)
         self.expected = call_checks.expected_weights(cfg, cfg.experts_per_rank(world.size))
@@ -304,3 +305,11 @@ def engine_class(world: World) -> type[Engine]:
     from moeos.engines.cuda import CudaEngine  # needs packages that only a GPU's machine has
 
     return CudaEngine
+
+
+def check_supported(cfg: MoEConfig, world: World) -> None:
+    """Raises `ValueError`, which names the rank, for a layer that the world's machine has not."""
+    try:
+        engine_class(world).check_supported(cfg)
+    except ValueError as error:
+        raise ValueError(f"rank {world.rank}: {error}") from error

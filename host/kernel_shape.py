@@ -22,8 +22,8 @@ ARCHITECTURES = ("sm_90a",)
 """What kernels can be compiled for: Hopper, whose own instructions they use."""
 DTYPES = (torch.bfloat16, torch.float16)
 """Storage types that the GPU computes with."""
-MAX_EXPERTS = 256
-"""Route computes all logits in the columns of one tile."""
+MAX_EXPERTS = 1024
+"""Each lane of the warp that routes a token has 32 of its logits in registers."""
 MAX_TOP_K = 32
 """A lane of a warp looks up one pair."""
 MAX_GROUPS = 32
@@ -117,6 +117,7 @@ class KernelShape:
             # for which there are too few lanes where weights have small ones.
             segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
             route_slices=_route_slices(self.cfg),
+            kept_bytes=_kept_bytes(self.cfg),
             once_rows=_once_rows(self.cfg),
             once_after=_once_after(self.cfg, self.world_size),
             spread_tokens=_spread_tokens(self.cfg),
@@ -139,19 +140,25 @@ def check_supported(cfg: MoEConfig) -> None:
         allowed = " or ".join(map(str, DTYPES))
         raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
     refuse_what_is_not_built(cfg, "the GPU")
-    if cfg.experts > MAX_EXPERTS:
-        raise ValueError(f"experts is {cfg.experts}; the GPU routes to at most {MAX_EXPERTS}")
-    if cfg.top_k > MAX_TOP_K:
-        raise ValueError(f"top_k is {cfg.top_k}; on the GPU at most {MAX_TOP_K} are allowed")
-    if cfg.expert_groups > MAX_GROUPS:
-        raise ValueError(
-            f"expert_groups is {cfg.expert_groups}; on the GPU at most {MAX_GROUPS} are allowed"
-        )
+    bounds = {"experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "expert_groups": MAX_GROUPS}
+    for name, most in bounds.items():
+        if getattr(cfg, name) > most:
+            raise ValueError(
+                f"{name} is {getattr(cfg, name)}; on the GPU at most {most} are allowed: "
+                'with more the layer runs on backend "twin" alone'
+            )
 
 
 def route_columns(cfg: MoEConfig) -> int:
-    """Columns of the tile in which a block's logits are computed: one for each expert, and more."""
-    return next(columns for columns in (64, 128, MAX_EXPERTS) if cfg.experts <= columns)
+    """Columns of the tile in which the logits of a block and a bank of experts are computed."""
+    return next((columns for columns in (64, 128) if cfg.experts <= columns), _TILE_COLUMNS)
+
+
+def route_banks(cfg: MoEConfig) -> int:
+    """Banks of experts, each of as many as the tile has columns: kRouteBanks of
+    kernels/sm90/config.cuh.
+    """
+    return -(-cfg.experts // route_columns(cfg))
 
 
 def _gemm0_columns(cfg: MoEConfig) -> int:
@@ -198,17 +205,30 @@ def _spread_tokens(cfg: MoEConfig) -> int:
 
 
 def _route_slices(cfg: MoEConfig) -> int:
-    """Slices of the depth, over which a logit's products are added up apart: so many parts may
-    share a block, where a call leaves processors without one, since one alone takes long to read a
-    router.
+    """Slices of a block's Route: of a bank's depth, over which a logit's products are added up
+    apart, for each bank. So many parts may share a block, where a call leaves processors without
+    one, since one alone takes long to read a router.
 
-    Until they are added up, the sums of a token lie in its row of the output, which they must fit.
+    Until they are added up, the sums of a token lie in its row of the output, which they must fit;
+    or, where one slice of each bank does not, in memory of `_kept_bytes`.
     """
     columns = route_columns(cfg)
     boxes = 1 if columns > 128 else 2  # kRouteDepth
     depth = boxes * _BOX_BYTES // cfg.gate_dtype.itemsize
     steps = -(-cfg.hidden // depth)
-    kept = _GROUPS if cfg.router_dtype is None else 1  # sums of a logit in a slice
-    by_room = cfg.hidden * cfg.dtype.itemsize // (kept * columns * 4)
+    by_room = cfg.hidden * cfg.dtype.itemsize // _sums_bytes(cfg)
     slices = max(1, min(_MOST_SLICES, steps // _LEAST_STEPS, by_room))
-    return -(-steps // -(-steps // slices))  # each but the last has as many steps, and it has some
+    # Each but the last has as many steps, and it has some.
+    return -(-steps // -(-steps // slices)) * route_banks(cfg)
+
+
+def _sums_bytes(cfg: MoEConfig) -> int:
+    """Of a token's logits, that a slice of each bank keeps."""
+    kept = _GROUPS if cfg.router_dtype is None else 1  # of a logit in a slice
+    return kept * route_banks(cfg) * route_columns(cfg) * 4
+
+
+def _kept_bytes(cfg: MoEConfig) -> int:
+    """`Tiles.kept_bytes`. One slice of one bank keeps nothing."""
+    fits = _sums_bytes(cfg) <= cfg.hidden * cfg.dtype.itemsize
+    return 0 if fits or route_banks(cfg) == 1 else _sums_bytes(cfg)

@@ -16,7 +16,7 @@ from torch import nn
 
 from moeos import agreement, call_checks, checkpoints, custom_op, sharding, values, wrappers
 from moeos.config import MoEConfig
-from moeos.experts import Caller, Experts, device_of, engine_class
+from moeos.experts import Caller, Experts, check_supported, device_of
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace
 from moeos.world import World
@@ -317,7 +317,7 @@ class MoELayer(nn.Module):
         kind = "MoELayer" if init else "MoELayer(init=False)"
         apart = agreement.agree(cfg, world, self._place, kind)
         local = cfg.experts_per_rank(world.size)
-        engine_class(world).check_supported(cfg)
+        check_supported(cfg, world)
         self.cfg = cfg
         self.experts = None
         self._caller = Caller(

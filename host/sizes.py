@@ -24,7 +24,8 @@ hold the weights of two beside each other. (A gated one's are half as many more.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
     """How a machine cuts its work: rows of a tile, tokens of a block that is routed together,
-    columns of the parts, and Route parts of a block.
+    columns of the parts, and Route parts of a block, whose sums of a token take `kept_bytes` of
+    memory where its row of the output is too short for them.
 
     Tiles of an expert with up to `narrow_rows` padded rows have parts of half as many columns. In
     those of others, each source's rows are padded to a multiple of `segment_align`. A call with
@@ -40,6 +41,7 @@ class Tiles:
     gemm0_columns: int
     gemm1_columns: int
     route_slices: int = 1
+    kept_bytes: int = 0
     narrow_rows: int = 0
     segment_align: int = _twin.SEGMENT_ALIGN
     once_rows: int
@@ -100,6 +102,7 @@ def layer_sizes(
         tile_rows=tiles.rows,
         route_tokens=tiles.route_tokens,
         route_slices=tiles.route_slices,
+        kept_bytes=tiles.kept_bytes,
         gemm0_columns=tiles.gemm0_columns,
         gemm1_columns=tiles.gemm1_columns,
         narrow_rows=tiles.narrow_rows,

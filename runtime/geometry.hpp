@@ -35,6 +35,8 @@ struct Geometry {
   u32 route_slices;  // slices of the depth, over which a logit's products are added up apart. The
                      // same in every call, so that a token's logits do not depend on how many
                      // others there are.
+  u32 kept_bytes;    // of memory that a token's sums take until they are added up; 0: they lie in
+                     // its row of the output
   u32 gemm0_parts;   // N-tiles of the first GEMM
   u32 gemm1_parts;   // N-tiles of the second GEMM
   u32 narrow_rows;   // tiles of an expert with up to so many padded rows are cut into narrow
@@ -178,9 +180,11 @@ struct Geometry {
 
   // --- Calls that are planned whole (arrivals_subscriber.hpp) ---
 
-  /// Counts by which a warp plans few rows, at most (few_plan.hpp); and experts of which it plans
-  /// any rows (lone_plan.hpp): more would take more registers than the GPU's fetch warp has.
+  /// Counts by which a warp plans few rows, and experts of a rank, at most (few_plan.hpp); and
+  /// experts of which it plans any rows (lone_plan.hpp): more would take more registers than the
+  /// GPU's fetch warp has.
   static constexpr u32 kPlanCounts = 512;
+  static constexpr u32 kPlanFewExperts = 256;
   static constexpr u32 kPlanExperts = 128;
   /// Whether processors find their parts themselves: nobody else has rows for them, which so come
   /// in the order of experts, and nobody is late. A row's place must then say when it comes.
@@ -196,7 +200,8 @@ struct Geometry {
     const bool alike = narrow || gemm1_narrow_parts <= gemm1_parts;  // (tiles_in_halves())
     const u32 most = minimum(whole_rows, minimum(narrow ? narrow_rows : tile_rows, 0xffU));
     const bool fits = row_map == RowMap::ragged && world <= max_segments_of(narrow) &&
-                      local_experts() * world <= kPlanCounts && local_experts() * most <= 0xffff;
+                      local_experts() * world <= kPlanCounts &&
+                      local_experts() <= kPlanFewExperts && local_experts() * most <= 0xffff;
     return alike && fits && remote == 0 && !plans_itself() ? most : 0;
   }
   /// Whether processors look at counts, to make such tiles, before they are told that a call is

@@ -203,6 +203,7 @@ class RankMemory {
   u32* gemm1_parts_done = nullptr;
 
   // Routing (routing_map.hpp): what Route wrote for each pair and each block of tokens.
+  u8* kept_sums = nullptr;     // [token][kept_bytes]: of logits
   u32* pair_expert = nullptr;  // kNone: unused slot
   u64* choices = nullptr;      // the same where tokens are read in place, as count_word; for who
                                // waits for it before routing is over
@@ -282,6 +283,7 @@ class RankMemory {
     take(route_parts_done, blocks);
     take(gemm0_parts_done, geometry.tiles_max());
     take(gemm1_parts_done, geometry.tiles_max());
+    take(kept_sums, u64{geometry.max_tokens} * geometry.kept_bytes);
     take(pair_expert, geometry.pairs());
     take(choices, geometry.plans_itself() ? Geometry::kInPlacePairs : 0);
     take(pair_weight, geometry.pairs());

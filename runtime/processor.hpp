@@ -225,8 +225,11 @@ class Processor : Pace<P> {
     const bool foresees = rank_.geometry().foresees();
     u32 turn = rank_.geometry().foresees(call_.tokens) ? 0 : kNotAsked;
     u32 foreseen = kNone;  // the part of `task`, once that is part `number` of a plan of few rows
-    while (of_unsent || plan_is_ != PlanIs::made || number >= plan_.parts()) {
-      const bool counts = !of_unsent && (plan_is_ == PlanIs::awaited || plan_is_ == PlanIs::begun);
+    // Else the compiler must see nothing of the plan of a rank alone, which takes registers.
+    const bool plans = rank_.geometry().plans_itself();
+    while (of_unsent || !plans || plan_is_ != PlanIs::made || number >= plan_.parts()) {
+      const bool counts =
+          plans && !of_unsent && (plan_is_ == PlanIs::awaited || plan_is_ == PlanIs::begun);
       const auto look = [&] {
         return of_unsent  ? is_routed()
                : counts   ? are_counts_here(number)

@@ -86,6 +86,9 @@ inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os,
           mine.rank,
           mine.deadline_ns};
 }
+inline RankMemory rank_memory(const RankArguments& mine) {
+  return RankMemory(kGeometry, mine.memory);
+}
 inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
   return rank_of(mine, os, mine.memory);
 }

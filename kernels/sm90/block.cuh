@@ -107,13 +107,15 @@ inline constexpr bool kTraced = kGeometry.trace_events != 0;
 inline constexpr u32 kRouteMemory = 16384;
 
 /// What Route keeps of its block while it sorts the pairs by expert, in its memory.
+/// Pairs of one expert, of which a token has one at most.
 struct RouteScratch {
-  u16 of_warp[kConsumerWarps][kRouteColumns];  // [expert]: pairs in a warp's share of the block,
+  u8 of_warp[kConsumerWarps][kLogits];         // [expert]: pairs in a warp's share of the block,
                                                // then those in the shares before it
-  u16 first[kRouteColumns];                    // [expert]: its first place among the block's pairs
+  u16 first[kLogits];                          // [expert]: its first place among the block's pairs
   u16 expert[kRouteTokens * kGeometry.top_k];  // [pair of the block]; kNoExpert: unused slot
-  u16 rank[kRouteTokens * kGeometry.top_k];    // [pair of the block]: earlier ones in the share
+  u8 rank[kRouteTokens * kGeometry.top_k];     // [pair of the block]: earlier ones in the share
 };
+static_assert(kRouteTokens <= 0xFF, "so many pairs of an expert are counted in a byte");
 inline constexpr u16 kNoExpert = 0xFFFF;
 static_assert(sizeof(RouteScratch) <= kRouteMemory);
 

@@ -29,7 +29,7 @@ inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch,
   const u32 share = align_up(ceil_div(pairs, kConsumerWarps), 32U);
   const u32 begin = minimum(pairs, warp * share);
   const u32 end = minimum(pairs, begin + share);
-  u16(&mine)[kRouteColumns] = scratch.of_warp[warp];
+  u8(&mine)[kLogits] = scratch.of_warp[warp];
   for (u32 expert = lane; expert < kGeometry.experts; expert += 32) {
     mine[expert] = 0;
   }
@@ -42,9 +42,9 @@ inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch,
     const u32 rank = expert != kNoExpert ? mine[expert] + before : 0;
     __syncwarp();
     if (expert != kNoExpert) {
-      scratch.rank[i] = static_cast<u16>(rank);
+      scratch.rank[i] = static_cast<u8>(rank);
       if (before == 0) {
-        mine[expert] = static_cast<u16>(rank + Machine::count(same));
+        mine[expert] = static_cast<u8>(rank + Machine::count(same));
       }
     }
     __syncwarp();
@@ -61,7 +61,7 @@ inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch,
 #pragma unroll
         for (auto& of_warp : scratch.of_warp) {
           const u32 in_share = of_warp[expert];
-          of_warp[expert] = static_cast<u16>(count);
+          of_warp[expert] = static_cast<u8>(count);
           count += in_share;
         }
       }

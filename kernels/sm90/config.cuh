@@ -32,24 +32,26 @@ using Machine = cuda::Machine<Transport, MOEOS_WORLD>;
 #endif
 
 inline constexpr Activation kActivation{
-    static_cast<Curve>(MOEOS_CURVE),
-    MOEOS_GATED != 0,
-    MOEOS_ALPHA,
-    MOEOS_UP_OFFSET,
-    MOEOS_SWIGLU_LIMIT,
-    MOEOS_CLAMPS_AFTER != 0,
+    .curve = static_cast<Curve>(MOEOS_CURVE),
+    .is_gated = MOEOS_GATED != 0,
+    .alpha = MOEOS_ALPHA,
+    .up_offset = MOEOS_UP_OFFSET,
+    .limit = MOEOS_SWIGLU_LIMIT,
+    .clamps_after = MOEOS_CLAMPS_AFTER != 0,
 };
 inline constexpr LayerShape kShape{
-    MOEOS_HIDDEN,
-    MOEOS_INTERMEDIATE,
-    kActivation,
-    static_cast<Scoring>(MOEOS_SCORING),
-    MOEOS_RENORMALIZE != 0,
-    MOEOS_ROUTED_SCALING,
-    MOEOS_EXPERT_GROUPS,
-    MOEOS_TOP_GROUPS,
-    static_cast<GroupScore>(MOEOS_GROUP_SCORE),
-    MOEOS_FP32_ROUTER != 0,
+    .hidden = MOEOS_HIDDEN,
+    .intermediate = MOEOS_INTERMEDIATE,
+    .activation = kActivation,
+    .scoring = static_cast<Scoring>(MOEOS_SCORING),
+    .renormalize = MOEOS_RENORMALIZE != 0,
+    .routed_scaling = MOEOS_ROUTED_SCALING,
+    .expert_groups = MOEOS_EXPERT_GROUPS,
+    .top_groups = MOEOS_TOP_GROUPS,
+    .group_score = static_cast<GroupScore>(MOEOS_GROUP_SCORE),
+    .zero_experts = MOEOS_ZERO_EXPERTS,
+    .weight_on_input = MOEOS_WEIGHT_ON_INPUT != 0,
+    .fp32_router = MOEOS_FP32_ROUTER != 0,
 };
 
 /// Slots of an expert for each token of a source, MoEConfig.capacity_ratio; 0 / 0 when dropless.
@@ -110,14 +112,16 @@ constexpr u32 first_column(u32 part, u32 columns, u32 all) {
   return kPartsOverlap ? minimum(part * columns, all - columns) : part * columns;
 }
 
-// Route: a tile of 64 rows and all experts in one part; each consumer warpgroup takes half of the
+// Route: a tile of 64 rows and of a bank of experts; each consumer warpgroup takes half of the
 // depth, or half of the experts of an fp32 router (fp32_router.cuh). A block has as many tokens, or
-// fewer (the tile's other rows are then nobody's).
+// fewer (the tile's other rows are then nobody's). All experts are one bank, if a tile has columns
+// for them; else each bank fills a tile.
 inline constexpr u32 kRouteRows = 64;
 inline constexpr u32 kRouteTokens = kGeometry.route_tokens;  // at most
 inline constexpr u32 kRouteColumns =
     kGeometry.experts <= 64 ? 64 : (kGeometry.experts <= 128 ? 128 : 256);
-static_assert(kGeometry.experts <= kRouteColumns, "Route computes all logits in one tile");
+inline constexpr u32 kRouteBanks = ceil_div(kGeometry.experts, kRouteColumns);
+inline constexpr u32 kLogits = kRouteBanks * kRouteColumns;  // of a token, with those of no expert
 static_assert(kRouteTokens <= kRouteRows);
 // Boxes of the router's weights in one stage, along the depth: as many as fit, because Route waits
 // for loads, not for products.

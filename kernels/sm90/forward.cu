@@ -375,15 +375,14 @@ inline Call call_of(const RankArguments& mine) {
   const u32 tokens = tokens_of(mine);
   const u32 pair_limit = pair_limit_of(tokens);
   const bool may_be_unsent = mine.topk_ids != nullptr || pair_limit < kGeometry.max_tokens;
-  return {*RankMemory(kGeometry, mine.memory).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U,
-          mine.identity};
+  return {*rank_memory(mine).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U, mine.identity};
 }
 
 /// The call, as thread 0 of a processor finds it: none if this block's launch is not alone. The OS
 /// block says so then.
 inline Call attended_call(const RankArguments& mine, u32 index) {
   Call call = call_of(mine);
-  if (!attend<Machine>(RankMemory(kGeometry, mine.memory), call.epoch, index)) {
+  if (!attend<Machine>(rank_memory(mine), call.epoch, index)) {
     call.epoch = 0;
   }
   return call;
@@ -391,7 +390,7 @@ inline Call attended_call(const RankArguments& mine, u32 index) {
 
 /// What thread 0 of the OS block finds. All ranks that wait for this call must end.
 inline bool os_attends(const RankArguments& mine, const Call& call) {
-  const RankMemory memory(kGeometry, mine.memory);
+  const RankMemory memory = rank_memory(mine);
   // Both, always: every block counts.
   const bool attends = attend<Machine>(memory, call.epoch, kGeometry.processors);
   const bool alone = is_alone<Machine>(memory, call.epoch, kBlocks);
@@ -485,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();  // no warp of this block is in the call any more
   if (threadIdx.x == 0) {
-    depart<Machine>(RankMemory(kGeometry, mine.memory));
+    depart<Machine>(rank_memory(mine));
   }
 }
 

@@ -21,6 +21,7 @@ inline constexpr Geometry kGeometry{
     MOEOS_TILE_ROWS,
     MOEOS_ROUTE_TOKENS,
     MOEOS_ROUTE_SLICES,
+    MOEOS_KEPT_BYTES,
     MOEOS_GEMM0_PARTS,
     MOEOS_GEMM1_PARTS,
     MOEOS_NARROW_ROWS,
@@ -37,7 +38,7 @@ inline constexpr Geometry kGeometry{
     MOEOS_SPREAD_TOKENS,
     MOEOS_WHOLE_ROWS,
     MOEOS_TRACE_EVENTS,
-    0,  // a token's row is sent as it is
+    MOEOS_WEIGHT_ON_INPUT,  // alters_rows
 };
 
 }  // namespace moeos

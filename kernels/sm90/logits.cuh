@@ -12,7 +12,7 @@ namespace moeos::sm90 {
 
 /// Tokens whose logits Route's memory holds at once.
 inline constexpr u32 kRoundTokens =
-    minimum(kRouteTokens, kRouteMemory / static_cast<u32>(kRouteColumns * sizeof(float)));
+    minimum(kRouteTokens, kRouteMemory / static_cast<u32>(kLogits * sizeof(float)));
 static_assert(kRouteTokens % kRoundTokens == 0);
 
 /// The logits of a block's tokens, some of them at a time in shared memory. Each warpgroup has half
@@ -22,7 +22,8 @@ static_assert(kRouteTokens % kRoundTokens == 0);
 /// accumulators, or several keep those of each slice, and the last one adds them up.
 ///
 /// They keep a token's sums in its row of the output, which is not written before the call has
-/// routed all of its tokens. Every function by all consumers; sync() is their barrier.
+/// routed all of its tokens; or, where the row is too short, in the rank's memory. Every function
+/// by all consumers; sync() is their barrier.
 class Logits {
  public:
   /// Whether a part that multiplies all slices has registers for their sums, beside the
@@ -51,7 +52,9 @@ class Logits {
   /// Brings the tokens from `first` of the block on into shared memory.
   template <class Sync>
   void bring(const float (&d)[kRouteSums], u32 first, Sync sync) {
-    if (kGeometry.route_slices > 1 && kept_) {
+    if constexpr (!kInRegisters) {
+      add_up_kept(first);
+    } else if (kGeometry.route_slices > 1 && kept_) {
       add_up_kept(first);
     } else if constexpr (kShape.fp32_router) {
       store_all(d, first);
@@ -87,19 +90,22 @@ class Logits {
 
  private:
   static constexpr u32 kKeptTogether = kShape.fp32_router ? 1 : kConsumers;  // of a slice
-  static constexpr u32 kKept = kGeometry.route_slices * kKeptTogether;       // sums of a logit
-  static_assert(kGeometry.route_slices == 1 ||
-                    kKept * kRouteColumns * sizeof(float) <= kGeometry.row_bytes,
-                "a token's sums fit its row");
+  static constexpr u32 kKept = kBankSlices * kKeptTogether;                  // sums of a logit
+  static constexpr u32 kKeptBytes = kKept * kLogits * sizeof(float);
+  static_assert(kGeometry.route_slices == 1 || kGeometry.kept_bytes == kKeptBytes ||
+                    (kGeometry.kept_bytes == 0 && kKeptBytes <= kGeometry.row_bytes),
+                "there is room for a token's sums");
 
   /// Where a sum lies. Groups of eight columns change places, so that what the lanes of a warp
   /// store or load at once lies in different banks.
-  static u32 sum_place(u32 token, u32 column) {
-    return token * kRouteColumns + (column ^ token % 4 * 8);
-  }
+  static u32 sum_place(u32 token, u32 column) { return token * kLogits + (column ^ token % 4 * 8); }
+  /// A bank's sums, which one slice has, or one warpgroup of it.
   float* kept_sums(u32 place, u32 which) const {
-    u8* row = arguments_.out + u64{token(place)} * kGeometry.row_bytes;
-    return reinterpret_cast<float*>(row) + which * kRouteColumns;
+    u8* const kept =
+        kGeometry.kept_bytes == 0
+            ? arguments_.out + u64{token(place)} * kGeometry.row_bytes
+            : rank_memory(arguments_).kept_sums + u64{token(place)} * kGeometry.kept_bytes;
+    return reinterpret_cast<float*>(kept) + which * kRouteColumns;
   }
 
   /// Visits a thread's sums of an fp32 router: visit(token of the block, expert, sum).
@@ -166,16 +172,18 @@ class Logits {
   }
   void add_up_kept(u32 first) {
     constexpr u32 kWidth = sizeof(float4) / sizeof(float);
-    constexpr u32 kOfToken = kRouteColumns / kWidth;
+    constexpr u32 kOfToken = kLogits / kWidth;
 #pragma unroll 1
     for (u32 i = threadIdx.x % kConsumerThreads; i < tokens_from(first) * kOfToken;
          i += kConsumerThreads) {
       const u32 place = i / kOfToken;
       const u32 column = i % kOfToken * kWidth;
+      const u32 bank = column / kRouteColumns;
+      const float* const kept = kept_sums(first + place, bank * kKept) + column % kRouteColumns;
       float4 sums[kKept];  // asked for together
 #pragma unroll
       for (u32 which = 0; which < kKept; ++which) {
-        sums[which] = *reinterpret_cast<const float4*>(kept_sums(first + place, which) + column);
+        sums[which] = *reinterpret_cast<const float4*>(kept + which * kRouteColumns);
       }
 #pragma unroll
       for (u32 which = kKeptTogether; which < kKept; ++which) {

@@ -21,16 +21,19 @@ inline u32 steps_of(const Task& task) {
   return ceil_div(task.kind == TaskKind::gemm1 ? kShape.intermediate : kShape.hidden, depth);
 }
 
-/// Steps of a slice of a block's Route: the depth is divided among the slices, in order.
-inline constexpr u32 kRouteSteps = ceil_div(kShape.hidden, kRouteStepColumns);
-inline constexpr u32 kSliceSteps = ceil_div(kRouteSteps, kGeometry.route_slices);
-static_assert((kGeometry.route_slices - 1) * kSliceSteps < kRouteSteps, "each slice has a step");
-inline u32 first_step_of(u32 slice) { return slice * kSliceSteps; }
-inline u32 steps_of_slice(u32 slice) {
-  return minimum(kSliceSteps, kRouteSteps - first_step_of(slice));
+/// Slices of a block's Route: those of a bank's depth in order, one bank behind the other. Steps
+/// are counted in this order, too.
+inline constexpr u32 kRouteSteps = ceil_div(kShape.hidden, kRouteStepColumns);  // of a bank
+inline constexpr u32 kBankSlices = kGeometry.route_slices / kRouteBanks;
+inline constexpr u32 kSliceSteps = ceil_div(kRouteSteps, kBankSlices);
+static_assert(kBankSlices * kRouteBanks == kGeometry.route_slices, "banks have as many slices");
+static_assert((kBankSlices - 1) * kSliceSteps < kRouteSteps, "each slice has a step");
+inline u32 first_step_of(u32 slice) {
+  return slice / kBankSlices * kRouteSteps + slice % kBankSlices * kSliceSteps;
 }
+inline u32 steps_of_slice(u32 slice) { return first_step_of(slice + 1) - first_step_of(slice); }
 
-/// What a Route part multiplies: a block's tokens, over some slices of the depth.
+/// What a Route part multiplies: a block's tokens, over some slices.
 struct RouteShare {
   TokenRange tokens;
   u32 first_slice;
@@ -42,9 +45,7 @@ struct RouteShare {
     first_slice = word.task() * slices;
     end_slice = minimum(kGeometry.route_slices, first_slice + slices);
   }
-  u32 steps() const {
-    return minimum(kRouteSteps, first_step_of(end_slice)) - first_step_of(first_slice);
-  }
+  u32 steps() const { return first_step_of(end_slice) - first_step_of(first_slice); }
 };
 
 /// Rows of weights that a part multiplies by.
@@ -75,6 +76,11 @@ struct Box {
   u32 column = 0;  // in the first step
   u32 place = 0;   // of its destination, bytes from the begin of the stage
   CachePolicy policy = CachePolicy::normal;  // of weights
+};
+/// Where a box begins in its matrix, in one of the steps.
+struct BoxPlace {
+  u32 row;
+  u32 column;
 };
 
 // Each of a step's boxes has a lane, and a narrow tile's steps are two in one. A segment of 8n rows
@@ -172,9 +178,10 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   box.place = place + first * kSwizzleBytes;
 }
 
-/// The load warp: fills the stages with a part's operands, `bytes` bytes of `columns` columns in
-/// each. One lane waits; each loads its box. The next part is claimed on the way.
-inline void fill_stages(u32 steps, u32 columns, u32 bytes, const Box& box, Loader& loader) {
+/// The load warp: fills the stages with a part's operands, `bytes` bytes in each. One lane waits;
+/// each loads its box, from place_at(step) on: row and column. The next part is claimed on the way.
+template <class PlaceAt>
+inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, PlaceAt place_at) {
   for (u32 step = 0; step < steps; ++step, loader.advance()) {
     if (Machine::lane() == 0) {
       if (steps - step == minimum(steps, kClaimSteps)) {
@@ -186,11 +193,11 @@ inline void fill_stages(u32 steps, u32 columns, u32 bytes, const Box& box, Loade
     __syncwarp();
     // Beyond the matrix: zeros.
     u8* to = reinterpret_cast<u8*>(&loader.stage()) + box.place;
-    const u32 column = box.column + step * columns;
+    const auto [row, column] = place_at(step);
     if (box.of_weights) {
-      load_weights(*box.map, to, loader.full(), box.row, column, box.policy);
+      load_weights(*box.map, to, loader.full(), row, column, box.policy);
     } else if (box.map != nullptr) {
-      load_box(*box.map, to, loader.full(), box.row, column);
+      load_box(*box.map, to, loader.full(), row, column);
     }
   }
 }
@@ -214,8 +221,8 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   }
   // What lies beyond a tile's tokens is of the products before: its results are nobody's.
   const u32 rows = task.in_place != 0 ? task.rows : task.padded_rows;
-  fill_stages(steps_of(task), depth * kTileDepth, depth * (rows + columns) * kSwizzleBytes, box,
-              loader);
+  fill_stages(steps_of(task), depth * (rows + columns) * kSwizzleBytes, box, loader,
+              [&](u32 step) { return BoxPlace{box.row, box.column + step * depth * kTileDepth}; });
 }
 
 /// A Route part's operands: slices of a block's tokens, and of the router's weights.
@@ -226,14 +233,18 @@ inline void load_route(const RankArguments& arguments, const RouteShare& share, 
   if (n < (of_gate ? kRouteDepth : kTokenBoxes)) {
     box.map = of_gate ? &arguments.gate : &arguments.x;
     box.row = of_gate ? 0 : share.tokens.first;
-    box.column = first_step_of(share.first_slice) * kRouteStepColumns +
-                 n * (of_gate ? kGateBoxColumns : kTileDepth);
+    box.column = n * (of_gate ? kGateBoxColumns : kTileDepth);
     box.place = of_gate ? kWeightsPlace + n * kRouteColumns * kSwizzleBytes
                         : n * kRouteRows * kSwizzleBytes;
   }
-  fill_stages(share.steps(), kRouteStepColumns,
-              (kTokenBoxes * kRouteRows + kRouteDepth * kRouteColumns) * kSwizzleBytes, box,
-              loader);
+  const u32 first = first_step_of(share.first_slice);
+  fill_stages(
+      share.steps(), (kTokenBoxes * kRouteRows + kRouteDepth * kRouteColumns) * kSwizzleBytes, box,
+      loader, [&](u32 step) {
+        const u32 bank = kRouteBanks == 1 ? 0 : (first + step) / kRouteSteps;
+        return BoxPlace{box.row + (of_gate ? bank * kRouteColumns : 0),
+                        box.column + (first + step - bank * kRouteSteps) * kRouteStepColumns};
+      });
 }
 
 /// One K-step of 16 elements out of a stage, whose rows and columns begin at `rows` and `columns`.

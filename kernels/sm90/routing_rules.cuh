@@ -12,10 +12,12 @@
 
 namespace moeos::sm90 {
 
+static_assert(kGeometry.top_k <= Machine::kLanes, "each choice of a token has a lane");
+
 inline constexpr float kLeast = -1e30F;  // two of them are above minus infinity
 
 /// Logits of a token that one lane has.
-inline constexpr u32 kLogitsEach = kRouteColumns / Machine::kLanes;
+inline constexpr u32 kLogitsEach = kLogits / Machine::kLanes;
 inline u32 expert_of(u32 i) { return Machine::lane() * kLogitsEach + i; }
 
 /// A number in the order of floats, of both zeros the same; kChosen is below that of every float.
@@ -45,9 +47,8 @@ inline float sum_of_lanes(float value) {
 class Token {
  public:
   /// Chooses the experts of `token`, whose logits logit_of(expert) has; false when they are not
-  /// finite. `told`: the epoch of a call whose processors are told at once, or 0. Each lane writes
-  /// those of its experts that are chosen: on the way from one choice to the next it need not be
-  /// known which they are.
+  /// finite. `told`: the epoch of a call whose processors are told at once, or 0. Lane n writes the
+  /// nth choice.
   template <class LogitOf>
   static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
                      u32 token, u32 told) {
@@ -77,50 +78,38 @@ class Token {
       rule.inverse_sum = 1.0F / sum_of_lanes(sum);
     }
     u32 choices[kLogitsEach];
-    u32 number[kLogitsEach];  // of an expert among those that are chosen
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
       const float choice = rule.choice(logits[i], expert_of(i));
       choices[i] = expert_of(i) < kGeometry.experts ? ordered(choice) : kChosen;
-      number[i] = kNone;
     }
     if constexpr (kShape.expert_groups > 1) {
       close_groups(choices);
     }
+    const u32 lane = Machine::lane();
+    u32 expert = 0;  // this lane's choice
 #pragma unroll 1
     for (u32 nth = 0; nth < kGeometry.top_k; ++nth) {
-      const u32 best = choose_best(choices, number, nth);
+      const Best best = take_best(choices);
+      expert = lane == nth ? best.expert : expert;
       if constexpr (kShape.scoring == Scoring::softmax && !kSumsExponentials) {
-        rule.top = nth == 0 ? from_ordered(best) : rule.top;
+        rule.top = nth == 0 ? from_ordered(best.choice) : rule.top;
       }
     }
-    if (kGeometry.plans_itself() && told != 0) {
-#pragma unroll
-      for (u32 i = 0; i < kLogitsEach; ++i) {
-        if (number[i] != kNone) {
-          tell_choice<Machine>(memory, told, token * kGeometry.top_k + number[i], expert_of(i));
-        }
-      }
+    const bool has_one = lane < kGeometry.top_k;
+    const u32 pair = token * kGeometry.top_k + lane;
+    if (kGeometry.plans_itself() && told != 0 && has_one) {
+      tell_choice<Machine>(memory, told, pair, expert);
     }
-    float scores[kLogitsEach];
-    float sum = 0.0F;
-#pragma unroll
-    for (u32 i = 0; i < kLogitsEach; ++i) {
-      scores[i] = rule.score(logits[i]);
-      sum += number[i] != kNone ? scores[i] : 0.0F;
-    }
+    const float score = has_one ? rule.score(logit_of(expert)) : 0.0F;
     float factor = kShape.routed_scaling;
     if constexpr (kShape.renormalize) {
-      sum = sum_of_lanes(sum);
+      const float sum = sum_of_lanes(score);
       factor *= sum > 0.0F ? 1.0F / sum : 1.0F;
     }
-#pragma unroll
-    for (u32 i = 0; i < kLogitsEach; ++i) {
-      if (number[i] != kNone) {
-        const u32 pair = token * kGeometry.top_k + number[i];
-        memory.pair_expert[pair] = expert_of(i);
-        memory.pair_weight[pair] = scores[i] * factor;
-      }
+    if (has_one) {
+      memory.pair_expert[pair] = expert;
+      memory.pair_weight[pair] = score * factor;
     }
     return true;
   }
@@ -156,9 +145,14 @@ class Token {
     }
   };
 
-  /// Takes the largest choice that is left, of the lower expert among equals, as the `nth` one.
-  /// Returns it.
-  static u32 choose_best(u32 (&choices)[kLogitsEach], u32 (&number)[kLogitsEach], u32 nth) {
+  /// The largest choice that is left, and whose it is: the lower expert's among equals.
+  struct Best {
+    u32 choice;
+    u32 expert;
+  };
+
+  /// Takes it. The next one need not wait for whose it is: only for which lane's.
+  static Best take_best(u32 (&choices)[kLogitsEach]) {
     u32 mine = choices[0];
     u32 at = 0;
 #pragma unroll
@@ -172,11 +166,9 @@ class Token {
     const bool wins = (have_it & (here | (here - 1))) == here;  // no lane before has it
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
-      const bool taken = wins && at == i;
-      choices[i] = taken ? kChosen : choices[i];
-      number[i] = taken ? nth : number[i];
+      choices[i] = wins && at == i ? kChosen : choices[i];
     }
-    return best;
+    return {best, Machine::broadcast(expert_of(at), Machine::first_lane(have_it))};
   }
 
   static constexpr u32 kGroupSize = kGeometry.experts / kShape.expert_groups;

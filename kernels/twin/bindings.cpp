@@ -49,9 +49,9 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
                  bool renormalize, float routed_scaling, u32 expert_groups, u32 top_groups,
                  u32 group_score, u32 zero_experts, bool weight_on_input, bool fp32_router,
                  u32 processors, u32 couriers, bool remote, u32 tile_rows, u32 route_tokens,
-                 u32 route_slices, u32 gemm0_columns, u32 gemm1_columns, u32 narrow_rows,
-                 u32 segment_align, bool large_experts, u32 once_rows, u32 once_after,
-                 u32 spread_tokens, u32 whole_rows, u32 trace_events) {
+                 u32 route_slices, u32 kept_bytes, u32 gemm0_columns, u32 gemm1_columns,
+                 u32 narrow_rows, u32 segment_align, bool large_experts, u32 once_rows,
+                 u32 once_after, u32 spread_tokens, u32 whole_rows, u32 trace_events) {
   Sizes sizes{};
   sizes.shape =
       LayerShape{hidden,
@@ -79,6 +79,7 @@ Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, 
   geometry.tile_rows = tile_rows;
   geometry.route_tokens = route_tokens;
   geometry.route_slices = route_slices;
+  geometry.kept_bytes = kept_bytes;
   geometry.gemm0_parts = ceil_div(intermediate, gemm0_columns);
   geometry.gemm1_parts = ceil_div(hidden, gemm1_columns);
   geometry.narrow_rows = narrow_rows;
@@ -244,7 +245,7 @@ NB_MODULE(_twin, module) {
            "scoring"_a, "renormalize"_a, "routed_scaling"_a, "expert_groups"_a, "top_groups"_a,
            "group_score"_a, "zero_experts"_a, "weight_on_input"_a, "fp32_router"_a, "processors"_a,
            "couriers"_a, "remote"_a, "tile_rows"_a, "route_tokens"_a, "route_slices"_a,
-           "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a, "segment_align"_a,
+           "kept_bytes"_a, "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a, "segment_align"_a,
            "large_experts"_a, "once_rows"_a, "once_after"_a, "spread_tokens"_a, "whole_rows"_a,
            "trace_events"_a)
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
@@ -281,6 +282,7 @@ NB_MODULE(_twin, module) {
       .def_prop_ro("tile_rows", [](const Sizes& s) { return s.geometry.tile_rows; })
       .def_prop_ro("route_tokens", [](const Sizes& s) { return s.geometry.route_tokens; })
       .def_prop_ro("route_slices", [](const Sizes& s) { return s.geometry.route_slices; })
+      .def_prop_ro("kept_bytes", [](const Sizes& s) { return s.geometry.kept_bytes; })
       .def(
           "route_blocks",
           [](const Sizes& s, u32 tokens) { return s.geometry.route_blocks_of(tokens); }, "tokens"_a)

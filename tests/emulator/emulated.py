@@ -127,14 +127,22 @@ def build(
 class EmulatedLayer:
     """All ranks of a layer on one emulated GPU; `plans`: of each, what `LayerFaults` packs.
 
+    `patience`: so many times the deadline, and the time in which a launch must end.
+
     Attributes:
         any_ids: of its calls, see `moeos.engines.base.CallTensors`.
     """
 
     def __init__(
-        self, library: Path, weights: Weights, ranks: int, plans: Sequence[bytes] = ()
+        self,
+        library: Path,
+        weights: Weights,
+        ranks: int,
+        plans: Sequence[bytes] = (),
+        patience: int = 1,
     ) -> None:
         self.any_ids = False
+        self._patience = patience
         self._library = ctypes.CDLL(str(library))
         for name in ("heap", "control", "tables", "records", "intermediate"):
             getattr(self._library, f"emulated_{name}_bytes").restype = ctypes.c_uint64
@@ -183,8 +191,8 @@ class EmulatedLayer:
             ctypes.c_uint64(len(launches)),
             ctypes.c_uint64(apart_ns),
             ctypes.c_uint64(seed),
-            ctypes.c_uint64(DEADLINE_NS),
-            ctypes.c_uint64(LIMIT_NS),
+            ctypes.c_uint64(self._patience * DEADLINE_NS),
+            ctypes.c_uint64(self._patience * LIMIT_NS),
             None if starved is None else ctypes.byref(starved),
             said,
             ctypes.c_uint64(_SAID_BYTES),

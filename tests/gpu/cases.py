@@ -122,6 +122,22 @@ CASES = {
         swiglu_limit=0.5,
         bias=True,
     ),
+    "gelu-2-ranks-300-experts": _case(
+        2, activation="gelu", dtype=torch.float16, experts=300, top_k=9
+    ),
+    "swiglu-1-rank-512-experts-fp32-router": _case(
+        1, experts=512, top_k=10, hidden=2048, router_dtype=torch.float32
+    ),
+    "swiglu-4-ranks-1024-experts-top-32-groups": _case(
+        4,
+        experts=1024,
+        top_k=32,
+        expert_groups=8,
+        top_groups=4,
+        scoring="sigmoid",
+        selection_bias=True,
+        routed_scaling=2.5,
+    ),
 }
 REMOTE_CASES = {
     "swiglu-4-nodes": dataclasses.replace(CASES["swiglu-4-ranks"], ranks_per_node=1),

@@ -59,6 +59,13 @@ CASES = {
     ),
     "256-best-groups": _case(experts=256, hidden=5120, group_score="max", **GROUPS),
     "200-softmax": _case(experts=200, hidden=1000),
+    "384-sigmoid-bias": _case(
+        experts=384, hidden=7168, top_k=9, scoring="sigmoid", selection_bias=True
+    ),
+    "512-softmax": _case(experts=512, top_k=11),
+    "1024-sigmoid-groups-bias": _case(
+        experts=1024, top_k=31, scoring="sigmoid", selection_bias=True, **GROUPS
+    ),
     "256-softmax-float16": _case(experts=256, hidden=4096, dtype=torch.float16),
     "64-sigmoid-float16": _case(scoring="sigmoid", dtype=torch.float16),
 }

@@ -118,6 +118,19 @@ def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
         assert (name in made.cubin) == (transport == "nvshmem")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("router_dtype", [None, torch.float32], ids=["16 bits", "fp32"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_most_experts_and_choices_leave_registers_where_they_are(
+    ranks: int, router_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    rules = {"scoring": "sigmoid", "selection_bias": True, "expert_groups": 8, "top_groups": 4}
+    most = shape(experts=1024, top_k=32, hidden=2048, router_dtype=router_dtype, **rules)
+    made = compile_kernel(dataclasses.replace(most, world_size=ranks), tmp_path)
+    assert made.report.keeps_registers
+
+
 @pytest.mark.parametrize(
     ("transport", "once_bytes"),
     [("none", 1 << 40), ("mapped", 1)],

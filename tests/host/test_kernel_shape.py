@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from moeos import MoEConfig, kernel_shape
+from moeos import MoEConfig, World, kernel_shape
+from moeos.experts import check_supported
 from moeos.kernel_shape import KernelShape, route_columns
 from tests.gpu.cases import LARGE_EXPERTS
-from tests.host.kernel_shapes import shape
+from tests.host.kernel_shapes import LAYER, shape
 from tests.processes import ROOT
 
 
@@ -19,19 +21,28 @@ from tests.processes import ROOT
     ("changes", "message"),
     [
         ({"dtype": torch.float32}, "dtype is torch.float32; .* torch.bfloat16 or torch.float16"),
-        ({"experts": 264}, "experts is 264; .* at most 256"),
-        ({"experts": 64, "top_k": 33}, "top_k is 33; .* at most 32"),
-        ({"experts": 64, "expert_groups": 64}, "expert_groups is 64; .* at most 32"),
+        ({"experts": 1025}, 'experts is 1025; .* at most 1024 .* "twin"'),
+        ({"experts": 64, "top_k": 33}, 'top_k is 33; .* at most 32 .* "twin"'),
+        (
+            {"experts": 64, "expert_groups": 64, "top_groups": 64},
+            'expert_groups is 64; .* at most 32 .* "twin"',
+        ),
     ],
     ids=["float32", "experts", "top_k", "groups"],
 )
 def test_a_layer_that_the_gpu_does_not_have_is_refused(
     changes: dict[str, Any], message: str
 ) -> None:
-    if "expert_groups" in changes:
-        changes["top_groups"] = changes["expert_groups"]
     with pytest.raises(ValueError, match=message):
         shape(**changes)
+    world = cast(World, SimpleNamespace(backend="cuda", rank=3))
+    with pytest.raises(ValueError, match=f"^rank 3: {message}"):
+        check_supported(MoEConfig(**(LAYER | changes)), world)
+
+
+@pytest.mark.parametrize("changes", [{"experts": 1024}, {"experts": 64, "top_k": 32}])
+def test_the_gpu_has_1024_experts_and_32_choices(changes: dict[str, Any]) -> None:
+    shape(**changes).sizes  # noqa: B018 - raises if a bound does not fit
 
 
 @pytest.mark.parametrize(
@@ -50,20 +61,39 @@ def test_a_shape_that_makes_no_sense_is_refused(changes: dict[str, Any], message
 
 
 @pytest.mark.parametrize("router_dtype", [None, torch.float32], ids=["16 bits", "fp32"])
-@pytest.mark.parametrize("experts", [64, 128, 256])
+@pytest.mark.parametrize("experts", [64, 128, 256, 384, 512, 1000, 1024])
 def test_each_slice_of_a_router_has_a_step(experts: int, router_dtype: torch.dtype | None) -> None:
     for hidden in range(64, 8200, 8):
         cfg = dataclasses.replace(shape().cfg, router_dtype=router_dtype)
         cfg = dataclasses.replace(cfg, hidden=hidden, experts=experts)
-        slices = kernel_shape._route_slices(cfg)
+        banks = -(-experts // 256)
+        slices, rest = divmod(kernel_shape._route_slices(cfg), banks)
+        assert rest == 0
         columns = (64 if router_dtype is None else 32) * (1 if experts > 128 else 2)
         steps = -(-hidden // columns)
         each = -(-steps // slices)  # kSliceSteps of kernels/sm90/products.cuh
         assert 1 <= slices <= 8
         assert (slices - 1) * each < steps <= slices * each, hidden
-        if slices > 1:  # they fit a row of the output, with a sum of each warpgroup but for fp32
-            sums = 2 if router_dtype is None else 1
-            assert slices * sums * experts * 4 <= hidden * 2
+        # They fit a row of the output, with a sum of each warpgroup but for fp32; or, if not even
+        # one slice of each of several banks does, they have memory of their own.
+        logits = experts if banks == 1 else 256 * banks
+        kept = slices * (2 if router_dtype is None else 1) * logits * 4
+        if slices > 1:
+            assert kept <= hidden * 2, hidden
+        is_long = banks > 1 and kept > hidden * 2
+        assert kernel_shape._kept_bytes(cfg) == (kept if is_long else 0), hidden
+
+
+def test_sums_that_a_tokens_row_is_too_short_for_are_counted_with_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = 2 * 1024 * 4  # a sum of each warpgroup
+    rows = [shape(experts=1024, hidden=hidden) for hidden in (4088, 4096)]
+    assert [made.sizes.kept_bytes for made in rows] == [kept, 0]
+    counted = shape(experts=1024).sizes.memory_bytes
+    monkeypatch.setattr(kernel_shape, "_kept_bytes", lambda cfg: 0)
+    left_out = shape(experts=1024).sizes.memory_bytes
+    assert counted - left_out == LAYER["max_tokens"] * kept
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,14 @@ pytestmark = pytest.mark.timeout(1200)
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.toml"))}
 OF_THE_TWIN = {"twin-bench"}
 """Configs in float32, which the GPU does not compute with."""
-ALONE = ("deepseek-v3", "qwen3-30b-a3b")
-"""Configs that are compiled for one rank, too: of the most experts, and of the most of which a
-fetch warp plans any rows (Geometry::plans_itself). Both had spilled where eight ranks did not.
+ALONE = ("deepseek-v3", "qwen3-30b-a3b", "qwen3-next-80b-a3b")
+"""Configs that are compiled for one rank, too: of the most experts of which a fetch warp plans few
+rows (Geometry::kPlanFewExperts), or any (Geometry::plans_itself), and of more. All had spilled
+where eight ranks did not.
 """
 FP32_ROUTERS = ("deepseek-v3", "mixtral-8x7b")
-"""Configs that are compiled for a router in fp32, too: of the most experts, whose accumulators are
-the most, and of few.
+"""Configs that are compiled for a router in fp32, too: of a full bank of experts, whose
+accumulators are the most, and of few.
 """
 EVERYWHERE = 8
 """Ranks of a world that all configs are compiled for."""
