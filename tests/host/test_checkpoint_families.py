@@ -158,6 +158,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     },
+    "kimi-k2": {
+        "model_type": "kimi_k2",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 7168,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "first_k_dense_replace": 1,
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 """What config.json of published models says of their blocks, by the config of the same layer."""
 
