@@ -425,7 +425,9 @@ def test_a_dtype_that_the_twin_has_not_raises_on_all_ranks() -> None:
             MoELayer(config(dtype=torch.float16), world)
         return str(raised.value)
 
-    assert len(set(virtual.run(rank_main, ranks=2))) == 1
+    said = virtual.run(rank_main, ranks=2)
+    assert [text.partition(": ")[0] for text in said] == ["rank 0", "rank 1"]
+    assert len({text.partition(": ")[2] for text in said}) == 1
 
 
 @pytest.mark.parametrize(
