@@ -252,6 +252,7 @@ class Experts:
 
     def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None) -> None:
         agreement.agree(cfg, world, (world.rank, world.size), "Experts")
+        check_supported(cfg, world)
         self._start(cfg, world, workspace)
 
     def _start(self, cfg: MoEConfig, world: World, workspace: Workspace | None) -> None:
@@ -263,7 +264,6 @@ class Experts:
             raise ValueError(f"the workspace is of {self.workspace.world}, and not of {world}")
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
-            check_supported(cfg, world)
             self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared)
             self.key = custom_op.register(self.engine, self.device)
         self.expected = call_checks.expected_weights(cfg, cfg.experts_per_rank(world.size))

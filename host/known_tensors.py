@@ -56,8 +56,7 @@ class KnownTensors:
                 count = rows.shape[0]
                 return (
                     count <= most_rows
-                    and (ids is None or ids.shape[0] == count)
-                    and (weights is None or weights.shape[0] == count)
+                    and (ids is None or ids.shape[0] == count == weights.shape[0])
                     and (out is None or out.shape[0] == count)
                     and not (trained and torch.is_grad_enabled())
                 )

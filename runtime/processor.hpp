@@ -225,7 +225,7 @@ class Processor : Pace<P> {
     const bool foresees = rank_.geometry().foresees();
     u32 turn = rank_.geometry().foresees(call_.tokens) ? 0 : kNotAsked;
     u32 foreseen = kNone;  // the part of `task`, once that is part `number` of a plan of few rows
-    // Else the compiler must see nothing of the plan of a rank alone, which takes registers.
+    // Constant. Where it is false, the compiler drops the plan of a rank alone and its registers.
     const bool plans = rank_.geometry().plans_itself();
     while (of_unsent || !plans || plan_is_ != PlanIs::made || number >= plan_.parts()) {
       const bool counts =

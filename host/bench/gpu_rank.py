@@ -171,7 +171,7 @@ class _Measurement:
             for name in rates[0]
         }
         if self._results is not None:
-            about = describe(self._order.command, self._world)
+            about = describe(self._order.command, self._world.size)
             self._results.begin_run({**about, "rates": self._rates, "rates_of_ranks": rates})
             for name, what in refused.items():
                 self._results.fail(name, what)
@@ -343,7 +343,7 @@ def compare(
     return reference.relative_error(y, expected), len(x) - len(y)
 
 
-def describe(command: str, world: moeos.World) -> dict[str, Any]:
+def describe(command: str, gpus: int) -> dict[str, Any]:
     """Where a run's numbers come from: when, what was typed, machine, GPUs, driver and versions."""
     gpu = torch.cuda.get_device_properties()
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -353,7 +353,7 @@ def describe(command: str, world: moeos.World) -> dict[str, Any]:
         "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "machine": machine.describe(),
-        "gpus": world.size,
+        "gpus": gpus,
         "gpu": {
             "name": gpu.name,
             "multiprocessors": gpu.multi_processor_count,

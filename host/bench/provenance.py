@@ -26,10 +26,14 @@ def commit() -> dict[str, Any] | None:
 
 def command(module: str) -> str:
     """The command line of this process, which runs a module; files in full are told by their names,
-    since where they lie is this machine's affair.
+    also behind a "=", since where they lie is this machine's affair.
     """
-    arguments = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
-    return shlex.join(["python", "-m", module, *arguments])
+    return shlex.join(["python", "-m", module, *map(_without_folders, sys.argv[1:])])
+
+
+def _without_folders(word: str) -> str:
+    name, equals, value = word.rpartition("=")
+    return name + equals + Path(value).name if Path(value).is_absolute() else word
 
 
 def source(found: dict[str, Any] | None) -> str:

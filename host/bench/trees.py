@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,11 +31,14 @@ import torch
 import typer
 
 from moeos.bench import provenance, suite, variants
+from moeos.bench.gpu_rank import describe
+from moeos.bench.in_turn import FLUSHED_TOKENS
 from moeos.cli import failures, machine, output
+from moeos.cli.compile import LOST_REGISTERS
 from moeos.config import MoEConfig
 
 _RANK = Path(__file__).with_name("tree_rank.py")
-_COMPILING = 480.0  # seconds for all kernels of all trees
+_COMPILING = 480.0  # seconds for one kernel
 _ANSWERING = 300.0  # seconds for one order, the making of a layer included
 _ENDING = 60.0  # seconds in which processes leave
 _TIMED = 10  # calls of one turn
@@ -75,6 +78,7 @@ class Tree:
                 process.wait(_ENDING)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
 
     def ask(self, **order: Any) -> Any:
         """Gives all ranks an order; rank 0's answer.
@@ -126,11 +130,8 @@ def main(
         results: list[dict[str, Any]] = []
         document = {
             "benchmark": "trees-1",
-            "command": provenance.command("moeos.bench.trees"),
+            **describe(provenance.command("moeos.bench.trees"), size),
             "commit": provenance.commit(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-            "ranks": size,
-            "torch": torch.__version__,
             "trees": list(folders),
             "turns": turns,
             "calls_of_a_turn": _TIMED,
@@ -171,15 +172,11 @@ def free_ports(count: int) -> list[int]:
 def parse_trees(texts: list[str]) -> dict[str, Path]:
     """NAME=FOLDER each.
 
-    Raises `ValueError` for one that is not so, for a name twice and a folder without moeos.
+    Raises `ValueError` as `variants.parse_folders` does, and for a folder without moeos.
     """
-    found: dict[str, Path] = {}
-    for text in texts:
-        name, equals, folder = text.partition("=")
-        if not (name and equals and folder) or name in found:
-            raise ValueError(f"the tree is {text!r}; it must be NAME=FOLDER, each name once")
-        found[name] = Path(folder).absolute()
-        if not (found[name] / "moeos" / "__init__.py").is_file():
+    found = variants.parse_folders("tree", texts)
+    for name, folder in found.items():
+        if not (folder / "moeos" / "__init__.py").is_file():
             raise ValueError(
                 f"the tree {name}: {folder} has no moeos; `pip install --target` puts it there"
             )
@@ -222,21 +219,16 @@ def compile_all(files: list[Path], folders: Mapping[str, Path], ranks: int) -> N
             timeout=_COMPILING,
             check=False,
         )
-        if ended.returncode not in (failures.DONE, 1):  # 1: it keeps registers in memory
+        if ended.returncode not in (failures.DONE, LOST_REGISTERS):
             raise RuntimeError(f"{file.name} of {folder.name}: {ended.stderr.strip()}")
 
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(machine.cores()) as pool:
-        for _ in pool.map(lambda pair: compile_one(*pair), pairs(files, folders)):
-            pass
+        for done in [
+            pool.submit(compile_one, file, folder) for file in files for folder in folders.values()
+        ]:
+            done.result()
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-
-
-def pairs(files: list[Path], folders: Mapping[str, Path]) -> Iterator[tuple[Path, Path]]:
-    """Each layer's file with each tree's folder."""
-    for file in files:
-        for folder in folders.values():
-            yield file, folder
 
 
 def measure(trees: list[Tree], tokens: int, turns: int) -> dict[str, Any]:
@@ -245,7 +237,9 @@ def measure(trees: list[Tree], tokens: int, turns: int) -> dict[str, Any]:
     for turn in range(turns):
         first = turn % len(trees)  # nobody always follows the same one
         for tree in trees[first:] + trees[:first]:
-            times[tree.name].append(tree.ask(tokens=tokens, rounds=_TIMED))
+            times[tree.name].append(
+                tree.ask(tokens=tokens, flushed=tokens <= FLUSHED_TOKENS, rounds=_TIMED)
+            )
     return {
         "times": {
             name: {"median": statistics.median(of), "turns": of} for name, of in times.items()

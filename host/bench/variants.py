@@ -78,7 +78,7 @@ def main(
                         print(_line(results[-1]), flush=True)
             document = {
                 "benchmark": "variants-1",
-                **describe(_command(variants), world),
+                **describe(provenance.command("moeos.bench.variants"), world.size),
                 "commit": provenance.commit(),
                 "rounds": rounds,
                 "variants": describe_variants(folders),
@@ -96,17 +96,27 @@ def main(
 def parse_variants(texts: list[str]) -> dict[str, Path]:
     """NAME=FOLDER each.
 
-    Raises `ValueError` for one that is not so, for a name twice and for a folder without sources.
+    Raises `ValueError` as `parse_folders` does, and for a folder without sources.
+    """
+    found = parse_folders("variant", texts)
+    for name, folder in found.items():
+        missing = [part for part in _SOURCES if not (folder / part).is_dir()]
+        if missing:
+            raise ValueError(f"the variant {name}: {folder} has no {missing[0]}/")
+    return found
+
+
+def parse_folders(what: str, texts: list[str]) -> dict[str, Path]:
+    """NAME=FOLDER each, with the folders in full; `what`: what each is called.
+
+    Raises `ValueError` for one that is not so, and for a name twice.
     """
     found: dict[str, Path] = {}
     for text in texts:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder) or name in found:
-            raise ValueError(f"the variant is {text!r}; it must be NAME=FOLDER, each name once")
+            raise ValueError(f"the {what} is {text!r}; it must be NAME=FOLDER, each name once")
         found[name] = Path(folder).absolute()
-        missing = [part for part in _SOURCES if not (found[name] / part).is_dir()]
-        if missing:
-            raise ValueError(f"the variant {name}: {folder} has no {missing[0]}/")
     return found
 
 
@@ -164,15 +174,6 @@ def describe_variants(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]:
         words = about.read_text(encoding="utf-8").strip() if about.is_file() else ""
         described[name] = {"what": words, "diff": "\n".join(lines)}
     return described
-
-
-def _command(variants: list[str]) -> str:
-    """The command line; folders by their names, since where they lie is this machine's affair."""
-    command = provenance.command("moeos.bench.variants")
-    for text in variants:
-        name, _, folder = text.partition("=")
-        command = command.replace(text, f"{name}={Path(folder).name}")
-    return command
 
 
 def _texts(folder: Path) -> dict[str, str]:

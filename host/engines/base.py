@@ -27,8 +27,8 @@ class CallTensors(NamedTuple):
     and b2 or None; tokens int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that
     is no expert is an unused slot, else -1 alone is one and others end the call; pieces: the number
     of collective calls that it is cut into, equal on all ranks, each of `max_tokens` rows until
-    there are no more (`moeos.engines.pieces`). Values are not checked: the machine that
-    can look at them does.
+    there are no more (`moeos.engines.pieces`). Values are not checked: the machine that can look at
+    them does.
     """
 
     x: torch.Tensor

@@ -106,8 +106,8 @@ inline constexpr bool kTraced = kGeometry.trace_events != 0;
 /// Shared memory that Route has for itself, in bytes: as much as the stages and the parcels leave.
 inline constexpr u32 kRouteMemory = 16384;
 
-/// What Route keeps of its block while it sorts the pairs by expert, in its memory.
-/// Pairs of one expert, of which a token has one at most.
+/// What Route keeps of its block while it sorts the pairs by expert, in its memory. A token has one
+/// pair of an expert at most, so a byte counts a block's.
 struct RouteScratch {
   u8 of_warp[kConsumerWarps][kLogits];         // [expert]: pairs in a warp's share of the block,
                                                // then those in the shares before it

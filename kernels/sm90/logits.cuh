@@ -99,7 +99,7 @@ class Logits {
   /// Where a sum lies. Groups of eight columns change places, so that what the lanes of a warp
   /// store or load at once lies in different banks.
   static u32 sum_place(u32 token, u32 column) { return token * kLogits + (column ^ token % 4 * 8); }
-  /// A bank's sums, which one slice has, or one warpgroup of it.
+  /// Where a token's sums of one bank lie: those of one slice, or of one warpgroup of a slice.
   float* kept_sums(u32 place, u32 which) const {
     u8* const kept =
         kGeometry.kept_bytes == 0

@@ -155,11 +155,10 @@ class Router {
 
   /// Top-k of one token, whose scores are there: with DeepSeek-V3's bias and groups.
   void choose(const float* logits, u32 first_pair) {
-    const u32 experts = rows_;
     const float* scores = scratch_.scores.get();
     float* choice = scratch_.choice.get();
     const bool by_logit = operands_.selection_bias == nullptr && shape_.chooses_by_logit();
-    for (u32 e = 0; e < experts; ++e) {
+    for (u32 e = 0; e < rows_; ++e) {
       choice[e] =
           by_logit ? logits[e]
                    : scores[e] +
@@ -169,7 +168,7 @@ class Router {
       exclude_groups(choice);
     }
     for (u32 j = 0; j < geometry_.top_k; ++j) {
-      const u32 best = best_of(choice, experts);
+      const u32 best = best_of(choice, rows_);
       choice[best] = kExcluded;
       memory_.pair_expert[first_pair + j] = best;
     }
@@ -206,29 +205,28 @@ class Router {
   }
 
   void score(const float* logits, float* scores) const {
-    const u32 experts = rows_;
     if (shape_.scoring == Scoring::sqrtsoftplus) {
-      for (u32 e = 0; e < experts; ++e) {
+      for (u32 e = 0; e < rows_; ++e) {
         scores[e] = sqrtsoftplus(logits[e]);
       }
       return;
     }
     if (shape_.scoring == Scoring::sigmoid) {
-      for (u32 e = 0; e < experts; ++e) {
+      for (u32 e = 0; e < rows_; ++e) {
         scores[e] = 1.0F / (1.0F + std::exp(-logits[e]));
       }
       return;
     }
     float top = logits[0];
-    for (u32 e = 1; e < experts; ++e) {
+    for (u32 e = 1; e < rows_; ++e) {
       top = maximum(top, logits[e]);
     }
     float sum = 0.0F;
-    for (u32 e = 0; e < experts; ++e) {
+    for (u32 e = 0; e < rows_; ++e) {
       scores[e] = std::exp(logits[e] - top);
       sum += scores[e];
     }
-    for (u32 e = 0; e < experts; ++e) {
+    for (u32 e = 0; e < rows_; ++e) {
       scores[e] /= sum;
     }
   }
