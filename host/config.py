@@ -55,7 +55,8 @@ class MoEConfig:
     Attributes:
         hidden: H, elements of a token; a positive multiple of 8.
         intermediate: I, elements between the two GEMMs of an expert; a positive multiple of 8.
-        experts: E, routed experts over all ranks; at most MAX_EXPERTS.
+        experts: E, routed experts over all ranks; at most `moeos.config.MAX_EXPERTS`, and on the
+            GPU `moeos.kernel_shape.MAX_EXPERTS`.
         top_k: k, experts of a token; 1 <= k <= E + zero_experts.
         activation: "swiglu" (gated: silu(gate) * up), "gelu" (exact, with erf), "gelu_tanh",
             "silu", "relu", "identity", "swigluoai" (gated, gpt-oss and MiniMax-M3:

@@ -78,9 +78,19 @@ def main(
                 raise ValueError(f"--ranks is {ranks}, but a launcher started the ranks")
             gpu_rank.run(order)
             return failures.DONE
-        return execute(order, torch.cuda.device_count() if ranks is None else ranks)
+        return execute(order, _gpus_here() if ranks is None else ranks)
 
     failures.finish(command)
+
+
+def _gpus_here() -> int:
+    found = torch.cuda.device_count()
+    if found == 0:
+        raise RuntimeError(
+            "PyTorch finds no GPU on this host: `moeos doctor` says what is missing; "
+            "`launch/bench twin` measures without one"
+        )
+    return found
 
 
 def execute(order: Order, ranks: int, rank_command: Sequence[str] = RANK) -> int:

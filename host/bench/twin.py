@@ -65,7 +65,7 @@ _SHORT_TASKS = MoEConfig(
 
 
 def main(
-    config: Annotated[Path, typer.Argument(help="TOML file of the layer, with a table [run].")],
+    config: Annotated[Path, typer.Argument(help="TOML file of the layer, with a table \\[run].")],
     ranks: Annotated[int, typer.Option(help="Ranks of the world.")] = 4,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Writes every number to this file.")

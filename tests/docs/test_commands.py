@@ -30,14 +30,14 @@ each with what the ones before it defined; a block of text is what the command o
 it printed, or a part of that; and a block of TOML is the file that its first line names."""
 
 EXCUSED = {
-    "pip install vllm moeos": "installs, in an environment of its own",
-    "pip install sglang moeos": "installs, in an environment of its own",
+    "pip install '.[vllm]'": "installs, in an environment of its own",
+    "pip install '.[sglang]'": "installs, in an environment of its own",
     "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B "
     "--moe-runner-backend moeos": "needs SGLang and a model",
     "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B "
     "--moe-runner-backend moeos --tp-size 8 --ep-size 8": "needs SGLang, a model and GPUs",
-    "pip install torchtitan moeos": "installs, in an environment of its own",
-    "pip install 'moeos[transformers]'": "installs",
+    "pip install '.[torchtitan]'": "installs, in an environment of its own",
+    "pip install '.[transformers]'": "installs",
     "--override.imports moeos.integrations.torchtitan.routed_experts": "an argument of torchtitan",
     "--override.imports 'moeos.integrations.torchtitan.routed_experts="
     '{"max_tokens": 16384}\'': "an argument of torchtitan",

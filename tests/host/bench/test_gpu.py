@@ -160,3 +160,18 @@ def test_bad_input_is_one_line_before_anything_is_started(
     assert said in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert not (tmp_path / "out.json").exists()
+
+
+def test_a_host_without_a_gpu_is_told_so_and_where_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    application = typer.Typer()
+    application.command()(gpu.main)
+    options = ["--out", str(tmp_path / "out.json"), "--suite", str(small_suite(tmp_path))]
+    ended = CliRunner().invoke(application, options)
+    assert ended.exit_code == failures.FAILURE
+    assert "finds no GPU on this host: `moeos doctor`" in ended.stderr
+    assert not (tmp_path / "out.json").exists()

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from moeos.bench import report, twin
 from moeos.bench.conductor import Outcome
@@ -139,3 +141,9 @@ def test_bad_input_is_one_line_before_anything_is_started(
     assert ended.returncode == 2
     assert said in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_help_names_the_table_of_the_config() -> None:
+    application = typer.Typer()
+    application.command()(twin.main)
+    assert "table [run]" in CliRunner().invoke(application, ["--help"]).stdout
