@@ -15,7 +15,7 @@ import copy
 import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from moeos.caller import Caller
 from moeos.errors import ConfigMismatch, PeerTimeout
@@ -32,7 +32,13 @@ MAX_PAYLOAD_BYTES = 1 << 20
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds between two looks at what has arrived
 _GRACE = 5.0  # seconds that a rank which leaves waits for peers that should be leaving as well
 _MAX_REASON = 2000  # characters of an abort's reason that the peers are told
-_NOTHING = object()  # a post that has not arrived yet
+
+
+class _Post(NamedTuple):
+    """What a rank offers in one exchange: the exchange's name, and its value."""
+
+    what: str
+    value: object
 
 
 class ControlPlane(Protocol):
@@ -55,14 +61,17 @@ class ControlPlane(Protocol):
         """Whether all ranks live in one address space; objects are then exchanged by reference."""
 
     def allgather(self, value: Value, what: str = "an exchange") -> list[Value]:
-        """Every rank's value, in rank order; `what` names the exchange in an error.
+        """Every rank's value, in rank order; `what` names the exchange, alike on all ranks.
 
         Raises `PeerTimeout` naming the ranks that did not take part before the deadline or the rank
-        that aborted, and `ValueError` if `value` takes more than `MAX_PAYLOAD_BYTES`.
+        that aborted, and `ValueError` if `value` takes more than `MAX_PAYLOAD_BYTES`. Where ranks
+        are in exchanges of different names it raises `ConfigMismatch`, the same on all of them.
         """
 
-    def barrier(self) -> None:
-        """Returns when all ranks have called it; raises `PeerTimeout` as `allgather` does."""
+    def barrier(self, what: str = "a barrier", *, beyond: float = 0.0) -> None:
+        """Returns when all ranks have called it; raises as `allgather` does, but waits `beyond`
+        seconds beyond the deadline.
+        """
 
     def abort(self, reason: str) -> None:
         """Ends the waits of all ranks with a `PeerTimeout` that tells the reason."""
@@ -115,6 +124,19 @@ def require_same(what: str, texts: Sequence[str]) -> None:
         raise ConfigMismatch(f"{what} must be the same on all ranks, but they differ: {held}")
 
 
+def _require_one_name(names: Sequence[str]) -> None:
+    """Raises `ConfigMismatch` unless all ranks have begun the same: none may take what another says
+    of something else for an answer.
+    """
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            raise ConfigMismatch(
+                f"all ranks must do the same at the same time: rank 0 came to {names[0]}, and rank "
+                f"{rank} to {name}. Make layers and workspaces, reset and close them in the same "
+                "order on all ranks"
+            )
+
+
 def _pickled(value: object) -> bytes:
     payload = pickle.dumps(value)
     if len(payload) > MAX_PAYLOAD_BYTES:
@@ -142,8 +164,8 @@ class SoloControl:
         self._home.require(f"the control plane of rank {self.rank}")
         return [value]
 
-    def barrier(self) -> None:
-        self.allgather(None, "a barrier")
+    def barrier(self, what: str = "a barrier", *, beyond: float = 0.0) -> None:
+        self.allgather(None, what)
 
     def abort(self, reason: str) -> None:
         return
@@ -170,6 +192,16 @@ class _PolledControl:
         self._closed = False
 
     def allgather(self, value: Value, what: str = "an exchange") -> list[Value]:
+        return self._exchange(value, what, self._deadline)
+
+    def barrier(self, what: str = "a barrier", *, beyond: float = 0.0) -> None:
+        self._exchange(None, what, self._deadline + beyond)
+
+    def abort(self, reason: str) -> None:
+        """See `ControlPlane.abort`."""
+        raise NotImplementedError
+
+    def _exchange(self, value: Value, what: str, seconds: float) -> list[Value]:
         self._home.require(f"the control plane of rank {self.rank}")
         if self._closed:
             raise RuntimeError(f"rank {self.rank} cannot begin {what}: its world is closed")
@@ -177,17 +209,19 @@ class _PolledControl:
             raise PeerTimeout(f"rank {self.rank} cannot begin {what}: {self._failure}")
         self._sequence += 1
         values = [value] * self.size
+        names = [what] * self.size
 
         def arrived(peer: int) -> bool:
             taken = self._take(peer)
-            if taken is _NOTHING:
+            if taken is None:
                 return False
-            values[peer] = cast(Value, taken)
+            names[peer], values[peer] = taken.what, cast(Value, taken.value)
             return True
 
         try:
-            self._post(value)
-            self._wait(arrived, what, [peer for peer in range(self.size) if peer != self.rank])
+            self._post(_Post(what, value))
+            peers = [peer for peer in range(self.size) if peer != self.rank]
+            self._wait(arrived, what, peers, seconds)
         except PeerTimeout:
             raise
         except BaseException as error:
@@ -195,18 +229,14 @@ class _PolledControl:
             # cannot be made again: nobody may take a later one of theirs for it.
             self.abort(f"{type(error).__name__} in {what}")
             raise
+        _require_one_name(names)
         return values
 
-    def barrier(self) -> None:
-        self.allgather(None, "a barrier")
-
-    def abort(self, reason: str) -> None:
-        """See `ControlPlane.abort`."""
-        raise NotImplementedError
-
-    def _wait(self, arrived: Callable[[int], bool], what: str, peers: Iterable[int]) -> None:
-        """Polls until `arrived(peer)` has been true once for each of the peers."""
-        ends = time.monotonic() + self._deadline
+    def _wait(
+        self, arrived: Callable[[int], bool], what: str, peers: Iterable[int], seconds: float
+    ) -> None:
+        """Polls for so many seconds until `arrived(peer)` has been true once for each peer."""
+        ends = time.monotonic() + seconds
         missing = list(peers)
         pause = _SHORTEST_PAUSE
         while missing := [peer for peer in missing if not arrived(peer)]:
@@ -218,7 +248,7 @@ class _PolledControl:
                 self._fail(f"rank {self.rank} stopped waiting for {what}: {aborted}")
             if time.monotonic() > ends:
                 self._fail(
-                    f"rank {self.rank} of {self.size} waited {self._deadline:g} s for {what}: "
+                    f"rank {self.rank} of {self.size} waited {seconds:g} s for {what}: "
                     f"{name_ranks(missing)} did not arrive (ended, stuck, or never made this call)"
                 )
             time.sleep(pause)
@@ -235,12 +265,12 @@ class _PolledControl:
             self._failure = note
         return note
 
-    def _post(self, value: object) -> None:
-        """Offers this rank's value of the current exchange to all peers."""
+    def _post(self, post: _Post) -> None:
+        """Offers this rank's post of the current exchange to all peers."""
         raise NotImplementedError
 
-    def _take(self, peer: int) -> Any:
-        """The peer's value of the current exchange, or `_NOTHING` if it has not arrived."""
+    def _take(self, peer: int) -> _Post | None:
+        """The peer's post of the current exchange, or None if it has not arrived."""
         raise NotImplementedError
 
     def _find_abort(self) -> str | None:
@@ -252,7 +282,7 @@ class _Board:
     """What the virtual ranks of one process share: posts by (exchange, rank), and who gave up."""
 
     def __init__(self) -> None:
-        self.posts: dict[tuple[int, int], object] = {}
+        self.posts: dict[tuple[int, int], _Post] = {}
         self.aborted: str | None = None
 
 
@@ -285,13 +315,13 @@ class ThreadControl(_PolledControl):
     def close(self) -> None:
         self._closed = True
 
-    def _post(self, value: object) -> None:
-        self._board.posts[self._sequence, self.rank] = value
+    def _post(self, post: _Post) -> None:
+        self._board.posts[self._sequence, self.rank] = post
         # This rank saw every peer in the exchange before, so all had read the one before that.
         self._board.posts.pop((self._sequence - 2, self.rank), None)
 
-    def _take(self, peer: int) -> Any:
-        return self._board.posts.get((self._sequence, peer), _NOTHING)
+    def _take(self, peer: int) -> _Post | None:
+        return self._board.posts.get((self._sequence, peer))
 
     def _find_abort(self) -> str | None:
         return self._board.aborted
@@ -393,7 +423,8 @@ class StoreControl(_PolledControl):
         self._ask(lambda: self._store.set(f"size/{self.rank}", str(self.size)))
         known = self.size
         while len(sizes) < known:
-            self._wait(arrived, "the start of a world", [r for r in range(known) if r not in sizes])
+            missing = [rank for rank in range(known) if rank not in sizes]
+            self._wait(arrived, "the start of a world", missing, self._deadline)
             known = max(sizes.values())
         require_same("size", [str(sizes[rank]) for rank in range(known)])
 
@@ -434,17 +465,19 @@ class StoreControl(_PolledControl):
                 self._lost = f"lost {self._where} {error}"
         self._fail(f"rank {self.rank} of {self.size} {self._lost}")
 
-    def _post(self, value: object) -> None:
-        payload = cast(str, _pickled(value))  # bytes; the stub of `set` knows no more than str
+    def _post(self, post: _Post) -> None:
+        payload = cast(str, pickle.dumps(post._replace(value=_pickled(post.value))))
+        # Bytes; the stub of `set` knows no more than str.
         self._ask(lambda: self._store.set(f"{self._sequence}/{self.rank}", payload))
         if self._sequence >= 2:  # every peer has read it, see ThreadControl
             self._delete(f"{self._sequence - 2}/{self.rank}")
 
-    def _take(self, peer: int) -> Any:
+    def _take(self, peer: int) -> _Post | None:
         key = f"{self._sequence}/{peer}"
         if not self._ask(lambda: self._store.check([key])):
-            return _NOTHING
-        return pickle.loads(self._ask(lambda: self._store.get(key)))
+            return None
+        post: _Post = pickle.loads(self._ask(lambda: self._store.get(key)))
+        return post._replace(value=pickle.loads(cast(bytes, post.value)))
 
     def _find_abort(self) -> str | None:
         if not self._ask(lambda: self._store.check(["abort"])):

@@ -53,7 +53,7 @@ def exchange(control: ControlPlane, descriptor: int) -> list[int | None]:
         try:
             received[rank] = os.dup(descriptor)
             _receive(listener, token, expected, received)
-            control.barrier()
+            control.barrier("the arrival of the descriptors")
         except BaseException:
             close(received)
             raise

@@ -17,7 +17,7 @@ from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
 from moeos.known_tensors import KnownTensors
 from moeos.tracing import RankTrace
-from moeos.workspace import Workspace
+from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
 
 
@@ -57,6 +57,7 @@ class Experts:
     def __init__(self, cfg: MoEConfig, world: World, workspace: Workspace | None = None) -> None:
         agreement.require_config(cfg)
         agreement.require_world(world)
+        require_workspace(workspace, world)
         # Layers are made one after the other, whichever threads make them.
         world.gate.run(lambda: self._make(cfg, world, workspace))
 
@@ -260,8 +261,6 @@ class Experts:
         self.cfg = cfg
         self.world = world
         self.workspace = world.workspace if workspace is None else workspace
-        if self.workspace.world is not world:
-            raise ValueError(f"the workspace is of {self.workspace.world}, and not of {world}")
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
             self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared)

@@ -18,7 +18,7 @@ from moeos import agreement, call_checks, checkpoints, custom_op, sharding, valu
 from moeos.config import MoEConfig
 from moeos.experts import Caller, Experts, check_supported, device_of
 from moeos.tracing import RankTrace
-from moeos.workspace import Workspace
+from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
 
 _SEED_BITS = 62
@@ -110,6 +110,7 @@ class MoELayer(nn.Module):
         super().__init__()
         agreement.require_config(cfg)
         agreement.require_world(world)
+        require_workspace(workspace, world)
         self._place = (world.rank, world.size)
         # Layers are made one after the other, whichever threads make them.
         world.gate.run(lambda: self._make(cfg, world, workspace, init))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeos.control import ControlPlane, agree
-from moeos.errors import PeerTimeout
+from moeos.errors import ConfigMismatch, PeerTimeout
 from moeos.jit import INSTALL
 from moeos.place import boot
 from moeos.world import World
@@ -116,8 +116,8 @@ def mapped_peers(control: ControlPlane) -> list[bool]:
 def free(own: Tensor, control: ControlPlane) -> None:
     """Gives memory back, together with the peers; this process keeps it if one is gone."""
     try:
-        control.barrier()
-    except (PeerTimeout, RuntimeError):
+        control.barrier("the end of a heap")
+    except (PeerTimeout, ConfigMismatch, RuntimeError):
         _kept.append(own)
     else:
         _core().free_tensor(own)

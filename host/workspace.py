@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from moeos import agreement
 from moeos.engines.twin_workspace import TwinWorkspace
-from moeos.world import SharedMemory, World
+from moeos.world import MARGIN, SharedMemory, World
 
 
 class Workspace:
@@ -53,7 +53,7 @@ class Workspace:
 
     def _close(self) -> None:
         self.shared.settle()
-        self.world.control.barrier()  # no rank is inside a call any more
+        self.world.control.barrier("the end of a workspace")  # no rank is inside a call any more
         self.shared.close()
 
     def __copy__(self) -> Workspace:
@@ -67,16 +67,34 @@ class Workspace:
         raise TypeError("a workspace cannot be pickled: it is memory of this process")
 
 
+def require_workspace(workspace: object, world: World) -> None:
+    """Raises unless it is one of this world, or None: before anything is sent."""
+    if workspace is None:
+        return
+    if not isinstance(workspace, Workspace):
+        raise TypeError(
+            f"workspace is a {type(workspace).__name__}; it must be a moeos.Workspace, or None for "
+            "the world's own"
+        )
+    if workspace.world is not world:
+        raise ValueError(
+            f"the workspace is of another world, {workspace.world}, and the layer of {world}: pass "
+            "moeos.Workspace(world), or None for the world's own"
+        )
+
+
 def reset(world: World, workspaces: list[Workspace]) -> None:
     """Resets workspaces of a world, the same ones on all ranks. Collective."""
 
     def settle_and_clear() -> None:
         for workspace in workspaces:
             workspace.shared.settle()
-        world.control.barrier()  # no rank is inside a call any more
+        # No rank is inside a call any more. One may be in a call that this rank has not made, as
+        # when its own arguments were wrong, and leaves it at the deadline.
+        world.control.barrier("reset", beyond=MARGIN)
         for workspace in workspaces:
             workspace.shared.clear()
-        world.control.barrier()  # every heap is clean before anyone writes into it
+        world.control.barrier("the end of reset")  # all heaps are clean before anyone writes there
 
     _in_gates(world, workspaces, settle_and_clear)
 

@@ -133,7 +133,7 @@ class SharedOnGpu:
             # Its last kernels have ended on all ranks; what they put may be on the way.
             if heap.symmetric:
                 finish_puts(self._control.rank, self._deadline)
-            self._control.barrier()
+            self._control.barrier("the clearing of a heap")
         return heap
 
     def give_heap_back(self, heap: DeviceHeap) -> None:

@@ -292,7 +292,8 @@ class CudaWorkspace:
             raise
         cuda_records.clear(heap.own, made.control, self._offsets)
         torch.cuda.synchronize(self._device)
-        control.barrier()  # every heap is clean, and no rank is inside a call any more
+        # Every heap is clean, and no rank is inside a call any more.
+        control.barrier("the growth of a workspace")
         old = self._now
         with self._lock:
             self._now = made

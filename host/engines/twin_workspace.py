@@ -137,7 +137,7 @@ class TwinWorkspace:
     def _grow(self, plan: SharedHeap, between: int, shapes: dict[MoEConfig, TwinShape]) -> None:
         """Replaces the buffers by larger ones; a failure leaves the old ones as they are."""
         world = self._live_world()
-        world.control.barrier()  # no rank is inside a call any more
+        world.control.barrier("the growth of a workspace")  # no rank is inside a call any more
         heap = world.allocate_heap(plan.size)
         every = list(shapes.values())
 

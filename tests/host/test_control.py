@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from moeos.control import (
-    _NOTHING,
     MAX_PAYLOAD_BYTES,
     ControlPlane,
     SoloControl,
     StoreControl,
     ThreadControl,
     _PolledControl,
+    _Post,
     raise_together,
     require_equal,
 )
@@ -98,12 +98,12 @@ class _SlowEyes(_PolledControl):
         self._looks = 0
         self._posts = posts
 
-    def _post(self, value: object) -> None:
+    def _post(self, post: _Post) -> None:
         pass
 
-    def _take(self, peer: int) -> Any:
+    def _take(self, peer: int) -> _Post | None:
         self._looks += 1
-        return "posted" if self._posts and self._looks > 1 else _NOTHING
+        return _Post("an exchange", "posted") if self._posts and self._looks > 1 else None
 
     def _find_abort(self) -> str | None:
         return "rank 1 gave up: enough"
@@ -266,6 +266,31 @@ def test_unequal_values_raise_one_message_on_all_ranks_that_says_who_holds_what(
     assert {str(error) for error in outcomes} == {
         "top_k must be the same on all ranks, but they differ: ranks 0, 1, 3: 4; rank 2: 8"
     }
+
+
+def test_ranks_in_different_exchanges_hear_of_both_and_go_on(run_ranks: RunRanks) -> None:
+    def differ(control: ControlPlane) -> tuple[str, list[int]]:
+        names = ["the number of apples", "reset", "the number of apples"]
+        with pytest.raises(ConfigMismatch) as caught:
+            control.allgather(control.rank, names[control.rank])
+        return str(caught.value), control.allgather(control.rank, "the ranks")
+
+    outcomes = run_ranks(differ, 3)
+    [sentence] = {said for said, _ in outcomes}
+    assert "rank 0 came to the number of apples, and rank 1 to reset" in sentence
+    assert [ranks for _, ranks in outcomes] == [[0, 1, 2]] * 3
+
+
+def test_a_barrier_may_wait_beyond_the_deadline(run_ranks: RunRanks) -> None:
+    def come_late(control: ControlPlane) -> str:
+        control.barrier()
+        shorten_deadline(control, 0.2)
+        if control.rank == 1:
+            time.sleep(0.5)
+        control.barrier("reset", beyond=30.0)
+        return "passed"
+
+    assert run_ranks(come_late, 2) == ["passed"] * 2
 
 
 def test_virtual_ranks_keep_no_more_than_the_last_two_posts_of_each() -> None:

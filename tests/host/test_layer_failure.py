@@ -107,6 +107,25 @@ def test_a_hundred_calls_after_a_timeout_and_a_reset_are_right(way: Way) -> None
     assert_all_match(WEIGHTS, calls, outputs)
 
 
+@ways
+def test_a_rank_whose_argument_was_wrong_may_reset_while_the_others_wait_for_it(way: Way) -> None:
+    def rank_main(world: World) -> list[torch.Tensor]:
+        layer = WEIGHTS.layer(world)
+        world.control.barrier()
+        if world.rank == 1:
+            ids = torch.tensor([[0, 99]])
+            with pytest.raises(ValueError, match=r"topk_ids\[0, 1\] is 99"):
+                layer(torch.ones(1, CFG.hidden), topk_ids=ids, topk_weights=torch.ones(1, 2))
+        else:
+            time.sleep(0.5 * DEADLINE)  # so that they leave the call behind rank 1's deadline
+            failed_call(lambda: CALLS[world.rank](layer))
+        world.reset()
+        return [CALLS[world.rank](layer)]
+
+    outputs = virtual.run(rank_main, ranks=4, deadline=DEADLINE, **way)
+    assert_all_match(WEIGHTS, [[call] for call in CALLS], outputs)
+
+
 def test_a_deadline_bounds_silence_and_not_the_length_of_a_call() -> None:
     """A call may take longer than the deadline as long as something of it moves."""
     cfg = config(hidden=512, intermediate=1024, max_tokens=512)

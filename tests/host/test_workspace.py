@@ -224,10 +224,45 @@ def test_a_layer_is_not_made_in_a_closed_workspace_or_in_that_of_another_world()
         space.shared.closed = world.rank == 1
         with pytest.raises(RuntimeError, match="workspace 0 is closed on rank 1"):
             MoELayer(SHAPES[0], world, workspace=space)
-        with moeos.init("twin") as other, pytest.raises(ValueError, match="the workspace is of"):
+        with moeos.init("twin") as other, pytest.raises(ValueError, match="of another world"):
             MoELayer(SHAPES[0], other, workspace=space)
 
     virtual.run(call, ranks=2, twin=OPTIONS)
+
+
+def test_a_wrong_workspace_on_one_rank_is_refused_before_anything_is_sent() -> None:
+    def call(world: World) -> None:
+        with moeos.init("twin") as other:
+            wrong = moeos.Workspace(other)
+            if world.rank == 1:
+                for kind in (MoELayer, moeos.Experts):
+                    with pytest.raises(ValueError, match=r"another world.*size=1.*pass moe"):
+                        kind(SHAPES[0], world, workspace=wrong)
+                    with pytest.raises(TypeError, match=r"is a int; it must be a moeos\.W"):
+                        kind(SHAPES[0], world, workspace=5)  # type: ignore[arg-type]
+        layer = MoELayer(SHAPES[0], world)
+        assert layer.experts is not None
+        assert layer.experts.engine.number == 0
+        with torch.no_grad():
+            layer(_rows(SHAPES[0], world.rank, 0))
+
+    virtual.run(call, ranks=2, twin=OPTIONS)
+
+
+def test_a_rank_that_makes_a_layer_while_others_reset_is_told_so_and_all_go_on() -> None:
+    def call(world: World) -> str:
+        layer = MoELayer(SHAPES[0], world)
+        apart = (world.reset, lambda: MoELayer(SHAPES[1], world))
+        with pytest.raises(moeos.ConfigMismatch) as caught:
+            apart[world.rank]()
+        world.reset()
+        with torch.no_grad():
+            layer(_rows(SHAPES[0], world.rank, 0))
+        return str(caught.value)
+
+    said = virtual.run(call, ranks=2, twin=OPTIONS)
+    assert said[0] == said[1]
+    assert "rank 0 came to reset, and rank 1 to the comparison of the ranks' configs" in said[0]
 
 
 def test_threads_may_call_different_layers_of_a_workspace() -> None:
