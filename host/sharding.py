@@ -7,6 +7,7 @@ layer only shapes.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ def whole(local: Tensor, device: torch.device) -> Tensor:
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a DTensor; nobody can hold one who has not imported them."""
-    if type(tensor) is Tensor or not dist.is_available():
+    if type(tensor) is Tensor:
         return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    # Not imported here: that takes a second, and a signal amid it leaves half a module behind.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def is_cut(tensor: Any) -> bool:
