@@ -15,7 +15,6 @@ import torch
 
 from moeos import _twin
 from moeos.config import MoEConfig
-from moeos.engines.base import refuse_what_is_not_built
 from moeos.sizes import Tiles, layer_sizes
 
 ARCHITECTURES = ("sm_90a",)
@@ -139,8 +138,8 @@ def check_supported(cfg: MoEConfig) -> None:
     if cfg.dtype not in DTYPES:
         allowed = " or ".join(map(str, DTYPES))
         raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
-    refuse_what_is_not_built(cfg, "the GPU")
-    bounds = {"experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "expert_groups": MAX_GROUPS}
+    of_router = "router_rows" if cfg.zero_experts > 0 else "experts"  # with the zero experts
+    bounds = {of_router: MAX_EXPERTS, "top_k": MAX_TOP_K, "expert_groups": MAX_GROUPS}
     for name, most in bounds.items():
         if getattr(cfg, name) > most:
             raise ValueError(
@@ -151,14 +150,14 @@ def check_supported(cfg: MoEConfig) -> None:
 
 def route_columns(cfg: MoEConfig) -> int:
     """Columns of the tile in which the logits of a block and a bank of experts are computed."""
-    return next((columns for columns in (64, 128) if cfg.experts <= columns), _TILE_COLUMNS)
+    return next((columns for columns in (64, 128) if cfg.router_rows <= columns), _TILE_COLUMNS)
 
 
 def route_banks(cfg: MoEConfig) -> int:
     """Banks of experts, each of as many as the tile has columns: kRouteBanks of
     kernels/sm90/config.cuh.
     """
-    return -(-cfg.experts // route_columns(cfg))
+    return -(-cfg.router_rows // route_columns(cfg))
 
 
 def _gemm0_columns(cfg: MoEConfig) -> int:
@@ -200,6 +199,8 @@ def _spread_tokens(cfg: MoEConfig) -> int:
     """`Tiles.spread_tokens`: as many as a warp has lanes for, unless their rows are so long that
     the first tiles would wait for the last ones'.
     """
+    if cfg.apply_router_weight_on_input:
+        return 0  # such rows are loaded before their weights are known
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     return max(1, min(MAX_TOP_K, _SPREAD_BYTES // row_bytes) // cfg.top_k)
 

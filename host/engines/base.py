@@ -4,7 +4,6 @@ launchers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,23 +45,6 @@ class CallTensors(NamedTuple):
     pieces: int = 1
     router_bias: torch.Tensor | None = None
     expert_scale: torch.Tensor | None = None
-
-
-_NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "scoring": ("sqrtsoftplus",),
-    "router_bias": (True,),
-    "expert_scale": (True,),
-    "apply_router_weight_on_input": (True,),
-}
-
-
-def refuse_what_is_not_built(cfg: MoEConfig, machine: str) -> None:
-    """Raises `ValueError` for a rule that the twin computes, and `machine`, "the GPU", not yet."""
-    for name, values in _NOT_BUILT.items():
-        if getattr(cfg, name) in values:
-            raise ValueError(f"{name} is {getattr(cfg, name)!r}; {machine} does not compute it yet")
-    if cfg.zero_experts > 0:
-        raise ValueError(f"zero_experts is {cfg.zero_experts}; {machine} does not have them yet")
 
 
 class Engine(Protocol):

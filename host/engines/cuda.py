@@ -72,9 +72,12 @@ class CudaEngine:
 
     def check_weighs(self) -> None:
         """See `Engine.check_weighs`."""
-        raise ValueError(
-            "weigh is True; the GPU's gate does not weigh a caller's ids yet: pass topk_weights"
-        )
+        routing = self._shape.cfg.routing
+        if routing != "ids":
+            raise ValueError(
+                f"weigh is True, and routing is {routing!r}: on the GPU the gate weighs a caller's "
+                "ids in layers whose caller always chooses, MoEConfig(routing='ids')"
+            )
 
     def require_open(self) -> None:
         """See `Engine.require_open`."""
@@ -166,8 +169,10 @@ class CudaEngine:
                 self._forward(tensors)
             return
         ids, weights = tensors.topk_ids, tensors.topk_weights
-        if ids is not None and weights is not None:  # or neither
-            readable = weights.dtype in WEIGHT_TYPES and weights.is_contiguous()
+        if ids is not None:
+            readable = weights is None or (
+                weights.dtype in WEIGHT_TYPES and weights.is_contiguous()
+            )
             if not (readable and ids.is_contiguous()):
                 tensors = _with_readable_routing(tensors, ids, weights)
         if tensors.pieces == 1:
@@ -421,9 +426,10 @@ def _usable_device(cfg: MoEConfig, world: World) -> torch.device:
 
 
 def _with_readable_routing(
-    tensors: CallTensors, ids: torch.Tensor, weights: torch.Tensor
+    tensors: CallTensors, ids: torch.Tensor, weights: torch.Tensor | None
 ) -> CallTensors:
     """The call with copies of its routing that the kernel can read."""
-    if weights.dtype not in WEIGHT_TYPES:
-        weights = weights.float()
-    return tensors._replace(topk_ids=ids.contiguous(), topk_weights=weights.contiguous())
+    if weights is not None:
+        weights = weights if weights.dtype in WEIGHT_TYPES else weights.float()
+        weights = weights.contiguous()
+    return tensors._replace(topk_ids=ids.contiguous(), topk_weights=weights)

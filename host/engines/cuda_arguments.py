@@ -44,7 +44,7 @@ _MAPS = (
 # rank, host_failure, deadline_ns
 _LAYER = struct.Struct("<8QI4xI4x2Q")
 _CODE = struct.Struct("<2Q")  # code, code_bytes
-_PARAMETERS = struct.Struct("<3Q")  # selection_bias, b1, b2
+_PARAMETERS = struct.Struct("<5Q")  # selection_bias, router_bias, expert_scale, b1, b2
 # x_rows, out, topk_ids, topk_weights, token_count; rows, ids_wide, weight_type, any_ids, identity
 _CALL = struct.Struct("<5Q5I")
 
@@ -166,13 +166,14 @@ class ArgumentPacker:
         tensor lies on another device, or at an address that tensor maps cannot have.
         """
         # By place, as names cost more; the order is that of the fields.
-        x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids, *_ = tensors
+        x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids, _, *of_router = tensors
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
             w1.data_ptr(),
             w2.data_ptr(),
             0 if bias is None else bias.data_ptr(),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in of_router),
             0 if b1 is None else b1.data_ptr(),
             0 if b2 is None else b2.data_ptr(),
         )

@@ -57,7 +57,9 @@ struct RankArguments : TensorMaps {
   u64 code;  // where the kernel's instructions lie, and how many bytes; or 0 and 0
   u64 code_bytes;
   // Of its parameters.
-  const float* selection_bias;  // [E] or null
+  const float* selection_bias;  // [R] or null, as the next two
+  const float* router_bias;
+  const float* expert_scale;
   const u8* b1;
   const u8* b2;
   // Of the call.

@@ -39,6 +39,21 @@ struct Unsent {
 static_assert(sizeof(Unsent) <= sizeof(Stage));
 inline Unsent& unsent_of(Stage& stage) { return *reinterpret_cast<Unsent*>(&stage); }
 
+/// In place of a row: the token itself, whose pair is with a zero expert.
+inline constexpr u32 kOwnRow = kNone - 1;
+/// What a pair adds to its token's sum. `row`: where its row lies, or kNone: it was not sent.
+inline PairRow summand_of(const Rank<Machine>& rank, u32 pair, u32 row) {
+  const float weight = rank.memory.pair_weight[pair];
+  if constexpr (kShape.weight_on_input) {
+    return {row, 1.0F};
+  } else if constexpr (kShape.zero_experts > 0) {
+    // Pairs beyond a capacity have an expert, and unused slots no weight.
+    const bool zero = rank.memory.pair_expert[pair] == kNone && weight != 0.0F;
+    return {row == kNone && zero ? kOwnRow : row, weight};
+  }
+  return {row, weight};
+}
+
 /// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
 /// takes longer than a token's rows do. Not of rows that are awaited.
 inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
@@ -56,10 +71,9 @@ inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const
     const u32 token = rank.memory.ready_tokens[task.first_ready + i / kGeometry.top_k];
     const u32 pair = token * kGeometry.top_k + i % kGeometry.top_k;
     const u32 row = rank.memory.pair_row[pair];  // of a pair that was not sent, anything
-    const float weight = rank.memory.pair_weight[pair];
-    const bool sent = map.sent(pair);
+    const PairRow summand = summand_of(rank, pair, map.sent(pair) ? row : kNone);
     if (first + Machine::lane() < pairs) {
-      rows.pair[i] = {sent ? row : kNone, weight};
+      rows.pair[i] = summand;
       if (i % kGeometry.top_k == 0) {
         rows.token[i / kGeometry.top_k] = token;
       }
@@ -70,7 +84,7 @@ inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const
 /// The same of a pair whose row is awaited, in a part of tokens that follow each other.
 inline void note_awaited_row(const Rank<Machine>& rank, u32 number, u32 pair, u32 row,
                              CombineRows& rows) {
-  rows.pair[number] = {row, rank.memory.pair_weight[pair]};
+  rows.pair[number] = summand_of(rank, pair, row);
   if (number % kGeometry.top_k == 0) {
     rows.token[number / kGeometry.top_k] = pair / kGeometry.top_k;
   }
@@ -102,8 +116,8 @@ inline u32 list_unsent(const Rank<Machine>& rank, const Call& call, const Routin
 }
 
 /// The load warp's side of a Combine part; notes in the slot how many tokens there are.
-inline void load_tokens(const Rank<Machine>& rank, const Call& call, const RoutingMap& map,
-                        const Task& task, Slot& slot, Loader& loader) {
+inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
+                        const RoutingMap& map, const Task& task, Slot& slot, Loader& loader) {
   const u32 lane = Machine::lane();
   u32 combined = task.rows;
   if (task.rows == 0) {
@@ -124,8 +138,12 @@ inline void load_tokens(const Rank<Machine>& rank, const Call& call, const Routi
     }
     __syncwarp();
     if (row != kNone) {
-      load_bytes(rank.heap + rank.layout.row_at(row) + first_byte,
-                 reinterpret_cast<u8*>(&loader.stage()) + lane * kPieceBytes, bytes, full);
+      const u8* from = rank.heap + rank.layout.row_at(row);
+      if (kShape.zero_experts > 0 && row == kOwnRow) {
+        from = arguments.x_rows + u64{slot.rows.token[piece / kPieces]} * kGeometry.row_bytes;
+      }
+      load_bytes(from + first_byte, reinterpret_cast<u8*>(&loader.stage()) + lane * kPieceBytes,
+                 bytes, full);
     }
     loader.advance();
   }
@@ -139,16 +157,40 @@ inline uint4* output_at(const RankArguments& arguments, u32 token, u32 byte) {
   return reinterpret_cast<uint4*>(arguments.out + u64{token} * kGeometry.row_bytes + byte);
 }
 
-/// The consumers' side, of tokens that have no rows: zeros.
-inline void write_zeros(const RankArguments& arguments, Shared& shared,
-                        RingPosition<kStages>& stage) {
+/// Bytes of a token that no expert took: zeros, or what zero experts return of it.
+inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) {
+  if constexpr (kShape.zero_experts > 0) {
+    // The list of these tokens was made behind an acquire of all blocks' routing, and the stage's
+    // barrier brings it here.
+    const RankMemory memory = rank_memory(arguments);
+    float weight = 0.0F;
+#pragma unroll 1
+    for (u32 pair = token * kGeometry.top_k; pair < (token + 1) * kGeometry.top_k; ++pair) {
+      weight += memory.pair_expert[pair] == kNone ? memory.pair_weight[pair] : 0.0F;
+    }
+    const uint4 value =
+        *reinterpret_cast<const uint4*>(arguments.x_rows + u64{token} * kGeometry.row_bytes + byte);
+    const auto times = [weight](u32 packed) {
+      return Element::pack(weight * Element::low(packed), weight * Element::high(packed));
+    };
+    return weight == 0.0F
+               ? make_uint4(0, 0, 0, 0)
+               : make_uint4(times(value.x), times(value.y), times(value.z), times(value.w));
+  }
+  return make_uint4(0, 0, 0, 0);
+}
+
+/// The consumers' side, of tokens that have no rows.
+inline void write_unsent(const RankArguments& arguments, Shared& shared,
+                         RingPosition<kStages>& stage) {
   constexpr u32 kVectors = kGeometry.row_bytes / kVectorBytes;
   shared.stage_full[stage.index].wait(stage.parity);
   const Unsent& list = unsent_of(shared.stages[stage.index]);
   const u32 vectors = list.count * kVectors;
   for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < vectors; i += kConsumerThreads) {
-    *output_at(arguments, list.token[i / kVectors], i % kVectors * kVectorBytes) =
-        make_uint4(0, 0, 0, 0);
+    const u32 token = list.token[i / kVectors];
+    const u32 byte = i % kVectors * kVectorBytes;
+    *output_at(arguments, token, byte) = unsent_output(arguments, token, byte);
   }
   release_read_stage(shared, stage.index);
   stage.advance();
@@ -159,7 +201,7 @@ inline void write_zeros(const RankArguments& arguments, Shared& shared,
 inline void sum_tokens(const RankArguments& arguments, const Task& task, const CombineRows& rows,
                        Shared& shared, RingPosition<kStages>& stage) {
   if (task.rows == 0) {
-    write_zeros(arguments, shared, stage);
+    write_unsent(arguments, shared, stage);
   }
   constexpr u32 kVectors = kPieceBytes / kVectorBytes;
   for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage, stage.advance()) {

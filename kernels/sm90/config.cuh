@@ -61,6 +61,10 @@ inline constexpr u64 kCapacityDenominator = MOEOS_CAPACITY_DENOMINATOR;
 /// Whether experts have biases, and whether their selection has.
 inline constexpr bool kBias = MOEOS_BIAS != 0;
 inline constexpr bool kSelectionBias = MOEOS_SELECTION_BIAS != 0;
+/// Whether logits have a bias, experts a factor, and whether the gate may weigh a caller's ids.
+inline constexpr bool kRouterBias = MOEOS_ROUTER_BIAS != 0;
+inline constexpr bool kExpertScale = MOEOS_EXPERT_SCALE != 0;
+inline constexpr bool kWeighsGiven = MOEOS_WEIGHS_GIVEN != 0;
 
 /// Virtual ranks in one launch; 1 when each rank has a GPU.
 inline constexpr u32 kVirtualRanks = MOEOS_VIRTUAL_RANKS;
@@ -118,9 +122,9 @@ constexpr u32 first_column(u32 part, u32 columns, u32 all) {
 // for them; else each bank fills a tile.
 inline constexpr u32 kRouteRows = 64;
 inline constexpr u32 kRouteTokens = kGeometry.route_tokens;  // at most
-inline constexpr u32 kRouteColumns =
-    kGeometry.experts <= 64 ? 64 : (kGeometry.experts <= 128 ? 128 : 256);
-inline constexpr u32 kRouteBanks = ceil_div(kGeometry.experts, kRouteColumns);
+inline constexpr u32 kRouterRows = kGeometry.experts + kShape.zero_experts;
+inline constexpr u32 kRouteColumns = kRouterRows <= 64 ? 64 : (kRouterRows <= 128 ? 128 : 256);
+inline constexpr u32 kRouteBanks = ceil_div(kRouterRows, kRouteColumns);
 inline constexpr u32 kLogits = kRouteBanks * kRouteColumns;  // of a token, with those of no expert
 static_assert(kRouteTokens <= kRouteRows);
 // Boxes of the router's weights in one stage, along the depth: as many as fit, because Route waits

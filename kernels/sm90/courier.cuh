@@ -28,6 +28,8 @@ inline constexpr u32 kParcelBytes =
     align_up(ceil_div(kGeometry.row_bytes, kPiecesOfRow), 16U);  // of each row
 static_assert(kParcelRows * kParcelBytes <= Parcels::kBufferBytes);
 static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
+static_assert(!kShape.weight_on_input || kGeometry.spread_tokens == 0,
+              "rows that are spread are loaded before their weights are known");
 static_assert(kGeometry.spread_tokens * kGeometry.top_k <= Machine::kLanes,
               "a lane looks up one pair of the tokens that are spread together");
 
@@ -181,13 +183,18 @@ struct Copy {
   }
 };
 
+/// Where the rows lie that are sent of tokens: x, unless their weights multiply it (weigh_rows).
+inline const u8* sent_rows(const RankArguments& arguments) {
+  return kShape.weight_on_input ? arguments.out : arguments.x_rows;
+}
+
 /// The row of this lane in a part of Dispatch to its peer, or to the staging copies of a remote
 /// one.
 inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& rank,
                           const Call& call, const CourierPart& part) {
   const RoutingMap map(kGeometry, rank.memory, call);
   const OutgoingRow row = look_up_row(rank, map, part, part.first + Machine::lane());
-  return {row.goes(), arguments.x_rows + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes,
+  return {row.goes(), sent_rows(arguments) + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes,
           reinterpret_cast<u64>(outgoing_row(rank, part.peer, Round::dispatch, row.number))};
 }
 
@@ -287,8 +294,9 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
     begun_ns += wait_for_links(rank, call, [&](u32 peer) {
       return part.sends() && peer == part.peer ? u64{rows} * kGeometry.row_bytes : 0;
     });
-    if (!part.sends()) {
-      // Rows that peers have written, acquired with the part; they are read by the async proxy.
+    if (!part.sends() || kShape.weight_on_input) {
+      // Rows that peers, or Route, have written, acquired with the part; they are read by the async
+      // proxy.
       fence_proxy_async();
     }
     line.copy(copy.source, copy.destination, rows);

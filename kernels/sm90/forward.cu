@@ -168,7 +168,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
         loader.let_claim();
       }
       if (task.kind == TaskKind::combine) {
-        load_tokens(rank, call, map, task, slot, loader);
+        load_tokens(arguments, rank, call, map, task, slot, loader);
       }
     }
     if (rehearses) {
@@ -206,10 +206,10 @@ inline void run_complete(const RankArguments& arguments, const Rank<Machine>& ra
     const Stamps stamps = kTraced ? shared.stamps[at.index] : Stamps{};
     const u64 stored_ns = trace_time<Machine>(kGeometry);
     release_slot(shared, at.index);
-    if (bad_token != kNone && arguments.topk_ids != nullptr) {
-      reject_given_routing(arguments, processor, bad_token);
-    } else if (bad_token != kNone) {
-      if (Machine::lane() == 0) {
+    if (bad_token != kNone) {
+      const bool of_ids =
+          arguments.topk_ids != nullptr && reject_given_routing(arguments, processor, bad_token);
+      if (!of_ids && Machine::lane() == 0) {
         processor.reject_logits(bad_token);
       }
     } else {
@@ -374,7 +374,8 @@ __attribute__((always_inline)) inline void run_processor_roles(const RankArgumen
 inline Call call_of(const RankArguments& mine) {
   const u32 tokens = tokens_of(mine);
   const u32 pair_limit = pair_limit_of(tokens);
-  const bool may_be_unsent = mine.topk_ids != nullptr || pair_limit < kGeometry.max_tokens;
+  const bool may_be_unsent =
+      mine.topk_ids != nullptr || pair_limit < kGeometry.max_tokens || kShape.zero_experts > 0;
   return {*rank_memory(mine).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U, mine.identity};
 }
 

@@ -6,6 +6,7 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/routing_rules.cuh"
 #include "runtime/memory.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/processor.hpp"
@@ -17,7 +18,7 @@ namespace moeos::sm90 {
 inline i64 given_id(const RankArguments& arguments, u32 pair) {
   const i64 id = arguments.ids_wide != 0 ? static_cast<const i64*>(arguments.topk_ids)[pair]
                                          : static_cast<const i32*>(arguments.topk_ids)[pair];
-  const bool expert = id >= 0 && id < i64{kGeometry.experts};
+  const bool expert = id >= 0 && id < i64{kRouterRows};
   return arguments.any_ids != 0 && !expert ? -1 : id;
 }
 
@@ -31,7 +32,7 @@ inline float given_weight(const RankArguments& arguments, u32 pair) {
 
 /// What is wrong with a pair's id: it is no expert, or the token has it in an earlier slot.
 inline FailureKind given_fault(const RankArguments& arguments, u32 pair, i64 id) {
-  if (id < -1 || id >= i64{kGeometry.experts}) {
+  if (id < -1 || id >= i64{kRouterRows}) {
     return FailureKind::id_no_expert;
   }
   bool repeated = false;
@@ -43,7 +44,7 @@ inline FailureKind given_fault(const RankArguments& arguments, u32 pair, i64 id)
 
 /// The caller's routing of a block of tokens. Called by all consumer threads. The only place where
 /// ids come in: a wrong one is an unused slot, and sets bad_token to its token. `told`: as
-/// Token::choose's.
+/// Token::choose's. Ids that the gate will weigh stay as they are until then.
 inline void copy_given_routing(const RankArguments& arguments, const RankMemory& memory, u32 first,
                                u32 end, u32 told, u32* bad_token) {
   for (u32 pair = first * kGeometry.top_k + threadIdx.x % kConsumerThreads;
@@ -51,19 +52,24 @@ inline void copy_given_routing(const RankArguments& arguments, const RankMemory&
     const i64 id = given_id(arguments, pair);
     const bool wrong = given_fault(arguments, pair, id) != FailureKind::none;
     const u32 expert = wrong || id < 0 ? kNone : static_cast<u32>(id);
-    memory.pair_expert[pair] = expert;
+    const bool weighed = !kWeighsGiven || arguments.topk_weights != nullptr;
+    memory.pair_expert[pair] = weighed ? real_expert(expert) : expert;
     if (kGeometry.plans_itself() && told != 0) {
-      tell_choice<Machine>(memory, told, pair, expert);
+      tell_choice<Machine>(memory, told, pair, real_expert(expert));
     }
-    memory.pair_weight[pair] = given_weight(arguments, pair);
+    if (weighed) {
+      const bool is_slot = kShape.zero_experts > 0 && expert == kNone;
+      memory.pair_weight[pair] = is_slot ? 0.0F : given_weight(arguments, pair);
+    }
     if (wrong) {
       atomicMin(bad_token, pair / kGeometry.top_k);
     }
   }
 }
 
-/// Ends the call because of a token's ids, and names the first slot that is wrong. One warp.
-inline void reject_given_routing(const RankArguments& arguments, Processor<Machine>& processor,
+/// Ends the call because of a token's ids, and names the first slot that is wrong. One warp. False:
+/// none is.
+inline bool reject_given_routing(const RankArguments& arguments, Processor<Machine>& processor,
                                  u32 token) {
   const u32 lane = Machine::lane();
   const u32 pair = token * kGeometry.top_k + lane;
@@ -78,6 +84,7 @@ inline void reject_given_routing(const RankArguments& arguments, Processor<Machi
     processor.reject_id(fault, token, lane, static_cast<u64>(id));
   }
   Machine::sync_lanes();
+  return wrong != 0;
 }
 
 }  // namespace moeos::sm90

@@ -62,9 +62,9 @@ inline void multiply_slices(float (&d)[kRouteSums], const RouteShare& share, Log
   }
 }
 
-/// Routes the tokens of a block, whose products lie in d or are kept. Sets bad_token to a token
-/// whose logits are not finite. `told`: as Token::choose's. By all consumers; sync() is their
-/// barrier.
+/// Routes the tokens of a block, whose products lie in d or are kept; or weighs the experts that
+/// the caller has chosen. Sets bad_token to a token whose logits are not finite. `told`: as
+/// Token::choose's. By all consumers; sync() is their barrier.
 template <class Sync>
 inline void choose_experts(const float (&d)[kRouteSums], Logits& logits,
                            const RankArguments& arguments, const RankMemory& memory, u32 told,
@@ -80,15 +80,42 @@ inline void choose_experts(const float (&d)[kRouteSums], Logits& logits,
     for (u32 place = logits.warp(); place < tokens; place += kConsumerWarps) {
       const auto logit_of = [&](u32 expert) { return logits.at(place, expert); };
       const u32 token = logits.token(first + place);
-      if (!Token::choose(logit_of, arguments, memory, token, told) && Machine::lane() == 0) {
+      const bool finite = kWeighsGiven ? Token::weigh(logit_of, arguments, memory, token)
+                                       : Token::choose(logit_of, arguments, memory, token, told);
+      if (!finite && Machine::lane() == 0) {
         atomicMin(bad_token, token);
       }
     }
   }
 }
 
-/// Whether Route multiplies: not when the caller has routed.
-inline bool gate_routes(const RankArguments& arguments) { return arguments.topk_ids == nullptr; }
+/// Whether Route multiplies: not when the caller has routed. Where the gate may weigh a caller's
+/// ids, there always are ids.
+inline bool gate_routes(const RankArguments& arguments) {
+  return (kWeighsGiven ? arguments.topk_weights : arguments.topk_ids) == nullptr;
+}
+
+static_assert(!kShape.weight_on_input || kGeometry.top_k == 1, "a token has one weight");
+
+/// Multiplies the tokens of a block by their weights. The rows that are sent of them lie in their
+/// rows of the output, which are not written before these have come back. By all consumers.
+inline void weigh_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
+                       u32 end) {
+  constexpr u32 kVectors = kGeometry.row_bytes / sizeof(uint4);
+#pragma unroll 1
+  for (u32 i = threadIdx.x % kConsumerThreads; i < (end - first) * kVectors;
+       i += kConsumerThreads) {
+    const u32 token = first + i / kVectors;
+    const u64 at = u64{token} * kGeometry.row_bytes + i % kVectors * sizeof(uint4);
+    const float weight = memory.pair_weight[token];  // of its only pair
+    const uint4 value = *reinterpret_cast<const uint4*>(arguments.x_rows + at);
+    const auto times = [weight](u32 packed) {
+      return Element::pack(weight * Element::low(packed), weight * Element::high(packed));
+    };
+    *reinterpret_cast<uint4*>(arguments.out + at) =
+        make_uint4(times(value.x), times(value.y), times(value.z), times(value.w));
+  }
+}
 
 /// Route: slices of a block's products, and all the rest of it by whoever has the last ones. By all
 /// consumers.
@@ -122,14 +149,19 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
     everyone();  // all have kept their sums
   }
   const u32 told = kGeometry.reads_in_place(call.tokens) ? call.epoch : 0;
-  if (multiplies) {
-    choose_experts(d, logits, arguments, rank.memory, told, &slot.bad_token, everyone);
-  } else {
+  if (kWeighsGiven || !multiplies) {
     copy_given_routing(arguments, rank.memory, first, end, told, &slot.bad_token);
+    everyone();
   }
-  everyone();
+  if (multiplies && (!kWeighsGiven || slot.bad_token == kNone)) {
+    choose_experts(d, logits, arguments, rank.memory, told, &slot.bad_token, everyone);
+    everyone();
+  }
   if (slot.bad_token != kNone) {
     return;
+  }
+  if constexpr (kShape.weight_on_input) {
+    weigh_rows(arguments, rank.memory, first, end);
   }
   auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route);
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);

@@ -20,6 +20,12 @@ inline constexpr float kLeast = -1e30F;  // two of them are above minus infinity
 inline constexpr u32 kLogitsEach = kLogits / Machine::kLanes;
 inline u32 expert_of(u32 i) { return Machine::lane() * kLogitsEach + i; }
 
+/// To all but Combine a pair with a zero expert is an unused slot; its weight, which is not 0,
+/// tells it apart.
+inline u32 real_expert(u32 expert) {
+  return kShape.zero_experts > 0 && expert >= kGeometry.experts ? kNone : expert;
+}
+
 /// A number in the order of floats, of both zeros the same; kChosen is below that of every float.
 inline u32 ordered(float value) {
   const u32 bits = __builtin_bit_cast(u32, value + 0.0F);
@@ -53,35 +59,15 @@ class Token {
   static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
                      u32 token, u32 told) {
     float logits[kLogitsEach];
-    bool finite = true;
-#pragma unroll
-    for (u32 i = 0; i < kLogitsEach; ++i) {
-      logits[i] = logit_of(expert_of(i));
-      finite = finite && (isfinite(logits[i]) || expert_of(i) >= kGeometry.experts);
-    }
-    if (__all_sync(~0U, finite) == 0) {
+    if (!gather_logits(logit_of, arguments, logits)) {
       return false;
     }
-    Rule rule{0.0F, 1.0F, arguments.selection_bias};
-    if constexpr (kSumsExponentials) {
-      u32 top = kChosen;
-#pragma unroll
-      for (u32 i = 0; i < kLogitsEach; ++i) {
-        top = maximum(top, expert_of(i) < kGeometry.experts ? ordered(logits[i]) : kChosen);
-      }
-      rule.top = from_ordered(__reduce_max_sync(~0U, top));
-      float sum = 0.0F;
-#pragma unroll
-      for (u32 i = 0; i < kLogitsEach; ++i) {
-        sum += expert_of(i) < kGeometry.experts ? exponential(logits[i] - rule.top) : 0.0F;
-      }
-      rule.inverse_sum = 1.0F / sum_of_lanes(sum);
-    }
+    Rule rule = rule_of(logits, arguments);
     u32 choices[kLogitsEach];
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
       const float choice = rule.choice(logits[i], expert_of(i));
-      choices[i] = expert_of(i) < kGeometry.experts ? ordered(choice) : kChosen;
+      choices[i] = expert_of(i) < kRouterRows ? ordered(choice) : kChosen;
     }
     if constexpr (kShape.expert_groups > 1) {
       close_groups(choices);
@@ -99,17 +85,33 @@ class Token {
     const bool has_one = lane < kGeometry.top_k;
     const u32 pair = token * kGeometry.top_k + lane;
     if (kGeometry.plans_itself() && told != 0 && has_one) {
-      tell_choice<Machine>(memory, told, pair, expert);
+      tell_choice<Machine>(memory, told, pair, real_expert(expert));
     }
-    const float score = has_one ? rule.score(logit_of(expert)) : 0.0F;
-    float factor = kShape.routed_scaling;
-    if constexpr (kShape.renormalize) {
-      const float sum = sum_of_lanes(score);
-      factor *= sum > 0.0F ? 1.0F / sum : 1.0F;
+    write_weights(logit_of, arguments, memory, pair, has_one, expert, rule);
+    return true;
+  }
+
+  /// Weighs the experts that the caller chose, whose ids pair_expert has: zero experts', too. False
+  /// when the token's logits are not finite.
+  template <class LogitOf>
+  static bool weigh(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
+                    u32 token) {
+    float logits[kLogitsEach];
+    if (!gather_logits(logit_of, arguments, logits)) {
+      return false;
     }
-    if (has_one) {
-      memory.pair_expert[pair] = expert;
-      memory.pair_weight[pair] = score * factor;
+    Rule rule = rule_of(logits, arguments);
+    const u32 pair = token * kGeometry.top_k + Machine::lane();
+    const u32 expert = Machine::lane() < kGeometry.top_k ? memory.pair_expert[pair] : kNone;
+    const bool used = expert != kNone;
+    if constexpr (kShape.scoring == Scoring::softmax && !kSumsExponentials) {
+      const u32 mine = used ? ordered(biased(logit_of, arguments, expert)) : kChosen;
+      const u32 top = __reduce_max_sync(~0U, mine);
+      rule.top = top == kChosen ? 0.0F : from_ordered(top);
+    }
+    write_weights(logit_of, arguments, memory, pair, used, expert, rule);
+    if (Machine::lane() < kGeometry.top_k && !used) {
+      memory.pair_weight[pair] = 0.0F;
     }
     return true;
   }
@@ -121,12 +123,38 @@ class Token {
       kShape.scoring == Scoring::softmax &&
       !(kShape.renormalize && !kSelectionBias && kShape.chooses_by_logit());
 
+  template <class LogitOf>
+  static float biased(LogitOf logit_of, const RankArguments& arguments, u32 expert) {
+    const float logit = logit_of(expert);
+    if constexpr (kRouterBias) {
+      return logit + (expert < kRouterRows ? arguments.router_bias[expert] : 0.0F);
+    }
+    return logit;
+  }
+
+  /// A lane's logits of a token; false when some lane's are not finite.
+  template <class LogitOf>
+  static bool gather_logits(LogitOf logit_of, const RankArguments& arguments,
+                            float (&logits)[kLogitsEach]) {
+    bool finite = true;
+#pragma unroll
+    for (u32 i = 0; i < kLogitsEach; ++i) {
+      logits[i] = biased(logit_of, arguments, expert_of(i));
+      finite = finite && (isfinite(logits[i]) || expert_of(i) >= kRouterRows);
+    }
+    return __all_sync(~0U, finite) != 0;
+  }
+
   struct Rule {
     float top;          // of the token's logits
     float inverse_sum;  // of exp(logit - top)
     const float* selection_bias;
 
     float score(float logit) const {
+      if constexpr (kShape.scoring == Scoring::sqrtsoftplus) {
+        return logit < kSoftplusTail ? expf(0.5F * logit)
+                                     : sqrtf(logit > kSoftplusLinear ? logit : log1pf(expf(logit)));
+      }
       return kShape.scoring == Scoring::softmax ? exponential(logit - top) * inverse_sum
                                                 : 1.0F / (1.0F + exponential(-logit));
     }
@@ -135,7 +163,7 @@ class Token {
       if constexpr (kSelectionBias) {
         // A bias of NaN or −∞ makes an expert the last choice, but a choice: k different experts
         // are chosen whatever the biases are.
-        const float bias = expert < kGeometry.experts ? selection_bias[expert] : 0.0F;
+        const float bias = expert < kRouterRows ? selection_bias[expert] : 0.0F;
         return fmaxf(score(logit) + bias, kLeast);
       } else if constexpr (kShape.chooses_by_logit()) {
         return logit;
@@ -144,6 +172,45 @@ class Token {
       }
     }
   };
+
+  static Rule rule_of(const float (&logits)[kLogitsEach], const RankArguments& arguments) {
+    Rule rule{0.0F, 1.0F, arguments.selection_bias};
+    if constexpr (kSumsExponentials) {
+      u32 top = kChosen;
+#pragma unroll
+      for (u32 i = 0; i < kLogitsEach; ++i) {
+        top = maximum(top, expert_of(i) < kRouterRows ? ordered(logits[i]) : kChosen);
+      }
+      rule.top = from_ordered(__reduce_max_sync(~0U, top));
+      float sum = 0.0F;
+#pragma unroll
+      for (u32 i = 0; i < kLogitsEach; ++i) {
+        sum += expert_of(i) < kRouterRows ? exponential(logits[i] - rule.top) : 0.0F;
+      }
+      rule.inverse_sum = 1.0F / sum_of_lanes(sum);
+    }
+    return rule;
+  }
+
+  /// Writes the lanes' pairs that are used: each lane its own.
+  template <class LogitOf>
+  static void write_weights(LogitOf logit_of, const RankArguments& arguments,
+                            const RankMemory& memory, u32 pair, bool used, u32 expert,
+                            const Rule& rule) {
+    const float score = used ? rule.score(biased(logit_of, arguments, expert)) : 0.0F;
+    float factor = kShape.routed_scaling;
+    if constexpr (kShape.renormalize) {
+      const float sum = sum_of_lanes(score);
+      factor *= sum > 0.0F ? 1.0F / sum : 1.0F;
+    }
+    if (used) {
+      if constexpr (kExpertScale) {
+        factor *= arguments.expert_scale[expert];
+      }
+      memory.pair_expert[pair] = real_expert(expert);
+      memory.pair_weight[pair] = score * factor;
+    }
+  }
 
   /// The largest choice that is left, and whose it is: the lower expert's among equals.
   struct Best {

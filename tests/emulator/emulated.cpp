@@ -19,7 +19,7 @@ using namespace moeos::sm90;
 struct RankTensors {
   u8 *heap, *control, *tables, *records, *intermediate, *host_failure;
   const u8 *x, *gate, *w1, *w2, *b1, *b2;
-  const float* selection_bias;
+  const float *selection_bias, *router_bias, *expert_scale;
   const void *ids, *weights;
   const i32* token_count;
   u8* out;
@@ -48,7 +48,7 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
     a.x = map_of(t.x, t.rows, kShape.hidden, kRouteRows);
     a.x_row = map_of(t.x, t.rows, kShape.hidden, 1);
   }
-  a.gate = map_of(t.gate, kGeometry.experts, kShape.hidden, kRouteColumns, 128 / kGateBoxColumns);
+  a.gate = map_of(t.gate, kRouterRows, kShape.hidden, kRouteColumns, 128 / kGateBoxColumns);
   for (u32 box = 0; box < kCellBoxes; ++box) {
     a.cells[box] = map_of(t.heap + layout.first_cell(), layout.rows(), kShape.hidden,
                           box_height(kCellBoxes, box));
@@ -69,6 +69,8 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   a.host_failure = reinterpret_cast<Failure*>(t.host_failure);
   a.deadline_ns = deadline_ns;
   a.selection_bias = t.selection_bias;
+  a.router_bias = t.router_bias;
+  a.expert_scale = t.expert_scale;
   a.b1 = t.b1;
   a.b2 = t.b2;
   a.x_rows = t.x;

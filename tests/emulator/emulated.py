@@ -44,7 +44,7 @@ _LAYER_OPTIONS = ("-Og", *_OPTIONS)
 _COMPILING_GPU = threading.Lock()
 _FIELDS = (
     *("heap", "control", "tables", "records", "intermediate", "host_failure"),
-    *("x", "gate", "w1", "w2", "b1", "b2", "selection_bias"),
+    *("x", "gate", "w1", "w2", "b1", "b2", "selection_bias", "router_bias", "expert_scale"),
     *("ids", "weights", "token_count", "out"),
 )
 """Tensors of RankTensors in emulated.cpp."""
@@ -247,6 +247,8 @@ class EmulatedLayer:
             "b1": w.b1,
             "b2": w.b2,
             "selection_bias": w.selection_bias,
+            "router_bias": w.router_bias,
+            "expert_scale": w.expert_scale,
             "ids": call.ids,
             "weights": call.weights,
             "token_count": None,
