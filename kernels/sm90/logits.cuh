@@ -11,8 +11,10 @@
 namespace moeos::sm90 {
 
 /// Tokens whose logits Route's memory holds at once.
-inline constexpr u32 kRoundTokens =
-    minimum(kRouteTokens, kRouteMemory / static_cast<u32>(kLogits * sizeof(float)));
+constexpr u32 round_of(u32 tokens) {
+  return tokens * kLogits * sizeof(float) <= kRouteMemory ? tokens : round_of(tokens / 2);
+}
+inline constexpr u32 kRoundTokens = round_of(kRouteTokens);
 static_assert(kRouteTokens % kRoundTokens == 0);
 
 /// The logits of a block's tokens, some of them at a time in shared memory. Each warpgroup has half

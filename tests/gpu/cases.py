@@ -222,17 +222,19 @@ def draw_weights_on_gpu(cfg: MoEConfig, seed: int = 0) -> Weights:
         made = torch.empty(shape, dtype=dtype, device="cuda")
         return made.normal_(std=shape[-1] ** -0.5, generator=generator)
 
-    bias = None
-    if cfg.selection_bias:
-        bias = torch.empty(cfg.experts, device="cuda").uniform_(-0.2, 0.2, generator=generator)
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.empty(cfg.router_rows, device="cuda").uniform_(low, high, generator=generator)
+
     return Weights(
         cfg=cfg,
-        gate=draw(cfg.experts, cfg.hidden, dtype=cfg.gate_dtype),
+        gate=draw(cfg.router_rows, cfg.hidden, dtype=cfg.gate_dtype),
         w1=draw(cfg.experts, cfg.w1_rows, cfg.hidden),
         w2=draw(cfg.experts, cfg.hidden, cfg.intermediate),
         b1=draw(cfg.experts, cfg.w1_rows) if cfg.bias else None,
         b2=draw(cfg.experts, cfg.hidden) if cfg.bias else None,
-        selection_bias=bias,
+        selection_bias=uniform(-0.2, 0.2) if cfg.selection_bias else None,
+        router_bias=uniform(-1.0, 1.0) if cfg.router_bias else None,
+        expert_scale=uniform(0.5, 2.0) if cfg.expert_scale else None,
     )
 
 
@@ -267,6 +269,8 @@ class RankLayer:
             out=out,
             gate=self._weights.gate,
             selection_bias=self._weights.selection_bias,
+            router_bias=self._weights.router_bias,
+            expert_scale=self._weights.expert_scale,
             topk_ids=call.ids,
             topk_weights=call.weights,
             tokens=tokens,

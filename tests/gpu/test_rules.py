@@ -1,0 +1,93 @@
+"""Rules of routers beyond softmax and sigmoid on the GPU: each is the reference's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from moeos import World, virtual
+from tests.gpu.cases import DEADLINE, Case, blocks, compile_cases, why_not
+from tests.layers import (
+    Call,
+    assert_matches,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
+
+RULES: dict[str, dict[str, Any]] = {
+    "sqrtsoftplus": {
+        "scoring": "sqrtsoftplus",
+        "selection_bias": True,
+        "router_bias": True,
+        "expert_scale": True,
+        "top_k": 3,
+    },
+    "fp32 router with a bias": {
+        "scoring": "sqrtsoftplus",
+        "router_bias": True,
+        "router_dtype": torch.float32,
+    },
+    "weight on input": {
+        "apply_router_weight_on_input": True,
+        "top_k": 1,
+        "renormalize": False,
+        "scoring": "sigmoid",
+    },
+    "zero experts": {"zero_experts": 5, "top_k": 4, "renormalize": False, "selection_bias": True},
+    "zero experts, 768 rows": {"experts": 512, "zero_experts": 256, "top_k": 12},
+    "ids weighed": {"routing": "ids", "router_bias": True, "zero_experts": 3, "renormalize": False},
+}
+CASES = {
+    f"{name}, {ranks} ranks": Case(
+        ranks,
+        config(
+            **{"dtype": torch.bfloat16, "hidden": 512, "intermediate": 128, "max_tokens": 300},
+            **rules,
+        ),
+    )
+    for name, rules in RULES.items()
+    for ranks in (1, 2)
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """All are compiled, side by side, before the first test."""
+    compile_cases(list(CASES.values()), blocks())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_on_the_gpu_is_the_references(name: str) -> None:
+    case = CASES[name]
+    cfg = case.cfg
+    weights = draw_weights(cfg, seed=1)
+
+    def calls_of(rank: int) -> list[Call]:
+        calls = []
+        for number, tokens in enumerate((1, 8, 0, 300, 77)):
+            seed = 100 * rank + 10 * number
+            given = draw_given_call(cfg, tokens, seed)
+            weighed = dataclasses.replace(given, weights=None)
+            calls += [given, weighed if cfg.routing == "ids" else draw_call(cfg, tokens, seed + 1)]
+        return calls
+
+    def rank_main(world: World) -> list[torch.Tensor]:
+        layer = weights.layer(world)
+        outputs = []
+        for call in calls_of(world.rank):
+            there = Call(*(None if part is None else part.cuda() for part in vars(call).values()))
+            outputs.append(there(layer))
+        layer.check()
+        return [y.cpu() for y in outputs]
+
+    found = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    for rank, outputs in enumerate(found):
+        for call, y in zip(calls_of(rank), outputs, strict=True):
+            assert_matches(weights, call, y, f"rank {rank}, {len(call.x)} tokens")
