@@ -47,6 +47,14 @@ class Gate(nn.Module):
         self.register_buffer("expert_scale", ones)
         self.expert_scale: torch.Tensor | None
 
+    def rules(self) -> dict[str, torch.Tensor | None]:
+        """What `moeos.reference.route` and `moe` take by name beside the weight."""
+        return {
+            "selection_bias": self.selection_bias,
+            "router_bias": self.bias,
+            "expert_scale": self.expert_scale,
+        }
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Gate:
         """Moves the parameters as `to` asks; what stays fp32 keeps its bits."""
         stay = [self.bias, self.selection_bias, self.expert_scale]
@@ -166,7 +174,7 @@ class MoELayer(nn.Module):
             topk_weights: floating point weights of these experts, likewise, used as they are.
             weigh: the caller chooses, and the gate weighs: topk_ids without topk_weights. Each
                 expert has the weight that it would have had the gate chosen these k (models whose
-                experts are hashed by a token's number).
+                experts are hashed by a token's number). On the GPU in layers with routing "ids".
             tokens: S, how many of the rows, from the first on, are tokens of this call: int32, one
                 element, on the layer's device, 0 ≤ S ≤ rows. What the rows beyond hold, in x and in
                 the routing, does not matter. None: all rows are tokens. On the GPU the kernel reads

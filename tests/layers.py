@@ -133,15 +133,18 @@ class Weights:
             ids = self.routed(call).ids
         return int(reference.dropped(ids, self.cfg).sum())
 
+    def margin_in_errors(self, x: Tensor) -> Tensor:
+        """`reference.margin_in_errors` of tokens."""
+        return reference.margin_in_errors(
+            x, self.gate, self.cfg, self.selection_bias, **self._rules()
+        )
+
     def sure(self, call: Call) -> Tensor:
         """Which tokens [S] of a call fp32 and float64 must route alike."""
         if call.ids is not None:
             return torch.ones(len(call.x), dtype=torch.bool)
         if self.cfg.router_dtype is not None:
-            errors = reference.margin_in_errors(
-                call.x, self.gate, self.cfg, self.selection_bias, **self._rules()
-            )
-            return errors > 1
+            return self.margin_in_errors(call.x) > 1
         return self.routed(call).margin >= NEAR_TIE
 
 

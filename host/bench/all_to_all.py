@@ -112,6 +112,12 @@ class AllToAllLayer:
     ) -> None:
         if cfg.bias or cfg.capacity_factor is not None or cfg.swiglu_limit is not None:
             raise ValueError("the baseline has no biases, no capacity and no SwiGLU limit")
+        lacks = cfg.router_bias or cfg.expert_scale or cfg.apply_router_weight_on_input
+        if lacks or cfg.zero_experts > 0 or cfg.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(
+                "the baseline's router has no biases on logits, no scales of experts, no weight on "
+                "the input, no zero experts, and scores by softmax or sigmoid"
+            )
         self._cfg = cfg
         self._gate = gate
         self._bias = selection_bias

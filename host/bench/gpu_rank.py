@@ -337,7 +337,7 @@ def compare(
     """The relative error of this rank's output, and how many tokens are too near a tie for it."""
     if ids is None and len(x) > 0:
         gate = layer.gate
-        margin = reference.route(x, gate.weight, layer.cfg, gate.selection_bias).margin
+        margin = reference.route(x, gate.weight, layer.cfg, **gate.rules()).margin
         certain = margin > NEAR_TIE
         y, expected = y[certain], expected[certain]
     return reference.relative_error(y, expected), len(x) - len(y)

@@ -266,6 +266,8 @@ def _call(layer: moeos.MoELayer, x: torch.Tensor) -> CallTensors:
         topk_weights=None,
         gate=layer.gate.weight,
         selection_bias=layer.gate.selection_bias,
+        router_bias=layer.gate.bias,
+        expert_scale=layer.gate.expert_scale,
         w1=layer.w1,
         b1=layer.b1,
         w2=layer.w2,

@@ -65,9 +65,11 @@ class Checker:
         flops = 2 * cfg.top_k * (cfg.w1_rows + cfg.intermediate) * cfg.hidden
         row_bytes = 8 * max(2 * cfg.hidden, cfg.w1_rows)
         self._layer = layer
-        bias = layer.gate.selection_bias
         self._gate = layer.gate.weight.cpu()
-        self._selection_bias = None if bias is None else bias.cpu()
+        self._rules = {
+            name: None if tensor is None else tensor.detach().cpu()
+            for name, tensor in layer.gate.rules().items()
+        }
         self._per_call = max(1, int(min(_MAX_FLOPS / flops, _MAX_BYTES / row_bytes)) // calls)
         self._samples: list[_Sample] = []
         self._tokens = 0
@@ -82,9 +84,9 @@ class Checker:
         cfg = self._layer.cfg
         certain = torch.ones(len(batch.x), dtype=torch.bool)
         if batch.topk_ids is None or batch.topk_weights is None:
-            gate, bias = self._gate, self._selection_bias
-            ids, weights, _ = reference.route(batch.x, gate, cfg, bias)
-            certain = reference.margin_in_errors(batch.x, gate, cfg, bias) > 1
+            gate, rules = self._gate, self._rules
+            ids, weights, _ = reference.route(batch.x, gate, cfg, **rules)
+            certain = reference.margin_in_errors(batch.x, gate, cfg, **rules) > 1
         else:
             ids, weights = batch.topk_ids, batch.topk_weights.double()
         ids = ids.masked_fill(reference.dropped(ids, cfg), -1)
@@ -111,7 +113,7 @@ class Checker:
             torch.cat([sample.weights for sample in samples]),
             b1=weights.get("b1"),
             b2=weights.get("b2"),
-            selection_bias=self._selection_bias,
+            **self._rules,
         ).split([len(sample.x) for sample in samples])
         errors = [
             reference.relative_error(sample.out, rows)

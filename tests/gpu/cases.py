@@ -350,7 +350,7 @@ def near_ties(weights: Weights, x: Tensor) -> Tensor:
     with a chance of 1 / `_WIDER`. A number of them that is less likely than `_FALSE_ALARM` is a
     mistake in the bound on the error, or in the margin.
     """
-    margin = reference.margin_in_errors(x, weights.gate, weights.cfg, weights.selection_bias)
+    margin = weights.margin_in_errors(x)
     ties, wide = int((margin <= 1).sum()), int((margin <= _WIDER).sum())
     chance = binomial_tail(wide, ties, 1 / _WIDER)
     assert chance > _FALSE_ALARM, f"{ties} of {len(x)} tokens are near ties, and {wide} are nearly"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, World, reference, virtual
+from moeos import MoEConfig, World, virtual
 from tests.gpu.cases import (
     DEADLINE,
     Case,
@@ -121,7 +121,7 @@ def test_chosen_experts_are_float64s(
 
 
 def margins(weights: Weights, call: Call) -> Tensor:
-    return reference.margin_in_errors(call.x, weights.gate, weights.cfg, weights.selection_bias)
+    return weights.margin_in_errors(call.x)
 
 
 def test_a_change_in_place_is_seen_by_the_next_call() -> None:

@@ -89,6 +89,21 @@ def test_a_synthetic_routing_passes_the_check(config: Path, pattern: str) -> Non
         assert rank["expert_pairs"][0] == 120
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        'scoring = "sqrtsoftplus"\nselection_bias = true\nrouter_bias = true\n',
+        "expert_scale = true\n",
+        "zero_experts = 5\nrenormalize = false\n",
+    ],
+)
+def test_a_router_with_rules_of_its_own_passes_the_check(rules: str, tmp_path: Path) -> None:
+    path = tmp_path / "layer.toml"
+    path.write_text(CONFIG + rules + "[run]\ntokens = 40\n")
+    document = results(path, "--virtual-ranks", 2)
+    assert document["max_relative_error"] <= document["tolerance"]
+
+
 def test_the_json_tells_what_ran_where(config: Path) -> None:
     document = results(config, "--seed", 5)
     assert document["config"]["hidden"] == 32
