@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from moeos import World, virtual
-from tests.gpu.cases import DEADLINE, Case, blocks, compile_cases, why_not
-from tests.layers import (
-    Call,
+from tests.gpu.cases import (
+    DEADLINE,
+    Case,
     assert_matches,
-    config,
-    draw_call,
-    draw_given_call,
-    draw_weights,
+    blocks,
+    compile_cases,
+    draw_routed_call,
+    why_not,
 )
+from tests.layers import Call, config, draw_given_call, draw_weights
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
@@ -75,7 +76,10 @@ def test_a_rule_on_the_gpu_is_the_references(name: str) -> None:
             seed = 100 * rank + 10 * number
             given = draw_given_call(cfg, tokens, seed)
             weighed = dataclasses.replace(given, weights=None)
-            calls += [given, weighed if cfg.routing == "ids" else draw_call(cfg, tokens, seed + 1)]
+            routed = (
+                weighed if cfg.routing == "ids" else draw_routed_call(weights, tokens, seed + 1)
+            )
+            calls += [given, routed]
         return calls
 
     def rank_main(world: World) -> list[torch.Tensor]:
