@@ -418,8 +418,8 @@ class MoEConfig:
             raise self._error("zero_experts", "0 with expert_groups: no model has both")
         if self.apply_router_weight_on_input and self.top_k > 1:
             raise self._error(
-                "apply_router_weight_on_input",
-                f"False with top_k {self.top_k}: a token is multiplied by one expert's weight",
+                "top_k",
+                "1 with apply_router_weight_on_input: a token is multiplied by one expert's weight",
             )
         if self.apply_router_weight_on_input and self.zero_experts > 0:
             raise self._error(

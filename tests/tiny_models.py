@@ -41,6 +41,7 @@ class Tiny:
         config: the config's class, where it is called otherwise.
         cls: the model's class, where it is called otherwise.
         vision: the config of the part that sees, in a model that has one beside the text model.
+        ignore: what the caller has of a block, beside what all of the family have.
     """
 
     family: str
@@ -53,6 +54,7 @@ class Tiny:
     config: str | None = None
     cls: str | None = None
     vision: dict[str, Any] | None = None
+    ignore: tuple[str, ...] = ()
 
 
 def _named(intermediate: str, experts: str, top_k: str = "num_experts_per_tok") -> dict[str, Any]:
@@ -71,6 +73,22 @@ _LINEAR = {
     "linear_value_head_dim": 8,
 }
 _MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 1}
+_DEEPSEEK_V4 = {
+    "layer_types": ["sliding_attention"],
+    "swiglu_limit": 1.0,
+    "head_dim": 16,
+    "q_lora_rank": 8,
+    "o_lora_rank": 8,
+    "o_groups": 1,
+    **_INDEXER,
+}
+_NEMOTRON = {
+    "layers_block_type": ["moe"],
+    "moe_shared_expert_intermediate_size": 32,
+    "routed_scaling_factor": 2.5,
+    "head_dim": 16,
+    **_GROUPS,
+}
 
 TINY: dict[str, Tiny] = {
     "mixtral": Tiny("mixtral", "Mixtral", _MIXTRAL, file_prefix="block_sparse_moe"),
@@ -156,22 +174,22 @@ TINY: dict[str, Tiny] = {
         "deepseek_v4",
         "DeepseekV4",
         _DEEPSEEK,
-        {
-            "mlp_layer_types": ["moe"],
-            "layer_types": ["sliding_attention"],
-            "swiglu_limit": 1.0,
-            "head_dim": 16,
-            "q_lora_rank": 8,
-            "o_lora_rank": 8,
-            "o_groups": 1,
-            "index_n_heads": 1,
-            "index_head_dim": 16,
-            "index_topk": 4,
-        },
+        {"mlp_layer_types": ["moe"], **_DEEPSEEK_V4},
         file_prefix="ffn",
     ),
+    "deepseek_v4_hashed": Tiny(
+        "deepseek_v4",
+        "DeepseekV4",
+        _DEEPSEEK,
+        {"mlp_layer_types": ["hash_moe"], **_DEEPSEEK_V4},
+        file_prefix="ffn",
+        ignore=("gate.tid2eid",),
+    ),
     "gpt_oss": Tiny(
-        "gpt_oss", "GptOss", _MIXTRAL | {"intermediate_size": HIDDEN}, {"head_dim": 16}
+        "gpt_oss",
+        "GptOss",
+        _MIXTRAL | {"intermediate_size": HIDDEN},
+        {"swiglu_limit": 1.0, "swiglu_alpha": 1.5, "head_dim": 16},
     ),
     "llama4": Tiny(
         "llama4",
@@ -185,7 +203,13 @@ TINY: dict[str, Tiny] = {
         "minimax_m3",
         "MiniMaxM3VL",
         _MIXTRAL,
-        {"shared_intermediate_size": 32, "dense_intermediate_size": 32, "head_dim": 8},
+        {
+            "shared_intermediate_size": 32,
+            "dense_intermediate_size": 32,
+            "swiglu_limit": 1.0,
+            "swiglu_alpha": 1.5,
+            "head_dim": 8,
+        },
         cls="MiniMaxM3SparseForConditionalGeneration",
         vision={
             "hidden_size": 16,
@@ -207,13 +231,7 @@ TINY: dict[str, Tiny] = {
         "nemotron_h",
         "NemotronH",
         _DEEPSEEK,
-        {
-            "layers_block_type": ["moe"],
-            "moe_shared_expert_intermediate_size": 32,
-            "routed_scaling_factor": 2.5,
-            "head_dim": 16,
-            **_GROUPS,
-        },
+        _NEMOTRON,
         block="mixer",
     ),
     "gemma4": Tiny(
@@ -258,7 +276,13 @@ class TinyBlock:
     @property
     def ignore(self) -> tuple[str, ...]:
         """What the block has beside the layer."""
-        return FAMILIES[self.row.family].shared
+        return (*FAMILIES[self.row.family].shared, *self.row.ignore)
+
+    def draw(self, tokens: int, seed: int = 0) -> Tensor:
+        """Tokens as the block reads them, [S, its hidden size]."""
+        generator = torch.Generator().manual_seed(seed)
+        hidden = self.hf_config.get_text_config().hidden_size
+        return torch.randn(tokens, hidden, generator=generator)
 
     def files(self, folder: Path) -> tuple[dict[str, Tensor], str]:
         """The tensors of a checkpoint that the model's own code writes, and the block's prefix."""
@@ -270,36 +294,55 @@ class TinyBlock:
         return tensors, f"{begin}{layer}{end}".rstrip(".") + "."
 
     def layer_input(self, x: Tensor) -> Tensor:
-        """What the experts read, for what the block reads."""
+        """What the experts read, for what the block reads: [S, H]."""
         if self.row.family == "gemma4":
             norm: Callable[[Tensor], Tensor] = self.module.pre_feedforward_layernorm_2
             return norm(x.double())
+        if self.row.family == "nemotron_h":
+            latent: Tensor = self.module.fc1_latent_proj(x.double())
+            return latent
         return x.double()
 
-    def routed_output(self, x: Tensor) -> Tensor:
-        """[S, H] -> float64 [S, H], the block's output without that of shared experts."""
-        x = x.double()
-        if self.row.family == "gemma4":
-            _, weights, ids = self.module.router(x)
-            y: Tensor = self.module.experts(self.layer_input(x), ids, weights.double())
-            return y
-        y = self.module(x.unsqueeze(0))
-        y = (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
-        return y - self._shared(x)
+    def routed_output(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """[S, H] -> float64 [S, H], the block's output without that of shared experts, and before a
+        projection that its caller makes.
 
-    def output_of_inputs(self, x: Tensor) -> Tensor:
-        """The same of what the experts read. A norm's scale divides out of what it is made of."""
-        if self.row.family == "gemma4":
-            norm = self.module.pre_feedforward_layernorm_2
-            _, weights, ids = self.module.router(x.double() / norm.weight)
-            y: Tensor = self.module.experts(x.double(), ids, weights.double())
-            return y
-        return self.routed_output(x)
+        `inputs`: what the experts read; None: `layer_input`, as the block has it.
+        """
+        x = x.double()
+        if self.config.routing == "layer" and self.row.family != "gemma4":
+            assert inputs is None or torch.equal(x, inputs.double())
+            y = self.module(x.unsqueeze(0))
+            y = (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
+            routed: Tensor = y - self._shared(x)
+            return routed
+        read = self.layer_input(x) if inputs is None else inputs.double()
+        ids, weights = self.route(x)
+        if inputs is not None and self.row.family == "gemma4":
+            # The layer's router reads what the experts read, in which the norm's scale is a factor.
+            ids, weights = self.route(read / self.module.pre_feedforward_layernorm_2.weight)
+        y = self.module.experts(read, ids, weights.double())
+        return y
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and weights of tokens as the model has them, for a layer that cannot choose."""
-        _, weights, ids = self.module.router(x.double())
+        """Experts and weights of tokens as the model has them."""
+        router = self.module.gate if hasattr(self.module, "gate") else self.module.router
+        numbers = (self.token_numbers(len(x)),) if self.config.routing == "ids" else ()
+        _, weights, ids = router(x.double(), *numbers)
         return ids, weights
+
+    def routing(self, x: Tensor) -> dict[str, Any]:
+        """What a call of the layer needs beside x."""
+        if self.config.routing == "layer":
+            return {}
+        ids, weights = self.route(x)
+        if self.config.routing == "ids":
+            return {"topk_ids": ids, "weigh": True}
+        return {"topk_ids": ids, "topk_weights": weights}
+
+    def token_numbers(self, tokens: int) -> Tensor:
+        """What a tokeniser makes of some text."""
+        return torch.arange(tokens) % self.hf_config.vocab_size
 
     def _shared(self, x: Tensor) -> Tensor:
         modules = dict(self.module.named_children())
@@ -356,6 +399,9 @@ def _draw_weights(module: nn.Module, dtype: torch.dtype, seed: int) -> None:
     """Give each matrix rows of norm about 1, and scales numbers about 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in module.state_dict(keep_vars=True).items():
+        if name.endswith("tid2eid"):
+            for row in tensor:
+                row.copy_(torch.randperm(EXPERTS, generator=generator)[: len(row)])
         if not tensor.is_floating_point():
             continue
         if name.endswith("e_score_correction_bias"):  # always float32

@@ -98,7 +98,8 @@ def _router(
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         return sharding.everything(prefix + name, _read(state_dict, prefix + name, shape))
 
-    weight = read(layout.router, (_routed(cfg), cfg.hidden))
+    rows = (cfg.router_rows,)
+    weight = read(layout.router, (*rows, cfg.hidden))
     device = weight.device
     if layout.router_scale is not None and layout.experts_norm is not None:
         scale = read(layout.router_scale, (cfg.hidden,)).double() * cfg.hidden**-0.5
@@ -110,20 +111,29 @@ def _router(
             )
         weight = weight.double() * (scale / norm)
     block = {"gate.weight": _copy(weight, cfg.gate_dtype, device)}
-    if getattr(cfg, "router_bias", False) and layout.router_bias is not None:
-        bias = read(layout.router_bias, (_routed(cfg),))
+    if cfg.router_bias:
+        bias = read(_there(layout.router_bias, "router_bias", layout, prefix), rows)
         block["gate.bias"] = _copy(bias, torch.float32, device)
     if cfg.selection_bias:
         name = found.selection_bias
         if name is None:
-            raise ValueError(names.no_selection_bias(prefix, layout, _routed(cfg)))
-        flat = (_routed(cfg),)
-        shape = (1, *flat) if len(files.shape_of(state_dict, prefix + name)) == 2 else flat
-        block["gate.selection_bias"] = _copy(read(name, shape).view(flat), torch.float32, device)
-    if getattr(cfg, "expert_scale", False) and layout.expert_scale is not None:
-        scales = read(layout.expert_scale, (cfg.experts,))
+            raise ValueError(names.no_selection_bias(prefix, layout, cfg.router_rows))
+        shape = (1, *rows) if len(files.shape_of(state_dict, prefix + name)) == 2 else rows
+        block["gate.selection_bias"] = _copy(read(name, shape).view(rows), torch.float32, device)
+    if cfg.expert_scale:
+        scales = read(_there(layout.expert_scale, "expert_scale", layout, prefix), rows)
         block["gate.expert_scale"] = _copy(scales, torch.float32, device)
     return block
+
+
+def _there(name: str | None, field: str, layout: Layout, prefix: str) -> str:
+    """The name that a layout has for what a field of the config asks for."""
+    if name is None:
+        raise ValueError(
+            f"{field} is True, and what is under {prefix!r} has none: it is stored as "
+            f"{layout.name!r} with {layout.router!r}; set {field}=False"
+        )
+    return name
 
 
 class _Experts:
@@ -270,7 +280,7 @@ class _Experts:
         """These experts' part of a tensor of all experts."""
         cfg, layout = self._cfg, self._layout
         padded = layout.zero_experts_padded and not name.startswith(layout.second)
-        total = _routed(cfg) if padded else cfg.experts
+        total = cfg.router_rows if padded else cfg.experts
         name = self._prefix + name
         each = (shape[::-1] if layout.transposed else shape) if row.name == "plain" else None
         if name not in self._state_dict:
@@ -289,11 +299,6 @@ class _Experts:
             rank, ranks = own.start // len(own), cfg.experts // len(own)
             return sharding.part(name, tensor, local, rank, ranks).to(self._device)
         return sharding.everything(name, tensor)[own.start : own.stop].to(self._device)
-
-
-def _routed(cfg: MoEConfig) -> int:
-    """The experts that the router knows."""
-    return cfg.experts + int(getattr(cfg, "zero_experts", 0))
 
 
 def _in_order(rows: Tensor, interleaved: bool) -> Tensor:

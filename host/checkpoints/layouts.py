@@ -47,7 +47,8 @@ class Layout:
         router_scale: the router reads x / experts_norm · router_scale / sqrt(H) for the x that the
             experts read; None where it reads x.
         experts_norm: see `router_scale`.
-        zero_experts_padded: the matrices of `first` have rows for the zero experts, too.
+        zero_experts_padded: the matrices of `first` have rows for the zero experts, too; where
+            experts are stored one by one, they may.
         scope: what the names of the block's own tensors begin with; () is every name.
         formats: names of the rows of `formats.FORMATS` in which it is found.
         callers: names of tensors that the layer has no rule for, and what to do with them.
@@ -134,7 +135,7 @@ SPLIT_WITH_ROUTER = _with_router(SPLIT, "router.weight")
 STACKED_WITH_ROUTER = _with_router(STACKED, "router.weight")
 HUNYUAN_FILES = _with_router(SPLIT, "gate.wg.weight")
 HUNYUAN_MODULES = _with_router(STACKED, "gate.wg.weight")
-LONGCAT_FILES = _with_router(SPLIT, "router.classifier.weight")
+LONGCAT_FILES = _with_router(SPLIT, "router.classifier.weight", zero_experts_padded=True)
 LONGCAT_MODULES = _with_router(STACKED, "router.classifier.weight", zero_experts_padded=True)
 GRANITE_FILES = Layout(
     name="stacked, linear",

@@ -56,9 +56,6 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
     for name in every:
         if name.startswith(prefix):
             end = name[len(prefix) :]
-            number = _NUMBER.search(end)
-            if number is not None and int(number[0]) >= cfg.experts:
-                raise ValueError(f"{name} is of an expert beyond the {cfg.experts} of this config")
             below.setdefault(_NUMBER.sub("{}", end), []).append(end)
     if _EXPERTS.isdisjoint(below):
         raise ValueError(_nothing_under(every, prefix))
@@ -66,6 +63,7 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
     ignored = tuple(ignore)
     look = _best(cfg, below, ignored, prefix)
     layout = look.layout
+    _require_known_experts(cfg, look, below, prefix)
     first = {name: ends[0] for name, ends in below.items()}
     for name in (*look.parts, *_own_names(layout)):
         for end in below.get(name, ()):
@@ -93,6 +91,24 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
         raise ValueError(f"{both} are both a selection bias; keep one")
     _require_allowed(cfg, layout, first, prefix)
     return Names(layout, _formats_of(look, first, prefix), biases[0] if biases else None)
+
+
+def _require_known_experts(
+    cfg: MoEConfig, look: _Look, below: Mapping[str, list[str]], prefix: str
+) -> None:
+    """Raises for a tensor of an expert that the config has not."""
+    for name, ends in below.items():
+        # What a file has for experts that return x is read past.
+        padded = look.layout.zero_experts_padded and look.parts.get(name, ("",))[0] != (
+            look.layout.second
+        )
+        experts = cfg.router_rows if padded else cfg.experts
+        for end in ends:
+            number = _NUMBER.search(end)
+            if number is not None and int(number[0]) >= experts:
+                raise ValueError(
+                    f"{prefix}{end} is of an expert beyond the {cfg.experts} of this config"
+                )
 
 
 def no_selection_bias(prefix: str, layout: Layout, experts: int) -> str:
@@ -209,7 +225,7 @@ def _require_allowed(cfg: MoEConfig, layout: Layout, first: Mapping[str, str], p
     }
     for flag, names in flags.items():
         there = next((name for name in names if name is not None and name in first), None)
-        if there is not None and not getattr(cfg, flag, False):
+        if there is not None and not getattr(cfg, flag):
             raise ValueError(f"{prefix}{first[there]} needs a config with {flag}=True")
 
 

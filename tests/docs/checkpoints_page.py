@@ -127,7 +127,9 @@ def _matrices(row: Layout) -> str:
     else:
         said.append("no gate")
     if row.zero_experts_padded:
-        said.append("rows for zero experts, too")
+        said.append(
+            "rows for zero experts, too" if row.stacked else "those of zero experts are read past"
+        )
     return ", ".join(said)
 
 

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from moeos.checkpoints.families import FAMILIES, NEUTRAL
 from moeos.config import MoEConfig
 from tests.fuzz.outcomes import examples, read_well
-from tests.host.test_checkpoint_families import AWAITED
 
-READY = [name for name in FAMILIES if name not in AWAITED]
 LAYERS = (
     *("num_hidden_layers", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"),
     *("moe_layer_freq", "mlp_layer_types", "num_hash_layers", "moe_layers", "moe_layer_interval"),
@@ -46,7 +44,7 @@ def fields_of(name: str) -> list[str]:
 
 
 @examples(400)
-@given(name=st.sampled_from(READY), layer=st.none() | st.integers(-1, 6), data=st.data())
+@given(name=st.sampled_from(list(FAMILIES)), layer=st.none() | st.integers(-1, 6), data=st.data())
 @example(name="jamba", layer=1, data=None)
 def test_a_changed_config_is_read_or_refused_by_name(
     name: str, layer: int | None, data: st.DataObject | None

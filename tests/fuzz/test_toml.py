@@ -146,7 +146,7 @@ def test_a_value_of_any_other_kind_is_refused_under_its_keys_name(tmp_path: Path
 PARTNERS: dict[str, list[str]] = {key: [] for key in [*CONFIG, *(f"run.{name}" for name in RUN)]}
 PARTNERS |= {
     "experts": ["top_k is", "expert_groups is"],
-    "top_k": ["apply_router_weight_on_input is"],
+    "apply_router_weight_on_input": ["top_k is"],
     "activation": ["swiglu_limit is", "swiglu_alpha is"],
     "expert_groups": ["top_groups is", "top_k is"],
     "top_groups": ["top_k is"],

@@ -13,15 +13,15 @@ from tests.gpu.cases import DEADLINE, TOLERANCE, Case, blocks, compile_cases, wh
 
 if not why_not():
     from moeos.checkpoints import load_block
-    from tests.host.test_checkpoint_families import READY, sure
-    from tests.tiny_models import TinyBlock, tiny
+    from tests.host.test_checkpoint_families import sure
+    from tests.tiny_models import TINY, TinyBlock, tiny
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
 RANKS = 2
 TOKENS = (200, 37)
 """By rank."""
-NAMES = [] if why_not() else READY
+NAMES = [] if why_not() else list(TINY)
 
 
 def block_of(name: str) -> TinyBlock:
@@ -43,25 +43,25 @@ def test_a_layer_of_each_family_computes_what_transformers_module_computes(name:
     block = block_of(name)
     cfg: MoEConfig = block.config
     weights = load_block(cfg, block.state_dict, block.prefix, 0, 1, block.ignore)
-    x = []
+    x, given = [], []
     for seed, tokens in enumerate(TOKENS):
-        generator = torch.Generator().manual_seed(seed)
-        drawn = block.layer_input(torch.randn(8 * tokens, cfg.hidden, generator=generator))
-        drawn = drawn.bfloat16()
-        x.append(drawn[sure(block, weights, drawn)][:tokens])
+        drawn = block.draw(8 * tokens, seed).bfloat16()
+        read = block.layer_input(drawn).bfloat16()
+        kept = sure(block, weights, read)
+        x.append(drawn[kept][:tokens])
+        given.append(read[kept][:tokens])
 
     def rank_main(world: World) -> Tensor:
         layer = MoELayer.from_hf(cfg, world, block.state_dict, block.prefix, block.ignore)
-        rows = x[world.rank].cuda()
-        if cfg.routing == "layer":
-            y: Tensor = layer(rows)
-        else:
-            ids, weights = block.route(x[world.rank])
-            y = layer(rows, topk_ids=ids.cuda(), topk_weights=weights.cuda())
+        routing = {
+            name: value.cuda() if isinstance(value, Tensor) else value
+            for name, value in block.routing(x[world.rank]).items()
+        }
+        y: Tensor = layer(given[world.rank].cuda(), **routing)
         layer.check()
         return y
 
     outputs = virtual.run(rank_main, ranks=RANKS, backend="cuda", deadline=DEADLINE)
-    for rows, y in zip(x, outputs, strict=True):
-        error = reference.relative_error(y, block.output_of_inputs(rows))
+    for rows, read, y in zip(x, given, outputs, strict=True):
+        error = reference.relative_error(y, block.routed_output(rows, read))
         assert error <= TOLERANCE[cfg.dtype], f"relative error {error:.2e}"

@@ -19,41 +19,29 @@ from tests.layers import NEAR_TIE, TOLERANCE
 from tests.processes import ROOT
 from tests.tiny_models import TINY, TinyBlock, make, tiny
 
-TOKENS = (100, 37)
+TOKENS = (100, 37, 1, 64)
 """By rank."""
 
-AWAITED = (
-    "deepseek_v4",
-    "gpt_oss",
-    "llama4",
-    "minimax_m3",
-    "longcat_flash",
-    "nemotron_h",
-    "gemma4",
-)
-"""Families whose routers and activations the layer does not have yet."""
-
-READY = [name for name in TINY if name not in AWAITED]
-
-models = pytest.mark.parametrize("name", READY)
+models = pytest.mark.parametrize("name", TINY)
 
 
 def whole(block: TinyBlock) -> dict[str, Tensor]:
     return load_block(block.config, block.state_dict, block.prefix, 0, 1, block.ignore)
 
 
-def draw(block: TinyBlock, tokens: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, block.config.hidden, generator=generator)
-
-
 def sure(block: TinyBlock, weights: dict[str, Tensor], x: Tensor) -> Tensor:
     """Which tokens no rounding routes otherwise; all of them, where the caller routes."""
     if block.config.routing != "layer":
         return torch.ones(len(x), dtype=torch.bool)
-    bias = weights.get("gate.selection_bias")
-    margin = reference.route(x, weights["gate.weight"], block.config, bias).margin
-    return margin >= NEAR_TIE
+    routing = reference.route(
+        x,
+        weights["gate.weight"],
+        block.config,
+        weights.get("gate.selection_bias"),
+        router_bias=weights.get("gate.bias"),
+        expert_scale=weights.get("gate.expert_scale"),
+    )
+    return routing.margin >= NEAR_TIE
 
 
 def test_every_family_has_a_tiny_model() -> None:
@@ -72,27 +60,27 @@ def test_files_and_modules_give_the_same_block(name: str, tmp_path: Path) -> Non
 
 
 @models
-@pytest.mark.parametrize("of_files", [False, True], ids=["modules", "files"])
+@pytest.mark.parametrize(
+    ("of_files", "ranks"),
+    [(False, 1), (False, 2), (True, 4)],
+    ids=["modules, alone", "modules, two ranks", "files, four ranks"],
+)
 def test_a_layer_of_each_family_computes_what_transformers_module_computes(
-    name: str, of_files: bool, tmp_path: Path
+    name: str, of_files: bool, ranks: int, tmp_path: Path
 ) -> None:
     block = tiny(name)
     tensors, prefix = block.files(tmp_path) if of_files else (block.state_dict, block.prefix)
     cfg = MoEConfig.from_hf(block.hf_config, block.row.layer, dtype=torch.float32)
-    x = [draw(block, tokens, seed) for seed, tokens in enumerate(TOKENS)]
+    x = [block.draw(tokens, seed) for seed, tokens in enumerate(TOKENS[:ranks])]
     given = [block.layer_input(rows).float() for rows in x]
 
     def rank_main(world: World) -> Tensor:
         layer = MoELayer.from_hf(cfg, world, tensors, prefix, block.ignore)
-        rows = given[world.rank]
-        if cfg.routing == "layer":
-            y: Tensor = layer(rows)
-            return y
-        ids, weights = block.route(x[world.rank])
-        return layer(rows, topk_ids=ids, topk_weights=weights)
+        y: Tensor = layer(given[world.rank], **block.routing(x[world.rank]))
+        return y
 
     weights = whole(block)
-    for rows, inputs, y in zip(x, given, virtual.run(rank_main, ranks=len(TOKENS)), strict=True):
+    for rows, inputs, y in zip(x, given, virtual.run(rank_main, ranks=ranks), strict=True):
         kept = sure(block, weights, inputs)
         assert int((~kept).sum()) <= 1
         error = reference.relative_error(y[kept], block.routed_output(rows)[kept])
@@ -117,7 +105,7 @@ def test_what_a_config_does_not_say_is_what_transformers_takes_for_it(name: str)
     }.get(row.family, {})
     needed |= {"enable_moe_block": True} if row.family == "gemma4" else {}
     changes: dict[str, Any] = {"intermediate": 8} if row.family == "deepseek_v2" else {}
-    config = made(**needed)
+    config = made(**needed).get_text_config()
     absent = {"model_type": config.model_type, **needed}
     assert MoEConfig.from_hf(absent, **changes) == MoEConfig.from_hf(config, **changes)
     assert MoEConfig.from_hf(config, **changes).layout == row.family
@@ -285,17 +273,21 @@ SOME_DENSE: dict[str, dict[str, Any]] = {
 @models
 def test_the_layers_with_experts_are_those_of_transformers_model(name: str) -> None:
     rule = FAMILIES[TINY[name].family].experts_in
-    layers: dict[str, Any] = {} if TINY[name].family == "deepseek_v4" else SOME_DENSE[rule]
-    config, model = make(name, **({"num_hidden_layers": 4, **layers} if layers else {}))
+    changes: dict[str, Any] = {} if TINY[name].family == "deepseek_v4" else SOME_DENSE[rule]
+    config, model = make(name, **({"num_hidden_layers": 4, **changes} if changes else {}))
     paths = [path for path, _ in model.named_modules() if path.endswith(".experts")]
     numbers = {int(path.split("layers.")[1].split(".")[0]) for path in paths}
     assert numbers
-    for layer in range(config.get_text_config().num_hidden_layers):
+    layers = [len(blocks) for path, blocks in model.named_modules() if path.endswith("layers")]
+    for layer in range(max(layers)):
         if layer in numbers:
             MoEConfig.from_hf(config, layer)
         else:
             with pytest.raises(ValueError, match="which has no routed experts"):
                 MoEConfig.from_hf(config, layer)
+    beyond = rf"layer is {max(layers)}; it must be .* below|; layer {max(layers)} is beyond it"
+    with pytest.raises(ValueError, match=beyond):
+        MoEConfig.from_hf(config, max(layers))
 
 
 def test_a_layer_that_cannot_route_as_its_model_does_says_so_before_it_computes() -> None:
@@ -305,14 +297,14 @@ def test_a_layer_that_cannot_route_as_its_model_does_says_so_before_it_computes(
     def rank_main(world: World) -> bool:
         layer = MoELayer.from_hf(block.config, world, block.state_dict, block.prefix)
         with pytest.raises(ValueError, match=r"^topk_ids is None, and routing is 'caller': the "):
-            layer(draw(block, 3))
+            layer(block.draw(3))
         return True
 
     assert all(virtual.run(rank_main, ranks=2))
     weights = whole(block)
     with pytest.raises(ValueError, match=r"^topk_ids is None, and routing is 'caller'"):
         reference.moe(
-            draw(block, 3), weights["gate.weight"], weights["w1"], weights["w2"], block.config
+            block.draw(3), weights["gate.weight"], weights["w1"], weights["w2"], block.config
         )
 
 

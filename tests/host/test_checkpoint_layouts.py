@@ -186,3 +186,76 @@ def test_experts_that_are_there_twice_are_read_once_the_caller_says_which_are_hi
     ignore = ["experts.gate_up_proj", "experts.down_proj"]
     actual = load_block(config(), names, PREFIX, 0, 1, ignore)
     assert torch.equal(actual["w2"], expected["w2"])
+
+
+@pytest.mark.parametrize("rule", ["router_bias", "expert_scale"])
+def test_a_rule_for_which_a_layout_has_no_tensor_is_named(rule: str) -> None:
+    names = with_router(transposed=False)
+    message = (
+        f"{rule} is True, and what is under {PREFIX!r} has none: it is stored as 'stacked' with "
+        f"'router.weight'; set {rule}=False"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_block(config(layout="jamba", **{rule: True}), names, PREFIX, 0, 1)
+
+
+def of_gpt_oss() -> dict[str, Tensor]:
+    return with_router(transposed=True) | {
+        PREFIX + "router.bias": drawn(EXPERTS),
+        PREFIX + "experts.gate_up_proj_bias": drawn(EXPERTS, 2 * SIZE),
+        PREFIX + "experts.down_proj_bias": drawn(EXPERTS, SIZE),
+    }
+
+
+def of_gemma4() -> dict[str, Tensor]:
+    names = {
+        name.replace("r.weight", "r.proj.weight"): tensor
+        for name, tensor in with_router(transposed=False).items()
+    }
+    return names | {
+        PREFIX + "router.scale": drawn(SIZE),
+        PREFIX + "router.per_expert_scale": drawn(EXPERTS),
+        PREFIX + "pre_feedforward_layernorm_2.weight": torch.ones(SIZE),
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule", "name"),
+    [
+        ("gpt_oss", "router_bias", "router.bias"),
+        ("gpt_oss", "bias", "experts.gate_up_proj_bias"),
+        ("gemma4", "expert_scale", "router.per_expert_scale"),
+    ],
+)
+def test_a_rule_is_set_exactly_where_its_tensor_is_there(layout: str, rule: str, name: str) -> None:
+    """A tensor that a config does not use is named, and one that it uses and is not there."""
+    names = of_gpt_oss() if layout == "gpt_oss" else of_gemma4()
+    rules = {"router_bias": True, "bias": True} if layout == "gpt_oss" else {"expert_scale": True}
+    block = load_block(config(layout=layout, **rules), names, PREFIX, 0, 1)
+    assert {"gpt_oss": "gate.bias", "gemma4": "gate.expert_scale"}[layout] in block
+    with pytest.raises(ValueError, match=f"{name} needs a config with {rule}=True$"):
+        load_block(config(layout=layout, **(rules | {rule: False})), names, PREFIX, 0, 1)
+    del names[PREFIX + name]
+    with pytest.raises(ValueError, match=f"{name} is missing; this config needs it with shape"):
+        load_block(config(layout=layout, **rules), names, PREFIX, 0, 1)
+
+
+def test_what_a_file_has_for_experts_that_return_x_is_read_past() -> None:
+    names = {
+        name.replace("gate.weight", "router.classifier.weight"): tensor
+        for name, tensor in split().items()
+        if "experts." in name or name.endswith("gate.weight")
+    }
+    names[PREFIX + "router.classifier.weight"] = drawn(EXPERTS + 2, SIZE)
+    cfg = config(layout="longcat_flash", zero_experts=2)
+    expected = load_block(cfg, names, PREFIX, 1, 2)
+    for expert in (EXPERTS, EXPERTS + 1):
+        for projection in ("gate_proj", "up_proj"):
+            names[f"{PREFIX}experts.{expert}.{projection}.weight"] = drawn(SIZE, SIZE)
+    actual = load_block(cfg, names, PREFIX, 1, 2)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    names[f"{PREFIX}experts.{EXPERTS}.down_proj.weight"] = drawn(SIZE, SIZE)
+    with pytest.raises(
+        ValueError, match=r"experts\.4\.down_proj\.weight is of an expert beyond the"
+    ):
+        load_block(cfg, names, PREFIX, 1, 2)

@@ -172,8 +172,8 @@ def test_factors_must_be_finite_and_positive(name: str, value: float) -> None:
         ),
         (
             {"apply_router_weight_on_input": True},
-            "apply_router_weight_on_input is True; it must be False with top_k 2: a token is "
-            "multiplied by one expert's weight",
+            "top_k is 2; it must be 1 with apply_router_weight_on_input: a token is multiplied by "
+            "one expert's weight",
         ),
         (
             {"apply_router_weight_on_input": True, "top_k": 1, "zero_experts": 2},
