@@ -234,6 +234,14 @@ TINY: dict[str, Tiny] = {
         _NEMOTRON,
         block="mixer",
     ),
+    "nemotron_h_latent": Tiny(
+        "nemotron_h",
+        "NemotronH",
+        _DEEPSEEK,
+        {"moe_latent_size": 32, **_NEMOTRON},
+        block="mixer",
+        ignore=("gate.", "fc1_latent_proj.", "fc2_latent_proj."),
+    ),
     "gemma4": Tiny(
         "gemma4",
         "Gemma4",

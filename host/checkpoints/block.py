@@ -58,7 +58,8 @@ def load_block(
         rank: the rank to load for; it holds the experts rank·X … rank·X + X - 1.
         world_size: the number of ranks.
         ignore: what names begin with, below the prefix, of tensors that the caller uses elsewhere:
-            ("shared_experts.",), for example. None of them may be the layer's.
+            ("shared_experts.",), for example. None of them may be the layer's, but where the caller
+            routes they may be the router's: then gate.weight is of zeros, and no call reads it.
 
     Returns:
         contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H] in
@@ -80,7 +81,10 @@ def load_block(
     if isinstance(state_dict, (str, os.PathLike)):
         state_dict = files.open_tensors(Path(state_dict))
     found = names.look_through(cfg, state_dict, prefix, ignore)
-    router = _router(cfg, state_dict, prefix, found)
+    if cfg.routing == "caller" and found.layout.router.startswith(tuple(ignore)):
+        router = _no_router(cfg, state_dict, prefix)
+    else:
+        router = _router(cfg, state_dict, prefix, found)
     device = router["gate.weight"].device
     mine = range(rank * local, (rank + 1) * local)
     experts = _Experts(cfg, state_dict, prefix, found, mine, device)
@@ -123,6 +127,23 @@ def _router(
     if cfg.expert_scale:
         scales = read(_there(layout.expert_scale, "expert_scale", layout, prefix), rows)
         block["gate.expert_scale"] = _copy(scales, torch.float32, device)
+    return block
+
+
+def _no_router(cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """A gate that no call reads, for a layer whose caller routes by a router of its own."""
+    device = torch.device("cpu")
+    if not isinstance(state_dict, files.ByRows):
+        device = next(state_dict[name].device for name in state_dict if name.startswith(prefix))
+    has = {
+        "bias": cfg.router_bias,
+        "selection_bias": cfg.selection_bias,
+        "expert_scale": cfg.expert_scale,
+    }
+    rows = cfg.router_rows
+    block = {"gate.weight": torch.zeros(rows, cfg.hidden, dtype=cfg.gate_dtype, device=device)}
+    for name in (name for name, there in has.items() if there):
+        block[f"gate.{name}"] = torch.zeros(rows, dtype=torch.float32, device=device)
     return block
 
 

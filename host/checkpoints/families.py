@@ -50,6 +50,8 @@ class Family:
         hashed_in: what a layer's type is whose experts a table chooses, by tokens' numbers; these
             have routing "ids" and no selection bias.
         groups_if: a field, and what it says where experts are chosen by groups; None: they are.
+        latent: a field, and what its number is: the size that experts read and return, where the
+            router reads `hidden`. Then routing is "caller", whose the projections are as well.
     """
 
     said: str
@@ -65,6 +67,7 @@ class Family:
     routing: str = "layer"
     hashed_in: str | None = None
     groups_if: tuple[str, str] | None = None
+    latent: str | None = None
 
 
 _SWIGLU = {"silu": "swiglu", "swish": "swiglu"}
@@ -419,7 +422,8 @@ FAMILIES: dict[str, Family] = {
         rules=_NOAUX,
         activations={"relu2": "relu2", "silu": "silu", "relu": "relu", "gelu": "gelu"},
         activation_names=("mlp_hidden_act",),
-        works={"moe_latent_size": (), "mlp_bias": (False,)},
+        works={"mlp_bias": (False,)},
+        latent="moe_latent_size",
         experts_in="by_pattern",
         shared=_SHARED,
     ),

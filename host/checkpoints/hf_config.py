@@ -40,26 +40,30 @@ def config_from_hf(config: object, layer: int | None, changes: Values) -> MoECon
             and sparse_layers.type_of(values, layer) == family.hashed_in
         ):
             fields["routing"] = "ids"
-    known = {name for read in family.reads.values() for name in read.names}
+    reads = dict(family.reads)
+    if family.latent is not None and values.get(family.latent) is not None:
+        reads["hidden"] = Read((family.latent,))
+        fields["routing"] = "caller"
+    known = {family.latent, *(name for read in reads.values() for name in read.names)}
     for field, working in {**NEUTRAL, **family.works}.items():
         if field not in known:
             require_works(values, field, working)
     _require_quantisation(values.get("quantization_config"))
-    for field, read in family.reads.items():
+    for field, read in reads.items():
         fields[field] = _look_up(values, read, layer)
     if family.activations:
         fields["activation"] = _activation(values, family)
     fields |= family.rules
     if family.groups_if is not None and values.get(family.groups_if[0]) != family.groups_if[1]:
         fields |= {"expert_groups": 1, "top_groups": 1}
-    if fields["routing"] == "ids":
-        fields["selection_bias"] = False
+    if fields["routing"] != "layer":
+        fields["selection_bias"] = False  # of a choice that the layer does not make
     if "router_dtype" in fields:
         fields["router_dtype"] = DTYPES[fields["router_dtype"]]
     try:
         return MoEConfig(**(fields | dict(changes)))
     except (TypeError, ValueError) as error:
-        wrong = family.reads.get(str(error).partition(" ")[0])
+        wrong = reads.get(str(error).partition(" ")[0])
         called = "" if wrong is None else f"{wrong.names[0]}: "
         raise type(error)(f"{called}{error}") from None
 

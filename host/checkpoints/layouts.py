@@ -26,6 +26,17 @@ HASHED = {
     "topk_ids with weigh=True in each call"
 }
 
+_OF_LATENT = (
+    "the caller projects: pass fc1_latent_proj's output as x, and topk_ids and topk_weights from "
+    "the model's gate; give the layer's output to fc2_latent_proj; load with "
+    "ignore=['gate.', 'fc1_latent_proj.', 'fc2_latent_proj.', 'shared_experts.']"
+)
+LATENT = {
+    f"{name}_latent_proj.{part}": _OF_LATENT
+    for name in ("fc1", "fc2")
+    for part in ("weight", "bias")
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -172,12 +183,14 @@ NEMOTRON_FILES = Layout(
     first=("experts.{}.up_proj.weight",),
     second="experts.{}.down_proj.weight",
     gated=False,
+    callers=LATENT,
 )
 NEMOTRON_MODULES = Layout(
     name="stacked, no gate",
     first=("experts.up_proj",),
     second="experts.down_proj",
     gated=False,
+    callers=LATENT,
     formats=("plain", "fp8_blocks", "fp8"),
 )
 

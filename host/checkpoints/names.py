@@ -65,15 +65,17 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
     layout = look.layout
     _require_known_experts(cfg, look, below, prefix)
     first = {name: ends[0] for name, ends in below.items()}
-    for name in (*look.parts, *_own_names(layout)):
+    # Nothing of a router is needed where the caller routes.
+    needed = _own_names(layout) if cfg.routing != "caller" else set(layout.biases)
+    for name in (*look.parts, *needed):
         for end in below.get(name, ()):
             if end.startswith(ignored):
                 raise ValueError(
                     f"ignore is {list(ignore)} and {prefix}{end} is the layer's; it is needed"
                 )
     if layout.gated != cfg.gated:
-        needed = "'swiglu'" if layout.gated else "one without a gate, such as 'relu2'"
-        raise ValueError(f"activation is {cfg.activation!r}; these models need {needed}")
+        works = "'swiglu'" if layout.gated else "one without a gate, such as 'relu2'"
+        raise ValueError(f"activation is {cfg.activation!r}; these models need {works}")
     unused = [end for name in look.unused for end in below[name] if not end.startswith(ignored)]
     if unused and not look.missing:
         kept = {_NUMBER.sub("{}", end) for end in unused}
@@ -89,7 +91,8 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
     if len(biases) > 1:
         both = " and ".join(prefix + name for name in biases)
         raise ValueError(f"{both} are both a selection bias; keep one")
-    _require_allowed(cfg, layout, first, prefix)
+    own = {name: end for name, end in first.items() if not end.startswith(ignored)}
+    _require_allowed(cfg, layout, own, prefix)
     return Names(layout, _formats_of(look, first, prefix), biases[0] if biases else None)
 
 
@@ -225,13 +228,19 @@ def _require_allowed(cfg: MoEConfig, layout: Layout, first: Mapping[str, str], p
     }
     for flag, names in flags.items():
         there = next((name for name in names if name is not None and name in first), None)
-        if there is not None and not getattr(cfg, flag):
-            raise ValueError(f"{prefix}{first[there]} needs a config with {flag}=True")
+        if there is None or getattr(cfg, flag):
+            continue
+        if cfg.routing == "caller" and flag != "bias":
+            raise ValueError(
+                f"{prefix}{first[there]} is not used by the layer, whose caller routes: pass "
+                f"ignore=[{_ignorable(there)!r}]"
+            )
+        raise ValueError(f"{prefix}{first[there]} needs a config with {flag}=True")
 
 
 def _not_used(unused: list[str], prefix: str, look: _Look, cfg: MoEConfig) -> str:
     """What is said of tensors that the layer has no use for: the first of them, and a remedy."""
-    name = unused[0]
+    name = next((name for name in unused if name in look.layout.callers), unused[0])
     others = f", and {len(unused) - 1} more tensors under {prefix!r}," if len(unused) > 1 else ""
     if name in look.layout.callers:
         return f"{prefix}{name}{others} is not used by the layer: {look.layout.callers[name]}"

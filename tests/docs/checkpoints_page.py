@@ -93,6 +93,8 @@ def _routing(family: Family) -> str:
         said.append(f"{_read(family, 'zero_experts')} experts that return x")
     if family.hashed_in is not None:
         said.append("or ids from the caller")
+    if family.latent is not None:
+        said.append(f"or, with `{family.latent}`, the caller's")
     return ", ".join(said)
 
 

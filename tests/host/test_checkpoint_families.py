@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +226,9 @@ def changed(**fields: Any) -> dict[str, Any]:
         (changed(swiglu_limit=7.0), 3, "swiglu_limit is 7.0; what works here is null"),
         (changed(), 61, "layer is 61; it must be at least 0 and below 61"),
         (
-            {"model_type": "nemotron_h", "moe_latent_size": 1024},
+            {"model_type": "nemotron_h", "moe_latent_size": 1025},
             None,
-            "moe_latent_size is 1024; what works here is null",
+            "moe_latent_size: hidden is 1025; it must be a positive multiple of 8",
         ),
         (
             {"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [1, 2]},
@@ -306,6 +307,69 @@ def test_a_layer_that_cannot_route_as_its_model_does_says_so_before_it_computes(
         reference.moe(
             block.draw(3), weights["gate.weight"], weights["w1"], weights["w2"], block.config
         )
+
+
+def test_projections_around_the_experts_are_the_callers_and_the_error_says_how() -> None:
+    block = tiny("nemotron_h_latent")
+    cfg = block.config
+    assert (cfg.hidden, cfg.routing, cfg.layout) == (32, "caller", "nemotron_h")
+    shared = FAMILIES["nemotron_h"].shared
+
+    def load(ignore: Sequence[str]) -> dict[str, Tensor]:
+        return load_block(cfg, block.state_dict, block.prefix, 0, 1, ignore)
+
+    with pytest.raises(
+        ValueError, match=r"fc1_latent_proj\.weight.* the caller projects: pass fc1"
+    ):
+        load(shared)
+    projections = ("fc1_latent_proj.", "fc2_latent_proj.")
+    with pytest.raises(ValueError, match=r"whose caller routes: pass ignore=\['gate\.'\]$"):
+        load((*shared, *projections))
+    given = load((*shared, *projections, "gate."))
+    assert not given["gate.weight"].any()
+    cfg = dataclasses.replace(cfg, selection_bias=True)
+    assert not load((*shared, *projections, "gate."))["gate.selection_bias"].any()
+    plain = tiny("nemotron_h")
+    with pytest.raises(ValueError, match=r"ignore is .*gate\.\S+ is the layer's; it is needed"):
+        load_block(plain.config, plain.state_dict, plain.prefix, 0, 1, (*shared, "gate."))
+
+
+def test_a_block_with_latent_experts_is_what_transformers_computes_with_its_projections() -> None:
+    block = tiny("nemotron_h_latent")
+    x = block.draw(37)
+    expected = block.module(x.double().unsqueeze(0)).squeeze(0)
+
+    def rank_main(world: World) -> Tensor:
+        layer = MoELayer.from_hf(block.config, world, block.state_dict, block.prefix, block.ignore)
+        y: Tensor = layer(block.layer_input(x).float(), **block.routing(x))
+        return y
+
+    for y in virtual.run(rank_main, ranks=2):
+        whole = block.module.fc2_latent_proj(y.double()) + block.module.shared_experts(x.double())
+        assert reference.relative_error(whole, expected) <= TOLERANCE[torch.float32]
+
+
+def test_a_hashed_layer_takes_ids_from_a_table_of_its_caller_and_weighs_them_itself() -> None:
+    block = tiny("deepseek_v4_hashed")
+    assert block.config.routing == "ids"
+    x, numbers = block.draw(37), block.token_numbers(37)
+    expected = block.module(x.double().unsqueeze(0), input_ids=numbers).squeeze(0)
+    expected = expected - block.module.shared_experts(x.double())
+    with pytest.raises(
+        ValueError, match=r"gate\.tid2eid is not used by the layer: its experts are"
+    ):
+        load_block(block.config, block.state_dict, block.prefix, 0, 1, ["shared_experts."])
+
+    def rank_main(world: World) -> Tensor:
+        layer = MoELayer.from_hf(block.config, world, block.state_dict, block.prefix, block.ignore)
+        with pytest.raises(ValueError, match="topk_ids is None, and routing is 'ids'"):
+            layer(x)
+        table = block.state_dict[block.prefix + "gate.tid2eid"]
+        y: Tensor = layer(x, topk_ids=table[numbers], weigh=True)
+        return y
+
+    for y in virtual.run(rank_main, ranks=2):
+        assert reference.relative_error(y, expected) <= TOLERANCE[torch.float32]
 
 
 def test_a_toml_file_may_name_the_config_of_a_model_and_say_what_is_otherwise(
