@@ -377,6 +377,10 @@ def make(name: str, **changes: Any) -> tuple[Any, PreTrainedModel]:
     path = type(config).__module__.replace(".configuration_", ".modeling_")
     cls = getattr(importlib.import_module(path), row.cls or f"{row.model}ForCausalLM")
     model = cls(config).train(False).requires_grad_(False)
+    for path, table in model.named_buffers():
+        if path.endswith("tid2eid"):  # of zeros, and a token has no expert twice
+            for number, experts in enumerate(table):
+                experts.copy_((number + torch.arange(len(experts)) * 5) % EXPERTS)
     model.set_experts_implementation("eager")  # others take no float64
     return config, model
 
@@ -407,9 +411,6 @@ def _draw_weights(module: nn.Module, dtype: torch.dtype, seed: int) -> None:
     """Give each matrix rows of norm about 1, and scales numbers about 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if name.endswith("tid2eid"):
-            for row in tensor:
-                row.copy_(torch.randperm(EXPERTS, generator=generator)[: len(row)])
         if not tensor.is_floating_point():
             continue
         if name.endswith("e_score_correction_bias"):  # always float32

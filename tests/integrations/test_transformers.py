@@ -40,7 +40,7 @@ VOCABULARY, NEW_TOKENS, MAX_TOKENS = 8, 6, 64
 WITHOUT_INTERFACE = ("llama4", "longcat_flash")
 """Families whose experts transformers lets nobody take the place of."""
 
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, dict[str, Any]] = {  # by family
     # `generate` asks a layer with attention how long the sequence is.
     "qwen3_next": {"layer_types": ["full_attention"]},
     "qwen3_5_moe": {"layer_types": ["full_attention"]},
@@ -70,7 +70,7 @@ def registered() -> None:
 
 def tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model in float32 whose experts are "eager"."""
-    options = {"max_position_embeddings": 64} | CHANGES.get(name, {}) | changes
+    options = {"max_position_embeddings": 64} | CHANGES.get(TINY[name].family, {}) | changes
     torch.manual_seed(seed)
     _, model = make(name, **options)
     for weight in model.parameters():
@@ -354,7 +354,7 @@ def on_ranks(
 ) -> list[dict[str, Any]]:
     """What a model in `folder` answers on ranks that share its experts."""
     sizes = {"fsdp_size" if distinct else "tp_size": ranks, "ep_size": ranks}
-    cls = type(make(name, **CHANGES.get(name, {}))[1])
+    cls = type(make(name, **CHANGES.get(TINY[name].family, {}))[1])
 
     def live(rank: int) -> dict[str, Any]:
         torch.set_num_threads(1)
