@@ -372,6 +372,34 @@ def test_a_hashed_layer_takes_ids_from_a_table_of_its_caller_and_weighs_them_its
         assert reference.relative_error(y, expected) <= TOLERANCE[torch.float32]
 
 
+def test_gpt_oss_as_it_is_shipped_computes_what_transformers_dequantises() -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    block = tiny("gpt_oss")
+    cfg, tensors = block.config, dict(block.state_dict)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("gate_up_proj", "down_proj"):
+        where = f"{block.prefix}experts.{name}"
+        experts, inputs, outputs = tensors.pop(where).shape
+        shape = (experts, outputs, inputs // 32, 16)
+        blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        # Numbers are up to 6 times a power of two; rows are to have norms about 1.
+        scales = torch.randint(122, 125, shape[:-1], generator=generator, dtype=torch.uint8)
+        tensors |= {f"{where}_blocks": blocks, f"{where}_scales": scales}
+        dequantised = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        getattr(block.module.experts, name).copy_(dequantised)
+    x = [block.draw(tokens, seed) for seed, tokens in enumerate(TOKENS[:2])]
+
+    def rank_main(world: World) -> Tensor:
+        layer = MoELayer.from_hf(cfg, world, tensors, block.prefix)
+        y: Tensor = layer(x[world.rank])
+        return y
+
+    with pytest.warns(UserWarning, match="MXFP4.* are dequantised"):
+        outputs = virtual.run(rank_main, ranks=2)
+    for rows, y in zip(x, outputs, strict=True):
+        assert reference.relative_error(y, block.routed_output(rows)) <= TOLERANCE[torch.float32]
+
+
 def test_a_toml_file_may_name_the_config_of_a_model_and_say_what_is_otherwise(
     tmp_path: Path,
 ) -> None:

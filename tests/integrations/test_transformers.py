@@ -17,11 +17,13 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations import finegrained_fp8
 
+import moeos
 import moeos.integrations.transformers as adapter
-from moeos import reference
+from moeos import MoEConfig, MoELayer, reference
 from moeos.checkpoints.families import FAMILIES
 from moeos.integrations import transformers_weights
 from tests.host.test_groups import in_processes
+from tests.huggingface import _SMALL_ATTENTION
 from tests.integrations.families_of_transformers import (
     EXPERTS,
     HIDDEN,
@@ -44,6 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # by family
     # `generate` asks a layer with attention how long the sequence is.
     "qwen3_next": {"layer_types": ["full_attention"]},
     "qwen3_5_moe": {"layer_types": ["full_attention"]},
+    "longcat_flash": {"head_dim": _SMALL_ATTENTION["qk_rope_head_dim"]},  # of its rotation
     "nemotron_h": {"layers_block_type": ["moe", "attention"], "num_hidden_layers": 2},
 }
 
@@ -113,6 +116,39 @@ def test_the_families_without_an_interface_are_those_that_are_named() -> None:
     names = [name for name in TINY if not experts_modules(make(name)[1])]
     assert names == list(WITHOUT_INTERFACE)
     assert {TINY[name].family for name in TINY} == FAMILIES.keys()
+
+
+class InPlaceOfABlock(nn.Module):
+    """What a user writes for a model whose experts have no interface: the routed experts are a
+    `MoELayer`, and all else is the block's.
+    """
+
+    def __init__(self, layer: MoELayer, block: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.shared = getattr(block, "shared_expert", None)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        if self.shared is None:
+            return y
+        return y + self.shared(x), None  # Llama-4's block also returns logits, for its loss
+
+
+@pytest.mark.parametrize("name", WITHOUT_INTERFACE)
+def test_a_family_without_an_interface_runs_with_layers_in_place_of_its_blocks(name: str) -> None:
+    model, ids = tiny(name), prompt()
+    expected, expected_tokens = answer(model, ids)
+    row = TINY[name]
+    block = f"model.layers.{row.layer}.{row.block}"
+    ignore = FAMILIES[row.family].shared
+    cfg = MoEConfig.from_hf(model.config, row.layer, dtype=torch.float32, max_tokens=MAX_TOKENS)
+    with moeos.init() as world:
+        layer = MoELayer.from_hf(cfg, world, model.state_dict(), block, ignore)
+        model.set_submodule(block, InPlaceOfABlock(layer, model.get_submodule(block)))
+        logits, tokens = answer(model, ids)
+    assert reference.relative_error(logits, expected) <= LIMIT
+    assert torch.equal(tokens, expected_tokens)
 
 
 REFUSED = {
@@ -395,9 +431,15 @@ PARALLEL = {"num_attention_heads": 4, "num_key_value_heads": 4}
         pytest.param("gpt_oss", 4, False, marks=pytest.mark.nightly),
         *(
             pytest.param(name, 2, distinct, marks=pytest.mark.nightly)
-            for name in ("mixtral", "olmoe", "glm4_moe", "minimax_m2")
+            for name in (
+                *("mixtral", "olmoe", "glm4_moe", "minimax_m2", "deepseek_v3", "deepseek_v4"),
+                *("deepseek_v4_hashed", "nemotron_h", "nemotron_h_latent"),
+            )
             for distinct in (False, True)
         ),
+        # With batches of their own transformers itself loads MiniMax-M3 wrongly, and not Gemma-4.
+        pytest.param("minimax_m3", 2, False, marks=pytest.mark.nightly),
+        pytest.param("gemma4", 2, False, marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_that_share_the_experts_answer_as_one_does(
