@@ -83,12 +83,11 @@ def route(
     _check_optional("expert_scale", expert_scale, cfg.expert_scale, rows)
 
     logits = _logits(x, gate_weight, cfg, router_bias)
-    scores = _SCORES[cfg.scoring](logits)
     selection = _selection(logits.detach(), cfg, selection_bias)
     by = _Keys(logits.detach()) if _chooses_by_logit(cfg) else selection
     ids, margin = _choose(by, selection, cfg)
 
-    return Routing(ids, _weigh(scores, ids, cfg, expert_scale), margin)
+    return Routing(ids, _weigh(logits, ids, cfg, expert_scale), margin)
 
 
 def weigh(
@@ -104,7 +103,7 @@ def weigh(
     in an unused slot (-1). Other arguments and errors are those of `route`.
     """
     logits = _logits(x, gate_weight, cfg, router_bias)
-    return _weigh(_SCORES[cfg.scoring](logits), topk_ids.long(), cfg, expert_scale)
+    return _weigh(logits, topk_ids.long(), cfg, expert_scale)
 
 
 def _logits(x: Tensor, gate_weight: Tensor, cfg: MoEConfig, router_bias: Tensor | None) -> Tensor:
@@ -119,12 +118,15 @@ def _logits(x: Tensor, gate_weight: Tensor, cfg: MoEConfig, router_bias: Tensor 
     return logits
 
 
-def _weigh(scores: Tensor, ids: Tensor, cfg: MoEConfig, expert_scale: Tensor | None) -> Tensor:
+def _weigh(logits: Tensor, ids: Tensor, cfg: MoEConfig, expert_scale: Tensor | None) -> Tensor:
     used, some = ids >= 0, ids.clamp_min(0)
-    weights = scores.gather(1, some) * used
     if cfg.renormalize:
-        smallest = torch.finfo(torch.float64).tiny  # all k scores may have underflowed to zero
-        weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(smallest)
+        # By logarithms, since all k scores may be too small for float64.
+        chosen = _LOG_SCORES[cfg.scoring](logits).gather(1, some)
+        any_used = used.any(dim=1, keepdim=True)
+        weights = chosen.masked_fill(~used & any_used, -math.inf).softmax(dim=1) * used
+    else:
+        weights = _SCORES[cfg.scoring](logits).gather(1, some) * used
     weights = weights * cfg.routed_scaling
     return weights if expert_scale is None else weights * expert_scale.double()[some]
 
@@ -358,11 +360,23 @@ def _sqrtsoftplus(logits: Tensor) -> Tensor:
     return torch.where(logits < -40.0, (0.5 * logits.clamp_max(0.0)).exp(), above)
 
 
+def _log_sqrtsoftplus(logits: Tensor) -> Tensor:
+    """0.5 log(log(1 + exp(logits))), as `_sqrtsoftplus`."""
+    above = torch.logaddexp(logits.clamp_min(-40.0), torch.zeros_like(logits)).log()
+    return 0.5 * torch.where(logits < -40.0, logits, above)
+
+
 _SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(dim=1),
     "sigmoid": lambda logits: logits.sigmoid(),
     "sqrtsoftplus": _sqrtsoftplus,
 }
+_LOG_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits,
+    "sigmoid": functional.logsigmoid,
+    "sqrtsoftplus": _log_sqrtsoftplus,
+}
+"""Logarithms of scores, up to a number that all of a token's have in common."""
 _STEEPEST: Mapping[str, float] = {"softmax": 0.5, "sigmoid": 0.25, "sqrtsoftplus": 1 / 3}
 """How much a score moves with its logit, at most; sqrtsoftplus by 0.3195 near 1."""
 

@@ -53,7 +53,7 @@ class Router {
       if (operands_.topk_ids == nullptr) {
         choose(logits, token * geometry_.top_k);
       }
-      weigh(token * geometry_.top_k);
+      weigh(logits, token * geometry_.top_k);
     }
     return kNone;
   }
@@ -174,23 +174,43 @@ class Router {
     }
   }
 
-  /// The weights of a token's pairs, out of the scores: renormalised and scaled.
-  void weigh(u32 first_pair) {
+  /// The weights of a token's pairs, out of its scores or, renormalised, its logits: scaled.
+  void weigh(const float* logits, u32 first_pair) {
     const float* scores = scratch_.scores.get();
     const u32* experts = memory_.pair_expert + first_pair;
     float* weights = memory_.pair_weight + first_pair;
+    float top = kExcluded;
+    for (u32 j = 0; j < geometry_.top_k; ++j) {
+      top = experts[j] == kNone ? top : maximum(top, logits[experts[j]]);
+    }
     float sum = 0.0F;
     for (u32 j = 0; j < geometry_.top_k; ++j) {
-      weights[j] = experts[j] == kNone ? 0.0F : scores[experts[j]];
+      weights[j] = experts[j] == kNone  ? 0.0F
+                   : shape_.renormalize ? share(logits[experts[j]], top)
+                                        : scores[experts[j]];
       sum += weights[j];
     }
-    // A sum of zero (every chosen sigmoid underflowed) leaves zero weights rather than NaN.
-    const float factor =
-        (shape_.renormalize && sum > 0.0F ? 1.0F / sum : 1.0F) * shape_.routed_scaling;
+    const float part = shape_.renormalize && sum > 0.0F ? 1.0F / sum : 1.0F;  // 0: no pair is used
     for (u32 j = 0; j < geometry_.top_k; ++j) {
-      weights[j] *= experts[j] == kNone ? 0.0F : factor * scale_of(experts[j]);
+      if (experts[j] != kNone) {
+        weights[j] = weights[j] * part * shape_.routed_scaling * scale_of(experts[j]);
+      }
     }
     hide_zero_experts(first_pair, first_pair + geometry_.top_k);
+  }
+
+  /// A score of a token in proportion to its others, `top` being the largest logit among them. The
+  /// scores may be too small for fp32, all of them; the share of the largest is not.
+  float share(float logit, float top) const {
+    if (shape_.scoring == Scoring::softmax) {
+      return std::exp(logit - top);
+    }
+    const float low = minimum(top, 0.0F);  // below, scores fall as exponentials do
+    if (shape_.scoring == Scoring::sigmoid) {
+      return std::exp(minimum(logit, 0.0F) - low) / (1.0F + std::exp(-std::abs(logit)));
+    }
+    return logit < kSoftplusTail ? std::exp(0.5F * (logit - low))
+                                 : sqrtsoftplus(logit) * std::exp(-0.5F * low);
   }
 
   float scale_of(u32 expert) const {

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moeos.checkpoints import load_block
-from moeos.config import GroupScore, MoEConfig
-from moeos.reference import dropped, margin_in_errors, moe, relative_error, route
+from moeos.config import GroupScore, MoEConfig, Scoring
+from moeos.reference import dropped, margin_in_errors, moe, relative_error, route, weigh
 from tests.huggingface import (
     Block,
     deepseek_v2,
@@ -410,9 +410,31 @@ def test_tokens_whose_experts_are_tied_have_no_margin_in_errors() -> None:
     assert margin_in_errors(torch.ones(1, 16), torch.eye(16), all_chosen).tolist() == [math.inf]
 
 
-def test_scores_that_all_underflow_give_zero_weights_and_not_nan() -> None:
-    routing = route(torch.full((1, 16), -800.0), torch.eye(16), config(scoring="sigmoid"))
-    assert routing.weights.tolist() == [[0.0, 0.0, 0.0]]
+@pytest.mark.parametrize("scoring", get_args(Scoring))
+def test_renormalised_weights_are_right_where_all_scores_underflow(scoring: str) -> None:
+    """Far below zero a sigmoid is exp(logit), the root of a softplus exp(logit / 2)."""
+    logits = torch.full((1, 16), -3000.0)
+    logits[0, 7] = 3000.0  # before it all softmax scores vanish
+    logits[0, :3] = torch.tensor([-2000.0, -2001.0, -2003.0])
+    cfg = config(scoring=scoring, routed_scaling=2.0)
+    ids = torch.tensor([[2, 0, 1]])
+    steps = (0.5 if scoring == "sqrtsoftplus" else 1.0) * torch.tensor([-3.0, 0.0, -1.0]).double()
+    weights = weigh(logits, torch.eye(16), ids, cfg)
+    assert weights[0].tolist() == pytest.approx((2 * steps.softmax(0)).tolist(), rel=1e-12)
+    some = weigh(logits, torch.eye(16), torch.tensor([[-1, 1, -1]]), cfg)
+    assert some.tolist() == [[0.0, 2.0, 0.0]]
+    none = weigh(logits, torch.eye(16), torch.tensor([[-1, -1, -1]]), cfg)
+    assert none.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_the_gradient_of_renormalised_weights_is_finite_with_and_without_unused_slots() -> None:
+    for scoring in get_args(Scoring):
+        logits = torch.randn(3, 16, dtype=torch.float64) * 1000
+        logits.requires_grad_()
+        ids = torch.tensor([[2, 0, 1], [-1, 4, -1], [-1, -1, -1]])
+        weigh(logits, torch.eye(16), ids, config(scoring=scoring))[:, 0].sum().backward()
+        assert logits.grad is not None
+        assert logits.grad.isfinite().all()
 
 
 def test_non_finite_logits_are_an_error_that_names_the_token() -> None:
