@@ -184,6 +184,119 @@ def test_the_config_of_a_published_model_is_the_one_in_configs(name: str) -> Non
     assert dataclasses.replace(actual, layout=None, router_dtype=None) == expected
 
 
+_V4: dict[str, Any] = {
+    "model_type": "deepseek_v4",
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 43,
+    "num_hash_layers": 3,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "expert_dtype": "fp4",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+AS_FILES_HAVE_THEM: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "gpt-oss": (
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "hidden_act": "silu",
+            "swiglu_limit": 7.0,
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        },
+        0,
+        {
+            **{"experts": 128, "intermediate": 2880, "activation": "swigluoai", "bias": True},
+            **{"router_bias": True, "resolved_swiglu_limit": 7.0, "resolved_swiglu_alpha": 1.702},
+        },
+    ),
+    "llama-4": (
+        {
+            "model_type": "llama4",
+            "torch_dtype": "bfloat16",
+            "text_config": {
+                "model_type": "llama4_text",
+                "hidden_size": 5120,
+                "intermediate_size": 8192,
+                "intermediate_size_mlp": 16384,
+                "interleave_moe_layer_step": 2,
+                "num_hidden_layers": 48,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 1,
+                "hidden_act": "silu",
+            },
+        },
+        1,
+        {
+            **{"experts": 128, "intermediate": 8192, "top_k": 1, "scoring": "sigmoid"},
+            **{"apply_router_weight_on_input": True, "renormalize": False},
+        },
+    ),
+    "deepseek-v4, hashed": (
+        _V4,
+        2,
+        {"routing": "ids", "selection_bias": False, "scoring": "sqrtsoftplus"},
+    ),
+    "deepseek-v4": (
+        _V4,
+        3,
+        {
+            **{"routing": "layer", "selection_bias": True, "scoring": "sqrtsoftplus"},
+            **{"swiglu_limit": 10.0, "routed_scaling": 1.5},
+        },
+    ),
+    "longcat-flash": (
+        {
+            "model_type": "longcat_flash",
+            "hidden_size": 6144,
+            "ffn_hidden_size": 12288,
+            "expert_ffn_hidden_size": 2048,
+            "num_layers": 28,
+            "n_routed_experts": 512,
+            "zero_expert_num": 256,
+            "zero_expert_type": "identity",
+            "moe_topk": 12,
+            "routed_scaling_factor": 6.0,
+        },
+        27,
+        {"experts": 512, "zero_experts": 256, "top_k": 12, "renormalize": False},
+    ),
+    "nemotron-h": (
+        {
+            "model_type": "nemotron_h",
+            "hidden_size": 4096,
+            "hybrid_override_pattern": "MEM*E",
+            "num_hidden_layers": 5,
+            "n_routed_experts": 512,
+            "num_experts_per_tok": 22,
+            "moe_intermediate_size": 2688,
+            "moe_latent_size": 1024,
+            "mlp_hidden_act": "relu2",
+            "routed_scaling_factor": 5.0,
+        },
+        4,
+        {"hidden": 1024, "routing": "caller", "activation": "relu2", "top_k": 22},
+    ),
+}
+"""A config.json with fields as files of the family have them, a layer, and what is read of it."""
+
+
+@pytest.mark.parametrize("name", AS_FILES_HAVE_THEM)
+def test_a_config_as_files_have_it_gives_the_rules_of_its_family(name: str) -> None:
+    values, layer, expected = AS_FILES_HAVE_THEM[name]
+    cfg = MoEConfig.from_hf(values, layer)
+    assert {field: getattr(cfg, field) for field in expected} == expected
+
+
 def test_the_text_model_of_several_kinds_of_input_is_taken() -> None:
     text = {**PUBLISHED["deepseek-v3"], "model_type": "kimi_k2"}
     cfg = MoEConfig.from_hf({"model_type": "kimi_k25", "text_config": text, "dtype": "float16"})
