@@ -62,7 +62,7 @@ class Token {
     if (!gather_logits(logit_of, arguments, logits)) {
       return false;
     }
-    Rule rule = rule_of(logits, arguments);
+    const Rule rule = rule_of(logits, arguments);
     u32 choices[kLogitsEach];
 #pragma unroll
     for (u32 i = 0; i < kLogitsEach; ++i) {
@@ -76,11 +76,8 @@ class Token {
     u32 expert = 0;  // this lane's choice
 #pragma unroll 1
     for (u32 nth = 0; nth < kGeometry.top_k; ++nth) {
-      const Best best = take_best(choices);
-      expert = lane == nth ? best.expert : expert;
-      if constexpr (kShape.scoring == Scoring::softmax && !kSumsExponentials) {
-        rule.top = nth == 0 ? from_ordered(best.choice) : rule.top;
-      }
+      const u32 best = take_best(choices);
+      expert = lane == nth ? best : expert;
     }
     const bool has_one = lane < kGeometry.top_k;
     const u32 pair = token * kGeometry.top_k + lane;
@@ -100,15 +97,10 @@ class Token {
     if (!gather_logits(logit_of, arguments, logits)) {
       return false;
     }
-    Rule rule = rule_of(logits, arguments);
+    const Rule rule = rule_of(logits, arguments);
     const u32 pair = token * kGeometry.top_k + Machine::lane();
     const u32 expert = Machine::lane() < kGeometry.top_k ? memory.pair_expert[pair] : kNone;
     const bool used = expert != kNone;
-    if constexpr (kShape.scoring == Scoring::softmax && !kSumsExponentials) {
-      const u32 mine = used ? ordered(biased(logit_of, arguments, expert)) : kChosen;
-      const u32 top = __reduce_max_sync(~0U, mine);
-      rule.top = top == kChosen ? 0.0F : from_ordered(top);
-    }
     write_weights(logit_of, arguments, memory, pair, used, expert, rule);
     if (Machine::lane() < kGeometry.top_k && !used) {
       memory.pair_weight[pair] = 0.0F;
@@ -117,8 +109,8 @@ class Token {
   }
 
  private:
-  /// Whether scores need the sum of all exponentials: not where they are only compared with each
-  /// other, and divided by their own sum.
+  /// Whether scores need the sum of all exponentials: not where logits choose, and weights are
+  /// shares.
   static constexpr bool kSumsExponentials =
       kShape.scoring == Scoring::softmax &&
       !(kShape.renormalize && !kSelectionBias && kShape.chooses_by_logit());
@@ -157,6 +149,18 @@ class Token {
       }
       return kShape.scoring == Scoring::softmax ? exponential(logit - top) * inverse_sum
                                                 : 1.0F / (1.0F + exponential(-logit));
+    }
+    /// A score in proportion to the others of its token, `top` being the largest logit among these.
+    /// All of them may be too small for fp32; the share of the largest is not.
+    float share(float logit, float top) const {
+      if constexpr (kShape.scoring == Scoring::softmax) {
+        return exponential(logit - top);
+      }
+      const float low = fminf(top, 0.0F);  // below, scores fall as exponentials do
+      if constexpr (kShape.scoring == Scoring::sigmoid) {
+        return exponential(fminf(logit, 0.0F) - low) / (1.0F + exponential(-fabsf(logit)));
+      }
+      return logit < kSoftplusTail ? expf(0.5F * (logit - low)) : score(logit) * expf(-0.5F * low);
     }
     /// What experts are selected by.
     float choice(float logit, u32 expert) const {
@@ -197,29 +201,29 @@ class Token {
   static void write_weights(LogitOf logit_of, const RankArguments& arguments,
                             const RankMemory& memory, u32 pair, bool used, u32 expert,
                             const Rule& rule) {
-    const float score = used ? rule.score(biased(logit_of, arguments, expert)) : 0.0F;
+    const float logit = used ? biased(logit_of, arguments, expert) : 0.0F;
+    float weight = 0.0F;
     float factor = kShape.routed_scaling;
     if constexpr (kShape.renormalize) {
-      const float sum = sum_of_lanes(score);
-      factor *= sum > 0.0F ? 1.0F / sum : 1.0F;
+      const float top = from_ordered(__reduce_max_sync(~0U, used ? ordered(logit) : kChosen));
+      weight = used ? rule.share(logit, top) : 0.0F;
+      const float sum = sum_of_lanes(weight);
+      factor *= sum > 0.0F ? 1.0F / sum : 1.0F;  // 0: no pair is used
+    } else {
+      weight = used ? rule.score(logit) : 0.0F;
     }
     if (used) {
       if constexpr (kExpertScale) {
         factor *= arguments.expert_scale[expert];
       }
       memory.pair_expert[pair] = real_expert(expert);
-      memory.pair_weight[pair] = score * factor;
+      memory.pair_weight[pair] = weight * factor;
     }
   }
 
-  /// The largest choice that is left, and whose it is: the lower expert's among equals.
-  struct Best {
-    u32 choice;
-    u32 expert;
-  };
-
-  /// Takes it. The next one need not wait for whose it is: only for which lane's.
-  static Best take_best(u32 (&choices)[kLogitsEach]) {
+  /// Takes the largest choice that is left, and says whose it is: the lower expert's among equals.
+  /// The next one need not wait for whose it is: only for which lane's.
+  static u32 take_best(u32 (&choices)[kLogitsEach]) {
     u32 mine = choices[0];
     u32 at = 0;
 #pragma unroll
@@ -235,7 +239,7 @@ class Token {
     for (u32 i = 0; i < kLogitsEach; ++i) {
       choices[i] = wins && at == i ? kChosen : choices[i];
     }
-    return {best, Machine::broadcast(expert_of(at), Machine::first_lane(have_it))};
+    return Machine::broadcast(expert_of(at), Machine::first_lane(have_it));
   }
 
   static constexpr u32 kGroupSize = kGeometry.experts / kShape.expert_groups;

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from moeos import MoEConfig
+from moeos.config import Scoring
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import (
+    FAR_BELOW,
     Call,
     assert_matches,
     config,
     draw_call,
+    draw_far_below,
     draw_given_call,
     draw_weights,
 )
@@ -101,3 +104,15 @@ def test_tokens_of_zero_experts_alone_are_themselves(tmp_path: Path) -> None:
         (y,) = layer([call], seed=tokens)
         assert_matches(weights, call, y)
         assert (y - call.x).abs().max() <= 0.02
+
+
+@pytest.mark.parametrize("scoring", get_args(Scoring))
+def test_weights_are_right_where_all_chosen_scores_are_too_small_for_fp32(
+    scoring: Scoring, tmp_path: Path
+) -> None:
+    cfg = _config(FAR_BELOW | {"scoring": scoring, "experts": 8})
+    weights, calls = draw_far_below(cfg, 60)
+    layer = EmulatedLayer(build(cfg, 1, 3, tmp_path), weights, 1, patience=PATIENCE)
+    for call in calls:
+        (y,) = layer([call], seed=0)
+        assert_matches(weights, call, y)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from moeos import World, virtual
+from moeos.config import Scoring
 from tests.gpu.cases import (
     DEADLINE,
     Case,
@@ -18,7 +20,15 @@ from tests.gpu.cases import (
     draw_routed_call,
     why_not,
 )
-from tests.layers import Call, config, draw_given_call, draw_weights
+from tests.layers import (
+    FAR_BELOW,
+    Call,
+    Weights,
+    config,
+    draw_far_below,
+    draw_given_call,
+    draw_weights,
+)
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
@@ -58,10 +68,27 @@ CASES = {
 }
 
 
+FAR_BELOW_CASES = {
+    scoring: Case(
+        1,
+        config(
+            dtype=torch.bfloat16,
+            hidden=512,
+            intermediate=128,
+            experts=8,
+            max_tokens=300,
+            scoring=scoring,
+            **FAR_BELOW,
+        ),
+    )
+    for scoring in get_args(Scoring)
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     """All are compiled, side by side, before the first test."""
-    compile_cases(list(CASES.values()), blocks())
+    compile_cases([*CASES.values(), *FAR_BELOW_CASES.values()], blocks())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,6 +108,19 @@ def test_a_rule_on_the_gpu_is_the_references(name: str) -> None:
             )
             calls += [given, routed]
         return calls
+
+    assert_computes(case, weights, calls_of)
+
+
+@pytest.mark.parametrize("scoring", FAR_BELOW_CASES)
+def test_weights_are_right_where_all_chosen_scores_are_too_small_for_fp32(scoring: str) -> None:
+    case = FAR_BELOW_CASES[scoring]
+    weights, calls = draw_far_below(case.cfg, 300)
+    assert_computes(case, weights, lambda rank: calls)
+
+
+def assert_computes(case: Case, weights: Weights, calls_of: Callable[[int], list[Call]]) -> None:
+    """The layer's outputs are the reference's, `calls_of` a rank."""
 
     def rank_main(world: World) -> list[torch.Tensor]:
         layer = weights.layer(world)

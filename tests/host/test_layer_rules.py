@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, get_args
 
 import pytest
@@ -12,12 +11,14 @@ import torch
 from moeos import MoEConfig, MoELayer, TwinOptions, World, reference, virtual
 from moeos.config import Scoring
 from tests.layers import (
+    FAR_BELOW,
     Call,
     Weights,
     assert_all_match,
     assert_matches,
     config,
     draw_call,
+    draw_far_below,
     draw_given_call,
     draw_weights,
 )
@@ -87,17 +88,8 @@ def test_a_rule_is_the_references(rules: dict[str, Any], ranks: int) -> None:
 def test_weights_are_right_where_all_chosen_scores_are_too_small_for_fp32(
     scoring: Scoring, router_dtype: torch.dtype | None
 ) -> None:
-    """Experts 4 to 7 have logits far below the others', and a bias or the caller chooses them."""
-    cfg = config(
-        scoring=scoring, selection_bias=True, top_k=3, max_tokens=1024, router_dtype=router_dtype
-    )
-    drawn = draw_weights(cfg)
-    gate = drawn.gate.clone()
-    gate[:, 0] = torch.tensor([120.0, 60, 0, -60, -120, -121, -122, -123])
-    bias = torch.tensor([0.0] * 4 + [9.0, 8.0, 7.0, 6.0])
-    weights = dataclasses.replace(drawn, gate=gate, selection_bias=bias)
-    given = draw_given_call(cfg, 200, 5, torch.tensor([-math.inf] * 4 + [0.0] * 4), unused=0.3)
-    calls = [draw_call(cfg, 200, 3), dataclasses.replace(given, weights=None)]
+    cfg = config(scoring=scoring, max_tokens=1024, router_dtype=router_dtype, **FAR_BELOW)
+    weights, calls = draw_far_below(cfg, 200)
     (outputs,) = outputs_of(weights, [calls])
     for call, y in zip(calls, outputs, strict=True):
         # fp32 has logits of 120 to 4e-6, and weights move as much.
