@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """moeos: an expert-parallel Mixture-of-Experts layer in one persistent kernel."""
 
 from importlib.metadata import version

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device OS on a machine without a GPU."""
 
 from collections.abc import Sequence

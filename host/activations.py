@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The activations between the two GEMMs of an expert, as data: each is a curve with some numbers.
 
 A gated expert computes `min(gate, limit)`, the curve of it, and multiplies that by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all ranks must mean alike before they make a layer together. Collective.
 
 It knows configs and the control plane, and nothing of weights or engines.

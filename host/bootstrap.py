@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds out who the ranks of a world are, and makes it: a launcher's, a group's or a store's.
 
 It knows nothing of layers or heaps.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tensors of a call must be: shapes, dtypes, devices and strides, before anything is sent.
 
 One place for all that takes a call. It knows a config and a device, and nothing of ranks, engines

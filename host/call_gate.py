@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gate that threads pass one at a time, in order of arrival: calls of a layer go through one.
 
 It knows who is inside, so that a world can end beside a call: the gate is closed, the call is made

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls functions on a thread of its own, so that one which does not return can be given up.
 
 It knows nothing of what the functions do.

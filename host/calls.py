@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank says of its call, so that ranks which make different ones notice: one number.
 
 The runtime compares these numbers and knows no more of them (Call::identity of runtime/call.hpp).

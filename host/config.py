@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one Mixture-of-Experts layer is: its sizes, activation, routing and limits.
 
 A `MoEConfig` is checked once, when it is made; every other module may rely on what it says.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host control plane: how the ranks of a world exchange small Python objects.
 
 It is used when a world, a heap or a layer is made and when it is closed, never in a forward call.

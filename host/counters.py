@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank counts in every call, and how the device's records of it are read.
 
 Counting costs next to nothing and is never off. The only file of the host that knows how Tally,

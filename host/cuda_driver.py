@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA's driver through cuda-bindings, which need not be installed where no GPU is used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer's call as an operator of PyTorch, `moeos::forward`: compilers trace through it.
 
 `moeos::forward_into` is the same with the caller's output. Where nothing traces, transforms or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hands descriptors of open files to peers on this host, over sockets.
 
 A descriptor that no path leads to, such as one of a GPU's memory, gets into another process by a

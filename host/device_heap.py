@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The symmetric heap on GPUs: memory of equal size on every rank, which all ranks' GPUs address.
 
 Of one rank, and of virtual ranks on one GPU, it is plain device memory. Between processes of one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a GPU that the processes of one host share, by CUDA's virtual memory management.
 
 The driver counts who has mapped a piece of memory, so it stays until the last of them unmaps it or

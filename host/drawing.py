@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """matplotlib, which draws the plots and is not installed everywhere. It knows no plot."""
 
 from __future__ import annotations

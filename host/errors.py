@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors that are moeos's own; every other bad argument raises ValueError or TypeError.
 
 This file knows nothing of what raises them.

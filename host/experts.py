@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts of a layer without their weights: a call takes the caller's tensors.
 
 Checks what the caller passes before anything is sent, and hands one call to the engine of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device OS in orders that seeds decide: what `moeos fuzz` runs, and CI.
 
 A run makes a small random world (1 to 4 ranks, 3 calls), whose actors are fibers of one thread; at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a failure of the device OS means to the person who reads it.
 
 The runtime records a failure as numbers (`runtime/watchdog.hpp`); this file has the sentences and

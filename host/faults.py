@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults on demand: what ranks of a running world do wrong, and at which of their calls.
 
 A `FaultPlan` is given to `moeos.init` or `moeos.virtual.run`, or lies in the TOML file that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads files that others may have written: none of them can hang, crash or exhaust the reader.
 
 It knows how a file is opened and how TOML is read, and nothing of what a file means.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The symmetric heap of the twin: memory of equal size on every rank, mapped by all of them.
 
 Between processes each rank makes an anonymous shared-memory object (a memfd), which the others open

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps what the handlers of signals raise until a piece of work has come to its end.
 
 It knows nothing of what the work is.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory this process can still have: of the machine, and of its control groups.
 
 The only file that reads them. It knows nothing of what the memory is for.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses, when it is imported, an interpreter in which PyTorch or the twin would crash or race.
 
 It is the first that the package imports, and needs nothing of it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the kernel of one layer: sizes and rules become macros, NVRTC makes machine code.
 
 Needs no GPU. The only file that knows the macros of kernels/sm90/config.cuh and what the compiler's

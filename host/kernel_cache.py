@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled kernels on disk, so that a layer of a known shape starts at once.
 
 One file holds one entry under its key; ranks that start together make an entry once. Code that will

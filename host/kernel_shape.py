@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a GPU's kernel is compiled for: a layer, a world, its share of the grid; and the sizes that
 follow from them.
 

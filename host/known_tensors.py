@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that are as those of an earlier call, which all checks have found right.
 
 What the tensors of a call are like changes seldom, and to look at each property of each of them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How this process was started: what a launcher's environment variables say.
 
 The only file that reads them. It knows nothing of worlds, nor of how ranks meet.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Mixture-of-Experts layer as a PyTorch module.
 
 A gate and `Experts`, and the parameters of both: it holds this rank's weights and hands them to its

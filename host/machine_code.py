@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a kernel's machine code, a cubin, is asked for, and the one thing that is changed in it.
 
 A cubin is an ELF file. Knows neither layers nor the compiler's options.

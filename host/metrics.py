@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's counters for Prometheus, added up over its calls.
 
 `prometheus_client` has the text format and the HTTP server; it is not installed everywhere. This

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVSHMEM: memory that all ranks of a world have, and puts to GPUs that this one cannot address.
 
 The only file that calls NVSHMEM. It starts once in a process and with one set of processes, so it

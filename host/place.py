@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which machine, and which network of it, this process runs on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which process a thing belongs to: what a fork has copied is not the child's to use or to end.
 
 A child has the memory of its parent and one thread. Locks may be held there by threads that it does

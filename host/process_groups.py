@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process group of torch.distributed, or one dimension of a DeviceMesh, tells of a world.
 
 It knows nothing of what the world is for.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer in float64 and plain PyTorch: what moeos computes, written to be read.
 
 Everything that runs a Mixture-of-Experts layer is checked against this file, so it shares no code

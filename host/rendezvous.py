@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks that a launcher has started come to one store of torch.distributed.
 
 They meet at an address, by the id of their job where all are on one host, or by MPI. This file

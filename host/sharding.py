@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks' experts as one tensor: what a state dict holds, and this rank's part of what it gets.
 
 Ranks hold different experts under equal names. So a checkpoint of a whole model must see a DTensor,

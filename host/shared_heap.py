@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the words and rows of several shapes of layers lie in the one heap that they share.
 
 [header][words of shape 1][words of shape 2]...[room for words][cells of rows]. The cells of all

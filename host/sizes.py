@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of a layer as the runtime derives them, for whichever machine computes it.
 
 The only file that hands a config to `_twin.Sizes`, which is runtime/geometry.hpp and its bounds. It

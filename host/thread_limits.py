@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What keeps a process from starting a thread, as an error that names the limits.
 
 It knows nothing of what threads do.

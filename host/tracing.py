@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the actors of a rank did in a call, and when, as the device noted it (runtime/trace.hpp).
 
 It knows nothing of files or pictures.

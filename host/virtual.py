@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual ranks: several ranks as threads of one process.
 
 For tests of the protocol, fault injection and sanitizers; results are those of one process a rank.

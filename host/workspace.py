@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A workspace: all that calls of layers write, which the layers of a world share.
 
 It knows which engine's memory it is, and nothing of what lies there.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A world: the ranks that run layers together, seen from one of them.
 
 It owns the rank's control plane and heaps, and ends them in the right order. It knows nothing of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What wraps a whole model for data parallelism leaves a layer's experts alone.
 
 Wrappers make the parameters of all ranks equal, or cut them up, by name. Experts of equal names

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GPU's clock beside its host's: the host asks again and again what time it is, and the GPU
 // answers.
 //

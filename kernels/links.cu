@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A link between two GPUs, used as a layer uses it: rows are stored into the peer's memory, a flag
 // releases them, and a credit comes back by an atomic add. And a stream of stores, to be timed.
 //

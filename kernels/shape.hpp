@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a layer computes, as opposed to how its rows travel: the numbers that only kernels/ may
 // know.
 //

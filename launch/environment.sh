@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sourced by every launcher: the environment in which ranks of one host start under Open MPI 5.
 # Each value gives way to one that the caller has set.
 

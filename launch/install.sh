@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sourced by launch/demo and launch/test: makes .venv and installs moeos into it.
 #
 # The install is editable: .venv lies inside the working tree and serves only it, so an edit of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the script `moeos` starts. From its first line on Ctrl-C ends the command with status 130.
 
 The script would else end with a traceback of whatever is being imported, which takes seconds. So

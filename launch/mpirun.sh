@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Runs a layer with one process a rank under mpirun: [RANKS=4] launch/mpirun.sh CONFIG [ARGUMENTS].
 # Uses the installation that launch/demo or launch/test made. All ranks run on this host.
 set -euo pipefail

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sourced by launch/straggler and launch/evaluate: one process a rank on this host.
 #   [RANKS=4] [LAUNCHER=mpirun|torchrun]
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Runs a layer with one process a rank under torchrun: [RANKS=4] launch/torchrun.sh CONFIG [ARGUMENTS].
 # Uses the installation that launch/demo or launch/test made. No MPI takes part: the ranks meet in the
 # key-value store of torchrun.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), handed out as Gemm0
 // as far as processors wait for them, and else posted to the scheduler. Most calls are planned
 // whole instead (Geometry::plans_whole): when the counts of all sources are here, all tiles are

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which launch a block belongs to, and whether that launch has its rank to itself.
 //
 // A launch is the next call of its rank, and the calls of a rank follow each other. Two launches at

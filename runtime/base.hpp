@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Words that every runtime header uses: fixed-width integers, alignment arithmetic, scopes, checks.
 //
 // May not know: threads, memory orders, the heap, what a task does. Includes nothing, because the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One call of the layer, as its actors are told of it, and the task that it starts with. May not
 // know: queues, memory.
 #pragma once

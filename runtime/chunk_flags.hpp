@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Watches the flags of sources' chunks, and knows how many of each source's are up in order.
 //
 // A flag is a word that holds, sealed, the epoch in which its chunk was last ready. Two actors

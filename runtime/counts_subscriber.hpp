@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The subscriber of row counts: where each source's rows start, and the bound on this call's rows;
 // and of which call each source makes, which must be ours.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dispatch: the actor that takes this rank's rows to the ranks of their experts, and makes chunks
 // whole whose tokens came once.
 //

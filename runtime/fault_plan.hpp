@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank is to do wrong: the bytes that the host writes into a rank's memory before the first
 // call of a layer whose world was given a fault plan. host/faults.py packs the same bytes.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Faults on demand: how an actor does what its rank's plan (fault_plan.hpp) says.
 //
 // Nothing is compiled on a machine without P::has_faults(). Every wait here ends at its time, or

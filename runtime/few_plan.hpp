@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan of a call of few rows of several ranks: a function of all sources' counts, so that
 // nobody need write its tiles down.
 //

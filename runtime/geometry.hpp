@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sizes that are fixed when a layer is built, and the bounds that follow from them.
 //
 // Every rank of a world has the same Geometry (the host compares them at construction). All buffers

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where code that serves every layer finds the sizes of its own: in an object; and in a kernel that
 // is compiled for one layer nowhere, because there they are constants.
 //

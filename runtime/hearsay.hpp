@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long an actor that knows who is late waits for news of somebody who is late before that one.
 //
 // A rank that waits for a peer may see only the last of several that wait for each other; the one

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What tells a processor that a part's inputs are here, where the part was handed out before they
 // were.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The subscriber of rows that have landed, of sources that send their tokens once: lists their
 // chunks for couriers, which make them whole.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The symmetric heap: where each word and row of the protocol lies, as byte offsets that are equal
 // on all ranks.
 //

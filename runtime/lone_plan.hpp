@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan of a call of a rank that is alone: a function of the rows that its experts get, so that
 // nobody need hand its parts out.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A processor that is one warp: fetches a part, runs it and completes it, one after the other, and
 // is a courier besides.
 //

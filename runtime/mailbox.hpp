@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a tile's descriptor reaches the scheduler: a mailbox for each of the two GEMMs, one reader in
 // order.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank's own memory: queues, counters and maps that no peer ever touches, in three parts.
 //
 // The symmetric heap (layout.hpp) is what peers write; everything else the device OS needs is here,

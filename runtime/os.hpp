@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The OS block: starts a call, runs the scheduler and the subscribers, and notices when
 // nothing moves. With remote peers it runs senders, too.
 //

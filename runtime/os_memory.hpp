@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What only the actors of the OS block touch: lists, counters and facts of one call, sized from
 // Geometry.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What travels between ranks: row counts, chunks of rows, and credits for returned rows.
 //
 // The only file that moves rows into a peer's heap. A direct peer is stored to; for a remote peer,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Algorithm 4: the actor that runs parts of tasks, and what follows from a part's end.
 //
 // take_ticket() and claim() take the next part; count_slices(), count_block() and

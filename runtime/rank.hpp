@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every actor of a rank is handed: the machine, the memory, and the call that is running.
 //
 // May not know: actors. Actors hold a Rank and a Call by reference and nothing of each other.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The subscriber of row credits: tokens whose rows are all back are handed out as Combine. In a
 // call that is planned whole, and whose tokens are few, all are handed out when it is known where
 // their rows go, and processors wait for these themselves (inputs.hpp).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ready ring: words that tell processors which part is whose.
 //
 // A part has its own slot, and no slot is used twice in a call. Whoever of the OS block hands parts

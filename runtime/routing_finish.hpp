@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the last Route part does: slots for every pair, counts to every peer, and the list of
 // Dispatch; and what stands in its place in a call without tokens, which has no Route.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which (token, j) pair each row carries that this rank sends.
 //
 // Route sorts each block of tokens by expert on its own (block_pairs, block_first, block_base); a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dispatch and Combine: which row carries which token, and which tokens sent none.
 //
 // Each lane looks up one row; what is then done with rows and tokens is the kernels' affair. May

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Algorithm 3: one warp that decides what runs next and when the call is over.
 //
 // Sweeps the mailboxes of both GEMMs and publishes (descriptor, part) words into the ready ring, in

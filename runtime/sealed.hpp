@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Words of the protocol as they lie in memory: multiplied by an odd number, so that a damaged one
 // is not taken for another that could be there.
 //

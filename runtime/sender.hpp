@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The actor that puts staged rows to remote peers, at most a window of them under way to each.
 //
 // Processors stage rows and post requests (packet.hpp); a task never waits for a window, only a

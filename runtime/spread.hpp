@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dispatch of a call of few tokens: each goes to all of its experts at once.
 //
 // Parts of many tokens are rows in the order of sending, so that tiles are complete early

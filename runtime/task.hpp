@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The task descriptor and the word that hands out one part of it.
 //
 // A descriptor is one cache line, written once by whoever learns that the work is possible and read

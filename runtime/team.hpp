@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who decides together: the lanes of a warp, the warps of a processor that share one part, and the
 // actors that run the parts of one whole.
 //

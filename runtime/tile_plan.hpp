@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Algorithm 2's decoding step: arrived rows become row tiles, GEMM tasks with up to eight segments.
 //
 // A tile full of one source's rows is made as soon as these rows are here. What is left of each

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each actor of a rank did in the last call, and when: a bounded list of events an actor.
 //
 // Only where Geometry::trace_events asks for it: a kernel that is compiled without holds nothing of

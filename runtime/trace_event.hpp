@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One event of a trace, as it lies in memory.
 //
 // May not know: who notes events, and when.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Deadlines and failures: how a wait that lasts too long becomes a sentence instead of a hang.
 //
 // Every waiting loop owns a Watch. A failure is written once, into the symmetric heaps of this rank

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies of descriptors, and whether they are what their posters have written, by a warp at once
 // (task.hpp has the latter for one thread). May not know: what they describe.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tests run one after the other when processes share the suite (launch/test).
 
 Tests with short deadlines must not meet each other on few cores, nor those that need a GPU on it;

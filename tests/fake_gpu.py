@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs for tests of the host where there are none: a driver whose memory is files in memory.
 
 What is shared between processes really is, by the same descriptors. `install` puts it where the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for what a layer holds, for tests of worlds. Holds no test."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small random Mixture-of-Experts blocks, made by Hugging Face's own model code.
 
 Each function of this file builds one family's model of one layer and returns its block together

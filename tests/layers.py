@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with known weights and calls with known routing, for the tests of the layer.
 
 Holds no test. Weights are drawn for all experts at once, so that the float64 reference sees what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that also are ranks of torch.distributed, as those of a training program; for tests."""
 
 from __future__ import annotations

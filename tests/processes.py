@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as real processes, for tests: forked from this one, or started by mpirun or torchrun.
 
 Every process is waited for with a limit and ended by its own id.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house's style: ruff, mypy in strict mode on the package, and clang-format on all C++."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny random model of each family of `moeos.checkpoints.families`, by transformers' own code.
 
 Each row builds a model of one layer, or of as many as its family needs to have a layer with

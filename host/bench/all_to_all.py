@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The baseline on GPUs: the layer with NCCL's all-to-all and torch._grouped_mm, in stock PyTorch.
 
 It is what moeos is measured against, so it is written to be as fast as separate kernels allow:

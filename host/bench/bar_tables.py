@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report says of the bars: T / bar of every case that has one, all numbers of GPUs side by
 side. What a bar is, moeos.bench.bars knows; where the times come from, moeos.bench.gpu_tables.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The times and ratios that the project has set itself for the layer on GPUs.
 
 A bar is a sum of the limits of the same case, see moeos.bench.gpu_rank: G is measured, F, W and N

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer's arithmetic in one PyTorch process, as fast as plain PyTorch computes it.
 
 What the twin is measured against. Knows no ranks: it sees all tokens and all experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels of many layers side by side, so that no rank waits for them one by one.
 
 It puts them where `moeos.jit` looks for them, and knows nothing of what runs them.

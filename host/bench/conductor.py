@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts contestants, tells them when to work, one at a time, and collects their times.
 
 It knows processes, sockets and clocks, and nothing of layers; contestant.py is the other end.

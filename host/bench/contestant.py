@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A contestant: a process that waits until it is told to work, works, and says how long it took.
 
 `python -m moeos.bench.contestant KIND SOCKET WORKLOAD` with the kinds

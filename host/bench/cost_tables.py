@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report says of `tests/gpu/costs.py`: what deadlines and a trace add to a call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Delays that pass on a GPU, in the current stream: how a rank is late there.
 
 It knows nothing of what comes behind them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a GPU can do at most: the rates that bound a layer, measured in the run that times it.
 
     F: a dense bfloat16 product of 8192³ by torch.mm, in FLOP/s.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`launch/bench gpu`: moeos on GPUs beside the best of stock PyTorch and the machine's limits.
 
 One run measures every case of a suite on 1 or more GPUs of one host; see moeos.bench.gpu_rank for

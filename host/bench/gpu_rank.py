@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank does in `launch/bench gpu`: makes the layers, checks them, times the contestants.
 
 Contestants, all with the same tokens and weights, in turn within each round:

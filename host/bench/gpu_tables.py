@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report says of moeos.bench.gpu's results: where they come from, and their tables."""
 
 from __future__ import annotations

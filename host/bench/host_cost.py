@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an eager call on a GPU costs its host: `python -m moeos.bench.host_cost`, which prints JSON.
 
 Each call is timed by itself, from before it to behind its return; nothing waits for the GPU but the

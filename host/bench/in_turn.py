@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times contestants on GPUs in turn, so that a clock that drifts meets all of them.
 
 Before each contestant the L2 cache is flushed where that is asked for; then the ranks meet on their

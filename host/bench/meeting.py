@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the GPUs of all ranks meet, so that what their streams hold next begins on all together.
 
 They meet in their streams: hosts that wait for each other see at different times that all are

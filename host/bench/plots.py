@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots of moeos.bench.gpu's results, as SVG: time against tokens, and share of the floor.
 
 A picture carries the digest of the numbers that it shows, so that it can be seen, without drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process group of torch.distributed over a world, for what moeos is compared with."""
 
 from __future__ import annotations

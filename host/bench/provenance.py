@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where results come from: the commit and the command, as every benchmark's JSON records them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts a command that every rank of a launcher runs. It knows nothing of what commands do."""
 
 from __future__ import annotations

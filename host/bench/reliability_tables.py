@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report says of `moeos fuzz` and of the model: what was tried, and what came of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a benchmark's JSON into tables, on stdout and between two markers of docs/performance.md.
 
 `python -m moeos.bench.report docs/benchmarks/twin.json` writes the tables into docs/performance.md,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table of a report, before it is Markdown or text."""
 
 from __future__ import annotations

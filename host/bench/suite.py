@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suites: the layers, token counts and routings that one run of a benchmark measures, from TOML.
 
 A suite's file has these keys:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of one tree of moeos, as a process that times calls when it is told to.
 
 `moeos.bench.trees` starts it by its path, so that `import moeos` finds the tree that is timed and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times whole trees of moeos against each other, in turn, on the same GPUs.
 
     python -m moeos.bench.trees --out FILE --shapes A,B --tokens 1,2048 NAME=FOLDER ...

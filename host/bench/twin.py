@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`launch/bench twin`: how fast the twin is, beside PyTorch, and what scheduling a task costs.
 
 Two questions, answered in one run with interleaved rounds and medians:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times kernels of several source trees against each other, in one run: is a change worth it?
 
     python -m moeos.bench.variants --out FILE --shapes A,B --tokens 1,2048 NAME=FOLDER ...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work that all contestants of a benchmark do: a layer, its tokens and weights, from a seed.
 
 It knows nothing of who does the work or of how it is timed.

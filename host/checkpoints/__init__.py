@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of other libraries: whose blocks can be read, from which files, into which layer.
 
 It knows Hugging Face's names and formats, and nothing of the layer that will hold the weights.

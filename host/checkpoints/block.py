@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the router and expert weights of one Mixture-of-Experts block from a Hugging Face model.
 
 It follows the row of the table of layouts that `names.py` has found, and knows nothing of the layer

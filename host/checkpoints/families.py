@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model families whose configs and blocks are understood: one row a family, and nothing else.
 
 A row says under which names a transformers config has what a layer must know, what the family's

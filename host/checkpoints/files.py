@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of safetensors files, read only as far as they are needed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formats that models ship their experts' matrices in, and what each means in numbers.
 
 A matrix is stored as one tensor or several parts, whose names differ in their ends. A row of

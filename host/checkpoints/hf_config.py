@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a layer's config of a transformers config, by the table of families.
 
 It takes the config as an object or as the dict that a config.json holds, and needs no transformers.

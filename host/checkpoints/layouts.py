@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How models store the router and the experts of a block: one row a layout, and nothing else.
 
 A row says names, which way matrices lie and in which order their rows are. It is read by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the layout of a block by the names of its tensors, and says what is wrong with them.
 
 It sees names and a config, and never a tensor: no shape decides how a block is read.

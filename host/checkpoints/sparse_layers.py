@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers of a model have routed experts: a rule for each way in which configs say it.
 
 It knows fields of transformers configs, and nothing of what a block computes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `moeos` with all of its subcommands, and what its script starts.
 
 Nothing but what starts the command imports this.

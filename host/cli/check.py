@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a layer's outputs against the float64 reference.
 
 Each rank checks its own tokens, with the weights of all experts, which the ranks show each other.

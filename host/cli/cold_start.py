@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a call begins in `moeos trace --cold`: with nothing in the L2 cache, on all ranks together.
 
 Each process flushes its GPU's cache; without a meeting after that, as in the benchmark, ranks would

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos compile`: compiles a layer's kernel without a GPU, and says what it needs."""
 
 from __future__ import annotations

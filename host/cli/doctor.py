@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos doctor`: what this machine has, what is missing, and the command that fixes it.
 
 Started alone it tries the links between all GPUs that it sees; started on several ranks, by mpirun,

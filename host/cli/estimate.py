@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer needs and what one call of it does, from its config alone.
 
 Sizes and bounds come from the runtime's own arithmetic; work is counted for even routing, by the

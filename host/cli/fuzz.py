@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos fuzz`: the device OS in orders that nobody has tried, with faults that nobody expects."""
 
 from __future__ import annotations

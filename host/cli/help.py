@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who shows a command's help: of the ranks that a launcher has started, rank 0 alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The links between GPUs, tried out with the kernels of kernels/links.cu.
 
 Every ordered pair of GPUs exchanges payload, flags and credits as a layer does, each round with a

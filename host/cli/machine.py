@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine and its software are, as a report names them."""
 
 from __future__ import annotations

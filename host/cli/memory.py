@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers take of a rank's memory, and whether a machine has it.
 
 The only file that adds buffers up. Sizes are the runtime's own arithmetic; nothing is allocated.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a command's results go: tables on stdout, progress on stderr, JSON into a file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps what a run's calls were given and computed, and writes that of all ranks into one file.
 
 It knows nothing of layers, or of where tokens come from.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos plan`: what a layer would need and cost, without making it."""
 
 from __future__ import annotations

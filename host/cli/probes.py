@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine has: one function for each thing that moeos may need, which looks and tells.
 
 A probe changes nothing, ends within seconds and never raises for what is missing. This file knows

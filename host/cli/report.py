@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run prints and writes, from what its ranks gathered on rank 0."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic routing: the patterns of `--routing`, as experts and weights given by the caller.
 
 It draws ids and weights and knows nothing of tokens' contents or of layers.

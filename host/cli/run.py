@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos run`: makes a layer, calls it, checks it against the reference and reports.
 
 It works in one process and under every launcher that `moeos.init` knows; rank 0 speaks for all.

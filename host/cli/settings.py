@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table [run] of a config: what `moeos run` does where its options do not say otherwise.
 
 `MoEConfig.from_toml` reads the rest of the file. This file knows nothing of layers.

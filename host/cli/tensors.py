@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of safetensors files, of which each rank reads its piece; and files of them, written."""
 
 from __future__ import annotations

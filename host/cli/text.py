@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents as tokens: every byte of a text is one token, through a small fixed embedding.
 
 Text is skewed: few bytes are most of it, so few experts get most tokens. This file knows nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank did in all calls of a run: its layer's statistics, added up."""
 
 from __future__ import annotations

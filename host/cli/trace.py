@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos trace`: what every actor did in a call, as a summary, for viewers, as a picture.
 
 It works in one process and under every launcher that `moeos.init` knows; rank 0 speaks for all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much each stage of a traced call does, and how fast: FLOPs of products, bytes of rows and of
 weights.
 

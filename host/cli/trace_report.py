@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `moeos trace` prints and writes as its summary."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the calls of a run compute on: tokens of this rank, and perhaps their routing.
 
 It draws from one of three sources and knows nothing of how a layer runs or is checked.

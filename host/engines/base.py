@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer asks of the machine that it runs on. May not know: modules, checkpoints,
 launchers.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU: a layer as one persistent kernel, launched once a call on the caller's stream.
 
 Ranks are processes with a GPU each, or virtual ranks that share one GPU and one launch. This file

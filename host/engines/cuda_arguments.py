@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes that a launch is given: `RankArguments` of kernels/sm90/arguments.cuh, for one rank.
 
 The only file that knows the fields' order, and the boxes in which the kernel loads matrices. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of a world's launches on one GPU: each waits for the one before, whatever its stream.
 
 Each call fills the GPU, and waits for calls of other ranks. If two calls could change places on one

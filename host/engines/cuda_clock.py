@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU's clock beside its host's, so that times of several GPUs can be compared.
 
 Each GPU's `%globaltimer` counts nanoseconds from a moment of its own. The host asks a kernel of

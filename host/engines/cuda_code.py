@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a loaded kernel's instructions lie in the GPU's memory.
 
 Knows nothing of layers and their calls.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A kernel that is loaded on a GPU, and the arguments that a layer's launches of it are given.
 
 Layers of one shape share a loaded kernel. This file knows the driver, and nothing of what the bytes

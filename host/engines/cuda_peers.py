@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which peers a rank's kernel writes to directly, and how it reaches the others.
 
 The only file that decides it. It knows nothing of heaps' contents or of launches.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank's memory says after a call: the failure, if there is one, counters and events.
 
 The only file of the GPU's host side that knows how Failure (runtime/watchdog.hpp) is laid out;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all layers of a world share on its GPU: the order of launches, and symmetric heaps.
 
 A heap of NVSHMEM is freed by all ranks together, and a workspace may be collected on one rank

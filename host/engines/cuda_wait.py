@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits for a GPU in which the main thread sees signals.
 
 It knows nothing of what the GPU does.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call that is longer than a layer's buffers, cut into calls that are not. It knows tensors, and
 nothing of engines.
 """

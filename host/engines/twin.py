@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The twin: a layer of the device OS on CPU threads, through the compiled module `moeos._twin`.
 
 The default where there is no GPU, and the place where every invariant of the protocol is tested. It

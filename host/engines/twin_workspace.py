@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the layers of a workspace share on the twin: a heap, memory, threads.
 
 It makes them as large as the largest layer needs. It knows nothing of calls or of weights.

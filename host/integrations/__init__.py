@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters by which other programs run their Mixture-of-Experts layers on moeos.
 
 Each module is for one library, which is no dependency of moeos: importing the module without it

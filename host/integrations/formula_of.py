@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which activation a function of another library is: it is tried on numbers.
 
 Libraries have one class for each family of models, and name its activation as they like. What a

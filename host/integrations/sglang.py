@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's expert layers on moeos: `--moe-runner-backend moeos`.
 
 SGLang calls `register` in each of its processes, by the entry point `sglang.srt.plugins`. It adds a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the adapters have in common: worlds and experts that all layers of a model share.
 
 It knows process groups and `moeos.Experts`, and nothing of any library that an adapter is for.

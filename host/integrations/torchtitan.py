@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's routed experts on moeos, for inference: an override of its configs.
 
 `--override.imports moeos.integrations.torchtitan.routed_experts` puts `MoeosRoutedExperts` in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapter for transformers: `set_experts_implementation("moeos")` runs a model's experts.
 
 transformers lets a function take the place of what an experts module computes, and a class the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of an experts module of transformers, as `moeos.Experts` takes them.
 
 transformers has four layouts: rows or columns of outputs, and gate and up behind one another or in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin for vLLM: `--quantization moeos` runs the routed experts of a model on moeos.
 
 vLLM calls `register` in each of its processes, by the entry point `vllm.general_plugins`. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's routed experts on moeos: a modular kernel that dispatches and combines itself.
 
 It stands where FlashInfer's fused expert-parallel kernels stand: behind a prepare and finalize

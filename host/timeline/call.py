@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The traces of all ranks of a call as one table of parts, on one clock.
 
 It knows the meaning of an event's fields, and nothing of what caused what.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each part waited for, as far as the events and the counts of rows determine it.
 
 It knows how a call's work follows from other work (docs/tracing.md has the rules in words), and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call in the Chrome trace event format, which Perfetto's and Chrome's viewers read.
 
 The format: "Trace Event Format", the JSON object form. A process is a rank; its threads are its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call's traces in a file: numpy's .npz with the events as they were noted, and what ran as JSON.
 
 It knows the file's layout, and of what events mean only what tells that a file cannot be right.

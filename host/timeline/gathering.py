@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brings the traces of all ranks together, in pieces of a size that the control plane takes."""
 
 from __future__ import annotations

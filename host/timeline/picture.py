@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call as a picture: time to the right, a line for each processor, tasks by colour, idle white.
 
 A picture carries the digest of what it shows, so that it can be seen, without drawing it again,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call's GEMMs asked of the experts' weights, and what of it a cache would have read.
 
 Parts of tiles of one expert share its weights as long as a cache holds them; a trace knows in what

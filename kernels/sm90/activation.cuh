@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element-wise functions between the two products, in fp32, two values at a time.
 //
 // The smooth ones are all x sigmoid(2u) for some u(x). An SM computes an eighth as many

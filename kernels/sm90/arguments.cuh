@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a launch is told: addresses and tensor maps of each rank, which
 // host/engines/cuda_arguments.py packs in the same bytes; and the Rank that a block's roles make of
 // them.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared memory of a processor block, and the roles of its warps.
 //
 //   warp 0       fetch: claims parts and copies their descriptors here, one ahead of the loads

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A block's pairs, sorted by expert by all consumer warps; what runtime/routing_map.hpp's
 // sort_block does on one thread.
 //

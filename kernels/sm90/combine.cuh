@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Combine: the weighted sums of tokens whose rows are all back.
 //
 // The fetch warp looks up where the rows lie, while the block is at the part before; the load warp

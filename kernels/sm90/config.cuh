@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is fixed when a layer's kernel is compiled: its rules and the tiles, from the compiler's
 // command line.
 //

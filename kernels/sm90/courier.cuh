@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dispatch: the courier warp copies tokens' rows through buffers of its own, to memory here or at a
 // peer, beside whatever the rest of its block computes; and rows that have come, to where else
 // their tokens go.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two-byte storage types, their binary digits, and their conversion to and from fp32, two at a
 // time.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From accumulators to rows in memory: bias, activation, conversion, and the results' way out.
 //
 // A wgmma accumulator d of a thread holds, for j in [0, 32): columns 8j + 2(lane % 4) + {0, 1} of

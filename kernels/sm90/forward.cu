@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one kernel: every block of the grid is a processor of some rank, and each rank's last block
 // is its OS block.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of a block's tokens with a router whose weights are fp32.
 //
 // Each weight is cut into three terms of 16 bits whose sum it is, so products on tensor cores are

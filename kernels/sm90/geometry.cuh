@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sizes of the one layer that this kernel is compiled for, from the compiler's command line.
 //
 // A file of its own, because the runtime's headers include it (runtime/geometry_of.hpp). May not

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Routing that the caller gives: the only place where ids come in from outside. What is wrong with
 // them is found here, and no address is made of them before.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the host learns of a failure without waiting for the stream: the record is copied into memory
 // of the host's, which it looks at before the next call. May not know: what a failure means.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The logits of a block's tokens: sums over the slices of the depth, from the consumers'
 // accumulators or kept by the parts of the block, into shared memory, some tokens at a time.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loads and products of one part: load_tile() and load_route() bring steps of the depth into the
 // stages, multiply_tile() and multiply_logits() consume them.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Route on tensor cores: products of a block's tokens with the router's weights, by the parts of
 // the block, each token's choice (routing_rules.cuh), and the block's pairs sorted by expert.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The routing rules: which experts a token goes to, and with what weights, out of its logits. By a
 // warp a token, whose lanes have experts that follow each other.
 //

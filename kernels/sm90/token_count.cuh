@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // S, which a call may be told by device memory, so that a captured launch serves any number of
 // tokens; and what becomes of the rows of the output that no token has. May not know: routing.
 #pragma once

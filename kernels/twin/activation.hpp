@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element-wise functions between the two GEMMs, in fp32.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The twin as a Python module: sizes of a layer, one rank of it (for host/engines/twin.py), and
 // runs in an order that a seed decides (for host/explore.py).
 #include <nanobind/nanobind.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Threads that wait for calls. See crew.hpp.
 #include "kernels/twin/crew.hpp"
 

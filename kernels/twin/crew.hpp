@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who runs a call's actors beside its caller: threads that sleep between calls.
 //
 // Start and end of a call go through one lock, which stands for the kernel boundary and is not part

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Storage types of the twin and their conversion to and from fp32.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank of the twin: its memory, its workers, and one forward call. See forward.hpp.
 #include "kernels/twin/forward.hpp"
 

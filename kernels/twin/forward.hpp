@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank of the twin: what its layers share, its workers, and one forward call.
 //
 // The caller is the OS block; each processor is a worker of the crew. May not know: Python, how

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chooses among the builds of gemm.hpp's functions, once, by what the processor supports.
 #include "kernels/twin/gemm.hpp"
 

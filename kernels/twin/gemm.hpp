@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The twin's matrix product on one thread: out = rows * weight^T, accumulated in fp32.
 //
 // Knows packed rows, weights in their storage type and one thread. Knows nothing of tasks, experts,

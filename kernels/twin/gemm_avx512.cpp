@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gemm.hpp for x86-64 processors with AVX-512F, BW, VL and DQ. Needs no compiler flags.
 #if defined(__x86_64__)
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The body of gemm.hpp's two functions, compiled once for each instruction set.
 //
 // Knows vectors, registers and caches. Included by gemm_{portable,avx2,avx512}.cpp alone, after

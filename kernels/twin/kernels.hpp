@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a twin processor computes: the six tasks on one thread.
 //
 // Satisfies runtime/lone_warp.hpp's Kernels. May not know: queues, flags, when a task runs.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tensors of one call, and one processor's scratch memory.
 #pragma once
 

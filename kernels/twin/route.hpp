@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Route task: logits, scores, top-k and weights of one block of tokens, or the caller's
 // routing.
 //

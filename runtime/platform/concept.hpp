@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The only seam between the device OS and a machine: what `platform/twin` and `platform/cuda` must
 // provide.
 //

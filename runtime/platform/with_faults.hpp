@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Makes any machine one whose actors do what a rank's fault plan says (runtime/faults.hpp).
 //
 // A class of its own, so that nothing of a kernel without faults changes, not even its symbols. May

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests of the pages for users: what they show is what the package does."""

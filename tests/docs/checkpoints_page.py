@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the tables of docs/checkpoints.md from those of `moeos.checkpoints`.
 
 `python -m tests.docs.checkpoints_page`, in a checkout, writes them; what stands between them is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes docs/api.md, the reference of what `moeos` offers, from signatures and docstrings.
 
 `python -m tests.docs.reference_page`, in a checkout, writes the page. It knows nothing of what the

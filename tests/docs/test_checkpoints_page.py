@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of docs/checkpoints.md are those of the loader, and its example is true."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/command.md names every command, every key of [run] with its default, and every exit code."""
 
 from __future__ import annotations

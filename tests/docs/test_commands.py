@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command that README.md and docs/ show in a block of shell runs here, or has an excuse.
 
 It runs on the twin, in a copy of what users have before them. This file knows nothing of what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each row of docs/embedding.md names a test that there is.
 
 This file knows nothing of what the rows promise.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What docs/lessons.md names is in the log of docs/performance.md.
 
 This file knows nothing of what either says.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/api.md is what tests/docs/reference_page.py makes of the package, and leaves nothing out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CUDA's built-ins as the emulated kernel finds them. May not know: moeos.
 #pragma once
 

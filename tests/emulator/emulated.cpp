@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The real kernel of one configuration on the emulated GPU, as a shared library: one call of all
 // virtual ranks. tests/emulator/emulated.py compiles it with the configuration's macros and calls
 // it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's kernel on the emulated GPU of gpu.hpp: the same source, run lane by lane on a CPU.
 
 Holds no test. `build` compiles the kernel of one layer with the macros that NVRTC would be given;

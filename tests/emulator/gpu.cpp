@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The emulator's fibers and their scheduler; see gpu.hpp.
 #include "gpu.hpp"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GPU in one thread of a CPU: enough of one to run the real kernel, lane by lane.
 //
 // Each lane is a fiber. A fiber runs until it has to wait: for the other lanes of its warp, for a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which calls a launch may make, on the emulated GPU: one after the other, and not for ever."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """More experts than a tile has columns: the emulated GPU routes them in banks, as the reference.
 
 Few tokens are enough, and more would take long: most experts that are chosen have a tile each.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's own kernel, run on the emulated GPU: results, failures, and the faults that it finds.
 
 Each run has a seed, which decides in what order warps and lanes take turns and how late copies

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel on the emulated GPU computes what transformers' modules compute, of the families whose
 routers or activations have rules that no other family has."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OS block on the emulated GPU while one of its warps is given no turn.
 
 PTX promises that each warp goes on some day, and no more. So a call with a warp that stands still

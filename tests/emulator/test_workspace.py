@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of several shapes that share a heap and memory, on the emulated GPU."""
 
 from __future__ import annotations

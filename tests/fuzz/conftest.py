@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Says at the end of a run how many examples of each kind of input ended how."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an input may end, and how many did so: what all fuzz tests of this folder share.
 
 An input may be accepted, or be refused with an error that is clear: of a kind that is documented,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines of every kind of wrongness: done, or one line and a documented exit code.
 
 The commands run in this process, for speed, and a few as users start them. Compilers and probes of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs of models of every kind of wrongness: a layer's config, or an error that names the field.
 
 A config.json is somebody else's file. No native code of moeos reads it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safetensors files of every kind of wrongness: tensors, or an error that names file or tensor.
 
 moeos has no native code that parses them: the safetensors package does, behind `SafetensorsFile`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TOML files of every kind of wrongness: a config or a suite, or an error that names file and key.
 
 No native code of moeos parses them: tomllib does.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that the tests of the GPU share, and how they are run there.
 
 Holds no test. Each case is a kernel of its own, so there are few, and together they cover the

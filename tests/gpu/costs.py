@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What watching and tracing cost: `python -m tests.gpu.costs --out costs.json`.
 
 The same calls by three kernels of one source, in turn, on one GPU: as it is; with deadlines that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds on GPUs from process groups: `torchrun --nproc-per-node 2 -m tests.gpu.groups`.
 
 With 4 GPUs they are two worlds of two as well, by rows and by columns. Every rank draws the weights

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer on several GPUs, one process each: `torchrun --nproc-per-node 4 -m tests.gpu.multi`.
 
 Also under mpirun and srun. Every rank draws the weights of all experts and compares its outputs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What racecheck says of an order that is right, `python -m tests.gpu.racecheck_control lanes`.
 
 One warp writes shared memory, and arrives at an mbarrier by its first lane behind a __syncwarp, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What compute-sanitizer watches: a small layer on virtual ranks, `python -m tests.gpu.sanitized`.
 
 Small, because instrumented memory accesses take a hundred times as long. `test_sanitizer.py` starts

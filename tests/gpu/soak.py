@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls for as long as is asked for, then a rank that is killed amid one:
 `torchrun --nproc-per-node 4 -m tests.gpu.soak --seconds 3600 --out soak.json`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's activations are as right as kernels/sm90/activation.cuh says, at a million values."""
 
 from __future__ import annotations

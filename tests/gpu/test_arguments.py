@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments as users have them, on the GPU: shapes and strides, outputs, pieces, experts alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loaded kernel's instructions lie where it is said that they do.
 
 What is asked of L2 is not waited for, so an address that is wrong would only make calls slower.

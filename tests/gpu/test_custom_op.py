@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compiled layer on the GPU is one graph, and computes and launches what the layer does."""
 
 from __future__ import annotations

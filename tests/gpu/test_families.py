@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer on the GPU of each family's tiny model computes what transformers' module computes."""
 
 from __future__ import annotations

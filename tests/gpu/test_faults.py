@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults on demand on the GPU: the kernel with faults is late, stands still or is slow.
 
 Virtual ranks, all or none of them remote. Processes, of which one is killed, are in soak.py.

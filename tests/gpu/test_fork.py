@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A forked child of a rank with a GPU: refused by name, and it ends; the parent goes on."""
 
 from __future__ import annotations

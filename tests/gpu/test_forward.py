@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel computes what the float64 reference says, with virtual ranks on one GPU.
 
 Goes through `CudaEngine` alone: no module, no launcher.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call is one kernel on the caller's stream: it captures, and replays with other tokens.
 
 One rank on one GPU, through `MoELayer`, as a user makes the calls.

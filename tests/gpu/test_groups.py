@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds from process groups on several GPUs: starts tests/gpu/groups.py on 2 or 4 of them."""
 
 from __future__ import annotations

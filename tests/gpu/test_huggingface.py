@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer on the GPU with the weights of a Hugging Face block computes what that block computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The links that `moeos doctor` tries: sound ones are, and a broken one is told from them."""
 
 from __future__ import annotations

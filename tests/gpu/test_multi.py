@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several GPUs, one process each: starts tests/gpu/multi.py on 2 or 4 of them."""
 
 from __future__ import annotations

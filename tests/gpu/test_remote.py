@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers whose memory is not written directly: rows are staged, and put within a window.
 
 Virtual ranks on one GPU, whose puts are stores, run everything but the network. Processes, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An fp32 router on the GPU chooses float64's experts, wherever the margin is what the config
 promises. Prints how many tokens differ at all.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules of routers beyond softmax and sigmoid on the GPU: each is the reference's."""
 
 from __future__ import annotations

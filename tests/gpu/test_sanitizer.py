@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compute-sanitizer finds nothing in the kernel: memcheck and racecheck, on virtual ranks.
 
 memcheck sees accesses outside of allocations and misaligned ones. racecheck sees accesses to shared

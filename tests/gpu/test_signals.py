@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits of the main thread for the GPU see signals; the GPU goes on, and later waits are right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of real sizes: every config that the GPU has, whole outputs against float64.
 
 Weights are drawn on the GPU, and the reference runs there, so that whole calls can be compared.

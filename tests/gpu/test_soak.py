@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several GPUs, one process each: some seconds of tests/gpu/soak.py and of what it ends with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only the GPU can see ends a call on all ranks, without a wait, and raises on all of them."""
 
 from __future__ import annotations

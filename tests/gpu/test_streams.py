@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls on several streams of one GPU: each is right, whatever stream it is on."""
 
 from __future__ import annotations

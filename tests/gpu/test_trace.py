@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A traced kernel computes the same bits, and its events are the call that it made; which one that
 is, and what it finds in the cache.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny model of transformers in bfloat16 on the GPU answers with moeos as with "eager"."""
 
 from __future__ import annotations

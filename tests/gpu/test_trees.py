@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos.bench.trees` times an installed moeos against itself on this host's GPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos.bench.variants` times kernels of several trees, and tells which compute otherwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that share a workspace on a GPU: what they compute, keep apart and cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a document is what viewers of the Chrome trace event format can show. Holds no test.
 
 Stricter than Perfetto, which perfetto_reader.py asks: slices must nest, arrows must leave and reach

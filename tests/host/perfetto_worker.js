@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Perfetto's trace processor in a process of its own: bytes of its RPC stream on stdin, its answers
 // on stdout. The argument is the folder of a Perfetto UI, whose engine_bundle.js is a web worker
 // around the trace processor's WebAssembly.

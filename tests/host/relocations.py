@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the loader is to fill in in a compiled kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random calls of a layer and of experts, with arguments as users have them: each is right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """init: it recognises how the process was started, and fails alike on all ranks."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate before a layer's calls: order of arrival, closing beside a call, no way to lock up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions on a thread of their own: results, errors, and signals while the main thread waits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """load_block: Hugging Face names and layouts in, this rank's weights out."""
 
 import re

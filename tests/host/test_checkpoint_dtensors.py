@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face block whose tensors are DTensors is read as one of whole tensors is."""
 
 from __future__ import annotations

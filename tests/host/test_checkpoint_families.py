@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of every family its config, its files and its modules give the layer that the family computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block is read from files only as far as a rank needs it: its own experts and the router."""
 
 from __future__ import annotations

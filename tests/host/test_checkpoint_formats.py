@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised checkpoints: each format means the numbers that its definition says.
 
 The expected numbers are computed here in float64, bit by bit, from the definitions of E4M3, E2M1

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and the config's layout decide how a block is read, and the shapes of its tensors never."""
 
 from __future__ import annotations

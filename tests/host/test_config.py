@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoEConfig: what it accepts, what it derives, and how it is read and compared."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control planes: what they exchange, and that a missing rank is named and never waited for."""
 
 import os

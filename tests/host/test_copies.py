@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of a layer, pickles of it, and layers that are made before their weights are there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer counts in every call: against the routing, the clock, and ranks that are late."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes that a launch is given: which tensor map each matrix has. The driver is a stand-in."""
 
 from __future__ import annotations

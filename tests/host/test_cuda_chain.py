@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of a world's launches, with a driver that only notes what it is asked for."""
 
 from __future__ import annotations

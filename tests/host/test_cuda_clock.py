@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What questions to a GPU say of its clock; asking one needs a GPU (tests/gpu/test_trace.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers share on a GPU, with memory of the host in place of a GPU's: growth, graphs, ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compiled layer does what the layer does: in one graph, and once for each call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What differentiates or batches a call raises by name, since a layer has no such rule."""
 
 from __future__ import annotations

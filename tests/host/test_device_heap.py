@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heaps on GPUs between processes, with a driver whose memory is files: shared, and never left."""
 
 from __future__ import annotations

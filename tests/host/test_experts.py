@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts compute with the caller's tensors, whose they stay, and hold none."""
 
 from __future__ import annotations

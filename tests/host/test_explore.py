@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Thousands of small worlds in orders that seeds decide: results and errors are as they must be.
 
 What a run does and judges is in kernels/twin/explore/; tests/native breaks the runtime and wants it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each failure that the runtime records becomes one sentence, which names what to look at."""
 
 from __future__ import annotations

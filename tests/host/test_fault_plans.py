@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fault plans: what is read from a file, what is refused and how, and how delays are drawn."""
 
 from __future__ import annotations

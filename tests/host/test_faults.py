@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults on demand: a rank that is late gives right results, one that is too late is named in time.
 
 Ranks are virtual here, or forked processes, or started by torchrun and mpirun with MOEOS_FAULTS.

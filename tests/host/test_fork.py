@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that a fork has made of a rank: it uses nothing of the parent's world, and ends.
 
 Programs fork by themselves, so that the child ends as a program does. A child that hangs is killed

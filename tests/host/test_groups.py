@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A world from a process group, a mesh's dimension or a store; several worlds in one process."""
 
 from __future__ import annotations

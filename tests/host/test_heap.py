@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The symmetric heap: what it looks like, that all ranks see it, and that nothing of it is left."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which heap of a world on GPUs a layer gets, with heaps that only note that they were freed."""
 
 from __future__ import annotations

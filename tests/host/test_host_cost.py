@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an eager call on a GPU makes its host do, with an engine whose driver is a stand-in.
 
 `python -m moeos.bench.host_cost` measures it in microseconds where there is a GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What memory a process can have: the least of the machine's and of its control groups'."""
 
 from pathlib import Path

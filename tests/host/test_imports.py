@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every module can be the first of the package that a program imports."""
 
 import subprocess

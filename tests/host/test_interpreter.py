@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interpreter in which PyTorch does not work is refused by name, before it crashes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiler of kernels: what it refuses, what makes it compile again, and what it reports."""
 
 from __future__ import annotations

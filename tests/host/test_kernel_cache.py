@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache of kernels: made once, found again, and only what this user alone has written."""
 
 from __future__ import annotations

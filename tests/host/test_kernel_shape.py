@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels are compiled for: layers that the GPU has, and how their work is cut."""
 
 from __future__ import annotations

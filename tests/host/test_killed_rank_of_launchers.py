@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What README says of a killed rank under mpirun and torchrun: which sentences come, and how to get
 the one that names it."""
 

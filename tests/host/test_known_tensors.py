@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors are known if nothing has changed that a check would see, and else all is checked."""
 
 from __future__ import annotations

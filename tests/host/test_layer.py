@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer computes what the float64 reference says, whatever its options and its routing."""
 
 from __future__ import annotations

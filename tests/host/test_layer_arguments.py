@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call takes x as users have it: any leading shape and strides, an output, more rows than fit."""
 
 from __future__ import annotations

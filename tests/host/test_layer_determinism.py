@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output is bitwise the same, however the actors of a call happen to meet (invariant 5)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls follow each other without a barrier, however unequal the ranks (invariants 2, 3 and 4)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that dies or never calls ends the others' calls with an error that names it, in time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad arguments raise before anything is sent, say what is allowed, and leave the layer usable."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call writes to peers and what it computes: exactly what the routing asks for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random layers, worlds and routings: every output is the reference's, every count adds up."""
 
 from __future__ import annotations

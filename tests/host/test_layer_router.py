@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router in fp32: the layer chooses float64's experts, whatever type all else has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules of routers beyond softmax and sigmoid: each is the reference's; what is wrong says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read off compiled kernels, and what is changed in them; two small ones."""
 
 from __future__ import annotations

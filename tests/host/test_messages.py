@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages are ASCII: a program may print an error wherever it runs."""
 
 from __future__ import annotations

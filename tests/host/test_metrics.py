@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counters for Prometheus: what a scraper reads is the sum of what the calls said."""
 
 from __future__ import annotations

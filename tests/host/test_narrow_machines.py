@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers on machines with little: no room in /dev/shm, no file that can be written.
 
 Each program runs in a mount namespace of its own, which only root can make.

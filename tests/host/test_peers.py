@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which peers' memory a GPU addresses, and which world NVSHMEM, where there are others, serves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a program does beside a layer: process pools, data loaders, event loops, hooks, exits.
 
 Each is a program of its own, since its children may import it, and ends within a limit.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The float64 reference: against Hugging Face's modules, plain definitions, and its own words."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals: waits see them, who is interrupted is named, and threads end before Python does.
 
 Deadlines are far longer than what a test may take: a signal that is seen only at the deadline fails

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where torch.distributed runs a state dict holds all ranks' experts; all forms are loaded."""
 
 from __future__ import annotations

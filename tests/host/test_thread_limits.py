@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A system that gives no more threads: every rank raises an error that names the limits.
 
 RLIMIT_NPROC binds no root, so a rank of root's becomes a user that nobody is.

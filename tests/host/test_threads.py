@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads that share a layer, close its world or delete it: every call right or an error, no crash.
 
 Every deadline is far longer than what a test may take: what is seen only there fails the test by

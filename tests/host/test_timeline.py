@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read out of traces: causes, the chain, sums, and the files; by hand and on the twin."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer's trace holds: every part once, in its order, and how many had no room."""
 
 from __future__ import annotations

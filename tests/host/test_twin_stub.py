@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """host/_twin.pyi must say what the compiled module has, or mypy checks against another twin."""
 
 from __future__ import annotations

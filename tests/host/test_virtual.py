@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual ranks: results in order, and the error that caused the others, promptly."""
 
 import threading

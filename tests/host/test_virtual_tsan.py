@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual ranks under Python with the twin built for ThreadSanitizer: calls, failures and resets.
 
 tests/native sees every access of the protocol. This adds what lies around it: layers, worlds and

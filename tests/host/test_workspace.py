@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that share a workspace: what they compute, what they keep apart, and what they cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """World and TwinOptions: what they accept, and that a world ends in order and only once."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrappers of a whole model make all else equal, or cut it up, and leave experts alone."""
 
 from __future__ import annotations

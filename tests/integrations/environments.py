@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments with libraries that are no dependencies of the tests, each of its own; no test.
 
 They lie below build/ and are made at need, which takes minutes and a package index. Where that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts classes of all families that transformers has, found in its source, and small ones.
 
 A class is made with a config that has all names under which families have a size.

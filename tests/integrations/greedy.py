@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program: the tokens that vLLM chooses greedily for three prompts.
 
 greedy.py MODEL OPTIONS, where OPTIONS is a JSON object of arguments for vLLM's LLM. Runs in vLLM's

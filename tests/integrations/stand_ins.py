@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs tests of the adapters in processes where a stand-in takes a library's place.
 
 The libraries themselves are not installed beside moeos. `fakes/` has what the adapters touch. Where

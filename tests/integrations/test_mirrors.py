@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stand-ins have the names and the arguments of the libraries, read from their own source."""
 
 from __future__ import annotations

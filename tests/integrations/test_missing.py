@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters without their libraries, which are no dependencies of moeos."""
 
 from __future__ import annotations

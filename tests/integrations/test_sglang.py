@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The SGLang adapter against a stand-in of SGLang 0.5.23, on the twin, compared with float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torchtitan adapter, with a stand-in of torchtitan 0.3.0 or itself, compared with float64.
 
 Where torchtitan is not installed it is the stand-in; `test_torchtitan_itself.py` runs these tests

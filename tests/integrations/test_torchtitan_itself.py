@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tests of the torchtitan adapter with torchtitan itself, in an environment of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transformers adapter: models, experts and expert parallelism, compared with "eager"."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM adapter against a stand-in of vLLM 0.32.0, on the twin, compared with float64.
 
 `test_vllm_itself.py` runs vLLM.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM with moeos, on CPUs: its greedy tokens are those of vLLM alone, and its types fit.
 
 vLLM has an environment of its own, which is made at need. Without a package index that has it these

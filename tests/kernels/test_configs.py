@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's kernel of every config: `moeos compile` makes it, and it keeps its registers.
 
 A register that is spilled, or a stack frame, costs time in every tile, and comes and goes with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels that try links between GPUs, and read their clocks, compile wherever NVRTC is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`launch/bench` says what it can measure before it installs anything."""
 
 import subprocess

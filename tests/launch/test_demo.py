@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo under mpirun: four processes, one table, one verdict, and one voice."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C at any time ends the command with status 130 and nothing on stderr."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launch scripts: they parse, say how they are used, and set what they promise to set."""
 
 import os

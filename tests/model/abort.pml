@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Failures: who is told, of which call, and that everyone leaves.
  *
  * What is modelled, and where it is in the code:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol's models, checked by spin: the worlds that must hold, the mutations that must not.
 
 `python -m tests.model.check` prints all numbers; `check_all` gives them to other programs.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Calls of the layer, one behind the other, among ranks that store into each other's heaps.
  *
  * What is modelled, and where it is in the code:

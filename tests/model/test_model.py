@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of counts, arrivals, returns and epochs, as models that spin searches completely.
 
 Each world must hold in all of its states; and each mutation, a protocol with one of its rules left

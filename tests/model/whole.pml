@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Calls that are planned whole: parts are handed out before their inputs are here, and processors
  * wait for these. Does everybody get on, whatever the number of processors?
  *

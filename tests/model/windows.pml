@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Two ranks that reach each other by puts alone: requests, windows, and what has landed.
  *
  * What is modelled, and where it is in the code:

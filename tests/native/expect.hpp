@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What programs that step through one part of the runtime share: expectations that are counted, and
 // memory such as a rank has.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What programs that step through one actor share: a small geometry, of which each sets what it is
 // about, and a rank that is alone with it.
 #pragma once

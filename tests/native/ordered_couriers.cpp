@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Couriers that take listed chunks in another order than these are promised to them. See
 // ordered_couriers.hpp.
 #include "tests/native/ordered_couriers.hpp"

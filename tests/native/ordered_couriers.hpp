@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Couriers alone, under a schedule: a whole world seldom shows that one of them takes a chunk
 // behind another, to whom it was listed later. May not know: who watches.
 #pragma once

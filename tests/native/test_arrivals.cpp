@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arrivals subscriber alone, when counts have come: which calls it plans whole, and in which
 // order it hands their parts out.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // partition_point against its definition, for every size up to 600 and every answer.
 //
 // Build: g++ -std=c++20 -I. tests/native/test_base.cpp -o test_base

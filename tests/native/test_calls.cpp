@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which calls a rank of the twin may make: one after the other, and not for ever.
 //
 // Prints what was wrong and exits with 1.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank makes of words in its heap that no peer would write: an error, never an access
 // outside of its buffers and never a hang.
 //

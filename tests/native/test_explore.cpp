@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs of the explorer without Python, for tests that break the runtime and want it noticed.
 //
 // Usage: test_explore SEED RUNS. Prints what must not have happened and exits with 1 at the first

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan of a call of few rows of several ranks: every processor makes the tiles that the
 // subscriber would have written down.
 //

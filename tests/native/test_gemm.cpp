@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks the twin's matrix product in every build that this processor runs. Knows only gemm.hpp.
 //
 // From the root of the repository (add -fsanitize=address,undefined to check the buffers' bounds):

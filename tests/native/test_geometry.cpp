@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bounds of Geometry: kMaxExactBoxes against all ways in which segments can fill a tile; what a
 // Combine part holds, and blocks and parts of Route, against every call. And words of couriers'
 // parts, which must say what they stand for.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plan of a rank that is alone, from its counts or its choices: which parts there are, in which
 // order, and of which rows.
 //

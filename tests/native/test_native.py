@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The twin without Python: random worlds under sanitizers, and the matrix product with and without.
 
 g++ builds tests/native/*.cpp with the twin's sources; nothing but moeos's own code is in these

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an explored run orders: a witness that reports two accesses of two actors that nothing
 // orders, one of them a write.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fences of the device OS: all that actors share is ordered by them, and one that is taken away is
 noticed.
 

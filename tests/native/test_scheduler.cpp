@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scheduler alone, sweep by sweep: which tiles' GEMMs it hands out in which order, and which of
 // them in halves.
 //

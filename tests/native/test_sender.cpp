@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sender alone, step by step: how much of what was asked for is under way to a remote peer,
 // what opens a window again, and which of several failures that peers have put is raised.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tile plan alone, arrival by arrival: which rows become tiles when, in which order and layout.
 //
 // Built and run by tests/native/test_native.py. What a tile computes does not depend on any of

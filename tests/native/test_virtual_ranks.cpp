@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Virtual ranks without Python: random layers through the whole protocol, each result checked in
 // double precision.
 //

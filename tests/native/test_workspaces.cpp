@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Layers of several random shapes in one workspace, without Python: each result is checked in
 // double precision, and ThreadSanitizer sees rows of one shape lie where another's lay in the call
 // before.

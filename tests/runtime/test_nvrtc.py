@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runtime headers must compile for the GPU, or the twin and the GPU would drift apart."""
 
 from __future__ import annotations

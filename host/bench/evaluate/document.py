@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON document of an evaluation: begun, added to after each case, continued by a later run.
 
 It is whole at any time, whatever becomes of the process that writes it. Its fields:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the memory table of an evaluation, which needs neither ranks nor a GPU, into a page.
 
 `python -m moeos.bench.evaluate.memory` puts it into docs/evaluation.md, between the lines

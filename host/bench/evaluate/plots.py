@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots of an evaluation, as SVG: time against tokens, and against experts.
 
 A picture carries the digest of the numbers that it shows. Drawing needs matplotlib.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command behind `launch/evaluate`: one rank of the evaluation.
 
 In each case moeos and a bulk-synchronous layer (`moeos.bench.all_to_all`: NCCL on GPUs, gloo on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report says of an evaluation: ours, and what the thesis measured on other machines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers of the FlashDMoE thesis (O. J. Aimuyo, Cornell 2025) that ours stand beside.
 
 Nothing here was measured by moeos, and nothing is computed.

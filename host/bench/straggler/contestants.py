@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two layers of a study, and the clocks by which their steps are measured.
 
 A step begins on all ranks at about the same time; then a rank's delay passes, and its call follows.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow links between nodes: as a fault plan for moeos, and as a wait for an all-to-all.
 
 Both delay the same bytes by the same rule: on each link from a rank to a rank of another node

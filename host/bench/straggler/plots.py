@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots of a straggler study, as SVG: how many steps took how long, in each scenario."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is done to the ranks: by name, as delays before each step and factors of their speed.
 
 It knows distributions and ranks, and nothing of layers or clocks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command behind `launch/straggler`: one rank of a study.
 
 In each scenario moeos and a bulk-synchronous layer (`moeos.bench.all_to_all`: NCCL on GPUs, gloo on

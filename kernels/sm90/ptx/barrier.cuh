@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // mbarriers and named barriers of one block, and the shared memory that they lie in, as thin
 // instruction wrappers. Source: PTX ISA, "mbarrier" and "barrier".
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the kernel's instructions lie, and how L2 is asked for bytes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stores that a condition does not turn into branches. Source: PTX ISA, "st".
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The hyperbolic tangent of the special function unit, right to 2^-11 of itself. Source: PTX ISA,
 // "tanh".
 #pragma once

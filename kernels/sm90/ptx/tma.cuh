@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor memory accelerator: boxes of a matrix into shared memory, and runs of bytes in both
 // directions. Source: PTX ISA, "cp.async.bulk.tensor" and "cp.async.bulk".
 #pragma once

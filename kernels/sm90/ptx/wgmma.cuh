@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Warpgroup matrix multiply-accumulate: 64 x N += (64 x 16) * (N x 16)^T for N of 64, 128 and 256,
 // both operands in shared memory, or the rows in registers, fp32 accumulators in registers. Source:
 // PTX ISA, "wgmma.mma_async" and its matrix descriptors.

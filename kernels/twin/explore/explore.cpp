@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small worlds under a schedule. See explore.hpp.
 #include "kernels/twin/explore/explore.hpp"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One run of the real device OS in a small random world, in an order and with a fault that a seed
 // decides; what it must not do is give a wrong result, or not end.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Puts on their way. See hostile_nic.hpp.
 #include "kernels/twin/explore/hostile_nic.hpp"
 

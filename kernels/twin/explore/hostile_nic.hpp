@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A network card that keeps its promises and nothing else.
 //
 // Puts to a rank overtake each other unless they are fenced, bytes are read when they leave and not

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random layers, calls and results. See random_world.hpp.
 #include "kernels/twin/explore/random_world.hpp"
 

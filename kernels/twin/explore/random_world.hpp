@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random small layers and calls, and their results in double precision.
 //
 // Routing is given by the caller, so that a near-tie in the router cannot be mistaken for an error.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fibers and the choice among them. See schedule.hpp.
 #include "kernels/twin/explore/schedule.hpp"
 

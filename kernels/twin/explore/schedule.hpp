@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Actors of many ranks as fibers of one thread, which take turns as a seed says.
 //
 // Every atomic access is a point at which another fiber may go on, so a run visits one of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who is told which fiber goes on, and so can say what of the others it has acquired.
 //
 // There is none in ordinary use; a program that looks for what nothing orders has one

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Puts between ranks whose heaps one GPU addresses: stores, in the order that the contract asks
 // for.
 //

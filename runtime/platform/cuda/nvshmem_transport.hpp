@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Puts by NVSHMEM: over RDMA where there is no NVLink, through mapped memory where there is.
 //
 // NVSHMEM is compiled into the kernel as it stands in its headers, and not linked from its device

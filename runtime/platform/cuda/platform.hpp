@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The GPU's machine: a block is a block, a warp has 32 lanes, direct peers are mapped memory over
 // NVLink, and remote ones are left to a transport (a file beside this one).
 //

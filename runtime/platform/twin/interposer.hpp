@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hooks of the twin's machine: what a test puts between the runtime and memory, clock and network.
 //
 // None is installed in ordinary use. May not know: what a word means, who accesses it.

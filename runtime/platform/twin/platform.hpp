@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The twin's machine: a block is a thread, a warp has one lane, peers are mapped memory.
 //
 // Knows C++ atomics, clocks and sleeping; may not know the heap's layout or what an actor does with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Made-up results of `launch/bench gpu`, for the tests of what is made of them. Holds no test."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU's baseline computes the layer: on CPUs over gloo, against the float64 reference."""
 
 from __future__ import annotations

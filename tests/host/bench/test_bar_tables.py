@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of bars: every case that has one, with each number of GPUs, and which are missed."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which bar a case of the GPU benchmark is judged by, and the floor that nothing gets below."""
 
 from typing import Any

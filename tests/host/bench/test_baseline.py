@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The PyTorch side of the benchmark computes the layer; no other layer is measured with it."""
 
 import dataclasses

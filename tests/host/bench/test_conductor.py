@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The conductor: members answer together, one that dies is named, no process is left behind."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of what deadlines and a trace cost."""
 
 from __future__ import annotations

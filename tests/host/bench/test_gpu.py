@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`launch/bench gpu` on a machine without one: it watches its ranks, and goes on after a failure.
 
 The ranks are programs that do what they are told for each shape; what real ones do needs a GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank of the GPU benchmark computes on the host: the limits of a case."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables and plots of the GPU benchmark: each number is the results', each case has its row."""
 
 from pathlib import Path

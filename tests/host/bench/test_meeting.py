@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where ranks' GPUs meet, with a recorder in place of CUDA and NCCL."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a benchmark's JSON says of where it comes from."""
 
 from __future__ import annotations

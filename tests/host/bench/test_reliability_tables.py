@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of docs/reliability.md: the numbers of the JSON, and what is not as it must be is loud."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark tables: made from the JSON alone, between markers, and those in docs/ are current."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU benchmark's document: whole at any time, continued by later runs of the same thing."""
 
 import json

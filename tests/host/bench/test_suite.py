@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suites of the GPU benchmark: what a file says, what it may not say, and the layers in it."""
 
 import dataclasses

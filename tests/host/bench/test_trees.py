@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos.bench.trees` tells processes of several trees in turn what to time, and gathers times."""
 
 from __future__ import annotations

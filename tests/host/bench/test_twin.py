@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`launch/bench twin`, with a tiny layer: every field is there and follows from the times."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos.bench.variants`, as far as it needs no GPU: what is compared, and what is noted of it."""
 
 from __future__ import annotations

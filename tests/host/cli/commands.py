@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a command of `moeos` in this process, as its tests see it."""
 
 from __future__ import annotations

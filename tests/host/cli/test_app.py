@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `moeos` itself: its version, and the two ways to start it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check: it passes what the reference computes and nothing else, on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos trace --cold` on GPUs that are recorders: what is put into the stream, in which order."""
 
 from __future__ import annotations

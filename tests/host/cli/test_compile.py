@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos compile`: what the compiler says, as a table, as JSON and as an exit code."""
 
 from __future__ import annotations

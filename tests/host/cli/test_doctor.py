@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos doctor`: it finds what is here, says what is missing, and judges by the twin."""
 
 from __future__ import annotations

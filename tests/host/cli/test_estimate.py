@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The estimate of a call against what a call does."""
 
 from __future__ import annotations

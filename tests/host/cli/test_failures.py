@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How commands end: one line, the right exit code, and one voice for what all ranks refuse."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos fuzz`: figures, findings, and how to repeat one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers in tables are short, and in the unit that a reader expects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos plan`: every config of the repository has a plan, quickly, and bad input a line."""
 
 from __future__ import annotations

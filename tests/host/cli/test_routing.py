@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patterns of --routing: each follows its law, and gives the layer routing that it accepts."""
 
 import pytest

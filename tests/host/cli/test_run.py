@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos run` in one process: its sources of tokens and weights, its results, its exit codes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos run` reads config and weights of a layer of a Hugging Face model as they were saved."""
 
 from __future__ import annotations

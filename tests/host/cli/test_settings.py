@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table [run]: what it may say, and what is said about everything else."""
 
 from pathlib import Path

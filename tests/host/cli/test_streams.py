@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a command does where its output cannot be written, or not as it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safetensors files: tensors are read when asked for, rows in pieces, and bad files are named."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents as tokens: which bytes are read, and what a byte becomes."""
 
 from pathlib import Path

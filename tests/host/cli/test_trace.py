@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`moeos trace` on the twin: its files, its summary, its warnings, its exit codes, its guide.
 
 `python -m tests.host.cli.test_trace FILE.npz` makes what `moeos trace --save` wrote the guide's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`launch/evaluate` on the twin: a tiny evaluation has all numbers, and goes on where it ended."""
 
 from __future__ import annotations

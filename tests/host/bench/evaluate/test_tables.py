@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report says of an evaluation: its numbers and the thesis', and what is missing."""
 
 from __future__ import annotations

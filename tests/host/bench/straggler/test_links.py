@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links between nodes of a straggler study: the same for moeos and for the all-to-all."""
 
 from __future__ import annotations

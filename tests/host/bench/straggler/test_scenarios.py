@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios of a straggler study: what a text means, and that delays are as distributed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`launch/straggler` on the twin: a small study has all numbers, and tables follow from them."""
 
 from __future__ import annotations

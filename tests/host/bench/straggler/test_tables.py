@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of docs/straggler.md: they and the plots are of the results that lie beside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for torchtitan: names and calls of torchtitan 0.3.0, nothing else.
 
 It has what moeos.integrations.torchtitan touches and what calls it, written anew.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The emulator's conversions, in place of kernels/sm90/element.cuh.
 #pragma once
 

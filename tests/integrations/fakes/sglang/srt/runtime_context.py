@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: what a process is told before it makes a model."""
 
 from __future__ import annotations

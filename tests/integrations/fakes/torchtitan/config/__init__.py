@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for torchtitan: configs."""
 
 from torchtitan.config.configurable import Configurable

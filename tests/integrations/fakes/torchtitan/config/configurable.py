@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for torchtitan: configs that build what they are of."""
 
 from __future__ import annotations

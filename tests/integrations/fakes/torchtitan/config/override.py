@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for torchtitan: configs that take the place of others, by name."""
 
 from __future__ import annotations

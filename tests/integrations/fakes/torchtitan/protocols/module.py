@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for torchtitan: modules that are built from configs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The emulator's mbarriers and named barriers, in place of kernels/sm90/ptx/barrier.cuh.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // In place of kernels/sm90/ptx/code.cuh: a host's processor fetches its instructions by itself.
 #pragma once
 

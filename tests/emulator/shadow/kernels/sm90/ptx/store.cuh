@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The emulator's stores, in place of kernels/sm90/ptx/store.cuh.
 #pragma once
 

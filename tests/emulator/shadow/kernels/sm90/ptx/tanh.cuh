@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The emulator's hyperbolic tangent, in place of kernels/sm90/ptx/tanh.cuh.
 #pragma once
 

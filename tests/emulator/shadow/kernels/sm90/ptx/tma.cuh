@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The emulator's tensor memory accelerator, in place of kernels/sm90/ptx/tma.cuh: copies land after
 // a while, in any order.
 #pragma once

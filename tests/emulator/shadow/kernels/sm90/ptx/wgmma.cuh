@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The emulator's matrix products, in place of kernels/sm90/ptx/wgmma.cuh: each lane computes its
 // own accumulators, when it issues the product.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The emulator's machine, in place of runtime/platform/cuda/platform.hpp: all accesses are ordered.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: what command lines may say."""
 
 MOE_RUNNER_BACKEND_CHOICES = ["auto", "triton", "deep_gemm"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: functions that plugins put around others, by name."""
 
 from __future__ import annotations

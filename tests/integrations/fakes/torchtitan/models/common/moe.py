@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for torchtitan: the weights of experts, and what routes tokens through them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for torchtitan: tokens of one rank, put in the order of their experts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: names of backends, and those in force."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: weights as they are."""
 
 from __future__ import annotations

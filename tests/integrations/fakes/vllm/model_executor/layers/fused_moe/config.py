@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: what a layer's experts are, and how they lie on ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: which rank holds which expert."""
 
 from __future__ import annotations

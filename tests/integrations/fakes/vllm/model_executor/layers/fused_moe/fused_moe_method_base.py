@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: how a layer's routed experts are made and called."""
 
 from __future__ import annotations

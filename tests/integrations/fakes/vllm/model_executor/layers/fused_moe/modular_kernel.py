@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: a modular kernel, in the order in which vLLM calls its parts.
 
 Prepare, workspaces, the experts into the output or a buffer like it, finalize.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: the weights of a layer's experts, and their method."""
 
 from __future__ import annotations

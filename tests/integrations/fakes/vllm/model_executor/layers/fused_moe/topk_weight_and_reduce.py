@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: the experts have weighted and added up by themselves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: weights as they are, and the call of a kernel with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: what a plugin's quantisation is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: a layer's experts, from its construction to its call."""
 
 from __future__ import annotations

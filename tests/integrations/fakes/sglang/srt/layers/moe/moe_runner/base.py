@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: what a runner core is told and given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: which core runs a layer, and its call."""
 
 from __future__ import annotations

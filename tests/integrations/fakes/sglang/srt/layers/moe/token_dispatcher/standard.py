@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for SGLang: tokens stay where they are, and ids become those of this rank."""
 
 from __future__ import annotations

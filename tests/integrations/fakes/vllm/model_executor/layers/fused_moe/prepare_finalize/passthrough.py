@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of the stand-in for vLLM: stages that pass tensors on to experts that communicate themselves."""
 
 from __future__ import annotations
