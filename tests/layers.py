@@ -267,20 +267,22 @@ FAR_BELOW = {"selection_bias": True, "top_k": 3}
 """What `draw_far_below` asks of a config, beside 8 experts."""
 
 
-def draw_far_below(cfg: MoEConfig, tokens: int, seed: int = 0) -> tuple[Weights, list[Call]]:
-    """A layer and its calls, in which all chosen scores of half of the tokens are too small for
-    fp32: experts 4 to 7 have logits far below the others', and a bias or the caller chooses them.
+def draw_far_below(cfg: MoEConfig, tokens: int, seed: int = 0) -> tuple[Weights, Call]:
+    """A layer and a call in which all chosen scores of half of the tokens are too small for fp32.
+
+    Experts 4 to 7 have logits far below the others'. A bias chooses them, or, where cfg.routing is
+    "ids", the caller.
     """
     drawn = draw_weights(cfg, seed)
     gate = drawn.gate.clone()
     gate[:, 0] = torch.tensor([120.0, 60, 0, -60, -120, -121, -122, -123])
     bias = torch.tensor([0.0] * 4 + [9.0, 8.0, 7.0, 6.0])
+    weights = dataclasses.replace(drawn, gate=gate, selection_bias=bias)
+    if cfg.routing == "layer":
+        return weights, draw_call(cfg, tokens, seed + 1)
     favoured = torch.tensor([-math.inf] * 4 + [0.0] * 4)
     given = draw_given_call(cfg, tokens, seed + 1, favoured, unused=0.3)
-    return dataclasses.replace(drawn, gate=gate, selection_bias=bias), [
-        draw_call(cfg, tokens, seed + 2),
-        dataclasses.replace(given, weights=None),
-    ]
+    return weights, dataclasses.replace(given, weights=None)
 
 
 PREFERENCES: dict[str, Callable[[int, int], Tensor]] = {

@@ -70,7 +70,7 @@ CASES = {
 
 
 FAR_BELOW_CASES = {
-    scoring: Case(
+    f"{scoring}, {routing}": Case(
         1,
         config(
             dtype=torch.bfloat16,
@@ -79,10 +79,12 @@ FAR_BELOW_CASES = {
             experts=8,
             max_tokens=300,
             scoring=scoring,
+            routing=routing,
             **FAR_BELOW,
         ),
     )
     for scoring in get_args(Scoring)
+    for routing in ("layer", "ids")
 }
 
 
@@ -113,11 +115,11 @@ def test_a_rule_on_the_gpu_is_the_references(name: str) -> None:
     assert_computes(case, weights, calls_of)
 
 
-@pytest.mark.parametrize("scoring", FAR_BELOW_CASES)
-def test_weights_are_right_where_all_chosen_scores_are_too_small_for_fp32(scoring: str) -> None:
-    case = FAR_BELOW_CASES[scoring]
-    weights, calls = draw_far_below(case.cfg, 300)
-    assert_computes(case, weights, lambda rank: calls)
+@pytest.mark.parametrize("name", FAR_BELOW_CASES)
+def test_weights_are_right_where_all_chosen_scores_are_too_small_for_fp32(name: str) -> None:
+    case = FAR_BELOW_CASES[name]
+    weights, call = draw_far_below(case.cfg, 300)
+    assert_computes(case, weights, lambda rank: [call])
 
 
 def assert_computes(case: Case, weights: Weights, calls_of: Callable[[int], list[Call]]) -> None:

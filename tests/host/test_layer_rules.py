@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moeos import MoEConfig, MoELayer, TwinOptions, World, reference, virtual
-from moeos.config import Scoring
+from moeos.config import Routing, Scoring
 from tests.layers import (
     FAR_BELOW,
     Call,
@@ -85,16 +85,16 @@ def test_a_rule_is_the_references(rules: dict[str, Any], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("scoring", get_args(Scoring))
+@pytest.mark.parametrize("routing", ["layer", "ids"])
 @pytest.mark.parametrize("router_dtype", [None, torch.float32])
 def test_weights_are_right_where_all_chosen_scores_are_too_small_for_fp32(
-    scoring: Scoring, router_dtype: torch.dtype | None
+    scoring: Scoring, routing: Routing, router_dtype: torch.dtype | None
 ) -> None:
-    cfg = config(scoring=scoring, max_tokens=1024, router_dtype=router_dtype, **FAR_BELOW)
-    weights, calls = draw_far_below(cfg, 200)
-    (outputs,) = outputs_of(weights, [calls])
-    for call, y in zip(calls, outputs, strict=True):
-        # fp32 has logits of 120 to 4e-6, and weights move as much.
-        assert reference.relative_error(y, weights.expected(call)) <= 3e-5
+    rules = FAR_BELOW | {"scoring": scoring, "routing": routing, "router_dtype": router_dtype}
+    weights, call = draw_far_below(config(max_tokens=1024, **rules), 200)
+    ((y,),) = outputs_of(weights, [[call]])
+    # fp32 has logits of 120 to 4e-6, and weights move as much.
+    assert reference.relative_error(y, weights.expected(call)) <= 3e-5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
