@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import ROOT
 
-HEAD = """
+HEAD = '''
 import asyncio, atexit, concurrent.futures, multiprocessing, os, signal, sys, threading, time
 import torch, moeos
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,12 +29,19 @@ def own_layer(number):
         assert torch.equal(layer(x), layer(x))
     return number
 
+def await_feeders():
+    """Threads of multiprocessing's queues have the last references to their semaphores. Python may
+    end while one forgets a semaphore; its resource tracker then says that the semaphore leaked."""
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join()
+
 def parents_layer(number):
     try:
         layer(x)
     except RuntimeError as error:
         return "after the fork" in str(error)
-"""
+'''
 
 
 def run(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -101,6 +108,8 @@ if __name__ == "__main__":
             assert len(there) == 4 and all(map(torch.equal, there, here))
         if {stays}:
             iter(loader)  # workers are alive when the world ends
+        else:
+            await_feeders()
     print("done")
 """
 
