@@ -3,150 +3,11 @@
 
 from collections.abc import Sequence
 
-TILE_ROWS: int = 128
-
-CHUNK_ROWS: int = 32
-
-ROUTE_TOKENS: int = 32
-
-SEGMENT_ALIGN: int = 8
-
-MAX_SEGMENTS: int = 8
+import moeos._sizes
 
 GATED_COLUMNS: int = 128
 
 PLAIN_COLUMNS: int = 256
-
-FAULTS: int = 16
-
-FAULT_PLAN_BYTES: int = 1664
-
-class Sizes:
-    """Buffers and bounds of a layer, as the runtime derives them."""
-
-    def __init__(
-        self,
-        *,
-        world: int,
-        experts: int,
-        top_k: int,
-        max_tokens: int,
-        hidden: int,
-        intermediate: int,
-        element_bytes: int,
-        capacity: int,
-        capacity_rows: bool,
-        curve: int,
-        gated: bool,
-        alpha: float,
-        up_offset: float,
-        swiglu_limit: float,
-        clamps_after: bool,
-        scoring: int,
-        renormalize: bool,
-        routed_scaling: float,
-        expert_groups: int,
-        top_groups: int,
-        group_score: int,
-        zero_experts: int,
-        weight_on_input: bool,
-        fp32_router: bool,
-        processors: int,
-        couriers: int,
-        remote: bool,
-        tile_rows: int,
-        route_tokens: int,
-        route_slices: int,
-        kept_bytes: int,
-        gemm0_columns: int,
-        gemm1_columns: int,
-        narrow_rows: int,
-        segment_align: int,
-        large_experts: bool,
-        once_rows: int,
-        once_after: int,
-        spread_tokens: int,
-        whole_rows: int,
-        trace_events: int,
-    ) -> None: ...
-    @property
-    def heap_bytes(self) -> int: ...
-    @property
-    def header_bytes(self) -> int: ...
-    @property
-    def words_bytes(self) -> int: ...
-    @property
-    def row_bytes(self) -> int: ...
-    @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def control_bytes(self) -> int: ...
-    @property
-    def tables_bytes(self) -> int: ...
-    @property
-    def records_bytes(self) -> int: ...
-    @property
-    def intermediate_bytes(self) -> int: ...
-    @property
-    def os_memory_bytes(self) -> int: ...
-    @property
-    def offsets(self) -> dict[str, int]: ...
-    @property
-    def first_cell(self) -> int: ...
-    @property
-    def cells(self) -> int: ...
-    @property
-    def intermediate_rows(self) -> int: ...
-    @property
-    def cell_rows(self) -> int: ...
-    @property
-    def chunks(self) -> int: ...
-    @property
-    def chunk_rows(self) -> int: ...
-    @property
-    def window_rows(self) -> int: ...
-    def dispatch_parts(self, chunks: int, rows: int) -> int: ...
-    @property
-    def tile_rows(self) -> int: ...
-    @property
-    def route_tokens(self) -> int: ...
-    @property
-    def route_slices(self) -> int: ...
-    @property
-    def kept_bytes(self) -> int: ...
-    def route_blocks(self, tokens: int) -> int: ...
-    def route_parts(self, tokens: int) -> int: ...
-    @property
-    def tiles_max(self) -> int: ...
-    @property
-    def parts_max(self) -> int: ...
-    @property
-    def gemm0_parts(self) -> int: ...
-    @property
-    def gemm1_parts(self) -> int: ...
-    @property
-    def narrow_rows(self) -> int: ...
-    @property
-    def segment_align(self) -> int: ...
-    @property
-    def once_rows(self) -> int: ...
-    @property
-    def once_after(self) -> int: ...
-    @property
-    def spread_tokens(self) -> int: ...
-    @property
-    def whole_rows(self) -> int: ...
-    def spreads(self, tokens: int) -> bool: ...
-    def sends_once(self, rows: int) -> bool: ...
-    def chunks_made_whole(self, rows: int) -> int: ...
-    def may_await(self, tokens: int) -> bool: ...
-    def combine_tokens(self, tokens: int) -> int: ...
-    @property
-    def large_experts(self) -> bool: ...
-    @property
-    def gemm0_narrow_parts(self) -> int: ...
-    @property
-    def gemm1_narrow_parts(self) -> int: ...
 
 class Failure:
     """What ended a call before its time; host/failure.py has the sentences."""
@@ -191,7 +52,7 @@ class Shared:
 class Records:
     """What a layer has of its own on one rank."""
 
-    def __init__(self, *, sizes: Sizes, faults: bytes) -> None: ...
+    def __init__(self, *, sizes: moeos._sizes.Sizes, faults: bytes) -> None: ...
     def clear(self, faults: bytes) -> None: ...
     def counters(self) -> tuple[bytes, bytes, bytes]: ...
     def trace(self) -> tuple[bytes, bytes]: ...
@@ -204,7 +65,7 @@ class Rank:
     def __init__(
         self,
         *,
-        sizes: Sizes,
+        sizes: moeos._sizes.Sizes,
         rank: int,
         shared: Shared,
         words_at: int,

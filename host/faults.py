@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 
-from moeos import _twin
+from moeos import _sizes
 from moeos.files import open_regular, read_toml
 
 ENVIRONMENT = "MOEOS_FAULTS"
@@ -397,13 +397,13 @@ class LayerFaults:
         word = 0 if self._executioner is None else self._executioner.address
         head = _HEAD.pack(len(holds), len(self._processors), len(self._links), 0, word)
         records = (
-            b"".join(map(_pack_hold, holds)).ljust(_twin.FAULTS * _HOLD.size, b"\0"),
+            b"".join(map(_pack_hold, holds)).ljust(_sizes.FAULTS * _HOLD.size, b"\0"),
             b"".join(map(_pack_processor, self._processors)).ljust(
-                _twin.FAULTS * _PROCESSOR.size, b"\0"
+                _sizes.FAULTS * _PROCESSOR.size, b"\0"
             ),
             b"".join(map(_pack_link, self._links)),
         )
-        return (head + b"".join(records)).ljust(_twin.FAULT_PLAN_BYTES, b"\0")
+        return (head + b"".join(records)).ljust(_sizes.FAULT_PLAN_BYTES, b"\0")
 
     def close(self) -> None:
         """Nobody is killed any more."""
@@ -448,10 +448,10 @@ def _check_device_entries(entries: Iterable[_Entry], layer: int, processors: int
             continue
         key = entry.TABLE, entry.rank
         counts[key] = counts.get(key, 0) + 1
-        if counts[key] > _twin.FAULTS:
+        if counts[key] > _sizes.FAULTS:
             raise ValueError(
-                f"rank {entry.rank} has more than {_twin.FAULTS} of {entry.TABLE} in layer "
-                f"{layer} of the fault plan; at most {_twin.FAULTS} are allowed"
+                f"rank {entry.rank} has more than {_sizes.FAULTS} of {entry.TABLE} in layer "
+                f"{layer} of the fault plan; at most {_sizes.FAULTS} are allowed"
             )
         if isinstance(entry, SlowProcessor) and entry.processor >= processors:
             raise ValueError(

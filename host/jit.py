@@ -23,8 +23,6 @@ from typing import Any, get_args
 import torch
 
 from moeos import kernel_cache, machine_code
-from moeos.activations import Curve
-from moeos.config import GroupScore, Scoring
 from moeos.kernel_shape import KernelShape, Transport
 
 KERNEL = "moeos_forward"
@@ -205,60 +203,20 @@ _OPTIONS = (
 def macros(shape: KernelShape) -> dict[str, str]:
     """What kernels/sm90/config.cuh reads, without the prefix MOEOS_."""
     cfg, sizes = shape.cfg, shape.sizes
-    capacity, ratio = cfg.capacity(cfg.max_tokens), cfg.capacity_ratio
-    limit = cfg.resolved_swiglu_limit
+    ratio = cfg.capacity_ratio
     values: dict[str, int | str] = {
         "FIXED_GEOMETRY": '"kernels/sm90/geometry.cuh"',
-        "WORLD": shape.world_size,
-        "EXPERTS": cfg.experts,
-        "TOP_K": cfg.top_k,
-        "MAX_TOKENS": cfg.max_tokens,
-        "HIDDEN": cfg.hidden,
-        "INTERMEDIATE": cfg.intermediate,
-        "ROW_MAP": int(cfg.resolved_row_map == "capacity"),
-        "CAPACITY": cfg.max_tokens if capacity is None else capacity,
+        "GEOMETRY": sizes.geometry_text,
+        "SHAPE": sizes.shape_text,
         "CAPACITY_NUMERATOR": 0 if ratio is None else ratio.numerator,
         "CAPACITY_DENOMINATOR": 0 if ratio is None else ratio.denominator,
-        "CHUNK_ROWS": sizes.chunk_rows,
-        "TILE_ROWS": sizes.tile_rows,
-        "ROUTE_TOKENS": sizes.route_tokens,
-        "ROUTE_SLICES": sizes.route_slices,
-        "KEPT_BYTES": sizes.kept_bytes,
-        "ONCE_ROWS": sizes.once_rows,
-        "ONCE_AFTER": sizes.once_after,
-        "SPREAD_TOKENS": sizes.spread_tokens,
-        "WHOLE_ROWS": sizes.whole_rows,
-        "SEGMENT_ALIGN": sizes.segment_align,
-        "LARGE_EXPERTS": int(sizes.large_experts),
-        "GEMM0_PARTS": sizes.gemm0_parts,
-        "GEMM1_PARTS": sizes.gemm1_parts,
-        "NARROW_ROWS": sizes.narrow_rows,
-        "GEMM0_NARROW_PARTS": sizes.gemm0_narrow_parts,
-        "GEMM1_NARROW_PARTS": sizes.gemm1_narrow_parts,
-        "PROCESSORS": shape.processors,
-        "CURVE": get_args(Curve).index(cfg.formula.curve),
-        "GATED": int(cfg.gated),
-        "ALPHA": f"{cfg.resolved_swiglu_alpha!r}F",
-        "UP_OFFSET": f"{cfg.formula.up_offset!r}F",
-        "CLAMPS_AFTER": int(cfg.swiglu_clamp == "after"),
-        "SWIGLU_LIMIT": "moeos::kInfinity" if limit is None else f"{limit!r}F",
-        "SCORING": get_args(Scoring).index(cfg.scoring),
-        "RENORMALIZE": int(cfg.renormalize),
-        "ROUTED_SCALING": f"{cfg.routed_scaling!r}F",
-        "EXPERT_GROUPS": cfg.expert_groups,
-        "TOP_GROUPS": cfg.top_groups,
-        "GROUP_SCORE": get_args(GroupScore).index(cfg.group_score),
         "ROUTER_BIAS": int(cfg.router_bias),
         "EXPERT_SCALE": int(cfg.expert_scale),
         "WEIGHS_GIVEN": int(cfg.routing == "ids"),
-        "ZERO_EXPERTS": cfg.zero_experts,
-        "WEIGHT_ON_INPUT": int(cfg.apply_router_weight_on_input),
         "VIRTUAL_RANKS": shape.virtual_ranks,
         "FLOAT16": int(cfg.dtype == torch.float16),
         "BIAS": int(cfg.bias),
         "SELECTION_BIAS": int(cfg.selection_bias),
-        "FP32_ROUTER": int(cfg.router_dtype == torch.float32),
-        "TRACE_EVENTS": shape.trace_events,
         "TRANSPORT": get_args(Transport).index(shape.transport),
         "FAULTS": int(shape.faults),
     }

@@ -14,9 +14,9 @@ from typing import Literal, get_args
 
 import torch
 
-from moeos import _twin
+from moeos import _sizes
 from moeos.config import MoEConfig
-from moeos.sizes import Tiles, layer_sizes
+from moeos.sizes import CHUNK_ROWS, layer_sizes, parts
 
 ARCHITECTURES = ("sm_90a",)
 """What kernels can be compiled for: Hopper, whose own instructions they use."""
@@ -102,32 +102,42 @@ class KernelShape:
         return self.processors
 
     @functools.cached_property
-    def sizes(self) -> _twin.Sizes:
+    def sizes(self) -> _sizes.Sizes:
         """Buffers and bounds of one rank, as the runtime derives them.
 
         Raises `ValueError` when a bound does not fit the runtime's words.
         """
-        tiles = Tiles(
-            rows=_TILE_ROWS,
-            route_tokens=_ROUTE_TOKENS,
-            gemm0_columns=_gemm0_columns(self.cfg),
-            gemm1_columns=_TILE_COLUMNS,
-            narrow_rows=_NARROW_ROWS,
+        cfg = self.cfg
+        wide, narrow = (
+            parts(cfg, gemm0_columns, gemm1_columns)
+            for gemm0_columns, gemm1_columns in (
+                (_gemm0_columns(cfg), _TILE_COLUMNS),
+                (narrow_gemm0_columns(cfg), _TILE_COLUMNS // 2),
+            )
+        )
+        cut = {
+            "tile_rows": _TILE_ROWS,
+            "route_tokens": _ROUTE_TOKENS,
+            "route_slices": _route_slices(cfg),
+            "kept_bytes": _kept_bytes(cfg),
+            "gemm0_parts": wide[0],
+            "gemm1_parts": wide[1],
+            "narrow_rows": _NARROW_ROWS,
+            "gemm0_narrow_parts": narrow[0],
+            "gemm1_narrow_parts": narrow[1],
             # Rows of any number lie next to those of another source. They take more boxes to load,
             # for which there are too few lanes where weights have small ones.
-            segment_align=1 if has_whole_parts(self.cfg) else _twin.SEGMENT_ALIGN,
-            route_slices=_route_slices(self.cfg),
-            kept_bytes=_kept_bytes(self.cfg),
-            once_rows=_once_rows(self.cfg),
-            once_after=_once_after(self.cfg, self.world_size),
-            spread_tokens=_spread_tokens(self.cfg),
-            whole_rows=_NARROW_ROWS,
-        )
+            "segment_align": 1 if has_whole_parts(cfg) else _sizes.SEGMENT_ALIGN,
+            "once_rows": _once_rows(cfg),
+            "once_after": _once_after(cfg, self.world_size),
+            "spread_tokens": _spread_tokens(cfg),
+            "whole_rows": _NARROW_ROWS,
+        }
         return layer_sizes(
-            self.cfg,
+            cfg,
             self.world_size,
             self.processors,
-            tiles,
+            cut,
             couriers=self.couriers,
             remote=self.transport != "none",
             trace_events=self.trace_events,
@@ -181,24 +191,24 @@ def has_whole_parts(cfg: MoEConfig) -> bool:
 
 
 def _once_rows(cfg: MoEConfig) -> int:
-    """`Tiles.once_rows`."""
+    """Geometry's `once_rows`."""
     if cfg.max_tokens < ONCE_TOKENS:
         return 0
     return max(1, ONCE_BYTES // (cfg.hidden * cfg.dtype.itemsize))
 
 
 def _once_after(cfg: MoEConfig, world_size: int) -> int:
-    """`Tiles.once_after`: chunks that hold a rank's share of the rows with which all processors of
-    a GPU begin, since these would wait for copies. Not of this rank's processors: a peer may have
-    more or fewer, and must know of the same chunks.
+    """Geometry's `once_after`: chunks that hold a rank's share of the rows with which all
+    processors of a GPU begin, since these would wait for copies. Not of this rank's processors: a
+    peer may have more or fewer, and must know of the same chunks.
     """
     tiles = HOPPER_BLOCKS / -(-cfg.intermediate // _gemm0_columns(cfg))
-    return math.ceil(tiles * _TILE_ROWS / (world_size * _twin.CHUNK_ROWS))
+    return math.ceil(tiles * _TILE_ROWS / (world_size * CHUNK_ROWS))
 
 
 def _spread_tokens(cfg: MoEConfig) -> int:
-    """`Tiles.spread_tokens`: as many as a warp has lanes for, unless their rows are so long that
-    the first tiles would wait for the last ones'.
+    """Geometry's `spread_tokens`: as many as a warp has lanes for, unless their rows are so long
+    that the first tiles would wait for the last ones'.
     """
     if cfg.apply_router_weight_on_input:
         return 0  # such rows are loaded before their weights are known
@@ -231,6 +241,6 @@ def _sums_bytes(cfg: MoEConfig) -> int:
 
 
 def _kept_bytes(cfg: MoEConfig) -> int:
-    """`Tiles.kept_bytes`. One slice of one bank keeps nothing."""
+    """Geometry's `kept_bytes`. One slice of one bank keeps nothing."""
     fits = _sums_bytes(cfg) <= cfg.hidden * cfg.dtype.itemsize
     return 0 if fits or route_banks(cfg) == 1 else _sums_bytes(cfg)

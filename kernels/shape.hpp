@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a layer computes, as opposed to how its rows travel: the numbers that only kernels/ may
-// know.
+// know. Its numbers are in shape.def and activation.def.
 //
 // The enumerators are the values that the host passes; host/config.py and host/activations.py have
 // the names.
@@ -18,12 +18,8 @@ enum class Curve : u32 { swish = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4
 /// What is computed between the two GEMMs; host/activations.py has the numbers of those in use. Of
 /// one number: its curve. Gated, of two: curve(gate) * (up + up_offset), with both clamped.
 struct Activation {
-  Curve curve;
-  bool is_gated;
-  float alpha;
-  float up_offset;
-  float limit;        // of gate (above) and up (both sides); infinite when there is none
-  bool clamps_after;  // the curve of the gate, and not the gate
+#define FIELD(type, name) type name;
+#include "kernels/activation.def"
 };
 /// Of a logit l: softmax over the experts, 1 / (1 + exp(-l)), sqrt(log(1 + exp(l))) (DeepSeek-V4).
 enum class Scoring : u32 { softmax = 0, sigmoid = 1, sqrtsoftplus = 2 };
@@ -35,18 +31,8 @@ inline constexpr float kSoftplusLinear = 17.0F;
 enum class GroupScore : u32 { top2_sum = 0, max = 1 };
 
 struct LayerShape {
-  u32 hidden;
-  u32 intermediate;
-  Activation activation;
-  Scoring scoring;
-  bool renormalize;  // divide the k weights by their sum (thesis eq. 5.1, 5.2)
-  float routed_scaling;
-  u32 expert_groups;  // group-limited top-k: experts are chosen from top_groups groups
-  u32 top_groups;
-  GroupScore group_score;
-  u32 zero_experts;      // identity experts behind the E real ones; a token chooses among all
-  bool weight_on_input;  // a token's weight multiplies x, and not the result; top_k is 1
-  bool fp32_router;      // its weight is fp32, whatever else is, and its logits are as float64's
+#define FIELD(type, name) type name;
+#include "kernels/shape.def"
 
   /// Whether experts are chosen by their logits, where selection scores have no bias: scores are
   /// monotonic in the logits, and fp32 scores saturate. Sums of scores are not.

@@ -3,7 +3,8 @@
 //
 // Every rank of a world has the same Geometry (the host compares them at construction). All buffers
 // of the device OS are sized from the bounds here, so an overflow anywhere is a broken invariant,
-// never a matter of input. May not know: element types, activations, addresses.
+// never a matter of input. The sizes themselves are in geometry.def. May not know: element types,
+// activations, addresses.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -20,50 +21,8 @@ enum class RowMap : u32 {
 inline constexpr u32 kReturnsSubscribersMax = 4;
 
 struct Geometry {
-  u32 world;         // ranks
-  u32 experts;       // experts in all; a multiple of world
-  u32 top_k;         // experts a token is sent to
-  u32 max_tokens;    // tokens of one rank in one call, at most
-  u32 row_bytes;     // one token's hidden vector
-  u32 hidden_bytes;  // one row between the two GEMMs
-  RowMap row_map;
-  u32 capacity;  // rows one source may send to one expert in a call, at most (max_tokens when
-                 // dropless)
-
-  u32 chunk_rows;    // rows of one transfer and of one arrival flag
-  u32 tile_rows;     // rows that one GEMM task computes together
-  u32 route_tokens;  // tokens of a block, which are routed together, at most
-  u32 route_slices;  // slices of the depth, over which a logit's products are added up apart. The
-                     // same in every call, so that a token's logits do not depend on how many
-                     // others there are.
-  u32 kept_bytes;    // of memory that a token's sums take until they are added up; 0: they lie in
-                     // its row of the output
-  u32 gemm0_parts;   // N-tiles of the first GEMM
-  u32 gemm1_parts;   // N-tiles of the second GEMM
-  u32 narrow_rows;   // tiles of an expert with up to so many padded rows are cut into narrow
-                     // N-tiles; 0: none are. Fewer than tile_rows: so a full tile never is
-  u32 gemm0_narrow_parts;  // N-tiles of a narrow tile's first GEMM
-  u32 gemm1_narrow_parts;  // and of its second
-  u32 segment_align;       // rows of a segment of a wide tile are padded to a multiple of this
-  u32 large_experts;       // 1: the cache cannot hold the weights of several experts beside each
-                           // other, so the tiles of one are made and computed together; 0: in the
-                           // order in which their rows arrive
-  u32 processors;          // processors of this rank; this and the next may differ between ranks
-  u32 couriers;     // actors that do nothing but Dispatch and Replicate: one a processor, or 0:
-                    // processors do it
-  u32 remote;       // 1: some peer is reached by puts from a staging copy, 0: all by direct stores
-  u32 window_rows;  // rows under way to a remote peer at any time, at most; see window()
-  u32 once_rows;    // a call with so many rows for a direct peer, or more, takes each token there
-                    // once, and the peer copies it to its other rows; 0: none does
-  u32 once_after;   // but the first so many chunks bring all of their rows: what is computed first
-                    // does not wait for copies
-  u32 spread_tokens;  // in a call of up to so many tokens a processor, parts of Dispatch are
-                      // tokens, each with all of its rows; 0: in none, they are rows
-  u32 whole_rows;     // a call in which every expert here has up to so many rows, each source's
-                      // padded, is planned whole beside a network, too (plans_whole()); 0: none is
-  u32 trace_events;   // events that each actor notes of a call, at most (trace.hpp); 0: none does
-  u32 alters_rows;    // 1: what is sent of a token is not its row of x as it stands, so that
-                      // nothing reads it there
+#define FIELD(type, name) type name;
+#include "runtime/geometry.def"
 
   constexpr u32 local_experts() const { return experts / world; }
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }

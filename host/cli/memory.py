@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from moeos import _twin
+from moeos import _sizes
 from moeos.cli import estimate, output
 from moeos.config import MoEConfig
 from moeos.engines import twin
@@ -67,7 +67,7 @@ def rank_memory(
         ValueError: the machine does not have such a layer, or a bound does not fit.
     """
     node = ranks if ranks_per_node is None else ranks_per_node
-    sizes = _sizes(cfg, ranks, backend, processors, virtual, remote=node < ranks)
+    sizes = _sizes_of(cfg, ranks, backend, processors, virtual, remote=node < ranks)
     return RankMemory(
         layers=layers,
         workspace={
@@ -94,9 +94,9 @@ def require(needed: Mapping[str, int], available: int, where: str, advice: str) 
         )
 
 
-def _sizes(
+def _sizes_of(
     cfg: MoEConfig, ranks: int, backend: Backend, processors: int, virtual: bool, remote: bool
-) -> _twin.Sizes:
+) -> _sizes.Sizes:
     if backend == "twin":
         return twin.sizes_of(cfg, ranks, processors, remote)
     transport: Transport = "none"

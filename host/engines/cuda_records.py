@@ -2,7 +2,7 @@
 """What a rank's memory says after a call: the failure, if there is one, counters and events.
 
 The only file of the GPU's host side that knows how Failure (runtime/watchdog.hpp) is laid out;
-where things lie, `_twin.Sizes.offsets` says. It reads and waits for nothing but its own copies.
+where things lie, `_sizes.Sizes.offsets` says. It reads and waits for nothing but its own copies.
 """
 
 from __future__ import annotations

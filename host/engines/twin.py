@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy
 import torch
 
-from moeos import _twin, calls, counters, tracing, values
+from moeos import _sizes, _twin, calls, counters, tracing, values
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
 from moeos.engines.base import CallTensors
@@ -19,13 +19,17 @@ from moeos.engines.pieces import pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
-from moeos.sizes import Tiles, layer_sizes
+from moeos.sizes import layer_sizes, parts
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import SharedMemory, World
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Storage types that the twin computes with."""
 
+_TILE_ROWS = 128
+"""As on the GPU, so that both pack the same tiles."""
+_ROUTE_TOKENS = 32
+"""So few that some processors share a call of few tokens."""
 _ONCE_ROWS = 16
 """It gains nothing here, where peers share their memory: so few, so that it is seen to be right."""
 _ONCE_AFTER = 1
@@ -38,19 +42,23 @@ _WHOLE_ROWS = 32
 
 def sizes_of(
     cfg: MoEConfig, world_size: int, processors: int, remote: bool = False, trace_events: int = 0
-) -> _twin.Sizes:
+) -> _sizes.Sizes:
     """Buffers and bounds of a layer on the twin; raises as `layer_sizes` does."""
-    tiles = Tiles(
-        rows=_twin.TILE_ROWS,
-        route_tokens=_twin.ROUTE_TOKENS,
-        gemm0_columns=_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS,
-        gemm1_columns=_twin.PLAIN_COLUMNS,
-        once_rows=_ONCE_ROWS,
-        once_after=_ONCE_AFTER,
-        spread_tokens=_SPREAD_TOKENS,
-        whole_rows=_WHOLE_ROWS,
-    )
-    return layer_sizes(cfg, world_size, processors, tiles, remote=remote, trace_events=trace_events)
+    columns = _twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS
+    gemm0_parts, gemm1_parts = parts(cfg, columns, _twin.PLAIN_COLUMNS)
+    cut = {
+        "tile_rows": _TILE_ROWS,
+        "route_tokens": _ROUTE_TOKENS,
+        "route_slices": 1,
+        "gemm0_parts": gemm0_parts,
+        "gemm1_parts": gemm1_parts,
+        "segment_align": _sizes.SEGMENT_ALIGN,
+        "once_rows": _ONCE_ROWS,
+        "once_after": _ONCE_AFTER,
+        "spread_tokens": _SPREAD_TOKENS,
+        "whole_rows": _WHOLE_ROWS,
+    }
+    return layer_sizes(cfg, world_size, processors, cut, remote=remote, trace_events=trace_events)
 
 
 class TwinEngine:
@@ -220,7 +228,7 @@ class TwinHoldings:
         self._faults = faults
         self._bytes = 0
 
-    def hold_records(self, sizes: _twin.Sizes) -> None:
+    def hold_records(self, sizes: _sizes.Sizes) -> None:
         """Makes them."""
         self.records = _twin.Records(sizes=sizes, faults=self._faults.packed())
         self._bytes = sizes.records_bytes

@@ -27,33 +27,13 @@ using Transport = cuda::MappedTransport;
 using Transport = cuda::NvshmemTransport;
 #endif
 #if MOEOS_FAULTS
-using Machine = WithFaults<cuda::Machine<Transport, MOEOS_WORLD>>;
+using Machine = WithFaults<cuda::Machine<Transport, kGeometry.world>>;
 #else
-using Machine = cuda::Machine<Transport, MOEOS_WORLD>;
+using Machine = cuda::Machine<Transport, kGeometry.world>;
 #endif
 
-inline constexpr Activation kActivation{
-    .curve = static_cast<Curve>(MOEOS_CURVE),
-    .is_gated = MOEOS_GATED != 0,
-    .alpha = MOEOS_ALPHA,
-    .up_offset = MOEOS_UP_OFFSET,
-    .limit = MOEOS_SWIGLU_LIMIT,
-    .clamps_after = MOEOS_CLAMPS_AFTER != 0,
-};
-inline constexpr LayerShape kShape{
-    .hidden = MOEOS_HIDDEN,
-    .intermediate = MOEOS_INTERMEDIATE,
-    .activation = kActivation,
-    .scoring = static_cast<Scoring>(MOEOS_SCORING),
-    .renormalize = MOEOS_RENORMALIZE != 0,
-    .routed_scaling = MOEOS_ROUTED_SCALING,
-    .expert_groups = MOEOS_EXPERT_GROUPS,
-    .top_groups = MOEOS_TOP_GROUPS,
-    .group_score = static_cast<GroupScore>(MOEOS_GROUP_SCORE),
-    .zero_experts = MOEOS_ZERO_EXPERTS,
-    .weight_on_input = MOEOS_WEIGHT_ON_INPUT != 0,
-    .fp32_router = MOEOS_FP32_ROUTER != 0,
-};
+inline constexpr LayerShape kShape{MOEOS_SHAPE};
+inline constexpr Activation kActivation = kShape.activation;
 
 /// Slots of an expert for each token of a source, MoEConfig.capacity_ratio; 0 / 0 when dropless.
 inline constexpr u64 kCapacityNumerator = MOEOS_CAPACITY_NUMERATOR;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The twin as a Python module: sizes of a layer, one rank of it (for host/engines/twin.py), and
-// runs in an order that a seed decides (for host/explore.py).
+// The twin as a Python module: one rank of a layer (for host/engines/twin.py), and runs in an order
+// that a seed decides (for host/explore.py). Sizes of a layer are those of
+// kernels/sizes_module.cpp.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -15,6 +16,7 @@
 #include <string>
 #include <system_error>
 
+#include "kernels/sizes.hpp"
 #include "kernels/twin/explore/explore.hpp"
 #include "kernels/twin/forward.hpp"
 #include "runtime/layout.hpp"
@@ -25,132 +27,10 @@ using namespace nb::literals;
 namespace moeos::twin {
 namespace {
 
-// Tile sizes of the twin. Rows as on the GPU, so that both pack the same tiles; Route blocks small
-// enough that few processors share a call of few tokens.
-constexpr u32 kChunkRows = 32;
-static_assert(kChunkRows < SentChunk::kRows);
-constexpr u32 kTileRows = 128;
-constexpr u32 kRouteTokens = 32;
-
-/// Sizes of a layer as the runtime derives them, checked against what its words can hold.
-struct Sizes {
-  Geometry geometry;
-  LayerShape shape;
-};
-
-void require(bool holds, const std::string& what) {
+void require(bool holds, const char* what) {
   if (!holds) {
     throw std::invalid_argument(what);
   }
-}
-
-Sizes make_sizes(u32 world, u32 experts, u32 top_k, u32 max_tokens, u32 hidden, u32 intermediate,
-                 u32 element_bytes, u32 capacity, bool capacity_rows, u32 curve, bool gated,
-                 float alpha, float up_offset, float swiglu_limit, bool clamps_after, u32 scoring,
-                 bool renormalize, float routed_scaling, u32 expert_groups, u32 top_groups,
-                 u32 group_score, u32 zero_experts, bool weight_on_input, bool fp32_router,
-                 u32 processors, u32 couriers, bool remote, u32 tile_rows, u32 route_tokens,
-                 u32 route_slices, u32 kept_bytes, u32 gemm0_columns, u32 gemm1_columns,
-                 u32 narrow_rows, u32 segment_align, bool large_experts, u32 once_rows,
-                 u32 once_after, u32 spread_tokens, u32 whole_rows, u32 trace_events) {
-  Sizes sizes{};
-  sizes.shape =
-      LayerShape{hidden,
-                 intermediate,
-                 {static_cast<Curve>(curve), gated, alpha, up_offset, swiglu_limit, clamps_after},
-                 static_cast<Scoring>(scoring),
-                 renormalize,
-                 routed_scaling,
-                 expert_groups,
-                 top_groups,
-                 static_cast<GroupScore>(group_score),
-                 zero_experts,
-                 weight_on_input,
-                 fp32_router};
-  Geometry& geometry = sizes.geometry;
-  geometry.world = world;
-  geometry.experts = experts;
-  geometry.top_k = top_k;
-  geometry.max_tokens = max_tokens;
-  geometry.row_bytes = hidden * element_bytes;
-  geometry.hidden_bytes = intermediate * element_bytes;
-  geometry.row_map = capacity_rows ? RowMap::capacity : RowMap::ragged;
-  geometry.capacity = capacity;
-  geometry.chunk_rows = kChunkRows;
-  geometry.tile_rows = tile_rows;
-  geometry.route_tokens = route_tokens;
-  geometry.route_slices = route_slices;
-  geometry.kept_bytes = kept_bytes;
-  geometry.gemm0_parts = ceil_div(intermediate, gemm0_columns);
-  geometry.gemm1_parts = ceil_div(hidden, gemm1_columns);
-  geometry.narrow_rows = narrow_rows;
-  if (narrow_rows > 0) {
-    geometry.gemm0_narrow_parts = ceil_div(intermediate, gemm0_columns / 2);
-    geometry.gemm1_narrow_parts = ceil_div(hidden, gemm1_columns / 2);
-  }
-  geometry.segment_align = segment_align;
-  geometry.large_experts = large_experts ? 1 : 0;
-  geometry.processors = processors;
-  geometry.couriers = couriers;
-  geometry.remote = remote ? 1 : 0;
-  geometry.window_rows = Geometry::kWindowBytes / maximum(1U, geometry.row_bytes);
-  geometry.once_rows = once_rows;
-  geometry.once_after = once_after;
-  geometry.spread_tokens = spread_tokens;
-  geometry.whole_rows = whole_rows;
-  geometry.alters_rows = weight_on_input ? 1 : 0;
-  geometry.trace_events = trace_events;
-
-  const auto limit = [](u64 value, u64 largest, const char* what) {
-    require(value <= largest, std::string(what) + " is " + std::to_string(value) +
-                                  ", and at most " + std::to_string(largest) +
-                                  " fit: lower max_tokens or the world's size");
-  };
-  require(world > 0 && experts % world == 0, "experts must be a multiple of the world's size");
-  limit(u64{world} * max_tokens * minimum(top_k, experts / world),
-        std::numeric_limits<u32>::max() / 2, "the number of rows that a rank can receive");
-  limit(u64{experts / world} * capacity, std::numeric_limits<u32>::max() / 2,
-        "the number of rows of a cell");
-  limit(geometry.tiles_max(), ReadyWord::kTasks, "the number of tiles");
-  limit(u64{kReturnsSubscribersMax} * max_tokens, ReadyWord::kTasks,
-        "the number of places for tokens that are complete");
-  limit(maximum(geometry.route_blocks(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
-        "the number of parts of a task");
-  limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
-  require(narrow_rows < tile_rows, "narrow_rows must be below tile_rows");
-  require(ceil_div(tile_rows, kChunkRows) + 2 * Geometry::kMaxSegments <= Geometry::kAwaitedMost,
-          "a tile's rows must lie in fewer chunks");
-  limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
-  static_assert(u64{SentChunk::kNumbers} * Geometry::kPiecesOfChunk * 2 <= ReadyWord::kNumbers);
-  limit(world, std::numeric_limits<u16>::max(), "the world's size");
-  limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
-  if (geometry.once()) {
-    limit(world, ReadyWord::kParts, "the world's size");
-  }
-  return sizes;
-}
-
-/// Where the host finds what it reads of a rank on the GPU: byte offsets in its heap, in its
-/// control ("epoch") and in a layer's records.
-nb::dict offsets_of(const Sizes& sizes) {
-  const Layout layout(sizes.geometry);
-  const RankMemory memory(sizes.geometry, MemoryParts<u8*>{});
-  const auto offset = [](const auto* array) { return reinterpret_cast<std::uintptr_t>(array); };
-  nb::dict offsets;
-  offsets["abort_word"] = layout.abort_word();
-  offsets["failures"] = layout.failure(0);
-  offsets["put_failures"] = layout.put_failure(0);
-  offsets["put_failures_end"] = layout.put_failure(sizes.geometry.world);
-  offsets["epoch"] = offset(memory.epoch);
-  offsets["tallies"] = offset(memory.tallies);
-  offsets["record"] = offset(memory.record);
-  offsets["peer_records"] = offset(memory.peer_records);
-  offsets["send_start"] = offset(memory.send_start);
-  offsets["receive_start"] = offset(memory.receive_start);
-  offsets["trace_counts"] = offset(memory.trace_counts);
-  offsets["trace_events"] = offset(memory.trace_events);
-  offsets["faults"] = offset(memory.faults);
-  return offsets;
 }
 
 FaultPlan to_fault_plan(const nb::bytes& packed) {
@@ -229,100 +109,9 @@ NB_MODULE(_twin, module) {
   // A daemon thread that is in a call when the program ends stands still and keeps what it uses,
   // and a forked child never frees what its parent's other threads hold.
   nb::set_leak_warnings(false);
-  module.attr("TILE_ROWS") = kTileRows;
-  module.attr("CHUNK_ROWS") = kChunkRows;
-  module.attr("ROUTE_TOKENS") = kRouteTokens;
-  module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
-  module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
+  nb::module_::import_("moeos._sizes");  // whose Sizes are arguments here
   module.attr("GATED_COLUMNS") = kGatedColumns;
   module.attr("PLAIN_COLUMNS") = kPlainColumns;
-  module.attr("FAULTS") = u32{FaultPlan::kMost};
-  module.attr("FAULT_PLAN_BYTES") = sizeof(FaultPlan);
-
-  nb::class_<Sizes>(module, "Sizes", "Buffers and bounds of a layer, as the runtime derives them.")
-      .def(nb::new_(&make_sizes), nb::kw_only(), "world"_a, "experts"_a, "top_k"_a, "max_tokens"_a,
-           "hidden"_a, "intermediate"_a, "element_bytes"_a, "capacity"_a, "capacity_rows"_a,
-           "curve"_a, "gated"_a, "alpha"_a, "up_offset"_a, "swiglu_limit"_a, "clamps_after"_a,
-           "scoring"_a, "renormalize"_a, "routed_scaling"_a, "expert_groups"_a, "top_groups"_a,
-           "group_score"_a, "zero_experts"_a, "weight_on_input"_a, "fp32_router"_a, "processors"_a,
-           "couriers"_a, "remote"_a, "tile_rows"_a, "route_tokens"_a, "route_slices"_a,
-           "kept_bytes"_a, "gemm0_columns"_a, "gemm1_columns"_a, "narrow_rows"_a, "segment_align"_a,
-           "large_experts"_a, "once_rows"_a, "once_after"_a, "spread_tokens"_a, "whole_rows"_a,
-           "trace_events"_a)
-      .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
-      .def_prop_ro("header_bytes", [](const Sizes& s) { return Layout(s.geometry).header_bytes(); })
-      .def_prop_ro("words_bytes", [](const Sizes& s) { return Layout(s.geometry).words_bytes(); })
-      .def_prop_ro("row_bytes", [](const Sizes& s) { return s.geometry.row_bytes; })
-      .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
-      .def_prop_ro("control_bytes",
-                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).control; })
-      .def_prop_ro("tables_bytes",
-                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).tables; })
-      .def_prop_ro("records_bytes",
-                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).records; })
-      .def_prop_ro("intermediate_bytes",
-                   [](const Sizes& s) {
-                     return u64{s.geometry.intermediate_rows_max()} * s.geometry.hidden_bytes;
-                   })
-      .def_prop_ro("os_memory_bytes", [](const Sizes& s) { return OsMemory::bytes(s.geometry); })
-      .def_prop_ro("offsets", &offsets_of, nb::sig("def offsets(self) -> dict[str, int]"))
-      .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
-      .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
-      .def_prop_ro("intermediate_rows",
-                   [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })
-      .def_prop_ro("cell_rows", [](const Sizes& s) { return s.geometry.cell_rows(); })
-      .def_prop_ro("chunks", [](const Sizes& s) { return s.geometry.chunks(); })
-      .def_prop_ro("chunk_rows", [](const Sizes& s) { return s.geometry.chunk_rows; })
-      .def_prop_ro("window_rows", [](const Sizes& s) { return s.geometry.window(); })
-      .def(
-          "dispatch_parts",
-          [](const Sizes& s, u32 chunks, u32 rows) {
-            return s.geometry.dispatch_parts(s.geometry.rows_in_pieces(chunks), rows);
-          },
-          "chunks"_a, "rows"_a)
-      .def_prop_ro("tile_rows", [](const Sizes& s) { return s.geometry.tile_rows; })
-      .def_prop_ro("route_tokens", [](const Sizes& s) { return s.geometry.route_tokens; })
-      .def_prop_ro("route_slices", [](const Sizes& s) { return s.geometry.route_slices; })
-      .def_prop_ro("kept_bytes", [](const Sizes& s) { return s.geometry.kept_bytes; })
-      .def(
-          "route_blocks",
-          [](const Sizes& s, u32 tokens) { return s.geometry.route_blocks_of(tokens); }, "tokens"_a)
-      .def(
-          "route_parts",
-          [](const Sizes& s, u32 tokens) {
-            return s.geometry.route_blocks_of(tokens) * s.geometry.route_parts_of_block(tokens);
-          },
-          "tokens"_a)
-      .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
-      .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })
-      .def_prop_ro("gemm0_parts", [](const Sizes& s) { return s.geometry.gemm0_parts; })
-      .def_prop_ro("gemm1_parts", [](const Sizes& s) { return s.geometry.gemm1_parts; })
-      .def_prop_ro("narrow_rows", [](const Sizes& s) { return s.geometry.narrow_rows; })
-      .def_prop_ro("segment_align", [](const Sizes& s) { return s.geometry.segment_align; })
-      .def_prop_ro("once_rows", [](const Sizes& s) { return s.geometry.once_rows; })
-      .def_prop_ro("once_after", [](const Sizes& s) { return s.geometry.once_after; })
-      .def_prop_ro("spread_tokens", [](const Sizes& s) { return s.geometry.spread_tokens; })
-      .def_prop_ro("whole_rows", [](const Sizes& s) { return s.geometry.whole_rows; })
-      .def(
-          "spreads", [](const Sizes& s, u32 tokens) { return s.geometry.spreads(tokens); },
-          "tokens"_a)
-      .def(
-          "sends_once", [](const Sizes& s, u32 rows) { return s.geometry.sends_once(rows); },
-          "rows"_a)
-      .def(
-          "chunks_made_whole",
-          [](const Sizes& s, u32 rows) { return s.geometry.chunks_made_whole(rows); }, "rows"_a)
-      .def(
-          "may_await", [](const Sizes& s, u32 tokens) { return s.geometry.may_await(tokens); },
-          "tokens"_a)
-      .def(
-          "combine_tokens",
-          [](const Sizes& s, u32 tokens) { return s.geometry.combine_tokens(tokens); }, "tokens"_a)
-      .def_prop_ro("large_experts", [](const Sizes& s) { return s.geometry.large_experts != 0; })
-      .def_prop_ro("gemm0_narrow_parts",
-                   [](const Sizes& s) { return s.geometry.gemm0_narrow_parts; })
-      .def_prop_ro("gemm1_narrow_parts",
-                   [](const Sizes& s) { return s.geometry.gemm1_narrow_parts; });
 
   nb::class_<Failure>(module, "Failure",
                       "What ended a call before its time; host/failure.py has the sentences.")

@@ -268,7 +268,9 @@ def test_statistics_and_traces_are_of_the_last_call() -> None:
     virtual.run(rank_main, ranks=2, trace_events=256)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
+)
 def test_a_model_that_routes_by_itself_is_compiled_without_a_break(backend: str) -> None:
     torch._dynamo.reset()
     call = draw_call(CFG, 20, 0)

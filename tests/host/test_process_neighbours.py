@@ -63,6 +63,9 @@ def assert_ends_well(body: str, folder: Path) -> None:
 
 
 methods = pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+most_methods = pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.nightly)]
+)
 
 POOLS = """
 if __name__ == "__main__":
@@ -88,7 +91,7 @@ if __name__ == "__main__":
 """
 
 
-@methods
+@most_methods
 def test_processes_of_a_pool_make_worlds_of_their_own_beside_the_parents(
     method: str, tmp_path: Path
 ) -> None:
@@ -115,7 +118,13 @@ if __name__ == "__main__":
 
 
 @methods
-@pytest.mark.parametrize("stays", [False, True], ids=["", "persistent"])
+@pytest.mark.parametrize(
+    "stays",
+    [
+        pytest.param(False, id=""),
+        pytest.param(True, id="persistent", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_workers_of_a_data_loader_work_beside_a_world(
     method: str, stays: bool, tmp_path: Path
 ) -> None:

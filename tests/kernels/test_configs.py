@@ -2,7 +2,8 @@
 """The GPU's kernel of every config: `moeos compile` makes it, and it keeps its registers.
 
 A register that is spilled, or a stack frame, costs time in every tile, and comes and goes with
-small changes. So each config is compiled whenever the tests run, side by side.
+small changes. So some configs are compiled whenever the tests run, and all of them at night, side
+by side.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ KERNELS = [
     *((name, 1) for name in ALONE),
     *((name + WITH_FP32_ROUTER, EVERYWHERE) for name in FP32_ROUTERS),
 ]
+IN_EVERY_RUN = (("deepseek-v3", EVERYWHERE), ("qwen3-30b-a3b", 1))
+"""Kernels with the most code, and with the plans of a rank alone."""
 SECONDS = 1100
 """For all kernels; one takes 10 to 20 on a core of its own, and others may work beside them."""
 
@@ -78,11 +81,15 @@ def use_cache_in(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Compiled]:
-    """`moeos compile` of every config, and of some for a rank alone, as many at a time as there are
-    cores.
-    """
-    kernels = [*KERNELS, *((name, EVERYWHERE) for name in OF_THE_TWIN)]
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], Compiled]:
+    """`moeos compile` of what this run has tests for, as many at a time as there are cores."""
+    kernels = [
+        (item.callspec.params["name"], item.callspec.params["ranks"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
     folder = tmp_path_factory.mktemp("compiled")
     cores = len(os.sched_getaffinity(0))
     with concurrent.futures.ProcessPoolExecutor(
@@ -93,7 +100,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
         return dict(zip(kernels, made, strict=True))
 
 
-@pytest.mark.parametrize(("name", "ranks"), KERNELS)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(*kernel, marks=() if kernel in IN_EVERY_RUN else pytest.mark.nightly)
+        for kernel in KERNELS
+    ],
+)
 def test_the_kernel_neither_spills_nor_has_a_stack_frame(
     name: str, ranks: int, compiled: dict[tuple[str, int], Compiled]
 ) -> None:
@@ -105,10 +118,10 @@ def test_the_kernel_neither_spills_nor_has_a_stack_frame(
     assert report["wgmma_instructions"] > 0
 
 
-@pytest.mark.parametrize("name", sorted(OF_THE_TWIN))
+@pytest.mark.parametrize(("name", "ranks"), [(name, EVERYWHERE) for name in OF_THE_TWIN])
 def test_a_config_of_the_twin_alone_is_refused(
-    name: str, compiled: dict[tuple[str, int], Compiled]
+    name: str, ranks: int, compiled: dict[tuple[str, int], Compiled]
 ) -> None:
-    ended = compiled[name, EVERYWHERE]
+    ended = compiled[name, ranks]
     assert ended.code == 2
     assert "dtype is torch.float32" in ended.text

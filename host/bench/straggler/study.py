@@ -251,7 +251,7 @@ class _Study:
         return {
             "miv_bytes": self._plan.tokens * local * row_bytes * 2 * len(far) // cfg.experts,
             "received_bytes": max(received),
-            "window_bytes": sizes_of(cfg, self._world.size, 1, remote=True).window_rows
+            "window_bytes": sizes_of(cfg, self._world.size, 1, remote=True).window
             * row_bytes
             * len(far),
         }

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// The numbers of a layer that its machine is made for, as the host hands them on.
+//
+// One type for both Python modules: `_sizes` makes it, `_twin` takes it. May not know: Python.
+#pragma once
+
+#include "kernels/shape.hpp"
+#include "runtime/geometry.hpp"
+
+namespace moeos {
+
+struct Sizes {
+  Geometry geometry;
+  LayerShape shape;
+};
+
+}  // namespace moeos

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sizes of a layer as a Python module, for every machine: host/sizes.py gives the fields of
+// Geometry and LayerShape by their names, and reads what the runtime derives from them.
+//
+// May not know: the twin; the GPU's tiles.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "kernels/sizes.hpp"
+#include "runtime/fault_plan.hpp"
+#include "runtime/layout.hpp"
+#include "runtime/memory.hpp"
+#include "runtime/os_memory.hpp"
+#include "runtime/task.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace moeos {
+namespace {
+
+void require(bool holds, const std::string& what) {
+  if (!holds) {
+    throw std::invalid_argument(what);
+  }
+}
+
+// --- Fields by their names ---
+
+/// What a field is in Python: an enumerator is its number.
+template <class T>
+auto to_python(T value) {
+  if constexpr (std::is_enum_v<T>) {
+    return static_cast<u32>(value);
+  } else {
+    return value;
+  }
+}
+
+/// Takes fields out of a dict; what is left in it in the end is no field.
+class Fields {
+ public:
+  explicit Fields(const nb::dict& fields) : left_(nb::steal<nb::dict>(PyDict_Copy(fields.ptr()))) {}
+
+  /// A field that is not given is 0.
+  template <class T>
+  void take(const char* name, T& field) {
+    if (left_.contains(name)) {
+      using Given = decltype(to_python(field));
+      field = static_cast<T>(nb::cast<Given>(left_[name]));
+      nb::del(left_[name]);
+    }
+  }
+  void take(const char* name, Activation& field);
+
+  void end() const {
+    for (const auto& [name, value] : left_) {
+      throw std::invalid_argument("no field of a layer's sizes is " + nb::cast<std::string>(name));
+    }
+  }
+
+ private:
+  nb::dict left_;
+};
+
+void Fields::take(const char* name, Activation& activation) {
+  Fields fields(nb::cast<nb::dict>(left_[name]));
+#define FIELD(type, name) fields.take(#name, activation.name);
+#include "kernels/activation.def"
+  fields.end();
+  nb::del(left_[name]);
+}
+
+/// A field's value in C++, as any compiler reads it back bit by bit.
+std::string text(u32 value) { return std::to_string(value); }
+std::string text(bool value) { return value ? "true" : "false"; }
+std::string text(float value) {
+  if (std::isinf(value)) {
+    return "moeos::kInfinity";
+  }
+  char digits[32];
+  std::snprintf(digits, sizeof(digits), "%aF", static_cast<double>(value));
+  return digits;
+}
+std::string text(RowMap value) { return "moeos::RowMap{" + text(to_python(value)) + "}"; }
+std::string text(Curve value) { return "moeos::Curve{" + text(to_python(value)) + "}"; }
+std::string text(Scoring value) { return "moeos::Scoring{" + text(to_python(value)) + "}"; }
+std::string text(GroupScore value) { return "moeos::GroupScore{" + text(to_python(value)) + "}"; }
+std::string text(const Activation& activation) {
+  std::string all;
+#define FIELD(type, name) all += "." #name "=" + text(activation.name) + ",";
+#include "kernels/activation.def"
+  return "{" + all + "}";
+}
+
+/// Designated initialisers of all fields, for a kernel that has them as constants.
+std::string text(const Geometry& geometry) {
+  std::string all;
+#define FIELD(type, name) all += "." #name "=" + text(geometry.name) + ",";
+#include "runtime/geometry.def"
+  return all;
+}
+std::string text(const LayerShape& shape) {
+  std::string all;
+#define FIELD(type, name) all += "." #name "=" + text(shape.name) + ",";
+#include "kernels/shape.def"
+  return all;
+}
+
+// --- Sizes ---
+
+/// Throws where the runtime's words cannot hold a number of this layer.
+void check_fits(const Geometry& geometry) {
+  const auto limit = [](u64 value, u64 largest, const char* what) {
+    require(value <= largest, std::string(what) + " is " + std::to_string(value) +
+                                  ", and at most " + std::to_string(largest) +
+                                  " fit: lower max_tokens or the world's size");
+  };
+  const u32 world = geometry.world;
+  require(world > 0 && geometry.experts % world == 0,
+          "experts must be a multiple of the world's size");
+  const u32 local_experts = geometry.local_experts();
+  limit(u64{world} * geometry.max_tokens * minimum(geometry.top_k, local_experts),
+        std::numeric_limits<u32>::max() / 2, "the number of rows that a rank can receive");
+  limit(u64{local_experts} * geometry.capacity, std::numeric_limits<u32>::max() / 2,
+        "the number of rows of a cell");
+  limit(geometry.tiles_max(), ReadyWord::kTasks, "the number of tiles");
+  limit(u64{kReturnsSubscribersMax} * geometry.max_tokens, ReadyWord::kTasks,
+        "the number of places for tokens that are complete");
+  limit(maximum(geometry.route_blocks(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
+        "the number of parts of a task");
+  limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
+  require(geometry.narrow_rows < geometry.tile_rows, "narrow_rows must be below tile_rows");
+  require(geometry.chunk_rows < SentChunk::kRows, "chunk_rows must fit a chunk's word");
+  require(ceil_div(geometry.tile_rows, geometry.chunk_rows) + 2 * Geometry::kMaxSegments <=
+              Geometry::kAwaitedMost,
+          "a tile's rows must lie in fewer chunks");
+  limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
+  static_assert(u64{SentChunk::kNumbers} * Geometry::kPiecesOfChunk * 2 <= ReadyWord::kNumbers);
+  limit(world, std::numeric_limits<u16>::max(), "the world's size");
+  limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
+  if (geometry.once()) {
+    limit(world, ReadyWord::kParts, "the world's size");
+  }
+}
+
+Sizes make_sizes(const nb::typed<nb::dict, nb::str, nb::int_>& of_geometry,
+                 const nb::typed<nb::dict, nb::str, nb::object>& of_shape) {
+  Sizes sizes{};
+  Fields geometry(of_geometry);
+#define FIELD(type, name) geometry.take(#name, sizes.geometry.name);
+#include "runtime/geometry.def"
+  geometry.end();
+  Fields shape(of_shape);
+#define FIELD(type, name) shape.take(#name, sizes.shape.name);
+#include "kernels/shape.def"
+  shape.end();
+  check_fits(sizes.geometry);
+  return sizes;
+}
+
+/// Where the host finds what it reads of a rank on the GPU: byte offsets in its heap, in its
+/// control ("epoch") and in a layer's records.
+nb::dict offsets_of(const Sizes& sizes) {
+  const Layout layout(sizes.geometry);
+  const RankMemory memory(sizes.geometry, MemoryParts<u8*>{});
+  const auto offset = [](const auto* array) { return reinterpret_cast<std::uintptr_t>(array); };
+  nb::dict offsets;
+  offsets["abort_word"] = layout.abort_word();
+  offsets["failures"] = layout.failure(0);
+  offsets["put_failures"] = layout.put_failure(0);
+  offsets["put_failures_end"] = layout.put_failure(sizes.geometry.world);
+  offsets["epoch"] = offset(memory.epoch);
+  offsets["tallies"] = offset(memory.tallies);
+  offsets["record"] = offset(memory.record);
+  offsets["peer_records"] = offset(memory.peer_records);
+  offsets["send_start"] = offset(memory.send_start);
+  offsets["receive_start"] = offset(memory.receive_start);
+  offsets["trace_counts"] = offset(memory.trace_counts);
+  offsets["trace_events"] = offset(memory.trace_events);
+  offsets["faults"] = offset(memory.faults);
+  return offsets;
+}
+
+}  // namespace
+
+NB_MODULE(_sizes, module) {
+  module.doc() = "The sizes of a layer, as the device OS derives them on every machine.";
+  module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
+  module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
+  module.attr("WINDOW_BYTES") = Geometry::kWindowBytes;
+  module.attr("FAULTS") = u32{FaultPlan::kMost};
+  module.attr("FAULT_PLAN_BYTES") = sizeof(FaultPlan);
+
+  nb::class_<Sizes>(module, "Sizes", "Buffers and bounds of a layer, as the runtime derives them.")
+      .def(nb::new_(&make_sizes), "geometry"_a, "shape"_a)
+#define FIELD(type, name) \
+  .def_prop_ro(#name, [](const Sizes& s) { return to_python(s.geometry.name); })
+#include "runtime/geometry.def"
+      .def_prop_ro("geometry_text", [](const Sizes& s) { return text(s.geometry); })
+      .def_prop_ro("shape_text", [](const Sizes& s) { return text(s.shape); })
+      .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
+      .def_prop_ro("header_bytes", [](const Sizes& s) { return Layout(s.geometry).header_bytes(); })
+      .def_prop_ro("words_bytes", [](const Sizes& s) { return Layout(s.geometry).words_bytes(); })
+      .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
+      .def_prop_ro("control_bytes",
+                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).control; })
+      .def_prop_ro("tables_bytes",
+                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).tables; })
+      .def_prop_ro("records_bytes",
+                   [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).records; })
+      .def_prop_ro("intermediate_bytes",
+                   [](const Sizes& s) {
+                     return u64{s.geometry.intermediate_rows_max()} * s.geometry.hidden_bytes;
+                   })
+      .def_prop_ro("os_memory_bytes", [](const Sizes& s) { return OsMemory::bytes(s.geometry); })
+      .def_prop_ro("offsets", &offsets_of, nb::sig("def offsets(self) -> dict[str, int]"))
+      .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
+      .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
+      .def_prop_ro("intermediate_rows",
+                   [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })
+      .def_prop_ro("cell_rows", [](const Sizes& s) { return s.geometry.cell_rows(); })
+      .def_prop_ro("chunks", [](const Sizes& s) { return s.geometry.chunks(); })
+      .def_prop_ro("window", [](const Sizes& s) { return s.geometry.window(); })
+      .def(
+          "dispatch_parts",
+          [](const Sizes& s, u32 chunks, u32 rows) {
+            return s.geometry.dispatch_parts(s.geometry.rows_in_pieces(chunks), rows);
+          },
+          "chunks"_a, "rows"_a)
+      .def(
+          "route_blocks",
+          [](const Sizes& s, u32 tokens) { return s.geometry.route_blocks_of(tokens); }, "tokens"_a)
+      .def(
+          "route_parts",
+          [](const Sizes& s, u32 tokens) {
+            return s.geometry.route_blocks_of(tokens) * s.geometry.route_parts_of_block(tokens);
+          },
+          "tokens"_a)
+      .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
+      .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })
+      .def(
+          "spreads", [](const Sizes& s, u32 tokens) { return s.geometry.spreads(tokens); },
+          "tokens"_a)
+      .def(
+          "sends_once", [](const Sizes& s, u32 rows) { return s.geometry.sends_once(rows); },
+          "rows"_a)
+      .def(
+          "chunks_made_whole",
+          [](const Sizes& s, u32 rows) { return s.geometry.chunks_made_whole(rows); }, "rows"_a)
+      .def(
+          "may_await", [](const Sizes& s, u32 tokens) { return s.geometry.may_await(tokens); },
+          "tokens"_a)
+      .def(
+          "combine_tokens",
+          [](const Sizes& s, u32 tokens) { return s.geometry.combine_tokens(tokens); }, "tokens"_a);
+}
+
+}  // namespace moeos
