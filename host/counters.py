@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank counts in every call, and how the device's records of it are read.
 
-Counting costs next to nothing and is never off. The only file of the host that knows how Tally,
-CallRecord and PeerRecord (runtime/memory.hpp) are laid out; it knows nothing of where they lie.
+Counting costs next to nothing and is never off. It knows what the fields of Tally, CallRecord and
+PeerRecord mean (runtime/records.def), and nothing of where they lie.
 """
 
 from __future__ import annotations
@@ -13,39 +13,16 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import NDArray
 
+from moeos.records import dtype_of
 from moeos.tracing import TASK_KINDS
 
 STAGES = ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
 """The kinds of tasks, in the order in which a row meets them."""
 
-_BY_KIND = ("<u8", len(TASK_KINDS))
-TALLY = numpy.dtype(
-    [
-        ("tasks", *_BY_KIND),
-        *[(f"{what}_bytes_to_peers", "<u8") for what in ("row", "count", "flag")],
-        ("padding_rows", "<u8"),
-        ("dropped_pairs", "<u8"),
-        ("busy_ns", *_BY_KIND),
-        ("reserved", "<u8", 15),
-    ]
-)
-"""Tally, of a processor or a courier."""
-RECORD = numpy.dtype(
-    [
-        (name, "<u8")
-        for name in ("tokens", "begin_ns", "first_tile_ns", "end_ns", "sweeps", "waiting_most")
-    ]
-    + [("reserved", "<u8", 10)]
-)
-"""CallRecord."""
-PEER = numpy.dtype(
-    [
-        (name, "<u8")
-        for name in ("counts_ns", "rows_ns", "results_ns", "rows_returned", "rows_carried")
-    ]
-)
-"""PeerRecord."""
-assert (TALLY.itemsize, RECORD.itemsize, PEER.itemsize) == (256, 128, 40)
+TALLY = dtype_of("Tally")
+"""Of a processor or a courier."""
+RECORD = dtype_of("CallRecord")
+PEER = dtype_of("PeerRecord")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 from moeos import _twin
-from moeos.failure import FailureKind
+from moeos._runtime import FailureKind
 
 SCENARIOS = ("quiet", "nic", "die", "stall", "damage", "late")
 """`moeos::twin::Scenario`: nothing; a network card that reorders and delays puts between fences; a

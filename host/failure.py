@@ -1,86 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure of the device OS means to the person who reads it.
 
-The runtime records a failure as numbers (`runtime/watchdog.hpp`); this file has the sentences and
+The runtime records a failure as numbers (`runtime/records.def`); this file has the sentences and
 chooses the exception. It knows nothing of engines or of how the record got here.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
-from typing import Protocol
 
 from moeos import calls
+from moeos._runtime import Failure, FailureKind
 from moeos.errors import NumericalError, PeerTimeout
 
 
-class FailureKind(enum.IntEnum):
-    """`moeos::FailureKind`."""
-
-    NONE = 0
-    COUNTS_LATE = 1
-    ROWS_LATE = 2
-    RETURNS_LATE = 3
-    TASKS_LATE = 4
-    OS_SILENT = 5
-    LOGITS_NOT_FINITE = 6
-    COUNT_TOO_LARGE = 7
-    RETURNS_TOO_MANY = 8
-    OVERFLOW = 9
-    HOST_ABORT = 10
-    EPOCHS_SPENT = 11
-    ID_NO_EXPERT = 12
-    ID_REPEATED = 13
-    TOKEN_COUNT_WRONG = 14
-    ECHO_LATE = 15
-    COUNT_DAMAGED = 16
-    FLAG_DAMAGED = 17
-    WORD_DAMAGED = 18
-    TASK_DAMAGED = 19
-    ORIGIN_DAMAGED = 20
-    INTERRUPTED = 21
-    ACTOR_SILENT = 22
-    CALLS_AT_ONCE = 23
-    CALL_DIFFERS = 24
-
-
-class FailureRecord(Protocol):
-    """The fields of `moeos::Failure`."""
-
-    @property
-    def kind(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def peer(self) -> int: ...
-
-    @property
-    def expert(self) -> int: ...
-
-    @property
-    def chunk(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def identity(self) -> int: ...
-
-    @property
-    def expected(self) -> int: ...
-
-    @property
-    def seen(self) -> int: ...
-
-    @property
-    def waited_ns(self) -> int: ...
-
-
 def exception_of(
-    failure: FailureRecord, rank: int, identity: int = 0, names: Mapping[int, str] | None = None
+    failure: Failure, rank: int, identity: int = 0, names: Mapping[int, str] | None = None
 ) -> Exception:
     """The exception to raise on `rank` for a failure whose kind is not NONE.
 
@@ -116,7 +51,7 @@ def different_calls(
     )
 
 
-def _error_of(f: FailureRecord, rank: int) -> Exception:
+def _error_of(f: Failure, rank: int) -> Exception:
     who = f"rank {f.rank}" + ("" if f.rank == rank else f" (said by it to rank {rank})")
     waited = f"{f.waited_ns / 1e9:.1f} s in call {f.epoch}"
     owed = _owed(f)
@@ -187,7 +122,7 @@ _OS_ACTORS = {
 """As an inquiry goes round (`runtime/os.hpp`); of several returns subscribers all are 4."""
 
 
-def _owed(f: FailureRecord) -> str | None:
+def _owed(f: Failure) -> str | None:
     """What the late peer has not delivered; None if the failure is not a late peer."""
     if f.kind == FailureKind.COUNTS_LATE:
         return (
@@ -209,7 +144,7 @@ def _owed(f: FailureRecord) -> str | None:
     return None
 
 
-def _wrong_input(f: FailureRecord) -> str | None:
+def _wrong_input(f: Failure) -> str | None:
     """What the caller has put into the GPU's memory that cannot be; None if it is not that."""
     value = f.seen - (1 << 64) if f.seen >> 63 else f.seen  # it was a signed number
     if f.kind == FailureKind.ID_NO_EXPERT:
@@ -224,7 +159,7 @@ def _wrong_input(f: FailureRecord) -> str | None:
     return None
 
 
-def _broken(f: FailureRecord) -> str:
+def _broken(f: Failure) -> str:
     if f.kind == FailureKind.COUNT_TOO_LARGE:
         return f"rank {f.peer} announced {f.seen} rows where at most {f.expected} fit"
     if f.kind == FailureKind.RETURNS_TOO_MANY:

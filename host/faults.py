@@ -4,7 +4,7 @@
 A `FaultPlan` is given to `moeos.init` or `moeos.virtual.run`, or lies in the TOML file that the
 environment variable MOEOS_FAULTS names. Without one a world has none of this, and the GPU's kernel
 is another. This file reads plans, draws delays and packs what the device OS reads of a plan
-(runtime/fault_plan.hpp); it knows nothing of engines, heaps or launchers.
+(runtime/records.def); it knows nothing of engines, heaps or launchers.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import math
 import os
 import random
 import signal
-import struct
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
+import numpy
 import torch
 
-from moeos import _sizes
+from moeos import _runtime
 from moeos.files import open_regular, read_toml
+from moeos.records import dtype_of
 
 ENVIRONMENT = "MOEOS_FAULTS"
 """Names the file of the plan where a program gives none."""
@@ -44,11 +45,9 @@ _MAX_INTEGER = 2**31 - 1
 _MAX_SAMPLE_BYTES = 1 << 22
 _LOOK_SECONDS = 1e-3  # between two looks at whether this process is to be killed
 
-# Of runtime/fault_plan.hpp: Hold, SlowProcessor, SlowLink and what stands before them.
-_HEAD = struct.Struct("<4IQ8x")  # holds, processors, links, padding; kill_word
-_HOLD = struct.Struct("<4I2Q")  # epoch, stage, kills, padding; hold_ns, since_ns
-_PROCESSOR = struct.Struct("<4I2Q")  # index, factor_milli, under_way, padding; extra_ns, since_ns
-_LINK = struct.Struct("<2I3Q")  # peer, padding; latency_ns, bytes_per_second, free_ns
+_STAGES = ("start", *_runtime.task_kinds())  # the device's numbers of them
+assert set(_STAGES) == set(get_args(Stage))
+_PLAN = dtype_of("FaultPlan")
 _FOREVER = 2**64 - 1
 
 Entry = TypeVar("Entry", bound="_Entry")
@@ -395,15 +394,19 @@ class LayerFaults:
         """The bytes of `moeos::FaultPlan`; `again`: after a reset, when what happens once has."""
         holds = [] if again else self._holds
         word = 0 if self._executioner is None else self._executioner.address
-        head = _HEAD.pack(len(holds), len(self._processors), len(self._links), 0, word)
-        records = (
-            b"".join(map(_pack_hold, holds)).ljust(_sizes.FAULTS * _HOLD.size, b"\0"),
-            b"".join(map(_pack_processor, self._processors)).ljust(
-                _sizes.FAULTS * _PROCESSOR.size, b"\0"
-            ),
-            b"".join(map(_pack_link, self._links)),
-        )
-        return (head + b"".join(records)).ljust(_sizes.FAULT_PLAN_BYTES, b"\0")
+        entries = {
+            "hold": [_pack_hold(fault) for fault in holds],
+            "processor": [_pack_processor(slow) for slow in self._processors],
+            "link": [_pack_link(slow) for slow in self._links],
+        }
+        plan = numpy.zeros(1, _PLAN)
+        plan["kill_word"] = word
+        for name, packed in entries.items():
+            plan[f"{name}s"] = len(packed)
+            for place, fields in enumerate(packed):
+                for field, value in fields.items():
+                    plan[name][field][0, place] = value
+        return plan.tobytes()
 
     def close(self) -> None:
         """Nobody is killed any more."""
@@ -448,10 +451,10 @@ def _check_device_entries(entries: Iterable[_Entry], layer: int, processors: int
             continue
         key = entry.TABLE, entry.rank
         counts[key] = counts.get(key, 0) + 1
-        if counts[key] > _sizes.FAULTS:
+        if counts[key] > _runtime.FAULTS:
             raise ValueError(
-                f"rank {entry.rank} has more than {_sizes.FAULTS} of {entry.TABLE} in layer "
-                f"{layer} of the fault plan; at most {_sizes.FAULTS} are allowed"
+                f"rank {entry.rank} has more than {_runtime.FAULTS} of {entry.TABLE} in layer "
+                f"{layer} of the fault plan; at most {_runtime.FAULTS} are allowed"
             )
         if isinstance(entry, SlowProcessor) and entry.processor >= processors:
             raise ValueError(
@@ -460,20 +463,30 @@ def _check_device_entries(entries: Iterable[_Entry], layer: int, processors: int
             )
 
 
-def _pack_hold(fault: Fault) -> bytes:
-    stage = get_args(Stage).index(fault.stage)
-    hold_ns = _nanoseconds(fault.seconds) if fault.kind == "delay" else _FOREVER
-    return _HOLD.pack(fault.call, stage, fault.kind == "kill", 0, hold_ns, 0)
+def _pack_hold(fault: Fault) -> dict[str, int]:
+    return {
+        "call": fault.call,
+        "stage": _STAGES.index(fault.stage),
+        "kills": fault.kind == "kill",
+        "hold_ns": _nanoseconds(fault.seconds) if fault.kind == "delay" else _FOREVER,
+    }
 
 
-def _pack_processor(slow: SlowProcessor) -> bytes:
-    factor_milli = round(slow.factor * 1000)
-    return _PROCESSOR.pack(slow.processor, factor_milli, 0, 0, _nanoseconds(slow.seconds), 0)
+def _pack_processor(slow: SlowProcessor) -> dict[str, int]:
+    return {
+        "index": slow.processor,
+        "factor_milli": round(slow.factor * 1000),
+        "extra_ns": _nanoseconds(slow.seconds),
+    }
 
 
-def _pack_link(slow: SlowLink) -> bytes:
+def _pack_link(slow: SlowLink) -> dict[str, int]:
     rate = 0 if slow.bytes_per_second is None else round(slow.bytes_per_second)
-    return _LINK.pack(slow.peer, 0, _nanoseconds(slow.seconds), rate, 0)
+    return {
+        "peer": slow.peer,
+        "latency_ns": _nanoseconds(slow.seconds),
+        "bytes_per_second": rate,
+    }
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import torch
 
-from moeos import _sizes
+from moeos import _runtime
 from moeos.config import MoEConfig
 from moeos.sizes import CHUNK_ROWS, layer_sizes, parts
 
@@ -102,7 +102,7 @@ class KernelShape:
         return self.processors
 
     @functools.cached_property
-    def sizes(self) -> _sizes.Sizes:
+    def sizes(self) -> _runtime.Sizes:
         """Buffers and bounds of one rank, as the runtime derives them.
 
         Raises `ValueError` when a bound does not fit the runtime's words.
@@ -127,7 +127,7 @@ class KernelShape:
             "gemm1_narrow_parts": narrow[1],
             # Rows of any number lie next to those of another source. They take more boxes to load,
             # for which there are too few lanes where weights have small ones.
-            "segment_align": 1 if has_whole_parts(cfg) else _sizes.SEGMENT_ALIGN,
+            "segment_align": 1 if has_whole_parts(cfg) else _runtime.SEGMENT_ALIGN,
             "once_rows": _once_rows(cfg),
             "once_after": _once_after(cfg, self.world_size),
             "spread_tokens": _spread_tokens(cfg),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeos import _sizes
+from moeos import _runtime
 
 _ALIGNMENT = 128
 _ROOM = 2
@@ -37,12 +37,12 @@ class SharedHeap:
         size: bytes of the heap.
     """
 
-    shapes: tuple[_sizes.Sizes, ...] = ()
+    shapes: tuple[_runtime.Sizes, ...] = ()
     rows_at: int = 0
     stride: int = 0
     size: int = 0
 
-    def with_shape(self, sizes: _sizes.Sizes) -> SharedHeap:
+    def with_shape(self, sizes: _runtime.Sizes) -> SharedHeap:
         """The plan with one more shape; of the same `size`, `rows_at` and `stride` if it fits."""
         shapes = (*self.shapes, sizes)
         words = _words_end(shapes)
@@ -71,7 +71,7 @@ class SharedHeap:
         return HeapPlace(words_at, self.rows_at, self.stride // shape.row_bytes)
 
 
-def _words_end(shapes: tuple[_sizes.Sizes, ...]) -> int:
+def _words_end(shapes: tuple[_runtime.Sizes, ...]) -> int:
     return shapes[0].header_bytes + sum(shape.words_bytes for shape in shapes)
 
 

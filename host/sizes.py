@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes of a layer as the runtime derives them, for whichever machine computes it.
 
-The only file that hands a config to `_sizes.Sizes`: runtime/geometry.def and kernels/shape.def have
-its fields. It knows nothing of engines or compilers; these say how they cut their work.
+The only file that hands a config to `_runtime.Sizes`: runtime/geometry.def and kernels/shape.def
+have its fields. It knows nothing of engines or compilers; these say how they cut their work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import get_args
 
 import torch
 
-from moeos import _sizes
+from moeos import _runtime
 from moeos.activations import Curve
 from moeos.config import GroupScore, MoEConfig, Scoring
 
@@ -33,7 +33,7 @@ def layer_sizes(
     couriers: int = 0,
     remote: bool = False,
     trace_events: int = 0,
-) -> _sizes.Sizes:
+) -> _runtime.Sizes:
     """Buffers and bounds of one rank of a layer.
 
     `cut`: how a machine cuts its work, by the names of runtime/geometry.def; what it leaves out is
@@ -45,7 +45,7 @@ def layer_sizes(
     cfg.experts_per_rank(world_size)
     capacity = cfg.capacity(cfg.max_tokens)
     row_bytes = cfg.hidden * cfg.dtype.itemsize
-    return _sizes.Sizes(
+    return _runtime.Sizes(
         {
             **cut,
             **_once(cfg, world_size, cut),
@@ -64,7 +64,7 @@ def layer_sizes(
             "processors": processors,
             "couriers": couriers,
             "remote": int(remote),
-            "window_rows": _sizes.WINDOW_BYTES // row_bytes,
+            "window_rows": _runtime.WINDOW_BYTES // row_bytes,
             "trace_events": trace_events,
             "alters_rows": int(cfg.apply_router_weight_on_input),
         },

@@ -11,29 +11,19 @@ import dataclasses
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-KINDS = (
-    *("route", "combine", "gemm1", "gemm0", "dispatch", "replicate"),
-    *("schedule", "counts", "arrivals", "returns"),
-)
-"""TraceKind: the parts of tasks, then the steps of the OS block's actors."""
-TASK_KINDS = KINDS[:6]
+from moeos import _runtime
+from moeos.records import dtype_of
+
+KINDS = tuple(_runtime.trace_kinds())
+"""The parts of tasks, then the steps of the OS block's actors."""
+TASK_KINDS = tuple(_runtime.task_kinds())
 OS_ACTORS = ("scheduler", "counts", "arrivals", "returns")
 """The actors behind the processors, in the order of their lists."""
 
 MAX_EVENTS = 1 << 16
 """The most events that an actor can be asked to note of a call."""
 
-EVENT = numpy.dtype(
-    [
-        ("begin_ns", "<u8"),
-        ("end_ns", "<u8"),
-        *[(name, "<u4") for name in ("kind", "part", "peer", "expert", "place", "rows")],
-        *[(name, "<u4") for name in ("loading", "computing", "computed", "stored")],
-        *[(name, "<u4") for name in ("carried", "awaited")],
-    ]
-)
-"""TraceEvent: see runtime/trace_event.hpp."""
-assert EVENT.itemsize == 64
+EVENT = dtype_of("TraceEvent")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults on demand: how an actor does what its rank's plan (fault_plan.hpp) says.
+// Faults on demand: how an actor does what its rank's plan (records.def) says.
 //
 // Nothing is compiled on a machine without P::has_faults(). Every wait here ends at its time, or
 // when the call has failed, which the scheduler's Watch sees to: a fault that lasts longer than the
@@ -8,8 +8,8 @@
 #pragma once
 
 #include "runtime/base.hpp"
-#include "runtime/fault_plan.hpp"
 #include "runtime/rank.hpp"
+#include "runtime/records.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 

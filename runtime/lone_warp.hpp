@@ -112,7 +112,7 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
   TraceEvent event = event_of(rank.geometry(), part, carried, announced);
   event.begin_ns = begin;
   event.end_ns = trace_time<P>(rank.geometry());
-  event.computed = event.stored = event.since(end);
+  event.computed = event.stored = since_begin(event, end);
   trace.note(event);
   return true;
 }
@@ -152,7 +152,7 @@ bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
         TraceEvent event = event_of_spread(rows[i], chunk, first + i);
         event.begin_ns = begin;
         event.end_ns = trace_time<P>(geometry);
-        event.computed = event.stored = event.since(end);
+        event.computed = event.stored = since_begin(event, end);
         trace.note(event);
         begin = end;  // the time of all is the first event's
       }
@@ -220,7 +220,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
     TraceEvent event = event_of(rank.geometry(), task, word, combined);
     event.begin_ns = begin;
     event.end_ns = trace_time<P>(rank.geometry());
-    event.computed = event.stored = event.since(end);
+    event.computed = event.stored = since_begin(event, end);
     trace.note(event);
   }
 }

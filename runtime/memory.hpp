@@ -9,10 +9,9 @@
 #pragma once
 
 #include "runtime/base.hpp"
-#include "runtime/fault_plan.hpp"
 #include "runtime/geometry_of.hpp"
+#include "runtime/records.hpp"
 #include "runtime/task.hpp"
-#include "runtime/trace_event.hpp"
 
 namespace moeos {
 
@@ -38,39 +37,6 @@ struct CallState {
   Line<u32> interrupt;         // 1: the call is over, everyone leaves
   Line<u32> heartbeat;  // sweeps of the scheduler, so that a processor can tell waiting from a dead
                         // OS block
-};
-
-/// What one processor, one courier or the OS block did in the last call. Each writes its own; the
-/// host adds them up after the call (host/counters.py).
-struct alignas(kCacheLine) Tally {
-  u64 tasks[kTaskKinds];     // parts run
-  u64 row_bytes_to_peers;    // rows written into other ranks' cells, both rounds
-  u64 count_bytes_to_peers;  // count words
-  u64 flag_bytes_to_peers;   // arrival flags, origins of rows and returned-row counters
-  u64 padding_rows;          // rows computed only because segments are padded to 8
-  u64 dropped_pairs;         // pairs beyond their expert's capacity
-  u64 busy_ns[kTaskKinds];   // time inside parts
-};
-
-/// What the OS block noted of the last call. Each field has one writer; times are of the device's
-/// clock.
-struct alignas(kCacheLine) CallRecord {
-  u64 tokens;         // S of the call
-  u64 begin_ns;       // when the OS block began it,
-  u64 first_tile_ns;  // when the first tile of rows was posted, or 0: there was none,
-  u64 end_ns;         // and when everything was done, or 0: it did not end well
-  u64 sweeps;         // of the scheduler; this and the next are 0 in a call that did not end well
-  u64 waiting_most;   // parts that were published and not taken by a processor, at most
-};
-
-/// What the subscribers noted of a peer in the last call; times as above, 0 for never.
-struct PeerRecord {
-  u64 counts_ns;      // its row counts were here
-  u64 rows_ns;        // the last of its rows were here
-  u64 results_ns;     // the last results of our rows were back from it
-  u64 rows_returned;  // rows, of all sources, whose results had left when its counts came
-  u64 rows_carried;  // rows that went to it: of a token that goes there once, one; 0 in a call that
-                     // did not end well
 };
 
 /// Where a mailbox's words start and how many there are (mailbox.hpp).

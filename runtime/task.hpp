@@ -19,17 +19,13 @@ namespace moeos {
 /// A tile's descriptor stands for both of its GEMMs, and lies in memory as the first one's; the
 /// word that hands out a part says of which it is (become_gemm1).
 enum class TaskKind : u8 {
-  route,  ///< logits, top-k, weights of a block of tokens; first, because every rank waits for our
-          ///< counts
-  combine,    ///< weighted sum of the tokens whose rows are all back
-  gemm1,      ///< second GEMM of a row tile, written into the owners' combine cells
-  gemm0,      ///< first GEMM and activation of a row tile
-  dispatch,   ///< rows of a chunk to the rank that owns their experts; couriers take these from a
-              ///< list of their own (courier.hpp)
-  replicate,  ///< rows of a chunk whose tokens have come here already, for other experts; couriers
-              ///< take these, too
+#define KIND(name) name,
+#include "runtime/task_kinds.def"
 };
-inline constexpr u32 kTaskKinds = 6;
+inline constexpr u32 kTaskKinds = 0
+#define KIND(name) +1
+#include "runtime/task_kinds.def"
+    ;
 
 /// Consecutive rows of one source's cell inside a tile; see laid_out_rows().
 struct Segment {

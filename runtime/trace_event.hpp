@@ -1,56 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// One event of a trace, as it lies in memory.
+// What the event of a part says; records.def has its fields.
 //
 // May not know: who notes events, and when.
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/records.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos {
 
-/// What the OS block's actors note beside the parts of tasks: steps that found something.
+/// What an actor noted: a part, whose kind is a TaskKind, or a step of the OS block's that found
+/// something.
 enum class TraceKind : u32 {
-  // 0 to kTaskKinds - 1: a part, as TaskKind
-  schedule = kTaskKinds,  ///< the scheduler published parts, or saw that some were claimed
-  counts,                 ///< a source's counts were decoded
-  arrivals,               ///< flags were seen, and tiles planned
-  returns,                ///< chunks came back
+  last_task = kTaskKinds - 1,
+#define KIND(name) name,
+#include "runtime/trace_kinds.def"
 };
-
 inline constexpr u32 kTraceKinds = kTaskKinds + Geometry::kTracedOsActors;
+static_assert(kTraceKinds == kTaskKinds
+#define KIND(name) +1
+#include "runtime/trace_kinds.def"
+);
 
-/// One part of a task, or one step of an actor. 64 bytes; the host reads it as it lies.
-struct alignas(64) TraceEvent {
-  u64 begin_ns;  // a part: claimed, and its inputs here
-  u64 end_ns;    // a part: its effects are visible
-  u32 kind;
-  u32 part;    // of a task; dispatch: which of the pieces of its chunk comes first in it; of tokens
-               // (spread.hpp): the first pair's number
-  u32 peer;    // dispatch: the destination; replicate: the source
-  u32 expert;  // GEMMs: the local expert
-  u32 place;   // route: the slice, and `part` the block; GEMMs: the tile; dispatch: the part's
-               // chunk; replicate: the chunk; combine: the first token's place among the complete
-               // ones, and `part` the returns subscriber that had it; of awaited tokens the first
-               // one's number, and 0; or kNone for tokens that sent
-               // no row, and `part` the block
-  u32 rows;    // GEMMs: of the tile; dispatch: 1 for the part that announced the chunk;
-               // replicate: 1; combine: tokens written
-  // Of a part, in ns behind begin_ns; 0 where a machine has no such moment.
-  u32 loading;    // its loads begin
-  u32 computing;  // its first operands are here
-  u32 computed;   // its products or sums are done
-  u32 stored;     // its results are in memory
-  u32 carried;    // dispatch: rows that went; replicate: rows that were copied here
-  u32 awaited;    // GEMMs, combine: 1 where the processor waited for its inputs itself, which were
-                  // here when it was `claimed`
-
-  /// A moment, as the fields above have it.
-  constexpr u32 since(u64 moment_ns) const {
-    return moment_ns == 0 ? 0 : static_cast<u32>(moment_ns - begin_ns);
-  }
-};
-static_assert(sizeof(TraceEvent) == 64);
+/// A moment of a part, as its event has it; 0 where a machine has no such moment.
+constexpr u32 since_begin(const TraceEvent& event, u64 moment_ns) {
+  return moment_ns == 0 ? 0 : static_cast<u32>(moment_ns - event.begin_ns);
+}
 
 /// What the event of a processor's finished part says of its task; `done`: tokens that a Combine
 /// part has written.

@@ -10,42 +10,9 @@
 #include "runtime/base.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/platform/concept.hpp"
+#include "runtime/records.hpp"
 
 namespace moeos {
-
-enum class Actor : u32 { host = 0, scheduler = 1, subscriber = 2, processor = 3, sender = 4 };
-
-/// What went wrong. The host turns it into an exception (host/failure.py holds the sentences).
-enum class FailureKind : u32 {
-  none = 0,
-  counts_late = 1,        // peer has not published its row counts
-  rows_late = 2,          // peer has not sent all rows it announced
-  returns_late = 3,       // peer has not returned all rows we sent
-  tasks_late = 4,         // our own processors have not finished
-  os_silent = 5,          // a processor found the OS block no longer sweeping
-  logits_not_finite = 6,  // chunk = token
-  count_too_large = 7,    // a peer's count word is beyond what its cell holds
-  returns_too_many = 8,   // a chunk was returned more rows than it holds
-  overflow = 9,           // a bounded buffer was full: a broken invariant
-  host_abort = 10,        // the host asked this rank to stop
-  epochs_spent = 11,      // 2^32 - 2 calls since the last reset (begin_call)
-  // What the caller keeps in the GPU's memory. Of an id: chunk = token, expected = slot, seen = id.
-  id_no_expert = 12,       // neither an expert nor -1
-  id_repeated = 13,        // the token has it in an earlier slot
-  token_count_wrong = 14,  // seen = S, which is negative or beyond the rows of x, expected
-  echo_late = 15,          // a remote peer has not seen the rows that were put there
-  // Words that nobody writes (sealed.hpp): memory that someone else has overwritten.
-  count_damaged = 16,   // seen = the word
-  flag_damaged = 17,    // a chunk's arrival flag; seen = the call that it names
-  word_damaged = 18,    // of the ready ring, a mailbox or an outbox: chunk = which, seen = the word
-  task_damaged = 19,    // chunk = which descriptor
-  origin_damaged = 20,  // where a row of a peer's chunk comes from; seen = the word
-  interrupted = 21,     // a signal came to the process, and its handler ended the call
-  // An actor of our own OS block answers no inquiry (os.hpp): chunk = its warp, seen = which it is.
-  actor_silent = 22,
-  calls_at_once = 23,  // a call began before the one before it had ended (attendance.hpp)
-  call_differs = 24,   // peer makes another call: expected, seen = our identity, and its
-};
 
 /// What an actor says when it is asked why nothing moves (os.hpp).
 enum class Answer : u32 {
@@ -54,21 +21,6 @@ enum class Answer : u32 {
   wait,     ///< something is missing, but ask again
   moot,     ///< something was missing and has come since
 };
-
-struct alignas(kCacheLine) Failure {
-  FailureKind kind;
-  Actor actor;
-  u32 rank;    // who noticed
-  u32 peer;    // who is late or wrong, or kNone
-  u32 expert;  // local expert of the peer or of this rank, or kNone
-  u32 chunk;   // or kNone
-  u32 epoch;
-  u32 identity;  // of the call that failed here (Call::identity); 0: of none
-  u64 expected;
-  u64 seen;
-  u64 waited_ns;
-};
-static_assert(sizeof(Failure) == kCacheLine, "one cache line in the heap");
 
 /// A deadline that starts again whenever there is progress. Reads the clock once in 32 looks.
 template <Platform P>

@@ -13,7 +13,7 @@ from typing import get_args
 
 import numpy
 
-from moeos import _sizes
+from moeos import _runtime
 from moeos.config import MoEConfig, RowMap
 from moeos.engines.twin import sizes_of
 
@@ -187,7 +187,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         packed = pack_tiles(of_source, sizes.tile_rows)
         tiles += len(packed)
         for source, slot, n in (segment for tile in packed for segment in tile):
-            padding += -n % _sizes.SEGMENT_ALIGN
+            padding += -n % _runtime.SEGMENT_ALIGN
             first = starts[source] + slot
             last = first + n - 1
             if source != 0:
@@ -241,7 +241,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
 
 
 def _rows_once(
-    cfg: MoEConfig, sizes: _sizes.Sizes, peer: int, sent: Sequence[int], tokens: int
+    cfg: MoEConfig, sizes: _runtime.Sizes, peer: int, sent: Sequence[int], tokens: int
 ) -> int:
     """Rows of rank 0 that cross to a peer which gets each token once: those of the first chunks,
     and behind them the first of each token. `sent`: rows for each of the peer's experts.
@@ -279,13 +279,13 @@ def pack_tiles(rows: Sequence[int], tile_rows: int) -> list[list[tuple[int, int,
     for source, n in enumerate(rows):
         slot = n - n % tile_rows
         while slot < n:
-            if room == 0 or len(tile) == _sizes.MAX_SEGMENTS:
+            if room == 0 or len(tile) == _runtime.MAX_SEGMENTS:
                 tiles.append(tile)
                 tile, room = [], tile_rows
             fitting = min(n - slot, room)
             tile.append((source, slot, fitting))
             slot += fitting
-            room -= fitting + -fitting % _sizes.SEGMENT_ALIGN
+            room -= fitting + -fitting % _runtime.SEGMENT_ALIGN
     return [*tiles, tile] if tile else tiles
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from moeos import _sizes
+from moeos import _runtime
 from moeos.cli import estimate, output
 from moeos.config import MoEConfig
 from moeos.engines import twin
@@ -96,7 +96,7 @@ def require(needed: Mapping[str, int], available: int, where: str, advice: str) 
 
 def _sizes_of(
     cfg: MoEConfig, ranks: int, backend: Backend, processors: int, virtual: bool, remote: bool
-) -> _sizes.Sizes:
+) -> _runtime.Sizes:
     if backend == "twin":
         return twin.sizes_of(cfg, ranks, processors, remote)
     transport: Transport = "none"

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy
 import torch
 
-from moeos import calls, cuda_driver, jit, kernel_shape
+from moeos import _runtime, calls, cuda_driver, jit, kernel_shape
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
@@ -183,7 +183,7 @@ class CudaEngine:
         for piece in pieces_of(tensors, self._shape.cfg.max_tokens):
             self._piece(piece, identity)
 
-    def _first_failure(self) -> cuda_records.Failure | None:
+    def _first_failure(self) -> _runtime.Failure | None:
         cuda_wait.synchronize(self._device)
         return self._shared.first_failure()
 
@@ -236,7 +236,7 @@ class CudaEngine:
         self._holdings.captured = True
         self._shared.note_capture()
 
-    def _exception_of(self, failure: cuda_records.Failure, identity: int) -> Exception:
+    def _exception_of(self, failure: _runtime.Failure, identity: int) -> Exception:
         return exception_of(failure, self._world.rank, identity, self._world.layer_names)
 
     def _agree(self, do: Callable[[], Value], what: str) -> Value:

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from moeos import _sizes, cuda_driver, kernel_shape
+from moeos import _runtime, cuda_driver, kernel_shape
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors
 from moeos.shared_heap import HeapPlace
@@ -36,7 +36,7 @@ _MAP_TYPES = {
 }
 _MAP_BYTES = 128
 _CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-_INTERMEDIATE_BOX_ROWS = tuple(n for n in _CELL_BOX_ROWS if n >= _sizes.SEGMENT_ALIGN)
+_INTERMEDIATE_BOX_ROWS = tuple(n for n in _CELL_BOX_ROWS if n >= _runtime.SEGMENT_ALIGN)
 _MAPS = (
     *("x", "x_row", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
@@ -104,7 +104,7 @@ class ArgumentPacker:
     def __init__(
         self,
         cfg: MoEConfig,
-        sizes: _sizes.Sizes,
+        sizes: _runtime.Sizes,
         rank: int,
         deadline: float,
         host_failure: int,

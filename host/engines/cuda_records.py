@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank's memory says after a call: the failure, if there is one, counters and events.
 
-The only file of the GPU's host side that knows how Failure (runtime/watchdog.hpp) is laid out;
-where things lie, `_sizes.Sizes.offsets` says. It reads and waits for nothing but its own copies.
+Where things lie, `_runtime.Sizes.offsets` says. It reads and waits for nothing but its own copies.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import threading
 
@@ -17,32 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeos import counters, tracing
+from moeos._runtime import Failure, FailureKind
 from moeos.counters import CallStats
 from moeos.kernel_shape import KernelShape
+from moeos.records import dtype_of
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 
 CACHE_LINE = 128
 FIRST_EPOCH = 1
-_HOST_ABORT = 10  # FailureKind
 _NONE = 0xFFFFFFFF
-_FAILURE = struct.Struct("<8I3Q")
-
-
-@dataclasses.dataclass
-class Failure:
-    """The runtime's record of what ended a call; `moeos.failure` has the sentences."""
-
-    kind: int
-    actor: int
-    rank: int
-    peer: int
-    expert: int
-    chunk: int
-    epoch: int
-    identity: int
-    expected: int
-    seen: int
-    waited_ns: int
+_FAILURE = dtype_of("Failure")
 
 
 class HostFailure:
@@ -71,7 +53,7 @@ class HostFailure:
         if kind == 0:
             return None
         with self._order:
-            return Failure(*_FAILURE.unpack(self._words.tobytes()[: _FAILURE.size]))
+            return Failure(self._words.tobytes())
 
     def clear(self) -> None:
         """Forgets the failure. No kernel of this rank may be running."""
@@ -91,15 +73,19 @@ def first_failure(heap: Tensor, offsets: dict[str, int]) -> Failure | None:
         return None
     failed = min(raised) & _NONE  # of the earliest call: the epoch is the upper half
     at = offsets["failures"] + (failed - 1) * CACHE_LINE
-    return Failure(*_FAILURE.unpack(heap[at : at + _FAILURE.size].cpu().numpy().tobytes()))
+    return Failure(heap[at : at + _FAILURE.itemsize].cpu().numpy().tobytes())
 
 
 def host_abort(rank: int) -> tuple[Tensor, Tensor]:
     """What a rank that gives up writes into a heap, in pinned memory: its record, then the word."""
-    record = _FAILURE.pack(_HOST_ABORT, 0, rank, _NONE, _NONE, _NONE, 0, 0, 0, 0, 0)
+    record = numpy.zeros(1, _FAILURE)
+    record["kind"], record["rank"] = FailureKind.HOST_ABORT, rank
+    for name in ("peer", "expert", "chunk"):
+        record[name] = _NONE
     word = struct.pack("<II", rank + 1, 0)  # from call 0 on: all calls
     return tuple(  # type: ignore[return-value]
-        torch.frombuffer(bytearray(text), dtype=torch.uint8).pin_memory() for text in (record, word)
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).pin_memory()
+        for text in (record.tobytes(), word)
     )
 
 

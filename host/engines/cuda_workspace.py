@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moeos import _sizes, agreement
+from moeos import _runtime, agreement
 from moeos.config import MoEConfig
 from moeos.control import raise_together
 from moeos.device_heap import DeviceHeap
@@ -42,7 +42,7 @@ class CudaShape:
     """
 
     index: int
-    sizes: _sizes.Sizes
+    sizes: _runtime.Sizes
     kernels: dict[bytes, LoadedKernel] = dataclasses.field(default_factory=dict)
 
 
@@ -102,7 +102,7 @@ class CudaWorkspace:
         self._lock = threading.Lock()  # nothing is given back while an abort writes into heaps
 
     def admit(
-        self, cfg: MoEConfig, sizes: _sizes.Sizes, peers: Peers, device: torch.device
+        self, cfg: MoEConfig, sizes: _runtime.Sizes, peers: Peers, device: torch.device
     ) -> CudaShape:
         """Makes room for a layer on the current device. Collective, in the world's gate.
 
@@ -168,7 +168,7 @@ class CudaWorkspace:
         if self.closed:
             raise agreement.closed("the workspace of this layer is closed")
 
-    def first_failure(self) -> cuda_records.Failure | None:
+    def first_failure(self) -> _runtime.Failure | None:
         """The failure of a call of any of its layers. Waits for the current stream."""
         said = self.failure.read()
         if said is not None:
@@ -254,7 +254,7 @@ class CudaWorkspace:
             self._lock.release()
         return True
 
-    def _start(self, sizes: _sizes.Sizes, peers: Peers, device: torch.device) -> None:
+    def _start(self, sizes: _runtime.Sizes, peers: Peers, device: torch.device) -> None:
         """Collective."""
         self._peers = peers
         self._device = device
@@ -265,7 +265,7 @@ class CudaWorkspace:
         self.on_gpu = SharedOnGpu.of(self._live_world(), device)
 
     def _grow(
-        self, plan: SharedHeap, between: int, shapes: list[_sizes.Sizes], *, keeps: bool
+        self, plan: SharedHeap, between: int, shapes: list[_runtime.Sizes], *, keeps: bool
     ) -> None:
         """Replaces the buffers by larger ones; a failure leaves the old ones as they are.
 

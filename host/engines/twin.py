@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy
 import torch
 
-from moeos import _sizes, _twin, calls, counters, tracing, values
+from moeos import _runtime, _twin, calls, counters, tracing, values
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
 from moeos.engines.base import CallTensors
@@ -42,7 +42,7 @@ _WHOLE_ROWS = 32
 
 def sizes_of(
     cfg: MoEConfig, world_size: int, processors: int, remote: bool = False, trace_events: int = 0
-) -> _sizes.Sizes:
+) -> _runtime.Sizes:
     """Buffers and bounds of a layer on the twin; raises as `layer_sizes` does."""
     columns = _twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS
     gemm0_parts, gemm1_parts = parts(cfg, columns, _twin.PLAIN_COLUMNS)
@@ -52,7 +52,7 @@ def sizes_of(
         "route_slices": 1,
         "gemm0_parts": gemm0_parts,
         "gemm1_parts": gemm1_parts,
-        "segment_align": _sizes.SEGMENT_ALIGN,
+        "segment_align": _runtime.SEGMENT_ALIGN,
         "once_rows": _ONCE_ROWS,
         "once_after": _ONCE_AFTER,
         "spread_tokens": _SPREAD_TOKENS,
@@ -228,7 +228,7 @@ class TwinHoldings:
         self._faults = faults
         self._bytes = 0
 
-    def hold_records(self, sizes: _sizes.Sizes) -> None:
+    def hold_records(self, sizes: _runtime.Sizes) -> None:
         """Makes them."""
         self.records = _twin.Records(sizes=sizes, faults=self._faults.packed())
         self._bytes = sizes.records_bytes

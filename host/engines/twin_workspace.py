@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from moeos import _sizes, _twin, agreement
+from moeos import _runtime, _twin, agreement
 from moeos.call_gate import CallGate
 from moeos.config import MoEConfig
 from moeos.control import raise_together
@@ -28,7 +28,7 @@ _FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...
 class TwinShape:
     """The layers of one config: what they share beside what all layers do."""
 
-    sizes: _sizes.Sizes
+    sizes: _runtime.Sizes
     rank: _twin.Rank | None = None
 
 
@@ -48,7 +48,7 @@ class TwinWorkspace:
         self._shared: _twin.Shared | None = None
         self._lock = threading.Lock()  # no heap is unmapped while an abort writes into it
 
-    def admit(self, cfg: MoEConfig, sizes: _sizes.Sizes) -> TwinShape:
+    def admit(self, cfg: MoEConfig, sizes: _runtime.Sizes) -> TwinShape:
         """Makes room for a layer. Collective, in the world's gate.
 
         Raises what `agreement.agree_workspace` raises, and what a heap raises.

@@ -17,7 +17,9 @@ from moeos.tracing import KINDS, OS_ACTORS, TASK_KINDS, RankTrace
 NONE = -1
 """As a peer, an expert, a place or a moment: there is none."""
 
-ROUTE, COMBINE, GEMM1, GEMM0, DISPATCH, REPLICATE = range(len(TASK_KINDS))
+ROUTE, DISPATCH, REPLICATE, GEMM0, GEMM1, COMBINE = map(
+    TASK_KINDS.index, ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
+)
 RETURNS = KINDS.index("returns")
 STAGES = (ROUTE, DISPATCH, REPLICATE, GEMM0, GEMM1, COMBINE)
 """Kinds of tasks in the order in which a row meets them."""

@@ -242,7 +242,7 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
       TraceEvent event = event_of_spread(row, chunk, pair);
       event.begin_ns = begun_ns;
       event.end_ns = Machine::now_ns();
-      event.stored = event.since(stored_ns);
+      event.stored = since_begin(event, stored_ns);
       if (Machine::lanes_before(Machine::ballot(chunk.rows > 0)) > 0) {
         event.begin_ns = stored_ns - 1;  // the time of all is the first one's
         event.stored = 1;
@@ -307,7 +307,7 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
       TraceEvent event = event_of(kGeometry, part, rows, announced);
       event.begin_ns = begun_ns;
       event.end_ns = Machine::now_ns();
-      event.stored = event.since(stored_ns);
+      event.stored = since_begin(event, stored_ns);
       trace.note(event);
     }
   }

@@ -222,10 +222,10 @@ inline void run_complete(const RankArguments& arguments, const Rank<Machine>& ra
       TraceEvent event = event_of(kGeometry, shared.finished, word, combined);
       event.begin_ns = stamps.claimed_ns;
       event.end_ns = Machine::now_ns();
-      event.loading = event.since(begun_ns);
-      event.computing = event.since(stamps.computing_ns);
-      event.computed = event.since(stamps.computed_ns);
-      event.stored = event.since(stored_ns);
+      event.loading = since_begin(event, begun_ns);
+      event.computing = since_begin(event, stamps.computing_ns);
+      event.computed = since_begin(event, stamps.computed_ns);
+      event.stored = since_begin(event, stored_ns);
       trace.note(event);
     }
     __syncwarp();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The twin as a Python module: one rank of a layer (for host/engines/twin.py), and runs in an order
 // that a seed decides (for host/explore.py). Sizes of a layer are those of
-// kernels/sizes_module.cpp.
+// kernels/runtime_module.cpp.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -34,7 +34,7 @@ void require(bool holds, const char* what) {
 }
 
 FaultPlan to_fault_plan(const nb::bytes& packed) {
-  require(packed.size() == sizeof(FaultPlan), "a fault plan has FAULT_PLAN_BYTES bytes");
+  require(packed.size() == sizeof(FaultPlan), "a fault plan is as long as its record");
   FaultPlan plan;
   std::memcpy(&plan, packed.data(), sizeof(plan));
   return plan;
@@ -109,23 +109,9 @@ NB_MODULE(_twin, module) {
   // A daemon thread that is in a call when the program ends stands still and keeps what it uses,
   // and a forked child never frees what its parent's other threads hold.
   nb::set_leak_warnings(false);
-  nb::module_::import_("moeos._sizes");  // whose Sizes are arguments here
+  nb::module_::import_("moeos._runtime");  // whose types are used here
   module.attr("GATED_COLUMNS") = kGatedColumns;
   module.attr("PLAIN_COLUMNS") = kPlainColumns;
-
-  nb::class_<Failure>(module, "Failure",
-                      "What ended a call before its time; host/failure.py has the sentences.")
-      .def_prop_ro("kind", [](const Failure& f) { return static_cast<u32>(f.kind); })
-      .def_prop_ro("actor", [](const Failure& f) { return static_cast<u32>(f.actor); })
-      .def_ro("rank", &Failure::rank)
-      .def_ro("peer", &Failure::peer)
-      .def_ro("expert", &Failure::expert)
-      .def_ro("chunk", &Failure::chunk)
-      .def_ro("epoch", &Failure::epoch)
-      .def_ro("identity", &Failure::identity)
-      .def_ro("expected", &Failure::expected)
-      .def_ro("seen", &Failure::seen)
-      .def_ro("waited_ns", &Failure::waited_ns);
 
   nb::class_<TwinShared>(module, "Shared", "What the layers of a workspace share on one rank.")
       .def(nb::new_([](u32 rank, const std::vector<std::uintptr_t>& heaps, u64 heap_bytes,

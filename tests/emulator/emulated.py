@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, _sizes, jit
+from moeos import MoEConfig, _runtime, jit
 from moeos.counters import CallStats
 from moeos.engines import cuda_records
 from moeos.kernel_shape import KernelShape
@@ -207,7 +207,7 @@ class EmulatedLayer:
         for own in self._control:
             self._library.emulated_set_epoch(ctypes.c_void_p(own.data_ptr()), ctypes.c_uint(epoch))
 
-    def share(self, others: Sequence[EmulatedLayer], shapes: Sequence[_sizes.Sizes]) -> None:
+    def share(self, others: Sequence[EmulatedLayer], shapes: Sequence[_runtime.Sizes]) -> None:
         """Makes this layer and others, of other shapes, layers of one workspace; `shapes`: of all,
         this one's first. Their ranks and processors are as many.
         """

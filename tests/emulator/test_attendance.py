@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moeos import reference
-from moeos.failure import FailureKind
+from moeos._runtime import FailureKind
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import Call, Weights, config, draw_call, draw_weights
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from moeos import MoEConfig, kernel_shape, reference
-from moeos.failure import FailureKind
+from moeos._runtime import FailureKind
 from moeos.faults import Fault, FaultPlan, LayerFaults, SlowLink, SlowProcessor
 from tests.emulator.emulated import DEADLINE_NS, EmulatedLayer, EmulatorFault, build
 from tests.layers import (

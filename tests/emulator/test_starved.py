@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moeos import reference
-from moeos.failure import FailureKind
+from moeos._runtime import FailureKind
 from tests.emulator.emulated import DEADLINE_NS, FOREVER, TICK_NS, EmulatedLayer, Starved, build
 from tests.layers import Call, Weights, config, draw_call, draw_given_call, draw_weights
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moeos import reference
-from moeos.failure import FailureKind
+from moeos._runtime import FailureKind
 from moeos.kernel_shape import KernelShape
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import Weights, config, draw_call, draw_weights

@@ -3,33 +3,33 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
 from moeos import calls
-from moeos.engines.cuda_records import Failure
+from moeos._runtime import Failure, FailureKind
 from moeos.errors import NumericalError, PeerTimeout
-from moeos.failure import FailureKind, exception_of
+from moeos.failure import exception_of
+from moeos.records import dtype_of
 
 NONE = 0xFFFFFFFF
 
 
 def failure(
-    kind: FailureKind, *, chunk: int = NONE, expected: int = 0, seen: int = 0, identity: int = 0
+    kind: FailureKind,
+    *,
+    peer: int = NONE,
+    chunk: int = NONE,
+    expected: int = 0,
+    seen: int = 0,
+    identity: int = 0,
 ) -> Failure:
     """A record of call 7 by rank 2."""
-    return Failure(
-        kind=kind,
-        actor=3,
-        rank=2,
-        peer=NONE,
-        expert=NONE,
-        chunk=chunk,
-        epoch=7,
-        identity=identity,
-        expected=expected,
-        seen=seen % (1 << 64),
-        waited_ns=0,
-    )
+    record = numpy.zeros(1, dtype_of("Failure"))
+    record[["kind", "actor", "rank", "peer", "expert"]] = (kind, 3, 2, peer, NONE)
+    record[["chunk", "epoch", "identity"]] = (chunk, 7, identity)
+    record[["expected", "seen"]] = (expected, seen % (1 << 64))
+    return Failure(record.tobytes())
 
 
 @pytest.mark.parametrize("value", [8, -2, 1 << 40, -(1 << 63)])
@@ -74,9 +74,8 @@ def test_logits_that_are_not_finite_name_the_token_and_where_to_look() -> None:
 
 def test_ranks_that_call_different_layers_are_told_both_by_name() -> None:
     differs = failure(
-        FailureKind.CALL_DIFFERS, expected=calls.identity(4), seen=calls.identity(9, 3)
+        FailureKind.CALL_DIFFERS, peer=5, expected=calls.identity(4), seen=calls.identity(9, 3)
     )
-    differs.peer = 5
     said = str(exception_of(differs, 2, calls.identity(4), {9: "model.layers.9.mlp"}))
     assert "rank 2 calls layer 4, and rank 5 at the same time layer 9 (model.layers.9.mlp)" in said
     assert "layer 9 (model.layers.9.mlp) in 3 pieces" in said

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("module", ["_sizes", "_twin"])
+@pytest.mark.parametrize("module", ["_runtime", "_twin"])
 def test_a_stub_is_what_the_compiled_module_has(module: str, tmp_path: Path) -> None:
     for command in (
         ["nanobind.stubgen", "-q", "-m", f"moeos.{module}", "-O", str(tmp_path)],

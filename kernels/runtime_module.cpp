@@ -1,25 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sizes of a layer as a Python module, for every machine: host/sizes.py gives the fields of
-// Geometry and LayerShape by their names, and reads what the runtime derives from them.
+// What the runtimes of all machines have in common, as a Python module: sizes of a layer, kinds,
+// and records. host/sizes.py gives the fields of Geometry and LayerShape by their names, and reads
+// what the runtime derives from them; host/records.py reads what lies where in a record.
 //
 // May not know: the twin; the GPU's tiles.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "kernels/sizes.hpp"
-#include "runtime/fault_plan.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/os_memory.hpp"
+#include "runtime/records.hpp"
 #include "runtime/task.hpp"
+#include "runtime/watchdog.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -190,15 +202,99 @@ nb::dict offsets_of(const Sizes& sizes) {
   return offsets;
 }
 
+// --- Kinds and records ---
+
+std::vector<std::string> task_kinds() {
+  return {
+#define KIND(name) #name,
+#include "runtime/task_kinds.def"
+  };
+}
+
+std::vector<std::string> trace_kinds() {
+  std::vector<std::string> kinds = task_kinds();
+#define KIND(name) kinds.emplace_back(#name);
+#include "runtime/trace_kinds.def"
+  return kinds;
+}
+
+std::string upper(std::string name) {
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  return name;
+}
+
+/// A field as numpy has it: its name, its type or another record's name, where it lies, and how
+/// many there are; 0: it is no array.
+using Field = std::tuple<std::string, std::string, u64, u64>;
+
+template <class T>
+std::string format_of(const char* type) {
+  if constexpr (std::is_class_v<T>) {
+    return type;
+  } else {
+    return sizeof(T) == sizeof(u64) ? "<u8" : "<u4";
+  }
+}
+
+/// The fields of a record, and its bytes.
+std::pair<std::vector<Field>, u64> record(const std::string& wanted) {
+  std::vector<Field> fields;
+#define RECORD(name, alignment) \
+  if (wanted == #name) {        \
+    using Record = name;        \
+    constexpr u64 kBytes = sizeof(name);
+#define FIELD(type, name) \
+  fields.emplace_back(#name, format_of<type>(#type), offsetof(Record, name), 0);
+#define FIELDS(type, name, count) \
+  fields.emplace_back(#name, format_of<type>(#type), offsetof(Record, name), count);
+#define END_RECORD         \
+  return {fields, kBytes}; \
+  }
+#include "runtime/records.def"
+  throw std::invalid_argument("no record is called " + wanted);
+}
+
+Failure to_failure(const nb::bytes& record) {
+  require(record.size() >= sizeof(Failure), "a failure's record is too short");
+  Failure failure;
+  std::memcpy(&failure, record.data(), sizeof(failure));
+  return failure;
+}
+
 }  // namespace
 
-NB_MODULE(_sizes, module) {
-  module.doc() = "The sizes of a layer, as the device OS derives them on every machine.";
+NB_MODULE(_runtime, module) {
+  module.doc() = "What the device OS is on every machine: sizes, kinds and records.";
   module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
   module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
   module.attr("WINDOW_BYTES") = Geometry::kWindowBytes;
-  module.attr("FAULTS") = u32{FaultPlan::kMost};
-  module.attr("FAULT_PLAN_BYTES") = sizeof(FaultPlan);
+  module.attr("FAULTS") = u32{kFaultsMost};
+
+  module.def("task_kinds", &task_kinds, "Kinds of tasks, in the order of TaskKind.");
+  module.def("trace_kinds", &trace_kinds, "Kinds of events, in the order of TraceKind.");
+  module.def("record", &record, "name"_a,
+             "A record's fields (name, format or record, offset, count or 0), and its bytes.");
+
+  nb::enum_<FailureKind>(module, "FailureKind", nb::is_arithmetic())
+#define KIND(name) .value(upper(#name).c_str(), FailureKind::name)
+#include "runtime/failure_kinds.def"
+      ;
+
+  nb::class_<Failure>(module, "Failure",
+                      "What ended a call before its time; host/failure.py has the sentences.")
+      .def(nb::new_(&to_failure), "record"_a)
+      .def_prop_ro("kind", [](const Failure& f) { return to_python(f.kind); })
+      .def_prop_ro("actor", [](const Failure& f) { return to_python(f.actor); })
+      .def_ro("rank", &Failure::rank)
+      .def_ro("peer", &Failure::peer)
+      .def_ro("expert", &Failure::expert)
+      .def_ro("chunk", &Failure::chunk)
+      .def_ro("epoch", &Failure::epoch)
+      .def_ro("identity", &Failure::identity)
+      .def_ro("expected", &Failure::expected)
+      .def_ro("seen", &Failure::seen)
+      .def_ro("waited_ns", &Failure::waited_ns);
 
   nb::class_<Sizes>(module, "Sizes", "Buffers and bounds of a layer, as the runtime derives them.")
       .def(nb::new_(&make_sizes), "geometry"_a, "shape"_a)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a layer, as the device OS derives them on every machine."""
+"""What the device OS is on every machine: sizes, kinds and records."""
+
+import enum
 
 SEGMENT_ALIGN: int = 8
 
@@ -9,7 +11,94 @@ WINDOW_BYTES: int = 1048576
 
 FAULTS: int = 16
 
-FAULT_PLAN_BYTES: int = 1664
+def task_kinds() -> list[str]:
+    """Kinds of tasks, in the order of TaskKind."""
+
+def trace_kinds() -> list[str]:
+    """Kinds of events, in the order of TraceKind."""
+
+def record(name: str) -> tuple[list[tuple[str, str, int, int]], int]:
+    """
+    A record's fields (name, format or record, offset, count or 0), and its bytes.
+    """
+
+class FailureKind(enum.IntEnum):
+    NONE = 0
+
+    COUNTS_LATE = 1
+
+    ROWS_LATE = 2
+
+    RETURNS_LATE = 3
+
+    TASKS_LATE = 4
+
+    OS_SILENT = 5
+
+    LOGITS_NOT_FINITE = 6
+
+    COUNT_TOO_LARGE = 7
+
+    RETURNS_TOO_MANY = 8
+
+    OVERFLOW = 9
+
+    HOST_ABORT = 10
+
+    EPOCHS_SPENT = 11
+
+    ID_NO_EXPERT = 12
+
+    ID_REPEATED = 13
+
+    TOKEN_COUNT_WRONG = 14
+
+    ECHO_LATE = 15
+
+    COUNT_DAMAGED = 16
+
+    FLAG_DAMAGED = 17
+
+    WORD_DAMAGED = 18
+
+    TASK_DAMAGED = 19
+
+    ORIGIN_DAMAGED = 20
+
+    INTERRUPTED = 21
+
+    ACTOR_SILENT = 22
+
+    CALLS_AT_ONCE = 23
+
+    CALL_DIFFERS = 24
+
+class Failure:
+    """What ended a call before its time; host/failure.py has the sentences."""
+
+    def __init__(self, record: bytes) -> None: ...
+    @property
+    def kind(self) -> int: ...
+    @property
+    def actor(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def identity(self) -> int: ...
+    @property
+    def expected(self) -> int: ...
+    @property
+    def seen(self) -> int: ...
+    @property
+    def waited_ns(self) -> int: ...
 
 class Sizes:
     """Buffers and bounds of a layer, as the runtime derives them."""
