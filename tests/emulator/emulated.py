@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import re
 import subprocess
 import tempfile
 import threading
@@ -113,9 +114,9 @@ def build(
     library = folder / "emulated.so"
     values = jit.macros(shape)
     if large_experts:
-        values["LARGE_EXPERTS"] = "1"
+        values["GEOMETRY"] = _with_size(values["GEOMETRY"], "large_experts", 1)
     if not plans_whole:
-        values["WHOLE_ROWS"] = "0"
+        values["GEOMETRY"] = _with_size(values["GEOMETRY"], "whole_rows", 0)
     macros = [f"-DMOEOS_{name}={value}" for name, value in values.items()]
     # The stand-ins of what is PTX come first.
     options = ["-include", str(cuda), "-I", "tests/emulator/shadow", *_LAYER_OPTIONS, *macros]
@@ -123,6 +124,13 @@ def build(
     options += ["-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
     _compile([*options, "tests/emulator/emulated.cpp", str(gpu), "-o", str(library)], root)
     return library
+
+
+def _with_size(geometry: str, name: str, value: int) -> str:
+    """A geometry's text in which a size has another value."""
+    text, found = re.subn(rf"\.{name}=\d+,", f".{name}={value},", geometry)
+    assert found == 1, name
+    return text
 
 
 class EmulatedLayer:

@@ -302,8 +302,9 @@ def test_ranks_that_disagree_on_the_size_of_a_world_hear_it_alike() -> None:
         try:
             moeos.init("twin", rank=rank, size=3 if rank else 2, store=store, deadline=20.0)
         finally:
-            if rank == 0:
-                time.sleep(1)  # the others read the store
+            store.add("heard", 1)
+            while rank == 0 and store.add("heard", 0) < 3:  # the others read this rank's store
+                time.sleep(0.01)
 
     message = raised_by(ForkedRanks(live, 3).ended(60), ConfigMismatch)
     assert (

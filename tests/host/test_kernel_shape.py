@@ -157,7 +157,7 @@ def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:
     for name, large in {"qwen3-30b-a3b": False, "qwen3-235b-a22b": True}.items():
         cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
         sizes = KernelShape(cfg=cfg, world_size=4, processors=131).sizes
-        assert sizes.large_experts is large, name
+        assert sizes.large_experts == large, name
     assert shape(**LARGE_EXPERTS).sizes.large_experts
     assert not shape().sizes.large_experts
 
