@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from moeos import tensor_memory
 from moeos.calls import MAX_PIECES
 from moeos.config import MoEConfig
 
@@ -20,7 +21,16 @@ WEIGHTS = ("w1", "b1", "w2", "b2")
 """The tensors of a call that experts compute with, in the operator's order."""
 ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
 """Those that a router chooses with, in the operator's order behind the weights."""
-
+_READ = ("x", "topk_ids", "topk_weights", "tokens", *WEIGHTS, *ROUTER)
+"""All that a call reads."""
+_FIELDS = {
+    "b1": "bias",
+    "b2": "bias",
+    "gate.selection_bias": "selection_bias",
+    "gate.bias": "router_bias",
+    "gate.expert_scale": "expert_scale",
+}
+"""Of a config, that says whether there is such a tensor."""
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 """Classes of tensors that have nothing but their memory, and none."""
@@ -69,8 +79,7 @@ def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) ->
 
     Raises unless x is [..., H], at least 2-D, with as many rows as so many pieces can have.
     """
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    x = tensor_memory.require_dense("x", x)
     dimensions = x.dim()
     if dimensions < 2 or x.shape[-1] != cfg.hidden:
         raise ValueError(
@@ -82,8 +91,7 @@ def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) ->
         x = x.to(cfg.dtype)
     if x.device != device:
         raise ValueError(f"x is on {x.device}; it must be on {device}, the layer's device")
-    if x.layout != torch.strided:
-        raise ValueError(f"x has layout {x.layout}; it must be strided: pass x.to_dense()")
+    x = tensor_memory.without_laziness(x)
     if dimensions > 2:
         x = x.reshape(-1, cfg.hidden)
     if not x.is_contiguous():
@@ -140,8 +148,7 @@ def routing_of(
 def _by_row(
     cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, name: str, tensor: object
 ) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    tensor = tensor_memory.require_dense(name, tensor)
     shape = (rows, cfg.top_k)
     if tensor.shape != shape:
         if tensor.shape != (*lead, cfg.top_k):
@@ -153,7 +160,7 @@ def _by_row(
         tensor = tensor.reshape(shape)
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
-    return tensor
+    return tensor_memory.without_laziness(tensor)
 
 
 def check_pieces(pieces: object) -> None:
@@ -164,10 +171,16 @@ def check_pieces(pieces: object) -> None:
         raise ValueError(f"pieces is {pieces}; it must be 1 to {MAX_PIECES}")
 
 
+def check_weigh(weigh: object) -> None:
+    """Raises unless it is True or False."""
+    if not isinstance(weigh, bool):
+        tensor_memory.refuse_proxy(weigh)
+        raise TypeError(f"weigh is a {type(weigh).__name__}; it must be True or False")
+
+
 def check_out(cfg: MoEConfig, device: torch.device, x: torch.Tensor, out: object) -> None:
     """Raises unless out is like the output for x."""
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor")
+    out = tensor_memory.require_dense("out", out)
     if out.shape != x.shape:
         raise ValueError(f"out has shape {list(out.shape)}; it must be x's, {list(x.shape)}")
     if out.dtype != cfg.dtype:
@@ -179,6 +192,7 @@ def check_out(cfg: MoEConfig, device: torch.device, x: torch.Tensor, out: object
             f"out has strides {out.stride()}; it must be contiguous: leave it away, and copy what "
             "is returned"
         )
+    tensor_memory.require_no_laziness("out", out)
 
 
 def check_apart(
@@ -187,38 +201,51 @@ def check_apart(
     routing: Sequence[torch.Tensor | None],
     own: Sequence[torch.Tensor | None],
 ) -> None:
-    """Raises `ValueError` for a tensor of a call with memory between out's first and last byte."""
+    """Raises `ValueError` for a tensor of a call with memory between out's first and last byte, and
+    where out has not all of its memory.
+    """
+    tensor_memory.require_memory("out", out)
     first = out.data_ptr()
     end = first + out.nbytes  # it is contiguous
     for place, tensor in enumerate((x, *routing, *own)):
-        if tensor is not None and tensor.data_ptr() < end and first < _end(tensor):
-            names = ("x", "topk_ids", "topk_weights", "tokens", *WEIGHTS, *ROUTER)
+        if (
+            tensor is not None
+            and tensor.data_ptr() < end
+            and first < tensor.data_ptr() + tensor_memory.extent(tensor)
+        ):
             raise ValueError(
-                f"out shares memory with {names[place]}, which a call reads while it writes out: "
+                f"out shares memory with {_READ[place]}, which a call reads while it writes out: "
                 "pass another out, or leave it away"
             )
 
 
-def _end(tensor: torch.Tensor) -> int:
-    """The address behind a tensor's last byte."""
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return begin + tensor.nbytes
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return begin + (last + 1) * tensor.element_size()
+def check_memory(
+    x: torch.Tensor,
+    routing: Sequence[torch.Tensor | None],
+    own: Sequence[torch.Tensor | None],
+) -> None:
+    """Raises `ValueError` for a tensor that a call reads and that has not all of its memory.
+
+    Where calls are launched as those before (`moeos.known_tensors`), engines ask again.
+    """
+    for name, tensor in zip(_READ, (x, *routing, *own), strict=True):
+        if tensor is not None:
+            tensor_memory.require_memory(name, tensor)
 
 
 def check_tokens(device: torch.device, tokens: object) -> None:
     """Raises unless tokens is the number of tokens of a call."""
-    if not isinstance(tokens, torch.Tensor):
-        raise TypeError(f"tokens is a {type(tokens).__name__}; it must be a torch.Tensor")
+    tokens = tensor_memory.require_dense("tokens", tokens)
     if tokens.dim() > 1 or tokens.numel() != 1:
-        raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [1] or []")
+        raise ValueError(
+            f"tokens has shape {list(tokens.shape)}; it must be [1] or [], with one number: how "
+            "many of x's rows are tokens"
+        )
     if tokens.dtype != torch.int32:
         raise TypeError(f"tokens has dtype {tokens.dtype}; it must be torch.int32")
     if tokens.device != device:
         raise ValueError(f"tokens is on {tokens.device}; it must be on {device}")
+    tensor_memory.require_no_laziness("tokens", tokens)
 
 
 def check_weights(
@@ -228,17 +255,22 @@ def check_weights(
     absent: str,
 ) -> None:
     """Raises unless all of these are as expected. `absent`: what is said where one is missing."""
-    for wanted, tensor in zip(expected, tensors, strict=True):
+    for name, wanted, tensor in zip((*WEIGHTS, *ROUTER), expected, tensors, strict=True):
         if wanted is not None:
             _check_weight(device, wanted, tensor, absent)
+        elif tensor is not None:
+            field = _FIELDS[name]
+            raise ValueError(
+                f"{name} is given, and cfg.{field} is False: leave it None, or make this with "
+                f"MoEConfig({field}=True)"
+            )
 
 
 def _check_weight(device: torch.device, expected: Expected, tensor: object, absent: str) -> None:
     name, shape, dtype = expected
     if tensor is None:
         raise ValueError(f"{name} is missing; {absent}: {list(shape)}")
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    tensor = tensor_memory.require_dense(name, tensor)
     if tensor.shape != shape:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}"
@@ -258,6 +290,7 @@ def _check_weight(device: torch.device, expected: Expected, tensor: object, abse
         raise ValueError(
             f"{name} has strides {tensor.stride()}; it must be contiguous: keep {name}.contiguous()"
         )
+    tensor_memory.require_no_laziness(name, tensor)
 
 
 def check_derivatives(what: str, *tensors: torch.Tensor | None) -> None:

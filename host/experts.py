@@ -107,11 +107,6 @@ class Experts:
 
         When an error raises, and what a call on the GPU waits for, is as with `MoELayer.forward`.
         """
-        if not self.cfg.bias and (b1 is not None or b2 is not None):
-            raise ValueError(
-                f"{'b2' if b1 is None else 'b1'} is given, and cfg.bias is False: pass None, or "
-                "make this with MoEConfig(bias=True)"
-            )
         return self.run(
             self._caller,
             self._order,
@@ -142,7 +137,7 @@ class Experts:
         `weigh`: the gate weighs the caller's ids.
         """
         cfg, device = self.cfg, self.device
-        if pieces != 1:
+        if type(pieces) is not int or pieces != 1:
             call_checks.check_pieces(pieces)
         rows: torch.Tensor | None = None
         at_once = custom_op.unwatched()
@@ -171,8 +166,10 @@ class Experts:
         call_checks.check_derivatives(caller.name, x, topk_weights, out, *own)
         routing = (ids, weights, tokens)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
+            call_checks.check_memory(rows, routing, own)
             # What is learned has weights to its ids, and is no copy, which may be of anything.
-            if not weigh and (rows is x or x.dim() > 2):
+            copied = ids is not topk_ids or weights is not topk_weights
+            if not (weigh or copied) and (rows is x or x.dim() > 2):
                 known.learn(rows, topk_ids, topk_weights, tokens, out, own)
             return self._at_once(caller, x, rows, routing, own, out, pieces)
         tensors = (order, self.key, rows, *routing, *own)

@@ -31,11 +31,13 @@ class KnownTensors:
     rows, of the routing and of the output the number of rows may be any.
 
     Args:
-        present: which of the tensors that are not of a call's tokens there must be.
+        present: which of the tensors that are not of a call's tokens there must be; of the others
+            there must be none.
     """
 
     def __init__(self, present: Sequence[bool]) -> None:
         self._own = operator.itemgetter(*(i for i, there in enumerate(present) if there))
+        self._absent = tuple(i for i, there in enumerate(present) if not there)
         self._kinds: list[tuple[_Kind, ...]] = [()] * (_MOST_GIVEN + 1)
 
     def are(
@@ -51,6 +53,9 @@ class KnownTensors:
         """Whether these are like those of a call that was learned, of at most so many rows, and
         nobody wants a gradient. None where there is no such tensor.
         """
+        for place in self._absent:
+            if own[place] is not None:
+                return False
         given = _given(rows, ids, weights, tokens, out)
         for alike, trained in self._kinds[len(given)]:
             if alike(*given, *self._own(own)):

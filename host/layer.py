@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +25,12 @@ from moeos.world import World
 _SEED_BITS = 62
 _OF_THE_WORLD = ("world", "experts", "_order")
 """What a layer has from its world, and a copy or a pickle has not from the layer."""
+_OF_THE_GATE = {
+    "router_bias": "gate.bias",
+    "selection_bias": "gate.selection_bias",
+    "expert_scale": "gate.expert_scale",
+}
+"""Where the tensors lie that a config has under these names."""
 
 
 class Gate(nn.Module):
@@ -208,6 +214,8 @@ class MoELayer(nn.Module):
         experts = self.experts
         if experts is None:
             experts = self._bound()
+        if type(weigh) is not bool:
+            call_checks.check_weigh(weigh)
         if weigh and self.cfg.routing == "caller":
             raise ValueError(
                 "weigh is True, and routing is 'caller': the caller must pass topk_ids and "
@@ -219,9 +227,13 @@ class MoELayer(nn.Module):
                 "topk_ids and topk_weights, as the layer cannot choose as this model does"
             )
         # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
-        order, own, gate = self._buffers["_order"], self._parameters, self._modules["gate"]
+        order, own, gate = self._buffers["_order"], self._parameters, self._modules.get("gate")
         assert order is not None
-        assert gate is not None
+        if gate is None:
+            raise ValueError(
+                "gate is missing; the layer was made with one, which may choose or weigh: set "
+                "layer.gate to what it was, or make the layer again and load its state dict"
+            )
         tensors = (
             own.get("w1"),
             own.get("b1"),
@@ -463,7 +475,10 @@ class MoELayer(nn.Module):
         super()._load_from_state_dict(taken, prefix, *others)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """See `nn.Module.register_parameter`; raises `TypeError` for a DTensor."""
+        """See `nn.Module.register_parameter`; raises `TypeError` for a DTensor, and `ValueError`
+        for what calls look for in the gate.
+        """
+        _require_place(name)
         if param is not None and sharding.is_dtensor(param):
             raise TypeError(
                 f"{name} would become a DTensor; each rank of a MoELayer holds its own experts as "
@@ -471,10 +486,32 @@ class MoELayer(nn.Module):
             )
         super().register_parameter(name, param)
 
+    def register_buffer(
+        self, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        """See `nn.Module.register_buffer`; raises `ValueError` as `register_parameter` does."""
+        _require_place(name)
+        super().register_buffer(name, tensor, persistent)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            "MoELayer cannot be compiled by torch.jit.script: use torch.compile or torch.export"
+        )
+
     def _replicate_for_data_parallel(self) -> MoELayer:
         raise RuntimeError(
             "MoELayer cannot be used in nn.DataParallel, whose one process calls copies of it on "
             "several devices: start a process for each device, with torchrun or mpirun"
+        )
+
+
+def _require_place(name: str) -> None:
+    """Raises for a tensor of the router's that would lie where no call reads it."""
+    place = _OF_THE_GATE.get(name)
+    if place is not None:
+        raise ValueError(
+            f"{name} of a MoELayer would be read by no call: make the layer with "
+            f"MoEConfig({name}=True), and set layer.{place}"
         )
 
 

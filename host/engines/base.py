@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from moeos import tensor_memory
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
 from moeos.tracing import RankTrace
@@ -46,6 +47,25 @@ class CallTensors(NamedTuple):
     pieces: int = 1
     router_bias: torch.Tensor | None = None
     expert_scale: torch.Tensor | None = None
+
+
+_OF_THE_GATE = {
+    "gate": "gate.weight",
+    "selection_bias": "gate.selection_bias",
+    "router_bias": "gate.bias",
+    "expert_scale": "gate.expert_scale",
+}
+"""What errors call these fields."""
+
+
+def require_memory(tensors: CallTensors, *fields: str) -> None:
+    """Raises `ValueError` for a tensor of these fields, by default all, that has not all of its
+    memory. A storage can be cut while shape and strides stay, so that no other check sees it.
+    """
+    for field in fields or CallTensors._fields:
+        tensor = getattr(tensors, field)
+        if isinstance(tensor, torch.Tensor):
+            tensor_memory.require_memory(_OF_THE_GATE.get(field, field), tensor)
 
 
 class Engine(Protocol):

@@ -20,7 +20,7 @@ from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
 from moeos.engines import cuda_chain, cuda_clock, cuda_records, cuda_wait
-from moeos.engines.base import CallTensors
+from moeos.engines.base import CallTensors, require_memory
 from moeos.engines.cuda_arguments import (
     RECORD_BYTES,
     WEIGHT_TYPES,
@@ -180,6 +180,7 @@ class CudaEngine:
             self._piece(tensors, self._identity)
             return
         identity = calls.identity(self._number, tensors.pieces)
+        require_memory(tensors, "tokens")  # which PyTorch reads
         for piece in pieces_of(tensors, self._shape.cfg.max_tokens):
             self._piece(piece, identity)
 
@@ -430,6 +431,7 @@ def _with_readable_routing(
     tensors: CallTensors, ids: torch.Tensor, weights: torch.Tensor | None
 ) -> CallTensors:
     """The call with copies of its routing that the kernel can read."""
+    require_memory(tensors, "topk_ids", "topk_weights")  # which PyTorch reads
     if weights is not None:
         weights = weights if weights.dtype in WEIGHT_TYPES else weights.float()
         weights = weights.contiguous()

@@ -15,9 +15,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from moeos import _runtime, cuda_driver, kernel_shape
+from moeos import _runtime, cuda_driver, kernel_shape, tensor_memory
 from moeos.config import MoEConfig
-from moeos.engines.base import CallTensors
+from moeos.engines.base import CallTensors, require_memory
 from moeos.shared_heap import HeapPlace
 
 Key = TypeVar("Key")
@@ -34,6 +34,10 @@ _MAP_TYPES = {
     torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
     torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
 }
+_PARAMETER_FIELDS = (
+    *("gate", "selection_bias", "router_bias", "expert_scale"),
+    *("w1", "b1", "w2", "b2"),
+)
 _MAP_BYTES = 128
 _CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _INTERMEDIATE_BOX_ROWS = tuple(n for n in _CELL_BOX_ROWS if n >= _runtime.SEGMENT_ALIGN)
@@ -124,6 +128,7 @@ class ArgumentPacker:
         self._anywhere = 0  # an address that a call without rows may have
         self._x: tuple[int, int] | None = None  # address and rows of the maps of x that are packed
         self._parameters: tuple[int, ...] | None = None  # the addresses that are packed
+        self._given: tuple[int, ...] = (0, 0, 0, 0)  # rows, addresses of what comes with them
 
     def use(self, buffers: RankBuffers) -> None:
         """Has the next calls use these buffers, which live as long as they are used."""
@@ -164,7 +169,8 @@ class ArgumentPacker:
         """Makes `record` that of a call; `identity`: see `moeos.calls`.
 
         Routing must be contiguous, and its weights of 16 or 32 bits. Raises `ValueError` if a
-        tensor lies on another device, or at an address that tensor maps cannot have.
+        tensor lies on another device, at an address that tensor maps cannot have, or has not all of
+        its memory: that is asked where its address is a new one, as a storage that is cut moves.
         """
         # By place, as names cost more; the order is that of the fields.
         x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids, _, *of_router = tensors
@@ -192,15 +198,24 @@ class ArgumentPacker:
                 self._pack_x(x, (x_at, rows))
         else:  # nothing of them is read or written
             x_at = out_at = self._anywhere
+        given = (
+            rows,
+            0 if ids is None else ids.data_ptr(),
+            0 if weights is None else weights.data_ptr(),
+            0 if count is None else count.data_ptr(),
+        )
+        if given != self._given:
+            require_memory(tensors, "topk_ids", "topk_weights", "tokens")
+            self._given = given
         _CALL.pack_into(
             self._bytes,
             _CALL_AT,
             x_at,
             out_at,
             # 0 means that there is none; without rows there is no other address.
-            0 if ids is None else ids.data_ptr() or x_at,
-            0 if weights is None else weights.data_ptr() or x_at,
-            0 if count is None else count.data_ptr(),
+            0 if ids is None else given[1] or x_at,
+            0 if weights is None else given[2] or x_at,
+            given[3],
             rows,
             0 if ids is None else ids.dtype == torch.int64,
             0 if weights is None else WEIGHT_TYPES[weights.dtype],
@@ -211,6 +226,7 @@ class ArgumentPacker:
     def _pack_x(self, x: Tensor, place: tuple[int, int]) -> None:
         maps = self._maps_of_x.get(place)
         if maps is None:
+            tensor_memory.require_memory("x", x)
             hidden = self._cfg.hidden
             maps = b"".join(self._map("x", x, hidden, rows) for rows in (_ROUTE_BOX_ROWS, 1))
             _keep(self._maps_of_x, place, maps)
@@ -220,6 +236,7 @@ class ArgumentPacker:
     def _pack_parameters(self, tensors: CallTensors, addresses: tuple[int, ...]) -> None:
         maps = self._maps_of_parameters.get(addresses)
         if maps is None:
+            require_memory(tensors, *_PARAMETER_FIELDS)
             maps = self._parameter_maps(tensors)
             _keep(self._maps_of_parameters, addresses, maps)
         of_gate, of_weights = maps

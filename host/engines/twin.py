@@ -14,7 +14,7 @@ import torch
 from moeos import _runtime, _twin, calls, counters, tracing, values
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
-from moeos.engines.base import CallTensors
+from moeos.engines.base import CallTensors, require_memory
 from moeos.engines.pieces import pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
@@ -153,8 +153,11 @@ class TwinEngine:
         )
 
     def _checked(self, tensors: CallTensors) -> CallTensors:
-        """The call with routing as the twin reads it. Raises for values that cannot be."""
+        """The call with routing as the twin reads it. Raises for values that cannot be, and for
+        memory that is not there.
+        """
         cfg = self._cfg
+        require_memory(tensors)
         tokens = values.count_tokens(tensors.tokens, tensors.x.shape[0])
         if tensors.selection_bias is not None:
             values.check_selection_bias(tensors.selection_bias)

@@ -179,3 +179,27 @@ def test_a_record_does_not_depend_on_the_calls_before(monkeypatch: pytest.Monkey
         fresh = packer_of(cfg, buffers=buffers)
         fresh.pack(call, 0)
         assert (packer.record == fresh.record).all()
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "tokens", "w1", "w2", "gate"])
+def test_memory_that_is_gone_is_refused_by_name_though_shapes_stay(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Shape and strides of such a tensor are those of the calls before, so nothing else looks."""
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128)
+    packer = packer_of(cfg)
+    call = tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype))._replace(
+        topk_ids=torch.zeros(3, cfg.top_k, dtype=torch.int64),
+        topk_weights=torch.zeros(3, cfg.top_k),
+        tokens=torch.ones(1, dtype=torch.int32),
+    )
+    packer.pack(call, 77)
+    for left in (0, 1):
+        gone = getattr(call, name).clone()
+        gone.untyped_storage().resize_(left)
+        said = "gate.weight" if name == "gate" else name
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"^{said} reaches to byte"):
+                packer.pack(call._replace(**{name: gone}), 77)
+    packer.pack(call, 77)

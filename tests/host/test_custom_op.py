@@ -274,3 +274,18 @@ def test_an_exported_layer_and_its_copies_run_as_long_as_the_layer_lives(strict:
     gc.collect()
     with pytest.raises(RuntimeError, match="the layer of this graph is gone"):
         outliving(x)
+
+
+@pytest.mark.parametrize("concrete", [False, True])
+def test_symbolic_trace_and_script_say_what_to_use_in_their_place(concrete: bool) -> None:
+    rest: dict[str, Any] = dict.fromkeys(("topk_ids", "topk_weights", "tokens", "out"))
+    values = {**rest, "pieces": 1, "weigh": False} if concrete else None
+
+    def rank_main(world: World) -> None:
+        layer = draw_weights(config()).layer(world)
+        with pytest.raises(TypeError, match=r"torch\.export or torch\.compile.*is_leaf_module"):
+            torch.fx.symbolic_trace(layer, concrete_args=values)
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.script: use torch\.compile"):
+            torch.jit.script(layer)
+
+    virtual.run(rank_main, ranks=1)

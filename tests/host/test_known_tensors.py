@@ -78,6 +78,9 @@ CHANGES: dict[str, dict[str, Callable[[Tensor], Any]]] = {
         "a gradient": lambda t: t.clone().requires_grad_(),
         "sparse": Tensor.to_sparse,
         "made in inference mode": torch.inference_mode()(torch.clone),
+        "a lazy negative": torch._neg_view,
+        "zeros without memory": lambda t: torch._efficientzerotensor(t.shape),
+        "functional": torch._to_functional_tensor,
     },
     "ids": {
         "more rows": lambda t: torch.zeros(6, TOP_K, dtype=torch.int32),
@@ -107,6 +110,8 @@ CHANGES: dict[str, dict[str, Callable[[Tensor], Any]]] = {
         "another dtype": lambda t: (t[0].half(), *t[1:]),
         "missing": lambda t: (None, *t[1:]),
         "a list": lambda t: (*t[:2], [1], None),
+        "one that must not be": lambda t: (*t[:3], torch.zeros(1)),
+        "another that must not be": lambda t: (t[0], torch.zeros(1), *t[2:]),
         "on another device": lambda t: (*t[:2], t[2].to("meta"), None),
     },
 }

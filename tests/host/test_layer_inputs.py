@@ -79,6 +79,12 @@ BAD = {
     ),
     "no pieces": Bad({"x": X, "pieces": 0}, ValueError, ("pieces is 0", "1 to")),
     "pieces are no integer": Bad({"x": X, "pieces": 2.0}, TypeError, ("pieces is 2.0", "integer")),
+    "one piece that is no integer": Bad(
+        {"x": X, "pieces": 1.0}, TypeError, ("pieces is 1.0", "integer")
+    ),
+    "weigh is no bool": Bad(
+        given(weights=None) | {"weigh": torch.ones(2)}, TypeError, ("weigh is a Tensor", "True")
+    ),
     "out is a list": Bad({"x": X, "out": []}, TypeError, ("out", "list", "torch.Tensor")),
     "out of another shape": Bad(
         {"x": X, "out": torch.zeros(1, 4, HIDDEN)}, ValueError, ("out", f"[1, 4, {HIDDEN}]", "x's")
@@ -143,6 +149,11 @@ BAD = {
     ),
     "tokens of two dimensions": Bad(
         {"x": X, "tokens": count_of([[3]])}, ValueError, ("tokens", "[1, 1]", "[1]")
+    ),
+    "tokens of a batch": Bad(
+        {"x": X, "tokens": count_of([[0] * 8] * 5)},
+        ValueError,
+        ("tokens", "[5, 8]", "[1]", "how many of x's rows"),
     ),
     "tokens of another dtype": Bad(
         {"x": X, "tokens": torch.tensor([3])}, TypeError, ("tokens", "int64", "int32")
@@ -263,6 +274,67 @@ CHANGED_LAYERS: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("selection_bias", "meta", "cpu"),
     ),
 }
+
+
+ADDED: dict[str, Change] = {
+    "b1": lambda layer: setattr(layer, "b1", parameter(EXPERTS, CFG.w1_rows)),
+    "b2": lambda layer: setattr(layer, "b2", parameter(EXPERTS, HIDDEN)),
+    "gate.bias": lambda layer: setattr(layer.gate, "bias", parameter(EXPERTS)),
+    "gate.selection_bias": lambda layer: setattr(layer.gate, "selection_bias", torch.ones(EXPERTS)),
+    "gate.expert_scale": lambda layer: setattr(layer.gate, "expert_scale", torch.ones(EXPERTS)),
+}
+
+
+def parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(shape), requires_grad=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ADDED)
+def test_a_tensor_for_which_the_config_has_no_place_is_refused_by_name(
+    name: str, compiled: bool
+) -> None:
+    weights = draw_weights(CFG)
+    call = draw_call(CFG, 20, 0)
+    field = {"b1": "bias", "b2": "bias", "gate.bias": "router_bias"}.get(name, name[len("gate.") :])
+
+    def rank_main(world: World) -> torch.Tensor:
+        layer = weights.layer(world)
+        layer(X)  # which finds nothing wrong
+        ADDED[name](layer)
+        with pytest.raises(ValueError, match=rf"^{name} is given, .*MoEConfig\({field}=True\)"):
+            (torch.compile(layer, backend="eager") if compiled else layer)(X)
+        module, _, attribute = name.rpartition(".")
+        setattr(layer.get_submodule(module), attribute, None)
+        return call(layer)
+
+    assert_matches(weights, call, virtual.run(rank_main, ranks=1)[0])
+
+
+@pytest.mark.parametrize("field", ["router_bias", "selection_bias", "expert_scale"])
+def test_a_tensor_of_the_router_that_lies_beside_it_is_refused(field: str) -> None:
+    def rank_main(world: World) -> None:
+        layer = draw_weights(CFG).layer(world)
+        place = field.removeprefix("router_")
+        with pytest.raises(ValueError, match=rf"MoEConfig\({field}=True\), and set .*gate.{place}"):
+            setattr(layer, field, parameter(EXPERTS))
+        with pytest.raises(ValueError, match=f"gate.{place}"):
+            layer.register_buffer(field, torch.ones(EXPERTS))
+
+    virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda layer: delattr(layer, "gate"), lambda layer: setattr(layer, "gate", None)]
+)
+def test_a_layer_whose_gate_is_taken_away_says_so(change: Change) -> None:
+    def rank_main(world: World) -> None:
+        layer = draw_weights(CFG).layer(world)
+        change(layer)
+        with pytest.raises(ValueError, match=r"gate is missing.*set layer\.gate"):
+            layer(X)
+
+    virtual.run(rank_main, ranks=1)
 
 
 @pytest.mark.parametrize("name", CHANGED_LAYERS)
