@@ -133,7 +133,10 @@ def routing_of(
             else "topk_ids is None; topk_ids and topk_weights must be given together"
         )
     if weights is None and not weigh:
-        raise ValueError("topk_weights is None; topk_ids and topk_weights must be given together")
+        raise ValueError(
+            "topk_weights is None; give them with topk_ids, or, where a MoELayer's gate weighs the "
+            "experts, weigh=True"
+        )
     ids = _by_row(cfg, device, lead, rows, "topk_ids", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids has dtype {ids.dtype}; it must be torch.int32 or torch.int64")

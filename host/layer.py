@@ -428,8 +428,8 @@ class MoELayer(nn.Module):
             if name in wrappers.EXPERTS and made.dtype != tensor.dtype == self.cfg.dtype:
                 raise TypeError(
                     f"{name} would become {made.dtype}; this MoELayer computes in {tensor.dtype}: "
-                    f"make it with MoEConfig(dtype={made.dtype}), or cast the model's other "
-                    "modules only"
+                    "cast the model's other modules only, or, where its backend computes in "
+                    f"{made.dtype}, make it with MoEConfig(dtype={made.dtype})"
                 )
             return made
 

@@ -6,5 +6,5 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$root/launch/environment.sh"
 
-: "${1:?which CONFIG? usage: [RANKS=4] launch/mpirun.sh CONFIG [ARGUMENTS OF moeos run]}"
+[[ $# -gt 0 ]] || { echo "which CONFIG? usage: [RANKS=4] launch/mpirun.sh CONFIG [ARGUMENTS OF moeos run]" >&2; exit 2; }
 exec "$root/.venv/bin/mpirun" -n "${RANKS:-4}" "$root/.venv/bin/moeos" run "$@"

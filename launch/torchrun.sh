@@ -7,6 +7,6 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$root/launch/environment.sh"
 
-: "${1:?which CONFIG? usage: [RANKS=4] launch/torchrun.sh CONFIG [ARGUMENTS OF moeos run]}"
+[[ $# -gt 0 ]] || { echo "which CONFIG? usage: [RANKS=4] launch/torchrun.sh CONFIG [ARGUMENTS OF moeos run]" >&2; exit 2; }
 exec "$root/.venv/bin/torchrun" --standalone --nproc-per-node "${RANKS:-4}" \
   --no-python "$root/.venv/bin/moeos" run "$@"

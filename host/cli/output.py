@@ -110,6 +110,12 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
         raise ValueError(f"{option} is {path}; it must name a file in a folder that exists")
 
 
+def check_folder(path: Path, option: str) -> None:
+    """Raises `ValueError`, which names the option, if files could not be written there later."""
+    if not path.is_dir():
+        raise ValueError(f"{option} is {path}; it must be a folder that exists")
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Writes a document, with null for numbers that JSON has no word for; see `alone`.
 

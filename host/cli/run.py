@@ -98,7 +98,10 @@ class _Plan:
 def run(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer, with a table [run].")],
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens of each rank and call; else as the config says.")
+        int | None,
+        typer.Option(
+            help="Tokens of each rank and call, the most with vary_tokens; else the config says."
+        ),
     ] = None,
     iterations: Annotated[
         int | None, typer.Option(help="Calls of the layer; else as the config says.")
@@ -244,7 +247,7 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     output.check_writable(options.json_file)
     output.check_writable(options.output_file, "--output")
     if options.prometheus is not None:
-        output.check_writable(options.prometheus / f"moeos-rank-{world.rank}.prom", "--prometheus")
+        output.check_folder(options.prometheus, "--prometheus")
     generator = generator_of(options.seed, world.rank)
     if options.prefix and options.weights is None:
         raise ValueError(f"--prefix is {options.prefix!r}; it needs --weights")
@@ -413,7 +416,7 @@ def _conclude(
             "by_rank": report.as_json(reports),
         }
         output.write_json(options.json_file, document)
-    print(f"\nsums over all {plan.calls} calls:", flush=True)
+    print("\nsums over all calls:", flush=True)
     output.tables(world.size).print(report.rank_table(reports))
     print(report.balance_line(reports))
     print(report.time_line(reports))

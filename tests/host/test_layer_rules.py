@@ -162,7 +162,7 @@ def raised(cfg: MoEConfig, match: str, **arguments: Any) -> None:
 
 
 def test_what_cannot_be_weighed_is_refused() -> None:
-    raised(config(), "topk_weights is None; topk_ids and topk_weights must be given together")
+    raised(config(), "topk_weights is None; give them with topk_ids, or, where a MoELayer")
     raised(config(), "weigh is True: the gate weighs experts", topk_ids=None, weigh=True)
     raised(
         config(),
