@@ -196,6 +196,7 @@ def check_out(cfg: MoEConfig, device: torch.device, x: torch.Tensor, out: object
             "is returned"
         )
     tensor_memory.require_no_laziness("out", out)
+    tensor_memory.require_writable("out", out)
 
 
 def check_apart(

@@ -72,7 +72,7 @@ class SymmetricHeap:
 class _Mapping:
     """Zeroed or shared memory of this process, unmapped when the last of its users releases it."""
 
-    def __init__(self, size: int, users: int, descriptor: int | None = None) -> None:
+    def __init__(self, rank: int, size: int, users: int, descriptor: int | None = None) -> None:
         flags = mmap.MAP_SHARED
         if descriptor is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -82,7 +82,13 @@ class _Mapping:
         )
         if address is None or address == _FAILED:
             code = ctypes.get_errno()
-            raise OSError(code, f"mapping a heap of {size} bytes failed: {os.strerror(code)}")
+            remedy = (
+                "lower max_tokens, start fewer ranks, or raise the limit of addresses, ulimit -v"
+            )
+            raise OSError(
+                code,
+                f"rank {rank} cannot map a heap of {size} bytes: {os.strerror(code)}; {remedy}",
+            )
         self.address: int = address
         self._size = size
         self._users = users
@@ -98,7 +104,7 @@ class _Mapping:
 def _share(control: ControlPlane, size: int) -> list[_Mapping]:
     """The heaps of ranks that live in one address space: each makes its own, all use all."""
     with _agreement(control, "the memory of a heap") as held:
-        held.append(_Mapping(size, users=control.size))
+        held.append(_Mapping(control.rank, size, users=control.size))
     return control.allgather(held[0], "the addresses of a heap")
 
 
@@ -115,7 +121,7 @@ def _exchange(control: ControlPlane, size: int) -> list[_Mapping]:
             for rank, (process, number, identity) in enumerate(offers):
                 path = f"/proc/{process}/fd/{number}"
                 with _opened(control.rank, rank, path, identity) as peer:
-                    held.append(_Mapping(size, users=1, descriptor=peer))
+                    held.append(_Mapping(control.rank, size, users=1, descriptor=peer))
         return held  # every rank has mapped every heap: the descriptors may go
 
 

@@ -71,6 +71,16 @@ def require_no_laziness(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} stands for zeros without memory: pass {name}.clone()")
 
 
+def require_writable(name: str, tensor: Tensor) -> None:
+    """Raises `RuntimeError`, as PyTorch does for it, where a tensor may only be read."""
+    if is_dynamo_compiling():
+        return
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{name} was made in inference mode, and may be written only there: pass {name}.clone()"
+        )
+
+
 def require_memory(name: str, tensor: Tensor) -> None:
     """Raises `ValueError` unless all elements of a tensor lie in memory that it has."""
     if tensor.numel() == 0:

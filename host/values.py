@@ -38,8 +38,9 @@ def without_others(ids: Tensor, experts: int) -> Tensor:
 
 def check_selection_bias(bias: Tensor) -> None:
     """Raises `ValueError` unless all of bias [E] is finite."""
-    if not bias.isfinite().all():
-        expert = int((~bias.isfinite()).nonzero()[0])
+    finite = bias.isfinite()  # asked once: another thread may change it
+    if not finite.all():
+        expert = int((~finite).nonzero()[0])
         raise ValueError(
             f"gate.selection_bias[{expert}] is {float(bias[expert])}; it must be finite"
         )

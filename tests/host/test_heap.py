@@ -5,6 +5,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import resource
 import signal
 import threading
@@ -264,6 +265,14 @@ def test_a_heap_that_the_machine_has_no_memory_for_is_refused_on_all_ranks() -> 
     outcomes = over_a_store(make, 2)
     assert len(set(outcomes)) == 1, outcomes
     assert f"rank 0 cannot make a heap of {MAX_HEAP_BYTES} bytes" in outcomes[0]
+
+
+def test_a_heap_for_which_there_are_no_addresses_names_the_rank_and_what_to_lower() -> None:
+    """As under `ulimit -v`; a virtual rank's is memory of the process."""
+    sentence = r"rank 0 cannot map a heap of \d+ bytes: .*lower max_tokens, .*ulimit -v"
+    for outcome in in_threads(lambda control: SymmetricHeap(control, MAX_HEAP_BYTES), 2):
+        assert isinstance(outcome, OSError)
+        assert re.search(sentence, str(outcome)), outcome
 
 
 def test_ranks_killed_while_they_hold_a_heap_leave_no_shared_memory() -> None:

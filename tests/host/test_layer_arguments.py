@@ -333,6 +333,25 @@ def test_a_layer_works_in_inference_mode_with_tensors_from_in_and_outside() -> N
     virtual.run(rank_main, ranks=1)
 
 
+def test_an_output_of_inference_mode_is_refused_outside_of_it_before_anything_is_sent() -> None:
+    """PyTorch refuses it when it is written, which is behind the call that all ranks have made."""
+    call = draw_given_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> Tensor:
+        layer = WEIGHTS.layer(world)
+        with torch.inference_mode():
+            out = torch.empty_like(call.x)
+            layer(call.x, call.ids, call.weights, out=out)
+        call(layer)
+        if world.rank == 1:
+            with pytest.raises(RuntimeError, match=r"^out was made in inference mode.*out\.clone"):
+                layer(call.x, call.ids, call.weights, out=out)
+        return call(layer)
+
+    for y in virtual.run(rank_main, ranks=2, deadline=10.0):
+        assert_matches(WEIGHTS, call, y)
+
+
 def test_a_layer_made_in_inference_mode_works_in_and_outside_of_it() -> None:
     call = draw_call(CFG, 20, 0)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import ConfigMismatch, MoELayer, NumericalError, PeerTimeout, World, virtual
+from moeos import ConfigMismatch, MoELayer, NumericalError, PeerTimeout, World, values, virtual
 from moeos.config import Scoring
 from moeos.engines.twin import sizes_of
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
@@ -382,6 +382,18 @@ def test_a_selection_bias_that_is_not_finite_raises(value: float) -> None:
             layer(X)
 
     virtual.run(rank_main, ranks=1)
+
+
+def test_a_selection_bias_that_another_thread_mends_is_looked_at_once() -> None:
+    class Mended(torch.Tensor):
+        looks = 0
+
+        def isfinite(self) -> torch.Tensor:
+            Mended.looks += 1
+            return torch.arange(len(self)) != 3 if Mended.looks == 1 else torch.ones(len(self)) > 0
+
+    with pytest.raises(ValueError, match=r"selection_bias\[3\]"):
+        values.check_selection_bias(torch.zeros(8).as_subclass(Mended))
 
 
 # --- autograd -----------------------------------------------------------------------------------
