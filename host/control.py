@@ -450,8 +450,13 @@ class StoreControl(_PolledControl):
 
     def _delete(self, key: str) -> None:
         def delete() -> None:
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+            try:
                 self._store.delete_key(key)
+            except (RuntimeError, NotImplementedError) as error:  # not every store can
+                if _is_lost(
+                    error
+                ):  # or each key would be asked for, and PyTorch print each failure
+                    raise
 
         self._ask(delete)
 
@@ -484,6 +489,13 @@ class StoreControl(_PolledControl):
         if not self._ask(lambda: self._store.check(["abort"])):
             return None
         return self._ask(lambda: self._store.get("abort")).decode()
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether a store has said so because nobody serves it any more."""
+    from torch.distributed import DistNetworkError
+
+    return isinstance(error, DistNetworkError)
 
 
 def _connection_of_its_own(store: Store) -> Store:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moeos
 from moeos import process_groups
+from moeos.control import StoreControl
 from moeos.errors import ConfigMismatch, PeerTimeout
 from tests.host.test_heap import at
 from tests.processes import ForkedRanks, free_port, shared_memory
@@ -352,6 +354,23 @@ def test_a_store_that_fails_is_an_error_with_its_words() -> None:
 
     with pytest.raises(PeerTimeout, match="rank 0 of 2 lost the store that is given, Broken"):
         moeos.init("twin", rank=0, size=2, store=Broken())
+
+
+def test_a_store_that_goes_while_a_world_is_closed_is_asked_once_more_and_not_for_each_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch prints where each of its failures comes from, in thirty lines."""
+    asked: list[str] = []
+
+    def gone(key: str) -> bool:
+        asked.append(key)
+        raise dist.DistNetworkError("Broken pipe")
+
+    control = StoreControl(0, 1, 10.0, dist.HashStore(), where="a store")
+    store = SimpleNamespace(add=lambda key, number: 1, delete_key=gone)
+    monkeypatch.setattr(control, "_store", store)
+    control.close()
+    assert len(asked) == 1
 
 
 CFG = moeos.MoEConfig(
