@@ -6,9 +6,11 @@ It knows nothing of what the functions do.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,6 +18,8 @@ from moeos.process import Home
 from moeos.thread_limits import no_thread
 
 Value = TypeVar("Value")
+
+_PATIENCE = 5.0  # seconds that the end of the program waits for functions that were given up
 
 
 class Caller:
@@ -26,6 +30,8 @@ class Caller:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._free = threading.Lock()  # held while a function runs
+        self._home = Home()
         thread = threading.Thread(target=self._work, name=name, daemon=True)
         try:
             thread.start()
@@ -47,7 +53,12 @@ class Caller:
                 future.set_exception(error)
 
         self._calls.put(call)
-        return future.result(seconds)
+        try:
+            return future.result(seconds)
+        except BaseException:
+            if not future.done():
+                _given_up.add(self)
+            raise
 
     def close(self) -> None:
         """Ends the thread when it has called what was asked for before."""
@@ -55,8 +66,25 @@ class Caller:
 
     def _work(self) -> None:
         while call := self._calls.get():
-            call()
+            with self._free:
+                call()
             del call  # it may hold the last reference to a store
+
+
+_given_up: set[Caller] = set()
+
+
+@atexit.register
+def _let_return() -> None:
+    """Before the interpreter ends: a thread that comes back then from code of others is ended
+    where it is, and where that is C++ the process ends by SIGABRT.
+
+    Who has come back stays in `_work`; who has not within the patience is left.
+    """
+    ends = time.monotonic() + _PATIENCE
+    for caller in list(_given_up):
+        if caller._home.here:  # a child has no such thread
+            caller._free.acquire(timeout=max(0.0, ends - time.monotonic()))
 
 
 _waiter: tuple[Home, Caller] | None = None

@@ -63,7 +63,8 @@ def at_address(
         store = within(deadline, lambda: _connect(host, port, serve, deadline))
     except (RuntimeError, concurrent.futures.TimeoutError) as error:
         if serve:
-            raise RuntimeError(f"rank {rank} cannot serve {where}: {error}") from error
+            why = str(error) or f"no store was there after {deadline:g} s; is {host} this host?"
+            raise RuntimeError(f"rank {rank} cannot serve {where}: {why}") from error
         waited = f"rank {rank} of {size} waited {deadline:g} s for {where}"
         raise PeerTimeout(f"{waited} {error}".rstrip()) from error
     if serve:

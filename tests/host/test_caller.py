@@ -6,6 +6,8 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from types import FrameType
@@ -14,7 +16,7 @@ import pytest
 
 from moeos import caller
 from moeos.caller import Caller
-from tests.processes import ForkedRanks
+from tests.processes import ROOT, ForkedRanks
 
 
 def fail() -> None:
@@ -76,3 +78,41 @@ def test_a_forked_child_has_a_thread_of_its_own_for_waits() -> None:
         return "waited"
 
     assert ForkedRanks(wait, 1).ended() == ["waited"]
+
+
+PROGRAM = """
+import concurrent.futures, os, threading, time
+from moeos import caller
+
+caller._PATIENCE = {patience}
+def call():
+    {call}
+    os.write(1, b"came back")
+try:
+    caller.Caller("given up").result(call, 0.1)
+except concurrent.futures.TimeoutError:
+    os.write(1, b"given up, ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "patience", "said"),
+    [
+        ("time.sleep(1)", 30.0, "given up, came back"),
+        ("threading.Event().wait()", 0.2, "given up, "),
+    ],
+    ids=["a call that returns", "one that never does"],
+)
+def test_the_end_of_a_program_waits_a_while_for_what_was_given_up(
+    call: str, patience: float, said: str
+) -> None:
+    """A thread that came back from C++ while the interpreter ends would end the process."""
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(call=call, patience=patience)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=25,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, said, "")
