@@ -44,6 +44,7 @@ class Rank:
         shared: Shared,
         words_at: int,
         rows_at: int,
+        results_at: int,
         stride_rows: int,
         deadline: float,
         split_os: bool,

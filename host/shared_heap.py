@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the words and rows of several shapes of layers lie in the one heap that they share.
 
-[header][words of shape 1][words of shape 2]...[room for words][cells of rows]. The cells of all
-shapes begin at nearly the same bytes (runtime/layout.hpp). This file allocates nothing, and knows
-sizes alone.
+[header][words of shape 1][words of shape 2]...[room for words][cells of rows][results]. The cells
+of all shapes begin at nearly the same bytes, and no shape's cells lie where another's results do
+(runtime/layout.hpp). This file allocates nothing, and knows sizes alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ _ROOM = 2
 
 @dataclasses.dataclass(frozen=True)
 class HeapPlace:
-    """`moeos::HeapPlace`: where a shape's words and cells begin, and rows from cell to cell."""
+    """`moeos::HeapPlace`: where a shape's words, cells and results begin, and rows from cell to
+    cell."""
 
     words_at: int
     rows_at: int
+    results_at: int
     stride_rows: int
 
 
@@ -34,16 +36,18 @@ class SharedHeap:
         shapes: in the order in which they came.
         rows_at: where the cells begin.
         stride: bytes from one cell to the next, at most.
+        results_at: where the results begin.
         size: bytes of the heap.
     """
 
     shapes: tuple[_runtime.Sizes, ...] = ()
     rows_at: int = 0
     stride: int = 0
+    results_at: int = 0
     size: int = 0
 
     def with_shape(self, sizes: _runtime.Sizes) -> SharedHeap:
-        """The plan with one more shape; of the same `size`, `rows_at` and `stride` if it fits."""
+        """The plan with one more shape; that of before, but for `shapes`, if it fits."""
         shapes = (*self.shapes, sizes)
         words = _words_end(shapes)
         wide = max(shape.row_bytes for shape in shapes)
@@ -57,18 +61,21 @@ class SharedHeap:
             header = sizes.header_bytes
             rows_at = header + _align(_ROOM * (words - header))
         tail = max(shape.tile_rows * shape.row_bytes for shape in shapes)
-        size = max(self.size, _align(rows_at + sizes.cells * stride + tail))
-        return SharedHeap(shapes, rows_at, stride, size)
+        results_at = max(self.results_at, _align(rows_at + sizes.cells * stride + tail))
+        results = max(shape.result_bytes for shape in shapes)
+        size = max(self.size, _align(results_at + results))
+        return SharedHeap(shapes, rows_at, stride, results_at, size)
 
     def grew_from(self, other: SharedHeap) -> bool:
         """Whether shapes do not lie where they do in the other plan."""
-        return (self.rows_at, self.stride, self.size) != (other.rows_at, other.stride, other.size)
+        return dataclasses.replace(self, shapes=other.shapes) != other
 
     def place(self, index: int) -> HeapPlace:
         """Where a shape lies, by its place in `shapes`."""
         shape = self.shapes[index]
         words_at = _words_end(self.shapes[:index]) if index > 0 else shape.header_bytes
-        return HeapPlace(words_at, self.rows_at, self.stride // shape.row_bytes)
+        stride_rows = self.stride // shape.row_bytes
+        return HeapPlace(words_at, self.rows_at, self.results_at, stride_rows)
 
 
 def _words_end(shapes: tuple[_runtime.Sizes, ...]) -> int:

@@ -320,6 +320,8 @@ NB_MODULE(_runtime, module) {
       .def_prop_ro("os_memory_bytes", [](const Sizes& s) { return OsMemory::bytes(s.geometry); })
       .def_prop_ro("offsets", &offsets_of, nb::sig("def offsets(self) -> dict[str, int]"))
       .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
+      .def_prop_ro("result_bytes",
+                   [](const Sizes& s) { return s.geometry.result_rows() * s.geometry.row_bytes; })
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

@@ -39,6 +39,16 @@ struct Geometry {
   constexpr u32 cell_rows_used() const {
     return minimum(max_tokens * minimum(top_k, local_experts()), local_experts() * capacity);
   }
+  /// Rows of results that come back to a rank in one call, at most: its pairs', side by side; in
+  /// the thesis' layout a cell of each rank that computes them.
+  constexpr u64 result_rows() const {
+    const u64 of_cells = u64{world} * cell_rows();
+    return packs_results() ? minimum(u64{pairs()}, of_cells) : of_cells;
+  }
+  /// Whether results lie side by side, from where their owner says on.
+  constexpr bool packs_results() const { return row_map == RowMap::ragged; }
+  /// Whether owners say so: a rank alone need not.
+  constexpr bool tells_bases() const { return packs_results() && world > 1; }
   constexpr u32 chunks() const { return ceil_div(cell_rows_used(), chunk_rows); }
   /// Chunks that a call sends to all ranks, of which each has at most one that is not full.
   constexpr u32 chunks_sent_max() const {

@@ -25,7 +25,7 @@ template <Platform P>
 class Inputs {
  public:
   /// Of a descriptor that awaits. `map`: of a Combine, whose word was handed out behind the routing
-  /// map; then each pair's lane calls found(number in the part, pair, its row as Layout::row_index,
+  /// map; then each pair's lane calls found(number in the part, pair, its row as row_of_result,
   /// or kNone: it was not sent).
   template <class Found>
   Inputs(const Rank<P>& rank, const Call& call, const RoutingMap& map, const Task& task,

@@ -4,13 +4,15 @@
 //
 // L in R^{P x R x B x E x C x H} of the thesis (section 5.3): source rank, round, staging or
 // arrival buffer, local expert, capacity slot, hidden. Here (E, C) is one row index behind `row()`,
-// in one of two maps, and B = 0 exists only when a peer is remote.
+// in one of two maps, and B = 0 exists only when a peer is remote. Of the round in which results
+// come back, arrival cells are one array of results: of a rank's own rows there are never more than
+// its pairs, whoever computes them, so they lie side by side (result()).
 //
-// Layers of several shapes share one heap: [header][words of shape 1][words of shape 2]...[rows].
-// The header depends on the world alone. Words of a shape lie where no other shape writes; rows of
-// all shapes lie in the same cells, each of which begins at nearly the same byte for all of them
-// (docs/design.md, "One workspace for all layers"). May not know: who reads or writes when; element
-// types; which shapes there are.
+// Layers of several shapes share one heap: [header][words of shape 1][words of shape 2]...[cells]
+// [results]. The header depends on the world alone. Words of a shape lie where no other shape
+// writes; rows of all shapes lie in the same cells, each of which begins at nearly the same byte
+// for all of them, and results behind all cells (docs/design.md, "One workspace for all layers").
+// May not know: who reads or writes when; element types; which shapes there are.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -33,7 +35,8 @@ constexpr u64 count_word(u32 epoch, u32 rows) { return seal(u64{epoch} << 32 | r
 /// heap may grow without compiling anything anew.
 struct HeapPlace {
   u64 words_at;
-  u64 rows_at;      // of the first cell
+  u64 rows_at;  // of the first cell
+  u64 results_at;
   u32 stride_rows;  // from one cell to the next, at least Geometry::cell_rows()
 };
 
@@ -56,6 +59,7 @@ class Layout {
     header_ = offset;
     offset = 0;  // from words_at on
     counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
+    bases_ = reserve(geometry.tells_bases() ? u64{2} * geometry.world * sizeof(u64) : 0);
     arrived_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
     returned_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
     origins_ = reserve(u64{geometry.world} * geometry.origins() * sizeof(u32));
@@ -64,11 +68,17 @@ class Layout {
 
   /// Where a shape lies in a heap that it has for itself.
   static constexpr HeapPlace alone(const Geometry& geometry) {
-    const Layout nowhere(geometry, HeapPlace{});
-    return {nowhere.header_, nowhere.header_ + nowhere.words_, geometry.cell_rows()};
+    HeapPlace place{0, 0, 0, geometry.cell_rows()};
+    const Layout nowhere(geometry, place);
+    place.words_at = nowhere.header_;
+    place.rows_at = nowhere.header_ + nowhere.words_;
+    place.results_at = align_up(place.rows_at + nowhere.row_bytes(), u64{kCacheLine});
+    return place;
   }
 
-  constexpr u64 bytes() const { return align_up(place_.rows_at + row_bytes(), u64{kCacheLine}); }
+  constexpr u64 bytes() const {
+    return align_up(result(geometry().result_rows()), u64{kCacheLine});
+  }
   /// Of the words that all shapes of a world share.
   constexpr u64 header_bytes() const { return header_; }
   /// Of this shape's own words.
@@ -78,9 +88,9 @@ class Layout {
   constexpr u64 row_bytes() const {
     return (u64{rows()} + geometry().tile_rows) * geometry().row_bytes;
   }
-  /// Where the cells start; they fill the rest of the heap, one behind the other.
+  /// Where the cells start, one behind the other.
   constexpr u64 first_cell() const { return place_.rows_at; }
-  constexpr u32 cells() const { return geometry().world * kRounds * buffers(); }
+  constexpr u32 cells() const { return geometry().world * cells_of_peer(); }
   /// Of all cells, from first_cell() on.
   constexpr u32 rows() const { return cells() * place_.stride_rows; }
 
@@ -108,11 +118,16 @@ class Layout {
         (u64{epoch & 1} * geometry().world + p) * geometry().local_experts() + local_expert;
     return words(counts_) + index * sizeof(u64);
   }
+  /// `epoch << 32 | row`, sealed: which row of p's results is the first that this rank computes.
+  /// Two parities, as of counts.
+  constexpr u64 base(u32 epoch, u32 p) const {
+    return words(bases_) + (u64{epoch & 1} * geometry().world + p) * sizeof(u64);
+  }
   /// The epoch, sealed, in which rows of this chunk of p's dispatch cell last arrived.
   constexpr u64 arrived(u32 p, u32 chunk) const {
     return words(arrived_) + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
   }
-  /// Rows, sealed, that p has written back into this chunk of its combine cell in this epoch.
+  /// Results, sealed, of this chunk of the rows for p that p has written back in this epoch.
   constexpr u64 returned(u32 p, u32 chunk) const {
     return words(returned_) + (u64{p} * geometry().chunks() + chunk) * geometry().signal_bytes();
   }
@@ -136,12 +151,13 @@ class Layout {
     return number;
   }
 
-  /// L(p, r, b): which of the heap's cells it is, in the order in which they lie.
+  /// L(p, r, b): which of the heap's cells it is, in the order in which they lie. Results arrive in
+  /// none.
   constexpr u32 cell_index(u32 p, Round round, Buffer buffer) const {
     MOEOS_CHECK(p < geometry().world);
-    MOEOS_CHECK(buffer == Buffer::arrival || geometry().staging_buffers() == 1);
-    const u32 b = buffer == Buffer::arrival ? geometry().staging_buffers() : 0;
-    return (p * kRounds + static_cast<u32>(round)) * buffers() + b;
+    MOEOS_CHECK(buffer == Buffer::arrival ? round == Round::dispatch
+                                          : geometry().staging_buffers() == 1);
+    return p * cells_of_peer() + (buffer == Buffer::arrival ? 0 : 1 + static_cast<u32>(round));
   }
 
   /// A row's place among rows(), those of all cells.
@@ -158,8 +174,17 @@ class Layout {
     return row_at(row_index(p, round, buffer, row_number));
   }
 
+  /// The first byte of one of a rank's results. Those that rank p computes are the rows of its cell
+  /// (row()), from first_result(p) on.
+  constexpr u64 result(u64 index) const { return place_.results_at + index * geometry().row_bytes; }
+  /// `packed`: where they begin if results are packed; the owner knows, and tells p (base()).
+  constexpr u32 first_result(u32 p, u32 packed) const {
+    return geometry().packs_results() ? packed : p * geometry().cell_rows();
+  }
+
   /// cell_row for a write by `writer` into `holder`'s heap; debug builds check that it is valid in
   /// the sense of thesis Definition 5.3.2, so that Theorem 5.3.1 (no write-write conflict) holds.
+  /// Of results the owner gives each writer rows of its own, as many as it sends it.
   constexpr u64 write_row(u32 writer, u32 holder, u32 p, Round round, Buffer buffer,
                           u32 row_number) const {
     MOEOS_CHECK(buffer == Buffer::staging ? writer == holder : p == writer);
@@ -177,7 +202,7 @@ class Layout {
     return failures_ + u64{geometry().world} * (kCacheLine + kind * sizeof(u64));
   }
   constexpr u64 words(u64 offset) const { return place_.words_at + offset; }
-  constexpr u32 buffers() const { return 1 + geometry().staging_buffers(); }
+  constexpr u32 cells_of_peer() const { return 1 + kRounds * geometry().staging_buffers(); }
 
   GeometryOf geometry_;
   HeapPlace place_;
@@ -187,6 +212,7 @@ class Layout {
   u64 header_ = 0;
   // From words_at on.
   u64 counts_ = 0;
+  u64 bases_ = 0;
   u64 arrived_ = 0;
   u64 returned_ = 0;
   u64 origins_ = 0;

@@ -51,7 +51,7 @@ u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& k
   });
   for (u32 i = 0; i < count; ++i) {
     kernels.copy_row(going[i].pair / rank.geometry().top_k,
-                     outgoing_row(rank, part.peer, Round::dispatch, going[i].number));
+                     outgoing_row(rank, part.peer, going[i].number));
   }
   return count;
 }
@@ -141,7 +141,7 @@ bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
       });
       if (rows[i].goes) {
         kernels.copy_row((first + i) / geometry.top_k,
-                         outgoing_row(rank, rows[i].peer, Round::dispatch, rows[i].number));
+                         outgoing_row(rank, rows[i].peer, rows[i].number));
       }
     }
     const u64 end = P::now_ns();

@@ -10,6 +10,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/geometry_of.hpp"
+#include "runtime/layout.hpp"
 #include "runtime/records.hpp"
 #include "runtime/task.hpp"
 
@@ -117,6 +118,11 @@ class RankMemory {
   }
   /// Rows that we send to `peer` in this call; valid once `routed` has been acquired.
   u32 rows_sent(u32 peer) const { return send_starts(peer)[geometry_.get().local_experts()]; }
+  /// Where the results begin that `peer` computes of our rows, as Layout::result counts them; valid
+  /// as rows_sent is.
+  u32 first_result(const Layout& layout, u32 peer) const {
+    return layout.first_result(peer, geometry_.get().tells_bases() ? result_first[peer] : 0);
+  }
   /// Where couriers say that they have made a chunk of a source whole.
   u32* replicated_flag(u32 source, u32 chunk) const {
     return replicated + u64{source} * geometry_.get().chunks() + chunk;
@@ -175,14 +181,16 @@ class RankMemory {
   u64* choices = nullptr;      // the same where tokens are read in place, as count_word; for who
                                // waits for it before routing is over
   float* pair_weight = nullptr;
-  u32* pair_rank = nullptr;     // how many earlier pairs of the same block chose the same expert
-  u32* block_pairs = nullptr;   // pairs of a block, sorted by expert
-  u32* block_first = nullptr;   // [block][expert]: where the expert's pairs start in block_pairs
-  u32* block_base = nullptr;    // [block][expert]: pairs of the expert in this block, then (last
-                                // Route part) before it
-  u32* row_pair = nullptr;      // [peer][row in the order of sending]: the pair that it carries
-  u32* pair_row = nullptr;      // [pair]: where its result comes back, as Layout::row_index
-  u32* token_rows = nullptr;    // [token]: rows that it has sent, where they are not top_k for all
+  u32* pair_rank = nullptr;    // how many earlier pairs of the same block chose the same expert
+  u32* block_pairs = nullptr;  // pairs of a block, sorted by expert
+  u32* block_first = nullptr;  // [block][expert]: where the expert's pairs start in block_pairs
+  u32* block_base = nullptr;   // [block][expert]: pairs of the expert in this block, then (last
+                               // Route part) before it
+  u32* row_pair = nullptr;     // [peer][row in the order of sending]: the pair that it carries
+  u32* pair_row = nullptr;     // [pair]: where its result comes back, as Layout::result counts
+  u32* result_first =
+      nullptr;                // [peer]: where the results that it computes begin, if others do too
+  u32* token_rows = nullptr;  // [token]: rows that it has sent, where they are not top_k for all
   u32* ready_tokens = nullptr;  // [subscriber][place]: tokens whose rows are all back, in the order
                                 // in which they came
 
@@ -260,6 +268,7 @@ class RankMemory {
     take(block_base, blocks * geometry.experts);
     take(row_pair, world * geometry.chunks() * geometry.chunk_rows);
     take(pair_row, geometry.pairs());
+    take(result_first, geometry.tells_bases() ? world : 0);
     take(token_rows, geometry.max_tokens);
     take(ready_tokens, u64{kReturnsSubscribersMax} * geometry.max_tokens);
     take(outboxes, world * outbox_slots());

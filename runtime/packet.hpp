@@ -18,14 +18,64 @@ namespace moeos {
 /// Where this rank writes a row for `peer`: in the peer's arrival cell, or in the staging copy of a
 /// remote peer.
 template <Platform P>
-u8* outgoing_row(const Rank<P>& rank, u32 peer, Round round, u32 row) {
+u8* outgoing_row(const Rank<P>& rank, u32 peer, u32 row) {
   u8* direct = rank.platform.peer(peer);
   // Looked at even where there are no remote peers: else the GPU's compiler hoists so many of these
   // out of its loops that registers spill.
   if (direct != nullptr) {
-    return direct + rank.layout.write_row(rank.rank, peer, rank.rank, round, Buffer::arrival, row);
+    return direct +
+           rank.layout.write_row(rank.rank, peer, rank.rank, Round::dispatch, Buffer::arrival, row);
   }
-  return rank.heap + rank.layout.write_row(rank.rank, rank.rank, peer, round, Buffer::staging, row);
+  return rank.heap +
+         rank.layout.write_row(rank.rank, rank.rank, peer, Round::dispatch, Buffer::staging, row);
+}
+
+/// Where the results that this rank computes for `owner` begin there, as Layout::result counts
+/// them. Waits for the owner's word, which it sends behind its counts: so not for long, and no
+/// longer than the call lasts; then the answer is any. One lane; others may ask of other owners.
+template <Platform P>
+u32 first_result_at(const Rank<P>& rank, u32 epoch, u32 owner) {
+  if (!rank.geometry().tells_bases()) {
+    return rank.layout.first_result(rank.rank, 0);
+  }
+  u32 idle = 0;
+  for (;;) {
+    // As of a count: the word carries its own epoch and publishes nothing but itself.
+    const u64 word = open(P::template load_relaxed<Scope::system>(
+        rank.template here<u64>(rank.layout.base(epoch, owner))));
+    const u32 its = static_cast<u32>(word >> 32);
+    const u32 base = static_cast<u32>(word);
+    if (its == epoch && base <= rank.geometry().result_rows()) {
+      return base;
+    }
+    if (its >= epoch) {  // nobody can be so far ahead, or have so many rows
+      Failure failure{};
+      failure.kind = FailureKind::count_damaged;
+      failure.actor = Actor::processor;
+      failure.rank = rank.rank;
+      failure.peer = owner;
+      failure.expert = failure.chunk = kNone;
+      failure.epoch = epoch;
+      failure.seen = word;
+      rank.fail(failure);
+    }
+    if (rank.leaving(epoch)) {
+      return 0;
+    }
+    P::pause(idle);
+  }
+}
+
+/// Where this rank writes the result of a row that `owner` sent, its row `row` here: among the
+/// owner's results, or in the staging copy of a remote owner. `first`: first_result_at.
+template <Platform P>
+u8* outgoing_result(const Rank<P>& rank, u32 owner, u32 first, u32 row) {
+  u8* direct = rank.platform.peer(owner);
+  if (direct != nullptr) {  // looked at everywhere, as in outgoing_row
+    return direct + rank.layout.result(u64{first} + row);
+  }
+  return rank.heap +
+         rank.layout.write_row(rank.rank, rank.rank, owner, Round::combine, Buffer::staging, row);
 }
 
 /// Where a row that `source` sends to this rank lies here.
@@ -53,6 +103,20 @@ template <Platform P>
 void send_identity(const Rank<P>& rank, const Call& call, u32 peer) {
   const u64 offset = rank.layout.call_of(call.epoch, rank.rank);
   const u64 word = count_word(call.epoch, call.identity);
+  u8* direct = rank.platform.peer(peer);
+  if (!P::kRemotePeers || direct != nullptr) {
+    // As of a count: the word carries its own epoch and publishes nothing but itself.
+    P::template store_relaxed<Scope::system>(reinterpret_cast<u64*>(direct + offset), word);
+  } else {
+    rank.platform.put_word(peer, offset, word);
+  }
+}
+
+/// Tells `peer` from where on it leaves its results among this rank's.
+template <Platform P>
+void send_base(const Rank<P>& rank, const Call& call, u32 peer, u32 first) {
+  const u64 offset = rank.layout.base(call.epoch, rank.rank);
+  const u64 word = count_word(call.epoch, first);
   u8* direct = rank.platform.peer(peer);
   if (!P::kRemotePeers || direct != nullptr) {
     // As of a count: the word carries its own epoch and publishes nothing but itself.
@@ -209,8 +273,8 @@ struct Returned {
   u64 flag_bytes;  // of their credits
 };
 
-/// Credits the owners of a tile's rows, whose results are in the owners' combine cells, or has a
-/// sender put them. One lane.
+/// Credits the owners of a tile's rows, whose results are among the owners', or has a sender put
+/// them. One lane.
 template <Platform P>
 Returned return_rows(const Rank<P>& rank, const Call& call, const Task& task, ReadyWord word) {
   Returned returned{task.rows, 0, 0};
@@ -243,13 +307,13 @@ Returned return_rows(const Rank<P>& rank, const Call& call, const Task& task, Re
 /// Puts the staged results of a segment of an expert's tile, and the credits for them, to their
 /// remote owner. One warp.
 template <Platform P>
-void put_results(const Rank<P>& rank, u32 local_expert, const Segment& segment) {
+void put_results(const Rank<P>& rank, u32 epoch, u32 local_expert, const Segment& segment) {
   const u32 owner = segment.source;
+  const u64 first = first_result_at(rank, epoch, owner);
   for_each_piece(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
     const u32 row = segment.first_row + offset;
     rank.platform.put_signal(
-        owner,
-        rank.layout.write_row(rank.rank, owner, rank.rank, Round::combine, Buffer::arrival, row),
+        owner, rank.layout.result(first + row),
         rank.heap + rank.layout.cell_row(owner, Round::combine, Buffer::staging, row),
         u64{rows} * rank.geometry().row_bytes, rank.layout.returned(rank.rank, chunk),
         SignalOp::add, seal(rows));

@@ -22,9 +22,11 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
   return rank.memory.block_base + u64{block} * rank.geometry().experts + expert;
 }
 
-/// Bytes of a rank's counts for its peers, and of the words that say which call it makes.
-constexpr u64 count_bytes(const Geometry& geometry) {
-  return (geometry.experts - geometry.local_experts() + geometry.world - 1) * sizeof(u64);
+/// Bytes of a rank's counts for its peers, and of the words that say which call it makes and, if
+/// it sends rows, from where on their results lie.
+constexpr u64 count_bytes(const Geometry& geometry, bool sends_rows) {
+  const u32 words = sends_rows && geometry.tells_bases() ? 2 : 1;
+  return (geometry.experts - geometry.local_experts() + words * (geometry.world - 1)) * sizeof(u64);
 }
 
 /// Turns the pairs per (block, expert) into pairs before the block, in place, tells every peer how
@@ -102,6 +104,24 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   return dropped;
 }
 
+/// Gives each peer its part of this rank's results: as many rows as it gets, side by side. One
+/// warp, behind assign_slots.
+template <Platform P>
+void place_results(const Rank<P>& rank, const Call& call) {
+  const Geometry& geometry = rank.geometry();
+  u32 placed = 0;
+  for (u32 first = 0; first < geometry.world; first += P::kLanes) {
+    const u32 peer = first + P::lane();
+    const u32 rows = peer < geometry.world ? rank.memory.rows_sent(peer) : 0;
+    const u32 ends = P::inclusive_scan(rows);
+    if (peer < geometry.world) {
+      rank.memory.result_first[peer] = placed + ends - rows;
+      send_base(rank, call, peer, placed + ends - rows);
+    }
+    placed += P::broadcast(ends, P::kLanes - 1);
+  }
+}
+
 /// Lists the parts of Dispatch for whoever acquires `routed`. Returns how many there are.
 ///
 /// Their order is in rows of groups of chunks, in each row one group for every peer that has one
@@ -163,6 +183,9 @@ template <Platform P, class Sync>
 void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team team, Sync sync) {
   const u32 dropped = assign_slots(rank, call, team, sync);
   const Geometry& geometry = rank.geometry();
+  if (geometry.tells_bases() && team.index == team.count - 1) {
+    place_results(rank, call);
+  }
   const u32 parts = geometry.reads_in_place(call.tokens) ? 0
                     : geometry.spreads(call.tokens)      ? geometry.spread_parts_of(call.tokens)
                                                          : list_dispatch(rank, call, team);
@@ -170,10 +193,11 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
   sync();
   // The last warp, which has sent the fewest counts, or none: its fence waits for what it has sent.
   if (team.index == team.count - 1 && P::lane() == 0) {
-    // Publishes the routing map, the rows sent to each peer and the list of Dispatch, if there is
-    // one, to the returns subscribers and the couriers (the team has synchronised on them).
+    // Publishes the routing map, the rows sent to each peer, where their results lie and the list
+    // of Dispatch, if there is one, to the returns subscribers and the couriers (the team has
+    // synchronised on them).
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, parts + 1);
-    note<P>(tally.count_bytes_to_peers, count_bytes(geometry));
+    note<P>(tally.count_bytes_to_peers, count_bytes(geometry, true));
   }
   const u32 all_dropped = P::broadcast(P::inclusive_scan(dropped), P::kLanes - 1);
   if (P::lane() == 0) {
@@ -206,7 +230,7 @@ bool route_nothing(const Rank<P>& rank, const Call& call) {
   if (P::lane() == 0) {
     // Publishes the rows sent to each peer, none, as finish_routing does; no part of Dispatch.
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, 1U);
-    rank.memory.os_tally().count_bytes_to_peers = count_bytes(geometry);
+    rank.memory.os_tally().count_bytes_to_peers = count_bytes(geometry, false);
   }
   return true;
 }

@@ -29,10 +29,10 @@ u32 number_of(const Rank<P>& rank, const RoutingMap::Place& at) {
   return rank.layout.row(at.local_expert, at.slot, at.row - at.slot);
 }
 
-/// Where the result of a place's row comes back, as Layout::row_index.
+/// Where the result of a place's row comes back, as Layout::result counts them.
 template <Platform P>
 u32 row_of_result(const Rank<P>& rank, const RoutingMap::Place& place) {
-  return rank.layout.row_index(place.peer, Round::combine, Buffer::arrival, number_of(rank, place));
+  return rank.memory.first_result(rank.layout, place.peer) + number_of(rank, place);
 }
 
 /// Notes for the returns subscriber and for Combine which pair a place carries. Plain stores: what

@@ -159,7 +159,7 @@ class Sender {
     if (dispatch) {
       put_chunk(rank_, call_, map_, peer, word.task());
     } else {
-      put_results(rank_, expert, segment);
+      put_results(rank_, call_.epoch, expert, segment);
     }
     P::sync_lanes();
     if (P::lane() == 0) {

@@ -65,7 +65,8 @@ class Work:
         dispatch_bytes: rows to other ranks, H elements each; of a token, one to each rank where a
             call has many for it.
         combine_bytes: result rows returned to other ranks.
-        count_bytes: 8 for each expert of another rank, and for which call the rank makes.
+        count_bytes: 8 for each expert of another rank, for which call the rank makes, and, if it
+            has tokens, for where results go.
         flag_bytes: 4 for each chunk sent to another rank, for each chunk that a tile's segment of
             another rank's rows touches, and for each pair sent to a rank that gets tokens once.
     """
@@ -203,6 +204,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     first_rows = sizes.once_after * sizes.chunk_rows  # which say nothing of where they are from
     origins = sum(max(0, to_rank[peer] - first_rows) for peer in once)
 
+    tells_bases = int(cfg.resolved_row_map == "ragged" and tokens > 0)
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing; but not where
     # processors wait for tokens' rows themselves, which they do for all tokens.
@@ -235,7 +237,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             for peer in range(1, ranks)
         ),
         combine_bytes=(received - sum(sent[:local])) * row_bytes,
-        count_bytes=8 * (ranks - 1) * (local + 1),
+        count_bytes=8 * (ranks - 1) * (local + 1 + tells_bases),
         flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags + origins),
     )
 

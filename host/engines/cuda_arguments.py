@@ -45,9 +45,9 @@ _MAPS = (
     *("x", "x_row", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
 )
-# heap; control, tables and records; peers, intermediate_rows; words_at, rows_at and stride_rows;
-# rank, host_failure, deadline_ns
-_LAYER = struct.Struct("<8QI4xI4x2Q")
+# heap; control, tables and records; peers, intermediate_rows; HeapPlace; rank, host_failure,
+# deadline_ns
+_LAYER = struct.Struct("<9QI4xI4x2Q")
 _CODE = struct.Struct("<2Q")  # code, code_bytes
 _PARAMETERS = struct.Struct("<5Q")  # selection_bias, router_bias, expert_scale, b1, b2
 # x_rows, out, topk_ids, topk_weights, token_count; rows, ids_wide, weight_type, any_ids, identity
@@ -154,6 +154,7 @@ class ArgumentPacker:
             between,
             place.words_at,
             place.rows_at,
+            place.results_at,
             place.stride_rows,
             rank,
             host_failure,

@@ -186,6 +186,7 @@ class TwinWorkspace:
                     shared=shared,
                     words_at=place.words_at,
                     rows_at=place.rows_at,
+                    results_at=place.results_at,
                     stride_rows=place.stride_rows,
                     deadline=world.deadline,
                     split_os=options.split_os,

@@ -139,7 +139,7 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
     }
     __syncwarp();
     if (row != kNone) {
-      const u8* from = rank.heap + rank.layout.row_at(row);
+      const u8* from = rank.heap + rank.layout.result(row);
       if (kShape.zero_experts > 0 && row == kOwnRow) {
         from = arguments.x_rows + u64{slot.rows.token[piece / kPieces]} * kGeometry.row_bytes;
       }

@@ -196,7 +196,7 @@ inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& r
   const RoutingMap map(kGeometry, rank.memory, call);
   const OutgoingRow row = look_up_row(rank, map, part, part.first + Machine::lane());
   return {row.goes(), sent_rows(arguments) + u64{row.pair / kGeometry.top_k} * kGeometry.row_bytes,
-          reinterpret_cast<u64>(outgoing_row(rank, part.peer, Round::dispatch, row.number))};
+          reinterpret_cast<u64>(outgoing_row(rank, part.peer, row.number))};
 }
 
 /// A courier's way through a call of few tokens. Leaves early if the call has failed.
@@ -231,10 +231,8 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
       return u64{Machine::count(Machine::ballot(row.goes && row.peer == peer))} *
              kGeometry.row_bytes;
     });
-    line.spread(
-        source, rows, nth,
-        row.goes ? reinterpret_cast<u64>(outgoing_row(rank, row.peer, Round::dispatch, row.number))
-                 : 0);
+    line.spread(source, rows, nth,
+                row.goes ? reinterpret_cast<u64>(outgoing_row(rank, row.peer, row.number)) : 0);
     const u64 stored_ns = Machine::now_ns();
     const SpreadChunk chunk = spread.count(row);
     spread.end_part(stored_ns - begun_ns);

@@ -27,14 +27,15 @@ inline u32 ordered_column(u32 i) {
   return j / 4 * kOrderedRows + Machine::lane() % 4 * 8 + j % 4 * 2;
 }
 
-/// The fetch warp: where the rows of each of a tile's segments go, in the intermediate buffer or in
-/// their owners' combine cells.
+/// The fetch warp: where the rows of each of a tile's segments go, in the intermediate buffer or
+/// among their owners' results.
 inline void find_results(const RankArguments& arguments, const Rank<Machine>& rank,
                          const Task& task, Slot& slot) {
   const u32 lane = Machine::lane();
   if (task.kind == TaskKind::gemm1 && lane < task.segment_count) {
     const Segment segment = task.segments[lane];
-    slot.results[lane] = outgoing_row(rank, segment.source, Round::combine, segment.first_row);
+    const u32 first = first_result_at(rank, task.epoch, segment.source);
+    slot.results[lane] = outgoing_result(rank, segment.source, first, segment.first_row);
   } else if (task.kind == TaskKind::gemm0 && lane == 0) {
     slot.results[0] = arguments.intermediate_rows + u64{task.first_result} * kGeometry.hidden_bytes;
   }

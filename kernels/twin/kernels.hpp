@@ -127,13 +127,14 @@ class TwinKernels {
     u32 tile_row = 0;
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];
+      const u32 first_result = first_result_at(rank_, task.epoch, segment.source);
       for (u32 i = 0; i < segment.rows; ++i) {
         float* values = results + std::size_t{tile_row + i} * width;
         for (u32 n = 0; b2 && n < columns; ++n) {
           values[n] += b2[weight_row + n];
         }
         u8* destination =
-            outgoing_row(rank_, segment.source, Round::combine, segment.first_row + i);
+            outgoing_result(rank_, segment.source, first_result, segment.first_row + i);
         store(element, values, columns, destination + first * size_of(element));
       }
       tile_row += laid_out_rows(rank_.geometry(), task, s, tile_row);
@@ -153,7 +154,7 @@ class TwinKernels {
         continue;
       }
       const ConstElements values(operands_.element,
-                                 rank_.heap + rank_.layout.row_at(rank_.memory.pair_row[pair]));
+                                 rank_.heap + rank_.layout.result(rank_.memory.pair_row[pair]));
       const float weight = shape_.weight_on_input ? 1.0F : rank_.memory.pair_weight[pair];
       for (u32 n = 0; n < shape_.hidden; ++n) {
         sum[n] += weight * values[n];

@@ -26,7 +26,7 @@ struct RankTensors {
   u8* out;
   u64 rows;
   u64 any_ids;
-  u64 identity, words_at, rows_at, stride_rows;  // in a heap of its own: stride_rows is 0
+  u64 identity, words_at, rows_at, results_at, stride_rows;  // of its own heap: stride_rows is 0
 };
 
 TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 element_bytes = 2) {
@@ -40,7 +40,7 @@ TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 elemen
 }
 
 RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
-  const HeapPlace shared{t.words_at, t.rows_at, static_cast<u32>(t.stride_rows)};
+  const HeapPlace shared{t.words_at, t.rows_at, t.results_at, static_cast<u32>(t.stride_rows)};
   const HeapPlace place = t.stride_rows == 0 ? Layout::alone(kGeometry) : shared;
   const Layout layout(kGeometry, place);
   const u64 experts = kGeometry.local_experts();

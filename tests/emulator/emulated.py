@@ -8,6 +8,7 @@ an `EmulatedLayer` has the memory of all virtual ranks and makes calls.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import itertools
 import re
@@ -166,7 +167,7 @@ class EmulatedLayer:
         self._between = self._memories("intermediate")
         self._failures = [torch.zeros(128, dtype=torch.uint8) for _ in range(ranks)]
         self.identities = [0] * ranks
-        self._place = (0, 0, 0)  # in a heap of its own
+        self._place = (0, 0, 0, 0)  # in a heap of its own
         self.set_epoch(1)
         for own, plan in zip(self._records, plans, strict=False):
             own[self._library.emulated_faults_at() :][: len(plan)] = torch.frombuffer(
@@ -228,7 +229,7 @@ class EmulatedLayer:
         self._between = [_aligned(most) for _ in range(self._ranks)]
         for index, layer in enumerate(layers):
             place = plan.place(index)
-            layer._place = (place.words_at, place.rows_at, place.stride_rows)
+            layer._place = dataclasses.astuple(place)
             layer._heaps, layer._between = self._heaps, self._between
             layer._control, layer._failures = self._control, self._failures
 

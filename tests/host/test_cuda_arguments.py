@@ -20,7 +20,7 @@ from moeos.shared_heap import HeapPlace
 from tests.layers import config
 
 MAP_WORDS = 16
-PLACE = HeapPlace(1280, 4096, 640)
+PLACE = HeapPlace(1280, 4096, 65536, 640)
 RECORDS = torch.zeros(1, dtype=torch.uint8)
 GATE = 2  # behind two maps of x
 W1_NARROW = 11  # behind x, gate, eight maps of cells, and w1
@@ -102,18 +102,18 @@ def test_a_layer_whose_workspace_has_grown_is_told_where_its_rows_lie_now(
     packer = packer_of(cfg, deadline=3.0)
     packer.pack(tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype)), 77)
     before = packer.record.copy()
-    larger = buffers_of(HeapPlace(2560, 8192, 1280))
+    larger = buffers_of(HeapPlace(2560, 8192, 131072, 1280))
     packer.use(larger)
     words = packer.record.view("<u8")
     (end,) = (words == 3_000_000_000).nonzero()[0]
-    heap, control, tables = words[end - 11 : end - 8]
+    heap, control, tables = words[end - 12 : end - 9]
     assert heap == larger.heap.data_ptr()
     assert control == larger.control.data_ptr()
     assert tables == larger.tables.data_ptr()
-    assert words[end - 5 : end - 2].tolist() == [2560, 8192, 1280]
+    assert words[end - 6 : end - 2].tolist() == [2560, 8192, 131072, 1280]
     changed = (packer.record != before).nonzero()[0]
     maps = len(_MAPS) * MAP_WORDS * 8
-    assert all(at < maps or (end - 11) * 8 <= at < end * 8 for at in changed)
+    assert all(at < maps or (end - 12) * 8 <= at < end * 8 for at in changed)
 
 
 @pytest.mark.parametrize("router_dtype", [None, torch.float32])

@@ -15,6 +15,7 @@ import torch
 from moeos import MoEConfig, TwinOptions, World, virtual
 from moeos.engines.twin import sizes_of
 from moeos.heap import SymmetricHeap
+from moeos.shared_heap import SharedHeap
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -214,12 +215,13 @@ def test_a_token_goes_once_to_a_rank_that_gets_many_rows(traffic: Results, way: 
     assert (saved > 0) == ("ranks_per_node" not in way and not one_expert)
 
 
-def test_count_bytes_are_a_word_for_each_expert_of_a_peer_and_one_for_the_call(
+def test_count_bytes_are_words_for_a_peers_experts_for_the_call_and_for_where_results_go(
     traffic: Results,
 ) -> None:
     for asked, stats in traffic:
         for own in stats:
-            words = (RANKS - 1) * (asked.cfg.experts // RANKS + 1)
+            tells_bases = asked.cfg.resolved_row_map == "ragged" and own["tokens"] > 0
+            words = (RANKS - 1) * (asked.cfg.experts // RANKS + 1 + tells_bases)
             assert own["count_bytes_to_peers"] == 8 * words
 
 
@@ -339,15 +341,17 @@ def test_one_source_and_one_expert_fill_whole_tiles() -> None:
 def test_memory_of_a_rank_changes_in_the_rows_that_it_was_sent_alone(
     remote: bool, row_map: str, capacity_factor: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies in the cells afterwards, whatever the stats say: rows by source and round, nothing
-    beside them. The rest is NaN, so a tile that reads beyond a segment shows in the results."""
+    """What lies in the cells and among the results afterwards, whatever the stats say: rows by
+    source, results side by side or by who computed them, nothing beside them. The rest is NaN, so a
+    tile that reads beyond a segment shows in the results."""
     cfg = config(experts=12, top_k=3, row_map=row_map, capacity_factor=capacity_factor)
     weights = draw_weights(cfg)
     calls = [draw_given_call(cfg, tokens, tokens) for tokens in (128, 0, 61, 100)]
     asked = Traffic.of(weights, calls, not remote)
     sizes = sizes_of(cfg, RANKS, 1, remote)
-    buffers = 2 if remote else 1
-    shape = (RANKS, 2, buffers, sizes.cell_rows, cfg.hidden)
+    place = SharedHeap().with_shape(sizes).place(0)
+    of_peer = 3 if remote else 1  # an arrival cell, and staging cells of both rounds
+    shape = (RANKS, of_peer, place.stride_rows, cfg.hidden)
     heaps: dict[int, SymmetricHeap] = {}
     allocate = World.allocate_heap
 
@@ -357,27 +361,34 @@ def test_memory_of_a_rank_changes_in_the_rows_that_it_was_sent_alone(
 
     monkeypatch.setattr(World, "allocate_heap", allocate_and_remember)
 
-    def rank_main(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    def rank_main(world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         layer = weights.layer(world)
         heap = heaps[world.rank]
         raw = (ctypes.c_char * heap.size).from_address(heap.addresses[world.rank])
         floats = torch.frombuffer(raw, dtype=torch.float32)
-        beyond = sizes.tile_rows * cfg.hidden
-        cells = floats[-math.prod(shape) - beyond : -beyond].view(shape)
-        cells.fill_(torch.nan)
+        floats[place.rows_at // 4 :].fill_(torch.nan)
+        cells = floats[place.rows_at // 4 :][: math.prod(shape)].view(shape)
+        results = floats[place.results_at // 4 :][: sizes.result_bytes // 4].view(-1, cfg.hidden)
         world.control.barrier()
         y = calls[world.rank](layer)
         world.control.barrier()
-        return y, cells[:, :, -1].clone()
+        return y, cells[:, 0].clone(), results.clone()
 
-    for rank, (y, cells) in enumerate(
+    for rank, (y, cells, results) in enumerate(
         virtual.run(rank_main, RANKS, ranks_per_node=1 if remote else None)
     ):
         assert_matches(weights, calls[rank], y)
-        written = cells.isfinite()
-        assert torch.equal(written.any(dim=3), written.all(dim=3))
-        rows = written.all(dim=3).sum(dim=2).tolist()
-        assert rows == [[asked.pairs(p, rank), asked.pairs(rank, p)] for p in range(RANKS)]
+        for rows in (cells, results):
+            assert torch.equal(rows.isfinite().any(dim=-1), rows.isfinite().all(dim=-1))
+        arrived = cells.isfinite().all(dim=-1).sum(dim=1).tolist()
+        assert arrived == [asked.pairs(p, rank) for p in range(RANKS)]
+        returned = results.isfinite().all(dim=-1)
+        computed = [asked.pairs(rank, p) for p in range(RANKS)]
+        if row_map == "ragged":
+            assert len(returned) == min(cfg.max_tokens * cfg.top_k, RANKS * sizes.cell_rows)
+            assert returned.tolist() == [row < sum(computed) for row in range(len(returned))]
+        else:
+            assert returned.view(RANKS, -1).sum(dim=1).tolist() == computed
 
 
 def test_stats_are_those_of_the_last_call_alone() -> None:

@@ -34,29 +34,32 @@ RandomWorld draw_like(Random& random, const RandomWorld& first) {
   }
 }
 
-/// Where the shapes lie, as host/shared_heap.py has it: [header][words of each][cells].
+/// Where the shapes lie, as host/shared_heap.py has it: [header][words of each][cells][results].
 struct Plan {
   explicit Plan(const std::vector<RandomWorld>& shapes) {
     u64 words = Layout(shapes[0].geometry).header_bytes();
     u64 stride = 0;
     u64 wide = 0;
     u64 tail = 0;
+    u64 results = 0;
     for (const RandomWorld& shape : shapes) {
       const Geometry& g = shape.geometry;
-      places.push_back(HeapPlace{words, 0, 0});
+      places.push_back(HeapPlace{words, 0, 0, 0});
       words += Layout(g).words_bytes();
       wide = std::max<u64>(wide, g.row_bytes);
       stride = std::max<u64>(stride, u64{g.cell_rows()} * g.row_bytes);
       tail = std::max<u64>(tail, u64{g.tile_rows} * g.row_bytes);
+      results = std::max<u64>(results, g.result_rows() * g.row_bytes);
       between = std::max(between, u64{g.intermediate_rows_max()} * g.hidden_bytes);
     }
     const u32 cells = Layout(shapes[0].geometry).cells();
     stride += cells * wide;  // a shape's cells are whole rows, and begin so much earlier at most
     for (u32 s = 0; s < shapes.size(); ++s) {
       places[s].rows_at = words;
+      places[s].results_at = words + cells * stride + tail;
       places[s].stride_rows = static_cast<u32>(stride / shapes[s].geometry.row_bytes);
     }
-    bytes = words + cells * stride + tail;
+    bytes = words + cells * stride + tail + results;
   }
 
   std::vector<HeapPlace> places;

@@ -88,17 +88,21 @@ class Fault : public Device {
     const auto early = [&](u64 count) {  // places that are used first are used most
       return static_cast<u32>(random() % (1 + random() % count));
     };
-    switch (draw(random, 0, g.once() ? 8 : 5)) {
+    const u32 least = g.tells_bases() ? 0 : 1;
+    switch (draw(random, least, g.once() ? 9 : 6)) {
       case 0:
+        return Damage{"a base of results", heap + layout.base(draw(random, 0, 1), source),
+                      sizeof(u64), bits};
+      case 1:
         return Damage{
             "a count",
             heap + layout.count(draw(random, 0, 1), source, draw(random, 0, g.local_experts() - 1)),
             sizeof(u64), bits};
-      case 1:
-        return Damage{"an arrival flag", heap + layout.arrived(source, chunk), sizeof(u32), low};
       case 2:
+        return Damage{"an arrival flag", heap + layout.arrived(source, chunk), sizeof(u32), low};
+      case 3:
         return Damage{"a credit", heap + layout.returned(source, chunk), sizeof(u32), low};
-      case 3: {
+      case 4: {
         const auto kind = static_cast<TaskKind>(draw(random, 2, 4));  // a GEMM, or Dispatch
         const MailboxView mailbox = kind == TaskKind::dispatch
                                         ? MailboxView{memory.dispatch_list, g.dispatch_parts_max()}
@@ -107,18 +111,18 @@ class Fault : public Device {
             kind == TaskKind::dispatch ? "a word of the list of Dispatch" : "a mailbox word",
             reinterpret_cast<u8*>(&mailbox.words[early(mailbox.capacity)]), sizeof(u64), bits};
       }
-      case 4:
+      case 5:
         return Damage{"a ring word",
                       reinterpret_cast<u8*>(&memory.ring[early(memory.ring_slots())]), sizeof(u64),
                       bits};
-      case 6:
+      case 7:
         return Damage{"an origin", heap + layout.origin(source, early(g.origins())), sizeof(u32),
                       low};
-      case 7:
+      case 8:
         return Damage{"a word of the list of chunks to make whole",
                       reinterpret_cast<u8*>(&memory.replication_list[early(g.replications_max())]),
                       sizeof(u64), bits};
-      case 8:
+      case 9:
         return Damage{"a replicated chunk's flag",
                       reinterpret_cast<u8*>(memory.replicated_flag(source, chunk)), sizeof(u32),
                       low};
