@@ -144,6 +144,8 @@ void check_fits(const Geometry& geometry) {
         std::numeric_limits<u32>::max() / 2, "the number of rows that a rank can receive");
   limit(u64{local_experts} * geometry.capacity, std::numeric_limits<u32>::max() / 2,
         "the number of rows of a cell");
+  limit(u64{world} * geometry.cell_rows(), std::numeric_limits<u32>::max(),
+        "the number of rows of all cells");
   limit(geometry.tiles_max(), ReadyWord::kTasks, "the number of tiles");
   limit(u64{kReturnsSubscribersMax} * geometry.max_tokens, ReadyWord::kTasks,
         "the number of places for tokens that are complete");
@@ -320,8 +322,9 @@ NB_MODULE(_runtime, module) {
       .def_prop_ro("os_memory_bytes", [](const Sizes& s) { return OsMemory::bytes(s.geometry); })
       .def_prop_ro("offsets", &offsets_of, nb::sig("def offsets(self) -> dict[str, int]"))
       .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
-      .def_prop_ro("result_bytes",
-                   [](const Sizes& s) { return s.geometry.result_rows() * s.geometry.row_bytes; })
+      .def_prop_ro(
+          "result_bytes",
+          [](const Sizes& s) { return u64{s.geometry.result_rows()} * s.geometry.row_bytes; })
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

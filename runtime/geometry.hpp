@@ -41,9 +41,9 @@ struct Geometry {
   }
   /// Rows of results that come back to a rank in one call, at most: its pairs', side by side; in
   /// the thesis' layout a cell of each rank that computes them.
-  constexpr u64 result_rows() const {
-    const u64 of_cells = u64{world} * cell_rows();
-    return packs_results() ? minimum(u64{pairs()}, of_cells) : of_cells;
+  constexpr u32 result_rows() const {
+    const u32 of_cells = world * cell_rows();
+    return packs_results() ? minimum(pairs(), of_cells) : of_cells;
   }
   /// Whether results lie side by side, from where their owner says on.
   constexpr bool packs_results() const { return row_map == RowMap::ragged; }

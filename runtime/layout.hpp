@@ -176,7 +176,9 @@ class Layout {
 
   /// The first byte of one of a rank's results. Those that rank p computes are the rows of its cell
   /// (row()), from first_result(p) on.
-  constexpr u64 result(u64 index) const { return place_.results_at + index * geometry().row_bytes; }
+  constexpr u64 result(u32 index) const {
+    return place_.results_at + u64{index} * geometry().row_bytes;
+  }
   /// `packed`: where they begin if results are packed; the owner knows, and tells p (base()).
   constexpr u32 first_result(u32 p, u32 packed) const {
     return geometry().packs_results() ? packed : p * geometry().cell_rows();

@@ -71,8 +71,8 @@ u32 first_result_at(const Rank<P>& rank, u32 epoch, u32 owner) {
 template <Platform P>
 u8* outgoing_result(const Rank<P>& rank, u32 owner, u32 first, u32 row) {
   u8* direct = rank.platform.peer(owner);
-  if (direct != nullptr) {  // looked at everywhere, as in outgoing_row
-    return direct + rank.layout.result(u64{first} + row);
+  if (!P::kRemotePeers || direct != nullptr) {
+    return direct + rank.layout.result(first + row);
   }
   return rank.heap +
          rank.layout.write_row(rank.rank, rank.rank, owner, Round::combine, Buffer::staging, row);
@@ -309,7 +309,7 @@ Returned return_rows(const Rank<P>& rank, const Call& call, const Task& task, Re
 template <Platform P>
 void put_results(const Rank<P>& rank, u32 epoch, u32 local_expert, const Segment& segment) {
   const u32 owner = segment.source;
-  const u64 first = first_result_at(rank, epoch, owner);
+  const u32 first = first_result_at(rank, epoch, owner);
   for_each_piece(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
     const u32 row = segment.first_row + offset;
     rank.platform.put_signal(

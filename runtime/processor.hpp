@@ -60,12 +60,12 @@ class Processor : Pace<P> {
         plan_is_(rank.geometry().plans_itself() ? PlanIs::awaited : PlanIs::none) {}
 
   /// Takes the next ticket, which stands for a part.
-  u32 take_ticket() const {
+  u32 take_ticket() const { return take_ticket(state_); }
+  /// The same of a call whose state is looked up again.
+  static u32 take_ticket(CallState& state) {
     // Relaxed: it publishes nothing; a slot of the ready ring does.
-    const u32 ticket = by_one_lane<P>(
-        [this] { return P::template add_relaxed<Scope::device>(&state_.ring_claimed.value, 1U); });
-    MOEOS_CHECK(ticket < rank_.memory.ring_slots());
-    return ticket;
+    return by_one_lane<P>(
+        [&state] { return P::template add_relaxed<Scope::device>(&state.ring_claimed.value, 1U); });
   }
 
   /// Whether a ticket is one of the first of a call: those of its Route parts, which nobody needs

@@ -79,6 +79,13 @@ inline bool fetch_first_route(const Rank<Machine>& rank, const Call& call,
   return true;
 }
 
+/// A ticket, by an address of this look alone: else the address takes registers for all parts.
+inline u32 take_ticket(const RankArguments& arguments, const Call& call) {
+  MemoryParts<u8*> memory = arguments.memory;
+  asm volatile("" : "+l"(memory.control));
+  return Processor<Machine>::take_ticket(RankMemory(kGeometry, memory).call(call.epoch));
+}
+
 /// Keeps the block's slots filled: claims a part when the loads of the one before are nearly all
 /// under way. Leaves last.
 inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
@@ -99,7 +106,7 @@ inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
   for (bool more = true; more; at.advance(), claim.advance()) {
     wait_watched(rank, call, shared.claim, claim.parity);
     wait_watched(rank, call, shared.slot_empty[at.index], at.parity ^ 1);
-    ticket = taken ? ticket : processor.take_ticket();
+    ticket = taken ? ticket : take_ticket(arguments, call);
     taken = false;
     more = fetch_part(arguments, rank, call, map, processor, ticket, shared.tasks[at.index],
                       shared.slots[at.index], shared.stamps[at.index]);
