@@ -107,7 +107,7 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
 /// Gives each peer its part of this rank's results: as many rows as it gets, side by side. One
 /// warp, behind assign_slots.
 template <Platform P>
-void place_results(const Rank<P>& rank, const Call& call) {
+void place_results(const Rank<P>& rank) {
   const Geometry& geometry = rank.geometry();
   u32 placed = 0;
   for (u32 first = 0; first < geometry.world; first += P::kLanes) {
@@ -116,9 +116,16 @@ void place_results(const Rank<P>& rank, const Call& call) {
     const u32 ends = P::inclusive_scan(rows);
     if (peer < geometry.world) {
       rank.memory.result_first[peer] = placed + ends - rows;
-      send_base(rank, call, peer, placed + ends - rows);
     }
     placed += P::broadcast(ends, P::kLanes - 1);
+  }
+}
+
+/// Tells the peers of it. The same warp.
+template <Platform P>
+void send_bases(const Rank<P>& rank, const Call& call) {
+  for (u32 peer = P::lane(); peer < rank.geometry().world; peer += P::kLanes) {
+    send_base(rank, call, peer, rank.memory.result_first[peer]);
   }
 }
 
@@ -183,8 +190,9 @@ template <Platform P, class Sync>
 void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team team, Sync sync) {
   const u32 dropped = assign_slots(rank, call, team, sync);
   const Geometry& geometry = rank.geometry();
-  if (geometry.tells_bases() && team.index == team.count - 1) {
-    place_results(rank, call);
+  const bool is_last = team.index == team.count - 1;
+  if (geometry.tells_bases() && is_last) {
+    place_results(rank);
   }
   const u32 parts = geometry.reads_in_place(call.tokens) ? 0
                     : geometry.spreads(call.tokens)      ? geometry.spread_parts_of(call.tokens)
@@ -192,12 +200,15 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
   P::sync_lanes();
   sync();
   // The last warp, which has sent the fewest counts, or none: its fence waits for what it has sent.
-  if (team.index == team.count - 1 && P::lane() == 0) {
+  if (is_last && P::lane() == 0) {
     // Publishes the routing map, the rows sent to each peer, where their results lie and the list
     // of Dispatch, if there is one, to the returns subscribers and the couriers (the team has
     // synchronised on them).
     P::template store_release<Scope::device>(&rank.memory.call(call.epoch).routed.value, parts + 1);
     note<P>(tally.count_bytes_to_peers, count_bytes(geometry, true));
+  }
+  if (geometry.tells_bases() && is_last) {
+    send_bases(rank, call);  // behind `routed`, whose fence would wait for them
   }
   const u32 all_dropped = P::broadcast(P::inclusive_scan(dropped), P::kLanes - 1);
   if (P::lane() == 0) {
