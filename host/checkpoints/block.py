@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeos import sharding
+from moeos import sharding, tensor_memory
 from moeos.checkpoints import files, names
 from moeos.checkpoints.formats import HOW_TO_DEQUANTISE, LOADABLE, PLAIN, Format, Unfit, part_name
 from moeos.checkpoints.layouts import Layout
@@ -70,17 +70,24 @@ def load_block(
 
     Raises:
         OSError: there is no such file or folder.
-        TypeError: `ignore` is a single string.
+        TypeError: an argument is of another type; `ignore` is a single string.
         ValueError: a tensor is missing, of another shape or format, or under the prefix and
             neither used nor ignored; or `cfg`, `rank` and `world_size` do not fit.
     """
     local = cfg.experts_per_rank(world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}; it must be at least 0 and below {world_size}")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix is {prefix!r}; it must be a string, '' for names without one")
     if prefix and not prefix.endswith("."):
         prefix += "."
     if isinstance(state_dict, (str, os.PathLike)):
         state_dict = files.open_tensors(Path(state_dict))
+    elif not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict is a {type(state_dict).__name__}; it must be a mapping from names to "
+            "tensors, or the path of a folder or file with them, a string"
+        )
     found = names.look_through(cfg, state_dict, prefix, ignore)
     if cfg.routing == "caller" and found.layout.router.startswith(tuple(ignore)):
         router = _no_router(cfg, state_dict, prefix)
@@ -296,7 +303,7 @@ class _Experts:
             return _read(self._state_dict, name, shape)
         if name not in self._state_dict:
             raise ValueError(f"{name} is missing; {row.said} needs it")
-        return self._state_dict[name].detach()
+        return _take(self._state_dict, name)
 
     def _slice(self, name: str, row: Format, shape: tuple[int, ...]) -> Tensor:
         """These experts' part of a tensor of all experts."""
@@ -315,7 +322,7 @@ class _Experts:
         own = self._experts
         if isinstance(self._state_dict, files.ByRows):
             return self._state_dict.rows(name, own.start, own.stop).to(self._device)
-        tensor = self._state_dict[name].detach()
+        tensor = _take(self._state_dict, name)
         if total == cfg.experts:
             local = torch.Size((len(own), *found[1:]))
             rank, ranks = own.start // len(own), cfg.experts // len(own)
@@ -336,11 +343,25 @@ def _read(state_dict: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -
     """A tensor that is not quantised."""
     if name not in state_dict:
         raise ValueError(f"{name} is missing; {_needed(shape)}")
-    tensor = state_dict[name].detach()
+    tensor = _take(state_dict, name)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; this config needs {list(shape)}")
     if tensor.dtype not in LOADABLE:
         raise ValueError(f"{name} is {tensor.dtype}; {HOW_TO_DEQUANTISE}")
+    return tensor
+
+
+def _take(state_dict: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor with values that can be read; raises `TypeError` or `ValueError` for others."""
+    tensor = tensor_memory.require_dense(name, state_dict[name]).detach()
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name} has no values, as it is on the meta device: pass tensors that were loaded"
+        )
+    if type(tensor) is not Tensor:  # a DTensor, say, has no memory but its parts'
+        return tensor
+    tensor = tensor_memory.without_laziness(tensor)
+    tensor_memory.require_memory(name, tensor)
     return tensor
 
 

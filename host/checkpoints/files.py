@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moeos import tensor_memory
 from moeos.files import open_regular
 
 INDEX_SUFFIX = ".index.json"
@@ -35,7 +36,7 @@ def shape_of(tensors: Tensors, name: str) -> tuple[int, ...]:
     """A tensor's shape; of a file nothing else is read."""
     if isinstance(tensors, ByRows):
         return tensors.shape_of(name)
-    return tuple(tensors[name].shape)
+    return tuple(tensor_memory.require_dense(name, tensors[name]).shape)
 
 
 class SafetensorsFile(Mapping[str, Tensor]):

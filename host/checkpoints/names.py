@@ -55,6 +55,8 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
     every = list(names)
     below: dict[str, list[str]] = {}
     for name in every:
+        if not isinstance(name, str):
+            raise TypeError(f"a name in the state_dict is {name!r}; it must be a string")
         if name.startswith(prefix):
             end = name[len(prefix) :]
             below.setdefault(_NUMBER.sub("{}", end), []).append(end)
