@@ -347,7 +347,12 @@ def plan_of(faults: FaultPlan | None) -> FaultPlan | None:
     if faults is not None and not isinstance(faults, FaultPlan):
         raise TypeError(f"faults is {faults!r}; it must be a moeos.faults.FaultPlan")
     if faults is None and os.environ.get(ENVIRONMENT):
-        return FaultPlan.from_toml(os.environ[ENVIRONMENT])
+        path = os.environ[ENVIRONMENT]
+        try:
+            return FaultPlan.from_toml(path)
+        except OSError as error:
+            said = f"{ENVIRONMENT} names a file that cannot be read: {error.strerror}"
+            raise OSError(error.errno, said, path) from error
     return faults
 
 

@@ -250,7 +250,7 @@ def test_a_rank_that_never_calls_init_is_named_by_the_others() -> None:
         if rank == 2:
             raise KeyError("stayed away")
 
-    first, second, third = init_in_processes(lambda world: None, 3, stay_away, deadline=5.0)
+    first, second, third = init_in_processes(lambda world: None, 3, stay_away, deadline=10.0)
     assert isinstance(third, KeyError)
     for error in (first, second):
         assert isinstance(error, PeerTimeout)

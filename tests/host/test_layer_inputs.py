@@ -104,7 +104,7 @@ BAD = {
         ValueError,
         ("out shares memory with x",),
     ),
-    "ids alone": Bad({"x": X, "topk_ids": IDS}, ValueError, ("topk_weights", "None", "together")),
+    "ids alone": Bad({"x": X, "topk_ids": IDS}, ValueError, ("topk_weights", "None", "weigh=True")),
     "weights alone": Bad(
         {"x": X, "topk_weights": FACTORS}, ValueError, ("topk_ids", "None", "together")
     ),

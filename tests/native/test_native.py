@@ -529,6 +529,20 @@ FAULTS = {
         ": 0;",
         "gives a wrong result",
     ),
+    "results that go where those of a call before went": Fault(
+        "explorer",
+        "runtime/packet.hpp",
+        "if (its == epoch && base <= rank.geometry().result_rows()) {",
+        "if (base <= rank.geometry().result_rows()) {",
+        "gives a wrong result",
+    ),
+    "results of two peers in one place": Fault(
+        "explorer",
+        "runtime/routing_finish.hpp",
+        "placed += P::broadcast(ends, P::kLanes - 1);",
+        "",
+        "gives a wrong result",
+    ),
     "a tile of few rows that begins where the expert before does": Fault(
         "explorer",
         "runtime/few_plan.hpp",
