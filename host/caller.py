@@ -19,6 +19,7 @@ from moeos.thread_limits import no_thread
 
 Value = TypeVar("Value")
 
+_LOOK = 0.25  # seconds from one look at a function that runs to the next
 _PATIENCE = 5.0  # seconds that the end of the program waits for functions that were given up
 
 
@@ -53,8 +54,13 @@ class Caller:
                 future.set_exception(error)
 
         self._calls.put(call)
+        ends = None if seconds is None else time.monotonic() + seconds
         try:
-            return future.result(seconds)
+            # By looks: a signal that comes just before a wait begins does not end that wait.
+            while not future.done() and (ends is None or time.monotonic() < ends):
+                left = _LOOK if ends is None else min(_LOOK, max(0.0, ends - time.monotonic()))
+                concurrent.futures.wait([future], left)
+            return future.result(0)
         except BaseException:
             if not future.done():
                 _given_up.add(self)
