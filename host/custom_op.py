@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
@@ -134,6 +135,9 @@ def call(
     engine.forward(tuple.__new__(CallTensors, fields))
 
 
+# Where Dynamo gave up a frame that calls an operator, it goes on with the frames within, and would
+# trace the engine. As torch.compiler.disable, whose import takes a second.
+@_disable_dynamo
 def _run(
     order: Tensor,
     key: Tensor,
@@ -149,6 +153,7 @@ def _run(
     return out
 
 
+@_disable_dynamo
 def _run_into(
     order: Tensor,
     key: Tensor,

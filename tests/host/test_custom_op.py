@@ -120,6 +120,23 @@ def test_every_call_is_made_though_its_output_is_unused_or_that_of_another(
     virtual.run(rank_main, ranks=1)
 
 
+def test_a_compiler_that_gave_the_layer_up_does_not_trace_the_engine() -> None:
+    """Where a frame raised, Dynamo leaves it alone from then on, and traces what it calls."""
+
+    def rank_main(world: World) -> int:
+        layer = WEIGHTS.layer(world)
+        call = draw_call(CFG, 20, 0)
+        traced = torch.compile(layer, backend="eager")
+        with pytest.raises(ValueError, match="x has shape"):
+            traced(call.x[:, :16].contiguous())
+        torch._dynamo.utils.counters.clear()
+        assert_matches(WEIGHTS, call, traced(call.x))
+        assert_matches(WEIGHTS, call, traced(call.x, out=torch.empty_like(call.x)))
+        return len(torch._dynamo.utils.counters["graph_break"])
+
+    assert virtual.run(rank_main, ranks=1) == [0]
+
+
 def test_a_change_of_the_weights_in_a_graph_comes_before_the_call_behind_it() -> None:
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)

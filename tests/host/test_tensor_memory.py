@@ -166,6 +166,7 @@ def test_tensors_without_all_of_their_memory_are_refused_by_name(what: str, know
 
 def test_a_graph_refuses_memory_that_is_not_there_too() -> None:
     """In this process: a child cannot compile where its parent has."""
+    torch._dynamo.reset()
 
     def rank_main(world: World) -> str:
         layer = WEIGHTS.layer(world)
