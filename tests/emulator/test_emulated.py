@@ -394,6 +394,7 @@ def with_faults(plan: FaultPlan, library: Path, ends_well: bool) -> None:
             assert (blamed, epoch) == (1, 2), failure.tolist()
 
 
+@pytest.mark.nightly
 def test_the_kernel_with_faults_is_late_or_stands_still_as_it_is_told(tmp_path: Path) -> None:
     layer = LAYERS["two ranks, odd sizes, biases"]
     library = build(layer.cfg, layer.ranks, layer.processors, tmp_path, faults=True)

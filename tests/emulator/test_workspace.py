@@ -56,6 +56,7 @@ def shared(layers: list[tuple[Weights, Path]]) -> list[EmulatedLayer]:
     return made
 
 
+@pytest.mark.nightly
 def test_layers_of_three_shapes_interleaved_compute_what_each_does_alone(
     layers: list[tuple[Weights, Path]],
 ) -> None:

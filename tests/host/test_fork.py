@@ -138,7 +138,7 @@ def test_a_child_that_is_made_amid_a_call_of_another_thread_is_no_different() ->
 @pytest.mark.parametrize(
     ("alone", "beside_calls"),
     [
-        pytest.param("uses closes leaves", "fails", id="some"),
+        pytest.param("uses closes leaves", "fails", id="some", marks=pytest.mark.nightly),
         pytest.param(EVERYTHING, EVERYTHING, id="everything", marks=pytest.mark.nightly),
     ],
 )

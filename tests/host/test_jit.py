@@ -103,9 +103,8 @@ def test_the_kernel_can_be_asked_for_where_it_lies(compiled: Kernel) -> None:
     assert machine_code.instruction_bytes(compiled.cubin, jit.KERNEL) > 100_000
 
 
-@pytest.mark.parametrize(
-    "transport", [pytest.param("mapped", marks=pytest.mark.nightly), "nvshmem"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
 def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
     compiled: Kernel, tmp_path: Path, transport: Transport
 ) -> None:

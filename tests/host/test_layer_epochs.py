@@ -49,7 +49,9 @@ def assert_every_call_right(
         assert error <= TOLERANCE[CFG.dtype], f"call {number}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["direct", "remote"])
+@pytest.mark.parametrize(
+    "remote", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["direct", "remote"]
+)
 def test_a_thousand_calls_with_random_tokens_and_delays(remote: bool) -> None:
     calls = draw_calls(1000, seed=1)
     weights = draw_weights(CFG)

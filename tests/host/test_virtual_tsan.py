@@ -80,6 +80,7 @@ def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not library(), reason="needs g++ with ThreadSanitizer, and setarch")
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_virtual_ranks_race_nowhere(instrumented: Path, tmp_path: Path) -> None:
     log = tmp_path / "report"
     suppressions = tmp_path / "suppressions"

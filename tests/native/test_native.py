@@ -325,12 +325,9 @@ RUNS, THREADED_RUNS = 1000, 200
 IN_EVERY_RUN = (
     "a release that is relaxed",
     "shares of a whole that are counted before they are there",
-    "a window that nobody looks at",
     "a later failure that replaces an earlier one",
-    "tiles that do not wait for a chunk to be made whole",
     "a part that does not wait for its inputs",
     "credits that processors have looked at, and nobody clears",
-    "a descriptor that nobody looks at",
 )
 """Faults of each program and of most files. A compilation each: the others are for the night."""
 

@@ -80,18 +80,14 @@ MISSING = {
     "the routing map, for the Combine of tokens without rows": Missing(
         RETURNS, f"{RELAY}\n    hand_out(", f"{PUBLISH}\n    hand_out("
     ),
-    "results, for a token that is complete": Missing(
-        RETURNS, fence("acquire", "system"), at_once=True
-    ),
+    "results, for a token that is complete": Missing(RETURNS, fence("acquire", "system")),
     "descriptors that the scheduler hands on": Missing(SCHEDULER, RELAY, PUBLISH),
     "rows of a chunk whose flag is up": Missing(
-        "runtime/chunk_flags.hpp", fence("acquire", "system"), at_once=True
+        "runtime/chunk_flags.hpp", fence("acquire", "system")
     ),
     "staged rows, for whoever puts them": Missing(SENDER, RELAY, PUBLISH),
     "the routing map, for tokens that are spread": Missing("runtime/spread.hpp", ACQUIRE),
-    "inputs that a processor has waited for": Missing(
-        PROCESSOR, fence("acquire", "system"), at_once=True
-    ),
+    "inputs that a processor has waited for": Missing(PROCESSOR, fence("acquire", "system")),
     "the descriptor of a part, and its inputs": Missing(PROCESSOR, ACQUIRE),
     "rows that landed, for whom they are promised to": Missing(COURIER, RELAY, PUBLISH),
     "rows that landed, promised to an earlier ticket's holder": Missing(

@@ -95,6 +95,7 @@ def test_header_compiles_on_its_own_for_hopper(header: Path) -> None:
     compile_for_gpu(f'#include "{header}"\n', *more)
 
 
+@pytest.mark.nightly  # without checks test_configs.py compiles it in every run
 def test_whole_device_os_compiles_for_hopper_with_checks() -> None:
     """With remote peers, which is all of it. Without checks it is compiled in every kernel
     (tests/kernels, tests/host/test_jit.py)."""
