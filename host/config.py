@@ -43,7 +43,7 @@ _CAPACITY_DENOMINATOR = 10**6
 _OF_HF = ("hf_config", "hf_layer")
 _SWITCHES = (
     *("renormalize", "selection_bias", "bias"),
-    *("router_bias", "expert_scale", "apply_router_weight_on_input"),
+    *("router_bias", "expert_scale", "apply_router_weight_on_input", "shared_gate"),
 )
 
 
@@ -110,6 +110,13 @@ class MoEConfig:
         zero_experts: so many experts behind the E real ones return x itself, times their weight
             (LongCat-Flash). They have ids from E on, and are chosen as all others are: the router's
             tensors then have E + zero_experts rows; read `router_rows`.
+        shared_experts: n, MLPs that every token passes beside its k experts (DeepSeek-V3). Their
+            sum is added to the output, and no router weighs them. They have the activation of the
+            routed experts, and no biases. All ranks hold all of them.
+        shared_intermediate: Is, elements between the two matrices of a shared expert; a positive
+            multiple of 8 where there are shared experts, else 0.
+        shared_gate: the sum of the shared experts is multiplied by the sigmoid of x . shared_gate
+            (Qwen2-MoE).
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -143,6 +150,9 @@ class MoEConfig:
     expert_scale: bool = False
     apply_router_weight_on_input: bool = False
     zero_experts: int = 0
+    shared_experts: int = 0
+    shared_intermediate: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -175,6 +185,7 @@ class MoEConfig:
             if self.capacity_factor < _MINIMUM_CAPACITY_FACTOR:
                 raise self._error("capacity_factor", f"at least {_MINIMUM_CAPACITY_FACTOR}")
         self._check_activation()
+        self._check_shared()
 
     @property
     def formula(self) -> Formula:
@@ -210,6 +221,11 @@ class MoEConfig:
     def w1_rows(self) -> int:
         """Rows of one expert's w1: 2I (gate, then up) if gated, else I."""
         return 2 * self.intermediate if self.gated else self.intermediate
+
+    @property
+    def shared_w1_rows(self) -> int:
+        """Rows of one shared expert's w1: 2Is (gate, then up) if gated, else Is."""
+        return 2 * self.shared_intermediate if self.gated else self.shared_intermediate
 
     @property
     def resolved_row_map(self) -> RowMap:
@@ -433,6 +449,24 @@ class MoEConfig:
         candidates = self.top_groups * self.router_rows // self.expert_groups
         if self.top_k > candidates:
             raise self._error("top_k", f"at most {candidates}, the experts of top_groups groups")
+
+    def _check_shared(self) -> None:
+        for name in ("shared_experts", "shared_intermediate"):
+            self._check_integer(name, least=0)
+        width = self.shared_intermediate
+        if self.shared_experts == 0:
+            if width > 0:
+                raise self._error("shared_intermediate", "0 where shared_experts is 0")
+            if self.shared_gate:
+                raise self._error("shared_gate", "False where shared_experts is 0")
+            return
+        if width == 0 or width % 8 != 0:
+            allowed = f"a positive multiple of 8 where shared_experts is {self.shared_experts}"
+            raise self._error("shared_intermediate", allowed)
+        if self.shared_experts * width > _MAX_INTEGER:
+            raise self._error(
+                "shared_experts", f"at most {_MAX_INTEGER // width} of {width} elements each"
+            )
 
     def _error(self, name: str, allowed: str) -> ValueError:
         return ValueError(_must_be(name, getattr(self, name), allowed))

@@ -202,6 +202,9 @@ def moe(
     selection_bias: Tensor | None = None,
     router_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
+    shared_w1: Tensor | None = None,
+    shared_w2: Tensor | None = None,
+    shared_gate: Tensor | None = None,
 ) -> Tensor:
     """The output of the layer for the tokens of one rank.
 
@@ -209,7 +212,8 @@ def moe(
     weight(i, e) · (w2[e] · activation(w1[e] · x[i] + b1[e]) + b2[e]),
     without the pairs that `dropped` names; the weights of the other pairs stay as they are. With
     `apply_router_weight_on_input` the weight multiplies x[i] instead. A zero expert's pair adds
-    weight · x[i].
+    weight · x[i]. Shared experts n add the sum over them of shared_w2[n] · activation(shared_w1[n]
+    · x[i]), times the sigmoid of x[i] · shared_gate where there is one, whatever the routing.
 
     Args:
         x: [S, H], any floating dtype.
@@ -223,6 +227,9 @@ def moe(
         b1: [E, 2I] or [E, I]; given exactly if `cfg.bias` is set.
         b2: [E, H]; as b1.
         selection_bias, router_bias, expert_scale: as of `route`.
+        shared_w1: [n, 2Is, H] or [n, Is, H], as w1; given exactly if `cfg.shared_experts` is not 0.
+        shared_w2: [n, H, Is]; as shared_w1.
+        shared_gate: [H]; given exactly if `cfg.shared_gate` is set.
 
     Returns:
         float64 [S, H].
@@ -237,6 +244,12 @@ def moe(
     _check_shape("w2", w2, (cfg.experts, cfg.hidden, cfg.intermediate))
     _check_optional("b1", b1, cfg.bias, (cfg.experts, cfg.w1_rows))
     _check_optional("b2", b2, cfg.bias, (cfg.experts, cfg.hidden))
+    shared = cfg.shared_experts
+    _check_optional("shared_w1", shared_w1, shared > 0, (shared, cfg.shared_w1_rows, cfg.hidden))
+    _check_optional(
+        "shared_w2", shared_w2, shared > 0, (shared, cfg.hidden, cfg.shared_intermediate)
+    )
+    _check_optional("shared_gate", shared_gate, cfg.shared_gate, (cfg.hidden,))
     if topk_ids is None and topk_weights is None:
         if cfg.routing != "layer":
             raise ValueError(f"topk_ids is None, and routing is {cfg.routing!r}: the caller routes")
@@ -282,7 +295,14 @@ def moe(
         if b2 is not None:
             rows = rows + b2[expert].double()
         y = y.index_add(0, token, rows if cfg.apply_router_weight_on_input else weight * rows)
-    return y
+    if shared_w1 is None or shared_w2 is None:
+        return y
+    of_shared = torch.zeros_like(x)
+    for first, second in zip(shared_w1.double(), shared_w2.double(), strict=True):
+        of_shared = of_shared + activate(x @ first.T, cfg) @ second.T
+    if shared_gate is not None:
+        of_shared = of_shared * (x @ shared_gate.double()).sigmoid().unsqueeze(1)
+    return y + of_shared
 
 
 def dropped(ids: Tensor, cfg: MoEConfig) -> Tensor:

@@ -49,6 +49,9 @@ CONFIG = {
     "expert_scale": "true",
     "apply_router_weight_on_input": "false",
     "zero_experts": "0",
+    "shared_experts": "1",
+    "shared_intermediate": "64",
+    "shared_gate": "true",
 }
 RUN = {"tokens": "7", "iterations": "3", "vary_tokens": "true", "text": '["*.md"]'}
 SUITE = {

@@ -49,6 +49,9 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "expert_scale": False,
         "apply_router_weight_on_input": False,
         "zero_experts": 0,
+        "shared_experts": 0,
+        "shared_intermediate": 0,
+        "shared_gate": False,
     }
 
 
@@ -89,6 +92,9 @@ def test_counts_must_be_at_least_1(name: str, value: int) -> None:
         ("apply_router_weight_on_input", 0),
         ("zero_experts", 2.0),
         ("zero_experts", False),
+        ("shared_experts", True),
+        ("shared_intermediate", 64.0),
+        ("shared_gate", 1),
         ("swiglu_alpha", "1.702"),
         ("swiglu_clamp", True),
         ("activation", 3),
@@ -166,6 +172,26 @@ def test_factors_must_be_finite_and_positive(name: str, value: float) -> None:
             "top_k is 19; it must be at most experts + zero_experts, 18",
         ),
         ({"zero_experts": -1}, "zero_experts is -1; it must be at least 0"),
+        ({"shared_experts": -1}, "shared_experts is -1; it must be at least 0"),
+        (
+            {"shared_experts": 1},
+            "shared_intermediate is 0; it must be a positive multiple of 8 where "
+            "shared_experts is 1",
+        ),
+        (
+            {"shared_experts": 2, "shared_intermediate": 20},
+            "shared_intermediate is 20; it must be a positive multiple of 8 where "
+            "shared_experts is 2",
+        ),
+        (
+            {"shared_intermediate": 64},
+            "shared_intermediate is 64; it must be 0 where shared_experts is 0",
+        ),
+        ({"shared_gate": True}, "shared_gate is True; it must be False where shared_experts is 0"),
+        (
+            {"shared_experts": 1 << 20, "shared_intermediate": 1 << 12},
+            "shared_experts is 1048576; it must be at most 524287 of 4096 elements each",
+        ),
         ({"zero_experts": 1 << 16}, "zero_experts is 65536; it must be at most 65520"),
         (
             {"zero_experts": 2, "expert_groups": 2},
@@ -386,6 +412,24 @@ def test_an_activations_own_numbers_hold_where_a_config_names_none() -> None:
     assert config().resolved_swiglu_limit is None
     assert config(activation="geglu_tanh").w1_rows == 2 * 512
     assert config(activation="relu2").w1_rows == 512
+
+
+@pytest.mark.parametrize(("activation", "rows"), [("swiglu", 128), ("relu2", 64)])
+def test_the_first_matrix_of_a_shared_expert_has_gate_rows_as_that_of_a_routed_one(
+    activation: str, rows: int
+) -> None:
+    cfg = config(shared_experts=2, shared_intermediate=64, activation=activation)
+    assert cfg.shared_w1_rows == rows
+    assert config().shared_w1_rows == 0
+
+
+def test_shared_experts_are_part_of_the_digest() -> None:
+    other = config(shared_experts=1, shared_intermediate=64, shared_gate=True)
+    assert digest_differences(config().digest(), other.digest()) == {
+        "shared_experts": (0, 1),
+        "shared_intermediate": (0, 64),
+        "shared_gate": (False, True),
+    }
 
 
 def test_zero_experts_are_rows_of_the_router_and_no_experts_of_a_rank() -> None:

@@ -51,6 +51,11 @@ def random_arguments(cfg: MoEConfig, tokens: int, seed: int = 0) -> dict[str, Te
     if cfg.bias:
         arguments["b1"] = draw(cfg.experts, cfg.w1_rows)
         arguments["b2"] = draw(cfg.experts, cfg.hidden)
+    if cfg.shared_experts > 0:
+        arguments["shared_w1"] = draw(cfg.shared_experts, cfg.shared_w1_rows, cfg.hidden)
+        arguments["shared_w2"] = draw(cfg.shared_experts, cfg.hidden, cfg.shared_intermediate)
+    if cfg.shared_gate:
+        arguments["shared_gate"] = draw(cfg.hidden)
     return arguments
 
 
@@ -524,6 +529,48 @@ def test_computes_the_weighted_sum_of_its_experts(changes: dict[str, Any], bias:
     assert relative_error(y, expected) <= 1e-14
 
 
+SHARED: dict[str, Any] = {"shared_experts": 3, "shared_intermediate": 40}
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "swigluoai", "relu2"])
+def test_shared_experts_add_their_sum_for_every_token(
+    activation: str, bias: bool, gate: bool
+) -> None:
+    cfg = config(activation=activation, bias=bias, shared_gate=gate, **SHARED)
+    arguments = random_arguments(cfg, tokens=20)
+    ids, weights, _ = route(arguments["x"], arguments["gate_weight"], cfg)
+    ids = ids.masked_fill(torch.arange(20).unsqueeze(1) < 5, -1)  # tokens of no routed expert
+    x = arguments["x"]
+    shared = torch.zeros_like(x)
+    narrow = dataclasses.replace(cfg, intermediate=cfg.shared_intermediate)
+    for w1, w2 in zip(arguments["shared_w1"], arguments["shared_w2"], strict=True):
+        shared += activate_by_definition(x @ w1.T, narrow) @ w2.T
+    if gate:
+        shared *= 1 / (1 + torch.exp(-x @ arguments["shared_gate"]).unsqueeze(1))
+    expected = moe_by_definition(arguments, cfg, ids, weights) + shared
+    y = moe(cfg=cfg, topk_ids=ids, topk_weights=weights, **arguments)
+    assert relative_error(y, expected) <= 1e-12
+    assert relative_error(y[:5], shared[:5]) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "changes", [{"capacity_factor": 1e-6}, {"top_k": 1, "apply_router_weight_on_input": True}]
+)
+def test_no_rule_of_the_router_touches_shared_experts(changes: dict[str, Any]) -> None:
+    cfg = config(**SHARED, **changes)
+    arguments = random_arguments(cfg, tokens=20)
+    shared = {name: arguments.pop(name) for name in ("shared_w1", "shared_w2")}
+    plain = dataclasses.replace(cfg, shared_experts=0, shared_intermediate=0)
+    nothing = torch.full((20, cfg.top_k), -1)
+    alone = moe(
+        cfg=cfg, topk_ids=nothing, topk_weights=torch.zeros(20, cfg.top_k), **arguments, **shared
+    )
+    expected = moe(cfg=plain, **arguments) + alone
+    assert relative_error(moe(cfg=cfg, **arguments, **shared), expected) <= 1e-12
+
+
 def test_the_callers_routing_is_used_as_it_is() -> None:
     cfg = config()
     arguments = random_arguments(cfg, tokens=3)
@@ -613,6 +660,22 @@ def test_nothing_is_dropped_without_a_capacity_factor() -> None:
         ({"bias": True}, {"b2": None}, "b2 must be given for this config"),
         ({"bias": True}, {"b1": torch.zeros(16, 24)}, r"b1 is \[16, 24\]; .*\[16, 48\]"),
         ({"selection_bias": True}, {}, "selection_bias must be given for this config"),
+        ({}, {"shared_w1": torch.zeros(1, 48, 16)}, "shared_w1 must be None for this config"),
+        (
+            {"shared_experts": 3, "shared_intermediate": 40},
+            {"shared_w2": None},
+            "shared_w2 must be given for this config",
+        ),
+        (
+            {"shared_experts": 3, "shared_intermediate": 40},
+            {"shared_w1": torch.zeros(2, 80, 16)},
+            r"shared_w1 is \[2, 80, 16\]; it must be \[3, 80, 16\]",
+        ),
+        (
+            {"shared_experts": 3, "shared_intermediate": 40},
+            {"shared_gate": torch.zeros(16)},
+            "shared_gate must be None for this config",
+        ),
         ({}, {"selection_bias": torch.zeros(16)}, "selection_bias must be None for this config"),
         (
             {"routing": "caller"},
