@@ -40,7 +40,7 @@ _MAX_INTEGER = 2**31 - 1  # the runtime counts in 32 bits
 _MIN_NUMBER, _MAX_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _MINIMUM_CAPACITY_FACTOR = 1e-6
 _CAPACITY_DENOMINATOR = 10**6
-_OF_HF = ("hf_config", "hf_layer")
+_OF_HF = ("hf_config", "hf_layer", "hf_shared")
 _SWITCHES = (
     *("renormalize", "selection_bias", "bias"),
     *("router_bias", "expert_scale", "apply_router_weight_on_input", "shared_gate"),
@@ -294,27 +294,30 @@ class MoEConfig:
         return json.dumps(fields)
 
     @classmethod
-    def from_hf(cls, config: object, layer: int | None = None, **changes: Any) -> MoEConfig:
+    def from_hf(
+        cls, config: object, layer: int | None = None, *, shared: bool = True, **changes: Any
+    ) -> MoEConfig:
         """The config of a Mixture-of-Experts layer of a Hugging Face model.
 
         docs/checkpoints.md lists the families that are understood, and what of them is not. Shared
-        experts are no part of the layer.
+        experts are part of the layer where the table says so: as one MLP, as checkpoints have them.
 
         Args:
             config: a transformers config, or the dict that a config.json holds; also that of a
                 model of several kinds of input, of which the text model's is taken.
             layer: the number of the layer, which is then checked to have routed experts. None: any
                 that has; then no list of one number a layer can be read.
+            shared: False: the layer has no shared experts, as the caller adds them.
             changes: fields that are to be otherwise, such as `max_tokens` and `dtype`.
 
         Raises:
-            TypeError: `config` is neither, or a field of `changes` is none of a config.
+            TypeError: an argument has the wrong type, or a field of `changes` is none of a config.
             ValueError: the family is not known, a field has a value for which there is no rule
                 here, or the layer has no routed experts.
         """
         from moeos.checkpoints.hf_config import config_from_hf  # which needs this module
 
-        return config_from_hf(config, layer, changes)
+        return config_from_hf(config, layer, shared, changes)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> MoEConfig:
@@ -322,7 +325,8 @@ class MoEConfig:
 
         dtype and router_dtype are written as names (`dtype = "bfloat16"`). With `hf_config`, the
         path of a Hugging Face config.json from the file's folder, and `hf_layer`, the number of one
-        of its layers, these say what no other key does: see `from_hf`. One table, `[run]`, is
+        of its layers, these say what no other key does: see `from_hf`. `hf_shared = false` leaves
+        its shared experts out. One table, `[run]`, is
         allowed and ignored: it is for the command line.
 
         Raises:
@@ -342,7 +346,10 @@ class MoEConfig:
                 raise TypeError(_must_be("hf_config", of_hf.get("hf_config"), "a path"))
             config = read_json(Path(path).parent / of_hf["hf_config"])
             changes = cls._fields_of(values, ["run", *_OF_HF])
-            return cls.from_hf(config, of_hf.get("hf_layer"), **changes)
+            shared = of_hf.get("hf_shared", True)
+            if not isinstance(shared, bool):
+                raise TypeError(_must_be("hf_shared", shared, "of type bool"))
+            return cls.from_hf(config, of_hf.get("hf_layer"), shared=shared, **changes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}: {error}") from None
 

@@ -160,6 +160,13 @@ TINY: dict[str, Tiny] = {
         {"shared_intermediate_size": 32},
         block="block_sparse_moe",
     ),
+    "granitemoehybrid": Tiny(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        _MIXTRAL,
+        {"shared_intermediate_size": 32, "layer_types": ["attention"]},
+        block="block_sparse_moe",
+    ),
     "jamba": Tiny(
         "jamba",
         "Jamba",
@@ -269,6 +276,7 @@ class TinyBlock:
         hf_config: transformers' config.
         config: what `from_hf` makes of it.
         module: the block, in float64.
+        around: the module that the block is part of.
         model: the model that it is part of.
         state_dict: the model's tensors under the names of its modules.
         prefix: of the block in it.
@@ -278,6 +286,7 @@ class TinyBlock:
     hf_config: Any
     config: MoEConfig
     module: nn.Module
+    around: nn.Module
     model: PreTrainedModel
     state_dict: dict[str, Tensor]
     prefix: str
@@ -285,7 +294,8 @@ class TinyBlock:
     @property
     def ignore(self) -> tuple[str, ...]:
         """What the block has beside the layer."""
-        return (*FAMILIES[self.row.family].shared, *self.row.ignore)
+        shared = () if self.config.shared_experts else FAMILIES[self.row.family].shared_names
+        return (*shared, *self.row.ignore)
 
     def draw(self, tokens: int, seed: int = 0) -> Tensor:
         """Tokens as the block reads them, [S, its hidden size]."""
@@ -312,18 +322,23 @@ class TinyBlock:
             return latent
         return x.double()
 
-    def routed_output(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """[S, H] -> float64 [S, H], the block's output without that of shared experts, and before a
-        projection that its caller makes.
+    def output(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """[S, H] -> float64 [S, H], the block's output as `config` has it: with that of shared
+        experts if there are some in it, and before a projection that its caller makes.
 
         `inputs`: what the experts read; None: `layer_input`, as the block has it.
         """
+        routed = self._routed_output(x, inputs)
+        return routed + self.shared_output(x) if self.config.shared_experts else routed
+
+    def _routed_output(self, x: Tensor, inputs: Tensor | None) -> Tensor:
         x = x.double()
         if self.config.routing == "layer" and self.row.family != "gemma4":
             assert inputs is None or torch.equal(x, inputs.double())
             y = self.module(x.unsqueeze(0))
             y = (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
-            routed: Tensor = y - self._shared(x)
+            beside = "shared_mlp" in dict(self.around.named_children())
+            routed: Tensor = y if beside else y - self.shared_output(x)
             return routed
         read = self.layer_input(x) if inputs is None else inputs.double()
         ids, weights = self.route(x)
@@ -353,8 +368,12 @@ class TinyBlock:
         """What a tokeniser makes of some text."""
         return torch.arange(tokens) % self.hf_config.vocab_size
 
-    def _shared(self, x: Tensor) -> Tensor:
-        modules = dict(self.module.named_children())
+    def shared_output(self, x: Tensor) -> Tensor:
+        """[S, H] -> float64 [S, H], what the shared experts add to the block's output or beside it;
+        zeros where there are none.
+        """
+        x = x.double()
+        modules = {**dict(self.around.named_children()), **dict(self.module.named_children())}
         for name in ("shared_experts", "shared_expert", "shared_mlp"):
             if name in modules:
                 y: Tensor = modules[name](x.unsqueeze(0)).squeeze(0)
@@ -387,21 +406,32 @@ def make(name: str, **changes: Any) -> tuple[Any, PreTrainedModel]:
 
 
 def tiny(
-    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shared: bool = True,
+    **changes: Any,
 ) -> TinyBlock:
-    """The block of a row of `TINY`; `changes` are fields of transformers' config."""
+    """The block of a row of `TINY`; `changes` are fields of transformers' config; `shared`: of
+    `from_hf`.
+    """
     row = TINY[name]
     config, model = make(name, **changes)
     end = f"layers.{row.layer}" + (f".{row.block}" if row.block else "")
     path = next(name for name, _ in model.named_modules() if _is_text(name) and name.endswith(end))
     module = model.get_submodule(path)
+    around = model.get_submodule(path.rpartition(".")[0])
     _draw_weights(module, dtype, seed)
+    if around is not model and hasattr(around, "shared_mlp"):
+        _draw_weights(around.shared_mlp, dtype, seed + 1)
     model.double()
     return TinyBlock(
         row=row,
         hf_config=config,
-        config=MoEConfig.from_hf(config, row.layer, dtype=dtype),
+        config=MoEConfig.from_hf(config, row.layer, shared=shared, dtype=dtype),
         module=module,
+        around=around,
         model=model,
         state_dict=model.state_dict(),
         prefix=path + ".",

@@ -7,9 +7,10 @@ that will hold the weights: it returns plain tensors.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from moeos import sharding, tensor_memory
 from moeos.checkpoints import files, names
 from moeos.checkpoints.formats import HOW_TO_DEQUANTISE, LOADABLE, PLAIN, Format, Unfit, part_name
 from moeos.checkpoints.layouts import Layout
+from moeos.checkpoints.shared_names import SharedNames
 from moeos.config import MoEConfig
 
 _GIB = 2**30
@@ -46,8 +48,9 @@ def load_block(
     rank takes its own part. Otherwise its ranks gather it, so that all of them must call.
 
     No tensor under the prefix is passed over: one that the layer has no use for raises, by its
-    name, unless `ignore` says that the caller has. Shared experts are such: the layer computes
-    without them.
+    name, unless `ignore` says that the caller has. Shared experts are such where
+    `cfg.shared_experts` is 0. Where it is not, each rank reads all of them; of one MLP, n shared
+    experts take equal parts.
 
     Args:
         cfg: the layer.
@@ -65,8 +68,9 @@ def load_block(
     Returns:
         contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H] in
         cfg.gate_dtype, "w1" [X, w1_rows, H] with gate rows before up rows, "w2" [X, H, I]; where
-        the config has them also "b1" [X, w1_rows] and "b2" [X, H], and in fp32 "gate.bias",
-        "gate.selection_bias" and "gate.expert_scale" [E].
+        the config has them also "b1" [X, w1_rows] and "b2" [X, H], "shared_w1"
+        [n, shared_w1_rows, H], "shared_w2" [n, H, Is] and "shared_gate" [H], and in fp32
+        "gate.bias", "gate.selection_bias" and "gate.expert_scale" [E].
 
     Raises:
         OSError: there is no such file or folder.
@@ -97,6 +101,8 @@ def load_block(
     mine = range(rank * local, (rank + 1) * local)
     experts = _Experts(cfg, state_dict, prefix, found, mine, device)
     block = router | experts.block()
+    if found.shared is not None:
+        block |= experts.shared_block(found.shared)
     experts.say_what_it_costs()
     return block
 
@@ -166,7 +172,7 @@ def _there(name: str | None, field: str, layout: Layout, prefix: str) -> str:
 
 
 class _Experts:
-    """A run of consecutive experts of one block."""
+    """A run of consecutive experts of one block, and the shared ones."""
 
     def __init__(
         self,
@@ -182,6 +188,7 @@ class _Experts:
         self._prefix = prefix
         self._layout: Layout = found.layout
         self._formats = found.formats
+        self._shared_formats = {} if found.shared is None else found.shared.formats
         self._experts = experts
         self._device = device
         self._stored = 0  # bytes of what was quantised, in the file
@@ -204,9 +211,49 @@ class _Experts:
             block["b2"] = self._vectors((layout.second_bias,), cfg.hidden)
         return block
 
+    def shared_block(self, found: SharedNames) -> dict[str, Tensor]:
+        """Both weights of the shared experts, and what weighs them."""
+        cfg, layout = self._cfg, found.layout
+        n, width = cfg.shared_experts, cfg.shared_intermediate
+        halves = cfg.shared_w1_rows // width  # gate and up, or one
+        w1 = torch.empty((n, halves, width, cfg.hidden), dtype=cfg.dtype, device=self._device)
+        of_each = halves // len(layout.first)
+        for number, name in enumerate(layout.first):
+            rows = self._whole(found, name, (of_each * n * width, cfg.hidden))
+            for half, part in enumerate(rows.view(of_each, n, width, cfg.hidden)):
+                w1[:, number * of_each + half].copy_(part)
+        w2 = torch.empty((n, cfg.hidden, width), dtype=cfg.dtype, device=self._device)
+        columns = self._whole(found, layout.second, (cfg.hidden, n * width))
+        w2.copy_(columns.view(cfg.hidden, n, width).transpose(0, 1))
+        block = {"shared_w1": w1.flatten(1, 2), "shared_w2": w2}
+        if cfg.shared_gate:
+            if layout.gate is None:
+                raise ValueError(
+                    f"shared_gate is True, and what is under {self._prefix!r} has none: set "
+                    "shared_gate=False"
+                )
+            gate = self._whole(found, layout.gate, (1, cfg.hidden), PLAIN)
+            block["shared_gate"] = _copy(gate.reshape(-1), cfg.dtype, self._device)
+        return block
+
+    def _whole(
+        self, found: SharedNames, matrix: str, shape: tuple[int, int], row: Format | None = None
+    ) -> Tensor:
+        """A matrix of the shared experts, dequantised, on this device."""
+        row = row or found.formats[matrix]
+        parts = {}
+        for part in row.parts:
+            name = found.prefix + part_name(matrix, part)
+            tensor = sharding.everything(name, self._one(name, row, shape))
+            parts[part] = tensor.to(self._device)
+        made = _matrix_of(row, parts, shape, lambda part: found.prefix + part_name(matrix, part))
+        self._count(row, parts, shape)
+        return made.contiguous()
+
     def say_what_it_costs(self) -> None:
         """Warns of the memory that dequantised weights take, if there are any."""
-        said = [row.said for row in self._formats.values() if row.name != "plain"]
+        every = (*self._formats.values(), *self._shared_formats.values())
+        said = [row.said for row in every if row.name != "plain"]
         if said:
             warnings.warn(
                 f"experts in {', '.join(dict.fromkeys(said))} are dequantised to "
@@ -227,10 +274,14 @@ class _Experts:
             for local, parts in self._each(template, row, (rows, columns)):
                 matrix = self._dequantise(row, template, parts, (rows, columns), local)
                 into[local].copy_(_in_order(matrix, interleaved))
-                if row.name != "plain":
-                    self._stored += sum(part.nbytes for part in parts.values())
-                    self._held += into[local].nbytes
+                self._count(row, parts, (rows, columns))
         return made
+
+    def _count(self, row: Format, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+        """Adds a matrix to what dequantised ones take."""
+        if row.name != "plain":
+            self._stored += sum(part.nbytes for part in parts.values())
+            self._held += math.prod(shape) * self._cfg.dtype.itemsize
 
     def _vectors(
         self, templates: tuple[str, ...], length: int, interleaved: bool = False
@@ -257,11 +308,10 @@ class _Experts:
     ) -> Tensor:
         if self._layout.transposed:
             parts = {name: part.mT for name, part in parts.items()}
-        try:
-            return row.dequantise(parts, shape)
-        except Unfit as error:
-            name = part_name(template, error.part).format(self._experts.start + local)
-            raise ValueError(f"{self._prefix}{name} {error.reason}") from None
+        number = self._experts.start + local
+        return _matrix_of(
+            row, parts, shape, lambda part: self._prefix + part_name(template, part).format(number)
+        )
 
     def _each(
         self, template: str, row: Format, shape: tuple[int, ...]
@@ -328,6 +378,16 @@ class _Experts:
             rank, ranks = own.start // len(own), cfg.experts // len(own)
             return sharding.part(name, tensor, local, rank, ranks).to(self._device)
         return sharding.everything(name, tensor)[own.start : own.stop].to(self._device)
+
+
+def _matrix_of(
+    row: Format, parts: Mapping[str, Tensor], shape: tuple[int, int], name: Callable[[str], str]
+) -> Tensor:
+    """A matrix of its parts; `name`: of each of them, for errors."""
+    try:
+        return row.dequantise(parts, shape)
+    except Unfit as error:
+        raise ValueError(f"{name(error.part)} {error.reason}") from None
 
 
 def _in_order(rows: Tensor, interleaved: bool) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeos.checkpoints import layouts
-from moeos.checkpoints.layouts import Layout
+from moeos.checkpoints.layouts import Layout, SharedLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,23 @@ class Read:
 
     names: tuple[str, ...]
     default: Any = ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExperts:
+    """The shared experts of a family's blocks, which a layer computes as one MLP.
+
+    Attributes:
+        layouts: of its files, then of transformers' modules, where these differ.
+        width: elements between the two matrices of one; 0: there is none.
+        count: how many there are, whose widths the MLP has together; None: one.
+        gate: a sigmoid of the token weighs them.
+    """
+
+    layouts: tuple[SharedLayout, ...]
+    width: Read
+    count: Read | None = None
+    gate: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +63,16 @@ class Family:
         works: other fields that may change what a block computes, and the values that are what is
             computed here. Absent and null are.
         experts_in: names a rule in `hf_config`, which says which layers have experts.
-        shared: what a block has beside its routed experts, below its prefix: a caller computes it.
+        shared: the shared experts; None where there are none.
+        shared_names: what their names begin with, below a block's prefix: those that a caller may
+            ignore, who computes them.
         routing: of `MoEConfig`; "caller" where no rule here routes as the model does.
         hashed_in: what a layer's type is whose experts a table chooses, by tokens' numbers; these
             have routing "ids" and no selection bias.
         groups_if: a field, and what it says where experts are chosen by groups; None: they are.
         latent: a field, and what its number is: the size that experts read and return, where the
-            router reads `hidden`. Then routing is "caller", whose the projections are as well.
+            router reads `hidden`. Then routing is "caller", whose the projections are as well, and
+            the shared experts, which read what the router does.
     """
 
     said: str
@@ -64,7 +84,8 @@ class Family:
     activation_names: tuple[str, ...] = ("hidden_act",)
     works: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     experts_in: str = "every"
-    shared: tuple[str, ...] = ()
+    shared: SharedExperts | None = None
+    shared_names: tuple[str, ...] = ()
     routing: str = "layer"
     hashed_in: str | None = None
     groups_if: tuple[str, str] | None = None
@@ -112,7 +133,34 @@ def _grouped(
 _NOAUX = {"scoring": "sigmoid", "selection_bias": True, **_FP32}
 _NOAUX_WORKS = {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)}
 _SPLIT_AND_STACKED = (layouts.SPLIT, layouts.STACKED)
-_SHARED = ("shared_experts.",)
+
+
+def _shared_experts(
+    width: int,
+    count: tuple[str, int] | None = ("n_shared_experts", 1),
+    *,
+    field: str = "moe_intermediate_size",
+    layouts: tuple[SharedLayout, ...] = (layouts.SHARED_EXPERTS,),
+) -> dict[str, Any]:
+    """Of a family that stores them as `shared_experts`."""
+    number = None if count is None else Read((count[0],), count[1])
+    shared = SharedExperts(layouts, Read((field,), width), number)
+    return {"shared": shared, "shared_names": ("shared_experts.",)}
+
+
+def _shared_expert(width: int, field: str, *, gate: bool) -> dict[str, Any]:
+    """Of one that has one, `shared_expert`."""
+    shared = SharedExperts((layouts.SHARED_EXPERT,), Read((field,), width), gate=gate)
+    names = ("shared_expert.", "shared_expert_gate.") if gate else ("shared_expert.",)
+    return {"shared": shared, "shared_names": names}
+
+
+def _granite_shared(width: int) -> SharedExperts:
+    """Beside a block, which has no name of theirs."""
+    return SharedExperts((layouts.SHARED_BESIDE,), Read(("shared_intermediate_size",), width))
+
+
+_QWEN_SHARED = "shared_expert_intermediate_size"
 
 
 def _qwen(
@@ -171,7 +219,7 @@ FAMILIES: dict[str, Family] = {
         reads=_qwen(2048, 1408, 60, 4, False),
         activations=_SWIGLU,
         experts_in="every_nth",
-        shared=("shared_expert.", "shared_expert_gate."),
+        **_shared_expert(5632, _QWEN_SHARED, gate=True),
     ),
     "qwen3_moe": Family(
         said="Qwen3-MoE",
@@ -188,7 +236,7 @@ FAMILIES: dict[str, Family] = {
         reads=_qwen(2048, 512, 512, 10, True),
         activations=_SWIGLU,
         experts_in="every_nth",
-        shared=("shared_expert.", "shared_expert_gate."),
+        **_shared_expert(512, _QWEN_SHARED, gate=True),
     ),
     "qwen3_5_moe": Family(
         said="Qwen3.5-MoE",
@@ -196,7 +244,7 @@ FAMILIES: dict[str, Family] = {
         layouts=_SPLIT_AND_STACKED,
         reads=_qwen(2048, 512, 256, 8, None),
         activations=_SWIGLU,
-        shared=("shared_expert.", "shared_expert_gate."),
+        **_shared_expert(512, _QWEN_SHARED, gate=True),
     ),
     "olmoe": Family(
         said="OLMoE",
@@ -222,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         },
         groups_if=("topk_method", "group_limited_greedy"),
         experts_in="after_first",
-        shared=_SHARED,
+        **_shared_experts(1407, ("n_shared_experts", 2)),
     ),
     "deepseek_v3": Family(
         said="DeepSeek-V3, Kimi-K2",
@@ -233,7 +281,7 @@ FAMILIES: dict[str, Family] = {
         activations=_SWIGLU,
         works=_NOAUX_WORKS,
         experts_in="after_first",
-        shared=_SHARED,
+        **_shared_experts(2048),
     ),
     "deepseek_v32": Family(
         said="DeepSeek-V3.2",
@@ -244,7 +292,7 @@ FAMILIES: dict[str, Family] = {
         activations=_SWIGLU,
         works=_NOAUX_WORKS,
         experts_in="by_type",
-        shared=_SHARED,
+        **_shared_experts(2048),
     ),
     "deepseek_v4": Family(
         said="DeepSeek-V4",
@@ -261,7 +309,7 @@ FAMILIES: dict[str, Family] = {
         works={"norm_topk_prob": (True,)},
         experts_in="by_type",
         hashed_in="hash_moe",
-        shared=_SHARED,
+        **_shared_experts(2048, layouts=(layouts.SHARED_NUMBERED, layouts.SHARED_EXPERTS)),
     ),
     "glm4_moe": Family(
         said="GLM-4.5, GLM-4.6",
@@ -272,7 +320,7 @@ FAMILIES: dict[str, Family] = {
         activations=_SWIGLU,
         works=_NOAUX_WORKS,
         experts_in="after_first",
-        shared=_SHARED,
+        **_shared_experts(1408),
     ),
     "glm_moe_dsa": Family(
         said="GLM-5",
@@ -283,7 +331,7 @@ FAMILIES: dict[str, Family] = {
         activations=_SWIGLU,
         works=_NOAUX_WORKS,
         experts_in="by_type",
-        shared=_SHARED,
+        **_shared_experts(2048),
     ),
     "dots1": Family(
         said="dots.llm1",
@@ -294,7 +342,7 @@ FAMILIES: dict[str, Family] = {
         activations=_SWIGLU,
         works=_NOAUX_WORKS,
         experts_in="after_first",
-        shared=_SHARED,
+        **_shared_experts(1408, ("n_shared_experts", 0)),
     ),
     "gpt_oss": Family(
         said="gpt-oss",
@@ -311,7 +359,7 @@ FAMILIES: dict[str, Family] = {
         rules={"scoring": "sigmoid", "renormalize": False, "apply_router_weight_on_input": True},
         activations=_SWIGLU,
         experts_in="listed",
-        shared=("shared_expert.",),
+        **_shared_expert(8192, "intermediate_size", gate=False),
     ),
     "minimax_m2": Family(
         said="MiniMax-M2",
@@ -334,7 +382,12 @@ FAMILIES: dict[str, Family] = {
         rules={"activation": "swigluoai", "scoring": "sigmoid", "selection_bias": True},
         works={"scoring_func": ("sigmoid",), "use_routing_bias": (True,)},
         experts_in="by_type",
-        shared=_SHARED,
+        **_shared_experts(
+            3072,
+            None,
+            field="shared_intermediate_size",
+            layouts=(layouts.SHARED_EXPERTS, layouts.SHARED_FUSED),
+        ),
     ),
     "ernie4_5_moe": Family(
         said="ERNIE-4.5",
@@ -350,7 +403,7 @@ FAMILIES: dict[str, Family] = {
         activations=_SWIGLU,
         works={"use_bias": (False,)},
         experts_in="between",
-        shared=_SHARED,
+        **_shared_experts(1536, ("moe_num_shared_experts", 2)),
     ),
     "hunyuan_v1_moe": Family(
         said="Hunyuan",
@@ -369,14 +422,24 @@ FAMILIES: dict[str, Family] = {
             "moe_drop_tokens": (False,),
             "moe_layer_num_skipped": (0,),
         },
-        shared=("shared_mlp.",),
+        shared=SharedExperts((layouts.SHARED_MLP,), Read(("intermediate_size",), 11008)),
+        shared_names=("shared_mlp.",),
     ),
     "granitemoe": Family(
         said="Granite",
-        model_types=("granitemoe", "granitemoeshared", "granitemoehybrid"),
+        model_types=("granitemoe", "granitemoeshared"),
         layouts=(layouts.GRANITE_FILES, layouts.STACKED_WITH_ROUTER),
         reads=_local(4096, 11008, 8, 2),
         activations=_SWIGLU,
+        shared=_granite_shared(0),
+    ),
+    "granitemoehybrid": Family(
+        said="Granite-4",
+        model_types=("granitemoehybrid",),
+        layouts=(layouts.GRANITE_FILES, layouts.STACKED_WITH_ROUTER),
+        reads=_local(4096, 11008, 8, 2),
+        activations=_SWIGLU,
+        shared=_granite_shared(1024),
     ),
     "jamba": Family(
         said="Jamba",
@@ -426,7 +489,12 @@ FAMILIES: dict[str, Family] = {
         works={"mlp_bias": (False,)},
         latent="moe_latent_size",
         experts_in="by_pattern",
-        shared=_SHARED,
+        **_shared_experts(
+            7688,
+            None,
+            field="moe_shared_expert_intermediate_size",
+            layouts=(layouts.SHARED_NO_GATE,),
+        ),
     ),
     "gemma4": Family(
         said="Gemma-4",

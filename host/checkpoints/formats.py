@@ -224,6 +224,34 @@ def of_parts(found: Sequence[str], allowed: Sequence[str]) -> Format | None:
     return None
 
 
+def parts_of(matrices: Sequence[str], allowed: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """The names of all parts of these matrices in the formats called `allowed`: of which matrix,
+    and which part.
+    """
+    return {
+        part_name(matrix, part): (matrix, part)
+        for matrix in matrices
+        for name in allowed
+        for part in (*BY_NAME[name].parts, *BY_NAME[name].unused)
+    }
+
+
+def require_format(shown: str, found: Sequence[str], allowed: Sequence[str]) -> Format:
+    """The same as `of_parts` of parts of which there are some, the first of them called `shown`;
+    raises `ValueError` where there is no such format.
+    """
+    row = of_parts(found, allowed)
+    if row is None:
+        said = "; ".join(
+            f"{BY_NAME[name].said} has {', '.join(BY_NAME[name].parts)}" for name in allowed
+        )
+        raise ValueError(
+            f"{shown} has the parts {', '.join(sorted(found))}, which is no format that can be "
+            f"read: {said}"
+        )
+    return row
+
+
 def _number(scale: Tensor) -> Tensor:
     """Scales in float32; a byte is an exponent (E8M0)."""
     if scale.dtype == torch.uint8:

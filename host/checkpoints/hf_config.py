@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from moeos.checkpoints import sparse_layers
-from moeos.checkpoints.families import BY_MODEL_TYPE, FAMILIES, NEUTRAL, Family, Read
-from moeos.checkpoints.fields import Values, listed, require_works, shown, works
+from moeos.checkpoints.families import BY_MODEL_TYPE, FAMILIES, NEUTRAL, Family, Read, SharedExperts
+from moeos.checkpoints.fields import Values, count, listed, require_works, shown, works
 from moeos.config import DTYPES, MoEConfig
 
 _QUANTISED = {
@@ -27,8 +27,10 @@ _BLOCK = [128, 128]
 _DTYPES = ("dtype", "torch_dtype")
 
 
-def config_from_hf(config: object, layer: int | None, changes: Values) -> MoEConfig:
+def config_from_hf(config: object, layer: int | None, shared: bool, changes: Values) -> MoEConfig:
     """See `MoEConfig.from_hf`."""
+    if not isinstance(shared, bool):
+        raise TypeError(f"shared is {shared!r}; it must be True or False")
     name, values = _family_of(_values_of(config))
     family = FAMILIES[name]
     fields: dict[str, Any] = {"layout": name, "routing": family.routing}
@@ -45,6 +47,7 @@ def config_from_hf(config: object, layer: int | None, changes: Values) -> MoECon
     if family.latent is not None and values.get(family.latent) is not None:
         reads["hidden"] = Read((family.latent,))
         fields["routing"] = "caller"
+        shared = False
     known = {family.latent, *(name for read in reads.values() for name in read.names)}
     for field, working in {**NEUTRAL, **family.works}.items():
         if field not in known:
@@ -54,6 +57,9 @@ def config_from_hf(config: object, layer: int | None, changes: Values) -> MoECon
         fields[field] = _look_up(values, read, layer)
     if family.activations:
         fields["activation"] = _activation(values, family)
+    if shared and family.shared is not None:
+        fields |= _shared(values, family.shared, layer)
+        reads["shared_intermediate"] = family.shared.width
     fields |= family.rules
     if family.groups_if is not None and values.get(family.groups_if[0]) != family.groups_if[1]:
         fields |= {"expert_groups": 1, "top_groups": 1}
@@ -115,6 +121,18 @@ def _look_up(values: Values, read: Read, layer: int | None) -> Any:
     if read.default is ...:
         raise ValueError(f"{read.names[0]} is missing; a config of this family needs it")
     return read.default
+
+
+def _shared(values: Values, shared: SharedExperts, layer: int | None) -> dict[str, Any]:
+    """The fields of shared experts; none where the config says that there are none."""
+    width = 1
+    for read in (shared.width, shared.count):
+        if read is not None:
+            found = {read.names[0]: _look_up(values, read, layer)}
+            width *= count(found, read.names[0], 0)
+    if width == 0:
+        return {}
+    return {"shared_experts": 1, "shared_intermediate": width, "shared_gate": shared.gate}
 
 
 def _activation(values: Values, family: Family) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How models store the router and the experts of a block: one row a layout, and nothing else.
+Shared experts have rows of their own: their names do not follow from those of the others.
 
 A row says names, which way matrices lie and in which order their rows are. It is read by
 `names.py`, which finds the row of a block, and by `block.py`, which follows it.
@@ -202,6 +203,69 @@ LAYOUTS: tuple[Layout, ...] = (
     *(GPT_OSS, GPT_OSS_MXFP4, NEMOTRON_FILES, NEMOTRON_MODULES),
 )
 """All of them; of rows that read a block alike, the first is taken."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedLayout:
+    """Where a block's shared experts are: one MLP, whose matrices are [outputs, inputs].
+
+    Attributes:
+        first: the matrices whose rows, in this order, are w1: gate, then up; or one matrix that has
+            both; or one without a gate.
+        second: the matrix w2.
+        gated: `first` has gate rows.
+        gate: what the sigmoid weighs the MLP's output by, [1, H], in the models that have it.
+        beside: the names are not below the block's prefix, but below that of the module around it.
+        formats: names of the rows of `formats.FORMATS` in which it is found.
+    """
+
+    first: tuple[str, ...]
+    second: str
+    gated: bool = True
+    gate: str | None = None
+    beside: bool = False
+    formats: tuple[str, ...] = _SPLIT.formats
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return (*self.first, self.second)
+
+
+def _shared_in(module: str, gate: str | None = None) -> SharedLayout:
+    return SharedLayout(
+        first=(f"{module}.gate_proj.weight", f"{module}.up_proj.weight"),
+        second=f"{module}.down_proj.weight",
+        gate=gate,
+    )
+
+
+SHARED_EXPERTS = _shared_in("shared_experts")
+SHARED_EXPERT = _shared_in("shared_expert", "shared_expert_gate.weight")
+SHARED_MLP = _shared_in("shared_mlp")
+SHARED_NUMBERED = SharedLayout(
+    first=("shared_experts.w1.weight", "shared_experts.w3.weight"),
+    second="shared_experts.w2.weight",
+    formats=DEEPSEEK_V4_FILES.formats,
+)
+SHARED_FUSED = SharedLayout(
+    first=("shared_experts.gate_up_proj.weight",), second="shared_experts.down_proj.weight"
+)
+SHARED_NO_GATE = SharedLayout(
+    first=("shared_experts.up_proj.weight",),
+    second="shared_experts.down_proj.weight",
+    gated=False,
+)
+SHARED_BESIDE = SharedLayout(
+    first=("shared_mlp.input_linear.weight",),
+    second="shared_mlp.output_linear.weight",
+    beside=True,
+)
+
+SHARED: tuple[SharedLayout, ...] = (
+    *(SHARED_EXPERTS, SHARED_EXPERT, SHARED_MLP, SHARED_NUMBERED),
+    *(SHARED_FUSED, SHARED_NO_GATE, SHARED_BESIDE),
+)
+"""All of them; the first that lacks the fewest names is taken."""
 
 
 def matrix_names(layouts: tuple[Layout, ...] = LAYOUTS) -> Iterator[str]:

@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from moeos.checkpoints import formats, layouts
+from moeos.checkpoints import formats, layouts, shared_names
 from moeos.checkpoints.families import FAMILIES
 from moeos.checkpoints.formats import Format
 from moeos.checkpoints.layouts import Layout
+from moeos.checkpoints.shared_names import SharedNames
 from moeos.config import MoEConfig
 
 _NUMBER = re.compile(r"(?<=^experts\.)\d+(?=\.)")
@@ -28,11 +29,13 @@ class Names(NamedTuple):
         layout: the row of the table.
         formats: of each of the layout's matrices.
         selection_bias: its name below the prefix, or None.
+        shared: how the shared experts are stored, of a layer that has some.
     """
 
     layout: Layout
     formats: Mapping[str, Format]
     selection_bias: str | None
+    shared: SharedNames | None
 
 
 class _Look(NamedTuple):
@@ -64,6 +67,11 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
         raise ValueError(_nothing_under(every, prefix))
 
     ignored = tuple(ignore)
+    shared = shared_names.find(cfg, every, prefix) if cfg.shared_experts > 0 else None
+    if shared is not None and shared.prefix == prefix:
+        for name in shared.names(cfg):
+            for end in below.pop(name, ()):
+                shared_names.require_not_ignored(cfg, prefix + end, end.startswith(ignored), ignore)
     look = _best(cfg, below, ignored, prefix)
     layout = look.layout
     _require_known_experts(cfg, look, below, prefix)
@@ -96,7 +104,8 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
         raise ValueError(f"{both} are both a selection bias; keep one")
     own = {name: end for name, end in first.items() if not end.startswith(ignored)}
     _require_allowed(cfg, layout, own, prefix)
-    return Names(layout, _formats_of(look, first, prefix), biases[0] if biases else None)
+    bias = biases[0] if biases else None
+    return Names(layout, _formats_of(look, first, prefix), bias, shared)
 
 
 def _require_known_experts(
@@ -180,13 +189,7 @@ def _in_scope(layout: Layout, name: str) -> bool:
 
 
 def _parts_of(layout: Layout) -> dict[str, tuple[str, str]]:
-    """The names of all parts of a layout's matrices: of which matrix, and which part."""
-    return {
-        formats.part_name(matrix, part): (matrix, part)
-        for matrix in layout.matrices
-        for name in layout.formats
-        for part in (*formats.BY_NAME[name].parts, *formats.BY_NAME[name].unused)
-    }
+    return formats.parts_of(layout.matrices, layout.formats)
 
 
 def _own_names(layout: Layout) -> set[str]:
@@ -206,18 +209,10 @@ def _formats_of(look: _Look, first: Mapping[str, str], prefix: str) -> dict[str,
         found[matrix].append(part)
     rows = {}
     for matrix, parts in found.items():
-        row = formats.of_parts(parts, look.layout.formats)
-        if row is None and parts:
+        rows[matrix] = formats.BY_NAME["plain"]  # the loader says that it is missing
+        if parts:
             shown = prefix + first[formats.part_name(matrix, parts[0])]
-            said = "; ".join(
-                f"{formats.BY_NAME[name].said} has {', '.join(formats.BY_NAME[name].parts)}"
-                for name in look.layout.formats
-            )
-            raise ValueError(
-                f"{shown} has the parts {', '.join(sorted(parts))}, which is no format that can be "
-                f"read: {said}"
-            )
-        rows[matrix] = row or formats.BY_NAME["plain"]  # the loader says that it is missing
+            rows[matrix] = formats.require_format(shown, parts, look.layout.formats)
     return rows
 
 
@@ -251,8 +246,8 @@ def _not_used(unused: list[str], prefix: str, look: _Look, cfg: MoEConfig) -> st
     own = {row.split(".")[0] for row in (*look.layout.matrices, look.layout.router)}
     if part not in own and not look.missing:
         return (
-            f"{prefix}{name}{others} is not used by the layer, which has routed experts alone; if "
-            f"it is computed elsewhere, pass ignore=[{_ignorable(name)!r}]"
+            f"{prefix}{name}{others} is not used by the layer{shared_names.why_unused(cfg, name)}; "
+            f"if it is computed elsewhere, pass ignore=[{_ignorable(name)!r}]"
         )
     known = [*look.missing, *_parts_of(look.layout), *_own_names(look.layout)]
     alike = difflib.get_close_matches(_NUMBER.sub("{}", name), known, n=_NEAREST, cutoff=0.0)

@@ -275,7 +275,7 @@ def test_what_the_layer_has_no_use_for_is_named_unless_the_caller_has_one() -> N
     names = split_names() | {PREFIX + name: torch.ones(1) for name in SHARED}
     message = (
         f"{PREFIX}{SHARED[0]}, and 1 more tensors under {PREFIX!r}, is not used by the layer, "
-        "which has routed experts alone; if it is computed elsewhere, pass "
+        "whose shared_experts is 0; if it is computed elsewhere, pass "
         "ignore=['shared_experts.']"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -285,7 +285,9 @@ def test_what_the_layer_has_no_use_for_is_named_unless_the_caller_has_one() -> N
         load_block(config(), split_names(), PREFIX, rank=0, world_size=1),
     )
     names[PREFIX + "shared_expert_gate.weight"] = torch.ones(1)
-    with pytest.raises(ValueError, match=r"shared_expert_gate\.weight is not used by the layer"):
+    with pytest.raises(
+        ValueError, match=r"_gate\.weight is not used by .*, whose shared_gate is F"
+    ):
         load_block(config(), names, PREFIX, 0, 1, ["shared_experts."])
 
 

@@ -25,6 +25,16 @@ TOKENS = (100, 37, 1, 64)
 """By rank."""
 
 models = pytest.mark.parametrize("name", TINY)
+WITHOUT_SHARED = ("nemotron_h_latent",)
+"""Rows of families with shared experts that read what a layer does not."""
+with_shared = pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, row in TINY.items()
+        if name not in (*WITHOUT_SHARED, "granitemoe") and FAMILIES[row.family].shared is not None
+    ],
+)
 
 
 def whole(block: TinyBlock) -> dict[str, Tensor]:
@@ -85,8 +95,87 @@ def test_a_layer_of_each_family_computes_what_transformers_module_computes(
     for rows, inputs, y in zip(x, given, virtual.run(rank_main, ranks=ranks), strict=True):
         kept = sure(block, weights, inputs)
         assert int((~kept).sum()) <= 1
-        error = reference.relative_error(y[kept], block.routed_output(rows)[kept])
+        error = reference.relative_error(y[kept], block.output(rows)[kept])
         assert error <= TOLERANCE[torch.float32], f"relative error {error:.2e}"
+
+
+@models
+def test_the_reference_computes_what_transformers_module_computes(name: str) -> None:
+    block = tiny(name)
+    weights = whole(block)
+    x = block.draw(50)
+    given = block.layer_input(x)
+    routing = block.routing(x)
+    routing.pop("weigh", None)
+    gate = weights.pop("gate.weight")
+    names = {"gate.bias": "router_bias", "gate.selection_bias": "selection_bias"}
+    kept = sure(block, whole(block), given)
+    assert int((~kept).sum()) <= 1
+    y = reference.moe(
+        x=given,
+        gate_weight=gate,
+        cfg=block.config,
+        **routing,
+        **{names.get(key, key.removeprefix("gate.")): part for key, part in weights.items()},
+    )
+    assert reference.relative_error(y[kept], block.output(x)[kept]) <= 1e-6
+
+
+@with_shared
+def test_the_shared_experts_of_a_family_are_in_its_layer_unless_the_caller_adds_them(
+    name: str,
+) -> None:
+    block = tiny(name)
+    cfg = block.config
+    assert (cfg.shared_experts, cfg.shared_gate) == (1, "qwen" in name)
+    assert block.shared_output(block.draw(3)).norm() > 0.1
+    assert {"shared_w1", "shared_w2"} <= whole(block).keys()
+    alone = tiny(name, shared=False)
+    assert (
+        dataclasses.replace(cfg, shared_experts=0, shared_intermediate=0, shared_gate=False)
+        == alone.config
+    )
+    assert whole(alone).keys() == whole(block).keys() - {"shared_w1", "shared_w2", "shared_gate"}
+    names = FAMILIES[block.row.family].shared_names
+    for begin in names:
+        with pytest.raises(ValueError, match=r"ignore is .* and .* is the layer's, whose shared_e"):
+            load_block(cfg, block.state_dict, block.prefix, 0, 1, (*block.row.ignore, begin))
+    if names:
+        with pytest.raises(ValueError, match=r"is not used by the layer, whose shared_experts is"):
+            load_block(alone.config, block.state_dict, block.prefix, 0, 1, block.row.ignore)
+    bare = {
+        key: tensor
+        for key, tensor in block.state_dict.items()
+        if ".shared_" not in key or "shared_expert_gate" in key
+    }
+    with pytest.raises(ValueError, match=r"shared_experts is 1, and there is no shared expert suc"):
+        load_block(cfg, bare, block.prefix, 0, 1, block.ignore)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"model_type": "deepseek_v3", "n_shared_experts": 3}, (1, 3 * 2048, False)),
+        ({"model_type": "deepseek_v3", "n_shared_experts": 0}, (0, 0, False)),
+        ({"model_type": "ernie4_5_moe"}, (1, 2 * 1536, False)),
+        ({"model_type": "ernie4_5_moe", "moe_num_shared_experts": 0}, (0, 0, False)),
+        ({"model_type": "qwen2_moe"}, (1, 5632, True)),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 0}, (0, 0, False)),
+        ({"model_type": "llama4_text", "intermediate_size_mlp": 16384}, (1, 8192, False)),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 8}, (1, 11008, False)),
+        ({"model_type": "granitemoe"}, (0, 0, False)),
+        ({"model_type": "granitemoehybrid"}, (1, 1024, False)),
+        ({"model_type": "nemotron_h", "moe_latent_size": 1024}, (0, 0, False)),
+        ({"model_type": "mixtral"}, (0, 0, False)),
+    ],
+)
+def test_a_config_gives_the_shared_experts_as_one_mlp_of_their_widths_together(
+    values: dict[str, Any], expected: tuple[int, int, bool]
+) -> None:
+    cfg = MoEConfig.from_hf(values)
+    assert (cfg.shared_experts, cfg.shared_intermediate, cfg.shared_gate) == expected
+    cfg = MoEConfig.from_hf(values, shared=False)
+    assert (cfg.shared_experts, cfg.shared_intermediate, cfg.shared_gate) == (0, 0, False)
 
 
 @models
@@ -106,7 +195,9 @@ def test_what_a_config_does_not_say_is_what_transformers_takes_for_it(name: str)
         "gemma4": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 8},
     }.get(row.family, {})
     needed |= {"enable_moe_block": True} if row.family == "gemma4" else {}
-    changes: dict[str, Any] = {"intermediate": 8} if row.family == "deepseek_v2" else {}
+    changes: dict[str, Any] = {}
+    if row.family == "deepseek_v2":
+        changes = {"intermediate": 8, "shared_intermediate": 8}
     config = made(**needed).get_text_config()
     absent = {"model_type": config.model_type, **needed}
     assert MoEConfig.from_hf(absent, **changes) == MoEConfig.from_hf(config, **changes)
@@ -181,7 +272,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_config_of_a_published_model_is_the_one_in_configs(name: str) -> None:
     expected = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
-    actual = MoEConfig.from_hf(PUBLISHED[name], layer=3, max_tokens=expected.max_tokens)
+    actual = MoEConfig.from_hf(
+        PUBLISHED[name], layer=3, shared=False, max_tokens=expected.max_tokens
+    )
     assert dataclasses.replace(actual, layout=None, router_dtype=None) == expected
 
 
@@ -350,6 +443,12 @@ def changed(**fields: Any) -> dict[str, Any]:
             r"moe_topk is \[1, 2\], one number a layer; say which",
         ),
         ({"model_type": "dots1"}, None, "n_routed_experts is missing"),
+        (changed(n_shared_experts=-1), 3, "n_shared_experts is -1; it must be at least 0"),
+        (
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 20},
+            None,
+            "shared_expert_intermediate_size: shared_intermediate is 20; it must be a positive",
+        ),
     ],
 )
 def test_a_config_for_which_there_is_no_rule_is_named_with_what_works(
@@ -364,6 +463,8 @@ def test_a_config_that_is_neither_an_object_of_transformers_nor_a_dict_is_refuse
         MoEConfig.from_hf("deepseek_v3")
     with pytest.raises(TypeError, match="layer is True; it must be of type int"):
         MoEConfig.from_hf(PUBLISHED["deepseek-v3"], True)
+    with pytest.raises(TypeError, match="shared is 1; it must be True or False"):
+        MoEConfig.from_hf(PUBLISHED["deepseek-v3"], shared=1)  # type: ignore[arg-type]
 
 
 def test_each_layer_may_have_numbers_of_its_own() -> None:
@@ -427,7 +528,7 @@ def test_projections_around_the_experts_are_the_callers_and_the_error_says_how()
     block = tiny("nemotron_h_latent")
     cfg = block.config
     assert (cfg.hidden, cfg.routing, cfg.layout) == (32, "caller", "nemotron_h")
-    shared = FAMILIES["nemotron_h"].shared
+    shared = FAMILIES["nemotron_h"].shared_names
 
     def load(ignore: Sequence[str]) -> dict[str, Tensor]:
         return load_block(cfg, block.state_dict, block.prefix, 0, 1, ignore)
@@ -443,7 +544,7 @@ def test_projections_around_the_experts_are_the_callers_and_the_error_says_how()
     assert not given["gate.weight"].any()
     cfg = dataclasses.replace(cfg, selection_bias=True)
     assert not load((*shared, *projections, "gate."))["gate.selection_bias"].any()
-    plain = tiny("nemotron_h")
+    plain = tiny("nemotron_h", shared=False)
     with pytest.raises(ValueError, match=r"ignore is .*gate\.\S+ is the layer's; it is needed"):
         load_block(plain.config, plain.state_dict, plain.prefix, 0, 1, (*shared, "gate."))
 
@@ -468,11 +569,10 @@ def test_a_hashed_layer_takes_ids_from_a_table_of_its_caller_and_weighs_them_its
     assert block.config.routing == "ids"
     x, numbers = block.draw(37), block.token_numbers(37)
     expected = block.module(x.double().unsqueeze(0), input_ids=numbers).squeeze(0)
-    expected = expected - block.module.shared_experts(x.double())
     with pytest.raises(
         ValueError, match=r"gate\.tid2eid is not used by the layer: its experts are"
     ):
-        load_block(block.config, block.state_dict, block.prefix, 0, 1, ["shared_experts."])
+        load_block(block.config, block.state_dict, block.prefix, 0, 1)
 
     def rank_main(world: World) -> Tensor:
         layer = MoELayer.from_hf(block.config, world, block.state_dict, block.prefix, block.ignore)
@@ -511,7 +611,7 @@ def test_gpt_oss_as_it_is_shipped_computes_what_transformers_dequantises() -> No
     with pytest.warns(UserWarning, match="MXFP4.* are dequantised"):
         outputs = virtual.run(rank_main, ranks=2)
     for rows, y in zip(x, outputs, strict=True):
-        assert reference.relative_error(y, block.routed_output(rows)) <= TOLERANCE[torch.float32]
+        assert reference.relative_error(y, block.output(rows)) <= TOLERANCE[torch.float32]
 
 
 def test_a_toml_file_may_name_the_config_of_a_model_and_say_what_is_otherwise(
@@ -522,6 +622,11 @@ def test_a_toml_file_may_name_the_config_of_a_model_and_say_what_is_otherwise(
     toml.write_text('hf_config = "config.json"\nhf_layer = 3\nmax_tokens = 64\n[run]\ntokens = 8\n')
     expected = MoEConfig.from_hf(PUBLISHED["deepseek-v3"], 3, max_tokens=64)
     assert MoEConfig.from_toml(toml) == expected
+    toml.write_text('hf_config = "config.json"\nhf_layer = 3\nhf_shared = false\n')
+    assert MoEConfig.from_toml(toml).shared_experts == 0
+    toml.write_text('hf_config = "config.json"\nhf_shared = 0\n')
+    with pytest.raises(TypeError, match=r"layer\.toml: hf_shared is 0; it must be of type bool"):
+        MoEConfig.from_toml(toml)
     toml.write_text('hf_config = "config.json"\nhf_layer = 2\n')
     with pytest.raises(ValueError, match=r"layer\.toml: layer is 2, which has no routed experts"):
         MoEConfig.from_toml(toml)

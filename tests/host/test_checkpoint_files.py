@@ -134,7 +134,7 @@ def test_a_layer_is_made_of_a_folder_that_transformers_wrote_in_shards(tmp_path:
         return y
 
     for y in virtual.run(rank_main, ranks=2):
-        assert reference.relative_error(y, block.routed_output(x)) <= 1e-5
+        assert reference.relative_error(y, block.output(x)) <= 1e-5
 
 
 def test_a_tensor_that_an_index_promises_and_no_file_has_is_named(tmp_path: Path) -> None:

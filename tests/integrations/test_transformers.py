@@ -142,8 +142,10 @@ def test_a_family_without_an_interface_runs_with_layers_in_place_of_its_blocks(n
     expected, expected_tokens = answer(model, ids)
     row = TINY[name]
     block = f"model.layers.{row.layer}.{row.block}"
-    ignore = FAMILIES[row.family].shared
-    cfg = MoEConfig.from_hf(model.config, row.layer, dtype=torch.float32, max_tokens=MAX_TOKENS)
+    ignore = FAMILIES[row.family].shared_names
+    cfg = MoEConfig.from_hf(
+        model.config, row.layer, shared=False, dtype=torch.float32, max_tokens=MAX_TOKENS
+    )
     with moeos.init() as world:
         layer = MoELayer.from_hf(cfg, world, model.state_dict(), block, ignore)
         model.set_submodule(block, InPlaceOfABlock(layer, model.get_submodule(block)))
