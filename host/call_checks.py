@@ -21,16 +21,24 @@ WEIGHTS = ("w1", "b1", "w2", "b2")
 """The tensors of a call that experts compute with, in the operator's order."""
 ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
 """Those that a router chooses with, in the operator's order behind the weights."""
-_READ = ("x", "topk_ids", "topk_weights", "tokens", *WEIGHTS, *ROUTER)
+SHARED = ("shared_w1", "shared_w2", "shared_gate")
+"""Those of the shared experts, in the operator's order behind the router's."""
+OWN = (*WEIGHTS, *ROUTER, *SHARED)
+"""All that are not of a call's tokens, in the operator's order."""
+_READ = ("x", "topk_ids", "topk_weights", "tokens", *OWN)
 """All that a call reads."""
+_SHARED_FIELDS = ("cfg.shared_experts is 0", "shared_experts=1, shared_intermediate=...")
 _FIELDS = {
-    "b1": "bias",
-    "b2": "bias",
-    "gate.selection_bias": "selection_bias",
-    "gate.bias": "router_bias",
-    "gate.expert_scale": "expert_scale",
+    "b1": ("cfg.bias is False", "bias=True"),
+    "b2": ("cfg.bias is False", "bias=True"),
+    "gate.selection_bias": ("cfg.selection_bias is False", "selection_bias=True"),
+    "gate.bias": ("cfg.router_bias is False", "router_bias=True"),
+    "gate.expert_scale": ("cfg.expert_scale is False", "expert_scale=True"),
+    "shared_w1": _SHARED_FIELDS,
+    "shared_w2": _SHARED_FIELDS,
+    "shared_gate": ("cfg.shared_gate is False", "shared_gate=True"),
 }
-"""Of a config, that says whether there is such a tensor."""
+"""What a config says that has no such tensor, and what of one that has."""
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 """Classes of tensors that have nothing but their memory, and none."""
@@ -71,6 +79,20 @@ def expected_router(cfg: MoEConfig) -> tuple[Expected | None, ...]:
             Expected(name, torch.Size((rows,)), torch.float32) if there else None
             for name, there in zip(others, present, strict=True)
         ),
+    )
+
+
+def expected_shared(cfg: MoEConfig) -> tuple[Expected | None, ...]:
+    """In the order of `SHARED`; None where there is no such tensor."""
+    n, there = cfg.shared_experts, cfg.shared_experts > 0
+    shapes = (
+        (n, cfg.shared_w1_rows, cfg.hidden) if there else None,
+        (n, cfg.hidden, cfg.shared_intermediate) if there else None,
+        (cfg.hidden,) if cfg.shared_gate else None,
+    )
+    return tuple(
+        None if shape is None else Expected(name, torch.Size(shape), cfg.dtype)
+        for name, shape in zip(SHARED, shapes, strict=True)
     )
 
 
@@ -259,14 +281,13 @@ def check_weights(
     absent: str,
 ) -> None:
     """Raises unless all of these are as expected. `absent`: what is said where one is missing."""
-    for name, wanted, tensor in zip((*WEIGHTS, *ROUTER), expected, tensors, strict=True):
+    for name, wanted, tensor in zip(OWN, expected, tensors, strict=True):
         if wanted is not None:
             _check_weight(device, wanted, tensor, absent)
         elif tensor is not None:
-            field = _FIELDS[name]
+            said, needed = _FIELDS[name]
             raise ValueError(
-                f"{name} is given, and cfg.{field} is False: leave it None, or make this with "
-                f"MoEConfig({field}=True)"
+                f"{name} is given, and {said}: leave it None, or make this with MoEConfig({needed})"
             )
 
 
@@ -337,5 +358,5 @@ def _transposed(name: str, tensor: torch.Tensor, shape: torch.Size) -> str:
     order = ", where of a gated activation all gate rows come before the up rows"
     return (
         f", each expert's matrix transposed: keep {name}.transpose(1, 2).contiguous()"
-        f"{order if name == 'w1' else ''}"
+        f"{order if name in ('w1', 'shared_w1') else ''}"
     )

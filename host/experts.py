@@ -21,14 +21,16 @@ from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
 
+_NOTHING_ELSE = (None,) * (len(call_checks.OWN) - len(call_checks.WEIGHTS))
+"""In place of the tensors that `Experts` do without."""
+
 
 class Caller(NamedTuple):
     """Who makes a call, as far as it differs.
 
     Attributes:
         name: in what errors say.
-        expected: the tensors that are not of a call's tokens: those of `call_checks.WEIGHTS`, then
-            `call_checks.ROUTER`.
+        expected: the tensors that are not of a call's tokens, in the order of `call_checks.OWN`.
         absent: what is said where one is missing.
         routes: whether routing may be left to the gate.
         any_ids: see `moeos.engines.base.CallTensors`.
@@ -52,11 +54,18 @@ class Experts:
 
     Raises:
         ConfigMismatch: the ranks' configs differ; the same error on all of them.
-        ValueError: E is not divisible by the number of ranks, or a size does not fit.
+        ValueError: E is not divisible by the number of ranks, a size does not fit, or the config
+            has shared experts, which a `MoELayer` computes.
     """
 
     def __init__(self, cfg: MoEConfig, world: World, workspace: Workspace | None = None) -> None:
         agreement.require_config(cfg)
+        if cfg.shared_experts > 0:
+            raise ValueError(
+                f"shared_experts is {cfg.shared_experts}; Experts compute routed experts alone: "
+                "make a MoELayer, or set shared_experts=0 and shared_intermediate=0 and add them "
+                "yourself"
+            )
         agreement.require_world(world)
         require_workspace(workspace, world)
         # Layers are made one after the other, whichever threads make them.
@@ -114,7 +123,7 @@ class Experts:
             topk_ids,
             topk_weights,
             tokens,
-            (w1, b1, w2, b2, None, None, None, None),
+            (w1, b1, w2, b2, *_NOTHING_ELSE),
             out,
             pieces,
         )
@@ -268,7 +277,7 @@ class Experts:
         self._known: dict[str, KnownTensors] = {}
         self._caller = Caller(
             "Experts",
-            (*self.expected, *[None] * len(call_checks.ROUTER)),
+            (*self.expected, *_NOTHING_ELSE),
             absent="MoEConfig(bias=True) has one",
             routes=False,
             any_ids=True,

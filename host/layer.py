@@ -31,6 +31,8 @@ _OF_THE_GATE = {
     "expert_scale": "gate.expert_scale",
 }
 """Where the tensors lie that a config has under these names."""
+_COMPUTED_WITH = (*wrappers.EXPERTS, *call_checks.SHARED)
+"""What has the layer's dtype, and keeps it."""
 
 
 class Gate(nn.Module):
@@ -99,6 +101,8 @@ class MoELayer(nn.Module):
         w1 [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate.
         w2 [X, H, I].
         b1 [X, 2I or I], b2 [X, H] with `cfg.bias`.
+        shared_w1 [n, 2Is or Is, H], shared_w2 [n, H, Is] with n = `cfg.shared_experts` above 0, and
+            shared_gate [H] with `cfg.shared_gate`: equal on all ranks, as the gate is.
         gate.bias fp32 [R] with `cfg.router_bias`.
         gate.selection_bias fp32 [R] with `cfg.selection_bias` (a buffer).
         gate.expert_scale fp32 [R] with `cfg.expert_scale` (a buffer).
@@ -146,8 +150,9 @@ class MoELayer(nn.Module):
         as "model.layers.0.mlp."; or it is the path of a folder, an index or a file with them. This
         rank's experts are kept, and of files no others are read. A tensor there that is not used
         raises, unless its name below `prefix` begins with one of `ignore`: pass
-        ("shared_experts.",) where shared experts are computed elsewhere. See
-        `moeos.checkpoints.load_block`, which says what it understands and whose errors it raises.
+        ("shared_experts.",), and a config without them, where shared experts are computed
+        elsewhere. See `moeos.checkpoints.load_block`, which says what it understands and whose
+        errors it raises.
         Errors of calls name the layer by `prefix`.
         """
         layer = cls(cfg, world, workspace, init=False)
@@ -194,8 +199,8 @@ class MoELayer(nn.Module):
                 a piece.
 
         Returns:
-            as x, of `cfg.dtype`; zeros for a token that no expert took and in the rows beyond the
-            tokens.
+            as x, of `cfg.dtype`; zeros in the rows beyond the tokens. A token that no expert took
+            has zeros too, or what its shared experts return.
 
         Raises:
             TypeError, ValueError: an argument or a parameter is not as above.
@@ -243,6 +248,9 @@ class MoELayer(nn.Module):
             gate._buffers.get("selection_bias"),
             gate._parameters.get("bias"),
             gate._buffers.get("expert_scale"),
+            own.get("shared_w1"),
+            own.get("shared_w2"),
+            own.get("shared_gate"),
         )
         return experts.run(
             self._caller, order, x, topk_ids, topk_weights, tokens, tensors, out, pieces, weigh
@@ -347,6 +355,7 @@ class MoELayer(nn.Module):
             (
                 *call_checks.expected_weights(cfg, local),
                 *call_checks.expected_router(cfg),
+                *call_checks.expected_shared(cfg),
             ),
             absent="the layer was made with one",
             routes=True,
@@ -358,6 +367,10 @@ class MoELayer(nn.Module):
             self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
             self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
             self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
+            self.shared_w1, self.shared_w2, self.shared_gate = (
+                None if wanted is None else _parameter(*wanted.shape, dtype=wanted.dtype)
+                for wanted in call_checks.expected_shared(cfg)
+            )
         if init:
             self._initialise_alike(world)
         self._use(world, apart, workspace)
@@ -405,6 +418,9 @@ class MoELayer(nn.Module):
             _fill_uniform(self.gate.weight, generator)
             if self.gate.bias is not None:
                 self.gate.bias.zero_()
+            for shared in (self.shared_w1, self.shared_w2, self.shared_gate):
+                if shared is not None:
+                    _fill_uniform(shared, generator)
             for local in range(self.w1.shape[0]):
                 generator.manual_seed((seed + 1 + first + local) % (1 << _SEED_BITS))
                 _fill_uniform(self.w1[local], generator)
@@ -425,7 +441,7 @@ class MoELayer(nn.Module):
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             made = fn(tensor)
             name = names.get(id(tensor))
-            if name in wrappers.EXPERTS and made.dtype != tensor.dtype == self.cfg.dtype:
+            if name in _COMPUTED_WITH and made.dtype != tensor.dtype == self.cfg.dtype:
                 raise TypeError(
                     f"{name} would become {made.dtype}; this MoELayer computes in {tensor.dtype}: "
                     "cast the model's other modules only, or, where its backend computes in "
@@ -472,6 +488,10 @@ class MoELayer(nn.Module):
                 # The parameter becomes this tensor, which must not keep all ranks' experts alive.
                 mine = mine if mine.untyped_storage().nbytes() == mine.nbytes else mine.clone()
             taken[prefix + name] = mine
+        for name in call_checks.SHARED:
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor):
+                taken[prefix + name] = sharding.everything(prefix + name, given)
         super()._load_from_state_dict(taken, prefix, *others)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -67,9 +67,12 @@ class Weights:
     selection_bias: Tensor | None
     router_bias: Tensor | None = None
     expert_scale: Tensor | None = None
+    shared_w1: Tensor | None = None
+    shared_w2: Tensor | None = None
+    shared_gate: Tensor | None = None
 
     def of_rank(self, rank: int, ranks: int) -> Weights:
-        """The router's parameters and those of one rank's experts."""
+        """The router's parameters, the shared experts', and those of one rank's experts."""
         local = self.cfg.experts_per_rank(ranks)
         mine = slice(rank * local, (rank + 1) * local)
         return dataclasses.replace(
@@ -93,6 +96,7 @@ class Weights:
             "w2": mine.w2,
             "b1": mine.b1,
             "b2": mine.b2,
+            **self._shared(),
         }
         layer.load_state_dict({name: part for name, part in parts.items() if part is not None})
         return layer
@@ -111,7 +115,11 @@ class Weights:
             b2=self.b2,
             selection_bias=self.selection_bias,
             **self._rules(),
+            **self._shared(),
         )
+
+    def _shared(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in ("shared_w1", "shared_w2", "shared_gate")}
 
     def _rules(self) -> dict[str, Tensor | None]:
         return {"router_bias": self.router_bias, "expert_scale": self.expert_scale}
@@ -169,6 +177,7 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
         return torch.empty(cfg.router_rows).uniform_(low, high, generator=generator)
 
     bias = uniform(-0.2, 0.2) if cfg.selection_bias else None
+    shared, width = cfg.shared_experts, cfg.shared_intermediate
     return Weights(
         cfg=cfg,
         gate=gate,
@@ -179,6 +188,9 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
         selection_bias=bias,
         router_bias=uniform(-1.0, 1.0) if cfg.router_bias else None,
         expert_scale=uniform(0.5, 2.0) if cfg.expert_scale else None,
+        shared_w1=draw(shared, cfg.shared_w1_rows, cfg.hidden) if shared else None,
+        shared_w2=draw(shared, cfg.hidden, width) if shared else None,
+        shared_gate=draw(cfg.hidden) if cfg.shared_gate else None,
     )
 
 

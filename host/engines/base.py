@@ -22,7 +22,8 @@ class CallTensors(NamedTuple):
 
     x [rows, H] and out [rows, H], which share no memory: a call may keep sums in out while it
     reads x; gate [R, H] of cfg.gate_dtype, or None if routing is given; selection_bias,
-    router_bias and expert_scale fp32 [R], or None; topk_ids int32 or int64 [rows, k] and
+    router_bias and expert_scale fp32 [R], or None; shared_w1 [n, 2Is or Is, H], shared_w2
+    [n, H, Is] and shared_gate [H], or None; topk_ids int32 or int64 [rows, k] and
     topk_weights of any floating point type [rows, k], of any strides, or None: without weights the
     gate weighs these ids, and without either it chooses, too; w1 [X, 2I or I, H]; w2 [X, H, I]; b1
     and b2 or None; tokens int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that
@@ -47,6 +48,9 @@ class CallTensors(NamedTuple):
     pieces: int = 1
     router_bias: torch.Tensor | None = None
     expert_scale: torch.Tensor | None = None
+    shared_w1: torch.Tensor | None = None
+    shared_w2: torch.Tensor | None = None
+    shared_gate: torch.Tensor | None = None
 
 
 _OF_THE_GATE = {

@@ -174,14 +174,16 @@ class ArgumentPacker:
         its memory: that is asked where its address is a new one, as a storage that is cut moves.
         """
         # By place, as names cost more; the order is that of the fields.
-        x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids, _, *of_router = tensors
+        x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids = tensors[:12]
+        router_bias, expert_scale = tensors[13:15]
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
             w1.data_ptr(),
             w2.data_ptr(),
             0 if bias is None else bias.data_ptr(),
-            *(0 if tensor is None else tensor.data_ptr() for tensor in of_router),
+            0 if router_bias is None else router_bias.data_ptr(),
+            0 if expert_scale is None else expert_scale.data_ptr(),
             0 if b1 is None else b1.data_ptr(),
             0 if b2 is None else b2.data_ptr(),
         )

@@ -282,6 +282,9 @@ ADDED: dict[str, Change] = {
     "gate.bias": lambda layer: setattr(layer.gate, "bias", parameter(EXPERTS)),
     "gate.selection_bias": lambda layer: setattr(layer.gate, "selection_bias", torch.ones(EXPERTS)),
     "gate.expert_scale": lambda layer: setattr(layer.gate, "expert_scale", torch.ones(EXPERTS)),
+    "shared_w1": lambda layer: setattr(layer, "shared_w1", parameter(1, CFG.w1_rows, HIDDEN)),
+    "shared_w2": lambda layer: setattr(layer, "shared_w2", parameter(1, HIDDEN, HIDDEN)),
+    "shared_gate": lambda layer: setattr(layer, "shared_gate", parameter(HIDDEN)),
 }
 
 
@@ -296,13 +299,16 @@ def test_a_tensor_for_which_the_config_has_no_place_is_refused_by_name(
 ) -> None:
     weights = draw_weights(CFG)
     call = draw_call(CFG, 20, 0)
-    field = {"b1": "bias", "b2": "bias", "gate.bias": "router_bias"}.get(name, name[len("gate.") :])
+    fields = {"b1": "bias", "b2": "bias", "gate.bias": "router_bias", "shared_gate": "shared_gate"}
+    needed = f"{fields.get(name, name[len('gate.') :])}=True"
+    if name in ("shared_w1", "shared_w2"):
+        needed = "shared_experts=1, shared_intermediate=..."
 
     def rank_main(world: World) -> torch.Tensor:
         layer = weights.layer(world)
         layer(X)  # which finds nothing wrong
         ADDED[name](layer)
-        with pytest.raises(ValueError, match=rf"^{name} is given, .*MoEConfig\({field}=True\)"):
+        with pytest.raises(ValueError, match=rf"^{name} is given, .*MoEConfig\({needed}\)"):
             (torch.compile(layer, backend="eager") if compiled else layer)(X)
         module, _, attribute = name.rpartition(".")
         setattr(layer.get_submodule(module), attribute, None)
