@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from moeos import reference
+from moeos import call_checks, reference
 from moeos.cli.workload import Batch
 from moeos.layer import MoELayer
 
@@ -64,12 +64,19 @@ class Checker:
     def __init__(self, layer: MoELayer, calls: int) -> None:
         cfg = layer.cfg
         flops = 2 * cfg.top_k * (cfg.w1_rows + cfg.intermediate) * cfg.hidden
-        row_bytes = 8 * max(2 * cfg.hidden, cfg.w1_rows)
+        of_each = cfg.shared_w1_rows + cfg.shared_intermediate
+        flops += 2 * cfg.shared_experts * of_each * cfg.hidden
+        row_bytes = 8 * max(2 * cfg.hidden, cfg.w1_rows, cfg.shared_w1_rows)
         self._layer = layer
         self._gate = layer.gate.weight.cpu()
         self._rules = {
             name: None if tensor is None else tensor.detach().cpu()
             for name, tensor in layer.gate.rules().items()
+        }
+        shared = {name: getattr(layer, name) for name in call_checks.SHARED}
+        self._shared = {
+            name: None if tensor is None else tensor.detach().cpu()
+            for name, tensor in shared.items()
         }
         self._per_call = max(1, int(min(_MAX_FLOPS / flops, _MAX_BYTES / row_bytes)) // calls)
         self._samples: list[_Sample] = []
@@ -115,6 +122,7 @@ class Checker:
             b1=weights.get("b1"),
             b2=weights.get("b2"),
             **self._rules,
+            **self._shared,
         ).split([len(sample.x) for sample in samples])
         errors = [
             reference.relative_error(sample.out, rows)

@@ -61,6 +61,7 @@ class Work:
         padding_rows: rows computed only because segments are padded to 8 rows.
         router_flops: 2 S E H.
         expert_flops: 2 (2I + I) H for each pair received, or 2 (I + I) H where there is no gate.
+        shared_flops: likewise of each token and shared expert, and 2 H of a token for their gate.
         weight_bytes: weights of the experts that have rows, read once.
         dispatch_bytes: rows to other ranks, H elements each; of a token, one to each rank where a
             call has many for it.
@@ -79,6 +80,7 @@ class Work:
     padding_rows: int
     router_flops: int
     expert_flops: int
+    shared_flops: int
     weight_bytes: int
     dispatch_bytes: int
     combine_bytes: int
@@ -97,7 +99,8 @@ class Work:
         compute: FLOPs at the dense BF16 rate. link: bytes to peers. memory: reading the weights.
         """
         return {
-            "compute": (self.router_flops + self.expert_flops) / H200_GEMM_FLOPS,
+            "compute": (self.router_flops + self.expert_flops + self.shared_flops)
+            / H200_GEMM_FLOPS,
             "link": self.bytes_to_peers / H200_LINK_BYTES,
             "memory": self.weight_bytes / H200_MEMORY_BYTES,
         }
@@ -126,9 +129,9 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
 
 
 def weight_bytes_per_rank(cfg: MoEConfig, ranks: int) -> int:
-    """Gate, w1 and w2, and b1 and b2 where the layer has them, of one rank."""
+    """Gate, w1 and w2, and b1, b2 and shared experts where the layer has them, of one rank."""
     router = cfg.experts * cfg.hidden * cfg.gate_dtype.itemsize
-    return router + cfg.experts_per_rank(ranks) * _expert_bytes(cfg)
+    return router + cfg.experts_per_rank(ranks) * _expert_bytes(cfg) + _shared_bytes(cfg)
 
 
 def even_routing(cfg: MoEConfig, source: int, experts: range, tokens: int) -> list[int]:
@@ -228,7 +231,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         padding_rows=padding,
         router_flops=2 * tokens * cfg.experts * cfg.hidden,
         expert_flops=2 * received * (cfg.w1_rows + cfg.intermediate) * cfg.hidden,
-        weight_bytes=busy_experts * _expert_bytes(cfg),
+        shared_flops=2 * tokens * _shared_elements(cfg),
+        weight_bytes=busy_experts * _expert_bytes(cfg) + (tokens > 0) * _shared_bytes(cfg),
         dispatch_bytes=row_bytes
         * sum(
             _rows_once(cfg, sizes, peer, sent[peer * local : (peer + 1) * local], tokens)
@@ -296,3 +300,13 @@ def _expert_bytes(cfg: MoEConfig) -> int:
     if cfg.bias:
         elements += cfg.w1_rows + cfg.hidden
     return elements * cfg.dtype.itemsize
+
+
+def _shared_elements(cfg: MoEConfig) -> int:
+    """Of all weights of the shared experts: a token's products, each once."""
+    of_each = cfg.shared_w1_rows + cfg.shared_intermediate
+    return (cfg.shared_experts * of_each + cfg.shared_gate) * cfg.hidden
+
+
+def _shared_bytes(cfg: MoEConfig) -> int:
+    return _shared_elements(cfg) * cfg.dtype.itemsize

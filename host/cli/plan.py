@@ -221,6 +221,8 @@ def _print_work(work: Work) -> None:
     made.add_section()
     made.add_row("router FLOPs", f"{work.router_flops:.4g}")
     made.add_row("expert FLOPs", f"{work.expert_flops:.4g}")
+    if work.shared_flops > 0:
+        made.add_row("shared experts' FLOPs", f"{work.shared_flops:.4g}")
     made.add_row("weights read", output.size(work.weight_bytes))
     made.add_section()
     made.add_row("dispatched to peers", output.size(work.dispatch_bytes))
