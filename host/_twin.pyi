@@ -71,6 +71,9 @@ class Rank:
         b1: int,
         w2: int,
         b2: int,
+        shared_w1: int,
+        shared_w2: int,
+        shared_gate: int,
         out: int,
     ) -> moeos._runtime.Failure: ...
     def abort(self) -> None: ...

@@ -16,7 +16,7 @@ import torch
 
 from moeos import _runtime
 from moeos.config import MoEConfig
-from moeos.sizes import CHUNK_ROWS, layer_sizes, parts
+from moeos.sizes import CHUNK_ROWS, layer_sizes, parts, shared_cut
 
 ARCHITECTURES = ("sm_90a",)
 """What kernels can be compiled for: Hopper, whose own instructions they use."""
@@ -108,13 +108,9 @@ class KernelShape:
         Raises `ValueError` when a bound does not fit the runtime's words.
         """
         cfg = self.cfg
-        wide, narrow = (
-            parts(cfg, gemm0_columns, gemm1_columns)
-            for gemm0_columns, gemm1_columns in (
-                (_gemm0_columns(cfg), _TILE_COLUMNS),
-                (narrow_gemm0_columns(cfg), _TILE_COLUMNS // 2),
-            )
-        )
+        wide_columns = (_gemm0_columns(cfg), _TILE_COLUMNS)
+        narrow_columns = (narrow_gemm0_columns(cfg), _TILE_COLUMNS // 2)
+        wide, narrow = parts(cfg, *wide_columns), parts(cfg, *narrow_columns)
         cut = {
             "tile_rows": _TILE_ROWS,
             "route_tokens": _ROUTE_TOKENS,
@@ -132,6 +128,7 @@ class KernelShape:
             "once_after": _once_after(cfg, self.world_size),
             "spread_tokens": _spread_tokens(cfg),
             "whole_rows": _NARROW_ROWS,
+            **shared_cut(cfg, wide_columns, narrow_columns),
         }
         return layer_sizes(
             cfg,
@@ -150,7 +147,8 @@ def check_supported(cfg: MoEConfig) -> None:
         allowed = " or ".join(map(str, DTYPES))
         raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
     of_router = "router_rows" if cfg.zero_experts > 0 else "experts"  # with the zero experts
-    bounds = {of_router: MAX_EXPERTS, "top_k": MAX_TOP_K, "expert_groups": MAX_GROUPS}
+    rows = MAX_TOP_K - (cfg.shared_experts > 0)  # a lane of a warp loads each that is added up
+    bounds = {of_router: MAX_EXPERTS, "top_k": rows, "expert_groups": MAX_GROUPS}
     for name, most in bounds.items():
         if getattr(cfg, name) > most:
             raise ValueError(
@@ -184,10 +182,13 @@ def narrow_gemm0_columns(cfg: MoEConfig) -> int:
 
 
 def has_whole_parts(cfg: MoEConfig) -> bool:
-    """Whether every part of both GEMMs has all the columns of a tile: kWholeParts of
+    """Whether every part of all GEMMs has all the columns of a tile: kWholeParts of
     kernels/sm90/config.cuh.
     """
-    return cfg.hidden >= _TILE_COLUMNS and cfg.intermediate >= _gemm0_columns(cfg)
+    narrowest = cfg.intermediate
+    if cfg.shared_experts > 0:
+        narrowest = min(narrowest, cfg.shared_intermediate)
+    return cfg.hidden >= _TILE_COLUMNS and narrowest >= _gemm0_columns(cfg)
 
 
 def _once_rows(cfg: MoEConfig) -> int:

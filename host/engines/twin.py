@@ -19,7 +19,7 @@ from moeos.engines.pieces import pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
-from moeos.sizes import layer_sizes, parts
+from moeos.sizes import layer_sizes, parts, shared_cut
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import SharedMemory, World
 
@@ -44,8 +44,8 @@ def sizes_of(
     cfg: MoEConfig, world_size: int, processors: int, remote: bool = False, trace_events: int = 0
 ) -> _runtime.Sizes:
     """Buffers and bounds of a layer on the twin; raises as `layer_sizes` does."""
-    columns = _twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS
-    gemm0_parts, gemm1_parts = parts(cfg, columns, _twin.PLAIN_COLUMNS)
+    columns = (_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS, _twin.PLAIN_COLUMNS)
+    gemm0_parts, gemm1_parts = parts(cfg, *columns)
     cut = {
         "tile_rows": _TILE_ROWS,
         "route_tokens": _ROUTE_TOKENS,
@@ -57,6 +57,7 @@ def sizes_of(
         "once_after": _ONCE_AFTER,
         "spread_tokens": _SPREAD_TOKENS,
         "whole_rows": _WHOLE_ROWS,
+        **shared_cut(cfg, columns),
     }
     return layer_sizes(cfg, world_size, processors, cut, remote=remote, trace_events=trace_events)
 
@@ -199,6 +200,9 @@ class TwinEngine:
             b1=_address(tensors.b1),
             w2=tensors.w2.data_ptr(),
             b2=_address(tensors.b2),
+            shared_w1=_address(tensors.shared_w1),
+            shared_w2=_address(tensors.shared_w2),
+            shared_gate=_address(tensors.shared_gate),
             out=tensors.out.data_ptr(),
         )
         if failure.kind != 0:
