@@ -113,6 +113,8 @@ class AllToAllLayer:
     ) -> None:
         if cfg.bias or cfg.capacity_factor is not None or cfg.swiglu_limit is not None:
             raise ValueError("the baseline has no biases, no capacity and no SwiGLU limit")
+        if cfg.shared_experts > 0:
+            raise ValueError("the baseline has no shared experts")
         lacks = cfg.router_bias or cfg.expert_scale or cfg.apply_router_weight_on_input
         if lacks or cfg.zero_experts > 0 or cfg.scoring not in ("softmax", "sigmoid"):
             raise ValueError(

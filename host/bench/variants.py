@@ -273,6 +273,9 @@ def _call(layer: moeos.MoELayer, x: torch.Tensor) -> CallTensors:
         b1=layer.b1,
         w2=layer.w2,
         b2=layer.b2,
+        shared_w1=layer.shared_w1,
+        shared_w2=layer.shared_w2,
+        shared_gate=layer.shared_gate,
     )
 
 

@@ -56,7 +56,7 @@ class Work:
     Attributes:
         tokens: S, of every rank.
         pairs_sent, pairs_received: to and from all ranks, this one included.
-        tiles: row tiles.
+        tiles: row tiles of pairs.
         tasks: pieces of work by kind, as `CallStats.tasks` counts them.
         padding_rows: rows computed only because segments are padded to 8 rows.
         router_flops: 2 S E H.
@@ -207,6 +207,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     first_rows = sizes.once_after * sizes.chunk_rows  # which say nothing of where they are from
     origins = sum(max(0, to_rank[peer] - first_rows) for peer in once)
 
+    shared_tiles = -(-tokens // sizes.tile_rows)  # if there are shared experts
     tells_bases = int(cfg.resolved_row_map == "ragged" and tokens > 0)
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing; but not where
@@ -224,8 +225,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             "route": sizes.route_parts(tokens),
             "dispatch": dispatches,
             "replicate": replicated,
-            "gemm0": tiles * sizes.gemm0_parts,
-            "gemm1": tiles * sizes.gemm1_parts,
+            "gemm0": tiles * sizes.gemm0_parts + shared_tiles * sizes.shared0_parts,
+            "gemm1": tiles * sizes.gemm1_parts + shared_tiles * sizes.shared1_parts,
             "combine": -(-complete // sizes.combine_tokens(tokens)) + looks,
         },
         padding_rows=padding,

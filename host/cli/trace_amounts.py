@@ -70,11 +70,21 @@ def work_of(
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     by_gate = about["routing"] == "uniform"
     tokens = about["tokens"] * len(call.ranks)
+    n, shared = cfg.shared_experts, int(cfg.shared_experts > 0)
+    first = n * cfg.shared_w1_rows + cfg.shared_gate
     found = {
         "route": (2 * tokens * cfg.experts * cfg.hidden * by_gate, "FLOP", H200_GEMM_FLOPS),
-        "gemm0": (2 * rows * cfg.w1_rows * cfg.hidden, "FLOP", H200_GEMM_FLOPS),
-        "gemm1": (2 * rows * cfg.intermediate * cfg.hidden, "FLOP", H200_GEMM_FLOPS),
-        "combine": (rows * row_bytes, "B", H200_MEMORY_BYTES),
+        "gemm0": (
+            2 * (rows * cfg.w1_rows + tokens * first) * cfg.hidden,
+            "FLOP",
+            H200_GEMM_FLOPS,
+        ),
+        "gemm1": (
+            2 * (rows * cfg.intermediate + tokens * n * cfg.shared_intermediate) * cfg.hidden,
+            "FLOP",
+            H200_GEMM_FLOPS,
+        ),
+        "combine": ((rows + tokens * shared) * row_bytes, "B", H200_MEMORY_BYTES),
     }
     if call.whole:
         for kind in COURIERS:

@@ -47,12 +47,28 @@ def families() -> str:
             "; ".join(dict.fromkeys(row.name for row in family.layouts)),
             _routing(family),
             _activation(family),
-            _code(family.shared) or "nothing",
+            _shared(family),
             "; ".join(_works(field, values) for field, values in family.works.items()) or "-",
         )
         for name, family in FAMILIES.items()
     ]
-    return _table((*heads, "Beside the layer", "Fields that must be"), rows)
+    return _table((*heads, "Shared experts", "Fields that must be"), rows)
+
+
+def _shared(family: Family) -> str:
+    shared = family.shared
+    if shared is None:
+        return "none"
+    modules = [row.second.partition(".")[0] + "." for row in shared.layouts]
+    said = _code(family.shared_names or modules) + ": "
+    if shared.count is not None:
+        said += f"`{shared.count.names[0]}` times "
+    said += f"`{shared.width.names[0]}`"
+    if any(row.beside for row in shared.layouts):
+        said += ", beside the block"
+    if family.latent is not None:
+        said += f"; with `{family.latent}` the caller's, as they read what the router reads"
+    return said
 
 
 def _works(field: str, values: Sequence[object]) -> str:

@@ -190,3 +190,8 @@ def test_one_call_leaves_nothing_behind_for_the_next() -> None:
 def test_a_layer_that_the_baseline_does_not_compute_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="the baseline has no biases, no capacity and no"):
         layer_of(dataclasses.replace(PLAIN, **change), 0, 1)  # type: ignore[arg-type]
+
+
+def test_a_layer_with_shared_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="the baseline has no shared experts"):
+        layer_of(dataclasses.replace(PLAIN, shared_experts=1, shared_intermediate=64), 0, 1)

@@ -41,6 +41,7 @@ def stats_of_rank_0(cfg: MoEConfig, ranks: int, tokens: int) -> SimpleNamespace:
         (4, 4, {"capacity_factor": 0.5}),
         (8, 128, {"dtype": torch.bfloat16, "activation": "gelu", "bias": True}),
         (2, 0, {}),
+        (2, 77, {"shared_experts": 2, "shared_intermediate": 160, "shared_gate": True}),
     ],
 )
 def test_a_call_does_what_the_estimate_says(
@@ -73,6 +74,17 @@ def test_without_early_tiles_even_tiles_padding_and_flags_are_exact() -> None:
     assert work.tasks["gemm0"] == stats.tasks["gemm0"]
     assert work.padding_rows == stats.padding_rows == 8 * (32 - 25)
     assert work.flag_bytes == 0
+
+
+def test_tiles_of_shared_experts_are_those_of_the_tokens() -> None:
+    shared = {"shared_experts": 2, "shared_intermediate": 160, "shared_gate": True}
+    for tokens, tiles in ((100, 1), (300, 3), (0, 0)):
+        cfg = config(max_tokens=300, **shared)
+        tasks, plain = work_of(cfg, 1, tokens).tasks, work_of(config(max_tokens=300), 1, tokens)
+        # Of the first product each of both has two tiles of columns, and their gate one.
+        assert tasks["gemm0"] - plain.tasks["gemm0"] == tiles * 5
+        assert tasks["gemm1"] - plain.tasks["gemm1"] == tiles
+    assert work_of(cfg, 1, 100).tasks["gemm0"] == stats_of_rank_0(cfg, 1, 100).tasks["gemm0"]
 
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(0, 2), (1, 4), (77, 4), (128, 8)])

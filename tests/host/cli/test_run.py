@@ -96,9 +96,10 @@ def test_a_synthetic_routing_passes_the_check(config: Path, pattern: str) -> Non
         'scoring = "sqrtsoftplus"\nselection_bias = true\nrouter_bias = true\n',
         "expert_scale = true\n",
         "zero_experts = 5\nrenormalize = false\n",
+        "shared_experts = 2\nshared_intermediate = 24\nshared_gate = true\n",
     ],
 )
-def test_a_router_with_rules_of_its_own_passes_the_check(rules: str, tmp_path: Path) -> None:
+def test_a_layer_with_rules_of_its_own_passes_the_check(rules: str, tmp_path: Path) -> None:
     path = tmp_path / "layer.toml"
     path.write_text(CONFIG + rules + "[run]\ntokens = 40\n")
     document = results(path, "--virtual-ranks", 2)
