@@ -61,8 +61,9 @@ EXCUSED = {
     "--document docs/evaluation.md": "needs the results of GPUs",
     "pip install '.[cuda]'": "installs, for a GPU",
     "mpirun -n 4 python -m tests.gpu.multi": "needs four GPUs",
-    "moeos run layer.toml --weights model --prefix model.layers.3.mlp "
-    "--ignore shared_experts.": "tests/host/cli/test_run_checkpoint.py runs it on a small model",
+    "moeos run layer.toml --weights model --prefix model.layers.3.mlp": (
+        "tests/host/cli/test_run_checkpoint.py runs it on a small model"
+    ),
     "torchrun --nproc-per-node 4 -m moeos.cli trace configs/qwen3-30b-a3b.toml "
     "--backend cuda --tokens 2048": "needs four GPUs",
 }

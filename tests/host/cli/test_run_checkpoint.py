@@ -27,19 +27,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_layer_of_a_model_runs_from_its_own_files(folder: Path) -> None:
-    options = ("--prefix", "model.layers.1.mlp", "--ignore", "shared_experts.")
     code, out, err = commands.invoke(
-        "run", str(folder / "layer.toml"), "--weights", str(folder / "model"), *options, *RUN
+        *("run", str(folder / "layer.toml"), "--weights", str(folder / "model")),
+        *("--prefix", "model.layers.1.mlp", *RUN),
     )
     assert code == 0, err
     assert "error" in out
 
 
-def test_shared_experts_end_the_command_until_it_is_told_that_they_are_added(folder: Path) -> None:
-    code, _, err = commands.invoke(
-        *("run", str(folder / "layer.toml"), "--weights", str(folder / "model")),
-        *("--prefix", "model.layers.1.mlp", *RUN),
-    )
+def test_config_and_command_must_both_say_that_shared_experts_are_added_elsewhere(
+    folder: Path,
+) -> None:
+    config = (folder / "layer.toml").read_text()
+    (folder / "routed.toml").write_text(config + "hf_shared = false\n")
+    ignore = ("--ignore", "shared_experts.")
+
+    def run(name: str, *options: str) -> tuple[int, str]:
+        code, _, err = commands.invoke(
+            *("run", str(folder / name), "--weights", str(folder / "model")),
+            *("--prefix", "model.layers.1.mlp", *options, *RUN),
+        )
+        return code, err
+
+    assert run("routed.toml", *ignore)[0] == 0
+    code, err = run("routed.toml")
     assert code == 2
-    assert "is not used by the layer, which has routed experts alone" in err
+    assert "is not used by the layer, whose shared_experts is 0" in err
     assert "pass ignore=['shared_experts.']" in err
+    code, err = run("layer.toml", *ignore)
+    assert code == 2
+    assert "is the layer's, whose shared_experts is 1: leave it out of ignore" in err
