@@ -46,6 +46,7 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
     limit = draw(st.sampled_from([None, 0.5])) if activation == "swiglu" else None
     zero_experts = draw(st.sampled_from([0, 0, 1, 5])) if groups == 1 else 0
     top_k = draw(st.integers(1, min(8, experts // groups * top_groups + zero_experts)))
+    shared = draw(st.sampled_from([0, 0, 1, 3]))
     cfg = MoEConfig(
         hidden=draw(multiples_of_8(smallest, 336)),
         intermediate=draw(multiples_of_8(smallest, 336)),
@@ -70,6 +71,9 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
         group_score=draw(st.sampled_from(get_args(GroupScore))),
         swiglu_limit=limit,
         bias=draw(st.booleans()),
+        shared_experts=shared,
+        shared_intermediate=draw(multiples_of_8(smallest, 336)) if shared else 0,
+        shared_gate=shared > 0 and draw(st.booleans()),
     )
     return cfg, ranks
 
