@@ -36,7 +36,7 @@ BY_DEFAULT = ("gpt_oss", "longcat_flash")
     ],
 )
 def test_the_kernel_computes_what_transformers_module_computes(name: str, tmp_path: Path) -> None:
-    block = tiny(name, dtype=torch.bfloat16, shared=False)
+    block = tiny(name, dtype=torch.bfloat16)
     cfg = block.config
     loaded = load_block(cfg, block.state_dict, block.prefix, 0, 1, block.ignore)
     weights = Weights(
@@ -49,6 +49,9 @@ def test_the_kernel_computes_what_transformers_module_computes(name: str, tmp_pa
         selection_bias=loaded.get("gate.selection_bias"),
         router_bias=loaded.get("gate.bias"),
         expert_scale=loaded.get("gate.expert_scale"),
+        shared_w1=loaded.get("shared_w1"),
+        shared_w2=loaded.get("shared_w2"),
+        shared_gate=loaded.get("shared_gate"),
     )
     calls, expected = [], []
     for seed, tokens in enumerate(TOKENS):

@@ -27,7 +27,7 @@ NAMES = [] if why_not() else list(TINY)
 
 def block_of(name: str) -> TinyBlock:
     """The family's block, whose weights have the values of bfloat16."""
-    return tiny(name, dtype=torch.bfloat16, shared=False)
+    return tiny(name, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module", autouse=True)
