@@ -154,6 +154,7 @@ PARTNERS |= {
     "activation": ["swiglu_limit is", "swiglu_alpha is"],
     "expert_groups": ["top_groups is", "top_k is"],
     "top_groups": ["top_k is"],
+    "shared_experts": ["shared_intermediate is", "shared_gate is"],
 }
 
 
