@@ -373,10 +373,12 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
     )
     upto = "0 to " if plan.varies else ""
     calls = output.plural(plan.calls, "call")
+    shared = f", {cfg.shared_experts} shared of {cfg.shared_intermediate}"
     print(
         f"{ranks} on the {world.backend}, {processors} each\n"
         f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "
-        f"{cfg.intermediate}, {cfg.activation}, {_name(cfg.dtype)}\n"
+        f"{cfg.intermediate}{shared if cfg.shared_experts else ''}, {cfg.activation}, "
+        f"{_name(cfg.dtype)}\n"
         f"{calls} with {upto}{plan.tokens} tokens a rank; {plan.source}",
         flush=True,
     )

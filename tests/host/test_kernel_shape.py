@@ -28,8 +28,12 @@ from tests.processes import ROOT
             {"experts": 64, "expert_groups": 64, "top_groups": 64},
             'expert_groups is 64; .* at most 32 .* "twin"',
         ),
+        (
+            {"experts": 64, "top_k": 32, "shared_experts": 1, "shared_intermediate": 64},
+            'top_k is 32; .* at most 31 .* "twin"',
+        ),
     ],
-    ids=["float32", "experts", "top_k", "groups"],
+    ids=["float32", "experts", "top_k", "groups", "top_k beside shared experts"],
 )
 def test_a_layer_that_the_gpu_does_not_have_is_refused(
     changes: dict[str, Any], message: str
@@ -171,6 +175,15 @@ def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:
         ({"hidden": 256, "intermediate": 248, "activation": "gelu"}, 8),
         ({"hidden": 248, "intermediate": 128}, 8),
         ({"hidden": 256, "intermediate": 120}, 8),
+        (
+            {
+                "hidden": 256,
+                "intermediate": 128,
+                "shared_experts": 1,
+                "shared_intermediate": 120,
+            },
+            8,
+        ),
     ],
 )
 def test_segments_are_padded_where_a_gemm_has_fewer_columns_than_a_tile(
