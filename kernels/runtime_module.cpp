@@ -146,11 +146,14 @@ void check_fits(const Geometry& geometry) {
         "the number of rows of a cell");
   limit(u64{world} * geometry.cell_rows(), std::numeric_limits<u32>::max(),
         "the number of rows of all cells");
-  limit(geometry.tiles_max(), ReadyWord::kTasks, "the number of tiles");
+  limit(geometry.tiles_max() + geometry.shared_tiles(geometry.max_tokens), ReadyWord::kTasks,
+        "the number of tiles");
   limit(u64{kReturnsSubscribersMax} * geometry.max_tokens, ReadyWord::kTasks,
         "the number of places for tokens that are complete");
-  limit(maximum(geometry.route_blocks(), geometry.tile_parts_max()), ReadyWord::kParts - 1,
-        "the number of parts of a task");
+  const u32 shared_parts = maximum(geometry.shared0_parts, geometry.shared0_narrow_parts) +
+                           maximum(geometry.shared1_parts, geometry.shared1_narrow_parts);
+  limit(maximum(maximum(geometry.route_blocks(), geometry.tile_parts_max()), shared_parts),
+        ReadyWord::kParts - 1, "the number of parts of a task");
   limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
   require(geometry.narrow_rows < geometry.tile_rows, "narrow_rows must be below tile_rows");
   require(geometry.chunk_rows < SentChunk::kRows, "chunk_rows must fit a chunk's word");
@@ -315,16 +318,19 @@ NB_MODULE(_runtime, module) {
                    [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).tables; })
       .def_prop_ro("records_bytes",
                    [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).records; })
-      .def_prop_ro("intermediate_bytes",
-                   [](const Sizes& s) {
-                     return u64{s.geometry.intermediate_rows_max()} * s.geometry.hidden_bytes;
-                   })
+      .def_prop_ro("intermediate_bytes", [](const Sizes& s) { return s.geometry.between_bytes(); })
+      .def_prop_ro("shared_between_at",
+                   [](const Sizes& s) { return s.geometry.shared_between_at(); })
+      .def_prop_ro("shared_between_bytes",
+                   [](const Sizes& s) { return s.geometry.shared_between_bytes(); })
       .def_prop_ro("os_memory_bytes", [](const Sizes& s) { return OsMemory::bytes(s.geometry); })
       .def_prop_ro("offsets", &offsets_of, nb::sig("def offsets(self) -> dict[str, int]"))
       .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
-      .def_prop_ro(
-          "result_bytes",
-          [](const Sizes& s) { return u64{s.geometry.result_rows()} * s.geometry.row_bytes; })
+      .def_prop_ro("result_bytes",
+                   [](const Sizes& s) {
+                     const u64 rows = u64{s.geometry.result_rows()} + s.geometry.shared_results();
+                     return rows * s.geometry.row_bytes;
+                   })
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

@@ -167,7 +167,7 @@ class ArrivalsSubscriber {
     }
     plan.make();
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, plan.parts());
-    MOEOS_CHECK(first == kNone || first == route_parts(rank_.geometry(), call_) +
+    MOEOS_CHECK(first == kNone || first == known_parts(rank_.geometry(), call_) +
                                                own_unsent_parts(rank_.geometry(), call_));
     note_first_tile();
     leave_nothing();
@@ -230,11 +230,11 @@ class ArrivalsSubscriber {
   /// Whether the Combine of tokens that sent no row has its slots, if somebody hands it out. All
   /// other sums wait for what it counts, so it must not stand behind all products.
   bool unsent_handed_out() const {
-    // Those are the first slots behind Route's that anybody takes, unless tiles have been made.
-    // Relaxed: a number, by whose changes slots have their order.
+    // Those are the first slots behind the known parts' that anybody takes, unless tiles have been
+    // made. Relaxed: a number, by whose changes slots have their order.
     return !combines_unsent(call_) || rank_.geometry().may_await(call_.tokens) ||
            agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published)) !=
-               route_parts(rank_.geometry(), call_);
+               known_parts(rank_.geometry(), call_);
   }
 
   bool no_rows() const {

@@ -148,6 +148,42 @@ struct Geometry {
     return minimum(route_blocks() * route_slices, route_blocks() + processors);
   }
 
+  // --- Shared experts: products of a rank's own tokens (known_parts.hpp) ---
+
+  constexpr bool shares() const { return shared_bytes != 0; }
+  /// Tiles of a call's tokens, which follow those of rows in all that has an entry a tile.
+  constexpr u32 shared_tiles(u32 tokens) const {
+    return shares() ? ceil_div(tokens, tile_rows) : 0;
+  }
+  constexpr bool narrow_shared(u32 tokens) const {
+    return align_up(tokens, kSegmentAlign) <= narrow_rows;
+  }
+  constexpr u32 shared0_parts_of(bool narrow) const {
+    return narrow ? shared0_narrow_parts : shared0_parts;
+  }
+  constexpr u32 shared1_parts_of(bool narrow) const {
+    return narrow ? shared1_narrow_parts : shared1_parts;
+  }
+  /// Parts of both products of all of a call's tokens.
+  constexpr u32 shared_parts(u32 tokens) const {
+    const bool narrow = narrow_shared(tokens);
+    return shared_tiles(tokens) * (shared0_parts_of(narrow) + shared1_parts_of(narrow));
+  }
+  constexpr u32 shared_parts_max() const {
+    return maximum(shared_parts(max_tokens), shared_parts(minimum(max_tokens, narrow_rows)));
+  }
+  /// Their results, one a token, which lie behind all others.
+  constexpr u32 shared_results() const { return shares() ? max_tokens : 0; }
+  /// Rows between the two products, a whole number of tiles' halves.
+  constexpr u64 shared_between_bytes() const {
+    return u64{align_up(max_tokens, maximum(kSegmentAlign, tile_rows / 2))} * shared_bytes;
+  }
+  /// Bytes between any two products: of rows, then of tokens.
+  constexpr u64 between_bytes() const { return shared_between_at() + shared_between_bytes(); }
+  constexpr u64 shared_between_at() const {
+    return align_up(u64{intermediate_rows_max()} * hidden_bytes, u64{kCacheLine});
+  }
+
   // --- Calls that are planned whole (arrivals_subscriber.hpp) ---
 
   /// Counts by which a warp plans few rows, and experts of a rank, at most (few_plan.hpp); and
@@ -349,8 +385,8 @@ struct Geometry {
   constexpr u32 trace_actors() const { return processors + couriers + kTracedOsActors; }
   /// (descriptor, part) words that the ready ring can hold in one call.
   constexpr u64 parts_max() const {
-    return u64{route_parts_max()} + u64{tiles_max()} * tile_parts_max() + u64{max_tokens} +
-           route_blocks();
+    return u64{route_parts_max()} + u64{shared_parts_max()} + u64{tiles_max()} * tile_parts_max() +
+           u64{max_tokens} + route_blocks();
   }
 
  private:

@@ -35,7 +35,7 @@ class Inputs {
     } else if (task.kind == TaskKind::gemm1) {
       for (u32 i = 0; i < kOfALane; ++i) {
         word_[i] = &rank.memory.gemm0_parts_done[task.tile];
-        wanted_[i] = rank.geometry().gemm0_parts_of(task.narrow != 0);
+        wanted_[i] = first_parts_of(rank.geometry(), task);
       }
     } else {
       find_results(rank, map, task, found);

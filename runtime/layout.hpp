@@ -77,7 +77,8 @@ class Layout {
   }
 
   constexpr u64 bytes() const {
-    return align_up(result(geometry().result_rows()), u64{kCacheLine});
+    return align_up(result(geometry().result_rows() + geometry().shared_results()),
+                    u64{kCacheLine});
   }
   /// Of the words that all shapes of a world share.
   constexpr u64 header_bytes() const { return header_; }
@@ -178,6 +179,11 @@ class Layout {
   /// (row()), from first_result(p) on.
   constexpr u64 result(u32 index) const {
     return place_.results_at + u64{index} * geometry().row_bytes;
+  }
+  /// Of a rank's own token, what the shared experts make of it.
+  constexpr u32 shared_result(u32 token) const {
+    MOEOS_CHECK(token < geometry().shared_results());
+    return geometry().result_rows() + token;
   }
   /// `packed`: where they begin if results are packed; the owner knows, and tells p (base()).
   constexpr u32 first_result(u32 p, u32 packed) const {

@@ -196,6 +196,10 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
         !processor.await(Inputs<P>(rank, call, map, task, found), dispatch)) {
       return;
     }
+    if (rank.geometry().shares() && task.kind == TaskKind::combine &&
+        !processor.await_shared(dispatch)) {
+      return;
+    }
     processor.begin_part(task);
     const u64 begin = P::now_ns();
     u32 combined = 0;

@@ -170,10 +170,13 @@ class RankMemory {
 
   // Completion counters; who completes a chunk, a block or a tile sets its counter back to zero. Of
   // a first GEMM that processors wait for, who completes the second one does.
-  u32* chunk_rows_done = nullptr;   // [peer][chunk]: of Dispatch
-  u32* route_parts_done = nullptr;  // [block]
-  u32* gemm0_parts_done = nullptr;
-  u32* gemm1_parts_done = nullptr;
+  u32* chunk_rows_done = nullptr;      // [peer][chunk]: of Dispatch
+  u32* route_parts_done = nullptr;     // [block]
+  u32* gemm0_parts_done = nullptr;     // [tile, then tile of tokens]
+  u32* gemm1_parts_done = nullptr;     // the same
+  u32* shared_tiles_done = nullptr;    // tiles of tokens
+  u32* shared_results_here = nullptr;  // the epoch, sealed, in which all of them last were
+  float* shared_weight = nullptr;      // [token]: of the shared experts' result, where it has one
 
   // Routing (routing_map.hpp): what Route wrote for each pair and each block of tokens.
   u8* kept_sums = nullptr;     // [token][kept_bytes]: of logits
@@ -256,8 +259,12 @@ class RankMemory {
     take(replicated, geometry.replications_max());
     take(chunk_rows_done, world * geometry.chunks());
     take(route_parts_done, blocks);
-    take(gemm0_parts_done, geometry.tiles_max());
-    take(gemm1_parts_done, geometry.tiles_max());
+    const u64 tiles = geometry.tiles_max() + geometry.shared_tiles(geometry.max_tokens);
+    take(gemm0_parts_done, tiles);
+    take(gemm1_parts_done, tiles);
+    take(shared_tiles_done, geometry.shares() ? 1 : 0);
+    take(shared_results_here, geometry.shares() ? 1 : 0);
+    take(shared_weight, geometry.shared_results());
     take(kept_sums, u64{geometry.max_tokens} * geometry.kept_bytes);
     take(pair_expert, geometry.pairs());
     take(choices, geometry.plans_itself() ? Geometry::kInPlacePairs : 0);

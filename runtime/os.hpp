@@ -58,7 +58,7 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->tiles_posted = 0;
     // Processors know the first parts without being told.
     *rank.os->published =
-        route_parts(rank.geometry(), call) + own_unsent_parts(rank.geometry(), call);
+        known_parts(rank.geometry(), call) + own_unsent_parts(rank.geometry(), call);
     for (u32 kind = kTaskKinds; kind < kTraceKinds; ++kind) {
       trace_of(rank, static_cast<TraceKind>(kind)).clear();
     }

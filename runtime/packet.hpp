@@ -78,6 +78,17 @@ u8* outgoing_result(const Rank<P>& rank, u32 owner, u32 first, u32 row) {
          rank.layout.write_row(rank.rank, rank.rank, owner, Round::combine, Buffer::staging, row);
 }
 
+/// The same of a segment's first row, behind which all others follow; of a tile of tokens, among
+/// this rank's own results. One look at the owner's word for all rows.
+template <Platform P>
+u8* outgoing_results(const Rank<P>& rank, const Task& task, const Segment& segment) {
+  if (is_shared(rank.geometry(), task)) {
+    return rank.heap + rank.layout.result(rank.layout.shared_result(segment.first_row));
+  }
+  const u32 first = first_result_at(rank, task.epoch, segment.source);
+  return outgoing_result(rank, segment.source, first, segment.first_row);
+}
+
 /// Where a row that `source` sends to this rank lies here.
 template <Platform P>
 u8* arrived_row(const Rank<P>& rank, u32 source, u32 row) {

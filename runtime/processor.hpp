@@ -14,6 +14,7 @@
 #include "runtime/faults.hpp"
 #include "runtime/few_plan.hpp"
 #include "runtime/inputs.hpp"
+#include "runtime/known_parts.hpp"
 #include "runtime/lone_plan.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
@@ -82,13 +83,33 @@ class Processor : Pace<P> {
     return true;
   }
 
+  /// Whether a ticket is one of a shared expert's parts, which nobody publishes either.
+  bool is_of_shared(u32 ticket, ReadyWord& word, Task& task) const {
+    const Geometry& geometry = rank_.geometry();
+    if (!geometry.shares()) {
+      return false;
+    }
+    Call call = call_;
+    call.tokens = P::opaque(call.tokens);
+    if (ticket >= known_parts(geometry, call)) {
+      return false;
+    }
+    word = shared_word(geometry, call, ticket - route_parts(geometry, call));
+    if (P::lane() == 0) {
+      task = shared_task(geometry, call, rank_.rank, word);
+    }
+    P::sync_lanes();
+    return true;
+  }
+
   /// Finds out which part a ticket stands for. Of a rank alone those of tiles follow from its
   /// counts, and those of tokens that have sent none come before; others stand in the ticket's slot
   /// of the ready ring. `task` as above. beside(): whether it has found something else to do
   /// meanwhile, and has done it. False: leave.
   template <class Beside>
   bool claim(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
-    const bool found = is_route(ticket, word, task) || find(ticket, word, task, beside);
+    const bool found = is_route(ticket, word, task) || is_of_shared(ticket, word, task) ||
+                       find(ticket, word, task, beside);
     return found && hold_back(rank_, call_, stage_of(word.kind()));
   }
 
@@ -101,6 +122,22 @@ class Processor : Pace<P> {
     }
     P::template acquire_fence<Scope::system>();
     P::sync_lanes();  // what one lane has seen is here for all
+    return true;
+  }
+
+  /// Waits for the shared experts' results, before a part of Combine; `beside` as above. False:
+  /// leave.
+  template <class Beside>
+  bool await_shared(Beside beside) {
+    const auto look = [&] {
+      return agreed<P>(P::template poll<Scope::device>(rank_.memory.shared_results_here)) ==
+             seal(call_.epoch);
+    };
+    if (!wait_for(kLooksForInputs, look, beside)) {
+      return false;
+    }
+    P::template acquire_fence<Scope::device>();  // pairs with end_shared_tile
+    P::sync_lanes();
     return true;
   }
 
@@ -167,7 +204,12 @@ class Processor : Pace<P> {
         }
         break;
       case TaskKind::gemm1:
-        if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts) && P::lane() == 0) {
+        if (is_shared(rank_.geometry(), task)) {
+          if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts)) {
+            end_shared_tile(task);
+          }
+        } else if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts) &&
+                   P::lane() == 0) {
           const Returned returned = return_rows(rank_, call_, task, word);
           // Relaxed: the scheduler compares a number; the rows themselves were published to their
           // owners. A sender counts those that it puts.
@@ -215,14 +257,29 @@ class Processor : Pace<P> {
   static constexpr u32 kNotAsked = kNone;
   static constexpr u32 kTold = kNone - 1;
 
-  /// A part that is not of Route. One loop waits for the routing, for counts and for slots: a warp
-  /// that runs through much code waits for that.
+  /// Of a tile whose results are all in memory. One warp.
+  void end_shared_tile(const Task& task) {
+    if (P::lane() == 0) {
+      // For the next call. Relaxed: all who waited for it have ended their parts.
+      P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
+      note<P>(tally_.padding_rows, task.padded_rows - task.rows);
+    }
+    if (completes<P>(rank_.memory.shared_tiles_done, rank_.geometry().shared_tiles(call_.tokens)) &&
+        P::lane() == 0) {
+      // Publishes all results and weights, which this warp has acquired by the two counters, to
+      // the processors that combine; they poll this word and fence (await_shared).
+      P::template store_release<Scope::device>(rank_.memory.shared_results_here, seal(call_.epoch));
+    }
+  }
+
+  /// A part that nobody knows when the call begins. One loop waits for the routing, for counts and
+  /// for slots: a warp that runs through much code waits for that.
   template <class Beside>
   bool find(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
     const u32 unsent = own_unsent_parts(rank_.geometry(), call_);
-    const u32 behind_route = ticket - route_parts(rank_.geometry(), call_);
-    const bool of_unsent = behind_route < unsent;
-    const u32 number = behind_route - unsent;
+    const u32 behind_known = ticket - known_parts(rank_.geometry(), call_);
+    const bool of_unsent = behind_known < unsent;
+    const u32 number = behind_known - unsent;
     const bool foresees = rank_.geometry().foresees();
     u32 turn = rank_.geometry().foresees(call_.tokens) ? 0 : kNotAsked;
     u32 foreseen = kNone;  // the part of `task`, once that is part `number` of a plan of few rows
@@ -251,7 +308,7 @@ class Processor : Pace<P> {
         // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
         // costs more than the look.
         P::template acquire_fence<Scope::device>();
-        word = of_unsent ? combine_unsent_word(call_.epoch, behind_route) : word;
+        word = of_unsent ? combine_unsent_word(call_.epoch, behind_known) : word;
         plan_is_ = of_unsent ? plan_is_ : PlanIs::none;  // later parts have larger numbers
         if (rank_.geometry().one_tile_rows() == 0 || !word.planned()) {
           return get_task(rank_, call_, word, task);

@@ -39,12 +39,13 @@ struct alignas(kCacheLine) Task {
   u8 segment_count;  // GEMMs
   u16 parts;         // how many ready words this descriptor is handed out in
   u32 epoch;         // the call it belongs to: a reader checks it against its own
-  u32 local_expert;  // GEMMs: whose weights
+  u32 local_expert;  // GEMMs: whose weights; see is_shared()
   u32 tile;          // GEMMs: index of the row tile, for its completion counter
   u32 rows;          // GEMMs: rows of the tile that count; combine: tokens, or 0 for those of a
                      // block that sent no row
   u32 padded_rows;   // GEMMs: rows of the tile as laid out, a multiple of 8
-  u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs
+  u32 first_result;  // GEMMs: the tile's first row in the buffer between the GEMMs; of a shared
+                     // expert's: its first token
   u32 first_ready;   // combine: place of the first token among those that are complete, or, of
                      // tokens that are awaited, the first one; or a block
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
@@ -54,7 +55,8 @@ struct alignas(kCacheLine) Task {
                      // that processors wait for these (inputs.hpp)
   u32 in_place;      // of a copy for a first GEMM: 1 when its rows are tokens where the caller left
                      // them, and not in a cell,
-  u32 tokens;        // and four bits for each row then: which token it is
+  u32 tokens;        // and four bits for each row then: which token it is; a shared expert's follow
+                     // each other
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
@@ -83,6 +85,18 @@ constexpr u32 laid_out_rows(const Geometry& geometry, const Task& gemm, u32 inde
   return index + 1 == gemm.segment_count ? gemm.padded_rows - first
                                          : align_up(u32{gemm.segments[index].rows},
                                                     geometry.segment_align_of(gemm.narrow != 0));
+}
+
+/// The expert behind those of this rank: all shared experts, in one.
+constexpr u32 shared_expert(const Geometry& geometry) { return geometry.local_experts(); }
+/// Whether a tile is of a rank's own tokens, for the shared experts (known_parts.hpp).
+constexpr bool is_shared(const Geometry& geometry, const Task& task) {
+  return geometry.shares() && task.local_expert == shared_expert(geometry);
+}
+/// Parts of a tile's first GEMM.
+constexpr u32 first_parts_of(const Geometry& geometry, const Task& task) {
+  return is_shared(geometry, task) ? geometry.shared0_parts_of(task.narrow != 0)
+                                   : geometry.gemm0_parts_of(task.narrow != 0);
 }
 
 /// Whether a copy's parts are narrow N-tiles.

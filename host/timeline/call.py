@@ -116,6 +116,10 @@ class CallTrace:
         experts: int = self.ranks[rank].received.shape[1]
         return rank * experts
 
+    def of_shared(self, rank: int, expert: int) -> bool:
+        """Whether a part's expert is that of all shared experts, behind those of the rank."""
+        return expert == self.ranks[rank].received.shape[1]
+
     def chunk_experts(self, source: int, owner: int, first: int, chunks: int) -> tuple[int, int]:
         """The first and the last expert, among those of all ranks, of whose rows so many chunks of
         a source for their owner consist; (NONE, NONE) if they have no row.

@@ -130,7 +130,8 @@ class _Finder:
             if kind == GEMM0:
                 gemm1 = by_tile.get((rank, GEMM1, number), [])
                 rows, expert = column["rows"][parts[0]], column["expert"][parts[0]]
-                tiles[rank, expert].append(_Tile(rows, parts, gemm1))
+                if expert < self._ranks[rank].received.shape[1]:  # else: of shared experts
+                    tiles[rank, expert].append(_Tile(rows, parts, gemm1))
                 self._set(gemm1, self._last_stored(parts))
         for rank in range(len(self._ranks)):
             self._after_route(rank, by_rank)

@@ -142,12 +142,10 @@ def arguments(call: CallTrace, part: Any) -> dict[str, int]:
     if kind == COMBINE:
         which = {"block": number} if place == NONE else {"first_complete": place}
         return {**which, "tokens": rows}
-    return {
-        "expert": call.first_expert(rank) + int(part["expert"]),
-        "tile": place,
-        "rows": rows,
-        "part": number,
-    }
+    of_tile = {"tile": place, "rows": rows, "part": number}
+    if call.of_shared(rank, int(part["expert"])):
+        return {"shared_experts": 1, **of_tile}
+    return {"expert": call.first_expert(rank) + int(part["expert"]), **of_tile}
 
 
 def _steps(call: CallTrace) -> Iterator[Event]:

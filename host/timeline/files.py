@@ -111,7 +111,7 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         (parts["kind"] >= len(TASK_KINDS)).any()
         or (steps["kind"] < len(TASK_KINDS)).any()
         or (steps["kind"] >= len(KINDS)).any()
-        or (products["expert"] >= received.shape[1]).any()
+        or (products["expert"] > received.shape[1]).any()  # the one behind: the shared experts
         or (others["peer"] >= size).any()
     ):
         raise ValueError(f"an event of rank {rank} names what the world does not have")

@@ -36,7 +36,8 @@ class Weights:
 
 def replay(call: CallTrace, expert_bytes: Mapping[int, int], cache: int) -> dict[str, Weights]:
     """Of Gemm0 and of Gemm1: replays each rank's parts in the order of their first operands through
-    a cache that drops what was used longest ago, and that holds weights alone.
+    a cache that drops what was used longest ago, and that holds weights alone. Of routed experts:
+    what shared ones ask for is left out.
 
     Args:
         expert_bytes: of an expert's weights, by kind, `GEMM0` and `GEMM1`.
@@ -48,6 +49,7 @@ def replay(call: CallTrace, expert_bytes: Mapping[int, int], cache: int) -> dict
     gemms = call.parts[numpy.isin(call.parts["kind"], (GEMM0, GEMM1))]
     for rank in range(len(call.ranks)):
         mine = gemms[gemms["rank"] == rank]
+        mine = mine[mine["expert"] < call.ranks[rank].received.shape[1]]
         for kind, _ in set(mine[["kind", "expert"]].tolist()):
             once[kind] += expert_bytes[kind]
         for kind, of_part, of_memory in _replay_rank(mine, expert_bytes, cache):

@@ -174,10 +174,9 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
                    std::vector<u8*> heaps, const TwinSettings& settings, const MakeCrew& make_crew,
                    Nic* nic)
     : TwinRank(geometry, shape, rank, Layout::alone(geometry),
-               std::make_shared<TwinShared>(
-                   rank, std::move(heaps), Layout(geometry).bytes(),
-                   RankMemory::bytes_of_parts(geometry).control,
-                   u64{geometry.intermediate_rows_max()} * geometry.hidden_bytes, make_crew, nic),
+               std::make_shared<TwinShared>(rank, std::move(heaps), Layout(geometry).bytes(),
+                                            RankMemory::bytes_of_parts(geometry).control,
+                                            geometry.between_bytes(), make_crew, nic),
                settings) {
   own_records_ = std::make_unique<TwinRecords>(geometry, settings.faults);
   rank_.memory = memory_of(own_records_.get());

@@ -4,6 +4,7 @@
 // Satisfies runtime/lone_warp.hpp's Kernels. May not know: queues, flags, when a task runs.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "kernels/shape.hpp"
@@ -22,8 +23,8 @@ namespace moeos::twin {
 
 class TwinKernels {
  public:
-  /// intermediate: [Geometry::intermediate_rows_max()][I] in the storage type, shared by the rank's
-  /// processors.
+  /// intermediate: Geometry::between_bytes(), shared by the rank's processors: in the storage type
+  /// [Geometry::intermediate_rows_max()][I], then [token][n * Is] of the shared experts.
   TwinKernels(const Rank<Machine>& rank, const Call& call, const LayerShape& shape,
               const Operands& operands, u8* intermediate, Scratch& scratch)
       : rank_(rank),
@@ -69,73 +70,77 @@ class TwinKernels {
     std::memcpy(destination, source, rank_.geometry().row_bytes);
   }
 
-  /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile.
+  /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile; or, of
+  /// tokens, the weights of their shared results.
   void gemm0(const Task& task, u32 part) {
     const Element element = operands_.element;
+    const Mlps mlps = mlps_of(task);
     const u32 width = task.narrow != 0 ? kNarrowColumns : gemm0_columns(shape_);
-    const u32 first = part * width;
-    const u32 columns = minimum(width, shape_.intermediate - first);
+    const u32 parts = ceil_div(mlps.values, width);
+    const u32 nth = part / parts;
     const u32 panels = task.padded_rows / kPanelRows;
     pack_inputs(task);
-
-    const u64 weight_row = u64{task.local_expert} * shape_.w1_rows() + first;
-    const ConstElements w1(element, operands_.w1);
+    if (nth == mlps.count) {  // behind all of them: their gate's
+      weigh_shared(task);
+      return;
+    }
+    const u32 first = part % parts * width;
+    const u32 columns = minimum(width, mlps.values - first);
+    const u64 weight_row = u64{mlps.first + nth} * w1_rows(mlps) + first;
+    const ConstElements w1(element, mlps.w1);
     float* results = scratch_.results.get();
     const u32 stride = shape_.gated() ? 2 * width : width;
     multiply(scratch_.panels.get(), panels, shape_.hidden, element,
              w1.at(weight_row * shape_.hidden), shape_.hidden, columns, results, stride);
     if (shape_.gated()) {  // the up rows lie below all gate rows in the checkpoint's own layout
       multiply(scratch_.panels.get(), panels, shape_.hidden, element,
-               w1.at((weight_row + shape_.intermediate) * shape_.hidden), shape_.hidden, columns,
+               w1.at((weight_row + mlps.values) * shape_.hidden), shape_.hidden, columns,
                results + width, stride);
     }
-    const ConstElements b1(element, operands_.b1);
+    const ConstElements b1(element, mlps.b1);
     for (u32 row = 0; row < task.padded_rows; ++row) {
       float* values = results + std::size_t{row} * stride;
       for (u32 n = 0; n < columns; ++n) {
         const float value = values[n] + (b1 ? b1[weight_row + n] : 0.0F);
         if (shape_.gated()) {
-          const float up =
-              values[width + n] + (b1 ? b1[weight_row + shape_.intermediate + n] : 0.0F);
+          const float up = values[width + n] + (b1 ? b1[weight_row + mlps.values + n] : 0.0F);
           values[n] = gated(shape_.activation, value, up);
         } else {
           values[n] = curve_of(shape_.activation, value);
         }
       }
-      store(element, values, columns, intermediate_at(task.first_result + row, first));
+      store(element, values, columns,
+            intermediate_at(mlps, task.first_result + row, nth * mlps.values + first));
     }
   }
 
   /// One N-tile of the second GEMM, each row written where its owner will combine it.
   void gemm1(const Task& task, u32 part) {
     const Element element = operands_.element;
+    const Mlps mlps = mlps_of(task);
     const u32 width = has_narrow_parts(task) ? kNarrowColumns : kPlainColumns;
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.hidden - first);
-    const std::size_t row_bytes = std::size_t{shape_.intermediate} * size_of(element);
-    for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {
-      pack_rows(element, intermediate_at(task.first_result + row, 0), row_bytes, kPanelRows,
-                shape_.intermediate,
-                &scratch_.panels[row / kPanelRows * panel_floats(shape_.intermediate)]);
-    }
-    const u64 weight_row = u64{task.local_expert} * shape_.hidden + first;
+    const u64 weight_row = u64{mlps.first} * shape_.hidden + first;
     float* results = scratch_.results.get();
-    multiply(scratch_.panels.get(), task.padded_rows / kPanelRows, shape_.intermediate, element,
-             ConstElements(element, operands_.w2).at(weight_row * shape_.intermediate),
-             shape_.intermediate, columns, results, width);
-    const ConstElements b2(element, operands_.b2);
+    for (u32 nth = 0; nth < mlps.count; ++nth) {
+      float* sums = nth == 0 ? results : scratch_.more_results.get();
+      multiply_second(task, mlps, nth, first, columns, sums, width);
+      for (u32 i = 0; nth > 0 && i < task.padded_rows * width; ++i) {
+        results[i] += i % width < columns ? sums[i] : 0.0F;
+      }
+    }
+    const ConstElements b2(element, mlps.b2);
     u32 tile_row = 0;
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];
-      const u32 first_result = first_result_at(rank_, task.epoch, segment.source);
+      u8* destination = outgoing_results(rank_, task, segment) + first * size_of(element);
       for (u32 i = 0; i < segment.rows; ++i) {
         float* values = results + std::size_t{tile_row + i} * width;
         for (u32 n = 0; b2 && n < columns; ++n) {
           values[n] += b2[weight_row + n];
         }
-        u8* destination =
-            outgoing_result(rank_, segment.source, first_result, segment.first_row + i);
-        store(element, values, columns, destination + first * size_of(element));
+        store(element, values, columns, destination + u64{i} * rank_.geometry().row_bytes);
       }
       tile_row += laid_out_rows(rank_.geometry(), task, s, tile_row);
     }
@@ -160,6 +165,14 @@ class TwinKernels {
         sum[n] += weight * values[n];
       }
     }
+    if (geometry.shares()) {
+      const ConstElements values(
+          operands_.element, rank_.heap + rank_.layout.result(rank_.layout.shared_result(token)));
+      const float weight = shape_.shared_gate ? rank_.memory.shared_weight[token] : 1.0F;
+      for (u32 n = 0; n < shape_.hidden; ++n) {
+        sum[n] += weight * values[n];
+      }
+    }
     store(
         operands_.element, sum, shape_.hidden,
         static_cast<u8*>(operands_.out) + u64{token} * shape_.hidden * size_of(operands_.element));
@@ -167,6 +180,66 @@ class TwinKernels {
 
  private:
   static_assert(kPanelRows == Geometry::kSegmentAlign, "a segment fills whole panels");
+
+  /// What a tile's rows pass: an expert, or all shared experts, of which each has its own columns
+  /// of the rows between, and whose results are added up.
+  struct Mlps {
+    const void* w1;
+    const void* b1;
+    const void* w2;
+    const void* b2;
+    u32 first;  // in these weights
+    u32 count;
+    u32 values;  // of a row between, of one of them
+    u64 between_at;
+  };
+  Mlps mlps_of(const Task& task) const {
+    if (is_shared(rank_.geometry(), task)) {
+      return {operands_.shared_w1,
+              nullptr,
+              operands_.shared_w2,
+              nullptr,
+              0,
+              shape_.shared_experts,
+              shape_.shared_intermediate,
+              rank_.geometry().shared_between_at()};
+    }
+    return {operands_.w1,        operands_.b1,
+            operands_.w2,        operands_.b2,
+            task.local_expert,   1,
+            shape_.intermediate, 0};
+  }
+  u32 w1_rows(const Mlps& mlps) const { return shape_.gated() ? 2 * mlps.values : mlps.values; }
+
+  /// sums = the tile's rows of one MLP times its w2, of some columns.
+  void multiply_second(const Task& task, const Mlps& mlps, u32 nth, u32 first, u32 columns,
+                       float* sums, u32 stride) {
+    const Element element = operands_.element;
+    const std::size_t row_bytes = std::size_t{mlps.count} * mlps.values * size_of(element);
+    for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {
+      pack_rows(element, intermediate_at(mlps, task.first_result + row, nth * mlps.values),
+                row_bytes, kPanelRows, mlps.values,
+                &scratch_.panels[row / kPanelRows * panel_floats(mlps.values)]);
+    }
+    const u64 weight_row = u64{mlps.first + nth} * shape_.hidden + first;
+    multiply(scratch_.panels.get(), task.padded_rows / kPanelRows, mlps.values, element,
+             ConstElements(element, mlps.w2).at(weight_row * mlps.values), mlps.values, columns,
+             sums, stride);
+  }
+
+  /// The weight of each token's shared result, from the packed rows of its tile.
+  void weigh_shared(const Task& task) {
+    const ConstElements gate(operands_.element, operands_.shared_gate);
+    for (u32 row = 0; row < task.rows; ++row) {
+      const float* panel =
+          &scratch_.panels[row / kPanelRows * panel_floats(shape_.hidden)] + row % kPanelRows;
+      float logit = 0.0F;
+      for (u32 n = 0; n < shape_.hidden; ++n) {
+        logit += panel[n * kPanelRows] * gate[n];
+      }
+      rank_.memory.shared_weight[task.first_result + row] = 1.0F / (1.0F + std::exp(-logit));
+    }
+  }
 
   /// sum += weight x of a pair with a zero expert. Pairs beyond a capacity have an expert.
   void add_own_row(u32 pair, float* sum) {
@@ -184,6 +257,15 @@ class TwinKernels {
   /// Packs the tile's rows: the tokens that they are, or the segments out of the arrival cells,
   /// each padded with zero rows to a panel.
   void pack_inputs(const Task& task) {
+    if (is_shared(rank_.geometry(), task)) {
+      const ConstElements x(operands_.element, operands_.x);
+      for (u32 row = 0; row < task.rows; row += kPanelRows) {
+        pack_rows(operands_.element, x.at(u64{task.first_result + row} * shape_.hidden),
+                  rank_.geometry().row_bytes, minimum(kPanelRows, task.rows - row), shape_.hidden,
+                  &scratch_.panels[row / kPanelRows * panel_floats(shape_.hidden)]);
+      }
+      return;
+    }
     if (task.in_place != 0) {
       static_assert(Geometry::kInPlaceTokens <= kPanelRows);
       for (u32 row = 0; row < task.rows; ++row) {
@@ -206,8 +288,9 @@ class TwinKernels {
     }
   }
 
-  u8* intermediate_at(u32 row, u32 column) const {
-    return intermediate_ + (u64{row} * shape_.intermediate + column) * size_of(operands_.element);
+  u8* intermediate_at(const Mlps& mlps, u32 row, u32 column) const {
+    return intermediate_ + mlps.between_at +
+           (u64{row} * mlps.count * mlps.values + column) * size_of(operands_.element);
   }
 
   const Rank<Machine>& rank_;

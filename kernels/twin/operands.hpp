@@ -27,7 +27,10 @@ struct Operands {
   const void* b1;               // [X, 2I or I]
   const void* w2;               // [X, H, I]
   const void* b2;               // [X, H]
-  void* out;                    // [S, H]
+  const void* shared_w1;    // [n, 2Is or Is, H], of the shared experts; or null, as the next two
+  const void* shared_w2;    // [n, H, Is]
+  const void* shared_gate;  // [H]
+  void* out;                // [S, H]
 };
 
 /// N-tiles: columns of the first GEMM's result, and of the second's, that one part computes.
@@ -44,10 +47,13 @@ constexpr u32 gemm0_columns(const LayerShape& shape) {
 class Scratch {
  public:
   Scratch(const Geometry& geometry, const LayerShape& shape)
-      : panels(allocate(panel_floats(maximum(shape.hidden, shape.intermediate)) *
+      : panels(allocate(panel_floats(maximum(
+                            shape.hidden, maximum(shape.intermediate, shape.shared_intermediate))) *
                         ceil_div(maximum(geometry.tile_rows, geometry.route_tokens), kPanelRows))),
         results(allocate(std::size_t{maximum(geometry.tile_rows, geometry.route_tokens)} *
                          result_columns(geometry, shape))),
+        more_results(allocate(
+            shape.shared_experts > 1 ? std::size_t{geometry.tile_rows} * kPlainColumns : 0)),
         last_gate_rows(allocate(std::size_t{kGemmGranule} * shape.hidden)),
         scores(allocate(geometry.experts + shape.zero_experts)),
         choice(allocate(geometry.experts + shape.zero_experts)),
@@ -63,6 +69,7 @@ class Scratch {
 
   Floats panels;                    // packed rows of a tile
   Floats results;                   // fp32 results of a part: gate block and up block, or one block
+  Floats more_results;              // of the next shared expert, to be added to those before
   Floats last_gate_rows;            // the gate's last rows, padded to the GEMM's granule
   Floats scores;                    // of one token
   Floats choice;                    // what its experts are selected by

@@ -46,6 +46,9 @@ concept Platform = requires(const P& platform, u32* word, const u32* read_only, 
   { P::exclusive_or(value) } -> SameAs<u32>;  // of all lanes' values
   { P::alike(value) } -> SameAs<u32>;         // as a ballot: lanes that have this lane's value
   P::sync_lanes();
+  // The same value, of which the compiler knows nothing: what follows from it is worked out where
+  // it is needed, and takes no register before.
+  { P::opaque(value) } -> SameAs<u32>;
 
   // Atomics, each with the scope of the actors that must agree.
   { P::template load_relaxed<Scope::device>(read_only) } -> SameAs<u32>;

@@ -283,6 +283,10 @@ def test_tiles_of_few_rows_are_the_same_whoever_makes_them(tmp_path: Path) -> No
     assert_program_passes("test_few_plan.cpp", tmp_path)
 
 
+def test_parts_that_everyone_knows_are_all_there_once(tmp_path: Path) -> None:
+    assert_program_passes("test_known_parts.cpp", tmp_path)
+
+
 def test_tiles_are_handed_out_in_order_and_the_rest_in_halves(tmp_path: Path) -> None:
     assert_program_passes("test_scheduler.cpp", tmp_path)
 
@@ -416,6 +420,21 @@ FAULTS = {
         "if (its < expert && geometry",
         "if (its > expert && geometry",
         "without a fault",
+    ),
+    "a sum that does not wait for the shared experts": Fault(
+        "explorer",
+        "runtime/lone_warp.hpp",
+        "!processor.await_shared(dispatch)",
+        "false",
+        "gives a wrong result",
+    ),
+    "tiles of tokens whose counter nobody clears": Fault(
+        "explorer",
+        "runtime/processor.hpp",
+        "P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);\n"
+        "      note<P>",
+        "note<P>",
+        "without a fault|gives a wrong result|fails after a reset",
     ),
     "rows of two experts at one place": Fault(
         "explorer",

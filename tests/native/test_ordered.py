@@ -88,7 +88,10 @@ MISSING = {
     "staged rows, for whoever puts them": Missing(SENDER, RELAY, PUBLISH),
     "the routing map, for tokens that are spread": Missing("runtime/spread.hpp", ACQUIRE),
     "inputs that a processor has waited for": Missing(PROCESSOR, fence("acquire", "system")),
-    "the descriptor of a part, and its inputs": Missing(PROCESSOR, ACQUIRE),
+    "the descriptor of a part, and its inputs": Missing(
+        PROCESSOR, f"{ACQUIRE}\n        word", "word"
+    ),
+    "shared results, for a sum": Missing(PROCESSOR, f"{ACQUIRE}  // pairs", "// pairs"),
     "rows that landed, for whom they are promised to": Missing(COURIER, RELAY, PUBLISH),
     "rows that landed, promised to an earlier ticket's holder": Missing(
         COURIER, f"{ACQUIRE}\n    if (!find(", "if (!find("
@@ -123,6 +126,11 @@ MISSING = {
         PROCESSOR,
         "add_release<Scope::device>(&state_.token_rows_known",
         "count_relaxed<Scope::device>(&state_.token_rows_known",
+    ),
+    "shared results": Missing(
+        PROCESSOR,
+        "store_release<Scope::device>(rank_.memory.shared_results_here",
+        "store_relaxed<Scope::device>(rank_.memory.shared_results_here",
     ),
     "the list of landed chunks": Missing(
         "runtime/landings_subscriber.hpp",

@@ -21,6 +21,30 @@ std::vector<float> draw_floats(Random& random, u64 count, float scale) {
   return values;
 }
 
+/// sum += weight times MLP number `mlp` of some with so many inner values, of x.
+void add_mlp(const LayerShape& shape, const std::vector<float>& w1, const std::vector<float>& w2,
+             u32 mlp, u32 inner, double weight, const float* x, std::vector<double>& sum) {
+  const u32 hidden = shape.hidden;
+  const u32 rows = shape.gated() ? 2 * inner : inner;
+  std::vector<double> inside(inner);
+  for (u32 i = 0; i < inner; ++i) {
+    double gate = 0.0;
+    double up = 0.0;
+    for (u32 h = 0; h < hidden; ++h) {
+      gate += double{x[h]} * w1[(u64{rows} * mlp + i) * hidden + h];
+      up += shape.gated() ? double{x[h]} * w1[(u64{rows} * mlp + inner + i) * hidden + h] : 0.0;
+    }
+    inside[i] = shape.gated() ? gate / (1.0 + std::exp(-gate)) * up : std::fmax(gate, 0.0);
+  }
+  for (u32 h = 0; h < hidden; ++h) {
+    double value = 0.0;
+    for (u32 i = 0; i < inner; ++i) {
+      value += inside[i] * w2[(u64{hidden} * mlp + h) * inner + i];
+    }
+    sum[h] += value * weight;
+  }
+}
+
 }  // namespace
 
 RandomWorld draw_world(Random& random, Extent extent) {
@@ -49,6 +73,9 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            GroupScore::top2_sum,
                            0,
                            false,
+                           false,
+                           0,
+                           0,
                            false};
   g.row_bytes = world.shape.hidden * sizeof(float);
   g.hidden_bytes = world.shape.intermediate * sizeof(float);
@@ -77,6 +104,21 @@ RandomWorld draw_world(Random& random, Extent extent) {
   const bool split_os = draw(random, 0, 1) == 1;
   const bool jitter = draw(random, 0, 3) == 0;
   g.once_after = g.once_rows == 0 ? 0 : draw(random, 0, 2);
+  if (draw(random, 0, 2) == 0) {
+    LayerShape& shape = world.shape;
+    shape.shared_experts = draw(random, 1, 2);
+    shape.shared_intermediate = 8 * draw(random, 1, eights);
+    shape.shared_gate = draw(random, 0, 1) == 0;
+    g.shared_bytes = shape.shared_experts * shape.shared_intermediate * sizeof(float);
+    const auto first_parts = [&shape](u32 columns) {
+      return shape.shared_experts * ceil_div(shape.shared_intermediate, columns) +
+             (shape.shared_gate ? 1 : 0);
+    };
+    g.shared0_parts = first_parts(moeos::twin::gemm0_columns(shape));
+    g.shared1_parts = g.gemm1_parts;
+    g.shared0_narrow_parts = first_parts(moeos::twin::kNarrowColumns);
+    g.shared1_narrow_parts = g.gemm1_narrow_parts;
+  }
   world.settings =
       small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
             : TwinSettings{20'000'000'000ULL, split_os, jitter ? 50.0 : 0.0, 1, ranks_per_node};
@@ -86,9 +128,13 @@ RandomWorld draw_world(Random& random, Extent extent) {
 Experts draw_experts(Random& random, const RandomWorld& world) {
   const u64 experts = world.geometry.experts;
   const LayerShape& shape = world.shape;
+  const u64 shared = u64{shape.shared_experts} * shape.shared_intermediate;
   return Experts{draw_floats(random, experts * shape.hidden, 1.0F),
                  draw_floats(random, experts * shape.w1_rows() * shape.hidden, 0.3F),
-                 draw_floats(random, experts * shape.hidden * shape.intermediate, 0.3F)};
+                 draw_floats(random, experts * shape.hidden * shape.intermediate, 0.3F),
+                 draw_floats(random, shared * (shape.gated() ? 2 : 1) * shape.hidden, 0.3F),
+                 draw_floats(random, shared * shape.hidden, 0.3F),
+                 draw_floats(random, shape.shared_gate ? shape.hidden : 0, 0.3F)};
 }
 
 RankCall draw_call(Random& random, const RandomWorld& world) {
@@ -130,6 +176,9 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
                   nullptr,
                   &experts.w2[first * shape.hidden * shape.intermediate],
                   nullptr,
+                  experts.shared_w1.data(),
+                  experts.shared_w2.data(),
+                  experts.shared_gate.data(),
                   call.out.data()};
 }
 
@@ -137,8 +186,6 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
 double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call) {
   const Geometry& g = world.geometry;
   const u32 hidden = world.shape.hidden;
-  const u32 inner = world.shape.intermediate;
-  const u32 rows = world.shape.w1_rows();
   std::vector<u32> used(g.experts, 0);
   double worst = 0.0;
   for (u32 token = 0; token < call.tokens; ++token) {
@@ -149,26 +196,17 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
       if (expert < 0 || used[expert]++ >= g.capacity) {
         continue;
       }
-      std::vector<double> inside(inner);
-      for (u32 i = 0; i < inner; ++i) {
-        double gate = 0.0;
-        double up = 0.0;
-        for (u32 h = 0; h < hidden; ++h) {
-          gate += double{x[h]} * experts.w1[(u64{rows} * expert + i) * hidden + h];
-          up += world.shape.gated()
-                    ? double{x[h]} * experts.w1[(u64{rows} * expert + inner + i) * hidden + h]
-                    : 0.0;
-        }
-        inside[i] =
-            world.shape.gated() ? gate / (1.0 + std::exp(-gate)) * up : std::fmax(gate, 0.0);
-      }
-      for (u32 h = 0; h < hidden; ++h) {
-        double value = 0.0;
-        for (u32 i = 0; i < inner; ++i) {
-          value += inside[i] * experts.w2[(u64{hidden} * expert + h) * inner + i];
-        }
-        sum[h] += value * call.weights[token * g.top_k + j];
-      }
+      add_mlp(world.shape, experts.w1, experts.w2, static_cast<u32>(expert),
+              world.shape.intermediate, call.weights[token * g.top_k + j], x, sum);
+    }
+    double logit = 0.0;
+    for (u32 h = 0; h < experts.shared_gate.size(); ++h) {
+      logit += double{x[h]} * experts.shared_gate[h];
+    }
+    const double weight = world.shape.shared_gate ? 1.0 / (1.0 + std::exp(-logit)) : 1.0;
+    for (u32 n = 0; n < world.shape.shared_experts; ++n) {
+      add_mlp(world.shape, experts.shared_w1, experts.shared_w2, n, world.shape.shared_intermediate,
+              weight, x, sum);
     }
     for (u32 h = 0; h < hidden; ++h) {
       const double error =

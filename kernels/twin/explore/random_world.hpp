@@ -30,9 +30,9 @@ struct RandomWorld {
 };
 RandomWorld draw_world(Random& random, Extent extent);
 
-/// All experts' weights.
+/// All experts' weights, and the shared ones'.
 struct Experts {
-  std::vector<float> gate, w1, w2;
+  std::vector<float> gate, w1, w2, shared_w1, shared_w2, shared_gate;
 };
 Experts draw_experts(Random& random, const RandomWorld& world);
 

@@ -273,6 +273,10 @@ class Machine {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     return now;
   }
+  static u32 opaque(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
   /// A short sleep frees issue slots for the warps that compute on the same SM.
   static void pause(u32& idle) {
     constexpr u32 kSpins = 16;

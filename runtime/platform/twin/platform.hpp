@@ -140,6 +140,7 @@ class Machine {
                             std::chrono::nanoseconds(1));
   }
 
+  static u32 opaque(u32 value) { return value; }
   /// Waits a little longer each time: first on the core, then giving it up, then asleep. With fewer
   /// cores than threads the sleepers leave the cores to those that compute.
   static void pause(u32& idle) {

@@ -124,6 +124,7 @@ class Machine {
     add_relaxed<S>(word, value);
   }
   static u64 now_ns() { return emulator::now_ns(); }
+  static u32 opaque(u32 value) { return value; }
   static void pause(u32&) { emulator::yield(); }
   static void rest(u32&) {}
 

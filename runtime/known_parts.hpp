@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts that everyone knows when a call begins: Route's, then those of the shared experts.
+//
+// A ticket below known_parts() stands for one of them. Nobody writes their words or descriptors:
+// who has the ticket makes both. The shared experts' rows are this rank's tokens, where the caller
+// left them. So their parts fill the time in which processors would wait for counts and rows. All
+// first products come before all second ones: a second one waits for parts of smaller tickets
+// alone, which somebody has taken. A Combine, whose ticket is larger than all of theirs, waits for
+// all of them. May not know: how a part is computed.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/call.hpp"
+#include "runtime/geometry.hpp"
+#include "runtime/task.hpp"
+
+namespace moeos {
+
+constexpr u32 known_parts(const Geometry& geometry, const Call& call) {
+  return route_parts(geometry, call) + geometry.shared_parts(call.tokens);
+}
+
+/// The word of part `number` of the shared experts.
+constexpr ReadyWord shared_word(const Geometry& geometry, const Call& call, u32 number) {
+  const bool narrow = geometry.narrow_shared(call.tokens);
+  const u32 firsts = geometry.shared_tiles(call.tokens) * geometry.shared0_parts_of(narrow);
+  const bool first = number < firsts;
+  const u32 of_tile = first ? geometry.shared0_parts_of(narrow) : geometry.shared1_parts_of(narrow);
+  const u32 nth = first ? number : number - firsts;
+  return ReadyWord(call.epoch, first ? TaskKind::gemm0 : TaskKind::gemm1,
+                   geometry.tiles_max() + nth / of_tile, nth % of_tile);
+}
+
+/// And its descriptor, on rank `rank`: a tile of tokens that follow each other.
+constexpr Task shared_task(const Geometry& geometry, const Call& call, u32 rank, ReadyWord word) {
+  const bool narrow = geometry.narrow_shared(call.tokens);
+  const bool first = word.kind() == TaskKind::gemm0;
+  Task task{};
+  task.kind = word.kind();
+  task.segment_count = 1;
+  task.parts = static_cast<u16>(first ? geometry.shared0_parts_of(narrow)
+                                      : geometry.shared1_parts_of(narrow));
+  task.epoch = call.epoch;
+  task.local_expert = shared_expert(geometry);
+  task.tile = word.task();
+  task.first_result = (word.task() - geometry.tiles_max()) * geometry.tile_rows;
+  task.rows = minimum(geometry.tile_rows, call.tokens - task.first_result);
+  task.padded_rows = align_up(task.rows, Geometry::kSegmentAlign);
+  task.narrow = narrow ? 1 : 0;
+  task.awaits = 1;
+  task.in_place = first ? 1 : 0;
+  task.segments[0] = {task.first_result, static_cast<u16>(rank), static_cast<u16>(task.rows)};
+  return task;
+}
+
+}  // namespace moeos
