@@ -37,6 +37,7 @@ _MAP_TYPES = {
 _PARAMETER_FIELDS = (
     *("gate", "selection_bias", "router_bias", "expert_scale"),
     *("w1", "b1", "w2", "b2"),
+    *("shared_w1", "shared_w2", "shared_gate"),
 )
 _MAP_BYTES = 128
 _CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -44,6 +45,7 @@ _INTERMEDIATE_BOX_ROWS = tuple(n for n in _CELL_BOX_ROWS if n >= _runtime.SEGMEN
 _MAPS = (
     *("x", "x_row", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
+    *("shared_w1", "shared_w1_narrow", "shared_w2", "shared_gate", "shared_between"),
 )
 # heap; control, tables and records; peers, intermediate_rows; HeapPlace; rank, host_failure,
 # deadline_ns
@@ -56,6 +58,7 @@ _CALL = struct.Struct("<5Q5I")
 _X_AT = _MAPS.index("x") * _MAP_BYTES  # that map and the next
 _GATE_AT = _MAPS.index("gate") * _MAP_BYTES
 _WEIGHTS_AT = _MAPS.index("w1") * _MAP_BYTES  # three maps
+_SHARED_AT = _MAPS.index("shared_w1") * _MAP_BYTES  # four maps
 _LAYER_AT = len(_MAPS) * _MAP_BYTES
 _CODE_AT = _LAYER_AT + _LAYER.size
 _PARAMETERS_AT = _CODE_AT + _CODE.size
@@ -66,6 +69,8 @@ RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 
 _BOX_BYTES = 128  # of a box's row, one row of a stage
 _ROUTE_BOX_ROWS = 64  # of x
+_TOKEN_BOX_ROWS = 64  # of tokens between the shared experts' products
+_SHARED_GATE_ROWS = 8  # of their gate, which has one
 _WEIGHT_BOX_ROWS = 128  # of w1, w2 where no part reaches beyond them
 _ORDERED_ROWS = 32  # of weights, that lie in a box in an order of their own; all of a smaller box
 _ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
@@ -121,7 +126,7 @@ class ArgumentPacker:
         self._device = records.device
         self._gate_box_rows = kernel_shape.route_columns(cfg)
         self._maps_of_x: dict[tuple[int, int], bytes] = {}
-        self._maps_of_parameters: dict[tuple[int, ...], tuple[bytes, bytes]] = {}
+        self._maps_of_parameters: dict[tuple[int, ...], tuple[bytes, bytes, bytes]] = {}
         self._driver = cuda_driver.load()
         self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
@@ -142,6 +147,12 @@ class ArgumentPacker:
             count = sizes.intermediate_rows
             between_map = self._encode("the buffer", between, count, cfg.intermediate, rows)
             self._place(_MAPS.index("intermediate") + index, between_map)
+        if cfg.shared_experts > 0:
+            values = cfg.shared_experts * cfg.shared_intermediate
+            rows = sizes.shared_between_bytes // sizes.shared_bytes
+            shared = between + sizes.shared_between_at
+            shared_map = self._encode("the buffer", shared, rows, values, _TOKEN_BOX_ROWS)
+            self._place(_MAPS.index("shared_between"), shared_map)
         rank, host_failure, deadline_ns = self._of_layer
         _LAYER.pack_into(
             self._bytes,
@@ -175,7 +186,7 @@ class ArgumentPacker:
         """
         # By place, as names cost more; the order is that of the fields.
         x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids = tensors[:12]
-        router_bias, expert_scale = tensors[13:15]
+        router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:]
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
@@ -186,6 +197,9 @@ class ArgumentPacker:
             0 if expert_scale is None else expert_scale.data_ptr(),
             0 if b1 is None else b1.data_ptr(),
             0 if b2 is None else b2.data_ptr(),
+            0 if shared_w1 is None else shared_w1.data_ptr(),
+            0 if shared_w2 is None else shared_w2.data_ptr(),
+            0 if shared_gate is None else shared_gate.data_ptr(),
         )
         if parameters != self._parameters:
             self._pack_parameters(tensors, parameters)
@@ -242,26 +256,38 @@ class ArgumentPacker:
             require_memory(tensors, *_PARAMETER_FIELDS)
             maps = self._parameter_maps(tensors)
             _keep(self._maps_of_parameters, addresses, maps)
-        of_gate, of_weights = maps
+        of_gate, of_weights, of_shared = maps
         self._bytes[_GATE_AT : _GATE_AT + len(of_gate)] = of_gate
         self._bytes[_WEIGHTS_AT : _WEIGHTS_AT + len(of_weights)] = of_weights
-        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:])
+        self._bytes[_SHARED_AT : _SHARED_AT + len(of_shared)] = of_shared
+        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:8])
         self._parameters = addresses
 
-    def _parameter_maps(self, t: CallTensors) -> tuple[bytes, bytes]:
-        """The map of the gate, and those of w1, w1_narrow and w2."""
-        hidden, intermediate = self._cfg.hidden, self._cfg.intermediate
-        box = _WEIGHT_BOX_ROWS if kernel_shape.has_whole_parts(self._cfg) else _ORDERED_ROWS
-        narrow_box = min(box, kernel_shape.narrow_gemm0_columns(self._cfg))
+    def _parameter_maps(self, t: CallTensors) -> tuple[bytes, bytes, bytes]:
+        """The map of the gate, those of the experts' weights, and those of shared experts."""
+        cfg = self._cfg
         # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks for
         # the map itself, which must be one: that of w1 will do.
         gate = t.w1 if t.gate is None else t.gate
-        return self._map("gate", gate, hidden, self._gate_box_rows), b"".join(
-            self._map(name, matrix, columns, box_rows, ordered=True)
+        of_gate = self._map("gate", gate, cfg.hidden, self._gate_box_rows)
+        of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate)
+        if t.shared_w1 is None or t.shared_w2 is None:
+            return of_gate, of_experts, b""
+        of_shared = self._weight_maps("shared_", t.shared_w1, t.shared_w2, cfg.shared_intermediate)
+        shared_gate = t.shared_w1 if t.shared_gate is None else t.shared_gate  # likewise
+        of_shared += self._map("shared_gate", shared_gate, cfg.hidden, _SHARED_GATE_ROWS)
+        return of_gate, of_experts, of_shared
+
+    def _weight_maps(self, prefix: str, w1: Tensor, w2: Tensor, intermediate: int) -> bytes:
+        """`WeightMaps`: of w1, of w1 in the boxes of narrow tiles, of w2."""
+        box = _WEIGHT_BOX_ROWS if kernel_shape.has_whole_parts(self._cfg) else _ORDERED_ROWS
+        narrow_box = min(box, kernel_shape.narrow_gemm0_columns(self._cfg))
+        return b"".join(
+            self._map(prefix + name, matrix, columns, box_rows, ordered=True)
             for name, matrix, columns, box_rows in (
-                ("w1", t.w1, hidden, box),
-                ("w1_narrow", t.w1, hidden, narrow_box),
-                ("w2", t.w2, intermediate, box),
+                ("w1", w1, self._cfg.hidden, box),
+                ("w1", w1, self._cfg.hidden, narrow_box),
+                ("w2", w2, intermediate, box),
             )
         )
 

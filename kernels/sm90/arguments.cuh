@@ -33,16 +33,28 @@ static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
 /// Element types of the weights that a caller may give with its routing.
 enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-struct TensorMaps {
+/// Of some MLPs with as many values between their products.
+struct WeightMaps {
+  TensorMap w1;         // [MLPs * 2 values, or values, H], box kWeightBoxRows x 64
+  TensorMap w1_narrow;  // the same, box kNarrowBoxRows x 64
+  TensorMap w2;         // [MLPs * H, values], box kWeightBoxRows x 64
+};
+
+struct ForwardMaps {
   TensorMap x;                                 // [rows, H], box 64 x 64
   TensorMap x_row;                             // the same, box 1 x 64
   TensorMap gate;                              // [E, H], box kRouteColumns x kGateBoxColumns
   TensorMap cells[kCellBoxes];                 // [rows of all cells, H]
-  TensorMap w1;                                // [X * 2I or I, H], box kWeightBoxRows x 64
-  TensorMap w1_narrow;                         // the same, box kNarrowBoxRows x 64
-  TensorMap w2;                                // [X * H, I], box kWeightBoxRows x 64
+  WeightMaps experts;                          // X of them, with I values each
   TensorMap intermediate[kIntermediateBoxes];  // [rows, I]
 };
+/// There are none but of shared experts.
+struct SharedMaps {
+  WeightMaps shared;         // n of them, with Is values each
+  TensorMap shared_gate;     // [1, H], box kSharedGateRows x 64
+  TensorMap shared_between;  // [tokens, n * Is], box kTokenBoxRows x 64
+};
+struct TensorMaps : ForwardMaps, SharedMaps {};
 
 struct RankArguments : TensorMaps {
   // Of the workspace, for layers of this shape.
@@ -99,7 +111,8 @@ inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
 /// Asks for the maps' descriptors, for which a block's first load of each would wait otherwise. One
 /// warp.
 inline void prefetch_maps(const TensorMaps& maps) {
-  constexpr u32 kMaps = sizeof(TensorMaps) / sizeof(TensorMap);
+  constexpr u32 kMaps =
+      (sizeof(ForwardMaps) + (kShares ? sizeof(SharedMaps) : 0)) / sizeof(TensorMap);
   static_assert(kMaps <= Machine::kLanes);
   if (Machine::lane() < kMaps) {
     prefetch(reinterpret_cast<const TensorMap*>(&maps)[Machine::lane()]);

@@ -65,18 +65,21 @@ struct Stage {
 inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;  // in a stage, in bytes
 static_assert(sizeof(Stage) == kWeightsPlace + kTileColumns * kSwizzleBytes);
 
-/// A pair's row among the cells of the heap, or kNone: it was not sent; and its weight.
+/// A row among this rank's results, or kNone: its pair was not sent; and its weight.
 struct PairRow {
   u32 row;
   float weight;
 };
 
+/// Rows that are added up for a token, at most.
+inline constexpr u32 kSummands = kGeometry.top_k + (kShares ? 1 : 0);
+
 /// What a Combine part sums: tokens that have sent rows.
 struct CombineRows {
   static constexpr u32 kTokens = kGeometry.combine_tokens(kGeometry.max_tokens);
-  static constexpr u32 kPairs = kTokens * kGeometry.top_k;
+  static constexpr u32 kRows = kTokens * kSummands;
   u32 token[kTokens];
-  PairRow pair[kPairs];  // [token of the part * top_k + j]
+  PairRow row[kRows];  // [token of the part * kSummands + j]: its pairs', then the shared experts'
 };
 
 /// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.

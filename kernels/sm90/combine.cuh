@@ -17,14 +17,13 @@ namespace moeos::sm90 {
 // stage carries several tokens when their rows are short, or a piece of one when they are long.
 inline constexpr u32 kVectorBytes = 16;
 inline constexpr u32 kPieceLimit =
-    static_cast<u32>(sizeof(Stage)) / kGeometry.top_k / kVectorBytes * kVectorBytes;
+    static_cast<u32>(sizeof(Stage)) / kSummands / kVectorBytes * kVectorBytes;
 inline constexpr u32 kPieces = ceil_div(kGeometry.row_bytes, kPieceLimit);
 inline constexpr u32 kPieceBytes = align_up(ceil_div(kGeometry.row_bytes, kPieces), kVectorBytes);
-inline constexpr u32 kPiecesInStage =
-    minimum(Machine::kLanes / kGeometry.top_k,
-            static_cast<u32>(sizeof(Stage)) / (kGeometry.top_k * kPieceBytes));
+inline constexpr u32 kPiecesInStage = minimum(
+    Machine::kLanes / kSummands, static_cast<u32>(sizeof(Stage)) / (kSummands * kPieceBytes));
 static_assert(kPieceBytes <= kPieceLimit && kPiecesInStage > 0);
-static_assert(kGeometry.top_k <= Machine::kLanes, "a lane loads a row's piece");
+static_assert(kSummands <= Machine::kLanes, "a lane loads a row's piece");
 
 /// A part's pieces from `first` on that a stage carries, one behind the other. The load warp and
 /// the consumers count them alike.
@@ -55,28 +54,39 @@ inline PairRow summand_of(const Rank<Machine>& rank, u32 pair, u32 row) {
   return {row, weight};
 }
 
+/// What the shared experts add to it.
+inline PairRow shared_summand_of(const Rank<Machine>& rank, u32 token) {
+  const float weight = kShape.shared_gate ? rank.memory.shared_weight[token] : 1.0F;
+  return {rank.layout.shared_result(token), weight};
+}
+
 /// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
 /// takes longer than a token's rows do. Not of rows that are awaited.
 inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
                          CombineRows& rows) {
-  const u32 pairs = task.rows * kGeometry.top_k;
-  if (task.kind != TaskKind::combine || pairs == 0 || task.awaits != 0) {
+  const u32 summands = task.rows * kSummands;
+  if (task.kind != TaskKind::combine || summands == 0 || task.awaits != 0) {
     return;
   }
   MOEOS_CHECK(task.rows <= CombineRows::kTokens);
 #pragma unroll
-  for (u32 first = 0; first < CombineRows::kPairs; first += Machine::kLanes) {
+  for (u32 first = 0; first < CombineRows::kRows; first += Machine::kLanes) {
     // Nothing is conditional but what is stored, so that all loads are under way together.
-    const u32 i = minimum(first + Machine::lane(), pairs - 1);
+    const u32 i = minimum(first + Machine::lane(), summands - 1);
     // Acquired with the part's word.
-    const u32 token = rank.memory.ready_tokens[task.first_ready + i / kGeometry.top_k];
-    const u32 pair = token * kGeometry.top_k + i % kGeometry.top_k;
+    const u32 token = rank.memory.ready_tokens[task.first_ready + i / kSummands];
+    const u32 j = i % kSummands;
+    const u32 pair = token * kGeometry.top_k + minimum(j, kGeometry.top_k - 1);
     const u32 row = rank.memory.pair_row[pair];  // of a pair that was not sent, anything
-    const PairRow summand = summand_of(rank, pair, map.sent(pair) ? row : kNone);
-    if (first + Machine::lane() < pairs) {
-      rows.pair[i] = summand;
-      if (i % kGeometry.top_k == 0) {
-        rows.token[i / kGeometry.top_k] = token;
+    PairRow summand = summand_of(rank, pair, map.sent(pair) ? row : kNone);
+    if constexpr (kShares) {
+      const PairRow shared = shared_summand_of(rank, token);
+      summand = j < kGeometry.top_k ? summand : shared;
+    }
+    if (first + Machine::lane() < summands) {
+      rows.row[i] = summand;
+      if (j == 0) {
+        rows.token[i / kSummands] = token;
       }
     }
   }
@@ -85,9 +95,14 @@ inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const
 /// The same of a pair whose row is awaited, in a part of tokens that follow each other.
 inline void note_awaited_row(const Rank<Machine>& rank, u32 number, u32 pair, u32 row,
                              CombineRows& rows) {
-  rows.pair[number] = summand_of(rank, pair, row);
+  const u32 nth = number / kGeometry.top_k;
+  const u32 token = pair / kGeometry.top_k;
+  rows.row[nth * kSummands + number % kGeometry.top_k] = summand_of(rank, pair, row);
   if (number % kGeometry.top_k == 0) {
-    rows.token[number / kGeometry.top_k] = pair / kGeometry.top_k;
+    rows.token[nth] = token;
+    if constexpr (kShares) {
+      rows.row[nth * kSummands + kGeometry.top_k] = shared_summand_of(rank, token);
+    }
   }
 }
 
@@ -125,10 +140,10 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
     combined = list_unsent(rank, call, map, task, loader);
   }
   for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage) {
-    const u32 piece = first + lane / kGeometry.top_k;
-    const u32 pair = piece / kPieces * kGeometry.top_k + lane % kGeometry.top_k;
-    const bool there = lane < pieces_in_stage(task, first) * kGeometry.top_k;
-    const u32 row = there ? slot.rows.pair[pair].row : kNone;
+    const u32 piece = first + lane / kSummands;
+    const u32 summand = piece / kPieces * kSummands + lane % kSummands;
+    const bool there = lane < pieces_in_stage(task, first) * kSummands;
+    const u32 row = there ? slot.rows.row[summand].row : kNone;
     const u32 first_byte = piece % kPieces * kPieceBytes;
     const u32 bytes = row == kNone ? 0 : minimum(kPieceBytes, kGeometry.row_bytes - first_byte);
     const u32 all_bytes = __reduce_add_sync(~0U, bytes);
@@ -158,27 +173,43 @@ inline uint4* output_at(const RankArguments& arguments, u32 token, u32 byte) {
   return reinterpret_cast<uint4*>(arguments.out + u64{token} * kGeometry.row_bytes + byte);
 }
 
-/// Bytes of a token that no expert took: zeros, or what zero experts return of it.
+/// sum += weight times eight elements.
+inline void add_weighted(float (&sum)[8], float weight, const u8* elements) {
+  const uint4 value = *reinterpret_cast<const uint4*>(elements);
+  const u32 packed[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+  for (u32 n = 0; n < 4; ++n) {
+    sum[2 * n] += weight * Element::low(packed[n]);
+    sum[2 * n + 1] += weight * Element::high(packed[n]);
+  }
+}
+inline uint4 packed(const float (&sum)[8]) {
+  return make_uint4(Element::pack(sum[0], sum[1]), Element::pack(sum[2], sum[3]),
+                    Element::pack(sum[4], sum[5]), Element::pack(sum[6], sum[7]));
+}
+
+/// Bytes of a token that no expert took: zeros, or what zero and shared experts return of it. The
+/// list of these tokens was made behind an acquire of all blocks' routing and of the shared
+/// results, and the stage's barrier brings it here.
 inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) {
+  float sum[8] = {};
   if constexpr (kShape.zero_experts > 0) {
-    // The list of these tokens was made behind an acquire of all blocks' routing, and the stage's
-    // barrier brings it here.
     const RankMemory memory = rank_memory(arguments);
     float weight = 0.0F;
 #pragma unroll 1
     for (u32 pair = token * kGeometry.top_k; pair < (token + 1) * kGeometry.top_k; ++pair) {
       weight += memory.pair_expert[pair] == kNone ? memory.pair_weight[pair] : 0.0F;
     }
-    const uint4 value =
-        *reinterpret_cast<const uint4*>(arguments.x_rows + u64{token} * kGeometry.row_bytes + byte);
-    const auto times = [weight](u32 packed) {
-      return Element::pack(weight * Element::low(packed), weight * Element::high(packed));
-    };
-    return weight == 0.0F
-               ? make_uint4(0, 0, 0, 0)
-               : make_uint4(times(value.x), times(value.y), times(value.z), times(value.w));
+    if (weight != 0.0F) {
+      add_weighted(sum, weight, arguments.x_rows + u64{token} * kGeometry.row_bytes + byte);
+    }
   }
-  return make_uint4(0, 0, 0, 0);
+  if constexpr (kShares) {
+    const PairRow shared = shared_summand_of(rank_of(arguments, nullptr), token);
+    add_weighted(sum, shared.weight,
+                 arguments.heap + Layout(kGeometry, arguments.place).result(shared.row) + byte);
+  }
+  return packed(sum);
 }
 
 /// The consumers' side, of tokens that have no rows.
@@ -212,28 +243,20 @@ inline void sum_tokens(const RankArguments& arguments, const Task& task, const C
       const u32 nth = i / kVectors;
       const u32 at = i % kVectors * kVectorBytes;
       const u32 token = (first + nth) / kPieces;
-      const PairRow* pairs = &rows.pair[token * kGeometry.top_k];
+      const PairRow* summands = &rows.row[token * kSummands];
       const u8* from = reinterpret_cast<const u8*>(&shared.stages[stage.index]) +
-                       nth * kGeometry.top_k * kPieceBytes + at;
+                       nth * kSummands * kPieceBytes + at;
       float sum[8] = {};
 #pragma unroll
-      for (u32 j = 0; j < kGeometry.top_k; ++j) {
-        const PairRow pair = pairs[j];
-        if (pair.row != kNone) {
-          const uint4 value = *reinterpret_cast<const uint4*>(from + j * kPieceBytes);
-          const u32 packed[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-          for (u32 n = 0; n < 4; ++n) {
-            sum[2 * n] += pair.weight * Element::low(packed[n]);
-            sum[2 * n + 1] += pair.weight * Element::high(packed[n]);
-          }
+      for (u32 j = 0; j < kSummands; ++j) {
+        const PairRow summand = summands[j];
+        if (summand.row != kNone) {
+          add_weighted(sum, summand.weight, from + j * kPieceBytes);
         }
       }
       const u32 byte = (first + nth) % kPieces * kPieceBytes + at;
       if (byte < kGeometry.row_bytes) {
-        *output_at(arguments, rows.token[token], byte) =
-            make_uint4(Element::pack(sum[0], sum[1]), Element::pack(sum[2], sum[3]),
-                       Element::pack(sum[4], sum[5]), Element::pack(sum[6], sum[7]));
+        *output_at(arguments, rows.token[token], byte) = packed(sum);
       }
     }
     release_read_stage(shared, stage.index);

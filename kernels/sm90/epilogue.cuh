@@ -33,11 +33,14 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
                          const Task& task, Slot& slot) {
   const u32 lane = Machine::lane();
   if (task.kind == TaskKind::gemm1 && lane < task.segment_count) {
-    const Segment segment = task.segments[lane];
-    const u32 first = first_result_at(rank, task.epoch, segment.source);
-    slot.results[lane] = outgoing_result(rank, segment.source, first, segment.first_row);
+    slot.results[lane] = outgoing_results(rank, task, task.segments[lane]);
   } else if (task.kind == TaskKind::gemm0 && lane == 0) {
     slot.results[0] = arguments.intermediate_rows + u64{task.first_result} * kGeometry.hidden_bytes;
+    if (is_shared(task)) {
+      slot.results[0] = arguments.intermediate_rows + kGeometry.shared_between_at() +
+                        u64{task.first_result} * kGeometry.shared_bytes;
+      slot.results[1] = reinterpret_cast<u8*>(&rank.memory.shared_weight[task.first_result]);
+    }
   }
 }
 
@@ -48,7 +51,8 @@ inline constexpr u32 kNowhere = 0xFFFF;
 static_assert(Geometry::kMaxSegments * kTileRows < kNowhere);
 inline u32 result_place(const Task& task, u32 row) {
   if (task.kind == TaskKind::gemm0) {
-    return row < task.padded_rows ? row : kNowhere;
+    const u32 rows = is_shared(task) ? align_up(task.padded_rows, kTokenBoxRows) : task.padded_rows;
+    return row < rows ? row : kNowhere;
   }
   u32 first = 0;
   for (u32 s = 0; s < task.segment_count; ++s) {
@@ -73,6 +77,7 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
   constexpr u32 kTile = 2 * kRegisters;  // columns
   const bool first_product = task.kind == TaskKind::gemm0;
   const bool gated = first_product && kShape.gated();
+  const bool biased = kBias && !is_shared(task);
   const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
   const u32 first = first_column(part, first_product ? gemm0_columns(kTile) : kTile, columns);
   const u64 row = u64{task.local_expert} * (first_product ? kShape.w1_rows() : kShape.hidden);
@@ -85,7 +90,7 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
       // A gated tile's second half has the up columns of the same hidden units.
       const u32 at = column + (i < kRegisters / 2 ? 0 : second_half);
       const u8* bias = first_product ? arguments.b1 : arguments.b2;
-      if ((gated ? column : at) < columns) {
+      if (biased && (gated ? column : at) < columns) {
         const u32 pair = reinterpret_cast<const u32*>(bias)[(row + at) / 2];
         values[0] = Element::low(pair);
         values[1] = Element::high(pair);
@@ -149,6 +154,20 @@ class ResultRows {
   u32 second_;
 };
 
+/// A sigmoid of the first column of d, by which each token's shared result is weighted. Its
+/// weights' rows lie in their own order in a stage, so this is d's first column, too.
+template <u32 kRegisters>
+inline void store_weights(const float (&d)[kRegisters], const Task& task, const Slot& slot) {
+  float* weights = reinterpret_cast<float*>(slot.results[1]);
+#pragma unroll
+  for (u32 lower = 0; lower < 2; ++lower) {
+    const u32 row = tile_row(lower) + Machine::lane() / 4;
+    if (Machine::lane() % 4 == 0 && row < task.rows) {
+      weights[row] = 1.0F / (1.0F + expf(-d[2 * lower]));
+    }
+  }
+}
+
 /// Takes d, or activation(d) of a first product, to memory. Called by all consumer warps that have
 /// products of the tile. Of a tile of no rows: does the same, and stores nothing.
 template <u32 kRegisters>
@@ -177,16 +196,23 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
     }
     return;
   }
+  if (weighs_tokens(task, part)) {
+    store_weights(d, task, slot);
+    return;
+  }
   constexpr u32 kColumns = gemm0_columns(kTile);
+  const u32 values = mlps_of(task).values;
 #pragma unroll
   for (u32 lower = 0; lower < 2; ++lower) {
     const u32 row = result_place(task, tile_row(lower) + Machine::lane() / 4);
-    u8* to = result_row(slot, row, kGeometry.hidden_bytes);
+    u8* to =
+        result_row(slot, row, is_shared(task) ? kGeometry.shared_bytes : kGeometry.hidden_bytes);
+    to += u64{mlp_of(task, part)} * values * 2;
 #pragma unroll
     for (u32 i = 2 * lower; i < kColumns / 2; i += kGroup) {
-      const u32 column = first_column(part, kColumns, kShape.intermediate) + ordered_column(i);
-      store_vector(row != kNowhere && (kWholeParts || column < kShape.intermediate),
-                   to + u64{column} * 2, eight_from(i, [&](u32 at) {
+      const u32 column = first_column_of(task, part) + ordered_column(i);
+      store_vector(row != kNowhere && (kWholeParts || column < values), to + u64{column} * 2,
+                   eight_from(i, [&](u32 at) {
                      if constexpr (kShape.gated()) {
                        return gated<Element, kActivation>(pair_of(at),
                                                           pair_of(kRegisters / 2 + at));

@@ -48,6 +48,9 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   const auto nothing = [] { return false; };
   bool more = processor.claim(ticket, word, task, nothing);
   u64 claimed_ns = trace_time<Machine>(kGeometry);
+  if constexpr (kShares) {
+    more = more && (task.kind != TaskKind::combine || processor.await_shared(nothing));
+  }
   if (more) {
     find_results(arguments, rank, task, slot);
     look_up_rows(rank, map, task, slot.rows);

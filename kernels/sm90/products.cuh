@@ -13,13 +13,22 @@
 
 namespace moeos::sm90 {
 
-/// Stages that a GEMM part takes: the row length of its inputs. None of a tile of no rows.
-inline u32 steps_of(const Task& task) {
+/// Whose products a tile's are.
+inline bool is_shared(const Task& task) { return kShares && moeos::is_shared(kGeometry, task); }
+inline Mlps mlps_of(const Task& task) { return is_shared(task) ? kSharedExperts : kExpert; }
+
+/// Stages that a GEMM part takes of each MLP whose results it adds up: the row length of its
+/// inputs. None of a tile of no rows.
+inline u32 steps_of_each(const Task& task) {
   if (task.padded_rows == 0) {
     return 0;
   }
   const u32 depth = task.narrow != 0 ? kNarrowDepth * kTileDepth : kTileDepth;
-  return ceil_div(task.kind == TaskKind::gemm1 ? kShape.intermediate : kShape.hidden, depth);
+  return ceil_div(task.kind == TaskKind::gemm1 ? mlps_of(task).values : kShape.hidden, depth);
+}
+inline u32 steps_of(const Task& task) {
+  return task.kind == TaskKind::gemm1 ? mlps_of(task).count * steps_of_each(task)
+                                      : steps_of_each(task);
 }
 
 /// Slices of a block's Route: those of a bank's depth in order, one bank behind the other. Steps
@@ -59,10 +68,22 @@ inline u32 columns_of(const Task& task) {
   return task.kind == TaskKind::gemm0 ? gemm0_columns(tile) : tile;
 }
 
-/// The first of them.
+/// Which of a tile's MLPs a part of a first product is of; their number: of their gate.
+inline u32 mlp_of(const Task& task, u32 part) {
+  return is_shared(task) && task.kind == TaskKind::gemm0
+             ? part / parts_of_each(kSharedExperts, weight_rows_of(task))
+             : 0;
+}
+inline bool weighs_tokens(const Task& task, u32 part) {
+  return kShape.shared_gate && is_shared(task) && mlp_of(task, part) == kSharedExperts.count;
+}
+/// The first of a part's columns, of its MLP's.
 inline u32 first_column_of(const Task& task, u32 part) {
-  const u32 all = task.kind == TaskKind::gemm0 ? kShape.intermediate : kShape.hidden;
-  return first_column(part, columns_of(task), all);
+  const bool first_product = task.kind == TaskKind::gemm0;
+  const Mlps mlps = mlps_of(task);
+  const u32 nth =
+      is_shared(task) && first_product ? part % parts_of_each(mlps, weight_rows_of(task)) : part;
+  return first_column(nth, columns_of(task), first_product ? mlps.values : kShape.hidden);
 }
 
 /// A box that one lane loads in each step of a part; without a map: none.
@@ -118,9 +139,25 @@ inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 p
 static_assert(Geometry::kInPlaceTokens + kNarrowColumns / kNarrowBoxRows <=
               Machine::kLanes / kNarrowDepth);
 
+/// Rows of a tile that are loaded. What lies beyond a tile's tokens is of products before, or other
+/// rows: its results are nobody's.
+inline u32 loaded_rows_of(const Task& task) {
+  return is_shared(task)      ? align_up(task.padded_rows, kTokenBoxRows)
+         : task.in_place != 0 ? task.rows
+                              : task.padded_rows;
+}
+
 /// Box `index` of a tile's rows: tokens, segments of cells, or what the first product left.
 inline void find_rows(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 index, u32 place, Box& box) {
+  if (is_shared(task)) {
+    if (index < loaded_rows_of(task) / kTokenBoxRows) {
+      box.map = task.kind == TaskKind::gemm0 ? &arguments.x : &arguments.shared_between;
+      box.row = task.first_result + index * kTokenBoxRows;
+      box.place = place + index * kTokenBoxRows * kSwizzleBytes;
+    }
+    return;
+  }
   if (task.in_place != 0) {
     if (index < task.rows) {
       box.map = &arguments.x_row;
@@ -156,26 +193,32 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
 inline u32 weight_box_rows_of(const Task& task) {
   return task.narrow != 0 && task.kind == TaskKind::gemm0 ? kNarrowBoxRows : kWeightBoxRows;
 }
-inline u32 weight_boxes_of(const Task& task) {
-  return weight_rows_of(task) / weight_box_rows_of(task);
+inline u32 weight_boxes_of(const Task& task, u32 part) {
+  return weighs_tokens(task, part) ? 1 : weight_rows_of(task) / weight_box_rows_of(task);
 }
 
 /// Box `index` of them. A gated part's gate rows come before its up rows.
 inline void find_weights(const RankArguments& arguments, const Task& task, u32 part, u32 index,
                          u32 place, Box& box) {
   const bool first_product = task.kind == TaskKind::gemm0;
-  const u32 of_expert = first_product ? kShape.w1_rows() : kShape.hidden;
+  if (weighs_tokens(task, part)) {
+    box.map = &arguments.shared_gate;
+    box.place = place;
+    return;
+  }
+  const Mlps mlps = mlps_of(task);
+  const u32 of_mlp = first_product ? w1_rows(mlps) : kShape.hidden;
   const u32 columns = columns_of(task);
   const u32 first = index * weight_box_rows_of(task);  // among the part's
-  const u32 up = first >= columns ? kShape.intermediate - columns : 0;
+  const u32 up = first >= columns ? mlps.values - columns : 0;
+  const u32 mlp = is_shared(task) ? mlp_of(task, part) : task.local_expert;
   box.of_weights = true;
   // Nobody else reads a narrow tile's weights. L2 is left to what is read again: rows, tables, code
   // (docs/performance.md, "Weights that pass through").
   box.policy = task.narrow != 0 ? CachePolicy::evict_first : CachePolicy::normal;
-  box.map = !first_product     ? &arguments.w2
-            : task.narrow != 0 ? &arguments.w1_narrow
-                               : &arguments.w1;
-  box.row = task.local_expert * of_expert + first_column_of(task, part) + first + up;
+  const WeightMaps& maps = is_shared(task) ? arguments.shared : arguments.experts;
+  box.map = !first_product ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
+  box.row = mlp * of_mlp + first_column_of(task, part) + first + up;
   box.place = place + first * kSwizzleBytes;
 }
 
@@ -212,7 +255,7 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   const u32 lanes = Machine::kLanes / depth;  // for the boxes of each kTileDepth columns
   const u32 n = Machine::lane() / lanes;
   const u32 index = Machine::lane() % lanes;
-  const u32 weight_boxes = weight_boxes_of(task);
+  const u32 weight_boxes = weight_boxes_of(task, part);
   Box box;
   box.column = n * kTileDepth;
   if (index < weight_boxes) {
@@ -220,10 +263,20 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   } else {
     find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
   }
-  // What lies beyond a tile's tokens is of the products before: its results are nobody's.
-  const u32 rows = task.in_place != 0 ? task.rows : task.padded_rows;
-  fill_stages(steps_of(task), depth * (rows + columns) * kSwizzleBytes, box, loader,
-              [&](u32 step) { return BoxPlace{box.row, box.column + step * depth * kTileDepth}; });
+  const u32 weight_rows = weighs_tokens(task, part) ? kSharedGateRows : columns;
+  fill_stages(steps_of(task), depth * (loaded_rows_of(task) + weight_rows) * kSwizzleBytes, box,
+              loader, [&](u32 step) {
+                if constexpr (kSharedExperts.count > 1) {
+                  if (is_shared(task) && task.kind == TaskKind::gemm1) {
+                    const u32 mlp = step / steps_of_each(task);
+                    const u32 column =
+                        box.column + (step - mlp * steps_of_each(task)) * depth * kTileDepth;
+                    return box.of_weights ? BoxPlace{box.row + mlp * kShape.hidden, column}
+                                          : BoxPlace{box.row, column + mlp * kSharedExperts.values};
+                  }
+                }
+                return BoxPlace{box.row, box.column + step * depth * kTileDepth};
+              });
 }
 
 /// A Route part's operands: slices of a block's tokens, and of the router's weights.

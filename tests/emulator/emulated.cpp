@@ -21,6 +21,7 @@ struct RankTensors {
   u8 *heap, *control, *tables, *records, *intermediate, *host_failure;
   const u8 *x, *gate, *w1, *w2, *b1, *b2;
   const float *selection_bias, *router_bias, *expert_scale;
+  const u8 *shared_w1, *shared_w2, *shared_gate;
   const void *ids, *weights;
   const i32* token_count;
   u8* out;
@@ -37,6 +38,12 @@ TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 elemen
   map.box_rows = box_rows;
   map.element_bytes = element_bytes;
   return map;
+}
+
+WeightMaps maps_of(const Mlps& mlps, u64 count, const u8* w1, const u8* w2) {
+  return {map_of(w1, count * w1_rows(mlps), kShape.hidden, kWeightBoxRows),
+          map_of(w1, count * w1_rows(mlps), kShape.hidden, kNarrowBoxRows),
+          map_of(w2, count * kShape.hidden, mlps.values, kWeightBoxRows)};
 }
 
 RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
@@ -58,9 +65,14 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
     a.intermediate[box] = map_of(t.intermediate, kGeometry.intermediate_rows_max(),
                                  kShape.intermediate, box_height(kIntermediateBoxes, box));
   }
-  a.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kWeightBoxRows);
-  a.w1_narrow = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kNarrowBoxRows);
-  a.w2 = map_of(t.w2, experts * kShape.hidden, kShape.intermediate, kWeightBoxRows);
+  a.experts = maps_of(kExpert, experts, t.w1, t.w2);
+  if (kShares) {
+    a.shared = maps_of(kSharedExperts, kSharedExperts.count, t.shared_w1, t.shared_w2);
+    a.shared_gate = map_of(t.shared_gate, 1, kShape.hidden, kSharedGateRows);
+    a.shared_between = map_of(t.intermediate + kGeometry.shared_between_at(),
+                              kGeometry.shared_between_bytes() / kGeometry.shared_bytes,
+                              u64{kSharedExperts.count} * kSharedExperts.values, kTokenBoxRows);
+  }
   a.heap = t.heap;
   a.memory = {t.control, t.tables, t.records};
   a.place = place;
@@ -108,7 +120,7 @@ u64 emulated_faults_at() {
   return reinterpret_cast<u64>(RankMemory(kGeometry, MemoryParts<u8*>{}).faults);
 }
 u64 emulated_intermediate_bytes() {
-  return u64{kGeometry.intermediate_rows_max()} * kGeometry.hidden_bytes;
+  return kGeometry.between_bytes();
 }
 
 /// Offset in shared memory of a processor's barriers, by name; for reports.

@@ -48,7 +48,7 @@ _COMPILING_GPU = threading.Lock()
 _FIELDS = (
     *("heap", "control", "tables", "records", "intermediate", "host_failure"),
     *("x", "gate", "w1", "w2", "b1", "b2", "selection_bias", "router_bias", "expert_scale"),
-    *("ids", "weights", "token_count", "out"),
+    *("shared_w1", "shared_w2", "shared_gate", "ids", "weights", "token_count", "out"),
 )
 """Tensors of RankTensors in emulated.cpp."""
 
@@ -259,6 +259,9 @@ class EmulatedLayer:
             "selection_bias": w.selection_bias,
             "router_bias": w.router_bias,
             "expert_scale": w.expert_scale,
+            "shared_w1": w.shared_w1,
+            "shared_w2": w.shared_w2,
+            "shared_gate": w.shared_gate,
             "ids": call.ids,
             "weights": call.weights,
             "token_count": None,

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared experts on the emulated GPU: what every token passes is added to what its experts make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.emulator.emulated import EmulatedLayer, build
+from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
+
+PATIENCE = 40
+LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+    "whole parts, a gate": (
+        {"hidden": 256, "intermediate": 128, "shared_intermediate": 320, "shared_gate": True},
+        1,
+    ),
+    "several, not whole parts, a gate, ranks": (
+        {
+            "intermediate": 64,
+            "shared_experts": 2,
+            "shared_intermediate": 72,
+            "shared_gate": True,
+            "bias": True,
+        },
+        2,
+    ),
+    "no gate values, a capacity": (
+        {"activation": "relu2", "shared_intermediate": 136, "capacity_factor": 0.5},
+        2,
+    ),
+    "beside zero experts": (
+        {"shared_intermediate": 64, "zero_experts": 5, "top_k": 4, "renormalize": False},
+        1,
+    ),
+}
+"""Of a config, what is not usual, and its ranks."""
+IN_EVERY_RUN = ("whole parts, a gate", "several, not whole parts, a gate, ranks")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly)
+        for name in LAYERS
+    ],
+)
+def test_outputs_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
+    changes, ranks = LAYERS[name]
+    sizes = {"hidden": 128, "max_tokens": 200, "shared_experts": 1, "dtype": torch.bfloat16}
+    cfg = config(**(sizes | changes))
+    weights = draw_weights(cfg)
+    emulated = EmulatedLayer(build(cfg, ranks, 3, tmp_path), weights, ranks, patience=PATIENCE)
+    for number, tokens in enumerate((200, 3, 64, 0, 70)):
+        calls = [
+            draw_call(cfg, max(0, tokens - rank), 10 * number + rank)
+            if number % 2 == 0
+            else draw_given_call(cfg, max(0, tokens - rank), 10 * number + rank, unused=0.5)
+            for rank in range(ranks)
+        ]
+        for call, y in zip(calls, emulated(calls, number), strict=True):
+            assert_matches(weights, call, y, f"call {number}")
