@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of routers beyond softmax and sigmoid on the GPU: each is the reference's."""
+"""Rules beyond softmax and sigmoid, and shared experts, on the GPU: each is the reference's."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ RULES: dict[str, dict[str, Any]] = {
     },
     "zero experts": {"zero_experts": 5, "top_k": 4, "renormalize": False, "selection_bias": True},
     "zero experts, 768 rows": {"experts": 512, "zero_experts": 256, "top_k": 12},
+    "a shared expert": {"shared_experts": 1, "shared_intermediate": 640, "shared_gate": True},
+    "shared experts beside narrow parts": {"shared_experts": 2, "shared_intermediate": 72},
     "ids weighed": {"routing": "ids", "router_bias": True, "zero_experts": 3, "renormalize": False},
 }
 CASES = {

@@ -37,13 +37,22 @@ FP32_ROUTERS = ("deepseek-v3", "mixtral-8x7b")
 """Configs that are compiled for a router in fp32, too: of a full bank of experts, whose
 accumulators are the most, and of few.
 """
+SHARED_EXPERTS = {
+    "deepseek-v3": "shared_experts = 1\nshared_intermediate = 2048\n",
+    "kimi-k2": "shared_experts = 1\nshared_intermediate = 2048\n",
+    "qwen3-next-80b-a3b": "shared_experts = 1\nshared_intermediate = 512\nshared_gate = true\n",
+    "qwen3-30b-a3b": "shared_experts = 2\nshared_intermediate = 768\n",
+}
+"""Configs that are compiled with shared experts, too: what their models have, or several."""
 EVERYWHERE = 8
 """Ranks of a world that all configs are compiled for."""
 WITH_FP32_ROUTER = " with an fp32 router"
+WITH_SHARED = " with shared experts"
 KERNELS = [
     *((name, EVERYWHERE) for name in sorted(CONFIGS.keys() - OF_THE_TWIN)),
     *((name, 1) for name in ALONE),
     *((name + WITH_FP32_ROUTER, EVERYWHERE) for name in FP32_ROUTERS),
+    *((name + WITH_SHARED, ranks) for name in SHARED_EXPERTS for ranks in (1, 2, EVERYWHERE)),
 ]
 IN_EVERY_RUN = (("deepseek-v3", EVERYWHERE), ("qwen3-30b-a3b", 1))
 """Kernels with the most code, and with the plans of a rank alone."""
@@ -68,8 +77,11 @@ def compile_config(kernel: tuple[str, int], folder: Path) -> Compiled:
     config = CONFIGS.get(name)
     if config is None:
         config = folder / f"{name}.toml"
-        text = CONFIGS[name.removesuffix(WITH_FP32_ROUTER)].read_text()
-        config.write_text(f'router_dtype = "float32"\n{text}')
+        of = name.removesuffix(WITH_FP32_ROUTER).removesuffix(WITH_SHARED)
+        more = (
+            'router_dtype = "float32"\n' if name.endswith(WITH_FP32_ROUTER) else SHARED_EXPERTS[of]
+        )
+        config.write_text(more + CONFIGS[of].read_text())
     code, out, err = commands.invoke("compile", config, *options)
     document = json.loads(report.read_text()) if report.exists() else {}
     return Compiled(code, out + err, document)
