@@ -24,11 +24,16 @@ constexpr u32 known_parts(const Geometry& geometry, const Call& call) {
 constexpr ReadyWord shared_word(const Geometry& geometry, const Call& call, u32 number) {
   const bool narrow = geometry.narrow_shared(call.tokens);
   const u32 firsts = geometry.shared_tiles(call.tokens) * geometry.shared0_parts_of(narrow);
-  const bool first = number < firsts;
-  const u32 of_tile = first ? geometry.shared0_parts_of(narrow) : geometry.shared1_parts_of(narrow);
-  const u32 nth = first ? number : number - firsts;
-  return ReadyWord(call.epoch, first ? TaskKind::gemm0 : TaskKind::gemm1,
-                   geometry.tiles_max() + nth / of_tile, nth % of_tile);
+  const auto part = [&](TaskKind kind, u32 nth, u32 of_tile) {
+    return ReadyWord(call.epoch, kind, geometry.tiles_max() + nth / of_tile, nth % of_tile);
+  };
+  // Of each kind apart, so that a compiler that knows the geometry divides by a constant.
+  if (number < firsts) {
+    return narrow ? part(TaskKind::gemm0, number, geometry.shared0_narrow_parts)
+                  : part(TaskKind::gemm0, number, geometry.shared0_parts);
+  }
+  return narrow ? part(TaskKind::gemm1, number - firsts, geometry.shared1_narrow_parts)
+                : part(TaskKind::gemm1, number - firsts, geometry.shared1_parts);
 }
 
 /// And its descriptor, on rank `rank`: a tile of tokens that follow each other.

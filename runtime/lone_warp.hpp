@@ -197,7 +197,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       return;
     }
     if (rank.geometry().shares() && task.kind == TaskKind::combine &&
-        !processor.await_shared(dispatch)) {
+        !processor.await_shared(rank.memory, dispatch)) {
       return;
     }
     processor.begin_part(task);

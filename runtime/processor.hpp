@@ -86,12 +86,8 @@ class Processor : Pace<P> {
   /// Whether a ticket is one of a shared expert's parts, which nobody publishes either.
   bool is_of_shared(u32 ticket, ReadyWord& word, Task& task) const {
     const Geometry& geometry = rank_.geometry();
-    if (!geometry.shares()) {
-      return false;
-    }
-    Call call = call_;
-    call.tokens = P::opaque(call.tokens);
-    if (ticket >= known_parts(geometry, call)) {
+    const Call call = call_of_look();
+    if (!geometry.shares() || ticket >= known_parts(geometry, call)) {
       return false;
     }
     word = shared_word(geometry, call, ticket - route_parts(geometry, call));
@@ -125,12 +121,12 @@ class Processor : Pace<P> {
     return true;
   }
 
-  /// Waits for the shared experts' results, before a part of Combine; `beside` as above. False:
-  /// leave.
+  /// Waits for the shared experts' results, before a part of Combine; `memory`: of the rank, and
+  /// `beside` as above. False: leave.
   template <class Beside>
-  bool await_shared(Beside beside) {
+  bool await_shared(const RankMemory& memory, Beside beside) {
     const auto look = [&] {
-      return agreed<P>(P::template poll<Scope::device>(rank_.memory.shared_results_here)) ==
+      return agreed<P>(P::template poll<Scope::device>(memory.shared_results_here)) ==
              seal(call_.epoch);
     };
     if (!wait_for(kLooksForInputs, look, beside)) {
@@ -277,7 +273,7 @@ class Processor : Pace<P> {
   template <class Beside>
   bool find(u32 ticket, ReadyWord& word, Task& task, Beside beside) {
     const u32 unsent = own_unsent_parts(rank_.geometry(), call_);
-    const u32 behind_known = ticket - known_parts(rank_.geometry(), call_);
+    const u32 behind_known = ticket - known_parts(rank_.geometry(), call_of_look());
     const bool of_unsent = behind_known < unsent;
     const u32 number = behind_known - unsent;
     const bool foresees = rank_.geometry().foresees();
@@ -357,6 +353,16 @@ class Processor : Pace<P> {
     const bool again = counts == Counts::missing && turn + 1 < 2 * rank_.geometry().world;
     turn = turn == kTold ? turn : again ? turn + 1 : kNotAsked;
     return word.epoch() == call_.epoch;
+  }
+
+  /// The call, for one look at its known parts: else what is worked out of it for shared experts
+  /// takes registers for all parts.
+  Call call_of_look() const {
+    Call call = call_;
+    if (rank_.geometry().shares()) {
+      call.tokens = P::opaque(call.tokens);
+    }
+    return call;
   }
 
   bool is_routed() const {

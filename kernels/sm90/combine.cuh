@@ -62,13 +62,14 @@ inline PairRow shared_summand_of(const Rank<Machine>& rank, u32 token) {
 
 /// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
 /// takes longer than a token's rows do. Not of rows that are awaited.
-inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const Task& task,
-                         CombineRows& rows) {
+inline void look_up_rows(const RankArguments& arguments, const Rank<Machine>& rank,
+                         const RoutingMap& map, const Task& task, CombineRows& rows) {
   const u32 summands = task.rows * kSummands;
   if (task.kind != TaskKind::combine || summands == 0 || task.awaits != 0) {
     return;
   }
   MOEOS_CHECK(task.rows <= CombineRows::kTokens);
+  const Rank<Machine> here = rank_of_look(arguments);  // else an address is kept for all parts
 #pragma unroll
   for (u32 first = 0; first < CombineRows::kRows; first += Machine::kLanes) {
     // Nothing is conditional but what is stored, so that all loads are under way together.
@@ -80,7 +81,7 @@ inline void look_up_rows(const Rank<Machine>& rank, const RoutingMap& map, const
     const u32 row = rank.memory.pair_row[pair];  // of a pair that was not sent, anything
     PairRow summand = summand_of(rank, pair, map.sent(pair) ? row : kNone);
     if constexpr (kShares) {
-      const PairRow shared = shared_summand_of(rank, token);
+      const PairRow shared = shared_summand_of(here, token);
       summand = j < kGeometry.top_k ? summand : shared;
     }
     if (first + Machine::lane() < summands) {

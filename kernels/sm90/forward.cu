@@ -49,11 +49,12 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   bool more = processor.claim(ticket, word, task, nothing);
   u64 claimed_ns = trace_time<Machine>(kGeometry);
   if constexpr (kShares) {
-    more = more && (task.kind != TaskKind::combine || processor.await_shared(nothing));
+    const Rank<Machine> here = rank_of_look(arguments);
+    more = more && (task.kind != TaskKind::combine || processor.await_shared(here.memory, nothing));
   }
   if (more) {
     find_results(arguments, rank, task, slot);
-    look_up_rows(rank, map, task, slot.rows);
+    look_up_rows(arguments, rank, map, task, slot.rows);
     if (kGeometry.whole_rows != 0 && waits_for_inputs(task)) {
       // Of this part alone: else the addresses below would take registers for all parts.
       const Rank<Machine> here = rank_of_look(arguments);

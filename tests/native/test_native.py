@@ -424,7 +424,7 @@ FAULTS = {
     "a sum that does not wait for the shared experts": Fault(
         "explorer",
         "runtime/lone_warp.hpp",
-        "!processor.await_shared(dispatch)",
+        "!processor.await_shared(rank.memory, dispatch)",
         "false",
         "gives a wrong result",
     ),
