@@ -14,6 +14,7 @@
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
 #include "runtime/few_plan.hpp"
+#include "runtime/known_parts.hpp"
 #include "runtime/lone_plan.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/rank.hpp"

@@ -10,6 +10,7 @@
 #include "runtime/base.hpp"
 #include "runtime/counts_subscriber.hpp"
 #include "runtime/hearsay.hpp"
+#include "runtime/known_parts.hpp"
 #include "runtime/landings_subscriber.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/rank.hpp"

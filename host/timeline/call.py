@@ -118,7 +118,8 @@ class CallTrace:
 
     def of_shared(self, rank: int, expert: int) -> bool:
         """Whether a part's expert is that of all shared experts, behind those of the rank."""
-        return expert == self.ranks[rank].received.shape[1]
+        experts: int = self.ranks[rank].received.shape[1]
+        return expert == experts
 
     def chunk_experts(self, source: int, owner: int, first: int, chunks: int) -> tuple[int, int]:
         """The first and the last expert, among those of all ranks, of whose rows so many chunks of

@@ -119,9 +119,7 @@ u64 emulated_records_bytes() { return RankMemory::bytes_of_parts(kGeometry).reco
 u64 emulated_faults_at() {
   return reinterpret_cast<u64>(RankMemory(kGeometry, MemoryParts<u8*>{}).faults);
 }
-u64 emulated_intermediate_bytes() {
-  return kGeometry.between_bytes();
-}
+u64 emulated_intermediate_bytes() { return kGeometry.between_bytes(); }
 
 /// Offset in shared memory of a processor's barriers, by name; for reports.
 const char* emulated_barriers() {

@@ -130,9 +130,14 @@ std::vector<Failure> call_with(RowMap row_map, bool split_os, bool together,
     ranks.push_back(std::make_unique<TwinRank>(g, shape, p, addresses, settings));
   }
   const auto call = [&](u32 p) {
-    const Operands operands{Element::kFloat32, x.data(),   values.data(),  nullptr,       nullptr,
-                            nullptr,           ids.data(), weights.data(), values.data(), nullptr,
-                            values.data(),     nullptr,    out[p].data()};
+    const Operands operands{.element = Element::kFloat32,
+                            .x = x.data(),
+                            .gate = values.data(),
+                            .topk_ids = ids.data(),
+                            .topk_weights = weights.data(),
+                            .w1 = values.data(),
+                            .w2 = values.data(),
+                            .out = out[p].data()};
     failures[p] = ranks[p]->forward(operands, kTokens, kTokens);
   };
   if (together) {

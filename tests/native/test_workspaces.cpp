@@ -49,8 +49,8 @@ struct Plan {
       wide = std::max<u64>(wide, g.row_bytes);
       stride = std::max<u64>(stride, u64{g.cell_rows()} * g.row_bytes);
       tail = std::max<u64>(tail, u64{g.tile_rows} * g.row_bytes);
-      results = std::max<u64>(results, u64{g.result_rows()} * g.row_bytes);
-      between = std::max(between, u64{g.intermediate_rows_max()} * g.hidden_bytes);
+      results = std::max<u64>(results, u64{g.result_rows() + g.shared_results()} * g.row_bytes);
+      between = std::max(between, g.between_bytes());
     }
     const u32 cells = Layout(shapes[0].geometry).cells();
     stride += cells * wide;  // a shape's cells are whole rows, and begin so much earlier at most

@@ -164,22 +164,17 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
   static const i32 kNobody = -1;  // routing is given even where there is no token
   const u64 first = u64{rank} * world.geometry.local_experts();
   const LayerShape& shape = world.shape;
-  return Operands{Element::kFloat32,
-                  call.x.data(),
-                  experts.gate.data(),
-                  nullptr,
-                  nullptr,
-                  nullptr,
-                  call.ids.empty() ? &kNobody : call.ids.data(),
-                  call.weights.data(),
-                  &experts.w1[first * shape.w1_rows() * shape.hidden],
-                  nullptr,
-                  &experts.w2[first * shape.hidden * shape.intermediate],
-                  nullptr,
-                  experts.shared_w1.data(),
-                  experts.shared_w2.data(),
-                  experts.shared_gate.data(),
-                  call.out.data()};
+  return Operands{.element = Element::kFloat32,
+                  .x = call.x.data(),
+                  .gate = experts.gate.data(),
+                  .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
+                  .topk_weights = call.weights.data(),
+                  .w1 = &experts.w1[first * shape.w1_rows() * shape.hidden],
+                  .w2 = &experts.w2[first * shape.hidden * shape.intermediate],
+                  .shared_w1 = experts.shared_w1.data(),
+                  .shared_w2 = experts.shared_w2.data(),
+                  .shared_gate = experts.shared_gate.data(),
+                  .out = call.out.data()};
 }
 
 /// The layer's definition, in double precision, one pair at a time.
