@@ -21,9 +21,9 @@ constexpr u32 box_height(u32 boxes, u32 index) { return kTileRows >> (boxes - 1 
 inline constexpr u32 kCellBoxes = boxes_from(1);
 inline constexpr u32 kIntermediateBoxes = boxes_from(Geometry::kSegmentAlign);
 /// Rows of a box of weights, whose order there is such that a thread's accumulators lie next to
-/// each other in its rows of the result (load_weights in tma.cuh, ordered_column in epilogue.cuh).
-/// A box of more than one group of rows reads whole groups, so only one group at a time may reach
-/// beyond a matrix; layers none of whose parts do have larger ones.
+/// each other in its rows of the result (load_weights in tma.cuh, ordered_column in
+/// accumulators.cuh). A box of more than one group of rows reads whole groups, so only one group at
+/// a time may reach beyond a matrix; layers none of whose parts do have larger ones.
 inline constexpr u32 kWeightBoxRows = kWholeParts ? 128 : kOrderedRows;
 inline constexpr u32 kNarrowBoxRows = minimum(kWeightBoxRows, gemm0_columns(kNarrowColumns));
 static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&

@@ -79,57 +79,28 @@ static_assert(kGeometry.narrow_rows == kNarrowRows);
 constexpr u32 gemm0_columns(u32 tile_columns) {
   return kShape.gated() ? tile_columns / 2 : tile_columns;
 }
-/// What the products of a tile are of: an expert, or all shared experts.
-struct Mlps {
-  u32 count;       // whose results are added up
-  u32 values;      // of a row between the two products, of each of them
-  u32 gate_parts;  // behind a first product's, which weigh what comes out
-};
 inline constexpr bool kShares = kShape.shared_experts > 0;
-inline constexpr Mlps kExpert{1, kShape.intermediate, 0};
-inline constexpr Mlps kSharedExperts{kShape.shared_experts, kShape.shared_intermediate,
-                                     kShape.shared_gate ? 1U : 0U};
 static_assert(kGeometry.shares() == kShares);
-/// Rows of w1 of one of them: gate rows, then up rows, when gated.
-constexpr u32 w1_rows(const Mlps& mlps) { return kShape.gated() ? 2 * mlps.values : mlps.values; }
-/// Parts of a first product.
-constexpr u32 parts_of_each(const Mlps& mlps, u32 tile_columns) {
-  return ceil_div(mlps.values, gemm0_columns(tile_columns));
-}
-constexpr u32 first_parts(const Mlps& mlps, u32 tile_columns) {
-  return mlps.count * parts_of_each(mlps, tile_columns) + mlps.gate_parts;
-}
-static_assert(!kShares ||
-              (kGeometry.shared0_parts == first_parts(kSharedExperts, kTileColumns) &&
-               kGeometry.shared0_narrow_parts == first_parts(kSharedExperts, kNarrowColumns) &&
-               kGeometry.shared1_parts == kGeometry.gemm1_parts &&
-               kGeometry.shared1_narrow_parts == kGeometry.gemm1_narrow_parts));
-/// Rows of a box of tokens that follow each other, and of one of their gate, of which all but the
-/// first are zeros.
-inline constexpr u32 kTokenBoxRows = kNarrowRows;
-inline constexpr u32 kSharedGateRows = 8;
-
-static_assert(kGeometry.gemm0_parts == ceil_div(kShape.intermediate, gemm0_columns(kTileColumns)));
-static_assert(kGeometry.gemm1_parts == ceil_div(kShape.hidden, kTileColumns));
-static_assert(kGeometry.gemm0_narrow_parts ==
-              ceil_div(kShape.intermediate, gemm0_columns(kNarrowColumns)));
-static_assert(kGeometry.gemm1_narrow_parts == ceil_div(kShape.hidden, kNarrowColumns));
 
 /// Whether every part has all the columns of a tile. Where there are more, and no multiple, the
 /// last part begins amid the one before, and both store the same there.
-constexpr bool has_whole_parts(const Mlps& mlps) {
-  return mlps.values >= gemm0_columns(kTileColumns);
-}
-inline constexpr bool kWholeParts = kShape.hidden >= kTileColumns && has_whole_parts(kExpert) &&
-                                    (!kShares || has_whole_parts(kSharedExperts));
+constexpr bool fills_parts(u32 values) { return values >= gemm0_columns(kTileColumns); }
+inline constexpr bool kWholeParts = kShape.hidden >= kTileColumns &&
+                                    fills_parts(kShape.intermediate) &&
+                                    (!kShares || fills_parts(kShape.shared_intermediate));
 inline constexpr bool kPartsOverlap =
     kWholeParts &&
-    (kShape.hidden % kTileColumns != 0 || kExpert.values % gemm0_columns(kTileColumns) != 0 ||
-     (kShares && kSharedExperts.values % gemm0_columns(kTileColumns) != 0));
+    (kShape.hidden % kTileColumns != 0 || kShape.intermediate % gemm0_columns(kTileColumns) != 0 ||
+     (kShares && kShape.shared_intermediate % gemm0_columns(kTileColumns) != 0));
 /// The first of a part's `columns` columns, out of `all`.
 constexpr u32 first_column(u32 part, u32 columns, u32 all) {
   return kPartsOverlap ? minimum(part * columns, all - columns) : part * columns;
 }
+
+/// Rows of a box of tokens that follow each other, and of one of the shared experts' gate, of which
+/// all but the first are zeros.
+inline constexpr u32 kTokenBoxRows = kNarrowRows;
+inline constexpr u32 kSharedGateRows = 8;
 
 // Route: a tile of 64 rows and of a bank of experts; each consumer warpgroup takes half of the
 // depth, or half of the experts of an fp32 router (fp32_router.cuh). A block has as many tokens, or

@@ -8,11 +8,12 @@
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/combine.cuh"
 #include "kernels/sm90/courier.cuh"
-#include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/host_failure.cuh"
-#include "kernels/sm90/products.cuh"
+#include "kernels/sm90/operands.cuh"
 #include "kernels/sm90/ptx/code.cuh"
 #include "kernels/sm90/route.cuh"
+#include "kernels/sm90/sinks.cuh"
+#include "kernels/sm90/tile.cuh"
 #include "kernels/sm90/token_count.cuh"
 #include "runtime/attendance.hpp"
 #include "runtime/os.hpp"
@@ -254,16 +255,6 @@ inline void stamp_computing(Shared& shared, u32 slot, const RingPosition<kStages
   }
 }
 
-/// And when they have its results.
-inline void stamp_computed(Shared& shared, u32 slot) {
-  if constexpr (kTraced) {
-    if (threadIdx.x == kFirstConsumerWarp * 32) {
-      shared.stamps[slot].computed_ns = Machine::now_ns();
-    }
-    __syncwarp();
-  }
-}
-
 /// Products, epilogues, Route and the sums of Combine, by two warpgroups.
 inline void run_consumers(const RankArguments& arguments, const Call& call, u32 index,
                           Shared& shared) {
@@ -289,26 +280,7 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
     }
     if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
       knows_tiles = true;
-      if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
-        skip_tile(steps_of(task), shared, stage);
-      } else if (has_narrow_parts(task)) {
-        // The part is read again behind the products: no register is kept for it.
-        float d[kNarrowColumns / 2];
-        start_accumulators(d, arguments, task, word.part());
-        if (task.narrow != 0) {
-          multiply_narrow(d, steps_of(task), shared, stage);
-        } else {
-          multiply_tile(d, steps_of(task), group, shared, stage);
-        }
-        stamp_computed(shared, place);
-        finish_tile(d, task, slot, slot.word.part());
-      } else {
-        float d[kTileColumns / 2];
-        start_accumulators(d, arguments, task, word.part());
-        multiply_tile(d, steps_of(task), group, shared, stage);
-        stamp_computed(shared, place);
-        finish_tile(d, task, slot, slot.word.part());
-      }
+      compute_tile(arguments, slot, word, task, group, place, shared, stage);
       if (task.padded_rows == 0) {
         continue;
       }

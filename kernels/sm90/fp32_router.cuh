@@ -12,8 +12,8 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
-#include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/wgmma.cuh"
+#include "kernels/sm90/router_products.cuh"
 
 namespace moeos::sm90 {
 

@@ -138,7 +138,7 @@ class Logits {
     });
   }
 
-  /// Visits a thread's sums, in its accumulators (see epilogue.cuh): visit(token of the block,
+  /// Visits a thread's sums, in its accumulators (see accumulators.cuh): visit(token of the block,
   /// first of two columns, their sums).
   template <class Visit>
   void for_each_pair(const float (&d)[kRouteSums], Visit visit) {

@@ -11,7 +11,7 @@
 #include "kernels/sm90/fp32_router.cuh"
 #include "kernels/sm90/given_routing.cuh"
 #include "kernels/sm90/logits.cuh"
-#include "kernels/sm90/products.cuh"
+#include "kernels/sm90/router_products.cuh"
 #include "kernels/sm90/routing_rules.cuh"
 #include "runtime/memory.hpp"
 #include "runtime/processor.hpp"

@@ -40,10 +40,11 @@ TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 elemen
   return map;
 }
 
-WeightMaps maps_of(const Mlps& mlps, u64 count, const u8* w1, const u8* w2) {
-  return {map_of(w1, count * w1_rows(mlps), kShape.hidden, kWeightBoxRows),
-          map_of(w1, count * w1_rows(mlps), kShape.hidden, kNarrowBoxRows),
-          map_of(w2, count * kShape.hidden, mlps.values, kWeightBoxRows)};
+WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, const u8* w1,
+                   const u8* w2) {
+  return {map_of(w1, mlps * weight_rows(first), first.depth, kWeightBoxRows),
+          map_of(w1, mlps * weight_rows(first), first.depth, kNarrowBoxRows),
+          map_of(w2, mlps * weight_rows(second), second.depth, kWeightBoxRows)};
 }
 
 RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
@@ -65,13 +66,13 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
     a.intermediate[box] = map_of(t.intermediate, kGeometry.intermediate_rows_max(),
                                  kShape.intermediate, box_height(kIntermediateBoxes, box));
   }
-  a.experts = maps_of(kExpert, experts, t.w1, t.w2);
+  a.experts = maps_of(kFirst, kSecond, experts, t.w1, t.w2);
   if (kShares) {
-    a.shared = maps_of(kSharedExperts, kSharedExperts.count, t.shared_w1, t.shared_w2);
+    a.shared = maps_of(kSharedFirst, kSharedSecond, kSharedFirst.mlps, t.shared_w1, t.shared_w2);
     a.shared_gate = map_of(t.shared_gate, 1, kShape.hidden, kSharedGateRows);
     a.shared_between = map_of(t.intermediate + kGeometry.shared_between_at(),
                               kGeometry.shared_between_bytes() / kGeometry.shared_bytes,
-                              u64{kSharedExperts.count} * kSharedExperts.values, kTokenBoxRows);
+                              u64{kSharedFirst.mlps} * kSharedFirst.columns, kTokenBoxRows);
   }
   a.heap = t.heap;
   a.memory = {t.control, t.tables, t.records};

@@ -82,6 +82,15 @@ LAYERS = {
         1, 7, 6, max_tokens=400, experts=4, large_experts=True
     ),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
+    "a shared expert": _layer(
+        1,
+        2,
+        2,
+        max_tokens=200,
+        shared_experts=1,
+        shared_intermediate=136,
+        shared_gate=True,
+    ),
     "second GEMMs in halves": _layer(
         1, 8, 4, hidden=392, intermediate=264, experts=2, max_tokens=120, activation="gelu"
     ),
@@ -420,8 +429,14 @@ class BrokenSource:
 
 
 FAULTS = {
+    "a shared expert's rows of the tile before": BrokenSource(
+        "kernels/sm90/operands.cuh",
+        {"box.row = task.first_result + index": "box.row = index"},
+        "a shared expert",
+        6,
+    ),
     "all boxes of a segment in one place": BrokenSource(
-        "kernels/sm90/products.cuh",
+        "kernels/sm90/operands.cuh",
         {"box.place = place + before * kSwizzleBytes;": "box.place = place;"},
         "two ranks, odd sizes, biases",
         6,
@@ -451,7 +466,7 @@ FAULTS = {
         5,
     ),
     "results of a tile whose segments lie apart": BrokenSource(
-        "kernels/sm90/epilogue.cuh",
+        "kernels/sm90/sinks.cuh",
         {
             "first += laid_out_rows(kGeometry, task, s, first);": (
                 "first += align_up(u32{task.segments[s].rows}, 8U);"
@@ -479,7 +494,7 @@ FAULTS = {
         4,
     ),
     "neighbours keep the halves that they should exchange": BrokenSource(
-        "kernels/sm90/epilogue.cuh",
+        "kernels/sm90/sinks.cuh",
         {"const uint4 sent = odd ? first : second;": "const uint4 sent = odd ? second : first;"},
         "two ranks, odd sizes, biases",
         1,
@@ -558,7 +573,7 @@ FAULTS = {
         6,
     ),
     "a warp does not follow the stages of others' parts": BrokenSource(
-        "kernels/sm90/forward.cu",
+        "kernels/sm90/tile.cuh",
         {"skip_tile(steps_of(task), shared, stage);": "static_cast<void>(stage);"},
         "a large expert's tiles by turns",
         5,
@@ -583,7 +598,7 @@ FAULTS = {
     ),
     "a row is summed that was not sent": BrokenSource(
         "kernels/sm90/combine.cuh",
-        {"{sent ? row : kNone, weight}": "{row, weight}"},
+        {"map.sent(pair) ? row : kNone)": "row)"},
         "eight ranks, capacity",
         4,
     ),
@@ -595,10 +610,10 @@ FAULTS = {
     ),
     # The kernel ends by itself, where nobody else could end it.
     "a copy that never lands": BrokenSource(
-        "kernels/sm90/products.cuh",
+        "kernels/sm90/operands.cuh",
         {
-            "depth * (rows + columns) * kSwizzleBytes, box": (
-                "depth * (rows + columns) * kSwizzleBytes + 16, box"
+            "depth * (loaded_rows_of(task) + weight_rows) * kSwizzleBytes, box": (
+                "depth * (loaded_rows_of(task) + weight_rows) * kSwizzleBytes + 16, box"
             )
         },
         "two ranks, odd sizes, biases",

@@ -76,7 +76,7 @@ def test_each_slice_of_a_router_has_a_step(experts: int, router_dtype: torch.dty
         assert rest == 0
         columns = (64 if router_dtype is None else 32) * (1 if experts > 128 else 2)
         steps = -(-hidden // columns)
-        each = -(-steps // slices)  # kSliceSteps of kernels/sm90/products.cuh
+        each = -(-steps // slices)  # kSliceSteps of kernels/sm90/router_products.cuh
         assert 1 <= slices <= 8
         assert (slices - 1) * each < steps <= slices * each, hidden
         # They fit a row of the output, with a sum of each warpgroup but for fp32; or, if not even

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which elements of a part's result a thread's accumulators are.
+//
+// A wgmma accumulator d of a thread holds, for j in [0, 32): columns 8j + 2(lane % 4) + {0, 1} of
+// row lane / 4 (d[4j], d[4j+1]) and of row lane / 4 + 8 (d[4j+2], d[4j+3]) of its warp's 16 rows.
+// Columns are rows of weights, and these lie in a stage in such an order (load_weights) that a
+// thread's accumulators of four j make eight columns next to each other, which are one store. No
+// other thread is asked, and shared memory, which products keep busy, is not touched
+// (docs/performance.md, "Weights in another order"). May not know: what is done with them.
+#pragma once
+
+#include "kernels/sm90/block.cuh"
+#include "kernels/sm90/ptx/tma.cuh"
+
+namespace moeos::sm90 {
+
+/// Rows of a tile that a consumer warp multiplies.
+inline constexpr u32 kWarpRows = kConsumerRows / (kConsumerWarps / kConsumers);
+
+/// The column, from its part's first on, of this thread's accumulator `i`, an even one.
+inline u32 ordered_column(u32 i) {
+  const u32 j = i / 4;
+  return j / 4 * kOrderedRows + Machine::lane() % 4 * 8 + j % 4 * 2;
+}
+
+/// The first of the 8 rows of a tile that a warp's accumulators 2 lower + {0, 1, 4, 5, ...} are of.
+inline u32 tile_row(u32 lower) {
+  return (threadIdx.x / 32 - kFirstConsumerWarp) * kWarpRows + 8 * lower;
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operands of a part: the load warp brings its rows and its weights into the stages, box by box.
+//
+// May not know: what is made of them; where results go.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+#include "kernels/sm90/products.cuh"
+#include "kernels/sm90/ptx/tma.cuh"
+
+namespace moeos::sm90 {
+
+/// A box that one lane loads in each step of a part; without a map: none.
+///
+/// Each lane has its own and keeps it for the whole part. What is left to do in a step takes some
+/// ten instructions a box; finding the boxes again in each would take longer than the step's loads
+/// where a tile has many small segments (docs/performance.md, "A lane a box").
+struct Box {
+  const TensorMap* map = nullptr;
+  bool of_weights = false;
+  u32 row = 0;
+  u32 column = 0;  // in the first step
+  u32 place = 0;   // of its destination, bytes from the begin of the stage
+  CachePolicy policy = CachePolicy::normal;  // of weights
+};
+/// Where a box begins in its matrix, in one of the steps.
+struct BoxPlace {
+  u32 row;
+  u32 column;
+};
+
+// Each of a step's boxes has a lane, and a narrow tile's steps are two in one. A segment of 8n rows
+// is cut into as many boxes as n has bits, at most (n + 1) / 2.
+constexpr u32 padded_boxes(u32 rows) {
+  return (rows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2;
+}
+static_assert(padded_boxes(kNarrowRows) + kNarrowColumns / kNarrowBoxRows <=
+              Machine::kLanes / kNarrowDepth);
+static_assert(kTileRows == Geometry::kExactTileRows);
+static_assert((kGeometry.segment_align == Geometry::kSegmentAlign ? padded_boxes(kTileRows)
+                                                                  : Geometry::kMaxExactBoxes) +
+                  kTileColumns / kWeightBoxRows <=
+              Machine::kLanes);
+
+/// Box `index` of `rows` rows, the first of which is row `first` of the matrix and lies at `place`.
+/// There is one for each bit of rows, the smallest first. (Where a box begins amid eight rows, TMA
+/// still swizzles by the place in shared memory, as wgmma reads.)
+template <u32 kSizes>
+inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 place, u32 index,
+                     Box& box) {
+  u32 bits = rows / box_height(kSizes, 0);
+  for (; index > 0; --index) {
+    bits &= bits - 1;
+  }
+  const u32 size = Machine::first_lane(bits);
+  const u32 before = rows & (box_height(kSizes, size) - 1);
+  box.map = &maps[size];
+  box.row = first + before;
+  box.place = place + before * kSwizzleBytes;
+}
+
+static_assert(Geometry::kInPlaceTokens + kNarrowColumns / kNarrowBoxRows <=
+              Machine::kLanes / kNarrowDepth);
+
+/// Rows of a tile that are loaded. What lies beyond a tile's tokens is of products before, or other
+/// rows: its results are nobody's.
+inline u32 loaded_rows_of(const Task& task) {
+  return is_shared(task)      ? align_up(task.padded_rows, kTokenBoxRows)
+         : task.in_place != 0 ? task.rows
+                              : task.padded_rows;
+}
+
+/// Box `index` of a tile's rows: tokens, segments of cells, or what the first product left.
+inline void find_rows(const RankArguments& arguments, const Layout& layout, const Task& task,
+                      u32 index, u32 place, Box& box) {
+  const Rows from = product_of(task).rows;
+  if (from == Rows::tokens || from == Rows::tokens_between) {
+    if (index < loaded_rows_of(task) / kTokenBoxRows) {
+      box.map = from == Rows::tokens ? &arguments.x : &arguments.shared_between;
+      box.row = task.first_result + index * kTokenBoxRows;
+      box.place = place + index * kTokenBoxRows * kSwizzleBytes;
+    }
+    return;
+  }
+  if (task.in_place != 0) {
+    if (index < task.rows) {
+      box.map = &arguments.x_row;
+      box.row = token_of_row(task, index);
+      box.place = place + index * kSwizzleBytes;
+    }
+    return;
+  }
+  const auto visit = [&](const auto& maps, u32 first, u32 rows) {
+    const u32 boxes = Machine::count(rows);
+    if (index < boxes) {
+      cut_rows(maps, first, rows, place, index, box);
+    }
+    index -= boxes;  // once found: beyond all that follow
+    place += rows * kSwizzleBytes;
+  };
+  if (from == Rows::between) {
+    visit(arguments.intermediate, task.first_result, task.padded_rows);
+    return;
+  }
+  u32 laid_out = 0;
+  for (u32 s = 0; s < task.segment_count; ++s) {
+    const Segment segment = task.segments[s];
+    const u32 rows = laid_out_rows(kGeometry, task, s, laid_out);
+    visit(arguments.cells,
+          layout.row_index(segment.source, Round::dispatch, Buffer::arrival, segment.first_row),
+          rows);
+    laid_out += rows;
+  }
+}
+
+/// Rows of a box of a part's weights, and its boxes in each step.
+inline u32 weight_box_rows_of(const Task& task) {
+  return task.narrow != 0 && product_of(task).activated ? kNarrowBoxRows : kWeightBoxRows;
+}
+inline u32 weight_boxes_of(const Task& task, u32 part) {
+  return weighs_tokens(task, part) ? 1 : weight_rows_of(task) / weight_box_rows_of(task);
+}
+
+/// Box `index` of them. A gated part's gate rows come before its up rows.
+inline void find_weights(const RankArguments& arguments, const Task& task, u32 part, u32 index,
+                         u32 place, Box& box) {
+  if (weighs_tokens(task, part)) {
+    box.map = &arguments.shared_gate;
+    box.place = place;
+    return;
+  }
+  const Product product = product_of(task);
+  const u32 columns = columns_of(task);
+  const u32 first = index * weight_box_rows_of(task);  // among the part's
+  const u32 up = first >= columns ? product.columns - columns : 0;
+  const u32 mlp = is_shared(task) ? mlp_of(task, part) : task.local_expert;
+  box.of_weights = true;
+  // Nobody else reads a narrow tile's weights. L2 is left to what is read again: rows, tables, code
+  // (docs/performance.md, "Weights that pass through").
+  box.policy = task.narrow != 0 ? CachePolicy::evict_first : CachePolicy::normal;
+  const WeightMaps& maps = is_shared(task) ? arguments.shared : arguments.experts;
+  box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
+  box.row = mlp * weight_rows(product) + first_column_of(task, part) + first + up;
+  box.place = place + first * kSwizzleBytes;
+}
+
+/// The load warp: fills the stages with a part's operands, `bytes` bytes in each. One lane waits;
+/// each loads its box, from place_at(step) on: row and column. The next part is claimed on the way.
+template <class PlaceAt>
+inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, PlaceAt place_at) {
+  for (u32 step = 0; step < steps; ++step, loader.advance()) {
+    if (Machine::lane() == 0) {
+      if (steps - step == minimum(steps, kClaimSteps)) {
+        loader.let_claim();
+      }
+      loader.wait();
+      loader.full().arrive_expecting(bytes);
+    }
+    __syncwarp();
+    // Beyond the matrix: zeros.
+    u8* to = reinterpret_cast<u8*>(&loader.stage()) + box.place;
+    const auto [row, column] = place_at(step);
+    if (box.of_weights) {
+      load_weights(*box.map, to, loader.full(), row, column, box.policy);
+    } else if (box.map != nullptr) {
+      load_box(*box.map, to, loader.full(), row, column);
+    }
+  }
+}
+
+/// A GEMM part's operands.
+inline void load_tile(const RankArguments& arguments, const Layout& layout, const Task& task,
+                      u32 part, Loader& loader) {
+  const bool narrow = task.narrow != 0;
+  const u32 depth = narrow ? kNarrowDepth : 1;
+  const u32 columns = weight_rows_of(task);
+  const u32 lanes = Machine::kLanes / depth;  // for the boxes of each kTileDepth columns
+  const u32 n = Machine::lane() / lanes;
+  const u32 index = Machine::lane() % lanes;
+  const u32 weight_boxes = weight_boxes_of(task, part);
+  Box box;
+  box.column = n * kTileDepth;
+  if (index < weight_boxes) {
+    find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
+  } else {
+    find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
+  }
+  const u32 weight_rows = weighs_tokens(task, part) ? kSharedGateRows : columns;
+  fill_stages(steps_of(task), depth * (loaded_rows_of(task) + weight_rows) * kSwizzleBytes, box,
+              loader, [&](u32 step) {
+                if constexpr (kSharedSecond.mlps > 1) {
+                  if (is_shared(task) && task.kind == TaskKind::gemm1) {
+                    const u32 mlp = step / steps_of_each(task);
+                    const u32 column =
+                        box.column + (step - mlp * steps_of_each(task)) * depth * kTileDepth;
+                    return box.of_weights ? BoxPlace{box.row + mlp * kShape.hidden, column}
+                                          : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
+                  }
+                }
+                return BoxPlace{box.row, box.column + step * depth * kTileDepth};
+              });
+}
+
+}  // namespace moeos::sm90
