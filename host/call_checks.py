@@ -21,6 +21,8 @@ WEIGHTS = ("w1", "b1", "w2", "b2")
 """The tensors of a call that experts compute with, in the operator's order."""
 ROUTER = ("gate.weight", "gate.selection_bias", "gate.bias", "gate.expert_scale")
 """Those that a router chooses with, in the operator's order behind the weights."""
+_BUFFERS = ("gate.selection_bias", "gate.expert_scale")
+"""Those of the router that are buffers, where all others are parameters."""
 SHARED = ("shared_w1", "shared_w2", "shared_gate")
 """Those of the shared experts, in the operator's order behind the router's."""
 OWN = (*WEIGHTS, *ROUTER, *SHARED)
@@ -279,16 +281,53 @@ def check_weights(
     expected: Sequence[Expected | None],
     tensors: Sequence[torch.Tensor | None],
     absent: str,
+    holder: torch.nn.Module | None,
 ) -> None:
-    """Raises unless all of these are as expected. `absent`: what is said where one is missing."""
+    """Raises unless all of these are as expected. `absent`: what is said where one is missing, if
+    its `holder` has nothing under its name.
+    """
     for name, wanted, tensor in zip(OWN, expected, tensors, strict=True):
         if wanted is not None:
+            if tensor is None and holder is not None:
+                _require_own(holder, name)
             _check_weight(device, wanted, tensor, absent)
         elif tensor is not None:
             said, needed = _FIELDS[name]
             raise ValueError(
                 f"{name} is given, and {said}: leave it None, or make this with MoEConfig({needed})"
             )
+
+
+def _require_own(holder: torch.nn.Module, name: str) -> None:
+    """Raises for an attribute that stands where a parameter or a buffer should be: a call reads
+    these two alone.
+    """
+    inner, _, tensor = name.rpartition(".")
+    module: torch.nn.Module = holder.get_submodule(inner) if inner else holder
+    found = getattr(module, tensor, None)
+    if found is None:
+        return
+    where = f"layer.{inner}" if inner else "layer"
+    if tensor in getattr(module, "parametrizations", ()):
+        raise TypeError(
+            f"{name} is parametrised, and a call reads parameters alone: keep its value by "
+            f"torch.nn.utils.parametrize.remove_parametrizations({where}, {tensor!r})"
+        )
+    if f"{tensor}_orig" in module._parameters:
+        raise TypeError(
+            f"{name} is pruned, and a call reads parameters alone: keep its value by "
+            f"torch.nn.utils.prune.remove({where}, {tensor!r})"
+        )
+    kind = type(found).__name__
+    again = f"{where}.{tensor} = torch.nn.Parameter(value, requires_grad=False)"
+    needed = "parameter"
+    if name in _BUFFERS:
+        again = f"{where}.register_buffer({tensor!r}, value)"
+        needed = "buffer"
+    raise TypeError(
+        f"{name} is a {kind} and no {needed} of its module, of which a call knows nothing: keep "
+        f"its value, del {where}.{tensor}, and then {again}"
+    )
 
 
 def _check_weight(device: torch.device, expected: Expected, tensor: object, absent: str) -> None:

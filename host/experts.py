@@ -140,10 +140,11 @@ class Experts:
         out: torch.Tensor | None,
         pieces: int,
         weigh: bool = False,
+        holder: torch.nn.Module | None = None,
     ) -> torch.Tensor:
         """Checks and makes a call for `caller`. `order`: what it seems to write, see
         `moeos.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`;
-        `weigh`: the gate weighs the caller's ids.
+        `weigh`: the gate weighs the caller's ids; `holder`: of the tensors, where it is a module.
         """
         cfg, device = self.cfg, self.device
         if type(pieces) is not int or pieces != 1:
@@ -171,7 +172,7 @@ class Experts:
             call_checks.check_tokens(device, tokens)
         if out is not None:
             call_checks.check_out(cfg, device, x, out)
-        call_checks.check_weights(device, caller.expected, own, caller.absent)
+        call_checks.check_weights(device, caller.expected, own, caller.absent, holder)
         call_checks.check_derivatives(caller.name, x, topk_weights, out, *own)
         routing = (ids, weights, tokens)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):

@@ -41,6 +41,9 @@ class Gate(nn.Module):
     has them.
 
     `to` and its like leave these fp32, and the weight where `cfg.router_dtype` says so.
+
+    It holds tensors and is never called: the experts' kernel routes. So hooks on it never run, and
+    a module in its place is refused.
     """
 
     def __init__(self, cfg: MoEConfig) -> None:
@@ -234,11 +237,8 @@ class MoELayer(nn.Module):
         # Looked up where modules keep them: `self.w1` costs a call of nn.Module.__getattr__.
         order, own, gate = self._buffers["_order"], self._parameters, self._modules.get("gate")
         assert order is not None
-        if gate is None:
-            raise ValueError(
-                "gate is missing; the layer was made with one, which may choose or weigh: set "
-                "layer.gate to what it was, or make the layer again and load its state dict"
-            )
+        if type(gate) is not Gate:
+            gate = _require_gate(gate)
         tensors = (
             own.get("w1"),
             own.get("b1"),
@@ -253,7 +253,17 @@ class MoELayer(nn.Module):
             own.get("shared_gate"),
         )
         return experts.run(
-            self._caller, order, x, topk_ids, topk_weights, tokens, tensors, out, pieces, weigh
+            self._caller,
+            order,
+            x,
+            topk_ids,
+            topk_weights,
+            tokens,
+            tensors,
+            out,
+            pieces,
+            weigh,
+            self,
         )
 
     def bind(self, world: World) -> MoELayer:
@@ -332,8 +342,13 @@ class MoELayer(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to the world: what a pickle holds."""
-        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_WORLD}
+        """All but what belongs to the world: what a pickle holds.
+
+        And but what `compile` made: as of any module, a copy is not compiled, or it would run this
+        layer.
+        """
+        left = (*_OF_THE_WORLD, "_compiled_call_impl")
+        state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["_buffers"] = {k: v for k, v in self._buffers.items() if k not in _OF_THE_WORLD}
         return wrappers.without_mark(state)
 
@@ -523,6 +538,23 @@ class MoELayer(nn.Module):
             "MoELayer cannot be used in nn.DataParallel, whose one process calls copies of it on "
             "several devices: start a process for each device, with torchrun or mpirun"
         )
+
+
+def _require_gate(gate: nn.Module | None) -> nn.Module:
+    """Raises unless it is a gate, whose class a tool may have extended, but not by a `forward`."""
+    if gate is None:
+        raise ValueError(
+            "gate is missing; the layer was made with one, which may choose or weigh: set "
+            "layer.gate to what it was, or make the layer again and load its state dict"
+        )
+    if not isinstance(gate, Gate) or type(gate).forward is not Gate.forward:
+        raise TypeError(
+            f"gate is a {type(gate).__name__}, which would never be run, as the layer computes "
+            "with its own gate's tensors: set layer.gate to what it was, keep your router beside "
+            "the layer, and pass what it chooses as topk_ids and topk_weights (with "
+            "MoEConfig(routing='caller') a call without them raises)"
+        )
+    return gate
 
 
 def _require_place(name: str) -> None:

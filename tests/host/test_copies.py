@@ -81,6 +81,32 @@ def test_an_averaged_model_is_the_mean_of_the_weights() -> None:
     virtual.run(rank_main, ranks=2)
 
 
+@pytest.mark.parametrize(
+    "through",
+    [
+        copy.deepcopy,
+        lambda layer: AveragedModel(layer).module,
+        lambda layer: pickle.loads(pickle.dumps(layer)).bind(layer.world),
+        lambda layer: read(stored(layer)).bind(layer.world),
+    ],
+    ids=["deepcopy", "AveragedModel", "pickle", "torch.save"],
+)
+def test_a_copy_of_a_compiled_layer_runs_itself(through: Callable[[MoELayer], MoELayer]) -> None:
+    other = draw_weights(CFG, 1)
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        layer.compile(backend="eager")
+        with torch.no_grad():
+            right(layer)
+            second = through(layer)
+            second.load_state_dict(other.layer(world).state_dict())
+            right(second, other)
+            right(layer)
+
+    virtual.run(rank_main, ranks=1)
+
+
 def test_a_shallow_copy_is_the_same_layer() -> None:
     def rank_main(world: World) -> None:
         layer = MoELayer(CFG, world)

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize, prune
 
 from moeos import ConfigMismatch, MoELayer, NumericalError, PeerTimeout, World, values, virtual
-from moeos.config import Scoring
+from moeos.config import Routing, Scoring
 from moeos.engines.twin import sizes_of
+from moeos.layer import Gate
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.processes import ForkedRanks
 
@@ -339,6 +341,129 @@ def test_a_layer_whose_gate_is_taken_away_says_so(change: Change) -> None:
         change(layer)
         with pytest.raises(ValueError, match=r"gate is missing.*set layer\.gate"):
             layer(X)
+
+    virtual.run(rank_main, ranks=1)
+
+
+class Doubled(torch.nn.Module):
+    """A parametrisation."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def unregister(module: torch.nn.Module, name: str) -> None:
+    """Puts a tensor where no call looks for it."""
+    value = getattr(module, name).detach().clone()
+    delattr(module, name)
+    setattr(module, name, value)
+
+
+OTHERWISE: dict[str, tuple[Callable[[torch.nn.Module, str], object], str]] = {
+    "parametrised": (
+        lambda module, name: parametrize.register_parametrization(module, name, Doubled()),
+        r"is parametrised.*remove_parametrizations\({where}, '{tensor}'\)",
+    ),
+    "pruned": (
+        lambda module, name: prune.l1_unstructured(module, name, 0.5),
+        r"is pruned.*prune\.remove\({where}, '{tensor}'\)",
+    ),
+    "plain": (unregister, r"is a Tensor and no \w+ of its module.*{where}\.\w*.*{tensor}"),
+}
+
+
+@pytest.mark.parametrize("how", OTHERWISE)
+@pytest.mark.parametrize(
+    "name",
+    ["w1", "w2", "b1", "b2", "shared_w1", "gate.weight", "gate.bias", "gate.selection_bias"],
+)
+def test_a_tensor_that_is_there_but_no_parameter_is_told_so_with_a_remedy(
+    name: str, how: str
+) -> None:
+    change, words = OTHERWISE[how]
+    cfg = dataclasses.replace(
+        CFG,
+        bias=True,
+        router_bias=True,
+        selection_bias=True,
+        shared_experts=1,
+        shared_intermediate=CFG.intermediate,
+    )
+    inner, _, tensor = name.rpartition(".")
+    if how == "pruned" and tensor == "selection_bias":
+        pytest.skip("what prunes takes parameters alone")
+
+    def rank_main(world: World) -> None:
+        layer = MoELayer(cfg, world)
+        layer(X)
+        module = layer.get_submodule(inner)
+        change(module, tensor)
+        where = f"layer.{inner}" if inner else "layer"
+        said = words.format(where=where, tensor=tensor)
+        with pytest.raises(TypeError, match=rf"^{name} {said}"):
+            layer(X)
+        value = getattr(module, tensor).detach().clone()
+        if how == "parametrised":
+            parametrize.remove_parametrizations(module, tensor)
+        elif how == "pruned":
+            prune.remove(module, tensor)
+        else:
+            delattr(module, tensor)
+            if tensor == "selection_bias":
+                module.register_buffer(tensor, value)
+            else:
+                setattr(module, tensor, torch.nn.Parameter(value, requires_grad=False))
+        with torch.no_grad():
+            layer(X)
+
+    virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize("routing", ["layer", "caller"])
+def test_a_gate_that_is_another_module_is_refused_by_its_class(routing: Routing) -> None:
+    class Router(torch.nn.Linear):
+        pass
+
+    class Own(Gate):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    cfg = dataclasses.replace(CFG, routing=routing)
+
+    def rank_main(world: World) -> None:
+        layer = MoELayer(cfg, world)
+        chosen = torch.arange(cfg.top_k).expand(len(X), -1), torch.ones(len(X), cfg.top_k)
+        before = layer.gate
+        for other in (Router(cfg.hidden, cfg.experts), Own(cfg)):
+            layer.gate = other  # type: ignore[assignment]
+            with pytest.raises(TypeError, match=rf"gate is a {type(other).__name__}.*topk_ids"):
+                layer(X, *chosen)
+        layer.gate = before
+        layer(X, *chosen)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_hook_of_the_gate_never_runs_and_one_of_the_layer_does() -> None:
+    def rank_main(world: World) -> None:
+        layer = MoELayer(CFG, world)
+        ran = []
+        layer.gate.register_forward_hook(lambda *_: ran.append("gate"))
+        layer.register_forward_hook(lambda *_: ran.append("layer"))
+        layer(X)
+        assert ran == ["layer"]
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_gate_whose_class_a_tool_extends_still_routes() -> None:
+    weights = draw_weights(CFG)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        expected = layer(X)
+        layer.gate.__class__ = type("ExtendedGate", (Gate,), {})
+        assert torch.equal(layer(X), expected)
 
     virtual.run(rank_main, ranks=1)
 
