@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moeos.control import ControlPlane, SoloControl, StoreControl, name_ranks, require_same
-from moeos.errors import PeerTimeout
+from moeos.errors import PeerTimeout, said
 from moeos.faults import FaultPlan, plan_of
 from moeos.launchers import MAX_RANKS, Launch, detect, place_on_host
 from moeos.place import boot
@@ -121,7 +121,7 @@ def init(
         assert arguments is not None
         return _world(control, arguments, group, launched=group is None and store is None)
     except BaseException as error:
-        control.abort(f"{type(error).__name__}: {error}")
+        control.abort(said(error))
         control.close()
         raise
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from moeos.caller import Caller
-from moeos.errors import ConfigMismatch, PeerTimeout
+from moeos.errors import ConfigMismatch, PeerTimeout, said
 from moeos.process import Home, keep_in_children
 
 if TYPE_CHECKING:
@@ -260,8 +260,12 @@ class _PolledControl:
         raise PeerTimeout(message)
 
     def _gave_up(self, reason: str) -> str:
-        """Marks this rank as aborted; the sentence that its peers are told."""
-        note = f"rank {self.rank} gave up: {reason[:_MAX_REASON]}"
+        """Marks this rank as aborted; the sentence that its peers are told.
+
+        It is ASCII: a reason may hold what no encoding has, such as a file's name may be of.
+        """
+        told = reason[:_MAX_REASON].encode("ascii", "backslashreplace").decode()
+        note = f"rank {self.rank} gave up: {told}"
         if self._failure is None:
             self._failure = note
         return note
@@ -380,7 +384,7 @@ class StoreControl(_PolledControl):
             self._require_one_size()
         except BaseException as error:
             if hasattr(self, "_store"):
-                self.abort(f"{type(error).__name__}: {error}")
+                self.abort(said(error))
                 self.close()
             else:
                 self._caller.close()

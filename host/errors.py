@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that are moeos's own; every other bad argument raises ValueError or TypeError.
+"""The errors that are moeos's own, and what any error says.
+
+Every other bad argument raises ValueError or TypeError.
 
 This file knows nothing of what raises them.
 """
@@ -25,3 +27,14 @@ class NumericalError(ValueError):
 
     The message names the token and the logit.
     """
+
+
+def said(error: BaseException) -> str:
+    """The class of an error and what it says, also where asking it raises: its own error must come
+    out, and no other.
+    """
+    try:
+        text = str(error)
+    except BaseException as raised:
+        text = f"its text cannot be had ({type(raised).__name__})"
+    return f"{type(error).__name__}: {text}"

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from moeos.bootstrap import choose_backend
 from moeos.control import ThreadControl, name_ranks
-from moeos.errors import PeerTimeout
+from moeos.errors import PeerTimeout, said
 from moeos.faults import FaultPlan, plan_of
 from moeos.held_signals import HeldSignals
 from moeos.thread_limits import no_thread
@@ -205,7 +205,7 @@ class _RankThreads(Generic[Result]):
         """Makes all ranks leave because one has failed."""
         self.failures.append((rank, error))
         self._end_soon()
-        self._worlds[rank].abort(f"{type(error).__name__}: {error}")
+        self._worlds[rank].abort(said(error))
         for other in self._worlds:
             other.interrupt(f"virtual rank {rank} failed")
 
@@ -264,6 +264,7 @@ def _root_cause(
     note = f"raised on virtual rank {rank} of {ranks}"
     if stuck:
         note += f"; virtual {name_ranks(stuck)} did not end in time"
-    # What add_note of Python 3.11 does.
-    error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+    with contextlib.suppress(Exception):  # of a class that takes no attributes
+        # What add_note of Python 3.11 does.
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
     return error

@@ -22,6 +22,7 @@ import torch
 
 from moeos.call_gate import CallGate
 from moeos.control import ControlPlane
+from moeos.errors import said
 from moeos.faults import FaultPlan
 from moeos.heap import SymmetricHeap
 from moeos.process import Home, settle
@@ -388,7 +389,7 @@ class World:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(said(error))
         self.close()
 
     def __copy__(self) -> World:

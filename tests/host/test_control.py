@@ -182,6 +182,32 @@ def test_an_abort_ends_the_waits_of_all_ranks_at_once_and_tells_the_reason(
     assert all(isinstance(outcome, float) and outcome < 5 for outcome in outcomes), outcomes
 
 
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        (os.fsdecode(b"no file \xff\xfe"), r"no file \udcff\udcfe"),
+        ("caf\u00e9 \U0001f4a5", r"caf\xe9 \U0001f4a5"),
+        ("\udcff" * 10_000, r"\udcff" * 2_000),
+    ],
+    ids=["a file's name", "no ASCII", "long"],
+)
+def test_a_reason_that_cannot_be_encoded_reaches_the_peers(
+    reason: str, told: str, run_ranks: RunRanks
+) -> None:
+    def one_gives_up(control: ControlPlane) -> str:
+        control.barrier()
+        if control.rank == 1:
+            control.abort(reason)
+            return ""
+        with pytest.raises(PeerTimeout) as error:
+            control.barrier()
+        return str(error.value)
+
+    outcomes = run_ranks(one_gives_up, 2)
+    assert outcomes[1] == ""
+    assert str(outcomes[0]).endswith(f"rank 1 gave up: {told}")
+
+
 def test_an_exchange_after_a_timeout_fails_at_once_with_the_same_cause(run_ranks: RunRanks) -> None:
     def try_twice(control: ControlPlane) -> str:
         control.barrier()

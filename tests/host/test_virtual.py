@@ -83,6 +83,32 @@ def test_the_error_of_a_rank_is_raised_as_it_is_with_the_rank_named() -> None:
     assert notes_of(mine) == ["raised on virtual rank 2 of 4"]
 
 
+class Stubborn(Exception):
+    """An error that cannot be asked what it says, and takes no note."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise RuntimeError(f"no {name}")
+
+
+def test_an_error_that_says_nothing_is_raised_and_the_peers_are_told() -> None:
+    told: list[str] = []
+
+    def rank_main(world: World) -> None:
+        if world.rank == 1:
+            raise Stubborn
+        with pytest.raises(PeerTimeout) as error:
+            world.control.barrier()
+        told.append(str(error.value))
+
+    with pytest.raises(Stubborn):
+        virtual.run(rank_main, ranks=2)
+    assert len(told) == 1
+    assert "rank 1 gave up: Stubborn: its text cannot be had (RuntimeError)" in told[0]
+
+
 def test_of_several_errors_the_lowest_ranks_is_raised_but_none_that_is_a_consequence() -> None:
     def fail(world: World) -> None:
         if world.rank == 0:

@@ -173,6 +173,36 @@ def test_leaving_a_world_by_an_error_ends_the_other_ranks_waits_with_its_reason(
         assert "rank 1 gave up: ValueError: a bad tensor" in str(error)
 
 
+class Mute(Exception):
+    """An error that raises what it was made with if it is asked what it says."""
+
+    def __str__(self) -> str:
+        raise self.args[0]
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("no text"), SystemExit(3), KeyboardInterrupt()])
+def test_an_error_that_says_nothing_comes_out_of_its_world_and_the_peers_are_told(
+    raised: BaseException,
+) -> None:
+    mute = Mute(raised)
+
+    def one_fails(control: ControlPlane) -> None:
+        world = world_of(control)
+        try:
+            with world:
+                if world.rank == 1:
+                    raise mute
+                world.control.barrier()
+        finally:
+            assert world.closed
+
+    first, second = in_threads(one_fails, 2)
+    assert second is mute
+    assert isinstance(first, PeerTimeout)
+    said = f"rank 1 gave up: Mute: its text cannot be had ({type(raised).__name__})"
+    assert said in str(first)
+
+
 def test_what_a_deleted_owner_held_ends_once_and_before_its_world() -> None:
     class Owner:
         pass
