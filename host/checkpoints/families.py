@@ -23,7 +23,8 @@ class Read:
     Attributes:
         names: of the field; the first that is there counts. Several are what versions of one
             family, or transformers' aliases, call it.
-        default: what its absence, or null, means: transformers' default; `...` if it must be there.
+        default: what its absence means, and null of what is no size: transformers' default; `...`
+            if it must be there.
     """
 
     names: tuple[str, ...]

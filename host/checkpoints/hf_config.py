@@ -24,6 +24,8 @@ _QUANTISED = {
     "modelopt": "NVFP4 or FP8",
 }
 _BLOCK = [128, 128]
+_SIZES = ("hidden", "intermediate", "experts", "top_k", "zero_experts")
+"""Of which null means nothing: no model's code takes it for its default."""
 _DTYPES = ("dtype", "torch_dtype")
 
 
@@ -54,7 +56,7 @@ def config_from_hf(config: object, layer: int | None, shared: bool, changes: Val
             require_works(values, field, working)
     _require_quantisation(values.get("quantization_config"))
     for field, read in reads.items():
-        fields[field] = _look_up(values, read, layer)
+        fields[field] = _look_up(values, read, layer, is_size=field in _SIZES)
     if family.activations:
         fields["activation"] = _activation(values, family)
     if shared and family.shared is not None:
@@ -106,7 +108,8 @@ def _family_of(values: Values) -> tuple[str, Values]:
     )
 
 
-def _look_up(values: Values, read: Read, layer: int | None) -> Any:
+def _look_up(values: Values, read: Read, layer: int | None, *, is_size: bool) -> Any:
+    null: str | None = None
     for field in read.names:
         found = values.get(field)
         if isinstance(found, (list, tuple)):
@@ -118,6 +121,10 @@ def _look_up(values: Values, read: Read, layer: int | None) -> Any:
             found = found[layer] if listed(values, field, layer) else None
         if found is not None:
             return found
+        if field in values:
+            null = null or field
+    if is_size and null is not None:
+        raise ValueError(f"{null} is None; it must be a number")
     if read.default is ...:
         raise ValueError(f"{read.names[0]} is missing; a config of this family needs it")
     return read.default
@@ -128,7 +135,9 @@ def _shared(values: Values, shared: SharedExperts, layer: int | None) -> dict[st
     width = 1
     for read in (shared.width, shared.count):
         if read is not None:
-            found = {read.names[0]: _look_up(values, read, layer)}
+            # Where a family has none by default, its own config says so by null.
+            has_some = read.default != 0
+            found = {read.names[0]: _look_up(values, read, layer, is_size=has_some)}
             width *= count(found, read.names[0], 0)
     if width == 0:
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from moeos.checkpoints import formats, layouts, shared_names
@@ -18,7 +18,8 @@ from moeos.checkpoints.layouts import Layout
 from moeos.checkpoints.shared_names import SharedNames
 from moeos.config import MoEConfig
 
-_NUMBER = re.compile(r"(?<=^experts\.)\d+(?=\.)")
+# As an expert's name is looked up: a number with a zero before it is of no expert.
+_NUMBER = re.compile(r"(?<=^experts\.)(?:0|[1-9][0-9]{0,8})(?=\.)")
 _NEAREST = 4
 
 
@@ -55,6 +56,8 @@ def look_through(cfg: MoEConfig, names: Iterable[str], prefix: str, ignore: Sequ
     """Raises unless each tensor under `prefix` is the layer's or to be ignored, and not both."""
     if isinstance(ignore, str):
         raise TypeError(f"ignore is {ignore!r}; it must be a sequence of strings: [{ignore!r}]")
+    if not isinstance(ignore, Collection) or not all(isinstance(name, str) for name in ignore):
+        raise TypeError(f"ignore is {ignore!r}; it must be a sequence of strings, () for none")
     every = list(names)
     below: dict[str, list[str]] = {}
     for name in every:

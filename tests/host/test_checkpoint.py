@@ -303,6 +303,10 @@ def test_what_the_layer_uses_cannot_be_ignored(ignore: str) -> None:
 def test_ignore_is_a_sequence_of_strings_and_no_string() -> None:
     with pytest.raises(TypeError, match=r"must be a sequence of strings: \['shared_experts\.'\]"):
         load_block(config(), split_names(), PREFIX, 0, 1, "shared_experts.")
+    for wrong in (None, 1, [1], ["shared_experts.", None], b"shared_experts."):
+        with pytest.raises(TypeError, match=r"^ignore is .*must be a sequence of strings, \(\)"):
+            load_block(config(), split_names(), PREFIX, 0, 1, wrong)  # type: ignore[arg-type]
+    assert load_block(config(), split_names(), PREFIX, 0, 1, frozenset(("shared_experts.",)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -355,6 +359,10 @@ def test_a_wrong_prefix_is_answered_with_the_nearest_right_ones() -> None:
         ("gate.e_score_correction_bias", "needs a config with selection_bias=True"),
         ("experts.0.gate_proj.bias", "needs a config with bias=True"),
         ("experts.gate_up_proj", "stored in 2 layouts at once"),
+        ("experts.03.gate_proj.weight", r"experts\.03\.gate_proj\.weight is not understood"),
+        ("experts.00.down_proj.weight", r"experts\.00\.down_proj\.weight is not understood"),
+        ("experts.\u0663.gate_proj.weight", "experts\\.\u0663\\.gate_proj\\.weight is not under"),
+        (f"experts.{'9' * 5000}.gate_proj.weight", "99.gate_proj.weight is not understood"),
     ],
 )
 def test_a_tensor_that_would_be_silently_ignored_is_refused(name: str, message: str) -> None:

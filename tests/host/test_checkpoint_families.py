@@ -443,6 +443,16 @@ def changed(**fields: Any) -> dict[str, Any]:
             r"moe_topk is \[1, 2\], one number a layer; say which",
         ),
         ({"model_type": "dots1"}, None, "n_routed_experts is missing"),
+        (changed(hidden_size=None), 3, "^hidden_size is None; it must be a number"),
+        (changed(moe_intermediate_size=None), 3, "^moe_intermediate_size is None; it must be"),
+        (changed(n_routed_experts=None), 3, "^n_routed_experts is None; it must be a number"),
+        (changed(num_experts_per_tok=None), 3, "^num_experts_per_tok is None; it must be a number"),
+        (changed(n_shared_experts=None), 3, "^n_shared_experts is None; it must be a number"),
+        (
+            {"model_type": "hunyuan_v1_moe", "moe_topk": [None, 2]},
+            0,
+            "^moe_topk is None; it must be a number",
+        ),
         (changed(n_shared_experts=-1), 3, "n_shared_experts is -1; it must be at least 0"),
         (
             {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 20},
@@ -456,6 +466,11 @@ def test_a_config_for_which_there_is_no_rule_is_named_with_what_works(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         MoEConfig.from_hf(config, layer)
+
+
+def test_a_size_that_another_name_has_may_be_null_under_the_first() -> None:
+    names = {"num_experts": None, "num_local_experts": 16, "routed_scaling_factor": None}
+    assert MoEConfig.from_hf({"model_type": "qwen3_moe", **names}).experts == 16
 
 
 def test_a_config_that_is_neither_an_object_of_transformers_nor_a_dict_is_refused() -> None:
