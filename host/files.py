@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads files that others may have written: none of them can hang, crash or exhaust the reader.
+And replaces what a file holds in one step, but no device, pipe or link.
 
 It knows how a file is opened and how TOML is read, and nothing of what a file means.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import stat
 import sys
 from pathlib import Path
@@ -104,3 +107,41 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds a {type(values).__name__}; it must hold an object")
     return values
+
+
+def replace(path: str | Path, content: bytes | str) -> None:
+    """Puts bytes, or a text in UTF-8, into a file in one step: whoever reads it, or has mapped it,
+    finds the old or the new, whole.
+
+    A link is followed. What is no regular file, such as a pipe or a device, is written as it is. A
+    new file has the mode that the umask leaves, and one that was there keeps its own.
+
+    Raises:
+        OSError: it cannot be written; names it.
+    """
+    if isinstance(content, str):
+        content = content.encode()
+    try:
+        mode = None
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(path).st_mode
+        if mode is None or stat.S_ISREG(mode):
+            _replace_file(Path(os.path.realpath(path)), content, mode)
+        else:
+            Path(path).write_bytes(content)
+    except OSError as error:  # of a full disk it names none, and of another name no other's
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace_file(path: Path, content: bytes, mode: int | None) -> None:
+    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    try:
+        with open(unfinished, "xb") as file:
+            file.write(content)
+        if mode is not None:
+            os.chmod(unfinished, stat.S_IMODE(mode))
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from moeos.files import replace
 
 INSTALL = "pip install 'moeos[metrics]'"
 
@@ -105,9 +106,7 @@ class Metrics:
         collector; the file appears whole. Raises `OSError`.
         """
         file = folder / f"moeos-rank-{self._own['rank']}.prom"
-        unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(self.text(), encoding="utf-8")
-        os.replace(unfinished, file)
+        replace(file, self.text())
         return file
 
     def _make(self, kind: Any, metric: _Metric) -> Any:

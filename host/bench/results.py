@@ -15,17 +15,15 @@ It knows nothing of GPUs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moeos.bench.suite import Case, Shape, Suite
+from moeos.files import replace
 
 _SAME = (
     "benchmark", "ranks", "rounds", "warm_up_rounds", "full_ranks", "commit", "shapes",
@@ -102,16 +100,7 @@ class Results:
             if not self.has(shape, case)
         ]
         text = json.dumps(self.document, indent=1, allow_nan=False) + "\n"
-        descriptor, unfinished = tempfile.mkstemp(dir=self._path.parent, prefix=".results-")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(unfinished, 0o644)
-            os.replace(unfinished, self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
+        replace(self._path, text)
 
     def forget_failures(self) -> None:
         """For a new attempt."""

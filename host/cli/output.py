@@ -116,12 +116,17 @@ def check_folder(path: Path, option: str) -> None:
         raise ValueError(f"{option} is {path}; it must be a folder that exists")
 
 
+def json_text(document: dict[str, Any]) -> str:
+    """A document in JSON, with null for numbers that JSON has no word for."""
+    return json.dumps(_finite(document), indent=2) + "\n"
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Writes a document, with null for numbers that JSON has no word for; see `alone`.
+    """Writes a document as `json_text` has it; see `alone`.
 
     Raises `OSError`, which names the file.
     """
-    text = json.dumps(_finite(document), indent=2) + "\n"
+    text = json_text(document)
     if path == STDOUT:
         stdout = sys.stdout.behind if isinstance(sys.stdout, _Silence) else sys.stdout
         stdout.write(text)

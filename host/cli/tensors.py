@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from moeos.checkpoints.files import SafetensorsFile
+from moeos.files import replace
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -40,11 +40,11 @@ def read_rows(path: Path, hidden: int, rank: int, ranks: int) -> Tensor:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file. Raises `OSError`, which names it."""
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:
-        raise OSError(None, str(error), str(path)) from error
+    """Writes a safetensors file. Raises `OSError`, which names it.
+
+    Not by `save_file`, which would put a file in the place of a link, a pipe or a device.
+    """
+    replace(path, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
 def piece(length: int, rank: int, ranks: int) -> tuple[int, int]:

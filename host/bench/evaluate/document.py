@@ -14,13 +14,13 @@ It knows nothing of layers.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moeos.bench import report
 from moeos.cli import output
+from moeos.files import replace
 
 _SAME = (
     "benchmark", "commit", "backend", "device", "ranks", "hidden", "intermediate", "top_k",
@@ -109,9 +109,7 @@ class Document:
     def write(self) -> None:
         """Puts the document into its file in one step. Raises `OSError`."""
         self._note_open_cases()
-        unfinished = self._path.with_name(f".{self._path.name}-unfinished")
-        output.write_json(unfinished, self.content)
-        os.replace(unfinished, self._path)
+        replace(self._path, output.json_text(self.content))
 
     def _note_open_cases(self) -> None:
         self.content["not_measured"] = [dataclasses.asdict(case) for case in self.open_cases()]

@@ -119,4 +119,4 @@ def test_a_number_that_json_has_no_word_for_never_reaches_the_file(tmp_path: Pat
     with pytest.raises(ValueError, match="JSON compliant"):
         results.begin_run({"rates": float("nan")})
     assert (tmp_path / "out.json").read_text() == before
-    assert [file.name for file in tmp_path.glob(".results-*")] == []
+    assert [file.name for file in tmp_path.glob("*.unfinished")] == []
