@@ -19,6 +19,7 @@ from moeos.config import GroupScore, MoEConfig, Scoring
 
 CHUNK_ROWS = 32
 """Of every machine: rows of one transfer and of one arrival flag."""
+_MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
 hold the weights of two beside each other. (A gated one's are half as many more.)"""
@@ -44,6 +45,7 @@ def layer_sizes(
     """
     cfg.experts_per_rank(world_size)
     capacity = cfg.capacity(cfg.max_tokens)
+    _require_countable(cfg)
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     return _runtime.Sizes(
         {
@@ -70,6 +72,22 @@ def layer_sizes(
         },
         _layer_shape(cfg),
     )
+
+
+def _require_countable(cfg: MoEConfig) -> None:
+    """Raises unless the runtime can count the bytes of a layer's rows."""
+    widths = {
+        "hidden": 1,
+        "intermediate": 1,
+        "shared_intermediate": max(1, cfg.shared_experts),
+    }
+    for name, times in widths.items():
+        size, most = getattr(cfg, name), _MOST_BYTES // (times * cfg.dtype.itemsize)
+        if size > most:
+            raise ValueError(
+                f"{name} is {size}; it must be at most {most}, as a row of {cfg.dtype} has at most "
+                f"{_MOST_BYTES} bytes"
+            )
 
 
 def parts(cfg: MoEConfig, gemm0_columns: int, gemm1_columns: int) -> tuple[int, int]:

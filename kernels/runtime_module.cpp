@@ -131,10 +131,11 @@ std::string text(const LayerShape& shape) {
 
 /// Throws where the runtime's words cannot hold a number of this layer.
 void check_fits(const Geometry& geometry) {
-  const auto limit = [](u64 value, u64 largest, const char* what) {
+  const auto limit = [](u64 value, u64 largest, const char* what,
+                        const char* lower = "max_tokens or the world's size") {
     require(value <= largest, std::string(what) + " is " + std::to_string(value) +
-                                  ", and at most " + std::to_string(largest) +
-                                  " fit: lower max_tokens or the world's size");
+                                  ", and at most " + std::to_string(largest) + " fit: lower " +
+                                  lower);
   };
   const u32 world = geometry.world;
   require(world > 0 && geometry.experts % world == 0,
@@ -152,8 +153,13 @@ void check_fits(const Geometry& geometry) {
         "the number of places for tokens that are complete");
   const u32 shared_parts = maximum(geometry.shared0_parts, geometry.shared0_narrow_parts) +
                            maximum(geometry.shared1_parts, geometry.shared1_narrow_parts);
-  limit(maximum(maximum(geometry.route_blocks(), geometry.tile_parts_max()), shared_parts),
-        ReadyWord::kParts - 1, "the number of parts of a task");
+  constexpr u32 kPartsMax = ReadyWord::kParts - 1;
+  limit(geometry.route_blocks(), kPartsMax, "the number of blocks of tokens to route",
+        "max_tokens");
+  limit(geometry.tile_parts_max(), kPartsMax, "the number of parts of a tile",
+        "hidden or intermediate");
+  limit(shared_parts, kPartsMax, "the number of parts of a tile of shared experts",
+        "hidden, shared_experts or shared_intermediate");
   limit(geometry.parts_max(), std::numeric_limits<u32>::max() / 2, "the number of parts of a call");
   require(geometry.narrow_rows < geometry.tile_rows, "narrow_rows must be below tile_rows");
   require(geometry.chunk_rows < SentChunk::kRows, "chunk_rows must fit a chunk's word");

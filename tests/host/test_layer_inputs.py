@@ -658,6 +658,35 @@ def test_sizes_beyond_the_words_of_the_runtime_raise_before_any_memory_is_made(
         sizes_of(config(**change), 4, 1)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden": 1 << 30}, "hidden is 1073741824; it must be at most 1073741823"),
+        ({"hidden": 2**31 - 8}, "hidden is 2147483640; it must be at most 1073741823"),
+        ({"intermediate": 1 << 30}, "intermediate is 1073741824; it must be at most 1073741823"),
+        (
+            {"shared_experts": 4, "shared_intermediate": 1 << 28},
+            "shared_intermediate is 268435456; it must be at most 268435455",
+        ),
+        (
+            {"hidden": 1 << 28},
+            "parts of a tile is 10485\\d\\d, and at most 1023 fit: lower hidden or",
+        ),
+        ({"intermediate": 1 << 28}, "parts of a tile is .* lower hidden or intermediate$"),
+        (
+            {"shared_experts": 8, "shared_intermediate": 1 << 20},
+            "parts of a tile of shared experts is .* lower hidden, shared_experts or shared_inter",
+        ),
+        ({"max_tokens": 32_737}, "blocks of tokens to route is 1024, .* lower max_tokens$"),
+    ],
+)
+def test_a_size_beyond_what_the_runtime_counts_names_what_to_lower(
+    change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        sizes_of(config(**change), 4, 1)
+
+
 def test_arguments_of_other_types_than_config_and_world() -> None:
     def rank_main(world: World) -> None:
         with pytest.raises(TypeError, match="cfg is a dict"):
