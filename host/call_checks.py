@@ -42,6 +42,9 @@ _FIELDS = {
 }
 """What a config says that has no such tensor, and what of one that has."""
 
+_PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # torch 2.8 and newer
+"""Floating dtypes of which an element is several numbers, and that PyTorch converts to no other."""
+
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 """Classes of tensors that have nothing but their memory, and none."""
 
@@ -110,7 +113,8 @@ def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) ->
             f"x has shape {list(x.shape)}; it must be [..., {cfg.hidden}], at least 2-D"
         )
     if x.dtype != cfg.dtype:
-        if not (x.is_floating_point() and torch.is_autocast_enabled(device.type)):
+        is_cast = x.is_floating_point() and x.dtype not in _PACKED
+        if not (is_cast and torch.is_autocast_enabled(device.type)):
             raise TypeError(f"x has dtype {x.dtype}; it must be {cfg.dtype}, the layer's")
         x = x.to(cfg.dtype)
     if x.device != device:
@@ -167,7 +171,7 @@ def routing_of(
     if weigh:
         return ids, None
     weights = _by_row(cfg, device, lead, rows, "topk_weights", weights)
-    if not weights.is_floating_point():
+    if not weights.is_floating_point() or weights.dtype in _PACKED:
         raise TypeError(f"topk_weights has dtype {weights.dtype}; it must be a floating point type")
     return ids, weights
 

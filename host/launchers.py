@@ -65,6 +65,7 @@ def detect(environment: Mapping[str, str]) -> Launch:
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _detect_srun(environment)
     _require_no_batch_script(environment)
+    _require_no_half(environment)
     return Launch("none")
 
 
@@ -131,6 +132,17 @@ def _require_no_batch_script(environment: Mapping[str, str]) -> None:
             "this process, so no other task runs: start it with srun, or with srun --ntasks=1 for "
             "one rank"
         )
+
+
+def _require_no_half(environment: Mapping[str, str]) -> None:
+    """Raises `ValueError` for one of torchrun's two numbers that is no world's of one rank."""
+    for name, other, of_one in (("WORLD_SIZE", "RANK", "1"), ("RANK", "WORLD_SIZE", "0")):
+        found = environment.get(name, "")
+        if found not in ("", of_one):
+            raise ValueError(
+                f"{name} is {found!r} and {other} is not set, so no launcher says which rank of a "
+                f"world this is: start with torchrun, set {other}, or unset {name} for one rank"
+            )
 
 
 def _first_host(nodes: str) -> str:

@@ -438,9 +438,11 @@ def _end_open_worlds() -> None:
 
 def check_deadline(deadline: float) -> None:
     """Raises unless `deadline` is a number of seconds above 0 and up to MAX_DEADLINE."""
-    _check_number("deadline", deadline, 0.0, MAX_DEADLINE)
-    if deadline == 0:
-        raise ValueError(f"deadline is 0; allowed: above 0 and up to {MAX_DEADLINE:g} seconds")
+    _require_number("deadline", deadline)
+    if not 0 < deadline <= MAX_DEADLINE:  # as nan is not
+        raise ValueError(
+            f"deadline is {deadline}; allowed: above 0 and up to {MAX_DEADLINE:g} seconds"
+        )
 
 
 def check_trace_events(trace_events: int) -> None:
@@ -461,8 +463,12 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         raise ValueError(f"{name} is {value}; allowed: {low} to {high}")
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
+def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; it must be a number")
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    _require_number(name, value)
     if not (math.isfinite(value) and low <= value <= high):
         raise ValueError(f"{name} is {value}; allowed: {low:g} to {high:g}")

@@ -155,6 +155,16 @@ def test_the_store_of_srun_is_on_the_first_node(nodes: str, first: str) -> None:
             {"RANK": "0", "WORLD_SIZE": "2"},
             "RANK and WORLD_SIZE are set, so MASTER_ADDR must be: start with torchrun",
         ),
+        (
+            {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"},
+            "WORLD_SIZE is '4' and RANK is not set, so no launcher says which rank of a world this "
+            "is: start with torchrun, set RANK, or unset WORLD_SIZE for one rank",
+        ),
+        (
+            {"RANK": "3"},
+            "RANK is '3' and WORLD_SIZE is not set, so no launcher says which rank of a world this "
+            "is: start with torchrun, set WORLD_SIZE, or unset RANK for one rank",
+        ),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_an_error_that_names_the_variable(
@@ -162,6 +172,11 @@ def test_an_environment_that_makes_no_sense_is_an_error_that_names_the_variable(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         detect(environment)
+
+
+@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0"}, {"RANK": ""}])
+def test_numbers_of_a_world_of_one_rank_are_one(environment: dict[str, str]) -> None:
+    assert detect(environment) == Launch("none")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -25,6 +25,7 @@ X = torch.zeros(4, HIDDEN)
 WIDE = torch.zeros(4, 2 * HIDDEN)
 IDS = torch.tensor([[0, 1], [2, 3], [-1, -1], [7, -1]])
 FACTORS = torch.ones(4, TOP_K)
+PACKED = torch.zeros(4, TOP_K, dtype=getattr(torch, "float4_e2m1fn_x2", torch.int8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,9 @@ BAD = {
     ),
     "weights are integers": Bad(
         given(weights=FACTORS.int()), TypeError, ("topk_weights", "int32", "floating")
+    ),
+    "weights of several numbers an element": Bad(
+        given(weights=PACKED), TypeError, ("topk_weights", str(PACKED.dtype), "floating")
     ),
     "ids on another device": Bad(given(IDS.to("meta")), ValueError, ("topk_ids", "meta", "cpu")),
     "weights on another device": Bad(
