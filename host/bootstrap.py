@@ -23,6 +23,7 @@ from moeos.launchers import MAX_RANKS, Launch, detect, place_on_host
 from moeos.place import boot
 from moeos.process_groups import meet, membership
 from moeos.rendezvous import Meeting, at_address, by_mpi, can_ask_mpi, on_this_host
+from moeos.sharding import remembered
 from moeos.world import (
     Backend,
     TwinOptions,
@@ -193,6 +194,7 @@ def _world(
         trace_events=arguments.trace_events,
         faults=arguments.plan,
         device=device,
+        group=None if group is None else remembered(membership(group).group),
     )
 
 

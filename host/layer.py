@@ -478,12 +478,15 @@ class MoELayer(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._apart or sharding.process_group_place() != self._place:
+        known = None if self.experts is None else self.world.group
+        group = None if known is None else sharding.found_again(known)
+        is_default = not self._apart and sharding.process_group_place() == self._place
+        if group is None and not is_default:
             return
         for name in wrappers.EXPERTS:
             local = destination.get(prefix + name)
             if local is not None:
-                destination[prefix + name] = sharding.whole(local, self._device)
+                destination[prefix + name] = sharding.whole(local, self._device, group)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *others: Any

@@ -9,11 +9,47 @@ layer only shapes.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # type: ignore[attr-defined]
+
+
+class Group(NamedTuple):
+    """A process group as a world remembers it: a reference would keep it alive.
+
+    Attributes:
+        name: by which torch.distributed finds it, as long as it is not destroyed.
+        ranks: of the default group, in the group's order; another may get the name later.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def remembered(group: ProcessGroup) -> Group | None:
+    """How a world remembers its group; None for one that torch.distributed does not know."""
+    try:
+        return Group(group.group_name, tuple(dist.get_process_group_ranks(group)))
+    except (KeyError, RuntimeError, ValueError):
+        return None
+
+
+def found_again(known: Group) -> ProcessGroup | None:
+    """The group, if it is there still."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        group = _resolve_process_group(known.name)  # type: ignore[arg-type, unused-ignore]
+    except (LookupError, RuntimeError, ValueError):
+        return None
+    return group if remembered(group) == known else None
 
 
 def process_group_place() -> tuple[int, int] | None:
@@ -23,16 +59,17 @@ def process_group_place() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
-def whole(local: Tensor, device: torch.device) -> Tensor:
-    """The DTensor [P·X, ...] of which each rank of the default group holds its `local` [X, ...].
+def whole(local: Tensor, device: torch.device, group: ProcessGroup | None) -> Tensor:
+    """The DTensor [P·X, ...] of which each rank of a group holds its `local` [X, ...].
 
-    Both have the same memory. Sends nothing. `device`: where it lies once it has values.
+    Both have the same memory. Sends nothing. `device`: where it lies once it has values; `group`:
+    None is the default one.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     kind = device.type if local.is_meta else local.device.type
-    mesh = DeviceMesh.from_group(dist.group.WORLD, kind)  # type: ignore[arg-type]
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, kind)  # type: ignore[arg-type]
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
 
 

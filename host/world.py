@@ -26,6 +26,7 @@ from moeos.errors import said
 from moeos.faults import FaultPlan
 from moeos.heap import SymmetricHeap
 from moeos.process import Home, settle
+from moeos.sharding import Group
 from moeos.tracing import MAX_EVENTS
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class World:
             `moeos.init`.
         faults: what goes wrong in it, or None.
         device: this rank's GPU; None is the current one when a layer is made.
+        group: the process group that it was made of, or None.
         gate: what goes through it has the control plane for itself, one thread at a time.
         layer_names: of layers that have one, by their numbers.
     """
@@ -148,6 +150,7 @@ class World:
         trace_events: int = 0,
         faults: FaultPlan | None = None,
         device: torch.device | None = None,
+        group: Group | None = None,
     ) -> None:
         check_deadline(deadline)
         check_ranks_per_node(ranks_per_node)
@@ -161,6 +164,7 @@ class World:
         self.trace_events = trace_events
         self.faults = faults
         self.device = device
+        self.group = group
         self.gate = CallGate(control.rank)
         # By identity. What one thread takes out no other finds: it is the one to end it.
         self._holdings: dict[int, Holdings] = {}

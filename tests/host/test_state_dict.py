@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
+import moeos
 from moeos import MoELayer, World, virtual
 from tests.layers import assert_matches, config, draw_call, draw_weights
 from tests.process_group import ranks_of_torch
@@ -221,6 +222,46 @@ def test_what_a_rank_saves_by_itself_is_read_by_that_rank_and_refused_by_another
     assert all(ranks_of_torch(load_with_torch, 2))
     virtual.run(load, ranks=2)  # without torch.distributed
     virtual.run(load_with_fewer, ranks=1)
+
+
+@pytest.mark.parametrize("made_of", ["a dimension of a mesh", "a group"])
+def test_a_world_of_a_group_saves_all_experts_of_its_ranks(made_of: str, tmp_path: Path) -> None:
+    def rank_main(everyone: World) -> bool:
+        if made_of == "a dimension of a mesh":
+            group: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"]
+        else:
+            group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        with moeos.init("twin", group=group, deadline=60.0) as world:
+            assert world.size == 2
+            model = Model(WEIGHTS.layer(world))
+            state = model.state_dict()
+            name = "blocks.0.mlp.w1"
+            assert isinstance(state[name], DTensor)
+            assert torch.equal(state[name].full_tensor(), WEIGHTS.w1)
+            dcp.save({"model": state}, checkpoint_id=tmp_path)
+            again = Model(MoELayer(CFG, world))
+            loaded = {"model": again.state_dict()}
+            dcp.load(loaded, checkpoint_id=tmp_path)
+            again.load_state_dict(loaded["model"])
+            right(again.layer)
+            full = get_model_state_dict(again, options=StateDictOptions(full_state_dict=True))
+            assert torch.equal(full[name], WEIGHTS.w1)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 4))
+
+
+def test_a_world_whose_group_was_destroyed_holds_plain_tensors() -> None:
+    def rank_main(everyone: World) -> bool:
+        group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+        with moeos.init("twin", group=group, deadline=60.0) as world:
+            layer = WEIGHTS.layer(world)
+            assert isinstance(layer.state_dict()["w1"], DTensor)
+            dist.destroy_process_group(group)
+            assert type(layer.state_dict()["w1"]) is Tensor
+        return True
+
+    assert all(ranks_of_torch(rank_main, 4))
 
 
 def test_a_group_of_other_ranks_changes_nothing() -> None:
