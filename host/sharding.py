@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroup
 
 
 class Group(NamedTuple):
@@ -43,10 +43,10 @@ def found_again(known: Group) -> ProcessGroup | None:
     """The group, if it is there still."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
     try:
-        group = _resolve_process_group(known.name)  # type: ignore[arg-type, unused-ignore]
+        group: ProcessGroup = distributed_c10d._resolve_process_group(known.name)  # type: ignore
     except (LookupError, RuntimeError, ValueError):
         return None
     return group if remembered(group) == known else None

@@ -325,10 +325,10 @@ class _Experts:
             for local in range(len(self._experts)):
                 yield local, {part: tensor[local] for part, tensor in every.items()}
             return
-        names = {part: self._prefix + part_name(template, part) for part in row.parts}
+        names = {part: part_name(template, part) for part in row.parts}
         # A file has no DTensor, and nothing of it is to be read twice.
         gathered = not isinstance(self._state_dict, files.ByRows) and any(
-            sharding.is_cut(self._one(name.format(expert), row, shape))
+            sharding.is_cut(self._one(self._prefix + name.format(expert), row, shape))
             for name in names.values()
             for expert in self._experts[:1]
         )
@@ -336,7 +336,7 @@ class _Experts:
         for expert in range(self._cfg.experts) if gathered else self._experts:
             parts = {}
             for part, name in names.items():
-                name = name.format(expert)
+                name = self._prefix + name.format(expert)  # which may have braces of its own
                 tensor = self._one(name, row, shape)
                 if sharding.is_cut(tensor) and not gathered:
                     raise ValueError(

@@ -211,6 +211,16 @@ def test_the_last_dot_of_the_prefix_may_be_left_out(prefix: str) -> None:
     assert "w1" in load_block(config(), split_names(), prefix, rank=0, world_size=1)
 
 
+def test_a_prefix_is_taken_as_it_is() -> None:
+    odd = "{x}%s.{}."
+    names = {odd + name.removeprefix(PREFIX): value for name, value in split_names().items()}
+    block, expected = (
+        load_block(config(), found, prefix, 0, 2)
+        for found, prefix in ((names, odd), (split_names(), PREFIX))
+    )
+    assert all(torch.equal(block[name], expected[name]) for name in expected)
+
+
 def test_the_prefix_may_be_empty() -> None:
     names = {name.removeprefix(PREFIX): tensor for name, tensor in split_names().items()}
     assert_same_block(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
 from moeos import MoELayer, World, custom_op, virtual
 from moeos.engines.base import CallTensors
@@ -201,6 +202,29 @@ def test_the_key_and_the_order_are_marked_as_pytorch_marks_what_stays_in_its_pla
                 assert getattr(tensor, name) == value
 
     assert vars(marked)
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_branch_of_cond_runs_a_layer_where_nothing_functionalises_it() -> None:
+    def rank_main(world: World) -> None:
+        layer = MoELayer(CFG, world)
+        x = torch.randn(5, CFG.hidden)
+
+        def branch(which: Tensor, x: Tensor) -> Tensor:
+            chosen: Tensor = torch.cond(which, lambda x: layer(x), lambda x: 2 * x, (x,))
+            return chosen
+
+        def by_if(x: Tensor) -> Tensor:
+            return layer(x) if x.isfinite().all() else 2 * x
+
+        with torch.no_grad():
+            expected, true = layer(x), torch.tensor(True)
+            eager = torch.compile(branch, backend="eager", fullgraph=True)
+            assert torch.equal(eager(true, x), expected)
+            with pytest.raises(BackendCompilerFailed):
+                torch.compile(branch, backend="aot_eager", fullgraph=True)(true, x)
+            assert torch.equal(torch.compile(by_if, backend="aot_eager")(x), expected)
+
     virtual.run(rank_main, ranks=1)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -249,6 +250,28 @@ def test_a_world_of_a_group_saves_all_experts_of_its_ranks(made_of: str, tmp_pat
         return True
 
     assert all(ranks_of_torch(rank_main, 4))
+
+
+def test_safetensors_saves_what_is_gathered_or_local(tmp_path: Path) -> None:
+    def rank_main(world: World) -> bool:
+        state = WEIGHTS.layer(world).state_dict()
+        with pytest.raises(RuntimeError, match="data pointer"):
+            save_file(state, tmp_path / f"refused-{world.rank}")
+        for way in ("full_tensor", "to_local"):
+            file = tmp_path / f"{way}-{world.rank}.safetensors"
+            save_file(
+                {
+                    name: getattr(value, way)() if isinstance(value, DTensor) else value
+                    for name, value in state.items()
+                },
+                file,
+            )
+            again = MoELayer(CFG, world)
+            again.load_state_dict(load_file(file))
+            right(again)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
 
 
 def test_a_world_whose_group_was_destroyed_holds_plain_tensors() -> None:
