@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from moeos import sharding
 from moeos.config import MoEConfig, digest_differences
-from moeos.errors import ConfigMismatch
+from moeos.errors import ConfigMismatch, PeerTimeout, said
 from moeos.world import World
+
+_MAX_TOLD = 2000  # characters of a rank's error that the others are told
 
 
 def require_world(world: object) -> None:
@@ -52,6 +54,22 @@ def agree(cfg: MoEConfig, world: World, place: tuple[int, int], what: str) -> bo
     return any(
         known not in (None, right) for right, (_, _, known, _) in zip(places, told, strict=True)
     )
+
+
+def require_on_all(world: World, error: Exception | None, what: str) -> None:
+    """Raises on all ranks where one has an error: its own, or `ValueError` with that of the lowest
+    rank that has one. Collective; no rank waits for `what` later that another does not have.
+    """
+    told = None if error is None else said(error)[:_MAX_TOLD]
+    try:
+        every = world.control.allgather(told, what)
+    except PeerTimeout as timeout:
+        raise error or timeout from None
+    if error is not None:
+        raise error
+    for rank, text in enumerate(every):
+        if text is not None:
+            raise ValueError(f"rank {rank} cannot take {what}: {text}")
 
 
 class Admission(NamedTuple):

@@ -155,12 +155,18 @@ class MoELayer(nn.Module):
         raises, unless its name below `prefix` begins with one of `ignore`: pass
         ("shared_experts.",), and a config without them, where shared experts are computed
         elsewhere. See `moeos.checkpoints.load_block`, which says what it understands and whose
-        errors it raises.
+        errors it raises. Where only another rank cannot read its experts, `ValueError` names it.
         Errors of calls name the layer by `prefix`.
         """
         layer = cls(cfg, world, workspace, init=False)
-        block = checkpoints.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
-        layer.load_state_dict(block)
+        error: Exception | None = None
+        try:
+            block = checkpoints.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
+            layer.load_state_dict(block)
+        except Exception as raised:
+            error = raised
+        what = f"the weights under {prefix!r}"
+        world.gate.run(lambda: agreement.require_on_all(world, error, what))
         assert layer.experts is not None  # made in a world
         world.layer_names[layer.experts.engine.number] = prefix.rstrip(".")
         return layer

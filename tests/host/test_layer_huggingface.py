@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moeos import MoELayer, World, reference, virtual
+from tests.host import test_checkpoint as experts_one_by_one
 from tests.huggingface import FAMILIES, Block
 from tests.layers import NEAR_TIE, TOLERANCE
 
@@ -125,3 +126,23 @@ def test_from_hf_takes_the_files_of_a_checkpoint(
 
     for tokens, y in zip(x, virtual.run(rank_main, ranks=4), strict=True):
         assert_is_block(block, tokens, y)
+
+
+def test_what_one_rank_cannot_read_raises_on_all_ranks_and_names_it() -> None:
+    cfg, names = experts_one_by_one.config(), experts_one_by_one.split_names()
+    prefix = experts_one_by_one.PREFIX
+    damaged = dict(names)
+    name = next(name for name in damaged if name.endswith(f".{cfg.experts - 1}.down_proj.weight"))
+    damaged[name] = damaged[name][:, :-1]
+
+    def rank_main(world: World) -> str:
+        with pytest.raises(ValueError, match="has shape") as error:
+            MoELayer.from_hf(cfg, world, damaged, prefix)
+        layer = MoELayer.from_hf(cfg, world, names, prefix)
+        assert layer(torch.randn(3, cfg.hidden)).isfinite().all()
+        return str(error.value)
+
+    first, second = virtual.run(rank_main, ranks=2)
+    assert second.startswith(name)
+    what = f"the weights under {prefix!r}"
+    assert first == f"rank 1 cannot take {what}: ValueError: {second}"
