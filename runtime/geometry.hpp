@@ -54,8 +54,6 @@ struct Geometry {
   constexpr u32 chunks_sent_max() const {
     return minimum(world * chunks(), pairs() / chunk_rows + world);
   }
-  /// 1 when rows are staged for remote peers: the b = 0 half of the thesis' layout exists.
-  constexpr u32 staging_buffers() const { return remote != 0 ? 1 : 0; }
 
   // --- Remote peers (sender.hpp) ---
 

@@ -4,9 +4,11 @@
 //
 // L in R^{P x R x B x E x C x H} of the thesis (section 5.3): source rank, round, staging or
 // arrival buffer, local expert, capacity slot, hidden. Here (E, C) is one row index behind `row()`,
-// in one of two maps, and B = 0 exists only when a peer is remote. Of the round in which results
-// come back, arrival cells are one array of results: of a rank's own rows there are never more than
-// its pairs, whoever computes them, so they lie side by side (result()).
+// in one of two maps. Of the round in which results come back, arrival cells are one array of
+// results: of a rank's own rows there are never more than its pairs, whoever computes them, so they
+// lie side by side (result()). And what is staged in one round (B = 0) lies where something arrives
+// in the other (B = 1): a row for a remote peer in the place of its own result, and that result, at
+// the peer, in the place of the row. What is replaced has been read by then.
 //
 // Layers of several shapes share one heap: [header][words of shape 1][words of shape 2]...[cells]
 // [results]. The header depends on the world alone. Words of a shape lie where no other shape
@@ -20,13 +22,6 @@
 #include "runtime/sealed.hpp"
 
 namespace moeos {
-
-/// The R of the layout: what a cell carries.
-enum class Round : u32 { dispatch = 0, combine = 1 };
-inline constexpr u32 kRounds = 2;
-
-/// The B of the layout: the sender's own copy for a put, or the place where a peer's rows arrive.
-enum class Buffer : u32 { staging = 0, arrival = 1 };
 
 /// What a count, or another number of a call, says as it lies in the heap.
 constexpr u64 count_word(u32 epoch, u32 rows) { return seal(u64{epoch} << 32 | rows); }
@@ -91,7 +86,7 @@ class Layout {
   }
   /// Where the cells start, one behind the other.
   constexpr u64 first_cell() const { return place_.rows_at; }
-  constexpr u32 cells() const { return geometry().world * cells_of_peer(); }
+  constexpr u32 cells() const { return geometry().world; }
   /// Of all cells, from first_cell() on.
   constexpr u32 rows() const { return cells() * place_.stride_rows; }
 
@@ -152,28 +147,17 @@ class Layout {
     return number;
   }
 
-  /// L(p, r, b): which of the heap's cells it is, in the order in which they lie. Results arrive in
-  /// none.
-  constexpr u32 cell_index(u32 p, Round round, Buffer buffer) const {
-    MOEOS_CHECK(p < geometry().world);
-    MOEOS_CHECK(buffer == Buffer::arrival ? round == Round::dispatch
-                                          : geometry().staging_buffers() == 1);
-    return p * cells_of_peer() + (buffer == Buffer::arrival ? 0 : 1 + static_cast<u32>(round));
-  }
-
-  /// A row's place among rows(), those of all cells.
-  constexpr u32 row_index(u32 p, Round round, Buffer buffer, u32 row_number) const {
-    MOEOS_CHECK(row_number < geometry().cell_rows());
-    return cell_index(p, round, buffer) * place_.stride_rows + row_number;
+  /// A row of those that rank p sends, by its place among rows(), those of all cells.
+  constexpr u32 row_index(u32 p, u32 row_number) const {
+    MOEOS_CHECK(p < geometry().world && row_number < geometry().cell_rows());
+    return p * place_.stride_rows + row_number;
   }
   constexpr u64 row_at(u32 index) const {
     return place_.rows_at + u64{index} * geometry().row_bytes;
   }
 
-  /// L(p, r, b, row): the row's first byte in the heap of the rank that holds it.
-  constexpr u64 cell_row(u32 p, Round round, Buffer buffer, u32 row_number) const {
-    return row_at(row_index(p, round, buffer, row_number));
-  }
+  /// And its first byte in the heap of the rank that it is sent to.
+  constexpr u64 cell_row(u32 p, u32 row_number) const { return row_at(row_index(p, row_number)); }
 
   /// The first byte of one of a rank's results. Those that rank p computes are the rows of its cell
   /// (row()), from first_result(p) on.
@@ -191,14 +175,14 @@ class Layout {
   }
 
   /// cell_row for a write by `writer` into `holder`'s heap; debug builds check that it is valid in
-  /// the sense of thesis Definition 5.3.2, so that Theorem 5.3.1 (no write-write conflict) holds.
-  /// Of results the owner gives each writer rows of its own, as many as it sends it.
-  constexpr u64 write_row(u32 writer, u32 holder, u32 p, Round round, Buffer buffer,
-                          u32 row_number) const {
-    MOEOS_CHECK(buffer == Buffer::staging ? writer == holder : p == writer);
+  /// the sense of thesis Definition 5.3.2, so that Theorem 5.3.1 (no write-write conflict) holds:
+  /// rank p writes its cell, and the holder writes there what it makes of p's rows. Of results the
+  /// owner gives each writer rows of its own, as many as it sends it.
+  constexpr u64 write_row(u32 writer, u32 holder, u32 p, u32 row_number) const {
+    MOEOS_CHECK(p == writer || holder == writer);
     static_cast<void>(writer);
     static_cast<void>(holder);
-    return cell_row(p, round, buffer, row_number);
+    return cell_row(p, row_number);
   }
 
   constexpr const Geometry& geometry() const { return geometry_.get(); }
@@ -210,7 +194,6 @@ class Layout {
     return failures_ + u64{geometry().world} * (kCacheLine + kind * sizeof(u64));
   }
   constexpr u64 words(u64 offset) const { return place_.words_at + offset; }
-  constexpr u32 cells_of_peer() const { return 1 + kRounds * geometry().staging_buffers(); }
 
   GeometryOf geometry_;
   HeapPlace place_;

@@ -33,8 +33,8 @@ concept Kernels = requires(K& kernels, const Task& task, u32 index, const u8* fr
   kernels.gemm1(task, index);
 };
 
-/// Copies the rows of a part of Dispatch to the cell of the rank that owns their experts (or to the
-/// staging copy), from `begun` on, or later if a link is slow. Returns how many go there.
+/// Copies the rows of a part of Dispatch to the cell of the rank that owns their experts (or to its
+/// place until it is put), from `begun` on, or later if a link is slow. Returns how many go there.
 template <Platform P, Kernels K>
 u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
               const Courier<P>& courier, const CourierPart& part, u64& begun) {

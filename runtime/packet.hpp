@@ -15,19 +15,23 @@
 
 namespace moeos {
 
-/// Where this rank writes a row for `peer`: in the peer's arrival cell, or in the staging copy of a
-/// remote peer.
+/// Where a row for a remote peer lies here until it is put.
+template <Platform P>
+u8* staged_row(const Rank<P>& rank, u32 peer, u32 row) {
+  return rank.heap + rank.layout.result(rank.memory.first_result(rank.layout, peer) + row);
+}
+
+/// Where this rank writes a row for `peer`: in the peer's cell; or, of a remote peer, for a put, in
+/// the place of its own result, which comes when the row has been read. Behind the routing map.
 template <Platform P>
 u8* outgoing_row(const Rank<P>& rank, u32 peer, u32 row) {
   u8* direct = rank.platform.peer(peer);
   // Looked at even where there are no remote peers: else the GPU's compiler hoists so many of these
   // out of its loops that registers spill.
   if (direct != nullptr) {
-    return direct +
-           rank.layout.write_row(rank.rank, peer, rank.rank, Round::dispatch, Buffer::arrival, row);
+    return direct + rank.layout.write_row(rank.rank, peer, rank.rank, row);
   }
-  return rank.heap +
-         rank.layout.write_row(rank.rank, rank.rank, peer, Round::dispatch, Buffer::staging, row);
+  return staged_row(rank, peer, row);
 }
 
 /// Where the results that this rank computes for `owner` begin there, as Layout::result counts
@@ -49,13 +53,9 @@ u32 first_result_at(const Rank<P>& rank, u32 epoch, u32 owner) {
       return base;
     }
     if (its >= epoch) {  // nobody can be so far ahead, or have so many rows
-      Failure failure{};
-      failure.kind = FailureKind::count_damaged;
-      failure.actor = Actor::processor;
-      failure.rank = rank.rank;
+      const Call call{.epoch = epoch};
+      Failure failure = failure_of(rank, call, FailureKind::count_damaged, Actor::processor);
       failure.peer = owner;
-      failure.expert = failure.chunk = kNone;
-      failure.epoch = epoch;
       failure.seen = word;
       rank.fail(failure);
     }
@@ -67,15 +67,15 @@ u32 first_result_at(const Rank<P>& rank, u32 epoch, u32 owner) {
 }
 
 /// Where this rank writes the result of a row that `owner` sent, its row `row` here: among the
-/// owner's results, or in the staging copy of a remote owner. `first`: first_result_at.
+/// owner's results; or, of a remote owner, for a put, in the place of that row, which all parts of
+/// its first GEMM have read. `first`: first_result_at.
 template <Platform P>
 u8* outgoing_result(const Rank<P>& rank, u32 owner, u32 first, u32 row) {
   u8* direct = rank.platform.peer(owner);
   if (!P::kRemotePeers || direct != nullptr) {
     return direct + rank.layout.result(first + row);
   }
-  return rank.heap +
-         rank.layout.write_row(rank.rank, rank.rank, owner, Round::combine, Buffer::staging, row);
+  return rank.heap + rank.layout.write_row(rank.rank, rank.rank, owner, row);
 }
 
 /// The same of a segment's first row, behind which all others follow; of a tile of tokens, among
@@ -92,49 +92,39 @@ u8* outgoing_results(const Rank<P>& rank, const Task& task, const Segment& segme
 /// Where a row that `source` sends to this rank lies here.
 template <Platform P>
 u8* arrived_row(const Rank<P>& rank, u32 source, u32 row) {
-  return rank.heap + rank.layout.cell_row(source, Round::dispatch, Buffer::arrival, row);
+  return rank.heap + rank.layout.cell_row(source, row);
+}
+
+/// Writes a word into `peer`'s heap. It carries its own epoch and publishes nothing but itself:
+/// relaxed is enough.
+template <Platform P>
+void send_word(const Rank<P>& rank, u32 peer, u64 offset, u64 word) {
+  u8* direct = rank.platform.peer(peer);
+  if (!P::kRemotePeers || direct != nullptr) {
+    P::template store_relaxed<Scope::system>(reinterpret_cast<u64*>(direct + offset), word);
+  } else {
+    rank.platform.put_word(peer, offset, word);
+  }
 }
 
 /// Tells `peer` how many rows its local expert gets from us in this call, zero included.
 template <Platform P>
 void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_expert, u32 rows) {
-  const u64 offset = rank.layout.count(call.epoch, rank.rank, local_expert);
-  const u64 word = count_word(call.epoch, rows);
-  u8* direct = rank.platform.peer(peer);
-  if (!P::kRemotePeers || direct != nullptr) {
-    // The word carries its own epoch and publishes nothing but itself: relaxed is enough.
-    P::template store_relaxed<Scope::system>(reinterpret_cast<u64*>(direct + offset), word);
-  } else {
-    rank.platform.put_word(peer, offset, word);
-  }
+  send_word(rank, peer, rank.layout.count(call.epoch, rank.rank, local_expert),
+            count_word(call.epoch, rows));
 }
 
 /// Tells `peer` which call this rank makes.
 template <Platform P>
 void send_identity(const Rank<P>& rank, const Call& call, u32 peer) {
-  const u64 offset = rank.layout.call_of(call.epoch, rank.rank);
-  const u64 word = count_word(call.epoch, call.identity);
-  u8* direct = rank.platform.peer(peer);
-  if (!P::kRemotePeers || direct != nullptr) {
-    // As of a count: the word carries its own epoch and publishes nothing but itself.
-    P::template store_relaxed<Scope::system>(reinterpret_cast<u64*>(direct + offset), word);
-  } else {
-    rank.platform.put_word(peer, offset, word);
-  }
+  send_word(rank, peer, rank.layout.call_of(call.epoch, rank.rank),
+            count_word(call.epoch, call.identity));
 }
 
 /// Tells `peer` from where on it leaves its results among this rank's.
 template <Platform P>
 void send_base(const Rank<P>& rank, const Call& call, u32 peer, u32 first) {
-  const u64 offset = rank.layout.base(call.epoch, rank.rank);
-  const u64 word = count_word(call.epoch, first);
-  u8* direct = rank.platform.peer(peer);
-  if (!P::kRemotePeers || direct != nullptr) {
-    // As of a count: the word carries its own epoch and publishes nothing but itself.
-    P::template store_relaxed<Scope::system>(reinterpret_cast<u64*>(direct + offset), word);
-  } else {
-    rank.platform.put_word(peer, offset, word);
-  }
+  send_word(rank, peer, rank.layout.base(call.epoch, rank.rank), count_word(call.epoch, first));
 }
 
 /// Tells this rank's processors which expert is chosen for a pair of a token that is read in place;
@@ -235,9 +225,8 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
                         ? rows - sent
                         : minimum(rows - sent, starts[place.local_expert + 1] - place.row);
     const u32 row = rank.layout.row(place.local_expert, place.slot, starts[place.local_expert]);
-    const u64 to =
-        rank.layout.write_row(rank.rank, peer, rank.rank, Round::dispatch, Buffer::arrival, row);
-    const u8* from = rank.heap + rank.layout.cell_row(peer, Round::dispatch, Buffer::staging, row);
+    const u64 to = rank.layout.write_row(rank.rank, peer, rank.rank, row);
+    const u8* from = staged_row(rank, peer, row);
     const u64 bytes = u64{run} * geometry.row_bytes;
     if (sent + run < rows) {
       rank.platform.put(peer, to, from, bytes);
@@ -323,11 +312,9 @@ void put_results(const Rank<P>& rank, u32 epoch, u32 local_expert, const Segment
   const u32 first = first_result_at(rank, epoch, owner);
   for_each_piece(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
     const u32 row = segment.first_row + offset;
-    rank.platform.put_signal(
-        owner, rank.layout.result(first + row),
-        rank.heap + rank.layout.cell_row(owner, Round::combine, Buffer::staging, row),
-        u64{rows} * rank.geometry().row_bytes, rank.layout.returned(rank.rank, chunk),
-        SignalOp::add, seal(rows));
+    rank.platform.put_signal(owner, rank.layout.result(first + row), arrived_row(rank, owner, row),
+                             u64{rows} * rank.geometry().row_bytes,
+                             rank.layout.returned(rank.rank, chunk), SignalOp::add, seal(rows));
   });
 }
 

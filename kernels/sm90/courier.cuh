@@ -189,8 +189,8 @@ inline const u8* sent_rows(const RankArguments& arguments) {
   return kShape.weight_on_input ? arguments.out : arguments.x_rows;
 }
 
-/// The row of this lane in a part of Dispatch to its peer, or to the staging copies of a remote
-/// one.
+/// The row of this lane in a part of Dispatch, to its peer, or to where rows for a remote one lie
+/// until they are put.
 inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& rank,
                           const Call& call, const CourierPart& part) {
   const RoutingMap map(kGeometry, rank.memory, call);

@@ -107,9 +107,7 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
   for (u32 s = 0; s < task.segment_count; ++s) {
     const Segment segment = task.segments[s];
     const u32 rows = laid_out_rows(kGeometry, task, s, laid_out);
-    visit(arguments.cells,
-          layout.row_index(segment.source, Round::dispatch, Buffer::arrival, segment.first_row),
-          rows);
+    visit(arguments.cells, layout.row_index(segment.source, segment.first_row), rows);
     laid_out += rows;
   }
 }

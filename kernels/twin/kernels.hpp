@@ -279,8 +279,7 @@ class TwinKernels {
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];
       for (u32 row = 0; row < segment.rows; row += kPanelRows) {
-        const u64 offset = rank_.layout.cell_row(segment.source, Round::dispatch, Buffer::arrival,
-                                                 segment.first_row + row);
+        const u64 offset = rank_.layout.cell_row(segment.source, segment.first_row + row);
         pack_rows(operands_.element, rank_.heap + offset, rank_.geometry().row_bytes,
                   minimum(kPanelRows, segment.rows - row), shape_.hidden,
                   &scratch_.panels[panel++ * panel_floats(shape_.hidden)]);

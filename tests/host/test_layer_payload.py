@@ -342,16 +342,16 @@ def test_memory_of_a_rank_changes_in_the_rows_that_it_was_sent_alone(
     remote: bool, row_map: str, capacity_factor: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies in the cells and among the results afterwards, whatever the stats say: rows by
-    source, results side by side or by who computed them, nothing beside them. The rest is NaN, so a
-    tile that reads beyond a segment shows in the results."""
+    source, results side by side or by who computed them, nothing beside them: what is staged for
+    remote peers lies in the same places. The rest is NaN, so a tile that reads beyond a segment
+    shows in the results."""
     cfg = config(experts=12, top_k=3, row_map=row_map, capacity_factor=capacity_factor)
     weights = draw_weights(cfg)
     calls = [draw_given_call(cfg, tokens, tokens) for tokens in (128, 0, 61, 100)]
     asked = Traffic.of(weights, calls, not remote)
     sizes = sizes_of(cfg, RANKS, 1, remote)
     place = SharedHeap().with_shape(sizes).place(0)
-    of_peer = 3 if remote else 1  # an arrival cell, and staging cells of both rounds
-    shape = (RANKS, of_peer, place.stride_rows, cfg.hidden)
+    shape = (RANKS, place.stride_rows, cfg.hidden)
     heaps: dict[int, SymmetricHeap] = {}
     allocate = World.allocate_heap
 
@@ -372,7 +372,7 @@ def test_memory_of_a_rank_changes_in_the_rows_that_it_was_sent_alone(
         world.control.barrier()
         y = calls[world.rank](layer)
         world.control.barrier()
-        return y, cells[:, 0].clone(), results.clone()
+        return y, cells.clone(), results.clone()
 
     for rank, (y, cells, results) in enumerate(
         virtual.run(rank_main, RANKS, ranks_per_node=1 if remote else None)

@@ -17,7 +17,6 @@
 namespace {
 
 using moeos::Answer;
-using moeos::Buffer;
 using moeos::Call;
 using moeos::Failure;
 using moeos::FailureKind;
@@ -29,7 +28,6 @@ using moeos::OsMemory;
 using moeos::Rank;
 using moeos::RankMemory;
 using moeos::ReadyWord;
-using moeos::Round;
 using moeos::RowMap;
 using moeos::Scope;
 using moeos::Segment;
@@ -99,8 +97,7 @@ class World {
     const Rank<Machine>& from = rank(0);
     from.memory.send_starts(peer)[1] = kTokens;
     for (u32 row = 0; row < kTokens; ++row) {
-      std::memset(from.heap + from.layout.cell_row(peer, Round::dispatch, Buffer::staging, row),
-                  static_cast<int>(row % 255 + 1), kRowBytes);
+      std::memset(moeos::staged_row(from, peer, row), static_cast<int>(row % 255 + 1), kRowBytes);
     }
     for (u32 chunk = 0; chunk < kChunks; ++chunk) {
       moeos::post_request(from, call_, peer, moeos::chunk_word(kEpoch, chunk));
@@ -134,7 +131,7 @@ class World {
   bool rows_are_right(u32 peer) const {
     const Layout& layout = rank(peer).layout;
     for (u32 row = 0; row < kTokens; ++row) {
-      const u8* bytes = rank(peer).heap + layout.cell_row(0, Round::dispatch, Buffer::arrival, row);
+      const u8* bytes = rank(peer).heap + layout.cell_row(0, row);
       for (u32 i = 0; i < kRowBytes; ++i) {
         if (bytes[i] != row % 255 + 1) {
           return false;
