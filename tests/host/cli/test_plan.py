@@ -140,10 +140,11 @@ def test_memory_of_a_layer_that_the_gpu_lacks_is_the_twins_and_says_why() -> Non
     assert "no GPU: dtype is torch.float32" in invoke(path, "--ranks", 4)[1]
 
 
-def test_ranks_of_other_nodes_have_their_rows_staged() -> None:
+def test_rows_for_ranks_of_other_nodes_take_no_memory_of_their_own() -> None:
     near, far = (planned(QWEN, "--ranks-per-node", ranks) for ranks in (8, 4))
     assert near["memory"] == planned(QWEN)["memory"]
-    assert far["memory"]["heap"] > 1.9 * near["memory"]["heap"]
+    assert far["memory"]["heap"] <= 1.01 * near["memory"]["heap"]  # flags are wider
+    assert far["memory"]["queues"] > near["memory"]["queues"]  # which have requests
 
 
 def test_a_plan_says_which_gpu_its_layers_fit_into() -> None:
