@@ -156,10 +156,12 @@ class MoeosEP(EPImplementation):
 
 
 class _Ready:
-    """A module's experts, and for what they were made. A pickle has neither."""
+    """A module's experts, and for what they were made: a key, and the module's activation, told by
+    identity. A pickle has none of it."""
 
-    def __init__(self, key: tuple[Any, ...], experts: Experts) -> None:
+    def __init__(self, key: tuple[Any, ...], act_fn: Any, experts: Experts) -> None:
         self.key = key
+        self.act_fn = act_fn
         self.experts = experts
 
     def __reduce__(self) -> Any:
@@ -175,8 +177,9 @@ def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     own = getattr(module, transformers_weights.names_of(module)[0])
     key = (_options, ids.shape[-1], own.dtype, own.device)
     ready = getattr(module, _READY, None)
-    if ready is None or ready.key != key:
-        ready = _Ready(key, _made(module, group, ids.shape[-1]))
+    act_fn = getattr(module, "act_fn", None)
+    if ready is None or ready.key != key or ready.act_fn is not act_fn:
+        ready = _Ready(key, act_fn, _made(module, group, ids.shape[-1]))
         setattr(module, _READY, ready)
     experts = ready.experts
     rows, most = x.shape[:-1].numel(), experts.cfg.max_tokens

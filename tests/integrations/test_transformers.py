@@ -285,6 +285,16 @@ def test_a_module_that_is_cast_after_a_call_computes_in_its_new_dtype() -> None:
     assert reference.relative_error(y, expected) <= 1e-2
 
 
+def test_an_activation_that_is_replaced_after_a_call_is_the_next_calls() -> None:
+    module = qwen3()
+    tokens = tokens_for(module)
+    before = by(module, "moeos", *tokens)
+    module.act_fn = torch.nn.GELU(approximate="tanh")
+    expected = by(module, "eager", *tokens)
+    assert reference.relative_error(before, expected) > LIMIT
+    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
+
+
 def test_without_expert_parallelism_the_world_is_this_process_under_a_launcher_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
