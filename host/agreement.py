@@ -80,12 +80,15 @@ class Admission(NamedTuple):
         closed: whether it is closed.
         grows: whether it must become larger here.
         captured: whether a graph may use its buffers here.
+        remote: whether this rank reaches some peer by puts. All ranks have the words and queues for
+            that, or none has.
     """
 
     number: int
     closed: bool
     grows: bool
     captured: bool
+    remote: bool
 
 
 def agree_workspace(world: World, mine: Admission) -> Admission:
@@ -102,6 +105,12 @@ def agree_workspace(world: World, mine: Admission) -> Admission:
                 f"{told[0].number} of its world, and rank {rank} in workspace {other.number}. Make "
                 "workspaces in the same order on all ranks"
             )
+        if other.remote != told[0].remote:
+            some, none = (rank, 0) if other.remote else (0, rank)
+            raise ConfigMismatch(
+                f"all ranks must have remote peers, or none: rank {some} has some, and rank {none} "
+                "writes the memory of all. Pass moeos.init the same ranks_per_node on all ranks"
+            )
         if other.closed:
             raise closed(f"workspace {other.number} is closed on rank {rank}")
     return Admission(
@@ -109,6 +118,7 @@ def agree_workspace(world: World, mine: Admission) -> Admission:
         closed=False,
         grows=any(other.grows for other in told),
         captured=any(other.captured for other in told),
+        remote=mine.remote,
     )
 
 

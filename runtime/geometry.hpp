@@ -189,6 +189,10 @@ struct Geometry {
   /// GPU's fetch warp has.
   static constexpr u32 kPlanCounts = 512;
   static constexpr u32 kPlanFewExperts = 256;
+  /// Of a layer with shared experts half as many, whose parts take registers, too.
+  constexpr u32 plan_few_experts() const {
+    return shares() ? kPlanFewExperts / 2 : kPlanFewExperts;
+  }
   static constexpr u32 kPlanExperts = 128;
   /// Whether processors find their parts themselves: nobody else has rows for them, which so come
   /// in the order of experts, and nobody is late. A row's place must then say when it comes.
@@ -205,7 +209,7 @@ struct Geometry {
     const u32 most = minimum(whole_rows, minimum(narrow ? narrow_rows : tile_rows, 0xffU));
     const bool fits = row_map == RowMap::ragged && world <= max_segments_of(narrow) &&
                       local_experts() * world <= kPlanCounts &&
-                      local_experts() <= kPlanFewExperts && local_experts() * most <= 0xffff;
+                      local_experts() <= plan_few_experts() && local_experts() * most <= 0xffff;
     return alike && fits && remote == 0 && !plans_itself() ? most : 0;
   }
   /// Whether processors look at counts, to make such tiles, before they are told that a call is

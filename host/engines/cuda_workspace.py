@@ -116,7 +116,7 @@ class CudaWorkspace:
             plan, between = plan.with_shape(sizes), max(between, sizes.intermediate_bytes)
         grows = now is None or plan.grew_from(now.plan) or between > len(now.between)
         mine = agreement.Admission(
-            self._number, self.closed, grows, now is not None and now.captured
+            self._number, self.closed, grows, now is not None and now.captured, bool(sizes.remote)
         )
         agreed = agreement.agree_workspace(self._live_world(), mine)
         if found is not None:

@@ -58,7 +58,8 @@ class TwinWorkspace:
         if found is None:
             plan, between = plan.with_shape(sizes), max(between, sizes.intermediate_bytes)
         grows = plan.grew_from(self._plan) or between > self._between
-        mine = agreement.Admission(self._number, self.closed, grows, captured=False)
+        remote = bool(sizes.remote)
+        mine = agreement.Admission(self._number, self.closed, grows, captured=False, remote=remote)
         grows = agreement.agree_workspace(self._live_world(), mine).grows
         if found is not None:
             return found

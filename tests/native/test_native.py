@@ -564,7 +564,7 @@ FAULTS = {
         "runtime/few_plan.hpp",
         "before.rows[two] += rows_from_two(i, two);",
         "",
-        "gives a wrong result",
+        "gives a wrong result|without a fault",
     ),
     "a part of few rows that is foreseen for another one": Fault(
         "explorer",
