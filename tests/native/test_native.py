@@ -193,7 +193,7 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
     assert "runtime error" not in report
 
 
-@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize("name", ["thread", pytest.param("address", marks=pytest.mark.nightly)])
 def test_random_worlds_compute_the_right_result(name: str, build: Build) -> None:
     built = build(name)
     worlds = built.flavour.worlds

@@ -108,7 +108,7 @@ MISSING = {
     "descriptors of a call planned whole": Missing(
         ARRIVALS, f"{PUBLISH}\n    if (numbers)", "if (numbers)"
     ),
-    "descriptors of new tiles": Missing(ARRIVALS, f"{PUBLISH}\n    while", "while", at_once=True),
+    "descriptors of new tiles": Missing(ARRIVALS, f"{PUBLISH}\n    while", "while"),
     "descriptors and inputs, passed on by the scheduler": Missing(SCHEDULER, RELAY, ACQUIRE),
     "rows for other ranks": Missing("runtime/packet.hpp", fence("publish", "system"), at_once=True),
     "rows for this rank": Missing("runtime/packet.hpp", PUBLISH),
