@@ -128,7 +128,7 @@ class KernelShape:
             "once_after": _once_after(cfg, self.world_size),
             "spread_tokens": _spread_tokens(cfg),
             "whole_rows": _NARROW_ROWS,
-            **shared_cut(cfg, wide_columns, narrow_columns),
+            **shared_cut(cfg, wide_columns[0], narrow_columns[0]),
         }
         return layer_sizes(
             cfg,

@@ -95,22 +95,19 @@ def parts(cfg: MoEConfig, gemm0_columns: int, gemm1_columns: int) -> tuple[int, 
     return -(-cfg.intermediate // gemm0_columns), -(-cfg.hidden // gemm1_columns)
 
 
-def shared_cut(
-    cfg: MoEConfig, wide: tuple[int, int], narrow: tuple[int, int] | None = None
-) -> dict[str, int]:
+def shared_cut(cfg: MoEConfig, wide: int, narrow: int | None = None) -> dict[str, int]:
     """Fields of runtime/geometry.def that shared experts have: none where there are none.
 
-    `wide`, `narrow`: columns of the two products' results in an N-tile of either kind. The last
-    N-tile of a first product is that of their gate.
+    `wide`, `narrow`: columns of the first product's results in an N-tile of either kind. The last
+    N-tile is that of their gate.
     """
     if cfg.shared_experts == 0:
         return {}
     cut = {"shared_bytes": cfg.shared_experts * cfg.shared_intermediate * cfg.dtype.itemsize}
     for kind, columns in (("", wide), ("narrow_", narrow)):
         if columns is not None:
-            of_one = -(-cfg.shared_intermediate // columns[0])
+            of_one = -(-cfg.shared_intermediate // columns)
             cut[f"shared0_{kind}parts"] = cfg.shared_experts * of_one + cfg.shared_gate
-            cut[f"shared1_{kind}parts"] = -(-cfg.hidden // columns[1])
     return cut
 
 

@@ -41,7 +41,9 @@ struct LayerShape {
   }
   constexpr bool gated() const { return activation.is_gated; }
   /// Rows of w1: gate rows, then up rows, when gated.
-  constexpr u32 w1_rows() const { return gated() ? 2 * intermediate : intermediate; }
+  constexpr u32 w1_rows() const { return w1_rows_of(intermediate); }
+  /// The same of an MLP with so many values between its two products.
+  constexpr u32 w1_rows_of(u32 values) const { return gated() ? 2 * values : values; }
 };
 
 }  // namespace moeos

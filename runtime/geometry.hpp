@@ -159,13 +159,10 @@ struct Geometry {
   constexpr u32 shared0_parts_of(bool narrow) const {
     return narrow ? shared0_narrow_parts : shared0_parts;
   }
-  constexpr u32 shared1_parts_of(bool narrow) const {
-    return narrow ? shared1_narrow_parts : shared1_parts;
-  }
   /// Parts of both products of all of a call's tokens.
   constexpr u32 shared_parts(u32 tokens) const {
     const bool narrow = narrow_shared(tokens);
-    return shared_tiles(tokens) * (shared0_parts_of(narrow) + shared1_parts_of(narrow));
+    return shared_tiles(tokens) * (shared0_parts_of(narrow) + gemm1_parts_of(narrow));
   }
   constexpr u32 shared_parts_max() const {
     return maximum(shared_parts(max_tokens), shared_parts(minimum(max_tokens, narrow_rows)));

@@ -32,8 +32,8 @@ constexpr ReadyWord shared_word(const Geometry& geometry, const Call& call, u32 
     return narrow ? part(TaskKind::gemm0, number, geometry.shared0_narrow_parts)
                   : part(TaskKind::gemm0, number, geometry.shared0_parts);
   }
-  return narrow ? part(TaskKind::gemm1, number - firsts, geometry.shared1_narrow_parts)
-                : part(TaskKind::gemm1, number - firsts, geometry.shared1_parts);
+  return narrow ? part(TaskKind::gemm1, number - firsts, geometry.gemm1_narrow_parts)
+                : part(TaskKind::gemm1, number - firsts, geometry.gemm1_parts);
 }
 
 /// And its descriptor, on rank `rank`: a tile of tokens that follow each other.
@@ -43,8 +43,8 @@ constexpr Task shared_task(const Geometry& geometry, const Call& call, u32 rank,
   Task task{};
   task.kind = word.kind();
   task.segment_count = 1;
-  task.parts = static_cast<u16>(first ? geometry.shared0_parts_of(narrow)
-                                      : geometry.shared1_parts_of(narrow));
+  task.parts =
+      static_cast<u16>(first ? geometry.shared0_parts_of(narrow) : geometry.gemm1_parts_of(narrow));
   task.epoch = call.epoch;
   task.local_expert = shared_expert(geometry);
   task.tile = word.task();

@@ -207,7 +207,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     first_rows = sizes.once_after * sizes.chunk_rows  # which say nothing of where they are from
     origins = sum(max(0, to_rank[peer] - first_rows) for peer in once)
 
-    shared_tiles = -(-tokens // sizes.tile_rows)  # if there are shared experts
+    shared_tiles = -(-tokens // sizes.tile_rows) if cfg.shared_experts > 0 else 0
     tells_bases = int(cfg.resolved_row_map == "ragged" and tokens > 0)
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing; but not where
@@ -226,7 +226,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             "dispatch": dispatches,
             "replicate": replicated,
             "gemm0": tiles * sizes.gemm0_parts + shared_tiles * sizes.shared0_parts,
-            "gemm1": tiles * sizes.gemm1_parts + shared_tiles * sizes.shared1_parts,
+            "gemm1": (tiles + shared_tiles) * sizes.gemm1_parts,
             "combine": -(-complete // sizes.combine_tokens(tokens)) + looks,
         },
         padding_rows=padding,

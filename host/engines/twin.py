@@ -57,7 +57,7 @@ def sizes_of(
         "once_after": _ONCE_AFTER,
         "spread_tokens": _SPREAD_TOKENS,
         "whole_rows": _WHOLE_ROWS,
-        **shared_cut(cfg, columns),
+        **shared_cut(cfg, columns[0]),
     }
     return layer_sizes(cfg, world_size, processors, cut, remote=remote, trace_events=trace_events)
 

@@ -69,7 +69,8 @@ inline void look_up_rows(const RankArguments& arguments, const Rank<Machine>& ra
     return;
   }
   MOEOS_CHECK(task.rows <= CombineRows::kTokens);
-  const Rank<Machine> here = rank_of_look(arguments);  // else an address is kept for all parts
+  // Of shared experts by an address of this look: else it is kept for all parts.
+  const Rank<Machine> here = kShares ? rank_of_look(arguments) : rank;
 #pragma unroll
   for (u32 first = 0; first < CombineRows::kRows; first += Machine::kLanes) {
     // Nothing is conditional but what is stored, so that all loads are under way together.

@@ -100,6 +100,7 @@ constexpr u32 first_column(u32 part, u32 columns, u32 all) {
 /// Rows of a box of tokens that follow each other, and of one of the shared experts' gate, of which
 /// all but the first are zeros.
 inline constexpr u32 kTokenBoxRows = kNarrowRows;
+static_assert(kTokenBoxRows == kTileRows / 2, "Geometry::shared_between_bytes has whole ones");
 inline constexpr u32 kSharedGateRows = 8;
 
 // Route: a tile of 64 rows and of a bank of experts; each consumer warpgroup takes half of the

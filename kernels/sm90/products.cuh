@@ -77,7 +77,7 @@ inline Product product_of(const Task& task) {
 
 /// Rows of weights of one MLP. A gated first product has its gate rows, then its up rows.
 constexpr u32 weight_rows(const Product& product) {
-  return product.activated && kShape.gated() ? 2 * product.columns : product.columns;
+  return product.activated ? kShape.w1_rows_of(product.columns) : product.columns;
 }
 /// Columns of a result in one part, of a tile of so many columns.
 constexpr u32 part_columns(const Product& product, u32 tile_columns) {
@@ -98,10 +98,10 @@ static_assert(kGeometry.gemm0_narrow_parts == parts_of(kFirst, kNarrowColumns));
 static_assert(kGeometry.gemm1_narrow_parts == parts_of(kSecond, kNarrowColumns));
 static_assert(!kShares ||
               (kGeometry.shared0_parts == parts_of(kSharedFirst, kTileColumns) + kGateParts &&
-               kGeometry.shared1_parts == parts_of(kSharedSecond, kTileColumns) &&
                kGeometry.shared0_narrow_parts ==
                    parts_of(kSharedFirst, kNarrowColumns) + kGateParts &&
-               kGeometry.shared1_narrow_parts == parts_of(kSharedSecond, kNarrowColumns)));
+               kGeometry.gemm1_parts == parts_of(kSharedSecond, kTileColumns) &&
+               kGeometry.gemm1_narrow_parts == parts_of(kSharedSecond, kNarrowColumns)));
 
 // --- A part of a task's product ---
 

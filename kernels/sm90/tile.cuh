@@ -11,7 +11,7 @@
 
 namespace moeos::sm90 {
 
-/// And when they have its results.
+/// Notes when the consumers have a part's results.
 inline void stamp_computed(Shared& shared, u32 slot) {
   if constexpr (kTraced) {
     if (threadIdx.x == kFirstConsumerWarp * 32) {
@@ -22,7 +22,8 @@ inline void stamp_computed(Shared& shared, u32 slot) {
 }
 
 /// A warpgroup's 64 rows of a part: of a tile, of a wide tile that is cut into narrow parts, or of
-/// a narrow tile, of which there is one. `word`: the slot's; `place`: the slot's.
+/// a narrow tile, of which there is one. `word`: what the slot was given;
+/// `place`: which slot it is.
 inline void compute_tile(const RankArguments& arguments, const Slot& slot, ReadyWord word,
                          const Task& task, u32 group, u32 place, Shared& shared,
                          RingPosition<kStages>& stage) {

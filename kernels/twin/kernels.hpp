@@ -86,7 +86,7 @@ class TwinKernels {
     }
     const u32 first = part % parts * width;
     const u32 columns = minimum(width, mlps.values - first);
-    const u64 weight_row = u64{mlps.first + nth} * w1_rows(mlps) + first;
+    const u64 weight_row = u64{mlps.first + nth} * shape_.w1_rows_of(mlps.values) + first;
     const ConstElements w1(element, mlps.w1);
     float* results = scratch_.results.get();
     const u32 stride = shape_.gated() ? 2 * width : width;
@@ -209,7 +209,6 @@ class TwinKernels {
             task.local_expert,   1,
             shape_.intermediate, 0};
   }
-  u32 w1_rows(const Mlps& mlps) const { return shape_.gated() ? 2 * mlps.values : mlps.values; }
 
   /// sums = the tile's rows of one MLP times its w2, of some columns.
   void multiply_second(const Task& task, const Mlps& mlps, u32 nth, u32 first, u32 columns,

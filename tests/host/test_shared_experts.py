@@ -312,19 +312,16 @@ def test_experts_alone_compute_none() -> None:
 
 def test_their_n_tiles_are_those_of_each_of_them_and_of_their_gate() -> None:
     cfg = config(hidden=264, shared_experts=3, shared_intermediate=136, shared_gate=True)
-    assert shared_cut(cfg, (128, 256), (64, 128)) == {
+    assert shared_cut(cfg, 128, 64) == {
         "shared_bytes": 3 * 136 * 4,
         "shared0_parts": 3 * 2 + 1,
-        "shared1_parts": 2,
         "shared0_narrow_parts": 3 * 3 + 1,
-        "shared1_narrow_parts": 3,
     }
-    assert shared_cut(dataclasses.replace(cfg, shared_gate=False), (128, 256)) == {
+    assert shared_cut(dataclasses.replace(cfg, shared_gate=False), 128) == {
         "shared_bytes": 3 * 136 * 4,
         "shared0_parts": 3 * 2,
-        "shared1_parts": 2,
     }
-    assert shared_cut(config(), (128, 256), (64, 128)) == {}
+    assert shared_cut(config(), 128, 64) == {}
 
 
 def test_a_plan_counts_their_weights_and_their_rows() -> None:

@@ -30,13 +30,13 @@ Geometry draw_geometry(std::mt19937& random) {
   geometry.route_tokens = 32;
   geometry.route_slices = 1;
   geometry.processors = draw(1, 9);
-  geometry.gemm0_parts = geometry.gemm1_parts = 1;
+  geometry.gemm0_parts = 1;
+  geometry.gemm1_parts = draw(1, 5);
+  geometry.gemm1_narrow_parts = draw(1, 9);
   geometry.segment_align = Geometry::kSegmentAlign;
   geometry.shared_bytes = 16;
   geometry.shared0_parts = draw(1, 5);
-  geometry.shared1_parts = draw(1, 5);
   geometry.shared0_narrow_parts = draw(1, 9);
-  geometry.shared1_narrow_parts = draw(1, 9);
   return geometry;
 }
 

@@ -25,7 +25,7 @@ std::vector<float> draw_floats(Random& random, u64 count, float scale) {
 void add_mlp(const LayerShape& shape, const std::vector<float>& w1, const std::vector<float>& w2,
              u32 mlp, u32 inner, double weight, const float* x, std::vector<double>& sum) {
   const u32 hidden = shape.hidden;
-  const u32 rows = shape.gated() ? 2 * inner : inner;
+  const u32 rows = shape.w1_rows_of(inner);
   std::vector<double> inside(inner);
   for (u32 i = 0; i < inner; ++i) {
     double gate = 0.0;
@@ -115,9 +115,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
              (shape.shared_gate ? 1 : 0);
     };
     g.shared0_parts = first_parts(moeos::twin::gemm0_columns(shape));
-    g.shared1_parts = g.gemm1_parts;
     g.shared0_narrow_parts = first_parts(moeos::twin::kNarrowColumns);
-    g.shared1_narrow_parts = g.gemm1_narrow_parts;
   }
   world.settings =
       small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
@@ -132,7 +130,7 @@ Experts draw_experts(Random& random, const RandomWorld& world) {
   return Experts{draw_floats(random, experts * shape.hidden, 1.0F),
                  draw_floats(random, experts * shape.w1_rows() * shape.hidden, 0.3F),
                  draw_floats(random, experts * shape.hidden * shape.intermediate, 0.3F),
-                 draw_floats(random, shared * (shape.gated() ? 2 : 1) * shape.hidden, 0.3F),
+                 draw_floats(random, shared * shape.w1_rows_of(1) * shape.hidden, 0.3F),
                  draw_floats(random, shared * shape.hidden, 0.3F),
                  draw_floats(random, shape.shared_gate ? shape.hidden : 0, 0.3F)};
 }
