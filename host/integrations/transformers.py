@@ -179,8 +179,12 @@ def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     ready = getattr(module, _READY, None)
     act_fn = getattr(module, "act_fn", None)
     if ready is None or ready.key != key or ready.act_fn is not act_fn:
-        ready = _Ready(key, act_fn, _made(module, group, ids.shape[-1]))
-        setattr(module, _READY, ready)
+        if torch.compiler.is_exporting():
+            raise shared.refusal(
+                _where(module), "the first call", "exported", "a call before torch.export does"
+            )
+        _make_ready_in_a_call_before_torch_compile(module, group, key, act_fn)
+        ready = getattr(module, _READY)
     experts = ready.experts
     rows, most = x.shape[:-1].numel(), experts.cfg.max_tokens
     if group is not None:
@@ -198,12 +202,18 @@ def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+# Weights may move in it, and worlds are made: nothing that a graph could repeat. A graph of a first
+# call is broken here; where it must be whole, Dynamo's error has this name.
+@torch.compiler.disable
+def _make_ready_in_a_call_before_torch_compile(
+    module: Any, group: Any, key: tuple[Any, ...], act_fn: Any
+) -> None:
+    """Gives a module what its calls need. Collective over `group`."""
+    setattr(module, _READY, _Ready(key, act_fn, _made(module, group, key[1])))
+
+
 def _made(module: Any, group: Any, top_k: int) -> Experts:
     """The experts of a module's first call. Collective over `group`."""
-    if torch.compiler.is_compiling():
-        raise shared.refusal(
-            _where(module), "the first call", "compiled", "a call before torch.compile does"
-        )
     fields = _refuse(module)
     w1, w2, *_ = transformers_weights.weights_of(module)
     device = w1.device
