@@ -20,6 +20,12 @@ _LOOK = 0.001  # seconds between two looks at a gate that is being left
 Value = TypeVar("Value")
 
 
+class _Turns(threading.local):
+    """Of each thread, the turn that it took last."""
+
+    last: _Turn | None = None
+
+
 class _Turn:
     """One thread's turn: its locks are held until the turn is over.
 
@@ -27,12 +33,11 @@ class _Turn:
     only if the turn lasts.
     """
 
-    __slots__ = ("before", "held", "lasts", "thread")
+    __slots__ = ("before", "held", "lasts")
 
     def __init__(self) -> None:
         self.held = threading.Lock()
         self.lasts = threading.Lock()
-        self.thread = threading.get_ident()
         # While it has not begun, and where it is given up: who waits for it then waits for that.
         self.before: _Turn | None = None
 
@@ -54,6 +59,7 @@ class CallGate:
         self._mutex = threading.Lock()  # for an exchange of two words, in which nothing else runs
         self._last: _Turn | None = None
         self._turn: _Turn | None = None  # of the thread inside
+        self._turns = _Turns()
         self._closed = False
         self._parking = False
         self._home = Home()
@@ -86,9 +92,11 @@ class CallGate:
 
     @property
     def held_here(self) -> bool:
-        """Whether the thread that asks is inside."""
-        turn = self._turn
-        return turn is not None and turn.thread == threading.get_ident() and turn.lasts.locked()
+        """Whether the thread that asks is inside, or waits: a finalizer or a signal's handler asks
+        in the middle of that, too.
+        """
+        turn = self._turns.last
+        return turn is not None and turn.lasts.locked()
 
     @property
     def busy(self) -> bool:
@@ -102,6 +110,7 @@ class CallGate:
 
     def _begin(self, turn: _Turn) -> None:
         """Waits for the end of all turns that came before this one, whose locks are held."""
+        self._turns.last = turn  # first: what begins in this thread from now on would wait for us
         with self._mutex:
             turn.before, self._last = self._last, turn
         before = turn.before

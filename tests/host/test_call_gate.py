@@ -213,8 +213,7 @@ def test_who_comes_again_at_once_is_not_taken_for_one_who_is_inside() -> None:
     first.leave()
     assert waiting.inside.wait(FAR)
     waiting.leave()
-    gate._turn = turn
-    turn.thread = threading.get_ident()
+    gate._turns.last = turn
     with turn.held:  # as who waits holds it for a moment
         assert not gate.held_here
 
@@ -272,3 +271,26 @@ def test_at_the_end_of_the_program_threads_stand_still_and_the_gate_counts_as_le
         assert visitor.is_alive()
         assert visitor.error is None
     assert notes == ["0"]
+
+
+def test_who_waits_is_refused_a_second_turn_in_the_same_thread() -> None:
+    """A signal's handler or a finalizer begins one: it would wait for what waits for it."""
+    gate, notes = CallGate(0), list[str]()
+    first = Visitor(gate, notes, "first")
+    assert first.inside.wait(FAR)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        with pytest.raises(RuntimeError, match="the same thread begins another"):
+            gate.run(lambda: notes.append("handler"))
+        notes.append("refused")
+        first.let_go.set()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        gate.run(lambda: notes.append("second"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    gate.run(lambda: notes.append("third"))
+    assert notes == ["first", "refused", "second", "third"]
