@@ -21,9 +21,12 @@ Value = TypeVar("Value")
 
 
 class _Turns(threading.local):
-    """Of each thread, the turn that it took last."""
+    """Of each thread, the turn that it took last, at whichever gate."""
 
     last: _Turn | None = None
+
+
+_turns = _Turns()
 
 
 class _Turn:
@@ -33,9 +36,11 @@ class _Turn:
     only if the turn lasts.
     """
 
-    __slots__ = ("before", "held", "lasts")
+    __slots__ = ("before", "gate", "held", "lasts", "outer")
 
-    def __init__(self) -> None:
+    def __init__(self, gate: CallGate) -> None:
+        self.gate = gate
+        self.outer: _Turn | None = None  # the thread's turn in which this one was begun
         self.held = threading.Lock()
         self.lasts = threading.Lock()
         # While it has not begun, and where it is given up: who waits for it then waits for that.
@@ -59,25 +64,29 @@ class CallGate:
         self._mutex = threading.Lock()  # for an exchange of two words, in which nothing else runs
         self._last: _Turn | None = None
         self._turn: _Turn | None = None  # of the thread inside
-        self._turns = _Turns()
         self._closed = False
         self._parking = False
         self._home = Home()
 
-    def run(self, function: Callable[[], Value]) -> Value:
+    def run(self, function: Callable[[], Value], *, within: bool = False) -> Value:
         """What `function` returns or raises, called inside.
+
+        `within`: the thread is inside another gate, and takes this one as part of that. Else it may
+        be in none: a handler or finalizer would wait for others, and they for what it interrupted.
 
         The next one is let in whatever a signal's handler raises, and wherever. The interpreter
         itself releases the locks of the turn: the exit of a context manager in Python would be code
         that a signal can keep from beginning.
         """
         self.require_open()
-        if self.held_here:
+        outer = _lasting()
+        if outer is not None and (not within or self.held_here):
             raise RuntimeError(
-                f"rank {self._rank} is in a call of this layer, and the same thread begins "
-                "another: return from the callback or signal handler first"
+                f"rank {outer.gate._rank} is in a call, a reset or the making of a layer, and the "
+                "same thread begins another: return from the callback, finalizer or signal handler "
+                "first"
             )
-        turn = _Turn()
+        turn = _Turn(self)
         try:
             with turn.lasts, turn.held:
                 self._begin(turn)
@@ -95,8 +104,10 @@ class CallGate:
         """Whether the thread that asks is inside, or waits: a finalizer or a signal's handler asks
         in the middle of that, too.
         """
-        turn = self._turns.last
-        return turn is not None and turn.lasts.locked()
+        turn = _lasting()
+        while turn is not None and turn.gate is not self:
+            turn = turn.outer
+        return turn is not None
 
     @property
     def busy(self) -> bool:
@@ -110,7 +121,8 @@ class CallGate:
 
     def _begin(self, turn: _Turn) -> None:
         """Waits for the end of all turns that came before this one, whose locks are held."""
-        self._turns.last = turn  # first: what begins in this thread from now on would wait for us
+        turn.outer = _lasting()
+        _turns.last = turn  # what begins in this thread from now on would wait for us
         with self._mutex:
             turn.before, self._last = self._last, turn
         before = turn.before
@@ -157,6 +169,14 @@ class CallGate:
 
     def _closed_during(self) -> str:
         return f"the world of rank {self._rank} was closed during this call"
+
+
+def _lasting() -> _Turn | None:
+    """This thread's innermost turn that lasts. A parent's, of which a fork has a copy, is none."""
+    turn = _turns.last
+    while turn is not None and not (turn.lasts.locked() and turn.gate._home.here):
+        turn = turn.outer
+    return turn
 
 
 def _park() -> None:

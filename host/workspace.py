@@ -103,7 +103,7 @@ def reset(world: World, workspaces: list[Workspace]) -> None:
 def _in_gates(world: World, workspaces: list[Workspace], do: Callable[[], None]) -> None:
     """Does it in the gates of a world and of its workspaces, each of them once."""
     for gate in dict.fromkeys([*(each.shared.gate for each in workspaces), world.gate]):
-        do = functools.partial(gate.run, do)
+        do = functools.partial(gate.run, do, within=gate is not world.gate)
     do()
 
 

@@ -66,7 +66,7 @@ class TwinWorkspace:
         shape = TwinShape(sizes)
         shapes = {**self._shapes, cfg: shape}
         if grows:
-            self.gate.run(lambda: self._grow(plan, between, shapes))
+            self.gate.run(lambda: self._grow(plan, between, shapes), within=True)
         else:
             made = self._together(lambda: self._ranks(plan, shapes, self._shared, [shape]))
             shape.rank = made[0]

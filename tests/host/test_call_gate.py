@@ -86,7 +86,9 @@ def test_a_call_within_a_call_in_one_thread_is_an_error_and_not_a_wait() -> None
     gate = CallGate(2)
 
     def call() -> None:
-        with pytest.raises(RuntimeError, match="rank 2 is in a call of this layer"):
+        with pytest.raises(
+            RuntimeError, match="rank 2 is in a call, a reset or the making of a layer"
+        ):
             gate.run(lambda: None)
         assert gate.held_here
 
@@ -213,7 +215,7 @@ def test_who_comes_again_at_once_is_not_taken_for_one_who_is_inside() -> None:
     first.leave()
     assert waiting.inside.wait(FAR)
     waiting.leave()
-    gate._turns.last = turn
+    call_gate._turns.last = turn
     with turn.held:  # as who waits holds it for a moment
         assert not gate.held_here
 
@@ -294,3 +296,18 @@ def test_who_waits_is_refused_a_second_turn_in_the_same_thread() -> None:
         signal.signal(signal.SIGALRM, before)
     gate.run(lambda: notes.append("third"))
     assert notes == ["first", "refused", "second", "third"]
+
+
+def test_who_is_inside_takes_another_gate_only_as_part_of_that() -> None:
+    """A handler would wait there for a thread that waits for the gate that it interrupted."""
+    outer, inner = CallGate(1), CallGate(1)
+
+    def handler() -> None:
+        with pytest.raises(RuntimeError, match=r"rank 1 is in a call.*begins another"):
+            inner.run(lambda: None)
+        assert inner.run(lambda: outer.held_here and inner.held_here, within=True)
+        assert not inner.held_here
+
+    outer.run(handler)
+    inner.run(lambda: None)
+    assert not outer.held_here
