@@ -340,14 +340,15 @@ class World:
         if not self._home.here:
             self._closed = True
             return
+        # Before the lock: who has it may be closing, and wait for this thread's call.
+        if any(gate.held_here for gate in self._gates()):
+            raise RuntimeError(
+                f"the world of rank {self.rank} cannot be closed within a call in the same "
+                "thread: let the callback or signal handler raise, and close it behind the call"
+            )
         with self._lock, contextlib.ExitStack() as last_first:
             if self._closed:
                 return
-            if any(gate.held_here for gate in self._gates()):
-                raise RuntimeError(
-                    f"the world of rank {self.rank} cannot be closed within a call in the same "
-                    "thread: let the callback or signal handler raise, and close it behind the call"
-                )
             self._closed = True
             left = self._end_calls("its world was closed during a call", parking=False)
             last_first.callback(self.control.close)

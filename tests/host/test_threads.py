@@ -247,6 +247,27 @@ def test_a_call_and_a_close_within_a_call_of_the_same_thread_are_errors() -> Non
     assert "cannot be closed within a call in the same thread" in str(errors[3])
 
 
+def test_a_close_within_a_call_does_not_wait_for_one_in_another_thread() -> None:
+    """Which holds the world's lock, and waits for the call."""
+    taken, free = threading.Event(), threading.Event()
+    with moeos.init(backend="twin", deadline=FAR) as world:
+
+        def close_elsewhere() -> None:
+            with world._lock:
+                taken.set()
+                assert free.wait(FAR)
+
+        thread = threading.Thread(target=close_elsewhere)
+        thread.start()
+        assert taken.wait(FAR)
+        try:
+            with pytest.raises(RuntimeError, match="cannot be closed within a call"):
+                world.gate.run(world.close)
+        finally:
+            free.set()
+            thread.join(FAR)
+
+
 AT_THE_END = f"""
 import sys, threading, time, torch, moeos
 world = moeos.init(backend="twin", deadline={FAR})
