@@ -106,6 +106,9 @@ std::string text(RowMap value) { return "moeos::RowMap{" + text(to_python(value)
 std::string text(Curve value) { return "moeos::Curve{" + text(to_python(value)) + "}"; }
 std::string text(Scoring value) { return "moeos::Scoring{" + text(to_python(value)) + "}"; }
 std::string text(GroupScore value) { return "moeos::GroupScore{" + text(to_python(value)) + "}"; }
+std::string text(WeightFormat value) {
+  return "moeos::WeightFormat{" + text(to_python(value)) + "}";
+}
 std::string text(const Activation& activation) {
   std::string all;
 #define FIELD(type, name) all += "." #name "=" + text(activation.name) + ",";

@@ -6,6 +6,7 @@
 // the names.
 #pragma once
 
+#include "kernels/formats.hpp"
 #include "runtime/base.hpp"
 
 namespace moeos {

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Formats in which experts' weights are stored: codes of 8 or 4 bits, and scales beside them.
+//
+//   format        a code          its scale             one scale for
+//   plain         a number of the layer's type, without a scale
+//   fp8_block128  e4m3            fp32                  128 rows and 128 columns
+//   fp8_channel   e4m3            fp32                  a row
+//   fp8_tensor    e4m3            fp32                  a matrix
+//   mxfp4         e2m1            e8m0                  32 columns of a row
+//   nvfp4         e2m1            e4m3, and an fp32     16 columns of a row, and a matrix
+//   int4_group32  n + 8, 4 bits   BF16                  32 columns of a row
+//
+// A weight is its code times its scale, or scales. Of two codes in a byte the first is in the low
+// half. A gated w1 is two matrices, gate and up: the scales of all gate rows come first. So does
+// each matrix begin blocks of its own. Formats and names are those of the checkpoints in use: OCP
+// Microscaling Formats 1.0 (e4m3, e2m1, e8m0, MXFP4); DeepSeek-V3, arXiv:2412.19437, section 3.3
+// (blocks). May not know: what is multiplied, and where weights lie.
+#pragma once
+
+#include "runtime/base.hpp"
+
+namespace moeos {
+
+/// The enumerators are the values that the host passes; host/formats.py has the names.
+enum class WeightFormat : u32 {
+  plain = 0,
+  fp8_block128 = 1,
+  fp8_channel = 2,
+  fp8_tensor = 3,
+  mxfp4 = 4,
+  nvfp4 = 5,
+  int4_group32 = 6
+};
+
+/// Rows and columns of a block of fp8_block128.
+inline constexpr u32 kScaleBlock = 128;
+
+constexpr bool is_fp8(WeightFormat format) {
+  return format == WeightFormat::fp8_block128 || format == WeightFormat::fp8_channel ||
+         format == WeightFormat::fp8_tensor;
+}
+/// Bits of a code.
+constexpr u32 code_bits(WeightFormat format) { return is_fp8(format) ? 8 : 4; }
+/// Bytes of a scale; the fp32 one that nvfp4 has besides does not count.
+constexpr u32 scale_bytes(WeightFormat format) {
+  return is_fp8(format) ? 4 : format == WeightFormat::int4_group32 ? 2 : 1;
+}
+/// Columns of a row that have one scale, out of `depth`.
+constexpr u32 scale_columns(WeightFormat format, u32 depth) {
+  switch (format) {
+    case WeightFormat::fp8_block128:
+      return kScaleBlock;
+    case WeightFormat::mxfp4:
+    case WeightFormat::int4_group32:
+      return 32;
+    case WeightFormat::nvfp4:
+      return 16;
+    default:
+      return depth;
+  }
+}
+/// Scales of a row.
+constexpr u32 scales_of_row(WeightFormat format, u32 depth) {
+  return ceil_div(depth, scale_columns(format, depth));
+}
+/// Which row of its matrix' scales a row of weights has.
+constexpr u32 scale_row(WeightFormat format, u32 row) {
+  return format == WeightFormat::fp8_tensor     ? 0
+         : format == WeightFormat::fp8_block128 ? row / kScaleBlock
+                                                : row;
+}
+/// Rows of scales of a matrix of so many rows.
+constexpr u32 scale_rows(WeightFormat format, u32 rows) { return scale_row(format, rows - 1) + 1; }
+
+/// The number of an e4m3 code: a sign, 4 bits of exponent with bias 7, 3 of mantissa; NaN is 0x7F.
+constexpr float e4m3(u8 code) {
+  const u32 sign = u32{code} >> 7 << 31;
+  const u32 rest = code & 0x7FU;
+  if (rest == 0x7F) {
+    return __builtin_bit_cast(float, sign | 0x7FC00000U);
+  }
+  // As the bits of an fp32 number of another bias, which may be subnormal: 2^120 makes up for it.
+  constexpr float kBias = __builtin_bit_cast(float, (127U + 120U) << 23);
+  return __builtin_bit_cast(float, sign | rest << 20) * kBias;
+}
+/// Of an e2m1 code, its lower 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a sign.
+constexpr float e2m1(u32 code) {
+  constexpr float kBias = __builtin_bit_cast(float, (127U + 126U) << 23);
+  return __builtin_bit_cast(float, (code & 8U) << 28 | (code & 7U) << 22) * kBias;
+}
+/// Of an e8m0 code: 2^(code - 127); NaN is 0xFF.
+constexpr float e8m0(u8 code) {
+  return code == 0xFF ? __builtin_bit_cast(float, 0x7FC00000U)
+         : code == 0  ? __builtin_bit_cast(float, 0x00400000U)
+                      : __builtin_bit_cast(float, u32{code} << 23);
+}
+/// Of a 4-bit integer that is stored with 8 added.
+constexpr float int4(u32 code) { return static_cast<float>(static_cast<i32>(code & 15U) - 8); }
+/// Of a BF16 number's bits.
+constexpr float bf16(u16 bits) { return __builtin_bit_cast(float, u32{bits} << 16); }
+
+}  // namespace moeos
