@@ -39,13 +39,13 @@ constexpr bool is_fp8(WeightFormat format) {
   return format == WeightFormat::fp8_block128 || format == WeightFormat::fp8_channel ||
          format == WeightFormat::fp8_tensor;
 }
-/// Bits of a code.
+/// Bits of a code; plain weights have none.
 constexpr u32 code_bits(WeightFormat format) { return is_fp8(format) ? 8 : 4; }
 /// Bytes of a scale; the fp32 one that nvfp4 has besides does not count.
 constexpr u32 scale_bytes(WeightFormat format) {
   return is_fp8(format) ? 4 : format == WeightFormat::int4_group32 ? 2 : 1;
 }
-/// Columns of a row that have one scale, out of `depth`.
+/// Columns of a row that have one scale, out of `depth`; the last of them may be fewer.
 constexpr u32 scale_columns(WeightFormat format, u32 depth) {
   switch (format) {
     case WeightFormat::fp8_block128:
@@ -72,23 +72,29 @@ constexpr u32 scale_row(WeightFormat format, u32 row) {
 /// Rows of scales of a matrix of so many rows.
 constexpr u32 scale_rows(WeightFormat format, u32 rows) { return scale_row(format, rows - 1) + 1; }
 
+// Of the functions below none computes with subnormal fp32 numbers, which kernels may take for 0.
+
 /// The number of an e4m3 code: a sign, 4 bits of exponent with bias 7, 3 of mantissa; NaN is 0x7F.
 constexpr float e4m3(u8 code) {
   const u32 sign = u32{code} >> 7 << 31;
   const u32 rest = code & 0x7FU;
-  if (rest == 0x7F) {
-    return __builtin_bit_cast(float, sign | 0x7FC00000U);
-  }
-  // As the bits of an fp32 number of another bias, which may be subnormal: 2^120 makes up for it.
-  constexpr float kBias = __builtin_bit_cast(float, (127U + 120U) << 23);
-  return __builtin_bit_cast(float, sign | rest << 20) * kBias;
+  // As a multiple of the least number, 2^-9: mantissas of exponents but 0 have a leading one.
+  constexpr float kLeast = __builtin_bit_cast(float, (127U - 9U) << 23);
+  const u32 exponent = rest >> 3;
+  const u32 leading = exponent != 0 ? 1 : 0;
+  const u32 multiple = (leading << 3 | (rest & 7U)) << (exponent - leading);
+  const float magnitude = static_cast<float>(static_cast<i32>(multiple)) * kLeast;
+  const u32 nan = rest == 0x7F ? 0x7FC00000U : 0U;
+  return __builtin_bit_cast(float, sign | nan | __builtin_bit_cast(u32, magnitude));
 }
 /// Of an e2m1 code, its lower 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a sign.
 constexpr float e2m1(u32 code) {
-  constexpr float kBias = __builtin_bit_cast(float, (127U + 126U) << 23);
-  return __builtin_bit_cast(float, (code & 8U) << 28 | (code & 7U) << 22) * kBias;
+  constexpr u32 kDoubled = 0xC8643210U;
+  const u32 doubled = kDoubled >> (4 * (code & 7U)) & 15U;
+  const float magnitude = static_cast<float>(static_cast<i32>(doubled)) * 0.5F;
+  return __builtin_bit_cast(float, (code & 8U) << 28 | __builtin_bit_cast(u32, magnitude));
 }
-/// Of an e8m0 code: 2^(code - 127); NaN is 0xFF.
+/// Of an e8m0 code: 2^(code - 127), of which the least is subnormal; NaN is 0xFF.
 constexpr float e8m0(u8 code) {
   return code == 0xFF ? __builtin_bit_cast(float, 0x7FC00000U)
          : code == 0  ? __builtin_bit_cast(float, 0x00400000U)
@@ -98,5 +104,11 @@ constexpr float e8m0(u8 code) {
 constexpr float int4(u32 code) { return static_cast<float>(static_cast<i32>(code & 15U) - 8); }
 /// Of a BF16 number's bits.
 constexpr float bf16(u16 bits) { return __builtin_bit_cast(float, u32{bits} << 16); }
+/// The nearest BF16 number's bits, of two the even one's; keeps NaN a NaN.
+constexpr u16 to_bf16(float value) {
+  const u32 bits = __builtin_bit_cast(u32, value);
+  return static_cast<u16>(value != value ? bits >> 16 | 0x40U
+                                         : (bits + 0x7FFF + (bits >> 16 & 1U)) >> 16);
+}
 
 }  // namespace moeos

@@ -2,27 +2,15 @@
 // Storage types of the twin and their conversion to and from fp32.
 #pragma once
 
-#include <bit>
-#include <cmath>
 #include <cstddef>
 
+#include "kernels/formats.hpp"
 #include "kernels/twin/gemm.hpp"
 #include "runtime/base.hpp"
 
 namespace moeos::twin {
 
 constexpr std::size_t size_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
-
-inline float from_bfloat16(u16 bits) { return std::bit_cast<float>(u32{bits} << 16); }
-
-/// Rounds to nearest, ties to even; keeps NaN a NaN.
-inline u16 to_bfloat16(float value) {
-  const u32 bits = std::bit_cast<u32>(value);
-  if (std::isnan(value)) {
-    return static_cast<u16>(bits >> 16 | 0x40);
-  }
-  return static_cast<u16>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
 
 /// A read-only row-major array in its storage type.
 class ConstElements {
@@ -33,9 +21,8 @@ class ConstElements {
   explicit operator bool() const { return data_ != nullptr; }
   const void* at(u64 index) const { return data_ + index * size_of(element_); }
   float operator[](u64 index) const {
-    return element_ == Element::kFloat32
-               ? reinterpret_cast<const float*>(data_)[index]
-               : from_bfloat16(reinterpret_cast<const u16*>(data_)[index]);
+    return element_ == Element::kFloat32 ? reinterpret_cast<const float*>(data_)[index]
+                                         : bf16(reinterpret_cast<const u16*>(data_)[index]);
   }
 
  private:
@@ -53,7 +40,7 @@ inline void store(Element element, const float* values, u32 count, void* destina
   } else {
     auto* out = static_cast<u16*>(destination);
     for (u32 i = 0; i < count; ++i) {
-      out[i] = to_bfloat16(values[i]);
+      out[i] = to_bf16(values[i]);
     }
   }
 }

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 TWIN = Path("kernels/twin")
@@ -294,6 +295,26 @@ def test_tiles_are_handed_out_in_order_and_the_rest_in_halves(tmp_path: Path) ->
 def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
     objects = compile_all(PLAIN, [TESTS / "test_base.cpp"], ROOT, tmp_path)
     assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "base")))
+
+
+def test_codes_of_weights_are_the_numbers_that_pytorch_reads(tmp_path: Path) -> None:
+    flavour = FLAVOURS["address"]
+    objects = compile_all(flavour, [TESTS / "test_formats.cpp"], ROOT, tmp_path)
+    done = execute(flavour, link(flavour, objects, tmp_path / "formats"))
+    assert_clean(done)
+    numbers: dict[str, list[int]] = {}
+    for line in done.stdout.splitlines():
+        kind, code, bits = line.split()
+        assert int(code) == len(numbers.setdefault(kind, []))
+        numbers[kind].append(int(bits))
+    for kind, ours in numbers.items():
+        if hasattr(torch, kind):  # older versions lack one of them
+            codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kind))
+            theirs = codes.to(torch.float32)
+            bits = theirs.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+            is_nan = theirs.isnan()
+            assert torch.tensor(ours)[~is_nan].equal(bits[~is_nan])
+            assert all(number & 0x7FFFFFFF > 0x7F800000 for number in torch.tensor(ours)[is_nan])
 
 
 @pytest.fixture(scope="module")
