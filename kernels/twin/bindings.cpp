@@ -163,8 +163,9 @@ NB_MODULE(_twin, module) {
              u32 pair_limit, std::uintptr_t x, std::uintptr_t gate, std::uintptr_t selection_bias,
              std::uintptr_t router_bias, std::uintptr_t expert_scale, std::uintptr_t topk_ids,
              std::uintptr_t topk_weights, std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2,
-             std::uintptr_t b2, std::uintptr_t shared_w1, std::uintptr_t shared_w2,
-             std::uintptr_t shared_gate, std::uintptr_t out) {
+             std::uintptr_t b2, std::uintptr_t w1_scale, std::uintptr_t w2_scale,
+             std::uintptr_t w1_scale_2, std::uintptr_t w2_scale_2, std::uintptr_t shared_w1,
+             std::uintptr_t shared_w2, std::uintptr_t shared_gate, std::uintptr_t out) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
                                     reinterpret_cast<const void*>(gate),
@@ -177,6 +178,10 @@ NB_MODULE(_twin, module) {
                                     reinterpret_cast<const void*>(b1),
                                     reinterpret_cast<const void*>(w2),
                                     reinterpret_cast<const void*>(b2),
+                                    reinterpret_cast<const void*>(w1_scale),
+                                    reinterpret_cast<const void*>(w2_scale),
+                                    reinterpret_cast<const float*>(w1_scale_2),
+                                    reinterpret_cast<const float*>(w2_scale_2),
                                     reinterpret_cast<const void*>(shared_w1),
                                     reinterpret_cast<const void*>(shared_w2),
                                     reinterpret_cast<const void*>(shared_gate),
@@ -196,8 +201,8 @@ NB_MODULE(_twin, module) {
           },
           nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
           "gate"_a, "selection_bias"_a, "router_bias"_a, "expert_scale"_a, "topk_ids"_a,
-          "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "shared_w1"_a, "shared_w2"_a,
-          "shared_gate"_a, "out"_a)
+          "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "w1_scale"_a, "w2_scale"_a,
+          "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a, "shared_gate"_a, "out"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &TwinRank::clear)
       .def_prop_ro("epoch", &TwinRank::epoch);

@@ -50,12 +50,11 @@ void pack_rows(Element element, const void* first_row, std::size_t row_stride_by
   supported().builds[0]->pack_rows(element, first_row, row_stride_bytes, rows, depth, panel);
 }
 
-void multiply(const float* panels, unsigned panel_count, unsigned depth, Element element,
-              const void* weight, std::size_t weight_stride_elements, unsigned columns, float* out,
-              std::size_t out_stride) {
+void multiply(const float* panels, unsigned panel_count, unsigned depth, const Weights& weights,
+              unsigned first_row, unsigned columns, float* out, std::size_t out_stride) {
   assert(depth >= kGemmGranule && depth % kGemmGranule == 0 && columns % kGemmGranule == 0);
-  supported().builds[0]->multiply(panels, panel_count, depth, element, weight,
-                                  weight_stride_elements, columns, out, out_stride);
+  supported().builds[0]->multiply(panels, panel_count, depth, weights, first_row, columns, out,
+                                  out_stride);
 }
 
 }  // namespace moeos::twin

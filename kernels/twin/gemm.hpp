@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The twin's matrix product on one thread: out = rows * weight^T, accumulated in fp32.
 //
-// Knows packed rows, weights in their storage type and one thread. Knows nothing of tasks, experts,
-// activations or other ranks.
+// Knows packed rows, weights as they are stored (kernels/formats.hpp) and one thread. Knows nothing
+// of tasks, experts, activations or other ranks.
 //
 // Use: pack every 8 rows (of any origin) into a panel with pack_rows, lay panels end to end, then
 // call multiply for the columns wanted. Neither function allocates, locks, throws or keeps state;
@@ -17,6 +17,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+
+#include "kernels/formats.hpp"
 
 namespace moeos::twin {
 
@@ -37,18 +39,30 @@ constexpr std::size_t panel_floats(unsigned depth) { return std::size_t{kPanelRo
 void pack_rows(Element element, const void* first_row, std::size_t row_stride_bytes, unsigned rows,
                unsigned depth, float* panel);
 
-/// out[r][n] = sum over k < depth of rows[r][k] * weight[n][k].
+/// A matrix of weights, as it is stored: row n starts at element n * stride of `data`.
+///
+/// Rows of codes are contiguous: `stride` is how long they are. Their weight is code * scale *
+/// scale_2 in fp32, multiplied in this order, and then rounded to `element`.
+struct Weights {
+  Element element;
+  const void* data;
+  std::size_t stride;
+  WeightFormat format = WeightFormat::plain;
+  const void* scales = nullptr;  // [scale_rows][scales_of_row], of the whole matrix
+  float scale_2 = 1.0F;          // where the format has it
+};
+
+/// out[r][n] = sum over k < depth of rows[r][k] * weights[first_row + n][k].
 ///
 /// panels:     panel_count panels from pack_rows, end to end: 8 * panel_count rows.
-/// weight:     `columns` rows of `depth` contiguous elements; row n starts at element
-///             n * weight_stride_elements. Nothing outside of these rows is read.
+/// weights:    rows of `depth` contiguous elements, of which `columns` are used. Nothing outside
+///             of these, and of their scales, is read.
 /// out:        float [8 * panel_count][columns]; row r starts at out + r * out_stride. Overwritten.
 ///
 /// depth and columns are positive multiples of 8. Buffers may have any alignment that their
 /// elements allow; panels on 64-byte boundaries are fastest.
-void multiply(const float* panels, unsigned panel_count, unsigned depth, Element element,
-              const void* weight, std::size_t weight_stride_elements, unsigned columns, float* out,
-              std::size_t out_stride);
+void multiply(const float* panels, unsigned panel_count, unsigned depth, const Weights& weights,
+              unsigned first_row, unsigned columns, float* out, std::size_t out_stride);
 
 /// Both functions as built for one instruction set.
 struct GemmKernels {

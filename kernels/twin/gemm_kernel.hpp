@@ -7,7 +7,8 @@
 //   MOEOS_GEMM_INSTRUCTION_SET  its name for people,
 //   MOEOS_GEMM_LANES            floats in a vector: 4, 8 or 16.
 // All but the table has internal linkage, and nothing inline of the standard library is called:
-// the linker would be free to keep this instruction set's copy of it for the whole program.
+// the linker would be free to keep this instruction set's copy of it for the whole program. What
+// gemm.hpp includes, such as formats.hpp, was compiled before the choice.
 //
 // Vectors run along rows: a panel [depth][8] gives the rows of one k in one load, and weights are
 // broadcast one by one. So weights are read along k, as they are stored, and are never transposed.
@@ -196,30 +197,95 @@ struct Slab {
   std::size_t stride;
 };
 
-// The weights of a slab as float: where they are, or in `buffer`.
-Slab widen_slab(const float* weight, std::size_t stride, unsigned, unsigned, float*) {
-  return {weight, stride};
+// The weights of a slab as float: where they are, or in `buffer`. Its first is row n, column k.
+Slab widen_floats(const Weights& weights, unsigned n, unsigned k, unsigned, unsigned, float*) {
+  return {static_cast<const float*>(weights.data) + n * weights.stride + k, weights.stride};
 }
-Slab widen_slab(const std::uint16_t* weight, std::size_t stride, unsigned columns, unsigned depth,
-                float* buffer) {
-  for (unsigned n = 0; n < columns; ++n)
+Slab widen_bfloat16(const Weights& weights, unsigned n, unsigned k, unsigned columns,
+                    unsigned depth, float* buffer) {
+  const auto* const first = static_cast<const std::uint16_t*>(weights.data);
+  for (unsigned c = 0; c < columns; ++c) {
+    const std::uint16_t* const row = first + (n + c) * weights.stride + k;
 #pragma GCC unroll 8
-    for (unsigned k = 0; k < depth; k += 4)
-      store(buffer + n * kDepthBlock + k, widen(weight + n * stride + k));
+    for (unsigned i = 0; i < depth; i += 4) store(buffer + c * kDepthBlock + i, widen(row + i));
+  }
   return {buffer, kDepthBlock};
 }
 
-template <typename Storage>
-void multiply_by(const float* panels, unsigned panel_count, unsigned depth, const Storage* weight,
-                 std::size_t weight_stride, unsigned columns, float* out, std::size_t out_stride) {
+float scale_at(const Weights& weights, std::size_t index) {
+  const char* const at =
+      static_cast<const char*>(weights.scales) + index * scale_bytes(weights.format);
+  switch (weights.format) {
+    case WeightFormat::mxfp4:
+      return e8m0(load<std::uint8_t>(at));
+    case WeightFormat::nvfp4:
+      return e4m3(load<std::uint8_t>(at));
+    case WeightFormat::int4_group32:
+      return bf16(load<std::uint16_t>(at));
+    default:
+      return load<float>(at);
+  }
+}
+
+// kNumbers: makes floats of so many codes.
+template <void (*kNumbers)(const std::uint8_t*, unsigned, float*)>
+Slab widen_codes(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
+                 float* buffer) {
+  const auto* const codes = static_cast<const std::uint8_t*>(weights.data);
+  const unsigned stride = static_cast<unsigned>(weights.stride);
+  const unsigned span = scale_columns(weights.format, stride);
+  const unsigned scales = scales_of_row(weights.format, stride);
+  for (unsigned c = 0; c < columns; ++c) {
+    float* const to = buffer + c * kDepthBlock;
+    kNumbers(codes + ((n + c) * weights.stride + k) * code_bits(weights.format) / 8, depth, to);
+    const std::size_t first = std::size_t{scale_row(weights.format, n + c)} * scales;
+    for (unsigned i = 0; i < depth;) {
+      const unsigned left = span - (k + i) % span;
+      const unsigned end = depth - i < left ? depth : i + left;
+      const float scale = scale_at(weights, first + (k + i) / span);
+      for (; i < end; ++i) to[i] = to[i] * scale * weights.scale_2;
+    }
+    if (weights.element == Element::kBfloat16)
+      for (unsigned i = 0; i < depth; ++i) to[i] = bf16(to_bf16(to[i]));
+  }
+  return {buffer, kDepthBlock};
+}
+
+void numbers_of_e4m3(const std::uint8_t* codes, unsigned count, float* to) {
+  for (unsigned i = 0; i < count; ++i) to[i] = e4m3(codes[i]);
+}
+template <float (*kNumber)(u32)>
+void numbers_of_halves(const std::uint8_t* codes, unsigned count, float* to) {
+  for (unsigned i = 0; i < count / 2; ++i) {
+    to[2 * i] = kNumber(codes[i]);
+    to[2 * i + 1] = kNumber(u32{codes[i]} >> 4);
+  }
+}
+
+decltype(&widen_floats) widen_of(const Weights& weights) {
+  switch (weights.format) {
+    case WeightFormat::plain:
+      return weights.element == Element::kFloat32 ? widen_floats : widen_bfloat16;
+    case WeightFormat::mxfp4:
+    case WeightFormat::nvfp4:
+      return widen_codes<numbers_of_halves<e2m1>>;
+    case WeightFormat::int4_group32:
+      return widen_codes<numbers_of_halves<int4>>;
+    default:
+      return widen_codes<numbers_of_e4m3>;
+  }
+}
+
+void multiply(const float* panels, unsigned panel_count, unsigned depth, const Weights& weights,
+              unsigned first_row, unsigned columns, float* out, std::size_t out_stride) {
   alignas(64) float buffer[kSlabColumns * kDepthBlock];
+  const auto widen_slab = widen_of(weights);
   const std::size_t panel_stride = panel_floats(depth);
   for (unsigned n = 0; n < columns; n += kSlabColumns) {
     const unsigned slab_columns = columns - n < kSlabColumns ? columns - n : kSlabColumns;
     for (unsigned k = 0; k < depth; k += kDepthBlock) {
       const unsigned slab_depth = depth - k < kDepthBlock ? depth - k : kDepthBlock;
-      const Slab slab = widen_slab(weight + n * weight_stride + k, weight_stride, slab_columns,
-                                   slab_depth, buffer);
+      const Slab slab = widen_slab(weights, first_row + n, k, slab_columns, slab_depth, buffer);
       for (unsigned panel = 0; panel < panel_count; panel += kTilePanels)
         compute_tiles<kTilePanels>(
             panel_count - panel, panels + panel * panel_stride + std::size_t{k} * kPanelRows,
@@ -227,17 +293,6 @@ void multiply_by(const float* panels, unsigned panel_count, unsigned depth, cons
             out + std::size_t{panel} * kPanelRows * out_stride + n, out_stride);
     }
   }
-}
-
-void multiply(const float* panels, unsigned panel_count, unsigned depth, Element element,
-              const void* weight, std::size_t weight_stride_elements, unsigned columns, float* out,
-              std::size_t out_stride) {
-  if (element == Element::kFloat32)
-    multiply_by(panels, panel_count, depth, static_cast<const float*>(weight),
-                weight_stride_elements, columns, out, out_stride);
-  else
-    multiply_by(panels, panel_count, depth, static_cast<const std::uint16_t*>(weight),
-                weight_stride_elements, columns, out, out_stride);
 }
 
 }  // namespace

@@ -87,14 +87,15 @@ class TwinKernels {
     const u32 first = part % parts * width;
     const u32 columns = minimum(width, mlps.values - first);
     const u64 weight_row = u64{mlps.first + nth} * shape_.w1_rows_of(mlps.values) + first;
-    const ConstElements w1(element, mlps.w1);
+    const u32 matrix = (mlps.first + nth) * (shape_.gated() ? 2 : 1);
     float* results = scratch_.results.get();
     const u32 stride = shape_.gated() ? 2 * width : width;
-    multiply(scratch_.panels.get(), panels, shape_.hidden, element,
-             w1.at(weight_row * shape_.hidden), shape_.hidden, columns, results, stride);
+    multiply(scratch_.panels.get(), panels, shape_.hidden,
+             weights_of(mlps.w1, matrix, mlps.values, shape_.hidden), first, columns, results,
+             stride);
     if (shape_.gated()) {  // the up rows lie below all gate rows in the checkpoint's own layout
-      multiply(scratch_.panels.get(), panels, shape_.hidden, element,
-               w1.at((weight_row + mlps.values) * shape_.hidden), shape_.hidden, columns,
+      multiply(scratch_.panels.get(), panels, shape_.hidden,
+               weights_of(mlps.w1, matrix + 1, mlps.values, shape_.hidden), first, columns,
                results + width, stride);
     }
     const ConstElements b1(element, mlps.b1);
@@ -181,12 +182,34 @@ class TwinKernels {
  private:
   static_assert(kPanelRows == Geometry::kSegmentAlign, "a segment fills whole panels");
 
+  /// Of experts, or of shared ones: end to end, a gated w1 being two, gate and up.
+  struct Matrices {
+    const void* data;
+    WeightFormat format = WeightFormat::plain;
+    const void* scales = nullptr;
+    const float* scales_2 = nullptr;
+  };
+  Weights weights_of(const Matrices& all, u32 matrix, u32 rows, u32 depth) const {
+    const WeightFormat format = all.format;
+    const u64 first = u64{matrix} * rows * depth;
+    if (format == WeightFormat::plain) {
+      return {operands_.element, ConstElements(operands_.element, all.data).at(first), depth};
+    }
+    const u64 scales = u64{matrix} * scale_rows(format, rows) * scales_of_row(format, depth);
+    return {operands_.element,
+            static_cast<const u8*>(all.data) + first * code_bits(format) / 8,
+            depth,
+            format,
+            static_cast<const u8*>(all.scales) + scales * scale_bytes(format),
+            all.scales_2 == nullptr ? 1.0F : all.scales_2[matrix]};
+  }
+
   /// What a tile's rows pass: an expert, or all shared experts, of which each has its own columns
   /// of the rows between, and whose results are added up.
   struct Mlps {
-    const void* w1;
+    Matrices w1;
     const void* b1;
-    const void* w2;
+    Matrices w2;
     const void* b2;
     u32 first;  // in these weights
     u32 count;
@@ -195,19 +218,24 @@ class TwinKernels {
   };
   Mlps mlps_of(const Task& task) const {
     if (is_shared(rank_.geometry(), task)) {
-      return {operands_.shared_w1,
+      return {{operands_.shared_w1},
               nullptr,
-              operands_.shared_w2,
+              {operands_.shared_w2},
               nullptr,
               0,
               shape_.shared_experts,
               shape_.shared_intermediate,
               rank_.geometry().shared_between_at()};
     }
-    return {operands_.w1,        operands_.b1,
-            operands_.w2,        operands_.b2,
-            task.local_expert,   1,
-            shape_.intermediate, 0};
+    const WeightFormat format = shape_.weight_format;
+    return {{operands_.w1, format, operands_.w1_scale, operands_.w1_scale_2},
+            operands_.b1,
+            {operands_.w2, format, operands_.w2_scale, operands_.w2_scale_2},
+            operands_.b2,
+            task.local_expert,
+            1,
+            shape_.intermediate,
+            0};
   }
 
   /// sums = the tile's rows of one MLP times its w2, of some columns.
@@ -220,9 +248,8 @@ class TwinKernels {
                 row_bytes, kPanelRows, mlps.values,
                 &scratch_.panels[row / kPanelRows * panel_floats(mlps.values)]);
     }
-    const u64 weight_row = u64{mlps.first + nth} * shape_.hidden + first;
-    multiply(scratch_.panels.get(), task.padded_rows / kPanelRows, mlps.values, element,
-             ConstElements(element, mlps.w2).at(weight_row * mlps.values), mlps.values, columns,
+    multiply(scratch_.panels.get(), task.padded_rows / kPanelRows, mlps.values,
+             weights_of(mlps.w2, mlps.first + nth, shape_.hidden, mlps.values), first, columns,
              sums, stride);
   }
 

@@ -15,7 +15,7 @@ namespace moeos::twin {
 
 /// Addresses of contiguous row-major tensors; null where the call has none.
 struct Operands {
-  Element element;              // of x, gate (unless it is fp32), w1, w2, b1, b2 and out
+  Element element;              // of x, gate (unless it is fp32), plain weights, b1, b2 and out
   const void* x;                // [S, H]
   const void* gate;             // [R, H]: of all experts and zero experts
   const float* selection_bias;  // [R], as all of the router's
@@ -23,10 +23,14 @@ struct Operands {
   const float* expert_scale;    // [R], fp32
   const i32* topk_ids;          // [S, k]: experts that the caller chose, -1 unused; else null
   const float* topk_weights;    // [S, k], with topk_ids; null: the gate weighs these experts
-  const void* w1;               // [X, 2I or I, H]
+  const void* w1;               // [X, 2I or I, H], plain or codes, as w2
   const void* b1;               // [X, 2I or I]
   const void* w2;               // [X, H, I]
   const void* b2;               // [X, H]
+  const void* w1_scale;         // of codes: [X, 1 or 2, scale_rows, scales_of_row], of gate and up
+  const void* w2_scale;         // [X, scale_rows, scales_of_row]
+  const float* w1_scale_2;      // [X, 1 or 2], where the format has it
+  const float* w2_scale_2;      // [X]
   const void* shared_w1;    // [n, 2Is or Is, H], of the shared experts; or null, as the next two
   const void* shared_w2;    // [n, H, Is]
   const void* shared_gate;  // [H]

@@ -99,8 +99,9 @@ class Router {
     const u32 whole = rows_ / kGemmGranule * kGemmGranule;
     const u32 rest = rows_ - whole;
     if (whole > 0) {
-      multiply(scratch_.panels.get(), panels, shape_.hidden, operands_.element, operands_.gate,
-               shape_.hidden, whole, scratch_.results.get(), logit_stride());
+      multiply(scratch_.panels.get(), panels, shape_.hidden,
+               {operands_.element, operands_.gate, shape_.hidden}, 0, whole, scratch_.results.get(),
+               logit_stride());
     }
     if (rest > 0) {
       auto* padded = reinterpret_cast<u8*>(scratch_.last_gate_rows.get());
@@ -108,8 +109,9 @@ class Router {
                   ConstElements(operands_.element, operands_.gate).at(u64{whole} * shape_.hidden),
                   rest * row_bytes);
       std::memset(padded + rest * row_bytes, 0, (kGemmGranule - rest) * row_bytes);
-      multiply(scratch_.panels.get(), panels, shape_.hidden, operands_.element, padded,
-               shape_.hidden, kGemmGranule, scratch_.results.get() + whole, logit_stride());
+      multiply(scratch_.panels.get(), panels, shape_.hidden,
+               {operands_.element, padded, shape_.hidden}, 0, kGemmGranule,
+               scratch_.results.get() + whole, logit_stride());
     }
   }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks the twin's matrix product in every build that this processor runs. Knows only gemm.hpp.
+// Checks the twin's matrix product in every build that this processor runs. Knows only gemm.hpp,
+// and codes from their definitions.
 //
 // From the root of the repository (add -fsanitize=address,undefined to check the buffers' bounds):
 //   g++ -std=c++20 -O3 -Wall -Wextra -Werror -I. tests/native/test_gemm.cpp
@@ -18,13 +19,16 @@
 #include <vector>
 
 #include "kernels/twin/gemm.hpp"
+#include "tests/native/codes.hpp"
 
 namespace {
 
+using moeos::WeightFormat;
 using moeos::twin::Element;
 using moeos::twin::GemmKernels;
 using moeos::twin::kPanelRows;
 using moeos::twin::panel_floats;
+using moeos::twin::Weights;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -60,6 +64,7 @@ class Matrix {
   std::size_t stride() const { return stride_; }
   std::size_t element_bytes() const { return element_ == Element::kFloat32 ? 4 : 2; }
   const void* row(unsigned r) const { return bytes_.data() + r * stride_ * element_bytes(); }
+  Weights weights() const { return {element_, bytes_.data(), stride_}; }
 
   void set(unsigned r, unsigned c, float value) { put(r * stride_ + c, value); }
 
@@ -131,19 +136,18 @@ struct Product {
 
 // The product with weights first_column, ... Its output is poisoned before, and has gaps between
 // rows that must not be written.
-Product multiply(const GemmKernels& kernels, const std::vector<float>& panels, const Matrix& weight,
-                 unsigned first_column, unsigned columns) {
+Product multiply(const GemmKernels& kernels, const std::vector<float>& panels,
+                 const Weights& weights, unsigned depth, unsigned first_column, unsigned columns) {
   constexpr unsigned kGap = 5;
   constexpr float kUntouched = -12345;
-  const unsigned depth = weight.columns();
   const auto panel_count = static_cast<unsigned>(panels.size() / panel_floats(depth));
   const std::size_t rows = std::size_t{panel_count} * kPanelRows;
   const std::size_t stride = columns + kGap;
   std::vector<float> out(rows * stride - kGap, kUntouched);
   for (std::size_t r = 0; r < rows; ++r)
     std::fill_n(out.begin() + static_cast<std::ptrdiff_t>(r * stride), columns, kNan);
-  kernels.multiply(panels.data(), panel_count, depth, weight.element(), weight.row(first_column),
-                   weight.stride(), columns, out.data(), stride);
+  kernels.multiply(panels.data(), panel_count, depth, weights, first_column, columns, out.data(),
+                   stride);
   Product product{columns, {}};
   for (std::size_t r = 0; r < rows; ++r) {
     for (unsigned n = 0; n < columns; ++n) product.values.push_back(out[r * stride + n]);
@@ -151,6 +155,11 @@ Product multiply(const GemmKernels& kernels, const std::vector<float>& panels, c
       require(out[r * stride + n] == kUntouched, "only `columns` columns are written");
   }
   return product;
+}
+
+Product multiply(const GemmKernels& kernels, const std::vector<float>& panels, const Matrix& weight,
+                 unsigned first_column, unsigned columns) {
+  return multiply(kernels, panels, weight.weights(), weight.columns(), first_column, columns);
 }
 
 void packing_transposes_and_fills_with_zero(const GemmKernels& kernels, Element element) {
@@ -301,6 +310,119 @@ void non_finite_values_stay_in_their_row_and_column(const GemmKernels& kernels, 
   }
 }
 
+// A matrix of codes with random scales, beside the plain weights that it stands for.
+class CodedMatrix {
+ public:
+  CodedMatrix(WeightFormat format, Element element, unsigned rows, unsigned depth)
+      : plain(element, rows, depth, 0), format_(format), random_(rows + depth) {
+    const Format its = format_of();
+    const unsigned scale_columns = (depth + its.columns - 1) / its.columns;
+    const unsigned scale_rows = (rows + its.rows - 1) / its.rows;
+    std::vector<float> scales(std::size_t{scale_rows} * scale_columns);
+    for (float& scale : scales) scale = draw_scale();
+    scale_2_ = format == WeightFormat::nvfp4 ? 0.3F : 1.0F;
+    codes_.resize(std::size_t{rows} * depth * its.bits / 8);
+    for (unsigned r = 0; r < rows; ++r)
+      for (unsigned k = 0; k < depth; ++k) {
+        const unsigned code = draw_code(its.bits, std::size_t{r} * depth + k);
+        const float scale = scales[std::size_t{r / its.rows} * scale_columns + k / its.columns];
+        const float value = static_cast<float>(its.number(code)) * scale * scale_2_;
+        plain.set(
+            r, k,
+            element == Element::kFloat32 ? value : static_cast<float>(codes::nearest_bf16(value)));
+      }
+  }
+
+  Weights weights() const {
+    return {plain.element(), codes_.data(), plain.columns(), format_, scales_.data(), scale_2_};
+  }
+
+ private:
+  struct Format {
+    unsigned bits, rows, columns;  // of a code; of a block
+    double (*number)(unsigned);
+  };
+  Format format_of() const {
+    constexpr unsigned kAll = 1U << 30;
+    switch (format_) {
+      case WeightFormat::fp8_block128:
+        return {8, 128, 128, codes::e4m3};
+      case WeightFormat::fp8_channel:
+        return {8, 1, kAll, codes::e4m3};
+      case WeightFormat::fp8_tensor:
+        return {8, kAll, kAll, codes::e4m3};
+      case WeightFormat::mxfp4:
+        return {4, 1, 32, codes::e2m1};
+      case WeightFormat::nvfp4:
+        return {4, 1, 16, codes::e2m1};
+      default:
+        return {4, 1, 32, codes::int4};
+    }
+  }
+
+  unsigned draw_code(unsigned bits, std::size_t place) {
+    unsigned code = random_() % (1U << bits);
+    if (bits == 4) {
+      codes_[place / 2] |= static_cast<std::uint8_t>(place % 2 == 0 ? code : code << 4);
+    } else {
+      code -= code % 128 == 127 ? 1 : 0;  // no NaN
+      codes_[place] = static_cast<std::uint8_t>(code);
+    }
+    return code;
+  }
+
+  // Stores one of between 1/2 and 2, or so, and says what it is.
+  float draw_scale() {
+    std::uint32_t code = 0;
+    float scale = 0;
+    unsigned bytes = 1;
+    if (format_ == WeightFormat::mxfp4) {
+      code = 126 + random_() % 3;
+      scale = static_cast<float>(codes::e8m0(code));
+    } else if (format_ == WeightFormat::nvfp4) {
+      code = 48 + random_() % 17;
+      scale = static_cast<float>(codes::e4m3(code));
+    } else {
+      bytes = format_ == WeightFormat::int4_group32 ? 2 : 4;
+      const auto bits =
+          std::bit_cast<std::uint32_t>(static_cast<float>(random_() % 65536) / 65536 + 0.5F);
+      code = bytes == 2 ? bits >> 16 : bits;
+      scale = std::bit_cast<float>(bytes == 2 ? code << 16 : code);
+    }
+    for (unsigned i = 0; i < bytes; ++i)
+      scales_.push_back(static_cast<std::uint8_t>(code >> 8 * i));
+    return scale;
+  }
+
+ public:
+  Matrix plain;
+
+ private:
+  WeightFormat format_;
+  std::mt19937 random_;
+  std::vector<std::uint8_t> codes_, scales_;
+  float scale_2_;
+};
+
+void codes_are_multiplied_as_the_weights_that_they_stand_for(const GemmKernels& kernels,
+                                                             Element element) {
+  for (unsigned format = 1; format <= 6; ++format)
+    for (const unsigned depth : {32u, 544u}) {
+      const CodedMatrix coded(static_cast<WeightFormat>(format), element, 272, depth);
+      Matrix rows(element, 56, depth, 0);
+      fill_reals(rows, depth);
+      for (const unsigned count : {8u, 56u}) {
+        const std::vector<float> panels = pack(kernels, rows, 0, count);
+        for (const unsigned first : {0u, 8u, 120u, 256u}) {
+          const unsigned columns = std::min(40u, 272 - first);
+          require(multiply(kernels, panels, coded.weights(), depth, first, columns).values ==
+                      multiply(kernels, panels, coded.plain, first, columns).values,
+                  "codes are multiplied as the weights that they stand for");
+        }
+      }
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -321,6 +443,7 @@ int main() {
       reals_are_within_the_rounding_bound(*kernels, element);
       bits_depend_on_row_and_column_alone(*kernels, element);
       non_finite_values_stay_in_their_row_and_column(*kernels, element);
+      codes_are_multiplied_as_the_weights_that_they_stand_for(*kernels, element);
     }
     std::printf("test_gemm: %s passed\n", kernels->instruction_set);
   }
