@@ -21,6 +21,69 @@ std::vector<float> draw_floats(Random& random, u64 count, float scale) {
   return values;
 }
 
+/// Draws a code, and appends it to `codes` or puts it into the upper half of their last byte.
+float draw_code(Random& random, WeightFormat format, bool upper, std::vector<u8>& codes) {
+  u32 code = draw(random, 0, is_fp8(format) ? 255 : 15);
+  if (is_fp8(format)) {
+    code -= code % 128 == 127 ? 1 : 0;  // that is no number
+  }
+  if (upper) {
+    codes.back() |= static_cast<u8>(code << 4);
+  } else {
+    codes.push_back(static_cast<u8>(code));
+  }
+  return is_fp8(format)                         ? e4m3(static_cast<u8>(code))
+         : format == WeightFormat::int4_group32 ? int4(code)
+                                                : e2m1(code);
+}
+
+/// Draws a scale, and appends it to `scales`. Times it, and a second one, weights are below 1.
+float draw_scale(Random& random, WeightFormat format, std::vector<u8>& scales) {
+  if (format == WeightFormat::mxfp4) {
+    scales.push_back(static_cast<u8>(draw(random, 122, 124)));
+    return e8m0(scales.back());
+  }
+  if (format == WeightFormat::nvfp4) {
+    scales.push_back(static_cast<u8>(draw(random, 0x30, 0x40)));
+    return e4m3(scales.back());
+  }
+  float scale = static_cast<float>(draw(random, 128, 256)) / 256.0F;  // BF16 has it as well
+  scale *= is_fp8(format) ? 0x1p-9F : 0x1p-4F;
+  const u32 bits = __builtin_bit_cast(u32, scale);
+  for (u32 byte = 4 - scale_bytes(format); byte < 4; ++byte) {
+    scales.push_back(static_cast<u8>(bits >> (8 * byte)));
+  }
+  return scale;
+}
+
+/// So many matrices in a format; `numbers` becomes what they stand for.
+Codes draw_codes(Random& random, WeightFormat format, u64 matrices, u32 rows, u32 columns,
+                 std::vector<float>& numbers) {
+  Codes drawn;
+  const u32 scales_across = scales_of_row(format, columns);
+  numbers.clear();
+  for (u64 matrix = 0; matrix < matrices; ++matrix) {
+    std::vector<float> scales(scale_rows(format, rows) * scales_across);
+    for (float& scale : scales) {
+      scale = draw_scale(random, format, drawn.scales);
+    }
+    const float scale_2 = static_cast<float>(draw(random, 8, 16)) / 256.0F;
+    if (format == WeightFormat::nvfp4) {
+      drawn.scales_2.push_back(scale_2);
+    }
+    for (u32 row = 0; row < rows; ++row) {
+      const float* its = &scales[scale_row(format, row) * scales_across];
+      for (u32 column = 0; column < columns; ++column) {
+        const float scale = its[column / scale_columns(format, columns)];
+        const bool upper = code_bits(format) == 4 && column % 2 == 1;
+        const float number = draw_code(random, format, upper, drawn.codes) * scale;
+        numbers.push_back(format == WeightFormat::nvfp4 ? number * scale_2 : number);
+      }
+    }
+  }
+  return drawn;
+}
+
 /// sum += weight times MLP number `mlp` of some with so many inner values, of x.
 void add_mlp(const LayerShape& shape, const std::vector<float>& w1, const std::vector<float>& w2,
              u32 mlp, u32 inner, double weight, const float* x, std::vector<double>& sum) {
@@ -76,7 +139,8 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            false,
                            0,
                            0,
-                           false};
+                           false,
+                           WeightFormat::plain};
   g.row_bytes = world.shape.hidden * sizeof(float);
   g.hidden_bytes = world.shape.intermediate * sizeof(float);
   g.row_map = draw(random, 0, 1) == 0 ? RowMap::ragged : RowMap::capacity;
@@ -117,6 +181,10 @@ RandomWorld draw_world(Random& random, Extent extent) {
     g.shared0_parts = first_parts(moeos::twin::gemm0_columns(shape));
     g.shared0_narrow_parts = first_parts(moeos::twin::kNarrowColumns);
   }
+  Random aside = random;  // so that a seed means the same calls, in the same order, in any format
+  if (draw(aside, 0, 3) == 0) {  // with last scales that have fewer columns than a layer's do
+    world.shape.weight_format = static_cast<WeightFormat>(draw(aside, 1, 6));
+  }
   world.settings =
       small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
             : TwinSettings{20'000'000'000ULL, split_os, jitter ? 50.0 : 0.0, 1, ranks_per_node};
@@ -127,12 +195,22 @@ Experts draw_experts(Random& random, const RandomWorld& world) {
   const u64 experts = world.geometry.experts;
   const LayerShape& shape = world.shape;
   const u64 shared = u64{shape.shared_experts} * shape.shared_intermediate;
-  return Experts{draw_floats(random, experts * shape.hidden, 1.0F),
-                 draw_floats(random, experts * shape.w1_rows() * shape.hidden, 0.3F),
-                 draw_floats(random, experts * shape.hidden * shape.intermediate, 0.3F),
-                 draw_floats(random, shared * shape.w1_rows_of(1) * shape.hidden, 0.3F),
-                 draw_floats(random, shared * shape.hidden, 0.3F),
-                 draw_floats(random, shape.shared_gate ? shape.hidden : 0, 0.3F)};
+  Experts drawn{draw_floats(random, experts * shape.hidden, 1.0F),
+                draw_floats(random, experts * shape.w1_rows() * shape.hidden, 0.3F),
+                draw_floats(random, experts * shape.hidden * shape.intermediate, 0.3F),
+                draw_floats(random, shared * shape.w1_rows_of(1) * shape.hidden, 0.3F),
+                draw_floats(random, shared * shape.hidden, 0.3F),
+                draw_floats(random, shape.shared_gate ? shape.hidden : 0, 0.3F),
+                {},
+                {}};
+  if (shape.weight_format != WeightFormat::plain) {
+    Random aside = random;
+    drawn.w1_codes = draw_codes(aside, shape.weight_format, experts * shape.w1_rows_of(1),
+                                shape.intermediate, shape.hidden, drawn.w1);
+    drawn.w2_codes =
+        draw_codes(aside, shape.weight_format, experts, shape.hidden, shape.intermediate, drawn.w2);
+  }
+  return drawn;
 }
 
 RankCall draw_call(Random& random, const RandomWorld& world) {
@@ -160,19 +238,28 @@ RankCall draw_call(Random& random, const RandomWorld& world) {
 
 Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank, RankCall& call) {
   static const i32 kNobody = -1;  // routing is given even where there is no token
-  const u64 first = u64{rank} * world.geometry.local_experts();
   const LayerShape& shape = world.shape;
-  return Operands{.element = Element::kFloat32,
-                  .x = call.x.data(),
-                  .gate = experts.gate.data(),
-                  .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
-                  .topk_weights = call.weights.data(),
-                  .w1 = &experts.w1[first * shape.w1_rows() * shape.hidden],
-                  .w2 = &experts.w2[first * shape.hidden * shape.intermediate],
-                  .shared_w1 = experts.shared_w1.data(),
-                  .shared_w2 = experts.shared_w2.data(),
-                  .shared_gate = experts.shared_gate.data(),
-                  .out = call.out.data()};
+  // Of what experts have, the part of this rank's.
+  const auto own = [&world, rank](const auto& all) {
+    return all.data() + all.size() / world.geometry.world * rank;
+  };
+  const bool plain = shape.weight_format == WeightFormat::plain;
+  return Operands{
+      .element = Element::kFloat32,
+      .x = call.x.data(),
+      .gate = experts.gate.data(),
+      .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
+      .topk_weights = call.weights.data(),
+      .w1 = plain ? static_cast<const void*>(own(experts.w1)) : own(experts.w1_codes.codes),
+      .w2 = plain ? static_cast<const void*>(own(experts.w2)) : own(experts.w2_codes.codes),
+      .w1_scale = own(experts.w1_codes.scales),
+      .w2_scale = own(experts.w2_codes.scales),
+      .w1_scale_2 = own(experts.w1_codes.scales_2),
+      .w2_scale_2 = own(experts.w2_codes.scales_2),
+      .shared_w1 = experts.shared_w1.data(),
+      .shared_w2 = experts.shared_w2.data(),
+      .shared_gate = experts.shared_gate.data(),
+      .out = call.out.data()};
 }
 
 /// The layer's definition, in double precision, one pair at a time.

@@ -30,9 +30,16 @@ struct RandomWorld {
 };
 RandomWorld draw_world(Random& random, Extent extent);
 
-/// All experts' weights, and the shared ones'.
+/// Matrices of weights in a format; all empty where weights are plain.
+struct Codes {
+  std::vector<u8> codes, scales;
+  std::vector<float> scales_2;
+};
+
+/// All experts' weights, and the shared ones'. With a format w1 and w2 are the numbers of codes.
 struct Experts {
   std::vector<float> gate, w1, w2, shared_w1, shared_w2, shared_gate;
+  Codes w1_codes, w2_codes;
 };
 Experts draw_experts(Random& random, const RandomWorld& world);
 
