@@ -10,6 +10,7 @@ from moeos.config import MoEConfig
 from moeos.errors import ConfigMismatch, NumericalError, PeerTimeout
 from moeos.experts import Experts
 from moeos.layer import MoELayer
+from moeos.quantization import quantize
 from moeos.workspace import Workspace
 from moeos.world import TwinOptions, World
 
@@ -29,6 +30,7 @@ __all__ = [
     "checkpoints",
     "faults",
     "init",
+    "quantize",
     "reference",
     "virtual",
 ]

@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 
 from moeos import tensor_memory
 from moeos.calls import MAX_PIECES
-from moeos.config import MoEConfig
+from moeos.config import DTYPES, MoEConfig
+from moeos.formats import FORMATS
 
 WEIGHTS = ("w1", "b1", "w2", "b2")
 """The tensors of a call that experts compute with, in the operator's order."""
@@ -25,10 +26,14 @@ _BUFFERS = ("gate.selection_bias", "gate.expert_scale")
 """Those of the router that are buffers, where all others are parameters."""
 SHARED = ("shared_w1", "shared_w2", "shared_gate")
 """Those of the shared experts, in the operator's order behind the router's."""
-OWN = (*WEIGHTS, *ROUTER, *SHARED)
+SCALES = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
+"""Those of weights that are codes, in the operator's order behind the shared experts'."""
+OWN = (*WEIGHTS, *ROUTER, *SHARED, *SCALES)
 """All that are not of a call's tokens, in the operator's order."""
 _READ = ("x", "topk_ids", "topk_weights", "tokens", *OWN)
 """All that a call reads."""
+_NO_SCALE = ("cfg.weight_format is None", "weight_format=...")
+_NO_SECOND = ("cfg.weight_format is not 'nvfp4'", "weight_format='nvfp4'")
 _SHARED_FIELDS = ("cfg.shared_experts is 0", "shared_experts=1, shared_intermediate=...")
 _FIELDS = {
     "b1": ("cfg.bias is False", "bias=True"),
@@ -39,9 +44,15 @@ _FIELDS = {
     "shared_w1": _SHARED_FIELDS,
     "shared_w2": _SHARED_FIELDS,
     "shared_gate": ("cfg.shared_gate is False", "shared_gate=True"),
+    "w1_scale": _NO_SCALE,
+    "w2_scale": _NO_SCALE,
+    "w1_scale_2": _NO_SECOND,
+    "w2_scale_2": _NO_SECOND,
 }
 """What a config says that has no such tensor, and what of one that has."""
 
+CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Of weights that some format has, and the dtype that is mistaken for one."""
 _PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # torch 2.8 and newer
 """Floating dtypes of which an element is several numbers, and that PyTorch converts to no other."""
 
@@ -50,11 +61,16 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 class Expected(NamedTuple):
-    """What a weight must be."""
+    """What a weight must be.
+
+    Attributes:
+        part: what it is of a weight format, in words; "" for what is none of one.
+    """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    part: str = ""
 
 
 def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...]:
@@ -65,11 +81,42 @@ def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...
     def one(name: str, *shape: int) -> Expected:
         return Expected(name, torch.Size((experts, *shape)), cfg.dtype)
 
+    def matrix(name: str, rows: int, columns: int) -> Expected:
+        if cfg.weight_format is None:
+            return one(name, rows, columns)
+        row = FORMATS[cfg.weight_format]
+        shape = torch.Size((experts, *row.code_shape(rows, columns)))
+        return Expected(name, shape, row.code_dtype, f"codes of weight_format {row.name!r}")
+
     return (
-        one("w1", cfg.w1_rows, cfg.hidden),
+        matrix("w1", cfg.w1_rows, cfg.hidden),
         one("b1", cfg.w1_rows) if cfg.bias else None,
-        one("w2", cfg.hidden, cfg.intermediate),
+        matrix("w2", cfg.hidden, cfg.intermediate),
         one("b2", cfg.hidden) if cfg.bias else None,
+    )
+
+
+def expected_scales(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...]:
+    """Of one rank's `experts` experts, in the order of `SCALES`; None where there is no such
+    tensor.
+    """
+    if cfg.weight_format is None:
+        return (None,) * len(SCALES)
+    row = FORMATS[cfg.weight_format]
+    part = f"scales of weight_format {row.name!r}"
+    matrices = ((cfg.halves, cfg.intermediate, cfg.hidden), (1, cfg.hidden, cfg.intermediate))
+    w1, w2, w1_2, w2_2 = SCALES
+    return (
+        *(
+            Expected(name, torch.Size((experts, *row.scale_shape(*of))), row.scale_dtype, part)
+            for name, of in zip((w1, w2), matrices, strict=True)
+        ),
+        *(
+            Expected(name, torch.Size((experts, halves)), torch.float32, part)
+            if row.scale_2
+            else None
+            for name, (halves, _, _) in zip((w1_2, w2_2), matrices, strict=True)
+        ),
     )
 
 
@@ -294,7 +341,7 @@ def check_weights(
         if wanted is not None:
             if tensor is None and holder is not None:
                 _require_own(holder, name)
-            _check_weight(device, wanted, tensor, absent)
+            check_weight(device, wanted, tensor, absent)
         elif tensor is not None:
             said, needed = _FIELDS[name]
             raise ValueError(
@@ -334,18 +381,28 @@ def _require_own(holder: torch.nn.Module, name: str) -> None:
     )
 
 
-def _check_weight(device: torch.device, expected: Expected, tensor: object, absent: str) -> None:
-    name, shape, dtype = expected
+def check_weight(device: torch.device, expected: Expected, tensor: object, absent: str) -> None:
+    """Raises unless a tensor is as expected. `absent`: what is said where there is none."""
+    name, shape, _, part = expected
     if tensor is None:
         raise ValueError(f"{name} is missing; {absent}: {list(shape)}")
     tensor = tensor_memory.require_dense(name, tensor)
+    # A format's first: where it is another, the shape is no mistake of its own.
+    wrong = wrong_dtype(expected, tensor.dtype)
+    if part and wrong:
+        raise TypeError(wrong)
     if tensor.shape != shape:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}"
             f"{_transposed(name, tensor, shape)}"
         )
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
+    if wrong:
+        raise TypeError(wrong)
+    if part and tensor.requires_grad:
+        raise RuntimeError(
+            f"{name} requires a gradient, and the {part} have none: pass {name}.detach(), or call "
+            f"{name}.requires_grad_(False)"
+        )
     if tensor.device != device:
         if tensor.is_meta:
             raise ValueError(
@@ -359,6 +416,23 @@ def _check_weight(device: torch.device, expected: Expected, tensor: object, abse
             f"{name} has strides {tensor.stride()}; it must be contiguous: keep {name}.contiguous()"
         )
     tensor_memory.require_no_laziness(name, tensor)
+
+
+def wrong_dtype(expected: Expected, found: torch.dtype) -> str:
+    """What is said of a weight of another dtype; "" of one that is right."""
+    name, _, dtype, part = expected
+    if found == dtype:
+        return ""
+    said = f"{name} has dtype {found}; it must be {dtype}"
+    if not part:
+        coded = name in WEIGHTS and found in CODES
+        return said + (", or this be made with MoEConfig(weight_format=...)" if coded else "")
+    if name in WEIGHTS and found in DTYPES.values():
+        return (
+            f"{said}, {part}: make a layer without a format, and moeos.quantize it, or set "
+            "weight_format=None"
+        )
+    return f"{said}, {part}"
 
 
 def check_derivatives(what: str, *tensors: torch.Tensor | None) -> None:

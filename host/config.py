@@ -20,6 +20,7 @@ import torch
 
 from moeos.activations import FORMULAS, Activation, Formula
 from moeos.files import read_json, read_toml
+from moeos.formats import FORMATS, NAMES, WeightFormat
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 RowMap = Literal["ragged", "capacity"]
@@ -40,7 +41,7 @@ _MAX_INTEGER = 2**31 - 1  # the runtime counts in 32 bits
 _MIN_NUMBER, _MAX_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _MINIMUM_CAPACITY_FACTOR = 1e-6
 _CAPACITY_DENOMINATOR = 10**6
-_OF_HF = ("hf_config", "hf_layer", "hf_shared")
+_OF_HF = ("hf_config", "hf_layer", "hf_shared", "hf_dequantize")
 _SWITCHES = (
     *("renormalize", "selection_bias", "bias"),
     *("router_bias", "expert_scale", "apply_router_weight_on_input", "shared_gate"),
@@ -54,8 +55,8 @@ class MoEConfig:
     Integers are at most 2^31 - 1; other numbers are positive and within the range of float32.
 
     Attributes:
-        hidden: H, elements of a token; a positive multiple of 8.
-        intermediate: I, elements between the two GEMMs of an expert; a positive multiple of 8.
+        hidden: H, elements of a token; a positive multiple of 8, and see `weight_format`.
+        intermediate: I, elements between the two GEMMs of an expert; likewise.
         experts: E, routed experts over all ranks; at most `moeos.config.MAX_EXPERTS`, and on the
             GPU `moeos.kernel_shape.MAX_EXPERTS`.
         top_k: k, experts of a token; 1 <= k <= E + zero_experts.
@@ -117,6 +118,13 @@ class MoEConfig:
             multiple of 8 where there are shared experts, else 0.
         shared_gate: the sum of the shared experts is multiplied by the sigmoid of x . shared_gate
             (Qwen2-MoE).
+        weight_format: how the routed experts' w1 and w2 are held: None, in `dtype`; or as codes
+            with scales beside them. "fp8_block128", "fp8_channel" and "fp8_tensor" are e4m3 with an
+            fp32 scale for 128 x 128 weights, for a row or for a matrix; H and I are multiples of
+            16. "mxfp4" is e2m1 with an e8m0 scale for 32 weights of a row, "nvfp4" e2m1 with an
+            e4m3 scale for 16 and an fp32 one for a matrix, "int4_group32" integers with a bfloat16
+            scale for 32; H and I are multiples of 32. Tokens, biases, the router and shared experts
+            are as without it.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -153,6 +161,7 @@ class MoEConfig:
     shared_experts: int = 0
     shared_intermediate: int = 0
     shared_gate: bool = False
+    weight_format: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -186,6 +195,7 @@ class MoEConfig:
                 raise self._error("capacity_factor", f"at least {_MINIMUM_CAPACITY_FACTOR}")
         self._check_activation()
         self._check_shared()
+        self._check_weight_format()
 
     @property
     def formula(self) -> Formula:
@@ -196,6 +206,11 @@ class MoEConfig:
     def gated(self) -> bool:
         """Whether w1 holds gate rows and up rows."""
         return self.formula.gated
+
+    @property
+    def halves(self) -> int:
+        """Matrices of an expert's w1: 2, gate and up, if gated, else 1."""
+        return 2 if self.gated else 1
 
     @property
     def resolved_swiglu_limit(self) -> float | None:
@@ -295,12 +310,19 @@ class MoEConfig:
 
     @classmethod
     def from_hf(
-        cls, config: object, layer: int | None = None, *, shared: bool = True, **changes: Any
+        cls,
+        config: object,
+        layer: int | None = None,
+        *,
+        shared: bool = True,
+        dequantize: bool = False,
+        **changes: Any,
     ) -> MoEConfig:
         """The config of a Mixture-of-Experts layer of a Hugging Face model.
 
         docs/checkpoints.md lists the families that are understood, and what of them is not. Shared
         experts are part of the layer where the table says so: as one MLP, as checkpoints have them.
+        Of a quantised model `weight_format` is what it ships its experts in.
 
         Args:
             config: a transformers config, or the dict that a config.json holds; also that of a
@@ -308,6 +330,8 @@ class MoEConfig:
             layer: the number of the layer, which is then checked to have routed experts. None: any
                 that has; then no list of one number a layer can be read.
             shared: False: the layer has no shared experts, as the caller adds them.
+            dequantize: True: `weight_format` is None, so that what a model ships in a format of its
+                own becomes numbers in `dtype` when it is read.
             changes: fields that are to be otherwise, such as `max_tokens` and `dtype`.
 
         Raises:
@@ -317,7 +341,7 @@ class MoEConfig:
         """
         from moeos.checkpoints.hf_config import config_from_hf  # which needs this module
 
-        return config_from_hf(config, layer, shared, changes)
+        return config_from_hf(config, layer, shared, dequantize, changes)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> MoEConfig:
@@ -326,8 +350,8 @@ class MoEConfig:
         dtype and router_dtype are written as names (`dtype = "bfloat16"`). With `hf_config`, the
         path of a Hugging Face config.json from the file's folder, and `hf_layer`, the number of one
         of its layers, these say what no other key does: see `from_hf`. `hf_shared = false` leaves
-        its shared experts out. One table, `[run]`, is
-        allowed and ignored: it is for the command line.
+        its shared experts out, and `hf_dequantize = true` is its `dequantize`. One table, `[run]`,
+        is allowed and ignored: it is for the command line.
 
         Raises:
             OSError: the file cannot be read.
@@ -346,10 +370,11 @@ class MoEConfig:
                 raise TypeError(_must_be("hf_config", of_hf.get("hf_config"), "a path"))
             config = read_json(Path(path).parent / of_hf["hf_config"])
             changes = cls._fields_of(values, ["run", *_OF_HF])
-            shared = of_hf.get("hf_shared", True)
-            if not isinstance(shared, bool):
-                raise TypeError(_must_be("hf_shared", shared, "of type bool"))
-            return cls.from_hf(config, of_hf.get("hf_layer"), shared=shared, **changes)
+            switches = {
+                "shared": _switch("hf_shared", of_hf, default=True),
+                "dequantize": _switch("hf_dequantize", of_hf, default=False),
+            }
+            return cls.from_hf(config, of_hf.get("hf_layer"), **switches, **changes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}: {error}") from None
 
@@ -475,6 +500,17 @@ class MoEConfig:
                 "shared_experts", f"at most {_MAX_INTEGER // width} of {width} elements each"
             )
 
+    def _check_weight_format(self) -> None:
+        if self.weight_format is None:
+            return
+        self._check_choice("weight_format", NAMES)
+        multiple = FORMATS[self.weight_format].multiple
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) % multiple != 0:
+                raise self._error(
+                    name, f"a multiple of {multiple} with weight_format {self.weight_format!r}"
+                )
+
     def _error(self, name: str, allowed: str) -> ValueError:
         return ValueError(_must_be(name, getattr(self, name), allowed))
 
@@ -495,6 +531,13 @@ def digest_differences(first: str, second: str) -> dict[str, tuple[object, objec
 
 def _must_be(name: str, value: object, allowed: str) -> str:
     return f"{name} is {value!r}; it must be {allowed}"
+
+
+def _switch(key: str, values: Mapping[str, Any], *, default: bool) -> bool:
+    value = values.get(key, default)
+    if not isinstance(value, bool):
+        raise TypeError(_must_be(key, value, "of type bool"))
+    return value
 
 
 def _one_of(value: str, allowed: Iterable[str]) -> str:

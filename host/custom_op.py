@@ -45,7 +45,8 @@ _TENSORS = (
     "Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
     "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, "
     "Tensor? selection_bias, Tensor? router_bias, Tensor? expert_scale, "
-    "Tensor? shared_w1, Tensor? shared_w2, Tensor? shared_gate"
+    "Tensor? shared_w1, Tensor? shared_w2, Tensor? shared_gate, "
+    "Tensor? w1_scale, Tensor? w2_scale, Tensor? w1_scale_2, Tensor? w2_scale_2"
 )
 _ROUTING = 3  # of these, from topk_ids on; what follows is the caller's own
 _HOW = "*, bool any_ids=False, int pieces=1"
@@ -126,12 +127,12 @@ def call(
     tokens, and of `own`, what `moeos.call_checks.OWN` lists.
     """
     topk_ids, topk_weights, tokens = routing
-    w1, b1, w2, b2, gate, selection_bias, router_bias, expert_scale, *of_shared = own
+    w1, b1, w2, b2, gate, selection_bias, router_bias, expert_scale, *rest = own
     # As CallTensors(...), whose function in between would cost as much as a lock. The order is that
     # of the fields.
     fields = (
         *(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2),
-        *(tokens, any_ids, pieces, router_bias, expert_scale, *of_shared),
+        *(tokens, any_ids, pieces, router_bias, expert_scale, *rest),
     )
     engine.forward(tuple.__new__(CallTensors, fields))
 

@@ -21,7 +21,7 @@ from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
 
-_NOTHING_ELSE = (None,) * (len(call_checks.OWN) - len(call_checks.WEIGHTS))
+_NOTHING_ELSE = (None,) * (len(call_checks.ROUTER) + len(call_checks.SHARED))
 """In place of the tensors that `Experts` do without."""
 
 
@@ -87,6 +87,10 @@ class Experts:
         w2: torch.Tensor,
         b1: torch.Tensor | None = None,
         b2: torch.Tensor | None = None,
+        w1_scale: torch.Tensor | None = None,
+        w2_scale: torch.Tensor | None = None,
+        w1_scale_2: torch.Tensor | None = None,
+        w2_scale_2: torch.Tensor | None = None,
         *,
         tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -104,6 +108,8 @@ class Experts:
                 of `cfg.dtype`, contiguous: this rank's X = E / P experts, from rank·X on.
             w2: [X, H, I], likewise.
             b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise.
+            w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
+                and w2, which then are codes, as `MoELayer` has them.
             tokens, out, pieces: as of `MoELayer.forward`.
 
         Returns:
@@ -123,7 +129,7 @@ class Experts:
             topk_ids,
             topk_weights,
             tokens,
-            (w1, b1, w2, b2, *_NOTHING_ELSE),
+            (w1, b1, w2, b2, *_NOTHING_ELSE, w1_scale, w2_scale, w1_scale_2, w2_scale_2),
             out,
             pieces,
         )
@@ -273,13 +279,15 @@ class Experts:
             self.device = torch.empty(0, device=device_of(world)).device
             self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared)
             self.key = custom_op.register(self.engine, self.device)
-        self.expected = call_checks.expected_weights(cfg, cfg.experts_per_rank(world.size))
+        local = cfg.experts_per_rank(world.size)
+        weights = call_checks.expected_weights(cfg, local)
+        scales = call_checks.expected_scales(cfg, local)
         self._order = custom_op.order_on(self.device)
         self._known: dict[str, KnownTensors] = {}
         self._caller = Caller(
             "Experts",
-            (*self.expected, *_NOTHING_ELSE),
-            absent="MoEConfig(bias=True) has one",
+            (*weights, *_NOTHING_ELSE, *scales),
+            absent="this config has one",
             routes=False,
             any_ids=True,
         )

@@ -18,6 +18,7 @@ from torch import nn
 from moeos import agreement, call_checks, checkpoints, custom_op, sharding, values, wrappers
 from moeos.config import MoEConfig
 from moeos.experts import Caller, Experts, check_supported, device_of
+from moeos.formats import quantize_matrix
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
@@ -31,8 +32,12 @@ _OF_THE_GATE = {
     "expert_scale": "gate.expert_scale",
 }
 """Where the tensors lie that a config has under these names."""
-_COMPUTED_WITH = (*wrappers.EXPERTS, *call_checks.SHARED)
+_COMPUTED_WITH = (*call_checks.WEIGHTS, *call_checks.SHARED)
 """What has the layer's dtype, and keeps it."""
+_CODED = ("w1", "w2", *call_checks.SCALES)
+"""What is of a format, in a layer that has one."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By their bytes."""
 
 
 class Gate(nn.Module):
@@ -104,6 +109,16 @@ class MoELayer(nn.Module):
         w1 [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate.
         w2 [X, H, I].
         b1 [X, 2I or I], b2 [X, H] with `cfg.bias`.
+        With `cfg.weight_format` w1 and w2 are codes, e4m3 with the "fp8" ones, else uint8 with two
+            weights a byte: [X, 2I or I, H/2] and [X, H, I/2], the first weight in the low half. A
+            weight is its code times its scales. w1_scale and w2_scale have a scale for each block
+            of 128 x 128 weights (fp32 [X, n * ceil(I/128), ceil(H/128)] and
+            [X, ceil(H/128), ceil(I/128)] with n = 2 if gated, else 1: blocks begin anew at the up
+            rows), for each row (fp32 [X, n * I] and [X, H]), for each matrix (fp32 [X, n] and
+            [X, 1]), or for each g weights of a row ([X, n * I, H/g] and [X, H, I/g]: e8m0 as uint8
+            and g = 32 with "mxfp4", e4m3 and 16 with "nvfp4", bfloat16 and 32 with
+            "int4_group32"). w1_scale_2 [X, n] and w2_scale_2 [X, 1], fp32, are for each matrix,
+            with "nvfp4". None of them can require a gradient.
         shared_w1 [n, 2Is or Is, H], shared_w2 [n, H, Is] with n = `cfg.shared_experts` above 0, and
             shared_gate [H] with `cfg.shared_gate`: equal on all ranks, as the gate is.
         gate.bias fp32 [R] with `cfg.router_bias`.
@@ -257,6 +272,10 @@ class MoELayer(nn.Module):
             own.get("shared_w1"),
             own.get("shared_w2"),
             own.get("shared_gate"),
+            own.get("w1_scale"),
+            own.get("w2_scale"),
+            own.get("w1_scale_2"),
+            own.get("w2_scale_2"),
         )
         return experts.run(
             self._caller,
@@ -377,6 +396,7 @@ class MoELayer(nn.Module):
                 *call_checks.expected_weights(cfg, local),
                 *call_checks.expected_router(cfg),
                 *call_checks.expected_shared(cfg),
+                *call_checks.expected_scales(cfg, local),
             ),
             absent="the layer was made with one",
             routes=True,
@@ -384,13 +404,16 @@ class MoELayer(nn.Module):
         )
         with torch.device("meta") if _weights_are_meta() else device_of(world):
             self.gate = Gate(cfg)
-            self.w1 = _parameter(local, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
-            self.w2 = _parameter(local, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
-            self.b1 = _parameter(local, cfg.w1_rows, dtype=cfg.dtype) if cfg.bias else None
-            self.b2 = _parameter(local, cfg.hidden, dtype=cfg.dtype) if cfg.bias else None
-            self.shared_w1, self.shared_w2, self.shared_gate = (
-                None if wanted is None else _parameter(*wanted.shape, dtype=wanted.dtype)
-                for wanted in call_checks.expected_shared(cfg)
+            self.w1: nn.Parameter
+            self.w2: nn.Parameter
+            self.w1, self.b1, self.w2, self.b2 = map(  # type: ignore[assignment]
+                _parameter_like, call_checks.expected_weights(cfg, local)
+            )
+            self.shared_w1, self.shared_w2, self.shared_gate = map(
+                _parameter_like, call_checks.expected_shared(cfg)
+            )
+            self.w1_scale, self.w2_scale, self.w1_scale_2, self.w2_scale_2 = map(
+                _parameter_like, call_checks.expected_scales(cfg, local)
             )
         if init:
             self._initialise_alike(world)
@@ -444,30 +467,72 @@ class MoELayer(nn.Module):
                     _fill_uniform(shared, generator)
             for local in range(self.w1.shape[0]):
                 generator.manual_seed((seed + 1 + first + local) % (1 << _SEED_BITS))
-                _fill_uniform(self.w1[local], generator)
-                _fill_uniform(self.w2[local], generator)
+                for name in ("w1", "w2"):
+                    self._fill_matrix(name, local, generator)
                 for bias in (self.b1, self.b2):
                     if bias is not None:
                         bias[local].zero_()
+
+    def _fill_matrix(self, name: str, local: int, generator: torch.Generator) -> None:
+        """Draws an expert's w1 or w2."""
+        cfg, weight = self.cfg, getattr(self, name)[local]
+        if cfg.weight_format is None:
+            _fill_uniform(weight, generator)
+            return
+        rows, columns = {
+            "w1": (cfg.w1_rows, cfg.hidden),
+            "w2": (cfg.hidden, cfg.intermediate),
+        }[name]
+        drawn = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
+        _fill_uniform(drawn, generator)
+        self.set_matrix(name, local, drawn)
+
+    def set_matrix(self, name: str, local: int, numbers: torch.Tensor) -> None:
+        """Makes `numbers` [R, C], of any floating dtype, the w1 or w2 of this rank's expert
+        `local`: in `cfg.weight_format`, or rounded to `cfg.dtype` where there is none.
+        """
+        cfg = self.cfg
+        with torch.no_grad():
+            if cfg.weight_format is None:
+                getattr(self, name)[local].copy_(numbers)
+                return
+            halves = cfg.halves if name == "w1" else 1
+            parts = quantize_matrix(numbers, cfg.weight_format, halves)
+            for end, part in zip(("", "_scale", "_scale_2"), parts, strict=True):
+                if part is not None:
+                    getattr(self, name + end)[local].copy_(part)
+
+    def requires_grad_(self, requires_grad: bool = True) -> MoELayer:
+        """See `nn.Module.requires_grad_`; raises `RuntimeError` in a layer with a format."""
+        if requires_grad and self.cfg.weight_format is not None:
+            raise RuntimeError(
+                f"requires_grad_(True) of a MoELayer with weight_format "
+                f"{self.cfg.weight_format!r}, whose codes and scales have no gradient: call it of "
+                "the model's other modules"
+            )
+        super().requires_grad_(requires_grad)
+        return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
         """Moves what is the layer's, and not the tensor that orders the calls of all layers.
 
         Raises `TypeError`, before anything has changed, for `to`, `half` and their like if they
-        would give its experts another dtype.
+        would give its experts another dtype. Codes and their scales keep theirs.
         """
+        coded = self.cfg.weight_format is not None
+        if coded:
+            like = fn(torch.empty(0, dtype=self.cfg.dtype, device="cpu"))
+            self._require_dtype("the layer", like.dtype)
         order = self._buffers.pop("_order", None)
         names = {id(tensor): name for name, tensor in self._parameters.items()}
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
-            made = fn(tensor)
             name = names.get(id(tensor))
-            if name in _COMPUTED_WITH and made.dtype != tensor.dtype == self.cfg.dtype:
-                raise TypeError(
-                    f"{name} would become {made.dtype}; this MoELayer computes in {tensor.dtype}: "
-                    "cast the model's other modules only, or, where its backend computes in "
-                    f"{made.dtype}, make it with MoEConfig(dtype={made.dtype})"
-                )
+            if coded and name in _CODED:
+                return _as_bits(tensor, fn)
+            made = fn(tensor)
+            if name in _COMPUTED_WITH and tensor.dtype == self.cfg.dtype:
+                self._require_dtype(name, made.dtype)
             return made
 
         try:
@@ -479,6 +544,15 @@ class MoELayer(nn.Module):
             if order is not None:
                 self._buffers["_order"] = order
         return self
+
+    def _require_dtype(self, what: str, dtype: torch.dtype) -> None:
+        """Raises `TypeError` for another dtype than the layer's, which `what` would get."""
+        if dtype != self.cfg.dtype:
+            raise TypeError(
+                f"{what} would become {dtype}; this MoELayer computes in {self.cfg.dtype}: "
+                "cast the model's other modules only, or, where its backend computes in "
+                f"{dtype}, make it with MoEConfig(dtype={dtype})"
+            )
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -504,6 +578,7 @@ class MoELayer(nn.Module):
             if own is None or not isinstance(given, torch.Tensor):
                 continue
             try:
+                self._require_loadable(prefix, name, given.dtype)
                 mine = sharding.part(prefix + name, given, own.shape, *self._place)
             except ValueError as error:
                 errors.append(str(error))
@@ -517,6 +592,26 @@ class MoELayer(nn.Module):
             if isinstance(given, torch.Tensor):
                 taken[prefix + name] = sharding.everything(prefix + name, given)
         super()._load_from_state_dict(taken, prefix, *others)
+
+    def _require_loadable(self, prefix: str, name: str, dtype: torch.dtype) -> None:
+        """Raises `ValueError` where PyTorch would convert codes, or numbers to codes, as if they
+        were the same.
+        """
+        local = self.cfg.experts_per_rank(self._place[1])
+        every = zip(
+            (*call_checks.WEIGHTS, *call_checks.SCALES),
+            (
+                *call_checks.expected_weights(self.cfg, local),
+                *call_checks.expected_scales(self.cfg, local),
+            ),
+            strict=True,
+        )
+        wanted = dict(every)[name]
+        if wanted is None or not (wanted.part or dtype in call_checks.CODES):
+            return
+        wrong = call_checks.wrong_dtype(wanted, dtype)
+        if wrong:
+            raise ValueError(prefix + wrong)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `nn.Module.register_parameter`; raises `TypeError` for a DTensor, and `ValueError`
@@ -587,6 +682,19 @@ def _weights_are_meta() -> bool:
 
 def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def _parameter_like(wanted: call_checks.Expected | None) -> nn.Parameter | None:
+    return None if wanted is None else _parameter(*wanted.shape, dtype=wanted.dtype)
+
+
+def _as_bits(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `fn`, which may move and cast, makes of a tensor that keeps its dtype."""
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
+    made = fn(bits)
+    if made.dtype != bits.dtype:  # as Module.type casts integers, too
+        made = bits.to(made.device)
+    return made.view(tensor.dtype)
 
 
 def _fill_uniform(weight: torch.Tensor, generator: torch.Generator) -> None:

@@ -110,8 +110,27 @@ def everything(name: str, tensor: Any) -> Tensor:
             f"torch.distributed {there}: read it with torch.distributed.checkpoint, which moves "
             "it to other ranks, or pass a whole tensor (DTensor.full_tensor)"
         )
-    plain = tensor.full_tensor()
-    return plain
+    return _gathered(tensor)
+
+
+def _gathered(tensor: Any) -> Tensor:
+    """All of a DTensor. As bytes where they are 8-bit floats, which gloo does not send."""
+    plain: Tensor
+    if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
+        plain = tensor.full_tensor()
+        return plain
+    from torch.distributed.tensor import DTensor
+
+    as_bytes = DTensor.from_local(
+        tensor.to_local().view(torch.uint8),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    plain = as_bytes.full_tensor()
+    return plain.view(tensor.dtype)
 
 
 def part(name: str, tensor: Any, local: torch.Size, rank: int, ranks: int) -> Tensor:

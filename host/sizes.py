@@ -16,6 +16,7 @@ import torch
 from moeos import _runtime
 from moeos.activations import Curve
 from moeos.config import GroupScore, MoEConfig, Scoring
+from moeos.formats import FORMATS, NAMES
 
 CHUNK_ROWS = 32
 """Of every machine: rows of one transfer and of one arrival flag."""
@@ -61,7 +62,7 @@ def layer_sizes(
             "capacity": cfg.max_tokens if capacity is None else capacity,
             "chunk_rows": CHUNK_ROWS,
             "large_experts": int(
-                2 * cfg.hidden * cfg.intermediate * cfg.dtype.itemsize > LARGE_EXPERT
+                2 * cfg.hidden * cfg.intermediate * _bits_of_a_weight(cfg) > 8 * LARGE_EXPERT
             ),
             "processors": processors,
             "couriers": couriers,
@@ -72,6 +73,13 @@ def layer_sizes(
         },
         _layer_shape(cfg),
     )
+
+
+def _bits_of_a_weight(cfg: MoEConfig) -> int:
+    """Scales aside."""
+    if cfg.weight_format is None:
+        return 8 * cfg.dtype.itemsize
+    return FORMATS[cfg.weight_format].code_bits
 
 
 def _require_countable(cfg: MoEConfig) -> None:
@@ -137,6 +145,7 @@ def _layer_shape(cfg: MoEConfig) -> dict[str, object]:
         "shared_experts": cfg.shared_experts,
         "shared_intermediate": cfg.shared_intermediate,
         "shared_gate": cfg.shared_gate,
+        "weight_format": 0 if cfg.weight_format is None else 1 + NAMES.index(cfg.weight_format),
     }
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-EXPERTS = ("w1", "w2", "b1", "b2")
+EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 """The parameters of a layer that each rank holds for its own experts only."""
 
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -7,6 +7,7 @@ that will hold the weights: it returns plain tensors.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import warnings
@@ -18,10 +19,19 @@ from torch import Tensor
 
 from moeos import sharding, tensor_memory
 from moeos.checkpoints import files, names
-from moeos.checkpoints.formats import HOW_TO_DEQUANTISE, LOADABLE, PLAIN, Format, Unfit, part_name
+from moeos.checkpoints.formats import (
+    HOW_TO_DEQUANTISE,
+    LOADABLE,
+    PLAIN,
+    Format,
+    Unfit,
+    hold,
+    part_name,
+)
 from moeos.checkpoints.layouts import Layout
 from moeos.checkpoints.shared_names import SharedNames
 from moeos.config import MoEConfig
+from moeos.formats import FORMATS
 
 _GIB = 2**30
 
@@ -42,7 +52,9 @@ def load_block(
     experts are read: where experts are stored one by one only these are looked up, and of a tensor
     of all experts in a file (`open_tensors`) only their part.
 
-    Quantised matrices are dequantised, which is said once, with the memory that it costs.
+    Quantised matrices of routed experts are kept as they are shipped in the config's
+    `weight_format`. Where it is None, and of shared experts, they are dequantised, which is said
+    once, with the memory that it costs.
 
     A DTensor is taken as well. Where it is cut by experts and lies as the ranks' experts do, each
     rank takes its own part. Otherwise its ranks gather it, so that all of them must call.
@@ -67,9 +79,10 @@ def load_block(
 
     Returns:
         contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H] in
-        cfg.gate_dtype, "w1" [X, w1_rows, H] with gate rows before up rows, "w2" [X, H, I]; where
-        the config has them also "b1" [X, w1_rows] and "b2" [X, H], "shared_w1"
-        [n, shared_w1_rows, H], "shared_w2" [n, H, Is] and "shared_gate" [H], and in fp32
+        cfg.gate_dtype, "w1" [X, w1_rows, H] with gate rows before up rows, "w2" [X, H, I], or
+        codes and scales as a layer with `weight_format` has them; where the config has them also
+        "b1" [X, w1_rows] and "b2" [X, H], "shared_w1" [n, shared_w1_rows, H], "shared_w2"
+        [n, H, Is] and "shared_gate" [H], and in fp32
         "gate.bias", "gate.selection_bias" and "gate.expert_scale" [E].
 
     Raises:
@@ -197,10 +210,15 @@ class _Experts:
     def block(self) -> dict[str, Tensor]:
         """Both weights, and biases."""
         cfg, layout = self._cfg, self._layout
-        block = {
-            "w1": self._matrices(layout.first, (cfg.w1_rows, cfg.hidden), layout.interleaved),
-            "w2": self._matrices((layout.second,), (cfg.hidden, cfg.intermediate)),
-        }
+        block: dict[str, Tensor] = {}
+        for name, templates, shape, halves, interleaved in (
+            ("w1", layout.first, (cfg.w1_rows, cfg.hidden), cfg.halves, layout.interleaved),
+            ("w2", (layout.second,), (cfg.hidden, cfg.intermediate), 1, False),
+        ):
+            if cfg.weight_format is None:
+                block[name] = self._matrices(templates, shape, interleaved)
+            else:
+                block |= self._held_matrices(name, templates, shape, halves, interleaved)
         if cfg.bias:
             if layout.second_bias is None:
                 raise ValueError(
@@ -252,7 +270,8 @@ class _Experts:
 
     def say_what_it_costs(self) -> None:
         """Warns of the memory that dequantised weights take, if there are any."""
-        every = (*self._formats.values(), *self._shared_formats.values())
+        routed = self._formats.values() if self._cfg.weight_format is None else ()
+        every = (*routed, *self._shared_formats.values())
         said = [row.said for row in every if row.name != "plain"]
         if said:
             warnings.warn(
@@ -277,6 +296,54 @@ class _Experts:
                 self._count(row, parts, (rows, columns))
         return made
 
+    def _held_matrices(
+        self,
+        name: str,
+        templates: tuple[str, ...],
+        shape: tuple[int, int],
+        halves: int,
+        interleaved: bool,
+    ) -> dict[str, Tensor]:
+        """The same in the config's format, as they are shipped: codes and scales, by their names in
+        the layer.
+        """
+        wanted = self._cfg.weight_format
+        assert wanted is not None
+        kept, (rows, columns) = FORMATS[wanted], shape
+        made = [
+            self._empty(kept.code_shape(rows, columns), kept.code_dtype),
+            self._empty(kept.scale_shape(halves, rows // halves, columns), kept.scale_dtype),
+            self._empty((halves,), torch.float32) if kept.scale_2 else None,
+        ]
+        number_of = len(templates)
+        each = (rows // number_of, columns)
+        for number, template in enumerate(templates):
+            row = self._formats[template]
+            for local, parts in self._each(template, row, each):
+                self._require_held(row, template, local)
+                with _named(lambda part: self._part(template, part, local)):  # noqa: B023
+                    held = hold(row, parts, each, halves // number_of, wanted)
+                for into, part in zip(made, held, strict=True):
+                    if into is not None and part is not None:
+                        its = into[local].chunk(number_of)[number]
+                        its.copy_(_in_order(part, interleaved))
+        names = (name, f"{name}_scale", f"{name}_scale_2")
+        return {end: part for end, part in zip(names, made, strict=True) if part is not None}
+
+    def _require_held(self, row: Format, template: str, local: int) -> None:
+        """Raises for a matrix that is shipped in another format than the config's."""
+        wanted = self._cfg.weight_format
+        if wanted not in row.held_as:
+            instead = " or ".join(map(repr, row.held_as)) or "None, and moeos.quantize the layer"
+            raise ValueError(
+                f"{self._part(template, row.parts[0], local)} is {row.said}, and weight_format is "
+                f"{wanted!r}: set weight_format={instead}"
+            )
+
+    def _part(self, template: str, part: str, local: int) -> str:
+        """The name of a part of one of these experts' matrices."""
+        return self._prefix + part_name(template, part).format(self._experts.start + local)
+
     def _count(self, row: Format, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         """Adds a matrix to what dequantised ones take."""
         if row.name != "plain":
@@ -295,8 +362,10 @@ class _Experts:
                 into[local].copy_(_in_order(parts["weight"], interleaved))
         return made
 
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty((len(self._experts), *shape), dtype=self._cfg.dtype, device=self._device)
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Of each of these experts; in the layer's dtype where none is given."""
+        shape = (len(self._experts), *shape)
+        return torch.empty(shape, dtype=dtype or self._cfg.dtype, device=self._device)
 
     def _dequantise(
         self,
@@ -308,10 +377,7 @@ class _Experts:
     ) -> Tensor:
         if self._layout.transposed:
             parts = {name: part.mT for name, part in parts.items()}
-        number = self._experts.start + local
-        return _matrix_of(
-            row, parts, shape, lambda part: self._prefix + part_name(template, part).format(number)
-        )
+        return _matrix_of(row, parts, shape, lambda part: self._part(template, part, local))
 
     def _each(
         self, template: str, row: Format, shape: tuple[int, ...]
@@ -384,8 +450,15 @@ def _matrix_of(
     row: Format, parts: Mapping[str, Tensor], shape: tuple[int, int], name: Callable[[str], str]
 ) -> Tensor:
     """A matrix of its parts; `name`: of each of them, for errors."""
-    try:
+    with _named(name):
         return row.dequantise(parts, shape)
+
+
+@contextlib.contextmanager
+def _named(name: Callable[[str], str]) -> Iterator[None]:
+    """Makes `ValueError`, with the name of the part, of what does not fit."""
+    try:
+        yield
     except Unfit as error:
         raise ValueError(f"{name(error.part)} {error.reason}") from None
 

@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from moeos.formats import (
+    BLOCK,
+    INT4_GROUP,
+    INT4_ZERO,
+    MX_GROUP,
+    NV_GROUP,
+    WeightFormat,
+    e2m1_value,
+    exponent_value,
+)
 
 LOADABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HOW_TO_DEQUANTISE = (
     f"dequantise it to one of {', '.join(map(str, LOADABLE))}, or keep beside it the scales that "
     "it was stored with"
 )
-BLOCK = 128
-"""Rows and columns of a block of FP8 that share a scale."""
-
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BYTES = (torch.uint8, torch.int8)
 _EXPONENTS = getattr(torch, "float8_e8m0fnu", torch.uint8)  # PyTorch has it since 2.7
 _PAIRS = getattr(torch, "float4_e2m1fn_x2", torch.uint8)  # and this since 2.8
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_EXPONENT_BIAS = 127
-_MX_GROUP, _NV_GROUP = 32, 16
-_INT4_IN_WORD, _INT4_ZERO = 8, 8
+_INT4_IN_WORD = 8
 
 Parts = Mapping[str, Tensor]
 
@@ -66,6 +72,26 @@ class Format:
     parts: tuple[str, ...]
     dequantise: Callable[[Parts, tuple[int, int]], Tensor]
     unused: tuple[str, ...] = ()
+    held_as: tuple[WeightFormat, ...] = ()
+    """the formats of a layer that can be it as it is shipped; see `hold`"""
+
+
+class Held(NamedTuple):
+    """A matrix as a layer holds it, see `moeos.formats`, or several, one below the other."""
+
+    codes: Tensor
+    scale: Tensor
+    scale_2: Tensor | None = None
+
+
+def hold(
+    row: Format, parts: Parts, shape: tuple[int, int], halves: int, wanted: WeightFormat
+) -> Held:
+    """A matrix [rows, columns] as it is shipped, in a format of `row.held_as`. Raises `Unfit`.
+
+    `halves`: matrices that it is made of, gate and up, or 1.
+    """
+    return _HOLD[wanted](row, parts, shape, halves)
 
 
 def part_name(matrix: str, part: str) -> str:
@@ -96,7 +122,7 @@ def _blocks(parts: Parts, of_blocks: str, shape: tuple[int, int]) -> Tensor:
     weight, scale = parts["weight"], parts[of_blocks]
     if weight.dtype in (*_BYTES, _PAIRS):
         rows, columns = shape
-        _require(of_blocks, scale, (_EXPONENTS, torch.uint8), (rows, columns // _MX_GROUP))
+        _require(of_blocks, scale, (_EXPONENTS, torch.uint8), (rows, columns // MX_GROUP))
         return _times_groups(_e2m1("weight", weight, shape), _number(scale))
     _require("weight", weight, _FP8, shape)
     blocks = tuple(-(-length // BLOCK) for length in shape)
@@ -106,23 +132,33 @@ def _blocks(parts: Parts, of_blocks: str, shape: tuple[int, int]) -> Tensor:
 
 
 def _fp8(parts: Parts, shape: tuple[int, int]) -> Tensor:
-    weight, scale = parts["weight"], parts["weight_scale"]
+    weight = parts["weight"]
     _require("weight", weight, _FP8, shape)
+    return weight.float() * _of_rows(parts["weight_scale"], shape).float()
+
+
+def _of_rows(scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[1, 1] or [rows, 1]: a scale a matrix or a row."""
     if scale.numel() == 1:
         scale = scale.reshape(1, 1)
     elif scale.dim() == 1:
         scale = scale.unsqueeze(1)
     _require("weight_scale", scale, LOADABLE, (1 if len(scale) == 1 else shape[0], 1))
-    return weight.float() * scale.float()
+    return scale
 
 
 def _mxfp4(parts: Parts, shape: tuple[int, int]) -> Tensor:
+    pairs = _pairs_of_blocks(parts, shape)
+    return _times_groups(_e2m1("blocks", pairs, shape), _number(parts["scales"]))
+
+
+def _pairs_of_blocks(parts: Parts, shape: tuple[int, int]) -> Tensor:
+    """The codes [rows, columns / 2]. Raises for scales that do not fit, too."""
     rows, columns = shape
-    groups = columns // _MX_GROUP
-    _require("blocks", parts["blocks"], _BYTES, (rows, groups, _MX_GROUP // 2))
+    groups = columns // MX_GROUP
+    _require("blocks", parts["blocks"], _BYTES, (rows, groups, MX_GROUP // 2))
     _require("scales", parts["scales"], (torch.uint8, _EXPONENTS), (rows, groups))
-    numbers = _e2m1("blocks", parts["blocks"].reshape(rows, columns // 2), shape)
-    return _times_groups(numbers, _number(parts["scales"]))
+    return parts["blocks"].reshape(rows, columns // 2)
 
 
 def _nvfp4(parts: Parts, shape: tuple[int, int]) -> Tensor:
@@ -137,16 +173,30 @@ def _two_scales(
     parts: Parts, weight: str, of_all: str, power: int, shape: tuple[int, int]
 ) -> Tensor:
     """FP4 times the scales of groups, times the `power` of the whole matrix's scale."""
-    rows, columns = shape
-    scale = parts["weight_scale"]
-    _require("weight_scale", scale, (torch.float8_e4m3fn,), (rows, columns // _NV_GROUP))
-    if parts[of_all].numel() != 1:
-        raise Unfit(of_all, f"has shape {list(parts[of_all].shape)}; a matrix has one number")
-    scales = scale.float() * parts[of_all].float().reshape(1, 1).pow(power)
+    scale_2 = _scales_of_groups(parts, of_all, power, shape)
+    scales = parts["weight_scale"].float() * scale_2
     return _times_groups(_e2m1(weight, parts[weight], shape), scales)
 
 
+def _scales_of_groups(parts: Parts, of_all: str, power: int, shape: tuple[int, int]) -> Tensor:
+    """What multiplies the scales of groups: [1, 1]. Raises where these do not fit, too."""
+    groups = (shape[0], shape[1] // NV_GROUP)
+    _require("weight_scale", parts["weight_scale"], (torch.float8_e4m3fn,), groups)
+    if parts[of_all].numel() != 1:
+        raise Unfit(of_all, f"has shape {list(parts[of_all].shape)}; a matrix has one number")
+    return parts[of_all].float().reshape(1, 1).pow(power)
+
+
 def _int4(parts: Parts, shape: tuple[int, int]) -> Tensor:
+    _require_int4(parts, shape)
+    packed, columns = parts["weight_packed"], shape[1]
+    shifts = torch.arange(0, 4 * _INT4_IN_WORD, 4, device=packed.device, dtype=torch.int32)
+    fields = ((packed.unsqueeze(-1) >> shifts) & 0xF).flatten(1)[:, :columns]
+    return _times_groups((fields - INT4_ZERO).float(), parts["weight_scale"].float())
+
+
+def _require_int4(parts: Parts, shape: tuple[int, int]) -> None:
+    """Raises unless words and scales fit each other and the shape."""
     rows, columns = shape
     told = parts.get("weight_shape")
     if told is not None and tuple(told.tolist()) != shape:
@@ -162,10 +212,103 @@ def _int4(parts: Parts, shape: tuple[int, int]) -> Tensor:
             f"{columns}",
         )
     _require("weight_scale", scale, LOADABLE, tuple(scale.shape))
-    shifts = torch.arange(0, 4 * _INT4_IN_WORD, 4, device=packed.device, dtype=torch.int32)
-    fields = ((packed.unsqueeze(-1) >> shifts) & 0xF).flatten(1)[:, :columns]
-    return _times_groups((fields - _INT4_ZERO).float(), scale.float())
 
+
+# --- as they are shipped -------------------------------------------------------------------------
+
+_IN_NUMBERS = (
+    "set weight_format=None, which MoEConfig.from_hf(..., dequantize=True) does, to read it in "
+    "numbers"
+)
+
+
+def _hold_blocks(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+    weight, of_blocks = parts["weight"], row.parts[1]
+    _require_e4m3(weight, shape)
+    blocks = tuple(-(-length // BLOCK) for length in shape)
+    _require(of_blocks, parts[of_blocks], (*LOADABLE, _EXPONENTS, torch.uint8), blocks)
+    if shape[0] // halves % BLOCK != 0 and halves > 1:
+        raise Unfit(
+            of_blocks,
+            f"has a block with rows of gate and of up, as {shape[0] // halves} is no multiple of "
+            f"{BLOCK}: {_IN_NUMBERS}",
+        )
+    return Held(weight, _number(parts[of_blocks]))
+
+
+def _hold_rows(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+    return Held(parts["weight"], _fp8_scale(parts, shape).expand(shape[0]))
+
+
+def _hold_matrix(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+    scale = _fp8_scale(parts, shape)
+    if len(scale) > 1:
+        raise Unfit(
+            "weight_scale",
+            f"has a number for each of {len(scale)} rows, and weight_format is 'fp8_tensor': set "
+            "weight_format='fp8_channel'",
+        )
+    return Held(parts["weight"], scale.expand(halves))
+
+
+def _fp8_scale(parts: Parts, shape: tuple[int, int]) -> Tensor:
+    """[1] or [rows], in float32."""
+    _require_e4m3(parts["weight"], shape)
+    return _of_rows(parts["weight_scale"], shape).float().flatten()
+
+
+def _require_e4m3(weight: Tensor, shape: tuple[int, int]) -> None:
+    if weight.dtype == torch.float8_e5m2:
+        raise Unfit(
+            "weight", f"is {weight.dtype}, and a layer's is {torch.float8_e4m3fn}: {_IN_NUMBERS}"
+        )
+    _require("weight", weight, (torch.float8_e4m3fn,), shape)
+
+
+def _hold_mxfp4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+    if row.name == "mxfp4":
+        pairs, scale = _pairs_of_blocks(parts, shape), parts["scales"]
+    else:
+        pairs, scale = parts["weight"], parts["scale"]
+        _require("weight", pairs, (*_BYTES, _PAIRS), (shape[0], shape[1] // 2))
+        groups = (shape[0], shape[1] // MX_GROUP)
+        _require("scale", scale, (_EXPONENTS, torch.uint8), groups)
+    return Held(_bytes_of(pairs), _bytes_of(scale))
+
+
+def _hold_nvfp4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+    weight, of_groups, of_all = row.parts
+    scale_2 = _scales_of_groups(parts, of_all, -1 if row.name == "nvfp4_packed" else 1, shape)
+    _require(weight, parts[weight], (*_BYTES, _PAIRS), (shape[0], shape[1] // 2))
+    return Held(_bytes_of(parts[weight]), parts[of_groups], scale_2.flatten().expand(halves))
+
+
+def _hold_int4(row: Format, parts: Parts, shape: tuple[int, int], halves: int) -> Held:
+    _require_int4(parts, shape)
+    scale = parts["weight_scale"]
+    group = shape[1] // scale.shape[1]
+    if group != INT4_GROUP or scale.dtype != torch.bfloat16:
+        raise Unfit(
+            "weight_scale",
+            f"is {scale.dtype} and has a number for {group} columns, and a layer's is "
+            f"{torch.bfloat16} for {INT4_GROUP}: {_IN_NUMBERS}",
+        )
+    # A word's first code is in its lowest bits, which are those of its first byte.
+    return Held(parts["weight_packed"].contiguous().view(torch.uint8), scale)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+_HOLD: Mapping[str, Callable[[Format, Parts, tuple[int, int], int], Held]] = {
+    "fp8_block128": _hold_blocks,
+    "fp8_channel": _hold_rows,
+    "fp8_tensor": _hold_matrix,
+    "mxfp4": _hold_mxfp4,
+    "nvfp4": _hold_nvfp4,
+    "int4_group32": _hold_int4,
+}
 
 PLAIN = Format("plain", "unquantised", ("weight",), _plain)
 FORMATS: tuple[Format, ...] = (
@@ -176,12 +319,14 @@ FORMATS: tuple[Format, ...] = (
         ("weight", "weight_scale_inv"),
         _fp8_blocks,
         ("activation_scale", "input_scale"),
+        held_as=("fp8_block128",),
     ),
     Format(
         "scaled_blocks",
-        f"FP8 in blocks of {BLOCK}x{BLOCK}, or FP4 in groups of {_MX_GROUP} (scale)",
+        f"FP8 in blocks of {BLOCK}x{BLOCK}, or FP4 in groups of {MX_GROUP} (scale)",
         ("weight", "scale"),
         _scaled_blocks,
+        held_as=("fp8_block128", "mxfp4"),
     ),
     Format(
         "fp8",
@@ -189,14 +334,16 @@ FORMATS: tuple[Format, ...] = (
         ("weight", "weight_scale"),
         _fp8,
         ("input_scale",),
+        held_as=("fp8_channel", "fp8_tensor"),
     ),
-    Format("mxfp4", "MXFP4 (blocks and scales)", ("blocks", "scales"), _mxfp4),
+    Format("mxfp4", "MXFP4 (blocks and scales)", ("blocks", "scales"), _mxfp4, held_as=("mxfp4",)),
     Format(
         "nvfp4",
         "NVFP4 (weight_scale and weight_scale_2)",
         ("weight", "weight_scale", "weight_scale_2"),
         _nvfp4,
         ("input_scale",),
+        held_as=("nvfp4",),
     ),
     Format(
         "nvfp4_packed",
@@ -204,12 +351,14 @@ FORMATS: tuple[Format, ...] = (
         ("weight_packed", "weight_scale", "weight_global_scale"),
         _nvfp4_packed,
         ("input_global_scale",),
+        held_as=("nvfp4",),
     ),
     Format(
         "int4",
         "int4 (weight_packed and weight_scale)",
         ("weight_packed", "weight_scale", "weight_shape"),
         _int4,
+        held_as=("int4_group32",),
     ),
 )
 BY_NAME = {row.name: row for row in FORMATS}
@@ -254,19 +403,13 @@ def require_format(shown: str, found: Sequence[str], allowed: Sequence[str]) -> 
 
 def _number(scale: Tensor) -> Tensor:
     """Scales in float32; a byte is an exponent (E8M0)."""
-    if scale.dtype == torch.uint8:
-        exponents = scale.int() - _EXPONENT_BIAS
-        powers: Tensor = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-        return powers
-    return scale.float()
+    return exponent_value(scale) if scale.dtype == torch.uint8 else scale.float()
 
 
 def _e2m1(part: str, pairs: Tensor, shape: tuple[int, int]) -> Tensor:
     """Numbers of 4 bits, two a byte with the first in the low half, in float32."""
     _require(part, pairs, (*_BYTES, _PAIRS), (shape[0], shape[1] // 2))
-    bits = pairs.contiguous().view(torch.uint8)
-    table = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=pairs.device)
-    return table[torch.stack((bits & 0xF, bits >> 4), dim=-1).flatten(1).int()]
+    return e2m1_value(pairs.contiguous().view(torch.uint8))
 
 
 def _times_groups(numbers: Tensor, scales: Tensor) -> Tensor:

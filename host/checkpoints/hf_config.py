@@ -12,27 +12,23 @@ from typing import Any
 
 import torch
 
-from moeos.checkpoints import sparse_layers
+from moeos.checkpoints import quantization_configs, sparse_layers
 from moeos.checkpoints.families import BY_MODEL_TYPE, FAMILIES, NEUTRAL, Family, Read, SharedExperts
 from moeos.checkpoints.fields import Values, count, listed, require_works, shown, works
 from moeos.config import DTYPES, MoEConfig
 
-_QUANTISED = {
-    "fp8": "FP8",
-    "mxfp4": "MXFP4",
-    "compressed-tensors": "int4 or NVFP4",
-    "modelopt": "NVFP4 or FP8",
-}
-_BLOCK = [128, 128]
 _SIZES = ("hidden", "intermediate", "experts", "top_k", "zero_experts")
 """Of which null means nothing: no model's code takes it for its default."""
 _DTYPES = ("dtype", "torch_dtype")
 
 
-def config_from_hf(config: object, layer: int | None, shared: bool, changes: Values) -> MoEConfig:
+def config_from_hf(
+    config: object, layer: int | None, shared: bool, dequantize: bool, changes: Values
+) -> MoEConfig:
     """See `MoEConfig.from_hf`."""
-    if not isinstance(shared, bool):
-        raise TypeError(f"shared is {shared!r}; it must be True or False")
+    for switch, value in (("shared", shared), ("dequantize", dequantize)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{switch} is {value!r}; it must be True or False")
     name, values = _family_of(_values_of(config))
     family = FAMILIES[name]
     fields: dict[str, Any] = {"layout": name, "routing": family.routing}
@@ -54,7 +50,10 @@ def config_from_hf(config: object, layer: int | None, shared: bool, changes: Val
     for field, working in {**NEUTRAL, **family.works}.items():
         if field not in known:
             require_works(values, field, working)
-    _require_quantisation(values.get("quantization_config"))
+    if dequantize or "weight_format" in changes:
+        quantization_configs.require_known(values)
+    else:
+        fields["weight_format"] = quantization_configs.weight_format_of(values)
     for field, read in reads.items():
         fields[field] = _look_up(values, read, layer, is_size=field in _SIZES)
     if family.activations:
@@ -77,13 +76,13 @@ def config_from_hf(config: object, layer: int | None, shared: bool, changes: Val
         raise type(error)(f"{called}{error}") from None
 
 
-def _values_of(config: object, name: str = "config") -> Values:
+def _values_of(config: object) -> Values:
     if isinstance(config, Mapping):
         return config
     to_dict = getattr(config, "to_dict", None)
     if to_dict is None:
         raise TypeError(
-            f"{name} is a {type(config).__name__}; it must be a transformers config, or the dict "
+            f"config is a {type(config).__name__}; it must be a transformers config, or the dict "
             "that its config.json holds"
         )
     values: Values = to_dict()
@@ -160,15 +159,3 @@ def _dtype_of(values: Values) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(works("dtype", found, DTYPES))
     return DTYPES[name]
-
-
-def _require_quantisation(found: Any) -> None:
-    if found is None:
-        return
-    values = _values_of(found, "quantization_config")
-    method = values.get("quant_method")
-    if not isinstance(method, str) or method not in _QUANTISED:
-        raise ValueError(works("quantization_config.quant_method", method, _QUANTISED))
-    block = values.get("weight_block_size")
-    if block is not None and (not isinstance(block, (list, tuple)) or [*block] != _BLOCK):
-        raise ValueError(works("quantization_config.weight_block_size", block, (_BLOCK,)))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
 from moeos import call_checks, reference
 from moeos.cli.workload import Batch
+from moeos.formats import dequantize
 from moeos.layer import MoELayer
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -134,25 +136,44 @@ class Checker:
 
 def share_weights(layer: MoELayer) -> dict[str, Tensor]:
     """The weights of all experts, in the layer's dtype: w1 and w2, b1 and b2 where it has them.
+    Those of a format are what their codes stand for.
 
     Collective. Each rank copies its own into rank 0's part of a new heap in this machine's memory,
     and all see them there: one copy for all ranks. It is gone when the world is closed.
     """
     world = layer.world
-    mine = {
-        name: weight
-        for name in ("w1", "w2", "b1", "b2")
-        if (weight := getattr(layer, name)) is not None
+    cfg, local = layer.cfg, len(layer.w1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "w1": (cfg.w1_rows, cfg.hidden),
+        "w2": (cfg.hidden, cfg.intermediate),
     }
-    sizes = {name: weight.nbytes * world.size for name, weight in mine.items()}
+    if cfg.bias:
+        shapes |= {"b1": (cfg.w1_rows,), "b2": (cfg.hidden,)}
+    sizes = {
+        name: math.prod(shape) * cfg.experts * cfg.dtype.itemsize for name, shape in shapes.items()
+    }
     heap = world.allocate_heap(sum(size + _ALIGNMENT for size in sizes.values()))
     address = heap.addresses[0]
     every: dict[str, Tensor] = {}
-    for name, weight in mine.items():
+    for name, shape in shapes.items():
         memory = (ctypes.c_byte * sizes[name]).from_address(address)
-        experts = torch.frombuffer(memory, dtype=weight.dtype).view(-1, *weight.shape[1:])
-        experts[world.rank * len(weight) : (world.rank + 1) * len(weight)].copy_(weight)
+        experts = torch.frombuffer(memory, dtype=cfg.dtype).view(cfg.experts, *shape)
+        for expert in range(local):
+            experts[world.rank * local + expert].copy_(_numbers(layer, name, expert))
         every[name] = experts
         address += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
     world.control.barrier()
     return every
+
+
+def _numbers(layer: MoELayer, name: str, expert: int) -> Tensor:
+    """What one of this rank's experts has under a name, in numbers."""
+    cfg = layer.cfg
+    weight: Tensor = getattr(layer, name).detach()[expert]
+    if cfg.weight_format is None or name not in ("w1", "w2"):
+        return weight
+    scales = (getattr(layer, name + end) for end in ("_scale", "_scale_2"))
+    scale, scale_2 = (None if tensor is None else tensor.detach()[expert] for tensor in scales)
+    assert scale is not None
+    halves = cfg.halves if name == "w1" else 1
+    return dequantize(weight, scale, scale_2, cfg.weight_format, halves, torch.float32)

@@ -14,6 +14,7 @@ from typing import get_args
 import numpy
 
 from moeos import _runtime
+from moeos.call_checks import expected_scales, expected_weights
 from moeos.config import MoEConfig, RowMap
 from moeos.engines.twin import sizes_of
 
@@ -129,7 +130,9 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
 
 
 def weight_bytes_per_rank(cfg: MoEConfig, ranks: int) -> int:
-    """Gate, w1 and w2, and b1, b2 and shared experts where the layer has them, of one rank."""
+    """Gate, w1 and w2 with their scales, and b1, b2 and shared experts where the layer has them, of
+    one rank.
+    """
     router = cfg.experts * cfg.hidden * cfg.gate_dtype.itemsize
     return router + cfg.experts_per_rank(ranks) * _expert_bytes(cfg) + _shared_bytes(cfg)
 
@@ -297,10 +300,17 @@ def pack_tiles(rows: Sequence[int], tile_rows: int) -> list[list[tuple[int, int,
 
 
 def _expert_bytes(cfg: MoEConfig) -> int:
-    elements = (cfg.w1_rows + cfg.intermediate) * cfg.hidden
-    if cfg.bias:
-        elements += cfg.w1_rows + cfg.hidden
-    return elements * cfg.dtype.itemsize
+    return sum(expert_bytes_by_name(cfg).values())
+
+
+def expert_bytes_by_name(cfg: MoEConfig) -> dict[str, int]:
+    """Of each tensor of one expert, by its name in the layer."""
+    every = (*expected_weights(cfg, 1), *expected_scales(cfg, 1))
+    return {
+        wanted.name: wanted.shape.numel() * wanted.dtype.itemsize
+        for wanted in every
+        if wanted is not None
+    }
 
 
 def _shared_elements(cfg: MoEConfig) -> int:

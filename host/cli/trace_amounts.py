@@ -11,7 +11,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeos.cli.estimate import H200_GEMM_FLOPS, H200_LINK_BYTES, H200_MEMORY_BYTES
+from moeos.cli.estimate import (
+    H200_GEMM_FLOPS,
+    H200_LINK_BYTES,
+    H200_MEMORY_BYTES,
+    expert_bytes_by_name,
+)
 from moeos.config import DTYPES, MoEConfig
 from moeos.timeline import weights
 from moeos.timeline.call import COURIERS, DISPATCH, GEMM0, GEMM1, CallTrace, kind_name
@@ -131,10 +136,12 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
     cfg = _config_of(about)
     if cfg is None or not call.whole:
         return {}
-    column = cfg.hidden * cfg.dtype.itemsize
-    return weights.replay(
-        call, {GEMM0: cfg.w1_rows * column, GEMM1: cfg.intermediate * column}, CACHE_BYTES
-    )
+    of_each = expert_bytes_by_name(cfg)
+    sums = {
+        kind: sum(size for name, size in of_each.items() if name.startswith(matrix))
+        for kind, matrix in ((GEMM0, "w1"), (GEMM1, "w2"))
+    }
+    return weights.replay(call, sums, CACHE_BYTES)
 
 
 def _config_of(about: Mapping[str, Any]) -> MoEConfig | None:

@@ -20,17 +20,18 @@ class CallTensors(NamedTuple):
     """The tensors of one call, of checked shapes and dtypes; contiguous and in the layer's dtype
     unless said.
 
-    x [rows, H] and out [rows, H], which share no memory: a call may keep sums in out while it
-    reads x; gate [R, H] of cfg.gate_dtype, or None if routing is given; selection_bias,
-    router_bias and expert_scale fp32 [R], or None; shared_w1 [n, 2Is or Is, H], shared_w2
-    [n, H, Is] and shared_gate [H], or None; topk_ids int32 or int64 [rows, k] and
-    topk_weights of any floating point type [rows, k], of any strides, or None: without weights the
-    gate weighs these ids, and without either it chooses, too; w1 [X, 2I or I, H]; w2 [X, H, I]; b1
-    and b2 or None; tokens int32 [1] or [], S, or None: S is the number of rows; any_ids: an id that
-    is no expert is an unused slot, else -1 alone is one and others end the call; pieces: the number
-    of collective calls that it is cut into, equal on all ranks, each of `max_tokens` rows until
-    there are no more (`moeos.engines.pieces`). Values are not checked: the machine that can look at
-    them does.
+    x [rows, H] and out [rows, H], which share no memory: a call may keep sums in out while it reads
+    x; gate [R, H] of cfg.gate_dtype, or None if routing is given; selection_bias, router_bias and
+    expert_scale fp32 [R], or None; shared_w1 [n, 2Is or Is, H], shared_w2 [n, H, Is] and
+    shared_gate [H], or None; topk_ids int32 or int64 [rows, k] and topk_weights of any floating
+    point type [rows, k], of any strides, or None: without weights the gate weighs these ids, and
+    without either it chooses, too; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; with
+    cfg.weight_format w1 and w2 are its codes, and w1_scale, w2_scale, w1_scale_2 and w2_scale_2 its
+    scales, or None, as `moeos.formats` has them; tokens int32 [1] or [], S, or None: S is the
+    number of rows; any_ids: an id that is no expert is an unused slot, else -1 alone is one and
+    others end the call; pieces: the number of collective calls that it is cut into, equal on all
+    ranks, each of `max_tokens` rows until there are no more (`moeos.engines.pieces`). Values are
+    not checked: the machine that can look at them does.
     """
 
     x: torch.Tensor
@@ -51,6 +52,10 @@ class CallTensors(NamedTuple):
     shared_w1: torch.Tensor | None = None
     shared_w2: torch.Tensor | None = None
     shared_gate: torch.Tensor | None = None
+    w1_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w1_scale_2: torch.Tensor | None = None
+    w2_scale_2: torch.Tensor | None = None
 
 
 _OF_THE_GATE = {

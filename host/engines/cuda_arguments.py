@@ -186,7 +186,7 @@ class ArgumentPacker:
         """
         # By place, as names cost more; the order is that of the fields.
         x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids = tensors[:12]
-        router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:]
+        router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:18]
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats in which a layer holds its experts' weights: codes of 8 or 4 bits, and scales.
+
+A weight is its code times its scale, or scales. One table says what the tensors are like; the two
+functions behind it turn numbers into them and back. kernels/formats.hpp has the same for the
+kernels. This file knows matrices, and nothing of layers, ranks or checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+WeightFormat = Literal[
+    "fp8_block128", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "int4_group32"
+]
+NAMES: tuple[str, ...] = get_args(WeightFormat)
+"""Of all formats; the kernels number them in this order, from 1 on."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of the 4-bit floats, by their lower 3 bits; the fourth is the sign."""
+EXPONENT_BIAS = 127
+"""Of the bytes that are exponents (E8M0)."""
+INT4_ZERO = 8
+"""What is added to a 4-bit integer to store it."""
+BLOCK = 128
+"""Rows and columns of a block of FP8 that share a scale."""
+MX_GROUP, NV_GROUP, INT4_GROUP = 32, 16, 32
+"""Columns of a row that share a scale."""
+
+_E4M3_MOST = 448.0
+_E2M1_MOST, _E2M1_EXPONENT = 6.0, 2
+_INT4_MOST = 7.0
+_NAN_EXPONENT = 255
+_E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""In the middle between two magnitudes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One way to hold matrices.
+
+    Attributes:
+        name: of the row.
+        code_dtype: of a tensor of codes; two of 4 bits are a byte, the first in its low half.
+        code_bits: of one of them.
+        scale_dtype: of the scales.
+        rows, columns: of a matrix that share a scale; None: all of them.
+        scale_2: each matrix has an fp32 scale besides.
+        multiple: rows and columns of a matrix are multiples of it.
+    """
+
+    name: str
+    code_dtype: torch.dtype
+    code_bits: int
+    scale_dtype: torch.dtype
+    rows: int | None
+    columns: int | None
+    scale_2: bool
+    multiple: int
+
+    def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Of the codes of so many rows."""
+        return rows, columns * self.code_bits // 8
+
+    def scale_shape(self, halves: int, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the scales of `halves` matrices, one below the other, of so many rows each."""
+        down = halves * (1 if self.rows is None else -(-rows // self.rows))
+        return (down,) if self.columns is None else (down, -(-columns // self.columns))
+
+
+def _fp8(name: str, rows: int | None, columns: int | None) -> Format:
+    return Format(name, torch.float8_e4m3fn, 8, torch.float32, rows, columns, False, 16)
+
+
+def _of_4_bits(name: str, scale: torch.dtype, group: int, scale_2: bool = False) -> Format:
+    return Format(name, torch.uint8, 4, scale, 1, group, scale_2, 32)
+
+
+FORMATS = {
+    row.name: row
+    for row in (
+        _fp8("fp8_block128", BLOCK, BLOCK),
+        _fp8("fp8_channel", 1, None),
+        _fp8("fp8_tensor", None, None),
+        _of_4_bits("mxfp4", torch.uint8, MX_GROUP),
+        _of_4_bits("nvfp4", torch.float8_e4m3fn, NV_GROUP, scale_2=True),
+        _of_4_bits("int4_group32", torch.bfloat16, INT4_GROUP),
+    )
+}
+"""By name."""
+
+
+def quantize_matrix(weight: Tensor, name: str, halves: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and, where the format has them, the scales of whole matrices.
+
+    The largest magnitude that shares a scale becomes the largest of the code, or, with mxfp4, the
+    next power of two below that does (OCP Microscaling Formats 1.0). What lies between two codes
+    becomes the nearer one, and the even one of two that are as near.
+
+    Args:
+        weight: [..., R, C] of any floating dtype: `halves` matrices, one below the other.
+        name: of the format.
+        halves: 2 where a matrix is a gate's and what it gates, else 1.
+    """
+    row = FORMATS[name]
+    every = weight.float().unflatten(-2, (halves, -1))
+    largest = _largest(every, row)
+    scale_2: Tensor | None = None
+    if name == "mxfp4":
+        scale = _exponents(largest)
+        divisor = exponent_value(scale)
+    elif row.scale_2:
+        of_all = largest.amax(dim=(-2, -1), keepdim=True)
+        over = _or_one(of_all / (_E4M3_MOST * _E2M1_MOST))
+        wanted = (largest / _E2M1_MOST / over).clamp(max=_E4M3_MOST)
+        scale = wanted.to(row.scale_dtype)
+        divisor = _or_one(scale.float()) * over
+        scale_2 = over.flatten(-3)
+    else:
+        most = _INT4_MOST if name == "int4_group32" else _E4M3_MOST
+        scale = _or_one((largest / most).to(row.scale_dtype))
+        divisor = scale.float()
+    codes = _codes(every / _spread(divisor, every.shape, row), row).flatten(-3, -2)
+    return codes, scale.flatten(-3, -2 if row.columns is not None else -1), scale_2
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    scale_2: Tensor | None,
+    name: str,
+    halves: int,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """The numbers [..., R, C] that codes and scales stand for: exact in float64.
+
+    Shapes are those that `quantize_matrix` returns, of any leading dimensions.
+    """
+    row = FORMATS[name]
+    numbers = _numbers(codes, row).to(dtype).unflatten(-2, (halves, -1))
+    grid = exponent_value(scale) if name == "mxfp4" else scale
+    grid = grid.to(dtype)
+    if row.columns is None:
+        grid = grid.unsqueeze(-1)
+    numbers = numbers * _spread(grid.unflatten(-2, (halves, -1)), numbers.shape, row)
+    if scale_2 is not None:
+        numbers = numbers * scale_2.to(dtype)[..., None, None]
+    return numbers.flatten(-3, -2)
+
+
+def e2m1_value(pairs: Tensor) -> Tensor:
+    """[..., n] bytes of two 4-bit floats each -> [..., 2n] in float32."""
+    table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=pairs.device)
+    found: Tensor = table[_halves_of(pairs).int()]
+    return found
+
+
+def exponent_value(exponents: Tensor) -> Tensor:
+    """Bytes that are exponents (E8M0) in float32: 2^(byte - 127), and NaN for 255."""
+    exact = torch.ldexp(
+        torch.ones_like(exponents, dtype=torch.float64), exponents.int() - EXPONENT_BIAS
+    )
+    found: Tensor = exact.masked_fill(exponents == _NAN_EXPONENT, math.nan).float()
+    return found
+
+
+def _largest(every: Tensor, row: Format) -> Tensor:
+    """The largest magnitudes [..., halves, grid rows, grid columns] of what shares a scale."""
+    rows, columns = every.shape[-2:]
+    down, across = row.rows or rows, row.columns or columns
+    padded = functional.pad(every.abs(), (0, -columns % across, 0, -rows % down))
+    found: Tensor = padded.unflatten(-1, (-1, across)).unflatten(-3, (-1, down)).amax((-3, -1))
+    return found
+
+
+def _spread(grid: Tensor, shape: torch.Size, row: Format) -> Tensor:
+    """[..., grid rows, grid columns] to something that multiplies [..., rows, columns]."""
+    rows, columns = shape[-2:]
+    if row.rows is not None and row.rows > 1:
+        grid = grid.repeat_interleave(row.rows, -2)[..., :rows, :]
+    if row.columns is not None:
+        grid = grid.repeat_interleave(row.columns, -1)[..., :columns]
+    return grid
+
+
+def _or_one(scale: Tensor) -> Tensor:
+    """Scales without zeros, which nothing can be divided by."""
+    return scale.masked_fill(scale == 0, 1.0)
+
+
+def _exponents(largest: Tensor) -> Tensor:
+    """The scales of mxfp4, as bytes."""
+    power = torch.frexp(largest).exponent - 1 - _E2M1_EXPONENT + EXPONENT_BIAS
+    found = power.clamp(0, _NAN_EXPONENT - 1)
+    found = found.masked_fill(largest == 0, 0).masked_fill(largest.isinf(), _NAN_EXPONENT - 1)
+    return found.masked_fill(largest.isnan(), _NAN_EXPONENT).to(torch.uint8)
+
+
+def _codes(numbers: Tensor, row: Format) -> Tensor:
+    """The codes nearest to numbers that have been divided by their scales."""
+    if row.code_bits == 8:
+        return numbers.clamp(-_E4M3_MOST, _E4M3_MOST).to(row.code_dtype)
+    if row.name == "int4_group32":
+        halves = (numbers.round().clamp(-INT4_ZERO, _INT4_MOST) + INT4_ZERO).to(torch.uint8)
+    else:
+        ties = torch.tensor(_E2M1_TIES, device=numbers.device)
+        ties[1::2] = ties[1::2].nextafter(torch.zeros((), device=ties.device))  # up, to even codes
+        magnitude = torch.bucketize(numbers.abs(), ties, out_int32=True).to(torch.uint8)
+        halves = magnitude | (numbers.signbit().to(torch.uint8) << 3)
+    return halves[..., 0::2] | (halves[..., 1::2] << 4)
+
+
+def _numbers(codes: Tensor, row: Format) -> Tensor:
+    """What codes stand for without their scales, in float32."""
+    if row.code_bits == 8:
+        return codes.float()
+    if row.name == "int4_group32":
+        return _halves_of(codes).float() - INT4_ZERO
+    return e2m1_value(codes)
+
+
+def _halves_of(pairs: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., 2n] halves, the low one first."""
+    return torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a layer whose weights are in a format of one whose are not.
+
+It knows layers, and nothing of what a format means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moeos import call_checks
+from moeos.formats import NAMES, WeightFormat
+from moeos.layer import MoELayer
+
+
+def quantize(layer: MoELayer, weight_format: WeightFormat) -> MoELayer:
+    """A layer of the same world and workspace with the weights of `layer` in a format.
+
+    The gate, the biases and the shared experts are copied as they are. `layer` stays what it was.
+    Collective, as making a layer is. Each expert's matrices are rounded for themselves: what comes
+    of one does not depend on the number of ranks.
+
+    Args:
+        layer: one without a format, and with weights that have values.
+        weight_format: as of `MoEConfig`.
+
+    Raises:
+        TypeError: `layer` is no MoELayer.
+        ValueError: it has a format, or a weight that is not as the layer was made, or
+            `weight_format` is none, or does not fit the sizes.
+        RuntimeError: the layer was read from a pickle, and has no world yet.
+        ConfigMismatch: the ranks' formats differ; the same error on all of them.
+    """
+    if not isinstance(layer, MoELayer):
+        raise TypeError(f"layer is a {type(layer).__name__}; it must be a MoELayer")
+    cfg = layer.cfg
+    if cfg.weight_format is not None:
+        raise ValueError(
+            f"the layer has weight_format {cfg.weight_format!r}; quantize takes one without a "
+            "format: load its weights with MoEConfig.from_hf(..., dequantize=True)"
+        )
+    if weight_format is None:
+        raise ValueError(f"weight_format is None; it must be one of {', '.join(NAMES)}")
+    made_of = dataclasses.replace(cfg, weight_format=weight_format)
+    if layer.experts is None:
+        raise RuntimeError(
+            "the layer was read from a pickle and has no world: call layer.bind(world) first"
+        )
+    _require_values(layer, layer.experts.device)
+    made = MoELayer(made_of, layer.world, layer.experts.workspace, init=False)
+    with torch.no_grad():
+        for expert in range(len(layer.w1)):
+            for name in ("w1", "w2"):
+                made.set_matrix(name, expert, getattr(layer, name)[expert])
+        for name in ("b1", "b2", *call_checks.SHARED):
+            if getattr(made, name) is not None:
+                getattr(made, name).copy_(getattr(layer, name))
+    made.gate.load_state_dict(layer.gate.state_dict())
+    return made
+
+
+def _require_values(layer: MoELayer, device: torch.device) -> None:
+    """Raises for a weight that is missing, or is not what a call would take."""
+    cfg = layer.cfg
+    local = cfg.experts_per_rank(layer.world.size)
+    wanted = (*call_checks.expected_weights(cfg, local), *call_checks.expected_shared(cfg))
+    for one in wanted:
+        if one is not None:
+            given = layer._parameters.get(one.name)
+            call_checks.check_weight(device, one, given, "the layer was made with one")
