@@ -36,6 +36,7 @@ _COMPUTED_WITH = (*call_checks.WEIGHTS, *call_checks.SHARED)
 """What has the layer's dtype, and keeps it."""
 _CODED = ("w1", "w2", *call_checks.SCALES)
 """What is of a format, in a layer that has one."""
+_SMALL_FLOATS = (torch.float8_e4m3fn,)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By their bytes."""
 
@@ -359,7 +360,7 @@ class MoELayer(nn.Module):
         """A layer of the same world with weights of its own. Collective, as making one is."""
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.__setstate__(copy.deepcopy(self._state(), memo))
         if self.experts is not None:
             world, workspace = self.world, self.experts.workspace
             kind = "a copy of a MoELayer"
@@ -367,7 +368,20 @@ class MoELayer(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to the world: what a pickle holds.
+        """What a pickle holds: see `_state`. 8-bit floats, which `pickle` cannot read back, are
+        there as bytes.
+        """
+        state = self._state()
+        state["_parameters"] = {
+            name: tensor
+            if tensor is None or tensor.dtype not in _SMALL_FLOATS
+            else nn.Parameter(tensor.detach().view(torch.uint8), requires_grad=False)
+            for name, tensor in self._parameters.items()
+        }
+        return state
+
+    def _state(self) -> dict[str, Any]:
+        """All but what belongs to the world.
 
         And but what `compile` made: as of any module, a copy is not compiled, or it would run this
         layer.
@@ -380,6 +394,13 @@ class MoELayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.experts = None
+        for wanted in self._of_experts().values():
+            own = None if wanted is None else self._parameters.get(wanted.name)
+            if wanted is None or own is None or own.dtype != torch.uint8:
+                continue
+            if wanted.dtype in _SMALL_FLOATS:
+                numbers = own.detach().view(wanted.dtype)
+                self._parameters[wanted.name] = nn.Parameter(numbers, requires_grad=False)
         wrappers.protect(self)
 
     def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None, init: bool) -> None:
@@ -597,21 +618,20 @@ class MoELayer(nn.Module):
         """Raises `ValueError` where PyTorch would convert codes, or numbers to codes, as if they
         were the same.
         """
-        local = self.cfg.experts_per_rank(self._place[1])
-        every = zip(
-            (*call_checks.WEIGHTS, *call_checks.SCALES),
-            (
-                *call_checks.expected_weights(self.cfg, local),
-                *call_checks.expected_scales(self.cfg, local),
-            ),
-            strict=True,
-        )
-        wanted = dict(every)[name]
+        wanted = self._of_experts()[name]
         if wanted is None or not (wanted.part or dtype in call_checks.CODES):
             return
         wrong = call_checks.wrong_dtype(wanted, dtype)
         if wrong:
             raise ValueError(prefix + wrong)
+
+    def _of_experts(self) -> dict[str, call_checks.Expected | None]:
+        """What the parameters of this rank's experts are to be."""
+        local = self.cfg.experts_per_rank(self._place[1])
+        weights = call_checks.expected_weights(self.cfg, local)
+        scales = call_checks.expected_scales(self.cfg, local)
+        names = (*call_checks.WEIGHTS, *call_checks.SCALES)
+        return dict(zip(names, (*weights, *scales), strict=True))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `nn.Module.register_parameter`; raises `TypeError` for a DTensor, and `ValueError`

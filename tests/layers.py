@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig, MoELayer, Workspace, World, reference
+from moeos.formats import dequantize, quantize_matrix
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """The largest relative Frobenius error of one rank's output of one call."""
@@ -56,7 +57,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """All experts' parameters, in the layer's dtype."""
+    """All experts' parameters, in the layer's dtype, or in its format."""
 
     cfg: MoEConfig
     gate: Tensor
@@ -70,6 +71,10 @@ class Weights:
     shared_w1: Tensor | None = None
     shared_w2: Tensor | None = None
     shared_gate: Tensor | None = None
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    w1_scale_2: Tensor | None = None
+    w2_scale_2: Tensor | None = None
 
     def of_rank(self, rank: int, ranks: int) -> Weights:
         """The router's parameters, the shared experts', and those of one rank's experts."""
@@ -81,7 +86,23 @@ class Weights:
             w2=self.w2[mine],
             b1=None if self.b1 is None else self.b1[mine],
             b2=None if self.b2 is None else self.b2[mine],
+            **{name: None if part is None else part[mine] for name, part in self.scales().items()},
         )
+
+    def scales(self) -> dict[str, Tensor | None]:
+        """Of w1 and w2 that are codes."""
+        names = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
+        return {name: getattr(self, name) for name in names}
+
+    def numbers(self, name: str) -> Tensor:
+        """What w1 or w2 means."""
+        codes: Tensor = getattr(self, name)
+        if self.cfg.weight_format is None:
+            return codes
+        scale, scale_2 = self.scales()[f"{name}_scale"], self.scales()[f"{name}_scale_2"]
+        assert scale is not None
+        halves = self.cfg.halves if name == "w1" else 1
+        return dequantize(codes, scale, scale_2, self.cfg.weight_format, halves)
 
     def layer(self, world: World, workspace: Workspace | None = None) -> MoELayer:
         """A layer of `world` with this rank's part of the weights. Collective."""
@@ -97,6 +118,7 @@ class Weights:
             "b1": mine.b1,
             "b2": mine.b2,
             **self._shared(),
+            **mine.scales(),
         }
         layer.load_state_dict({name: part for name, part in parts.items() if part is not None})
         return layer
@@ -106,8 +128,8 @@ class Weights:
         return reference.moe(
             call.x,
             self.gate,
-            self.w1,
-            self.w2,
+            self.numbers("w1"),
+            self.numbers("w2"),
             self.cfg,
             call.ids,
             call.weights,
@@ -178,11 +200,15 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
 
     bias = uniform(-0.2, 0.2) if cfg.selection_bias else None
     shared, width = cfg.shared_experts, cfg.shared_intermediate
+    w1, w1_scale, w1_scale_2 = _in_format(
+        cfg, draw(cfg.experts, cfg.w1_rows, cfg.hidden), cfg.halves
+    )
+    w2, w2_scale, w2_scale_2 = _in_format(cfg, draw(cfg.experts, cfg.hidden, cfg.intermediate), 1)
     return Weights(
         cfg=cfg,
         gate=gate,
-        w1=draw(cfg.experts, cfg.w1_rows, cfg.hidden),
-        w2=draw(cfg.experts, cfg.hidden, cfg.intermediate),
+        w1=w1,
+        w2=w2,
         b1=draw(cfg.experts, cfg.w1_rows) if cfg.bias else None,
         b2=draw(cfg.experts, cfg.hidden) if cfg.bias else None,
         selection_bias=bias,
@@ -191,7 +217,20 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
         shared_w1=draw(shared, cfg.shared_w1_rows, cfg.hidden) if shared else None,
         shared_w2=draw(shared, cfg.hidden, width) if shared else None,
         shared_gate=draw(cfg.hidden) if cfg.shared_gate else None,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        w1_scale_2=w1_scale_2,
+        w2_scale_2=w2_scale_2,
     )
+
+
+def _in_format(
+    cfg: MoEConfig, numbers: Tensor, halves: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Codes and scales of matrices, in the config's format; themselves without one."""
+    if cfg.weight_format is None:
+        return numbers, None, None
+    return quantize_matrix(numbers, cfg.weight_format, halves)
 
 
 def pair_experts(weights: Weights, seed: int = 0) -> Weights:

@@ -52,6 +52,7 @@ CONFIG = {
     "shared_experts": "1",
     "shared_intermediate": "64",
     "shared_gate": "true",
+    "weight_format": '"mxfp4"',
 }
 RUN = {"tokens": "7", "iterations": "3", "vary_tokens": "true", "text": '["*.md"]'}
 SUITE = {
@@ -155,6 +156,7 @@ PARTNERS |= {
     "expert_groups": ["top_groups is", "top_k is"],
     "top_groups": ["top_k is"],
     "shared_experts": ["shared_intermediate is", "shared_gate is"],
+    "weight_format": ["hidden is", "intermediate is"],
 }
 
 

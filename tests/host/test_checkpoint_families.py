@@ -273,7 +273,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_the_config_of_a_published_model_is_the_one_in_configs(name: str) -> None:
     expected = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
     actual = MoEConfig.from_hf(
-        PUBLISHED[name], layer=3, shared=False, max_tokens=expected.max_tokens
+        PUBLISHED[name], layer=3, shared=False, dequantize=True, max_tokens=expected.max_tokens
     )
     assert dataclasses.replace(actual, layout=None, router_dtype=None) == expected
 
@@ -641,6 +641,11 @@ def test_a_toml_file_may_name_the_config_of_a_model_and_say_what_is_otherwise(
     assert MoEConfig.from_toml(toml).shared_experts == 0
     toml.write_text('hf_config = "config.json"\nhf_shared = 0\n')
     with pytest.raises(TypeError, match=r"layer\.toml: hf_shared is 0; it must be of type bool"):
+        MoEConfig.from_toml(toml)
+    toml.write_text('hf_config = "config.json"\nhf_layer = 3\nhf_dequantize = true\n')
+    assert MoEConfig.from_toml(toml).weight_format is None
+    toml.write_text('hf_config = "config.json"\nhf_dequantize = 1\n')
+    with pytest.raises(TypeError, match=r"layer\.toml: hf_dequantize is 1; it must be of type b"):
         MoEConfig.from_toml(toml)
     toml.write_text('hf_config = "config.json"\nhf_layer = 2\n')
     with pytest.raises(ValueError, match=r"layer\.toml: layer is 2, which has no routed experts"):

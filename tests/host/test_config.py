@@ -52,6 +52,7 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "shared_experts": 0,
         "shared_intermediate": 0,
         "shared_gate": False,
+        "weight_format": None,
     }
 
 
@@ -95,6 +96,7 @@ def test_counts_must_be_at_least_1(name: str, value: int) -> None:
         ("shared_experts", True),
         ("shared_intermediate", 64.0),
         ("shared_gate", 1),
+        ("weight_format", torch.uint8),
         ("swiglu_alpha", "1.702"),
         ("swiglu_clamp", True),
         ("activation", 3),
@@ -430,6 +432,24 @@ def test_shared_experts_are_part_of_the_digest() -> None:
         "shared_intermediate": (0, 64),
         "shared_gate": (False, True),
     }
+
+
+def test_a_format_is_part_of_the_digest_and_says_what_sizes_it_needs() -> None:
+    other = config(weight_format="mxfp4")
+    assert digest_differences(config().digest(), other.digest()) == {
+        "weight_format": (None, "mxfp4")
+    }
+    for name, multiple in (("fp8_channel", 16), ("nvfp4", 32)):
+        for field in ("hidden", "intermediate"):
+            with pytest.raises(
+                ValueError,
+                match=rf"^{field} is 264; it must be a multiple of {multiple} with weight_format "
+                rf"'{name}'$",
+            ):
+                config(weight_format=name, **{field: 264})
+            assert config(weight_format=name, **{field: 9 * multiple})
+    with pytest.raises(ValueError, match=r"^weight_format is 'fp8'; it must be one of fp8_bl"):
+        config(weight_format="fp8")
 
 
 def test_zero_experts_are_rows_of_the_router_and_no_experts_of_a_rank() -> None:

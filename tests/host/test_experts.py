@@ -165,7 +165,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], str]] 
         ValueError,
         r"w1 has shape \[16, 192, 64\]",
     ),
-    "no b1": (lambda w: w.update(b1=None), ValueError, r"b1 is missing; MoEConfig\(bias"),
+    "no b1": (lambda w: w.update(b1=None), ValueError, r"b1 is missing; this config has one"),
     "w1 is a list": (lambda w: w.update(w1=[1]), TypeError, "w1 is a list"),
     "no ids": (lambda w: w.update(topk_ids=None), ValueError, "topk_ids is None"),
     "no routing": (

@@ -291,6 +291,8 @@ ADDED: dict[str, Change] = {
     "shared_w1": lambda layer: setattr(layer, "shared_w1", parameter(1, CFG.w1_rows, HIDDEN)),
     "shared_w2": lambda layer: setattr(layer, "shared_w2", parameter(1, HIDDEN, HIDDEN)),
     "shared_gate": lambda layer: setattr(layer, "shared_gate", parameter(HIDDEN)),
+    "w1_scale": lambda layer: setattr(layer, "w1_scale", parameter(EXPERTS, CFG.w1_rows)),
+    "w2_scale_2": lambda layer: setattr(layer, "w2_scale_2", parameter(EXPERTS, 1)),
 }
 
 
@@ -309,6 +311,8 @@ def test_a_tensor_for_which_the_config_has_no_place_is_refused_by_name(
     needed = f"{fields.get(name, name[len('gate.') :])}=True"
     if name in ("shared_w1", "shared_w2"):
         needed = "shared_experts=1, shared_intermediate=..."
+    if name.startswith(("w1_", "w2_")):
+        needed = "weight_format='nvfp4'" if name.endswith("_2") else "weight_format=..."
 
     def rank_main(world: World) -> torch.Tensor:
         layer = weights.layer(world)
