@@ -143,7 +143,7 @@ def dequantize(
     Shapes are those that `quantize_matrix` returns, of any leading dimensions.
     """
     row = FORMATS[name]
-    numbers = _numbers(codes, row).to(dtype).unflatten(-2, (halves, -1))
+    numbers: Tensor = _numbers(codes, row).to(dtype).unflatten(-2, (halves, -1))
     grid = exponent_value(scale) if name == "mxfp4" else scale
     grid = grid.to(dtype)
     if row.columns is None:

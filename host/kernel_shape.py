@@ -148,7 +148,8 @@ def check_supported(cfg: MoEConfig) -> None:
         raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
     if cfg.weight_format is not None:
         raise ValueError(
-            f"weight_format is {cfg.weight_format!r}; the GPU computes with None, plain weights"
+            f"weight_format is {cfg.weight_format!r}; the GPU computes with None, plain weights: "
+            "MoEConfig.from_hf(..., dequantize=True) reads a model so"
         )
     of_router = "router_rows" if cfg.zero_experts > 0 else "experts"  # with the zero experts
     rows = MAX_TOP_K - (cfg.shared_experts > 0)  # a lane of a warp loads each that is added up

@@ -110,16 +110,7 @@ class MoELayer(nn.Module):
         w1 [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate.
         w2 [X, H, I].
         b1 [X, 2I or I], b2 [X, H] with `cfg.bias`.
-        With `cfg.weight_format` w1 and w2 are codes, e4m3 with the "fp8" ones, else uint8 with two
-            weights a byte: [X, 2I or I, H/2] and [X, H, I/2], the first weight in the low half. A
-            weight is its code times its scales. w1_scale and w2_scale have a scale for each block
-            of 128 x 128 weights (fp32 [X, n * ceil(I/128), ceil(H/128)] and
-            [X, ceil(H/128), ceil(I/128)] with n = 2 if gated, else 1: blocks begin anew at the up
-            rows), for each row (fp32 [X, n * I] and [X, H]), for each matrix (fp32 [X, n] and
-            [X, 1]), or for each g weights of a row ([X, n * I, H/g] and [X, H, I/g]: e8m0 as uint8
-            and g = 32 with "mxfp4", e4m3 and 16 with "nvfp4", bfloat16 and 32 with
-            "int4_group32"). w1_scale_2 [X, n] and w2_scale_2 [X, 1], fp32, are for each matrix,
-            with "nvfp4". None of them can require a gradient.
+        w1_scale, w2_scale with `cfg.weight_format`, and w1_scale_2, w2_scale_2 with "nvfp4": below.
         shared_w1 [n, 2Is or Is, H], shared_w2 [n, H, Is] with n = `cfg.shared_experts` above 0, and
             shared_gate [H] with `cfg.shared_gate`: equal on all ranks, as the gate is.
         gate.bias fp32 [R] with `cfg.router_bias`.
@@ -128,6 +119,19 @@ class MoELayer(nn.Module):
     They start uniform in ±1/sqrt(inputs), from a seed that rank 0 draws: an expert starts the same
     on whichever rank it lies. With `init=False` nothing is drawn, and they hold anything until they
     are loaded. What its calls write belongs to `workspace`, the world's own by default.
+
+    With `cfg.weight_format` w1 and w2 are codes: e4m3 with "fp8_block128", "fp8_channel" and
+    "fp8_tensor", else uint8 with two weights a byte, the first in its low half: [X, 2I or I, H/2]
+    and [X, H, I/2]. A weight is its code times its scale, and its second one. w1's scales and w2's,
+    with n = 2 if gated, else 1:
+        fp8_block128: fp32 [X, n·ceil(I/128), ceil(H/128)] and [X, ceil(H/128), ceil(I/128)]; blocks
+            begin anew at the up rows.
+        fp8_channel: fp32 [X, n·I] and [X, H].
+        fp8_tensor: fp32 [X, n] and [X, 1].
+        mxfp4: e8m0, as uint8, [X, n·I, H/32] and [X, H, I/32].
+        nvfp4: e4m3 [X, n·I, H/16] and [X, H, I/16]; the second ones fp32 [X, n] and [X, 1].
+        int4_group32: bfloat16 [X, n·I, H/32] and [X, H, I/32]; a code is an integer plus 8.
+    None of them may require a gradient. They start as what is drawn, rounded.
 
     Raises:
         ConfigMismatch: the ranks' configs, or `init`, differ; the same error on all of them.

@@ -154,9 +154,16 @@ def _matrices(row: Layout) -> str:
 
 def formats() -> str:
     """A row a format."""
-    heads = ("Format", "What it is", "Parts", "Read past")
+    heads = ("Format", "What it is", "Parts", "Read past", "As it is shipped, `weight_format`")
     rows = [
-        (row.name, row.said, _code(row.parts), _code(row.unused) or "nothing") for row in FORMATS
+        (
+            row.name,
+            row.said,
+            _code(row.parts),
+            _code(row.unused) or "nothing",
+            " or ".join(f"`{name!r}`" for name in row.held_as) or "none",
+        )
+        for row in FORMATS
     ]
     return _table(heads, rows)
 

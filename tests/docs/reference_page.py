@@ -37,6 +37,7 @@ HEAD = (
 
 NOT_FOR_CALLERS = {
     "moeos.experts.Experts.agreed": "a MoELayer makes its own",
+    "moeos.layer.MoELayer.set_matrix": "what a layer draws, and quantize makes",
     "moeos.experts.Caller": "how a MoELayer calls its experts",
     "moeos.experts.Experts.run": "a MoELayer calls its experts",
     "moeos.faults.LayerFaults": "what an engine makes of a plan",
@@ -100,8 +101,8 @@ def subjects() -> list[Subject]:
             "The layer",
             "`MoELayer` is a `torch.nn.Module`: call it as `layer(x, ...)`, with the arguments of "
             "`forward`. `Experts` are what it computes with, for a model that has weights and a "
-            "router of its own.",
-            [*_exported("MoELayer", "Experts"), Entry("CallStats", CallStats)],
+            "router of its own. `quantize` makes a layer whose weights take less memory.",
+            [*_exported("MoELayer", "Experts", "quantize"), Entry("CallStats", CallStats)],
         ),
         Subject(
             "Its config",

@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeos import call_checks
 from moeos.checkpoints import formats, load_block
 from moeos.checkpoints.families import FAMILIES
 from moeos.config import MoEConfig
+from moeos.formats import dequantize
 
 # No size is a multiple of 128, so that the last blocks are parts; all are of 32.
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 160, 288
@@ -367,6 +369,344 @@ def test_parts_of_no_format_are_named_with_the_formats_that_can_be_read() -> Non
 def test_every_format_is_that_of_some_layout() -> None:
     used = {name for family in FAMILIES.values() for row in family.layouts for name in row.formats}
     assert used == set(formats.BY_NAME)
+
+
+# --- as they are shipped ------------------------------------------------------------------------
+
+HELD: dict[str, tuple[How, str]] = {
+    "fp8_blocks": (fp8_blocks, "fp8_block128"),
+    "fp8_blocks_ue8m0": (fp8_blocks_ue8m0, "fp8_block128"),
+    "fp8_blocks_of_bytes": (fp8_blocks_of_bytes, "fp8_block128"),
+    "fp8_rows": (fp8_rows, "fp8_channel"),
+    "fp8_matrix": (fp8_matrix, "fp8_tensor"),
+    "fp8_matrix, a scale a row": (fp8_matrix, "fp8_channel"),
+    "nvfp4": (nvfp4, "nvfp4"),
+    "int4": (int4, "int4_group32"),
+}
+
+
+def meant(cfg: MoEConfig, block: dict[str, Tensor], name: str) -> Tensor:
+    """What a block's codes and scales mean, in float64."""
+    assert cfg.weight_format is not None
+    halves = cfg.halves if name == "w1" else 1
+    scales = (block[f"{name}_scale"], block.get(f"{name}_scale_2"))
+    return dequantize(block[name], *scales, cfg.weight_format, halves)
+
+
+def held(cfg: MoEConfig, names: dict[str, Tensor], rank: int = 0, ranks: int = 1) -> Any:
+    """The block, of which nothing is said to be dequantised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return load_block(cfg, names, PREFIX, rank, ranks)
+
+
+def assert_as_expected(cfg: MoEConfig, block: dict[str, Tensor], experts: int) -> None:
+    """A layer takes the block as it is."""
+    every = (
+        *call_checks.expected_weights(cfg, experts),
+        *call_checks.expected_scales(cfg, experts),
+    )
+    for wanted in every:
+        if wanted is not None:
+            found = block[wanted.name]
+            assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), wanted.name
+            assert found.is_contiguous()
+    assert {*block} == {"gate.weight", *(wanted.name for wanted in every if wanted is not None)}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_a_quantised_matrix_is_kept_as_it_is_shipped(case: str) -> None:
+    how, name = HELD[case]
+    cfg = config(weight_format=name)
+    names, w1, w2 = block(how)
+    whole = held(cfg, names)
+    assert_as_expected(cfg, whole, EXPERTS)
+    assert torch.equal(meant(cfg, whole, "w1"), w1)
+    assert torch.equal(meant(cfg, whole, "w2"), w2)
+    part = held(cfg, names, 1, 2)
+    assert_as_expected(cfg, part, EXPERTS // 2)
+    for key, tensor in part.items():
+        if key != "gate.weight":
+            bits = tensor.view(torch.uint8)
+            assert torch.equal(bits, whole[key][EXPERTS // 2 :].view(torch.uint8)), key
+
+
+def test_a_packed_nvfp4_matrix_has_the_reciprocal_of_its_scale() -> None:
+    cfg = config(weight_format="nvfp4")
+    names, w1, _ = block(nvfp4_packed)
+    whole = held(cfg, names)
+    assert_as_expected(cfg, whole, EXPERTS)
+    assert_close(meant(cfg, whole, "w1"), w1)
+    name = f"{PREFIX}experts.1.up_proj.weight_global_scale"
+    assert torch.equal(whole["w1_scale_2"][1, 1], 1 / names[name][0])
+
+
+def test_what_all_experts_have_in_one_tensor_is_kept_as_well() -> None:
+    cfg = config(weight_format="fp8_channel")
+    names, w1, w2 = stacked(fp8_rows)
+    whole = held(cfg, names)
+    assert_as_expected(cfg, whole, EXPERTS)
+    assert torch.equal(meant(cfg, whole, "w1"), w1)
+    assert torch.equal(meant(cfg, whole, "w2"), w2)
+    cfg = config(weight_format="fp8_tensor")
+    names, w1, _ = stacked(fp8_matrix)  # one scale for gate and up
+    whole = held(cfg, {name: part for name, part in names.items() if "input" not in name})
+    assert_as_expected(cfg, whole, EXPERTS)
+    assert torch.equal(meant(cfg, whole, "w1"), w1)
+
+
+def test_blocks_that_gate_and_up_share_are_refused_and_others_kept() -> None:
+    names, _, _ = stacked(fp8_blocks)
+    with pytest.raises(
+        ValueError,
+        match=r"experts\.gate_up_proj_scale_inv has a block with rows of gate and of up, as 288 is "
+        r"no multiple of 128: set weight_format=None, which MoEConfig\.from_hf\(\.\.\., dequantize",
+    ):
+        held(config(weight_format="fp8_block128"), names)
+    cfg = config(weight_format="fp8_block128", activation="relu2")
+    names, _, w2 = stacked(fp8_blocks)
+    alone = f"{PREFIX}experts."
+    up = {
+        f"{alone}up_proj{end}": names.pop(f"{alone}gate_up_proj{end}") for end in ("", "_scale_inv")
+    }
+    up = {name: part[:, : part.shape[1] // 2] for name, part in up.items()}
+    up[f"{alone}up_proj_scale_inv"] = torch.ones(EXPERTS, 3, 2)
+    whole = held(cfg, names | up)
+    assert_as_expected(cfg, whole, EXPERTS)
+    assert torch.equal(meant(cfg, whole, "w2"), w2)
+
+
+def test_mxfp4_is_kept_with_gate_and_up_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    names = {
+        PREFIX + "router.weight": torch.randn(EXPERTS, HIDDEN, generator=generator),
+        PREFIX + "router.bias": torch.randn(EXPERTS, generator=generator),
+    }
+    meanings = {}
+    for matrix, (rows, columns) in (
+        ("gate_up_proj", (2 * INTERMEDIATE, HIDDEN)),
+        ("down_proj", (HIDDEN, INTERMEDIATE)),
+    ):
+        pairs = drawn_bits(generator, EXPERTS, rows, columns // 2)
+        bits, scale = exponents(generator, EXPERTS, rows, columns // 32)
+        names[f"{PREFIX}experts.{matrix}_blocks"] = pairs.view(EXPERTS, rows, columns // 32, 16)
+        names[f"{PREFIX}experts.{matrix}_scales"] = bits
+        names[f"{PREFIX}experts.{matrix}_bias"] = torch.zeros(EXPERTS, rows)
+        numbers = small_float(nibbles(pairs), 2, 1)
+        meanings[matrix] = numbers * scale.repeat_interleave(32, -1)
+    rules = {"bias": True, "router_bias": True, "activation": "swigluoai", "layout": "gpt_oss"}
+    cfg = config(weight_format="mxfp4", **rules)
+    whole = held(cfg, names)
+    both = meanings["gate_up_proj"]
+    assert torch.equal(meant(cfg, whole, "w1"), torch.cat((both[:, 0::2], both[:, 1::2]), 1))
+    assert torch.equal(meant(cfg, whole, "w2"), meanings["down_proj"])
+
+
+def test_deepseek_v4s_scales_are_kept_beside_fp8_and_fp4() -> None:
+    def fp4(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+        pairs = drawn_bits(generator, shape[0], shape[1] // 2)
+        bits, scale = exponents(generator, shape[0], shape[1] // 32)
+        parts = {"weight": pairs.view(torch.int8), "scale": bits.view(torch.float8_e8m0fnu)}
+        return parts, by_groups(small_float(nibbles(pairs), 2, 1), scale, 1, 32)
+
+    def fp8(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+        parts, numbers = fp8_blocks_ue8m0(generator, shape)
+        return {"weight": parts["weight"], "scale": parts["weight_scale_inv"]}, numbers
+
+    renamed = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for how, name in ((fp4, "mxfp4"), (fp8, "fp8_block128")):
+        names, w1, w2 = block(how)
+        for old, new in renamed.items():
+            names = {name.replace(old, new): tensor for name, tensor in names.items()}
+        cfg = config(layout="deepseek_v4", weight_format=name)
+        whole = held(cfg, names)
+        assert_as_expected(cfg, whole, EXPERTS)
+        assert torch.equal(meant(cfg, whole, "w1"), w1)
+        assert torch.equal(meant(cfg, whole, "w2"), w2)
+
+
+def plain(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    weight = torch.randn(shape, generator=generator)
+    return {"weight": weight}, weight.double()
+
+
+def e5m2(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    parts, numbers = fp8_blocks(generator, shape)
+    return parts | {"weight": parts["weight"].float().to(torch.float8_e5m2)}, numbers
+
+
+def int4_fp16(generator: torch.Generator, shape: tuple[int, int]) -> Quantised:
+    parts, numbers = int4(generator, shape)
+    return parts | {"weight_scale": parts["weight_scale"].half()}, numbers
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "message"),
+    [
+        (
+            fp8_blocks,
+            "mxfp4",
+            "weight is FP8 in blocks of 128x128 (weight_scale_inv), and weight_format is 'mxfp4': "
+            "set weight_format='fp8_block128'",
+        ),
+        (
+            plain,
+            "fp8_tensor",
+            "weight is unquantised, and weight_format is 'fp8_tensor': set weight_format=None, and "
+            "moeos.quantize the layer",
+        ),
+        (
+            fp8_rows,
+            "fp8_tensor",
+            "weight_scale has a number for each of 288 rows, and weight_format is 'fp8_tensor': "
+            "set weight_format='fp8_channel'",
+        ),
+        (
+            e5m2,
+            "fp8_block128",
+            "weight is torch.float8_e5m2, and a layer's is torch.float8_e4m3fn: set weight_format",
+        ),
+        (
+            int4_rows,
+            "int4_group32",
+            "weight_scale is torch.bfloat16 and has a number for 160 columns, and a layer's is to",
+        ),
+        (
+            int4_fp16,
+            "int4_group32",
+            "weight_scale is torch.float16 and has a number for 32 columns, and a layer's is torc",
+        ),
+    ],
+)
+def test_another_format_than_the_configs_is_named(how: How, name: str, message: str) -> None:
+    names, _, _ = block(how)
+    message = re.escape(f"{PREFIX}experts.2.gate_proj.{message}")
+    with pytest.raises(ValueError, match="^" + message):
+        held(config(weight_format=name), names, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "end"),
+    [
+        (fp8_blocks, "fp8_block128", "weight_scale_inv"),
+        (fp8_rows, "fp8_channel", "weight_scale"),
+        (nvfp4, "nvfp4", "weight_scale"),
+        (int4, "int4_group32", "weight_packed"),
+    ],
+)
+def test_a_kept_part_that_does_not_fit_is_named(how: How, name: str, end: str) -> None:
+    names, _, _ = block(how)
+    damaged(end, lambda part: part[:-1])(names)
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(PREFIX)}experts\.1\.up_proj\.{end} has shape"
+    ):
+        held(config(weight_format=name), names)
+
+
+def test_shared_experts_are_numbers_beside_codes() -> None:
+    names, w1, _ = block(fp8_blocks)
+    generator = torch.Generator().manual_seed(5)
+    for projection, shape in SHAPES.items():
+        for end, part in fp8_blocks(generator, shape)[0].items():
+            names[f"{PREFIX}shared_experts.{projection}.{end}"] = part
+    cfg = config(weight_format="fp8_block128", shared_experts=1, shared_intermediate=INTERMEDIATE)
+    with pytest.warns(UserWarning, match="experts in FP8 in blocks .* are dequantised"):
+        whole = load_block(cfg, names, PREFIX, 0, 1)
+    assert whole["shared_w1"].dtype == torch.float32
+    assert torch.equal(meant(cfg, whole, "w1"), w1)
+
+
+def groups(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}}
+
+
+SHIPPED: list[tuple[dict[str, Any] | None, str | None]] = [
+    (None, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}, "fp8_block128"),
+    ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_tensor"),
+    ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8_tensor"),
+    (groups(type="float", num_bits=8, strategy="channel"), "fp8_channel"),
+    (groups(type="float", num_bits=8, strategy="tensor"), "fp8_tensor"),
+    (groups(type="float", num_bits=4, group_size=16, strategy="tensor_group"), "nvfp4"),
+    (groups(type="int", num_bits=4, group_size=32, symmetric=True), "int4_group32"),
+]
+
+
+def model(quantization: object) -> dict[str, Any]:
+    return {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "quantization_config": quantization,
+    }
+
+
+@pytest.mark.parametrize(("quantization", "name"), SHIPPED)
+def test_a_models_config_says_in_which_format_it_ships_its_experts(
+    quantization: dict[str, Any] | None, name: str | None
+) -> None:
+    values = model(quantization)
+    assert MoEConfig.from_hf(values).weight_format == name
+    assert MoEConfig.from_hf(values, dequantize=True).weight_format is None
+    assert MoEConfig.from_hf(values, weight_format=None).weight_format is None
+    assert MoEConfig.from_hf(values, weight_format="nvfp4").weight_format == "nvfp4"
+
+
+def test_deepseek_v4_says_of_its_experts_that_they_are_fp4() -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    values = {"model_type": "deepseek_v4", "quantization_config": fp8}
+    assert MoEConfig.from_hf(values | {"expert_dtype": "fp4"}).weight_format == "mxfp4"
+    assert MoEConfig.from_hf(values).weight_format == "fp8_block128"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said"),
+    [
+        (
+            {"quant_method": "fp8", "fmt": "e5m2"},
+            "fmt is 'e5m2'; a layer holds weights as they are",
+        ),
+        ({"quant_method": "modelopt"}, "quant_algo is None; a layer holds"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; "),
+        (
+            groups(type="int", num_bits=4, group_size=128, symmetric=True),
+            "config_groups.g.weights.group_size is 128; a layer holds weights as they are shipped "
+            "with 32: pass dequantize=True",
+        ),
+        (
+            groups(type="int", num_bits=4, group_size=32, symmetric=False),
+            "config_groups.g.weights.symmetric is False; ",
+        ),
+        (groups(type="int", num_bits=8), "config_groups.g.weights is 'int of 8 bits'; "),
+        (
+            groups(type="float", num_bits=8, strategy="block"),
+            "config_groups.g.weights.strategy is 'block'; ",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {}},
+            "config_groups is []; a layer holds weights as they are shipped with 'groups whose",
+        ),
+    ],
+)
+def test_a_format_that_no_layer_holds_is_named_and_may_be_dequantised(
+    quantization: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^quantization_config\.{re.escape(said)}"):
+        MoEConfig.from_hf(model(quantization))
+    assert MoEConfig.from_hf(model(quantization), dequantize=True).weight_format is None
+
+
+def test_switches_and_tables_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^dequantize is 1; it must be True or False"):
+        MoEConfig.from_hf(model(None), dequantize=1)  # type: ignore[arg-type]
+    broken = {"quant_method": "compressed-tensors", "config_groups": {"g": 3}}
+    with pytest.raises(
+        TypeError, match=r"^quantization_config\.config_groups\.g is a int; it must"
+    ):
+        MoEConfig.from_hf(model(broken))
 
 
 # --- the functions of others --------------------------------------------------------------------
