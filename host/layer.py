@@ -122,8 +122,9 @@ class MoELayer(nn.Module):
 
     With `cfg.weight_format` w1 and w2 are codes: e4m3 with "fp8_block128", "fp8_channel" and
     "fp8_tensor", else uint8 with two weights a byte, the first in its low half: [X, 2I or I, H/2]
-    and [X, H, I/2]. A weight is its code times its scale, and its second one. w1's scales and w2's,
-    with n = 2 if gated, else 1:
+    and [X, H, I/2]. A weight is its code times its scale, and times its second one.
+
+    Scales of w1 and of w2 (n is 2 if gated, else 1):
         fp8_block128: fp32 [X, n·ceil(I/128), ceil(H/128)] and [X, ceil(H/128), ceil(I/128)]; blocks
             begin anew at the up rows.
         fp8_channel: fp32 [X, n·I] and [X, H].

@@ -23,7 +23,7 @@ from rich.progress import Progress
 import moeos
 from moeos import host_memory
 from moeos.checkpoints.files import Tensors, open_tensors
-from moeos.cli import failures, machine, memory, output, report, worlds
+from moeos.cli import estimate, failures, machine, memory, output, report, worlds
 from moeos.cli.check import TOLERANCE, Checker, CheckResult
 from moeos.cli.outputs import Outputs
 from moeos.cli.report import RankReport
@@ -356,9 +356,11 @@ def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> Non
             "lower max_tokens, or start ranks on more GPUs; `moeos plan` says what a layer takes",
         )
         return
-    weights = sharing * needed.weights
+    # The check takes what codes mean.
+    plain = dataclasses.replace(plan.cfg, weight_format=None)
+    checked = sharing * estimate.weight_bytes_per_rank(plain, world.size) if options.check else 0
     memory.require(
-        {"weights": weights, "weights for the check": weights if options.check else 0},
+        {"weights": sharing * needed.weights, "weights for the check": checked},
         host_memory.available(),
         f"the machine of {output.plural(sharing, 'rank')}",
         "take a smaller layer, or leave out the check with --no-check",
@@ -374,11 +376,12 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
     upto = "0 to " if plan.varies else ""
     calls = output.plural(plan.calls, "call")
     shared = f", {cfg.shared_experts} shared of {cfg.shared_intermediate}"
+    stored = "" if cfg.weight_format is None else f", experts in {cfg.weight_format}"
     print(
         f"{ranks} on the {world.backend}, {processors} each\n"
         f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "
         f"{cfg.intermediate}{shared if cfg.shared_experts else ''}, {cfg.activation}, "
-        f"{_name(cfg.dtype)}\n"
+        f"{_name(cfg.dtype)}{stored}\n"
         f"{calls} with {upto}{plan.tokens} tokens a rank; {plan.source}",
         flush=True,
     )

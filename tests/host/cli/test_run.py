@@ -97,6 +97,7 @@ def test_a_synthetic_routing_passes_the_check(config: Path, pattern: str) -> Non
         "expert_scale = true\n",
         "zero_experts = 5\nrenormalize = false\n",
         "shared_experts = 2\nshared_intermediate = 24\nshared_gate = true\n",
+        'weight_format = "fp8_block128"\nbias = true\n',
     ],
 )
 def test_a_layer_with_rules_of_its_own_passes_the_check(rules: str, tmp_path: Path) -> None:
