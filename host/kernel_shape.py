@@ -146,11 +146,6 @@ def check_supported(cfg: MoEConfig) -> None:
     if cfg.dtype not in DTYPES:
         allowed = " or ".join(map(str, DTYPES))
         raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
-    if cfg.weight_format is not None:
-        raise ValueError(
-            f"weight_format is {cfg.weight_format!r}; the GPU computes with None, plain weights: "
-            "MoEConfig.from_hf(..., dequantize=True) reads a model so"
-        )
     of_router = "router_rows" if cfg.zero_experts > 0 else "experts"  # with the zero experts
     rows = MAX_TOP_K - (cfg.shared_experts > 0)  # a lane of a warp loads each that is added up
     bounds = {of_router: MAX_EXPERTS, "top_k": rows, "expert_groups": MAX_GROUPS}

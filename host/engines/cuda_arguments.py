@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from moeos import _runtime, cuda_driver, kernel_shape, tensor_memory
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors, require_memory
+from moeos.formats import FORMATS
 from moeos.shared_heap import HeapPlace
 
 Key = TypeVar("Key")
@@ -33,10 +34,11 @@ _MAP_TYPES = {
     torch.float32: "CU_TENSOR_MAP_DATA_TYPE_FLOAT32",
     torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
     torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
+    torch.uint8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
 }
 _PARAMETER_FIELDS = (
     *("gate", "selection_bias", "router_bias", "expert_scale"),
-    *("w1", "b1", "w2", "b2"),
+    *("w1", "b1", "w2", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2"),
     *("shared_w1", "shared_w2", "shared_gate"),
 )
 _MAP_BYTES = 128
@@ -51,7 +53,8 @@ _MAPS = (
 # deadline_ns
 _LAYER = struct.Struct("<9QI4xI4x2Q")
 _CODE = struct.Struct("<2Q")  # code, code_bytes
-_PARAMETERS = struct.Struct("<5Q")  # selection_bias, router_bias, expert_scale, b1, b2
+# selection_bias, router_bias, expert_scale, b1, b2, w1_scale, w2_scale, w1_scale_2, w2_scale_2
+_PARAMETERS = struct.Struct("<9Q")
 # x_rows, out, topk_ids, topk_weights, token_count; rows, ids_wide, weight_type, any_ids, identity
 _CALL = struct.Struct("<5Q5I")
 
@@ -68,6 +71,7 @@ RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 _BOX_BYTES = 128  # of a box's row, one row of a stage
+_BOX_COLUMNS = 64  # of weights in it: kTileDepth
 _ROUTE_BOX_ROWS = 64  # of x
 _TOKEN_BOX_ROWS = 64  # of tokens between the shared experts' products
 _SHARED_GATE_ROWS = 8  # of their gate, which has one
@@ -75,6 +79,17 @@ _WEIGHT_BOX_ROWS = 128  # of w1, w2 where no part reaches beyond them
 _ORDERED_ROWS = 32  # of weights, that lie in a box in an order of their own; all of a smaller box
 _ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
 _ADDRESS_ALIGNMENT = 16
+
+
+class _Box(NamedTuple):
+    """What a tensor map loads at once: `row_bytes` bytes, the swizzle's width, of each of its rows,
+    whose elements are of a type; `ordered`: its rows lie in an order of their own.
+    """
+
+    rows: int
+    element: torch.dtype
+    row_bytes: int = _BOX_BYTES
+    ordered: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,17 +156,23 @@ class ArgumentPacker:
         heap, between = buffers.heap.data_ptr(), buffers.between.data_ptr()
         for index, rows in enumerate(_CELL_BOX_ROWS):
             count = sizes.cells * place.stride_rows
-            cell_map = self._encode("the heap", heap + place.rows_at, count, cfg.hidden, rows)
+            cell_map = self._encode(
+                "the heap", heap + place.rows_at, count, cfg.hidden, self._box(rows)
+            )
             self._place(_MAPS.index("cells") + index, cell_map)
         for index, rows in enumerate(_INTERMEDIATE_BOX_ROWS):
             count = sizes.intermediate_rows
-            between_map = self._encode("the buffer", between, count, cfg.intermediate, rows)
+            between_map = self._encode(
+                "the buffer", between, count, cfg.intermediate, self._box(rows)
+            )
             self._place(_MAPS.index("intermediate") + index, between_map)
         if cfg.shared_experts > 0:
             values = cfg.shared_experts * cfg.shared_intermediate
             rows = sizes.shared_between_bytes // sizes.shared_bytes
             shared = between + sizes.shared_between_at
-            shared_map = self._encode("the buffer", shared, rows, values, _TOKEN_BOX_ROWS)
+            shared_map = self._encode(
+                "the buffer", shared, rows, values, self._box(_TOKEN_BOX_ROWS)
+            )
             self._place(_MAPS.index("shared_between"), shared_map)
         rank, host_failure, deadline_ns = self._of_layer
         _LAYER.pack_into(
@@ -187,6 +208,7 @@ class ArgumentPacker:
         # By place, as names cost more; the order is that of the fields.
         x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids = tensors[:12]
         router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:18]
+        w1_scale, w2_scale, w1_scale_2, w2_scale_2 = tensors[18:]
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
@@ -197,6 +219,10 @@ class ArgumentPacker:
             0 if expert_scale is None else expert_scale.data_ptr(),
             0 if b1 is None else b1.data_ptr(),
             0 if b2 is None else b2.data_ptr(),
+            0 if w1_scale is None else w1_scale.data_ptr(),
+            0 if w2_scale is None else w2_scale.data_ptr(),
+            0 if w1_scale_2 is None else w1_scale_2.data_ptr(),
+            0 if w2_scale_2 is None else w2_scale_2.data_ptr(),
             0 if shared_w1 is None else shared_w1.data_ptr(),
             0 if shared_w2 is None else shared_w2.data_ptr(),
             0 if shared_gate is None else shared_gate.data_ptr(),
@@ -245,7 +271,9 @@ class ArgumentPacker:
         if maps is None:
             tensor_memory.require_memory("x", x)
             hidden = self._cfg.hidden
-            maps = b"".join(self._map("x", x, hidden, rows) for rows in (_ROUTE_BOX_ROWS, 1))
+            maps = b"".join(
+                self._map("x", x, hidden, self._box(rows)) for rows in (_ROUTE_BOX_ROWS, 1)
+            )
             _keep(self._maps_of_x, place, maps)
         self._bytes[_X_AT : _X_AT + len(maps)] = maps
         self._x = place
@@ -260,7 +288,7 @@ class ArgumentPacker:
         self._bytes[_GATE_AT : _GATE_AT + len(of_gate)] = of_gate
         self._bytes[_WEIGHTS_AT : _WEIGHTS_AT + len(of_weights)] = of_weights
         self._bytes[_SHARED_AT : _SHARED_AT + len(of_shared)] = of_shared
-        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:8])
+        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:12])
         self._parameters = addresses
 
     def _parameter_maps(self, t: CallTensors) -> tuple[bytes, bytes, bytes]:
@@ -269,45 +297,52 @@ class ArgumentPacker:
         # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks for
         # the map itself, which must be one: that of w1 will do.
         gate = t.w1 if t.gate is None else t.gate
-        of_gate = self._map("gate", gate, cfg.hidden, self._gate_box_rows)
-        of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate)
+        of_gate = self._map("gate", gate, cfg.hidden, _Box(self._gate_box_rows, cfg.gate_dtype))
+        of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate, cfg.weight_format)
         if t.shared_w1 is None or t.shared_w2 is None:
             return of_gate, of_experts, b""
         of_shared = self._weight_maps("shared_", t.shared_w1, t.shared_w2, cfg.shared_intermediate)
         shared_gate = t.shared_w1 if t.shared_gate is None else t.shared_gate  # likewise
-        of_shared += self._map("shared_gate", shared_gate, cfg.hidden, _SHARED_GATE_ROWS)
+        of_shared += self._map("shared_gate", shared_gate, cfg.hidden, self._box(_SHARED_GATE_ROWS))
         return of_gate, of_experts, of_shared
 
-    def _weight_maps(self, prefix: str, w1: Tensor, w2: Tensor, intermediate: int) -> bytes:
-        """`WeightMaps`: of w1, of w1 in the boxes of narrow tiles, of w2."""
-        box = _WEIGHT_BOX_ROWS if kernel_shape.has_whole_parts(self._cfg) else _ORDERED_ROWS
-        narrow_box = min(box, kernel_shape.narrow_gemm0_columns(self._cfg))
+    def _weight_maps(
+        self, prefix: str, w1: Tensor, w2: Tensor, intermediate: int, stored: str | None = None
+    ) -> bytes:
+        """`WeightMaps`: of w1, of w1 in the boxes of narrow tiles, of w2. `stored`: the format of
+        their codes, or None.
+        """
+        rows = _WEIGHT_BOX_ROWS if kernel_shape.has_whole_parts(self._cfg) else _ORDERED_ROWS
+        wide = self._box(rows, ordered=True)
+        depths = (self._cfg.hidden, intermediate)
+        if stored is not None:  # a map's elements are bytes
+            bits = FORMATS[stored].code_bits
+            wide = _Box(rows, torch.uint8, _BOX_COLUMNS * bits // 8, ordered=True)
+            depths = (depths[0] * bits // 8, depths[1] * bits // 8)
+        narrow = wide._replace(rows=min(rows, kernel_shape.narrow_gemm0_columns(self._cfg)))
         return b"".join(
-            self._map(prefix + name, matrix, columns, box_rows, ordered=True)
-            for name, matrix, columns, box_rows in (
-                ("w1", w1, self._cfg.hidden, box),
-                ("w1", w1, self._cfg.hidden, narrow_box),
-                ("w2", w2, intermediate, box),
+            self._map(prefix + name, matrix, columns, box)
+            for name, matrix, columns, box in (
+                ("w1", w1, depths[0], wide),
+                ("w1", w1, depths[0], narrow),
+                ("w2", w2, depths[1], wide),
             )
         )
+
+    def _box(self, rows: int, ordered: bool = False) -> _Box:
+        return _Box(rows, self._cfg.dtype, ordered=ordered)
 
     def _place(self, index: int, tensor_map: bytes) -> None:
         self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES] = tensor_map
 
-    def _map(
-        self, name: str, matrix: Tensor, columns: int, box_rows: int, ordered: bool = False
-    ) -> bytes:
-        """The tensor map of a contiguous tensor whose last dimension has `columns` elements;
-        `ordered`: a box's rows lie in an order of their own.
-        """
+    def _map(self, name: str, matrix: Tensor, columns: int, box: _Box) -> bytes:
+        """The tensor map of a contiguous tensor whose last dimension has `columns` elements."""
         if matrix.device != self._device:
             raise ValueError(f"{name} is on {matrix.device}; it must be on {self._device}")
-        rows = matrix.numel() // columns
-        return self._encode(name, matrix.data_ptr(), rows, columns, box_rows, ordered)
+        rows = matrix.numel() * matrix.element_size() // (columns * box.element.itemsize)
+        return self._encode(name, matrix.data_ptr(), rows, columns, box)
 
-    def _encode(
-        self, name: str, address: int, rows: int, columns: int, box_rows: int, ordered: bool = False
-    ) -> bytes:
+    def _encode(self, name: str, address: int, rows: int, columns: int, box: _Box) -> bytes:
         if address % _ADDRESS_ALIGNMENT != 0:
             raise ValueError(
                 f"{name} lies at address {address:#x}; it must be a multiple of "
@@ -316,30 +351,30 @@ class ArgumentPacker:
         driver = self._driver
         kind = driver.CUtensorMapDataType
         # Each dimension but the first: its size, its stride in rows, and what a box has of it.
-        dimensions = [(rows, 1, box_rows)]
-        if ordered:  # see load_weights in kernels/sm90/ptx/tma.cuh
-            groups = box_rows // _ORDERED_ROWS
+        dimensions = [(rows, 1, box.rows)]
+        if box.ordered:  # see load_weights in kernels/sm90/ptx/tma.cuh
+            groups = box.rows // _ORDERED_ROWS
             dimensions = [
                 (2, 1, 2),
                 (rows // _ROWS_TOGETHER, _ROWS_TOGETHER, _ORDERED_ROWS // _ROWS_TOGETHER),
                 (_ROWS_TOGETHER // 2, 2, _ROWS_TOGETHER // 2),
                 (groups, _ORDERED_ROWS, groups),
             ]
-        element = self._cfg.gate_dtype if name == "gate" else self._cfg.dtype
-        row_bytes = columns * element.itemsize
+        size_of_element = box.element.itemsize
+        row_bytes = columns * size_of_element
         status, made = driver.cuTensorMapEncodeTiled(
-            getattr(kind, _MAP_TYPES[element]),
+            getattr(kind, _MAP_TYPES[box.element]),
             1 + len(dimensions),
             address,
             [driver.cuuint64_t(size) for size in (columns, *(d[0] for d in dimensions))],
             [driver.cuuint64_t(stride * row_bytes) for _, stride, _ in dimensions],
             [
                 driver.cuuint32_t(size)
-                for size in (_BOX_BYTES // element.itemsize, *(d[2] for d in dimensions))
+                for size in (box.row_bytes // size_of_element, *(d[2] for d in dimensions))
             ],
             [driver.cuuint32_t(1)] * (1 + len(dimensions)),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box.row_bytes}B"),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

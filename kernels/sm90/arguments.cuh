@@ -33,7 +33,8 @@ static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
 /// Element types of the weights that a caller may give with its routing.
 enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-/// Of some MLPs with as many values between their products.
+/// Of some MLPs with as many values between their products. Of stored ones the elements are bytes
+/// of codes, and a box has kCodeBytes of a row.
 struct WeightMaps {
   TensorMap w1;         // [MLPs * 2 values, or values, H], box kWeightBoxRows x 64
   TensorMap w1_narrow;  // the same, box kNarrowBoxRows x 64
@@ -75,6 +76,10 @@ struct RankArguments : TensorMaps {
   const float* expert_scale;
   const u8* b1;
   const u8* b2;
+  const u8* w1_scale;  // of stored weights: kernels/formats.hpp
+  const u8* w2_scale;
+  const float* w1_scale_2;
+  const float* w2_scale_2;
   // Of the call.
   const u8* x_rows;
   u8* out;

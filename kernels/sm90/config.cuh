@@ -80,6 +80,11 @@ constexpr u32 gemm0_columns(u32 tile_columns) {
   return kShape.gated() ? tile_columns / 2 : tile_columns;
 }
 inline constexpr bool kShares = kShape.shared_experts > 0;
+/// How w1 and w2 lie in memory, and whether they are decoded on their way.
+inline constexpr WeightFormat kFormat = kShape.weight_format;
+inline constexpr bool kStored = kFormat != WeightFormat::plain;
+/// Bytes of a row of weights in a stage, as it lands.
+inline constexpr u32 kCodeBytes = kStored ? kTileDepth * code_bits(kFormat) / 8 : kSwizzleBytes;
 static_assert(kGeometry.shares() == kShares);
 
 /// Whether every part has all the columns of a tile. Where there are more, and no multiple, the

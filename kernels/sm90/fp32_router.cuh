@@ -124,7 +124,7 @@ inline void multiply_box(float (&d)[kTileSums], TileTerms& weights, const u8* to
 inline void multiply_exactly(float (&sums)[kRouteSums], u32 steps, u32 group, Shared& shared,
                              RingPosition<kStages>& stage) {
   if (group >= kRouteGroups) {
-    skip_tile(steps, shared, stage);
+    skip_tile(steps, shared, stage, kAsLanded);
     return;
   }
 #pragma unroll 1

@@ -18,15 +18,20 @@ inline void multiply(float (&d)[kRegisters], const u8* rows, const u8* columns, 
                                      matrix_descriptor(columns + k * kInstructionBytes));
 }
 
-/// One consumer warpgroup: runs over all steps of a part; issue(stage) adds a step's products
-/// to d, and its operands are released a step later, when they have been used.
-template <u32 kRegisters, class Issue>
+/// What prepares operands that land as they are multiplied.
+inline constexpr auto kAsLanded = [](const Stage&, u32) {};
+
+/// One consumer warpgroup: runs over all steps of a part. prepare(stage, step) makes operands of
+/// what has landed. issue(stage) adds a step's products to d, and its operands are released a step
+/// later, when they have been used.
+template <u32 kRegisters, class Prepare, class Issue>
 inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
-                          RingPosition<kStages>& stage, Issue issue) {
+                          RingPosition<kStages>& stage, Prepare prepare, Issue issue) {
   u32 previous = 0;
   hold(d);
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
     shared.stage_full[stage.index].wait(stage.parity);
+    prepare(shared.stages[stage.index], step);
     wgmma_fence();
     issue(shared.stages[stage.index]);
     wgmma_commit();
@@ -44,10 +49,10 @@ inline void for_each_step(float (&d)[kRegisters], u32 steps, Shared& shared,
 }
 
 /// d += the warpgroup's 64 rows of the tile times the part's weights, all of a tile's or half.
-template <u32 kRegisters>
+template <u32 kRegisters, class Prepare>
 inline void multiply_tile(float (&d)[kRegisters], u32 steps, u32 group, Shared& shared,
-                          RingPosition<kStages>& stage) {
-  for_each_step(d, steps, shared, stage, [&](const Stage& from) {
+                          RingPosition<kStages>& stage, Prepare prepare) {
+  for_each_step(d, steps, shared, stage, prepare, [&](const Stage& from) {
 #pragma unroll
     for (u32 k = 0; k < kTileDepth / 16; ++k) {
       multiply(d, from.rows + group * kConsumerRows * kSwizzleBytes, from.weights, k);
@@ -56,9 +61,10 @@ inline void multiply_tile(float (&d)[kRegisters], u32 steps, u32 group, Shared& 
 }
 
 /// d += a narrow tile's 64 rows times its weights.
+template <class Prepare>
 inline void multiply_narrow(float (&d)[kNarrowColumns / 2], u32 steps, Shared& shared,
-                            RingPosition<kStages>& stage) {
-  for_each_step(d, steps, shared, stage, [&](const Stage& from) {
+                            RingPosition<kStages>& stage, Prepare prepare) {
+  for_each_step(d, steps, shared, stage, prepare, [&](const Stage& from) {
 #pragma unroll
     for (u32 n = 0; n < kNarrowDepth; ++n) {
 #pragma unroll
@@ -70,10 +76,12 @@ inline void multiply_narrow(float (&d)[kNarrowColumns / 2], u32 steps, Shared& s
   });
 }
 
-/// A warpgroup whose rows of the tile are empty: it only lets the stages pass.
-inline void skip_tile(u32 steps, Shared& shared, RingPosition<kStages>& stage) {
+/// A warpgroup whose rows of the tile are empty: it prepares its share, and lets the stages pass.
+template <class Prepare>
+inline void skip_tile(u32 steps, Shared& shared, RingPosition<kStages>& stage, Prepare prepare) {
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
     shared.stage_full[stage.index].wait(stage.parity);
+    prepare(shared.stages[stage.index], step);
     release_stage(shared, stage.index);
   }
 }

@@ -120,6 +120,15 @@ inline u32 weight_boxes_of(const Task& task, u32 part) {
   return weighs_tokens(task, part) ? 1 : weight_rows_of(task) / weight_box_rows_of(task);
 }
 
+/// Bytes of a row of them as it lands in a stage, and where a column lies in its matrix, as the map
+/// counts.
+inline u32 weight_row_bytes_of(const Task& task) {
+  return is_stored(task) ? kCodeBytes : kSwizzleBytes;
+}
+inline u32 weight_column(const Task& task, u32 column) {
+  return is_stored(task) ? column / kTileDepth * kCodeBytes : column;
+}
+
 /// Box `index` of them. A gated part's gate rows come before its up rows.
 inline void find_weights(const RankArguments& arguments, const Task& task, u32 part, u32 index,
                          u32 place, Box& box) {
@@ -140,7 +149,7 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   const WeightMaps& maps = is_shared(task) ? arguments.shared : arguments.experts;
   box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
   box.row = mlp * weight_rows(product) + first_column_of(task, part) + first + up;
-  box.place = place + first * kSwizzleBytes;
+  box.place = place + first * weight_row_bytes_of(task);
 }
 
 /// The load warp: fills the stages with a part's operands, `bytes` bytes in each. One lane waits;
@@ -185,19 +194,19 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
     find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
   }
   const u32 weight_rows = weighs_tokens(task, part) ? kSharedGateRows : columns;
-  fill_stages(steps_of(task), depth * (loaded_rows_of(task) + weight_rows) * kSwizzleBytes, box,
-              loader, [&](u32 step) {
-                if constexpr (kSharedSecond.mlps > 1) {
-                  if (is_shared(task) && task.kind == TaskKind::gemm1) {
-                    const u32 mlp = step / steps_of_each(task);
-                    const u32 column =
-                        box.column + (step - mlp * steps_of_each(task)) * depth * kTileDepth;
-                    return box.of_weights ? BoxPlace{box.row + mlp * kShape.hidden, column}
-                                          : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
-                  }
-                }
-                return BoxPlace{box.row, box.column + step * depth * kTileDepth};
-              });
+  const u32 bytes = loaded_rows_of(task) * kSwizzleBytes + weight_rows * weight_row_bytes_of(task);
+  fill_stages(steps_of(task), depth * bytes, box, loader, [&](u32 step) {
+    if constexpr (kSharedSecond.mlps > 1) {
+      if (is_shared(task) && task.kind == TaskKind::gemm1) {
+        const u32 mlp = step / steps_of_each(task);
+        const u32 column = box.column + (step - mlp * steps_of_each(task)) * depth * kTileDepth;
+        return box.of_weights ? BoxPlace{box.row + mlp * kShape.hidden, column}
+                              : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
+      }
+    }
+    const u32 column = box.column + step * depth * kTileDepth;
+    return BoxPlace{box.row, box.of_weights ? weight_column(task, column) : column};
+  });
 }
 
 }  // namespace moeos::sm90

@@ -12,6 +12,7 @@
 //
 //   operands.cuh   the load warp brings boxes of rows and of weights into the stages
 //   mainloop.cuh   the consumers multiply stage by stage: d += rows * weights^T
+//                  (stored_weights.cuh: first they decode weights that are codes and scales)
 //   epilogue.cuh   bias, activation and conversion, from accumulators to eight columns of a row
 //   sinks.cuh      where results lie, and how they get there
 //
@@ -66,6 +67,8 @@ inline constexpr Product kSharedSecond{.rows = Rows::tokens_between,
 inline constexpr u32 kGateParts = kShape.shared_gate ? 1 : 0;
 
 inline bool is_shared(const Task& task) { return kShares && moeos::is_shared(kGeometry, task); }
+/// Whether its weights are codes and scales.
+inline bool is_stored(const Task& task) { return kStored && !is_shared(task); }
 /// The product of a task.
 inline Product product_of(const Task& task) {
   const bool second = task.kind == TaskKind::gemm1;

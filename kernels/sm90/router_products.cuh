@@ -69,7 +69,7 @@ inline void multiply_logits(float (&d)[kRouteSums], u32 steps, u32 group, Shared
                             RingPosition<kStages>& stage) {
   constexpr u32 kInstructions = kTileDepth / 16;
   constexpr u32 kShare = kRouteDepth * kInstructions / kConsumers;
-  for_each_step(d, steps, shared, stage, [&](const Stage& from) {
+  for_each_step(d, steps, shared, stage, kAsLanded, [&](const Stage& from) {
 #pragma unroll
     for (u32 k = 0; k < kShare; ++k) {
       const u32 n = (group * kShare + k) / kInstructions;

@@ -8,6 +8,7 @@
 #include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/mainloop.cuh"
 #include "kernels/sm90/products.cuh"
+#include "kernels/sm90/stored_weights.cuh"
 
 namespace moeos::sm90 {
 
@@ -27,23 +28,25 @@ inline void stamp_computed(Shared& shared, u32 slot) {
 inline void compute_tile(const RankArguments& arguments, const Slot& slot, ReadyWord word,
                          const Task& task, u32 group, u32 place, Shared& shared,
                          RingPosition<kStages>& stage) {
+  StoredRow row(arguments, task, word.part());
+  const auto prepare = [&](Stage& of, u32 step) { row.decode(of, task, step); };
   if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
-    skip_tile(steps_of(task), shared, stage);
+    skip_tile(steps_of(task), shared, stage, prepare);
   } else if (has_narrow_parts(task)) {
     // The part is read again behind the products: no register is kept for it.
     float d[kNarrowColumns / 2];
     start_accumulators(d, arguments, task, word.part());
     if (task.narrow != 0) {
-      multiply_narrow(d, steps_of(task), shared, stage);
+      multiply_narrow(d, steps_of(task), shared, stage, prepare);
     } else {
-      multiply_tile(d, steps_of(task), group, shared, stage);
+      multiply_tile(d, steps_of(task), group, shared, stage, prepare);
     }
     stamp_computed(shared, place);
     finish_tile(d, task, slot, slot.word.part());
   } else {
     float d[kTileColumns / 2];
     start_accumulators(d, arguments, task, word.part());
-    multiply_tile(d, steps_of(task), group, shared, stage);
+    multiply_tile(d, steps_of(task), group, shared, stage, prepare);
     stamp_computed(shared, place);
     finish_tile(d, task, slot, slot.word.part());
   }

@@ -19,7 +19,8 @@ using namespace moeos::sm90;
 /// What a rank's launch is told, as the host has it.
 struct RankTensors {
   u8 *heap, *control, *tables, *records, *intermediate, *host_failure;
-  const u8 *x, *gate, *w1, *w2, *b1, *b2;
+  const u8 *x, *gate, *w1, *w2, *b1, *b2, *w1_scale, *w2_scale;
+  const float *w1_scale_2, *w2_scale_2;
   const float *selection_bias, *router_bias, *expert_scale;
   const u8 *shared_w1, *shared_w2, *shared_gate;
   const void *ids, *weights;
@@ -30,21 +31,28 @@ struct RankTensors {
   u64 identity, words_at, rows_at, results_at, stride_rows;  // of its own heap: stride_rows is 0
 };
 
-TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 element_bytes = 2) {
+TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 element_bytes = 2,
+                 u32 box_bytes = kSwizzleBytes) {
   TensorMap map{};
   map.base = base;
   map.rows = rows;
   map.columns = columns;
   map.box_rows = box_rows;
   map.element_bytes = element_bytes;
+  map.box_bytes = box_bytes;
   return map;
 }
 
-WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, const u8* w1,
+WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool stored, const u8* w1,
                    const u8* w2) {
-  return {map_of(w1, mlps * weight_rows(first), first.depth, kWeightBoxRows),
-          map_of(w1, mlps * weight_rows(first), first.depth, kNarrowBoxRows),
-          map_of(w2, mlps * weight_rows(second), second.depth, kWeightBoxRows)};
+  const auto map = [&](const u8* base, const Product& product, u32 box_rows) {
+    const u64 rows = mlps * weight_rows(product);
+    return stored ? map_of(base, rows, product.depth * kCodeBytes / kTileDepth, box_rows, 1,
+                           kCodeBytes)
+                  : map_of(base, rows, product.depth, box_rows);
+  };
+  return {map(w1, first, kWeightBoxRows), map(w1, first, kNarrowBoxRows),
+          map(w2, second, kWeightBoxRows)};
 }
 
 RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
@@ -66,9 +74,10 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
     a.intermediate[box] = map_of(t.intermediate, kGeometry.intermediate_rows_max(),
                                  kShape.intermediate, box_height(kIntermediateBoxes, box));
   }
-  a.experts = maps_of(kFirst, kSecond, experts, t.w1, t.w2);
+  a.experts = maps_of(kFirst, kSecond, experts, kStored, t.w1, t.w2);
   if (kShares) {
-    a.shared = maps_of(kSharedFirst, kSharedSecond, kSharedFirst.mlps, t.shared_w1, t.shared_w2);
+    a.shared =
+        maps_of(kSharedFirst, kSharedSecond, kSharedFirst.mlps, false, t.shared_w1, t.shared_w2);
     a.shared_gate = map_of(t.shared_gate, 1, kShape.hidden, kSharedGateRows);
     a.shared_between = map_of(t.intermediate + kGeometry.shared_between_at(),
                               kGeometry.shared_between_bytes() / kGeometry.shared_bytes,
@@ -87,6 +96,10 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   a.expert_scale = t.expert_scale;
   a.b1 = t.b1;
   a.b2 = t.b2;
+  a.w1_scale = t.w1_scale;
+  a.w2_scale = t.w2_scale;
+  a.w1_scale_2 = t.w1_scale_2;
+  a.w2_scale_2 = t.w2_scale_2;
   a.x_rows = t.x;
   a.out = t.out;
   a.topk_ids = t.ids;

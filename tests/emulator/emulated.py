@@ -47,7 +47,8 @@ _LAYER_OPTIONS = ("-Og", *_OPTIONS)
 _COMPILING_GPU = threading.Lock()
 _FIELDS = (
     *("heap", "control", "tables", "records", "intermediate", "host_failure"),
-    *("x", "gate", "w1", "w2", "b1", "b2", "selection_bias", "router_bias", "expert_scale"),
+    *("x", "gate", "w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2"),
+    *("selection_bias", "router_bias", "expert_scale"),
     *("shared_w1", "shared_w2", "shared_gate", "ids", "weights", "token_count", "out"),
 )
 """Tensors of RankTensors in emulated.cpp."""
@@ -256,6 +257,10 @@ class EmulatedLayer:
             "w2": w.w2,
             "b1": w.b1,
             "b2": w.b2,
+            "w1_scale": w.w1_scale,
+            "w2_scale": w.w2_scale,
+            "w1_scale_2": w.w1_scale_2,
+            "w2_scale_2": w.w2_scale_2,
             "selection_bias": w.selection_bias,
             "router_bias": w.router_bias,
             "expert_scale": w.expert_scale,

@@ -15,7 +15,8 @@ struct alignas(64) TensorMap {
   u64 columns;
   u32 box_rows;
   u32 element_bytes;
-  u8 unused[128 - 32];
+  u32 box_bytes;  // of a row in a box, the swizzle's width
+  u8 unused[128 - 40];
 };
 static_assert(sizeof(TensorMap) == 128);
 
@@ -23,10 +24,10 @@ enum class CachePolicy : u64 { normal, evict_first };
 
 inline void prefetch(const TensorMap&) {}
 
-/// The 128-byte swizzle: 16-byte pieces change places within eight rows of 128 bytes.
-inline u8* swizzled(u8* place) {
+/// A swizzle: 16-byte pieces change places within as many bytes, by which 128 bytes they are in.
+inline u8* swizzled(u8* place, u32 width = 128) {
   const auto address = reinterpret_cast<u64>(place);
-  return reinterpret_cast<u8*>(address ^ ((address >> 7 & 7) << 4));
+  return reinterpret_cast<u8*>(address ^ ((address >> 7 & (width / 16 - 1)) << 4));
 }
 
 /// Copies a box whose row r is row `row` + order(r) of the matrix.
@@ -34,7 +35,7 @@ template <class Order>
 void load_rows(const TensorMap& map, void* destination, Barrier& barrier, u32 row, u32 column,
                Order order) {
   const u32 bytes = map.element_bytes;
-  const u32 columns = 128 / bytes;
+  const u32 columns = map.box_bytes / bytes;
   if (map.base == nullptr) {
     emulator::stop("loads through a tensor map that nobody has made");
   }
@@ -43,7 +44,7 @@ void load_rows(const TensorMap& map, void* destination, Barrier& barrier, u32 ro
         for (u32 r = 0; r < map.box_rows; ++r) {
           const u32 from = row + order(r);
           for (u32 c = 0; c < columns; ++c) {
-            u8* place = swizzled(to + (r * columns + c) * bytes);
+            u8* place = swizzled(to + (r * columns + c) * bytes, map.box_bytes);
             if (from < map.rows && column + c < map.columns) {
               std::memcpy(place, map.base + (u64{from} * map.columns + column + c) * bytes, bytes);
             } else {
@@ -51,7 +52,7 @@ void load_rows(const TensorMap& map, void* destination, Barrier& barrier, u32 ro
             }
           }
         }
-        barrier.complete(map.box_rows * 128);
+        barrier.complete(map.box_rows * map.box_bytes);
       });
 }
 

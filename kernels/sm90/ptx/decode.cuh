@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes of stored weights as numbers, two at a time; kernels/formats.hpp says what each means.
+// Source: PTX ISA, "cvt"; OCP Microscaling Formats 1.0.
+#pragma once
+
+#include "kernels/sm90/element.cuh"
+
+namespace moeos::sm90 {
+
+/// Two e4m3 codes, in the lower 16 bits. fp16 has all their numbers.
+inline float2 from_e4m3(u32 codes) {
+  u32 pair;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(pair) : "r"(codes));
+  return make_float2(Float16::low(pair), Float16::high(pair));
+}
+
+/// Two e2m1 codes, in bits 0 to 3 and 16 to 19; other bits may be anything. As the first bits of
+/// fp16 numbers, which may be subnormal, they are 2^14 times too small.
+inline float2 from_e2m1(u32 codes) {
+  constexpr u32 kFactor = 0x74007400;  // 2^14, twice
+  u32 pair = (codes & 0x00080008U) << 12 | (codes & 0x00070007U) << 9;
+  asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kFactor));
+  return make_float2(Float16::low(pair), Float16::high(pair));
+}
+
+/// Two 4-bit integers that are stored with 8 added, in the same places. As the last bits of the
+/// fp16 number 1024 they are added to it.
+inline float2 from_int4(u32 codes) {
+  constexpr u32 kAdded = 0x64086408;  // 1032, twice
+  u32 pair = (codes & 0x000F000FU) | 0x64006400U;
+  asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kAdded));
+  return make_float2(Float16::low(pair), Float16::high(pair));
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weights that are stored as codes and scales (kernels/formats.hpp): the consumers decode them
+// stage by stage, where they lie.
+//
+// TMA lands a stage's codes at the begin of its weights' place, rows in the order that weights have
+// there (accumulators.cuh). Each consumer thread has one row of each step. It reads the row's codes
+// into registers. When all threads have read theirs, it writes the row's elements, swizzled as TMA
+// would have left them. Products of the step before run meanwhile: they read another stage. Both
+// warpgroups decode, also where one has no rows to multiply. May not know: which product it is for;
+// what is multiplied.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+#include "kernels/sm90/products.cuh"
+#include "kernels/sm90/ptx/decode.cuh"
+
+namespace moeos::sm90 {
+
+/// A consumer thread's row of a part's weights. What the part's task says is read again in each
+/// step: registers are few beside the accumulators.
+class StoredRow {
+ public:
+  StoredRow(const RankArguments& arguments, const Task& task, u32 part) {
+    if constexpr (kStored) {
+      const Product product = product_of(task);
+      const u32 columns = columns_of(task);
+      const u32 of_part = ordered_row(consumer_thread() % weight_rows_of(task));
+      const bool up = of_part >= columns;
+      const u32 matrix = task.local_expert * (kShape.gated() && product.activated ? 2 : 1) + up;
+      // A tile may reach beyond its matrix. Results of such rows are nobody's.
+      const u32 row =
+          minimum(first_column_of(task, part) + of_part - (up ? columns : 0), product.columns - 1);
+      const u64 row_of_scales =
+          u64{matrix} * scale_rows(kFormat, product.columns) + scale_row(kFormat, row);
+      scales_ = (product.activated ? arguments.w1_scale : arguments.w2_scale) +
+                row_of_scales * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
+      if constexpr (kFormat == WeightFormat::nvfp4) {
+        of_matrix_ = (product.activated ? arguments.w1_scale_2 : arguments.w2_scale_2)[matrix];
+      }
+      load_scales(task, consumer_thread() / weight_rows_of(task), 0);
+    }
+  }
+
+  /// Decodes its row of a step in the stage that has landed. By all consumer threads, for the steps
+  /// of a part in turn.
+  void decode(Stage& stage, const Task& task, u32 step) {
+    if constexpr (kStored) {
+      if (!is_stored(task)) {
+        return;
+      }
+      // Worked out again in each step: there is no register to keep addresses in.
+      const u32 thread = Machine::opaque(consumer_thread());
+      const u32 rows = weight_rows_of(task);
+      const u32 nth = thread / rows;
+      const u32 place = thread % rows;
+      const bool has_row = nth < boxes_of(task);
+      u8* const box = stage.weights + nth * rows * kSwizzleBytes;
+      uint4 codes[kVectors];
+      if (has_row) {
+        read(box, place, codes);
+      }
+      // Nobody's row is written before everybody's codes are read.
+      named_barrier(kConsumersBarrier, kConsumerThreads);
+      if (has_row) {
+        write(box, place, codes);
+      }
+      load_scales(task, nth, step + 1);
+      // wgmma reads by the async proxy what was written by the generic one; and TMA writes again
+      // where codes were read.
+      fence_proxy_async_shared();
+      named_barrier(kConsumersBarrier, kConsumerThreads);
+    }
+  }
+
+ private:
+  static constexpr u32 kVectors = kCodeBytes / sizeof(uint4);  // of a row's codes in a stage
+  static constexpr u32 kVectorCodes = sizeof(uint4) * 8 / code_bits(kFormat);
+  /// Scales of a row in a stage; of a format with fewer: one.
+  static constexpr u32 kScaleColumns = minimum(scale_columns(kFormat, kTileDepth), kTileDepth);
+  static constexpr u32 kScales = kTileDepth / kScaleColumns;
+  static_assert(kStored || kScales == 1);
+
+  /// A step's boxes of weights along the depth. Threads beyond them have no row in it.
+  static u32 boxes_of(const Task& task) { return task.narrow != 0 ? kNarrowDepth : 1; }
+  static u32 consumer_thread() { return threadIdx.x - kFirstConsumerWarp * 32; }
+
+  /// The row, of those in a box of weights, that lies at a place: load_weights in tma.cuh.
+  static u32 ordered_row(u32 place) {
+    const u32 within = place % kOrderedRows;
+    return place - within + within / 2 % 4 * 8 + within / 8 * 2 + within % 2;
+  }
+
+  /// A row's codes, which TMA has swizzled within 128 bytes as the box is wide.
+  static void read(const u8* box, u32 place, uint4 (&codes)[kVectors]) {
+    const u32 turn = place / (kSwizzleBytes / kCodeBytes) % kVectors;
+    const auto* row = reinterpret_cast<const uint4*>(box + place * kCodeBytes);
+#pragma unroll
+    for (u32 v = 0; v < kVectors; ++v) {
+      codes[v] = row[v ^ turn];
+    }
+  }
+
+  /// The row's elements, eight at a time.
+  void write(u8* box, u32 place, const uint4 (&codes)[kVectors]) const {
+    auto* row = reinterpret_cast<uint4*>(box + place * kSwizzleBytes);
+    float scale = 0;
+#pragma unroll
+    for (u32 v = 0; v < kTileDepth / 8; ++v) {
+      if (v * 8 % kScaleColumns == 0) {
+        scale = scale_of(next_[v * 8 / kScaleColumns]);
+      }
+      float values[8];
+      decode_eight(codes[v * 8 / kVectorCodes], v * 8 % kVectorCodes, values);
+      const auto pair = [&](u32 i) {
+        return Element::pack(values[i] * scale, values[i + 1] * scale);
+      };
+      row[v ^ place % 8] = make_uint4(pair(0), pair(2), pair(4), pair(6));
+    }
+  }
+
+  /// Eight codes of a vector, from its `first` on.
+  static void decode_eight(const uint4& vector, u32 first, float (&values)[8]) {
+    const u32 words[] = {vector.x, vector.y, vector.z, vector.w};
+    const u32 word = first * code_bits(kFormat) / 32;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      if constexpr (code_bits(kFormat) == 8) {
+        const float2 two = from_e4m3(words[word + i / 2] >> i % 2 * 16);
+        values[2 * i] = two.x;
+        values[2 * i + 1] = two.y;
+      } else {  // the i-th and the fourth behind it
+        const u32 both = words[word] >> i * 4;
+        const float2 two =
+            kFormat == WeightFormat::int4_group32 ? from_int4(both) : from_e2m1(both);
+        values[i] = two.x;
+        values[i + 4] = two.y;
+      }
+    }
+  }
+
+  /// Asks for the scales of a step, long before they are used. Beyond the row: zeros.
+  void load_scales(const Task& task, u32 nth, u32 step) {
+    const u32 depth = product_of(task).depth;
+#pragma unroll
+    for (u32 s = 0; s < kScales; ++s) {
+      const u32 column = (step * boxes_of(task) + nth) * kTileDepth + s * kScaleColumns;
+      const u32 index = column / scale_columns(kFormat, depth);
+      const bool there = column < depth && is_stored(task);
+      if constexpr (scale_bytes(kFormat) == 4) {
+        next_[s] = there ? reinterpret_cast<const u32*>(scales_)[index] : 0;
+      } else if constexpr (scale_bytes(kFormat) == 2) {
+        next_[s] = there ? reinterpret_cast<const u16*>(scales_)[index] : 0;
+      } else {
+        next_[s] = there ? scales_[index] : 0;
+      }
+    }
+  }
+
+  float scale_of(u32 stored) const {
+    switch (kFormat) {
+      case WeightFormat::mxfp4:
+        return e8m0(static_cast<u8>(stored));
+      case WeightFormat::nvfp4:
+        return from_e4m3(stored).x * of_matrix_;
+      case WeightFormat::int4_group32:
+        return bf16(static_cast<u16>(stored));
+      default:
+        return __uint_as_float(stored);
+    }
+  }
+
+  const u8* scales_;
+  float of_matrix_;
+  u32 next_[kScales];  // scales of the step that comes
+};
+
+}  // namespace moeos::sm90

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// The emulator's codes of stored weights, in place of kernels/sm90/ptx/decode.cuh.
+#pragma once
+
+#include "kernels/formats.hpp"
+#include "runtime/base.hpp"
+
+namespace moeos::sm90 {
+
+inline float2 from_e4m3(u32 codes) {
+  return make_float2(e4m3(static_cast<u8>(codes)), e4m3(static_cast<u8>(codes >> 8)));
+}
+inline float2 from_e2m1(u32 codes) { return make_float2(e2m1(codes), e2m1(codes >> 16)); }
+inline float2 from_int4(u32 codes) { return make_float2(int4(codes), int4(codes >> 16)); }
+
+}  // namespace moeos::sm90

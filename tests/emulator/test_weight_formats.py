@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are codes and scales on the emulated GPU: the consumers decode what TMA lands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeos.formats import NAMES
+from tests.emulator.emulated import EmulatedLayer, build
+from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
+
+PATIENCE = 80
+LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+    "whole parts that overlap, biases": ({"hidden": 288, "intermediate": 160, "bias": True}, 1),
+    "parts that are not whole, ranks": ({"hidden": 96, "intermediate": 64}, 2),
+    "no gate values": ({"activation": "relu2", "hidden": 288, "intermediate": 320}, 1),
+    "beside shared experts": (
+        {
+            "hidden": 128,
+            "intermediate": 64,
+            "shared_experts": 2,
+            "shared_intermediate": 72,
+            "shared_gate": True,
+        },
+        2,
+    ),
+}
+"""Of a config, what is not usual, and its ranks."""
+IN_EVERY_RUN = (
+    ("fp8_block128", "whole parts that overlap, biases"),
+    ("nvfp4", "parts that are not whole, ranks"),
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        pytest.param(
+            form, name, marks=[] if (form, name) in IN_EVERY_RUN else [pytest.mark.nightly]
+        )
+        for form in NAMES
+        for name in LAYERS
+    ],
+)
+def test_outputs_are_those_of_the_reference(form: str, name: str, tmp_path: Path) -> None:
+    changes, ranks = LAYERS[name]
+    sizes = {"dtype": torch.bfloat16, "max_tokens": 200, "weight_format": form}
+    cfg = config(**(sizes | changes))
+    weights = draw_weights(cfg)
+    emulated = EmulatedLayer(build(cfg, ranks, 3, tmp_path), weights, ranks, patience=PATIENCE)
+    for number, tokens in enumerate((200, 3, 64, 0, 70)):
+        calls = [
+            draw_call(cfg, max(0, tokens - rank), 10 * number + rank)
+            if number % 2 == 0
+            else draw_given_call(cfg, max(0, tokens - rank), 10 * number + rank, unused=0.5)
+            for rank in range(ranks)
+        ]
+        for call, y in zip(calls, emulated(calls, number), strict=True):
+            assert_matches(weights, call, y, f"call {number}")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are codes and scales on the GPU: outputs are the reference's on what they mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moeos
+from moeos import World, virtual
+from moeos.formats import NAMES
+from tests.gpu.cases import (
+    DEADLINE,
+    Case,
+    assert_matches,
+    blocks,
+    compile_cases,
+    draw_routed_call,
+    why_not,
+)
+from tests.layers import Call, config, draw_given_call, draw_weights
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
+
+_SIZES: dict[str, Any] = {"dtype": torch.bfloat16, "max_tokens": 300, "experts": 8, "top_k": 2}
+LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+    "swiglu, 2 ranks": ({"hidden": 512, "intermediate": 384}, 2),
+    "biases, parts that overlap": ({"hidden": 288, "intermediate": 160, "bias": True}, 1),
+    "relu2, narrow": ({"activation": "relu2", "hidden": 96, "intermediate": 64}, 2),
+    "a shared expert": (
+        {"hidden": 512, "intermediate": 128, "shared_experts": 1, "shared_intermediate": 192},
+        1,
+    ),
+}
+CASES = {
+    f"{form}, {name}": Case(ranks, config(**{**_SIZES, **changes, "weight_format": form}))
+    for form in NAMES
+    for name, (changes, ranks) in LAYERS.items()
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """All are compiled, side by side, before the first test."""
+    compile_cases(CASES.values(), blocks())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_format_on_the_gpu_is_the_references(name: str) -> None:
+    case = CASES[name]
+    weights = draw_weights(case.cfg, seed=1)
+
+    def calls_of(rank: int) -> list[Call]:
+        calls = []
+        for number, tokens in enumerate((1, 8, 0, 300, 77)):
+            seed = 100 * rank + 10 * number
+            calls.append(draw_given_call(case.cfg, tokens, seed))
+            calls.append(draw_routed_call(weights, tokens, seed + 1))
+        return calls
+
+    def rank_main(world: World) -> list[torch.Tensor]:
+        layer = weights.layer(world)
+        outputs = []
+        for call in calls_of(world.rank):
+            there = Call(*(None if part is None else part.cuda() for part in vars(call).values()))
+            outputs.append(there(layer))
+        layer.check()
+        return [y.cpu() for y in outputs]
+
+    found = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    for rank, outputs in enumerate(found):
+        for call, y in zip(calls_of(rank), outputs, strict=True):
+            assert_matches(weights, call, y, f"rank {rank}, {len(call.x)} tokens")
+
+
+def test_a_layer_that_is_quantised_on_the_gpu_has_the_codes_of_the_twins() -> None:
+    """But for the few numbers that lie between two codes: PyTorch divides otherwise on a GPU."""
+    cfg = config(**{**_SIZES, "hidden": 512, "intermediate": 384})
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> dict[str, torch.Tensor]:
+        layer = moeos.quantize(weights.layer(world), "nvfp4")
+        return {name: part.cpu() for name, part in layer.state_dict().items()}
+
+    there, here = (
+        virtual.run(rank_main, ranks=1, backend=backend, deadline=DEADLINE)[0]
+        for backend in ("cuda", "twin")
+    )
+    assert there.keys() == here.keys()
+    for name in ("w1", "w2"):
+        assert (there[name] != here[name]).double().mean() < 1e-3, name
