@@ -20,7 +20,15 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from moeos.bench import bar_tables, cost_tables, gpu_tables, plots, reliability_tables, twin_tables
+from moeos.bench import (
+    bar_tables,
+    cost_tables,
+    gpu_tables,
+    option_tables,
+    plots,
+    reliability_tables,
+    twin_tables,
+)
 from moeos.bench.evaluate import plots as evaluation_plots
 from moeos.bench.evaluate import tables as evaluation_tables
 from moeos.bench.section import Section
@@ -175,6 +183,8 @@ def _tables_of(results: Mapping[str, Any]) -> _Tables:
         return evaluation_tables
     if results["benchmark"] == cost_tables.NAME:
         return cost_tables
+    if option_tables.is_one(results["benchmark"]):
+        return option_tables
     return reliability_tables if results["benchmark"] in reliability_tables.NAMES else twin_tables
 
 
