@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moeos import MoEConfig, TwinOptions, World, virtual
 from moeos.activations import Activation
 from moeos.config import GroupScore, Scoring
+from moeos.formats import FORMATS
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -47,9 +48,15 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
     zero_experts = draw(st.sampled_from([0, 0, 1, 5])) if groups == 1 else 0
     top_k = draw(st.integers(1, min(8, experts // groups * top_groups + zero_experts)))
     shared = draw(st.sampled_from([0, 0, 1, 3]))
+    hidden, intermediate = (draw(multiples_of_8(smallest, 336)) for _ in range(2))
+    fitting = [
+        name
+        for name, row in FORMATS.items()
+        if hidden % row.multiple == 0 == intermediate % row.multiple
+    ]
     cfg = MoEConfig(
-        hidden=draw(multiples_of_8(smallest, 336)),
-        intermediate=draw(multiples_of_8(smallest, 336)),
+        hidden=hidden,
+        intermediate=intermediate,
         experts=experts,
         top_k=top_k,
         zero_experts=zero_experts,
@@ -74,6 +81,7 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
         shared_experts=shared,
         shared_intermediate=draw(multiples_of_8(smallest, 336)) if shared else 0,
         shared_gate=shared > 0 and draw(st.booleans()),
+        weight_format=draw(st.sampled_from([None, *fitting])),
     )
     return cfg, ranks
 
