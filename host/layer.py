@@ -432,9 +432,10 @@ class MoELayer(nn.Module):
             self.gate = Gate(cfg)
             self.w1: nn.Parameter
             self.w2: nn.Parameter
-            self.w1, self.b1, self.w2, self.b2 = map(  # type: ignore[assignment]
-                _parameter_like, call_checks.expected_weights(cfg, local)
-            )
+            w1, b1, w2, b2 = map(_parameter_like, call_checks.expected_weights(cfg, local))
+            assert w1 is not None  # as every layer has both
+            assert w2 is not None
+            self.w1, self.w2, self.b1, self.b2 = w1, w2, b1, b2
             self.shared_w1, self.shared_w2, self.shared_gate = map(
                 _parameter_like, call_checks.expected_shared(cfg)
             )
@@ -515,13 +516,11 @@ class MoELayer(nn.Module):
 
     def set_matrix(self, name: str, local: int, numbers: torch.Tensor) -> None:
         """Makes `numbers` [R, C], of any floating dtype, the w1 or w2 of this rank's expert
-        `local`: in `cfg.weight_format`, or rounded to `cfg.dtype` where there is none.
+        `local`, in `cfg.weight_format`.
         """
         cfg = self.cfg
+        assert cfg.weight_format is not None
         with torch.no_grad():
-            if cfg.weight_format is None:
-                getattr(self, name)[local].copy_(numbers)
-                return
             halves = cfg.halves if name == "w1" else 1
             parts = quantize_matrix(numbers, cfg.weight_format, halves)
             for end, part in zip(("", "_scale", "_scale_2"), parts, strict=True):

@@ -189,6 +189,7 @@ def test_codes_and_scales_pass_through_state_dicts_copies_and_pickles(name: str)
     def rank_main(world: World) -> None:
         layer = weights.layer(world)
         assert same_tensors(layer, weights)
+        assert [name for name in layer.state_dict() if "." not in name][:2] == ["w1", "w2"]
         other = MoELayer(weights.cfg, world)
         other.load_state_dict(layer.state_dict())
         assert same_tensors(other, weights)
