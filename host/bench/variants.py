@@ -276,6 +276,10 @@ def _call(layer: moeos.MoELayer, x: torch.Tensor) -> CallTensors:
         shared_w1=layer.shared_w1,
         shared_w2=layer.shared_w2,
         shared_gate=layer.shared_gate,
+        w1_scale=layer.w1_scale,
+        w2_scale=layer.w2_scale,
+        w1_scale_2=layer.w1_scale_2,
+        w2_scale_2=layer.w2_scale_2,
     )
 
 

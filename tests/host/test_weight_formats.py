@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import moeos
-from moeos import Experts, MoEConfig, MoELayer, World, call_checks, kernel_shape, virtual
+from moeos import Experts, MoEConfig, MoELayer, World, call_checks, virtual
 from moeos.cli import estimate
 from moeos.cli.check import share_weights
 from moeos.engines import twin
@@ -503,9 +503,3 @@ def test_the_tolerance_would_find_another_scale() -> None:
         call = Call(CALL.x)
         error = moeos.reference.relative_error(wrong.expected(call), weights.expected(call))
         assert error > 1e-3, name
-
-
-def test_the_gpu_refuses_a_format_by_its_name() -> None:
-    cfg = config(weight_format="mxfp4", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^weight_format is 'mxfp4'; the GPU computes with None"):
-        kernel_shape.check_supported(cfg)
