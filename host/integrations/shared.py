@@ -7,8 +7,8 @@ It knows process groups and `moeos.Experts`, and nothing of any library that an 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Any, cast, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,11 @@ from moeos.world import World
 
 SERVER_DEADLINE = 300.0
 """Seconds that a server's ranks wait for each other: one may still compile or capture graphs."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+preparing = threading.Lock()
+"""Held by the thread that moves a module's weights and makes its experts: others wait for it."""
 
 _lock = threading.Lock()
 _worlds: dict[
@@ -87,6 +92,13 @@ def experts_of(cfg: MoEConfig, world: World) -> Experts:
         if made is None or made.world is not world:
             made = _experts[key] = Experts(cfg, world)
         return made
+
+
+def untraced(function: _Function) -> _Function:
+    """A function that torch.compile does not look into, for what no graph could repeat: weights
+    that move, and worlds that are made. A graph of a call of it is broken there; where it must be
+    whole, Dynamo's error has the function's name."""
+    return cast(_Function, torch.compiler.disable(function))
 
 
 def part(rows: int, rank: int, ranks: int) -> tuple[int, int, int]:

@@ -176,16 +176,13 @@ def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     """The experts' weighted sum for each token of x [S, H]. Collective over `group`."""
     own = getattr(module, transformers_weights.names_of(module)[0])
     key = (_options, ids.shape[-1], own.dtype, own.device)
-    ready = getattr(module, _READY, None)
-    act_fn = getattr(module, "act_fn", None)
-    if ready is None or ready.key != key or ready.act_fn is not act_fn:
+    if not _is_ready(module, key):
         if torch.compiler.is_exporting():
             raise shared.refusal(
                 _where(module), "the first call", "exported", "a call before torch.export does"
             )
-        _make_ready_in_a_call_before_torch_compile(module, group, key, act_fn)
-        ready = getattr(module, _READY)
-    experts = ready.experts
+        _make_ready_in_a_call_before_torch_compile(module, group, key)
+    experts: Experts = getattr(module, _READY).experts
     rows, most = x.shape[:-1].numel(), experts.cfg.max_tokens
     if group is not None:
         _require_room(module, rows)
@@ -202,19 +199,29 @@ def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-# Weights may move in it, and worlds are made: nothing that a graph could repeat. A graph of a first
-# call is broken here; where it must be whole, Dynamo's error has this name.
-@torch.compiler.disable
+@shared.untraced
 def _make_ready_in_a_call_before_torch_compile(
-    module: Any, group: Any, key: tuple[Any, ...], act_fn: Any
+    module: Any, group: Any, key: tuple[Any, ...]
 ) -> None:
     """Gives a module what its calls need. Collective over `group`."""
-    setattr(module, _READY, _Ready(key, act_fn, _made(module, group, key[1])))
+    with shared.preparing:
+        if not _is_ready(module, key):  # which another thread may have made it
+            act_fn = getattr(module, "act_fn", None)
+            setattr(module, _READY, _Ready(key, act_fn, _made(module, group, key[1])))
+
+
+def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:
+    """Whether the module has experts for such calls, and its weights lie as they take them."""
+    ready = getattr(module, _READY, None)
+    if ready is None or ready.key != key or ready.act_fn is not getattr(module, "act_fn", None):
+        return False
+    return transformers_weights.is_in_place(module)
 
 
 def _made(module: Any, group: Any, top_k: int) -> Experts:
     """The experts of a module's first call. Collective over `group`."""
     fields = _refuse(module)
+    transformers_weights.move(module)
     w1, w2, *_ = transformers_weights.weights_of(module)
     device = w1.device
     if device.type not in ("cpu", "cuda"):

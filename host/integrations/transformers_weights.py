@@ -3,11 +3,13 @@
 
 transformers has four layouts: rows or columns of outputs, and gate and up behind one another or in
 turn. This file turns the other three into the one that moeos has: once, in the module's own
-parameters, and so that all else still finds what it had. It knows no world and makes no call.
+parameters, and so that all else still finds what it had. An error on the way, or Ctrl-C, leaves a
+module that is right, and whose move may begin again. It knows no world and makes no call.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,76 +33,87 @@ def names_of(module: Any) -> tuple[str, ...]:
 
 
 def is_in_place(module: Any) -> bool:
-    """Whether the module's parameters are as moeos takes them, and `weights_of` moves nothing."""
+    """Whether the module's parameters are as moeos takes them, and `move` has nothing to do."""
     if module.has_gate and not module.is_concatenated:
         return False
     return all(_rows(module, name).is_contiguous() for name in names_of(module)[:2])
 
 
-def weights_of(module: Any) -> Weights:
-    """The module's parameters, or views of them. What does not lie so is moved first.
+def move(module: Any) -> None:
+    """Gives the module's parameters the layout that moeos takes. One thread at a time.
 
     A transposed matrix stays what it was: the parameter is a view of memory in the other order.
     Columns in turn cannot be one, so the parameters get another order, and the module a class that
     knows it: what it computes and its state dict are as before.
     """
-    if not is_in_place(module):
-        with torch.inference_mode(False), torch.no_grad():
-            _move(module)
+    with torch.inference_mode(False), torch.no_grad():
+        if module.has_gate and not module.is_concatenated:
+            names = [name for name in names_of(module) if name.startswith("gate_up_proj")]
+            ordered = {name: gate_then_up(_rows(module, name), 1) for name in names}
+            known = [
+                (module, "__class__", _reordered(type(module))),
+                (module, "is_concatenated", True),
+            ]
+            _put(module, ordered, known)
+        for name in names_of(module)[:2]:
+            if not _rows(module, name).is_contiguous():
+                _put(module, {name: _rows(module, name)}, [])
+
+
+def weights_of(module: Any) -> Weights:
+    """The parameters of a module that is in place, or views of them."""
     names = names_of(module)
     w1, w2 = (_rows(module, name) for name in names[:2])
     b1, b2 = (getattr(module, name) for name in names[2:]) if module.has_bias else (None, None)
     return Weights(w1, w2, b1, b2)
 
 
-def gate_then_up(interleaved: Tensor) -> Tensor:
-    """[..., 2I] gate 0, up 0, gate 1, ... -> [..., 2I] all gates, then all ups."""
-    pairs: Tensor = interleaved.unflatten(-1, (-1, 2))
-    return pairs.transpose(-1, -2).flatten(-2)
+def gate_then_up(interleaved: Tensor, dim: int = -1) -> Tensor:
+    """[..., 2I] gate 0, up 0, gate 1, ... -> [..., 2I] all gates, then all ups; along `dim`."""
+    dim %= interleaved.dim()
+    pairs: Tensor = interleaved.unflatten(dim, (-1, 2))
+    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def interleaved(gate_then_up: Tensor) -> Tensor:
+def interleaved(gate_then_up: Tensor, dim: int = -1) -> Tensor:
     """The inverse of `gate_then_up`."""
-    columns: Tensor = gate_then_up.unflatten(-1, (2, -1))
-    return columns.transpose(-1, -2).flatten(-2)
+    dim %= gate_then_up.dim()
+    halves: Tensor = gate_then_up.unflatten(dim, (2, -1))
+    return halves.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def _rows(module: Any, name: str) -> Tensor:
-    """[X, outputs, inputs]."""
-    matrix: Tensor = getattr(module, name)
-    return matrix.transpose(1, 2) if module.is_transposed else matrix
-
-
-def _move(module: Any) -> None:
-    if module.has_gate and not module.is_concatenated:
-        for name in (name for name in names_of(module) if name.startswith("gate_up_proj")):
-            _put(module, name, _of_outputs(module, name, gate_then_up))
-        module.__class__ = _reordered(type(module))
-        module.is_concatenated = True
-    for name in names_of(module)[:2]:
-        rows = _rows(module, name).contiguous()
-        _put(module, name, rows.transpose(1, 2) if module.is_transposed else rows)
-
-
-def _of_outputs(module: Any, name: str, order: Callable[[Tensor], Tensor]) -> Tensor:
-    """The parameter with its outputs in another order."""
+    """[X, outputs, inputs], or a bias [X, outputs]."""
     tensor: Tensor = getattr(module, name)
-    if tensor.dim() == 2 or module.is_transposed:
-        return order(tensor)
-    return order(tensor.transpose(1, 2)).transpose(1, 2)
+    return tensor.transpose(1, 2) if module.is_transposed and tensor.dim() == 3 else tensor
 
 
-def _put(module: Any, name: str, tensor: Tensor) -> None:
-    """Gives a parameter other memory.
+def _put(module: Any, rows: dict[str, Tensor], known: list[tuple[Any, str, Any]]) -> None:
+    """Gives parameters memory of their own with these rows, and attributes their values: all of
+    them or none.
 
     In a call with expert parallelism the local part of a parameter stands in its place, and would
     be forgotten after the call. What is new there, transformers makes the whole parameter of.
     """
-    old = module._parameters[name]
+    old = {name: module._parameters[name] for name in rows}
+    new = {}
+    for name, tensor in rows.items():
+        memory = tensor.contiguous()
+        across = module.is_transposed and memory.dim() == 3
+        new[name] = memory.transpose(1, 2) if across else memory
     if module._is_expert_parallel:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        made = {
+            name: nn.Parameter(tensor, requires_grad=old[name].requires_grad)
+            for name, tensor in new.items()
+        }
+        known = [(module, "_parameters", module._parameters | made), *known]
     else:
-        old.data = tensor
+        known = [*((old[name], "data", tensor) for name, tensor in new.items()), *known]
+    device = next(iter(new.values())).device
+    if device.type == "cuda":  # another thread may read them on another stream
+        torch.cuda.current_stream(device).synchronize()
+    # One call into C: no signal's handler and no other thread runs between two of them.
+    collections.deque(map(object.__setattr__, *zip(*known, strict=True)), maxlen=0)
 
 
 class _Reordered:
@@ -121,16 +134,13 @@ class _Reordered:
         super()._load_from_state_dict(state_dict, prefix, *others)  # type: ignore[misc]
 
     def _reorder(
-        self, tensors: dict[str, Tensor], prefix: str, order: Callable[[Tensor], Tensor]
+        self, tensors: dict[str, Tensor], prefix: str, order: Callable[[Tensor, int], Tensor]
     ) -> None:
         for name in ("gate_up_proj", "gate_up_proj_bias"):
             key = prefix + name
             if key in tensors:
-                matrix = tensors[key].dim() == 3 and not self.is_transposed  # type: ignore[attr-defined]
-                if matrix:
-                    tensors[key] = order(tensors[key].transpose(1, 2)).transpose(1, 2)
-                else:
-                    tensors[key] = order(tensors[key])
+                rows = tensors[key].dim() == 3 and not self.is_transposed  # type: ignore[attr-defined]
+                tensors[key] = order(tensors[key], 1 if rows else -1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (self._original,), self.__dict__

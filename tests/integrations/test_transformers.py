@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
 import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +254,100 @@ def test_copies_of_a_module_whose_weights_were_moved_compute_the_same(how: str) 
         y = by(copied, implementation, *tokens)
         assert reference.relative_error(y, expected) <= LIMIT, implementation
     assert copied.state_dict().keys() == module.state_dict().keys()
+
+
+def test_threads_that_make_a_first_call_together_move_the_weights_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = threading.Barrier(2)
+
+    def refuse(module: Any, original: Any = adapter._refuse) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # for as long as the other thread can get here
+        return original(module)
+
+    module = gpt_oss()
+    tokens = tokens_for(module)
+    expected = by(module, "eager", *tokens)
+    by(gpt_oss(), "moeos", *tokens)  # the world and the experts are there
+    monkeypatch.setattr(adapter, "_refuse", refuse)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(by, module, "moeos", *tokens) for _ in range(2)]
+    for y in (*(call.result() for call in calls), by(module, "eager", *tokens)):
+        assert reference.relative_error(y, expected) <= LIMIT
+
+
+def stopped_at(opcode: int, module: Any) -> bool:
+    """Whether Ctrl-C stopped the move of a module before that many steps in its file."""
+    steps = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal steps
+        if frame.f_code.co_filename != transformers_weights.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        if steps > opcode:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        transformers_weights.move(module)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["", "local parts"])
+def test_a_move_that_is_interrupted_leaves_a_module_that_is_right(local: bool) -> None:
+    fresh = gpt_oss()
+    tokens = tokens_for(fresh, rows=2)
+    expected = by(fresh, "eager", *tokens)
+    fresh._is_expert_parallel = local  # whose parameters are put in the place of others
+    steps, stopped = 0, True
+    while stopped:
+        module = copy.deepcopy(fresh)
+        with ThreadPoolExecutor(1) as thread:  # with which torch's modes end that were not left
+            stopped = thread.submit(stopped_at, steps, module).result()
+        steps += 3
+        y = by(module, "eager", *tokens)
+        assert reference.relative_error(y, expected) <= LIMIT, steps
+        transformers_weights.move(module)
+        assert transformers_weights.is_in_place(module)
+        for name, weight in fresh.state_dict().items():
+            assert torch.equal(module.state_dict()[name], weight), (steps, name)
+    assert steps > 100
+    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
+
+
+def test_memory_that_runs_out_in_a_move_leaves_a_module_that_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = gpt_oss()
+    tokens = tokens_for(module)
+    expected = by(module, "eager", *tokens)
+    for allowed in range(3):
+        left = allowed
+
+        def contiguous(tensor: Tensor, original: Any = Tensor.contiguous) -> Tensor:
+            nonlocal left
+            if left == 0:
+                raise torch.OutOfMemoryError("no memory")
+            left -= 1
+            copied: Tensor = original(tensor)
+            return copied
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "contiguous", contiguous)
+            with pytest.raises(torch.OutOfMemoryError):
+                transformers_weights.move(module)
+        y = by(module, "eager", *tokens)
+        assert reference.relative_error(y, expected) <= LIMIT, allowed
+    assert reference.relative_error(by(module, "moeos", *tokens), expected) <= LIMIT
 
 
 def test_layers_of_one_shape_share_their_experts_and_ids_beyond_them_are_unused() -> None:
