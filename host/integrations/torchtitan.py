@@ -93,8 +93,15 @@ class MoeosRoutedExperts(RoutedExperts):
             raise shared.refusal(
                 WHERE, "a gradient of the experts", "asked for", "a call under torch.no_grad() does"
             )
-        w13, w2 = self._weights(x_BLD)
-        experts = self._experts or self._start(x_BLD, topk_expert_ids_BLK.shape[-1])
+        if not self._is_ready():
+            if torch.compiler.is_exporting():
+                raise shared.refusal(
+                    WHERE, "the first call", "exported", "a call before torch.export does"
+                )
+            self._make_ready_in_a_call_before_torch_compile(x_BLD, topk_expert_ids_BLK.shape[-1])
+        experts, w13 = self._experts, self._w13
+        assert experts is not None
+        assert w13 is not None
         rows, most = x_BLD.shape[:-1].numel(), experts.cfg.max_tokens
         if rows > most and experts.world.size > 1:
             raise shared.refusal(
@@ -105,12 +112,34 @@ class MoeosRoutedExperts(RoutedExperts):
             topk_expert_ids_BLK,
             topk_scores_BLK,
             w13,
-            w2,
+            _local(self.inner_experts.w2_EDF),
             pieces=max(1, -(-rows // most)),
         )
 
-    def _start(self, x: torch.Tensor, top_k: int) -> Experts:
-        """The experts, made with the first call. Collective over "ep"."""
+    def _is_ready(self) -> bool:
+        """Whether there are experts, and the parameters are still halves of `_w13`."""
+        packed = self._w13
+        if packed is None or self._experts is None:
+            return False
+        inner = self.inner_experts
+        w1, w3 = _local(inner.w1_EFD), _local(inner.w3_EFD)
+        if torch.compiler.is_compiling():  # a graph sees no address: halves have gaps between rows
+            return w1.stride() == packed.stride() == w3.stride()
+        halves = packed.data_ptr(), packed[:, w1.shape[1] :].data_ptr()
+        return (w1.data_ptr(), w3.data_ptr()) == halves
+
+    @shared.untraced
+    def _make_ready_in_a_call_before_torch_compile(self, x: torch.Tensor, top_k: int) -> None:
+        """Makes the experts and moves the weights, once. Collective over "ep"."""
+        with shared.preparing:
+            if self._is_ready():  # another thread has done it
+                return
+            self._require_whole(x)
+            self._experts = self._experts or self._made(x, top_k)
+            self._pack()
+
+    def _made(self, x: torch.Tensor, top_k: int) -> Experts:
+        """The experts of a first call. Collective over "ep"."""
         inner = self._config.inner_experts
         cfg = MoEConfig(
             hidden=inner.dim,
@@ -125,32 +154,21 @@ class MoeosRoutedExperts(RoutedExperts):
         if backend == "auto" and x.device.type == "cpu":
             backend = "twin"
         world = shared.world_of(self._ep_group, backend, self._config.deadline)
-        self._experts = shared.experts_of(cfg, world)
-        return self._experts
+        return shared.experts_of(cfg, world)
 
-    def _weights(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's w13 [X, 2I, D], whose halves the module's parameters are, and w2."""
+    def _pack(self) -> None:
+        """Makes the parameters w1 and w3 halves of one [X, 2I, D], and keeps that. A half that an
+        error left is no harm: its numbers are right, and the next call packs anew."""
         inner = self.inner_experts
-        w2 = _local(inner.w2_EDF)
-        if torch.compiler.is_compiling():
-            if self._w13 is None:
-                raise shared.refusal(
-                    WHERE, "the first call", "compiled", "a call before torch.compile does"
-                )
-            return self._w13, w2
-        w1, w3 = _local(inner.w1_EFD), _local(inner.w3_EFD)
-        rows = w1.shape[1]
-        packed = self._w13
-        if packed is None or (w1.data_ptr(), w3.data_ptr()) != (
-            packed.data_ptr(),
-            packed[:, rows:].data_ptr(),
-        ):
-            self._require_whole(x)
-            with torch.no_grad():
-                packed = self._w13 = torch.cat([w1, w3], dim=1)
-                _point(inner, "w1_EFD", packed[:, :rows])
-                _point(inner, "w3_EFD", packed[:, rows:])
-        return packed, w2
+        with torch.no_grad():
+            w1, w3 = _local(inner.w1_EFD), _local(inner.w3_EFD)
+            rows = w1.shape[1]
+            packed = torch.cat([w1, w3], dim=1)
+            if packed.is_cuda:  # another thread may read it on another stream
+                torch.cuda.current_stream(packed.device).synchronize()
+            _point(inner, "w1_EFD", packed[:, :rows])
+            _point(inner, "w3_EFD", packed[:, rows:])
+            self._w13 = packed
 
     def _require_whole(self, x: torch.Tensor) -> None:
         """`ValueError` unless the parameters are whole experts of x's dtype that stay in place."""

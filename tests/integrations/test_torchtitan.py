@@ -7,7 +7,10 @@ where it is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -187,6 +190,91 @@ def test_parameters_in_new_memory_are_found() -> None:
             inner.w1_EFD.data, inner.w3_EFD.data = halves[0].clone(), halves[1].clone()
             inner.w2_EDF.data = tensors.w2.clone()
             return tensors.error(call(experts, x, ids, scores), x, ids, scores)
+
+    assert on_ranks(live, 1)[0] <= 1
+
+
+@pytest.mark.parametrize("mode", [{"fullgraph": True}, {}], ids=["whole", "broken"])
+def test_a_first_call_is_compiled_where_its_graph_may_be_broken(mode: dict[str, Any]) -> None:
+    def live(rank: int) -> list[float]:
+        tensors, others = Tensors(config()), Tensors(config(), 3)
+        experts = built(tensors, {})
+        compiled = torch.compile(experts, backend="aot_eager", **mode)
+        x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
+        errors = []
+        with torch.no_grad():
+            if mode:
+                with pytest.raises(Exception, match="in_a_call_before_torch_compile"):
+                    call(compiled, x, ids, scores)
+                torch._dynamo.reset()
+                call(experts, x, ids, scores)
+            for _ in range(2):
+                errors.append(tensors.error(call(compiled, x, ids, scores), x, ids, scores))
+            if not mode:  # in new memory
+                halves = others.w1.split(INTERMEDIATE, dim=1)
+                parts = {"w1_EFD": halves[0], "w3_EFD": halves[1], "w2_EDF": others.w2}
+                for name, weight in parts.items():
+                    getattr(experts.inner_experts, name).data = weight.clone()
+                errors.append(others.error(call(compiled, x, ids, scores), x, ids, scores))
+        return errors
+
+    assert all(error <= 1 for error in on_ranks(live, 1)[0])
+
+
+def test_threads_that_make_a_first_call_together_move_the_weights_once() -> None:
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config())
+        experts = built(tensors, {})
+        x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
+        both, packed, cat = threading.Barrier(2), [], torch.cat
+
+        def slow_cat(parts: Any, dim: int = 0) -> Tensor:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)  # for as long as the other thread can get here
+            packed.append(cat(parts, dim=dim))
+            return packed[-1]
+
+        def once() -> Tensor:
+            with torch.no_grad():
+                return call(experts, x, ids, scores)
+
+        torch.cat = slow_cat
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(once) for _ in range(2)]
+        torch.cat = cat
+        assert len(packed) == 1
+        inner = experts.inner_experts
+        memory = {w.untyped_storage().data_ptr() for w in (inner.w1_EFD, inner.w3_EFD)}
+        assert memory == {packed[0].untyped_storage().data_ptr()}
+        return [tensors.error(each.result(), x, ids, scores) for each in calls]
+
+    assert all(error <= 1 for error in on_ranks(live, 1)[0])
+
+
+def test_a_move_that_is_interrupted_is_made_again() -> None:
+    def live(rank: int) -> float:
+        import moeos.integrations.torchtitan as adapter
+
+        tensors = Tensors(config())
+        experts = built(tensors, {})
+        x, (ids, scores) = tensors.draw(9, HIDDEN), tensors.routing(9)
+        point, compiled = adapter._point, torch.compile(experts, backend="aot_eager")
+
+        def interrupted(module: Any, name: str, memory: Tensor) -> None:
+            if name == "w3_EFD":
+                raise KeyboardInterrupt
+            point(module, name, memory)
+
+        adapter._point = interrupted
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            call(experts, x, ids, scores)
+        adapter._point = point
+        with torch.no_grad():
+            y = call(compiled, x, ids, scores)
+        inner = experts.inner_experts
+        memory = {w.untyped_storage().data_ptr() for w in (inner.w1_EFD, inner.w3_EFD)}
+        assert memory == {experts._w13.untyped_storage().data_ptr()}
+        return tensors.error(y, x, ids, scores)
 
     assert on_ranks(live, 1)[0] <= 1
 
