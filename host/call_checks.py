@@ -172,14 +172,12 @@ def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) ->
     if not x.is_contiguous():
         x = x.contiguous()
     if x.shape[0] > pieces * cfg.max_tokens:
-        if pieces == 1:
-            raise ValueError(
-                f"x has {x.shape[0]} tokens; at most max_tokens, {cfg.max_tokens}, are allowed: "
-                f"pass pieces={-(-x.shape[0] // cfg.max_tokens)} or more on all ranks"
-            )
+        most = f"max_tokens, {cfg.max_tokens}"
+        if pieces > 1:
+            most = f"pieces * max_tokens, {pieces} * {cfg.max_tokens}"
         raise ValueError(
-            f"x has {x.shape[0]} tokens; at most pieces * max_tokens, {pieces} * "
-            f"{cfg.max_tokens}, are allowed"
+            f"x has {x.shape[0]} tokens; at most {most}, are allowed: "
+            f"pass pieces={-(-x.shape[0] // cfg.max_tokens)} or more on all ranks"
         )
     return x
 

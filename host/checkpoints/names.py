@@ -252,7 +252,7 @@ def _not_used(unused: list[str], prefix: str, look: _Look, cfg: MoEConfig) -> st
             f"{prefix}{name}{others} is not used by the layer{shared_names.why_unused(cfg, name)}; "
             f"if it is computed elsewhere, pass ignore=[{_ignorable(name)!r}]"
         )
-    known = [*look.missing, *_parts_of(look.layout), *_own_names(look.layout)]
+    known = {*look.missing, *_parts_of(look.layout), *_own_names(look.layout)}
     alike = difflib.get_close_matches(_NUMBER.sub("{}", name), known, n=_NEAREST, cutoff=0.0)
     missing = f", in which {', '.join(map(repr, look.missing))} is missing" if look.missing else ""
     of = f"layout {cfg.layout!r}" if cfg.layout is not None else f"the layout {look.layout.name!r}"

@@ -115,8 +115,10 @@ def split(gate: bool = True) -> dict[str, Tensor]:
 def test_a_renamed_tensor_is_named_with_the_nearest_names(old: str, new: str, message: str) -> None:
     names = split()
     names[PREFIX + new] = names.pop(PREFIX + old)
-    with pytest.raises(ValueError, match=f"^{re.escape(PREFIX + message)}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(PREFIX + message)}") as raised:
         load_block(config(), names, PREFIX, 0, 1)
+    nearest = str(raised.value).split("the nearest names are ")[1].split(", ")
+    assert len(nearest) == len(set(nearest)) > 1
 
 
 def test_experts_with_and_without_a_gate_need_an_activation_that_fits() -> None:

@@ -78,7 +78,7 @@ BAD = {
         {"x": torch.zeros(3, 11, HIDDEN)}, ValueError, ("x", "33", "max_tokens", "32")
     ),
     "too many tokens for the pieces": Bad(
-        {"x": torch.zeros(65, HIDDEN), "pieces": 2}, ValueError, ("x", "65", "2 * 32")
+        {"x": torch.zeros(65, HIDDEN), "pieces": 2}, ValueError, ("x", "65", "2 * 32", "pieces=3")
     ),
     "no pieces": Bad({"x": X, "pieces": 0}, ValueError, ("pieces is 0", "1 to")),
     "pieces are no integer": Bad({"x": X, "pieces": 2.0}, TypeError, ("pieces is 2.0", "integer")),
