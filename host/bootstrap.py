@@ -280,7 +280,9 @@ def _join(
             return SoloControl()
         device = device or member.group.bound_device_id
         meeting = meet(member, deadline, device)
-        return _over(meeting, member.rank, member.size, deadline)
+        known = remembered(member.group)
+        job = () if known is None else known.ranks
+        return _over(meeting, member.rank, member.size, deadline, job)
     rank, size = _check_place(rank, size, store)
     if size == 1:
         return SoloControl()
@@ -314,9 +316,11 @@ def _check_place(rank: int | None, size: int | None, store: Store | None) -> tup
     return rank, size
 
 
-def _over(meeting: Meeting, rank: int, size: int, deadline: float) -> StoreControl:
+def _over(
+    meeting: Meeting, rank: int, size: int, deadline: float, job: tuple[int, ...] = ()
+) -> StoreControl:
     return StoreControl(
-        rank, size, deadline, meeting.store, where=meeting.where, serves=meeting.serves
+        rank, size, deadline, meeting.store, where=meeting.where, serves=meeting.serves, job=job
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from moeos.caller import Caller
-from moeos.errors import ConfigMismatch, PeerTimeout, said
+from moeos.errors import ConfigMismatch, PeerTimeout, in_job, said
 from moeos.process import Home, keep_in_children
 
 if TYPE_CHECKING:
@@ -183,10 +183,11 @@ class _PolledControl:
 
     shares_memory = False
 
-    def __init__(self, rank: int, size: int, deadline: float) -> None:
+    def __init__(self, rank: int, size: int, deadline: float, job: Sequence[int] = ()) -> None:
         self.rank = rank
         self.size = size
         self._deadline = deadline
+        self._job = job
         self._home = Home()
         self._sequence = -1  # the number of the exchange that began last
         self._failure: str | None = None
@@ -251,6 +252,7 @@ class _PolledControl:
                 self._fail(
                     f"rank {self.rank} of {self.size} waited {seconds:g} s for {what}: "
                     f"{name_ranks(missing)} did not arrive (ended, stuck, or never made this call)"
+                    f"{in_job([self.rank, *missing], self._job)}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -265,7 +267,7 @@ class _PolledControl:
         It is ASCII: a reason may hold what no encoding has, such as a file's name may be of.
         """
         told = reason[:_MAX_REASON].encode("ascii", "backslashreplace").decode()
-        note = f"rank {self.rank} gave up: {told}"
+        note = f"rank {self.rank} gave up: {told}{in_job([self.rank], self._job)}"
         if self._failure is None:
             self._failure = note
         return note
@@ -341,6 +343,7 @@ class StoreControl(_PolledControl):
             of a world are deleted when its last rank closes it.
         where: what an error calls the store.
         serves: whether the store ends with this process. Then `close` waits for the peers.
+        job: what errors call the ranks beside their numbers, as of `moeos.errors.in_job`.
 
     The n-th control plane of a rank on a store meets the n-th of every other rank.
 
@@ -359,8 +362,9 @@ class StoreControl(_PolledControl):
         *,
         where: str,
         serves: bool = False,
+        job: Sequence[int] = (),
     ) -> None:
-        super().__init__(rank, size, deadline)
+        super().__init__(rank, size, deadline, job)
         self._where = where
         self._given = store  # which may be the one that is served
         self._serves = serves
@@ -473,7 +477,8 @@ class StoreControl(_PolledControl):
                 self._lost = f"had no answer for {self._deadline:g} s from {self._where}"
             except Exception as error:  # a store may be the caller's own class
                 self._lost = f"lost {self._where} {error}"
-        self._fail(f"rank {self.rank} of {self.size} {self._lost}")
+        where = in_job([self.rank], self._job)
+        self._fail(f"rank {self.rank} of {self.size} {self._lost}{where}")
 
     def _post(self, post: _Post) -> None:
         payload = cast(str, pickle.dumps(post._replace(value=_pickled(post.value))))

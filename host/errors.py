@@ -6,6 +6,8 @@ Every other bad argument raises ValueError or TypeError.
 This file knows nothing of what raises them.
 """
 
+from collections.abc import Iterable, Sequence
+
 
 class PeerTimeout(RuntimeError):
     """A wait for another rank ended without it: the deadline passed, or that rank gave up.
@@ -27,6 +29,18 @@ class NumericalError(ValueError):
 
     The message names the token and the logit.
     """
+
+
+def in_job(ranks: Iterable[int], job: Sequence[int]) -> str:
+    """The end of a message that names ranks of a world whose ranks the job knows by other numbers.
+
+    `job`: the job's number of each rank of the world, or nothing where they are not known.
+    """
+    told = [rank for rank in dict.fromkeys(ranks) if rank < len(job)]
+    if all(job[rank] == rank for rank in told):
+        return ""
+    first, *others = (f"rank {rank} of the world is rank {job[rank]}" for rank in told)
+    return "; " + ", ".join([f"{first} of the job", *others])
 
 
 def said(error: BaseException) -> str:

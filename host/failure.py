@@ -11,27 +11,36 @@ from collections.abc import Mapping
 
 from moeos import calls
 from moeos._runtime import Failure, FailureKind
-from moeos.errors import NumericalError, PeerTimeout
+from moeos.errors import NumericalError, PeerTimeout, in_job
+from moeos.sharding import Group
 
 
 def exception_of(
-    failure: Failure, rank: int, identity: int = 0, names: Mapping[int, str] | None = None
+    failure: Failure,
+    rank: int,
+    identity: int = 0,
+    names: Mapping[int, str] | None = None,
+    group: Group | None = None,
 ) -> Exception:
     """The exception to raise on `rank` for a failure whose kind is not NONE.
 
-    `identity`: of the call that raises it (`moeos.calls`), or 0; `names`: of layers that have one.
+    `identity`: of the call that raises it (`moeos.calls`), or 0; `names`: of layers that have one;
+    `group`: of the world, which tells the ranks' numbers in the job.
 
     `PeerTimeout` for whatever was late or aborted, `NumericalError` for logits that are not finite,
     `ValueError` for other input that cannot be followed, and `RuntimeError` where the protocol
     itself was broken: a defect of moeos, or memory that someone overwrote.
     """
     names = names or {}
+    job = () if group is None else group.ranks
     if failure.kind == FailureKind.CALL_DIFFERS:
         return RuntimeError(
             different_calls(failure.rank, failure.expected, failure.peer, failure.seen, names)
             + ". All ranks may call reset() and go on"
+            + in_job((failure.rank, failure.peer), job)
         )
     error = _error_of(failure, rank)
+    error = type(error)(f"{error}{in_job((failure.rank, failure.peer), job)}")
     of_another = calls.layer_of(failure.identity) != calls.layer_of(identity)
     if 0 in (failure.identity, identity) or not of_another:
         return error

@@ -238,7 +238,8 @@ class CudaEngine:
         self._shared.note_capture()
 
     def _exception_of(self, failure: _runtime.Failure, identity: int) -> Exception:
-        return exception_of(failure, self._world.rank, identity, self._world.layer_names)
+        world = self._world
+        return exception_of(failure, world.rank, identity, world.layer_names, world.group)
 
     def _agree(self, do: Callable[[], Value], what: str) -> Value:
         """What `do()` returns here, if it returns on all ranks; else its error, on all ranks."""

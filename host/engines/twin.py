@@ -210,7 +210,8 @@ class TwinEngine:
             out=tensors.out.data_ptr(),
         )
         if failure.kind != 0:
-            raise exception_of(failure, self._world.rank, identity, self._world.layer_names)
+            world = self._world
+            raise exception_of(failure, world.rank, identity, world.layer_names, world.group)
         tensors.out[tokens:].zero_()
 
     def _live(self) -> _twin.Records:

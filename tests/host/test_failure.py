@@ -11,6 +11,7 @@ from moeos._runtime import Failure, FailureKind
 from moeos.errors import NumericalError, PeerTimeout
 from moeos.failure import exception_of
 from moeos.records import dtype_of
+from moeos.sharding import Group
 
 NONE = 0xFFFFFFFF
 
@@ -100,3 +101,17 @@ def test_every_call_of_every_layer_has_an_identity_of_its_own() -> None:
     assert len(found) == 12
     assert all(0 < number < 1 << 32 for number in found)
     assert {calls.layer_of(number) for number in found} == {0, 1, 4095, 200_000}
+
+
+def test_ranks_are_named_by_the_jobs_numbers_where_these_are_others() -> None:
+    late = failure(FailureKind.COUNTS_LATE, peer=0)
+    plain = str(exception_of(late, rank=2))
+    assert str(exception_of(late, rank=2, group=Group("", (0, 1, 2)))) == plain
+    said = str(exception_of(late, rank=2, group=Group("", (0, 5, 9))))
+    assert (
+        said == f"{plain}; rank 2 of the world is rank 9 of the job, rank 0 of the world is rank 0"
+    )
+    nobody = failure(FailureKind.TASKS_LATE)
+    assert str(exception_of(nobody, rank=2, group=Group("", (0, 5, 9)))).endswith(
+        "is rank 9 of the job"
+    )

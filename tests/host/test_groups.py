@@ -449,6 +449,30 @@ def test_one_world_fails_while_the_other_of_the_same_job_goes_on() -> None:
     assert others == ["", ""]
 
 
+def test_late_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_job_too() -> None:
+    def live(rank: int) -> list[str]:
+        pair, done = dist.new_group([1, 2]), dist.new_group([0, 1, 2])
+        said = []
+        if rank > 0:
+            world = moeos.init("twin", group=pair, deadline=1.0)
+            layer = moeos.MoELayer(CFG, world)
+            x = torch.randn(3, CFG.hidden)
+        if rank == 1:
+            for wait in (lambda: layer(x), lambda: world.control.barrier("a test")):
+                with pytest.raises(PeerTimeout) as raised:
+                    wait()
+                said.append(str(raised.value))
+        dist.barrier(done)
+        return said
+
+    _, (call, barrier), _ = in_processes(live, 3)
+    names = "; rank 0 of the world is rank 1 of the job, rank 1 of the world is rank 2"
+    assert call.startswith("rank 0 waited")
+    assert call.endswith("then all ranks may call reset()" + names)
+    assert barrier.startswith("rank 0 of 2 waited 1 s for a test: rank 1 did not arrive")
+    assert barrier.endswith(names)
+
+
 def end_by(how: str, world: moeos.World) -> None:
     if how == "exception":
         raise KeyError("this rank's")
