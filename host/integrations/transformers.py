@@ -277,21 +277,21 @@ def _refuse(module: Any) -> dict[str, Any]:
             raise shared.refusal(
                 _where(module), f"placements of {name}", cut, "whole experts do: ep_size"
             )
-    fields = formula_of.fields_of(
-        lambda rows: _between(module, rows),
-        module.has_gate,
-        [getattr(module, name) for name in ("limit", "swiglu_limit") if _is_number(module, name)],
-        [getattr(module, name) for name in ("alpha", "swiglu_alpha") if _is_number(module, name)],
+    limits, alphas = (
+        [getattr(module, name) for name in names if _is_number(module, name)]
+        for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
     )
-    if fields is None:
-        said = [name for name in _SAID_IN if getattr(module.config, name, None) is not None]
-        raise shared.refusal(
-            _where(module),
-            said[0] if said else "the activation",
-            getattr(module.config, said[0]) if said else type(module)._apply_gate.__qualname__,
-            _WORKS[module.has_gate],
+    try:
+        return formula_of.fields_of(
+            lambda rows: _between(module, rows), module.has_gate, limits, alphas
         )
-    return fields
+    except formula_of.NoFormulaError as error:
+        said = [name for name in _SAID_IN if getattr(module.config, name, None) is not None]
+        called = f" ({said[0]} {getattr(module.config, said[0])!r})" if said else ""
+        raise ValueError(
+            f"{_where(module)}: the activation{called} is none that moeos has: {error}; "
+            f"{_WORKS[module.has_gate]}"
+        ) from None
 
 
 def _between(module: Any, rows: Tensor) -> Tensor:

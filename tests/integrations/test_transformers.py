@@ -160,8 +160,8 @@ def test_a_family_without_an_interface_runs_with_layers_in_place_of_its_blocks(n
 
 REFUSED = {
     "MuseSparkExperts": "has_post_expert_norm is True",
-    "Inkling2Experts": "hidden_act is 'silu'",
-    "Inkling2LoopExperts": "hidden_act is 'silu'",
+    "Inkling2Experts": r"the activation \(hidden_act 'silu'\) is none that moeos has",
+    "Inkling2LoopExperts": r"the activation \(hidden_act 'silu'\) is none that moeos has",
 }
 
 
@@ -438,6 +438,23 @@ def refused_activation() -> Any:
     return module
 
 
+class AlmostSilu(nn.Module):
+    def forward(self, gate: Tensor) -> Tensor:
+        return nn.functional.silu(gate) + (gate == 4)
+
+
+def another_function() -> Any:
+    module = qwen3()
+    module.act_fn = AlmostSilu()
+    return module
+
+
+def another_shape() -> Any:
+    module = qwen3()
+    module._apply_gate = lambda rows: rows
+    return module
+
+
 def with_another_parameter() -> Any:
     module = qwen3()
     module.scale = nn.Parameter(torch.ones(EXPERTS))
@@ -453,13 +470,24 @@ def with_a_norm() -> Any:
 @pytest.mark.parametrize(
     ("made", "error", "said"),
     [
-        (refused_activation, ValueError, "hidden_act is 'gelu', .*'silu' and 'gelu_pytorch_tanh'"),
+        (refused_activation, ValueError, r"hidden_act 'gelu'\) .*'silu' and 'gelu_pytorch_tanh'"),
+        (
+            another_function,
+            ValueError,
+            r"hidden_act 'silu'\) is none that moeos has: of gate 4 and up -?10000 its function "
+            r"makes -?49280.6, and the nearest formula \(activation 'swiglu'\) -?39280.6; 'silu'",
+        ),
+        (
+            another_shape,
+            ValueError,
+            r"makes \[784, 16\] of \[784, 16\], where \[784, 8\] is needed",
+        ),
         (with_another_parameter, ValueError, "a parameter is 'scale', .*gate_up_proj, down_proj"),
         (with_a_norm, ValueError, "has_post_expert_norm is True"),
         (lambda: qwen3().double(), ValueError, "dtype is torch.float64; it must be one of"),
         (lambda: qwen3().to("meta"), ValueError, "device is 'meta', .*the CPU and a GPU"),
     ],
-    ids=["activation", "parameter", "norm", "dtype", "device"],
+    ids=["activation", "function", "shape", "parameter", "norm", "dtype", "device"],
 )
 def test_what_moeos_does_not_compute_is_refused_by_one_sentence(
     made: Any, error: type[Exception], said: str
