@@ -82,12 +82,11 @@ class _Mapping:
         )
         if address is None or address == _FAILED:
             code = ctypes.get_errno()
-            remedy = (
-                "lower max_tokens, start fewer ranks, or raise the limit of addresses, ulimit -v"
-            )
             raise OSError(
                 code,
-                f"rank {rank} cannot map a heap of {size} bytes: {os.strerror(code)}; {remedy}",
+                f"rank {rank} cannot map a heap of {size} bytes: {os.strerror(code)}. "
+                f"{host_memory.limits()}. Raise the limit that is reached, lower max_tokens, or "
+                "start fewer ranks",
             )
         self.address: int = address
         self._size = size

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process can still have: of the machine, and of its control groups.
+"""How much memory this process can still have: of the machine, its control groups and its limits.
 
 The only file that reads them. It knows nothing of what the memory is for.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,21 @@ def available(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
     can be dropped count as left. A limit that cannot be read is taken for none.
     """
     return min([_meminfo(proc)["MemAvailable"], *_left(proc, groups)])
+
+
+def limits() -> str:
+    """What this process may map at most, as an error says it."""
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    data, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    said = f"RLIMIT_AS (ulimit -v), bytes of addresses: {number(space)}"
+    if data != resource.RLIM_INFINITY:
+        said += f"; RLIMIT_DATA (ulimit -d), bytes of memory of its own: {data}"
+    return said
+
+
+def number(limit: int) -> str:
+    """A limit of `resource`, which may be none."""
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

@@ -11,6 +11,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from moeos import host_memory
+
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 
@@ -26,18 +28,13 @@ def no_thread(what: str, remedy: str) -> OSError:
 def _limits() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [
-        f"RLIMIT_NPROC (ulimit -u), threads of this user: {_number(soft)}",
+        f"RLIMIT_NPROC (ulimit -u), threads of this user: {host_memory.number(soft)}",
         *(f"pids.max of the control group {group}: {most}" for group, most in _groups()),
-        f"RLIMIT_AS (ulimit -v), bytes of addresses: {_number(space)}",
-        f"RLIMIT_STACK (ulimit -s), bytes of them for a thread: {_number(stack)}",
+        host_memory.limits(),
+        f"RLIMIT_STACK (ulimit -s), bytes of them for a thread: {host_memory.number(stack)}",
     ]
     return "; ".join(limits)
-
-
-def _number(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 
 def _groups() -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from moeos import host_memory
 from moeos.control import ControlPlane, SoloControl, StoreControl
 from moeos.errors import ConfigMismatch
 from moeos.heap import MAX_HEAP_BYTES, SymmetricHeap
@@ -269,10 +270,22 @@ def test_a_heap_that_the_machine_has_no_memory_for_is_refused_on_all_ranks() -> 
 
 def test_a_heap_for_which_there_are_no_addresses_names_the_rank_and_what_to_lower() -> None:
     """As under `ulimit -v`; a virtual rank's is memory of the process."""
-    sentence = r"rank 0 cannot map a heap of \d+ bytes: .*lower max_tokens, .*ulimit -v"
+    sentence = r"rank 0 cannot map a heap of \d+ bytes: .*ulimit -v.*lower max_tokens"
     for outcome in in_threads(lambda control: SymmetricHeap(control, MAX_HEAP_BYTES), 2):
         assert isinstance(outcome, OSError)
         assert re.search(sentence, str(outcome)), outcome
+
+
+def test_a_limit_of_data_that_a_heap_reaches_is_named() -> None:
+    def live(rank: int) -> str:
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, 1 << 40))
+        with pytest.raises(OSError, match="cannot map a heap") as raised:
+            SymmetricHeap(SoloControl(), 1 << 41)
+        return str(raised.value)
+
+    (said,) = ForkedRanks(live, 1).ended()
+    assert f"RLIMIT_DATA (ulimit -d), bytes of memory of its own: {1 << 40}. Raise" in said
+    assert "ulimit -d" not in host_memory.limits()
 
 
 def test_ranks_killed_while_they_hold_a_heap_leave_no_shared_memory() -> None:

@@ -188,6 +188,17 @@ def test_a_world_whose_control_plane_gets_no_thread_is_not_made() -> None:
     assert "the thread moeos-store cannot be started" in forked(make)
 
 
+def test_a_limit_of_data_is_named_where_there_is_one() -> None:
+    def live(rank: int) -> list[str]:
+        said = [str(thread_limits.no_thread("a thread", "ask for less"))]
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, 1 << 40))
+        return [*said, str(thread_limits.no_thread("a thread", "ask for less"))]
+
+    ((without, limited),) = ForkedRanks(live, 1).ended()
+    assert "RLIMIT_DATA" not in without
+    assert f"RLIMIT_DATA (ulimit -d), bytes of memory of its own: {1 << 40}; RLIMIT" in limited
+
+
 def test_the_error_names_the_control_group_that_allows_few_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
