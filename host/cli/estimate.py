@@ -71,6 +71,7 @@ class Work:
             has tokens, for where results go.
         flag_bytes: 4 for each chunk sent to another rank, for each chunk that a tile's segment of
             another rank's rows touches, and for each pair sent to a rank that gets tokens once.
+        bytes_by_peer: all four to each rank, and 0 to rank 0 itself.
     """
 
     tokens: int
@@ -87,24 +88,31 @@ class Work:
     combine_bytes: int
     count_bytes: int
     flag_bytes: int
+    bytes_by_peer: tuple[int, ...]
 
-    @property
-    def bytes_to_peers(self) -> int:
-        """All that rank 0 writes into other ranks' memory."""
-        return self.dispatch_bytes + self.combine_bytes + self.count_bytes + self.flag_bytes
+    def bytes_over_links(self, node: int) -> int:
+        """What rank 0 writes into the memory of ranks of its node, which has so many."""
+        return sum(self.bytes_by_peer[:node])
 
-    @property
-    def floors(self) -> dict[str, float]:
+    def bytes_over_network(self, node: int) -> int:
+        """What it sends to the ranks of other nodes."""
+        return sum(self.bytes_by_peer[node:])
+
+    def floors(self, node: int, network: float | None = None) -> dict[str, float]:
         """Seconds that each limit of an H200 alone would need; no call can be faster than any.
 
-        compute: FLOPs at the dense BF16 rate. link: bytes to peers. memory: reading the weights.
+        compute: FLOPs at the dense BF16 rate. link: bytes to peers of a node of so many ranks.
+        network: those to others, where a rank sends `network` bytes/s. memory: reading the weights.
         """
-        return {
+        seconds = {
             "compute": (self.router_flops + self.expert_flops + self.shared_flops)
             / H200_GEMM_FLOPS,
-            "link": self.bytes_to_peers / H200_LINK_BYTES,
+            "link": self.bytes_over_links(node) / H200_LINK_BYTES,
             "memory": self.weight_bytes / H200_MEMORY_BYTES,
         }
+        if network is not None:
+            seconds["network"] = self.bytes_over_network(node) / network
+        return seconds
 
 
 def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
@@ -187,7 +195,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         dispatches = sum(sizes.dispatch_parts(sum(chunks_to_rank), n) for n in to_rank)
     once = [peer for peer in range(1, ranks) if sizes.sends_once(to_rank[peer])]
 
-    tiles = padding = flags = received = busy_experts = replicated = 0
+    tiles = padding = received = busy_experts = replicated = 0
+    flags = [0] * ranks  # of each source
     starts = [0] * ranks
     # Of the other ranks only what they send to rank 0: all would be P times E numbers.
     for of_source in zip(*(rows(source, range(local)) for source in range(ranks)), strict=True):
@@ -198,7 +207,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             first = starts[source] + slot
             last = first + n - 1
             if source != 0:
-                flags += last // sizes.chunk_rows - first // sizes.chunk_rows + 1
+                flags[source] += last // sizes.chunk_rows - first // sizes.chunk_rows + 1
         starts = [start + n for start, n in zip(starts, of_source, strict=True)]
         received += sum(of_source)
         busy_experts += any(of_source)
@@ -208,11 +217,23 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             replicated += sizes.chunks_made_whole(rows_of_source)
 
     first_rows = sizes.once_after * sizes.chunk_rows  # which say nothing of where they are from
-    origins = sum(max(0, to_rank[peer] - first_rows) for peer in once)
+    origins = [max(0, n - first_rows) if peer in once else 0 for peer, n in enumerate(to_rank)]
 
     shared_tiles = -(-tokens // sizes.tile_rows) if cfg.shared_experts > 0 else 0
     tells_bases = int(cfg.resolved_row_map == "ragged" and tokens > 0)
     row_bytes = cfg.hidden * cfg.dtype.itemsize
+    peers = range(1, ranks)
+    dispatched = [
+        _rows_once(cfg, sizes, peer, sent[peer * local : (peer + 1) * local], tokens)
+        if peer in once
+        else to_rank[peer]
+        for peer in peers
+    ]
+    # Of each of them the other way: `starts` are now what it has sent to rank 0.
+    dispatch_bytes = [rows * row_bytes for rows in dispatched]
+    combine_bytes = [starts[peer] * row_bytes for peer in peers]
+    flag_bytes = [4 * (chunks_to_rank[peer] + flags[peer] + origins[peer]) for peer in peers]
+    count_bytes = 8 * (local + 1 + tells_bases)
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing; but not where
     # processors wait for tokens' rows themselves, which they do for all tokens.
     may_drop = capacity is not None and capacity < cfg.max_tokens
@@ -237,16 +258,17 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         expert_flops=2 * received * (cfg.w1_rows + cfg.intermediate) * cfg.hidden,
         shared_flops=2 * tokens * _shared_elements(cfg),
         weight_bytes=busy_experts * _expert_bytes(cfg) + (tokens > 0) * _shared_bytes(cfg),
-        dispatch_bytes=row_bytes
-        * sum(
-            _rows_once(cfg, sizes, peer, sent[peer * local : (peer + 1) * local], tokens)
-            if peer in once
-            else to_rank[peer]
-            for peer in range(1, ranks)
+        dispatch_bytes=sum(dispatch_bytes),
+        combine_bytes=sum(combine_bytes),
+        count_bytes=count_bytes * len(peers),
+        flag_bytes=sum(flag_bytes),
+        bytes_by_peer=(
+            0,
+            *(
+                sum(kinds) + count_bytes
+                for kinds in zip(dispatch_bytes, combine_bytes, flag_bytes, strict=True)
+            ),
         ),
-        combine_bytes=(received - sum(sent[:local])) * row_bytes,
-        count_bytes=8 * (ranks - 1) * (local + 1 + tells_bases),
-        flag_bytes=4 * (sum(chunks_to_rank[1:]) + flags + origins),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -51,6 +52,9 @@ def plan(
         int | None,
         typer.Option(help="Ranks that write each other's memory; others get puts. Else all."),
     ] = None,
+    network: Annotated[
+        float | None, typer.Option(help="GB/s that a rank sends to ranks of other nodes.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help=output.JSON_HELP.format("all numbers"))
     ] = None,
@@ -65,6 +69,7 @@ def plan(
         tokens=tokens,
         layers=layers,
         ranks_per_node=ranks_per_node,
+        network=network,
         json_file=json_file,
     )
     failures.finish(lambda: execute(options), json_file)
@@ -79,7 +84,18 @@ class PlanOptions:
     tokens: int | None = None
     layers: int = 1
     ranks_per_node: int | None = None
+    network: float | None = None
     json_file: Path | None = None
+
+    @property
+    def node(self) -> int:
+        """Ranks of a node."""
+        return min(self.ranks, self.ranks_per_node or self.ranks)
+
+    @property
+    def network_rate(self) -> float | None:
+        """bytes/s."""
+        return None if self.network is None else self.network * 1e9
 
 
 def execute(options: PlanOptions) -> int:
@@ -98,6 +114,19 @@ def execute(options: PlanOptions) -> int:
         if given is not None and not 1 <= given <= (most or given):
             allowed = "at least 1" if most is None else f"1 to {most}"
             raise ValueError(f"{name} is {given}; it must be {allowed}")
+    if ranks % options.node != 0:
+        raise ValueError(
+            f"--ranks-per-node is {options.node}, which does not divide --ranks {ranks}: all nodes "
+            "have equally many"
+        )
+    if options.network is not None:
+        if options.node == ranks:
+            raise ValueError(
+                f"--network is {options.network:g}, but all {ranks} ranks are on one node: give "
+                "--ranks-per-node"
+            )
+        if not 0 < options.network < math.inf:
+            raise ValueError(f"--network is {options.network:g}; it must be GB/s, above 0")
     sizes = estimate.sizes_by_row_map(cfg, ranks)
     weights = estimate.weight_bytes_per_rank(cfg, ranks)
     tokens = cfg.max_tokens if options.tokens is None else options.tokens
@@ -130,13 +159,14 @@ def execute(options: PlanOptions) -> int:
             ],
             "sizes": {row_map: dataclasses.asdict(found) for row_map, found in sizes.items()},
             "call": dataclasses.asdict(work),
-            "floor_seconds": work.floors,
+            "network_bytes": work.bytes_over_network(options.node),
+            "floor_seconds": work.floors(options.node, options.network_rate),
         }
         output.write_json(options.json_file, document)
     _print_sizes(cfg, options.config, ranks, weights, sizes)
     _print_memory(needed, backend, why, options, places)
-    _print_work(work)
-    _print_floors(work)
+    _print_work(work, options.node)
+    _print_floors(work, options)
     if cfg.dtype == torch.float32:
         print("the layer is float32: its GEMMs are slower than the BF16 rate above")
     return failures.DONE
@@ -191,8 +221,7 @@ def _print_memory(
     weights = needed.weights
     made.add_row("weights", output.size(weights), output.size(weights / needed.layers))
     made.add_row("in all", output.size(needed.total), "")
-    node = options.ranks_per_node
-    apart = "" if node is None or node >= options.ranks else f", {node} ranks a node"
+    apart = "" if options.node == options.ranks else f", {options.node} ranks a node"
     where = "on a GPU" if backend == "cuda" else "on the twin"
     print(
         f"\nmemory of {output.plural(needed.layers, 'layer')} {where}{apart}, which share a "
@@ -209,7 +238,7 @@ def _print_memory(
         print(f"{name}: {verdict}, {share}", flush=True)
 
 
-def _print_work(work: Work) -> None:
+def _print_work(work: Work, node: int) -> None:
     made = output.table("a rank")
     made.add_row("pairs sent", output.count(work.pairs_sent))
     made.add_row("pairs received", output.count(work.pairs_received))
@@ -229,19 +258,36 @@ def _print_work(work: Work) -> None:
     made.add_row("returned to peers", output.size(work.combine_bytes))
     made.add_row("counts to peers", output.size(work.count_bytes))
     made.add_row("flags to peers", output.size(work.flag_bytes))
-    print(f"\na call with {work.tokens} tokens a rank and even routing:", flush=True)
+    far, all_bytes = work.bytes_over_network(node), sum(work.bytes_by_peer)
+    if far > 0:
+        made.add_row("over the network", f"{output.size(far)}, {100 * far / all_bytes:.3g} %")
+    print(
+        f"\na call with {work.tokens} tokens a rank and even routing; a token's experts are "
+        "neighbours,\nso that the least is dispatched:",
+        flush=True,
+    )
     output.tables(1).print(made)
 
 
-def _print_floors(work: Work) -> None:
+def _print_floors(work: Work, options: PlanOptions) -> None:
+    far = work.bytes_over_network(options.node) > 0
+    network = options.network
     rates = {
         "compute": ("FLOPs", f"{H200_GEMM_FLOPS / 1e12:.0f} TFLOP/s", "dense BF16 GEMM"),
-        "link": ("bytes to peers", f"{H200_LINK_BYTES / 1e9:.0f} GB/s", "NVLink, out"),
+        "link": (
+            "bytes within a node" if far else "bytes to peers",
+            f"{H200_LINK_BYTES / 1e9:.0f} GB/s",
+            "NVLink, out",
+        ),
         "memory": ("weights", f"{H200_MEMORY_BYTES / 1e12:.1f} TB/s", "memory, read"),
     }
+    if network is not None:
+        rates["network"] = ("over the network", f"{network:g} GB/s", "--network, out")
     made = output.table("time", "at", "of")
-    for limit, seconds in work.floors.items():
+    for limit, seconds in work.floors(options.node, options.network_rate).items():
         label, rate, what = rates[limit]
         made.add_row(label, output.duration(seconds), rate, what)
+    if far and network is None:
+        made.add_row("over the network", "", "not known", "--network GB/s")
     print("\nno call can be faster than each of these, with an H200 a rank:", flush=True)
     output.tables(3).print(made)

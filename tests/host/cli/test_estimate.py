@@ -65,6 +65,9 @@ def test_a_call_does_what_the_estimate_says(
         assert work.tasks[kind] <= stats.tasks[kind]
     assert work.padding_rows <= stats.padding_rows
     assert work.flag_bytes <= stats.flag_bytes_to_peers
+    of_kinds = work.dispatch_bytes + work.combine_bytes + work.count_bytes + work.flag_bytes
+    assert sum(work.bytes_by_peer) == of_kinds
+    assert len(work.bytes_by_peer) == ranks
 
 
 def test_without_early_tiles_even_tiles_padding_and_flags_are_exact() -> None:
@@ -127,9 +130,22 @@ def test_floors_are_work_over_the_measured_rates() -> None:
     work = work_of(cfg, 8, 1024)
     flops = 2 * 2048 * 3 * 4096 * 4096 + 2 * 1024 * 8 * 4096
     sent = 2 * 2048 * 7 // 8 * 4096 * 2
-    assert work.floors["compute"] == pytest.approx(flops / 806e12)
-    assert work.floors["link"] == pytest.approx(sent / 355e9, rel=1e-3)
-    assert work.floors["memory"] == pytest.approx(3 * 4096 * 4096 * 2 / 4.4e12)
+    floors = work.floors(8)
+    assert floors["compute"] == pytest.approx(flops / 806e12)
+    assert floors["link"] == pytest.approx(sent / 355e9, rel=1e-3)
+    assert floors["memory"] == pytest.approx(3 * 4096 * 4096 * 2 / 4.4e12)
+
+
+def test_bytes_to_other_nodes_are_no_links_and_take_the_networks_time() -> None:
+    work = work_of(config(experts=16, max_tokens=1024), 8, 1024)
+    every = sum(work.bytes_by_peer)
+    near, far = work.bytes_over_links(2), work.bytes_over_network(2)
+    assert near + far == every
+    assert 5 / 7 * every < far < every  # to 6 of 7 peers
+    assert work.bytes_over_network(8) == 0
+    assert work.floors(2)["link"] == pytest.approx(near / 355e9)
+    assert "network" not in work.floors(2)
+    assert work.floors(2, 50e9)["network"] == pytest.approx(far / 50e9)
 
 
 def test_more_tokens_than_the_layer_takes_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,24 @@ def test_a_layer_that_the_runtime_cannot_number_is_refused(tmp_path: Path) -> No
         ),
         ([QWEN, "--layers", "0"], "moeos: --layers is 0; it must be 1 to 65536\n"),
         ([QWEN, "--ranks-per-node", "0"], "moeos: --ranks-per-node is 0; it must be at least 1\n"),
+        (
+            [QWEN, "--ranks", "64", "--ranks-per-node", "5"],
+            "moeos: --ranks-per-node is 5, which does not divide --ranks 64: all nodes have "
+            "equally many\n",
+        ),
+        (
+            [QWEN, "--network", "50"],
+            "moeos: --network is 50, but all 8 ranks are on one node: give --ranks-per-node\n",
+        ),
+        (
+            [QWEN, "--ranks-per-node", "4", "--network", "0"],
+            "moeos: --network is 0; it must be GB/s, above 0\n",
+        ),
     ],
-    ids=["no-file", "ranks", "tokens", "layers", "ranks-per-node"],
+    ids=[
+        *("no-file", "ranks", "tokens", "layers", "ranks-per-node"),
+        *("uneven nodes", "one node", "network"),
+    ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[object], message: str) -> None:
     assert invoke(*arguments) == (2, "", message)
@@ -145,6 +162,23 @@ def test_rows_for_ranks_of_other_nodes_take_no_memory_of_their_own() -> None:
     assert near["memory"] == planned(QWEN)["memory"]
     assert far["memory"]["heap"] <= 1.01 * near["memory"]["heap"]  # flags are wider
     assert far["memory"]["queues"] > near["memory"]["queues"]  # which have requests
+
+
+def test_bytes_to_other_nodes_have_no_bound_of_nvlink() -> None:
+    nodes = ("--ranks", 64, "--ranks-per-node", 8)
+    plan = planned(QWEN, *nodes, "--network", 50)
+    call = plan["call"]
+    far = sum(call["bytes_by_peer"][8:])
+    assert plan["network_bytes"] == far > sum(call["bytes_by_peer"][:8])
+    assert plan["floor_seconds"]["network"] == pytest.approx(far / 50e9)
+    assert "network" not in planned(QWEN, *nodes)["floor_seconds"]
+    out = invoke(QWEN, *nodes)[1]
+    assert re.search(r"over the network +│ +\d.*iB, 88.9 %", out)
+    assert re.search(r"over the network +│ +│ +not known │ +--network GB/s", out)
+    assert "bytes to peers" not in out
+    out = invoke(QWEN, *nodes, "--network", 50)[1]
+    assert re.search(r"over the network +│ +[\d.]+ ms │ +50 GB/s", out)
+    assert "network" not in invoke(QWEN)[1]
 
 
 def test_a_plan_says_which_gpu_its_layers_fit_into() -> None:
