@@ -19,7 +19,9 @@ from torch.distributed import all_gather
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
+from moeos import kernel_shape
 from moeos.config import MoEConfig
+from moeos.engines import twin
 from moeos.experts import Experts
 from moeos.integrations import formula_of, shared, transformers_weights
 
@@ -62,6 +64,9 @@ _WORKS = {
 
 _SAID_IN = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 """Where configs have the name of the activation."""
+
+_DTYPES = {"cpu": twin.DTYPES, "cuda": kernel_shape.DTYPES}
+"""What computes on a device has these."""
 
 _READY = "_moeos_ready"
 """The attribute of a module in which its `_Ready` lies."""
@@ -221,13 +226,23 @@ def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:
 def _made(module: Any, group: Any, top_k: int) -> Experts:
     """The experts of a module's first call. Collective over `group`."""
     fields = _refuse(module)
-    transformers_weights.move(module)
-    w1, w2, *_ = transformers_weights.weights_of(module)
-    device = w1.device
-    if device.type not in ("cpu", "cuda"):
+    own = getattr(module, transformers_weights.names_of(module)[0])
+    device = own.device
+    if device.type not in _DTYPES:
         raise shared.refusal(
             _where(module), "the weights' device", str(device), "the CPU and a GPU of NVIDIA do"
         )
+    dtypes = _DTYPES[device.type]
+    if own.dtype not in dtypes:
+        works = " and ".join(map(str, dtypes))
+        raise shared.refusal(
+            _where(module),
+            f"the weights' dtype on {device}",
+            own.dtype,
+            f"there {works} do: model.to(torch.bfloat16)",
+        )
+    transformers_weights.move(module)
+    w1, w2, *_ = transformers_weights.weights_of(module)
     backend = "cuda" if device.type == "cuda" else "twin"
     world = shared.world_of(group, backend, _options.deadline, device)
     try:

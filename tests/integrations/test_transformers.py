@@ -484,10 +484,19 @@ def with_a_norm() -> Any:
         ),
         (with_another_parameter, ValueError, "a parameter is 'scale', .*gate_up_proj, down_proj"),
         (with_a_norm, ValueError, "has_post_expert_norm is True"),
-        (lambda: qwen3().double(), ValueError, "dtype is torch.float64; it must be one of"),
+        (
+            lambda: qwen3().double(),
+            ValueError,
+            "dtype on cpu is torch.float64, .*there torch.float32 and torch.bfloat16 do",
+        ),
+        (
+            lambda: qwen3().half(),
+            ValueError,
+            r"dtype on cpu is torch.float16, .*: model.to\(torch.bfloat16\)",
+        ),
         (lambda: qwen3().to("meta"), ValueError, "device is 'meta', .*the CPU and a GPU"),
     ],
-    ids=["activation", "function", "shape", "parameter", "norm", "dtype", "device"],
+    ids=["activation", "function", "shape", "parameter", "norm", "float64", "float16", "device"],
 )
 def test_what_moeos_does_not_compute_is_refused_by_one_sentence(
     made: Any, error: type[Exception], said: str
