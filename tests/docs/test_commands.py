@@ -45,6 +45,8 @@ EXCUSED = {
     "vllm serve Qwen/Qwen3-30B-A3B --quantization moeos": "needs vLLM and a model",
     "vllm serve Qwen/Qwen3-30B-A3B --quantization moeos --tensor-parallel-size 8 "
     "--enable-expert-parallel": "needs vLLM, a model and GPUs",
+    "vllm serve Qwen/Qwen3-30B-A3B --quantization moeos --data-parallel-size 8 "
+    "--enable-expert-parallel": "needs vLLM, a model and GPUs",
     "./launch/demo": "installs, and starts mpirun",
     "./launch/test": "installs, and runs all tests",
     "launch/bench twin": "installs, and takes minutes",
