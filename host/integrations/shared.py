@@ -25,10 +25,37 @@ SERVER_DEADLINE = 300.0
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-preparing = threading.Lock()
-"""Held by the thread that moves a module's weights and makes its experts: others wait for it."""
+_Value = TypeVar("_Value")
 
-_lock = threading.Lock()
+
+class Exclusive:
+    """What one thread does at a time, while others wait. A signal's handler or a finalizer that
+    begins it amid that in the same thread would wait for itself: it gets `RuntimeError`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    def run(self, function: Callable[[], _Value]) -> _Value:
+        """What `function` returns or raises."""
+        if getattr(self._here, "inside", False):
+            raise RuntimeError(
+                "moeos prepares a model's first call, and the same thread begins another one: "
+                "return from the signal handler or finalizer first"
+            )
+        try:
+            self._here.inside = True  # before the lock is taken, and until it is free
+            with self._lock:
+                return function()
+        finally:
+            self._here.inside = False
+
+
+preparing = Exclusive()
+"""Of who moves a module's weights and makes its experts."""
+
+_making = Exclusive()
 _worlds: dict[
     tuple[int, str, str], tuple[Any, World]
 ] = {}  # with its group, so that no other has its id
@@ -69,7 +96,8 @@ def world_of(
     Collective over the group where it is made: at the first call, and after it was closed. It lives
     until the process ends.
     """
-    with _lock:
+
+    def made() -> World:
         key = (id(group), backend, str(device))
         _, world = _worlds.get(key, (None, None))
         if world is None or world.closed:
@@ -83,15 +111,20 @@ def world_of(
             _worlds[key] = (group, world)
         return world
 
+    return _making.run(made)
+
 
 def experts_of(cfg: MoEConfig, world: World) -> Experts:
     """The experts that all layers of one shape share. Collective where they are made."""
-    with _lock:
+
+    def made() -> Experts:
         key = (id(world), cfg)
-        made = _experts.get(key)
-        if made is None or made.world is not world:
-            made = _experts[key] = Experts(cfg, world)
-        return made
+        found = _experts.get(key)
+        if found is None or found.world is not world:
+            found = _experts[key] = Experts(cfg, world)
+        return found
+
+    return _making.run(made)
 
 
 def untraced(function: _Function) -> _Function:

@@ -131,12 +131,15 @@ class MoeosRoutedExperts(RoutedExperts):
     @shared.untraced
     def _make_ready_in_a_call_before_torch_compile(self, x: torch.Tensor, top_k: int) -> None:
         """Makes the experts and moves the weights, once. Collective over "ep"."""
-        with shared.preparing:
+
+        def prepare() -> None:
             if self._is_ready():  # another thread has done it
                 return
             self._require_whole(x)
             self._experts = self._experts or self._made(x, top_k)
             self._pack()
+
+        shared.preparing.run(prepare)
 
     def _made(self, x: torch.Tensor, top_k: int) -> Experts:
         """The experts of a first call. Collective over "ep"."""

@@ -181,6 +181,8 @@ def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     """The experts' weighted sum for each token of x [S, H]. Collective over `group`."""
     own = getattr(module, transformers_weights.names_of(module)[0])
     key = (_options, ids.shape[-1], own.dtype, own.device)
+    if transformers_weights.are_others(module):
+        raise ValueError(f"{_where(module)}: {transformers_weights.OTHERS}")
     if not _is_ready(module, key):
         if torch.compiler.is_exporting():
             raise shared.refusal(
@@ -209,10 +211,13 @@ def _make_ready_in_a_call_before_torch_compile(
     module: Any, group: Any, key: tuple[Any, ...]
 ) -> None:
     """Gives a module what its calls need. Collective over `group`."""
-    with shared.preparing:
+
+    def prepare() -> None:
         if not _is_ready(module, key):  # which another thread may have made it
             act_fn = getattr(module, "act_fn", None)
             setattr(module, _READY, _Ready(key, act_fn, _made(module, group, key[1])))
+
+    shared.preparing.run(prepare)
 
 
 def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+_MOVED = "_moeos_moved"
+"""The attribute of a module in which the address of its reordered w1 stands."""
+
 
 class Weights(NamedTuple):
     """As `moeos.Experts` takes them."""
@@ -39,6 +42,21 @@ def is_in_place(module: Any) -> bool:
     return all(_rows(module, name).is_contiguous() for name in names_of(module)[:2])
 
 
+def are_others(module: Any) -> bool:
+    """Whether tensors stand in the place of the module's parameters whose order nobody knows: those
+    of `torch.func.functional_call`, where the module's gates and ups are, or were, in turn.
+    """
+    if not module.has_gate or module._is_expert_parallel:
+        return False
+    own = getattr(module, names_of(module)[0])
+    if isinstance(own, nn.Parameter) or not (
+        isinstance(module, _Reordered) or not module.is_concatenated
+    ):
+        return False
+    moved: int | None = getattr(module, _MOVED, None)
+    return moved is None or moved != own.data_ptr()
+
+
 def move(module: Any) -> None:
     """Gives the module's parameters the layout that moeos takes. One thread at a time.
 
@@ -55,6 +73,7 @@ def move(module: Any) -> None:
                 (module, "is_concatenated", True),
             ]
             _put(module, ordered, known)
+            module.__dict__[_MOVED] = getattr(module, names[0]).data_ptr()
         for name in names_of(module)[:2]:
             if not _rows(module, name).is_contiguous():
                 _put(module, {name: _rows(module, name)}, [])
@@ -116,12 +135,20 @@ def _put(module: Any, rows: dict[str, Tensor], known: list[tuple[Any, str, Any]]
     collections.deque(map(object.__setattr__, *zip(*known, strict=True)), maxlen=0)
 
 
+OTHERS = (
+    "tensors stand in the place of this module's parameters, and moeos has given these another "
+    "order: pass dict(model.named_parameters()), or what is detached from them, after a first call"
+)
+
+
 class _Reordered:
     """What a module knows whose gates and ups lie behind one another, and once were in turn."""
 
     _original: type[nn.Module]
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        if are_others(self):
+            raise ValueError(OTHERS)
         gated: Tensor = super()._apply_gate(interleaved(gate_up))  # type: ignore[misc]
         return gated
 

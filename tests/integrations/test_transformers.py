@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import os
 import pickle
@@ -26,7 +27,7 @@ import moeos
 import moeos.integrations.transformers as adapter
 from moeos import MoEConfig, MoELayer, reference
 from moeos.checkpoints.families import FAMILIES
-from moeos.integrations import transformers_weights
+from moeos.integrations import shared, transformers_weights
 from tests.host.test_groups import in_processes
 from tests.huggingface import _SMALL_ATTENTION
 from tests.integrations.families_of_transformers import (
@@ -626,3 +627,34 @@ def test_experts_that_fsdp_gathers_and_that_must_be_moved_are_refused(tmp_path: 
     tiny("gpt_oss", **PARALLEL).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"GptOssExperts: fsdp_size beside .*tp_size = ep_size"):
         on_ranks("gpt_oss", tmp_path, 2, True, prompt(2))
+
+
+def test_tensors_in_place_of_a_modules_own_are_refused_where_their_order_is_unknown() -> None:
+    module = gpt_oss()
+    tokens = tokens_for(module)
+    expected = by(module, "eager", *tokens)
+    module.config._experts_implementation = "moeos"
+    call = functools.partial(torch.func.functional_call, module)
+    with torch.no_grad():
+        given = {name: part.clone() for name, part in module.state_dict().items()}
+        with pytest.raises(ValueError, match=r"pass dict\(model\.named_parameters\(\)\)"):
+            call(given, tokens)
+        assert reference.relative_error(module(*tokens), expected) <= LIMIT
+        own = dict(module.named_parameters())
+        for named in (own, {name: part.detach() for name, part in own.items()}):
+            assert reference.relative_error(call(named, tokens), expected) <= LIMIT
+        for implementation in ("moeos", "eager"):
+            module.config._experts_implementation = implementation
+            with pytest.raises(ValueError, match=r"pass dict\(model\.named_parameters\(\)\)"):
+                call(given, tokens)
+
+
+def test_a_first_call_amid_another_one_of_the_same_thread_is_refused() -> None:
+    """As a signal's handler or a finalizer begins one: it would wait for itself."""
+
+    def again() -> None:
+        with pytest.raises(RuntimeError, match="the same thread begins another one"):
+            shared.preparing.run(lambda: None)
+
+    shared.preparing.run(again)
+    assert shared.preparing.run(lambda: 1) == 1
