@@ -470,12 +470,23 @@ class StoreControl(_PolledControl):
 
     def _ask(self, question: Callable[[], Value]) -> Value:
         """The store's answer; `PeerTimeout` if it is gone or gives none within the deadline."""
-        if self._lost is None:
+        found: list[Value] = []
+
+        def ask() -> Exception | None:
             try:
-                return self._caller.result(question, self._deadline)
+                found.append(question())
+            except Exception as error:  # a store may be the caller's own class
+                return error
+            return None
+
+        if self._lost is None:
+            try:  # what else comes out of this is a signal's handler's, and no store's
+                error = self._caller.result(ask, self._deadline)
             except concurrent.futures.TimeoutError:
                 self._lost = f"had no answer for {self._deadline:g} s from {self._where}"
-            except Exception as error:  # a store may be the caller's own class
+            else:
+                if error is None:
+                    return found[0]
                 self._lost = f"lost {self._where} {error}"
         where = in_job([self.rank], self._job)
         self._fail(f"rank {self.rank} of {self.size} {self._lost}{where}")
