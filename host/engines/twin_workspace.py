@@ -46,7 +46,9 @@ class TwinWorkspace:
         self._layers: dict[object, Callable[[], None]] = {}
         self._heap: SymmetricHeap | None = None
         self._shared: _twin.Shared | None = None
-        self._lock = threading.Lock()  # no heap is unmapped while an abort writes into it
+        # No heap is unmapped while an abort writes into it. A handler may abort amid a growth, too:
+        # it then finds either heap whole.
+        self._lock = threading.RLock()
 
     def admit(self, cfg: MoEConfig, sizes: _runtime.Sizes) -> TwinShape:
         """Makes room for a layer. Collective, in the world's gate.

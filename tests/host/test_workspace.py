@@ -11,6 +11,7 @@ import torch
 
 import moeos
 from moeos import MoEConfig, MoELayer, World, virtual
+from moeos.engines.twin_workspace import TwinWorkspace
 from moeos.world import TwinOptions
 
 OPTIONS = TwinOptions(processors=2)
@@ -289,3 +290,15 @@ def test_threads_may_call_different_layers_of_a_workspace() -> None:
         assert wrong == []
 
     virtual.run(call, ranks=1, twin=OPTIONS)
+
+
+def test_an_abort_amid_a_growth_in_the_same_thread_waits_for_nobody() -> None:
+    """As a signal's handler begins one."""
+    with moeos.init(backend="twin") as world:
+        workspace = moeos.Workspace(world)
+        layer = MoELayer(SHAPES[0], world, workspace)
+        assert isinstance(workspace.shared, TwinWorkspace)
+        with workspace.shared._lock:
+            world.abort("amid a growth")
+        with pytest.raises(RuntimeError, match="gave up"):
+            layer(_rows(layer.cfg, 0, 3))
