@@ -25,7 +25,7 @@ from tests.processes import ROOT
 TESTED_ELSEWHERE = {"docs/tracing.md": "tests/host/cli/test_trace.py compares what they print"}
 """Pages whose commands another test runs."""
 
-GUIDES = ("docs/sizing.md",)
+GUIDES = ("docs/sizing.md", "docs/counts.md")
 """Pages of which nothing depends on the machine or the time. So their Python programs run as well,
 each with what the ones before it defined; a block of text is what the command or program before
 it printed, or a part of that; and a block of TOML is the file that its first line names."""
