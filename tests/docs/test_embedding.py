@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each row of docs/embedding.md names a test that there is.
+"""Each row of docs/embedding.md and of docs/module.md names a test that there is.
 
 This file knows nothing of what the rows promise.
 """
@@ -15,7 +15,7 @@ import pytest
 
 from tests.processes import ROOT
 
-PAGE = (ROOT / "docs/embedding.md").read_text()
+PAGES = ("docs/embedding.md", "docs/module.md")
 NAMED = re.compile(r"`([\w/.]+\.py)::(\w+)`")
 
 
@@ -26,7 +26,7 @@ def _tests_of(file: str) -> set[str]:
 
 
 def _rows() -> list[str]:
-    lines = PAGE.splitlines()
+    lines = [line for page in PAGES for line in (ROOT / page).read_text().splitlines()]
     rows = []
     for before, line in itertools.pairwise(lines):
         if line.startswith("|") and before.startswith("|") and not line.startswith("| ---"):
