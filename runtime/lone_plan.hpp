@@ -171,7 +171,7 @@ class LonePlan {
 
   /// Tiles of a large expert whose parts go by turns, the first part of each, then the second: what
   /// is loaded between two parts that share weights is then some other parts, and not a whole
-  /// tile's, which the cache does not keep (docs/performance.md, "Turns").
+  /// tile's, which the cache does not keep (docs/log/0013-turns.md).
   static constexpr u32 kTurn = 32;
 
   /// As count_word was before it was sealed.

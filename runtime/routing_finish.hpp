@@ -133,8 +133,8 @@ void send_bases(const Rank<P>& rank, const Call& call) {
 ///
 /// Their order is in rows of groups of chunks, in each row one group for every peer that has one
 /// left, the next rank first and this one last: tiles have rows of all sources, so they are
-/// complete early if all peers' rows leave side by side (docs/performance.md, "All calls over
-/// direct links").
+/// complete early if all peers' rows leave side by side
+/// (docs/log/0080-all-calls-over-direct-links.md).
 template <Platform P>
 u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
   const Geometry& geometry = rank.geometry();

@@ -237,7 +237,7 @@ class Scheduler {
   /// Wide tiles of one expert: by turns, the first part of each tile, then the second. So
   /// processors that begin one after the other read the same columns of weights, and read them from
   /// L2. Tile by tile, an expert's weights would pass through L2 once a tile, and large ones do not
-  /// stay there from one tile to the next (docs/performance.md, "Turns"). Narrow tiles: one after
+  /// stay there from one tile to the next (docs/log/0013-turns.md). Narrow tiles: one after
   /// the other, since nobody shares their weights; together only because words that are published
   /// at once take the time of one.
   void begin_together(Batch& batch) {
@@ -333,8 +333,8 @@ class Scheduler {
   /// first ones for the end of the call, when the links have nothing to do. Of large experts, the
   /// weights of both would drive each other out of the cache: second ones go first, but wait for
   /// the end of the first ones that are handed out together, and so collect a whole expert's
-  /// (docs/performance.md, "First and second GEMMs by turns", "First GEMMs first", "An expert at a
-  /// time").
+  /// (docs/log/0026-first-and-second-gemms-by-turns.md,
+  /// docs/log/0031-an-expert-at-a-time.md, docs/log/0066-first-gemms-first.md).
   bool second_in_turn() const {
     const bool amid_turns = gemm0_.together != 0 && gemm0_.by_turns;
     const Geometry& geometry = rank_.geometry();

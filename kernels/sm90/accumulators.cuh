@@ -6,7 +6,7 @@
 // Columns are rows of weights, and these lie in a stage in such an order (load_weights) that a
 // thread's accumulators of four j make eight columns next to each other, which are one store. No
 // other thread is asked, and shared memory, which products keep busy, is not touched
-// (docs/performance.md, "Weights in another order"). May not know: what is done with them.
+// (docs/log/0047-weights-in-another-order.md). May not know: what is done with them.
 #pragma once
 
 #include "kernels/sm90/block.cuh"

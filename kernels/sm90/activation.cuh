@@ -5,7 +5,7 @@
 // hyperbolic tangents, powers and reciprocals as products, and a tile has 128 x 128 or 128 x 256 of
 // these values with nothing else to do. So a type that keeps 8 digits has one rough tanh a value,
 // whose 11 are enough for it; the other has a power a value and a reciprocal for two
-// (docs/performance.md, "A rough tanh").
+// (docs/log/0053-a-rough-tanh.md).
 #pragma once
 
 #include "kernels/shape.hpp"

@@ -96,7 +96,7 @@ struct Slot {
 inline constexpr u32 kSlots = 2;
 /// Steps of a part that are still to be loaded when the next part is claimed: its descriptor must
 /// be here before they are. No more, because whoever claims early keeps a part from others who have
-/// nothing to do (docs/performance.md, "A part too early").
+/// nothing to do (docs/log/0037-a-part-too-early.md).
 inline constexpr u32 kClaimSteps = 8;
 
 /// When what happened to a slot's part, for a trace; not touched without one.
@@ -124,8 +124,7 @@ inline constexpr u16 kNoExpert = 0xFFFF;
 static_assert(sizeof(RouteScratch) <= kRouteMemory);
 
 /// The courier's rows on their way: each buffer holds some rows, or a piece of one. Few large ones,
-/// because a copy takes the warp 0.3 us whatever it carries (docs/performance.md, "Larger
-/// parcels").
+/// because a copy takes the warp 0.3 us whatever it carries (docs/log/0050-larger-parcels.md).
 struct Parcels {
   static constexpr u32 kBuffers = 2;
   static constexpr u32 kBufferBytes = 8192;

@@ -15,7 +15,7 @@ namespace moeos::sm90 {
 ///
 /// Each lane has its own and keeps it for the whole part. What is left to do in a step takes some
 /// ten instructions a box; finding the boxes again in each would take longer than the step's loads
-/// where a tile has many small segments (docs/performance.md, "A lane a box").
+/// where a tile has many small segments (docs/log/0020-a-lane-a-box.md).
 struct Box {
   const TensorMap* map = nullptr;
   bool of_weights = false;
@@ -144,7 +144,7 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   const u32 mlp = is_shared(task) ? mlp_of(task, part) : task.local_expert;
   box.of_weights = true;
   // Nobody else reads a narrow tile's weights. L2 is left to what is read again: rows, tables, code
-  // (docs/performance.md, "Weights that pass through").
+  // (docs/log/0052-weights-that-pass-through.md).
   box.policy = task.narrow != 0 ? CachePolicy::evict_first : CachePolicy::normal;
   const WeightMaps& maps = is_shared(task) ? arguments.shared : arguments.experts;
   box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;

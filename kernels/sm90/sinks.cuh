@@ -62,7 +62,7 @@ inline u8* result_row(const Slot& slot, u32 place, u32 row_bytes) {
 /// world of one rank: the accumulators' own. Where results go over links: that and its neighbour's,
 /// the lane with the next or the last row. Such two exchange halves, so that eight lanes together
 /// store 128 bytes of one row, a cache line: links carry that faster than 64 bytes of each of two
-/// (docs/performance.md, "Whole lines for links").
+/// (docs/log/0048-whole-lines-for-links.md).
 class ResultRows {
  public:
   ResultRows(const Task& task, u32 lower) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/lessons.md names is in the log of docs/performance.md.
+"""What docs/lessons.md names is in docs/log, whose index has every entry.
 
 This file knows nothing of what either says.
 """
@@ -12,13 +12,16 @@ import pytest
 
 from tests.processes import ROOT
 
-LOG = "### Log"
+LOG = ROOT / "docs/log"
+FILES = sorted(LOG.glob("[0-9]*.md"))
 
 
 def _entries() -> set[str]:
-    """What the log's entries are called: the bold words that begin a sentence of theirs."""
-    log = (ROOT / "docs/performance.md").read_text().split(LOG, 1)[1]
-    return {" ".join(name.split()).rstrip(".") for name in re.findall(r"\*\*(.+?)\*\*", log, re.S)}
+    """What the log's entries are called: their titles, and the bold words in them."""
+    texts = [file.read_text() for file in FILES]
+    bold = {name for text in texts for name in re.findall(r"\*\*(.+?)\*\*", text, re.S)}
+    titles = {text.splitlines()[0].removeprefix("# ") for text in texts}
+    return titles | {" ".join(name.split()).rstrip(".") for name in bold}
 
 
 def _named() -> set[str]:
@@ -40,4 +43,23 @@ def test_lessons_are_found() -> None:
 
 @pytest.mark.parametrize("name", sorted(_named()))
 def test_a_lesson_has_its_entry(name: str) -> None:
-    assert name in _entries(), "docs/performance.md has no such entry: what is it called now?"
+    assert name in _entries(), "docs/log has no such entry: what is it called now?"
+
+
+def test_the_index_has_every_entry() -> None:
+    index = (LOG / "README.md").read_text()
+    assert re.findall(r"\]\((\d{4}-[^)]*)\)", index) == [file.name for file in FILES]
+
+
+def test_a_comment_names_an_entry_that_exists() -> None:
+    sources = [
+        file
+        for folder in ("runtime", "kernels", "host", "tests", "launch")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in {".hpp", ".cuh", ".cu", ".cpp", ".def", ".py"}
+    ]
+    named = {
+        name for file in sources for name in re.findall(r"docs/log/(\d[\w-]*\.md)", file.read_text())
+    }
+    assert len(named) > 10
+    assert named <= {file.name for file in FILES}
