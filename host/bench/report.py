@@ -2,13 +2,13 @@
 """Turns a benchmark's JSON into tables, on stdout and between two markers of docs/performance.md.
 
 `python -m moeos.bench.report docs/benchmarks/twin.json` writes the tables into docs/performance.md,
-where lines with the markers `<!-- benchmark twin -->` and `<!-- end of benchmark twin -->` stand.
-So no number there is typed by hand. Of a GPU benchmark it also draws the plots, beside the document
-in benchmarks/plots/, and compares the results of all numbers of GPUs that lie beside the file, with
-each other and with what they have to reach. Of an evaluation it does so, too, beside the document
-in benchmarks/evaluation/, and it draws a straggler study in benchmarks/straggler/. It measures
-nothing; what a kind of results looks like, the files *tables.py know. `--document` names another
-page, such as docs/reliability.md.
+or into the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
+`<!-- end of benchmark twin -->` stand. So no number there is typed by hand. Of a GPU benchmark it
+also draws the plots, beside the document in benchmarks/plots/, and compares the results of all
+numbers of GPUs that lie beside the file, with each other and with what they have to reach. Of an
+evaluation it does so, too, beside the document in benchmarks/evaluation/, and it draws a straggler
+study in benchmarks/straggler/. It measures nothing; what a kind of results looks like, the files
+*tables.py know. `--document` names another page, such as docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -65,18 +65,19 @@ def execute(json_file: Path, document: Path) -> int:
         name, tables = results["benchmark"], markdown(results)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{json_file}: not the results of a benchmark: {error!r}") from error
-    written = between_markers(document.read_text(encoding="utf-8"), name, tables)
+    written = put(pages(document), name, tables)
     if of_gpus(results):
-        written = between_markers(written, SCALING, scaling(json_file.parent))
-        written = between_markers(written, BARS, bars(json_file.parent))
+        written = put(written, SCALING, scaling(json_file.parent))
+        written = put(written, BARS, bars(json_file.parent))
         plots.draw(results, document.parent / plots.FOLDER)
     if results["benchmark"].startswith(straggler_tables.PREFIX):
         straggler_plots.draw(results, document.parent / straggler_plots.FOLDER)
     if of_evaluation(results):
         compared = table(evaluation_scaling(results, json_file.parent))
-        written = between_markers(written, evaluation_tables.SCALING, compared)
+        written = put(written, evaluation_tables.SCALING, compared)
         evaluation_plots.draw(results, document.parent / evaluation_plots.FOLDER)
-    document.write_text(written, encoding="utf-8")
+    for page, text in written.items():
+        page.write_text(text, encoding="utf-8")
     return failures.DONE
 
 
@@ -126,12 +127,37 @@ def _of_gpus_in(folder: Path) -> list[dict[str, Any]]:
     return [results for results in found if of_gpus(results)]
 
 
+def pages(document: Path) -> dict[Path, str]:
+    """The texts of a document, which comes first, and of the pages in the folder of its name."""
+    found = [document, *sorted(document.with_suffix("").glob("*.md"))]
+    return {page: page.read_text(encoding="utf-8") for page in found}
+
+
+def put(texts: Mapping[Path, str], name: str, content: str) -> dict[Path, str]:
+    """The pages with `content` between the markers of the benchmark `name`.
+
+    Raises `ValueError` unless one page has both markers, once each and in this order.
+    """
+    document = next(iter(texts))
+    having = [page for page, text in texts.items() if _begin(name) in text] or [document]
+    if len(having) > 1:
+        raise ValueError(f"{_begin(name).strip()}: only one of {', '.join(map(str, having))}")
+    page = having[0]
+    if page != document:  # a folder deeper
+        content = content.replace(f"]({plots.FOLDER}", f"](../{plots.FOLDER}")
+    return {**texts, page: between_markers(texts[page], name, content)}
+
+
+def _begin(name: str) -> str:
+    return f"<!-- benchmark {name} -->\n"
+
+
 def between_markers(text: str, name: str, content: str) -> str:
     """The text with `content` between the markers of the benchmark `name`.
 
     Raises `ValueError` unless the text has both, once each and in this order.
     """
-    begin, end = f"<!-- benchmark {name} -->\n", f"<!-- end of benchmark {name} -->\n"
+    begin, end = _begin(name), f"<!-- end of benchmark {name} -->\n"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the document must have the lines {begin.strip()} and {end.strip()}")
     before, _, rest = text.partition(begin)

@@ -28,23 +28,23 @@ def results() -> dict[str, Any]:
 def test_the_tables_of_the_pages_are_those_of_the_results(file: Path) -> None:
     found = json.loads(file.read_text())
     of_reliability = found["benchmark"] in (*reliability_tables.NAMES, cost_tables.NAME)
-    text = (RELIABILITY if of_reliability else PAGE).read_text()
-    assert report.between_markers(text, found["benchmark"], report.markdown(found)) == text
+    texts = report.pages(RELIABILITY if of_reliability else PAGE)
+    assert report.put(texts, found["benchmark"], report.markdown(found)) == texts
 
 
 def test_the_tables_of_another_machine_are_those_of_its_results() -> None:
     found = json.loads((H100 / "gpu-1.json").read_text())
-    text = (H100 / PAGE.name).read_text()
-    assert report.between_markers(text, found["benchmark"], report.markdown(found)) == text
+    texts = report.pages(H100 / PAGE.name)
+    assert report.put(texts, found["benchmark"], report.markdown(found)) == texts
 
 
 @pytest.mark.parametrize(
     ("page", "folder"), [(PAGE, RESULTS.parent), (H100 / PAGE.name, H100)], ids=["H200", "H100"]
 )
 def test_what_compares_numbers_of_gpus_is_that_of_the_results(page: Path, folder: Path) -> None:
-    text = page.read_text()
-    assert report.between_markers(text, report.SCALING, report.scaling(folder)) == text
-    assert report.between_markers(text, report.BARS, report.bars(folder)) == text
+    texts = report.pages(page)
+    assert report.put(texts, report.SCALING, report.scaling(folder)) == texts
+    assert report.put(texts, report.BARS, report.bars(folder)) == texts
 
 
 def test_the_plots_of_the_log_are_of_the_results() -> None:
@@ -69,6 +69,29 @@ def test_the_command_writes_between_the_markers_and_nowhere_else(tmp_path: Path)
         assert lines[:2] == ["# Log", "<!-- benchmark twin -->"]
         assert lines[-2:] == ["<!-- end of benchmark twin -->", "after"]
         assert sum(line.startswith("| --- |") for line in lines) == 3
+
+
+def test_the_folder_of_a_document_has_its_long_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Log\n")
+    folder = tmp_path / "page"
+    folder.mkdir()
+    (folder / "twin.md").write_text(EMPTY)
+    report.execute(RESULTS, page)
+    assert page.read_text() == "# Log\n"
+    assert "| --- |" in (folder / "twin.md").read_text()
+
+
+def test_a_picture_is_found_from_a_folder_deeper(tmp_path: Path) -> None:
+    texts = {tmp_path / "page.md": "", tmp_path / "page" / "twin.md": EMPTY}
+    written = report.put(texts, "twin", "![a](benchmarks/plots/a.svg)\n")
+    assert "](../benchmarks/plots/a.svg)" in written[tmp_path / "page" / "twin.md"]
+
+
+def test_two_pages_with_the_same_markers_are_refused(tmp_path: Path) -> None:
+    texts = {tmp_path / "page.md": EMPTY, tmp_path / "page" / "twin.md": EMPTY}
+    with pytest.raises(ValueError, match=r"only one of .*page\.md, .*twin\.md"):
+        report.put(texts, "twin", "")
 
 
 @pytest.mark.parametrize("text", ["", "<!-- benchmark twin -->\n", EMPTY + EMPTY])
