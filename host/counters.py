@@ -33,7 +33,7 @@ class CallStats:
         tokens: S of the call.
         pairs_sent: [P] (token, expert) pairs sent to each rank, this one included.
         rows_sent: [P] rows that went there for them: one for each pair, or, where a call has many
-            for a rank, one for each token (docs/design.md); 0 if the call did not end well.
+            for a rank, one for each token (docs/architecture.md); 0 if the call did not end well.
         pairs_received: [P] pairs that came from each rank.
         expert_pairs: [X] pairs that each local expert computed.
         tasks: parts run, by kind: route, dispatch, replicate, gemm0, gemm1, combine.

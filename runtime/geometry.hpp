@@ -11,7 +11,7 @@
 
 namespace moeos {
 
-/// Where a pair's row lies in its cell (design section 4).
+/// Where a pair's row lies in its cell (docs/memory.md).
 enum class RowMap : u32 {
   ragged,    ///< row = start[expert] + slot: rows packed, dropless worst case fits
   capacity,  ///< row = expert * capacity + slot: the thesis' layout, fixed rows for each expert

@@ -13,7 +13,7 @@
 // Layers of several shapes share one heap: [header][words of shape 1][words of shape 2]...[cells]
 // [results]. The header depends on the world alone. Words of a shape lie where no other shape
 // writes; rows of all shapes lie in the same cells, each of which begins at nearly the same byte
-// for all of them, and results behind all cells (docs/design.md, "One workspace for all layers").
+// for all of them, and results behind all cells (docs/memory.md, "One workspace for all layers").
 // May not know: who reads or writes when; element types; which shapes there are.
 #pragma once
 

@@ -26,7 +26,7 @@ from tests.processes import ROOT
 PAGE = ROOT / "docs" / "api.md"
 
 HEAD = (
-    "What `import moeos` offers, name by name. [design.md](design.md) explains how it works, "
+    "What `import moeos` offers, name by name. [architecture.md](architecture.md) explains how it works, "
     "[sizing.md](sizing.md) how to choose `max_tokens` and a capacity. This page is written by "
     "`python -m tests.docs.reference_page` from the package's signatures and docstrings.",
     "Letters: P ranks, S tokens of a rank in a call, k experts of a token, H hidden, "
@@ -137,7 +137,7 @@ def subjects() -> list[Subject]:
             "Faults",
             "What ranks of a running world do wrong, and at which of their calls: a `FaultPlan` "
             "is given to `init` or `virtual.run`, or lies in the TOML file that the environment "
-            'variable MOEOS_FAULTS names ([design.md](design.md), "Faults on demand").',
+            'variable MOEOS_FAULTS names ([failure.md](failure.md), "Faults on demand").',
             public_of(moeos.faults),
         ),
         Subject(
