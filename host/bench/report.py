@@ -47,7 +47,7 @@ _WIDEST = 200  # characters of a table on stdout
 def main(
     json_file: Annotated[Path, typer.Argument(help="What a benchmark wrote.")],
     document: Annotated[
-        Path, typer.Option(help="The page with the markers between which the tables go.")
+        Path, typer.Option(help="The page, or beside it the folder, with the tables' markers.")
     ] = Path("docs/performance.md"),
 ) -> None:
     """Writes a benchmark's tables into a document, and draws its plots beside it."""
