@@ -480,9 +480,12 @@ class StoreControl(_PolledControl):
             return None
 
         if self._lost is None:
+            ends = time.monotonic() + self._deadline
             try:  # what else comes out of this is a signal's handler's, and no store's
                 error = self._caller.result(ask, self._deadline)
             except concurrent.futures.TimeoutError:
+                if time.monotonic() < ends:
+                    raise
                 self._lost = f"had no answer for {self._deadline:g} s from {self._where}"
             else:
                 if error is None:

@@ -174,7 +174,10 @@ def test_an_interrupted_exchange_raises_at_once_and_ends_those_of_the_peers() ->
         assert "rank 1 gave up: KeyboardInterrupt in a barrier" in str(error)
 
 
-def test_what_a_handler_raises_comes_out_of_an_exchange_and_ends_those_of_the_peers() -> None:
+@pytest.mark.parametrize("kind", [ValueError, TimeoutError])
+def test_what_a_handler_raises_comes_out_of_an_exchange_and_ends_those_of_the_peers(
+    kind: type[Exception],
+) -> None:
     """Amid a question to the store, too, whose own errors mean that it is lost."""
 
     def rank_main(world: World) -> BaseException:
@@ -184,15 +187,15 @@ def test_what_a_handler_raises_comes_out_of_an_exchange_and_ends_those_of_the_pe
         world.control.barrier()
 
         def handler(number: int, frame: FrameType | None) -> None:
-            raise ValueError("of the handler")
+            raise kind("of the handler")
 
         signal.signal(signal.SIGALRM, handler)
         signal_in("result", signal.SIGALRM)
         return raised_by(lambda: [world.control.barrier() for _ in range(1000)])
 
     of_peer, own = process_ranks(rank_main, 2)
-    assert isinstance(own, ValueError), repr(own)
-    assert "rank 1 gave up: ValueError in a barrier" in str(of_peer)
+    assert isinstance(own, kind), repr(own)
+    assert f"rank 1 gave up: {kind.__name__} in a barrier" in str(of_peer)
 
 
 # --- Ctrl-C and virtual ranks -------------------------------------------------------------------
