@@ -156,7 +156,8 @@ def dequantize(
 
 def e2m1_value(pairs: Tensor) -> Tensor:
     """[..., n] bytes of two 4-bit floats each -> [..., 2n] in float32."""
-    table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=pairs.device)
+    signed = [*E2M1, *(-number for number in E2M1)]
+    table = torch.tensor(signed, dtype=torch.float32, device=pairs.device)
     found: Tensor = table[_halves_of(pairs).int()]
     return found
 
@@ -209,8 +210,8 @@ def _codes(numbers: Tensor, row: Format) -> Tensor:
     if row.name == "int4_group32":
         halves = (numbers.round().clamp(-INT4_ZERO, _INT4_MOST) + INT4_ZERO).to(torch.uint8)
     else:
-        ties = torch.tensor(_E2M1_TIES, device=numbers.device)
-        ties[1::2] = ties[1::2].nextafter(torch.zeros((), device=ties.device))  # up, to even codes
+        ties = torch.tensor(_E2M1_TIES, dtype=torch.float32, device=numbers.device)
+        ties[1::2] = ties[1::2].nextafter(torch.zeros_like(ties[0]))  # up, to even codes
         magnitude = torch.bucketize(numbers.abs(), ties, out_int32=True).to(torch.uint8)
         halves = magnitude | (numbers.signbit().to(torch.uint8) << 3)
     return halves[..., 0::2] | (halves[..., 1::2] << 4)

@@ -548,10 +548,12 @@ class MoELayer(nn.Module):
         if coded:
             like = fn(torch.empty(0, dtype=self.cfg.dtype, device="cpu"))
             self._require_dtype("the layer", like.dtype)
-        order = self._buffers.pop("_order", None)
+        order = self._buffers.get("_order")
         names = {id(tensor): name for name, tensor in self._parameters.items()}
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor is order:  # it stays in its place: another thread may be calling the layer
+                return tensor
             name = names.get(id(tensor))
             if coded and name in _CODED:
                 return _as_bits(tensor, fn)
@@ -560,14 +562,10 @@ class MoELayer(nn.Module):
                 self._require_dtype(name, made.dtype)
             return made
 
-        try:
-            super()._apply(apply, recurse=False)  # type: ignore[no-untyped-call]
-            if recurse:
-                for module in self.children():
-                    module._apply(fn)
-        finally:
-            if order is not None:
-                self._buffers["_order"] = order
+        super()._apply(apply, recurse=False)  # type: ignore[no-untyped-call]
+        if recurse:
+            for module in self.children():
+                module._apply(fn)
         return self
 
     def _require_dtype(self, what: str, dtype: torch.dtype) -> None:

@@ -50,6 +50,11 @@ def quantize(layer: MoELayer, weight_format: WeightFormat) -> MoELayer:
         )
     _require_values(layer, layer.experts.device)
     made = MoELayer(made_of, layer.world, layer.experts.workspace, init=False)
+    if made.w1.device != layer.w1.device:
+        raise ValueError(
+            f"quantize makes tensors on {made.w1.device}, and the layer's are on "
+            f"{layer.w1.device}: call it outside of torch.device({str(made.w1.device)!r})"
+        )
     with torch.no_grad():
         for expert in range(len(layer.w1)):
             for name in ("w1", "w2"):
@@ -69,4 +74,9 @@ def _require_values(layer: MoELayer, device: torch.device) -> None:
     for one in wanted:
         if one is not None:
             given = layer._parameters.get(one.name)
+            call_checks.check_weight(device, one, given, "the layer was made with one")
+    gate = layer._modules.get("gate")
+    for one in call_checks.expected_router(cfg):
+        if one is not None:
+            given = getattr(gate, one.name.removeprefix("gate."), None)
             call_checks.check_weight(device, one, given, "the layer was made with one")

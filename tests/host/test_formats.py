@@ -165,3 +165,19 @@ def test_a_byte_of_ones_is_no_exponent() -> None:
     found = formats.exponent_value(BYTES)
     assert torch.equal(found[:255].double(), 2.0 ** (torch.arange(255).double() - 127))
     assert found[255].isnan()
+
+
+@pytest.mark.parametrize("name", formats.NAMES)
+def test_codes_do_not_depend_on_the_default_dtype(name: str) -> None:
+    numbers = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(7))
+    wanted = formats.quantize_matrix(numbers, name, 2)
+    meant = formats.dequantize(*wanted, name, 2)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = formats.quantize_matrix(numbers, name, 2)
+        assert torch.equal(formats.dequantize(*found, name, 2), meant)
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, wanted, strict=True):
+        assert one is other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -268,6 +268,18 @@ def test_a_close_within_a_call_does_not_wait_for_one_in_another_thread() -> None
             thread.join(FAR)
 
 
+def test_a_layer_may_be_called_while_another_thread_moves_it_to_where_it_is() -> None:
+    x = draw_call(CFG, 40, 0)
+    with moeos.init(backend="twin") as world:
+        layer = WEIGHTS.layer(world)
+
+        def call_and_keep(tensor: torch.Tensor) -> torch.Tensor:
+            assert_matches(WEIGHTS, x, x(layer))
+            return tensor
+
+        layer._apply(call_and_keep)
+
+
 AT_THE_END = f"""
 import sys, threading, time, torch, moeos
 world = moeos.init(backend="twin", deadline={FAR})

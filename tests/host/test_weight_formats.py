@@ -143,6 +143,16 @@ def test_quantize_names_what_it_does_not_take() -> None:
             moeos.quantize(narrow, "fp8_tensor")
         with pytest.raises(RuntimeError, match=r"from a pickle and has no world: call layer\.bind"):
             moeos.quantize(pickle.loads(pickle.dumps(layer)), "mxfp4")
+        with (
+            torch.device("meta"),
+            pytest.raises(ValueError, match=r"call it outside of torch\.devi"),
+        ):
+            moeos.quantize(layer, "mxfp4")
+        gate = layer.gate
+        del layer.gate
+        with pytest.raises(ValueError, match=r"^gate\.weight is missing"):
+            moeos.quantize(layer, "mxfp4")
+        layer.gate = gate
         layer.w2 = nn.Parameter(layer.w2.detach().to("meta"), requires_grad=False)
         with pytest.raises(ValueError, match=r"^w2 has no values, as it is on the meta device"):
             moeos.quantize(layer, "mxfp4")
