@@ -49,6 +49,8 @@ EXCUSED = {
     "--enable-expert-parallel": "needs vLLM, a model and GPUs",
     "./launch/demo": "installs, and starts mpirun",
     "./launch/test": "installs, and runs all tests",
+    "launch/test tests/host/test_layer.py -k 'test_activations and relu' "
+    "--numprocesses 0": "installs, and runs tests",
     "launch/bench twin": "installs, and takes minutes",
     "launch/bench gpu --out results.json": "needs a GPU",
     "mkdir plots": "makes room for the plots of the next",
