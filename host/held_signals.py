@@ -34,12 +34,16 @@ class HeldSignals:
 
     def __enter__(self) -> HeldSignals:
         if threading.current_thread() is threading.main_thread():
-            self._held = True
-            for number in signal.valid_signals():
-                handler = signal.getsignal(number)
-                if callable(handler):  # not the default action, and not one of C
-                    self._handlers[number] = handler
-                    signal.signal(number, self._handle)
+            try:
+                self._held = True
+                for number in signal.valid_signals():
+                    handler = signal.getsignal(number)
+                    if callable(handler):  # not the default action, and not one of C
+                        self._handlers[number] = handler
+                        signal.signal(number, self._handle)
+            except BaseException:  # of a handler that is not held yet
+                self._release()
+                raise
         return self
 
     def __exit__(
@@ -48,12 +52,15 @@ class HeldSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._release()
+        if self.raised is not None:
+            raise self.raised
+
+    def _release(self) -> None:
         self._held = False  # from here on a handler raises as it would without this
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._handle:  # or a handler has set another
                 signal.signal(number, handler)
-        if self.raised is not None:
-            raise self.raised
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         handled = sys.exc_info()[1]  # by the work, where the signal came

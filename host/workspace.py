@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from moeos import agreement
 from moeos.engines.twin_workspace import TwinWorkspace
+from moeos.held_signals import HeldSignals
 from moeos.world import MARGIN, SharedMemory, World
 
 
@@ -93,8 +94,9 @@ def reset(world: World, workspaces: list[Workspace]) -> None:
         # No rank is inside a call any more. One may be in a call that this rank has not made, as
         # when its own arguments were wrong, and leaves it at the deadline.
         world.control.barrier("reset", beyond=MARGIN)
-        for workspace in workspaces:
-            workspace.shared.clear()
+        with HeldSignals():  # what is cleared in part would be taken for a call's
+            for workspace in workspaces:
+                workspace.shared.clear()
         world.control.barrier("the end of reset")  # all heaps are clean before anyone writes there
 
     _in_gates(world, workspaces, settle_and_clear)

@@ -17,6 +17,7 @@ from moeos.call_gate import CallGate
 from moeos.config import MoEConfig
 from moeos.control import raise_together
 from moeos.heap import SymmetricHeap
+from moeos.held_signals import HeldSignals
 from moeos.shared_heap import SharedHeap
 from moeos.thread_limits import no_thread
 from moeos.world import World
@@ -69,10 +70,11 @@ class TwinWorkspace:
         shapes = {**self._shapes, cfg: shape}
         if grows:
             self.gate.run(lambda: self._grow(plan, between, shapes), within=True)
-        else:
-            made = self._together(lambda: self._ranks(plan, shapes, self._shared, [shape]))
+            return shape
+        made = self._together(lambda: self._ranks(plan, shapes, self._shared, [shape]))
+        with HeldSignals():
             shape.rank = made[0]
-        self._plan, self._between, self._shapes = plan, between, shapes
+            self._plan, self._between, self._shapes = plan, between, shapes
         return shape
 
     def add(self, key: object, clear: Callable[[], None]) -> None:
@@ -160,12 +162,13 @@ class TwinWorkspace:
         except BaseException:
             world.free_heap(heap)
             raise
-        with self._lock:
+        with HeldSignals(), self._lock:
             for shape, rank in zip(every, ranks, strict=True):
                 shape.rank = rank
             self._shared = shared
             self._free(self._heap)
             self._heap = heap
+            self._plan, self._between, self._shapes = plan, between, shapes
 
     def _ranks(
         self,

@@ -8,6 +8,7 @@ it by the limit on its processes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,8 @@ from typing import Any
 import pytest
 
 import moeos
-from moeos import PeerTimeout, TwinOptions, World
+from moeos import MoELayer, PeerTimeout, TwinOptions, World
+from moeos.engines.twin_workspace import TwinWorkspace
 from moeos.held_signals import HeldSignals
 from tests.layers import assert_matches, config, draw_call, draw_weights
 from tests.processes import MOEOS, ROOT, ForkedRanks, free_port, torchrun_environment
@@ -196,6 +198,42 @@ def test_what_a_handler_raises_comes_out_of_an_exchange_and_ends_those_of_the_pe
     of_peer, own = process_ranks(rank_main, 2)
     assert isinstance(own, kind), repr(own)
     assert f"rank 1 gave up: {kind.__name__} in a barrier" in str(of_peer)
+
+
+@pytest.mark.parametrize("step", ["clear", "_free"])
+def test_what_a_handler_raises_amid_a_reset_or_a_growth_comes_behind_its_change(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workspace that is cleared, or replaced, in part would be written where nobody reads."""
+    done: list[str] = []
+    of_step = getattr(TwinWorkspace, step)
+
+    def interrupted(self: TwinWorkspace, *arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGALRM)
+        of_step(self, *arguments)
+        done.append(step)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise ValueError("of the handler")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with moeos.init(backend="twin", deadline=FAR) as world:
+            layer = WEIGHTS.layer(world)
+            with monkeypatch.context() as patched:
+                patched.setattr(TwinWorkspace, step, interrupted)
+                larger = dataclasses.replace(layer.cfg, max_tokens=4 * layer.cfg.max_tokens)
+                change = world.reset if step == "clear" else lambda: MoELayer(larger, world)
+                with pytest.raises(ValueError, match="of the handler"):
+                    change()
+            assert done
+            world.reset()
+            for _ in range(2):
+                assert_matches(WEIGHTS, CALLS[0], CALLS[0](layer))
+            MoELayer(larger, world)
+            assert_matches(WEIGHTS, CALLS[0], CALLS[0](layer))
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 # --- Ctrl-C and virtual ranks -------------------------------------------------------------------
