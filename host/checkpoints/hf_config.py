@@ -29,7 +29,7 @@ def config_from_hf(
     for switch, value in (("shared", shared), ("dequantize", dequantize)):
         if not isinstance(value, bool):
             raise TypeError(f"{switch} is {value!r}; it must be True or False")
-    name, values = _family_of(_values_of(config))
+    name, values = _family_of(quantization_configs.table_of("config", config))
     family = FAMILIES[name]
     fields: dict[str, Any] = {"layout": name, "routing": family.routing}
     if "dtype" not in changes:
@@ -74,19 +74,6 @@ def config_from_hf(
         wrong = reads.get(str(error).partition(" ")[0])
         called = "" if wrong is None else f"{wrong.names[0]}: "
         raise type(error)(f"{called}{error}") from None
-
-
-def _values_of(config: object) -> Values:
-    if isinstance(config, Mapping):
-        return config
-    to_dict = getattr(config, "to_dict", None)
-    if to_dict is None:
-        raise TypeError(
-            f"config is a {type(config).__name__}; it must be a transformers config, or the dict "
-            "that its config.json holds"
-        )
-    values: Values = to_dict()
-    return values
 
 
 def _family_of(values: Values) -> tuple[str, Values]:

@@ -30,7 +30,7 @@ def require_known(values: Values) -> Values | None:
     found = values.get(_FIELD)
     if found is None:
         return None
-    config = _table(_FIELD, found)
+    config = table_of(_FIELD, found)
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(works(f"{_FIELD}.quant_method", method, _METHODS))
@@ -70,12 +70,12 @@ def _modelopt(config: Values, values: Values) -> WeightFormat:
 
 def _compressed_tensors(config: Values, values: Values) -> WeightFormat:
     field = f"{_FIELD}.config_groups"
-    groups = _table(field, config.get("config_groups"))
+    groups = table_of(field, config.get("config_groups"))
     weights = {
-        name: _table(f"{field}.{name}", group).get("weights") for name, group in groups.items()
+        name: table_of(f"{field}.{name}", group).get("weights") for name, group in groups.items()
     }
     found = {
-        _of_group(f"{field}.{name}.weights", _table(f"{field}.{name}.weights", one))
+        _of_group(f"{field}.{name}.weights", table_of(f"{field}.{name}.weights", one))
         for name, one in weights.items()
         if one is not None
     }
@@ -114,7 +114,8 @@ _RULES: Mapping[str, Callable[[Values, Values], WeightFormat]] = {
 }
 
 
-def _table(field: str, found: Any) -> Values:
+def table_of(field: str, found: Any) -> Values:
+    """A config's values, by name. Raises `TypeError` for what is none."""
     if isinstance(found, Mapping):
         return found
     to_dict = getattr(found, "to_dict", None)

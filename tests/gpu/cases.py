@@ -394,3 +394,21 @@ def assert_all_match(
     for rank, (rank_calls, rank_outputs) in enumerate(zip(calls, outputs, strict=True)):
         for number, (call, y) in enumerate(zip(rank_calls, rank_outputs, strict=True)):
             assert_matches(weights, call, y, f"rank {rank}, call {number}")
+
+
+def assert_computes(case: Case, weights: Weights, calls_of: Callable[[int], list[Call]]) -> None:
+    """The layer's outputs are the reference's, `calls_of` a rank."""
+
+    def rank_main(world: World) -> list[torch.Tensor]:
+        layer = weights.layer(world)
+        outputs = []
+        for call in calls_of(world.rank):
+            there = Call(*(None if part is None else part.cuda() for part in vars(call).values()))
+            outputs.append(there(layer))
+        layer.check()
+        return [y.cpu() for y in outputs]
+
+    found = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    for rank, outputs in enumerate(found):
+        for call, y in zip(calls_of(rank), outputs, strict=True):
+            assert_matches(weights, call, y, f"rank {rank}, {len(call.x)} tokens")

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from moeos import World, virtual
 from moeos.config import Scoring
 from tests.gpu.cases import (
-    DEADLINE,
     Case,
-    assert_matches,
+    assert_computes,
     blocks,
     compile_cases,
     draw_routed_call,
@@ -24,7 +21,6 @@ from tests.gpu.cases import (
 from tests.layers import (
     FAR_BELOW,
     Call,
-    Weights,
     config,
     draw_far_below,
     draw_given_call,
@@ -122,21 +118,3 @@ def test_weights_are_right_where_all_chosen_scores_are_too_small_for_fp32(name: 
     case = FAR_BELOW_CASES[name]
     weights, call = draw_far_below(case.cfg, 300)
     assert_computes(case, weights, lambda rank: [call])
-
-
-def assert_computes(case: Case, weights: Weights, calls_of: Callable[[int], list[Call]]) -> None:
-    """The layer's outputs are the reference's, `calls_of` a rank."""
-
-    def rank_main(world: World) -> list[torch.Tensor]:
-        layer = weights.layer(world)
-        outputs = []
-        for call in calls_of(world.rank):
-            there = Call(*(None if part is None else part.cuda() for part in vars(call).values()))
-            outputs.append(there(layer))
-        layer.check()
-        return [y.cpu() for y in outputs]
-
-    found = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
-    for rank, outputs in enumerate(found):
-        for call, y in zip(calls_of(rank), outputs, strict=True):
-            assert_matches(weights, call, y, f"rank {rank}, {len(call.x)} tokens")

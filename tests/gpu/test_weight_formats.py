@@ -14,7 +14,7 @@ from moeos.formats import NAMES
 from tests.gpu.cases import (
     DEADLINE,
     Case,
-    assert_matches,
+    assert_computes,
     blocks,
     compile_cases,
     draw_routed_call,
@@ -60,19 +60,7 @@ def test_a_format_on_the_gpu_is_the_references(name: str) -> None:
             calls.append(draw_routed_call(weights, tokens, seed + 1))
         return calls
 
-    def rank_main(world: World) -> list[torch.Tensor]:
-        layer = weights.layer(world)
-        outputs = []
-        for call in calls_of(world.rank):
-            there = Call(*(None if part is None else part.cuda() for part in vars(call).values()))
-            outputs.append(there(layer))
-        layer.check()
-        return [y.cpu() for y in outputs]
-
-    found = virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
-    for rank, outputs in enumerate(found):
-        for call, y in zip(calls_of(rank), outputs, strict=True):
-            assert_matches(weights, call, y, f"rank {rank}, {len(call.x)} tokens")
+    assert_computes(case, weights, calls_of)
 
 
 def test_a_layer_that_is_quantised_on_the_gpu_has_the_codes_of_the_twins() -> None:
