@@ -26,7 +26,14 @@ from moeos.counters import CallStats
 from moeos.engines import cuda_records
 from moeos.kernel_shape import KernelShape
 from moeos.shared_heap import SharedHeap
-from tests.layers import Call, Weights
+from tests.layers import (
+    Call,
+    Weights,
+    assert_matches,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
 from tests.processes import ROOT
 
 DEADLINE_NS = 1_000_000
@@ -313,3 +320,20 @@ def _aligned(size: int) -> Tensor:
     # Room to spare: an address beyond is a mistake that the debug checks should have found.
     made = torch.zeros(size + 128, dtype=torch.uint8)
     return made[-made.data_ptr() % 128 :][:size]
+
+
+def assert_computes(cfg: MoEConfig, ranks: int, folder: Path, patience: int) -> None:
+    """Calls of many and of few tokens, routed by the layer and by the caller, are the reference's;
+    `patience`: of `EmulatedLayer`.
+    """
+    weights = draw_weights(cfg)
+    emulated = EmulatedLayer(build(cfg, ranks, 3, folder), weights, ranks, patience=patience)
+    for number, tokens in enumerate((200, 3, 64, 0, 70)):
+        calls = [
+            draw_call(cfg, max(0, tokens - rank), 10 * number + rank)
+            if number % 2 == 0
+            else draw_given_call(cfg, max(0, tokens - rank), 10 * number + rank, unused=0.5)
+            for rank in range(ranks)
+        ]
+        for call, y in zip(calls, emulated(calls, number), strict=True):
+            assert_matches(weights, call, y, f"call {number}")

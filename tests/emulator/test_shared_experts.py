@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.emulator.emulated import EmulatedLayer, build
-from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
+from tests.emulator.emulated import assert_computes
+from tests.layers import config
 
 PATIENCE = 40
 LAYERS: dict[str, tuple[dict[str, Any], int]] = {
@@ -52,14 +52,4 @@ def test_outputs_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
     changes, ranks = LAYERS[name]
     sizes = {"hidden": 128, "max_tokens": 200, "shared_experts": 1, "dtype": torch.bfloat16}
     cfg = config(**(sizes | changes))
-    weights = draw_weights(cfg)
-    emulated = EmulatedLayer(build(cfg, ranks, 3, tmp_path), weights, ranks, patience=PATIENCE)
-    for number, tokens in enumerate((200, 3, 64, 0, 70)):
-        calls = [
-            draw_call(cfg, max(0, tokens - rank), 10 * number + rank)
-            if number % 2 == 0
-            else draw_given_call(cfg, max(0, tokens - rank), 10 * number + rank, unused=0.5)
-            for rank in range(ranks)
-        ]
-        for call, y in zip(calls, emulated(calls, number), strict=True):
-            assert_matches(weights, call, y, f"call {number}")
+    assert_computes(cfg, ranks, tmp_path, PATIENCE)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moeos.formats import NAMES
-from tests.emulator.emulated import EmulatedLayer, build
-from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
+from tests.emulator.emulated import assert_computes
+from tests.layers import config
 
 PATIENCE = 80
 LAYERS: dict[str, tuple[dict[str, Any], int]] = {
@@ -50,14 +50,4 @@ def test_outputs_are_those_of_the_reference(form: str, name: str, tmp_path: Path
     changes, ranks = LAYERS[name]
     sizes = {"dtype": torch.bfloat16, "max_tokens": 200, "weight_format": form}
     cfg = config(**(sizes | changes))
-    weights = draw_weights(cfg)
-    emulated = EmulatedLayer(build(cfg, ranks, 3, tmp_path), weights, ranks, patience=PATIENCE)
-    for number, tokens in enumerate((200, 3, 64, 0, 70)):
-        calls = [
-            draw_call(cfg, max(0, tokens - rank), 10 * number + rank)
-            if number % 2 == 0
-            else draw_given_call(cfg, max(0, tokens - rank), 10 * number + rank, unused=0.5)
-            for rank in range(ranks)
-        ]
-        for call, y in zip(calls, emulated(calls, number), strict=True):
-            assert_matches(weights, call, y, f"call {number}")
+    assert_computes(cfg, ranks, tmp_path, PATIENCE)
