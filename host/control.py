@@ -370,6 +370,8 @@ class StoreControl(_PolledControl):
         self._serves = serves
         self._caller = Caller("moeos-store")
         self._lost: str | None = None  # why the store can be asked no more
+        self._closers = size  # how many ranks close this world: where sizes differ, the largest
+        self._counted = True  # whether any rank waits for this one's end
 
         def begin() -> PrefixStore:
             from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -406,18 +408,22 @@ class StoreControl(_PolledControl):
         if self._closed or not self._home.here:
             return
         self._closed = True
-        with contextlib.suppress(PeerTimeout):
-            closed = self._ask(lambda: self._store.add("closed", 1))
-            if closed == self.size:
-                self._delete_keys()
-            elif self._serves:  # until the peers need the store no more: the last one counts twice
-                ends = time.monotonic() + min(_GRACE, self._deadline)
-                while closed <= self.size and time.monotonic() < ends:
-                    time.sleep(_LONGEST_PAUSE)
-                    closed = self._ask(lambda: self._store.add("closed", 0))
-                self._delete_last_keys()
+        if self._counted:
+            with contextlib.suppress(PeerTimeout):
+                self._close_counted()
         self._caller.close()
         del self._store, self._given
+
+    def _close_counted(self) -> None:
+        closed = self._ask(lambda: self._store.add("closed", 1))
+        if closed == self._closers:
+            self._delete_keys()
+        elif self._serves:  # until the peers need the store no more: the last one counts twice
+            ends = time.monotonic() + min(_GRACE, self._deadline)
+            while closed <= self._closers and time.monotonic() < ends:
+                time.sleep(_LONGEST_PAUSE)
+                closed = self._ask(lambda: self._store.add("closed", 0))
+            self._delete_last_keys()
 
     def _require_one_size(self) -> None:
         """Raises `ConfigMismatch`, with one message, on all ranks that some rank counts."""
@@ -435,6 +441,9 @@ class StoreControl(_PolledControl):
             missing = [rank for rank in range(known) if rank not in sizes]
             self._wait(arrived, "the start of a world", missing, self._deadline)
             known = max(sizes.values())
+        self._closers = known
+        others = (sizes[peer] for peer in range(known) if peer != self.rank)
+        self._counted = self.rank == 0 or any(self.rank < size for size in others)
         require_same("size", [str(sizes[rank]) for rank in range(known)])
 
     def _delete_keys(self) -> None:
@@ -443,7 +452,7 @@ class StoreControl(_PolledControl):
         Where another rank serves the store, it waits for the end of this, and deletes the last.
         """
         exchanges = range(max(0, self._sequence - 1), self._sequence + 2)
-        ranks = range(self.size)
+        ranks = range(self._closers)
         keys = [f"{exchange}/{rank}" for exchange in exchanges for rank in ranks]
         for key in [*keys, *(f"size/{rank}" for rank in ranks), "abort"]:
             self._delete(key)

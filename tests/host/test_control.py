@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from moeos.errors import ConfigMismatch, PeerTimeout
 from moeos.rendezvous import at_address
 from tests.processes import ForkedRanks, free_port, mpirun
 
+Value = TypeVar("Value")
 RanksFunction = Callable[[ControlPlane], Any]
 
 
@@ -265,6 +266,48 @@ def slowly(function: Callable[[str], None]) -> Callable[[str], None]:
         function(key)
 
     return call
+
+
+class _Held(StoreControl):
+    """A rank that has told its size, and reads nobody's before `let_go` is set."""
+
+    let_go: threading.Event
+    _told = 0
+
+    def _ask(self, question: Callable[[], Value]) -> Value:
+        if self._told == 2:  # it has connected, and told its size
+            assert self.let_go.wait(30)
+        self._told += 1
+        return super()._ask(question)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [(2, 3, 3), (3, 3, 2), (3, 2, 3)])
+def test_ranks_that_differ_in_size_keep_their_keys_until_the_last_has_read_them(
+    sizes: tuple[int, ...], late: int
+) -> None:
+    store = dist.HashStore()
+    others_ended = threading.Barrier(2, action=lambda: let_go.set())
+    let_go = threading.Event()
+    heard: dict[int, str] = {}
+
+    def live(rank: int) -> None:
+        kind = type("_HeldHere", (_Held,), {"let_go": let_go}) if rank == late else StoreControl
+        try:
+            kind(rank, sizes[rank], 5.0, store, where="a store").close()
+        except (ConfigMismatch, PeerTimeout) as error:
+            heard[rank] = str(error)
+        if rank != late:
+            others_ended.wait(30)
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(heard.values())) == 1, heard
+    assert heard[0].startswith("size must be the same on all ranks, but they differ: "), heard
+    assert not store.check(["moeos/1/size/0"]), "the last rank deletes the keys"
 
 
 def test_an_error_on_some_ranks_is_raised_on_all_of_them_as_the_lowest_ranks(
