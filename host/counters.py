@@ -112,6 +112,7 @@ def read(
     peers: NDArray[numpy.void],
     pairs_sent: Sequence[int],
     received: Sequence[Sequence[int]],
+    sent_bytes: int,
     row_bytes: int,
 ) -> CallStats:
     """A rank's counters out of its memory.
@@ -123,7 +124,8 @@ def read(
         peers: [P] of `PEER`.
         pairs_sent: [P].
         received: [P][X] rows from each rank for each local expert.
-        row_bytes: of a row, H times the size of an element.
+        sent_bytes: of a row that is sent.
+        row_bytes: of a result.
     """
     of_call = record[0]
     begin = int(of_call["begin_ns"])
@@ -150,7 +152,7 @@ def read(
         tasks={kind: tasks[kind] for kind in STAGES},
         row_bytes_to_peers=int(tallies["row_bytes_to_peers"].sum()),
         row_bytes_by_peer=[
-            0 if peer == rank else row_bytes * (rows_there + rows_back)
+            0 if peer == rank else sent_bytes * rows_there + row_bytes * rows_back
             for peer, (rows_there, rows_back) in enumerate(
                 zip(rows_sent, pairs_received, strict=True)
             )

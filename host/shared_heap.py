@@ -50,9 +50,9 @@ class SharedHeap:
         """The plan with one more shape; that of before, but for `shapes`, if it fits."""
         shapes = (*self.shapes, sizes)
         words = _words_end(shapes)
-        wide = max(shape.row_bytes for shape in shapes)
-        stride = max(shape.cell_rows * shape.row_bytes for shape in shapes)
-        if len({shape.row_bytes for shape in shapes}) > 1:
+        wide = max(shape.sent_bytes for shape in shapes)
+        stride = max(shape.cell_rows * shape.sent_bytes for shape in shapes)
+        if len({shape.sent_bytes for shape in shapes}) > 1:
             # A shape's cells are whole rows of its own, so they begin up to so much earlier than
             # another shape's.
             stride += sizes.cells * wide
@@ -60,7 +60,7 @@ class SharedHeap:
         if words > rows_at:
             header = sizes.header_bytes
             rows_at = header + _align(_ROOM * (words - header))
-        tail = max(shape.tile_rows * shape.row_bytes for shape in shapes)
+        tail = max(shape.tile_rows * shape.sent_bytes for shape in shapes)
         results_at = max(self.results_at, _align(rows_at + sizes.cells * stride + tail))
         results = max(shape.result_bytes for shape in shapes)
         size = max(self.size, _align(results_at + results))
@@ -74,7 +74,7 @@ class SharedHeap:
         """Where a shape lies, by its place in `shapes`."""
         shape = self.shapes[index]
         words_at = _words_end(self.shapes[:index]) if index > 0 else shape.header_bytes
-        stride_rows = self.stride // shape.row_bytes
+        stride_rows = self.stride // shape.sent_bytes
         return HeapPlace(words_at, self.rows_at, self.results_at, stride_rows)
 
 

@@ -57,6 +57,7 @@ def layer_sizes(
             "top_k": cfg.top_k,
             "max_tokens": cfg.max_tokens,
             "row_bytes": row_bytes,
+            "sent_bytes": row_bytes,
             "hidden_bytes": cfg.intermediate * cfg.dtype.itemsize,
             "row_map": int(cfg.resolved_row_map == "capacity"),
             "capacity": cfg.max_tokens if capacity is None else capacity,

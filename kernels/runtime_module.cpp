@@ -150,6 +150,9 @@ void check_fits(const Geometry& geometry) {
         "the number of rows of a cell");
   limit(u64{world} * geometry.cell_rows(), std::numeric_limits<u32>::max(),
         "the number of rows of all cells");
+  limit(u64{geometry.result_rows()} + geometry.shared_results() +
+            (geometry.stages_apart() ? u64{world} * geometry.cell_rows() : 0),
+        std::numeric_limits<u32>::max(), "the number of results, with those for other nodes");
   limit(geometry.tiles_max() + geometry.shared_tiles(geometry.max_tokens), ReadyWord::kTasks,
         "the number of tiles");
   limit(u64{kReturnsSubscribersMax} * geometry.max_tokens, ReadyWord::kTasks,
@@ -335,11 +338,9 @@ NB_MODULE(_runtime, module) {
       .def_prop_ro("os_memory_bytes", [](const Sizes& s) { return OsMemory::bytes(s.geometry); })
       .def_prop_ro("offsets", &offsets_of, nb::sig("def offsets(self) -> dict[str, int]"))
       .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
-      .def_prop_ro("result_bytes",
-                   [](const Sizes& s) {
-                     const u64 rows = u64{s.geometry.result_rows()} + s.geometry.shared_results();
-                     return rows * s.geometry.row_bytes;
-                   })
+      .def_prop_ro(
+          "result_bytes",
+          [](const Sizes& s) { return u64{Layout(s.geometry).results()} * s.geometry.row_bytes; })
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

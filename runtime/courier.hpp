@@ -64,7 +64,7 @@ class Courier {
              if (part.sends() && part.peer != rank_.rank) {
                const bool once =
                    rank_.leaves_out(part.peer, part.cell_rows, part.chunk(rank_.geometry()));
-               note<P>(tally_.row_bytes_to_peers, u64{carried} * rank_.geometry().row_bytes);
+               note<P>(tally_.row_bytes_to_peers, u64{carried} * rank_.geometry().sent_bytes);
                note<P>(tally_.flag_bytes_to_peers,
                        flag_bytes + (once ? part.rows * sizeof(u32) : 0));  // their origins
              }

@@ -72,6 +72,11 @@ struct Geometry {
     return remote != 0 ? chunks() + static_cast<u32>(segments) : 0;
   }
 
+  /// Whether a result for a remote peer is too long for the place of its row. It is staged in a
+  /// place of its own then.
+  constexpr bool stages_apart() const { return remote != 0 && sent_bytes < row_bytes; }
+  constexpr u32 staged_results() const { return stages_apart() ? world * cell_rows() : 0; }
+
   // --- Tokens that are sent once (landings_subscriber.hpp) ---
 
   constexpr bool once() const { return once_rows != 0; }
@@ -240,7 +245,7 @@ struct Geometry {
   }
   /// Whether a part of a second GEMM takes longer than one of a first GEMM: its depth is I, and the
   /// first one's H.
-  constexpr bool second_parts_are_longer() const { return hidden_bytes > row_bytes; }
+  constexpr bool second_parts_are_longer() const { return hidden_bytes > sent_bytes; }
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.
   constexpr bool may_plan_whole(u32 tokens) const {
@@ -359,7 +364,7 @@ struct Geometry {
   /// chunks: all where rows are long or most couriers would have nothing to do; of a rank alone,
   /// which has no links, no others.
   constexpr u32 rows_in_pieces(u32 chunks_sent) const {
-    const bool all = chunks_sent <= 2 * processors || piece_rows() * row_bytes >= kLongPart;
+    const bool all = chunks_sent <= 2 * processors || piece_rows() * sent_bytes >= kLongPart;
     const u32 first = world == 1 ? 0 : kTurnsInPieces * kChunksPerTurn * chunk_rows;
     return all ? kNone : first;
   }

@@ -8,7 +8,8 @@
 // results: of a rank's own rows there are never more than its pairs, whoever computes them, so they
 // lie side by side (result()). And what is staged in one round (B = 0) lies where something arrives
 // in the other (B = 1): a row for a remote peer in the place of its own result, and that result, at
-// the peer, in the place of the row. What is replaced has been read by then.
+// the peer, in the place of the row. What is replaced has been read by then. Where rows are sent in
+// fewer bytes than results have, results are staged behind all others.
 //
 // Layers of several shapes share one heap: [header][words of shape 1][words of shape 2]...[cells]
 // [results]. The header depends on the world alone. Words of a shape lie where no other shape
@@ -71,10 +72,7 @@ class Layout {
     return place;
   }
 
-  constexpr u64 bytes() const {
-    return align_up(result(geometry().result_rows() + geometry().shared_results()),
-                    u64{kCacheLine});
-  }
+  constexpr u64 bytes() const { return align_up(result(results()), u64{kCacheLine}); }
   /// Of the words that all shapes of a world share.
   constexpr u64 header_bytes() const { return header_; }
   /// Of this shape's own words.
@@ -82,7 +80,7 @@ class Layout {
   /// Of all cells. A tile may read past the last segment of the last cell: rows whose result nobody
   /// keeps.
   constexpr u64 row_bytes() const {
-    return (u64{rows()} + geometry().tile_rows) * geometry().row_bytes;
+    return (u64{rows()} + geometry().tile_rows) * geometry().sent_bytes;
   }
   /// Where the cells start, one behind the other.
   constexpr u64 first_cell() const { return place_.rows_at; }
@@ -153,7 +151,7 @@ class Layout {
     return p * place_.stride_rows + row_number;
   }
   constexpr u64 row_at(u32 index) const {
-    return place_.rows_at + u64{index} * geometry().row_bytes;
+    return place_.rows_at + u64{index} * geometry().sent_bytes;
   }
 
   /// And its first byte in the heap of the rank that it is sent to.
@@ -168,6 +166,21 @@ class Layout {
   constexpr u32 shared_result(u32 token) const {
     MOEOS_CHECK(token < geometry().shared_results());
     return geometry().result_rows() + token;
+  }
+  /// All of a rank's results, with those of others that are staged apart.
+  constexpr u32 results() const {
+    return geometry().result_rows() + geometry().shared_results() + geometry().staged_results();
+  }
+  /// The first byte of a row for a remote peer until it is put: among the results that come of such
+  /// rows, from the `first` of them on.
+  constexpr u64 staged_row(u32 first, u32 row_number) const {
+    return result(first) + u64{row_number} * geometry().sent_bytes;
+  }
+  /// The same of the result of a row that p has sent.
+  constexpr u64 staged_result(u32 p, u32 row_number) const {
+    return geometry().stages_apart()
+               ? result(results() - (cells() - p) * geometry().cell_rows() + row_number)
+               : cell_row(p, row_number);
   }
   /// `packed`: where they begin if results are packed; the owner knows, and tells p (base()).
   constexpr u32 first_result(u32 p, u32 packed) const {

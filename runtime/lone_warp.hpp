@@ -47,7 +47,7 @@ u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& k
   }
   courier.begin(part, count);
   begun += wait_for_links(rank, call, [&](u32 peer) {
-    return peer == part.peer ? u64{count} * rank.geometry().row_bytes : 0;
+    return peer == part.peer ? u64{count} * rank.geometry().sent_bytes : 0;
   });
   for (u32 i = 0; i < count; ++i) {
     kernels.copy_row(going[i].pair / rank.geometry().top_k,
@@ -137,7 +137,7 @@ bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
     for (u32 i = 0; i < pairs; ++i) {
       rows[i] = spread.look_up(map, first + i, true);
       begin += wait_for_links(rank, call, [&](u32 peer) {
-        return rows[i].goes && peer == rows[i].peer ? u64{geometry.row_bytes} : 0;
+        return rows[i].goes && peer == rows[i].peer ? u64{geometry.sent_bytes} : 0;
       });
       if (rows[i].goes) {
         kernels.copy_row((first + i) / geometry.top_k,

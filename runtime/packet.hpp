@@ -18,7 +18,7 @@ namespace moeos {
 /// Where a row for a remote peer lies here until it is put.
 template <Platform P>
 u8* staged_row(const Rank<P>& rank, u32 peer, u32 row) {
-  return rank.heap + rank.layout.result(rank.memory.first_result(rank.layout, peer) + row);
+  return rank.heap + rank.layout.staged_row(rank.memory.first_result(rank.layout, peer), row);
 }
 
 /// Where this rank writes a row for `peer`: in the peer's cell; or, of a remote peer, for a put, in
@@ -67,15 +67,15 @@ u32 first_result_at(const Rank<P>& rank, u32 epoch, u32 owner) {
 }
 
 /// Where this rank writes the result of a row that `owner` sent, its row `row` here: among the
-/// owner's results; or, of a remote owner, for a put, in the place of that row, which all parts of
-/// its first GEMM have read. `first`: first_result_at.
+/// owner's results; or, of a remote owner, for a put, where results are staged: if in the place of
+/// that row, all parts of its first GEMM have read it. `first`: first_result_at.
 template <Platform P>
 u8* outgoing_result(const Rank<P>& rank, u32 owner, u32 first, u32 row) {
   u8* direct = rank.platform.peer(owner);
   if (!P::kRemotePeers || direct != nullptr) {
     return direct + rank.layout.result(first + row);
   }
-  return rank.heap + rank.layout.write_row(rank.rank, rank.rank, owner, row);
+  return rank.heap + rank.layout.staged_result(owner, row);
 }
 
 /// The same of a segment's first row, behind which all others follow; of a tile of tokens, among
@@ -227,7 +227,7 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
     const u32 row = rank.layout.row(place.local_expert, place.slot, starts[place.local_expert]);
     const u64 to = rank.layout.write_row(rank.rank, peer, rank.rank, row);
     const u8* from = staged_row(rank, peer, row);
-    const u64 bytes = u64{run} * geometry.row_bytes;
+    const u64 bytes = u64{run} * geometry.sent_bytes;
     if (sent + run < rows) {
       rank.platform.put(peer, to, from, bytes);
     } else {
@@ -312,7 +312,8 @@ void put_results(const Rank<P>& rank, u32 epoch, u32 local_expert, const Segment
   const u32 first = first_result_at(rank, epoch, owner);
   for_each_piece(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
     const u32 row = segment.first_row + offset;
-    rank.platform.put_signal(owner, rank.layout.result(first + row), arrived_row(rank, owner, row),
+    rank.platform.put_signal(owner, rank.layout.result(first + row),
+                             rank.heap + rank.layout.staged_result(owner, row),
                              u64{rows} * rank.geometry().row_bytes,
                              rank.layout.returned(rank.rank, chunk), SignalOp::add, seal(rows));
   });

@@ -361,7 +361,7 @@ class Scheduler {
         // A part takes about as long as its input's rows are.
         second_gemms_ahead_ += kind == TaskKind::gemm1
                                    ? static_cast<i32>(handed * geometry.hidden_bytes)
-                                   : -static_cast<i32>(handed * geometry.row_bytes);
+                                   : -static_cast<i32>(handed * geometry.sent_bytes);
       }
     }
     return published_ - before;

@@ -113,7 +113,7 @@ class Spread {
     const u32 flags = P::broadcast(P::inclusive_scan(flag_bytes), P::kLanes - 1);
     if (P::lane() == 0) {
       note<P>(tally_.tasks[static_cast<u32>(TaskKind::dispatch)], chunks);
-      note<P>(tally_.row_bytes_to_peers, u64{elsewhere} * geometry.row_bytes);
+      note<P>(tally_.row_bytes_to_peers, u64{elsewhere} * geometry.sent_bytes);
       note<P>(tally_.flag_bytes_to_peers, flags);
     }
     return chunk;

@@ -116,7 +116,8 @@ def stats_of(rank: int, records: Tensor, offsets: dict[str, int], shape: KernelS
         noted("peer_records", counters.PEER, shape.world_size),
         sent[:, -1].tolist(),
         received.diff(dim=1).tolist(),
-        shape.cfg.hidden * shape.cfg.dtype.itemsize,
+        shape.sizes.sent_bytes,
+        shape.sizes.row_bytes,
     )
 
 

@@ -90,7 +90,7 @@ class TwinEngine:
         self._world = world
         remote = not all(map(world.near, range(world.size)))
         sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events)
-        self._chunk_rows = sizes.chunk_rows
+        self._sizes = sizes
         self._number = world.number_layer()
         self._faults = LayerFaults(
             world.faults, world.rank, self._number, world.processors, pinned=False
@@ -138,7 +138,8 @@ class TwinEngine:
             numpy.frombuffer(peers, counters.PEER),
             records.rows_sent(),
             [records.rows_received(source) for source in range(self._world.size)],
-            self._cfg.hidden * self._cfg.dtype.itemsize,
+            self._sizes.sent_bytes,
+            self._sizes.row_bytes,
         )
 
     def _trace(self) -> RankTrace:
@@ -150,7 +151,7 @@ class TwinEngine:
             numpy.frombuffer(counts, numpy.uint32),
             numpy.frombuffer(events, EVENT).reshape(actors, -1),
             numpy.array([records.rows_received(source) for source in range(self._world.size)]),
-            self._chunk_rows,
+            self._sizes.chunk_rows,
         )
 
     def _checked(self, tensors: CallTensors) -> CallTensors:

@@ -22,11 +22,11 @@
 namespace moeos::sm90 {
 
 // What a parcel is: all of so many rows, or so many bytes of one.
-inline constexpr u32 kPiecesOfRow = ceil_div(kGeometry.row_bytes, Parcels::kBufferBytes);
+inline constexpr u32 kPiecesOfRow = ceil_div(kGeometry.sent_bytes, Parcels::kBufferBytes);
 inline constexpr u32 kParcelRows =
-    minimum(kGeometry.chunk_rows, maximum(1U, Parcels::kBufferBytes / kGeometry.row_bytes));
+    minimum(kGeometry.chunk_rows, maximum(1U, Parcels::kBufferBytes / kGeometry.sent_bytes));
 inline constexpr u32 kParcelBytes =
-    align_up(ceil_div(kGeometry.row_bytes, kPiecesOfRow), 16U);  // of each row
+    align_up(ceil_div(kGeometry.sent_bytes, kPiecesOfRow), 16U);  // of each row
 static_assert(kParcelRows * kParcelBytes <= Parcels::kBufferBytes);
 static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
 static_assert(!kShape.weight_on_input || kGeometry.spread_tokens == 0,
@@ -40,7 +40,7 @@ class ParcelLine {
   ParcelLine(const RankArguments& arguments, Shared& shared)
       : arguments_(arguments), shared_(shared) {}
 
-  /// Copies a row of `row_bytes` bytes for each of the first `rows` lanes, from `source` to
+  /// Copies a row of `sent_bytes` bytes for each of the first `rows` lanes, from `source` to
   /// `destination`, a lane its own row's share of each parcel; when it returns, they are stored.
   void copy(const u8* source, u64 destination, u32 rows) {
     const u32 parcels = parcels_of(rows);
@@ -114,7 +114,7 @@ class ParcelLine {
   static Part part_of(u32 parcel, u32 rows, u32 row) {
     const u32 first_row = parcel / kPiecesOfRow * kParcelRows;
     const u32 first_byte = parcel % kPiecesOfRow * kParcelBytes;
-    const u32 bytes = minimum(kParcelBytes, kGeometry.row_bytes - first_byte);
+    const u32 bytes = minimum(kParcelBytes, kGeometry.sent_bytes - first_byte);
     const u32 end = minimum(rows, first_row + kParcelRows);
     const bool there = row >= first_row && row < end;
     return {first_byte, there ? bytes : 0, first_row, (end - first_row) * bytes,
@@ -141,10 +141,10 @@ class ParcelLine {
   }
   /// Loads a parcel of rows that lie side by side: all of it at once.
   void load_together(u32 parcel, const u8* source, u32 rows) {
-    static_assert(kParcelRows == 1 || kParcelBytes == kGeometry.row_bytes);
+    static_assert(kParcelRows == 1 || kParcelBytes == kGeometry.sent_bytes);
     const Part part = part_of(parcel, rows, 0);  // whose place is the buffer's begin
     expect(part.all_bytes);
-    load(part, source + u64{part.first_row} * kGeometry.row_bytes,
+    load(part, source + u64{part.first_row} * kGeometry.sent_bytes,
          Machine::lane() == 0 ? part.all_bytes : 0);
   }
 
@@ -229,7 +229,7 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
     const SpreadRow row = spread.look_up(map, pair, nth < rows);
     begun_ns += wait_for_links(rank, call, [&](u32 peer) {
       return u64{Machine::count(Machine::ballot(row.goes && row.peer == peer))} *
-             kGeometry.row_bytes;
+             kGeometry.sent_bytes;
     });
     line.spread(source, rows, nth,
                 row.goes ? reinterpret_cast<u64>(outgoing_row(rank, row.peer, row.number)) : 0);
@@ -291,7 +291,7 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
     const u32 rows = copy.gather();
     courier.begin(part, rows);
     begun_ns += wait_for_links(rank, call, [&](u32 peer) {
-      return part.sends() && peer == part.peer ? u64{rows} * kGeometry.row_bytes : 0;
+      return part.sends() && peer == part.peer ? u64{rows} * kGeometry.sent_bytes : 0;
     });
     if (!part.sends() || kShape.weight_on_input) {
       // Rows that peers, or Route, have written, acquired with the part; they are read by the async

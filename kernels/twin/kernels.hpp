@@ -54,7 +54,7 @@ class TwinKernels {
   void copy_row(u32 token, u8* destination) {
     const ConstElements x(operands_.element, operands_.x);
     if (!shape_.weight_on_input) {
-      std::memcpy(destination, x.at(u64{token} * shape_.hidden), rank_.geometry().row_bytes);
+      std::memcpy(destination, x.at(u64{token} * shape_.hidden), rank_.geometry().sent_bytes);
       return;
     }
     MOEOS_CHECK(rank_.geometry().top_k == 1);
@@ -67,7 +67,7 @@ class TwinKernels {
   }
 
   void replicate_row(const u8* source, u8* destination) {
-    std::memcpy(destination, source, rank_.geometry().row_bytes);
+    std::memcpy(destination, source, rank_.geometry().sent_bytes);
   }
 
   /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile; or, of
@@ -306,7 +306,7 @@ class TwinKernels {
       const Segment& segment = task.segments[s];
       for (u32 row = 0; row < segment.rows; row += kPanelRows) {
         const u64 offset = rank_.layout.cell_row(segment.source, segment.first_row + row);
-        pack_rows(operands_.element, rank_.heap + offset, rank_.geometry().row_bytes,
+        pack_rows(operands_.element, rank_.heap + offset, rank_.geometry().sent_bytes,
                   minimum(kPanelRows, segment.rows - row), shape_.hidden,
                   &scratch_.panels[panel++ * panel_floats(shape_.hidden)]);
       }

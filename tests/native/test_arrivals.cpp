@@ -182,9 +182,9 @@ void nobody_waits_for_a_part_behind_his_own(const Rows& rows, u32 hidden_bytes) 
   }
   expect(firsts.size() == tiles, "all rows are in tiles");
   expect(seen.size() >= tiles * 2 * kParts, "and all parts handed out");
-  expect(in_turn || hidden_bytes > arrivals.geometry().row_bytes,
+  expect(in_turn || hidden_bytes > arrivals.geometry().sent_bytes,
          "two parts a processor are between a tile's GEMMs");
-  expect(mixed == (hidden_bytes <= arrivals.geometry().row_bytes),
+  expect(mixed == (hidden_bytes <= arrivals.geometry().sent_bytes),
          "second GEMMs have their turns, or go last where they are longer");
   expect(arrivals.step().empty(), "and nothing is handed out again");
 }

@@ -46,9 +46,9 @@ struct Plan {
       const Geometry& g = shape.geometry;
       places.push_back(HeapPlace{words, 0, 0, 0});
       words += Layout(g).words_bytes();
-      wide = std::max<u64>(wide, g.row_bytes);
-      stride = std::max<u64>(stride, u64{g.cell_rows()} * g.row_bytes);
-      tail = std::max<u64>(tail, u64{g.tile_rows} * g.row_bytes);
+      wide = std::max<u64>(wide, g.sent_bytes);
+      stride = std::max<u64>(stride, u64{g.cell_rows()} * g.sent_bytes);
+      tail = std::max<u64>(tail, u64{g.tile_rows} * g.sent_bytes);
       results = std::max<u64>(results, u64{g.result_rows() + g.shared_results()} * g.row_bytes);
       between = std::max(between, g.between_bytes());
     }
@@ -57,7 +57,7 @@ struct Plan {
     for (u32 s = 0; s < shapes.size(); ++s) {
       places[s].rows_at = words;
       places[s].results_at = words + cells * stride + tail;
-      places[s].stride_rows = static_cast<u32>(stride / shapes[s].geometry.row_bytes);
+      places[s].stride_rows = static_cast<u32>(stride / shapes[s].geometry.sent_bytes);
     }
     bytes = words + cells * stride + tail + results;
   }

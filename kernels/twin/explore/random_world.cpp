@@ -142,6 +142,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            false,
                            WeightFormat::plain};
   g.row_bytes = world.shape.hidden * sizeof(float);
+  g.sent_bytes = g.row_bytes;
   g.hidden_bytes = world.shape.intermediate * sizeof(float);
   g.row_map = draw(random, 0, 1) == 0 ? RowMap::ragged : RowMap::capacity;
   g.capacity = draw(random, 0, 2) == 0 ? draw(random, 1, g.max_tokens) : g.max_tokens;
