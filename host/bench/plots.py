@@ -2,7 +2,7 @@
 """Plots of moeos.bench.gpu's results, as SVG: time against tokens, and share of the floor.
 
 A picture carries the digest of the numbers that it shows, so that it can be seen, without drawing
-it again, whether it is of the results that lie beside it. Drawing needs matplotlib.
+it again, whether it is of the results as they are. Drawing needs matplotlib.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from moeos import drawing
 from moeos.bench import bars
 
-FOLDER = "benchmarks/plots"
-"""Of the pictures, beside the document that shows them."""
+FOLDER = "plots"
+"""Of the pictures, beside the results."""
 
 LEAST_POINTS = 3
 """A shape with fewer token counts is not drawn."""

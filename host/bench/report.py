@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a benchmark's JSON into tables, on stdout and between two markers of docs/performance.md.
 
-`python -m moeos.bench.report docs/benchmarks/twin.json` writes the tables into docs/performance.md,
-or into the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
-`<!-- end of benchmark twin -->` stand. So no number there is typed by hand. Of a GPU benchmark it
-also draws the plots, beside the document in benchmarks/plots/, and compares the results of all
-numbers of GPUs that lie beside the file, with each other and with what they have to reach. Of an
-evaluation it does so, too, beside the document in benchmarks/evaluation/, and it draws a straggler
-study in benchmarks/straggler/. It measures nothing; what a kind of results looks like, the files
+`python -m moeos.bench.report results/twin.json` writes the tables into docs/performance.md, or into
+the one page of docs/performance/ where lines with the markers `<!-- benchmark twin -->` and
+`<!-- end of benchmark twin -->` stand. So no number there is typed by hand. It draws the plots of a
+GPU benchmark into plots/ beside the file, and those of an evaluation or a straggler study beside
+the file. It compares the results of all numbers of GPUs that lie beside the file, with each other
+and with what they have to reach. It measures nothing; what a kind of results looks like, the files
 *tables.py know. `--document` names another page, such as docs/reliability.md.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -50,7 +51,7 @@ def main(
         Path, typer.Option(help="The page, or beside it the folder, with the tables' markers.")
     ] = Path("docs/performance.md"),
 ) -> None:
-    """Writes a benchmark's tables into a document, and draws its plots beside it."""
+    """Writes a benchmark's tables into a document, and draws its plots beside its results."""
     failures.finish(lambda: execute(json_file, document))
 
 
@@ -65,17 +66,18 @@ def execute(json_file: Path, document: Path) -> int:
         name, tables = results["benchmark"], markdown(results)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{json_file}: not the results of a benchmark: {error!r}") from error
-    written = put(pages(document), name, tables)
+    folder = json_file.parent
+    written = put(pages(document), name, tables, folder)
     if of_gpus(results):
-        written = put(written, SCALING, scaling(json_file.parent))
-        written = put(written, BARS, bars(json_file.parent))
-        plots.draw(results, document.parent / plots.FOLDER)
+        written = put(written, SCALING, scaling(folder), folder)
+        written = put(written, BARS, bars(folder), folder)
+        plots.draw(results, folder / plots.FOLDER)
     if results["benchmark"].startswith(straggler_tables.PREFIX):
-        straggler_plots.draw(results, document.parent / straggler_plots.FOLDER)
+        straggler_plots.draw(results, folder)
     if of_evaluation(results):
-        compared = table(evaluation_scaling(results, json_file.parent))
-        written = put(written, evaluation_tables.SCALING, compared)
-        evaluation_plots.draw(results, document.parent / evaluation_plots.FOLDER)
+        compared = table(evaluation_scaling(results, folder))
+        written = put(written, evaluation_tables.SCALING, compared, folder)
+        evaluation_plots.draw(results, folder)
     for page, text in written.items():
         page.write_text(text, encoding="utf-8")
     return failures.DONE
@@ -133,19 +135,23 @@ def pages(document: Path) -> dict[Path, str]:
     return {page: page.read_text(encoding="utf-8") for page in found}
 
 
-def put(texts: Mapping[Path, str], name: str, content: str) -> dict[Path, str]:
+def put(texts: Mapping[Path, str], name: str, content: str, folder: Path) -> dict[Path, str]:
     """The pages with `content` between the markers of the benchmark `name`.
 
-    Raises `ValueError` unless one page has both markers, once each and in this order.
+    Its pictures' paths begin in `folder`, and in the page where the page lies. Raises `ValueError`
+    unless one page has both markers, once each and in this order.
     """
     document = next(iter(texts))
     having = [page for page, text in texts.items() if _begin(name) in text] or [document]
     if len(having) > 1:
         raise ValueError(f"{_begin(name).strip()}: only one of {', '.join(map(str, having))}")
     page = having[0]
-    if page != document:  # a folder deeper
-        content = content.replace(f"]({plots.FOLDER}", f"](../{plots.FOLDER}")
-    return {**texts, page: between_markers(texts[page], name, content)}
+    linked = re.sub(
+        r"(!\[[^]]*\]\()([^)]+)",
+        lambda found: found[1] + os.path.relpath(folder / found[2], page.parent),
+        content,
+    )
+    return {**texts, page: between_markers(texts[page], name, linked)}
 
 
 def _begin(name: str) -> str:

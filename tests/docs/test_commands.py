@@ -58,10 +58,10 @@ EXCUSED = {
     "and takes minutes",
     "sbatch --nodes=2 --ntasks=8 launch/straggler.sbatch configs/qwen3-30b-a3b.toml "
     "--out study.json --tokens 2048": "needs a cluster",
-    "mkdir -p docs/benchmarks/evaluation": "makes room for the results of the next",
-    "RANKS=4 launch/evaluate --out docs/benchmarks/evaluation/evaluation-cuda-4.json": "installs, "
+    "mkdir -p results/evaluation": "makes room for the results of the next",
+    "RANKS=4 launch/evaluate --out results/evaluation/evaluation-cuda-4.json": "installs, "
     "and needs GPUs",
-    "python -m moeos.bench.report docs/benchmarks/evaluation/evaluation-cuda-4.json "
+    "python -m moeos.bench.report results/evaluation/evaluation-cuda-4.json "
     "--document docs/evaluation.md": "needs the results of GPUs",
     "pip install '.[cuda]'": "installs, for a GPU",
     "mpirun -n 4 python -m tests.gpu.multi": "needs four GPUs",

@@ -14,9 +14,6 @@ from typing import Any
 
 from moeos import drawing
 
-FOLDER = "benchmarks/evaluation"
-"""Of the pictures, beside the document that shows them."""
-
 _LINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "moeos": ("moeos", {"color": "#d62728", "marker": "o", "linewidth": 2.0}),
     "baseline": ("all-to-all", {"color": "#1f77b4", "marker": "s"}),

@@ -197,9 +197,8 @@ def _tokens(results: Mapping[str, Any]) -> Section:
     theirs = thesis.MILLISECONDS_BY_TOKENS if same else None
     shown = {*results["tokens"], *(theirs or {})}
     cases = {tokens: case_of(results, tokens, experts) for tokens in shown}
-    picture = f"{plots.FOLDER}/{plots.file_name(results)}"
     heading = (
-        f"![time against tokens and against experts]({picture})\n\n"
+        f"![time against tokens and against experts]({plots.file_name(results)})\n\n"
         f"**Scaling over tokens**, {experts} experts in all."
     )
     return _scaling_over("tokens a rank", cases, theirs, heading, "6.3")

@@ -12,9 +12,6 @@ from typing import Any
 from moeos import drawing
 from moeos.bench.straggler.tables import step_seconds
 
-FOLDER = "benchmarks/straggler"
-"""Of the pictures, beside the document that shows them."""
-
 _COLUMNS = 3
 _LINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "moeos": ("moeos", {"color": "#d62728", "linewidth": 2.0}),

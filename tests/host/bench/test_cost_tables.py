@@ -8,7 +8,7 @@ import json
 from moeos.bench import cost_tables
 from tests.processes import ROOT
 
-RESULTS = ROOT / "docs" / "benchmarks" / "costs-1.json"
+RESULTS = ROOT / "results" / "costs-1.json"
 
 
 def test_a_cost_is_a_share_of_the_call_without() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +12,13 @@ from moeos.bench import option_tables, report
 from tests.processes import ROOT
 
 RESULTS = sorted(
-    file
-    for file in (ROOT / "docs" / "benchmarks").glob("*.json")
-    if option_tables.is_one(file.stem)
+    file for file in (ROOT / "results").glob("*.json") if option_tables.is_one(file.stem)
 )
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
-def test_each_layer_has_a_table_of_tokens_by_contestants(file: object) -> None:
-    results = json.loads((ROOT / "docs" / "benchmarks" / str(file)).read_text())
+def test_each_layer_has_a_table_of_tokens_by_contestants(file: Path) -> None:
+    results = json.loads(file.read_text())
     sections = report.sections(results)
     assert len(sections) == len(results["layers"]) > 0
     for section, of_layer in zip(sections, results["layers"].values(), strict=True):

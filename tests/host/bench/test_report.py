@@ -10,10 +10,11 @@ import pytest
 from moeos.bench import cost_tables, plots, reliability_tables, report
 from tests.processes import ROOT
 
-RESULTS = ROOT / "docs" / "benchmarks" / "twin.json"
+RESULTS = ROOT / "results" / "twin.json"
 PAGE = ROOT / "docs" / "performance.md"
 RELIABILITY = ROOT / "docs" / "reliability.md"
-H100 = ROOT / "docs" / "h100"
+H100 = ROOT / "docs" / "h100" / PAGE.name
+RESULTS_OF_H100 = RESULTS.parent / "h100"
 
 EMPTY = "# Log\n<!-- benchmark twin -->\n<!-- end of benchmark twin -->\nafter\n"
 
@@ -29,35 +30,39 @@ def test_the_tables_of_the_pages_are_those_of_the_results(file: Path) -> None:
     found = json.loads(file.read_text())
     of_reliability = found["benchmark"] in (*reliability_tables.NAMES, cost_tables.NAME)
     texts = report.pages(RELIABILITY if of_reliability else PAGE)
-    assert report.put(texts, found["benchmark"], report.markdown(found)) == texts
+    written = report.put(texts, found["benchmark"], report.markdown(found), file.parent)
+    assert written == texts
 
 
-def test_the_tables_of_another_machine_are_those_of_its_results() -> None:
-    found = json.loads((H100 / "gpu-1.json").read_text())
-    texts = report.pages(H100 / PAGE.name)
-    assert report.put(texts, found["benchmark"], report.markdown(found)) == texts
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_tables_of_another_machine_are_those_of_its_results(ranks: int) -> None:
+    found = json.loads((RESULTS_OF_H100 / f"gpu-{ranks}.json").read_text())
+    texts = report.pages(H100)
+    written = report.put(texts, found["benchmark"], report.markdown(found), RESULTS_OF_H100)
+    assert written == texts
 
 
 @pytest.mark.parametrize(
-    ("page", "folder"), [(PAGE, RESULTS.parent), (H100 / PAGE.name, H100)], ids=["H200", "H100"]
+    ("page", "folder"), [(PAGE, RESULTS.parent), (H100, RESULTS_OF_H100)], ids=["H200", "H100"]
 )
 def test_what_compares_numbers_of_gpus_is_that_of_the_results(page: Path, folder: Path) -> None:
     texts = report.pages(page)
-    assert report.put(texts, report.SCALING, report.scaling(folder)) == texts
-    assert report.put(texts, report.BARS, report.bars(folder)) == texts
+    assert report.put(texts, report.SCALING, report.scaling(folder), folder) == texts
+    assert report.put(texts, report.BARS, report.bars(folder), folder) == texts
 
 
-def test_the_plots_of_the_log_are_of_the_results() -> None:
-    folder = PAGE.parent / plots.FOLDER
+@pytest.mark.parametrize("folder", [RESULTS.parent, RESULTS_OF_H100], ids=["H200", "H100"])
+def test_the_plots_are_of_the_results(folder: Path) -> None:
     drawn = {}
-    for file in RESULTS.parent.glob("*.json"):
+    for file in folder.glob("*.json"):
         found = json.loads(file.read_text())
         for shape in found["shapes"] if report.of_gpus(found) else ():
             if plots.is_drawn(found, shape):
                 drawn[plots.file_name(found, shape)] = plots.digest(found, shape)
-    assert {file.name for file in folder.glob("*.svg")} == set(drawn)
+    pictures = {file.name: file.read_text() for file in (folder / plots.FOLDER).glob("*.svg")}
+    assert set(pictures) == set(drawn)
     for name, digest in drawn.items():
-        assert digest in (folder / name).read_text(), f"{name}: draw it again from the results"
+        assert digest in pictures[name], f"{name}: draw it again from the results"
 
 
 def test_the_command_writes_between_the_markers_and_nowhere_else(tmp_path: Path) -> None:
@@ -82,16 +87,16 @@ def test_the_folder_of_a_document_has_its_long_tables(tmp_path: Path) -> None:
     assert "| --- |" in (folder / "twin.md").read_text()
 
 
-def test_a_picture_is_found_from_a_folder_deeper(tmp_path: Path) -> None:
+def test_a_picture_is_found_from_where_the_page_lies(tmp_path: Path) -> None:
     texts = {tmp_path / "page.md": "", tmp_path / "page" / "twin.md": EMPTY}
-    written = report.put(texts, "twin", "![a](benchmarks/plots/a.svg)\n")
-    assert "](../benchmarks/plots/a.svg)" in written[tmp_path / "page" / "twin.md"]
+    written = report.put(texts, "twin", "![a](plots/a.svg), x[0](1)\n", tmp_path / "results")
+    assert "![a](../results/plots/a.svg), x[0](1)" in written[tmp_path / "page" / "twin.md"]
 
 
 def test_two_pages_with_the_same_markers_are_refused(tmp_path: Path) -> None:
     texts = {tmp_path / "page.md": EMPTY, tmp_path / "page" / "twin.md": EMPTY}
     with pytest.raises(ValueError, match=r"only one of .*page\.md, .*twin\.md"):
-        report.put(texts, "twin", "")
+        report.put(texts, "twin", "", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "<!-- benchmark twin -->\n", EMPTY + EMPTY])

@@ -127,7 +127,7 @@ def test_perfetto_reads_all_of_the_file_for_viewers(config: Path, tmp_path: Path
 
 
 def test_perfetto_reads_all_of_a_trace_of_four_gpus(tmp_path: Path) -> None:
-    saved, out = ROOT / "docs" / "benchmarks" / f"{EXAMPLE}.npz", tmp_path / "trace.json"
+    saved, out = ROOT / "results" / f"{EXAMPLE}.npz", tmp_path / "trace.json"
     code, _, err = invoke("--load", saved, "-o", out)
     assert (code, err) == (0, "")
     phases = [event["ph"] for event in json.loads(out.read_text())["traceEvents"]]
@@ -440,7 +440,7 @@ def test_the_guides_commands_run_and_print_what_it_shows(
     """Every `moeos` command of docs/tracing.md, where it would be typed: in the repository."""
     pytest.importorskip("matplotlib", reason="matplotlib draws")
     page = (ROOT / "docs" / "tracing.md").read_text()
-    for name in ("configs", "docs"):
+    for name in ("configs", "results"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     lines = [line for block in fenced(page, "sh") for line in block.splitlines()]
@@ -460,8 +460,8 @@ def fenced(page: str, language: str) -> list[str]:
 
 
 def example(root: Path) -> str:
-    """What the guide shows of the trace in docs/benchmarks of a checkout."""
-    file = root / "docs" / "benchmarks" / f"{EXAMPLE}.npz"
+    """What the guide shows of the trace in results/ of a checkout."""
+    file = root / "results" / f"{EXAMPLE}.npz"
     ranks, about = files.load(file)
     code, shown, err = invoke("--load", file)
     assert (code, err) == (0, "")
@@ -469,16 +469,16 @@ def example(root: Path) -> str:
     picture_of = f"{call.processors} processors: tasks by colour over {call.length / 1000:.0f} µs"
     converted = f"\nThis trace was {about['converted']}.\n" if "converted" in about else ""
     return (
-        f"For instance {about['what']}; the trace lies beside this page:\n\n"
-        f"```sh\nmoeos trace --load docs/benchmarks/{EXAMPLE}.npz --png trace.png\n```\n\n"
-        f"![{picture_of}](benchmarks/plots/{EXAMPLE}.png)\n\n"
+        f"For instance {about['what']}; the trace lies in `results/`:\n\n"
+        f"```sh\nmoeos trace --load results/{EXAMPLE}.npz --png trace.png\n```\n\n"
+        f"![{picture_of}](../results/plots/{EXAMPLE}.png)\n\n"
         f"```text\n{shown}```\n{converted}"
     )
 
 
 def replace_example(saved: Path, root: Path) -> None:
     """Makes a saved trace the example of the guide of a checkout."""
-    folder = root / "docs" / "benchmarks"
+    folder = root / "results"
     if saved.resolve() != (folder / f"{EXAMPLE}.npz").resolve():
         shutil.copyfile(saved, folder / f"{EXAMPLE}.npz")
     drawn = folder / "plots" / f"{EXAMPLE}.png"
@@ -489,20 +489,20 @@ def replace_example(saved: Path, root: Path) -> None:
 
 
 def example_of(root: Path) -> tuple[CallTrace, dict[str, Any]]:
-    ranks, about = files.load(root / "docs" / "benchmarks" / f"{EXAMPLE}.npz")
+    ranks, about = files.load(root / "results" / f"{EXAMPLE}.npz")
     return CallTrace.of(ranks), about
 
 
 def check_example(root: Path) -> None:
-    """Fails unless page and picture are of the trace that lies beside them."""
+    """Fails unless page and picture are of the trace in results/."""
     image = pytest.importorskip("PIL.Image", reason="matplotlib, which draws, brings pillow")
     page = (root / "docs" / "tracing.md").read_text()
     assert report.between_markers(page, EXAMPLE, example(root)) == page
-    drawn = image.open(root / "docs" / "benchmarks" / "plots" / f"{EXAMPLE}.png")
+    drawn = image.open(root / "results" / "plots" / f"{EXAMPLE}.png")
     assert drawn.info["Description"] == picture.digest(example_of(root)[0])
 
 
-def test_the_guides_example_is_of_the_trace_beside_it() -> None:
+def test_the_guides_example_is_of_the_trace_in_results() -> None:
     check_example(ROOT)
     _, about = example_of(ROOT)
     assert re.match(
@@ -513,7 +513,8 @@ def test_the_guides_example_is_of_the_trace_beside_it() -> None:
 def test_the_guides_example_can_be_replaced(config: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib draws")
     root, saved = tmp_path / "checkout", tmp_path / "call.npz"
-    (root / "docs" / "benchmarks" / "plots").mkdir(parents=True)
+    (root / "results" / "plots").mkdir(parents=True)
+    (root / "docs").mkdir()
     shutil.copyfile(ROOT / "docs" / "tracing.md", root / "docs" / "tracing.md")
     summary_of(config, "--save", saved)
     replace_example(saved, root)

@@ -11,7 +11,7 @@ from moeos.bench import report
 from moeos.bench.straggler import plots, tables
 from tests.processes import ROOT
 
-RESULTS = sorted((ROOT / "docs" / plots.FOLDER).glob("*.json"))
+RESULTS = sorted((ROOT / "results" / "straggler").glob("*.json"))
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
