@@ -16,6 +16,7 @@ import copy
 import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 from moeos.caller import Caller
@@ -379,8 +380,9 @@ class StoreControl(_PolledControl):
             mine = _connection_of_its_own(store)
             keep_in_children(mine)
             # Counted in the store, because processes may have made different numbers of worlds.
-            number = mine.add(f"moeos/worlds/{rank}", 1)
-            ours = PrefixStore(f"moeos/{number}", mine)
+            self._number = mine.add(f"moeos/worlds/{rank}", 1)
+            self._of_job = mine
+            ours = PrefixStore(f"moeos/{self._number}", mine)
             if serves:
                 ours.set("served", "1")  # before any rank can have closed this world
             return ours
@@ -412,7 +414,7 @@ class StoreControl(_PolledControl):
             with contextlib.suppress(PeerTimeout):
                 self._close_counted()
         self._caller.close()
-        del self._store, self._given
+        del self._store, self._given, self._of_job
 
     def _close_counted(self) -> None:
         closed = self._ask(lambda: self._store.add("closed", 1))
@@ -439,12 +441,33 @@ class StoreControl(_PolledControl):
         known = self.size
         while len(sizes) < known:
             missing = [rank for rank in range(known) if rank not in sizes]
-            self._wait(arrived, "the start of a world", missing, self._deadline)
+            try:
+                self._wait(arrived, "the start of a world", missing, self._deadline)
+            except PeerTimeout as error:
+                self._fail(f"{error}{self._of_other_numbers(missing)}")
             known = max(sizes.values())
         self._closers = known
         others = (sizes[peer] for peer in range(known) if peer != self.rank)
         self._counted = self.rank == 0 or any(self.rank < size for size in others)
         require_same("size", [str(sizes[rank]) for rank in range(known)])
+
+    def _of_other_numbers(self, missing: Iterable[int]) -> str:
+        """What an error adds where ranks that did not come have begun another number of worlds: a
+        start that failed on some ranks alone counts there.
+        """
+        numbers: dict[int, int] = {}
+        with contextlib.suppress(PeerTimeout):  # the store may be what is gone
+            for peer in missing:
+                numbers[peer] = self._ask(partial(_count_of, self._of_job, f"moeos/worlds/{peer}"))
+        others = [peer for peer in numbers if numbers[peer] not in (0, self._number)]
+        if not others:
+            return ""
+        said = ", ".join(f"world {numbers[peer]} of rank {peer}" for peer in others)
+        return (
+            f"; over this store this is world {self._number} of rank {self.rank}, and {said}: "
+            "where a start failed on some ranks, begin the next one on all over another store, "
+            "such as a torch.distributed.PrefixStore of another prefix"
+        )
 
     def _delete_keys(self) -> None:
         """Deletes what is left of this world; every rank has closed it.
@@ -521,6 +544,11 @@ class StoreControl(_PolledControl):
         if not self._ask(lambda: self._store.check(["abort"])):
             return None
         return self._ask(lambda: self._store.get("abort")).decode()
+
+
+def _count_of(store: Store, key: str) -> int:
+    """A store's counter; 0 of one that nobody has begun."""
+    return store.add(key, 0) if store.check([key]) else 0
 
 
 def _is_lost(error: Exception) -> bool:

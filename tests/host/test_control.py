@@ -310,6 +310,18 @@ def test_ranks_that_differ_in_size_keep_their_keys_until_the_last_has_read_them(
     assert not store.check(["moeos/1/size/0"]), "the last rank deletes the keys"
 
 
+def test_a_start_behind_one_that_failed_on_one_rank_alone_says_so() -> None:
+    store = dist.HashStore()
+    with pytest.raises(PeerTimeout, match="rank 0 did not arrive") as alone:
+        StoreControl(1, 2, 0.2, store, where="a store")
+    assert "over another store" not in str(alone.value), "nobody else has begun one"
+    StoreControl(0, 2, 0.2, store, where="a store")  # it meets what rank 1 has left
+    with pytest.raises(PeerTimeout) as error:
+        StoreControl(1, 2, 0.2, store, where="a store")
+    assert "this is world 2 of rank 1, and world 1 of rank 0: " in str(error.value)
+    assert "begin the next one on all over another store" in str(error.value)
+
+
 def test_an_error_on_some_ranks_is_raised_on_all_of_them_as_the_lowest_ranks(
     run_ranks: RunRanks,
 ) -> None:
