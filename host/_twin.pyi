@@ -61,6 +61,7 @@ class Rank:
         tokens: int,
         pair_limit: int,
         x: int,
+        x_scale: int,
         gate: int,
         selection_bias: int,
         router_bias: int,

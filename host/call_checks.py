@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from moeos import tensor_memory
 from moeos.calls import MAX_PIECES
 from moeos.config import DTYPES, MoEConfig
-from moeos.formats import FORMATS
+from moeos.formats import FORMATS, TOKEN_GROUP
 
 WEIGHTS = ("w1", "b1", "w2", "b2")
 """The tensors of a call that experts compute with, in the operator's order."""
@@ -30,7 +30,7 @@ SCALES = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 """Those of weights that are codes, in the operator's order behind the shared experts'."""
 OWN = (*WEIGHTS, *ROUTER, *SHARED, *SCALES)
 """All that are not of a call's tokens, in the operator's order."""
-_READ = ("x", "topk_ids", "topk_weights", "tokens", *OWN)
+_READ = ("x", "topk_ids", "topk_weights", "tokens", "x_scale", *OWN)
 """All that a call reads."""
 _NO_SCALE = ("cfg.weight_format is None", "weight_format=...")
 _NO_SECOND = ("cfg.weight_format is not 'nvfp4'", "weight_format='nvfp4'")
@@ -53,6 +53,14 @@ _FIELDS = {
 
 CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Of weights that some format has, and the dtype that is mistaken for one."""
+X_CODES = torch.float8_e4m3fn
+"""Of tokens that the caller has quantised."""
+X_SCALES = tuple(
+    dtype
+    for dtype in (torch.float32, torch.uint8, getattr(torch, "float8_e8m0fnu", None))
+    if dtype is not None
+)
+"""Of their scales; the third in torch 2.7 and newer."""
 _PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # torch 2.8 and newer
 """Floating dtypes of which an element is several numbers, and that PyTorch converts to no other."""
 
@@ -148,10 +156,13 @@ def expected_shared(cfg: MoEConfig) -> tuple[Expected | None, ...]:
     )
 
 
-def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) -> torch.Tensor:
+def rows_of(
+    cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1, *, coded: bool = False
+) -> torch.Tensor:
     """x as the rows of a call: contiguous [rows, H], of which it is a view wherever it can be.
 
     Raises unless x is [..., H], at least 2-D, with as many rows as so many pieces can have.
+    `coded`: it is codes, which have scales.
     """
     x = tensor_memory.require_dense("x", x)
     dimensions = x.dim()
@@ -159,7 +170,10 @@ def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) ->
         raise ValueError(
             f"x has shape {list(x.shape)}; it must be [..., {cfg.hidden}], at least 2-D"
         )
-    if x.dtype != cfg.dtype:
+    if coded:
+        _require_codes(cfg, x.dtype)
+    elif x.dtype != cfg.dtype:
+        _refuse_codes(cfg, x.dtype)
         is_cast = x.is_floating_point() and x.dtype not in _PACKED
         if not (is_cast and torch.is_autocast_enabled(device.type)):
             raise TypeError(f"x has dtype {x.dtype}; it must be {cfg.dtype}, the layer's")
@@ -180,6 +194,77 @@ def rows_of(cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1) ->
             f"pass pieces={-(-x.shape[0] // cfg.max_tokens)} or more on all ranks"
         )
     return x
+
+
+def _require_codes(cfg: MoEConfig, dtype: torch.dtype) -> None:
+    if dtype != X_CODES:
+        raise TypeError(
+            f"x has dtype {dtype}; with x_scale it must be {X_CODES}, the codes of "
+            f"activation_format {cfg.activation_format!r}: leave x_scale None where x is in "
+            f"{cfg.dtype}"
+        )
+
+
+def _refuse_codes(cfg: MoEConfig, dtype: torch.dtype) -> None:
+    """Raises for codes without scales, which autocast would take for numbers."""
+    if cfg.activation_format is None or dtype not in CODES:
+        return
+    if dtype == X_CODES:
+        raise ValueError(
+            f"x has dtype {dtype}, and x_scale is None: pass the scales of its codes, or x in "
+            f"{cfg.dtype}"
+        )
+    raise TypeError(
+        f"x has dtype {dtype}; it must be {cfg.dtype}, the layer's, or {X_CODES} with x_scale"
+    )
+
+
+def check_may_be_coded(cfg: MoEConfig, topk_ids: object, *, weigh: object) -> None:
+    """Raises for scales of x, where a layer has no use for codes, or needs x itself."""
+    if cfg.activation_format is None:
+        raise ValueError(
+            "x_scale is given, and cfg.activation_format is None: leave it None, or make this with "
+            "MoEConfig(activation_format='fp8_group128')"
+        )
+    if topk_ids is None or weigh:
+        said = "topk_ids is None" if topk_ids is None else "weigh is True"
+        raise ValueError(
+            f"x_scale is given, and {said}: a router reads no codes; pass topk_ids and "
+            "topk_weights, or x without scales"
+        )
+    for name, found in (
+        ("shared_experts", cfg.shared_experts),
+        ("zero_experts", cfg.zero_experts),
+        ("apply_router_weight_on_input", cfg.apply_router_weight_on_input),
+    ):
+        if found:
+            raise ValueError(
+                f"x_scale is given, and {name} is {found}, which needs x itself: leave x_scale "
+                f"None, and pass x in {cfg.dtype}"
+            )
+
+
+def scale_of(
+    cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, scale: object
+) -> torch.Tensor:
+    """The scales of the codes of so many rows: contiguous [rows, H / 128], fp32 or bytes (E8M0).
+
+    Raises unless it is so, or [*lead, H / 128] with the leading dimensions of x.
+    """
+    scale = tensor_memory.require_dense("x_scale", scale)
+    groups = cfg.hidden // TOKEN_GROUP
+    if scale.shape not in ((rows, groups), (*lead, groups)):
+        raise ValueError(
+            f"x_scale has shape {list(scale.shape)}; it must be {[*lead, groups]}, a scale for "
+            f"{TOKEN_GROUP} elements of x"
+        )
+    if scale.dtype not in X_SCALES:
+        allowed = ", ".join(map(str, X_SCALES))
+        raise TypeError(f"x_scale has dtype {scale.dtype}; it must be one of {allowed}")
+    if scale.device != device:
+        raise ValueError(f"x_scale is on {scale.device}; it must be on {device}")
+    scale = tensor_memory.without_laziness(scale).reshape(rows, groups).contiguous()
+    return scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
 
 
 def routing_of(

@@ -20,7 +20,15 @@ import torch
 
 from moeos.activations import FORMULAS, Activation, Formula
 from moeos.files import read_json, read_toml
-from moeos.formats import FORMATS, NAMES, WeightFormat
+from moeos.formats import (
+    ACTIVATION_NAMES,
+    FORMATS,
+    HIDDEN_GROUP,
+    NAMES,
+    TOKEN_GROUP,
+    ActivationFormat,
+    WeightFormat,
+)
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 RowMap = Literal["ragged", "capacity"]
@@ -125,6 +133,11 @@ class MoEConfig:
             e4m3 scale for 16 and an fp32 one for a matrix, "int4_group32" integers with a bfloat16
             scale for 32; H and I are multiples of 32. Tokens, biases, the router and shared experts
             are as without it.
+        activation_format: how experts get their tokens. None: in `dtype`. "fp8_group128": as e4m3
+            codes with an fp32 scale for 128 elements, and what lies between their two products with
+            one for 64. Products are then of FP8 by FP8, and their sums fp32. `weight_format` is one
+            of FP8, H a multiple of 128 and I of 64. The router, shared and zero experts read x as
+            it is, and results return in `dtype`.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -162,6 +175,7 @@ class MoEConfig:
     shared_intermediate: int = 0
     shared_gate: bool = False
     weight_format: WeightFormat | None = None
+    activation_format: ActivationFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -196,6 +210,7 @@ class MoEConfig:
         self._check_activation()
         self._check_shared()
         self._check_weight_format()
+        self._check_activation_format()
 
     @property
     def formula(self) -> Formula:
@@ -510,6 +525,20 @@ class MoEConfig:
                 raise self._error(
                     name, f"a multiple of {multiple} with weight_format {self.weight_format!r}"
                 )
+
+    def _check_activation_format(self) -> None:
+        if self.activation_format is None:
+            return
+        self._check_choice("activation_format", ACTIVATION_NAMES)
+        fp8 = [name for name in NAMES if FORMATS[name].code_dtype == torch.float8_e4m3fn]
+        said = f"with activation_format {self.activation_format!r}"
+        if self.weight_format not in fp8:
+            raise self._error(
+                "weight_format", f"one of {', '.join(fp8)} {said}, or activation_format None"
+            )
+        for name, multiple in (("hidden", TOKEN_GROUP), ("intermediate", HIDDEN_GROUP)):
+            if getattr(self, name) % multiple != 0:
+                raise self._error(name, f"a multiple of {multiple} {said}")
 
     def _error(self, name: str, allowed: str) -> ValueError:
         return ValueError(_must_be(name, getattr(self, name), allowed))

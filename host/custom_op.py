@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer's call as an operator of PyTorch, `moeos::forward`: compilers trace through it.
 
-`moeos::forward_into` is the same with the caller's output. Where nothing traces, transforms or
-watches what PyTorch does, a call need not go through an operator: see `unwatched`.
+`moeos::forward_into` is the same with the caller's output, and takes codes for x, too. Where
+nothing traces, transforms or watches what PyTorch does, a call need not go through an operator: see
+`unwatched`.
 
 An engine is told by its key: a tensor of its own, found by its address. A number would be a
 constant of the graph, and each layer would need a graph of its own; a tensor is an input, so one
@@ -51,7 +52,7 @@ _TENSORS = (
 _ROUTING = 3  # of these, from topk_ids on; what follows is the caller's own
 _HOW = "*, bool any_ids=False, int pieces=1"
 _library.define(f"forward({_TENSORS}, {_HOW}) -> Tensor")
-_library.define(f"forward_into({_TENSORS}, Tensor(b!) out, {_HOW}) -> ()")
+_library.define(f"forward_into({_TENSORS}, Tensor? x_scale, Tensor(b!) out, {_HOW}) -> ()")
 
 
 # Each look-up of a name costs a call as much as what the function does.
@@ -123,16 +124,16 @@ def call(
     any_ids: bool,
     pieces: int,
 ) -> None:
-    """Makes a call of an engine, without an operator: of `routing`, topk_ids, topk_weights and
-    tokens, and of `own`, what `moeos.call_checks.OWN` lists.
+    """Makes a call of an engine, without an operator: of `routing`, topk_ids, topk_weights, tokens
+    and x_scale, and of `own`, what `moeos.call_checks.OWN` lists.
     """
-    topk_ids, topk_weights, tokens = routing
+    topk_ids, topk_weights, tokens, x_scale = routing
     w1, b1, w2, b2, gate, selection_bias, router_bias, expert_scale, *rest = own
     # As CallTensors(...), whose function in between would cost as much as a lock. The order is that
     # of the fields.
     fields = (
         *(x, out, gate, selection_bias, topk_ids, topk_weights, w1, b1, w2, b2),
-        *(tokens, any_ids, pieces, router_bias, expert_scale, *rest),
+        *(tokens, any_ids, pieces, router_bias, expert_scale, *rest, x_scale),
     )
     engine.forward(tuple.__new__(CallTensors, fields))
 
@@ -151,7 +152,7 @@ def _run(
     engine = _engine_of(key)
     engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
     out = torch.empty_like(x)
-    _call(engine, x, others, out, any_ids, pieces)
+    _call(engine, x, others, None, out, any_ids, pieces)
     return out
 
 
@@ -164,24 +165,24 @@ def _run_into(
     any_ids: bool = False,
     pieces: int = 1,
 ) -> None:
-    *inputs, out = others
-    routing, own = inputs[:_ROUTING], inputs[_ROUTING:]
-    check_apart(out, x, routing, own)
-    _call(_engine_of(key), x, inputs, out, any_ids, pieces)
+    *inputs, x_scale, out = others
+    check_apart(out, x, (*inputs[:_ROUTING], x_scale), inputs[_ROUTING:])
+    _call(_engine_of(key), x, inputs, x_scale, out, any_ids, pieces)
 
 
 def _call(
     engine: Engine,
     x: Tensor,
     inputs: Sequence[Tensor | None],
+    x_scale: Tensor | None,
     out: Tensor,
     any_ids: bool,
     pieces: int,
 ) -> None:
     # The operator asks by itself, but below the transforms of torch.func, which hide tangents from
     # it: so who calls it asks as well.
-    check_tangents("MoELayer", x, *inputs)
-    call(engine, x, out, inputs[:_ROUTING], inputs[_ROUTING:], any_ids, pieces)
+    check_tangents("MoELayer", x, x_scale, *inputs)
+    call(engine, x, out, (*inputs[:_ROUTING], x_scale), inputs[_ROUTING:], any_ids, pieces)
 
 
 def _engine_of(key: Tensor) -> Engine:
@@ -223,6 +224,7 @@ for _name in ("moeos::forward", "moeos::forward_into"):
     torch.library.register_vmap(_name, _refuse_vmap, lib=_library)
 
 forward = torch.ops.moeos.forward.default
-"""The operator: order [1], the engine's key, then the tensors of `CallTensors` but `out`."""
+"""The operator: order [1], the engine's key, then the tensors of `CallTensors` but `out` and
+`x_scale`."""
 forward_into = torch.ops.moeos.forward_into.default
-"""The same with `out` behind them."""
+"""The same with `x_scale` and `out` behind them."""

@@ -92,6 +92,7 @@ class Experts:
         w1_scale_2: torch.Tensor | None = None,
         w2_scale_2: torch.Tensor | None = None,
         *,
+        x_scale: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         pieces: int = 1,
@@ -110,7 +111,7 @@ class Experts:
             b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise.
             w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
                 and w2, which then are codes, as `MoELayer` has them.
-            tokens, out, pieces: as of `MoELayer.forward`.
+            x_scale, tokens, out, pieces: as of `MoELayer.forward`.
 
         Returns:
             as x, of `cfg.dtype`; zeros for a token that no expert took.
@@ -132,6 +133,7 @@ class Experts:
             (w1, b1, w2, b2, *_NOTHING_ELSE, w1_scale, w2_scale, w1_scale_2, w2_scale_2),
             out,
             pieces,
+            x_scale=x_scale,
         )
 
     def run(
@@ -147,6 +149,7 @@ class Experts:
         pieces: int,
         weigh: bool = False,
         holder: torch.nn.Module | None = None,
+        x_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Checks and makes a call for `caller`. `order`: what it seems to write, see
         `moeos.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`;
@@ -159,41 +162,49 @@ class Experts:
         at_once = custom_op.unwatched()
         if weigh:
             self.engine.check_weighs()
-        if at_once and not weigh:
+        if x_scale is not None:
+            call_checks.check_may_be_coded(cfg, topk_ids, weigh=weigh)
+            rows = call_checks.rows_of(cfg, device, x, pieces, coded=True)
+        elif at_once and not weigh:
             known = self._known.get(caller.name) or self._know(caller)
             is_rows = type(x) is torch.Tensor and x.dim() == 2
             rows = x if is_rows else call_checks.rows_of(cfg, device, x, pieces)
             most = pieces * cfg.max_tokens
             if known.are(most, rows, topk_ids, topk_weights, tokens, out, own):
-                routing = topk_ids, topk_weights, tokens
-                return self._at_once(caller, x, rows, routing, own, out, pieces)
-        if rows is None or rows is x:
+                given = topk_ids, topk_weights, tokens, None
+                return self._at_once(caller, x, rows, given, own, out, pieces)
+        if rows is None or (rows is x and x_scale is None):
             rows = call_checks.rows_of(cfg, device, x, pieces)
         ids, weights = topk_ids, topk_weights
         if ids is not None or weights is not None or weigh or not caller.routes:
             ids, weights = call_checks.routing_of(
                 cfg, device, x.shape[:-1], rows.shape[0], ids, weights, weigh=weigh
             )
+        if x_scale is not None:
+            x_scale = call_checks.scale_of(cfg, device, x.shape[:-1], rows.shape[0], x_scale)
         if tokens is not None:
             call_checks.check_tokens(device, tokens)
         if out is not None:
             call_checks.check_out(cfg, device, x, out)
         call_checks.check_weights(device, caller.expected, own, caller.absent, holder)
-        call_checks.check_derivatives(caller.name, x, topk_weights, out, *own)
-        routing = (ids, weights, tokens)
+        call_checks.check_derivatives(caller.name, x, x_scale, topk_weights, out, *own)
+        routing = (ids, weights, tokens, x_scale)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
             call_checks.check_memory(rows, routing, own)
             # What is learned has weights to its ids, and is no copy, which may be of anything.
             copied = ids is not topk_ids or weights is not topk_weights
-            if not (weigh or copied) and (rows is x or x.dim() > 2):
+            if not (weigh or copied or x_scale is not None) and (rows is x or x.dim() > 2):
                 known.learn(rows, topk_ids, topk_weights, tokens, out, own)
             return self._at_once(caller, x, rows, routing, own, out, pieces)
-        tensors = (order, self.key, rows, *routing, *own)
+        tensors = (order, self.key, rows, ids, weights, tokens, *own)
         how = {"any_ids": caller.any_ids, "pieces": pieces}
-        if out is None:
+        if out is None and x_scale is None:
             y: torch.Tensor = custom_op.forward(*tensors, **how)
             return y if x.dim() == 2 else y.view(x.shape)
-        custom_op.forward_into(*tensors, out if x.dim() == 2 else out.view(rows.shape), **how)
+        if out is None:
+            out = torch.empty_like(x, dtype=cfg.dtype)
+        room = out if x.dim() == 2 else out.view(rows.shape)
+        custom_op.forward_into(*tensors, x_scale, room, **how)
         return out
 
     def _know(self, caller: Caller) -> KnownTensors:
@@ -215,7 +226,10 @@ class Experts:
         engine, any_ids = self.engine, caller.any_ids
         if out is None:
             try:
-                y = torch.empty_like(rows)
+                if routing[-1] is None:
+                    y = torch.empty_like(rows)
+                else:  # x is codes
+                    y = torch.empty_like(rows, dtype=self.cfg.dtype)
             except RuntimeError:
                 engine.require_open()  # or PyTorch says in its own words that a child has no CUDA
                 raise

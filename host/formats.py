@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats in which a layer holds its experts' weights: codes of 8 or 4 bits, and scales.
+"""The formats in which a layer holds its experts' weights: codes of 8 or 4 bits, and scales. And
+the one in which it sends tokens and multiplies them.
 
-A weight is its code times its scale, or scales. One table says what the tensors are like; the two
-functions behind it turn numbers into them and back. kernels/formats.hpp has the same for the
-kernels. This file knows matrices, and nothing of layers, ranks or checkpoints.
+A number is its code times its scale, or scales. One table says what the tensors of weights are
+like; the two functions behind it turn numbers into them and back. Two more do so for rows of
+tokens. kernels/formats.hpp has the same for the kernels. This file knows matrices and rows, and
+nothing of layers, ranks or checkpoints.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ WeightFormat = Literal[
 ]
 NAMES: tuple[str, ...] = get_args(WeightFormat)
 """Of all formats; the kernels number them in this order, from 1 on."""
+ActivationFormat = Literal["fp8_group128"]
+ACTIVATION_NAMES: tuple[str, ...] = get_args(ActivationFormat)
+"""Of those of tokens; numbered likewise."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of the 4-bit floats, by their lower 3 bits; the fourth is the sign."""
@@ -33,7 +38,14 @@ BLOCK = 128
 MX_GROUP, NV_GROUP, INT4_GROUP = 32, 16, 32
 """Columns of a row that share a scale."""
 
+TOKEN_GROUP, HIDDEN_GROUP = 128, 64
+"""Elements of a token, and of a row between the two products, that share a scale. Of the latter
+fewer: a part of a gated first product makes 64 of them, and must know its groups alone."""
+
 _E4M3_MOST = 448.0
+_LEAST_DIVISOR = 2.0**-100
+"""What the largest magnitude of a group of a row counts for at least. So neither scales nor their
+inverses are subnormal or infinite."""
 _E2M1_MOST, _E2M1_EXPONENT = 6.0, 2
 _INT4_MOST = 7.0
 _NAN_EXPONENT = 255
@@ -152,6 +164,33 @@ def dequantize(
     if scale_2 is not None:
         numbers = numbers * scale_2.to(dtype)[..., None, None]
     return numbers.flatten(-3, -2)
+
+
+def quantize_rows(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes [..., n] in e4m3 and scales [..., n / group] in fp32 of rows [..., n].
+
+    The largest magnitude of a group becomes 448, the largest code. What lies between two codes
+    becomes the nearer one, and the even one of two that are as near. Each step is one of fp32, so
+    that all machines make the same codes of the same numbers. A NaN or an infinity makes its whole
+    group NaN.
+
+    Args:
+        values: of any floating dtype; float64 is rounded to fp32 first.
+        group: elements that share a scale; n is a multiple of it.
+    """
+    groups = values.float().unflatten(-1, (-1, group))
+    divisor = groups.abs().amax(-1, keepdim=True).clamp(min=_LEAST_DIVISOR)
+    most = torch.full_like(divisor, _E4M3_MOST)
+    scale = divisor * most.reciprocal()
+    codes = (groups * (most / divisor)).clamp(-_E4M3_MOST, _E4M3_MOST).to(torch.float8_e4m3fn)
+    return codes.flatten(-2), scale.squeeze(-1)
+
+
+def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The numbers [..., n] of `quantize_rows`: exact in float64."""
+    groups = codes.to(dtype).unflatten(-1, (scale.shape[-1], -1))
+    numbers: Tensor = (groups * scale.to(dtype).unsqueeze(-1)).flatten(-2)
+    return numbers
 
 
 def e2m1_value(pairs: Tensor) -> Tensor:

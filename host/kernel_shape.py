@@ -16,7 +16,7 @@ import torch
 
 from moeos import _runtime
 from moeos.config import MoEConfig
-from moeos.sizes import CHUNK_ROWS, layer_sizes, parts, shared_cut
+from moeos.sizes import CHUNK_ROWS, layer_sizes, parts, sent_bytes, shared_cut
 
 ARCHITECTURES = ("sm_90a",)
 """What kernels can be compiled for: Hopper, whose own instructions they use."""
@@ -34,8 +34,12 @@ Transport = Literal["none", "mapped", "nvshmem"]
 virtual ranks); by NVSHMEM."""
 
 _TILE_ROWS = 128
-_TILE_COLUMNS = 256
+_STAGE_COLUMNS = 256
+_NARROW_COLUMNS = 128
 _NARROW_ROWS = 64
+_WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
+ORDERED_ROWS = 32
+"""Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
 _FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
 _ROUTE_TOKENS = 64  # of a block, at most
 _BOX_BYTES = 128  # of a box's row: of the router's columns that a block's Route multiplies
@@ -108,8 +112,8 @@ class KernelShape:
         Raises `ValueError` when a bound does not fit the runtime's words.
         """
         cfg = self.cfg
-        wide_columns = (_gemm0_columns(cfg), _TILE_COLUMNS)
-        narrow_columns = (narrow_gemm0_columns(cfg), _TILE_COLUMNS // 2)
+        wide_columns = (_gemm0_columns(cfg), _tile_columns(cfg))
+        narrow_columns = (narrow_gemm0_columns(cfg), _NARROW_COLUMNS)
         wide, narrow = parts(cfg, *wide_columns), parts(cfg, *narrow_columns)
         cut = {
             "tile_rows": _TILE_ROWS,
@@ -159,7 +163,7 @@ def check_supported(cfg: MoEConfig) -> None:
 
 def route_columns(cfg: MoEConfig) -> int:
     """Columns of the tile in which the logits of a block and a bank of experts are computed."""
-    return next((columns for columns in (64, 128) if cfg.router_rows <= columns), _TILE_COLUMNS)
+    return next((columns for columns in (64, 128) if cfg.router_rows <= columns), _STAGE_COLUMNS)
 
 
 def route_banks(cfg: MoEConfig) -> int:
@@ -169,16 +173,21 @@ def route_banks(cfg: MoEConfig) -> int:
     return -(-cfg.router_rows // route_columns(cfg))
 
 
+def _tile_columns(cfg: MoEConfig) -> int:
+    """Columns of a wide tile: kTileColumns of kernels/sm90/config.cuh."""
+    return _STAGE_COLUMNS if cfg.activation_format is None else _STAGE_COLUMNS // 2
+
+
 def _gemm0_columns(cfg: MoEConfig) -> int:
     """Columns of the first GEMM's result in a part of a wide tile; of a gated one it multiplies as
     many gate and as many up columns.
     """
-    return _TILE_COLUMNS // 2 if cfg.gated else _TILE_COLUMNS
+    return _tile_columns(cfg) // 2 if cfg.gated else _tile_columns(cfg)
 
 
 def narrow_gemm0_columns(cfg: MoEConfig) -> int:
     """The same of a narrow tile."""
-    return _gemm0_columns(cfg) // 2
+    return _NARROW_COLUMNS // 2 if cfg.gated else _NARROW_COLUMNS
 
 
 def has_whole_parts(cfg: MoEConfig) -> bool:
@@ -188,14 +197,19 @@ def has_whole_parts(cfg: MoEConfig) -> bool:
     narrowest = cfg.intermediate
     if cfg.shared_experts > 0:
         narrowest = min(narrowest, cfg.shared_intermediate)
-    return cfg.hidden >= _TILE_COLUMNS and narrowest >= _gemm0_columns(cfg)
+    return cfg.hidden >= _tile_columns(cfg) and narrowest >= _gemm0_columns(cfg)
+
+
+def weight_box_rows(cfg: MoEConfig) -> int:
+    """Rows of a box of weights: kWeightBoxRows of kernels/sm90/arguments.cuh."""
+    return min(_WEIGHT_BOX_ROWS, _gemm0_columns(cfg)) if has_whole_parts(cfg) else ORDERED_ROWS
 
 
 def _once_rows(cfg: MoEConfig) -> int:
     """Geometry's `once_rows`."""
     if cfg.max_tokens < ONCE_TOKENS:
         return 0
-    return max(1, ONCE_BYTES // (cfg.hidden * cfg.dtype.itemsize))
+    return max(1, ONCE_BYTES // sent_bytes(cfg))
 
 
 def _once_after(cfg: MoEConfig, world_size: int) -> int:
@@ -211,8 +225,8 @@ def _spread_tokens(cfg: MoEConfig) -> int:
     """Geometry's `spread_tokens`: as many as a warp has lanes for, unless their rows are so long
     that the first tiles would wait for the last ones'.
     """
-    if cfg.apply_router_weight_on_input:
-        return 0  # such rows are loaded before their weights are known
+    if cfg.apply_router_weight_on_input or cfg.activation_format is not None:
+        return 0  # such rows are loaded before what is sent of them is made
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     return max(1, min(MAX_TOP_K, _SPREAD_BYTES // row_bytes) // cfg.top_k)
 

@@ -198,6 +198,7 @@ class MoELayer(nn.Module):
         topk_ids: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         *,
+        x_scale: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         pieces: int = 1,
@@ -214,6 +215,11 @@ class MoELayer(nn.Module):
                 from E on are zero experts. Given together with topk_weights or `weigh`, or not at
                 all: then the layer routes by its gate.
             topk_weights: floating point weights of these experts, likewise, used as they are.
+            x_scale: with `cfg.activation_format`, who routes may pass x as codes: x in
+                torch.float8_e4m3fn, and its scales [rows, H / 128], or [..., H / 128] with the
+                leading dimensions of x, fp32 or E8M0 (also as uint8). They are sent as they are.
+                On the twin; not with shared experts, zero experts or
+                `cfg.apply_router_weight_on_input`.
             weigh: the caller chooses, and the gate weighs: topk_ids without topk_weights. Each
                 expert has the weight that it would have had the gate chosen these k (models whose
                 experts are hashed by a token's number). On the GPU in layers with routing "ids".
@@ -234,6 +240,7 @@ class MoELayer(nn.Module):
 
         Raises:
             TypeError, ValueError: an argument or a parameter is not as above.
+            NotImplementedError: `x_scale` is given on the GPU.
             NumericalError: logits of some token are not finite.
             PeerTimeout: a rank did not make the call or did not finish it before the world's
                 deadline.
@@ -295,6 +302,7 @@ class MoELayer(nn.Module):
             pieces,
             weigh,
             self,
+            x_scale,
         )
 
     def bind(self, world: World) -> MoELayer:

@@ -11,11 +11,15 @@ import dataclasses
 import torch
 
 from moeos import call_checks
-from moeos.formats import NAMES, WeightFormat
+from moeos.formats import NAMES, ActivationFormat, WeightFormat
 from moeos.layer import MoELayer
 
 
-def quantize(layer: MoELayer, weight_format: WeightFormat) -> MoELayer:
+def quantize(
+    layer: MoELayer,
+    weight_format: WeightFormat,
+    activation_format: ActivationFormat | None = None,
+) -> MoELayer:
     """A layer of the same world and workspace with the weights of `layer` in a format.
 
     The gate, the biases and the shared experts are copied as they are. `layer` stays what it was.
@@ -24,12 +28,12 @@ def quantize(layer: MoELayer, weight_format: WeightFormat) -> MoELayer:
 
     Args:
         layer: one without a format, and with weights that have values.
-        weight_format: as of `MoEConfig`.
+        weight_format, activation_format: as of `MoEConfig`.
 
     Raises:
         TypeError: `layer` is no MoELayer.
         ValueError: it has a format, or a weight that is not as the layer was made, or
-            `weight_format` is none, or does not fit the sizes.
+            `weight_format` is none, or one of both does not fit the sizes or the other.
         RuntimeError: the layer was read from a pickle, and has no world yet.
         ConfigMismatch: the ranks' formats differ; the same error on all of them.
     """
@@ -43,7 +47,9 @@ def quantize(layer: MoELayer, weight_format: WeightFormat) -> MoELayer:
         )
     if weight_format is None:
         raise ValueError(f"weight_format is None; it must be one of {', '.join(NAMES)}")
-    made_of = dataclasses.replace(cfg, weight_format=weight_format)
+    made_of = dataclasses.replace(
+        cfg, weight_format=weight_format, activation_format=activation_format
+    )
     if layer.experts is None:
         raise RuntimeError(
             "the layer was read from a pickle and has no world: call layer.bind(world) first"

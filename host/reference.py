@@ -3,7 +3,8 @@
 
 Everything that runs a Mixture-of-Experts layer is checked against this file, so it shares no code
 with any engine and knows nothing of ranks: it sees the tokens of one rank and the weights of all
-experts. It runs on the device of its arguments and can be differentiated.
+experts. It runs on the device of its arguments, and can be differentiated where no activation
+format rounds.
 
 Letters: S tokens, k experts of a token, H hidden, I intermediate, E experts in all. A *pair* is
 one (token, j) with j < k.
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from moeos.activations import Curve
 from moeos.config import MoEConfig
+from moeos.formats import HIDDEN_GROUP, TOKEN_GROUP, dequantize_rows, quantize_rows
 
 _FP32_ROUTER_ERROR = 0.5e-6
 """Of the largest logit or score of a token: what those of an fp32 router err at most."""
@@ -205,6 +207,7 @@ def moe(
     shared_w1: Tensor | None = None,
     shared_w2: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     """The output of the layer for the tokens of one rank.
 
@@ -214,6 +217,10 @@ def moe(
     `apply_router_weight_on_input` the weight multiplies x[i] instead. A zero expert's pair adds
     weight · x[i]. Shared experts n add the sum over them of shared_w2[n] · activation(shared_w1[n]
     · x[i]), times the sigmoid of x[i] · shared_gate where there is one, whatever the routing.
+
+    With `activation_format` x, and what lies between the two products of an expert, are what their
+    codes and scales stand for, by `moeos.formats.quantize_rows` in fp32. The router, shared and
+    zero experts read x as it is.
 
     Args:
         x: [S, H], any floating dtype.
@@ -230,6 +237,7 @@ def moe(
         shared_w1: [n, 2Is, H] or [n, Is, H], as w1; given exactly if `cfg.shared_experts` is not 0.
         shared_w2: [n, H, Is]; as shared_w1.
         shared_gate: [H]; given exactly if `cfg.shared_gate` is set.
+        x_scale: fp32 [S, H / 128]: x is codes, which are not rounded again. None: x is numbers.
 
     Returns:
         float64 [S, H].
@@ -240,6 +248,11 @@ def moe(
     """
     pairs = (len(x), cfg.top_k)
     _check_shape("x", x, (len(x), cfg.hidden))
+    if x_scale is not None:
+        if cfg.activation_format is None:
+            raise ValueError("x_scale must be None for this config")
+        _check_shape("x_scale", x_scale, (len(x), cfg.hidden // TOKEN_GROUP))
+        x = dequantize_rows(x, x_scale)
     _check_shape("w1", w1, (cfg.experts, cfg.w1_rows, cfg.hidden))
     _check_shape("w2", w2, (cfg.experts, cfg.hidden, cfg.intermediate))
     _check_optional("b1", b1, cfg.bias, (cfg.experts, cfg.w1_rows))
@@ -286,12 +299,13 @@ def moe(
         if len(token) == 0:
             continue
         weight = topk_weights[token, j, None]
-        rows = (weight * x[token] if cfg.apply_router_weight_on_input else x[token]) @ (
-            w1[expert].double().T
-        )
+        rows = x[token] if x_scale is not None else _as_sent(x[token], cfg, TOKEN_GROUP)
+        if cfg.apply_router_weight_on_input:
+            rows = weight * rows
+        rows = rows @ w1[expert].double().T
         if b1 is not None:
             rows = rows + b1[expert].double()
-        rows = activate(rows, cfg) @ w2[expert].double().T
+        rows = _as_sent(activate(rows, cfg), cfg, HIDDEN_GROUP) @ w2[expert].double().T
         if b2 is not None:
             rows = rows + b2[expert].double()
         y = y.index_add(0, token, rows if cfg.apply_router_weight_on_input else weight * rows)
@@ -361,6 +375,13 @@ def activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
     else:
         gate, up = curve(gate, alpha).clamp(max=limit), up.clamp(-limit, limit)
     return gate * (up + cfg.formula.up_offset)
+
+
+def _as_sent(rows: Tensor, cfg: MoEConfig, group: int) -> Tensor:
+    """What the codes and scales of rows [n, columns] stand for; the rows, where there are none."""
+    if cfg.activation_format is None:
+        return rows
+    return dequantize_rows(*quantize_rows(rows, group))
 
 
 _CURVES: Mapping[Curve, Callable[[Tensor, float], Tensor]] = {

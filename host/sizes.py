@@ -8,7 +8,7 @@ have its fields. It knows nothing of engines or compilers; these say how they cu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from moeos import _runtime
 from moeos.activations import Curve
 from moeos.config import GroupScore, MoEConfig, Scoring
-from moeos.formats import FORMATS, NAMES
+from moeos.formats import ACTIVATION_NAMES, FORMATS, HIDDEN_GROUP, NAMES, TOKEN_GROUP
 
 CHUNK_ROWS = 32
 """Of every machine: rows of one transfer and of one arrival flag."""
@@ -57,8 +57,8 @@ def layer_sizes(
             "top_k": cfg.top_k,
             "max_tokens": cfg.max_tokens,
             "row_bytes": row_bytes,
-            "sent_bytes": row_bytes,
-            "hidden_bytes": cfg.intermediate * cfg.dtype.itemsize,
+            "sent_bytes": sent_bytes(cfg),
+            "hidden_bytes": _between_bytes(cfg),
             "row_map": int(cfg.resolved_row_map == "capacity"),
             "capacity": cfg.max_tokens if capacity is None else capacity,
             "chunk_rows": CHUNK_ROWS,
@@ -70,10 +70,36 @@ def layer_sizes(
             "remote": int(remote),
             "window_rows": _runtime.WINDOW_BYTES // row_bytes,
             "trace_events": trace_events,
-            "alters_rows": int(cfg.apply_router_weight_on_input),
+            "alters_rows": int(
+                cfg.apply_router_weight_on_input or cfg.activation_format is not None
+            ),
         },
         _layer_shape(cfg),
     )
+
+
+def sent_bytes(cfg: MoEConfig) -> int:
+    """Of a token as it is sent."""
+    return sent_row_bytes(cfg.hidden, cfg.dtype, cfg.activation_format)
+
+
+def sent_row_bytes(hidden: int, dtype: torch.dtype, activation_format: str | None) -> int:
+    """The same of what a config has under these names; a trace knows no more."""
+    if activation_format is None:
+        return hidden * dtype.itemsize
+    return _coded_bytes(hidden, TOKEN_GROUP)
+
+
+def _between_bytes(cfg: MoEConfig) -> int:
+    """Of a row between the two products."""
+    if cfg.activation_format is None:
+        return cfg.intermediate * cfg.dtype.itemsize
+    return _coded_bytes(cfg.intermediate, HIDDEN_GROUP)
+
+
+def _coded_bytes(values: int, group: int) -> int:
+    """As coded_row_bytes of kernels/formats.hpp."""
+    return -(-(values + values // group * 4) // 16) * 16
 
 
 def _bits_of_a_weight(cfg: MoEConfig) -> int:
@@ -146,8 +172,14 @@ def _layer_shape(cfg: MoEConfig) -> dict[str, object]:
         "shared_experts": cfg.shared_experts,
         "shared_intermediate": cfg.shared_intermediate,
         "shared_gate": cfg.shared_gate,
-        "weight_format": 0 if cfg.weight_format is None else 1 + NAMES.index(cfg.weight_format),
+        "weight_format": _number_of(NAMES, cfg.weight_format),
+        "activation_format": _number_of(ACTIVATION_NAMES, cfg.activation_format),
     }
+
+
+def _number_of(names: Sequence[str], name: str | None) -> int:
+    """As the kernels have it: 0 of none, and 1 of the first."""
+    return 0 if name is None else 1 + names.index(name)
 
 
 def _once(cfg: MoEConfig, world_size: int, cut: Mapping[str, int]) -> dict[str, int]:

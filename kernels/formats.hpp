@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Formats in which experts' weights are stored: codes of 8 or 4 bits, and scales beside them.
+// Formats in which experts' weights are stored, and tokens sent: codes of 8 or 4 bits, and scales
+// beside them.
 //
 //   format        a code          its scale             one scale for
 //   plain         a number of the layer's type, without a scale
@@ -14,7 +15,11 @@
 // half. A gated w1 is two matrices, gate and up: the scales of all gate rows come first. So does
 // each matrix begin blocks of its own. Formats and names are those of the checkpoints in use: OCP
 // Microscaling Formats 1.0 (e4m3, e2m1, e8m0, MXFP4); DeepSeek-V3, arXiv:2412.19437, section 3.3
-// (blocks). May not know: what is multiplied, and where weights lie.
+// (blocks).
+//
+// Tokens may be e4m3 with fp32 scales, too: fp8_group128, in groups of kTokenGroup. What lies
+// between two products then is so as well, in groups of kHiddenGroup. May not know: what is
+// multiplied, and where weights lie.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -32,8 +37,19 @@ enum class WeightFormat : u32 {
   int4_group32 = 6
 };
 
+enum class ActivationFormat : u32 { plain = 0, fp8_group128 = 1 };
+
 /// Rows and columns of a block of fp8_block128.
 inline constexpr u32 kScaleBlock = 128;
+/// Elements of a token, and of a row between two products, that have one scale. A part of a gated
+/// first product makes kHiddenGroup of them at least, so it knows its groups alone.
+inline constexpr u32 kTokenGroup = 128;
+inline constexpr u32 kHiddenGroup = 64;
+/// The largest number of an e4m3 code.
+inline constexpr float kE4m3Most = 448.0F;
+/// What the largest magnitude of a group of a row counts for at least, 2^-100. So neither scales
+/// nor their inverses are subnormal or infinite.
+inline constexpr float kLeastDivisor = __builtin_bit_cast(float, (127U - 100U) << 23);
 
 constexpr bool is_fp8(WeightFormat format) {
   return format == WeightFormat::fp8_block128 || format == WeightFormat::fp8_channel ||
@@ -87,6 +103,44 @@ constexpr float e4m3(u8 code) {
   const u32 nan = rest == 0x7F ? 0x7FC00000U : 0U;
   return __builtin_bit_cast(float, sign | nan | __builtin_bit_cast(u32, magnitude));
 }
+/// The e4m3 code nearest to a number, of two the even one; beyond the largest that one. 0x7F of a
+/// NaN.
+constexpr u8 to_e4m3(float value) {
+  constexpr u32 kLeastNormal = (127U - 6U) << 23;
+  const u32 bits = __builtin_bit_cast(u32, value);
+  const u32 rest = bits & 0x7FFFFFFFU;
+  if (rest > 0x7F800000U) {
+    return 0x7F;
+  }
+  u32 code = 0;
+  if (rest < kLeastNormal) {
+    // Such an fp32 number has steps of 2^-9, as these codes have: so the sum rounds.
+    constexpr float kSteps = 16384.0F;
+    code = __builtin_bit_cast(u32, __builtin_bit_cast(float, rest) + kSteps) -
+           __builtin_bit_cast(u32, kSteps);
+  } else {
+    // 3 bits of mantissa stay, and the exponent has another bias.
+    code = minimum(((rest + 0x7FFFFU + (rest >> 20 & 1U)) >> 20) - ((127U - 7U) << 3), 0x7EU);
+  }
+  return static_cast<u8>(code | bits >> 31 << 7);
+}
+
+/// How the numbers of a group become codes: times `inverse`. A code's number is itself times
+/// `scale`.
+struct GroupScale {
+  float scale;
+  float inverse;
+};
+/// Of a group with this largest magnitude.
+constexpr GroupScale group_scale(float largest) {
+  const float divisor = largest < kLeastDivisor ? kLeastDivisor : largest;  // a NaN stays one
+  return {divisor * (1.0F / kE4m3Most), kE4m3Most / divisor};
+}
+/// Bytes of a row of so many codes, and of their scales behind them, padded.
+constexpr u32 coded_row_bytes(u32 values, u32 group) {
+  return align_up(values + values / group * static_cast<u32>(sizeof(float)), 16U);
+}
+
 /// Of an e2m1 code, its lower 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a sign.
 constexpr float e2m1(u32 code) {
   constexpr u32 kDoubled = 0xC8643210U;

@@ -109,6 +109,9 @@ std::string text(GroupScore value) { return "moeos::GroupScore{" + text(to_pytho
 std::string text(WeightFormat value) {
   return "moeos::WeightFormat{" + text(to_python(value)) + "}";
 }
+std::string text(ActivationFormat value) {
+  return "moeos::ActivationFormat{" + text(to_python(value)) + "}";
+}
 std::string text(const Activation& activation) {
   std::string all;
 #define FIELD(type, name) all += "." #name "=" + text(activation.name) + ",";

@@ -171,10 +171,14 @@ class Layout {
   constexpr u32 results() const {
     return geometry().result_rows() + geometry().shared_results() + geometry().staged_results();
   }
-  /// The first byte of a row for a remote peer until it is put: among the results that come of such
-  /// rows, from the `first` of them on.
+  /// The first byte of a row for a remote peer until it is put: in the place of its own result, the
+  /// peer's results beginning at `first`. Rows that are shorter stand close where a chunk's begins,
+  /// so that one put takes all of them: none of its results comes before. But a chunk of the
+  /// capacity map has no such place.
   constexpr u64 staged_row(u32 first, u32 row_number) const {
-    return result(first) + u64{row_number} * geometry().sent_bytes;
+    const bool close = geometry().stages_apart() && geometry().row_map == RowMap::ragged;
+    const u32 behind = close ? row_number % geometry().chunk_rows : 0;
+    return result(first + row_number - behind) + u64{behind} * geometry().sent_bytes;
   }
   /// The same of the result of a row that p has sent.
   constexpr u64 staged_result(u32 p, u32 row_number) const {

@@ -220,10 +220,11 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
   const u32* starts = rank.memory.send_starts(peer);
   for (u32 sent = 0; sent < rows;) {
     const RoutingMap::Place place = map.place_at(peer, chunk * geometry.chunk_rows + sent);
-    // In the capacity map experts' rows are not adjacent, and each expert's run is a put.
-    const u32 run = geometry.row_map == RowMap::ragged
-                        ? rows - sent
-                        : minimum(rows - sent, starts[place.local_expert + 1] - place.row);
+    // In the capacity map experts' rows are not adjacent, and each expert's run is a put; or each
+    // row, where they are staged with gaps between.
+    const u32 adjacent = geometry.stages_apart() ? 1 : starts[place.local_expert + 1] - place.row;
+    const u32 run =
+        geometry.row_map == RowMap::ragged ? rows - sent : minimum(rows - sent, adjacent);
     const u32 row = rank.layout.row(place.local_expert, place.slot, starts[place.local_expert]);
     const u64 to = rank.layout.write_row(rank.rank, peer, rank.rank, row);
     const u8* from = staged_row(rank, peer, row);

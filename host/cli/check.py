@@ -16,15 +16,22 @@ from torch import Tensor
 
 from moeos import call_checks, reference
 from moeos.cli.workload import Batch
+from moeos.config import MoEConfig
 from moeos.formats import dequantize
 from moeos.layer import MoELayer
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """The largest relative error of a correct layer, by its dtype."""
+_CODED_TOLERANCE = 1e-2  # a number beside a tie between two codes may become either
 
 _MAX_FLOPS = 4e10  # of one rank's reference: seconds on one core
 _MAX_BYTES = 1 << 28  # of one rank's float64 rows
 _ALIGNMENT = 64
+
+
+def tolerance_of(cfg: MoEConfig) -> float:
+    """The largest relative error of a correct layer."""
+    return TOLERANCE[cfg.dtype] if cfg.activation_format is None else _CODED_TOLERANCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +143,8 @@ class Checker:
 
 def share_weights(layer: MoELayer) -> dict[str, Tensor]:
     """The weights of all experts, in the layer's dtype: w1 and w2, b1 and b2 where it has them.
-    Those of a format are what their codes stand for.
+    Those of a format are what their codes stand for. Where an activation format multiplies codes by
+    codes, nothing rounds them to that dtype: they are float32.
 
     Collective. Each rank copies its own into rank 0's part of a new heap in this machine's memory,
     and all see them there: one copy for all ranks. It is gone when the world is closed.
@@ -149,15 +157,18 @@ def share_weights(layer: MoELayer) -> dict[str, Tensor]:
     }
     if cfg.bias:
         shapes |= {"b1": (cfg.w1_rows,), "b2": (cfg.hidden,)}
+    numbers = cfg.dtype if cfg.activation_format is None else torch.float32
+    dtypes = {name: numbers if name in ("w1", "w2") else cfg.dtype for name in shapes}
     sizes = {
-        name: math.prod(shape) * cfg.experts * cfg.dtype.itemsize for name, shape in shapes.items()
+        name: math.prod(shape) * cfg.experts * dtypes[name].itemsize
+        for name, shape in shapes.items()
     }
     heap = world.allocate_heap(sum(size + _ALIGNMENT for size in sizes.values()))
     address = heap.addresses[0]
     every: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         memory = (ctypes.c_byte * sizes[name]).from_address(address)
-        experts = torch.frombuffer(memory, dtype=cfg.dtype).view(cfg.experts, *shape)
+        experts = torch.frombuffer(memory, dtype=dtypes[name]).view(cfg.experts, *shape)
         for expert in range(local):
             experts[world.rank * local + expert].copy_(_numbers(layer, name, expert))
         every[name] = experts

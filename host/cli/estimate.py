@@ -22,6 +22,8 @@ H200_BLOCKS = 132
 """Streaming multiprocessors of an H100 or H200, one block each."""
 H200_GEMM_FLOPS = 806e12
 """Dense BF16 GEMM of an H200, measured with cuBLAS at 8192 x 8192 x 8192; FLOP/s."""
+H200_FP8_FLOPS = 1476e12
+"""The same of FP8 by FP8."""
 H200_LINK_BYTES = 355e9
 """What one H200 sends to peers over NVLink with plain stores, measured; bytes/s."""
 H200_MEMORY_BYTES = 4.4e12
@@ -62,10 +64,11 @@ class Work:
         padding_rows: rows computed only because segments are padded to 8 rows.
         router_flops: 2 S E H.
         expert_flops: 2 (2I + I) H for each pair received, or 2 (I + I) H where there is no gate.
+        expert_rate: FLOP/s at which an H200 multiplies as the experts do, dense.
         shared_flops: likewise of each token and shared expert, and 2 H of a token for their gate.
         weight_bytes: weights of the experts that have rows, read once.
-        dispatch_bytes: rows to other ranks, H elements each; of a token, one to each rank where a
-            call has many for it.
+        dispatch_bytes: rows to other ranks, each as long as it is sent (`moeos.sizes.sent_bytes`);
+            of a token, one to each rank where a call has many for it.
         combine_bytes: result rows returned to other ranks.
         count_bytes: 8 for each expert of another rank, for which call the rank makes, and, if it
             has tokens, for where results go.
@@ -82,6 +85,7 @@ class Work:
     padding_rows: int
     router_flops: int
     expert_flops: int
+    expert_rate: float
     shared_flops: int
     weight_bytes: int
     dispatch_bytes: int
@@ -101,12 +105,13 @@ class Work:
     def floors(self, node: int, network: float | None = None) -> dict[str, float]:
         """Seconds that each limit of an H200 alone would need; no call can be faster than any.
 
-        compute: FLOPs at the dense BF16 rate. link: bytes to peers of a node of so many ranks.
-        network: those to others, where a rank sends `network` bytes/s. memory: reading the weights.
+        compute: FLOPs at the dense BF16 rate, the experts' at theirs. link: bytes to peers of a
+        node of so many ranks. network: those to others, where a rank sends `network` bytes/s.
+        memory: reading the weights.
         """
         seconds = {
-            "compute": (self.router_flops + self.expert_flops + self.shared_flops)
-            / H200_GEMM_FLOPS,
+            "compute": (self.router_flops + self.shared_flops) / H200_GEMM_FLOPS
+            + self.expert_flops / self.expert_rate,
             "link": self.bytes_over_links(node) / H200_LINK_BYTES,
             "memory": self.weight_bytes / H200_MEMORY_BYTES,
         }
@@ -230,7 +235,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         for peer in peers
     ]
     # Of each of them the other way: `starts` are now what it has sent to rank 0.
-    dispatch_bytes = [rows * row_bytes for rows in dispatched]
+    dispatch_bytes = [rows * sizes.sent_bytes for rows in dispatched]
     combine_bytes = [starts[peer] * row_bytes for peer in peers]
     flag_bytes = [4 * (chunks_to_rank[peer] + flags[peer] + origins[peer]) for peer in peers]
     count_bytes = 8 * (local + 1 + tells_bases)
@@ -256,6 +261,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         padding_rows=padding,
         router_flops=2 * tokens * cfg.experts * cfg.hidden,
         expert_flops=2 * received * (cfg.w1_rows + cfg.intermediate) * cfg.hidden,
+        expert_rate=expert_rate(cfg),
         shared_flops=2 * tokens * _shared_elements(cfg),
         weight_bytes=busy_experts * _expert_bytes(cfg) + (tokens > 0) * _shared_bytes(cfg),
         dispatch_bytes=sum(dispatch_bytes),
@@ -270,6 +276,11 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             ),
         ),
     )
+
+
+def expert_rate(cfg: MoEConfig) -> float:
+    """FLOP/s at which an H200 multiplies as a layer's experts do, dense."""
+    return H200_GEMM_FLOPS if cfg.activation_format is None else H200_FP8_FLOPS
 
 
 def _rows_once(

@@ -269,11 +269,19 @@ def _print_work(work: Work, node: int) -> None:
     output.tables(1).print(made)
 
 
+def _products(work: Work) -> tuple[str, str]:
+    """At what rate an H200 computes a call's products, and of what that is."""
+    plain, experts = f"{H200_GEMM_FLOPS / 1e12:.0f}", f"{work.expert_rate / 1e12:.0f}"
+    if plain == experts:
+        return f"{plain} TFLOP/s", "dense BF16 GEMM"
+    return f"{experts}, {plain} TFLOP/s", "dense FP8, BF16 GEMM"
+
+
 def _print_floors(work: Work, options: PlanOptions) -> None:
     far = work.bytes_over_network(options.node) > 0
     network = options.network
     rates = {
-        "compute": ("FLOPs", f"{H200_GEMM_FLOPS / 1e12:.0f} TFLOP/s", "dense BF16 GEMM"),
+        "compute": ("FLOPs", *_products(work)),
         "link": (
             "bytes within a node" if far else "bytes to peers",
             f"{H200_LINK_BYTES / 1e9:.0f} GB/s",

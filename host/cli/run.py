@@ -24,7 +24,7 @@ import moeos
 from moeos import host_memory
 from moeos.checkpoints.files import Tensors, open_tensors
 from moeos.cli import estimate, failures, machine, memory, output, report, worlds
-from moeos.cli.check import TOLERANCE, Checker, CheckResult
+from moeos.cli.check import Checker, CheckResult, tolerance_of
 from moeos.cli.outputs import Outputs
 from moeos.cli.report import RankReport
 from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
@@ -235,7 +235,7 @@ def _run(world: moeos.World, options: RunOptions) -> int:
     result: CheckResult | None = checker.compare() if checker is not None else None
     reports = world.control.allgather(RankReport(totals, result), "the results of the run")
     error = report.largest_error(reports) if options.check else None
-    tolerance = TOLERANCE[plan.cfg.dtype]
+    tolerance = tolerance_of(plan.cfg)
     if speaks:
         _conclude(world, options, plan, reports, error, tolerance)
     return failures.ABOVE_TOLERANCE if error is not None and error > tolerance else failures.DONE
@@ -357,7 +357,8 @@ def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> Non
         )
         return
     # The check takes what codes mean.
-    plain = dataclasses.replace(plan.cfg, weight_format=None)
+    dtype = plan.cfg.dtype if plan.cfg.activation_format is None else torch.float32
+    plain = dataclasses.replace(plan.cfg, weight_format=None, activation_format=None, dtype=dtype)
     checked = sharing * estimate.weight_bytes_per_rank(plain, world.size) if options.check else 0
     memory.require(
         {"weights": sharing * needed.weights, "weights for the check": checked},
@@ -377,6 +378,8 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
     calls = output.plural(plan.calls, "call")
     shared = f", {cfg.shared_experts} shared of {cfg.shared_intermediate}"
     stored = "" if cfg.weight_format is None else f", experts in {cfg.weight_format}"
+    if cfg.activation_format is not None:
+        stored += f", tokens in {cfg.activation_format}"
     print(
         f"{ranks} on the {world.backend}, {processors} each\n"
         f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "

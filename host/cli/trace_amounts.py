@@ -11,13 +11,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moeos.activations import FORMULAS
 from moeos.cli.estimate import (
     H200_GEMM_FLOPS,
     H200_LINK_BYTES,
     H200_MEMORY_BYTES,
     expert_bytes_by_name,
+    expert_rate,
 )
 from moeos.config import DTYPES, MoEConfig
+from moeos.sizes import sent_bytes
 from moeos.timeline import weights
 from moeos.timeline.call import COURIERS, DISPATCH, GEMM0, GEMM1, CallTrace, kind_name
 from moeos.timeline.summary import Stage
@@ -62,9 +65,9 @@ class Amount:
 def work_of(
     call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
 ) -> dict[str, Amount]:
-    """Of each stage: the router's and the GEMMs' FLOPs, against the dense BF16 rate; the rows that
-    Dispatch and Replicate copy and that Combine reads, in bytes, against the memory's. Rows that
-    only pad a tile do not count.
+    """Of each stage: the router's and the GEMMs' FLOPs, against the dense rate of such products;
+    the rows that Dispatch and Replicate copy and that Combine reads, in bytes, against the
+    memory's. Rows that only pad a tile do not count.
 
     Without what is copied where parts are missing; empty where `about` does not say what ran.
     """
@@ -77,24 +80,26 @@ def work_of(
     tokens = about["tokens"] * len(call.ranks)
     n, shared = cfg.shared_experts, int(cfg.shared_experts > 0)
     first = n * cfg.shared_w1_rows + cfg.shared_gate
+
+    def products(of_row: int, of_token: int) -> tuple[int, str, float]:
+        experts, others = (
+            2 * count * elements * cfg.hidden
+            for count, elements in ((rows, of_row), (tokens, of_token))
+        )
+        seconds = experts / expert_rate(cfg) + others / H200_GEMM_FLOPS
+        total = experts + others
+        return total, "FLOP", total / seconds if total > 0 else H200_GEMM_FLOPS
+
     found = {
         "route": (2 * tokens * cfg.experts * cfg.hidden * by_gate, "FLOP", H200_GEMM_FLOPS),
-        "gemm0": (
-            2 * (rows * cfg.w1_rows + tokens * first) * cfg.hidden,
-            "FLOP",
-            H200_GEMM_FLOPS,
-        ),
-        "gemm1": (
-            2 * (rows * cfg.intermediate + tokens * n * cfg.shared_intermediate) * cfg.hidden,
-            "FLOP",
-            H200_GEMM_FLOPS,
-        ),
+        "gemm0": products(cfg.w1_rows, first),
+        "gemm1": products(cfg.intermediate, n * cfg.shared_intermediate),
         "combine": ((rows + tokens * shared) * row_bytes, "B", H200_MEMORY_BYTES),
     }
     if call.whole:
         for kind in COURIERS:
             copied = int(call.parts["carried"][call.parts["kind"] == kind].sum())
-            found[kind_name(kind)] = (copied * row_bytes, "B", H200_MEMORY_BYTES)
+            found[kind_name(kind)] = (copied * sent_bytes(cfg), "B", H200_MEMORY_BYTES)
     return {
         stage.kind: _amount(*found[stage.kind], stage, len(call.ranks))
         for stage in stages
@@ -118,10 +123,14 @@ def to_peers_of(
         parts = call.parts
         there = (parts["kind"] == DISPATCH) & (parts["peer"] != parts["rank"])
         rows["dispatch"] = int(parts["carried"][there].sum())
-    row_bytes = cfg.hidden * cfg.dtype.itemsize
+    row_bytes = {"dispatch": sent_bytes(cfg), "gemm1": cfg.hidden * cfg.dtype.itemsize}
     return {
         stage.kind: _amount(
-            rows[stage.kind] * row_bytes, "B", H200_LINK_BYTES, stage, len(call.ranks)
+            rows[stage.kind] * row_bytes[stage.kind],
+            "B",
+            H200_LINK_BYTES,
+            stage,
+            len(call.ranks),
         )
         for stage in stages
         if stage.kind in rows
@@ -147,8 +156,16 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
 def _config_of(about: Mapping[str, Any]) -> MoEConfig | None:
     if not {"config", "tokens", "routing"} <= about.keys():
         return None
-    fields = about["config"]
-    return MoEConfig(**{**fields, "dtype": DTYPES[fields["dtype"]]})
+    fields = dict(about["config"])
+    for name in ("dtype", "router_dtype"):
+        if fields.get(name) is not None:
+            fields[name] = DTYPES[fields[name]]
+    # A digest has numbers that the activation itself brings, which a config need not allow.
+    formula = FORMULAS[fields["activation"]]
+    for name, own in (("swiglu_alpha", formula.alpha), ("swiglu_limit", formula.limit)):
+        if fields.get(name) == own:
+            fields[name] = None
+    return MoEConfig(**fields)
 
 
 def _amount(total: int, unit: str, limit: float, stage: Stage, ranks: int) -> Amount:

@@ -19,6 +19,7 @@ from moeos import _runtime, cuda_driver, kernel_shape, tensor_memory
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors, require_memory
 from moeos.formats import FORMATS
+from moeos.kernel_shape import ORDERED_ROWS
 from moeos.shared_heap import HeapPlace
 
 Key = TypeVar("Key")
@@ -55,8 +56,9 @@ _LAYER = struct.Struct("<9QI4xI4x2Q")
 _CODE = struct.Struct("<2Q")  # code, code_bytes
 # selection_bias, router_bias, expert_scale, b1, b2, w1_scale, w2_scale, w1_scale_2, w2_scale_2
 _PARAMETERS = struct.Struct("<9Q")
-# x_rows, out, topk_ids, topk_weights, token_count; rows, ids_wide, weight_type, any_ids, identity
-_CALL = struct.Struct("<5Q5I")
+# x_rows, out, topk_ids, topk_weights, token_count, x_scale; rows, ids_wide, weight_type, any_ids,
+# identity, x_scale_is_exponent
+_CALL = struct.Struct("<6Q6I")
 
 _X_AT = _MAPS.index("x") * _MAP_BYTES  # that map and the next
 _GATE_AT = _MAPS.index("gate") * _MAP_BYTES
@@ -75,8 +77,7 @@ _BOX_COLUMNS = 64  # of weights in it: kTileDepth
 _ROUTE_BOX_ROWS = 64  # of x
 _TOKEN_BOX_ROWS = 64  # of tokens between the shared experts' products
 _SHARED_GATE_ROWS = 8  # of their gate, which has one
-_WEIGHT_BOX_ROWS = 128  # of w1, w2 where no part reaches beyond them
-_ORDERED_ROWS = 32  # of weights, that lie in a box in an order of their own; all of a smaller box
+
 _ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
 _ADDRESS_ALIGNMENT = 16
 
@@ -140,15 +141,16 @@ class ArgumentPacker:
         self._records = records.data_ptr()
         self._device = records.device
         self._gate_box_rows = kernel_shape.route_columns(cfg)
-        self._maps_of_x: dict[tuple[int, int], bytes] = {}
+        self._maps_of_x: dict[tuple[int, int, bool], bytes] = {}
         self._maps_of_parameters: dict[tuple[int, ...], tuple[bytes, bytes, bytes]] = {}
         self._driver = cuda_driver.load()
         self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
         self._anywhere = 0  # an address that a call without rows may have
-        self._x: tuple[int, int] | None = None  # address and rows of the maps of x that are packed
+        # Address and rows of the maps of x that are packed, and whether it is no codes.
+        self._x: tuple[int, int, bool] | None = None
         self._parameters: tuple[int, ...] | None = None  # the addresses that are packed
-        self._given: tuple[int, ...] = (0, 0, 0, 0)  # rows, addresses of what comes with them
+        self._given: tuple[int, ...] = (0, 0, 0, 0, 0)  # rows, addresses of what comes with them
 
     def use(self, buffers: RankBuffers) -> None:
         """Has the next calls use these buffers, which live as long as they are used."""
@@ -157,13 +159,23 @@ class ArgumentPacker:
         for index, rows in enumerate(_CELL_BOX_ROWS):
             count = sizes.cells * place.stride_rows
             cell_map = self._encode(
-                "the heap", heap + place.rows_at, count, cfg.hidden, self._box(rows)
+                "the heap",
+                heap + place.rows_at,
+                count,
+                cfg.hidden,
+                self._rows_box(rows),
+                sizes.sent_bytes,
             )
             self._place(_MAPS.index("cells") + index, cell_map)
         for index, rows in enumerate(_INTERMEDIATE_BOX_ROWS):
             count = sizes.intermediate_rows
             between_map = self._encode(
-                "the buffer", between, count, cfg.intermediate, self._box(rows)
+                "the buffer",
+                between,
+                count,
+                cfg.intermediate,
+                self._rows_box(rows),
+                sizes.hidden_bytes,
             )
             self._place(_MAPS.index("intermediate") + index, between_map)
         if cfg.shared_experts > 0:
@@ -208,7 +220,7 @@ class ArgumentPacker:
         # By place, as names cost more; the order is that of the fields.
         x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids = tensors[:12]
         router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:18]
-        w1_scale, w2_scale, w1_scale_2, w2_scale_2 = tensors[18:]
+        w1_scale, w2_scale, w1_scale_2, w2_scale_2, x_scale = tensors[18:]
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
@@ -237,8 +249,9 @@ class ArgumentPacker:
                     f"out lies at address {out_at:#x}; it must be a multiple of "
                     f"{_ADDRESS_ALIGNMENT}: leave it away, and copy what is returned"
                 )
-            if self._x != (x_at, rows):
-                self._pack_x(x, (x_at, rows))
+            place = (x_at, rows, x_scale is None)
+            if self._x != place:
+                self._pack_x(x, place)
         else:  # nothing of them is read or written
             x_at = out_at = self._anywhere
         given = (
@@ -246,9 +259,10 @@ class ArgumentPacker:
             0 if ids is None else ids.data_ptr(),
             0 if weights is None else weights.data_ptr(),
             0 if count is None else count.data_ptr(),
+            0 if x_scale is None else x_scale.data_ptr(),
         )
         if given != self._given:
-            require_memory(tensors, "topk_ids", "topk_weights", "tokens")
+            require_memory(tensors, "topk_ids", "topk_weights", "tokens", "x_scale")
             self._given = given
         _CALL.pack_into(
             self._bytes,
@@ -259,20 +273,23 @@ class ArgumentPacker:
             0 if ids is None else given[1] or x_at,
             0 if weights is None else given[2] or x_at,
             given[3],
+            0 if x_scale is None else given[4] or x_at,
             rows,
             0 if ids is None else ids.dtype == torch.int64,
             0 if weights is None else WEIGHT_TYPES[weights.dtype],
             any_ids,
             identity,
+            0 if x_scale is None else x_scale.dtype == torch.uint8,
         )
 
-    def _pack_x(self, x: Tensor, place: tuple[int, int]) -> None:
+    def _pack_x(self, x: Tensor, place: tuple[int, int, bool]) -> None:
         maps = self._maps_of_x.get(place)
         if maps is None:
             tensor_memory.require_memory("x", x)
             hidden = self._cfg.hidden
+            element = self._cfg.dtype if place[2] else torch.uint8  # codes, which no map reads
             maps = b"".join(
-                self._map("x", x, hidden, self._box(rows)) for rows in (_ROUTE_BOX_ROWS, 1)
+                self._map("x", x, hidden, _Box(rows, element)) for rows in (_ROUTE_BOX_ROWS, 1)
             )
             _keep(self._maps_of_x, place, maps)
         self._bytes[_X_AT : _X_AT + len(maps)] = maps
@@ -312,12 +329,14 @@ class ArgumentPacker:
         """`WeightMaps`: of w1, of w1 in the boxes of narrow tiles, of w2. `stored`: the format of
         their codes, or None.
         """
-        rows = _WEIGHT_BOX_ROWS if kernel_shape.has_whole_parts(self._cfg) else _ORDERED_ROWS
+        rows = kernel_shape.weight_box_rows(self._cfg)
         wide = self._box(rows, ordered=True)
         depths = (self._cfg.hidden, intermediate)
         if stored is not None:  # a map's elements are bytes
             bits = FORMATS[stored].code_bits
-            wide = _Box(rows, torch.uint8, _BOX_COLUMNS * bits // 8, ordered=True)
+            decoded = self._cfg.activation_format is None
+            row_bytes = _BOX_COLUMNS * bits // 8 if decoded else _BOX_BYTES
+            wide = _Box(rows, torch.uint8, row_bytes, ordered=True)
             depths = (depths[0] * bits // 8, depths[1] * bits // 8)
         narrow = wide._replace(rows=min(rows, kernel_shape.narrow_gemm0_columns(self._cfg)))
         return b"".join(
@@ -328,6 +347,10 @@ class ArgumentPacker:
                 ("w2", w2, depths[1], wide),
             )
         )
+
+    def _rows_box(self, rows: int) -> _Box:
+        """Of rows that experts multiply."""
+        return self._box(rows) if self._cfg.activation_format is None else _Box(rows, torch.uint8)
 
     def _box(self, rows: int, ordered: bool = False) -> _Box:
         return _Box(rows, self._cfg.dtype, ordered=ordered)
@@ -342,7 +365,16 @@ class ArgumentPacker:
         rows = matrix.numel() * matrix.element_size() // (columns * box.element.itemsize)
         return self._encode(name, matrix.data_ptr(), rows, columns, box)
 
-    def _encode(self, name: str, address: int, rows: int, columns: int, box: _Box) -> bytes:
+    def _encode(
+        self,
+        name: str,
+        address: int,
+        rows: int,
+        columns: int,
+        box: _Box,
+        row_bytes: int | None = None,
+    ) -> bytes:
+        """`row_bytes`: from one row to the next; None: rows lie side by side."""
         if address % _ADDRESS_ALIGNMENT != 0:
             raise ValueError(
                 f"{name} lies at address {address:#x}; it must be a multiple of "
@@ -353,15 +385,16 @@ class ArgumentPacker:
         # Each dimension but the first: its size, its stride in rows, and what a box has of it.
         dimensions = [(rows, 1, box.rows)]
         if box.ordered:  # see load_weights in kernels/sm90/ptx/tma.cuh
-            groups = box.rows // _ORDERED_ROWS
+            groups = box.rows // ORDERED_ROWS
             dimensions = [
                 (2, 1, 2),
-                (rows // _ROWS_TOGETHER, _ROWS_TOGETHER, _ORDERED_ROWS // _ROWS_TOGETHER),
+                (rows // _ROWS_TOGETHER, _ROWS_TOGETHER, ORDERED_ROWS // _ROWS_TOGETHER),
                 (_ROWS_TOGETHER // 2, 2, _ROWS_TOGETHER // 2),
-                (groups, _ORDERED_ROWS, groups),
+                (groups, ORDERED_ROWS, groups),
             ]
         size_of_element = box.element.itemsize
-        row_bytes = columns * size_of_element
+        if row_bytes is None:
+            row_bytes = columns * size_of_element
         status, made = driver.cuTensorMapEncodeTiled(
             getattr(kind, _MAP_TYPES[box.element]),
             1 + len(dimensions),

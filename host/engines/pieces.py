@@ -25,6 +25,7 @@ def pieces_of(call: CallTensors, most: int) -> Iterator[CallTensors]:
         yield call._replace(
             x=call.x[first:end],
             out=call.out[first:end],
+            x_scale=None if call.x_scale is None else call.x_scale[first:end],
             topk_ids=None if call.topk_ids is None else call.topk_ids[first:end],
             topk_weights=None if call.topk_weights is None else call.topk_weights[first:end],
             tokens=None

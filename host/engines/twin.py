@@ -19,6 +19,7 @@ from moeos.engines.pieces import pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
+from moeos.formats import exponent_value
 from moeos.sizes import layer_sizes, parts, shared_cut
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import SharedMemory, World
@@ -163,6 +164,9 @@ class TwinEngine:
         tokens = values.count_tokens(tensors.tokens, tensors.x.shape[0])
         if tensors.selection_bias is not None:
             values.check_selection_bias(tensors.selection_bias)
+        scale = tensors.x_scale
+        if scale is not None and scale.dtype == torch.uint8:
+            tensors = tensors._replace(x_scale=exponent_value(scale))
         ids, weights = tensors.topk_ids, tensors.topk_weights
         if ids is None:
             return tensors
@@ -191,6 +195,7 @@ class TwinEngine:
             tokens=tokens,
             pair_limit=cfg.max_tokens if capacity is None else capacity,
             x=tensors.x.data_ptr(),
+            x_scale=_given(tensors.x_scale),
             gate=_address(tensors.gate),
             selection_bias=_address(tensors.selection_bias),
             router_bias=_address(tensors.router_bias),
@@ -271,7 +276,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _given(tensor: torch.Tensor | None) -> int:
-    """The address of routing given by the caller; never 0, which means that there is none."""
+    """The address of what the caller may give; never 0, which means that there is none."""
     if tensor is None:
         return 0
     return tensor.data_ptr() or torch.iinfo(torch.int64).max

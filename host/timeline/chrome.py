@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 
 from moeos.config import DTYPES
+from moeos.sizes import sent_row_bytes
 from moeos.timeline.call import (
     COMBINE,
     COURIERS,
@@ -211,7 +212,8 @@ def _bytes_in_flight(call: CallTrace, config: Mapping[str, Any] | None) -> Itera
     """
     if config is None:
         return
-    row_bytes = config["hidden"] * DTYPES[config["dtype"]].itemsize
+    dtype = DTYPES[config["dtype"]]
+    row_bytes = sent_row_bytes(config["hidden"], dtype, config.get("activation_format"))
     parts = call.parts
     for trace in call.ranks:
         mine = parts["rank"] == trace.rank

@@ -24,7 +24,8 @@ inline constexpr u32 kIntermediateBoxes = boxes_from(Geometry::kSegmentAlign);
 /// each other in its rows of the result (load_weights in tma.cuh, ordered_column in
 /// accumulators.cuh). A box of more than one group of rows reads whole groups, so only one group at
 /// a time may reach beyond a matrix; layers none of whose parts do have larger ones.
-inline constexpr u32 kWeightBoxRows = kWholeParts ? 128 : kOrderedRows;
+inline constexpr u32 kWeightBoxRows =
+    kWholeParts ? minimum(128U, gemm0_columns(kTileColumns)) : kOrderedRows;
 inline constexpr u32 kNarrowBoxRows = minimum(kWeightBoxRows, gemm0_columns(kNarrowColumns));
 static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
               kNarrowColumns % kWeightBoxRows == 0 &&
@@ -33,21 +34,22 @@ static_assert(gemm0_columns(kTileColumns) % kWeightBoxRows == 0 &&
 /// Element types of the weights that a caller may give with its routing.
 enum class WeightType : u32 { float32 = 0, bfloat16 = 1, float16 = 2 };
 
-/// Of some MLPs with as many values between their products. Of stored ones the elements are bytes
-/// of codes, and a box has kCodeBytes of a row.
+// Elements of codes are bytes. A box has 128 bytes of each row, but kCodeBytes of decoded weights.
+
+/// Of some MLPs with as many values between their products.
 struct WeightMaps {
-  TensorMap w1;         // [MLPs * 2 values, or values, H], box kWeightBoxRows x 64
-  TensorMap w1_narrow;  // the same, box kNarrowBoxRows x 64
-  TensorMap w2;         // [MLPs * H, values], box kWeightBoxRows x 64
+  TensorMap w1;         // [MLPs * 2 values, or values, H], box of kWeightBoxRows
+  TensorMap w1_narrow;  // the same, box of kNarrowBoxRows
+  TensorMap w2;         // [MLPs * H, values], box of kWeightBoxRows
 };
 
 struct ForwardMaps {
   TensorMap x;                                 // [rows, H], box 64 x 64
   TensorMap x_row;                             // the same, box 1 x 64
   TensorMap gate;                              // [E, H], box kRouteColumns x kGateBoxColumns
-  TensorMap cells[kCellBoxes];                 // [rows of all cells, H]
+  TensorMap cells[kCellBoxes];                 // [rows of all cells, H], codes without scales
   WeightMaps experts;                          // X of them, with I values each
-  TensorMap intermediate[kIntermediateBoxes];  // [rows, I]
+  TensorMap intermediate[kIntermediateBoxes];  // [rows, I], likewise
 };
 /// There are none but of shared experts.
 struct SharedMaps {
@@ -86,11 +88,13 @@ struct RankArguments : TensorMaps {
   const void* topk_ids;  // routing given by the caller, [rows, k], or null
   const void* topk_weights;
   const i32* token_count;  // S, or null: all rows are tokens
-  u32 rows;                // of x and out
-  u32 ids_wide;            // 1: topk_ids are 64 bits wide, 0: 32
+  const void* x_scale;  // or null; else x is codes, and this their scales [rows, H / kTokenGroup]
+  u32 rows;             // of x and out
+  u32 ids_wide;         // 1: topk_ids are 64 bits wide, 0: 32
   WeightType weight_type;
-  u32 any_ids;   // 1: an id that is no expert is an unused slot, 0: only -1 is
-  u32 identity;  // Call::identity
+  u32 any_ids;              // 1: an id that is no expert is an unused slot, 0: only -1 is
+  u32 identity;             // Call::identity
+  u32 x_scale_is_exponent;  // 1: they are bytes (e8m0), 0: fp32
 };
 
 /// The rank that a block works for. Each thread has its own, and each role: so every address in it

@@ -60,10 +60,10 @@ struct RingPosition {
 /// One K-step of both operands, as TMA lands it.
 struct Stage {
   alignas(1024) u8 rows[kTileRows * kSwizzleBytes];
-  alignas(1024) u8 weights[kTileColumns * kSwizzleBytes];
+  alignas(1024) u8 weights[kStageColumns * kSwizzleBytes];
 };
 inline constexpr u32 kWeightsPlace = kTileRows * kSwizzleBytes;  // in a stage, in bytes
-static_assert(sizeof(Stage) == kWeightsPlace + kTileColumns * kSwizzleBytes);
+static_assert(sizeof(Stage) == kWeightsPlace + kStageColumns * kSwizzleBytes);
 
 /// A row among this rank's results, or kNone: its pair was not sent; and its weight.
 struct PairRow {

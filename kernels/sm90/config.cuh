@@ -56,22 +56,28 @@ using Element = Float16;
 using Element = Bfloat16;
 #endif
 
-// The tile: 128 rows, 256 columns, 64 deep; each of two consumer warpgroups computes 64 x 256.
+/// Whether rows and weights are multiplied as codes (coded_products.cuh).
+inline constexpr bool kCoded = kShape.codes_rows();
+
+// The tile: 128 rows, 256 columns, 64 deep; each of two consumer warpgroups computes 64 x 256. Of
+// codes half as many columns, of twice the depth: sums of one scale group need registers, too.
 inline constexpr u32 kTileRows = 128;
-inline constexpr u32 kTileColumns = 256;
+inline constexpr u32 kStageColumns = 256;  // rows of weights for which a stage has room
+inline constexpr u32 kTileColumns = kCoded ? kStageColumns / 2 : kStageColumns;
 inline constexpr u32 kTileDepth = 64;
 inline constexpr u32 kConsumers = 2;  // warpgroups
 inline constexpr u32 kConsumerRows = kTileRows / kConsumers;
 inline constexpr u32 kStages = 4;
-inline constexpr u32 kSwizzleBytes = 128;  // one row of a stage: 64 elements
+inline constexpr u32 kSwizzleBytes = 128;  // one row of a stage: 64 elements, or 128 codes
+inline constexpr u32 kCodedDepth = kSwizzleBytes;
 static_assert(kTileDepth * 2 == kSwizzleBytes && kGeometry.tile_rows == kTileRows);
 
 // The narrow tile, for few rows: 64 rows, 128 columns, and steps of twice the depth in the same
 // stages. One warpgroup computes it, and still waits for the weights: its products of a step take a
 // quarter of the time in which memory brings the step's 32 KB to each of all processors.
 inline constexpr u32 kNarrowRows = kConsumerRows;
-inline constexpr u32 kNarrowColumns = kTileColumns / 2;
-inline constexpr u32 kNarrowDepth = 2;  // steps of kTileDepth in one stage
+inline constexpr u32 kNarrowColumns = kStageColumns / 2;
+inline constexpr u32 kNarrowDepth = 2;  // steps of a wide tile in one stage
 static_assert(kGeometry.narrow_rows == kNarrowRows);
 
 /// Columns of a product's result in one part. Of the first product's, a gated part computes two: a
@@ -79,12 +85,17 @@ static_assert(kGeometry.narrow_rows == kNarrowRows);
 constexpr u32 gemm0_columns(u32 tile_columns) {
   return kShape.gated() ? tile_columns / 2 : tile_columns;
 }
+/// Whether Route makes the rows that are sent (sent_rows.cuh).
+inline constexpr bool kAltersRows = kCoded || kShape.weight_on_input;
+static_assert((kGeometry.alters_rows != 0) == kAltersRows);
 inline constexpr bool kShares = kShape.shared_experts > 0;
-/// How w1 and w2 lie in memory, and whether they are decoded on their way.
+/// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh).
 inline constexpr WeightFormat kFormat = kShape.weight_format;
-inline constexpr bool kStored = kFormat != WeightFormat::plain;
+inline constexpr bool kDecodes = kFormat != WeightFormat::plain && !kCoded;
 /// Bytes of a row of weights in a stage, as it lands.
-inline constexpr u32 kCodeBytes = kStored ? kTileDepth * code_bits(kFormat) / 8 : kSwizzleBytes;
+inline constexpr u32 kCodeBytes = kDecodes ? kTileDepth * code_bits(kFormat) / 8 : kSwizzleBytes;
+static_assert(!kCoded || (is_fp8(kFormat) && kShape.hidden % kTokenGroup == 0 &&
+                          kShape.intermediate % kHiddenGroup == 0));
 static_assert(kGeometry.shares() == kShares);
 
 /// Whether every part has all the columns of a tile. Where there are more, and no multiple, the

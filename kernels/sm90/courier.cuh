@@ -29,8 +29,8 @@ inline constexpr u32 kParcelBytes =
     align_up(ceil_div(kGeometry.sent_bytes, kPiecesOfRow), 16U);  // of each row
 static_assert(kParcelRows * kParcelBytes <= Parcels::kBufferBytes);
 static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
-static_assert(!kShape.weight_on_input || kGeometry.spread_tokens == 0,
-              "rows that are spread are loaded before their weights are known");
+static_assert(!kAltersRows || kGeometry.spread_tokens == 0,
+              "rows that are spread are loaded before they are altered");
 static_assert(kGeometry.spread_tokens * kGeometry.top_k <= Machine::kLanes,
               "a lane looks up one pair of the tokens that are spread together");
 
@@ -184,9 +184,9 @@ struct Copy {
   }
 };
 
-/// Where the rows lie that are sent of tokens: x, unless their weights multiply it (weigh_rows).
+/// Where the rows lie that are sent of tokens: x, unless Route makes others of it (sent_rows.cuh).
 inline const u8* sent_rows(const RankArguments& arguments) {
-  return kShape.weight_on_input ? arguments.out : arguments.x_rows;
+  return kAltersRows ? arguments.out : arguments.x_rows;
 }
 
 /// The row of this lane in a part of Dispatch, to its peer, or to where rows for a remote one lie
@@ -293,7 +293,7 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
     begun_ns += wait_for_links(rank, call, [&](u32 peer) {
       return part.sends() && peer == part.peer ? u64{rows} * kGeometry.sent_bytes : 0;
     });
-    if (!part.sends() || kShape.weight_on_input) {
+    if (!part.sends() || kAltersRows) {
       // Rows that peers, or Route, have written, acquired with the part; they are read by the async
       // proxy.
       fence_proxy_async();

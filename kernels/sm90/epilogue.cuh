@@ -8,6 +8,7 @@
 #include "kernels/sm90/activation.cuh"
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/products.cuh"
+#include "kernels/sm90/ptx/decode.cuh"
 #include "kernels/sm90/sinks.cuh"
 
 namespace moeos::sm90 {
@@ -20,7 +21,9 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
   constexpr u32 kTile = 2 * kRegisters;  // columns
   const bool first_product = product_of(task).activated;
   const bool gated = first_product && kShape.gated();
-  const bool biased = kBias && !is_shared(task);
+  // Where columns have scales of their own, biases come behind them (coded_products.cuh).
+  const bool biased =
+      kBias && !is_shared(task) && !(is_coded(task) && kFormat == WeightFormat::fp8_channel);
   const u32 columns = first_product ? kShape.intermediate : kShape.hidden;
   const u32 first = first_column(part, first_product ? gemm0_columns(kTile) : kTile, columns);
   const u64 row = u64{task.local_expert} * (first_product ? kShape.w1_rows() : kShape.hidden);
@@ -42,6 +45,36 @@ inline void start_accumulators(float (&d)[kRegisters], const RankArguments& argu
     d[i] = d[i + 2] = values[0];
     d[i + 1] = d[i + 3] = values[1];
   }
+}
+
+/// Stores a scale group of a row between two products, of which four lanes have sixteen values
+/// each: those of accumulators from `i` on. `column`: the group's first.
+template <class Value>
+inline void store_group(bool wanted, u8* row, u32 column, u32 i, Value value) {
+  constexpr u32 kEights = kHiddenGroup / kOrderedRows;  // of a lane
+  static_assert(kHiddenGroup == 4 * 8 * kEights);
+  float values[kEights][8];
+  float largest = 0.0F;
+#pragma unroll
+  for (u32 eight = 0; eight < kEights; ++eight) {
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) {
+      const float2 pair = value(i + eight * kOrderedRows / 2 + 4 * k);
+      values[eight][2 * k] = pair.x;
+      values[eight][2 * k + 1] = pair.y;
+      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
+  }
+  largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1U));
+  largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 2U));
+  const GroupScale scale = group_scale(largest);
+#pragma unroll
+  for (u32 eight = 0; eight < kEights; ++eight) {
+    store_vector(wanted, row + column + ordered_column(0) + eight * kOrderedRows,
+                 eight_codes(values[eight], scale.inverse));
+  }
+  store_number(wanted && Machine::lane() % 4 == 0,
+               row + kFirst.columns + column / kHiddenGroup * sizeof(float), scale.scale);
 }
 
 /// Takes d, or activation(d) of a first product, to memory. Called by all consumer warps that have
@@ -79,6 +112,27 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
   constexpr u32 kColumns = gemm0_columns(kTile);
   const Product first_product = is_shared(task) ? kSharedFirst : kFirst;
   const u32 first = first_column_of(task, part);
+  const auto activated = [&](u32 at) {
+    if constexpr (kShape.gated()) {
+      return gated<Element, kActivation>(pair_of(at), pair_of(kRegisters / 2 + at));
+    } else {
+      return curve_of<Element, kActivation>(pair_of(at));
+    }
+  };
+  if (is_coded(task)) {
+#pragma unroll
+    for (u32 lower = 0; lower < 2; ++lower) {
+      const u32 row = result_place(task, tile_row(lower) + Machine::lane() / 4);
+      u8* const to = result_row(slot, row, kGeometry.hidden_bytes);
+#pragma unroll
+      for (u32 i = 2 * lower; i < kColumns / 2; i += kHiddenGroup / 2) {
+        const u32 column = first + i / kGroup * kOrderedRows;
+        store_group(row != kNowhere && (kWholeParts || column < kFirst.columns), to, column, i,
+                    activated);
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (u32 lower = 0; lower < 2; ++lower) {
     const u32 row = result_place(task, tile_row(lower) + Machine::lane() / 4);
@@ -89,14 +143,7 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
     for (u32 i = 2 * lower; i < kColumns / 2; i += kGroup) {
       const u32 column = first + ordered_column(i);
       store_vector(row != kNowhere && (kWholeParts || column < first_product.columns),
-                   to + u64{column} * 2, eight_from(i, [&](u32 at) {
-                     if constexpr (kShape.gated()) {
-                       return gated<Element, kActivation>(pair_of(at),
-                                                          pair_of(kRegisters / 2 + at));
-                     } else {
-                       return curve_of<Element, kActivation>(pair_of(at));
-                     }
-                   }));
+                   to + u64{column} * 2, eight_from(i, activated));
     }
   }
 }

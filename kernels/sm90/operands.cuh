@@ -123,10 +123,10 @@ inline u32 weight_boxes_of(const Task& task, u32 part) {
 /// Bytes of a row of them as it lands in a stage, and where a column lies in its matrix, as the map
 /// counts.
 inline u32 weight_row_bytes_of(const Task& task) {
-  return is_stored(task) ? kCodeBytes : kSwizzleBytes;
+  return is_decoded(task) ? kCodeBytes : kSwizzleBytes;
 }
 inline u32 weight_column(const Task& task, u32 column) {
-  return is_stored(task) ? column / kTileDepth * kCodeBytes : column;
+  return is_decoded(task) ? column / kTileDepth * kCodeBytes : column;
 }
 
 /// Box `index` of them. A gated part's gate rows come before its up rows.
@@ -182,12 +182,12 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   const bool narrow = task.narrow != 0;
   const u32 depth = narrow ? kNarrowDepth : 1;
   const u32 columns = weight_rows_of(task);
-  const u32 lanes = Machine::kLanes / depth;  // for the boxes of each kTileDepth columns
+  const u32 lanes = Machine::kLanes / depth;  // for the boxes of each of them
   const u32 n = Machine::lane() / lanes;
   const u32 index = Machine::lane() % lanes;
   const u32 weight_boxes = weight_boxes_of(task, part);
   Box box;
-  box.column = n * kTileDepth;
+  box.column = n * box_depth_of(task);
   if (index < weight_boxes) {
     find_weights(arguments, task, part, index, kWeightsPlace + n * columns * kSwizzleBytes, box);
   } else {
@@ -204,7 +204,7 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
                               : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
       }
     }
-    const u32 column = box.column + step * depth * kTileDepth;
+    const u32 column = box.column + step * depth * box_depth_of(task);
     return BoxPlace{box.row, box.of_weights ? weight_column(task, column) : column};
   });
 }

@@ -12,7 +12,8 @@
 //
 //   operands.cuh   the load warp brings boxes of rows and of weights into the stages
 //   mainloop.cuh   the consumers multiply stage by stage: d += rows * weights^T
-//                  (stored_weights.cuh: first they decode weights that are codes and scales)
+//                  (stored_weights.cuh: first they decode weights that are codes and scales;
+//                  coded_products.cuh: they multiply codes by codes)
 //   epilogue.cuh   bias, activation and conversion, from accumulators to eight columns of a row
 //   sinks.cuh      where results lie, and how they get there
 //
@@ -67,8 +68,9 @@ inline constexpr Product kSharedSecond{.rows = Rows::tokens_between,
 inline constexpr u32 kGateParts = kShape.shared_gate ? 1 : 0;
 
 inline bool is_shared(const Task& task) { return kShares && moeos::is_shared(kGeometry, task); }
-/// Whether its weights are codes and scales.
-inline bool is_stored(const Task& task) { return kStored && !is_shared(task); }
+/// Whether its rows and weights are codes, or its weights alone, which are decoded.
+inline bool is_coded(const Task& task) { return kCoded && !is_shared(task); }
+inline bool is_decoded(const Task& task) { return kDecodes && !is_shared(task); }
 /// The product of a task.
 inline Product product_of(const Task& task) {
   const bool second = task.kind == TaskKind::gemm1;
@@ -134,14 +136,16 @@ inline u32 first_column_of(const Task& task, u32 part) {
                       : part;
   return first_column(nth, columns_of(task), product.columns);
 }
+/// Elements of a row in a box of its operands.
+inline u32 box_depth_of(const Task& task) { return is_coded(task) ? kCodedDepth : kTileDepth; }
 /// Stages that it takes of each MLP whose results it adds up, and of all. None of a tile of no
 /// rows.
 inline u32 steps_of_each(const Task& task) {
   if (task.padded_rows == 0) {
     return 0;
   }
-  const u32 depth = task.narrow != 0 ? kNarrowDepth * kTileDepth : kTileDepth;
-  return ceil_div(product_of(task).depth, depth);
+  const u32 boxes = task.narrow != 0 ? kNarrowDepth : 1;
+  return ceil_div(product_of(task).depth, boxes * box_depth_of(task));
 }
 inline u32 steps_of(const Task& task) {
   const Product product = product_of(task);

@@ -13,6 +13,7 @@
 #include "kernels/sm90/logits.cuh"
 #include "kernels/sm90/router_products.cuh"
 #include "kernels/sm90/routing_rules.cuh"
+#include "kernels/sm90/sent_rows.cuh"
 #include "runtime/memory.hpp"
 #include "runtime/processor.hpp"
 #include "runtime/team.hpp"
@@ -96,28 +97,6 @@ inline bool gate_routes(const RankArguments& arguments) {
   return (kWeighsGiven ? arguments.topk_weights : arguments.topk_ids) == nullptr;
 }
 
-static_assert(!kShape.weight_on_input || kGeometry.top_k == 1, "a token has one weight");
-
-/// Multiplies the tokens of a block by their weights. The rows that are sent of them lie in their
-/// rows of the output, which are not written before these have come back. By all consumers.
-inline void weigh_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
-                       u32 end) {
-  constexpr u32 kVectors = kGeometry.row_bytes / sizeof(uint4);
-#pragma unroll 1
-  for (u32 i = threadIdx.x % kConsumerThreads; i < (end - first) * kVectors;
-       i += kConsumerThreads) {
-    const u32 token = first + i / kVectors;
-    const u64 at = u64{token} * kGeometry.row_bytes + i % kVectors * sizeof(uint4);
-    const float weight = memory.pair_weight[token];  // of its only pair
-    const uint4 value = *reinterpret_cast<const uint4*>(arguments.x_rows + at);
-    const auto times = [weight](u32 packed) {
-      return Element::pack(weight * Element::low(packed), weight * Element::high(packed));
-    };
-    *reinterpret_cast<uint4*>(arguments.out + at) =
-        make_uint4(times(value.x), times(value.y), times(value.z), times(value.w));
-  }
-}
-
 /// Route: slices of a block's products, and all the rest of it by whoever has the last ones. By all
 /// consumers.
 inline void run_route(const RankArguments& arguments, const Call& call, u32 index, Slot& slot,
@@ -161,8 +140,8 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
   if (slot.bad_token != kNone) {
     return;
   }
-  if constexpr (kShape.weight_on_input) {
-    weigh_rows(arguments, rank.memory, first, end);
+  if constexpr (kAltersRows) {
+    make_sent_rows(arguments, rank.memory, first, end);
   }
   auto& scratch = *reinterpret_cast<RouteScratch*>(shared.route);
   gather_choices(rank.memory, scratch, first * kGeometry.top_k, pairs);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights that are stored as codes and scales (kernels/formats.hpp): the consumers decode them
-// stage by stage, where they lie.
+// Weights that are stored as codes and scales (kernels/formats.hpp), beside rows that are not: the
+// consumers decode them stage by stage, where they lie.
 //
 // TMA lands a stage's codes at the begin of its weights' place, rows in the order that weights have
 // there (accumulators.cuh). Each consumer thread has one row of each step. It reads the row's codes
@@ -22,7 +22,7 @@ namespace moeos::sm90 {
 class StoredRow {
  public:
   StoredRow(const RankArguments& arguments, const Task& task, u32 part) {
-    if constexpr (kStored) {
+    if constexpr (kDecodes) {
       const Product product = product_of(task);
       const u32 columns = columns_of(task);
       const u32 of_part = ordered_row(consumer_thread() % weight_rows_of(task));
@@ -45,8 +45,8 @@ class StoredRow {
   /// Decodes its row of a step in the stage that has landed. By all consumer threads, for the steps
   /// of a part in turn.
   void decode(Stage& stage, const Task& task, u32 step) {
-    if constexpr (kStored) {
-      if (!is_stored(task)) {
+    if constexpr (kDecodes) {
+      if (!is_decoded(task)) {
         return;
       }
       // Worked out again in each step: there is no register to keep addresses in.
@@ -79,7 +79,7 @@ class StoredRow {
   /// Scales of a row in a stage; of a format with fewer: one.
   static constexpr u32 kScaleColumns = minimum(scale_columns(kFormat, kTileDepth), kTileDepth);
   static constexpr u32 kScales = kTileDepth / kScaleColumns;
-  static_assert(kStored || kScales == 1);
+  static_assert(kDecodes || kScales == 1);
 
   /// A step's boxes of weights along the depth. Threads beyond them have no row in it.
   static u32 boxes_of(const Task& task) { return task.narrow != 0 ? kNarrowDepth : 1; }
@@ -146,7 +146,7 @@ class StoredRow {
     for (u32 s = 0; s < kScales; ++s) {
       const u32 column = (step * boxes_of(task) + nth) * kTileDepth + s * kScaleColumns;
       const u32 index = column / scale_columns(kFormat, depth);
-      const bool there = column < depth && is_stored(task);
+      const bool there = column < depth && is_decoded(task);
       if constexpr (scale_bytes(kFormat) == 4) {
         next_[s] = there ? reinterpret_cast<const u32*>(scales_)[index] : 0;
       } else if constexpr (scale_bytes(kFormat) == 2) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/coded_products.cuh"
 #include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/mainloop.cuh"
 #include "kernels/sm90/products.cuh"
@@ -22,6 +23,25 @@ inline void stamp_computed(Shared& shared, u32 slot) {
   }
 }
 
+/// Of a part whose rows and weights are codes.
+template <const Product& kProduct>
+inline void compute_coded(const RankArguments& arguments, const Slot& slot, ReadyWord word,
+                          const Task& task, u32 group, u32 place, Shared& shared,
+                          RingPosition<kStages>& stage) {
+  float d[kCodedSums];
+  start_accumulators(d, arguments, task, word.part());
+  if (task.narrow != 0) {
+    multiply_coded<kProduct, kNarrowDepth>(d, arguments, task, word.part(), group, shared, stage);
+  } else {
+    multiply_coded<kProduct, 1>(d, arguments, task, word.part(), group, shared, stage);
+  }
+  stamp_computed(shared, place);
+  if constexpr (kFormat == WeightFormat::fp8_channel) {
+    scale_channels<kProduct>(d, arguments, task, slot.word.part());
+  }
+  finish_tile(d, task, slot, slot.word.part());
+}
+
 /// A warpgroup's 64 rows of a part: of a tile, of a wide tile that is cut into narrow parts, or of
 /// a narrow tile, of which there is one. `word`: what the slot was given;
 /// `place`: which slot it is.
@@ -32,6 +52,14 @@ inline void compute_tile(const RankArguments& arguments, const Slot& slot, Ready
   const auto prepare = [&](Stage& of, u32 step) { row.decode(of, task, step); };
   if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
     skip_tile(steps_of(task), shared, stage, prepare);
+  } else if (is_coded(task)) {
+    if constexpr (kCoded) {
+      if (product_of(task).activated) {
+        compute_coded<kFirst>(arguments, slot, word, task, group, place, shared, stage);
+      } else {
+        compute_coded<kSecond>(arguments, slot, word, task, group, place, shared, stage);
+      }
+    }
   } else if (has_narrow_parts(task)) {
     // The part is read again behind the products: no register is kept for it.
     float d[kNarrowColumns / 2];

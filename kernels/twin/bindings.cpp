@@ -160,14 +160,16 @@ NB_MODULE(_twin, module) {
       .def(
           "forward",
           [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,
-             u32 pair_limit, std::uintptr_t x, std::uintptr_t gate, std::uintptr_t selection_bias,
-             std::uintptr_t router_bias, std::uintptr_t expert_scale, std::uintptr_t topk_ids,
-             std::uintptr_t topk_weights, std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2,
-             std::uintptr_t b2, std::uintptr_t w1_scale, std::uintptr_t w2_scale,
-             std::uintptr_t w1_scale_2, std::uintptr_t w2_scale_2, std::uintptr_t shared_w1,
-             std::uintptr_t shared_w2, std::uintptr_t shared_gate, std::uintptr_t out) {
+             u32 pair_limit, std::uintptr_t x, std::uintptr_t x_scale, std::uintptr_t gate,
+             std::uintptr_t selection_bias, std::uintptr_t router_bias, std::uintptr_t expert_scale,
+             std::uintptr_t topk_ids, std::uintptr_t topk_weights, std::uintptr_t w1,
+             std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2, std::uintptr_t w1_scale,
+             std::uintptr_t w2_scale, std::uintptr_t w1_scale_2, std::uintptr_t w2_scale_2,
+             std::uintptr_t shared_w1, std::uintptr_t shared_w2, std::uintptr_t shared_gate,
+             std::uintptr_t out) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
+                                    reinterpret_cast<const float*>(x_scale),
                                     reinterpret_cast<const void*>(gate),
                                     reinterpret_cast<const float*>(selection_bias),
                                     reinterpret_cast<const float*>(router_bias),
@@ -200,9 +202,10 @@ NB_MODULE(_twin, module) {
             return failure;
           },
           nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
-          "gate"_a, "selection_bias"_a, "router_bias"_a, "expert_scale"_a, "topk_ids"_a,
-          "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "w1_scale"_a, "w2_scale"_a,
-          "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a, "shared_gate"_a, "out"_a)
+          "x_scale"_a, "gate"_a, "selection_bias"_a, "router_bias"_a, "expert_scale"_a,
+          "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "w1_scale"_a,
+          "w2_scale"_a, "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a,
+          "shared_gate"_a, "out"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &TwinRank::clear)
       .def_prop_ro("epoch", &TwinRank::epoch);

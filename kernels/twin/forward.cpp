@@ -149,6 +149,8 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
       shared_(std::move(shared)),
       tables_(map_zeroed(RankMemory::bytes_of_parts(geometry).tables)),
       os_memory_(map_zeroed(OsMemory::bytes(geometry))),
+      coded_rows_(
+          map_zeroed(shape.codes_rows() ? u64{geometry.max_tokens} * geometry.sent_bytes : u64{0})),
       os_(geometry_, os_memory_.get()),
       rank_{Machine(shared_->heaps_.data(), rank, settings.ranks_per_node, shared_->nic_),
             Layout(geometry_, place),
@@ -209,7 +211,7 @@ void TwinRank::do_share(u32 worker) {
   install_jitter(worker + 1, job.call.epoch);
   if (worker < processors) {
     TwinKernels kernels(job.rank, job.call, shape_, *job.operands, shared_->between_.get(),
-                        *scratch_[worker]);
+                        coded_rows_.get(), *scratch_[worker]);
     run_processor(job.rank, job.call, kernels, worker);
   } else {
     run_os_warp(job.rank, job.call, worker - processors + 1);

@@ -9,6 +9,7 @@
 
 #include "kernels/shape.hpp"
 #include "kernels/twin/activation.hpp"
+#include "kernels/twin/coded_rows.hpp"
 #include "kernels/twin/element.hpp"
 #include "kernels/twin/gemm.hpp"
 #include "kernels/twin/operands.hpp"
@@ -24,14 +25,17 @@ namespace moeos::twin {
 class TwinKernels {
  public:
   /// intermediate: Geometry::between_bytes(), shared by the rank's processors: in the storage type
-  /// [Geometry::intermediate_rows_max()][I], then [token][n * Is] of the shared experts.
+  /// [Geometry::intermediate_rows_max()][I], or rows of codes, then [token][n * Is] of the shared
+  /// experts. coded_rows: [Geometry::max_tokens][Geometry::sent_bytes], shared likewise, where
+  /// tokens are sent as codes.
   TwinKernels(const Rank<Machine>& rank, const Call& call, const LayerShape& shape,
-              const Operands& operands, u8* intermediate, Scratch& scratch)
+              const Operands& operands, u8* intermediate, u8* coded_rows, Scratch& scratch)
       : rank_(rank),
         call_(call),
         shape_(shape),
         operands_(operands),
         intermediate_(intermediate),
+        coded_rows_(coded_rows),
         scratch_(scratch),
         router_(rank.geometry(), shape, operands, rank.memory, scratch),
         map_(rank.geometry(), rank.memory, call) {}
@@ -42,6 +46,9 @@ class TwinKernels {
     MOEOS_CHECK(tokens.first < tokens.end);
     const u32 bad_token = router_.route(tokens.first, tokens.end);
     if (bad_token == kNone) {
+      for (u32 token = tokens.first; shape_.codes_rows() && token < tokens.end; ++token) {
+        code_token(token);
+      }
       const u32 end = geometry.reads_in_place(call_.tokens) ? tokens.end : tokens.first;
       for (u32 pair = tokens.first * geometry.top_k; pair < end * geometry.top_k; ++pair) {
         tell_choice<Machine>(rank_.memory, call_.epoch, pair, rank_.memory.pair_expert[pair]);
@@ -52,18 +59,15 @@ class TwinKernels {
   }
 
   void copy_row(u32 token, u8* destination) {
-    const ConstElements x(operands_.element, operands_.x);
-    if (!shape_.weight_on_input) {
-      std::memcpy(destination, x.at(u64{token} * shape_.hidden), rank_.geometry().sent_bytes);
-      return;
+    if (shape_.codes_rows()) {
+      std::memcpy(destination, coded_row(token), rank_.geometry().sent_bytes);
+    } else if (shape_.weight_on_input) {
+      store(operands_.element, read_token(token, weight_on_input(token)), shape_.hidden,
+            destination);
+    } else {
+      const ConstElements x(operands_.element, operands_.x);
+      std::memcpy(destination, x.at(u64{token} * shape_.hidden), rank_.geometry().row_bytes);
     }
-    MOEOS_CHECK(rank_.geometry().top_k == 1);
-    const float weight = rank_.memory.pair_weight[token];
-    float* row = scratch_.row.get();
-    for (u32 n = 0; n < shape_.hidden; ++n) {
-      row[n] = weight * x[u64{token} * shape_.hidden + n];
-    }
-    store(operands_.element, row, shape_.hidden, destination);
   }
 
   void replicate_row(const u8* source, u8* destination) {
@@ -75,7 +79,7 @@ class TwinKernels {
   void gemm0(const Task& task, u32 part) {
     const Element element = operands_.element;
     const Mlps mlps = mlps_of(task);
-    const u32 width = task.narrow != 0 ? kNarrowColumns : gemm0_columns(shape_);
+    const u32 width = task.narrow != 0 ? gemm0_narrow_columns(shape_) : gemm0_columns(shape_);
     const u32 parts = ceil_div(mlps.values, width);
     const u32 nth = part / parts;
     const u32 panels = task.padded_rows / kPanelRows;
@@ -110,8 +114,7 @@ class TwinKernels {
           values[n] = curve_of(shape_.activation, value);
         }
       }
-      store(element, values, columns,
-            intermediate_at(mlps, task.first_result + row, nth * mlps.values + first));
+      store_between(mlps, task.first_result + row, nth * mlps.values + first, values, columns);
     }
   }
 
@@ -184,6 +187,7 @@ class TwinKernels {
 
   /// Of experts, or of shared ones: end to end, a gated w1 being two, gate and up.
   struct Matrices {
+    Element element;  // numbers are this, or, of codes, are rounded to it
     const void* data;
     WeightFormat format = WeightFormat::plain;
     const void* scales = nullptr;
@@ -193,10 +197,10 @@ class TwinKernels {
     const WeightFormat format = all.format;
     const u64 first = u64{matrix} * rows * depth;
     if (format == WeightFormat::plain) {
-      return {operands_.element, ConstElements(operands_.element, all.data).at(first), depth};
+      return {all.element, ConstElements(all.element, all.data).at(first), depth};
     }
     const u64 scales = u64{matrix} * scale_rows(format, rows) * scales_of_row(format, depth);
-    return {operands_.element,
+    return {all.element,
             static_cast<const u8*>(all.data) + first * code_bits(format) / 8,
             depth,
             format,
@@ -215,38 +219,49 @@ class TwinKernels {
     u32 count;
     u32 values;  // of a row between, of one of them
     u64 between_at;
+    u32 between_bytes;  // of a row
+    bool coded;         // its rows are, and those between
   };
   Mlps mlps_of(const Task& task) const {
     if (is_shared(rank_.geometry(), task)) {
-      return {{operands_.shared_w1},
+      return {{operands_.element, operands_.shared_w1},
               nullptr,
-              {operands_.shared_w2},
+              {operands_.element, operands_.shared_w2},
               nullptr,
               0,
               shape_.shared_experts,
               shape_.shared_intermediate,
-              rank_.geometry().shared_between_at()};
+              rank_.geometry().shared_between_at(),
+              rank_.geometry().shared_bytes,
+              false};
     }
     const WeightFormat format = shape_.weight_format;
-    return {{operands_.w1, format, operands_.w1_scale, operands_.w1_scale_2},
+    // What is multiplied by codes is code times scale, and no more.
+    const Element element = shape_.codes_rows() ? Element::kFloat32 : operands_.element;
+    return {{element, operands_.w1, format, operands_.w1_scale, operands_.w1_scale_2},
             operands_.b1,
-            {operands_.w2, format, operands_.w2_scale, operands_.w2_scale_2},
+            {element, operands_.w2, format, operands_.w2_scale, operands_.w2_scale_2},
             operands_.b2,
             task.local_expert,
             1,
             shape_.intermediate,
-            0};
+            0,
+            rank_.geometry().hidden_bytes,
+            shape_.codes_rows()};
   }
 
   /// sums = the tile's rows of one MLP times its w2, of some columns.
   void multiply_second(const Task& task, const Mlps& mlps, u32 nth, u32 first, u32 columns,
                        float* sums, u32 stride) {
-    const Element element = operands_.element;
-    const std::size_t row_bytes = std::size_t{mlps.count} * mlps.values * size_of(element);
     for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {
-      pack_rows(element, intermediate_at(mlps, task.first_result + row, nth * mlps.values),
-                row_bytes, kPanelRows, mlps.values,
-                &scratch_.panels[row / kPanelRows * panel_floats(mlps.values)]);
+      float* panel = &scratch_.panels[row / kPanelRows * panel_floats(mlps.values)];
+      const u8* rows = between_at(mlps, task.first_result + row);
+      if (mlps.coded) {
+        pack_codes(rows, mlps.between_bytes, kPanelRows, mlps.values, kHiddenGroup, panel);
+      } else {
+        pack_rows(operands_.element, rows + nth * mlps.values * size_of(operands_.element),
+                  mlps.between_bytes, kPanelRows, mlps.values, panel);
+      }
     }
     multiply(scratch_.panels.get(), task.padded_rows / kPanelRows, mlps.values,
              weights_of(mlps.w2, mlps.first + nth, shape_.hidden, mlps.values), first, columns,
@@ -301,21 +316,69 @@ class TwinKernels {
                 shape_.hidden, scratch_.panels.get());
       return;
     }
-    u32 panel = 0;
+    float* panel = scratch_.panels.get();
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];
       for (u32 row = 0; row < segment.rows; row += kPanelRows) {
-        const u64 offset = rank_.layout.cell_row(segment.source, segment.first_row + row);
-        pack_rows(operands_.element, rank_.heap + offset, rank_.geometry().sent_bytes,
-                  minimum(kPanelRows, segment.rows - row), shape_.hidden,
-                  &scratch_.panels[panel++ * panel_floats(shape_.hidden)]);
+        const u8* from =
+            rank_.heap + rank_.layout.cell_row(segment.source, segment.first_row + row);
+        const u32 rows = minimum(kPanelRows, segment.rows - row);
+        const u32 stride = rank_.geometry().sent_bytes;
+        if (shape_.codes_rows()) {
+          pack_codes(from, stride, rows, shape_.hidden, kTokenGroup, panel);
+        } else {
+          pack_rows(operands_.element, from, stride, rows, shape_.hidden, panel);
+        }
+        panel += panel_floats(shape_.hidden);
       }
     }
   }
 
-  u8* intermediate_at(const Mlps& mlps, u32 row, u32 column) const {
-    return intermediate_ + mlps.between_at +
-           (u64{row} * mlps.count * mlps.values + column) * size_of(operands_.element);
+  /// What multiplies a token before its experts do.
+  float weight_on_input(u32 token) const {
+    MOEOS_CHECK(!shape_.weight_on_input || rank_.geometry().top_k == 1);
+    return shape_.weight_on_input ? rank_.memory.pair_weight[token] : 1.0F;
+  }
+  /// A token in fp32, times a weight; of this processor until the next.
+  const float* read_token(u32 token, float weight) {
+    const ConstElements x(operands_.element, operands_.x);
+    float* row = scratch_.row.get();
+    for (u32 n = 0; n < shape_.hidden; ++n) {
+      row[n] = weight * x[u64{token} * shape_.hidden + n];
+    }
+    return row;
+  }
+
+  u8* coded_row(u32 token) const { return coded_rows_ + u64{token} * rank_.geometry().sent_bytes; }
+  /// Makes a token's row of codes, which is then sent to all of its experts.
+  void code_token(u32 token) {
+    u8* codes = coded_row(token);
+    if (operands_.x_scale != nullptr) {  // the caller's
+      const u32 scales = shape_.hidden / kTokenGroup;
+      std::memcpy(codes, static_cast<const u8*>(operands_.x) + u64{token} * shape_.hidden,
+                  shape_.hidden);
+      std::memcpy(codes + shape_.hidden, operands_.x_scale + u64{token} * scales,
+                  scales * sizeof(float));
+      return;
+    }
+    code_numbers(read_token(token, 1.0F), shape_.hidden, kTokenGroup, weight_on_input(token), codes,
+                 codes + shape_.hidden);
+  }
+
+  /// A row between two products: of one expert's values, or of all shared experts'.
+  u8* between_at(const Mlps& mlps, u32 row) const {
+    return intermediate_ + mlps.between_at + u64{row} * mlps.between_bytes;
+  }
+
+  /// Writes some of its columns, from `column` on.
+  void store_between(const Mlps& mlps, u32 row, u32 column, const float* values, u32 columns) {
+    u8* to = between_at(mlps, row);
+    if (mlps.coded) {
+      u8* scales = to + mlps.values + column / kHiddenGroup * sizeof(float);
+      code_numbers(values, columns, kHiddenGroup, 1.0F, to + column, scales);
+    } else {
+      store(operands_.element, values, columns, to + u64{column} * size_of(operands_.element));
+    }
   }
 
   const Rank<Machine>& rank_;
@@ -323,6 +386,7 @@ class TwinKernels {
   const LayerShape& shape_;
   const Operands& operands_;
   u8* intermediate_;
+  u8* coded_rows_;
   Scratch& scratch_;
   Router router_;
   RoutingMap map_;

@@ -17,6 +17,7 @@ namespace moeos::twin {
 struct Operands {
   Element element;              // of x, gate (unless it is fp32), plain weights, b1, b2 and out
   const void* x;                // [S, H]
+  const float* x_scale;         // [S, H / kTokenGroup], where x is e4m3 codes; else null
   const void* gate;             // [R, H]: of all experts and zero experts
   const float* selection_bias;  // [R], as all of the router's
   const float* router_bias;     // [R], fp32
@@ -46,6 +47,11 @@ inline constexpr u32 kNarrowColumns = 16;
 constexpr u32 gemm0_columns(const LayerShape& shape) {
   return shape.gated() ? kGatedColumns : kPlainColumns;
 }
+/// A part makes whole groups of codes.
+constexpr u32 gemm0_narrow_columns(const LayerShape& shape) {
+  return shape.codes_rows() ? kHiddenGroup : kNarrowColumns;
+}
+static_assert(kGatedColumns % kHiddenGroup == 0 && kPlainColumns % kHiddenGroup == 0);
 
 /// Sized for the largest task at construction; never grows.
 class Scratch {

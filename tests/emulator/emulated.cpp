@@ -25,6 +25,7 @@ struct RankTensors {
   const u8 *shared_w1, *shared_w2, *shared_gate;
   const void *ids, *weights;
   const i32* token_count;
+  const void* x_scale;
   u8* out;
   u64 rows;
   u64 any_ids;
@@ -32,7 +33,7 @@ struct RankTensors {
 };
 
 TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 element_bytes = 2,
-                 u32 box_bytes = kSwizzleBytes) {
+                 u32 box_bytes = kSwizzleBytes, u64 row_bytes = 0) {
   TensorMap map{};
   map.base = base;
   map.rows = rows;
@@ -40,16 +41,23 @@ TensorMap map_of(const u8* base, u64 rows, u64 columns, u32 box_rows, u32 elemen
   map.box_rows = box_rows;
   map.element_bytes = element_bytes;
   map.box_bytes = box_bytes;
+  map.row_bytes = row_bytes == 0 ? columns * element_bytes : row_bytes;
   return map;
 }
 
-WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool stored, const u8* w1,
+/// Of rows that experts multiply, whose elements may be codes.
+TensorMap rows_map_of(const u8* base, u64 rows, const Product& product, u32 box_rows,
+                      u32 row_bytes) {
+  return map_of(base, rows, product.depth, box_rows, kCoded ? 1 : 2, kSwizzleBytes, row_bytes);
+}
+
+WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool coded, const u8* w1,
                    const u8* w2) {
   const auto map = [&](const u8* base, const Product& product, u32 box_rows) {
     const u64 rows = mlps * weight_rows(product);
-    return stored ? map_of(base, rows, product.depth * kCodeBytes / kTileDepth, box_rows, 1,
-                           kCodeBytes)
-                  : map_of(base, rows, product.depth, box_rows);
+    const u64 bytes = kCoded ? product.depth : u64{product.depth} * kCodeBytes / kTileDepth;
+    return coded ? map_of(base, rows, bytes, box_rows, 1, kCodeBytes)
+                 : map_of(base, rows, product.depth, box_rows);
   };
   return {map(w1, first, kWeightBoxRows), map(w1, first, kNarrowBoxRows),
           map(w2, second, kWeightBoxRows)};
@@ -67,14 +75,14 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   }
   a.gate = map_of(t.gate, kRouterRows, kShape.hidden, kRouteColumns, 128 / kGateBoxColumns);
   for (u32 box = 0; box < kCellBoxes; ++box) {
-    a.cells[box] = map_of(t.heap + layout.first_cell(), layout.rows(), kShape.hidden,
-                          box_height(kCellBoxes, box));
+    a.cells[box] = rows_map_of(t.heap + layout.first_cell(), layout.rows(), kFirst,
+                               box_height(kCellBoxes, box), kGeometry.sent_bytes);
   }
   for (u32 box = 0; box < kIntermediateBoxes; ++box) {
-    a.intermediate[box] = map_of(t.intermediate, kGeometry.intermediate_rows_max(),
-                                 kShape.intermediate, box_height(kIntermediateBoxes, box));
+    a.intermediate[box] = rows_map_of(t.intermediate, kGeometry.intermediate_rows_max(), kSecond,
+                                      box_height(kIntermediateBoxes, box), kGeometry.hidden_bytes);
   }
-  a.experts = maps_of(kFirst, kSecond, experts, kStored, t.w1, t.w2);
+  a.experts = maps_of(kFirst, kSecond, experts, kFormat != WeightFormat::plain, t.w1, t.w2);
   if (kShares) {
     a.shared =
         maps_of(kSharedFirst, kSharedSecond, kSharedFirst.mlps, false, t.shared_w1, t.shared_w2);
@@ -105,6 +113,7 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   a.topk_ids = t.ids;
   a.topk_weights = t.weights;
   a.token_count = t.token_count;
+  a.x_scale = t.x_scale;
   a.rank = rank;
   a.rows = static_cast<u32>(t.rows);
   a.ids_wide = 1;

@@ -56,7 +56,7 @@ _FIELDS = (
     *("heap", "control", "tables", "records", "intermediate", "host_failure"),
     *("x", "gate", "w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2"),
     *("selection_bias", "router_bias", "expert_scale"),
-    *("shared_w1", "shared_w2", "shared_gate", "ids", "weights", "token_count", "out"),
+    *("shared_w1", "shared_w2", "shared_gate", "ids", "weights", "token_count", "x_scale", "out"),
 )
 """Tensors of RankTensors in emulated.cpp."""
 
@@ -197,7 +197,10 @@ class EmulatedLayer:
     ) -> list[list[Tensor]]:
         """The outputs of launches that do not wait for each other, [launch][rank]; each begins so
         much behind the one before. Raises `EmulatorFault`."""
-        outputs = [[torch.full_like(call.x, torch.nan) for call in calls] for calls in launches]
+        outputs = [
+            [torch.full_like(call.x, torch.nan, dtype=self._weights.cfg.dtype) for call in calls]
+            for calls in launches
+        ]
         kept: list[Tensor] = []
         records: list[int] = []
         for calls, outs in zip(launches, outputs, strict=True):
@@ -259,6 +262,7 @@ class EmulatedLayer:
             "intermediate": self._between[rank],
             "host_failure": self._failures[rank],
             "x": call.x,
+            "x_scale": call.x_scale,
             "gate": w.gate,
             "w1": w.w1,
             "w2": w.w2,

@@ -53,6 +53,7 @@ CONFIG = {
     "shared_intermediate": "64",
     "shared_gate": "true",
     "weight_format": '"mxfp4"',
+    "activation_format": '"fp8_group128"',
 }
 RUN = {"tokens": "7", "iterations": "3", "vary_tokens": "true", "text": '["*.md"]'}
 SUITE = {
@@ -157,6 +158,7 @@ PARTNERS |= {
     "top_groups": ["top_k is"],
     "shared_experts": ["shared_intermediate is", "shared_gate is"],
     "weight_format": ["hidden is", "intermediate is"],
+    "activation_format": ["weight_format is", "hidden is", "intermediate is"],
 }
 
 

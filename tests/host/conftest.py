@@ -21,10 +21,10 @@ def poisoned_output() -> Iterator[None]:
     """
     poisoned = 0
 
-    def poison(like: torch.Tensor) -> torch.Tensor:
+    def poison(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         nonlocal poisoned
         poisoned += 1
-        return torch.full_like(like, math.nan)
+        return torch.full_like(like, math.nan, dtype=dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moeos.layer.torch.empty_like", poison)

@@ -53,6 +53,7 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "shared_intermediate": 0,
         "shared_gate": False,
         "weight_format": None,
+        "activation_format": None,
     }
 
 
@@ -97,6 +98,7 @@ def test_counts_must_be_at_least_1(name: str, value: int) -> None:
         ("shared_intermediate", 64.0),
         ("shared_gate", 1),
         ("weight_format", torch.uint8),
+        ("activation_format", 8),
         ("swiglu_alpha", "1.702"),
         ("swiglu_clamp", True),
         ("activation", 3),
@@ -450,6 +452,32 @@ def test_a_format_is_part_of_the_digest_and_says_what_sizes_it_needs() -> None:
             assert config(weight_format=name, **{field: 9 * multiple})
     with pytest.raises(ValueError, match=r"^weight_format is 'fp8'; it must be one of fp8_bl"):
         config(weight_format="fp8")
+
+
+def test_an_activation_format_needs_fp8_weights_and_sizes_of_whole_groups() -> None:
+    coded = {"weight_format": "fp8_channel", "activation_format": "fp8_group128"}
+    cfg = config(**coded, hidden=384, intermediate=192)
+    assert digest_differences(cfg.digest(), config(**coded).digest()).keys() == {
+        "hidden",
+        "intermediate",
+    }
+    assert digest_differences(
+        config(**coded).digest(), config(weight_format="fp8_channel").digest()
+    )
+    said = "with activation_format 'fp8_group128'"
+    fp8 = "one of fp8_block128, fp8_channel, fp8_tensor"
+    for changes, message in (
+        ({"weight_format": None}, f"weight_format is None; it must be {fp8} {said}, or "),
+        ({"weight_format": "mxfp4"}, f"weight_format is 'mxfp4'; it must be {fp8} {said}, or "),
+        ({"hidden": 192}, f"hidden is 192; it must be a multiple of 128 {said}"),
+        ({"intermediate": 96}, f"intermediate is 96; it must be a multiple of 64 {said}"),
+        (
+            {"activation_format": "fp8"},
+            "activation_format is 'fp8'; it must be one of fp8_group128",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            config(**{**coded, **changes})
 
 
 def test_zero_experts_are_rows_of_the_router_and_no_experts_of_a_rank() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -181,3 +182,89 @@ def test_codes_do_not_depend_on_the_default_dtype(name: str) -> None:
         torch.set_default_dtype(before)
     for one, other in zip(found, wanted, strict=True):
         assert one is other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+# --- rows of tokens -----------------------------------------------------------------------------
+
+
+def rows_by_definition(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes as bits, and scales, by fp32 arithmetic of NumPy and the nearest of all codes."""
+    groups = values.float().unflatten(-1, (-1, group)).numpy()
+    divisor = numpy.maximum(numpy.abs(groups).max(-1), numpy.float32(2.0**-100))
+    most = numpy.float32(448)
+    scale = divisor * (numpy.float32(1) / most)
+    wanted = torch.from_numpy(groups * (most / divisor)[..., None]).double().clamp(-448, 448)
+    magnitudes = E4M3[:127]
+    far = (wanted.abs()[..., None] - magnitudes).abs()
+    even = torch.arange(127) % 2
+    nearest = (far == far.amin(-1, keepdim=True)).double().mul(2 - even).argmax(-1)
+    bits = nearest + 128 * wanted.signbit()
+    return bits.flatten(-2).to(torch.uint8), torch.from_numpy(scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("group", [64, 128])
+def test_each_value_of_a_row_becomes_the_nearest_code_under_its_groups_scale(
+    group: int, dtype: torch.dtype
+) -> None:
+    values = drawn(3, 20, 256)
+    values[0, 0] = 0
+    values[0, 1, 7] = 1e4
+    values[0, 2] = 1e-42
+    values[0, 3] *= 2.0**-112
+    values[0, 4] *= 1e38 if dtype in (torch.float32, torch.float64) else 1.0
+    values[0, 5, ::2] = values[0, 5, 1::2] = 3.5  # others are multiples of ties
+    values[0, 6] = torch.arange(256) / 16 - 8
+    values = values.to(dtype)
+    codes, scale = formats.quantize_rows(values, group)
+    bits, scales = rows_by_definition(values, group)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert scale.shape == (3, 20, 256 // group)
+    assert torch.equal(scale, scales)
+    assert torch.equal(codes.view(torch.uint8), bits)
+    numbers = formats.dequantize_rows(codes, scale)
+    each = scale.double().repeat_interleave(group, -1)
+    assert torch.equal(numbers, E4M3[bits.long()] * each)
+    single = formats.dequantize_rows(codes, scale, torch.float32)
+    assert torch.allclose(single.double(), numbers, rtol=1e-6, atol=0)
+    assert not numbers[0, 0].any()
+    largest = values.double().abs().unflatten(-1, (-1, group)).amax(-1)
+    step = largest.clamp(min=2.0**-100).repeat_interleave(group, -1) / 448
+    error = (numbers - values.double()).abs()
+    assert torch.all(error <= values.double().abs() * 2.0**-4 * 1.0001 + step * 2.0**-10 * 1.0001)
+
+
+def test_a_scale_is_divided_by_and_not_multiplied_with_an_inverse_that_is_rounded() -> None:
+    """448 / 3.1 is not 448 times the fp32 inverse of 3.1: as are many."""
+    largest = torch.linspace(1, 2, 10_000)
+    values = largest[:, None].repeat(1, 64)
+    values[:, 1:] *= torch.rand(10_000, 63, generator=torch.Generator().manual_seed(1))
+    codes, _ = formats.quantize_rows(values, 64)
+    inverse = torch.from_numpy(numpy.float32(448) / largest.numpy())
+    assert not torch.equal(inverse, largest.reciprocal() * 448)
+    wanted = (values * inverse[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_makes_its_group_of_a_row_nan(value: float) -> None:
+    values = drawn(4, 256)
+    values[1, 130] = value
+    numbers = formats.dequantize_rows(*formats.quantize_rows(values, 128))
+    assert numbers[1, 128:].isnan().all()
+    others = formats.dequantize_rows(*formats.quantize_rows(drawn(4, 256), 128))
+    assert torch.equal(numbers[1, :128], others[1, :128])
+    assert torch.equal(numbers[[0, 2, 3]], others[[0, 2, 3]])
+
+
+def test_codes_of_rows_do_not_depend_on_the_default_dtype() -> None:
+    values = drawn(5, 256)
+    wanted = formats.quantize_rows(values, 64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = formats.quantize_rows(values, 64)
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -30,6 +30,16 @@ CASES = {
     "drops, ragged": config(
         experts=16, top_k=3, capacity_factor=0.7, row_map="ragged", max_tokens=256
     ),
+    "codes": config(
+        hidden=128,
+        intermediate=192,
+        experts=16,
+        top_k=4,
+        max_tokens=256,
+        dtype=torch.bfloat16,
+        weight_format="fp8_block128",
+        activation_format="fp8_group128",
+    ),
 }
 
 

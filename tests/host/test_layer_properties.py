@@ -54,6 +54,11 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
         for name, row in FORMATS.items()
         if hidden % row.multiple == 0 == intermediate % row.multiple
     ]
+    weight_format = draw(st.sampled_from([None, *fitting]))
+    # Few sizes fit, so that they are drawn.
+    codes = weight_format is not None and weight_format.startswith("fp8") and draw(st.booleans())
+    if codes:
+        hidden, intermediate = 128 * draw(st.integers(1, 2)), 64 * draw(st.integers(1, 5))
     cfg = MoEConfig(
         hidden=hidden,
         intermediate=intermediate,
@@ -81,7 +86,8 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
         shared_experts=shared,
         shared_intermediate=draw(multiples_of_8(smallest, 336)) if shared else 0,
         shared_gate=shared > 0 and draw(st.booleans()),
-        weight_format=draw(st.sampled_from([None, *fitting])),
+        weight_format=weight_format,
+        activation_format="fp8_group128" if codes else None,
     )
     return cfg, ranks
 

@@ -21,6 +21,23 @@ inline double e4m3(unsigned code) {
                        : sign * std::ldexp(1.0 + mantissa / 8.0, exponent - 7);
 }
 
+/// Of any number the nearest e4m3 code, of two the even one, by looking at all of them; beyond the
+/// largest that one.
+inline unsigned nearest_e4m3(double value) {
+  constexpr unsigned kLargest = 0x7E;
+  if (std::isnan(value)) {
+    return kLargest + 1;
+  }
+  const double magnitude = std::fabs(value);
+  unsigned best = 0;
+  for (unsigned code = 1; code <= kLargest; ++code) {
+    const double before = std::fabs(e4m3(best) - magnitude);
+    const double here = std::fabs(e4m3(code) - magnitude);
+    best = here < before || (here == before && code % 2 == 0) ? code : best;
+  }
+  return best | (std::signbit(value) ? 0x80 : 0);
+}
+
 inline double e2m1(unsigned code) {
   constexpr std::array<double, 8> kMagnitudes = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
   return (code & 8) == 0 ? kMagnitudes[code & 7] : -kMagnitudes[code & 7];

@@ -303,10 +303,15 @@ def test_codes_of_weights_are_the_numbers_that_pytorch_reads(tmp_path: Path) -> 
     done = execute(flavour, link(flavour, objects, tmp_path / "formats"))
     assert_clean(done)
     numbers: dict[str, list[int]] = {}
+    codes_from: dict[int, int] = {}
     for line in done.stdout.splitlines():
         kind, code, bits = line.split()
+        if kind == "to_e4m3":
+            codes_from[int(code)] = int(bits)
+            continue
         assert int(code) == len(numbers.setdefault(kind, []))
         numbers[kind].append(int(bits))
+    assert_codes_of_numbers(codes_from)
     for kind, ours in numbers.items():
         if hasattr(torch, kind):  # older versions lack one of them
             codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kind))
@@ -315,6 +320,20 @@ def test_codes_of_weights_are_the_numbers_that_pytorch_reads(tmp_path: Path) -> 
             is_nan = theirs.isnan()
             assert torch.tensor(ours)[~is_nan].equal(bits[~is_nan])
             assert all(number & 0x7FFFFFFF > 0x7F800000 for number in torch.tensor(ours)[is_nan])
+
+
+def assert_codes_of_numbers(codes_from: dict[int, int]) -> None:
+    """Of all numbers of 19 bits, which are all of float16 and of bfloat16. `codes_from`: the code
+    of each, by the upper bits of fp32, where it is not that of the number below.
+    """
+    starts = torch.tensor([*codes_from, 1 << 19])
+    assert len(codes_from) > 2 * 126
+    ours = torch.tensor([*codes_from.values()]).repeat_interleave(starts.diff())
+    every = (torch.arange(1 << 19) << 13).to(torch.int32).view(torch.float32)
+    theirs = every.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).long()
+    is_nan = every.isnan()
+    assert torch.equal(ours[~is_nan], theirs[~is_nan])
+    assert bool((ours[is_nan] == 0x7F).all())
 
 
 @pytest.fixture(scope="module")

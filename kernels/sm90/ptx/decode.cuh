@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of stored weights as numbers, two at a time; kernels/formats.hpp says what each means.
+// Codes as numbers, two at a time, and numbers as e4m3 codes; kernels/formats.hpp says what each
+// means.
 // Source: PTX ISA, "cvt"; OCP Microscaling Formats 1.0.
 #pragma once
 
@@ -30,6 +31,24 @@ inline float2 from_int4(u32 codes) {
   u32 pair = (codes & 0x000F000FU) | 0x64006400U;
   asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kAdded));
   return make_float2(Float16::low(pair), Float16::high(pair));
+}
+
+/// The e4m3 codes of two numbers: the nearest, and none beyond the largest.
+inline u32 to_e4m3(float first, float second) {
+  u32 pair;
+  asm("{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, %2, %1; mov.b32 %0, {p, 0};}"
+      : "=r"(pair)
+      : "f"(first), "f"(second));
+  return pair;
+}
+
+/// Of eight numbers times a factor.
+inline uint2 eight_codes(const float (&values)[8], float factor) {
+  const auto four = [&](u32 i) {
+    return to_e4m3(values[i] * factor, values[i + 1] * factor) |
+           to_e4m3(values[i + 2] * factor, values[i + 3] * factor) << 16;
+  };
+  return make_uint2(four(0), four(4));
 }
 
 }  // namespace moeos::sm90

@@ -19,4 +19,26 @@ inline void store_vector(bool wanted, u8* to, uint4 value) {
       : "memory");
 }
 
+/// The same of 8 bytes, and of 4.
+inline void store_vector(bool wanted, u8* to, uint2 value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p st.global.v2.u32 [%1], {%2, %3};\n"
+      "}" ::"r"(wanted ? 1U : 0U),
+      "l"(to), "r"(value.x), "r"(value.y)
+      : "memory");
+}
+inline void store_number(bool wanted, u8* to, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p st.global.f32 [%1], %2;\n"
+      "}" ::"r"(wanted ? 1U : 0U),
+      "l"(to), "f"(value)
+      : "memory");
+}
+
 }  // namespace moeos::sm90

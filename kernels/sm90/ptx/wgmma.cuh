@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warpgroup matrix multiply-accumulate: 64 x N += (64 x 16) * (N x 16)^T for N of 64, 128 and 256,
-// both operands in shared memory, or the rows in registers, fp32 accumulators in registers. Source:
+// both operands in shared memory, or the rows in registers, fp32 accumulators in registers; and of
+// e4m3 codes 64 x 128 += (64 x 32) * (128 x 32)^T. Source:
 // PTX ISA, "wgmma.mma_async" and its matrix descriptors.
 #pragma once
 
@@ -9,9 +10,9 @@
 
 namespace moeos::sm90 {
 
-/// Describes rows of 64 two-byte elements (128 bytes, the swizzle's width), K-major, 128-byte
-/// swizzle, to wgmma. The address must be a multiple of 1024 plus a multiple of 32 below 128 (a
-/// step along K).
+/// Describes rows of 64 two-byte elements or 128 codes (128 bytes, the swizzle's width), K-major,
+/// 128-byte swizzle, to wgmma. The address must be a multiple of 1024 plus a multiple of 32 below
+/// 128 (a step along K).
 inline u64 matrix_descriptor(const void* shared) {
   constexpr u64 kSwizzle128 = u64{1} << 62;
   constexpr u64 kEightRows = u64{1024 >> 4} << 32;  // stride between groups of eight rows
@@ -127,6 +128,34 @@ inline void multiply_accumulate(float (&d)[64], u64 a, u64 b) {
     MOEOS_WGMMA("bf16");
   }
 #undef MOEOS_WGMMA
+}
+
+/// d = a * b^T, or d += it, for 64 rows and 128 columns of 32 e4m3 codes each.
+template <bool kAdds>
+inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
+      " {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, %66, 1, 1;\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "l"(a), "l"(b), "n"(kAdds ? 1 : 0));
 }
 
 /// d += a * b^T for 64 rows and 256 columns.

@@ -84,27 +84,84 @@ Codes draw_codes(Random& random, WeightFormat format, u64 matrices, u32 rows, u3
   return drawn;
 }
 
-/// sum += weight times MLP number `mlp` of some with so many inner values, of x.
+/// Numbers become what their codes stand for. Where one is near a tie it may become another code,
+/// as sums in fp32 do not end alike: `doubts` says by how much that may be off. Near: `unsure` of
+/// itself and of the largest.
+void round_to_codes(std::vector<double>& numbers, u32 group, double unsure,
+                    std::vector<double>& doubts) {
+  for (u32 first = 0; first < numbers.size(); first += group) {
+    double largest = 0.0;
+    for (u32 i = first; i < first + group; ++i) {
+      largest = std::fmax(largest, std::fabs(numbers[i]));
+    }
+    const GroupScale scale = group_scale(static_cast<float>(largest));
+    const auto rounded = [&scale](double number) {
+      return double{e4m3(to_e4m3(static_cast<float>(number) * scale.inverse))} * scale.scale;
+    };
+    for (u32 i = first; i < first + group; ++i) {
+      const double near = unsure * (std::fabs(numbers[i]) + largest);
+      doubts[i] = rounded(numbers[i] + near) - rounded(numbers[i] - near);
+      numbers[i] = rounded(numbers[i]);
+    }
+  }
+}
+
+/// sum += weight times MLP number `mlp` of some with so many inner values, of x; `doubt`: by how
+/// much that may be off, if rows are `coded`.
 void add_mlp(const LayerShape& shape, const std::vector<float>& w1, const std::vector<float>& w2,
-             u32 mlp, u32 inner, double weight, const float* x, std::vector<double>& sum) {
+             u32 mlp, u32 inner, bool coded, double weight, const float* row,
+             std::vector<double>& sum, std::vector<double>& doubt) {
   const u32 hidden = shape.hidden;
   const u32 rows = shape.w1_rows_of(inner);
+  std::vector<double> x(row, row + hidden);
   std::vector<double> inside(inner);
+  std::vector<double> doubts(maximum(hidden, inner), 0.0);
+  if (coded) {
+    round_to_codes(x, kTokenGroup, 0.0, doubts);
+  }
   for (u32 i = 0; i < inner; ++i) {
     double gate = 0.0;
     double up = 0.0;
     for (u32 h = 0; h < hidden; ++h) {
-      gate += double{x[h]} * w1[(u64{rows} * mlp + i) * hidden + h];
-      up += shape.gated() ? double{x[h]} * w1[(u64{rows} * mlp + inner + i) * hidden + h] : 0.0;
+      gate += x[h] * w1[(u64{rows} * mlp + i) * hidden + h];
+      up += shape.gated() ? x[h] * w1[(u64{rows} * mlp + inner + i) * hidden + h] : 0.0;
     }
     inside[i] = shape.gated() ? gate / (1.0 + std::exp(-gate)) * up : std::fmax(gate, 0.0);
+  }
+  if (coded) {
+    round_to_codes(inside, kHiddenGroup, 1e-5, doubts);
   }
   for (u32 h = 0; h < hidden; ++h) {
     double value = 0.0;
     for (u32 i = 0; i < inner; ++i) {
-      value += inside[i] * w2[(u64{hidden} * mlp + h) * inner + i];
+      const float factor = w2[(u64{hidden} * mlp + h) * inner + i];
+      value += inside[i] * factor;
+      doubt[h] += coded ? std::fabs(doubts[i] * factor * weight) : 0.0;
     }
     sum[h] += value * weight;
+  }
+}
+
+/// How long rows are, and in how many parts products are cut.
+void size_rows(const LayerShape& shape, Geometry& g) {
+  const bool coded = shape.codes_rows();
+  g.row_bytes = shape.hidden * sizeof(float);
+  g.sent_bytes = coded ? coded_row_bytes(shape.hidden, kTokenGroup) : g.row_bytes;
+  g.hidden_bytes = coded ? coded_row_bytes(shape.intermediate, kHiddenGroup)
+                         : shape.intermediate * sizeof(float);
+  g.alters_rows = coded ? 1 : 0;
+  g.gemm0_parts = ceil_div(shape.intermediate, gemm0_columns(shape));
+  g.gemm1_parts = ceil_div(shape.hidden, kPlainColumns);
+  g.gemm0_narrow_parts = ceil_div(shape.intermediate, gemm0_narrow_columns(shape));
+  g.gemm1_narrow_parts = ceil_div(shape.hidden, kNarrowColumns);
+  if (shape.shared_experts > 0) {
+    const auto first_parts = [&shape](u32 columns) {
+      return shape.shared_experts * ceil_div(shape.shared_intermediate, columns) +
+             (shape.shared_gate ? 1 : 0);
+    };
+    g.shared_bytes = shape.shared_experts * shape.shared_intermediate * sizeof(float);
+    g.shared0_parts = first_parts(gemm0_columns(shape));
+    g.shared0_narrow_parts = first_parts(gemm0_narrow_columns(shape));
   }
 }
 
@@ -140,22 +197,16 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            0,
                            0,
                            false,
-                           WeightFormat::plain};
-  g.row_bytes = world.shape.hidden * sizeof(float);
-  g.sent_bytes = g.row_bytes;
-  g.hidden_bytes = world.shape.intermediate * sizeof(float);
+                           WeightFormat::plain,
+                           ActivationFormat::plain};
   g.row_map = draw(random, 0, 1) == 0 ? RowMap::ragged : RowMap::capacity;
   g.capacity = draw(random, 0, 2) == 0 ? draw(random, 1, g.max_tokens) : g.max_tokens;
   g.chunk_rows = small ? 4 * draw(random, 1, 3) : 32;
   g.tile_rows = small ? 8 * draw(random, 1, 2) : draw(random, 0, 1) == 0 ? 128 : 16;
   g.route_tokens = small ? 8 : 32;
   g.route_slices = 1;
-  g.gemm0_parts = ceil_div(world.shape.intermediate, moeos::twin::gemm0_columns(world.shape));
-  g.gemm1_parts = ceil_div(world.shape.hidden, moeos::twin::kPlainColumns);
   const u32 narrow_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
   g.narrow_rows = minimum(narrow_rows, g.tile_rows - 8);
-  g.gemm0_narrow_parts = ceil_div(world.shape.intermediate, moeos::twin::kNarrowColumns);
-  g.gemm1_narrow_parts = ceil_div(world.shape.hidden, moeos::twin::kNarrowColumns);
   g.segment_align = Geometry::kSegmentAlign;
   g.large_experts = draw(random, 0, 1);
   g.processors = draw(random, 1, 3);
@@ -174,18 +225,17 @@ RandomWorld draw_world(Random& random, Extent extent) {
     shape.shared_experts = draw(random, 1, 2);
     shape.shared_intermediate = 8 * draw(random, 1, eights);
     shape.shared_gate = draw(random, 0, 1) == 0;
-    g.shared_bytes = shape.shared_experts * shape.shared_intermediate * sizeof(float);
-    const auto first_parts = [&shape](u32 columns) {
-      return shape.shared_experts * ceil_div(shape.shared_intermediate, columns) +
-             (shape.shared_gate ? 1 : 0);
-    };
-    g.shared0_parts = first_parts(moeos::twin::gemm0_columns(shape));
-    g.shared0_narrow_parts = first_parts(moeos::twin::kNarrowColumns);
   }
   Random aside = random;  // so that a seed means the same calls, in the same order, in any format
   if (draw(aside, 0, 3) == 0) {  // with last scales that have fewer columns than a layer's do
     world.shape.weight_format = static_cast<WeightFormat>(draw(aside, 1, 6));
+    if (is_fp8(world.shape.weight_format) && draw(aside, 0, 1) == 0) {  // of another size, then
+      world.shape.activation_format = ActivationFormat::fp8_group128;
+      world.shape.hidden = kTokenGroup;
+      world.shape.intermediate = kHiddenGroup * draw(aside, 1, 2);
+    }
   }
+  size_rows(world.shape, g);
   world.settings =
       small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
             : TwinSettings{20'000'000'000ULL, split_os, jitter ? 50.0 : 0.0, 1, ranks_per_node};
@@ -272,13 +322,15 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
   for (u32 token = 0; token < call.tokens; ++token) {
     const float* x = &call.x[u64{token} * hidden];
     std::vector<double> sum(hidden, 0.0);
+    std::vector<double> doubt(hidden, 0.0);
     for (u32 j = 0; j < g.top_k; ++j) {
       const i32 expert = call.ids[token * g.top_k + j];
       if (expert < 0 || used[expert]++ >= g.capacity) {
         continue;
       }
       add_mlp(world.shape, experts.w1, experts.w2, static_cast<u32>(expert),
-              world.shape.intermediate, call.weights[token * g.top_k + j], x, sum);
+              world.shape.intermediate, world.shape.codes_rows(), call.weights[token * g.top_k + j],
+              x, sum, doubt);
     }
     double logit = 0.0;
     for (u32 h = 0; h < experts.shared_gate.size(); ++h) {
@@ -287,11 +339,11 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
     const double weight = world.shape.shared_gate ? 1.0 / (1.0 + std::exp(-logit)) : 1.0;
     for (u32 n = 0; n < world.shape.shared_experts; ++n) {
       add_mlp(world.shape, experts.shared_w1, experts.shared_w2, n, world.shape.shared_intermediate,
-              weight, x, sum);
+              false, weight, x, sum, doubt);
     }
     for (u32 h = 0; h < hidden; ++h) {
-      const double error =
-          std::fabs(sum[h] - call.out[u64{token} * hidden + h]) / (1.0 + std::fabs(sum[h]));
+      const double difference = std::fabs(sum[h] - call.out[u64{token} * hidden + h]) - doubt[h];
+      const double error = difference / (1.0 + std::fabs(sum[h]));
       worst = std::isnan(error) ? INFINITY : std::fmax(worst, error);
     }
   }

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,14 @@ from moeos import MoEConfig, MoELayer, World, virtual
 from moeos.cli.estimate import even_routing, pack_tiles, weight_bytes_per_rank, work_of
 from moeos.engines.twin import sizes_of
 from tests.layers import config
+
+CODES: dict[str, Any] = {
+    "hidden": 256,
+    "intermediate": 128,
+    "weight_format": "fp8_tensor",
+    "activation_format": "fp8_group128",
+    "dtype": torch.bfloat16,
+}
 
 
 def stats_of_rank_0(cfg: MoEConfig, ranks: int, tokens: int) -> SimpleNamespace:
@@ -42,6 +52,7 @@ def stats_of_rank_0(cfg: MoEConfig, ranks: int, tokens: int) -> SimpleNamespace:
         (8, 128, {"dtype": torch.bfloat16, "activation": "gelu", "bias": True}),
         (2, 0, {}),
         (2, 77, {"shared_experts": 2, "shared_intermediate": 160, "shared_gate": True}),
+        (4, 77, CODES),
     ],
 )
 def test_a_call_does_what_the_estimate_says(
@@ -134,6 +145,18 @@ def test_floors_are_work_over_the_measured_rates() -> None:
     assert floors["compute"] == pytest.approx(flops / 806e12)
     assert floors["link"] == pytest.approx(sent / 355e9, rel=1e-3)
     assert floors["memory"] == pytest.approx(3 * 4096 * 4096 * 2 / 4.4e12)
+
+
+def test_products_of_codes_have_a_rate_and_rows_a_size_of_their_own() -> None:
+    cfg = config(**CODES, shared_experts=1, shared_intermediate=64)
+    plain = dataclasses.replace(cfg, activation_format=None)
+    coded, other = work_of(cfg, 8, 128), work_of(plain, 8, 128)
+    assert coded.combine_bytes == other.combine_bytes
+    row = 256 + 2 * 4
+    assert coded.dispatch_bytes * 2 * 256 == other.dispatch_bytes * -(-row // 16) * 16
+    plain_flops = coded.router_flops + coded.shared_flops
+    expected = plain_flops / 806e12 + coded.expert_flops / 1476e12
+    assert coded.floors(8)["compute"] == pytest.approx(expected)
 
 
 def test_bytes_to_other_nodes_are_no_links_and_take_the_networks_time() -> None:

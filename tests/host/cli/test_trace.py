@@ -14,11 +14,12 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moeos import MoELayer, PeerTimeout, drawing
+from moeos.activations import Activation
 from moeos.bench import report
 from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
@@ -208,6 +209,39 @@ def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
     assert there["total"] + copied[1][0] == back["total"] < rows * hidden * 4
     assert 0 < there["total"] < back["total"]
     assert summary_of(config)["to_peers"] == {}
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_the_work_of_a_layer_of_any_activation_and_router_is_told(
+    config: Path, activation: str
+) -> None:
+    rules = f'activation = "{activation}"\nrouter_dtype = "float32"\n'
+    config.write_text(CONFIG.replace("[run]", f"{rules}[run]"))
+    work = summary_of(config, "--tokens", 40)["work"]
+    halves = 2 if activation in ("swiglu", "swigluoai", "geglu_tanh") else 1
+    assert work["gemm0"]["total"] == 2 * 40 * 2 * halves * 48 * 32
+    assert work["route"]["total"] == 2 * 40 * 8 * 32
+
+
+def test_rows_of_codes_are_counted_as_they_are_sent(config: Path, tmp_path: Path) -> None:
+    codes = 'weight_format = "fp8_tensor"\nactivation_format = "fp8_group128"\n'
+    sizes = CONFIG.replace("hidden = 32", "hidden = 128").replace("= 48", "= 64")
+    config.write_text(sizes.replace("[run]", f"{codes}[run]"))
+    out = tmp_path / "trace.json"
+    summary = summary_of(config, "--ranks", 2, "--tokens", 290, "-o", out)
+    rows, sent, result = 2 * 290 * 2, 128 + 4 + 12, 128 * 4
+    work, to_peers = summary["work"], summary["to_peers"]
+    assert work["dispatch"]["total"] + work["replicate"]["total"] == rows * sent
+    assert work["combine"]["total"] == rows * result
+    assert to_peers["dispatch"]["total"] % sent == 0 < to_peers["dispatch"]["total"]
+    assert to_peers["gemm1"]["total"] % result == 0 < to_peers["gemm1"]["total"]
+    levels = [
+        event["args"]["bytes"]
+        for event in chrome_format.check(json.loads(out.read_text()))
+        if event["name"] == "dispatched bytes to peers in flight"
+    ]
+    assert max(levels) > 0
+    assert all(level % sent == 0 for level in levels)
 
 
 def test_bytes_in_flight_rise_and_fall_to_nothing(config: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulator's codes of stored weights, in place of kernels/sm90/ptx/decode.cuh.
+// The emulator's codes, in place of kernels/sm90/ptx/decode.cuh.
 #pragma once
 
 #include "kernels/formats.hpp"
@@ -12,5 +12,16 @@ inline float2 from_e4m3(u32 codes) {
 }
 inline float2 from_e2m1(u32 codes) { return make_float2(e2m1(codes), e2m1(codes >> 16)); }
 inline float2 from_int4(u32 codes) { return make_float2(int4(codes), int4(codes >> 16)); }
+
+inline uint2 eight_codes(const float (&values)[8], float factor) {
+  const auto four = [&](u32 i) {
+    u32 codes = 0;
+    for (u32 k = 0; k < 4; ++k) {
+      codes |= u32{to_e4m3(values[i + k] * factor)} << 8 * k;
+    }
+    return codes;
+  };
+  return {four(0), four(4)};
+}
 
 }  // namespace moeos::sm90

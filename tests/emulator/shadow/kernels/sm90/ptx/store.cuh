@@ -6,10 +6,12 @@
 
 namespace moeos::sm90 {
 
-inline void store_vector(bool wanted, u8* to, uint4 value) {
+template <class Vector>
+void store_vector(bool wanted, u8* to, Vector value) {
   if (wanted) {
-    *reinterpret_cast<uint4*>(to) = value;
+    *reinterpret_cast<Vector*>(to) = value;
   }
 }
+inline void store_number(bool wanted, u8* to, float value) { store_vector(wanted, to, value); }
 
 }  // namespace moeos::sm90

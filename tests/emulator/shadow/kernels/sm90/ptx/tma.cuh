@@ -16,7 +16,8 @@ struct alignas(64) TensorMap {
   u32 box_rows;
   u32 element_bytes;
   u32 box_bytes;  // of a row in a box, the swizzle's width
-  u8 unused[128 - 40];
+  u64 row_bytes;  // from one row to the next
+  u8 unused[128 - 48];
 };
 static_assert(sizeof(TensorMap) == 128);
 
@@ -39,21 +40,21 @@ void load_rows(const TensorMap& map, void* destination, Barrier& barrier, u32 ro
   if (map.base == nullptr) {
     emulator::stop("loads through a tensor map that nobody has made");
   }
-  emulator::later(
-      [&map, to = static_cast<u8*>(destination), &barrier, row, column, order, bytes, columns] {
-        for (u32 r = 0; r < map.box_rows; ++r) {
-          const u32 from = row + order(r);
-          for (u32 c = 0; c < columns; ++c) {
-            u8* place = swizzled(to + (r * columns + c) * bytes, map.box_bytes);
-            if (from < map.rows && column + c < map.columns) {
-              std::memcpy(place, map.base + (u64{from} * map.columns + column + c) * bytes, bytes);
-            } else {
-              std::memset(place, 0, bytes);
-            }
-          }
+  emulator::later([&map, to = static_cast<u8*>(destination), &barrier, row, column, order, bytes,
+                   columns] {
+    for (u32 r = 0; r < map.box_rows; ++r) {
+      const u32 from = row + order(r);
+      for (u32 c = 0; c < columns; ++c) {
+        u8* place = swizzled(to + (r * columns + c) * bytes, map.box_bytes);
+        if (from < map.rows && column + c < map.columns) {
+          std::memcpy(place, map.base + u64{from} * map.row_bytes + (column + c) * bytes, bytes);
+        } else {
+          std::memset(place, 0, bytes);
         }
-        barrier.complete(map.box_rows * map.box_bytes);
-      });
+      }
+    }
+    barrier.complete(map.box_rows * map.box_bytes);
+  });
 }
 
 inline void load_box(const TensorMap& map, void* destination, Barrier& barrier, u32 row,

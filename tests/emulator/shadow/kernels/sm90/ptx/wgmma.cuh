@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "kernels/formats.hpp"
 #include "kernels/sm90/element.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 
@@ -55,6 +56,27 @@ inline void multiply_accumulate(float (&d)[kRegisters], u64 a, u64 b) {
       }
       d[4 * j + i] = of_upper;
       d[4 * j + 2 + i] = of_lower;
+    }
+  }
+}
+
+/// Of e4m3 codes. Products of two are exact in fp32.
+template <bool kAdds>
+inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 first = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const auto code = [](u64 matrix, u32 row, u32 k) {
+    return e4m3(*swizzled(reinterpret_cast<u8*>(matrix) + row * 128 + k));
+  };
+  for (u32 j = 0; j < 16; ++j) {
+    for (u32 i = 0; i < 2; ++i) {
+      for (u32 lower = 0; lower < 2; ++lower) {
+        float sum = kAdds ? d[4 * j + 2 * lower + i] : 0.0F;
+        for (u32 k = 0; k < 32; ++k) {
+          sum += code(a, first + 8 * lower, k) * code(b, 8 * j + lane % 4 * 2 + i, k);
+        }
+        d[4 * j + 2 * lower + i] = sum;
+      }
     }
   }
 }

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows that are sent of tokens and are not their rows of x: times their weight, or as codes.
+//
+// They lie in the tokens' rows of the output, which are not written before the results of these
+// have come back. Route makes them, behind its last look at the sums that it may have kept there.
+// May not know: who takes them where.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+#include "kernels/sm90/ptx/decode.cuh"
+#include "runtime/memory.hpp"
+
+namespace moeos::sm90 {
+
+static_assert(!kShape.weight_on_input || kGeometry.top_k == 1, "a token has one weight");
+static_assert(kGeometry.sent_bytes <= kGeometry.row_bytes && kGeometry.row_bytes % 16 == 0);
+
+/// What multiplies a token's row.
+inline float weight_on_input(const RankMemory& memory, u32 token) {
+  return kShape.weight_on_input ? memory.pair_weight[token] : 1.0F;  // of its only pair
+}
+
+/// Eight elements of x.
+inline void read_eight(const u8* from, float (&values)[8]) {
+  const uint4 packed = *reinterpret_cast<const uint4*>(from);
+  const u32 pairs[] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    values[2 * i] = Element::low(pairs[i]);
+    values[2 * i + 1] = Element::high(pairs[i]);
+  }
+}
+
+/// Multiplies the tokens of a block by their weights.
+inline void weigh_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
+                       u32 end) {
+  constexpr u32 kVectors = kGeometry.row_bytes / sizeof(uint4);
+#pragma unroll 1
+  for (u32 i = threadIdx.x % kConsumerThreads; i < (end - first) * kVectors;
+       i += kConsumerThreads) {
+    const u32 token = first + i / kVectors;
+    const u64 at = u64{token} * kGeometry.row_bytes + i % kVectors * sizeof(uint4);
+    float values[8];
+    read_eight(arguments.x_rows + at, values);
+    const float weight = weight_on_input(memory, token);
+    const auto pair = [&](u32 k) {
+      return Element::pack(weight * values[k], weight * values[k + 1]);
+    };
+    *reinterpret_cast<uint4*>(arguments.out + at) = make_uint4(pair(0), pair(2), pair(4), pair(6));
+  }
+}
+
+/// Makes codes and scales of the tokens of a block: kernels/formats.hpp. Lanes side by side have a
+/// group.
+inline void code_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
+                      u32 end) {
+  constexpr u32 kOfThread = 8;
+  constexpr u32 kLanes = kTokenGroup / kOfThread;  // of a group
+  constexpr u32 kPieces = kShape.hidden / kOfThread;
+  const u32 pieces = (end - first) * kPieces;
+#pragma unroll 1
+  for (u32 begin = 0; begin < pieces; begin += kConsumerThreads) {
+    const u32 i = begin + threadIdx.x % kConsumerThreads;
+    const bool there = i < pieces;  // of all of a group, or of none
+    const u32 token = first + (there ? i / kPieces : 0);
+    const u32 piece = there ? i % kPieces : 0;
+    float values[kOfThread];
+    read_eight(arguments.x_rows + u64{token} * kGeometry.row_bytes + piece * kOfThread * 2, values);
+    float largest = 0.0F;
+#pragma unroll
+    for (const float value : values) {
+      largest = fmaxf(largest, fabsf(value));
+    }
+#pragma unroll
+    for (u32 lanes = 1; lanes < kLanes; lanes *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, lanes));
+    }
+    const GroupScale scale = group_scale(largest);
+    u8* const to = arguments.out + u64{token} * kGeometry.row_bytes;
+    if (there) {
+      *reinterpret_cast<uint2*>(to + piece * kOfThread) = eight_codes(values, scale.inverse);
+    }
+    if (there && piece % kLanes == 0) {
+      reinterpret_cast<float*>(to + kShape.hidden)[piece / kLanes] =
+          weight_on_input(memory, token) * scale.scale;
+    }
+  }
+}
+
+/// Takes those of tokens that are codes.
+inline void copy_codes(const RankArguments& arguments, u32 first, u32 end) {
+  constexpr u32 kPieces = kShape.hidden / sizeof(uint4);
+  constexpr u32 kOfGroup = kTokenGroup / sizeof(uint4);
+#pragma unroll 1
+  for (u32 i = threadIdx.x % kConsumerThreads; i < (end - first) * kPieces; i += kConsumerThreads) {
+    const u32 token = first + i / kPieces;
+    const u32 piece = i % kPieces;
+    const auto* from = reinterpret_cast<const uint4*>(arguments.x_rows) + u64{token} * kPieces;
+    u8* const to = arguments.out + u64{token} * kGeometry.row_bytes;
+    reinterpret_cast<uint4*>(to)[piece] = from[piece];
+    if (piece % kOfGroup == 0) {
+      const u64 at = (u64{token} * kPieces + piece) / kOfGroup;
+      reinterpret_cast<float*>(to + kShape.hidden)[piece / kOfGroup] =
+          arguments.x_scale_is_exponent != 0 ? e8m0(static_cast<const u8*>(arguments.x_scale)[at])
+                                             : static_cast<const float*>(arguments.x_scale)[at];
+    }
+  }
+}
+
+/// Makes what is sent of the tokens of a block. By all consumers.
+inline void make_sent_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
+                           u32 end) {
+  if (kCoded && arguments.x_scale != nullptr) {
+    copy_codes(arguments, first, end);
+  } else if constexpr (kCoded) {
+    code_rows(arguments, memory, first, end);
+  } else {
+    weigh_rows(arguments, memory, first, end);
+  }
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of e4m3 codes with their fp32 scales behind them (kernels/formats.hpp): made of fp32
+// numbers, and packed for a product as the numbers that they stand for.
+//
+// May not know: where rows lie, and what they are multiplied by.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+
+#include "kernels/formats.hpp"
+#include "kernels/twin/gemm.hpp"
+
+namespace moeos::twin {
+
+/// The codes of `count` numbers, and a scale for each `group` of them, of which `count` is a
+/// multiple. `weight`: what multiplies them all, and so the scales.
+inline void code_numbers(const float* numbers, u32 count, u32 group, float weight, u8* codes,
+                         u8* scales) {
+  for (u32 first = 0; first < count; first += group) {
+    float largest = 0.0F;
+    for (u32 i = first; i < first + group; ++i) {
+      largest = std::fmax(largest, std::fabs(numbers[i]));
+    }
+    const GroupScale scale = group_scale(largest);
+    for (u32 i = first; i < first + group; ++i) {
+      codes[i] = to_e4m3(numbers[i] * scale.inverse);
+    }
+    const float weighted = weight * scale.scale;
+    std::memcpy(scales + first / group * sizeof(float), &weighted, sizeof(float));
+  }
+}
+
+/// As pack_rows: `rows` rows (1 to 8) of `depth` codes each become a panel, float [depth][8], where
+/// missing rows are zero.
+inline void pack_codes(const u8* first_row, std::size_t row_stride_bytes, u32 rows, u32 depth,
+                       u32 group, float* panel) {
+  for (u32 r = 0; r < kPanelRows; ++r) {
+    const u8* codes = first_row + (r < rows ? r * row_stride_bytes : 0);
+    for (u32 first = 0; first < depth; first += group) {
+      float scale = 0.0F;
+      std::memcpy(&scale, codes + depth + first / group * sizeof(float), sizeof(float));
+      for (u32 k = first; k < first + group; ++k) {
+        panel[std::size_t{k} * kPanelRows + r] = r < rows ? e4m3(codes[k]) * scale : 0.0F;
+      }
+    }
+  }
+}
+
+}  // namespace moeos::twin

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and weights that are both codes on the emulated GPU: products of FP8 by FP8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.emulator.emulated import EmulatedLayer, assert_computes, build
+from tests.layers import assert_matches, coded_call, config, draw_given_call, draw_weights
+
+PATIENCE = 80
+LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+    "gated, ranks, blocks that parts share": ({"hidden": 256, "intermediate": 320}, 2),
+    "biases and channels": (
+        {"hidden": 128, "intermediate": 192, "bias": True, "weight_format": "fp8_channel"},
+        1,
+    ),
+    "no gate values, parts that overlap": (
+        {"activation": "relu2", "hidden": 384, "intermediate": 192},
+        1,
+    ),
+    "a part that is not whole, a matrix' scale": (
+        {
+            "activation": "relu2",
+            "hidden": 128,
+            "intermediate": 64,
+            "weight_format": "fp8_tensor",
+        },
+        2,
+    ),
+    "beside shared experts, three ranks": (
+        {
+            "hidden": 128,
+            "intermediate": 64,
+            "experts": 12,
+            "shared_experts": 2,
+            "shared_intermediate": 72,
+            "shared_gate": True,
+        },
+        3,
+    ),
+    "weights on inputs": (
+        {"hidden": 256, "intermediate": 128, "top_k": 1, "apply_router_weight_on_input": True},
+        2,
+    ),
+    "slots of experts": ({"hidden": 128, "intermediate": 128, "capacity_factor": 4.0}, 2),
+}
+"""Of a config, what is not usual, and its ranks."""
+IN_EVERY_RUN = ("gated, ranks, blocks that parts share", "biases and channels")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.nightly])
+        for name in LAYERS
+    ],
+)
+def test_outputs_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
+    changes, ranks = LAYERS[name]
+    sizes = {
+        "dtype": torch.bfloat16,
+        "max_tokens": 200,
+        "weight_format": "fp8_block128",
+        "activation_format": "fp8_group128",
+    }
+    cfg = config(**(sizes | changes))
+    assert_computes(cfg, ranks, tmp_path, PATIENCE)
+
+
+def test_codes_that_the_caller_brings_are_sent_as_they_are(tmp_path: Path) -> None:
+    cfg = config(
+        dtype=torch.bfloat16,
+        hidden=256,
+        intermediate=128,
+        max_tokens=100,
+        weight_format="fp8_block128",
+        activation_format="fp8_group128",
+    )
+    weights = draw_weights(cfg)
+    emulated = EmulatedLayer(build(cfg, 2, 3, tmp_path), weights, 2, patience=PATIENCE)
+    for number, tokens in enumerate((100, 2)):
+        given = [draw_given_call(cfg, tokens - rank, 10 * number + rank) for rank in range(2)]
+        calls = [coded_call(call) for call in given]
+        outputs = emulated(calls, number)
+        for call, y, same in zip(calls, outputs, emulated(given, number), strict=True):
+            assert_matches(weights, call, y, f"call {number}")
+            assert torch.equal(y, same)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and weights that are both codes on the GPU: products of FP8 by FP8 are the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.cases import (
+    Case,
+    assert_computes,
+    blocks,
+    compile_cases,
+    draw_routed_call,
+    why_not,
+)
+from tests.layers import Call, coded_call, config, draw_given_call, draw_weights
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
+
+_SIZES: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "max_tokens": 600,
+    "experts": 8,
+    "top_k": 2,
+    "weight_format": "fp8_block128",
+    "activation_format": "fp8_group128",
+}
+LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+    "swiglu": ({"hidden": 512, "intermediate": 384}, 2),
+    "blocks that parts share, float16": (
+        {"hidden": 256, "intermediate": 320, "dtype": torch.float16},
+        1,
+    ),
+    "biases and channels": (
+        {"hidden": 384, "intermediate": 192, "bias": True, "weight_format": "fp8_channel"},
+        2,
+    ),
+    "relu2, a part that is not whole": (
+        {
+            "activation": "relu2",
+            "hidden": 128,
+            "intermediate": 64,
+            "weight_format": "fp8_tensor",
+        },
+        1,
+    ),
+    "shared experts": (
+        {"hidden": 512, "intermediate": 128, "shared_experts": 1, "shared_intermediate": 192},
+        1,
+    ),
+    "experts of many rows": ({"hidden": 256, "intermediate": 128, "experts": 2, "top_k": 1}, 2),
+}
+CASES = {
+    name: Case(ranks, config(**{**_SIZES, **changes})) for name, (changes, ranks) in LAYERS.items()
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """All are compiled, side by side, before the first test."""
+    compile_cases(CASES.values(), blocks())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_of_codes_are_the_references(name: str) -> None:
+    case = CASES[name]
+    weights = draw_weights(case.cfg, seed=1)
+
+    def calls_of(rank: int) -> list[Call]:
+        calls = []
+        for number, tokens in enumerate((1, 8, 0, 600, 77)):
+            seed = 100 * rank + 10 * number
+            given = draw_given_call(case.cfg, tokens, seed)
+            calls += [given, draw_routed_call(weights, tokens, seed + 1)]
+            if case.cfg.shared_experts == 0:
+                calls.append(coded_call(given))
+        return calls
+
+    assert_computes(case, weights, calls_of)
