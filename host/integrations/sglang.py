@@ -20,7 +20,7 @@ from moeos.integrations import shared
 VERSION = "0.5.23"
 """The version of SGLang whose interfaces this was written for."""
 
-NAME = "moeos"
+NAME = shared.NAME
 """What the runner backend is called."""
 
 try:

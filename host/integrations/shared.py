@@ -20,6 +20,9 @@ from moeos.config import MoEConfig
 from moeos.experts import Experts
 from moeos.world import World
 
+NAME = "moeos"
+"""What moeos is called in the settings of all libraries."""
+
 SERVER_DEADLINE = 300.0
 """Seconds that a server's ranks wait for each other: one may still compile or capture graphs."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from moeos import kernel_shape
 from moeos.config import MoEConfig
 from moeos.engines import twin
 from moeos.experts import Experts
-from moeos.integrations import formula_of, shared, transformers_weights
+from moeos.formats import FORMATS
+from moeos.integrations import formula_of, shared, transformers_formats, transformers_weights
 
 VERSION = "5.24.0"
 """The version of transformers whose interfaces this was written for."""
@@ -42,13 +43,15 @@ try:
     )
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface
+
+    from moeos.integrations import transformers_mxfp4
 except ImportError as error:
     raise ImportError(
         f"moeos.integrations.transformers needs transformers {OLDEST} or newer, and this is "
         f"{importlib.metadata.version('transformers')}: pip install 'transformers>={OLDEST}'"
     ) from error
 
-NAME = "moeos"
+NAME = shared.NAME
 """What the implementations are called."""
 
 MAX_TOKENS = 8192
@@ -97,8 +100,9 @@ def register(max_tokens: int = MAX_TOKENS, deadline: float = shared.SERVER_DEADL
     global _options
     _options = _Options(max_tokens, deadline)
     ExpertsInterface.register(NAME, experts_forward)
-    FP8ExpertsInterface.register(NAME, _refuse_fp8)
+    FP8ExpertsInterface.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, MoeosEP)
+    transformers_mxfp4.register()
 
 
 def experts_forward(
@@ -106,15 +110,6 @@ def experts_forward(
 ) -> Tensor:
     """What an experts module computes, by this process alone: [S, H] -> [S, H]."""
     return _call(self, None, hidden_states, top_k_index, top_k_weights)
-
-
-def _refuse_fp8(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise shared.refusal(
-        _where(self),
-        "the experts' quantisation",
-        "fp8",
-        "FineGrainedFP8Config(dequantize=True) does, or another experts_implementation",
-    )
 
 
 class MoeosEP(EPImplementation):
@@ -164,10 +159,15 @@ class _Ready:
     """A module's experts, and for what they were made: a key, and the module's activation, told by
     identity. A pickle has none of it."""
 
-    def __init__(self, key: tuple[Any, ...], act_fn: Any, experts: Experts) -> None:
+    def __init__(self, module: Any, key: tuple[Any, ...], experts: Experts) -> None:
         self.key = key
-        self.act_fn = act_fn
+        self.act_fn = getattr(module, "act_fn", None)
         self.experts = experts
+        self.widened = transformers_formats.widen(module, experts.cfg.weight_format)
+
+    def weights_of(self, module: Any) -> transformers_weights.Weights:
+        coded = self.experts.cfg.weight_format
+        return transformers_formats.weights_of(module, coded, self.widened)
 
     def __reduce__(self) -> Any:
         return _not_ready, ()
@@ -180,7 +180,8 @@ def _not_ready() -> None:
 def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The experts' weighted sum for each token of x [S, H]. Collective over `group`."""
     own = getattr(module, transformers_weights.names_of(module)[0])
-    key = (_options, ids.shape[-1], own.dtype, own.device)
+    dtype = x.dtype if transformers_formats.is_coded(own) else own.dtype
+    key = (_options, ids.shape[-1], dtype, own.dtype, own.device)
     if transformers_weights.are_others(module):
         raise ValueError(f"{_where(module)}: {transformers_weights.OTHERS}")
     if not _is_ready(module, key):
@@ -189,13 +190,14 @@ def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
                 _where(module), "the first call", "exported", "a call before torch.export does"
             )
         _make_ready_in_a_call_before_torch_compile(module, group, key)
-    experts: Experts = getattr(module, _READY).experts
+    ready: _Ready = getattr(module, _READY)
+    experts = ready.experts
     rows, most = x.shape[:-1].numel(), experts.cfg.max_tokens
     if group is not None:
         _require_room(module, rows)
     pieces = max(1, -(-rows // most))
     with _device_of(x):
-        y = experts(x, ids, weights, *transformers_weights.weights_of(module), pieces=pieces)
+        y = experts(x, ids, weights, *ready.weights_of(module), pieces=pieces)
     return y.to(x.dtype)
 
 
@@ -214,8 +216,8 @@ def _make_ready_in_a_call_before_torch_compile(
 
     def prepare() -> None:
         if not _is_ready(module, key):  # which another thread may have made it
-            act_fn = getattr(module, "act_fn", None)
-            setattr(module, _READY, _Ready(key, act_fn, _made(module, group, key[1])))
+            _, top_k, dtype, *_ = key
+            setattr(module, _READY, _Ready(module, key, _made(module, group, top_k, dtype)))
 
     shared.preparing.run(prepare)
 
@@ -228,9 +230,10 @@ def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:
     return transformers_weights.is_in_place(module)
 
 
-def _made(module: Any, group: Any, top_k: int) -> Experts:
-    """The experts of a module's first call. Collective over `group`."""
+def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype) -> Experts:
+    """The experts of a module's first call, of tokens in `dtype`. Collective over `group`."""
     fields = _refuse(module)
+    weight_format = fields["weight_format"]
     own = getattr(module, transformers_weights.names_of(module)[0])
     device = own.device
     if device.type not in _DTYPES:
@@ -238,25 +241,27 @@ def _made(module: Any, group: Any, top_k: int) -> Experts:
             _where(module), "the weights' device", str(device), "the CPU and a GPU of NVIDIA do"
         )
     dtypes = _DTYPES[device.type]
-    if own.dtype not in dtypes:
+    if dtype not in dtypes:
         works = " and ".join(map(str, dtypes))
+        whose, remedy = "weights'", "model.to(torch.bfloat16)"
+        if weight_format is not None:
+            whose, remedy = "tokens'", "from_pretrained(..., dtype=torch.bfloat16)"
         raise shared.refusal(
-            _where(module),
-            f"the weights' dtype on {device}",
-            own.dtype,
-            f"there {works} do: model.to(torch.bfloat16)",
+            _where(module), f"the {whose} dtype on {device}", dtype, f"there {works} do: {remedy}"
         )
     transformers_weights.move(module)
-    w1, w2, *_ = transformers_weights.weights_of(module)
+    weights = transformers_formats.weights_of(module, weight_format, {})
+    w1, w2, *_ = weights
+    codes_of_byte = 1 if weight_format is None else 8 // FORMATS[weight_format].code_bits
     backend = "cuda" if device.type == "cuda" else "twin"
     world = shared.world_of(group, backend, _options.deadline, device)
     try:
         cfg = MoEConfig(
             hidden=w2.shape[1],
-            intermediate=w2.shape[2],
+            intermediate=w2.shape[2] * codes_of_byte,
             experts=w1.shape[0] * world.size,
             top_k=top_k,
-            dtype=w1.dtype,
+            dtype=dtype,
             max_tokens=_options.max_tokens,
             bias=module.has_bias,
             routing="caller",
@@ -264,6 +269,8 @@ def _made(module: Any, group: Any, top_k: int) -> Experts:
         )
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_where(module)}: {error}") from None
+    if weight_format is not None:
+        transformers_formats.check(module, cfg, weights, _where(module))
     with _device_of(w1):
         return shared.experts_of(cfg, world)
 
@@ -286,7 +293,8 @@ def _refuse(module: Any) -> dict[str, Any]:
         raise shared.refusal(
             _where(module), "has_post_expert_norm", True, "experts without a norm of their own do"
         )
-    names = transformers_weights.names_of(module)
+    weight_format = transformers_formats.format_of(module, _where(module))
+    names = transformers_weights.names_of(module) + transformers_weights.scale_names_of(module)
     for name, weight in module.named_parameters(recurse=False):
         if name not in names:
             raise shared.refusal(
@@ -302,9 +310,10 @@ def _refuse(module: Any) -> dict[str, Any]:
         for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
     )
     try:
-        return formula_of.fields_of(
+        fields = formula_of.fields_of(
             lambda rows: _between(module, rows), module.has_gate, limits, alphas
         )
+        return {**fields, "weight_format": weight_format}
     except formula_of.NoFormulaError as error:
         said = [name for name in _SAID_IN if getattr(module.config, name, None) is not None]
         called = f" ({said[0]} {getattr(module.config, said[0])!r})" if said else ""

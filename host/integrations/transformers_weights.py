@@ -4,7 +4,8 @@
 transformers has four layouts: rows or columns of outputs, and gate and up behind one another or in
 turn. This file turns the other three into the one that moeos has: once, in the module's own
 parameters, and so that all else still finds what it had. An error on the way, or Ctrl-C, leaves a
-module that is right, and whose move may begin again. It knows no world and makes no call.
+module that is right, and whose move may begin again. It knows no world and makes no call, and
+nothing of what codes and scales mean.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ _MOVED = "_moeos_moved"
 """The attribute of a module in which the address of its reordered w1 stands."""
 
 
+_CODES, _SCALES = "_blocks", ("_scale_inv", "_scales")
+"""Behind the name of a matrix: codes that are not called as the matrix is, and scales."""
+
+
 class Weights(NamedTuple):
     """As `moeos.Experts` takes them."""
 
@@ -27,12 +32,29 @@ class Weights(NamedTuple):
     w2: Tensor
     b1: Tensor | None
     b2: Tensor | None
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
 
 
 def names_of(module: Any) -> tuple[str, ...]:
-    """The parameters of a module, in the order of `Weights`."""
-    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    return (*names, *(f"{name}_bias" for name in names)) if module.has_bias else names
+    """The parameters of a module, in the order of `Weights`, without scales."""
+    names = _matrices(module)
+    biases = tuple(f"{name}_bias" for name in names) if module.has_bias else ()
+    coded = f"{names[0]}{_CODES}" in module._parameters
+    return (*(f"{name}{_CODES}" if coded else name for name in names), *biases)
+
+
+def scale_names_of(module: Any) -> tuple[str, ...]:
+    """Those that are the scales of both matrices; none of a module that is not quantised."""
+    for end in _SCALES:
+        names = tuple(f"{name}{end}" for name in _matrices(module))
+        if any(name in module._parameters for name in names):
+            return names
+    return ()
+
+
+def _matrices(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def is_in_place(module: Any) -> bool:
@@ -66,7 +88,8 @@ def move(module: Any) -> None:
     """
     with torch.inference_mode(False), torch.no_grad():
         if module.has_gate and not module.is_concatenated:
-            names = [name for name in names_of(module) if name.startswith("gate_up_proj")]
+            every = (*names_of(module), *scale_names_of(module))
+            names = [name for name in every if name.startswith("gate_up_proj")]
             ordered = {name: gate_then_up(_rows(module, name), 1) for name in names}
             known = [
                 (module, "__class__", _reordered(type(module))),
@@ -80,7 +103,7 @@ def move(module: Any) -> None:
 
 
 def weights_of(module: Any) -> Weights:
-    """The parameters of a module that is in place, or views of them."""
+    """The parameters of a module that is in place and not quantised, or views of them."""
     names = names_of(module)
     w1, w2 = (_rows(module, name) for name in names[:2])
     b1, b2 = (getattr(module, name) for name in names[2:]) if module.has_bias else (None, None)
@@ -163,10 +186,10 @@ class _Reordered:
     def _reorder(
         self, tensors: dict[str, Tensor], prefix: str, order: Callable[[Tensor, int], Tensor]
     ) -> None:
-        for name in ("gate_up_proj", "gate_up_proj_bias"):
-            key = prefix + name
+        for end in ("", "_bias", _CODES, *_SCALES):
+            key = f"{prefix}gate_up_proj{end}"
             if key in tensors:
-                rows = tensors[key].dim() == 3 and not self.is_transposed  # type: ignore[attr-defined]
+                rows = tensors[key].dim() > 2 and not self.is_transposed  # type: ignore[attr-defined]
                 tensors[key] = order(tensors[key], 1 if rows else -1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -18,7 +18,7 @@ from moeos.integrations import shared
 VERSION = "0.32.0"
 """The version of vLLM whose interfaces this was written for."""
 
-NAME = "moeos"
+NAME = shared.NAME
 """What the quantisation is called."""
 
 try:

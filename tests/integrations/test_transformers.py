@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
-from transformers.integrations import finegrained_fp8
 
 import moeos
 import moeos.integrations.transformers as adapter
@@ -514,12 +513,6 @@ def test_a_gradient_is_refused() -> None:
     module.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"has no backward.*torch.no_grad"):
         module(*tokens_for(module))
-
-
-def test_quantised_experts_are_refused() -> None:
-    function = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface("moeos", lambda: None)
-    with pytest.raises(ValueError, match=r"quantisation is 'fp8'.*dequantize=True"):
-        function(qwen3())
 
 
 def test_the_lines_of_the_page_switch_moeos_on() -> None:
