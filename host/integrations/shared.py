@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import moeos
@@ -128,6 +129,20 @@ def experts_of(cfg: MoEConfig, world: World) -> Experts:
         return found
 
     return _making.run(made)
+
+
+def gate_then_up(interleaved: Tensor, dim: int = -1) -> Tensor:
+    """[..., 2I] gate 0, up 0, gate 1, ... -> [..., 2I] all gates, then all ups; along `dim`."""
+    dim %= interleaved.dim()
+    pairs: Tensor = interleaved.unflatten(dim, (-1, 2))
+    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def interleaved(gate_then_up: Tensor, dim: int = -1) -> Tensor:
+    """The inverse of `gate_then_up`."""
+    dim %= gate_then_up.dim()
+    halves: Tensor = gate_then_up.unflatten(dim, (2, -1))
+    return halves.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def untraced(function: _Function) -> _Function:

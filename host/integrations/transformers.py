@@ -328,7 +328,7 @@ def _between(module: Any, rows: Tensor) -> Tensor:
     if not module.has_gate:
         activated: Tensor = module.act_fn(rows)
         return activated
-    inner = rows if module.is_concatenated else transformers_weights.interleaved(rows)
+    inner = rows if module.is_concatenated else shared.interleaved(rows)
     gated: Tensor = module._apply_gate(inner)
     return gated
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moeos.integrations.shared import gate_then_up, interleaved
+
 _MOVED = "_moeos_moved"
 """The attribute of a module in which the address of its reordered w1 stands."""
 
@@ -108,20 +110,6 @@ def weights_of(module: Any) -> Weights:
     w1, w2 = (_rows(module, name) for name in names[:2])
     b1, b2 = (getattr(module, name) for name in names[2:]) if module.has_bias else (None, None)
     return Weights(w1, w2, b1, b2)
-
-
-def gate_then_up(interleaved: Tensor, dim: int = -1) -> Tensor:
-    """[..., 2I] gate 0, up 0, gate 1, ... -> [..., 2I] all gates, then all ups; along `dim`."""
-    dim %= interleaved.dim()
-    pairs: Tensor = interleaved.unflatten(dim, (-1, 2))
-    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
-
-
-def interleaved(gate_then_up: Tensor, dim: int = -1) -> Tensor:
-    """The inverse of `gate_then_up`."""
-    dim %= gate_then_up.dim()
-    halves: Tensor = gate_then_up.unflatten(dim, (2, -1))
-    return halves.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def _rows(module: Any, name: str) -> Tensor:

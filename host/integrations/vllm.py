@@ -2,9 +2,10 @@
 """The plugin for vLLM: `--quantization moeos` runs the routed experts of a model on moeos.
 
 vLLM calls `register` in each of its processes, by the entry point `vllm.general_plugins`. A
-quantisation config is where vLLM lets a plugin choose how a layer computes; nothing is quantised.
-This file chooses and refuses; `moeos.integrations.vllm_experts` computes. It was written for the
-version below and is imported before vLLM's layers are, so it imports none of them itself.
+quantisation config is where vLLM lets a plugin choose how a layer computes; nothing is quantised
+that the checkpoint has not. This file chooses and refuses; `moeos.integrations.vllm_experts`
+computes, and `vllm_formats` has the checkpoints that are quantised. It was written for the version
+below and is imported before vLLM's layers are, so it imports none of them itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ VERSION = "0.32.0"
 
 NAME = shared.NAME
 """What the quantisation is called."""
+
+_MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
+"""What checkpoints call it, and what vLLM calls it in them."""
 
 try:
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -52,22 +56,29 @@ class MoeosConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> MoeosConfig:
-        return cls()
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """Of a quantised checkpoint it is vLLM's own config, with experts by moeos."""
+        if config.get("quant_method") is None:
+            return cls()
+        from moeos.integrations import vllm_formats
+
+        return vllm_formats.config_of(config)
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
-        """Refuses a checkpoint that is quantised, where moeos was asked for."""
-        if user_quant == NAME:
-            raise shared.refusal(
-                "vLLM",
-                "the checkpoint's quant_method",
-                hf_quant_cfg.get("quant_method"),
-                "serve the model's bfloat16, float16 or float32 checkpoint",
-            )
-        return None
+        """Takes a quantised checkpoint where moeos was asked for, or refuses it."""
+        if user_quant != NAME:
+            return None
+        method, model = hf_quant_cfg.get("quant_method"), getattr(hf_config, "model_type", None)
+        if method not in ("fp8", *_MXFP4):
+            works = "serve one of 'fp8', or the model's bfloat16, float16 or float32 checkpoint"
+            raise shared.refusal("vLLM", "the checkpoint's quant_method", method, works)
+        if method in _MXFP4 and model != "gpt_oss":
+            works = "those of gpt_oss do"
+            raise shared.refusal("vLLM", f"{method} of a model_type", model, works)
+        return NAME
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer computes; None leaves it to vLLM."""

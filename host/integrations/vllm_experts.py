@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from moeos.config import MoEConfig
 from moeos.experts import Experts
+from moeos.formats import WeightFormat
 from moeos.integrations import shared
 from moeos.integrations.vllm import NAME, VERSION
 
@@ -39,6 +41,7 @@ try:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
     )
+    from vllm.model_executor.utils import is_weights_pre_processed
     from vllm.platforms import current_platform
 except ImportError as error:
     raise shared.missing("vllm_experts", "vllm", VERSION) from error
@@ -57,6 +60,9 @@ ACTIVATIONS = {
     "relu2_no_mul": "relu2",
 }
 """vLLM's name of an activation -> that of moeos."""
+
+INTERLEAVED = ACTIVATIONS | {"swigluoai": "swigluoai"}
+"""The same where a checkpoint's rows of gate and up lie in turn: they are put in order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +97,9 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
     results. Data-parallel ranks, and tensor-parallel ones whose tokens vLLM has split already, pass
     theirs. So the output is complete on every rank.
     """
+
+    weight_format: WeightFormat | None = None
+    """Of the layer's weights; who makes these sets it."""
 
     _experts: Experts
 
@@ -140,11 +149,12 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Makes the world, with the first layer, and the experts. Collective over the group."""
-        require_placement(layer)
+        require_placement(layer, self.weight_format)
         options = Options.current()
         backend = options.backend or ("twin" if current_platform.is_cpu() else "cuda")
         world = shared.world_of(get_ep_group().cpu_group, backend, options.deadline)
-        self._experts = shared.experts_of(config_of(self.moe_config, layer), world)
+        cfg = config_of(self.moe_config, self.weight_format)
+        self._experts = shared.experts_of(cfg, world)
         _log.info("%s: experts of rank %d of %d by moeos", layer.layer_name, world.rank, world.size)
         parallel = self.moe_config.moe_parallel_config
         equal = parallel.use_ep and not parallel.is_sequence_parallel
@@ -176,7 +186,7 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         if apply_router_weight_on_input:  # with one expert a token, by vLLM's rule
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
             topk_weights = torch.ones_like(topk_weights)
-        weights = (w1, w2, self.w1_bias, self.w2_bias)
+        weights = (w1, w2, self.w1_bias, self.w2_bias, self.w1_scale, self.w2_scale)
         if self._tp is None:
             self._experts(hidden_states, topk_ids, topk_weights, *weights, out=output)
             return
@@ -189,17 +199,23 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         output.copy_(self._tp.all_gather(mine, dim=0)[:rows])
 
 
-class MoeosMethod(UnquantizedFusedMoEMethod):
-    """Weights as vLLM's unquantised method has them, and `MoeosExperts` to compute with them."""
+class OnMoeos(FusedMoEMethodBase):
+    """What moeos' methods have in common. vLLM's own of the same weights stands behind it among the
+    parents: it makes the weights, as its loaders know them, and calls the kernel.
+    """
 
     moe_kernel: mk.FusedMoEKernel | None
+    experts_cls: type[mk.FusedMoEExperts] | None
+    weight_format: WeightFormat | None = None
+    interleaved = False
+    """Whether a checkpoint has rows of gate and up in turn."""
+    supports_pre_processed_weights = True
 
-    def __init__(self, moe: FusedMoEConfig) -> None:
-        refuse_unsupported(moe)
-        # Not the parent's, which looks for a kernel among vLLM's own.
+    def start(self, moe: FusedMoEConfig) -> None:
+        """In place of vLLM's `__init__`, which looks for a kernel among vLLM's own."""
+        refuse_unsupported(moe, INTERLEAVED if self.interleaved else ACTIVATIONS)
         FusedMoEMethodBase.__init__(self, moe)
         self.experts_cls = MoeosExperts
-        self.supports_pre_processed_weights = True
 
     @property
     def supports_eplb(self) -> bool:
@@ -216,40 +232,57 @@ class MoeosMethod(UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Makes the kernel, once: a call takes the layer's weights, whenever they were loaded."""
-        if self.moe_kernel is not None:
-            return
+        if self.interleaved and not is_weights_pre_processed():
+            for name in ("w13_weight", "w13_weight_scale", "w13_bias"):
+                rows = getattr(layer, name, None)
+                if rows is not None:
+                    rows.data.copy_(shared.gate_then_up(rows.data, 1))
         quant: FusedMoEQuantConfig = self.get_fused_moe_quant_config(layer)
         self.moe_quant_config = quant
+        if self.moe_kernel is not None:
+            self.moe_kernel.fused_experts.quant_config = quant
+            return
         experts = MoeosExperts(self.moe, quant)
+        experts.weight_format = self.weight_format
         experts.process_weights_after_loading(layer)
         self.moe_kernel = mk.FusedMoEKernel(PassThroughPrepareAndFinalize(), experts)
 
 
-def config_of(moe: FusedMoEConfig, layer: Any) -> MoEConfig:
+class MoeosMethod(OnMoeos, UnquantizedFusedMoEMethod):
+    """Weights as vLLM's unquantised method has them, and `MoeosExperts` to compute with them."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        self.start(moe)
+
+
+def config_of(moe: FusedMoEConfig, weight_format: WeightFormat | None) -> MoEConfig:
     """The config of a layer's experts; `ValueError` for what moeos does not compute."""
     return MoEConfig(
         hidden=moe.hidden_dim,
         intermediate=moe.intermediate_size_per_partition,
         experts=moe.num_experts,
         top_k=moe.experts_per_token,
-        activation=shared.activation_of(WHERE, moe.activation.value, ACTIVATIONS),
+        activation=shared.activation_of(WHERE, moe.activation.value, INTERLEAVED),
         dtype=moe.in_dtype,
         max_tokens=moe.max_num_tokens,
         swiglu_limit=moe.swiglu_limit,
         bias=moe.has_bias,
         routing="caller",
+        weight_format=weight_format,
     )
 
 
-def require_placement(layer: Any) -> None:
-    """`ValueError` unless rank r holds the experts r*X ... r*X + X-1 in the dtype of tokens."""
+def require_placement(layer: Any, weight_format: WeightFormat | None) -> None:
+    """`ValueError` unless rank r holds the experts r*X ... r*X + X-1 in the dtype of tokens, or in
+    a format.
+    """
     placement = layer.expert_map_manager.placement_strategy
     if placement != "linear":
         raise shared.refusal(
             WHERE, "expert_placement_strategy", placement, "--expert-placement-strategy linear does"
         )
     moe = layer.moe_config
-    if layer.w13_weight.dtype != moe.in_dtype:
+    if weight_format is None and layer.w13_weight.dtype != moe.in_dtype:
         raise shared.refusal(
             WHERE,
             "the experts' dtype",
@@ -258,7 +291,7 @@ def require_placement(layer: Any) -> None:
         )
 
 
-def refuse_unsupported(moe: FusedMoEConfig) -> None:
+def refuse_unsupported(moe: FusedMoEConfig, activations: Mapping[str, str]) -> None:
     """`ValueError` for what a deployment asks of the experts and moeos does not do."""
     parallel = moe.moe_parallel_config
     vllm_config = get_current_vllm_config()
@@ -305,4 +338,4 @@ def refuse_unsupported(moe: FusedMoEConfig) -> None:
     for refused, field, value, works in cases:
         if refused:
             raise shared.refusal(WHERE, field, value, works)
-    shared.activation_of(WHERE, moe.activation.value, ACTIVATIONS)
+    shared.activation_of(WHERE, moe.activation.value, activations)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig, reference
+from moeos.formats import dequantize, quantize_matrix
 from tests.host.test_groups import in_processes
 from tests.layers import TOLERANCE
 
@@ -51,6 +52,15 @@ class Tensors:
         self.w2 = self.draw(cfg.experts, cfg.hidden, cfg.intermediate) / cfg.intermediate**0.5
         self.b1 = self.draw(cfg.experts, cfg.w1_rows) if cfg.bias else None
         self.b2 = self.draw(cfg.experts, cfg.hidden) if cfg.bias else None
+        self.codes: dict[str, tuple[Tensor, Tensor]] = {}
+        """With a format those of w1 and w2 and their scales; w1 and w2 are what they stand for."""
+        if cfg.weight_format is not None:
+            for name, halves in (("w1", cfg.halves), ("w2", 1)):
+                numbers = getattr(self, name)
+                codes, scale, scale_2 = quantize_matrix(numbers, cfg.weight_format, halves)
+                self.codes[name] = codes, scale
+                numbers = dequantize(codes, scale, scale_2, cfg.weight_format, halves)
+                setattr(self, name, numbers)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.cfg.dtype)

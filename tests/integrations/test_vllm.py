@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import re
+import types
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig
+from moeos.integrations import shared
 from tests.integrations.stand_ins import Tensors, on_ranks
 
 HIDDEN, INTERMEDIATE, EXPERTS, MAX_TOKENS = 64, 96, 8, 40
@@ -29,6 +32,7 @@ class Job:
         dp: int = 1,
         sequence_parallel: bool = False,
         options: dict[str, Any] | None = None,
+        quantization_config: dict[str, Any] | None = None,
         **parallel: Any,
     ) -> None:
         from vllm import config, distributed
@@ -39,7 +43,9 @@ class Job:
 
         plugin.register()
         plugin.register()  # vLLM may do so again
-        self.quant = quantization.get_quantization_config("moeos").from_config({})
+        self.quant = quantization.get_quantization_config("moeos").from_config(
+            quantization_config or {}
+        )
         self.ranks = tp * dp
         whole = parallel.pop("enable_expert_parallel", True) and self.ranks > 1
         distributed.start_groups(tp)
@@ -104,11 +110,7 @@ class Job:
             )
             first = self.parallel.ep_rank * placement.local_num_experts
             mine = slice(first, first + placement.local_num_experts)
-            layer.w13_weight.data.copy_(tensors.w1[mine])
-            layer.w2_weight.data.copy_(tensors.w2[mine])
-            if tensors.b1 is not None and tensors.b2 is not None:
-                layer.w13_bias.data.copy_(tensors.b1[mine])
-                layer.w2_bias.data.copy_(tensors.b2[mine])
+            load(layer, tensors, mine)
             layer.quant_method.process_weights_after_loading(layer)
         return layer
 
@@ -121,6 +123,22 @@ class Job:
         if not reduced and self.ranks > 1 and not self.parallel.is_sequence_parallel:
             y = tensor_model_parallel_all_reduce(y)
         return y
+
+
+def load(layer: Any, tensors: Tensors, mine: slice) -> None:
+    """What vLLM's loaders do with a checkpoint; one in MXFP4 has rows of gate and up in turn."""
+    parts = {"w13_weight": tensors.w1, "w2_weight": tensors.w2}
+    if tensors.b1 is not None and tensors.b2 is not None:
+        parts |= {"w13_bias": tensors.b1, "w2_bias": tensors.b2}
+    for name, (codes, scale) in tensors.codes.items():
+        theirs = {"w1": "w13", "w2": "w2"}[name]
+        end = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
+        parts |= {f"{theirs}_weight": codes, f"{theirs}_{end}": scale}
+    for name, tensor in parts.items():
+        if tensors.cfg.weight_format == "mxfp4" and name.startswith("w13"):
+            tensor = shared.interleaved(tensor, 1)
+        parameter = getattr(layer, name)
+        parameter.data.copy_(tensor[mine].view(parameter.shape))
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -283,11 +301,119 @@ def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
         on_ranks(live, 2)
 
 
-def test_a_quantised_checkpoint_is_refused_where_moeos_was_asked_for() -> None:
-    def live(rank: int) -> None:
-        quant = type(Job(rank).quant)
-        assert quant.override_quantization_method({"quant_method": "fp8"}, "fp8") is None
-        quant.override_quantization_method({"quant_method": "fp8"}, "moeos")
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["layers.plain"],
+}
+FP8_MATRIX = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+MXFP4 = {"quant_method": "gpt_oss_mxfp4"}  # as vLLM calls what the checkpoint calls mxfp4
 
-    with pytest.raises(ValueError, match=r"quant_method is 'fp8'.*bfloat16"):
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("checkpoint", "changes", "activation"),
+    [
+        (FP8_BLOCKS, {"weight_format": "fp8_block128"}, "silu"),
+        (FP8_MATRIX, {"weight_format": "fp8_tensor", "dtype": torch.bfloat16}, "silu"),
+        (FP8_MATRIX, {"weight_format": "fp8_tensor", "activation": "relu2"}, "relu2_no_mul"),
+        (
+            MXFP4,
+            {
+                "weight_format": "mxfp4",
+                "activation": "swigluoai",
+                "bias": True,
+                "dtype": torch.bfloat16,
+            },
+            "swigluoai",
+        ),
+    ],
+    ids=["blocks", "matrices", "without a gate", "mxfp4"],
+)
+def test_experts_of_a_quantised_checkpoint_are_right_as_they_are_shipped(
+    checkpoint: dict[str, Any], changes: dict[str, Any], activation: str, ranks: int
+) -> None:
+    def live(rank: int) -> tuple[list[float], Any, bool]:
+        job = Job(rank, tp=ranks, quantization_config=checkpoint)
+        models = [Tensors(config(intermediate=256, **changes), seed) for seed in range(2)]
+        layer = job.layer(models[0], activation=activation)
+        codes = layer.w13_weight
+        errors = []
+        for model in models:
+            if model is models[1]:  # weights are loaded again
+                local = EXPERTS // ranks
+                load(layer, model, slice(rank * local, (rank + 1) * local))
+                layer.quant_method.process_weights_after_loading(layer)
+            for rows in (MAX_TOKENS, 3):
+                x, (ids, weights) = model.draw(rows, HIDDEN), model.routing(rows)
+                errors.append(model.error(job.forward(layer, x, ids, weights), x, ids, weights))
+        experts = layer.quant_method.moe_kernel.fused_experts._experts
+        return errors, experts.cfg.weight_format, codes is layer.w13_weight
+
+    for errors, weight_format, in_place in on_ranks(live, ranks):
+        assert max(errors) <= 1
+        assert weight_format == changes["weight_format"]
+        assert in_place
+
+
+def test_all_else_of_a_quantised_checkpoint_is_vllm_s() -> None:
+    def live(rank: int) -> list[str]:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        job = Job(rank, quantization_config=FP8_BLOCKS)
+        plain = job.layer(Tensors(config()), "layers.plain")
+        linear = job.quant.get_quant_method(LinearBase(), "lm")
+        names = [type(one).__name__ for one in (linear, plain.quant_method)]
+        return [job.quant.get_name(), *names]
+
+    assert on_ranks(live, 1) == [["fp8", "Fp8LinearMethod", "MoeosMethod"]]
+
+
+def test_moeos_takes_a_quantised_checkpoint_where_it_was_asked_for_and_can() -> None:
+    def live(rank: int) -> list[Any]:
+        quant = type(Job(rank).quant)
+        gpt_oss = types.SimpleNamespace(model_type="gpt_oss")
+        found = [
+            quant.override_quantization_method(FP8_BLOCKS, "fp8"),
+            quant.override_quantization_method(FP8_BLOCKS, "moeos", hf_config=gpt_oss),
+            quant.override_quantization_method({"quant_method": "mxfp4"}, "moeos", gpt_oss),
+        ]
+        for checkpoint in ({"quant_method": "awq"}, {"quant_method": "mxfp4"}):
+            with pytest.raises(ValueError, match="which moeos does not do") as raised:
+                quant.override_quantization_method(checkpoint, "moeos", None)
+            found.append(str(raised.value))
+        return found
+
+    (found,) = on_ranks(live, 1)
+    assert found[:3] == [None, "moeos", "moeos"]
+    assert re.search(r"quant_method is 'awq'.*'fp8', or the model's bfloat16", found[3])
+    assert re.search("mxfp4 of a model_type is None.*gpt_oss", found[4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"activation_scheme": "static"}, "activation_scheme is 'static'.*input_scale is not used"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\].*\[128, 128\]"),
+        ({"store_dtype": "mxfp4"}, "store_dtype is 'mxfp4'.*none does"),
+        ({"fmt": "e5m2"}, "fmt is 'e5m2'.*'e4m3' does"),
+    ],
+)
+def test_a_quantised_checkpoint_that_moeos_does_not_compute_is_refused_by_its_field(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    def live(rank: int) -> None:
+        Job(rank, quantization_config=FP8_BLOCKS | changes)
+
+    with pytest.raises(ValueError, match=f"the checkpoint's quantization_config: {sentence}"):
+        on_ranks(live, 1)
+
+
+def test_sizes_that_a_format_does_not_have_are_refused() -> None:
+    def live(rank: int) -> None:
+        cfg = config(intermediate=256, hidden=72, weight_format=None)
+        Job(rank, quantization_config=FP8_MATRIX).layer(Tensors(cfg))
+
+    with pytest.raises(ValueError, match="hidden is 72; it must be a multiple of 16 with"):
         on_ranks(live, 1)

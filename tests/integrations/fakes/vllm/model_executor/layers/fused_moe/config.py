@@ -63,7 +63,28 @@ class FusedMoEConfig:
 class FusedMoEQuantConfig:
     w1_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+    w1_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
     a2_scale: torch.Tensor | None = None
     gemm1_alpha: float | None = None
     gemm1_beta: float | None = None
     gemm1_clamp_limit: float | None = None
+
+
+def fp8_w8a16_moe_quant_config(
+    w1_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+) -> FusedMoEQuantConfig:
+    return FusedMoEQuantConfig(w1_bias, w2_bias, w1_scale, w2_scale)
+
+
+def mxfp4_w4a16_moe_quant_config(
+    w1_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> FusedMoEQuantConfig:
+    return FusedMoEQuantConfig(w1_bias, w2_bias, w1_scale, w2_scale)

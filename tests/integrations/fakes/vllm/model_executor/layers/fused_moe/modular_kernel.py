@@ -138,6 +138,14 @@ class FusedMoEExperts(ABC):
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool: ...
 
     @property
+    def w1_scale(self) -> torch.Tensor | None:
+        return self.quant_config.w1_scale
+
+    @property
+    def w2_scale(self) -> torch.Tensor | None:
+        return self.quant_config.w2_scale
+
+    @property
     def w1_bias(self) -> torch.Tensor | None:
         return self.quant_config.w1_bias
 

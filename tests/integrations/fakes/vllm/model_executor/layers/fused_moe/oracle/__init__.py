@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of the stand-in for vLLM: which kernel computes."""
