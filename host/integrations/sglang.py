@@ -2,9 +2,9 @@
 """SGLang's expert layers on moeos: `--moe-runner-backend moeos`.
 
 SGLang calls `register` in each of its processes, by the entry point `sglang.srt.plugins`. It adds a
-runner core by SGLang's registry, and hooks by which a layer without quantisation takes that core
-and keeps the numbers that experts have over all ranks. It was written for the version below. It
-knows SGLang's interfaces and `moeos.Experts`, and nothing of how ranks talk.
+runner core by SGLang's registry, and hooks by which a layer without quantisation, or in FP8, takes
+that core and keeps the numbers that experts have over all ranks. It was written for the version
+below. It knows SGLang's interfaces and `moeos.Experts`, and nothing of how ranks talk.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moeos.config import MoEConfig
+from moeos.formats import BLOCK, WeightFormat
 from moeos.integrations import shared
 
 VERSION = "0.5.23"
@@ -55,6 +56,8 @@ ACTIVATIONS = {
 """SGLang's name of an activation -> that of moeos."""
 
 _UNQUANTISED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
+_FP8 = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
+_WORKS = "serve the model's FP8 checkpoint, or its bfloat16 or float16 one"
 _LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 _GLOBAL_IDS = "sglang.srt.layers.moe.token_dispatcher.standard._keeps_global_expert_ids"
 
@@ -109,6 +112,9 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
             weights = torch.ones_like(weights)
         if runner_config.routed_scaling_factor is not None:
             weights = weights * runner_config.routed_scaling_factor
+        w13_scale, w2_scale = quant_info.w13_scale, quant_info.w2_scale
+        if self._experts.cfg.weight_format == "fp8_tensor":
+            w2_scale = w2_scale.unsqueeze(1)  # a number for each half of a matrix, of which it is 1
         world, rows = self._experts.world, x.shape[0]
         first, end, most = shared.part(rows, world.rank, world.size)
         y = torch.zeros_like(x)
@@ -118,6 +124,8 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
             weights[first:end],
             quant_info.w13_weight,
             quant_info.w2_weight,
+            w1_scale=w13_scale,
+            w2_scale=w2_scale,
             pieces=max(1, -(-most // self._experts.cfg.max_tokens)),
         )
         return StandardCombineInput(hidden_states=y)
@@ -135,21 +143,54 @@ def config_of(config: MoeRunnerConfig, max_tokens: int) -> MoEConfig:
         max_tokens=max_tokens,
         swiglu_limit=config.swiglu_limit,
         routing="caller",
+        weight_format=weight_format_of(config),
     )
+
+
+def weight_format_of(config: MoeRunnerConfig) -> WeightFormat | None:
+    """What a layer's weights are in; `ValueError` for what moeos does not compute."""
+    method = config.layer.quant_method if config.layer is not None else None
+    name = type(method).__name__
+    if name == _UNQUANTISED.rpartition(".")[2]:
+        return None
+    if name != _FP8.rpartition(".")[2]:
+        raise shared.refusal(WHERE, "quant_method", name, _WORKS)
+    of_checkpoint = method.quant_config
+    block = of_checkpoint.weight_block_size
+    cases: list[tuple[bool, str, object, str]] = [
+        (
+            not of_checkpoint.is_checkpoint_fp8_serialized,
+            "is_checkpoint_fp8_serialized",
+            False,
+            "a checkpoint in FP8 does, or the model without --quantization",
+        ),
+        (
+            of_checkpoint.activation_scheme != "dynamic",
+            "activation_scheme",
+            of_checkpoint.activation_scheme,
+            "'dynamic' does: an input_scale is not used, as activations are not quantised",
+        ),
+        (method.use_mxfp8, "use_mxfp8", True, "FP8 with scales in float32 does"),
+        (method.is_fp4_expert, "is_fp4_experts", True, "experts in FP8 do"),
+        (
+            block is not None and [*block] != [BLOCK, BLOCK],
+            "weight_block_size",
+            block,
+            f"{[BLOCK, BLOCK]} and None do",
+        ),
+    ]
+    for refused, field, value, works in cases:
+        if refused:
+            raise shared.refusal(WHERE, field, value, works)
+    return "fp8_tensor" if block is None else "fp8_block128"
 
 
 def refuse_unsupported(config: MoeRunnerConfig) -> None:
     """`ValueError` for what a deployment asks of the experts and moeos does not do."""
+    weight_format_of(config)
     parallel = get_parallel()
-    method = type(config.layer.quant_method).__name__ if config.layer is not None else None
     on_input = config.apply_router_weight_on_input
     cases: list[tuple[bool, str, object, str]] = [
-        (
-            method != _UNQUANTISED.rpartition(".")[2],
-            "quant_method",
-            method,
-            "serve the model's bfloat16 or float16 checkpoint",
-        ),
         (
             parallel.moe_tp_size > 1,
             "moe_tp_size",
@@ -217,13 +258,25 @@ def _is_moeos(backend: Any) -> bool:
 
 
 def _create_moe_runner(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the unquantised method's: with `--moe-runner-backend moeos` it takes our core."""
+    """Around a method's: with `--moe-runner-backend moeos` it takes our core."""
     method, _, config = (*args, *kwargs.values())
     if not _is_moeos(get_moe_runner_backend()):
         return original(*args, **kwargs)
     method.moe_runner_config = config
     method.runner = MoeRunner(RegisteredMoeRunnerBackend(NAME), config)
     return None
+
+
+def _leave_weights(original: Callable[..., Any], method: Any, layer: Any) -> Any:
+    """Around what the FP8 method does behind loading: for our core, codes and scales stay."""
+    return None if _is_moeos(get_moe_runner_backend()) else original(method, layer)
+
+
+def _apply_fp8(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Around the FP8 method's call: our core takes the weights as Triton's has them."""
+    if not _is_moeos(get_moe_runner_backend()):
+        return original(method, layer=layer, dispatch_output=dispatch_output)
+    return method.runner.run(dispatch_output, method.get_triton_quant_info(layer))
 
 
 def _keeps_global_expert_ids(original: Callable[..., Any], backend: Any) -> Any:
@@ -238,7 +291,7 @@ def _require_moeos(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
             WHERE,
             "quant_method",
             type(layer.quant_method).__name__,
-            "serve the model's bfloat16 or float16 checkpoint",
+            _WORKS,
         )
 
 
@@ -247,7 +300,11 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    HookRegistry.register(f"{_UNQUANTISED}.create_moe_runner", _create_moe_runner, HookType.AROUND)
+    for method in (_UNQUANTISED, _FP8):
+        HookRegistry.register(f"{method}.create_moe_runner", _create_moe_runner, HookType.AROUND)
+    after = f"{_FP8}.process_weights_after_loading"
+    HookRegistry.register(after, _leave_weights, HookType.AROUND)
+    HookRegistry.register(f"{_FP8}.apply", _apply_fp8, HookType.AROUND)
     HookRegistry.register(_GLOBAL_IDS, _keeps_global_expert_ids, HookType.AROUND)
     HookRegistry.register(f"{_LAYER}.__init__", _require_moeos, HookType.AFTER)
     register_moe_runner_core(NAME, MoeosRunnerCore)

@@ -64,8 +64,14 @@ class Server:
         )
         first = get_parallel().moe_ep_rank * layer.num_local_experts
         mine = slice(first, first + layer.num_local_experts)
-        layer.w13_weight.data.copy_(tensors.w1[mine])
-        layer.w2_weight.data.copy_(tensors.w2[mine])
+        parts = {"w13_weight": tensors.w1, "w2_weight": tensors.w2}
+        for name, (codes, scale) in tensors.codes.items():
+            theirs = {"w1": "w13", "w2": "w2"}[name]
+            end = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
+            parts |= {f"{theirs}_weight": codes, f"{theirs}_{end}": scale}
+        for name, part in parts.items():
+            parameter = getattr(layer, name)
+            parameter.data.copy_(part[mine].view(parameter.shape))
         layer.quant_method.process_weights_after_loading(layer)
         return layer
 
@@ -189,20 +195,71 @@ def test_what_cannot_be_done_is_refused_by_name_value_and_remedy(
     assert str(raised.value).startswith("SGLang with --moe-runner-backend moeos: ")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("block", [[128, 128], None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_fp8_are_right_as_they_are_shipped(
+    dtype: torch.dtype, block: list[int] | None, ranks: int
+) -> None:
+    weight_format = "fp8_tensor" if block is None else "fp8_block128"
+
+    def live(rank: int) -> list[float]:
+        server = Server(rank, ranks)
+        tensors = Tensors(config(dtype=dtype, weight_format=weight_format))
+        layer = server.layer(tensors, quant_method=fp8_method(weight_block_size=block))
+        assert layer.runner_backend.value == "moeos"
+        errors = []
+        for rows in (PREFILL, 3):
+            x, (ids, weights) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
+            errors.append(tensors.error(server.forward(layer, x, ids, weights), x, ids, weights))
+        return errors
+
+    assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+def fp8_method(**changes: Any) -> Any:
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+
+    return Fp8MoEMethod(Fp8Config(**({"is_checkpoint_fp8_serialized": True} | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"activation_scheme": "static"}, "activation_scheme is 'static'.*input_scale is not used"),
+        ({"weight_block_size": [1, 128]}, r"weight_block_size is \[1, 128\].*\[128, 128\]"),
+        ({"is_checkpoint_fp8_serialized": False}, "is_checkpoint_fp8_serialized is False"),
+        ({"use_mxfp8": True}, "use_mxfp8 is True"),
+        ({"is_fp4_experts": True}, "is_fp4_experts is True.*experts in FP8 do"),
+    ],
+)
+def test_fp8_of_another_kind_is_refused_by_its_field(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    def live(rank: int) -> None:
+        server = Server(rank)
+        server.layer(Tensors(config()), quant_method=fp8_method(**changes))
+
+    with pytest.raises(ValueError, match=f"SGLang with --moe-runner-backend moeos: {sentence}"):
+        on_ranks(live, 1)
+
+
 @pytest.mark.parametrize("chosen", ["moeos", "deep_gemm"])
-def test_a_quantised_layer_is_refused_whichever_runner_it_takes(chosen: str) -> None:
+def test_a_layer_of_another_quantisation_is_refused_whichever_runner_it_takes(chosen: str) -> None:
     def live(rank: int) -> None:
         server = Server(rank)
         from sglang.srt.layers.moe.moe_runner import MoeRunner
         from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
         from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
-        class Fp8MoEMethod(UnquantizedFusedMoEMethod):
+        class AWQMoEMethod(UnquantizedFusedMoEMethod):
             def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
                 backend = resolve_moe_runner_backend(chosen)
                 self.runner = MoeRunner(backend, moe_runner_config)
 
-        server.layer(Tensors(config()), quant_method=Fp8MoEMethod())
+        server.layer(Tensors(config()), quant_method=AWQMoEMethod())
 
-    with pytest.raises(ValueError, match=r"quant_method is 'Fp8MoEMethod'.*bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"quant_method is 'AWQMoEMethod'.*FP8 checkpoint.*bfloat16"
+    ):
         on_ranks(live, 1)

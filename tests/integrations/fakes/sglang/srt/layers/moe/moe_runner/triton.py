@@ -16,4 +16,8 @@ class TritonMoeQuantInfo(MoeQuantInfo):
     w2_weight: torch.Tensor
     b13: torch.Tensor | None = None
     b2: torch.Tensor | None = None
+    use_fp8_w8a8: bool = False
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    block_shape: list[int] | None = None
     fuse_swiglu_interleaved: bool = False
