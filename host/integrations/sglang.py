@@ -149,7 +149,7 @@ def config_of(config: MoeRunnerConfig, max_tokens: int) -> MoEConfig:
 
 def weight_format_of(config: MoeRunnerConfig) -> WeightFormat | None:
     """What a layer's weights are in; `ValueError` for what moeos does not compute."""
-    method = config.layer.quant_method if config.layer is not None else None
+    method: Any = config.layer.quant_method if config.layer is not None else None
     name = type(method).__name__
     if name == _UNQUANTISED.rpartition(".")[2]:
         return None

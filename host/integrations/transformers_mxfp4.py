@@ -64,16 +64,19 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         self._environment = args, kwargs  # which matters for models that do not ask for moeos
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: Any, use_kernels: bool = False, **kwargs: Any
+    ) -> None:
         self._keeps = (
             self.pre_quantized and not self.quantization_config.dequantize and asks(model.config)
         )
         if self._keeps:
             self._replace(model)
             return
+        theirs: Any = super()
         args, others = self._environment
-        super().validate_environment(*args, **others)
-        super()._process_model_before_weight_loading(model, **kwargs)
+        theirs.validate_environment(*args, **others)
+        theirs._process_model_before_weight_loading(model, use_kernels=use_kernels, **kwargs)
 
     def _replace(self, model: Any) -> None:
         kept = self.get_modules_to_not_convert(
@@ -82,10 +85,11 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
         for name, module in list(model.named_modules()):
             if isinstance(module, GptOssMLP) and should_convert_module(f"{name}.experts", kept):
                 with torch.device("meta"):
-                    module.experts = MoeosMxfp4Experts(model.config)
+                    module.set_submodule("experts", MoeosMxfp4Experts(model.config))
 
     def get_load_operations(self) -> dict[str, Any]:
-        return {} if self._keeps else super().get_load_operations()
+        theirs: Any = super()
+        return {} if self._keeps else theirs.get_load_operations()
 
 
 def asks(config: Any) -> bool:

@@ -17,11 +17,10 @@ def main() -> None:
     llm = LLM(
         sys.argv[1],
         skip_tokenizer_init=True,
-        dtype="float32",
         max_model_len=128,
         max_num_batched_tokens=128,
         max_num_seqs=4,
-        **json.loads(sys.argv[2]),
+        **({"dtype": "float32"} | json.loads(sys.argv[2])),
     )
     prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (5, 17, 9)]
     chosen = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, detokenize=False))

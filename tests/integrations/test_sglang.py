@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import moeos
 from moeos import MoEConfig
 from tests.integrations.stand_ins import Tensors, on_ranks
+from tests.processes import ROOT
 
 HIDDEN, INTERMEDIATE, EXPERTS, PREFILL = 64, 96, 8, 40
 
@@ -263,3 +266,51 @@ def test_a_layer_of_another_quantisation_is_refused_whichever_runner_it_takes(ch
         ValueError, match=r"quant_method is 'AWQMoEMethod'.*FP8 checkpoint.*bfloat16"
     ):
         on_ranks(live, 1)
+
+
+def test_the_lines_of_the_page_run_the_fp8_layer_of_any_server() -> None:
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    section = page.split("## In any other server\n")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/integrations.md", "exec"), names)
+    tensors = Tensors(config(dtype=torch.bfloat16, intermediate=128, weight_format="fp8_block128"))
+    (w13, scale_1), (w2, scale_2) = tensors.codes["w1"], tensors.codes["w2"]
+    layer = types.SimpleNamespace(
+        w13_weight=w13, w2_weight=w2, w13_weight_scale_inv=scale_1, w2_weight_scale_inv=scale_2
+    )
+    x, (ids, weights) = tensors.draw(9, HIDDEN), tensors.routing(9)
+    with moeos.init() as world:
+        call = names["quantised_experts"](layer, world, 2, PREFILL)
+        assert tensors.error(call(x, ids, weights), x, ids, weights) <= 1
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "shipped", "taken"),
+    [
+        # As the page's table has it: how servers have scales, and what is passed.
+        ("fp8_tensor", lambda scale: scale.squeeze(1), lambda scale: scale.unsqueeze(1)),
+        ("fp8_channel", lambda scale: scale.unsqueeze(2), lambda scale: scale.squeeze(2)),
+        (
+            "mxfp4",
+            lambda scale: scale.view(torch.float8_e8m0fnu),
+            lambda scale: scale.view(torch.uint8),
+        ),
+    ],
+)
+def test_the_scales_of_the_page_s_table_are_what_experts_take(
+    weight_format: str, shipped: Any, taken: Any
+) -> None:
+    cfg = config(weight_format=weight_format, max_tokens=PREFILL, routing="caller")
+    tensors = Tensors(cfg)
+    (w1, scale_1), (w2, scale_2) = tensors.codes["w1"], tensors.codes["w2"]
+    if weight_format == "mxfp4":
+        w1, w2 = w1.view(torch.int8).view(torch.uint8), w2.view(torch.int8).view(torch.uint8)
+    if weight_format != "fp8_tensor":  # where w13 has [X, 2]
+        scale_1 = taken(shipped(scale_1))
+    x, (ids, weights) = tensors.draw(9, HIDDEN), tensors.routing(9)
+    with moeos.init() as world:
+        experts = moeos.Experts(cfg, world)
+        scales = {"w1_scale": scale_1, "w2_scale": taken(shipped(scale_2))}
+        y = experts(x, ids, weights, w1, w2, **scales)
+    assert tensors.error(y, x, ids, weights) <= 1

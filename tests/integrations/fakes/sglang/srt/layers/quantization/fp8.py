@@ -31,7 +31,7 @@ class Fp8Config:
 
 
 class Fp8MoEMethod:
-    runner: MoeRunner | None = None
+    runner = None
 
     def __init__(self, quant_config: Fp8Config) -> None:
         self.quant_config = quant_config
