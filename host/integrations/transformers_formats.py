@@ -147,7 +147,7 @@ def _scale(scale: Tensor, row: Format, widened: Widened | None) -> Tensor:
 
 def _state(tensor: Tensor) -> tuple[int, int]:
     """What is another where a tensor has other memory, or was changed in place."""
-    return tensor.data_ptr(), tensor._version
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 def check(module: Any, cfg: MoEConfig, weights: Weights, where: str) -> None:

@@ -78,6 +78,9 @@ class MoeosConfig(QuantizationConfig):
         if method in _MXFP4 and model != "gpt_oss":
             works = "those of gpt_oss do"
             raise shared.refusal("vLLM", f"{method} of a model_type", model, works)
+        if str(model).startswith("deepseek_v4"):  # which vLLM loads by a config of its own
+            works = "those without experts in FP4 do, such as deepseek_v3"
+            raise shared.refusal("vLLM", f"{method} of a model_type", model, works)
         return NAME
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

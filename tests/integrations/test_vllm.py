@@ -379,9 +379,11 @@ def test_moeos_takes_a_quantised_checkpoint_where_it_was_asked_for_and_can() -> 
             quant.override_quantization_method(FP8_BLOCKS, "moeos", hf_config=gpt_oss),
             quant.override_quantization_method({"quant_method": "mxfp4"}, "moeos", gpt_oss),
         ]
-        for checkpoint in ({"quant_method": "awq"}, {"quant_method": "mxfp4"}):
+        deepseek = types.SimpleNamespace(model_type="deepseek_v4")
+        refused = [({"quant_method": name}, None) for name in ("awq", "mxfp4")]
+        for checkpoint, model in (*refused, (FP8_BLOCKS, deepseek)):
             with pytest.raises(ValueError, match="which moeos does not do") as raised:
-                quant.override_quantization_method(checkpoint, "moeos", None)
+                quant.override_quantization_method(checkpoint, "moeos", model)
             found.append(str(raised.value))
         return found
 
@@ -389,6 +391,7 @@ def test_moeos_takes_a_quantised_checkpoint_where_it_was_asked_for_and_can() -> 
     assert found[:3] == [None, "moeos", "moeos"]
     assert re.search(r"quant_method is 'awq'.*'fp8', or the model's bfloat16", found[3])
     assert re.search("mxfp4 of a model_type is None.*gpt_oss", found[4])
+    assert re.search("fp8 of a model_type is 'deepseek_v4'.*deepseek_v3", found[5])
 
 
 @pytest.mark.parametrize(

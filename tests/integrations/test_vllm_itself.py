@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.integrations import environments
 from tests.integrations.greedy import MARK
@@ -24,6 +25,7 @@ from tests.processes import ROOT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
+FILE = "model.safetensors"
 EAGER = {"enforce_eager": True}
 MOEOS = {"quantization": "moeos", "additional_config": {"moeos": {"deadline": 120.0}}}
 SIZES: dict[str, Any] = {
@@ -60,11 +62,52 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(config, tmp_path_factory.mktemp("qwen2"))
 
 
-def saved(config: transformers.PreTrainedConfig, folder: Path) -> Path:
+def saved(
+    config: transformers.PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32
+) -> Path:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     return folder
+
+
+SCALE = 1 / 64  # a power of two: a code of FP8 times it is a bfloat16
+SKIPPED = [
+    f"model.layers.{layer}.{name}"
+    for layer in range(SIZES["num_hidden_layers"])
+    for name in (*(f"self_attn.{one}_proj" for one in "qkvo"), "mlp.gate")
+]
+"""What the checkpoint has in numbers: vLLM's own FP8 layers need a GPU."""
+
+
+@pytest.fixture(scope="module")
+def in_fp8_and_in_numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints with the same weights."""
+    sizes = SIZES | {"moe_intermediate_size": 256}
+    config = transformers.Qwen3MoeConfig(**sizes, head_dim=32, norm_topk_prob=True)
+    plain = saved(config, tmp_path_factory.mktemp("plain"), torch.bfloat16)
+    coded = tmp_path_factory.mktemp("fp8")
+    numbers = load_file(plain / FILE)
+    parts = {}
+    for name, tensor in numbers.items():
+        if ".experts." not in name:
+            parts[name] = tensor
+            continue
+        codes = (tensor.float() / SCALE).to(torch.float8_e4m3fn)
+        numbers[name] = (codes.float() * SCALE).bfloat16()
+        blocks = [-(-length // 128) for length in tensor.shape]
+        parts |= {name: codes, f"{name}_scale_inv": torch.full(blocks, SCALE)}
+    save_file(numbers, plain / FILE, {"format": "pt"})
+    save_file(parts, coded / FILE, {"format": "pt"})
+    config.quantization_config = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [*SKIPPED, "lm_head"],
+    }
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(coded)
+    return coded, plain
 
 
 def greedy(python: Path, model: Path, **options: Any) -> tuple[list[list[int]], int]:
@@ -122,6 +165,20 @@ def test_greedy_tokens_of_a_compiled_model_are_vllm_s(python: Path, qwen3: Path)
     tokens, layers = greedy(python, qwen3, **MOEOS)
     assert tokens == stock
     assert layers == LAYERS
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_greedy_tokens_of_experts_in_fp8_are_those_of_the_same_numbers(
+    python: Path, in_fp8_and_in_numbers: tuple[Path, Path], ranks: int
+) -> None:
+    options = EAGER | MOEOS | {"dtype": "bfloat16"}
+    if ranks > 1:
+        options |= {"tensor_parallel_size": ranks, "enable_expert_parallel": True}
+    coded, plain = in_fp8_and_in_numbers
+    expected, _ = greedy(python, plain, **options)
+    tokens, layers = greedy(python, coded, **options)
+    assert tokens == expected
+    assert layers == ranks * LAYERS
 
 
 def test_mypy_is_content_with_the_adapter_beside_vllm_s_own_types(
