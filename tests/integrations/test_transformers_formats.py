@@ -57,8 +57,6 @@ def fp8_experts(
     weight_format: str = "fp8_block128",
     scale_fmt: str = "float",
     gated: bool = True,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
     **changes: Any,
 ) -> Any:
     """A module as transformers' quantiser makes it, with random codes."""
@@ -81,7 +79,7 @@ def fp8_experts(
         has_gate=gated,
         expert_dtype="fp4" if weight_format == "mxfp4" else "fp8",
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name in ("gate_up_proj" if gated else "up_proj", "down_proj"):
         codes, scale = getattr(module, name), getattr(module, f"{name}_scale_inv")
         columns = codes.shape[2] * (2 if weight_format == "mxfp4" else 1)
