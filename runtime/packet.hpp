@@ -311,6 +311,9 @@ template <Platform P>
 void put_results(const Rank<P>& rank, u32 epoch, u32 local_expert, const Segment& segment) {
   const u32 owner = segment.source;
   const u32 first = first_result_at(rank, epoch, owner);
+  if (agreed<P>(rank.leaving(epoch))) {
+    return;  // it may be any, and the owner's call would end well with results in wrong places
+  }
   for_each_piece(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
     const u32 row = segment.first_row + offset;
     rank.platform.put_signal(owner, rank.layout.result(first + row),
