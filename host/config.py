@@ -293,19 +293,28 @@ class MoEConfig:
         return None if ratio is None else math.ceil(ratio * tokens)
 
     def experts_per_rank(self, world_size: int) -> int:
-        """X, the experts that each of `world_size` ranks holds.
+        """X = ceil(E / P), the most experts that one of `world_size` ranks holds; see `experts_of`.
 
         Raises:
-            ValueError: the experts cannot be divided equally among the ranks.
+            ValueError: `world_size` is below 1.
         """
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; it must be at least 1")
-        if self.experts % world_size != 0:
-            raise ValueError(
-                f"experts is {self.experts} and cannot be divided equally among {world_size} "
-                f"ranks; start a number of ranks that divides {self.experts}"
-            )
-        return self.experts // world_size
+        return -(-self.experts // world_size)
+
+    def experts_of(self, rank: int, world_size: int) -> range:
+        """The experts that `rank` holds, by the rule of `torch.chunk` and of DTensor's `Shard(0)`.
+
+        The first ranks hold X each, the next one what is left. The ranks behind it hold none.
+
+        Raises:
+            ValueError: `world_size` is below 1, or `rank` is not 0 to `world_size` - 1.
+        """
+        most = self.experts_per_rank(world_size)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; it must be at least 0 and below {world_size}")
+        first, end = (min(self.experts, most * place) for place in (rank, rank + 1))
+        return range(first, end)
 
     def digest(self) -> str:
         """All fields but `layout` as one line of JSON: equal exactly when two layers are the same.

@@ -35,7 +35,7 @@ class CallStats:
         rows_sent: [P] rows that went there for them: one for each pair, or, where a call has many
             for a rank, one for each token (docs/architecture.md); 0 if the call did not end well.
         pairs_received: [P] pairs that came from each rank.
-        expert_pairs: [X] pairs that each local expert computed.
+        expert_pairs: pairs that each expert of this rank computed.
         tasks: parts run, by kind: route, dispatch, replicate, gemm0, gemm1, combine.
         row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
             layer.
@@ -112,6 +112,7 @@ def read(
     peers: NDArray[numpy.void],
     pairs_sent: Sequence[int],
     received: Sequence[Sequence[int]],
+    experts: int,
     sent_bytes: int,
     row_bytes: int,
 ) -> CallStats:
@@ -123,7 +124,8 @@ def read(
         record: [1] of `RECORD`.
         peers: [P] of `PEER`.
         pairs_sent: [P].
-        received: [P][X] rows from each rank for each local expert.
+        received: [P][X] rows from each rank for each place of an expert.
+        experts: of this rank, which have the first places.
         sent_bytes: of a row that is sent.
         row_bytes: of a result.
     """
@@ -148,7 +150,7 @@ def read(
         pairs_sent=list(pairs_sent),
         rows_sent=rows_sent,
         pairs_received=pairs_received,
-        expert_pairs=[sum(rows) for rows in zip(*received, strict=True)],
+        expert_pairs=[sum(rows) for rows in zip(*received, strict=True)][:experts],
         tasks={kind: tasks[kind] for kind in STAGES},
         row_bytes_to_peers=int(tallies["row_bytes_to_peers"].sum()),
         row_bytes_by_peer=[

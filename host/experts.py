@@ -54,8 +54,8 @@ class Experts:
 
     Raises:
         ConfigMismatch: the ranks' configs differ; the same error on all of them.
-        ValueError: E is not divisible by the number of ranks, a size does not fit, or the config
-            has shared experts, which a `MoELayer` computes.
+        ValueError: a size does not fit, or the config has shared experts, which a `MoELayer`
+            computes.
     """
 
     def __init__(self, cfg: MoEConfig, world: World, workspace: Workspace | None = None) -> None:
@@ -106,7 +106,8 @@ class Experts:
                 slot.
             topk_weights: floating point weights of these experts, likewise, used as they are.
             w1: [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate,
-                of `cfg.dtype`, contiguous: this rank's X = E / P experts, from rank·X on.
+                of `cfg.dtype`, contiguous: of this rank's X experts, those of
+                `cfg.experts_of(rank, P)`. A rank without experts passes a tensor of none.
             w2: [X, H, I], likewise.
             b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise.
             w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
@@ -293,7 +294,7 @@ class Experts:
             self.device = torch.empty(0, device=device_of(world)).device
             self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared)
             self.key = custom_op.register(self.engine, self.device)
-        local = cfg.experts_per_rank(world.size)
+        local = len(cfg.experts_of(world.rank, world.size))
         weights = call_checks.expected_weights(cfg, local)
         scales = call_checks.expected_scales(cfg, local)
         self._order = custom_op.order_on(self.device)

@@ -104,7 +104,8 @@ class MoELayer(nn.Module):
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
     rank passes in a call is its own affair.
 
-    Parameters (dtype `cfg.dtype`; this rank holds the X = E / P experts from rank·X on):
+    Parameters (dtype `cfg.dtype`; this rank holds X experts, those of `cfg.experts_of(rank, P)`, on
+    the last ranks fewer than on others, or none):
         gate.weight [R, H]: the router, fp32 with `cfg.router_dtype`; R = `cfg.router_rows`, which
             is E + `cfg.zero_experts`.
         w1 [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate.
@@ -136,7 +137,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ConfigMismatch: the ranks' configs, or `init`, differ; the same error on all of them.
-        ValueError: E is not divisible by the number of ranks, or a size does not fit.
+        ValueError: a size does not fit.
     """
 
     experts: Experts | None
@@ -420,7 +421,7 @@ class MoELayer(nn.Module):
         """Parameters and what computes with them. Collective, in the world's gate."""
         kind = "MoELayer" if init else "MoELayer(init=False)"
         apart = agreement.agree(cfg, world, self._place, kind)
-        local = cfg.experts_per_rank(world.size)
+        local = len(cfg.experts_of(world.rank, world.size))
         check_supported(cfg, world)
         self.cfg = cfg
         self.experts = None
@@ -487,11 +488,10 @@ class MoELayer(nn.Module):
             drawn = int(torch.randint(1 << _SEED_BITS, (), device="cpu").item())
         seed = world.control.allgather(drawn, "the seed of the initial weights")[0]
         if not self.w1.is_meta:
-            self._initialise(seed, world.rank)
+            self._initialise(seed)
 
-    def _initialise(self, seed: int, rank: int) -> None:
+    def _initialise(self, seed: int) -> None:
         generator = torch.Generator(self.w1.device)  # drawn where they lie, gigabytes in no time
-        first = rank * self.w1.shape[0]
         with torch.no_grad():
             generator.manual_seed(seed)
             _fill_uniform(self.gate.weight, generator)
@@ -500,8 +500,8 @@ class MoELayer(nn.Module):
             for shared in (self.shared_w1, self.shared_w2, self.shared_gate):
                 if shared is not None:
                     _fill_uniform(shared, generator)
-            for local in range(self.w1.shape[0]):
-                generator.manual_seed((seed + 1 + first + local) % (1 << _SEED_BITS))
+            for local, expert in enumerate(self.cfg.experts_of(*self._place)):
+                generator.manual_seed((seed + 1 + expert) % (1 << _SEED_BITS))
                 for name in ("w1", "w2"):
                     self._fill_matrix(name, local, generator)
                 for bias in (self.b1, self.b2):
@@ -597,20 +597,25 @@ class MoELayer(nn.Module):
         for name in wrappers.EXPERTS:
             local = destination.get(prefix + name)
             if local is not None:
-                destination[prefix + name] = sharding.whole(local, self._device, group)
+                destination[prefix + name] = sharding.whole(
+                    local, self.cfg.experts, self._device, group
+                )
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *others: Any
     ) -> None:
         taken = dict(state_dict)
         errors: list[str] = others[-1]
+        experts, mine_are = self.cfg.experts, self.cfg.experts_of(*self._place)
         for name in wrappers.EXPERTS:
             given, own = state_dict.get(prefix + name), self._parameters.get(name)
             if own is None or not isinstance(given, torch.Tensor):
                 continue
             try:
                 self._require_loadable(prefix, name, given.dtype)
-                mine = sharding.part(prefix + name, given, own.shape, *self._place)
+                mine = sharding.part(
+                    prefix + name, given, mine_are, experts, own.shape[1:], *self._place
+                )
             except ValueError as error:
                 errors.append(str(error))
                 mine = own  # neither missing nor of a wrong shape once more
@@ -637,7 +642,7 @@ class MoELayer(nn.Module):
 
     def _of_experts(self) -> dict[str, call_checks.Expected | None]:
         """What the parameters of this rank's experts are to be."""
-        local = self.cfg.experts_per_rank(self._place[1])
+        local = len(self.cfg.experts_of(*self._place))
         weights = call_checks.expected_weights(self.cfg, local)
         scales = call_checks.expected_scales(self.cfg, local)
         names = (*call_checks.WEIGHTS, *call_checks.SCALES)

@@ -75,7 +75,7 @@ def quantize(
 def _require_values(layer: MoELayer, device: torch.device) -> None:
     """Raises for a weight that is missing, or is not what a call would take."""
     cfg = layer.cfg
-    local = cfg.experts_per_rank(layer.world.size)
+    local = len(cfg.experts_of(layer.world.rank, layer.world.size))
     wanted = (*call_checks.expected_weights(cfg, local), *call_checks.expected_shared(cfg))
     for one in wanted:
         if one is not None:

@@ -59,18 +59,20 @@ def process_group_place() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
-def whole(local: Tensor, device: torch.device, group: ProcessGroup | None) -> Tensor:
-    """The DTensor [P·X, ...] of which each rank of a group holds its `local` [X, ...].
+def whole(local: Tensor, experts: int, device: torch.device, group: ProcessGroup | None) -> Tensor:
+    """The DTensor [E, ...] of which each rank of a group holds its `local` [its experts, ...].
 
-    Both have the same memory. Sends nothing. `device`: where it lies once it has values; `group`:
-    None is the default one.
+    Both have the same memory. Sends nothing. `experts`: E; `device`: where it lies once it has
+    values; `group`: None is the default one.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     kind = device.type if local.is_meta else local.device.type
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, kind)  # type: ignore[arg-type]
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    shape = torch.Size((experts, *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -133,17 +135,19 @@ def _gathered(tensor: Any) -> Tensor:
     return plain.view(tensor.dtype)
 
 
-def part(name: str, tensor: Any, local: torch.Size, rank: int, ranks: int) -> Tensor:
-    """What `rank` of `ranks` holds, [X, ...], of a DTensor or a tensor with all experts [E, ...].
+def part(
+    name: str, tensor: Any, own: range, experts: int, each: torch.Size, rank: int, ranks: int
+) -> Tensor:
+    """What `rank` of `ranks` holds of a DTensor or a tensor with all experts [E, ...].
 
-    A plain tensor [X, ...] is taken for this rank's own. Memory is shared where it can be. A
-    DTensor that is sharded over the experts of `ranks` ranks is taken as it lies; for other
-    placements see `everything`.
+    `own`: its experts, of which each has the shape `each`; `experts`: E. A plain tensor of as many
+    experts as its own is taken for them. Memory is shared where it can be. A DTensor that is
+    sharded over the experts of `ranks` ranks is taken as it lies; for other placements see
+    `everything`.
 
     Raises `ValueError` for other shapes, and for a DTensor that another rank has written.
     """
-    own = local[0]
-    every = torch.Size((own * ranks, *local[1:]))
+    local, every = torch.Size((len(own), *each)), torch.Size((experts, *each))
     if tensor.shape != every and (is_dtensor(tensor) or tensor.shape != local):
         kind = "a DTensor" if is_dtensor(tensor) else "a tensor"
         raise ValueError(
@@ -152,7 +156,7 @@ def part(name: str, tensor: Any, local: torch.Size, rank: int, ranks: int) -> Te
         )
     mine: Tensor
     if not is_dtensor(tensor):
-        mine = tensor if tensor.shape == local else tensor[rank * own : (rank + 1) * own]
+        mine = tensor if tensor.shape == local else tensor[own.start : own.stop]
         return mine
     from torch.distributed.tensor import Shard
 
@@ -166,7 +170,7 @@ def part(name: str, tensor: Any, local: torch.Size, rank: int, ranks: int) -> Te
             )
         mine = tensor.to_local()
         return mine
-    return everything(name, tensor)[rank * own : (rank + 1) * own]
+    return everything(name, tensor)[own.start : own.stop]
 
 
 def _mesh_with_this_rank(name: str, tensor: Any) -> Any:

@@ -20,6 +20,8 @@ from moeos.formats import ACTIVATION_NAMES, FORMATS, HIDDEN_GROUP, NAMES, TOKEN_
 
 CHUNK_ROWS = 32
 """Of every machine: rows of one transfer and of one arrival flag."""
+MAX_RANKS = 2**16 - 1
+"""Of a world: the runtime numbers a row's source in 16 bits."""
 _MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
@@ -41,17 +43,19 @@ def layer_sizes(
     `cut`: how a machine cuts its work, by the names of runtime/geometry.def; what it leaves out is
     0. `couriers`: actors that do nothing but Dispatch and Replicate; with none, processors do it.
 
-    Raises `ValueError` when E is not divisible by the world, `cut` names no field, or a bound does
-    not fit the runtime's words.
+    Raises `ValueError` when there are too few or too many ranks, `cut` names no field, or a bound
+    does not fit the runtime's words.
     """
-    cfg.experts_per_rank(world_size)
+    local = cfg.experts_per_rank(world_size)
+    if world_size > MAX_RANKS:
+        raise ValueError(f"the world's size is {world_size}; it must be at most {MAX_RANKS}")
     capacity = cfg.capacity(cfg.max_tokens)
     _require_countable(cfg)
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     return _runtime.Sizes(
         {
             **cut,
-            **_once(cfg, world_size, cut),
+            **_once(cfg, world_size, local, cut),
             "world": world_size,
             "experts": cfg.experts,
             "top_k": cfg.top_k,
@@ -182,10 +186,10 @@ def _number_of(names: Sequence[str], name: str | None) -> int:
     return 0 if name is None else 1 + names.index(name)
 
 
-def _once(cfg: MoEConfig, world_size: int, cut: Mapping[str, int]) -> dict[str, int]:
+def _once(cfg: MoEConfig, world_size: int, local: int, cut: Mapping[str, int]) -> dict[str, int]:
     """Which calls take a token to a peer once: none, unless a rank can have several experts of a
     token, and a call `once_rows` rows for it."""
-    rows_of_token = min(cfg.top_k, cfg.experts // world_size)
+    rows_of_token = min(cfg.top_k, local)
     most = cfg.max_tokens * rows_of_token
     can = world_size > 1 and rows_of_token > 1 and 0 < cut["once_rows"] <= most
     return {name: cut[name] if can else 0 for name in ("once_rows", "once_after")}

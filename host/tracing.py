@@ -37,7 +37,8 @@ class RankTrace:
             ns of a clock that all ranks of a host share.
         dropped: [actor] events that found no room.
         received: int64 [P, X] rows that came from each rank for each local expert, which are sent
-            in this order, `chunk_rows` at a time.
+            in this order, `chunk_rows` at a time. X is the most experts of a rank: where this one
+            has fewer, the last columns are 0.
         chunk_rows: rows of a chunk.
     """
 

@@ -144,8 +144,8 @@ void check_fits(const Geometry& geometry) {
                                   lower);
   };
   const u32 world = geometry.world;
-  require(world > 0 && geometry.experts % world == 0,
-          "experts must be a multiple of the world's size");
+  require(world > 0 && geometry.experts > 0, "a world has a rank, and a layer an expert");
+  limit(world, std::numeric_limits<u16>::max(), "the world's size", "it");
   const u32 local_experts = geometry.local_experts();
   limit(u64{world} * geometry.max_tokens * minimum(geometry.top_k, local_experts),
         std::numeric_limits<u32>::max() / 2, "the number of rows that a rank can receive");
@@ -177,7 +177,6 @@ void check_fits(const Geometry& geometry) {
           "a tile's rows must lie in fewer chunks");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
   static_assert(u64{SentChunk::kNumbers} * Geometry::kPiecesOfChunk * 2 <= ReadyWord::kNumbers);
-  limit(world, std::numeric_limits<u16>::max(), "the world's size");
   limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
   if (geometry.once()) {
     limit(world, ReadyWord::kParts, "the world's size");

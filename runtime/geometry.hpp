@@ -24,7 +24,16 @@ struct Geometry {
 #define FIELD(type, name) type name;
 #include "runtime/geometry.def"
 
-  constexpr u32 local_experts() const { return experts / world; }
+  /// X: the most experts of a rank. By torch.chunk's rule the first ranks have X each, then one has
+  /// what is left, and those behind it have none. All that is kept or told of a rank's experts has
+  /// X places, on every rank. A place without an expert gets no row: each source tells a count of
+  /// 0. So nobody who reads counts asks how many experts a rank has.
+  constexpr u32 local_experts() const { return ceil_div(experts, world); }
+  /// Places of all ranks. An expert's place has its number; places from `experts` on have none.
+  constexpr u32 expert_places() const { return world * local_experts(); }
+  /// The first of a rank's experts; of one without any, and behind the last rank, all there are.
+  constexpr u32 first_expert(u32 rank) const { return minimum(rank * local_experts(), experts); }
+  /// The rank of an expert, or of a place.
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
 
   /// Rows of one cell. A token reaches an expert once, so a source sends a rank at most min(k, X)

@@ -26,15 +26,16 @@ u32* block_base(const Rank<P>& rank, u32 block, u32 expert) {
 /// it sends rows, from where on their results lie.
 constexpr u64 count_bytes(const Geometry& geometry, bool sends_rows) {
   const u32 words = sends_rows && geometry.tells_bases() ? 2 : 1;
-  return (geometry.experts - geometry.local_experts() + words * (geometry.world - 1)) * sizeof(u64);
+  return (geometry.local_experts() + words) * (geometry.world - 1) * sizeof(u64);
 }
 
 /// Turns the pairs per (block, expert) into pairs before the block, in place, tells every peer how
 /// many rows its experts get, and notes where these start. Returns how many pairs this lane has
 /// dropped.
 ///
-/// A lane for each expert, whose blocks it goes through; those of neighbours lie side by side. Some
-/// blocks at once, so that loads are under way together. Counts leave first: peers wait for them.
+/// A lane for each place of an expert, whose blocks it goes through; those of neighbours lie side
+/// by side. Some blocks at once, so that loads are under way together. Counts leave first: peers
+/// wait for them.
 template <Platform P, class Sync>
 u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const Geometry& geometry = rank.geometry();
@@ -45,7 +46,7 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
   const bool side_by_side = P::kLanes % experts == 0;
   constexpr u32 kAtOnce = 16;
   u32 dropped = 0;
-  for (u32 first = team.index * P::kLanes; first < geometry.experts;
+  for (u32 first = team.index * P::kLanes; first < geometry.expert_places();
        first += team.count * P::kLanes) {
     const bool there = first + P::lane() < geometry.experts;
     const u32 expert = minimum(first + P::lane(), geometry.experts - 1);
@@ -64,9 +65,11 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
     }
     const u32 sent = there ? minimum(pairs, call.pair_limit) : 0;
     dropped += there ? pairs - sent : 0;
-    const u32 peer = geometry.owner_of(expert);
-    const u32 local = expert % experts;
-    if (there) {
+    const bool told = first + P::lane() < geometry.expert_places();
+    const u32 place = minimum(first + P::lane(), geometry.expert_places() - 1);
+    const u32 peer = geometry.owner_of(place);
+    const u32 local = place % experts;
+    if (told) {
       send_count(rank, call, peer, local, sent);
     }
     u32 end = sent;  // where the next expert's rows start
@@ -75,10 +78,10 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
       const u32 before = P::broadcast(ends, maximum(1U, P::lane() - local) - 1);
       end = ends - (P::lane() == local ? 0 : before);
     }
-    if (there) {
+    if (told) {
       rank.memory.send_starts(peer)[local + 1] = end;
     }
-    if (there && local == 0) {
+    if (told && local == 0) {
       rank.memory.send_starts(peer)[0] = 0;
     }
   }
@@ -227,9 +230,9 @@ bool route_nothing(const Rank<P>& rank, const Call& call) {
   if (is_held_back(rank, stage_of(TaskKind::route))) {
     return false;
   }
-  for (u32 expert = P::lane(); expert < geometry.experts; expert += P::kLanes) {
-    const u32 peer = geometry.owner_of(expert);
-    const u32 local = expert % geometry.local_experts();
+  for (u32 place = P::lane(); place < geometry.expert_places(); place += P::kLanes) {
+    const u32 peer = geometry.owner_of(place);
+    const u32 local = place % geometry.local_experts();
     send_count(rank, call, peer, local, 0);
     u32* const starts = rank.memory.send_starts(peer);
     starts[local + 1] = 0;

@@ -89,8 +89,8 @@ class Weights:
 
     def of_rank(self, rank: int, ranks: int) -> Weights:
         """The router's parameters, the shared experts', and those of one rank's experts."""
-        local = self.cfg.experts_per_rank(ranks)
-        mine = slice(rank * local, (rank + 1) * local)
+        own = self.cfg.experts_of(rank, ranks)
+        mine = slice(own.start, own.stop)
         return dataclasses.replace(
             self,
             w1=self.w1[mine],

@@ -71,7 +71,7 @@ def load_block(
         prefix: what stands before the router's and the experts' names, for example
             "model.layers.0.mlp." or "model.layers.0.block_sparse_moe" (the last dot may be left
             out), or "".
-        rank: the rank to load for; it holds the experts rank·X … rank·X + X - 1.
+        rank: the rank to load for; X are its experts, `cfg.experts_of(rank, world_size)`.
         world_size: the number of ranks.
         ignore: what names begin with, below the prefix, of tensors that the caller uses elsewhere:
             ("shared_experts.",), for example. None of them may be the layer's, but where the caller
@@ -91,9 +91,7 @@ def load_block(
         ValueError: a tensor is missing, of another shape or format, or under the prefix and
             neither used nor ignored; or `cfg`, `rank` and `world_size` do not fit.
     """
-    local = cfg.experts_per_rank(world_size)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}; it must be at least 0 and below {world_size}")
+    mine = cfg.experts_of(rank, world_size)
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r}; it must be a string, '' for names without one")
     if prefix and not prefix.endswith("."):
@@ -111,8 +109,8 @@ def load_block(
     else:
         router = _router(cfg, state_dict, prefix, found)
     device = router["gate.weight"].device
-    mine = range(rank * local, (rank + 1) * local)
-    experts = _Experts(cfg, state_dict, prefix, found, mine, device)
+    place = (rank, world_size)
+    experts = _Experts(cfg, state_dict, prefix, found, mine, place, device)
     block = router | experts.block()
     if found.shared is not None:
         block |= experts.shared_block(found.shared)
@@ -194,6 +192,7 @@ class _Experts:
         prefix: str,
         found: names.Names,
         experts: range,
+        place: tuple[int, int],
         device: torch.device,
     ) -> None:
         self._cfg = cfg
@@ -203,6 +202,7 @@ class _Experts:
         self._formats = found.formats
         self._shared_formats = {} if found.shared is None else found.shared.formats
         self._experts = experts
+        self._place = place  # the rank whose they are, and how many ranks there are
         self._device = device
         self._stored = 0  # bytes of what was quantised, in the file
         self._held = 0  # and dequantised
@@ -394,9 +394,9 @@ class _Experts:
         names = {part: part_name(template, part) for part in row.parts}
         # A file has no DTensor, and nothing of it is to be read twice.
         gathered = not isinstance(self._state_dict, files.ByRows) and any(
-            sharding.is_cut(self._one(self._prefix + name.format(expert), row, shape))
+            sharding.is_cut(self._state_dict.get(self._prefix + name.format(expert)))
             for name in names.values()
-            for expert in self._experts[:1]
+            for expert in (self._experts or range(1))[:1]  # who has none gathers with the others
         )
         # To gather is collective: then each rank asks for all experts, in the same order.
         for expert in range(self._cfg.experts) if gathered else self._experts:
@@ -440,9 +440,8 @@ class _Experts:
             return self._state_dict.rows(name, own.start, own.stop).to(self._device)
         tensor = _take(self._state_dict, name)
         if total == cfg.experts:
-            local = torch.Size((len(own), *found[1:]))
-            rank, ranks = own.start // len(own), cfg.experts // len(own)
-            return sharding.part(name, tensor, local, rank, ranks).to(self._device)
+            part = sharding.part(name, tensor, own, total, found[1:], *self._place)
+            return part.to(self._device)
         return sharding.everything(name, tensor)[own.start : own.stop].to(self._device)
 
 

@@ -146,7 +146,7 @@ class ArgumentPacker:
         self._driver = cuda_driver.load()
         self.record = numpy.zeros(RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
-        self._anywhere = 0  # an address that a call without rows may have
+        self._anywhere = 0  # an address for what has no rows
         # Address and rows of the maps of x that are packed, and whether it is no codes.
         self._x: tuple[int, int, bool] | None = None
         self._parameters: tuple[int, ...] | None = None  # the addresses that are packed
@@ -363,6 +363,8 @@ class ArgumentPacker:
         if matrix.device != self._device:
             raise ValueError(f"{name} is on {matrix.device}; it must be on {self._device}")
         rows = matrix.numel() * matrix.element_size() // (columns * box.element.itemsize)
+        if rows == 0:  # weights of no expert, by whose map nothing is loaded
+            return self._encode(name, self._anywhere, box.rows, columns, box)
         return self._encode(name, matrix.data_ptr(), rows, columns, box)
 
     def _encode(

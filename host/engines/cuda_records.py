@@ -116,6 +116,7 @@ def stats_of(rank: int, records: Tensor, offsets: dict[str, int], shape: KernelS
         noted("peer_records", counters.PEER, shape.world_size),
         sent[:, -1].tolist(),
         received.diff(dim=1).tolist(),
+        len(shape.cfg.experts_of(rank, shape.world_size)),
         shape.sizes.sent_bytes,
         shape.sizes.row_bytes,
     )
@@ -142,7 +143,7 @@ def trace_of(
 
 
 def _starts(records: Tensor, offset: int, shape: KernelShape) -> Tensor:
-    """int32 [P, X + 1]: of each rank, where each expert's rows start, and where the last's end."""
+    """int32 [P, X + 1]: of each rank, where each place's rows start, and the last one's end."""
     starts = shape.cfg.experts_per_rank(shape.world_size) + 1
     return _words(records, offset, shape.world_size * starts).view(-1, starts).cpu()
 

@@ -139,6 +139,7 @@ class TwinEngine:
             numpy.frombuffer(peers, counters.PEER),
             records.rows_sent(),
             [records.rows_received(source) for source in range(self._world.size)],
+            len(self._cfg.experts_of(self._world.rank, self._world.size)),
             self._sizes.sent_bytes,
             self._sizes.row_bytes,
         )

@@ -67,7 +67,7 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   const HeapPlace shared{t.words_at, t.rows_at, t.results_at, static_cast<u32>(t.stride_rows)};
   const HeapPlace place = t.stride_rows == 0 ? Layout::alone(kGeometry) : shared;
   const Layout layout(kGeometry, place);
-  const u64 experts = kGeometry.local_experts();
+  const u64 experts = kGeometry.first_expert(rank + 1) - kGeometry.first_expert(rank);
   RankArguments a{};
   if (t.rows > 0) {
     a.x = map_of(t.x, t.rows, kShape.hidden, kRouteRows);

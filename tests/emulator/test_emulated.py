@@ -82,6 +82,8 @@ LAYERS = {
         1, 7, 6, max_tokens=400, experts=4, large_experts=True
     ),
     "two ranks, odd sizes, biases": _layer(2, 2, 6, hidden=264, intermediate=136, bias=True),
+    "a last rank with fewer experts": _layer(3, 2, 6, experts=7, top_k=3),
+    "a rank without experts": _layer(4, 2, 4, experts=5, top_k=3, bias=True, intermediate=64),
     "a shared expert": _layer(
         1,
         2,

@@ -163,7 +163,7 @@ def test_random_words_are_no_command(words: list[str]) -> None:
     [
         ("plan", "--ranks", "0", "--ranks is 0"),
         ("plan", "--ranks", "-3", "--ranks is -3"),
-        ("plan", "--ranks", "9" * 30, "cannot be divided equally among 999"),
+        ("plan", "--ranks", "9" * 30, "the world's size is 999"),
         ("plan", "--tokens", "9" * 30, "tokens is 999"),
         ("plan", "--json", "/dev/full", "/dev/full: No space left on device"),
         ("compile", "--ranks", "0", "--ranks is 0"),

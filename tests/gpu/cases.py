@@ -93,6 +93,8 @@ CASES = {
         1, activation="gelu", hidden=1000, intermediate=1416, experts=2, top_k=2
     ),
     "large-experts-2-ranks": _case(2, experts=4, **LARGE_EXPERTS),
+    "swiglu-3-ranks-uneven": _case(3, bias=True),
+    "gelu-8-ranks-three-without-experts": _case(8, activation="gelu", experts=9),
     "silu-8-ranks-capacity": _case(
         8,
         activation="silu",
@@ -248,8 +250,8 @@ class RankLayer:
     """One rank's engine with its part of weights that are on the GPU."""
 
     def __init__(self, weights: Weights, world: World) -> None:
-        local = weights.cfg.experts_per_rank(world.size)
-        mine = slice(world.rank * local, (world.rank + 1) * local)
+        own = weights.cfg.experts_of(world.rank, world.size)
+        mine = slice(own.start, own.stop)
         self._weights = weights
         self._world = world
         self._parts = {

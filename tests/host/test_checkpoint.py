@@ -395,7 +395,7 @@ def test_quantised_weights_are_refused() -> None:
         ({"activation": "relu"}, 0, 1, "activation is 'relu'; these models need 'swiglu'"),
         ({}, 2, 2, "rank is 2; it must be at least 0 and below 2"),
         ({}, -1, 2, "rank is -1; it must be at least 0 and below 2"),
-        ({}, 0, 3, "experts is 4 and cannot be divided equally among 3 ranks"),
+        ({}, 0, 0, "world_size is 0; it must be at least 1"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(

@@ -304,12 +304,24 @@ def test_capacity_agrees_with_integer_arithmetic_on_the_ratio(
     assert -(-tokens * ratio.numerator // ratio.denominator) == expected
 
 
-def test_experts_are_divided_equally_among_ranks() -> None:
-    assert [config().experts_per_rank(size) for size in (1, 2, 16)] == [16, 8, 1]
-    with pytest.raises(ValueError, match=r"experts is 16 and cannot be divided .* among 3 ranks"):
-        config().experts_per_rank(3)
-    with pytest.raises(ValueError, match="world_size is 0; it must be at least 1"):
-        config().experts_per_rank(0)
+def test_ranks_hold_the_experts_that_torch_chunk_gives_them() -> None:
+    assert [config().experts_per_rank(size) for size in (1, 2, 3, 16, 17)] == [16, 8, 6, 1, 1]
+    for experts in (1, 2, 9, 16, 60, 384):
+        cfg = config(experts=experts, top_k=1)
+        for ranks in range(1, 20):
+            chunks = [chunk.tolist() for chunk in torch.arange(experts).chunk(ranks)]
+            chunks += [[]] * (ranks - len(chunks))
+            assert [[*cfg.experts_of(rank, ranks)] for rank in range(ranks)] == chunks
+            assert cfg.experts_per_rank(ranks) == len(chunks[0])
+
+
+def test_a_rank_that_no_world_has_holds_no_experts() -> None:
+    for number in (0, -3):
+        with pytest.raises(ValueError, match=f"world_size is {number}; it must be at least 1"):
+            config().experts_per_rank(number)
+    for rank in (-1, 3):
+        with pytest.raises(ValueError, match=f"rank is {rank}; it must be at least 0 and below 3"):
+            config().experts_of(rank, 3)
 
 
 def test_configs_that_mean_the_same_layer_have_the_same_digest() -> None:

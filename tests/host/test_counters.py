@@ -159,7 +159,8 @@ def test_records_are_read_as_the_device_writes_them() -> None:
     record = numpy.array([5, 10_000, 14_000, 90_000, 7, 8, *[0] * 10], "<u8").view(counters.RECORD)
     peers = [12_000, 0, 0, 21, 23, 13_000, 15_000, 19_000, 22, 2]
     peer_records = numpy.array(peers, "<u8").view(counters.PEER)
-    stats = counters.read(0, tallies, 1, record, peer_records, [3, 4], [[1, 2], [5, 6]], 100, 200)
+    received = [[1, 2, 0], [5, 6, 0]]  # the last place has no expert
+    stats = counters.read(0, tallies, 1, record, peer_records, [3, 4], received, 2, 100, 200)
     # Words 0 to 5 of the processor's tally and 32 to 37 of its courier's, in the order of TaskKind.
     kinds = ("route", "combine", "gemm1", "gemm0", "dispatch", "replicate")
     assert stats.tasks == {kind: 2 * word + 32 for word, kind in enumerate(kinds)}

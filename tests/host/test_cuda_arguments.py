@@ -144,6 +144,30 @@ def test_a_map_of_weights_is_not_taken_for_that_of_tokens_in_their_place(
     assert dimensions[W1_NARROW] == 5
 
 
+def test_a_rank_without_experts_has_maps_that_the_driver_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel asks for every map, and the driver makes none of an address of 0 or of no rows."""
+
+    class Strict(Driver):
+        def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, types.SimpleNamespace]:
+            _, _, address, sizes, *_ = arguments
+            assert address != 0
+            assert all(size > 0 for size in sizes)
+            return super().cuTensorMapEncodeTiled(*arguments)
+
+    monkeypatch.setattr(cuda_driver, "load", Strict)
+    cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128, routing="caller")
+    buffers = buffers_of()
+    packer = packer_of(cfg, buffers=buffers)
+    call = tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype))
+    packer.pack(call._replace(w1=call.w1[:0], w2=call.w2[:0], gate=None), 0)
+    anywhere = buffers.between.data_ptr()
+    maps = packer.record.view("<u8")[: len(_MAPS) * MAP_WORDS].reshape(-1, MAP_WORDS)
+    of_weights = [maps[_MAPS.index(name), 3] for name in ("w1", "w1_narrow", "w2", "gate")]
+    assert of_weights == [anywhere] * 4
+
+
 def test_a_call_that_is_refused_leaves_the_record_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

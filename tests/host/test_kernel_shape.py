@@ -54,7 +54,7 @@ def test_the_gpu_has_1024_experts_and_32_choices(changes: dict[str, Any]) -> Non
     ("changes", "message"),
     [
         ({"arch": "sm_80"}, "arch is 'sm_80'; .* sm_90a"),
-        ({"world_size": 3}, "cannot be divided equally among 3"),
+        ({"world_size": 0}, "world_size is 0; it must be at least 1"),
         ({"virtual_ranks": 3}, "virtual_ranks is 3; allowed: 1, or all 2"),
         ({"processors": 0}, "processors is 0"),
     ],

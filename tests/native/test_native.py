@@ -642,6 +642,13 @@ FAULTS = {
         "",
         "",
     ),
+    "places without an expert of which nobody tells a count": Fault(
+        "explorer",
+        "runtime/routing_finish.hpp",
+        "const bool told = first + P::lane() < geometry.expert_places();",
+        "const bool told = there;",
+        "without a fault",
+    ),
     "a piece of a chunk that is taken for all of it": Fault(
         "explorer",
         "runtime/task.hpp",

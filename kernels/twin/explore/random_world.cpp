@@ -235,6 +235,10 @@ RandomWorld draw_world(Random& random, Extent extent) {
       world.shape.intermediate = kHiddenGroup * draw(aside, 1, 2);
     }
   }
+  if (draw(aside, 0, 3) == 0) {  // the last ranks have fewer experts, or none
+    g.experts -= draw(aside, 0, g.world - 1);
+    g.top_k = minimum(g.top_k, g.experts);
+  }
   size_rows(world.shape, g);
   world.settings =
       small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
@@ -291,8 +295,9 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
   static const i32 kNobody = -1;  // routing is given even where there is no token
   const LayerShape& shape = world.shape;
   // Of what experts have, the part of this rank's.
-  const auto own = [&world, rank](const auto& all) {
-    return all.data() + all.size() / world.geometry.world * rank;
+  const Geometry& g = world.geometry;
+  const auto own = [&g, rank](const auto& all) {
+    return all.data() + all.size() / g.experts * g.first_expert(rank);
   };
   const bool plain = shape.weight_format == WeightFormat::plain;
   return Operands{
