@@ -150,7 +150,7 @@ def share_weights(layer: MoELayer) -> dict[str, Tensor]:
     and all see them there: one copy for all ranks. It is gone when the world is closed.
     """
     world = layer.world
-    cfg, local = layer.cfg, len(layer.w1)
+    cfg = layer.cfg
     shapes: dict[str, tuple[int, ...]] = {
         "w1": (cfg.w1_rows, cfg.hidden),
         "w2": (cfg.hidden, cfg.intermediate),
@@ -169,8 +169,8 @@ def share_weights(layer: MoELayer) -> dict[str, Tensor]:
     for name, shape in shapes.items():
         memory = (ctypes.c_byte * sizes[name]).from_address(address)
         experts = torch.frombuffer(memory, dtype=dtypes[name]).view(cfg.experts, *shape)
-        for expert in range(local):
-            experts[world.rank * local + expert].copy_(_numbers(layer, name, expert))
+        for local, expert in enumerate(cfg.experts_of(world.rank, world.size)):
+            experts[expert].copy_(_numbers(layer, name, local))
         every[name] = experts
         address += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
     world.control.barrier()

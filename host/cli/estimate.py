@@ -54,7 +54,8 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What rank 0 does in one call with even routing; the others differ by a few rows.
+    """What rank 0, which has the most experts, does in one call with even routing. Ranks with as
+    many differ by a few rows; those with fewer compute less.
 
     Attributes:
         tokens: S, of every rank.
@@ -70,8 +71,8 @@ class Work:
         dispatch_bytes: rows to other ranks, each as long as it is sent (`moeos.sizes.sent_bytes`);
             of a token, one to each rank where a call has many for it.
         combine_bytes: result rows returned to other ranks.
-        count_bytes: 8 for each expert of another rank, for which call the rank makes, and, if it
-            has tokens, for where results go.
+        count_bytes: to each other rank 8 for each of its X places of an expert, for which call the
+            rank makes, and, if it has tokens, for where results go.
         flag_bytes: 4 for each chunk sent to another rank, for each chunk that a tile's segment of
             another rank's rows touches, and for each pair sent to a rank that gets tokens once.
         bytes_by_peer: all four to each rank, and 0 to rank 0 itself.
@@ -124,8 +125,8 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
     """The sizes with each row map, for a rank with one processor.
 
     Raises:
-        ValueError: the experts cannot be divided among the ranks, or the runtime cannot number so
-            many rows or tasks.
+        ValueError: there are too few or too many ranks, or the runtime cannot number so many rows
+            or tasks.
     """
     found: dict[RowMap, Sizes] = {}
     for row_map in get_args(RowMap):
@@ -144,7 +145,7 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
 
 def weight_bytes_per_rank(cfg: MoEConfig, ranks: int) -> int:
     """Gate, w1 and w2 with their scales, and b1, b2 and shared experts where the layer has them, of
-    one rank.
+    a rank with the most experts.
     """
     router = cfg.experts * cfg.hidden * cfg.gate_dtype.itemsize
     return router + cfg.experts_per_rank(ranks) * _expert_bytes(cfg) + _shared_bytes(cfg)
@@ -179,7 +180,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     number of rows from which on tokens go once to a rank.
 
     Raises:
-        ValueError: `tokens` is not 0 to max_tokens, or the experts cannot be divided.
+        ValueError: `tokens` is not 0 to max_tokens, or there are too few or too many ranks.
     """
     if not 0 <= tokens <= cfg.max_tokens:
         raise ValueError(f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}")
@@ -192,7 +193,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         return wanted if capacity is None else [min(n, capacity) for n in wanted]
 
     sent = rows(0, range(cfg.experts))
-    to_rank = [sum(sent[peer * local : (peer + 1) * local]) for peer in range(ranks)]
+    held = [cfg.experts_of(peer, ranks) for peer in range(ranks)]
+    to_rank = [sum(sent[own.start : own.stop]) for own in held]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
     if sizes.spreads(tokens):
         dispatches = sum(to_rank)  # each row is one that tokens bring to a chunk
@@ -229,9 +231,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     row_bytes = cfg.hidden * cfg.dtype.itemsize
     peers = range(1, ranks)
     dispatched = [
-        _rows_once(cfg, sizes, peer, sent[peer * local : (peer + 1) * local], tokens)
-        if peer in once
-        else to_rank[peer]
+        _rows_once(cfg, sizes, held[peer], sent, tokens) if peer in once else to_rank[peer]
         for peer in peers
     ]
     # Of each of them the other way: `starts` are now what it has sent to rank 0.
@@ -284,21 +284,22 @@ def expert_rate(cfg: MoEConfig) -> float:
 
 
 def _rows_once(
-    cfg: MoEConfig, sizes: _runtime.Sizes, peer: int, sent: Sequence[int], tokens: int
+    cfg: MoEConfig, sizes: _runtime.Sizes, own: range, sent: Sequence[int], tokens: int
 ) -> int:
     """Rows of rank 0 that cross to a peer which gets each token once: those of the first chunks,
-    and behind them the first of each token. `sent`: rows for each of the peer's experts.
+    and behind them the first of each token. `own`: the peer's experts; `sent`: rows for each of
+    all.
     """
-    local = len(sent)
+    rows = sent[own.start : own.stop]
     pair = numpy.arange(tokens * cfg.top_k).reshape(tokens, cfg.top_k)
-    its, slot = pair % cfg.experts - peer * local, pair // cfg.experts
-    there = (its >= 0) & (its < local)
+    its, slot = pair % cfg.experts - own.start, pair // cfg.experts
+    there = (its >= 0) & (its < len(own))
     its = numpy.where(there, its, 0)
-    there &= slot < numpy.array(sent)[its]
-    row = numpy.where(there, numpy.cumsum([0, *sent])[its] + slot, numpy.iinfo(numpy.int64).max)
+    there &= slot < numpy.array(rows)[its]
+    row = numpy.where(there, numpy.cumsum([0, *rows])[its] + slot, numpy.iinfo(numpy.int64).max)
     first_rows = sizes.once_after * sizes.chunk_rows
     of_token = row.min(axis=1)
-    later = (of_token >= first_rows) & (of_token < sum(sent))
+    later = (of_token >= first_rows) & (of_token < sum(rows))
     return int((row < first_rows).sum() + later.sum())
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -192,12 +193,20 @@ def _print_sizes(
     for label, name, write in _SIZE_ROWS:
         made.add_row(label, *(write(getattr(found, name)) for found in sizes.values()))
     print(
-        f"{config}: {ranks} ranks with {cfg.experts_per_rank(ranks)} of {cfg.experts} experts "
-        f"each, {output.size(weights)} of weights a rank\n\n"
+        f"{config}: {_holders(cfg, ranks)}, {output.size(weights)} of weights a rank\n\n"
         f"what a rank needs for up to {cfg.max_tokens} tokens and any routing, by row map:",
         flush=True,
     )
     output.tables(len(sizes)).print(made)
+
+
+def _holders(cfg: MoEConfig, ranks: int) -> str:
+    """How many experts ranks hold, in words."""
+    held = collections.Counter(len(cfg.experts_of(rank, ranks)) for rank in range(ranks))
+    if len(held) == 1:
+        return f"{ranks} ranks with {max(held)} of {cfg.experts} experts each"
+    each = ", ".join(f"{number} with {experts}" for experts, number in held.items())
+    return f"{ranks} ranks with at most {max(held)} of {cfg.experts} experts ({each})"
 
 
 def _print_memory(

@@ -71,7 +71,7 @@ def check_pattern(pattern: Pattern, cfg: MoEConfig, ranks: int) -> None:
         return
     if pattern.rank >= ranks:
         raise ValueError(f"--routing is empty-rank:{pattern.rank}; ranks are 0 to {ranks - 1}")
-    others = cfg.experts - cfg.experts_per_rank(ranks)
+    others = cfg.experts - len(cfg.experts_of(pattern.rank, ranks))
     if cfg.top_k > others:
         raise ValueError(
             f"--routing is empty-rank:{pattern.rank}; the other ranks have {others} experts, too "
@@ -98,8 +98,9 @@ def draw_routing(
     if pattern.kind == "zipf":
         log_odds = -pattern.exponent * (experts + 1).log()
     else:
-        mine = experts.div(cfg.experts_per_rank(ranks), rounding_mode="floor") == pattern.rank
-        log_odds = torch.zeros_like(experts).masked_fill(mine, -math.inf)
+        mine = cfg.experts_of(pattern.rank, ranks)
+        log_odds = torch.zeros_like(experts)
+        log_odds[mine.start : mine.stop] = -math.inf
     uniform = torch.rand((tokens, cfg.experts), generator=generator, dtype=torch.float64)
     gumbel = -(-uniform.clamp_min(torch.finfo(torch.float64).tiny).log()).log()
     ids = (log_odds + gumbel).topk(cfg.top_k, dim=1).indices

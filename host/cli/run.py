@@ -205,7 +205,7 @@ def _run(world: moeos.World, options: RunOptions) -> int:
     torch.manual_seed(options.seed)
     layer = failures.agree(world, lambda: _make_layer(plan, world, options), "the layer")
 
-    totals = Totals(world.rank)
+    totals = Totals(layer.cfg.experts_of(world.rank, world.size))
     metrics = None if options.prometheus is None else Metrics(world.rank)
     checker = Checker(layer, plan.calls) if options.check else None
     outputs = None if options.output_file is None else Outputs(plan.rows)

@@ -22,12 +22,12 @@ class Totals:
     """Sums over calls; `moeos.counters.CallStats` says what is counted.
 
     Attributes:
-        rank: whose.
+        experts: of the rank.
         tokens: of each call.
         seconds: that each call took on this rank, waiting for the other ranks included.
     """
 
-    rank: int
+    experts: range
     tokens: list[int] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     pairs_sent: list[int] = dataclasses.field(default_factory=list)
@@ -64,7 +64,9 @@ class Totals:
         return statistics.median(self.seconds)
 
     @property
-    def hottest(self) -> tuple[int, int]:
-        """The expert of this rank that computed most pairs, and how many."""
+    def hottest(self) -> tuple[int | None, int]:
+        """The expert of this rank that computed most pairs, and how many; None if it has none."""
+        if not self.experts:
+            return None, 0
         pairs = max(self.expert_pairs)
-        return self.rank * len(self.expert_pairs) + self.expert_pairs.index(pairs), pairs
+        return self.experts[self.expert_pairs.index(pairs)], pairs

@@ -103,7 +103,7 @@ def test_a_kernel_with_registers_in_memory_ends_with_code_1(
     ("arguments", "message"),
     [
         ((DEMO, "--arch", "sm_80"), "arch is 'sm_80'"),
-        ((DEMO, "--ranks", 3), "cannot be divided equally among 3"),
+        ((DEMO, "--ranks", 0), "--ranks is 0; it must be at least 1"),
         ((DEMO, "--json", "/no/such/folder/report.json"), "--json is"),
         ((ROOT / "configs" / "twin-bench.toml",), "dtype is torch.float32"),
         ((ROOT / "no-such.toml",), "no-such.toml"),

@@ -53,6 +53,9 @@ def stats_of_rank_0(cfg: MoEConfig, ranks: int, tokens: int) -> SimpleNamespace:
         (2, 0, {}),
         (2, 77, {"shared_experts": 2, "shared_intermediate": 160, "shared_gate": True}),
         (4, 77, CODES),
+        (3, 77, {"top_k": 3}),
+        (8, 128, {"experts": 9, "top_k": 3}),
+        (3, 1200, {"experts": 11, "top_k": 6, "hidden": 512, "max_tokens": 1200}),
     ],
 )
 def test_a_call_does_what_the_estimate_says(

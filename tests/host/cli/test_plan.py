@@ -56,6 +56,23 @@ def test_tokens_and_ranks_can_be_chosen(tmp_path: Path) -> None:
     assert plan["call"]["pairs_sent"] == plan["call"]["pairs_received"] == 32
 
 
+@pytest.mark.parametrize(
+    ("ranks", "held"),
+    [
+        (3, "3 ranks with at most 43 of 128 experts (2 with 43, 1 with 42)"),
+        (7, "7 ranks with at most 19 of 128 experts (6 with 19, 1 with 14)"),
+        (12, "12 ranks with at most 11 of 128 experts (11 with 11, 1 with 7)"),
+        (100, "100 ranks with at most 2 of 128 experts (64 with 2, 36 with 0)"),
+        (128, "128 ranks with 1 of 128 experts each"),
+        (512, "512 ranks with at most 1 of 128 experts (128 with 1, 384 with 0)"),
+    ],
+)
+def test_ranks_that_do_not_divide_the_experts_have_a_plan(ranks: int, held: str) -> None:
+    code, out, err = invoke(QWEN, "--ranks", ranks, "--tokens", 64)
+    assert (code, err) == (0, "")
+    assert held in " ".join(out.split())
+
+
 def test_a_layer_that_the_runtime_cannot_number_is_refused(tmp_path: Path) -> None:
     huge = tmp_path / "huge.toml"
     text = (ROOT / "configs" / "demo.toml").read_text()
@@ -70,9 +87,8 @@ def test_a_layer_that_the_runtime_cannot_number_is_refused(tmp_path: Path) -> No
     [
         (["absent.toml"], "moeos: absent.toml: No such file or directory\n"),
         (
-            [ROOT / "configs" / "mixtral-8x7b.toml", "--ranks", "3"],
-            "moeos: experts is 8 and cannot be divided equally among 3 ranks; start a number of "
-            "ranks that divides 8\n",
+            [ROOT / "configs" / "mixtral-8x7b.toml", "--ranks", "65536"],
+            "moeos: the world's size is 65536; it must be at most 65535\n",
         ),
         (
             [ROOT / "configs" / "demo.toml", "--tokens", "513"],
