@@ -79,8 +79,7 @@ class RankMember:
 
     def __init__(self, workload: Workload, world: moeos.World) -> None:
         self._layer = moeos.MoELayer(workload.cfg, world)
-        local = workload.cfg.experts_per_rank(world.size)
-        w1, w2 = workload.experts(world.rank * local, local)
+        w1, w2 = workload.experts(workload.cfg.experts_of(world.rank, world.size))
         self._layer.load_state_dict({"gate.weight": workload.gate(), "w1": w1, "w2": w2})
         self._x = workload.tokens(world.rank)
 
@@ -99,7 +98,7 @@ class PyTorchMember:
     def __init__(self, workload: Workload) -> None:
         torch.set_num_threads(machine.cores())
         cfg = workload.cfg
-        w1, w2 = workload.experts(0, cfg.experts)
+        w1, w2 = workload.experts(range(cfg.experts))
         most = workload.ranks * cfg.max_tokens
         self._layer = PlainLayer(workload.gate(), w1, w2, cfg.top_k, most)
         self._x = workload.all_tokens()

@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from moeos.bench.workload import require_even
 from moeos.cli.routing import LARGEST_EXPONENT
 from moeos.config import MoEConfig
 from moeos.files import read_toml
@@ -71,10 +72,10 @@ class Shape:
 
         So with fewer ranks than `full_ranks` it has fewer experts, and as many rows for each.
 
-        Raises `ValueError` if the experts cannot be divided so.
+        Raises `ValueError` where ranks would hold unequal numbers.
         """
         if ranks >= full_ranks:
-            self.cfg.experts_per_rank(ranks)
+            require_even(self.cfg, ranks)
             return self.cfg
         local = self.cfg.experts_per_rank(full_ranks)
         return dataclasses.replace(self.cfg, experts=local * ranks)

@@ -17,6 +17,17 @@ from moeos.config import DTYPES, MoEConfig, digest_differences
 _SEEDS_A_KIND = 1 << 20  # seeds of tokens, the gate and experts lie this far apart
 
 
+def require_even(cfg: MoEConfig, ranks: int) -> None:
+    """Raises `ValueError` where ranks would hold unequal numbers of experts, which the all-to-all
+    that moeos is compared with does not do.
+    """
+    if cfg.experts % ranks != 0:
+        raise ValueError(
+            f"experts is {cfg.experts} and cannot be divided equally among {ranks} ranks, as the "
+            f"all-to-all layer needs; start a number of ranks that divides {cfg.experts}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
     """One call of a layer, or as many as one likes: each has the same tokens and weights.
@@ -27,8 +38,8 @@ class Workload:
         seed: of tokens and weights, at least 0.
 
     Raises:
-        ValueError: `cfg` has a feature that the PyTorch side (`moeos.bench.baseline`) lacks, or its
-            experts cannot be divided among the ranks.
+        ValueError: `cfg` has a feature that the PyTorch side (`moeos.bench.baseline`) lacks, or
+            there is no rank.
     """
 
     cfg: MoEConfig
@@ -65,15 +76,16 @@ class Workload:
         generator = torch.Generator().manual_seed(self.seed + _SEEDS_A_KIND)
         return _weight(generator, self.cfg.experts, self.cfg.hidden)
 
-    def experts(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """w1 [count, 2I, H] and w2 [count, H, I] of experts `first` to `first + count - 1`."""
+    def experts(self, which: range) -> tuple[Tensor, Tensor]:
+        """w1 [n, 2I, H] and w2 [n, H, I] of n experts."""
         cfg = self.cfg
-        w1, w2 = [], []
-        for expert in range(first, first + count):
+        w1 = torch.empty(len(which), cfg.w1_rows, cfg.hidden)
+        w2 = torch.empty(len(which), cfg.hidden, cfg.intermediate)
+        for place, expert in enumerate(which):
             generator = torch.Generator().manual_seed(self.seed + 2 * _SEEDS_A_KIND + expert)
-            w1.append(_weight(generator, cfg.w1_rows, cfg.hidden))
-            w2.append(_weight(generator, cfg.hidden, cfg.intermediate))
-        return torch.stack(w1), torch.stack(w2)
+            w1[place] = _weight(generator, cfg.w1_rows, cfg.hidden)
+            w2[place] = _weight(generator, cfg.hidden, cfg.intermediate)
+        return w1, w2
 
     @property
     def flops(self) -> int:

@@ -32,6 +32,7 @@ from moeos.bench.evaluate import tables, thesis
 from moeos.bench.evaluate.document import Case, Document
 from moeos.bench.results import timing
 from moeos.bench.straggler.contestants import Baseline, clock_of, compare, tokens_of
+from moeos.bench.workload import require_even
 from moeos.cli import failures, machine, output
 
 MOST_ROUNDS = 100_000
@@ -146,7 +147,7 @@ def prepare(world: moeos.World, options: EvaluationOptions) -> Document | None:
         *(Case(tokens, options.scaling_experts) for tokens in options.tokens),
         *(Case(options.scaling_tokens, experts) for experts in options.experts),
     ]:
-        config_of(options, world.backend, case).experts_per_rank(world.size)
+        require_even(config_of(options, world.backend, case), world.size)
     if world.rank != 0:
         return None
     layer = config_of(options, world.backend, Case(options.scaling_tokens, options.scaling_experts))

@@ -27,6 +27,7 @@ from moeos.bench.straggler import plots, scenarios
 from moeos.bench.straggler.contestants import Baseline, clock_of, compare, tokens_of
 from moeos.bench.straggler.links import LimitedAllToAll, Nodes
 from moeos.bench.straggler.scenarios import Scenario
+from moeos.bench.workload import require_even
 from moeos.cli import failures, machine, output
 from moeos.cli.settings import read_settings
 from moeos.cli.workload import check_tokens
@@ -160,7 +161,7 @@ def _run(world: moeos.World, options: StudyOptions) -> int:
 def prepare(world: moeos.World, options: StudyOptions) -> Plan:
     """What will be done. Raises `ValueError`, `TypeError` or `OSError` for what cannot be."""
     cfg = moeos.MoEConfig.from_toml(options.config)
-    cfg.experts_per_rank(world.size)
+    require_even(cfg, world.size)
     settings = read_settings(options.config)
     output.check_writable(options.out, "--out")
     if options.plots is not None and not options.plots.is_dir():

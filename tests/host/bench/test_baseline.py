@@ -15,7 +15,7 @@ WORKLOAD = Workload(cfg=CFG, ranks=2, seed=7)
 
 
 def test_plain_pytorch_computes_what_the_reference_does() -> None:
-    gate, (w1, w2) = WORKLOAD.gate(), WORKLOAD.experts(0, CFG.experts)
+    gate, (w1, w2) = WORKLOAD.gate(), WORKLOAD.experts(range(CFG.experts))
     x = WORKLOAD.all_tokens().flatten(0, 1)
     y = PlainLayer(gate, w1, w2, CFG.top_k, 80)(x)
     expected = reference.moe(x, gate, w1, w2, CFG)
@@ -23,7 +23,7 @@ def test_plain_pytorch_computes_what_the_reference_does() -> None:
 
 
 def test_an_expert_without_tokens_is_skipped() -> None:
-    gate, (w1, w2) = WORKLOAD.gate(), WORKLOAD.experts(0, CFG.experts)
+    gate, (w1, w2) = WORKLOAD.gate(), WORKLOAD.experts(range(CFG.experts))
     x = WORKLOAD.tokens(0)[:1]  # k of the E experts have a row
     y = PlainLayer(gate, w1, w2, CFG.top_k, 80)(x)
     assert reference.relative_error(y, reference.moe(x, gate, w1, w2, CFG)) < 1e-5
@@ -31,7 +31,7 @@ def test_an_expert_without_tokens_is_skipped() -> None:
 
 def test_one_call_leaves_nothing_behind_for_the_next() -> None:
     x = WORKLOAD.all_tokens().flatten(0, 1)
-    layer = PlainLayer(WORKLOAD.gate(), *WORKLOAD.experts(0, CFG.experts), CFG.top_k, 80)
+    layer = PlainLayer(WORKLOAD.gate(), *WORKLOAD.experts(range(CFG.experts)), CFG.top_k, 80)
     first = layer(x)
     kept = first.clone()
     layer(-x[:30])
@@ -43,8 +43,8 @@ def test_every_contestant_draws_the_same_work() -> None:
     again = Workload.from_json(WORKLOAD.to_json())
     assert torch.equal(again.gate(), WORKLOAD.gate())
     assert torch.equal(again.all_tokens()[1], WORKLOAD.tokens(1))
-    w1, w2 = WORKLOAD.experts(0, 8)
-    last_w1, last_w2 = again.experts(4, 4)  # what the second of two ranks draws
+    w1, w2 = WORKLOAD.experts(range(8))
+    last_w1, last_w2 = again.experts(range(4, 8))  # what the second of two ranks draws
     assert torch.equal(last_w1, w1[4:])
     assert torch.equal(last_w2, w2[4:])
     assert not torch.equal(WORKLOAD.tokens(0), WORKLOAD.tokens(1))

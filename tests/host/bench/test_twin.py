@@ -130,7 +130,7 @@ def test_the_cost_of_a_task_is_the_slope_over_tasks_and_the_rest_is_the_calls() 
     ("rounds", "option", "said"),
     [
         (8, [], "iterations is 8; allowed: at least 9"),
-        (9, ["--ranks", "3"], "experts is 8 and cannot be divided equally among 3 ranks"),
+        (9, ["--ranks", "0"], "world_size is 0; it must be at least 1"),
         (9, ["--json", "/nowhere/out.json"], "--json is /nowhere/out.json"),
     ],
 )

@@ -210,8 +210,8 @@ def test_experts_that_no_rank_can_hold_equally_are_refused_once(folder: Path) ->
     ended = run_study(folder / "tiny.toml", "--out", folder / "x.json", ranks=3)
     assert ended.returncode != 0
     said = [line for line in ended.stderr.splitlines() if line.startswith("moeos: ")]
-    sentence = "experts is 8 and cannot be divided equally among 3 ranks; start a number of ranks"
-    assert said == [f"moeos: {sentence} that divides 8"]
+    sentence = "experts is 8 and cannot be divided equally among 3 ranks, as the all-to-all layer"
+    assert said == [f"moeos: {sentence} needs; start a number of ranks that divides 8"]
     assert "Traceback" not in ended.stderr
 
 
