@@ -30,7 +30,7 @@ HEAD = (
     "works, [sizing.md](sizing.md) how to choose `max_tokens` and a capacity. This page is written "
     "by `python -m tests.docs.reference_page` from the package's signatures and docstrings.",
     "Letters: P ranks, S tokens of a rank in a call, k experts of a token, H hidden, "
-    "I intermediate, E experts in all, X = E / P experts of one rank; a *pair* is one (token, j) "
+    "I intermediate, E experts in all, X experts of one rank; a *pair* is one (token, j) "
     "with j < k. `moeos.__version__` is the installed version, a string.",
 )
 """The paragraphs that begin the page."""
