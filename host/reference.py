@@ -27,6 +27,9 @@ from moeos.formats import HIDDEN_GROUP, TOKEN_GROUP, dequantize_rows, quantize_r
 _FP32_ROUTER_ERROR = 0.5e-6
 """Of the largest logit or score of a token: what those of an fp32 router err at most."""
 
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+"""The largest relative error of a correct layer, by its dtype."""
+
 
 class Routing(NamedTuple):
     """Which experts each token goes to, and with what weight.

@@ -11,14 +11,15 @@ from typing import Annotated
 
 import typer
 
-from moeos.cli import failures, machine, streams
-from moeos.cli import help as helps
+from moeos.cli import streams
 from moeos.cli.compile import compile_
 from moeos.cli.doctor import doctor
 from moeos.cli.fuzz import fuzz
 from moeos.cli.plan import plan
 from moeos.cli.run import run
 from moeos.cli.trace import trace
+from moeos.commands import failures, machine
+from moeos.commands import help as helps
 
 app = typer.Typer(
     name="moeos",

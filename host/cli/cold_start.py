@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 import moeos
-from moeos.bench import process_group
-from moeos.bench.device_rates import Reader
-from moeos.bench.meeting import Meeting
+from moeos.commands import process_group
+from moeos.commands.device_reader import Reader
+from moeos.commands.meeting import Meeting
 
 
 class ColdStart:

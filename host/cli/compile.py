@@ -11,14 +11,11 @@ from typing import Annotated, cast, get_args
 import typer
 
 from moeos import jit, kernel_shape
-from moeos.cli import failures, output
 from moeos.cli.estimate import H200_BLOCKS
+from moeos.commands import failures, output
 from moeos.config import MoEConfig
 from moeos.jit import CompileReport
 from moeos.kernel_shape import KernelShape, Transport
-
-LOST_REGISTERS = 1
-"""The exit code where the kernel spills registers or has a stack frame."""
 
 
 def compile_(
@@ -71,7 +68,7 @@ def execute(config: Path, arch: str, ranks: int, transport: str, json_file: Path
     _print(report)
     if not report.keeps_registers:
         print("the kernel keeps registers in memory: stack frame and spills must be 0 bytes")
-        return LOST_REGISTERS
+        return failures.LOST_REGISTERS
     return failures.DONE
 
 

@@ -20,9 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from moeos import bootstrap, launchers
-from moeos.cli import extras, failures, links, output, probes
+from moeos.cli import extras, links, probes
 from moeos.cli.links import Link
 from moeos.cli.probes import Finding
+from moeos.commands import failures, output
 
 _WIDTH = 110
 _LINKS = "links between GPUs"

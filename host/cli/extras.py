@@ -11,8 +11,8 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 
-from moeos.cli import machine
 from moeos.cli.probes import Finding
+from moeos.commands import machine
 
 PURPOSES: Mapping[str, str] = {
     "cuda": "layers on GPUs",

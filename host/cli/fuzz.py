@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from moeos import explore
-from moeos.bench import provenance, report
-from moeos.cli import failures, machine, output
+from moeos.bench.report import report
+from moeos.commands import failures, machine, output, provenance
 from moeos.explore import Found
 
 FOUND = 1

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from moeos import _runtime
-from moeos.cli import estimate, output
+from moeos.cli import estimate
+from moeos.commands import output
 from moeos.config import MoEConfig
 from moeos.engines import twin
 from moeos.kernel_shape import KernelShape, Transport

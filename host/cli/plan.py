@@ -15,7 +15,7 @@ import torch
 import typer
 
 from moeos import kernel_shape
-from moeos.cli import estimate, failures, machine, memory, output
+from moeos.cli import estimate, memory
 from moeos.cli.estimate import (
     H200_BLOCKS,
     H200_GEMM_FLOPS,
@@ -25,6 +25,7 @@ from moeos.cli.estimate import (
     Work,
 )
 from moeos.cli.memory import RankMemory
+from moeos.commands import failures, machine, output
 from moeos.config import MoEConfig, RowMap
 from moeos.world import Backend
 

@@ -24,8 +24,8 @@ import torch
 
 import moeos
 from moeos import launchers
-from moeos.cli import machine, output
-from moeos.cli.check import TOLERANCE
+from moeos.commands import machine, output
+from moeos.reference import TOLERANCE
 
 _PATIENCE = 30.0  # seconds for a program that a probe starts
 _OLDEST_DRIVER = 580

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from moeos.cli import output
 from moeos.cli.check import CheckResult
 from moeos.cli.totals import Totals
+from moeos.commands import output
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,23 +23,17 @@ from rich.progress import Progress
 import moeos
 from moeos import host_memory
 from moeos.checkpoints.files import Tensors, open_tensors
-from moeos.cli import estimate, failures, machine, memory, output, report, worlds
+from moeos.cli import estimate, memory, report, worlds
 from moeos.cli.check import Checker, CheckResult, tolerance_of
 from moeos.cli.outputs import Outputs
 from moeos.cli.report import RankReport
-from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
-from moeos.cli.settings import RunSettings, read_settings
 from moeos.cli.tensors import piece, read_rows
 from moeos.cli.text import read_documents
 from moeos.cli.totals import Totals
-from moeos.cli.workload import (
-    GivenTokens,
-    RandomTokens,
-    TextTokens,
-    Workload,
-    check_tokens,
-    generator_of,
-)
+from moeos.cli.workload import GivenTokens, RandomTokens, TextTokens, Workload, generator_of
+from moeos.commands import failures, machine, output
+from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
+from moeos.commands.settings import RunSettings, check_tokens, read_settings
 from moeos.metrics import Metrics
 
 MAX_ITERATIONS = 10_000

@@ -19,12 +19,12 @@ import typer
 
 import moeos
 from moeos import drawing
-from moeos.bench import provenance
-from moeos.cli import failures, machine, output, trace_report, worlds
+from moeos.cli import trace_report, worlds
 from moeos.cli.cold_start import ColdStart
-from moeos.cli.routing import PATTERNS, check_pattern, parse_pattern
-from moeos.cli.settings import read_settings
-from moeos.cli.workload import Batch, RandomTokens, check_tokens, generator_of
+from moeos.cli.workload import Batch, RandomTokens, generator_of
+from moeos.commands import failures, machine, output, provenance
+from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
+from moeos.commands.settings import check_tokens, read_settings
 from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import CallTrace
 from moeos.tracing import MAX_EVENTS, RankTrace

@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from moeos.cli import output, trace_amounts
+from moeos.cli import trace_amounts
 from moeos.cli.trace_amounts import Amount, scaled
+from moeos.commands import output
 from moeos.timeline import causes, chrome, summary
 from moeos.timeline.call import (
     DISPATCH,

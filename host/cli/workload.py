@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeos.cli.routing import Pattern, draw_routing
 from moeos.cli.text import ByteEmbedding
+from moeos.commands.routing import Pattern, draw_routing
 from moeos.config import MoEConfig
 
 _MAX_SEED = 2**31 - 1
@@ -25,14 +25,6 @@ def generator_of(seed: int, rank: int) -> torch.Generator:
     if not 0 <= seed <= _MAX_SEED:
         raise ValueError(f"--seed is {seed}; allowed: 0 to {_MAX_SEED}")
     return torch.Generator().manual_seed(seed + _RANK_SEEDS * (rank + 1))
-
-
-def check_tokens(tokens: int, cfg: MoEConfig, advice: str = "") -> None:
-    """Raises `ValueError`, with the advice, if a rank cannot pass so many in a call."""
-    if not 0 <= tokens <= cfg.max_tokens:
-        raise ValueError(
-            f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}, of this rank{advice}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import moeos
 from moeos import launchers
-from moeos.cli import failures
+from moeos.commands import failures
 
 
 def run(

@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from moeos.cli import failures
 from moeos.cli.app import app
-from moeos.cli.settings import RunSettings
+from moeos.commands import failures
+from moeos.commands.settings import RunSettings
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")

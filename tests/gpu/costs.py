@@ -20,10 +20,9 @@ from unittest import mock
 import torch
 
 from moeos import MoEConfig, World, jit, virtual
-from moeos.bench import provenance
-from moeos.bench.results import timing
-from moeos.bench.suite import read
-from moeos.cli import machine
+from moeos.bench.gpu.results import timing
+from moeos.bench.gpu.suite import read
+from moeos.commands import machine, provenance
 from moeos.engines.base import CallTensors
 from moeos.engines.cuda import CudaEngine
 from tests.gpu.cases import DEADLINE, draw_weights_on_gpu

@@ -29,7 +29,7 @@ import torch
 
 import moeos
 from moeos import MoEConfig, World
-from moeos.bench import provenance
+from moeos.commands import provenance
 from moeos.faults import Fault, FaultPlan, SlowLink, SlowProcessor
 from tests.gpu.cases import (
     DEADLINE,

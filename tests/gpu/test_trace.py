@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from moeos import MoELayer, World, virtual
-from moeos.bench import device_rates
+from moeos.commands import device_reader
 from moeos.engines import cuda_clock
 from moeos.engines.base import CallStats
 from moeos.timeline import causes, chrome
@@ -144,18 +144,18 @@ def test_a_cold_trace_empties_the_cache_before_the_last_call_alone(
 ) -> None:
     config = tmp_path / "layer.toml"
     config.write_text("hidden = 512\nintermediate = 256\nexperts = 4\ntop_k = 2\nmax_tokens = 64\n")
-    forward, flush, order = MoELayer.forward, device_rates.Reader.flush, []
+    forward, flush, order = MoELayer.forward, device_reader.Reader.flush, []
 
     def called(layer: MoELayer, *arguments: Any) -> Any:
         order.append("call")
         return forward(layer, *arguments)
 
-    def flushed(reader: device_rates.Reader) -> None:
+    def flushed(reader: device_reader.Reader) -> None:
         order.append("flush")
         flush(reader)
 
     monkeypatch.setattr(MoELayer, "forward", called)
-    monkeypatch.setattr(device_rates.Reader, "flush", flushed)
+    monkeypatch.setattr(device_reader.Reader, "flush", flushed)
     summary = tmp_path / "summary.json"
     options = ["--backend", "cuda", "--cold", "--calls", 2, "--no-summary", "--json", summary]
     assert commands.invoke("trace", config, *options) == (0, "", "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moeos.bench.trees` times an installed moeos against itself on this host's GPUs."""
+"""`moeos.bench.studies.trees` times an installed moeos against itself on this host's GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ def test_two_trees_have_turns_on_all_gpus(tmp_path: Path) -> None:
     suite.write_text(SUITE)
     installed = Path(moeos.__file__).parents[1]
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "moeos.bench.trees", f"a={installed}", f"b={installed}"]
+    command = [
+        sys.executable,
+        "-m",
+        "moeos.bench.studies.trees",
+        f"a={installed}",
+        f"b={installed}",
+    ]
     command += ["--out", str(out), "--suite", str(suite), "--tokens", "0,300", "--turns", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moeos.bench.variants` times kernels of several trees, and tells which compute otherwise."""
+"""`moeos.bench.studies.variants` times several trees' kernels, and tells which differ."""
 
 from __future__ import annotations
 
@@ -40,7 +40,14 @@ def test_a_tree_that_computes_otherwise_is_told_from_one_that_does_not(tmp_path:
     activation.write_text(text.replace("0.044715F", "0.144715F"))
     same = jit.include_root()
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "moeos.bench.variants", f"a={same}", f"b={same}", f"c={wrong}"]
+    command = [
+        sys.executable,
+        "-m",
+        "moeos.bench.studies.variants",
+        f"a={same}",
+        f"b={same}",
+        f"c={wrong}",
+    ]
     command += ["--out", str(out), "--suite", str(suite), "--tokens", "8,300", "--rounds", "4"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from moeos.cli.output import write_json, write_text
 from moeos.cli.tensors import write_tensors
+from moeos.commands.output import write_json, write_text
 from moeos.files import replace
 
 TENSORS = {"x": torch.arange(6.0).view(2, 3)}

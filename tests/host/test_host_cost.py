@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an eager call on a GPU makes its host do, with an engine whose driver is a stand-in.
 
-`python -m moeos.bench.host_cost` measures it in microseconds where there is a GPU.
+`python -m moeos.bench.studies.host_cost` measures it in microseconds where there is a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moeos import World, calls, cuda_driver, experts, layer, virtual
-from moeos.bench import host_cost
+from moeos.bench.studies import host_cost
 from moeos.config import MoEConfig
 from moeos.engines.cuda import CudaEngine
 from moeos.engines.cuda_records import HostFailure

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every module can be the first of the package that a program imports."""
+"""Every module can be the first that a program imports; and who imports whom has an order."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import moeos
 
@@ -43,10 +46,35 @@ def test_no_module_needs_another_one_to_be_imported_before_it() -> None:
         if file.stem != "__main__"
     ]
     names = [name.removesuffix(".__init__") for name in names]
-    assert "moeos.bench.suite" in names
+    assert "moeos.bench.gpu.suite" in names
     names = [name for name in names if name not in NEED_THEIR_LIBRARY]
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, timeout=240
     )
     assert ended.stdout.split() == [], ended.stderr
     assert ended.returncode == 0, ended.stderr
+
+
+BELOW = {
+    "commands": ("cli", "bench"),
+    "bench": ("cli",),
+    "bench/gpu": ("bench.report", "bench.twin", "bench.studies"),
+    "bench/report": ("bench.twin", "bench.studies"),
+    "bench/twin": ("bench.gpu", "bench.studies"),
+    "bench/studies": ("bench.twin",),
+}
+"""Folders of the package, and what nothing in them may import."""
+
+
+@pytest.mark.parametrize("folder", BELOW)
+def test_no_folder_imports_what_stands_above_it(folder: str) -> None:
+    root = Path(moeos.__file__).parent
+    above = re.compile(rf"^ *(?:from|import) moeos\.({'|'.join(BELOW[folder])})\b", re.MULTILINE)
+    files = sorted((root / folder).rglob("*.py"))
+    assert files
+    found = {
+        str(file.relative_to(root)): wrong
+        for file in files
+        if (wrong := above.findall(file.read_text(encoding="utf-8")))
+    }
+    assert found == {}

@@ -12,8 +12,8 @@ from tests.processes import ROOT
 
 WITH_SIGNS = (
     "host/bench",
-    "host/cli/output.py",
     "host/cli/streams.py",
+    "host/commands/output.py",
     "host/timeline/chrome.py",
     "host/timeline/picture.py",
 )

@@ -21,8 +21,7 @@ from typing import Annotated
 
 import typer
 
-from moeos.bench import provenance
-from moeos.cli import machine
+from moeos.commands import machine, provenance
 
 FOLDER = Path(__file__).parent
 SECONDS_MAX = 900  # of one search; those of every day take a few

@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moeos.bench import suite
-from moeos.bench.gpu_rank import METHOD, limits
-from moeos.bench.results import Results, timing
-from moeos.bench.suite import Suite
+from moeos.bench.gpu import suite
+from moeos.bench.gpu.one_rank import METHOD, limits
+from moeos.bench.gpu.results import Results, timing
+from moeos.bench.gpu.suite import Suite
 from tests.processes import ROOT
 
 SUITE = ROOT / "configs" / "suites" / "gpu.toml"

@@ -10,8 +10,9 @@ import torch
 
 from moeos import MoEConfig, MoELayer, World, virtual
 from moeos.cli import check
-from moeos.cli.check import TOLERANCE, Checker, CheckResult, share_weights
+from moeos.cli.check import Checker, CheckResult, share_weights
 from moeos.cli.workload import Batch
+from moeos.reference import TOLERANCE
 from tests.layers import config, draw_call, draw_given_call
 
 RANKS = 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moeos
-from moeos.bench import device_rates, process_group
+from moeos.commands import device_reader, process_group
 from moeos.control import SoloControl
 from moeos.timeline import gathering
 from moeos.world import TwinOptions
@@ -78,8 +78,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(moeos, "MoELayer", RecordingLayer)
     monkeypatch.setattr(RecordingLayer, "record", found, raising=False)
     monkeypatch.setattr(gathering, "gather", lambda control, own: [])
-    monkeypatch.setattr(device_rates.Reader, "__init__", lambda reader: None)
-    monkeypatch.setattr(device_rates.Reader, "flush", noting("flush"))
+    monkeypatch.setattr(device_reader.Reader, "__init__", lambda reader: None)
+    monkeypatch.setattr(device_reader.Reader, "flush", noting("flush"))
     monkeypatch.setattr(process_group, "start", noting("connect", GROUP))
     monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(size))
     monkeypatch.setattr(torch.cuda, "_sleep", noting("rest"))

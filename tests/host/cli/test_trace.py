@@ -20,7 +20,7 @@ import pytest
 
 from moeos import MoELayer, PeerTimeout, drawing
 from moeos.activations import Activation
-from moeos.bench import report
+from moeos.bench.report import report
 from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
 from moeos.tracing import RankTrace

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the studies of a layer's options share: a command line, and the document that they write.
+
+A study measures each layer that it is given at some numbers of tokens, with contestants in turn.
+Its document has, for each layer, its config and the results: tokens, the contestants' distances
+from what they should compute, and their seconds. It knows no option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moeos
+from moeos.bench.gpu.in_turn import InTurn
+from moeos.commands import machine, provenance
+
+_DEADLINE = 900.0  # seconds; the compiler's time counts
+
+Measure = Callable[[moeos.MoEConfig, moeos.World, InTurn], list[dict[str, Any]]]
+Prepare = Callable[[Mapping[str, moeos.MoEConfig], moeos.World], None]
+
+
+def run(
+    name: str, about: str, measure: Measure, prepare: Prepare = lambda configs, world: None
+) -> None:
+    """The command of the study `moeos.bench.studies.{name}`. Collective.
+
+    `measure`: the results of a layer, on all ranks. `prepare`: is given all layers before.
+    """
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("configs", nargs="+", type=Path, help="a layer's TOML file")
+    parser.add_argument("--out", required=True, type=Path, help="where the JSON document goes")
+    chosen = parser.parse_args()
+    configs = {path.stem: moeos.MoEConfig.from_toml(path) for path in chosen.configs}
+    layers: dict[str, Any] = {}
+    with moeos.init(backend="cuda", deadline=_DEADLINE) as world, torch.no_grad():
+        prepare(configs, world)
+        clock = InTurn(world)
+        for layer, cfg in configs.items():
+            results = measure(cfg, world, clock)
+            layers[layer] = {"config": json.loads(cfg.digest()), "results": results}
+            if world.rank == 0:
+                text = json.dumps(_document(name, world.size, layers), indent=1)
+                chosen.out.write_text(text + "\n")
+
+
+def _document(name: str, ranks: int, layers: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "benchmark": f"{name.replace('_', '-')}-{ranks}",
+        "ranks": ranks,
+        "command": provenance.command(f"moeos.bench.studies.{name}"),
+        "commit": provenance.commit(),
+        "gpus": machine.gpus(),
+        "processor": machine.processor(),
+        "versions": machine.versions(),
+        "layers": layers,
+    }
