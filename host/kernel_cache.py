@@ -10,15 +10,15 @@ entry holds.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import stat
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+
+import filelock
 
 MAX_ENTRIES = 256
 """Entries that are kept; beyond it the ones not used for longest go."""
@@ -30,7 +30,6 @@ LOCK_SECONDS = 600.0
 _MAGIC = b"moeos kernel 2\n"
 _SUFFIX = ".kernel"
 _UNFINISHED = ".tmp"
-_PAUSE = 0.05  # seconds between two looks at a lock
 
 
 def default_folder() -> Path:
@@ -69,7 +68,8 @@ def get_or_make(
             found = _load(folder, key)
             if found is not None:
                 return found, True
-            held.enter_context(_lock(folder / f"{key[:2]}.lock"))
+            with contextlib.suppress(filelock.Timeout):  # entries are atomic anyway
+                held.enter_context(_lock(folder, key))
         except OSError as error:
             where = "" if folder is None else f" in {folder}"
             warnings.warn(f"compiled kernels are not kept{where}: {error}", stacklevel=2)
@@ -161,21 +161,9 @@ def _prune(folder: Path) -> None:
             path.unlink()
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Holds the lock file, or goes on without it after `LOCK_SECONDS`: entries are atomic anyway.
+def _lock(folder: Path, key: str) -> filelock.BaseFileLock:
+    """Who may make an entry. It ends with the process that holds it.
 
-    The lock ends with the process that holds it. Files are few, because keys share them, and stay.
+    Files are few, because keys share them, and stay.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        ends = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < ends:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_PAUSE)
-        yield
-    finally:
-        os.close(descriptor)
+    return filelock.FileLock(folder / f"{key[:2]}.lock", LOCK_SECONDS, mode=0o600)
