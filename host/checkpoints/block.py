@@ -440,7 +440,8 @@ class _Experts:
             return self._state_dict.rows(name, own.start, own.stop).to(self._device)
         tensor = _take(self._state_dict, name)
         if total == cfg.experts:
-            part = sharding.part(name, tensor, own, total, found[1:], *self._place)
+            rest = torch.Size(found[1:])
+            part = sharding.part(name, tensor, own, total, rest, *self._place)
             return part.to(self._device)
         return sharding.everything(name, tensor)[own.start : own.stop].to(self._device)
 

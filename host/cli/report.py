@@ -108,8 +108,9 @@ def error_line(error: float, tolerance: float) -> str:
 def as_json(reports: Sequence[RankReport]) -> list[dict[str, Any]]:
     """Each rank's numbers, sums and those of each call."""
     ranks: list[dict[str, Any]] = []
-    for report in reports:
-        entry = dataclasses.asdict(report.totals)
+    for rank, report in enumerate(reports):
+        entry = {"rank": rank, **dataclasses.asdict(report.totals)}
+        entry["experts"] = list(report.totals.experts)
         entry["bytes_to_peers"] = report.totals.bytes_to_peers
         entry["median_seconds"] = report.totals.median_seconds
         expert, pairs = report.totals.hottest
