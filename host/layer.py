@@ -219,8 +219,7 @@ class MoELayer(nn.Module):
             x_scale: with `cfg.activation_format`, who routes may pass x as codes: x in
                 torch.float8_e4m3fn, and its scales [rows, H / 128], or [..., H / 128] with the
                 leading dimensions of x, fp32 or E8M0 (also as uint8). They are sent as they are.
-                On the twin; not with shared experts, zero experts or
-                `cfg.apply_router_weight_on_input`.
+                Not with shared experts, zero experts or `cfg.apply_router_weight_on_input`.
             weigh: the caller chooses, and the gate weighs: topk_ids without topk_weights. Each
                 expert has the weight that it would have had the gate chosen these k (models whose
                 experts are hashed by a token's number). On the GPU in layers with routing "ids".
@@ -241,7 +240,6 @@ class MoELayer(nn.Module):
 
         Raises:
             TypeError, ValueError: an argument or a parameter is not as above.
-            NotImplementedError: `x_scale` is given on the GPU.
             NumericalError: logits of some token are not finite.
             PeerTimeout: a rank did not make the call or did not finish it before the world's
                 deadline.
