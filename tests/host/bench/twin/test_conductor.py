@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,13 +76,11 @@ def test_a_contestant_that_does_not_answer_ends_the_wait_and_is_ended(
     monkeypatch.setattr(conductor, "PATIENCE", 0.5)
     monkeypatch.setattr(conductor, "_FAREWELL", 0.5)
     silent = "import time; time.sleep(60)"
-    begin = time.monotonic()
     with (
         pytest.raises(RuntimeError, match=r"contestant silent did not take part within 0\.5 s"),
         started("silent", [sys.executable, "-c", silent], folder, json.dumps({}), 1),
     ):
         pass
-    assert time.monotonic() - begin < 30
 
 
 def test_load_of_other_processes_is_seen() -> None:
