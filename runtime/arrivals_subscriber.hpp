@@ -17,6 +17,7 @@
 #include "runtime/known_parts.hpp"
 #include "runtime/lone_plan.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
 #include "runtime/task.hpp"
@@ -66,7 +67,10 @@ class ArrivalsSubscriber {
     }
     const bool progress =
         flags_.look([this](u32, u32) { return !in_place_; },
-                    [this](u32 source, u32 rows) { return whole_chunk_flags(rank_, source, rows); },
+                    [this](u32 source, u32 rows) {
+                      return whole_chunk_flags(
+                          rank_, source, MOEOS_PLANTED(replicated_rows_are_not_awaited) ? 0 : rows);
+                    },
                     [this](u32 source, u32 chunks) {
                       if (chunks > 0) {
                         rank_.memory.peer_records[source].rows_ns = P::now_ns();
@@ -152,7 +156,7 @@ class ArrivalsSubscriber {
     if (numbers) {
       hand_out_numbers(FewPlan<P>::parts(geometry, shape.experts));
     } else {
-      hand_out_waves(posted_);
+      hand_out_waves(MOEOS_PLANTED(tiles_are_handed_out_twice) ? 0 : posted_);
     }
     note_first_tile();
     leave_nothing();
@@ -270,10 +274,11 @@ class ArrivalsSubscriber {
     // Two first parts for each processor are then between a tile's first GEMM and its second one.
     const u32 lag = last ? align_up(end - begin, kWave)
                          : align_up(ceil_div(2 * geometry.processors, geometry.gemm0_parts), kWave);
+    const bool swapped = MOEOS_PLANTED(second_gemms_come_first);
     for (u32 first = begin; first < end + lag; first += kWave) {
-      hand_out_wave(TaskKind::gemm0, first);
+      hand_out_wave(swapped ? TaskKind::gemm1 : TaskKind::gemm0, first);
       if (first >= begin + lag) {
-        hand_out_wave(TaskKind::gemm1, first - lag);
+        hand_out_wave(swapped ? TaskKind::gemm0 : TaskKind::gemm1, first - lag);
       }
     }
   }
@@ -310,13 +315,15 @@ class ArrivalsSubscriber {
 #pragma unroll 1
     for (u32 done = 0; done < all; done += P::kLanes) {
       const u32 place = minimum(done + P::lane(), all - 1);
-      const u32 owner = lane_with<P>(ends, place);
+      const u32 owner = lane_with<P>(
+          ends, MOEOS_PLANTED(first_parts_are_of_the_tile_before) ? maximum(place, 1U) - 1 : place);
       const bool turns = rank_.geometry().large_experts != 0;
       const u32 turn = turns ? P::broadcast(together, owner) : 0;
       const u32 first_tile = turns ? P::first_lane(turn) : owner;
       const u32 tiles_in_turn = turns ? P::count(turn) : 1;
       const u32 of_turn = place - P::broadcast(ends - parts, first_tile);
-      const u32 tile = first_tile + of_turn % tiles_in_turn;
+      const u32 tile =
+          first_tile + (MOEOS_PLANTED(first_tile_has_all_turns) ? 0 : of_turn % tiles_in_turn);
       const u32 part = of_turn / tiles_in_turn;
       const ReadyWord its{P::broadcast(word.sealed(), tile)};
       if (first != kNone && done + P::lane() < all) {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/team.hpp"
 
@@ -17,9 +18,11 @@ namespace moeos {
 template <Platform P>
 auto whole_chunk_flags(const Rank<P>& rank, u32 source, u32 rows) {
   return [&rank, source, rows](u32 chunk) -> const u32* {
-    return rank.leaves_out(source, rows, chunk)
-               ? rank.memory.replicated_flag(source, chunk)
-               : rank.template here<u32>(rank.layout.arrived(source, chunk));
+    const bool replicated = MOEOS_PLANTED(whole_chunks_count_as_replicated)
+                                ? rank.sends_once(source, rows)
+                                : rank.leaves_out(source, rows, chunk);
+    return replicated ? rank.memory.replicated_flag(source, chunk)
+                      : rank.template here<u32>(rank.layout.arrived(source, chunk));
   };
 }
 

@@ -14,6 +14,7 @@
 #include "runtime/base.hpp"
 #include "runtime/faults.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
@@ -196,8 +197,10 @@ class Courier {
   bool complete_replication(const CourierPart& part) const {
     // Publishes all rows of the chunk, those that came among them, to the arrivals subscriber and
     // to processors, which poll this word and fence.
-    P::template store_release<Scope::device>(
-        rank_.memory.replicated_flag(part.peer, part.chunk(rank_.geometry())), seal(call_.epoch));
+    auto* const flag = rank_.memory.replicated_flag(part.peer, part.chunk(rank_.geometry()));
+    MOEOS_PLANTED(whole_chunk_overtakes_rows)
+    ? P::template store_relaxed<Scope::device>(flag, seal(call_.epoch))
+    : P::template store_release<Scope::device>(flag, seal(call_.epoch));
     return true;
   }
 

@@ -14,6 +14,7 @@
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
 #include "runtime/layout.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
@@ -240,7 +241,8 @@ class FewPlan {
       }
       for (u32 two = 0; two < twos(); ++two) {
         found.starts[two] = i == 0 || is_it ? before.rows[two] : found.starts[two];
-        before.rows[two] += rows_from_two(i, two);
+        before.rows[two] +=
+            MOEOS_PLANTED(few_rows_begin_where_others_do) ? 0 : rows_from_two(i, two);
       }
       before.tiles += rows.all > 0 ? 1 : 0;
       before.results += rows.laid_out;
@@ -263,7 +265,8 @@ class FewPlan {
       }
       const u32 all = P::ballot(its > 0);
       if (its > 0) {
-        task.segments[segments + P::lanes_before(all)] =
+        task.segments[segments +
+                      (MOEOS_PLANTED(segments_share_a_place) ? 0 : P::lanes_before(all))] =
             Segment{rank_.layout.row(found.expert, 0, start), static_cast<u16>(source),
                     static_cast<u16>(its)};
       }

@@ -13,6 +13,7 @@
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/row_tasks.hpp"
@@ -52,7 +53,7 @@ class Inputs {
     }
     bool missing = false;
     for (u32 i = 0; i < kOfALane; ++i) {
-      missing = missing || seen[i] != wanted_[i];
+      missing = missing || (seen[i] != wanted_[i] && !MOEOS_PLANTED(inputs_are_not_awaited));
     }
     return P::ballot(missing) == 0;
   }
@@ -70,7 +71,9 @@ class Inputs {
       const Segment segment = task.segments[there ? first + P::lane() : first];
       // Of its own rows a rank leaves none out, whatever it receives; and a rank alone computes
       // them without having acquired how many it receives.
-      const u32 rows = segment.source == rank.rank ? 0 : rank.memory.rows_received(segment.source);
+      const u32 rows = segment.source == rank.rank || MOEOS_PLANTED(landed_rows_are_not_copied)
+                           ? 0
+                           : rank.memory.rows_received(segment.source);
       const u32 row = first_in_order(rank, task.local_expert, segment);
       const u32 chunk = row / chunk_rows;
       const u32 chunks = there ? (row + segment.rows - 1) / chunk_rows + 1 - chunk : 0;

@@ -17,6 +17,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
 
@@ -113,7 +114,8 @@ class LandingsSubscriber {
     const u32 end = flags_.prefix(source);
     const u32 first = minimum(maximum(before, rank_.geometry().once_after), end);
     MOEOS_CHECK(listed_ + (end - first) <= rank_.geometry().replications_max());
-    for (u32 chunk = first + P::lane(); chunk < end; chunk += P::kLanes) {
+    const u32 listed = first + (MOEOS_PLANTED(first_chunks_have_no_courier) ? 1 : 0);
+    for (u32 chunk = listed + P::lane(); chunk < end; chunk += P::kLanes) {
       rank_.memory.replication_list[listed_ + chunk - first] =
           replicate_word(call_.epoch, source, chunk).sealed();
     }

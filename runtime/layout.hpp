@@ -20,6 +20,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/geometry_of.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/sealed.hpp"
 
 namespace moeos {
@@ -138,9 +139,10 @@ class Layout {
   /// the same source sends to this owner's experts before e.
   constexpr u32 row(u32 local_expert, u32 slot, u32 expert_start) const {
     MOEOS_CHECK(slot < geometry().capacity);
-    const u32 number = geometry().row_map == RowMap::ragged
-                           ? expert_start + slot
-                           : local_expert * geometry().capacity + slot;
+    const u32 number =
+        geometry().row_map == RowMap::ragged
+            ? expert_start + slot
+            : local_expert * (MOEOS_PLANTED(experts_share_rows) ? 1 : geometry().capacity) + slot;
     MOEOS_CHECK(number < geometry().cell_rows());
     return number;
   }

@@ -13,6 +13,7 @@
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
 #include "runtime/layout.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
@@ -97,7 +98,9 @@ class LonePlan {
     u32 all = 0;
     for (u32 i = 0; i < experts_each(); ++i) {
       const u32 rows = static_cast<u32>(words[i]);
-      missing = missing || epoch_of(words[i]) != call_.epoch || rows > geometry.capacity;
+      missing = missing ||
+                (epoch_of(words[i]) != call_.epoch && !MOEOS_PLANTED(old_counts_are_planned_by)) ||
+                rows > geometry.capacity;
       rows_[i] = first_expert() + i < geometry.experts ? rows : 0;
       all += rows_[i];
     }
@@ -119,7 +122,8 @@ class LonePlan {
     for (u32 i = 0; i < kPairsOfALane; ++i) {
       const bool there = i * P::kLanes + P::lane() < pairs();
       const u32 expert = static_cast<u32>(words[i]);
-      missing = missing || epoch_of(words[i]) != call_.epoch ||
+      missing = missing ||
+                (epoch_of(words[i]) != call_.epoch && !MOEOS_PLANTED(old_choices_are_planned_by)) ||
                 (expert >= rank_.geometry().experts && expert != kNone);
       chosen_[i] = there ? expert : kNone;
     }
@@ -158,7 +162,10 @@ class LonePlan {
       const u32 all = P::ballot(chose);
       const u32 row = rows + P::lanes_before(all);
       const u32 token = (i * P::kLanes + P::lane()) / rank_.geometry().top_k;
-      tokens |= chose && row < task.rows ? as_row(token, row) : 0;
+      tokens |=
+          chose && row < task.rows
+              ? as_row(MOEOS_PLANTED(tiles_in_place_have_other_tokens) ? token / 2 : token, row)
+              : 0;
       rows += P::count(all);
     }
     tokens = P::exclusive_or(tokens);  // of no two lanes the same bits
@@ -210,7 +217,8 @@ class LonePlan {
               0};
     }
     const u32 uncut = minimum(tiles, maximum(uncut_tiles_, tile) - tile);
-    return {uncut, geometry.gemm1_parts_of(false), tiles - uncut, geometry.gemm1_parts_of(true)};
+    return {uncut, geometry.gemm1_parts_of(false), tiles - uncut,
+            geometry.gemm1_parts_of(!MOEOS_PLANTED(half_of_the_halves_is_missing))};
   }
   bool is_narrow(u32 rows) const {
     return align_up(rows, Geometry::kSegmentAlign) <= rank_.geometry().narrow_rows;
@@ -254,7 +262,8 @@ class LonePlan {
     const u32 turn = geometry.large_experts != 0 ? kTurn : 1;
     const u32 first = left / (turn * each) * turn;
     const u32 of_turn = left - first * each;
-    const u32 together = minimum(turn, (in_halves ? cut.tiles_in_halves : cut.tiles) - first);
+    const u32 rest = (in_halves ? cut.tiles_in_halves : cut.tiles) - first;
+    const u32 together = MOEOS_PLANTED(turns_go_beyond_tiles) ? turn : minimum(turn, rest);
     const u32 nth = (in_halves ? cut.tiles : 0) + first + of_turn % together;
     const u32 slot = nth * geometry.tile_rows;
     task = Task{};
@@ -274,7 +283,8 @@ class LonePlan {
     if (second) {
       become_gemm1(task, geometry, in_halves);
     }
-    return of_turn / together;
+    const u32 part = of_turn / together;
+    return MOEOS_PLANTED(tiles_by_turns_repeat_parts) ? part / 2 * 2 : part;
   }
 
   const Rank<P>& rank_;

@@ -10,6 +10,7 @@
 #include "runtime/courier.hpp"
 #include "runtime/inputs.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/processor.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
@@ -197,6 +198,7 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       return;
     }
     if (rank.geometry().shares() && task.kind == TaskKind::combine &&
+        !MOEOS_PLANTED(shared_results_are_not_awaited) &&
         !processor.await_shared(rank.memory, dispatch)) {
       return;
     }

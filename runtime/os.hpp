@@ -227,10 +227,10 @@ bool traced_step(const Rank<P>& rank, Actor& actor, TraceKind kind, Trace<P>& tr
   return progress;
 }
 
-/// All actors in turn, until the call ends or is aborted.
+/// All actors in turn, one of each kind, until the call ends or is aborted.
 template <Platform P>
 void run_os_block(const Rank<P>& rank, const Call& call) {
-  static_assert(P::kSenders == 1 && P::kReturnsSubscribers == 1, "one thread has one of each");
+  MOEOS_CHECK(P::kSenders == 1 && P::kReturnsSubscribers == 1);
   Scheduler<P> scheduler(rank, call);
   CountsSubscriber<P> counts(rank, call);
   LandingsSubscriber<P> landings(rank, call);

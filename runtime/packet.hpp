@@ -8,6 +8,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/task.hpp"
@@ -29,7 +30,9 @@ u8* outgoing_row(const Rank<P>& rank, u32 peer, u32 row) {
   // Looked at even where there are no remote peers: else the GPU's compiler hoists so many of these
   // out of its loops that registers spill.
   if (direct != nullptr) {
-    return direct + rank.layout.write_row(rank.rank, peer, rank.rank, row);
+    return direct + rank.layout.write_row(
+                        rank.rank, peer,
+                        MOEOS_PLANTED(rows_go_to_the_peers_own_cell) ? peer : rank.rank, row);
   }
   return staged_row(rank, peer, row);
 }
@@ -49,7 +52,8 @@ u32 first_result_at(const Rank<P>& rank, u32 epoch, u32 owner) {
         rank.template here<u64>(rank.layout.base(epoch, owner))));
     const u32 its = static_cast<u32>(word >> 32);
     const u32 base = static_cast<u32>(word);
-    if (its == epoch && base <= rank.geometry().result_rows()) {
+    if ((its == epoch || MOEOS_PLANTED(results_go_where_old_ones_went)) &&
+        base <= rank.geometry().result_rows()) {
       return base;
     }
     if (its >= epoch) {  // nobody can be so far ahead, or have so many rows
@@ -232,7 +236,7 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
     if (sent + run < rows) {
       rank.platform.put(peer, to, from, bytes);
     } else {
-      if (sent > 0) {
+      if (sent > 0 && !MOEOS_PLANTED(flag_overtakes_earlier_runs)) {
         rank.platform.order_puts();  // the flag speaks for the runs before, too
       }
       rank.platform.put_signal(peer, to, from, bytes, rank.layout.arrived(rank.rank, chunk),

@@ -18,6 +18,7 @@
 #include "runtime/lone_plan.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_finish.hpp"
 #include "runtime/task.hpp"
@@ -257,7 +258,9 @@ class Processor : Pace<P> {
   void end_shared_tile(const Task& task) {
     if (P::lane() == 0) {
       // For the next call. Relaxed: all who waited for it have ended their parts.
-      P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
+      if (!MOEOS_PLANTED(shared_counters_stay)) {
+        P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
+      }
       note<P>(tally_.padding_rows, task.padded_rows - task.rows);
     }
     if (completes<P>(rank_.memory.shared_tiles_done, rank_.geometry().shared_tiles(call_.tokens)) &&
@@ -285,7 +288,7 @@ class Processor : Pace<P> {
       const bool counts =
           plans && !of_unsent && (plan_is_ == PlanIs::awaited || plan_is_ == PlanIs::begun);
       const auto look = [&] {
-        return of_unsent  ? is_routed()
+        return of_unsent  ? MOEOS_PLANTED(unsent_tokens_do_not_await_routing) || is_routed()
                : counts   ? are_counts_here(number)
                : foresees ? is_told(ticket, word, number, turn)
                           : is_filled(ticket, word);
@@ -309,13 +312,16 @@ class Processor : Pace<P> {
         if (rank_.geometry().one_tile_rows() == 0 || !word.planned()) {
           return get_task(rank_, call_, word, task);
         }
-        if (word.number() == number && foreseen != kNone) {
+        if ((word.number() == number || MOEOS_PLANTED(foreseen_parts_are_not_compared)) &&
+            foreseen != kNone) {
           word = ReadyWord(call_.epoch, task.kind, task.tile, foreseen);
           return true;
         }
         turn = kTold;
       }
-      const bool made = find_planned(told ? word.number() : number, word, task, turn);
+      const bool made = find_planned(
+          told ? word.number() : number + (MOEOS_PLANTED(another_part_is_foreseen) ? 1 : 0), word,
+          task, turn);
       if (!foresees || turn == kTold) {
         return made;
       }
@@ -350,7 +356,9 @@ class Processor : Pace<P> {
     }
     // Each source's samples have come twice, and still one is missing: somebody has overwritten it,
     // for others to find out.
-    const bool again = counts == Counts::missing && turn + 1 < 2 * rank_.geometry().world;
+    const bool again =
+        counts == Counts::missing &&
+        (turn + 1 < 2 * rank_.geometry().world || MOEOS_PLANTED(lost_counts_are_awaited_for_ever));
     turn = turn == kTold ? turn : again ? turn + 1 : kNotAsked;
     return word.epoch() == call_.epoch;
   }

@@ -13,6 +13,7 @@
 #include "runtime/call.hpp"
 #include "runtime/hearsay.hpp"
 #include "runtime/os_memory.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
 #include "runtime/task.hpp"
@@ -90,7 +91,8 @@ class ReturnsSubscriber {
   /// Behind the last step. A call that ends well has all chunks in the lists, so it leaves no
   /// credit behind which the next one could take for its own.
   void leave() const {
-    for (u32 i = P::lane(); handed_out_whole_ && i < awaited_; i += P::kLanes) {
+    const u32 kept = MOEOS_PLANTED(a_credit_stays) ? 1 : 0;
+    for (u32 i = P::lane(); handed_out_whole_ && i + kept < awaited_; i += P::kLanes) {
       // As in take_in; here, because processors have looked at it, too.
       P::template store_relaxed<Scope::system>(credit(chunks_awaited_[i]), 0U);
     }
@@ -220,7 +222,8 @@ class ReturnsSubscriber {
   void hand_out(u32 parts, WordOf word_of) const {
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, parts);
     for (u32 part = P::lane(); first != kNone && part < parts; part += P::kLanes) {
-      fill_ring_slot(rank_, first + part, word_of(part));
+      fill_ring_slot(rank_, first + part - (MOEOS_PLANTED(tokens_take_others_slots) ? 1 : 0),
+                     word_of(part));
     }
   }
 
@@ -309,12 +312,14 @@ class ReturnsSubscriber {
       const u32 all_found = P::ballot(found);
       const u32 all_kept = P::ballot(awaited && !found);
       if (found) {
-        chunks_found_[found_ + P::lanes_before(all_found)] = chunk[i];
+        chunks_found_[found_ + (MOEOS_PLANTED(found_chunks_share_a_place)
+                                    ? 0
+                                    : P::lanes_before(all_found))] = chunk[i];
       } else if (awaited) {
         chunks_awaited_[kept + P::lanes_before(all_kept)] = chunk[i];
       }
       found_ += P::count(all_found);
-      kept += P::count(all_kept);
+      kept += MOEOS_PLANTED(awaited_chunks_are_forgotten) ? 0 : P::count(all_kept);
     }
     P::sync_lanes();  // the lists are whole for whoever looks next
     return kept;

@@ -10,6 +10,7 @@
 #include "runtime/base.hpp"
 #include "runtime/faults.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/team.hpp"
@@ -65,7 +66,9 @@ u32 assign_slots(const Rank<P>& rank, const Call& call, Team team, Sync sync) {
     }
     const u32 sent = there ? minimum(pairs, call.pair_limit) : 0;
     dropped += there ? pairs - sent : 0;
-    const bool told = first + P::lane() < geometry.expert_places();
+    const bool told = MOEOS_PLANTED(empty_places_have_no_counts)
+                          ? there
+                          : first + P::lane() < geometry.expert_places();
     const u32 place = minimum(first + P::lane(), geometry.expert_places() - 1);
     const u32 peer = geometry.owner_of(place);
     const u32 local = place % experts;
@@ -120,7 +123,7 @@ void place_results(const Rank<P>& rank) {
     if (peer < geometry.world) {
       rank.memory.result_first[peer] = placed + ends - rows;
     }
-    placed += P::broadcast(ends, P::kLanes - 1);
+    placed += MOEOS_PLANTED(peers_results_share_a_place) ? 0 : P::broadcast(ends, P::kLanes - 1);
   }
 }
 
@@ -233,7 +236,9 @@ bool route_nothing(const Rank<P>& rank, const Call& call) {
   for (u32 place = P::lane(); place < geometry.expert_places(); place += P::kLanes) {
     const u32 peer = geometry.owner_of(place);
     const u32 local = place % geometry.local_experts();
-    send_count(rank, call, peer, local, 0);
+    if (!MOEOS_PLANTED(no_tokens_send_no_counts)) {
+      send_count(rank, call, peer, local, 0);
+    }
     u32* const starts = rank.memory.send_starts(peer);
     starts[local + 1] = 0;
     if (local == 0) {

@@ -13,6 +13,7 @@
 #include "runtime/call.hpp"
 #include "runtime/geometry_of.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/platform/concept.hpp"
 
 namespace moeos {
@@ -78,7 +79,10 @@ class RoutingMap {
         u32 last = 0;  // the last lane whose block starts at or before our slot
 #pragma unroll 1
         for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
-          last += P::broadcast(starts, last + step) <= place.slot ? step : 0;
+          const u32 start = P::broadcast(starts, last + step);
+          const bool before = MOEOS_PLANTED(pairs_are_of_the_block_before) ? start < place.slot
+                                                                           : start <= place.slot;
+          last += before ? step : 0;
         }
         const u32 first_start = P::broadcast(starts, 0);
         const u32 found = P::broadcast(place_of_slot_0, last);
@@ -103,7 +107,9 @@ class RoutingMap {
 #pragma unroll 1
     for (u32 other = first_pair; other < first_pair + geometry.top_k; ++other) {
       const u32 its = memory_.pair_expert[other];
-      if (its < expert && geometry.owner_of(its) == place.peer && sent(other)) {
+      const bool before = MOEOS_PLANTED(rows_come_with_the_last_pair) ? its > expert : its < expert;
+      if (before && geometry.owner_of(its) == place.peer &&
+          (sent(other) || MOEOS_PLANTED(rows_come_with_dropped_pairs))) {
         first = other;
         expert = its;
       }

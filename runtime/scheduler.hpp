@@ -9,6 +9,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
 #include "runtime/task.hpp"
@@ -87,7 +88,9 @@ class Scheduler {
     const u32 expected = P::template load_relaxed<Scope::block>(rank_.os->rows_expected);
     // Relaxed: publishes nothing.
     const u32 listed = P::template load_relaxed<Scope::block>(rank_.os->returns_listed);
-    return routed_ && (listed == P::kReturnsSubscribers || call_.tokens == 0) &&
+    return routed_ &&
+           (listed == P::kReturnsSubscribers ||
+            (listed > 0 && MOEOS_PLANTED(calls_end_with_one_list)) || call_.tokens == 0) &&
            (planned_ || expected == 0) && returned_ == expected && combined_ == call_.tokens &&
            claimed_ == published_ + rank_.geometry().processors;
   }
@@ -227,7 +230,7 @@ class Scheduler {
       return;
     }
     const u32 size = P::count(P::ballot(others >> P::lane() != 0));  // up to the last other one
-    batch.cursor -= batch.size - size;
+    batch.cursor -= MOEOS_PLANTED(words_given_back_are_lost) ? 0 : batch.size - size;
     batch.size = size;
     batch.more = true;
   }
@@ -379,7 +382,8 @@ class Scheduler {
     const u32 quotient = part / batch.row;
     const u32 rest = part % batch.row;
     const u32 tile = batch.by_turns ? rest : quotient;
-    const ReadyWord word{P::broadcast(batch.word, batch.next + tile)};
+    const ReadyWord word{P::broadcast(
+        batch.word, batch.next + (MOEOS_PLANTED(parts_are_of_the_first_tile) ? 0 : tile))};
     if (first != kNone && P::lane() < handed) {
       const u32 of_tile = batch.by_turns ? quotient : rest;
       fill_ring_slot(rank_, first + P::lane(),

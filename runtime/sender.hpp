@@ -16,6 +16,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/task.hpp"
@@ -79,7 +80,8 @@ class Sender {
   /// After the call: if it has failed here, the sender that comes first tells remote peers. Any of
   /// them does, since another may stand in a put that does not return.
   void leave() const {
-    if (world_ > 0 && P::lane() == 0) {
+    const bool told = MOEOS_PLANTED(only_the_first_sender_tells) && index_ != 0;
+    if (world_ > 0 && P::lane() == 0 && !told) {
       put_own_failure(rank_.platform, rank_.layout, rank_.heap, rank_.memory.failure_put(),
                       rank_.rank);
     }
@@ -126,7 +128,9 @@ class Sender {
       if (landed != *told_of) {
         // What is new, not the sum: sums could overtake each other on the way, and an older one
         // would close a window that nobody opens again.
-        rank_.platform.add_word(peer, rank_.layout.echoed(rank_.rank), landed - *told_of);
+        const u64 echoed = rank_.layout.echoed(rank_.rank);
+        MOEOS_PLANTED(echoes_are_sums) ? rank_.platform.put_word(peer, echoed, landed)
+                                       : rank_.platform.add_word(peer, echoed, landed - *told_of);
         *told_of = landed;
         told = true;
       }
@@ -183,7 +187,8 @@ class Sender {
     if (P::lane() == 0) {
       u32* put = rank_.memory.rows_put(peer);
       u32 before = P::template load_relaxed<Scope::device>(put);
-      while (before - echoed(peer) + rows <= rank_.geometry().window()) {
+      while (MOEOS_PLANTED(windows_have_no_end) ||
+             before - echoed(peer) + rows <= rank_.geometry().window()) {
         // Publishes nothing: it only makes the room ours. Each turn means that another sender has
         // taken room.
         if (P::template compare_exchange_release<Scope::device>(put, before, before + rows)) {

@@ -10,6 +10,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/geometry.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/sealed.hpp"
 
 namespace moeos {
@@ -131,7 +132,7 @@ constexpr bool is_whole(const Task& task) {
   for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }
-  return all == kWhole;
+  return all == kWhole || MOEOS_PLANTED(torn_descriptors_are_run);
 }
 
 /// What a lane that holds word `index` of a descriptor brings to the exclusive-or of all.
@@ -285,7 +286,7 @@ constexpr CourierPart courier_part(const Geometry& geometry, ReadyWord word) {
     return {word.kind(), word.part(), word.task() * geometry.chunk_rows, geometry.chunk_rows, 0};
   }
   const u32 piece = word.number() / 2;
-  const bool whole = word.number() % 2 != 0;
+  const bool whole = word.number() % 2 != 0 || MOEOS_PLANTED(pieces_count_as_chunks);
   return {word.kind(), piece / geometry.pieces_of_cell(),
           piece % geometry.pieces_of_cell() * geometry.piece_rows(),
           whole ? geometry.chunk_rows : geometry.piece_rows(), 0};

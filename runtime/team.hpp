@@ -6,6 +6,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/platform/concept.hpp"
 
 namespace moeos {
@@ -16,7 +17,7 @@ namespace moeos {
 /// because of this.
 template <Platform P, class T>
 T agreed(T seen) {
-  return P::broadcast(seen, 0);
+  return MOEOS_PLANTED(lanes_decide_alone) ? seen : P::broadcast(seen, 0);
 }
 
 /// An atomic done once for the warp, after everything that its lanes did before, and before
@@ -35,7 +36,8 @@ template <Platform P>
 u32 lane_with(u32 ends, u32 number) {
   u32 lane = 0;  // all before it end at or before the number
   for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
-    lane += P::broadcast(ends, lane + step - 1) <= number ? step : 0;
+    const u32 end = P::broadcast(ends, lane + step - 1);
+    lane += (MOEOS_PLANTED(shares_end_a_number_late) ? end < number : end <= number) ? step : 0;
   }
   return lane;
 }
@@ -50,7 +52,10 @@ bool lane_completes(u32* done, u32 share, u32 all) {
   }
   // Acquire-release: publishes this share, and gives the last one all others before it announces
   // them.
-  if (P::template add_acquire_release<Scope::device>(done, share) + share != all) {
+  const u32 before = MOEOS_PLANTED(shares_are_not_ordered)
+                         ? P::template add_relaxed<Scope::device>(done, share)
+                         : P::template add_acquire_release<Scope::device>(done, share);
+  if (before + share != all) {
     return false;
   }
   // For the next call. Relaxed: nobody counts shares of this whole again in this one.

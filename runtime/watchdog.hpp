@@ -9,6 +9,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/layout.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/platform/concept.hpp"
 #include "runtime/records.hpp"
 
@@ -68,7 +69,10 @@ void raise_word(const Layout& layout, u8* holder_heap, u64 word) {
   u64 seen = P::template load_relaxed<Scope::system>(abort_word);
   // Each turn means that another rank's failure of an earlier call was written in between: at most
   // `world` turns.
-  while (seen == 0 || (seen >> 32 > word >> 32 && word >> 32 != 0)) {
+  while (
+      seen == 0 ||
+      (seen >> 32 > word >> 32 && (word >> 32 != 0 || MOEOS_PLANTED(giving_up_hides_failures))) ||
+      (seen != word && MOEOS_PLANTED(later_failures_replace_earlier_ones))) {
     // Publishes the failure's record to whoever acquires the abort word (first_failure).
     if (P::template compare_exchange_release<Scope::system>(abort_word, seen, word)) {
       return;
@@ -133,7 +137,8 @@ void put_own_failure(const P& platform, const Layout& layout, const u8* own_heap
     return;  // there is none, or another rank's, which tells its remote peers
   }
   // Publishes nothing: it only elects the writer.
-  if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U)) {
+  if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U) &&
+      !MOEOS_PLANTED(records_are_put_again)) {
     return;
   }
   const u64 record = layout.failure(rank);

@@ -9,6 +9,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
+#include "runtime/planted.hpp"
 #include "runtime/row_tasks.hpp"
 
 namespace moeos::sm90 {
@@ -80,7 +81,8 @@ inline void look_up_rows(const RankArguments& arguments, const Rank<Machine>& ra
     const u32 j = i % kSummands;
     const u32 pair = token * kGeometry.top_k + minimum(j, kGeometry.top_k - 1);
     const u32 row = rank.memory.pair_row[pair];  // of a pair that was not sent, anything
-    PairRow summand = summand_of(rank, pair, map.sent(pair) ? row : kNone);
+    PairRow summand = summand_of(
+        rank, pair, map.sent(pair) || MOEOS_PLANTED(unsent_rows_are_summed) ? row : kNone);
     if constexpr (kShares) {
       const PairRow shared = shared_summand_of(here, token);
       summand = j < kGeometry.top_k ? summand : shared;
@@ -120,7 +122,9 @@ inline u32 list_unsent(const Rank<Machine>& rank, const Call& call, const Routin
   find_unsent(rank, call, map, task.first_ready, [&](u32 token, bool unsent) {
     const u32 all = Machine::ballot(unsent);
     if (unsent) {
-      list.token[count + Machine::lanes_before(all)] = token;
+      const u32 before = count + Machine::lanes_before(all);
+      list.token[MOEOS_PLANTED(unsent_tokens_are_listed_with_gaps) ? Machine::lane() : before] =
+          token;
     }
     count += Machine::count(all);
   });
@@ -142,11 +146,11 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
     combined = list_unsent(rank, call, map, task, loader);
   }
   for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage) {
-    const u32 piece = first + lane / kSummands;
+    const u32 piece = (MOEOS_PLANTED(stages_carry_the_first_tokens) ? 0 : first) + lane / kSummands;
     const u32 summand = piece / kPieces * kSummands + lane % kSummands;
     const bool there = lane < pieces_in_stage(task, first) * kSummands;
     const u32 row = there ? slot.rows.row[summand].row : kNone;
-    const u32 first_byte = piece % kPieces * kPieceBytes;
+    const u32 first_byte = MOEOS_PLANTED(pieces_are_the_first) ? 0 : piece % kPieces * kPieceBytes;
     const u32 bytes = row == kNone ? 0 : minimum(kPieceBytes, kGeometry.row_bytes - first_byte);
     const u32 all_bytes = __reduce_add_sync(~0U, bytes);
     Barrier& full = loader.full();

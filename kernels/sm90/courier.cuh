@@ -15,6 +15,7 @@
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/courier.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/row_tasks.hpp"
 #include "runtime/spread.hpp"
 #include "runtime/trace.hpp"
@@ -177,7 +178,10 @@ struct Copy {
     if constexpr (!kGeometry.once()) {
       return Machine::count(all);
     }
-    const u32 from = lane_with<Machine>(Machine::lanes_before(all) + wanted, Machine::lane());
+    const u32 places = MOEOS_PLANTED(rows_go_where_others_stay)
+                           ? Machine::lane() + 1
+                           : Machine::lanes_before(all) + wanted;
+    const u32 from = lane_with<Machine>(places, Machine::lane());
     source = reinterpret_cast<const u8*>(Machine::broadcast(reinterpret_cast<u64>(source), from));
     destination = Machine::broadcast(destination, from);
     return Machine::count(all);

@@ -17,6 +17,7 @@
 #include "kernels/sm90/token_count.cuh"
 #include "runtime/attendance.hpp"
 #include "runtime/os.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/processor.hpp"
 #include "runtime/trace.hpp"
 
@@ -60,7 +61,8 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
       // Of this part alone: else the addresses below would take registers for all parts.
       const Rank<Machine> here = rank_of_look(arguments);
       const auto found = [&](u32 number, u32 pair, u32 row) {
-        note_awaited_row(here, number, pair, row, slot.rows);
+        note_awaited_row(here, number, pair, MOEOS_PLANTED(awaited_rows_lie_elsewhere) ? 0 : row,
+                         slot.rows);
       };
       const RoutingMap routed(kGeometry, here.memory, call);
       more = processor.await(Inputs<Machine>(here, call, routed, task, found), nothing);

@@ -8,6 +8,7 @@
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
+#include "runtime/planted.hpp"
 
 namespace moeos::sm90 {
 
@@ -57,7 +58,7 @@ inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 p
   const u32 before = rows & (box_height(kSizes, size) - 1);
   box.map = &maps[size];
   box.row = first + before;
-  box.place = place + before * kSwizzleBytes;
+  box.place = place + (MOEOS_PLANTED(boxes_share_a_place) ? 0 : before * kSwizzleBytes);
 }
 
 static_assert(Geometry::kInPlaceTokens + kNarrowColumns / kNarrowBoxRows <=
@@ -78,7 +79,8 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
   if (from == Rows::tokens || from == Rows::tokens_between) {
     if (index < loaded_rows_of(task) / kTokenBoxRows) {
       box.map = from == Rows::tokens ? &arguments.x : &arguments.shared_between;
-      box.row = task.first_result + index * kTokenBoxRows;
+      box.row = (MOEOS_PLANTED(shared_rows_are_of_the_first_tile) ? 0 : task.first_result) +
+                index * kTokenBoxRows;
       box.place = place + index * kTokenBoxRows * kSwizzleBytes;
     }
     return;
@@ -114,7 +116,8 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
 
 /// Rows of a box of a part's weights, and its boxes in each step.
 inline u32 weight_box_rows_of(const Task& task) {
-  return task.narrow != 0 && product_of(task).activated ? kNarrowBoxRows : kWeightBoxRows;
+  const u32 whole = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;
+  return task.narrow != 0 && product_of(task).activated ? kNarrowBoxRows : whole;
 }
 inline u32 weight_boxes_of(const Task& task, u32 part) {
   return weighs_tokens(task, part) ? 1 : weight_rows_of(task) / weight_box_rows_of(task);
@@ -195,7 +198,8 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   }
   const u32 weight_rows = weighs_tokens(task, part) ? kSharedGateRows : columns;
   const u32 bytes = loaded_rows_of(task) * kSwizzleBytes + weight_rows * weight_row_bytes_of(task);
-  fill_stages(steps_of(task), depth * bytes, box, loader, [&](u32 step) {
+  const u32 lost = MOEOS_PLANTED(a_copy_never_lands) ? 16 : 0;
+  fill_stages(steps_of(task), depth * (bytes + lost), box, loader, [&](u32 step) {
     if constexpr (kSharedSecond.mlps > 1) {
       if (is_shared(task) && task.kind == TaskKind::gemm1) {
         const u32 mlp = step / steps_of_each(task);

@@ -24,6 +24,7 @@
 #pragma once
 
 #include "kernels/sm90/config.cuh"
+#include "runtime/planted.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos::sm90 {
@@ -112,7 +113,9 @@ static_assert(!kShares ||
 
 /// Rows of weights that a part multiplies by.
 inline u32 weight_rows_of(const Task& task) {
-  return has_narrow_parts(task) ? kNarrowColumns : kTileColumns;
+  const bool narrow =
+      MOEOS_PLANTED(halves_load_whole_weights) ? task.narrow != 0 : has_narrow_parts(task);
+  return narrow ? kNarrowColumns : kTileColumns;
 }
 /// Columns of its product's result that it computes.
 inline u32 columns_of(const Task& task) {

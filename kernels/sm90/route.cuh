@@ -15,6 +15,7 @@
 #include "kernels/sm90/routing_rules.cuh"
 #include "kernels/sm90/sent_rows.cuh"
 #include "runtime/memory.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/processor.hpp"
 #include "runtime/team.hpp"
 
@@ -122,7 +123,7 @@ inline void run_route(const RankArguments& arguments, const Call& call, u32 inde
       slot.last_part = 1;
     }
     everyone();
-    if (slot.last_part == 0) {
+    if (MOEOS_PLANTED(slices_are_routed_alone) ? share.first_slice != 0 : slot.last_part == 0) {
       return;
     }
   } else if (logits.kept()) {

@@ -11,6 +11,7 @@
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/store.cuh"
 #include "runtime/packet.hpp"
+#include "runtime/planted.hpp"
 
 namespace moeos::sm90 {
 
@@ -48,7 +49,8 @@ inline u32 result_place(const Task& task, u32 row) {
     if (row >= first && row < first + task.segments[s].rows) {
       return s * kTileRows + (row - first);
     }
-    first += laid_out_rows(kGeometry, task, s, first);
+    first += MOEOS_PLANTED(segments_results_lie_apart) ? align_up(u32{task.segments[s].rows}, 8U)
+                                                       : laid_out_rows(kGeometry, task, s, first);
   }
   return kNowhere;
 }
@@ -83,7 +85,7 @@ class ResultRows {
     if constexpr (kWholeLines) {
       const bool odd = (Machine::lane() & kNeighbour) != 0;
       const auto exchanged = [](u32 value) { return __shfl_xor_sync(~0U, value, kNeighbour); };
-      const uint4 sent = odd ? first : second;
+      const uint4 sent = odd != MOEOS_PLANTED(neighbours_keep_their_halves) ? first : second;
       const uint4 got =
           make_uint4(exchanged(sent.x), exchanged(sent.y), exchanged(sent.z), exchanged(sent.w));
       first = odd ? got : first;

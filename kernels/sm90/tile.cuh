@@ -10,6 +10,7 @@
 #include "kernels/sm90/mainloop.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/stored_weights.cuh"
+#include "runtime/planted.hpp"
 
 namespace moeos::sm90 {
 
@@ -51,7 +52,9 @@ inline void compute_tile(const RankArguments& arguments, const Slot& slot, Ready
   StoredRow row(arguments, task, word.part());
   const auto prepare = [&](Stage& of, u32 step) { row.decode(of, task, step); };
   if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
-    skip_tile(steps_of(task), shared, stage, prepare);
+    if (!MOEOS_PLANTED(skipped_stages_are_not_followed)) {
+      skip_tile(steps_of(task), shared, stage, prepare);
+    }
   } else if (is_coded(task)) {
     if constexpr (kCoded) {
       if (product_of(task).activated) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/sm90/forward.cu"
+#include "runtime/planted.hpp"
 #include "tests/emulator/gpu.hpp"
 
 namespace {
@@ -59,8 +60,8 @@ WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool c
     return coded ? map_of(base, rows, bytes, box_rows, 1, kCodeBytes)
                  : map_of(base, rows, product.depth, box_rows);
   };
-  return {map(w1, first, kWeightBoxRows), map(w1, first, kNarrowBoxRows),
-          map(w2, second, kWeightBoxRows)};
+  const u32 box_rows = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;
+  return {map(w1, first, box_rows), map(w1, first, kNarrowBoxRows), map(w2, second, box_rows)};
 }
 
 RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {

@@ -47,6 +47,7 @@ _SAID_BYTES = 1 << 16
 _CUDA = "tests/emulator/cuda.hpp"
 _OPTIONS = (
     *("-std=c++20", "-fPIC", "-w", "-I", "."),
+    "-DMOEOS_PLANTS",  # a library has all faults, and plants one or none as it is loaded
     "-mf16c",  # or a library's functions convert each number of 16 bits
 )
 _LAYER_OPTIONS = ("-Og", *_OPTIONS)
@@ -79,9 +80,9 @@ class Starved(ctypes.Structure):
     )
 
 
-def _compile(arguments: Sequence[str], root: Path) -> None:
+def _compile(arguments: Sequence[str]) -> None:
     ended = subprocess.run(
-        ["g++", *arguments], cwd=root, capture_output=True, text=True, check=False
+        ["g++", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
 
@@ -92,9 +93,9 @@ def _compiled_gpu() -> tuple[tempfile.TemporaryDirectory[str], Path, Path]:
     library below them, a third of a kernel's compilation; and their folder, while we run."""
     folder = tempfile.TemporaryDirectory(prefix="moeos-emulator-")
     gpu, cuda = Path(folder.name) / "gpu.o", Path(folder.name) / "cuda.hpp"
-    _compile(["-O2", *_OPTIONS, "-c", "tests/emulator/gpu.cpp", "-o", str(gpu)], ROOT)
+    _compile(["-O2", *_OPTIONS, "-c", "tests/emulator/gpu.cpp", "-o", str(gpu)])
     # Only cuda.hpp.gch is there, so that one which does not fit is an error.
-    _compile([*_LAYER_OPTIONS, "-x", "c++-header", _CUDA, "-o", f"{cuda}.gch"], ROOT)
+    _compile([*_LAYER_OPTIONS, "-x", "c++-header", _CUDA, "-o", f"{cuda}.gch"])
     return folder, gpu, cuda
 
 
@@ -103,7 +104,6 @@ def build(
     ranks: int,
     processors: int,
     folder: Path,
-    root: Path = ROOT,
     *,
     faults: bool = False,
     large_experts: bool = False,
@@ -111,9 +111,9 @@ def build(
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
-    `root`: where the sources are, if it is not this repository. `faults`: the kernel that does what
-    fault plans say. `large_experts`: the kernel believes that they are, whatever their size.
-    `plans_whole`: unless it is false, calls whose counts come in time are planned whole.
+    `faults`: the kernel that does what fault plans say. `large_experts`: the kernel believes that
+    they are, whatever their size. `plans_whole`: unless it is false, calls whose counts come in
+    time are planned whole.
     """
     shape = KernelShape(
         cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks, faults=faults
@@ -131,7 +131,7 @@ def build(
     options = ["-include", str(cuda), "-I", "tests/emulator/shadow", *_LAYER_OPTIONS, *macros]
     # Several are loaded into one process, each with a kGeometry of its own.
     options += ["-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-    _compile([*options, "tests/emulator/emulated.cpp", str(gpu), "-o", str(library)], root)
+    _compile([*options, "tests/emulator/emulated.cpp", str(gpu), "-o", str(library)])
     return library
 
 

@@ -217,7 +217,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.once_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
   g.spread_tokens = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
   g.whole_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
-  const bool split_os = draw(random, 0, 1) == 1;
+  const bool split_os = draw(random, 0, 1) == 1 || Machine::kReturnsSubscribers > 1;
   const bool jitter = draw(random, 0, 3) == 0;
   g.once_after = g.once_rows == 0 ? 0 : draw(random, 0, 2);
   if (draw(random, 0, 2) == 0) {

@@ -14,8 +14,14 @@
 #include <cstring>
 
 #include "runtime/base.hpp"
+#include "runtime/planted.hpp"
 #include "runtime/platform/concept.hpp"
 #include "runtime/platform/twin/interposer.hpp"
+
+// Returns subscribers of a rank. Tests build a twin with two, as a GPU has four.
+#ifndef MOEOS_TWIN_RETURNS_SUBSCRIBERS
+#define MOEOS_TWIN_RETURNS_SUBSCRIBERS 1
+#endif
 
 namespace moeos::twin {
 
@@ -24,7 +30,7 @@ class Machine {
   static constexpr u32 kLanes = 1;
   static constexpr bool kRemotePeers = true;
   static constexpr u32 kSenders = 1;
-  static constexpr u32 kReturnsSubscribers = 1;
+  static constexpr u32 kReturnsSubscribers = MOEOS_TWIN_RETURNS_SUBSCRIBERS;
   static constexpr bool has_faults() { return true; }
 
   /// heaps[p]: rank p's heap as mapped in this process. The runtime is told that it can address
@@ -61,7 +67,8 @@ class Machine {
   }
   template <Scope, class T>
   static void store_release(T* word, T value) {
-    access(word).store(value, std::memory_order_release);
+    access(word).store(value, MOEOS_PLANTED(releases_are_relaxed) ? std::memory_order_relaxed
+                                                                  : std::memory_order_release);
   }
   template <Scope, class T>
   [[nodiscard]] static T add_relaxed(T* word, T value) {
@@ -187,7 +194,8 @@ class Machine {
     std::memcpy(heaps_[rank] + offset, source, bytes);
     auto* word = reinterpret_cast<u32*>(heaps_[rank] + signal);
     if (op == SignalOp::set) {
-      store_release<Scope::system>(word, value);
+      MOEOS_PLANTED(signal_overtakes_rows) ? store_relaxed<Scope::system>(word, value)
+                                           : store_release<Scope::system>(word, value);
     } else {
       add_release<Scope::system>(word, value);
     }
