@@ -26,6 +26,7 @@ from moeos.counters import CallStats
 from moeos.engines import cuda_records
 from moeos.kernel_shape import KernelShape
 from moeos.shared_heap import SharedHeap
+from tests.compiled import keep
 from tests.layers import (
     Call,
     Weights,
@@ -45,6 +46,7 @@ LIMIT_NS = 4 * DEADLINE_NS + 6_000_000
 
 _SAID_BYTES = 1 << 16
 _CUDA = "tests/emulator/cuda.hpp"
+_INCLUDED = ("runtime", "kernels", "tests/emulator")
 _OPTIONS = (
     *("-std=c++20", "-fPIC", "-w", "-I", "."),
     "-DMOEOS_PLANTS",  # a library has all faults, and plants one or none as it is loaded
@@ -118,8 +120,6 @@ def build(
     shape = KernelShape(
         cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks, faults=faults
     )
-    with _COMPILING_GPU:
-        _, gpu, cuda = _compiled_gpu()
     library = folder / "emulated.so"
     values = jit.macros(shape)
     if large_experts:
@@ -127,11 +127,18 @@ def build(
     if not plans_whole:
         values["GEOMETRY"] = _with_size(values["GEOMETRY"], "whole_rows", 0)
     macros = [f"-DMOEOS_{name}={value}" for name, value in values.items()]
-    # The stand-ins of what is PTX come first.
-    options = ["-include", str(cuda), "-I", "tests/emulator/shadow", *_LAYER_OPTIONS, *macros]
-    # Several are loaded into one process, each with a kGeometry of its own.
+    # The stand-ins of what is PTX come first. Several libraries are loaded into one process, each
+    # with a kGeometry of its own.
+    options = ["-I", "tests/emulator/shadow", *_LAYER_OPTIONS, *macros]
     options += ["-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-    _compile([*options, "tests/emulator/emulated.cpp", str(gpu), "-o", str(library)])
+
+    def make() -> None:
+        with _COMPILING_GPU:
+            _, gpu, cuda = _compiled_gpu()
+        inputs = ["-include", str(cuda), "tests/emulator/emulated.cpp", str(gpu)]
+        _compile([*options, *inputs, "-o", str(library)])
+
+    keep(library, options, _INCLUDED, make)
     return library
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from moeos import reference
 from moeos._runtime import FailureKind
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.layers import Call, Weights, config, draw_call, draw_weights
+from tests.nightly import all_but
 
 PROCESSORS = {1: 4, 2: 3}
 """By ranks."""
@@ -28,12 +31,19 @@ def weights() -> Weights:
     return draw_weights(config(dtype=torch.bfloat16, **sizes), 1)
 
 
+Library = Callable[[int], Path]
+
+
 @pytest.fixture(scope="module")
-def libraries(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    return {
-        ranks: build(weights.cfg, ranks, processors, tmp_path_factory.mktemp("attendance"))
-        for ranks, processors in PROCESSORS.items()
-    }
+def library(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """Compiles the kernel of so many ranks, once."""
+
+    @functools.cache
+    def build_once(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp("attendance")
+        return build(weights.cfg, ranks, PROCESSORS[ranks], folder)
+
+    return build_once
 
 
 def draw_calls(weights: Weights, ranks: int, number: int, tokens: int = TOKENS) -> list[Call]:
@@ -53,17 +63,13 @@ def is_right(weights: Weights, calls: list[Call], outputs: list[torch.Tensor]) -
     )
 
 
-NIGHTLY = pytest.mark.nightly
-
-
 @pytest.mark.parametrize(
-    ("ranks", "tokens"),
-    [(1, 4), (2, 16), *(pytest.param(*case, marks=NIGHTLY) for case in [(1, 100), (2, 4)])],
+    ("ranks", "tokens"), all_but([(2, 16)], [(1, 4), (2, 16), (1, 100), (2, 4)])
 )
 def test_when_all_epochs_are_spent_every_rank_says_so_before_anything_is_wrong(
-    ranks: int, tokens: int, weights: Weights, libraries: dict[int, Path]
+    ranks: int, tokens: int, weights: Weights, library: Library
 ) -> None:
-    layer = EmulatedLayer(libraries[ranks], weights, ranks)
+    layer = EmulatedLayer(library(ranks), weights, ranks)
     layer.set_epoch(LAST_EPOCH - 1)
     for number in range(2):
         calls = draw_calls(weights, ranks, number, tokens)
@@ -79,25 +85,17 @@ def test_when_all_epochs_are_spent_every_rank_says_so_before_anything_is_wrong(
 
 
 APART = [0, 1_000, 20_000, 100_000, 120_000, 130_000, 150_000]
-CHOSEN = [(1, 0), (2, 20_000), (2, 130_000)]
+IN_EVERY_RUN = [(2, 20_000), (2, 130_000)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "apart_ns"),
-    [
-        *CHOSEN,
-        *(
-            pytest.param(*case, marks=NIGHTLY)
-            for case in itertools.product(PROCESSORS, APART)
-            if case not in CHOSEN
-        ),
-    ],
+    ("ranks", "apart_ns"), all_but(IN_EVERY_RUN, itertools.product(PROCESSORS, APART))
 )
 def test_two_launches_at_once_fail_by_name_or_are_right(
-    ranks: int, apart_ns: int, weights: Weights, libraries: dict[int, Path]
+    ranks: int, apart_ns: int, weights: Weights, library: Library
 ) -> None:
     for seed in range(2):
-        layer = EmulatedLayer(libraries[ranks], weights, ranks)
+        layer = EmulatedLayer(library(ranks), weights, ranks)
         calls = draw_calls(weights, ranks, 0)
         assert is_right(weights, calls, layer(calls, seed))
         launches = [draw_calls(weights, ranks, number) for number in (1, 2)]
@@ -115,8 +113,8 @@ def test_two_launches_at_once_fail_by_name_or_are_right(
         assert {kind for kind, _ in failures(layer)} == {FailureKind.NONE}
 
 
-def test_many_launches_at_once_end(weights: Weights, libraries: dict[int, Path]) -> None:
-    layer = EmulatedLayer(libraries[2], weights, 2)
+def test_many_launches_at_once_end(weights: Weights, library: Library) -> None:
+    layer = EmulatedLayer(library(2), weights, 2)
     launches = [draw_calls(weights, 2, number) for number in range(4)]
     layer.at_once(launches, 7, 30_000)
     assert {kind for kind, _ in failures(layer)} == {FailureKind.CALLS_AT_ONCE}

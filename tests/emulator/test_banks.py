@@ -25,6 +25,7 @@ from tests.layers import (
     draw_weights,
     pair_experts,
 )
+from tests.nightly import all_but
 
 PATIENCE = 40
 """Of a call of hundreds of tiles on few processors."""
@@ -68,16 +69,7 @@ LAYERS = {
         1, 4, (40,), hidden=2056, experts=512, top_k=9, router_dtype=torch.float32
     ),
 }
-IN_EVERY_RUN = tuple(LAYERS)[:4]
-"""The others are for the night."""
-
-all_layers = pytest.mark.parametrize(
-    "name",
-    [
-        name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly)
-        for name in LAYERS
-    ],
-)
+IN_EVERY_RUN = ("a second bank that is not full", "groups that lie across banks")
 
 
 def made(name: str, folder: Path) -> tuple[Banks, Weights, EmulatedLayer]:
@@ -95,7 +87,7 @@ def drawn(layer: Banks) -> Iterator[list[Call]]:
         yield [draw(layer.cfg, n, rank) for rank, n in enumerate(layer.tokens)]
 
 
-@all_layers
+@pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
 def test_outputs_are_those_of_the_reference_whoever_routes(name: str, tmp_path: Path) -> None:
     layer, weights, emulated = made(name, tmp_path)
     for seed, calls in enumerate(drawn(layer)):
@@ -108,9 +100,8 @@ def test_outputs_are_those_of_the_reference_whoever_routes(name: str, tmp_path: 
             assert error <= TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize(
-    "name", ["an fp32 router", pytest.param("sums that fit a row", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["an fp32 router", "sums that fit a row"])
 def test_a_tokens_output_does_not_depend_on_how_many_others_there_are(
     name: str, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from moeos.checkpoints import load_block
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.host.test_checkpoint_families import sure
 from tests.layers import TOLERANCE, Call, Weights
+from tests.nightly import all_but
 from tests.tiny_models import tiny
 
 PATIENCE = 40
@@ -25,16 +26,9 @@ NAMES = [
     *("deepseek_v4", "deepseek_v4_hashed", "gpt_oss", "llama4", "minimax_m3", "longcat_flash"),
     *("nemotron_h", "nemotron_h_latent", "gemma4"),
 ]
-BY_DEFAULT = ("gpt_oss", "longcat_flash")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.nightly)
-        for name in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", all_but(["gpt_oss"], NAMES))
 def test_the_kernel_computes_what_transformers_module_computes(name: str, tmp_path: Path) -> None:
     block = tiny(name, dtype=torch.bfloat16)
     cfg = block.config

@@ -11,6 +11,7 @@ import torch
 
 from tests.emulator.emulated import assert_computes
 from tests.layers import config
+from tests.nightly import all_but
 
 PATIENCE = 40
 LAYERS: dict[str, tuple[dict[str, Any], int]] = {
@@ -41,13 +42,7 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
 IN_EVERY_RUN = ("whole parts, a gate", "several, not whole parts, a gate, ranks")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly)
-        for name in LAYERS
-    ],
-)
+@pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
 def test_outputs_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
     changes, ranks = LAYERS[name]
     sizes = {"hidden": 128, "max_tokens": 200, "shared_experts": 1, "dtype": torch.bfloat16}

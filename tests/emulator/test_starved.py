@@ -19,6 +19,7 @@ from moeos import reference
 from moeos._runtime import FailureKind
 from tests.emulator.emulated import DEADLINE_NS, FOREVER, TICK_NS, EmulatedLayer, Starved, build
 from tests.layers import Call, Weights, config, draw_call, draw_given_call, draw_weights
+from tests.nightly import all_but
 
 RANKS = 2
 PROCESSORS = 3
@@ -28,12 +29,10 @@ CALLS = 3
 TOLERANCE = 8e-3
 
 # A call of a few tokens takes some 600 ticks of 100 ns, one of 60 about 1500.
-CHOSEN = [(6, 10, 4), (16, 5, 4), (60, 60, 1), (60, 200, 2), (60, 60, 5), (16, 150, 0)]
+IN_EVERY_RUN = [(6, 10, 4), (60, 60, 1), (16, 150, 0)]
+MORE = [(60, 200, 2)]
 ALL = itertools.product((1, 6, 16, 60, 100), (0, 5, 10, 30, 60, 150, 300, 600), OS_WARPS)
-CASES = [
-    *CHOSEN,
-    *(pytest.param(*case, marks=pytest.mark.nightly) for case in ALL if case not in CHOSEN),
-]
+CASES = all_but(IN_EVERY_RUN, [*MORE, *ALL])
 """Tokens, the first tick without a turn, and the warp."""
 
 

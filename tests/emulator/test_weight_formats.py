@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from moeos.formats import NAMES
 from tests.emulator.emulated import assert_computes
 from tests.layers import config
+from tests.nightly import all_but
 
 PATIENCE = 80
 LAYERS: dict[str, tuple[dict[str, Any], int]] = {
@@ -36,16 +38,7 @@ IN_EVERY_RUN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [
-        pytest.param(
-            form, name, marks=[] if (form, name) in IN_EVERY_RUN else [pytest.mark.nightly]
-        )
-        for form in NAMES
-        for name in LAYERS
-    ],
-)
+@pytest.mark.parametrize(("form", "name"), all_but(IN_EVERY_RUN, itertools.product(NAMES, LAYERS)))
 def test_outputs_are_those_of_the_reference(form: str, name: str, tmp_path: Path) -> None:
     changes, ranks = LAYERS[name]
     sizes = {"dtype": torch.bfloat16, "max_tokens": 200, "weight_format": form}

@@ -19,7 +19,7 @@ from tests.layers import Weights, config, draw_call, draw_weights
 RANKS, PROCESSORS = 2, 3
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
 SHAPES = (
-    {"hidden": 256, "intermediate": 256, "experts": 8, "top_k": 2, "max_tokens": 60},
+    {"hidden": 256, "intermediate": 256, "experts": 8, "top_k": 2, "max_tokens": 100},
     {"hidden": 328, "intermediate": 136, "experts": 4, "top_k": 1, "max_tokens": 90, "bias": True},
     {
         "hidden": 512,
@@ -32,14 +32,11 @@ SHAPES = (
 )
 
 
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Weights, Path]]:
-    found = []
-    for number, shape in enumerate(SHAPES):
-        weights = draw_weights(config(**{"dtype": torch.bfloat16, **shape}), number)
-        folder = tmp_path_factory.mktemp("workspace")
-        found.append((weights, build(weights.cfg, RANKS, PROCESSORS, folder)))
-    return found
+def layer_of(number: int, folder: Path) -> tuple[Weights, Path]:
+    """The weights of a shape and its kernel, compiled in a new folder."""
+    weights = draw_weights(config(**{"dtype": torch.bfloat16, **SHAPES[number]}), number)
+    folder.mkdir()
+    return weights, build(weights.cfg, RANKS, PROCESSORS, folder)
 
 
 def sizes_of(weights: Weights) -> object:
@@ -57,9 +54,8 @@ def shared(layers: list[tuple[Weights, Path]]) -> list[EmulatedLayer]:
 
 
 @pytest.mark.nightly
-def test_layers_of_three_shapes_interleaved_compute_what_each_does_alone(
-    layers: list[tuple[Weights, Path]],
-) -> None:
+def test_layers_of_three_shapes_interleaved_compute_what_each_does_alone(tmp_path: Path) -> None:
+    layers = [layer_of(number, tmp_path / str(number)) for number in range(len(SHAPES))]
     together = shared(layers)
     alone = [EmulatedLayer(library, weights, RANKS) for weights, library in layers]
     drawn = random.Random(1)
@@ -81,9 +77,9 @@ def test_layers_of_three_shapes_interleaved_compute_what_each_does_alone(
 
 
 def test_ranks_that_say_they_make_different_calls_fail_by_name_on_all_of_them(
-    layers: list[tuple[Weights, Path]],
+    tmp_path: Path,
 ) -> None:
-    weights, library = layers[0]
+    weights, library = layer_of(0, tmp_path / "0")
     layer = EmulatedLayer(library, weights, RANKS)
     calls = [draw_call(weights.cfg, 20, rank) for rank in range(RANKS)]
     layer(calls, seed=1)

@@ -135,10 +135,11 @@ def test_the_most_experts_and_choices_leave_registers_where_they_are(
     assert made.report.keeps_registers
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("transport", "once_bytes"),
     [
-        pytest.param("none", 1 << 40, id="a row each", marks=pytest.mark.nightly),
+        pytest.param("none", 1 << 40, id="a row each"),
         pytest.param("mapped", 1, id="tokens once, remote peers"),
     ],
 )

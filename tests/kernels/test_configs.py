@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.host.cli import commands
+from tests.nightly import all_but
 from tests.processes import ROOT
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
@@ -54,8 +55,8 @@ KERNELS = [
     *((name + WITH_FP32_ROUTER, EVERYWHERE) for name in FP32_ROUTERS),
     *((name + WITH_SHARED, ranks) for name in SHARED_EXPERTS for ranks in (1, 2, EVERYWHERE)),
 ]
-IN_EVERY_RUN = (("deepseek-v3", EVERYWHERE), ("qwen3-30b-a3b", 1))
-"""Kernels with the most code, and with the plans of a rank alone."""
+IN_EVERY_RUN = (("deepseek-v3", EVERYWHERE),)
+"""The kernel with the most code."""
 SECONDS = 1100
 """For all kernels; one takes 10 to 20 on a core of its own, and others may work beside them."""
 
@@ -112,13 +113,7 @@ def compiled(
         return dict(zip(kernels, made, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(*kernel, marks=() if kernel in IN_EVERY_RUN else pytest.mark.nightly)
-        for kernel in KERNELS
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks"), all_but(IN_EVERY_RUN, KERNELS))
 def test_the_kernel_neither_spills_nor_has_a_stack_frame(
     name: str, ranks: int, compiled: dict[tuple[str, int], Compiled]
 ) -> None:

@@ -17,14 +17,19 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import pytest
 import torch
 
+from tests.compiled import keep
+from tests.nightly import all_but
+
 ROOT = Path(__file__).parents[2]
 TWIN = Path("kernels/twin")
 TESTS = Path("tests/native")
+
+INCLUDED = ("runtime", "kernels", "tests/native")
 
 COMPILER = shutil.which("g++")
 pytestmark = [
@@ -113,8 +118,12 @@ def compile_all(flavour: Flavour, sources: Sequence[Path], to: Path) -> list[Pat
             *INSTRUCTION_SETS.get(source.name, []),
         ]
         options += flavour.for_products if "gemm" in source.stem else ()
-        done = run([str(COMPILER), *options, f"-I{ROOT}", "-c", ROOT / source, "-o", output])
-        assert done.returncode == 0, done.stderr
+
+        def make() -> None:
+            done = run([str(COMPILER), *options, f"-I{ROOT}", "-c", ROOT / source, "-o", output])
+            assert done.returncode == 0, done.stderr
+
+        keep(output, [*options, (ROOT / source).read_text()], INCLUDED, make)
         return output
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -146,52 +155,27 @@ def gemm_sources() -> list[Path]:
     return [source for source in sources if on_x86 or source.name not in INSTRUCTION_SETS]
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """What was built in one flavour."""
-
-    flavour: Flavour
-    virtual_ranks: Path
-    damaged_words: Path
-    calls: Path
-    workspaces: Path
-    gemm: Path
-    gemm_objects: list[Path]
-
-
 TWIN_SOURCES = [TWIN / "forward.cpp", TWIN / "crew.cpp", TWIN / "explore" / "random_world.cpp"]
-RANK_SOURCES = [*TWIN_SOURCES, TESTS / "test_virtual_ranks.cpp"]
-Build = Callable[[str], Built]
+Build = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Builds a flavour, by name, once."""
+    """Builds, once, the program of a flavour and a test_*.cpp, with all of the twin."""
 
     @functools.cache
-    def build_once(name: str) -> Built:
-        flavour, to = FLAVOURS[name], tmp_path_factory.mktemp(name)
-        alone = [
-            TESTS / f"test_{name}.cpp" for name in ("workspaces", "gemm", "damaged_words", "calls")
-        ]
-        sources = [*RANK_SOURCES, *alone, *gemm_sources()]  # the slowest first
-        made = dict(zip(sources, compile_all(flavour, sources, to), strict=True))
-        gemm = [made[source] for source in gemm_sources()]
-        twin = [*[made[source] for source in TWIN_SOURCES], *gemm]
+    def folder(name: str) -> Path:
+        return tmp_path_factory.mktemp(name)
 
-        def program(name: str, *objects: Path) -> Path:
-            test = made[TESTS / f"test_{name}.cpp"]
-            return link(flavour, [test, *objects], to / name)
+    @functools.cache
+    def objects(name: str, sources: tuple[Path, ...]) -> list[Path]:
+        return compile_all(FLAVOURS[name], sources, folder(name))
 
-        return Built(
-            flavour,
-            program("virtual_ranks", *twin),
-            program("damaged_words", *twin),
-            program("calls", *twin),
-            program("workspaces", *twin),
-            program("gemm", *gemm),
-            gemm,
-        )
+    @functools.cache
+    def build_once(name: str, test: str) -> Path:
+        twin = objects(name, (*TWIN_SOURCES, *gemm_sources()))  # the slowest first
+        own = objects(name, (TESTS / f"test_{test}.cpp",))
+        return link(FLAVOURS[name], [*own, *twin], folder(name) / test)
 
     return build_once
 
@@ -203,38 +187,38 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
     assert "runtime error" not in report
 
 
-@pytest.mark.parametrize("name", ["thread", pytest.param("address", marks=pytest.mark.nightly)])
+by_threads = pytest.mark.parametrize("name", all_but(["thread"], FLAVOURS))
+by_addresses = pytest.mark.parametrize("name", all_but(["address"], FLAVOURS))
+
+
+@by_threads
 def test_random_worlds_compute_the_right_result(name: str, build: Build) -> None:
-    built = build(name)
-    worlds = built.flavour.worlds
-    done = execute(built.flavour, built.virtual_ranks, 1, worlds)
+    flavour = FLAVOURS[name]
+    done = execute(flavour, build(name, "virtual_ranks"), 1, flavour.worlds)
     assert_clean(done)
-    assert f"{worlds} worlds, 0 failed" in done.stdout
+    assert f"{flavour.worlds} worlds, 0 failed" in done.stdout
 
 
-@pytest.mark.parametrize("name", FLAVOURS)
+@by_addresses
 def test_random_layers_of_one_workspace_compute_the_right_results(name: str, build: Build) -> None:
-    built = build(name)
-    workspaces = built.flavour.worlds
-    done = execute(built.flavour, built.workspaces, 1, workspaces)
+    flavour = FLAVOURS[name]
+    done = execute(flavour, build(name, "workspaces"), 1, flavour.worlds)
     assert_clean(done)
-    assert f"{workspaces} workspaces, 0 failed" in done.stdout
+    assert f"{flavour.worlds} workspaces, 0 failed" in done.stdout
 
 
-@pytest.mark.parametrize("name", FLAVOURS)
+@by_addresses
 def test_damaged_words_in_a_heap_are_errors(name: str, build: Build) -> None:
-    built = build(name)
-    assert_clean(execute(built.flavour, built.damaged_words))
+    assert_clean(execute(FLAVOURS[name], build(name, "damaged_words")))
 
 
-@pytest.mark.parametrize("name", FLAVOURS)
+@by_threads
 def test_a_rank_makes_one_call_after_the_other_and_not_for_ever(name: str, build: Build) -> None:
-    built = build(name)
-    assert_clean(execute(built.flavour, built.calls))
+    assert_clean(execute(FLAVOURS[name], build(name, "calls")))
 
 
 def test_matrix_product_alone_under_a_sanitizer(build: Build) -> None:
-    assert_products_are_right(execute(FLAVOURS["address"], build("address").gemm))
+    assert_products_are_right(execute(FLAVOURS["address"], build("address", "gemm")))
 
 
 def test_matrix_product_alone_as_it_is_used(gemm_objects: list[Path], tmp_path: Path) -> None:
@@ -365,11 +349,13 @@ class Fault:
         program: `THREADED_RUNS` random worlds under ThreadSanitizer, the sender alone, or the
             explorer, within `RUNS` seeds from `seed` on, perhaps with two returns subscribers.
         report: a pattern in what the program prints, or "" where it ends by a trap.
+        takes_long: to be looked for at night alone.
     """
 
     program: Planted
     report: str
     seed: int = 1
+    takes_long: bool = False
 
 
 RUNS, THREADED_RUNS = 1000, 200
@@ -421,7 +407,7 @@ FAULTS = {
     "pieces_count_as_chunks": Fault("explorer", ""),
     "torn_descriptors_are_run": Fault("explorer", ""),
     "empty_places_have_no_counts": Fault("explorer", "without a fault"),
-    "calls_end_with_one_list": Fault("two subscribers", "seed", seed=1001),
+    "calls_end_with_one_list": Fault("two subscribers", "seed", seed=1001, takes_long=True),
 }
 
 
@@ -452,7 +438,7 @@ def planted(
     @functools.cache
     def build_once(name: Planted) -> tuple[Flavour, Path]:
         if name == "threads":
-            return FLAVOURS["thread"], build("thread").virtual_ranks
+            return FLAVOURS["thread"], build("thread", "virtual_ranks")
         sources, flavour = PROGRAMS[name]
         folder = tmp_path_factory.mktemp("planted")
         source = folder / "program.cpp"
@@ -463,12 +449,14 @@ def planted(
     return build_once
 
 
-@pytest.mark.parametrize("name", get_args(Planted)[1:])
+@pytest.mark.parametrize("name", all_but(["sender", "explorer"], PROGRAMS))
 def test_nothing_is_noticed_where_nothing_is_planted(name: Planted, planted: Programs) -> None:
     assert_clean(execute(*planted(name), 1, RUNS // 10))
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", all_but([name for name, fault in FAULTS.items() if not fault.takes_long], FAULTS)
+)
 def test_a_planted_fault_is_noticed(name: str, planted: Programs) -> None:
     fault = FAULTS[name]
     runs = THREADED_RUNS if fault.program == "threads" else RUNS

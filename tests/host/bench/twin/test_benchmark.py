@@ -57,6 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
 Run = tuple[dict[str, Any], str]
 
 
+@pytest.mark.nightly
 def test_the_conditions_of_the_run_are_recorded(run: Run) -> None:
     results, printed = run
     assert results["benchmark"] == "twin"
@@ -71,6 +72,7 @@ def test_the_conditions_of_the_run_are_recorded(run: Run) -> None:
     assert printed.startswith("2 ranks with S 64 each, H 32, I 48, E 8, k 2, float32; ")
 
 
+@pytest.mark.nightly
 def test_medians_and_ratios_are_those_of_the_rounds(run: Run) -> None:
     results, _ = run
     layer = results["layer"]
@@ -86,6 +88,7 @@ def test_medians_and_ratios_are_those_of_the_rounds(run: Run) -> None:
         assert min(layer[name]["tasks"]) >= 2 * (2 + 2 + 1 + 1 + 2)  # Route to Combine, two ranks
 
 
+@pytest.mark.nightly
 def test_bars_say_whether_they_are_met(run: Run) -> None:
     results, printed = run
     bars = results["bars"]
@@ -98,6 +101,7 @@ def test_bars_say_whether_they_are_met(run: Run) -> None:
     assert printed.count(": met") + printed.count(": missed") == 3
 
 
+@pytest.mark.nightly
 def test_floors_follow_from_the_work_and_the_measured_rates(run: Run) -> None:
     floors = run[0]["floors"]
     assert floors["flops"] == 2 * 64 * (2 * 8 * 32 + 2 * 2 * (96 + 48) * 32)
@@ -105,6 +109,7 @@ def test_floors_follow_from_the_work_and_the_measured_rates(run: Run) -> None:
     assert floors["bytes_seconds"] == floors["bytes"] / floors["memory_bytes_per_second"]
 
 
+@pytest.mark.nightly
 def test_a_report_can_be_made_of_the_results(run: Run) -> None:
     tables = report.markdown(run[0])
     assert "| 2 ranks under mpirun |" in tables

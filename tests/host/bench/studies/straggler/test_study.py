@@ -71,6 +71,7 @@ def scenario_of(results: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_both_layers_have_the_same_delays_in_every_scenario(found: Found) -> None:
     results, _ = found
     assert [one["name"].split(":")[0] for one in results["scenarios"]] == [
@@ -87,6 +88,7 @@ def test_both_layers_have_the_same_delays_in_every_scenario(found: Found) -> Non
     assert len({d for step in scenario_of(results, "jitter")["delays"] for d in step}) == 12
 
 
+@pytest.mark.nightly
 def test_a_late_rank_keeps_nobody_from_working(found: Found) -> None:
     late = scenario_of(found[0], "late")
     assert late["moeos"]["done_before"] == [1.0] * 6
@@ -96,6 +98,7 @@ def test_a_late_rank_keeps_nobody_from_working(found: Found) -> None:
         assert least > 0.5 * DELAY
 
 
+@pytest.mark.nightly
 def test_a_slow_rank_is_slow_in_both_layers(found: Found) -> None:
     results, _ = found
     for name in ("moeos", "baseline"):
@@ -107,6 +110,7 @@ def test_a_slow_rank_is_slow_in_both_layers(found: Found) -> None:
         assert slow > 2 * undelayed
 
 
+@pytest.mark.nightly
 def test_tables_follow_from_the_numbers(found: Found) -> None:
     results, printed = found
     assert results["benchmark"] == "straggler-twin-2"
@@ -124,6 +128,7 @@ def test_tables_follow_from_the_numbers(found: Found) -> None:
     assert all(0.5 < share <= 1 for share in idle)
 
 
+@pytest.mark.nightly
 def test_nobody_is_asked_for_work_for_which_there_was_no_time(found: Found) -> None:
     results = copy.deepcopy(found[0])
     late = scenario_of(results, "late")
@@ -136,6 +141,7 @@ def test_nobody_is_asked_for_work_for_which_there_was_no_time(found: Found) -> N
     assert "10.0 %: no time for it" in report.markdown(results)
 
 
+@pytest.mark.nightly
 def test_plots_are_of_the_results_and_the_timeline_is_there(found: Found, folder: Path) -> None:
     results, _ = found
     picture = (folder / "plots" / straggler_plots.file_name(results)).read_text()
