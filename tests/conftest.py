@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 # Tests interrupt what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ONE_BY_ONE = (
+PROGRAMS = (
     "gpu",
     "launch",
     "host/bench/gpu/test_benchmark.py",
@@ -31,6 +31,11 @@ ONE_BY_ONE = (
     "host/cli/test_doctor.py",
     "host/cli/test_run.py",
     "host/cli/test_trace.py",
+)
+"""Folders and files, below this one, of tests that start programs with ranks, or need a GPU: one
+group."""
+
+ONE_BY_ONE = (
     "host/test_bootstrap.py",
     "host/test_control.py",
     "host/test_counters.py",
@@ -46,8 +51,7 @@ ONE_BY_ONE = (
     "host/test_virtual_tsan.py",
     "host/test_world.py",
 )
-"""Folders and files, below this one, of tests with ranks that wait for each other by the clock, or
-with a GPU: one group."""
+"""The same of tests with ranks that wait for each other by the clock: one group."""
 
 LONG = (
     "native",
@@ -61,22 +65,23 @@ LONG = (
 same time. Each file is a group."""
 
 NICE = 5
-"""Of a process whose tests may run beside ONE_BY_ONE: it has a third of their claim to a core. They
-wait for each other half of the time, and leave more than a core to the others."""
+"""Of a process whose tests may run beside those two groups: it has a third of their claim to a
+core. They wait for each other half of the time, and leave more than a core to the others."""
 
 
 def place_of(node: str) -> int:
     """Where a test's group stands in the order in which groups are begun."""
     file = file_of(node)
-    if is_below(file, ONE_BY_ONE):
-        return 0
-    return next((i for i, one in enumerate(LONG, 1) if is_below(file, (one,))), len(LONG) + 1)
+    groups = [ONE_BY_ONE, PROGRAMS, *((one,) for one in LONG)]
+    return next((i for i, one in enumerate(groups) if is_below(file, one)), len(groups))
 
 
 def group_of(node: str) -> str:
-    """The group of a test: its file, or one name for all of ONE_BY_ONE."""
+    """The group of a test: its file, or one name for all of ONE_BY_ONE, and one for PROGRAMS."""
     file = file_of(node)
-    return "one by one" if is_below(file, ONE_BY_ONE) else str(file)
+    if is_below(file, ONE_BY_ONE):
+        return "one by one"
+    return "programs" if is_below(file, PROGRAMS) else str(file)
 
 
 def is_below(file: Path, folders: tuple[str, ...]) -> bool:
@@ -95,11 +100,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and not is_below(file_of(item.nodeid), ONE_BY_ONE):
+    first = is_below(file_of(item.nodeid), (*ONE_BY_ONE, *PROGRAMS))
+    if "PYTEST_XDIST_WORKER" in os.environ and not first:
         give_way()
 
 
-@functools.cache  # for good: no group of ONE_BY_ONE follows, it is the first
+@functools.cache  # for good: neither group follows, they are the first
 def give_way() -> None:
     os.nice(NICE)
 

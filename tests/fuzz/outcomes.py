@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, settings
 
 MULTIPLE = int(os.environ.get("MOEOS_FUZZ", "1"))
-"""How many times as many examples are run as in CI: `MOEOS_FUZZ=100 pytest tests/fuzz`."""
+"""How many times as many examples are run as in launch/test: `MOEOS_FUZZ=100 pytest tests/fuzz`."""
 
 LONGEST = 2200
 """The most characters of a line on stderr."""

@@ -142,7 +142,7 @@ def arguments_of(draw: st.DrawFn, command: str) -> list[str]:
 
 @pytest.mark.parametrize("command", sorted(OPTIONS))
 def test_random_arguments_are_done_or_refused_in_one_line(command: str) -> None:
-    @examples({"doctor": 15, "run": 50}.get(command, 60))
+    @examples({"doctor": 4, "run": 15}.get(command, 20))
     @given(arguments=arguments_of(command))
     def ends_well(arguments: list[str]) -> None:
         invoke(command, arguments, f"moeos {command}", names_of(arguments))
@@ -150,7 +150,7 @@ def test_random_arguments_are_done_or_refused_in_one_line(command: str) -> None:
     ends_well()
 
 
-@examples(40)
+@examples(20)
 @given(words=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), max_size=4))
 def test_random_words_are_no_command(words: list[str]) -> None:
     ended = CliRunner().invoke(app, ["?", *words])

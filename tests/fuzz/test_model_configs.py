@@ -44,7 +44,7 @@ def fields_of(name: str) -> list[str]:
     return [*read, *family.activation_names, *family.works, *NEUTRAL, *LAYERS, *OTHERS]
 
 
-@examples(400)
+@examples(100)
 @given(name=st.sampled_from(list(FAMILIES)), layer=st.none() | st.integers(-1, 6), data=st.data())
 @example(name="jamba", layer=1, data=None)
 def test_a_changed_config_is_read_or_refused_by_name(

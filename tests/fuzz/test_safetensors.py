@@ -131,7 +131,7 @@ def read_all(path: Path, kind: str) -> None:
     )
 
 
-@examples(250)
+@examples(60)
 @given(content=damaged())
 @example(content=b"")
 @example(content=b"\0" * 8)

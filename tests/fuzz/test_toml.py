@@ -103,7 +103,7 @@ def tables(draw: st.DrawFn, valid: dict[str, str]) -> str:
     return "".join(f"{key} = {value}\n" for key, value in lines.items())
 
 
-@examples(250)
+@examples(60)
 @given(layer=tables(CONFIG), run=st.one_of(st.just(""), tables(RUN)))
 def test_a_changed_config_is_read_or_refused_by_name(tmp_path: Path, layer: str, run: str) -> None:
     path = tmp_path / "layer.toml"
@@ -147,7 +147,7 @@ PARTNERS |= {
 }
 
 
-@examples(200)
+@examples(50)
 @given(head=tables(SUITE), shapes=st.lists(tables(SHAPE), min_size=1, max_size=2))
 @example(head="rounds = 3\nfull_ranks = 1\nshapes = [5]\n", shapes=[])
 @example(
