@@ -33,7 +33,8 @@ print(*[name for name in sys.argv[1:] if not imported(name)])
 
 
 NEED_THEIR_LIBRARY = {
-    f"moeos.integrations.{name}" for name in ("vllm", "vllm_experts", "sglang", "torchtitan")
+    f"moeos.integrations.{name}"
+    for name in ("vllm", "vllm_experts", "vllm_formats", "sglang", "torchtitan")
 }
 """Adapters whose library is not installed beside moeos: tests/integrations/test_missing.py."""
 

@@ -11,7 +11,11 @@ import sys
 
 import pytest
 
-LIBRARIES = {"vllm": "vllm", "vllm_experts": "vllm", "torchtitan": "torchtitan", "sglang": "sglang"}
+LIBRARIES = {
+    **dict.fromkeys(("vllm", "vllm_experts", "vllm_formats"), "vllm"),
+    "torchtitan": "torchtitan",
+    "sglang": "sglang",
+}
 """Adapter -> what it needs."""
 
 
