@@ -237,7 +237,8 @@ class OnMoeos(FusedMoEMethodBase):
                 rows = getattr(layer, name, None)
                 if rows is not None:
                     rows.data.copy_(shared.gate_then_up(rows.data, 1))
-        quant: FusedMoEQuantConfig = self.get_fused_moe_quant_config(layer)
+        quant: FusedMoEQuantConfig | None = self.get_fused_moe_quant_config(layer)
+        assert quant is not None
         self.moe_quant_config = quant
         if self.moe_kernel is not None:
             self.moe_kernel.fused_experts.quant_config = quant

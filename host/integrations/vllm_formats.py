@@ -46,14 +46,14 @@ def config_of(config: dict[str, Any]) -> QuantizationConfig:
     """
     if config["quant_method"] == "fp8":
         return MoeosFp8Config.from_config(config)
-    return MoeosMxfp4Config.from_config(config)
+    return MoeosMxfp4Config()
 
 
 class MoeosFp8Config(Fp8Config):
     """FP8 in blocks of 128x128 or with a scale a matrix; tokens stay in their dtype."""
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> MoeosFp8Config:
+    def from_config(cls, config: dict[str, Any]) -> Fp8Config:
         block = config.get("weight_block_size")
         cases: list[tuple[bool, str, str]] = [
             (
@@ -73,7 +73,7 @@ class MoeosFp8Config(Fp8Config):
             if refused:
                 where = f"{WHERE}, the checkpoint's quantization_config"
                 raise shared.refusal(where, field, config[field], works)
-        made: MoeosFp8Config = super().from_config(config)
+        made: Fp8Config = super().from_config(config)
         return made
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
