@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from moeos import agreement, call_checks, custom_op
+from moeos import agreement, call_checks, custom_op, tensor_memory
 from moeos.call_checks import Expected
 from moeos.config import MoEConfig
 from moeos.engines.base import Engine
@@ -164,6 +164,7 @@ class Experts:
         if weigh:
             self.engine.check_weighs()
         if x_scale is not None:
+            tensor_memory.refuse_proxy(x)
             call_checks.check_may_be_coded(cfg, topk_ids, weigh=weigh)
             rows = call_checks.rows_of(cfg, device, x, pieces, coded=True)
         elif at_once and not weigh:

@@ -51,7 +51,7 @@ CONFIG = {
     "shared_experts": "1",
     "shared_intermediate": "64",
     "shared_gate": "true",
-    "weight_format": '"mxfp4"',
+    "weight_format": '"fp8_block128"',
     "activation_format": '"fp8_group128"',
 }
 RUN = {"tokens": "7", "iterations": "3", "vary_tokens": "true", "text": '["*.md"]'}

@@ -633,19 +633,6 @@ def test_ranks_that_are_remote_to_some_only_raise_the_same_error_on_all_ranks() 
     assert len(set(virtual.run(rank_main, ranks=2))) == 1
 
 
-@pytest.mark.parametrize(("experts", "ranks"), [(8, 3), (4, 8), (9, 2)])
-def test_experts_that_the_ranks_do_not_divide_raise_on_all_ranks(experts: int, ranks: int) -> None:
-    def rank_main(world: World) -> str:
-        with pytest.raises(ValueError, match="experts") as raised:
-            MoELayer(config(experts=experts), world)
-        return str(raised.value)
-
-    messages = virtual.run(rank_main, ranks=ranks)
-    assert len(set(messages)) == 1
-    assert str(experts) in messages[0]
-    assert f"{ranks} ranks" in messages[0]
-
-
 def test_a_dtype_that_the_twin_has_not_raises_on_all_ranks() -> None:
     def rank_main(world: World) -> str:
         with pytest.raises(
