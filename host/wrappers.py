@@ -3,13 +3,14 @@
 
 Wrappers make the parameters of all ranks equal, or cut them up, by name. Experts of equal names
 differ by rank, so either would destroy them without a word. This file knows of a layer only which
-of its tensors are experts.
+of its tensors are experts, and how many ranks share them.
 
 | wrapper | why it leaves experts alone |
 | --- | --- |
 | `fully_shard`, `FullyShardedDataParallel` | they skip what is marked as `replicate`'s |
 | `DistributedDataParallel`, `replicate` | its constructor is told to ignore them, see `_install` |
 | `nn.DataParallel` | refused by the layer, which has one device |
+| `ZeroRedundancyOptimizer` | refused in its step, which sends whatever it was given |
 
 `DistributedDataParallel` has no hook for this: its constructor reads a list of names, and only at
 the module that is wrapped, which a layer deep inside does not know. So the constructor is wrapped,
@@ -19,20 +20,33 @@ once, when the first layer is made; it then writes that list, and leaves what st
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from moeos.layer import MoELayer
 
 EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 """The parameters of a layer that each rank holds for its own experts only."""
 
-_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+class Held(NamedTuple):
+    """A parameter of a layer's experts: the layer, and the name there."""
+
+    layer: MoELayer
+    name: str
 
 
-def protect(layer: nn.Module) -> None:
+_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
+
+
+def protect(layer: MoELayer) -> None:
     """Makes wrappers of models that hold `layer`, whenever they are made, leave its experts
     alone.
     """
@@ -72,17 +86,43 @@ def _install() -> None:
         original(self, module, *args, **options)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_refuse_zero)
 
 
 def _names_of_experts(module: nn.Module) -> Iterator[str]:
-    experts = {id(tensor) for layer in _layers for tensor in _experts(layer)}
+    held = _held()
     for name, tensor in module.named_parameters(remove_duplicate=False):
-        if id(tensor) in experts:
+        if id(tensor) in held:
             yield name
 
 
-def _experts(layer: nn.Module) -> Iterator[Tensor]:
-    for name in EXPERTS:
-        tensor = layer._parameters.get(name)
-        if tensor is not None:
-            yield tensor
+def _held() -> dict[int, Held]:
+    """The parameters of all layers' experts, by `id`."""
+    return {
+        id(tensor): Held(layer, name)
+        for layer in _layers
+        for name in EXPERTS
+        if (tensor := layer._parameters.get(name)) is not None
+    }
+
+
+def _refuse_zero(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raises, before its step, for a `ZeroRedundancyOptimizer` that was given experts of which
+    ranks hold different ones.
+    """
+    # Nobody can hold one who has not imported it.
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    if kind is None or not isinstance(optimizer, kind):
+        return
+    held = _held()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            holder = held.get(id(parameter))
+            if holder is not None and holder.layer._place[1] > 1:
+                raise RuntimeError(
+                    f"ZeroRedundancyOptimizer was given {holder.name} of a MoELayer, of which each "
+                    "rank holds other experts, and would send one rank's to all: pass it all other "
+                    "parameters, such as [p for p in model.parameters() if p.requires_grad] where "
+                    "experts are frozen"
+                )

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import moeos
 from moeos import MoELayer, World, virtual
 from tests.layers import assert_matches, config, draw_call, draw_weights
 from tests.process_group import ranks_of_torch
@@ -159,6 +161,37 @@ def test_what_ddp_was_told_to_ignore_is_still_ignored() -> None:
         DistributedDataParallel(model)
         assert torch.equal(kept, before)
         experts_are_right(model, world)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["model", "ddp"])
+def test_zero_refuses_experts_before_its_step_and_takes_all_else(wrapped: bool) -> None:
+    def rank_main(world: World) -> str:
+        plain = Model(world)
+        model = DistributedDataParallel(plain) if wrapped else plain
+        parameters = list(model.parameters())
+        taken = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in taken:
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(RuntimeError, match="was given w1 of a MoELayer") as error:
+            ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1).step()
+        experts_are_right(model, world)
+        ZeroRedundancyOptimizer(taken, torch.optim.SGD, lr=0.1).step()
+        experts_are_right(model, world)
+        assert all(equal_on_all_ranks(parameter) for parameter in taken)
+        return str(error.value)
+
+    assert len(set(ranks_of_torch(rank_main, 2))) == 1
+
+
+def test_zero_takes_experts_that_lie_whole_on_each_rank() -> None:
+    def rank_main(world: World) -> bool:
+        with moeos.init("twin", rank=0, size=1, store=dist.HashStore()) as alone:
+            layer = MoELayer(CFG, alone)
+            ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1).step()
+            assert equal_on_all_ranks(layer.w1)
         return True
 
     assert all(ranks_of_torch(rank_main, 2))
