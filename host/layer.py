@@ -587,33 +587,39 @@ class MoELayer(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in wrappers.EXPERTS:
+            local = destination.get(prefix + name)
+            if local is not None:
+                destination[prefix + name] = self._of_all_ranks(local)
+
+    def _of_all_ranks(self, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor [E, ...] of which this rank's part is `local` [X, ...]; `local` itself where
+        torch.distributed has not the ranks of the world.
+        """
         known = None if self.experts is None else self.world.group
         group = None if known is None else sharding.found_again(known)
         is_default = not self._apart and sharding.process_group_place() == self._place
         if group is None and not is_default:
-            return
-        for name in wrappers.EXPERTS:
-            local = destination.get(prefix + name)
-            if local is not None:
-                destination[prefix + name] = sharding.whole(
-                    local, self.cfg.experts, self._device, group
-                )
+            return local
+        return sharding.whole(local, self.cfg.experts, self._device, group)
+
+    def _of_this_rank(self, name: str, given: torch.Tensor, each: torch.Size) -> torch.Tensor:
+        """What this rank holds of what `sharding.part` takes; `each`: the shape of an expert's."""
+        mine_are = self.cfg.experts_of(*self._place)
+        return sharding.part(name, given, mine_are, self.cfg.experts, each, *self._place)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *others: Any
     ) -> None:
         taken = dict(state_dict)
         errors: list[str] = others[-1]
-        experts, mine_are = self.cfg.experts, self.cfg.experts_of(*self._place)
         for name in wrappers.EXPERTS:
             given, own = state_dict.get(prefix + name), self._parameters.get(name)
             if own is None or not isinstance(given, torch.Tensor):
                 continue
             try:
                 self._require_loadable(prefix, name, given.dtype)
-                mine = sharding.part(
-                    prefix + name, given, mine_are, experts, own.shape[1:], *self._place
-                )
+                mine = self._of_this_rank(prefix + name, given, own.shape[1:])
             except ValueError as error:
                 errors.append(str(error))
                 mine = own  # neither missing nor of a wrong shape once more

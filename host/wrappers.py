@@ -23,25 +23,20 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moeos import optimizers
+from moeos.optimizers import Held
 
 if TYPE_CHECKING:
     from moeos.layer import MoELayer
 
 EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 """The parameters of a layer that each rank holds for its own experts only."""
-
-
-class Held(NamedTuple):
-    """A parameter of a layer's experts: the layer, and the name there."""
-
-    layer: MoELayer
-    name: str
-
 
 _layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
 
@@ -87,6 +82,7 @@ def _install() -> None:
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_zero)
+    optimizers.install(_held)
 
 
 def _names_of_experts(module: nn.Module) -> Iterator[str]:
