@@ -491,7 +491,8 @@ def check_weight(device: torch.device, expected: Expected, tensor: object, absen
             raise ValueError(
                 f"{name} has no values, as it is on the meta device: call "
                 f"layer.to_empty(device='{device.type}') and load_state_dict, or "
-                "load_state_dict(..., assign=True)"
+                "load_state_dict(..., assign=True); where accelerate offloads the model, pass it "
+                "preload_module_classes=['MoELayer']"
             )
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
     if not tensor.is_contiguous():

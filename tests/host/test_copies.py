@@ -322,3 +322,21 @@ def test_what_is_done_to_all_tensors_of_a_layer_does_not_break_it() -> None:
         right(layer)
 
     virtual.run(rank_main, ranks=1)
+
+
+def test_a_layer_that_accelerate_offloads_needs_to_be_preloaded_as_one_and_says_so() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    call = draw_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> None:
+        cpu = torch.device("cpu")
+        model = accelerate.cpu_offload(nn.Sequential(WEIGHTS.layer(world)), cpu)
+        with pytest.raises(ValueError, match=r"pass it preload_module_classes=\['MoELayer'\]"):
+            model(call.x)
+        model = accelerate.cpu_offload(
+            nn.Sequential(WEIGHTS.layer(world)), cpu, preload_module_classes=["MoELayer"]
+        )
+        for _ in range(2):
+            assert_matches(WEIGHTS, call, model(call.x))
+
+    virtual.run(rank_main, ranks=1)
