@@ -31,7 +31,7 @@ def quantize(
         weight_format, activation_format: as of `MoEConfig`.
 
     Raises:
-        TypeError: `layer` is no MoELayer.
+        TypeError: `layer` is no MoELayer, or of a class that extends it.
         ValueError: it has a format, or a weight that is not as the layer was made, or
             `weight_format` is none, or one of both does not fit the sizes or the other.
         RuntimeError: the layer was read from a pickle, and has no world yet.
@@ -39,6 +39,13 @@ def quantize(
     """
     if not isinstance(layer, MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}; it must be a MoELayer")
+    if type(layer) is not MoELayer:
+        kind = type(layer).__name__
+        raise TypeError(
+            f"layer is a {kind}, which extends MoELayer, and quantize makes a plain MoELayer: "
+            f"quantize a MoELayer with its weights, and load the state dict of that into a {kind} "
+            "whose config has the format"
+        )
     cfg = layer.cfg
     if cfg.weight_format is not None:
         raise ValueError(

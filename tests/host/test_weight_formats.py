@@ -160,6 +160,29 @@ def test_quantize_names_what_it_does_not_take() -> None:
     virtual.run(rank_main, ranks=1)
 
 
+def test_quantize_refuses_a_class_that_extends_a_layer_and_what_it_says_works() -> None:
+    class Doubled(MoELayer):
+        def forward(self, x: Tensor, **how: Any) -> Tensor:  # type: ignore[override]
+            return 2 * super().forward(x, **how)
+
+    def rank_main(world: World) -> None:
+        cfg = config()
+        layer, plain = Doubled(cfg, world), MoELayer(cfg, world)
+        with pytest.raises(
+            TypeError, match=r"^layer is a Doubled, which extends MoELayer"
+        ) as error:
+            moeos.quantize(layer, "mxfp4")
+        assert "into a Doubled whose config has the format" in str(error.value)
+        plain.load_state_dict(layer.state_dict())
+        quantized = moeos.quantize(plain, "mxfp4")
+        again = Doubled(quantized.cfg, world)
+        again.load_state_dict(quantized.state_dict())
+        x = draw_call(cfg, 20, 0).x
+        assert torch.equal(again(x), 2 * quantized(x))
+
+    virtual.run(rank_main, ranks=1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_take_scales_with_each_call(name: str) -> None:
     weights = ALL[name]
