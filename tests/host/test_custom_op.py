@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 from collections.abc import Callable
@@ -11,8 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from moeos import MoELayer, World, custom_op, virtual
 from moeos.engines.base import CallTensors
@@ -336,5 +342,39 @@ def test_symbolic_trace_and_script_say_what_to_use_in_their_place(concrete: bool
             torch.fx.symbolic_trace(layer, concrete_args=values)
         with pytest.raises(RuntimeError, match=r"torch\.jit\.script: use torch\.compile"):
             torch.jit.script(layer)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_compiled_checkpoint_saves_what_a_layer_returns_or_lies_around_what_is_compiled() -> None:
+    def policy(_: object, operator: object, *__: object, **___: object) -> CheckpointPolicy:
+        is_a_call = operator == torch.ops.moeos.forward.default
+        return CheckpointPolicy.MUST_SAVE if is_a_call else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def rank_main(world: World) -> None:
+        layer, linear = WEIGHTS.layer(world), nn.Linear(CFG.hidden, CFG.hidden)
+        x = draw_call(CFG, 20, 0).x
+        compile_it = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+
+        def block(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = layer(x)
+            return (y * torch.sin(linear(x))).sum()
+
+        def checkpointed(block: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+            return functools.partial(checkpoint, block, use_reentrant=False, **options)
+
+        saving = functools.partial(create_selective_checkpoint_contexts, policy)
+        block(x).backward()
+        wanted, linear.weight.grad = linear.weight.grad, None
+        for works in (
+            checkpointed(compile_it(block)),
+            compile_it(checkpointed(block, context_fn=saving)),
+        ):
+            works(x).backward()
+            assert torch.equal(linear.weight.grad, wanted)
+            linear.weight.grad = None
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            compile_it(checkpointed(block))(x).backward()
 
     virtual.run(rank_main, ranks=1)

@@ -225,6 +225,26 @@ def test_what_a_rank_saves_by_itself_is_read_by_that_rank_and_refused_by_another
     virtual.run(load_with_fewer, ranks=1)
 
 
+def test_what_one_rank_saves_for_all_has_to_be_gathered(tmp_path: Path) -> None:
+    def rank_main(world: World) -> bool:
+        layer = WEIGHTS.layer(world)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        gathered = get_model_state_dict(layer, options=options)
+        if world.rank == 0:
+            torch.save(layer.state_dict(), tmp_path / "own.pt")
+            torch.save(gathered, tmp_path / "gathered.pt")
+        dist.barrier()
+        fresh = MoELayer(CFG, world)
+        if world.rank > 0:
+            with pytest.raises(RuntimeError, match="holds the experts of rank 0 here"):
+                fresh.load_state_dict(torch.load(tmp_path / "own.pt"))
+        fresh.load_state_dict(torch.load(tmp_path / "gathered.pt"))
+        right(fresh)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
 @pytest.mark.parametrize("made_of", ["a dimension of a mesh", "a group"])
 def test_a_world_of_a_group_saves_all_experts_of_its_ranks(made_of: str, tmp_path: Path) -> None:
     def rank_main(everyone: World) -> bool:
