@@ -68,7 +68,9 @@ class PartScales {
     load(0);
   }
 
-  /// Asks for the scales of a step. Beyond the row: any, of codes that are zeros.
+  /// Asks for the scales of a step. Those of rows have been acquired with the part, as the rows
+  /// have: by the fetch warp, whose slot barrier brings them to this one. Beyond the row: any, of
+  /// codes that are zeros.
   void load(u32 step) {
 #pragma unroll
     for (u32 box = 0; box < kBoxes; ++box) {
