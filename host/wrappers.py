@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 """The parameters of a layer that each rank holds for its own experts only."""
 
-_layers: weakref.WeakSet[MoELayer] = weakref.WeakSet()
+_layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()  # by id
 
 
 def protect(layer: MoELayer) -> None:
@@ -51,7 +51,7 @@ def protect(layer: MoELayer) -> None:
 
     registry = layer.__dict__.setdefault(REGISTRY_KEY, {})
     registry.setdefault("replicate", RegistryItem())
-    _layers.add(layer)
+    _layers[id(layer)] = layer
     _install()
 
 
@@ -96,7 +96,8 @@ def _held() -> dict[int, Held]:
     """The parameters of all layers' experts, by `id`."""
     return {
         id(tensor): Held(layer, name)
-        for layer in _layers
+        for one in _layers.valuerefs()  # a list: other threads make layers
+        if (layer := one()) is not None
         for name in EXPERTS
         if (tensor := layer._parameters.get(name)) is not None
     }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_module, init_device_mes
 from torch.nn.parallel import DistributedDataParallel
 
 import moeos
-from moeos import MoELayer, World, virtual
+from moeos import MoELayer, World, virtual, wrappers
 from tests.layers import assert_matches, config, draw_call, draw_weights
 from tests.process_group import ranks_of_torch
 
@@ -195,6 +195,29 @@ def test_zero_takes_experts_that_lie_whole_on_each_rank() -> None:
         return True
 
     assert all(ranks_of_torch(rank_main, 2))
+
+
+def test_a_layer_may_be_made_while_the_parameters_of_all_are_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As another thread does."""
+
+    def rank_main(world: World) -> None:
+        layer = ALL_WEIGHTS[0].layer(world)
+        to_make, made = [ALL_WEIGHTS[1]], []
+
+        class Names(tuple[str, ...]):
+            def __iter__(self) -> Iterator[str]:
+                while to_make:
+                    made.append(to_make.pop().layer(world))
+                return super().__iter__()
+
+        monkeypatch.setattr(wrappers, "EXPERTS", Names(wrappers.EXPERTS))
+        optimizer = torch.optim.SGD(layer.gate.parameters(), lr=0.1)
+        assert optimizer.state_dict()["state"] == {}
+        assert len(made) == 1
+
+    virtual.run(rank_main, ranks=1)
 
 
 def test_a_layer_refuses_parameters_that_are_dtensors() -> None:
