@@ -13,10 +13,10 @@ from tests.gpu.cases import (
     assert_computes,
     blocks,
     compile_cases,
-    draw_routed_call,
+    given_and_routed,
     why_not,
 )
-from tests.layers import Call, coded_call, config, draw_given_call, draw_weights
+from tests.layers import Call, coded_call, config, draw_weights
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
@@ -70,13 +70,9 @@ def test_products_of_codes_are_the_references(name: str) -> None:
     weights = draw_weights(case.cfg, seed=1)
 
     def calls_of(rank: int) -> list[Call]:
-        calls = []
-        for number, tokens in enumerate((1, 8, 0, 600, 77)):
-            seed = 100 * rank + 10 * number
-            given = draw_given_call(case.cfg, tokens, seed)
-            calls += [given, draw_routed_call(weights, tokens, seed + 1)]
-            if case.cfg.shared_experts == 0:
-                calls.append(coded_call(given))
+        calls = given_and_routed(weights, (1, 8, 0, 600, 77))(rank)
+        if case.cfg.shared_experts == 0:
+            calls += [coded_call(given) for given in calls[::2]]
         return calls
 
     assert_computes(case, weights, calls_of)

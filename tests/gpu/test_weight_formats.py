@@ -17,10 +17,10 @@ from tests.gpu.cases import (
     assert_computes,
     blocks,
     compile_cases,
-    draw_routed_call,
+    given_and_routed,
     why_not,
 )
-from tests.layers import Call, config, draw_given_call, draw_weights
+from tests.layers import config, draw_weights
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
@@ -51,16 +51,7 @@ def kernels() -> None:
 def test_a_format_on_the_gpu_is_the_references(name: str) -> None:
     case = CASES[name]
     weights = draw_weights(case.cfg, seed=1)
-
-    def calls_of(rank: int) -> list[Call]:
-        calls = []
-        for number, tokens in enumerate((1, 8, 0, 300, 77)):
-            seed = 100 * rank + 10 * number
-            calls.append(draw_given_call(case.cfg, tokens, seed))
-            calls.append(draw_routed_call(weights, tokens, seed + 1))
-        return calls
-
-    assert_computes(case, weights, calls_of)
+    assert_computes(case, weights, given_and_routed(weights, (1, 8, 0, 300, 77)))
 
 
 def test_a_layer_that_is_quantised_on_the_gpu_has_the_codes_of_the_twins() -> None:
