@@ -144,6 +144,63 @@ def test_a_map_of_weights_is_not_taken_for_that_of_tokens_in_their_place(
     assert dimensions[W1_NARROW] == 5
 
 
+CODED = config(
+    dtype=torch.bfloat16,
+    hidden=256,
+    intermediate=128,
+    weight_format="fp8_block128",
+    activation_format="fp8_group128",
+)
+
+
+def coded_tensors_of(x: torch.Tensor) -> CallTensors:
+    """A call of a layer whose rows and weights are codes."""
+    call = tensors_of(CODED, x)
+    codes = {name: getattr(call, name).to(torch.float8_e4m3fn) for name in ("w1", "w2")}
+    scales = {
+        "w1_scale": torch.ones(CODED.experts, 2, 2),
+        "w2_scale": torch.ones(CODED.experts, 2, 1),
+    }
+    return call._replace(**codes, **scales, out=torch.empty(x.shape, dtype=CODED.dtype))
+
+
+def test_maps_of_codes_have_128_of_them_and_step_over_the_scales_behind_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    packer = packer_of(CODED)
+    packer.pack(coded_tensors_of(torch.zeros(3, 256, dtype=CODED.dtype)), 0)
+    maps = packer.record.view("<u8")[: len(_MAPS) * MAP_WORDS].reshape(-1, MAP_WORDS)
+    of_rows = {name: maps[_MAPS.index(name), :3].tolist() for name in ("cells", "intermediate")}
+    # A row's codes, and an fp32 scale for 128 or for 64 of them, to a multiple of 16 bytes.
+    assert of_rows == {"cells": [2, 128, 256 + 16], "intermediate": [2, 128, 128 + 16]}
+    of_weights = {name: maps[_MAPS.index(name), :3].tolist() for name in ("w1", "w1_narrow", "w2")}
+    assert of_weights == {"w1": [5, 128, 256], "w1_narrow": [5, 128, 256], "w2": [5, 128, 128]}
+    assert maps[_MAPS.index("x"), :3].tolist() == [2, 64, 512]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_codes_of_x_bring_their_scales_and_leave_no_map_to_numbers_in_their_place(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    memory = torch.zeros(3, 512, dtype=torch.uint8)
+    numbers = memory.view(torch.bfloat16)
+    codes = memory.view(torch.float8_e4m3fn).view(6, 256)[:3]
+    assert numbers.data_ptr() == codes.data_ptr()
+    scale = torch.ones(3, 2, dtype=dtype)
+    buffers = buffers_of()
+    packer, fresh = packer_of(CODED, buffers=buffers), packer_of(CODED, buffers=buffers)
+    call = coded_tensors_of(codes)._replace(x_scale=scale)
+    plain = call._replace(x=numbers, x_scale=None)
+    fresh.pack(plain, 0)
+    packer.pack(call, 0)
+    assert scale.data_ptr() in packer.record.view("<u8")
+    assert packer.record.view("<u4")[cuda_arguments._CALL_AT // 4 + 17] == (dtype == torch.uint8)
+    packer.pack(plain, 0)
+    assert (packer.record == fresh.record).all()
+
+
 def test_a_rank_without_experts_has_maps_that_the_driver_makes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
