@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weights in FP8 and 4 bits gain and cost, beside the same layer with BF16 weights.
+"""What weights in FP8 and 4 bits gain and cost, beside the same layer with BF16 weights; and tokens
+in FP8 beside weights in FP8.
 
     torchrun --nproc-per-node 2 -m moeos.bench.studies.weight_formats --out FILE CONFIG ...
 
-Each CONFIG is a layer's TOML file without a format. The layer and its copies in each format take
-the same tokens in turn. It times; whether the values are right is the tests' affair.
+Each CONFIG is a layer's TOML file without a format, whose sizes fit all of them. The layer and its
+copies in each format take the same tokens in turn. It times; whether the values are right is the
+tests' affair.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -20,19 +22,26 @@ import moeos
 from moeos.bench.gpu import compile_ahead
 from moeos.bench.gpu.in_turn import FLUSHED_TOKENS, InTurn
 from moeos.bench.studies import options
-from moeos.formats import WeightFormat
+from moeos.formats import FORMATS, NAMES
 
 TOKENS = (1, 8, 128, 512, 2048, 8192)
 ROUNDS, WARM_UP = 20, 4
 PLAIN = "plain"
+VARIANTS: dict[str, dict[str, Any]] = {name: {"weight_format": name} for name in NAMES}
+VARIANTS |= {
+    f"{name} by FP8": {"weight_format": name, "activation_format": "fp8_group128"}
+    for name in NAMES
+    if FORMATS[name].code_bits == 8
+}
+"""Fields of a config, by what a table calls them."""
 
 
 def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dict[str, Any]]:
     """Every token count of one layer. Collective."""
     plain = moeos.MoELayer(cfg, world)
     layers = {PLAIN: plain}
-    for name in get_args(WeightFormat):
-        layers[name] = moeos.quantize(plain, name)
+    for name, formats in VARIANTS.items():
+        layers[name] = moeos.quantize(plain, **formats)
     found = []
     for tokens in (count for count in TOKENS if count <= cfg.max_tokens):
         generator = torch.Generator("cuda").manual_seed(1000 * tokens + world.rank)
@@ -55,9 +64,9 @@ def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dic
 def compile_all(configs: Mapping[str, moeos.MoEConfig], world: moeos.World) -> None:
     """The kernels of all layers, side by side. Collective."""
     every = [
-        (name, dataclasses.replace(cfg, weight_format=form))
+        (name, dataclasses.replace(cfg, **formats))
         for name, cfg in configs.items()
-        for form in (None, *get_args(WeightFormat))
+        for formats in ({}, *VARIANTS.values())
     ]
     mine = every[world.rank :: world.size]
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
