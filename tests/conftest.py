@@ -21,6 +21,10 @@ TESTS = Path(__file__).parent
 # Tests interrupt what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The store of torch.distributed asks DNS for the name of each peer, and answers nobody meanwhile.
+# A name server that is silent takes 10 s each time by default: longer than the tests' deadlines.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 PROGRAMS = (
     "gpu",
     "launch",

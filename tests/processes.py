@@ -132,8 +132,8 @@ class ForkedRanks:
     def ended(self, seconds: float = 30.0, ranks: Sequence[int] | None = None) -> list[Any]:
         """The outcomes of all ranks, or of some, when they have ended.
 
-        Raises `AssertionError` if one does not end in time. Where each of its threads stands comes
-        to stderr.
+        Raises `AssertionError` if one does not end in time. Where all threads stand then
+        comes to stderr.
         """
         ends = time.monotonic() + seconds
         outcomes = []
@@ -145,9 +145,12 @@ class ForkedRanks:
                     outcome = receiver.recv()
             process.join(max(0.0, ends - time.monotonic()))
             if process.is_alive():
-                self._abort(process)
+                stuck = [other for other, it in enumerate(self.processes) if it.is_alive()]
+                for other in stuck:
+                    self._abort(self.processes[other])
                 raise AssertionError(
-                    f"rank {rank} did not end within {seconds} s; before it ended {outcomes!r}"
+                    f"rank {rank} did not end within {seconds} s; ranks {stuck} still ran; "
+                    f"before it ended {outcomes!r}"
                 )
             outcomes.append(outcome)
         return outcomes

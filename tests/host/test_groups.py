@@ -522,8 +522,10 @@ def test_however_a_rank_of_one_world_ends_the_other_goes_on_and_nothing_is_left(
         )
         return live(rank)
 
-    agent = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     ranks = ForkedRanks(start, 4)
+    # After the fork: the ranks would inherit the sockets of a store that already serves, and the
+    # epoll set that its thread waits in.
+    agent = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     pids += [process.pid or 0 for process in ranks.processes]
     outcomes = ranks.ended(90)
     del agent
