@@ -4,13 +4,14 @@
 from importlib.metadata import version
 
 import moeos.interpreter  # noqa: F401 - refuses some before PyTorch crashes in them
-from moeos import checkpoints, faults, reference, virtual
+from moeos import checkpoints, faults, reference, training, virtual
 from moeos.bootstrap import init
 from moeos.config import MoEConfig
 from moeos.errors import ConfigMismatch, NumericalError, PeerTimeout
 from moeos.experts import Experts
 from moeos.layer import MoELayer
 from moeos.quantization import quantize
+from moeos.selection import topk
 from moeos.workspace import Workspace
 from moeos.world import TwinOptions, World
 
@@ -32,5 +33,7 @@ __all__ = [
     "init",
     "quantize",
     "reference",
+    "topk",
+    "training",
     "virtual",
 ]

@@ -35,6 +35,7 @@ RowMap = Literal["ragged", "capacity"]
 GroupScore = Literal["top2_sum", "max"]
 Routing = Literal["layer", "ids", "caller"]
 Clamp = Literal["before", "after"]
+Rounding = Literal["NR-f", "SR-f", "NR-s", "Balance-f", "UP", "DOWN"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

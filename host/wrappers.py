@@ -82,17 +82,17 @@ def _install() -> None:
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_zero)
-    optimizers.install(_held)
+    optimizers.install(experts_held)
 
 
 def _names_of_experts(module: nn.Module) -> Iterator[str]:
-    held = _held()
+    held = experts_held()
     for name, tensor in module.named_parameters(remove_duplicate=False):
         if id(tensor) in held:
             yield name
 
 
-def _held() -> dict[int, Held]:
+def experts_held() -> dict[int, Held]:
     """The parameters of all layers' experts, by `id`."""
     return {
         id(tensor): Held(layer, name)
@@ -112,7 +112,7 @@ def _refuse_zero(optimizer: torch.optim.Optimizer, *_: object) -> None:
     kind = getattr(module, "ZeroRedundancyOptimizer", None)
     if kind is None or not isinstance(optimizer, kind):
         return
-    held = _held()
+    held = experts_held()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             holder = held.get(id(parameter))

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer needs beside the layer: small functions in plain PyTorch.
+
+Losses that balance experts, counts and biases, norms of gradients, and the rounding of routing to
+tiles. None of them makes a call of a layer.
+"""
+
+from moeos.training.balance import (
+    get_updated_expert_bias,
+    load_balancing_loss_func,
+    sequence_load_balancing_loss_func,
+    switch_load_balancing_loss_func,
+    tokens_per_expert,
+    z_loss_func,
+)
+from moeos.training.gradients import clip_grad_norm_, get_total_norm
+from moeos.training.rounding import round_tokens
+
+__all__ = [
+    "clip_grad_norm_",
+    "get_total_norm",
+    "get_updated_expert_bias",
+    "load_balancing_loss_func",
+    "round_tokens",
+    "sequence_load_balancing_loss_func",
+    "switch_load_balancing_loss_func",
+    "tokens_per_expert",
+    "z_loss_func",
+]

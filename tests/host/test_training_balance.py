@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of experts, losses that balance them and the rule of a bias, each against its formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import (
+    load_balancing_loss_func as of_transformers,
+)
+
+from moeos import World, training
+from tests.process_group import ranks_of_torch
+
+BATCH, LENGTH, EXPERTS, K = 3, 7, 6, 2
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def padding() -> Tensor:
+    """The last sequence has one token, and the second one all but two."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    mask[1, -2:] = 0
+    mask[2, 1:] = 0
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tokens_are_counted_but_for_unused_slots_and_padding(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[[0, 2], [2, -1]], [[3, 4], [-7, 2]]], dtype=dtype)
+    found = training.tokens_per_expert(ids, 4)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [1, 0, 3, 1]
+    for mask in (torch.tensor([[True, False], [True, True]]), torch.tensor([[1, 0], [1, 1]])):
+        assert training.tokens_per_expert(ids, 4, mask).tolist() == [1, 0, 2, 1]
+    assert training.tokens_per_expert(ids[:0], 4).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_loss_of_a_model_is_that_of_transformers(masked: bool, layers: int) -> None:
+    logits = tuple(
+        drawn(BATCH * LENGTH, EXPERTS, seed=seed, dtype=torch.float32) for seed in range(layers)
+    )
+    mask = padding() if masked else None
+    wanted = of_transformers(logits, EXPERTS, K, mask)
+    found = training.load_balancing_loss_func(logits, EXPERTS, K, mask)
+    torch.testing.assert_close(found, wanted)
+    if layers == 1:
+        one = training.load_balancing_loss_func(logits[0], EXPERTS, K, mask)
+        torch.testing.assert_close(one, wanted)
+
+
+def test_the_loss_of_a_model_has_transformers_derivative() -> None:
+    theirs, ours = (drawn(20, EXPERTS, dtype=torch.float32).requires_grad_() for _ in range(2))
+    of_transformers((theirs,), EXPERTS, K).backward()
+    training.load_balancing_loss_func(ours, EXPERTS, K).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_equal_experts_are_the_least_loss() -> None:
+    logits = torch.full((EXPERTS, EXPERTS), -40.0).fill_diagonal_(40.0)
+    ids = logits.argmax(dim=1, keepdim=True)
+    counts = training.tokens_per_expert(ids, EXPERTS)
+    probs = logits.softmax(dim=1)
+    of_megatron = training.switch_load_balancing_loss_func(probs, counts, EXPERTS, 1, EXPERTS, 0.5)
+    torch.testing.assert_close(of_megatron, torch.tensor(0.5))
+    torch.testing.assert_close(
+        training.load_balancing_loss_func(logits, EXPERTS, 1), torch.tensor(1.0)
+    )
+    of_sequence = training.sequence_load_balancing_loss_func(probs[None], ids[None], 1, 0.5)
+    torch.testing.assert_close(of_sequence, torch.tensor(0.5))
+
+
+def test_switchs_loss_is_its_formula_and_the_sum_of_ranks_that_of_all() -> None:
+    probs = drawn(20, EXPERTS).softmax(dim=1)
+    ids = probs.topk(K).indices
+    counts = [int((ids == expert).sum()) for expert in range(EXPERTS)]
+    wanted = 0.01 * EXPERTS / K
+    wanted *= sum(n / 20 * float(probs[:, e].mean()) for e, n in enumerate(counts))
+    given = training.tokens_per_expert(ids, EXPERTS)
+    assert given.tolist() == counts
+
+    def of(rows: slice) -> Tensor:
+        return training.switch_load_balancing_loss_func(probs[rows], given, 20, K, EXPERTS, 0.01)
+
+    assert float(of(slice(20))) == pytest.approx(wanted, rel=1e-12)
+    assert float(of(slice(0, 5)) + of(slice(5, 20))) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sequences_loss_is_deepseeks_formula(masked: bool) -> None:
+    scores = drawn(BATCH, LENGTH, EXPERTS).sigmoid()
+    ids = scores.topk(K).indices
+    ids[0, 0, 1] = -1
+    mask = padding() if masked else torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    wanted = 0.0
+    for sequence in range(BATCH):
+        real = [token for token in range(LENGTH) if mask[sequence, token]]
+        for expert in range(EXPERTS):
+            chosen = sum(expert in ids[sequence, token].tolist() for token in real)
+            f = EXPERTS / (K * len(real)) * chosen
+            shares = [scores[sequence, t, expert] / scores[sequence, t].sum() for t in real]
+            wanted += f * float(sum(shares)) / len(real) / BATCH * 0.003
+    found = training.sequence_load_balancing_loss_func(
+        scores, ids, K, 0.003, mask if masked else None
+    )
+    assert float(found) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_sequence_without_tokens_has_no_loss_and_no_nan() -> None:
+    scores = drawn(2, 3, EXPERTS).sigmoid().requires_grad_()
+    ids = scores.detach().topk(K).indices
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    found = training.sequence_load_balancing_loss_func(scores, ids, K, 1.0, mask)
+    alone = training.sequence_load_balancing_loss_func(scores[:1], ids[:1], K, 1.0)
+    torch.testing.assert_close(found, alone / 2)
+    found.backward()  # type: ignore[no-untyped-call]
+    assert scores.grad is not None
+    assert bool(scores.grad.isfinite().all())
+    assert not scores.grad[1].any()
+
+
+def test_the_z_loss_is_its_formula() -> None:
+    logits = drawn(BATCH, LENGTH, EXPERTS)
+    squares = logits.exp().sum(dim=-1).log() ** 2
+    assert float(training.z_loss_func(logits, 0.1)) == pytest.approx(0.1 * float(squares.mean()))
+    mask = padding()
+    some = float(squares[mask.bool()].mean())
+    assert float(training.z_loss_func(logits, 0.1, mask)) == pytest.approx(0.1 * some)
+    assert float(training.z_loss_func(logits, 0.1, torch.zeros_like(mask))) == 0.0
+    assert float(training.z_loss_func(logits[:0], 0.1)) == 0.0
+    large = torch.full((1, EXPERTS), 300.0)  # whose exponentials float32 has not
+    assert bool(training.z_loss_func(large, 1.0).isfinite())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_bias_moves_towards_the_mean_by_the_rate(dtype: torch.dtype) -> None:
+    counts = torch.tensor([4, 1, 3, 4], dtype=dtype)
+    bias = torch.tensor([0.5, -0.5, 0.0, 1.0])
+    found = training.get_updated_expert_bias(counts, bias, 0.125)
+    assert found.tolist() == [0.375, -0.375, 0.0, 0.875]
+    assert bias.tolist() == [0.5, -0.5, 0.0, 1.0]
+    layers = training.get_updated_expert_bias(
+        torch.stack([counts, counts.flip(0)]), torch.zeros(2, 4), 1.0
+    )
+    assert layers.tolist() == [[-1, 1, 0, -1], [-1, 0, 1, -1]]
+
+
+def test_a_bias_may_be_of_all_ranks_counts() -> None:
+    def rank_main(world: World) -> list[float]:
+        counts = torch.tensor([[5, 0, 4], [0, 5, 1]])[world.rank]
+        group = dist.group.WORLD
+        found = training.get_updated_expert_bias(counts, torch.zeros(3), 1.0, group)
+        assert int(counts.sum()) in (9, 6)  # the caller's counts stay as they are
+        return found.tolist()
+
+    assert ranks_of_torch(rank_main, 2) == [[0.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: training.tokens_per_expert(torch.ones(2, 2), 4), "topk_ids have dtype"),
+        (lambda: training.tokens_per_expert(torch.ones(2, 2).long(), 0), "num_experts is 0"),
+        (
+            lambda: training.tokens_per_expert(torch.ones(2, 2).long(), 4, torch.ones(3)),
+            r"mask is \[3\]; it must be \[2\]",
+        ),
+        (lambda: training.load_balancing_loss_func((), 4), "gate_logits is empty"),
+        (
+            lambda: training.load_balancing_loss_func(torch.ones(2, 3), 4),
+            r"gate_logits is \[2, 3\]; it must be \[2, 4\]",
+        ),
+        (
+            lambda: training.load_balancing_loss_func(torch.ones(2, 4), 4, 2, torch.ones(3)),
+            r"attention_mask is \[3\]; it must be \[2\]",
+        ),
+        (
+            lambda: training.switch_load_balancing_loss_func(
+                torch.ones(2, 4), torch.ones(3), 2, 1, 4, 1.0
+            ),
+            r"tokens_per_expert is \[3\]; it must be \[4\]",
+        ),
+        (
+            lambda: training.sequence_load_balancing_loss_func(
+                torch.ones(2, 4), torch.ones(2, 1).long(), 1, 1.0
+            ),
+            r"probs is \[2, 4\]; it must be \[B, L, E\]",
+        ),
+        (
+            lambda: training.sequence_load_balancing_loss_func(
+                torch.ones(2, 3, 4), torch.ones(2, 1).long(), 1, 1.0
+            ),
+            r"topk_ids is \[2, 1\]",
+        ),
+        (
+            lambda: training.z_loss_func(torch.ones(2, 4), 1.0, torch.ones(4)),
+            r"mask is \[4\]; it must be \[2\]",
+        ),
+        (
+            lambda: training.get_updated_expert_bias(torch.ones(4), torch.ones(3), 1.0),
+            r"expert_bias is \[3\]; it must be \[4\]",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(call: Any, error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        call()
