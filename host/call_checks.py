@@ -310,13 +310,14 @@ def _by_row(
     cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, name: str, tensor: object
 ) -> torch.Tensor:
     tensor = tensor_memory.require_dense(name, tensor)
-    shape = (rows, cfg.top_k)
+    shape = (rows, cfg.slots)
     if tensor.shape != shape:
-        if tensor.shape != (*lead, cfg.top_k):
-            either = f" or {[*lead, cfg.top_k]}" if len(lead) > 1 else ""
+        if tensor.shape != (*lead, cfg.slots):
+            of_token = "top_k" if cfg.rounding is None else "slots"
+            either = f" or {[*lead, cfg.slots]}" if len(lead) > 1 else ""
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}{either}, "
-                "[rows, top_k]"
+                f"[rows, {of_token}]"
             )
         tensor = tensor.reshape(shape)
     if tensor.device != device:

@@ -48,6 +48,8 @@ MAX_EXPERTS = 1 << 16
 
 _MAX_INTEGER = 2**31 - 1  # the runtime counts in 32 bits
 _MIN_NUMBER, _MAX_NUMBER = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_TILE = 128
+_MAX_ROUNDED_EXPERTS, _MAX_ROUNDED_CHOICES = 4096, 32  # what moeos.topk takes
 _MINIMUM_CAPACITY_FACTOR = 1e-6
 _CAPACITY_DENOMINATOR = 10**6
 _OF_HF = ("hf_config", "hf_layer", "hf_shared", "hf_dequantize")
@@ -139,6 +141,13 @@ class MoEConfig:
             one for 64. Products are then of FP8 by FP8, and their sums fp32. `weight_format` is one
             of FP8, H a multiple of 128 and I of 64. The router, shared and zero experts read x as
             it is, and results return in `dtype`.
+        rounding: how each expert's tokens of a call become a whole number of tiles, in training
+            mode: "NR-f", "SR-f", "NR-s", "Balance-f", "UP" or "DOWN", as
+            `moeos.training.round_tokens` has them. None: they do not. Each rank rounds its own
+            tokens. The layer then routes in PyTorch, also in eval mode, where nothing is rounded;
+            and calls have `slots` experts a token. Not with a capacity, groups of experts, zero
+            experts, `apply_router_weight_on_input` or a caller that routes.
+        rounding_tile: tokens of a tile.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -177,6 +186,8 @@ class MoEConfig:
     shared_gate: bool = False
     weight_format: WeightFormat | None = None
     activation_format: ActivationFormat | None = None
+    rounding: Rounding | None = None
+    rounding_tile: int = _TILE
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -212,6 +223,7 @@ class MoEConfig:
         self._check_shared()
         self._check_weight_format()
         self._check_activation_format()
+        self._check_rounding()
 
     @property
     def formula(self) -> Formula:
@@ -242,6 +254,11 @@ class MoEConfig:
     def router_rows(self) -> int:
         """Experts that a token may choose, E + zero_experts: rows of the router's tensors."""
         return self.experts + self.zero_experts
+
+    @property
+    def slots(self) -> int:
+        """Experts of a token in a call, at most: k; with `rounding` twice as many, or E."""
+        return self.top_k if self.rounding is None else min(2 * self.top_k, self.experts)
 
     @property
     def gate_dtype(self) -> torch.dtype:
@@ -549,6 +566,27 @@ class MoEConfig:
         for name, multiple in (("hidden", TOKEN_GROUP), ("intermediate", HIDDEN_GROUP)):
             if getattr(self, name) % multiple != 0:
                 raise self._error(name, f"a multiple of {multiple} {said}")
+
+    def _check_rounding(self) -> None:
+        self._check_integer("rounding_tile")
+        if self.rounding is None:
+            if self.rounding_tile != _TILE:
+                raise self._error("rounding_tile", f"{_TILE} where rounding is None")
+            return
+        self._check_choice("rounding", get_args(Rounding))
+        said = f"with rounding {self.rounding!r}"
+        for name, needed in (
+            ("routing", "layer"),
+            ("capacity_factor", None),
+            ("expert_groups", 1),
+            ("zero_experts", 0),
+            ("apply_router_weight_on_input", False),
+        ):
+            if getattr(self, name) != needed:
+                raise self._error(name, f"{needed!r} {said}")
+        for name, most in (("experts", _MAX_ROUNDED_EXPERTS), ("top_k", _MAX_ROUNDED_CHOICES)):
+            if getattr(self, name) > most:
+                raise self._error(name, f"at most {most} {said}")
 
     def _error(self, name: str, allowed: str) -> ValueError:
         return ValueError(_must_be(name, getattr(self, name), allowed))

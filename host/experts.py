@@ -54,8 +54,8 @@ class Experts:
 
     Raises:
         ConfigMismatch: the ranks' configs differ; the same error on all of them.
-        ValueError: a size does not fit, or the config has shared experts, which a `MoELayer`
-            computes.
+        ValueError: a size does not fit, or the config has shared experts or rounding, which a
+            `MoELayer` computes.
     """
 
     def __init__(self, cfg: MoEConfig, world: World, workspace: Workspace | None = None) -> None:
@@ -65,6 +65,12 @@ class Experts:
                 f"shared_experts is {cfg.shared_experts}; Experts compute routed experts alone: "
                 "make a MoELayer, or set shared_experts=0 and shared_intermediate=0 and add them "
                 "yourself"
+            )
+        if cfg.rounding is not None:
+            raise ValueError(
+                f"rounding is {cfg.rounding!r}; Experts route nothing: set rounding=None and "
+                f"top_k={cfg.slots}, and pass what moeos.training.round_tokens makes with "
+                f"slots={cfg.slots}"
             )
         agreement.require_world(world)
         require_workspace(workspace, world)

@@ -152,7 +152,8 @@ def check_supported(cfg: MoEConfig) -> None:
         raise ValueError(f"dtype is {cfg.dtype}; the GPU computes with {allowed}")
     of_router = "router_rows" if cfg.zero_experts > 0 else "experts"  # with the zero experts
     rows = MAX_TOP_K - (cfg.shared_experts > 0)  # a lane of a warp loads each that is added up
-    bounds = {of_router: MAX_EXPERTS, "top_k": rows, "expert_groups": MAX_GROUPS}
+    of_token = "top_k" if cfg.rounding is None else "slots"
+    bounds = {of_router: MAX_EXPERTS, of_token: rows, "expert_groups": MAX_GROUPS}
     for name, most in bounds.items():
         if getattr(cfg, name) > most:
             raise ValueError(
@@ -228,7 +229,7 @@ def _spread_tokens(cfg: MoEConfig) -> int:
     if cfg.apply_router_weight_on_input or cfg.activation_format is not None:
         return 0  # such rows are loaded before what is sent of them is made
     row_bytes = cfg.hidden * cfg.dtype.itemsize
-    return max(1, min(MAX_TOP_K, _SPREAD_BYTES // row_bytes) // cfg.top_k)
+    return max(1, min(MAX_TOP_K, _SPREAD_BYTES // row_bytes) // cfg.slots)
 
 
 def _route_slices(cfg: MoEConfig) -> int:

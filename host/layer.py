@@ -15,7 +15,16 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from moeos import agreement, call_checks, checkpoints, custom_op, sharding, values, wrappers
+from moeos import (
+    agreement,
+    call_checks,
+    checkpoints,
+    custom_op,
+    rounded_routing,
+    sharding,
+    values,
+    wrappers,
+)
 from moeos.config import MoEConfig
 from moeos.experts import Caller, Experts, check_supported, device_of
 from moeos.formats import quantize_matrix
@@ -213,7 +222,8 @@ class MoELayer(nn.Module):
                 not contiguous is copied. Under autocast other floating dtypes are cast.
             topk_ids: [rows, k], or [..., k] with the leading dimensions of x: int32 or int64
                 experts chosen by the caller, used as they are; −1 marks an unused slot, and ids
-                from E on are zero experts. Given together with topk_weights or `weigh`, or not at
+                from E on are zero experts. With `cfg.rounding` k is `cfg.slots` here, and nothing
+                is rounded. Given together with topk_weights or `weigh`, or not at
                 all: then the layer routes by its gate.
             topk_weights: floating point weights of these experts, likewise, used as they are.
             x_scale: with `cfg.activation_format`, who routes may pass x as codes: x in
@@ -289,6 +299,9 @@ class MoELayer(nn.Module):
             own.get("w1_scale_2"),
             own.get("w2_scale_2"),
         )
+        rounds = self.cfg.rounding is not None
+        if rounds and topk_ids is None and topk_weights is None and x_scale is None and not weigh:
+            topk_ids, topk_weights = self._route(x, tokens, pieces, tensors)
         return experts.run(
             self._caller,
             order,
@@ -303,6 +316,26 @@ class MoELayer(nn.Module):
             self,
             x_scale,
         )
+
+    def _route(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor | None,
+        pieces: int,
+        tensors: tuple[torch.Tensor | None, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing of a call in PyTorch, rounded in training mode."""
+        call_checks.check_pieces(pieces)
+        rows = call_checks.rows_of(self.cfg, self._device, x, pieces)
+        if tokens is not None:
+            call_checks.check_tokens(self._device, tokens)
+        expected, absent = self._caller.expected, self._caller.absent
+        call_checks.check_weights(self._device, expected, tensors, absent, self)
+        first = len(call_checks.WEIGHTS)
+        weight, *others = tensors[first : first + len(call_checks.ROUTER)]
+        assert weight is not None  # as the check says
+        gate = rounded_routing.GateTensors(weight, *others)
+        return rounded_routing.route(self.cfg, gate, rows, tokens, rounds=self.training)
 
     def bind(self, world: World) -> MoELayer:
         """Lets a layer that was read from a pickle run in `world`; the layer. Collective.

@@ -232,8 +232,9 @@ def moe(
             [E, I, H].
         w2: [E, H, I].
         cfg: the layer.
-        topk_ids: integers [S, k], used as they are. -1 is an unused slot; None: the gate chooses.
-        topk_weights: [S, k], used as they are; None: the gate weighs.
+        topk_ids: integers [S, k], with rounding [S, `cfg.slots`], used as they are. -1 is an unused
+            slot; None: the gate chooses, and nothing is rounded.
+        topk_weights: as topk_ids, used as they are; None: the gate weighs.
         b1: [E, 2I] or [E, I]; given exactly if `cfg.bias` is set.
         b2: [E, H]; as b1.
         selection_bias, router_bias, expert_scale: as of `route`.
@@ -249,7 +250,7 @@ def moe(
         ValueError: a shape does not fit `cfg`, an argument is missing or unexpected, an id is not
             an expert, or logits are not finite.
     """
-    pairs = (len(x), cfg.top_k)
+    pairs = (len(x), cfg.slots)
     _check_shape("x", x, (len(x), cfg.hidden))
     if x_scale is not None:
         if cfg.activation_format is None:
@@ -277,6 +278,7 @@ def moe(
             router_bias=router_bias,
             expert_scale=expert_scale,
         )
+        pairs = (len(x), cfg.top_k)
     if topk_ids is None:
         raise ValueError("topk_weights is given without topk_ids, whose weights they are")
     _check_shape("topk_ids", topk_ids, pairs)

@@ -58,7 +58,7 @@ def layer_sizes(
             **_once(cfg, world_size, local, cut),
             "world": world_size,
             "experts": cfg.experts,
-            "top_k": cfg.top_k,
+            "top_k": cfg.slots,
             "max_tokens": cfg.max_tokens,
             "row_bytes": row_bytes,
             "sent_bytes": sent_bytes(cfg),
@@ -189,7 +189,7 @@ def _number_of(names: Sequence[str], name: str | None) -> int:
 def _once(cfg: MoEConfig, world_size: int, local: int, cut: Mapping[str, int]) -> dict[str, int]:
     """Which calls take a token to a peer once: none, unless a rank can have several experts of a
     token, and a call `once_rows` rows for it."""
-    rows_of_token = min(cfg.top_k, local)
+    rows_of_token = min(cfg.slots, local)
     most = cfg.max_tokens * rows_of_token
     can = world_size > 1 and rows_of_token > 1 and 0 < cut["once_rows"] <= most
     return {name: cut[name] if can else 0 for name in ("once_rows", "once_after")}

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moeos.config import MoEConfig
 
@@ -82,16 +83,16 @@ def check_pattern(pattern: Pattern, cfg: MoEConfig, ranks: int) -> None:
 def draw_routing(
     pattern: Pattern, cfg: MoEConfig, ranks: int, tokens: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor] | None:
-    """Experts int64 [S, k] and weights float32 [S, k] of `tokens` tokens; None: the layer routes.
+    """Experts int64 and weights float32, both [S, `cfg.slots`], of `tokens` tokens; None: the layer
+    routes. Slots behind the k-th are unused.
 
     Distinct experts with given odds are the k largest of log-odds plus Gumbel noise (Kool et al.,
     2019, arXiv:1903.06059, section 2.3). Weights are positive and sum to 1 in each row.
     """
     if pattern.kind == "uniform":
         return None
-    shape = (tokens, cfg.top_k)
     if pattern.kind == "one-expert":
-        ids = torch.full(shape, -1)
+        ids = torch.full((tokens, cfg.slots), -1)
         ids[:, 0] = 0
         return ids, (ids == 0).float()
     experts = torch.arange(cfg.experts, dtype=torch.float64)
@@ -104,5 +105,9 @@ def draw_routing(
     uniform = torch.rand((tokens, cfg.experts), generator=generator, dtype=torch.float64)
     gumbel = -(-uniform.clamp_min(torch.finfo(torch.float64).tiny).log()).log()
     ids = (log_odds + gumbel).topk(cfg.top_k, dim=1).indices
-    weights = torch.rand(shape, generator=generator) + 0.1
-    return ids, weights / weights.sum(dim=1, keepdim=True)
+    weights = torch.rand(ids.shape, generator=generator) + 0.1
+    unused = (0, cfg.slots - cfg.top_k)
+    return (
+        functional.pad(ids, unused, value=-1),
+        functional.pad(weights / weights.sum(dim=1, keepdim=True), unused),
+    )

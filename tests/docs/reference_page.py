@@ -110,6 +110,12 @@ def subjects() -> list[Subject]:
             _exported("MoEConfig"),
         ),
         Subject(
+            "Training",
+            "What a trainer needs beside a layer, in plain PyTorch. [training.md](training.md) "
+            "puts it together.",
+            [*_exported("topk"), *public_of(moeos.training)],
+        ),
+        Subject(
             "Checkpoints",
             "What `MoELayer.from_hf` reads with. [checkpoints.md](checkpoints.md) lists what it "
             "understands.",

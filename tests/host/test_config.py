@@ -54,6 +54,8 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "shared_gate": False,
         "weight_format": None,
         "activation_format": None,
+        "rounding": None,
+        "rounding_tile": 128,
     }
 
 
@@ -237,6 +239,37 @@ def test_factors_must_be_finite_and_positive(name: str, value: float) -> None:
             "swiglu_limit is 7.0; it must be None with activation 'relu'",
         ),
         ({"capacity_factor": 1e-7}, "capacity_factor is 1e-07; it must be at least 1e-06"),
+        ({"rounding_tile": 64}, "rounding_tile is 64; it must be 128 where rounding is None"),
+        ({"rounding": "UP", "rounding_tile": 0}, "rounding_tile is 0; it must be at least 1"),
+        (
+            {"rounding": "NR"},
+            "rounding is 'NR'; it must be one of NR-f, SR-f, NR-s, Balance-f, UP, DOWN; the "
+            "nearest valid one is 'NR-s'",
+        ),
+        *(
+            (
+                {"rounding": "NR-f", name: value},
+                f"{name} is {value!r}; it must be {needed!r} with rounding 'NR-f'",
+            )
+            for name, value, needed in (
+                ("routing", "caller", "layer"),
+                ("capacity_factor", 2.0, None),
+                ("expert_groups", 2, 1),
+                ("zero_experts", 2, 0),
+            )
+        ),
+        (
+            {"rounding": "NR-f", "apply_router_weight_on_input": True, "top_k": 1},
+            "apply_router_weight_on_input is True; it must be False with rounding 'NR-f'",
+        ),
+        (
+            {"rounding": "NR-f", "experts": 4097},
+            "experts is 4097; it must be at most 4096 with rounding 'NR-f'",
+        ),
+        (
+            {"rounding": "NR-f", "experts": 64, "top_k": 33},
+            "top_k is 33; it must be at most 32 with rounding 'NR-f'",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_each_other_are_refused(
@@ -350,6 +383,7 @@ def test_configs_that_mean_the_same_layer_have_the_same_digest() -> None:
         ("expert_groups", 4, (1, 4)),
         ("swiglu_limit", 7.0, (None, 7.0)),
         ("bias", True, (False, True)),
+        ("rounding", "NR-f", (None, "NR-f")),
     ],
 )
 def test_every_field_that_differs_is_reported_with_both_values(
@@ -496,3 +530,8 @@ def test_zero_experts_are_rows_of_the_router_and_no_experts_of_a_rank() -> None:
     cfg = config(zero_experts=3, top_k=18)
     assert cfg.router_rows == 19
     assert cfg.experts_per_rank(4) == 4
+
+
+def test_rounding_gives_a_token_twice_as_many_slots() -> None:
+    assert [config(top_k=k).slots for k in (1, 2, 16)] == [1, 2, 16]
+    assert [config(top_k=k, rounding="UP").slots for k in (1, 2, 8, 9)] == [2, 4, 16, 16]

@@ -32,8 +32,12 @@ from tests.processes import ROOT
             {"experts": 64, "top_k": 32, "shared_experts": 1, "shared_intermediate": 64},
             'top_k is 32; .* at most 31 .* "twin"',
         ),
+        (
+            {"experts": 64, "top_k": 17, "rounding": "NR-f"},
+            'slots is 34; .* at most 32 .* "twin"',
+        ),
     ],
-    ids=["float32", "experts", "top_k", "groups", "top_k beside shared experts"],
+    ids=["float32", "experts", "top_k", "groups", "top_k beside shared experts", "slots"],
 )
 def test_a_layer_that_the_gpu_does_not_have_is_refused(
     changes: dict[str, Any], message: str

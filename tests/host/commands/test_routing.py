@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patterns of --routing: each follows its law, and gives the layer routing that it accepts."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from tests.layers import config
 TOKENS = 4000
 
 
-def drawn(text: str, ranks: int = 4, **changes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(text: str, ranks: int = 4, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cfg = config(**({"experts": 16, "top_k": 3} | changes))
     generator = torch.Generator().manual_seed(1)
     routing = draw_routing(parse_pattern(text), cfg, ranks, TOKENS, generator)
@@ -86,3 +88,14 @@ def test_a_rank_that_does_not_exist_cannot_be_empty() -> None:
 def test_a_rank_without_which_there_are_too_few_experts_cannot_be_empty() -> None:
     with pytest.raises(ValueError, match=r"the other ranks have 4 experts, too few for top_k 5"):
         check_pattern(Pattern("empty-rank"), config(top_k=5), ranks=2)
+
+
+@pytest.mark.parametrize("text", ["one-expert", "zipf:1", "empty-rank:0"])
+def test_slots_behind_the_kth_are_unused(text: str) -> None:
+    ids, weights = drawn(text)
+    more, and_weights = drawn(text, rounding="NR-f")
+    assert more.shape == and_weights.shape == (TOKENS, 6)
+    assert torch.equal(more[:, :3], ids)
+    assert torch.equal(and_weights[:, :3], weights)
+    assert bool((more[:, 3:] == -1).all())
+    assert not and_weights[:, 3:].any()
