@@ -177,7 +177,11 @@ class World:
         self._closed = False
         settle()
         self._home = Home()
-        self._lock = threading.RLock()  # an abort may come from another thread than a close
+        # Each is held by one thread at a time, and none for long but `_closing`, in which a close
+        # waits for calls and for layers that are being made. So those never wait for it.
+        self._lock = threading.RLock()  # `_closed`, and the control plane's abort
+        self._making = threading.RLock()  # `_workspace`
+        self._closing = threading.RLock()
         _open.add(self)
 
     @property
@@ -223,7 +227,7 @@ class World:
         """What its layers share, unless they are made with another; made when it is first used."""
         from moeos.workspace import Workspace  # which knows worlds
 
-        with self._lock:
+        with self._making:
             if self._workspace is None:
                 self._workspace = Workspace(self)
             return self._workspace
@@ -340,16 +344,17 @@ class World:
         if not self._home.here:
             self._closed = True
             return
-        # Before the lock: who has it may be closing, and wait for this thread's call.
+        # Before the lock: who has it waits for this thread's call.
         if any(gate.held_here for gate in self._gates()):
             raise RuntimeError(
                 f"the world of rank {self.rank} cannot be closed within a call in the same "
                 "thread: let the callback or signal handler raise, and close it behind the call"
             )
-        with self._lock, contextlib.ExitStack() as last_first:
-            if self._closed:
-                return
-            self._closed = True
+        with self._closing, contextlib.ExitStack() as last_first:
+            with self._lock:
+                if self._closed:
+                    return
+                self._closed = True
             left = self._end_calls("its world was closed during a call", parking=False)
             last_first.callback(self.control.close)
             if not left:

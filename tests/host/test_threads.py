@@ -7,6 +7,7 @@ the limit on its threads or processes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -248,12 +249,12 @@ def test_a_call_and_a_close_within_a_call_of_the_same_thread_are_errors() -> Non
 
 
 def test_a_close_within_a_call_does_not_wait_for_one_in_another_thread() -> None:
-    """Which holds the world's lock, and waits for the call."""
+    """Which waits for the call."""
     taken, free = threading.Event(), threading.Event()
     with moeos.init(backend="twin", deadline=FAR) as world:
 
         def close_elsewhere() -> None:
-            with world._lock:
+            with world._closing:
                 taken.set()
                 assert free.wait(FAR)
 
@@ -404,6 +405,36 @@ def test_layers_deleted_at_other_times_on_every_rank_give_back_all_they_hold() -
             return native_threads() - threads, heaps_mapped() - heaps
 
     assert ForkedRanks(rank_main, 2).ended(FAR) == [(0, 0)] * 2
+
+
+def test_a_close_beside_the_making_of_a_layer_keeps_nothing_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither waits for the other: the layer is made, and the world then closed."""
+    world = moeos.init("twin", deadline=5.0)
+    begun = threading.Event()
+    workspace = World.workspace.fget
+    assert workspace is not None
+
+    def late(world: World) -> Any:
+        begun.set()
+        while not world.closed:
+            time.sleep(0.001)
+        world.abort("as a rank does whose peer is gone")
+        return workspace(world)
+
+    monkeypatch.setattr(World, "workspace", property(late))
+
+    def live(number: int) -> None:
+        if number == 0:
+            with contextlib.suppress(RuntimeError):  # that the world is closed
+                WEIGHTS.layer(world)
+        else:
+            begun.wait(FAR)
+            world.close()  # raises, if the other one does not end
+
+    in_threads(2, live)
+    assert world.closed
 
 
 def test_a_layer_may_be_deleted_while_its_world_is_aborted_and_closed() -> None:
