@@ -10,6 +10,7 @@ from moeos.config import MoEConfig
 from moeos.errors import ConfigMismatch, NumericalError, PeerTimeout
 from moeos.experts import Experts
 from moeos.layer import MoELayer
+from moeos.placement import Placement
 from moeos.quantization import quantize
 from moeos.selection import topk
 from moeos.workspace import Workspace
@@ -24,6 +25,7 @@ __all__ = [
     "MoELayer",
     "NumericalError",
     "PeerTimeout",
+    "Placement",
     "TwinOptions",
     "Workspace",
     "World",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from moeos import sharding
 from moeos.config import MoEConfig, digest_differences
 from moeos.errors import ConfigMismatch, PeerTimeout, said
+from moeos.placement import Placement, differences
 from moeos.world import World
 
 _MAX_TOLD = 2000  # characters of a rank's error that the others are told
@@ -29,30 +30,45 @@ def require_config(cfg: object) -> None:
         raise TypeError(f"cfg is a {type(cfg).__name__}; it must be a MoEConfig")
 
 
-def agree(cfg: MoEConfig, world: World, place: tuple[int, int], what: str) -> bool:
-    """Checks that all ranks make the same: `what`, such as "Experts", of the same config.
+def require_placement(placement: object) -> None:
+    """Raises `TypeError` unless it is a placement, or None."""
+    if placement is not None and not isinstance(placement, Placement):
+        raise TypeError(
+            f"placement is a {type(placement).__name__}; it must be a moeos.Placement, or None "
+            "for experts in order"
+        )
+
+
+def agree(
+    cfg: MoEConfig, world: World, place: tuple[int, int], what: str, placement: Placement
+) -> bool:
+    """Checks that all ranks make the same: `what`, such as "Experts", of the same config, with
+    experts in the same places.
 
     `place`: the rank, and the number of ranks, whose weights this rank holds. Raises alike on all
-    ranks: `ConfigMismatch`, or `ValueError` where a rank holds another's weights.
+    ranks: `ConfigMismatch`, or `ValueError` where a rank holds another's weights or the placement
+    does not fit.
 
     Returns:
         whether torch.distributed knows some rank by another number, so that a DTensor would mix
         them up.
     """
-    mine = (cfg.digest(), place, sharding.process_group_place(), what)
+    mine = (cfg.digest(), place, sharding.process_group_place(), what, placement.digest())
     told = world.control.allgather(mine, "the comparison of the ranks' configs")
-    _require_one_kind([kind for _, _, _, kind in told])
-    _require_equal([digest for digest, _, _, _ in told])
+    _require_one_kind([kind for _, _, _, kind, _ in told])
+    _require_equal([digest for digest, _, _, _, _ in told])
     places = [(rank, world.size) for rank in range(world.size)]
-    for right, (_, held, _, _) in zip(places, told, strict=True):
+    for right, (_, held, _, _, _) in zip(places, told, strict=True):
         if held != right:
             raise ValueError(
                 f"rank {right[0]} of {right[1]} has the layer that rank {held[0]} of {held[1]} "
                 "pickled; each rank must bind its own, in a world of the same size. Otherwise make "
                 "a layer with MoELayer(cfg, world) and load a state dict"
             )
+    _require_same_places([table for _, _, _, _, table in told])
+    placement.require_fits(cfg, world.size)
     return any(
-        known not in (None, right) for right, (_, _, known, _) in zip(places, told, strict=True)
+        known not in (None, right) for right, (_, _, known, _, _) in zip(places, told, strict=True)
     )
 
 
@@ -136,6 +152,17 @@ def _require_one_kind(kinds: list[str]) -> None:
             raise ConfigMismatch(
                 f"all ranks must make the same at the same time: rank 0 makes {kinds[0]} and rank "
                 f"{rank} makes {kind}"
+            )
+
+
+def _require_same_places(digests: list[str]) -> None:
+    """Raises `ConfigMismatch`, alike on all ranks, unless all have the same placement."""
+    for rank, digest in enumerate(digests):
+        unlike = differences(digests[0], digest)
+        if unlike:
+            raise ConfigMismatch(
+                "all ranks must make the layer with the same placement. By those of rank 0 and of "
+                f"rank {rank}: {unlike}"
             )
 
 

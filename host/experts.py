@@ -17,6 +17,7 @@ from moeos.config import MoEConfig
 from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
 from moeos.known_tensors import KnownTensors
+from moeos.placement import Placement
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
@@ -50,16 +51,25 @@ class Experts:
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
     rank passes in a call is its own affair. It holds no weights and copies none: as many layers of
     a model as there are may share one, each with tensors of its own. Copies of it are itself. What
-    its calls write belongs to `workspace`, the world's own by default.
+    its calls write belongs to `workspace`, the world's own by default. Experts lie where
+    `placement` says, in order by default: see `moeos.Placement`.
 
     Raises:
-        ConfigMismatch: the ranks' configs differ; the same error on all of them.
+        ConfigMismatch: the ranks' configs or placements differ; the same error on all of them.
         ValueError: a size does not fit, or the config has shared experts or rounding, which a
             `MoELayer` computes.
     """
 
-    def __init__(self, cfg: MoEConfig, world: World, workspace: Workspace | None = None) -> None:
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        world: World,
+        workspace: Workspace | None = None,
+        *,
+        placement: Placement | None = None,
+    ) -> None:
         agreement.require_config(cfg)
+        agreement.require_placement(placement)
         if cfg.shared_experts > 0:
             raise ValueError(
                 f"shared_experts is {cfg.shared_experts}; Experts compute routed experts alone: "
@@ -75,13 +85,16 @@ class Experts:
         agreement.require_world(world)
         require_workspace(workspace, world)
         # Layers are made one after the other, whichever threads make them.
-        world.gate.run(lambda: self._make(cfg, world, workspace))
+        placement = placement or Placement.chunk(cfg.experts, world.size)
+        world.gate.run(lambda: self._make(cfg, world, workspace, placement))
 
     @classmethod
-    def agreed(cls, cfg: MoEConfig, world: World, workspace: Workspace | None = None) -> Experts:
+    def agreed(
+        cls, cfg: MoEConfig, world: World, workspace: Workspace | None, placement: Placement
+    ) -> Experts:
         """Experts for who is in the world's gate and has the ranks' agreement. Collective."""
         made = cls.__new__(cls)
-        made._start(cfg, world, workspace)
+        made._start(cfg, world, workspace, placement)
         return made
 
     def __call__(
@@ -113,7 +126,8 @@ class Experts:
             topk_weights: floating point weights of these experts, likewise, used as they are.
             w1: [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate,
                 of `cfg.dtype`, contiguous: of this rank's X experts, those of
-                `cfg.experts_of(rank, P)`. A rank without experts passes a tensor of none.
+                `cfg.experts_of(rank, P)`, or of `placement.ranks[rank]`. A rank without experts
+                passes a tensor of none.
             w2: [X, H, I], likewise.
             b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise.
             w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
@@ -287,21 +301,27 @@ class Experts:
     def __repr__(self) -> str:
         return f"Experts({self.cfg}, rank={self.world.rank}, world={self.world.size})"
 
-    def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None) -> None:
-        agreement.agree(cfg, world, (world.rank, world.size), "Experts")
+    def _make(
+        self, cfg: MoEConfig, world: World, workspace: Workspace | None, placement: Placement
+    ) -> None:
+        agreement.agree(cfg, world, (world.rank, world.size), "Experts", placement)
         check_supported(cfg, world)
-        self._start(cfg, world, workspace)
+        self._start(cfg, world, workspace, placement)
 
-    def _start(self, cfg: MoEConfig, world: World, workspace: Workspace | None) -> None:
+    def _start(
+        self, cfg: MoEConfig, world: World, workspace: Workspace | None, placement: Placement
+    ) -> None:
         """Collective, in the world's gate."""
         self.cfg = cfg
+        self.placement = placement
         self.world = world
         self.workspace = world.workspace if workspace is None else workspace
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
-            self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared)
+            table = None if placement.in_order else placement
+            self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared, table)
             self.key = custom_op.register(self.engine, self.device)
-        local = len(cfg.experts_of(world.rank, world.size))
+        local = len(placement.experts_of(world.rank))
         weights = call_checks.expected_weights(cfg, local)
         scales = call_checks.expected_scales(cfg, local)
         self._order = custom_op.order_on(self.device)

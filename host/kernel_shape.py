@@ -67,6 +67,7 @@ class KernelShape:
         virtual_ranks: ranks in one launch: 1, or P when all of them share one GPU.
         transport: how those peers are reached whose memory is not written directly.
         trace_events: events that each actor notes of a call, at most; 0 compiles none of it in.
+        places: the most experts of a rank, where a table says which; 0: they lie in order.
         faults: whether it does what a fault plan asks of it (runtime/faults.hpp); otherwise it has
             no code for that.
         arch: one of `ARCHITECTURES`.
@@ -81,6 +82,7 @@ class KernelShape:
     virtual_ranks: int = 1
     transport: Transport = "none"
     trace_events: int = 0
+    places: int = 0
     faults: bool = False
     arch: str = ARCHITECTURES[0]
 
@@ -97,8 +99,19 @@ class KernelShape:
         if self.transport not in get_args(Transport):
             allowed = ", ".join(map(repr, get_args(Transport)))
             raise ValueError(f"transport is {self.transport!r}; allowed: {allowed}")
+        places = self.world_size * self.places
+        if places > MAX_EXPERTS:
+            raise ValueError(
+                f"placement has {places} places, {self.places} on each of {self.world_size} ranks; "
+                f"on the GPU at most {MAX_EXPERTS} are allowed: give the fullest rank fewer experts"
+            )
         if self.processors < 1:
             raise ValueError(f"processors is {self.processors}; a rank needs at least 1")
+
+    @property
+    def local_experts(self) -> int:
+        """X: all that is kept or told of a rank's experts has so many places."""
+        return self.places or self.cfg.experts_per_rank(self.world_size)
 
     @property
     def couriers(self) -> int:
@@ -142,6 +155,7 @@ class KernelShape:
             couriers=self.couriers,
             remote=self.transport != "none",
             trace_events=self.trace_events,
+            places=self.places,
         )
 
 

@@ -28,6 +28,7 @@ from moeos import (
 from moeos.config import MoEConfig
 from moeos.experts import Caller, Experts, check_supported, device_of
 from moeos.formats import quantize_matrix
+from moeos.placement import Placement
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
@@ -114,7 +115,7 @@ class MoELayer(nn.Module):
     rank passes in a call is its own affair.
 
     Parameters (dtype `cfg.dtype`; this rank holds X experts, those of `cfg.experts_of(rank, P)`, on
-    the last ranks fewer than on others, or none):
+    the last ranks fewer than on others, or none; or those of `placement.ranks[rank]`):
         gate.weight [R, H]: the router, fp32 with `cfg.router_dtype`; R = `cfg.router_rows`, which
             is E + `cfg.zero_experts`.
         w1 [X, 2I, H] (gate rows, then up rows), or [X, I, H] where the activation has no gate.
@@ -145,8 +146,9 @@ class MoELayer(nn.Module):
     None of them may require a gradient. They start as what is drawn, rounded.
 
     Raises:
-        ConfigMismatch: the ranks' configs, or `init`, differ; the same error on all of them.
-        ValueError: a size does not fit.
+        ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of
+            them.
+        ValueError: a size or the placement does not fit.
     """
 
     experts: Experts | None
@@ -159,12 +161,16 @@ class MoELayer(nn.Module):
         workspace: Workspace | None = None,
         *,
         init: bool = True,
+        placement: Placement | None = None,
     ) -> None:
         super().__init__()
         agreement.require_config(cfg)
+        agreement.require_placement(placement)
         agreement.require_world(world)
         require_workspace(workspace, world)
         self._place = (world.rank, world.size)
+        self._placement = placement or Placement.chunk(cfg.experts, world.size)
+        self.experts = None
         # Layers are made one after the other, whichever threads make them.
         world.gate.run(lambda: self._make(cfg, world, workspace, init))
 
@@ -177,6 +183,7 @@ class MoELayer(nn.Module):
         prefix: str,
         ignore: Sequence[str] = (),
         workspace: Workspace | None = None,
+        placement: Placement | None = None,
     ) -> MoELayer:
         """A layer with the weights of a block of a Hugging Face model, such as Mixtral's.
 
@@ -189,10 +196,14 @@ class MoELayer(nn.Module):
         errors it raises. Where only another rank cannot read its experts, `ValueError` names it.
         Errors of calls name the layer by `prefix`.
         """
-        layer = cls(cfg, world, workspace, init=False)
+        layer = cls(cfg, world, workspace, init=False, placement=placement)
         error: Exception | None = None
         try:
-            block = checkpoints.load_block(cfg, state_dict, prefix, world.rank, world.size, ignore)
+            block = checkpoints.load_block(
+                cfg, state_dict, prefix, world.rank, world.size, ignore, placement
+            )
+            if not layer.placement.in_order:
+                layer._name_experts(block, "")
             layer.load_state_dict(block)
         except Exception as raised:
             error = raised
@@ -358,6 +369,11 @@ class MoELayer(nn.Module):
         world.gate.run(lambda: self._agree_and_use(world, "MoELayer.bind", None))
         return self
 
+    @property
+    def placement(self) -> Placement:
+        """Which ranks hold which experts."""
+        return self._placement if self.experts is None else self.experts.placement
+
     def stats(self) -> dict[str, Any]:
         """What this rank did in its last call, and when: the fields of `moeos.counters.CallStats`,
         and its `bytes_to_peers` and `busy_share`. Waits for the calls so far.
@@ -433,6 +449,7 @@ class MoELayer(nn.Module):
         """
         left = (*_OF_THE_WORLD, "_compiled_call_impl")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
+        state["_placement"] = self.placement
         state["_buffers"] = {k: v for k, v in self._buffers.items() if k not in _OF_THE_WORLD}
         return wrappers.without_mark(state)
 
@@ -451,11 +468,10 @@ class MoELayer(nn.Module):
     def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None, init: bool) -> None:
         """Parameters and what computes with them. Collective, in the world's gate."""
         kind = "MoELayer" if init else "MoELayer(init=False)"
-        apart = agreement.agree(cfg, world, self._place, kind)
-        local = len(cfg.experts_of(world.rank, world.size))
+        apart = agreement.agree(cfg, world, self._place, kind, self.placement)
+        local = len(self._own())
         check_supported(cfg, world)
         self.cfg = cfg
-        self.experts = None
         self._caller = Caller(
             "MoELayer",
             (
@@ -488,13 +504,14 @@ class MoELayer(nn.Module):
 
     def _agree_and_use(self, world: World, kind: str, workspace: Workspace | None) -> None:
         """`_use` when the ranks agree that they make this kind of layer of it. Collective."""
-        self._use(world, agreement.agree(self.cfg, world, self._place, kind), workspace)
+        apart = agreement.agree(self.cfg, world, self._place, kind, self.placement)
+        self._use(world, apart, workspace)
 
     def _use(self, world: World, apart: bool, workspace: Workspace | None) -> None:
         """Makes this layer one of `world`. Collective. `apart`: see `agreement.agree`."""
         self.world = world
         self._apart = apart
-        self.experts = Experts.agreed(self.cfg, world, workspace)
+        self.experts = Experts.agreed(self.cfg, world, workspace, self.placement)
         self._device = self.experts.device
         # A buffer, since `torch.export` lets a graph write nothing else; but what is done to the
         # layer's buffers is not done to this one, which all layers share.
@@ -531,7 +548,7 @@ class MoELayer(nn.Module):
             for shared in (self.shared_w1, self.shared_w2, self.shared_gate):
                 if shared is not None:
                     _fill_uniform(shared, generator)
-            for local, expert in enumerate(self.cfg.experts_of(*self._place)):
+            for local, expert in enumerate(self._own()):
                 generator.manual_seed((seed + 1 + expert) % (1 << _SEED_BITS))
                 for name in ("w1", "w2"):
                     self._fill_matrix(name, local, generator)
@@ -620,15 +637,87 @@ class MoELayer(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.placement.in_order:
+            self._name_experts(destination, prefix)
+            return
         for name in wrappers.EXPERTS:
             local = destination.get(prefix + name)
             if local is not None:
                 destination[prefix + name] = self._of_all_ranks(local)
 
+    def _own(self) -> Sequence[int]:
+        """This rank's experts."""
+        return self.placement.experts_of(self._place[0])
+
+    def _name_experts(self, state: dict[str, Any], prefix: str) -> None:
+        """Gives each expert in a state dict tensors of its own, such as w1.3 in place of w1.
+
+        So a checkpoint has each expert once, however many ranks hold it, and layers with any
+        placement can read it.
+        """
+        for name in wrappers.EXPERTS:
+            held = state.pop(prefix + name, None)
+            for local, expert in enumerate(() if held is None else self._own()):
+                state[f"{prefix}{name}.{expert}"] = held[local]
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What PyTorch's functions of distributed state dicts ask a module that has it: none.
+
+        Raises `RuntimeError` unless experts lie in order: a full state dict would be that of one
+        rank, whose experts are not all.
+        """
+        if self.placement.in_order:
+            return {}
+        raise RuntimeError(
+            "get_model_state_dict and its like would keep one rank's experts of a MoELayer with a "
+            "placement: save model.state_dict() by torch.distributed.checkpoint.save, which keeps "
+            "all, and load with load_state_dict"
+        )
+
+    def _join_experts(self, taken: dict[str, Any], prefix: str, errors: list[str]) -> set[str]:
+        """Makes of the tensors of single experts, such as w1.3, this rank's w1, where there is no
+        w1, and leaves out those of other ranks. Where one is missing all stay, and PyTorch names
+        them. Returns which tensors it has made.
+        """
+        joined = set()
+        for name in wrappers.EXPERTS:
+            own = self._parameters.get(name)
+            begin = f"{prefix}{name}."
+            there = {f"{begin}{expert}" for expert in range(self.cfg.experts)} & taken.keys()
+            wanted = [f"{begin}{expert}" for expert in self._own()]
+            if own is None or prefix + name in taken or not there.issuperset(wanted):
+                continue
+            if not there and self.placement.in_order:
+                continue  # of a rank without experts, whose w1 is missing
+            try:
+                single = [sharding.everything(key, taken[key]) for key in wanted]
+                for key, tensor in zip(wanted, single, strict=True):
+                    if tensor.shape != own.shape[1:]:
+                        raise ValueError(
+                            f"{key} has shape {list(tensor.shape)}; an expert needs "
+                            f"{list(own.shape[1:])}"
+                        )
+                taken[prefix + name] = _stacked(single) if single else own.detach()
+            except ValueError as error:
+                errors.append(str(error))
+                taken[prefix + name] = own
+            for key in there:
+                del taken[key]
+            joined.add(name)
+        return joined
+
     def _of_all_ranks(self, local: torch.Tensor) -> torch.Tensor:
         """The DTensor [E, ...] of which this rank's part is `local` [X, ...]; `local` itself where
         torch.distributed has not the ranks of the world.
+
+        Raises `RuntimeError` where experts do not lie in order, which a DTensor cannot say.
         """
+        if not self.placement.in_order:
+            raise RuntimeError(
+                "the state of an optimizer of experts that a placement puts elsewhere cannot be "
+                "told from another's: make the layer without one, or give the optimizer the "
+                "model's other parameters"
+            )
         known = None if self.experts is None else self.world.group
         group = None if known is None else sharding.found_again(known)
         is_default = not self._apart and sharding.process_group_place() == self._place
@@ -638,20 +727,30 @@ class MoELayer(nn.Module):
 
     def _of_this_rank(self, name: str, given: torch.Tensor, each: torch.Size) -> torch.Tensor:
         """What this rank holds of what `sharding.part` takes; `each`: the shape of an expert's."""
-        mine_are = self.cfg.experts_of(*self._place)
-        return sharding.part(name, given, mine_are, self.cfg.experts, each, *self._place)
+        return sharding.part(
+            name,
+            given,
+            self._own(),
+            self.cfg.experts,
+            each,
+            *self._place,
+            in_order=self.placement.in_order,
+        )
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *others: Any
     ) -> None:
         taken = dict(state_dict)
         errors: list[str] = others[-1]
+        joined = self._join_experts(taken, prefix, errors)
         for name in wrappers.EXPERTS:
-            given, own = state_dict.get(prefix + name), self._parameters.get(name)
+            given, own = taken.get(prefix + name), self._parameters.get(name)
             if own is None or not isinstance(given, torch.Tensor):
                 continue
             try:
                 self._require_loadable(prefix, name, given.dtype)
+                if name in joined:
+                    continue
                 mine = self._of_this_rank(prefix + name, given, own.shape[1:])
             except ValueError as error:
                 errors.append(str(error))
@@ -679,7 +778,7 @@ class MoELayer(nn.Module):
 
     def _of_experts(self) -> dict[str, call_checks.Expected | None]:
         """What the parameters of this rank's experts are to be."""
-        local = len(self.cfg.experts_of(*self._place))
+        local = len(self._own())
         weights = call_checks.expected_weights(self.cfg, local)
         scales = call_checks.expected_scales(self.cfg, local)
         names = (*call_checks.WEIGHTS, *call_checks.SCALES)
@@ -767,6 +866,14 @@ def _as_bits(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -
     if made.dtype != bits.dtype:  # as Module.type casts integers, too
         made = bits.to(made.device)
     return made.view(tensor.dtype)
+
+
+def _stacked(single: list[torch.Tensor]) -> torch.Tensor:
+    """[X, ...] of tensors [...] of X experts. As bits: not all 8-bit floats can be stacked."""
+    kind = single[0].dtype
+    if kind not in _SMALL_FLOATS:
+        return torch.stack(single)
+    return torch.stack([one.view(torch.uint8) for one in single]).view(kind)
 
 
 def _fill_uniform(weight: torch.Tensor, generator: torch.Generator) -> None:

@@ -62,7 +62,9 @@ def quantize(
             "the layer was read from a pickle and has no world: call layer.bind(world) first"
         )
     _require_values(layer, layer.experts.device)
-    made = MoELayer(made_of, layer.world, layer.experts.workspace, init=False)
+    made = MoELayer(
+        made_of, layer.world, layer.experts.workspace, init=False, placement=layer.placement
+    )
     if made.w1.device != layer.w1.device:
         raise ValueError(
             f"quantize makes tensors on {made.w1.device}, and the layer's are on "
@@ -82,7 +84,7 @@ def quantize(
 def _require_values(layer: MoELayer, device: torch.device) -> None:
     """Raises for a weight that is missing, or is not what a call would take."""
     cfg = layer.cfg
-    local = len(cfg.experts_of(layer.world.rank, layer.world.size))
+    local = len(layer.placement.experts_of(layer.world.rank))
     wanted = (*call_checks.expected_weights(cfg, local), *call_checks.expected_shared(cfg))
     for one in wanted:
         if one is not None:

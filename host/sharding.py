@@ -9,6 +9,7 @@ layer only shapes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -136,14 +137,22 @@ def _gathered(tensor: Any) -> Tensor:
 
 
 def part(
-    name: str, tensor: Any, own: range, experts: int, each: torch.Size, rank: int, ranks: int
+    name: str,
+    tensor: Any,
+    own: Sequence[int],
+    experts: int,
+    each: torch.Size,
+    rank: int,
+    ranks: int,
+    *,
+    in_order: bool = True,
 ) -> Tensor:
     """What `rank` of `ranks` holds of a DTensor or a tensor with all experts [E, ...].
 
-    `own`: its experts, of which each has the shape `each`; `experts`: E. A plain tensor of as many
-    experts as its own is taken for them. Memory is shared where it can be. A DTensor that is
-    sharded over the experts of `ranks` ranks is taken as it lies; for other placements see
-    `everything`.
+    `own`: its experts, of which each has the shape `each`; `experts`: E; `in_order`: whether ranks
+    hold what `MoEConfig.experts_of` says. A plain tensor of as many experts as its own, and not of
+    all, is taken for them. Memory is shared where it can be. Of experts in order, a DTensor that is
+    sharded over the experts of `ranks` ranks is taken as it lies; for others see `everything`.
 
     Raises `ValueError` for other shapes, and for a DTensor that another rank has written.
     """
@@ -156,12 +165,13 @@ def part(
         )
     mine: Tensor
     if not is_dtensor(tensor):
-        mine = tensor if tensor.shape == local else tensor[own.start : own.stop]
+        whole_is_own = tensor.shape == every and not isinstance(own, range)
+        mine = tensor if tensor.shape == local and not whole_is_own else rows_of(tensor, own)
         return mine
     from torch.distributed.tensor import Shard
 
     mesh = _mesh_with_this_rank(name, tensor)
-    if mesh.size() == ranks and [*tensor.placements] == [Shard(0)]:
+    if in_order and mesh.size() == ranks and [*tensor.placements] == [Shard(0)]:
         [holder] = mesh.get_coordinate()
         if holder != rank:
             raise ValueError(
@@ -170,7 +180,18 @@ def part(
             )
         mine = tensor.to_local()
         return mine
-    return everything(name, tensor)[own.start : own.stop]
+    return rows_of(everything(name, tensor), own)
+
+
+def rows_of(every: Tensor, own: Sequence[int]) -> Tensor:
+    """Of a tensor of all experts [E, ...], those of one rank: in its memory where they follow each
+    other.
+    """
+    if isinstance(own, range):
+        return every[own.start : own.stop]
+    if every.element_size() == 1 and every.dim() > 0:  # 8-bit floats cannot be looked up
+        return every.view(torch.uint8)[list(own)].view(every.dtype)
+    return every[list(own)]
 
 
 def _mesh_with_this_rank(name: str, tensor: Any) -> Any:

@@ -37,16 +37,18 @@ def layer_sizes(
     couriers: int = 0,
     remote: bool = False,
     trace_events: int = 0,
+    places: int = 0,
 ) -> _runtime.Sizes:
     """Buffers and bounds of one rank of a layer.
 
     `cut`: how a machine cuts its work, by the names of runtime/geometry.def; what it leaves out is
     0. `couriers`: actors that do nothing but Dispatch and Replicate; with none, processors do it.
+    `places`: the most experts of a rank, where a table says which; 0: they lie in order.
 
     Raises `ValueError` when there are too few or too many ranks, `cut` names no field, or a bound
     does not fit the runtime's words.
     """
-    local = cfg.experts_per_rank(world_size)
+    local = places or cfg.experts_per_rank(world_size)
     if world_size > MAX_RANKS:
         raise ValueError(f"the world's size is {world_size}; it must be at most {MAX_RANKS}")
     capacity = cfg.capacity(cfg.max_tokens)
@@ -57,7 +59,8 @@ def layer_sizes(
             **cut,
             **_once(cfg, world_size, local, cut),
             "world": world_size,
-            "experts": cfg.experts,
+            "experts": world_size * places if places > 0 else cfg.experts,
+            "placed_experts": cfg.experts if places > 0 else 0,
             "top_k": cfg.slots,
             "max_tokens": cfg.max_tokens,
             "row_bytes": row_bytes,

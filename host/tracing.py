@@ -40,6 +40,8 @@ class RankTrace:
             in this order, `chunk_rows` at a time. X is the most experts of a rank: where this one
             has fewer, the last columns are 0.
         chunk_rows: rows of a chunk.
+        experts: the experts of this rank, in the order of `received`, where a placement says which;
+            else none: they are those from rank * X on.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class RankTrace:
     dropped: list[int]
     received: NDArray[numpy.int64]
     chunk_rows: int
+    experts: tuple[int, ...] = ()
 
     @property
     def processors(self) -> int:
@@ -62,10 +65,11 @@ def read(
     chunk_rows: int,
     *,
     couriers: int = 0,
+    experts: tuple[int, ...] = (),
 ) -> RankTrace:
     """A rank's trace out of its memory: counts [actors], events [actors, room] of `EVENT`; and
-    received and chunk_rows as in `RankTrace`. Actors are the processors, as many couriers or none,
-    and `OS_ACTORS`.
+    received, chunk_rows and experts as in `RankTrace`. Actors are the processors, as many couriers
+    or none, and `OS_ACTORS`.
     """
     room = events.shape[1]
     noted = [min(int(count), room) for count in counts]
@@ -81,4 +85,5 @@ def read(
         dropped,
         numpy.asarray(received, numpy.int64),
         chunk_rows,
+        experts,
     )

@@ -146,6 +146,7 @@ void check_fits(const Geometry& geometry) {
   const u32 world = geometry.world;
   require(world > 0 && geometry.experts > 0, "a world has a rank, and a layer an expert");
   limit(world, std::numeric_limits<u16>::max(), "the world's size", "it");
+  require(!geometry.placed() || geometry.experts % world == 0, "each rank has as many places");
   const u32 local_experts = geometry.local_experts();
   limit(u64{world} * geometry.max_tokens * minimum(geometry.top_k, local_experts),
         std::numeric_limits<u32>::max() / 2, "the number of rows that a rank can receive");
@@ -218,6 +219,8 @@ nb::dict offsets_of(const Sizes& sizes) {
   offsets["trace_counts"] = offset(memory.trace_counts);
   offsets["trace_events"] = offset(memory.trace_events);
   offsets["faults"] = offset(memory.faults);
+  offsets["places_from"] = offset(memory.places_from);
+  offsets["places"] = offset(memory.places);
   return offsets;
 }
 

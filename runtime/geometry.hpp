@@ -33,6 +33,10 @@ struct Geometry {
   constexpr u32 expert_places() const { return world * local_experts(); }
   /// The first of a rank's experts; of one without any, and behind the last rank, all there are.
   constexpr u32 first_expert(u32 rank) const { return minimum(rank * local_experts(), experts); }
+  /// Whether a table says where experts are (placement.hpp).
+  constexpr bool placed() const { return placed_experts != 0; }
+  /// Experts that tokens choose among; all else that is called an expert here is a place then.
+  constexpr u32 routed_experts() const { return placed() ? placed_experts : experts; }
   /// The rank of an expert, or of a place.
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
 

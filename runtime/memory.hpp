@@ -155,6 +155,9 @@ class RankMemory {
   u32* trace_counts = nullptr;   // [actor, as Trace numbers them]: events, noted or not
   TraceEvent* trace_events = nullptr;  // [actor][event]
   FaultPlan* faults = nullptr;         // all zeros in a world without faults
+  // Where experts are (placement.hpp), as the host wrote it; of none where no table says it.
+  u32* places_from = nullptr;  // [expert, then the end]: where its places begin in `places`
+  u32* places = nullptr;       // of all experts: rank * X + local
 
   // --- Tables ---
   //
@@ -180,7 +183,7 @@ class RankMemory {
 
   // Routing (routing_map.hpp): what Route wrote for each pair and each block of tokens.
   u8* kept_sums = nullptr;     // [token][kept_bytes]: of logits
-  u32* pair_expert = nullptr;  // kNone: unused slot
+  u32* pair_expert = nullptr;  // the expert's place; kNone: unused slot
   u64* choices = nullptr;      // the same where tokens are read in place, as count_word; for who
                                // waits for it before routing is over
   float* pair_weight = nullptr;
@@ -241,6 +244,8 @@ class RankMemory {
       take(trace_events, u64{geometry.trace_actors()} * geometry.trace_events);
     }
     take(faults, 1);
+    take(places_from, geometry.placed() ? geometry.placed_experts + 1 : 0);
+    take(places, geometry.placed() ? geometry.experts : 0);
     bytes_.records = offset;
 
     base = bases.tables;

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, MoELayer, Workspace, World, reference
+from moeos import MoEConfig, MoELayer, Placement, Workspace, World, reference
 from moeos.formats import TOKEN_GROUP, dequantize, quantize_matrix, quantize_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
@@ -87,10 +87,12 @@ class Weights:
     w1_scale_2: Tensor | None = None
     w2_scale_2: Tensor | None = None
 
-    def of_rank(self, rank: int, ranks: int) -> Weights:
+    def of_rank(self, rank: int, ranks: int, placement: Placement | None = None) -> Weights:
         """The router's parameters, the shared experts', and those of one rank's experts."""
         own = self.cfg.experts_of(rank, ranks)
-        mine = slice(own.start, own.stop)
+        mine: Any = slice(own.start, own.stop)
+        if placement is not None:
+            mine = list(placement.ranks[rank])
         return dataclasses.replace(
             self,
             w1=self.w1[mine],
@@ -115,10 +117,15 @@ class Weights:
         halves = self.cfg.halves if name == "w1" else 1
         return dequantize(codes, scale, scale_2, self.cfg.weight_format, halves)
 
-    def layer(self, world: World, workspace: Workspace | None = None) -> MoELayer:
+    def layer(
+        self,
+        world: World,
+        workspace: Workspace | None = None,
+        placement: Placement | None = None,
+    ) -> MoELayer:
         """A layer of `world` with this rank's part of the weights. Collective."""
-        layer = MoELayer(self.cfg, world, workspace)
-        mine = self.of_rank(world.rank, world.size)
+        layer = MoELayer(self.cfg, world, workspace, placement=placement)
+        mine = self.of_rank(world.rank, world.size) if placement is None else self
         parts = {
             "gate.weight": mine.gate,
             "gate.selection_bias": mine.selection_bias,

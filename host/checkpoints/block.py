@@ -32,6 +32,7 @@ from moeos.checkpoints.layouts import Layout
 from moeos.checkpoints.shared_names import SharedNames
 from moeos.config import MoEConfig
 from moeos.formats import FORMATS
+from moeos.placement import Placement, experts_of
 
 _GIB = 2**30
 
@@ -43,6 +44,7 @@ def load_block(
     rank: int,
     world_size: int,
     ignore: Sequence[str] = (),
+    placement: Placement | None = None,
 ) -> dict[str, Tensor]:
     """The weights that `rank` holds of the block under `prefix`, in the layer's own layout.
 
@@ -71,11 +73,13 @@ def load_block(
         prefix: what stands before the router's and the experts' names, for example
             "model.layers.0.mlp." or "model.layers.0.block_sparse_moe" (the last dot may be left
             out), or "".
-        rank: the rank to load for; X are its experts, `cfg.experts_of(rank, world_size)`.
+        rank: the rank to load for; X are its experts, `cfg.experts_of(rank, world_size)`, or those
+            that `placement` gives it.
         world_size: the number of ranks.
         ignore: what names begin with, below the prefix, of tensors that the caller uses elsewhere:
             ("shared_experts.",), for example. None of them may be the layer's, but where the caller
             routes they may be the router's: then gate.weight is of zeros, and no call reads it.
+        placement: where experts lie; None: in order.
 
     Returns:
         contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H] in
@@ -89,9 +93,11 @@ def load_block(
         OSError: there is no such file or folder.
         TypeError: an argument is of another type; `ignore` is a single string.
         ValueError: a tensor is missing, of another shape or format, or under the prefix and
-            neither used nor ignored; or `cfg`, `rank` and `world_size` do not fit.
+            neither used nor ignored; or `cfg`, `rank`, `world_size` and `placement` do not fit.
     """
-    mine = cfg.experts_of(rank, world_size)
+    if placement is not None:
+        placement.require_fits(cfg, world_size)
+    mine = experts_of(cfg, rank, world_size, placement)
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r}; it must be a string, '' for names without one")
     if prefix and not prefix.endswith("."):
@@ -110,7 +116,8 @@ def load_block(
         router = _router(cfg, state_dict, prefix, found)
     device = router["gate.weight"].device
     place = (rank, world_size)
-    experts = _Experts(cfg, state_dict, prefix, found, mine, place, device)
+    in_order = placement is None or placement.in_order
+    experts = _Experts(cfg, state_dict, prefix, found, mine, place, in_order, device)
     block = router | experts.block()
     if found.shared is not None:
         block |= experts.shared_block(found.shared)
@@ -183,7 +190,7 @@ def _there(name: str | None, field: str, layout: Layout, prefix: str) -> str:
 
 
 class _Experts:
-    """A run of consecutive experts of one block, and the shared ones."""
+    """A rank's experts of one block, and the shared ones."""
 
     def __init__(
         self,
@@ -191,8 +198,9 @@ class _Experts:
         state_dict: Mapping[str, Tensor],
         prefix: str,
         found: names.Names,
-        experts: range,
+        experts: Sequence[int],
         place: tuple[int, int],
+        in_order: bool,
         device: torch.device,
     ) -> None:
         self._cfg = cfg
@@ -203,6 +211,7 @@ class _Experts:
         self._shared_formats = {} if found.shared is None else found.shared.formats
         self._experts = experts
         self._place = place  # the rank whose they are, and how many ranks there are
+        self._in_order = in_order  # as `MoEConfig.experts_of` says
         self._device = device
         self._stored = 0  # bytes of what was quantised, in the file
         self._held = 0  # and dequantised
@@ -342,7 +351,7 @@ class _Experts:
 
     def _part(self, template: str, part: str, local: int) -> str:
         """The name of a part of one of these experts' matrices."""
-        return self._prefix + part_name(template, part).format(self._experts.start + local)
+        return self._prefix + part_name(template, part).format(self._experts[local])
 
     def _count(self, row: Format, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         """Adds a matrix to what dequantised ones take."""
@@ -411,7 +420,7 @@ class _Experts:
                     )
                 parts[part] = sharding.everything(name, tensor).to(self._device)
             if expert in self._experts:
-                yield expert - self._experts.start, parts
+                yield self._experts.index(expert), parts
 
     def _one(self, name: str, row: Format, shape: tuple[int, ...]) -> Tensor:
         """A tensor of one expert."""
@@ -437,13 +446,28 @@ class _Experts:
             raise ValueError(f"{name} has shape {list(found)}; this config needs {list(wanted)}")
         own = self._experts
         if isinstance(self._state_dict, files.ByRows):
-            return self._state_dict.rows(name, own.start, own.stop).to(self._device)
+            of_runs = [self._state_dict.rows(name, *run) for run in _runs(own)]
+            rows = of_runs[0] if len(of_runs) == 1 else torch.cat(of_runs)
+            return rows.to(self._device)
         tensor = _take(self._state_dict, name)
         if total == cfg.experts:
             rest = torch.Size(found[1:])
-            part = sharding.part(name, tensor, own, total, rest, *self._place)
+            part = sharding.part(
+                name, tensor, own, total, rest, *self._place, in_order=self._in_order
+            )
             return part.to(self._device)
-        return sharding.everything(name, tensor)[own.start : own.stop].to(self._device)
+        return sharding.rows_of(sharding.everything(name, tensor), own).to(self._device)
+
+
+def _runs(experts: Sequence[int]) -> list[tuple[int, int]]:
+    """Where runs of experts that follow each other begin and end; at least one, if of none."""
+    runs: list[tuple[int, int]] = []
+    for expert in experts:
+        if runs and runs[-1][1] == expert:
+            runs[-1] = (runs[-1][0], expert + 1)
+        else:
+            runs.append((expert, expert + 1))
+    return runs or [(0, 0)]
 
 
 def _matrix_of(

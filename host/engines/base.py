@@ -12,6 +12,7 @@ import torch
 from moeos import tensor_memory
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
+from moeos.placement import Placement
 from moeos.tracing import RankTrace
 from moeos.world import SharedMemory, World
 
@@ -82,7 +83,14 @@ def require_memory(tensors: CallTensors, *fields: str) -> None:
 class Engine(Protocol):
     """One layer on one rank. Collective to make."""
 
-    def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None: ...
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        world: World,
+        shared: SharedMemory,
+        placement: Placement | None = None,
+    ) -> None:
+        """`placement`: where experts lie; None: in order."""
 
     @property
     def number(self) -> int:

@@ -34,6 +34,7 @@ from moeos.failure import different_calls, exception_of
 from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
+from moeos.placement import Placement
 from moeos.tracing import RankTrace
 from moeos.world import SharedMemory, World
 
@@ -86,9 +87,16 @@ class CudaEngine:
         if self._shared.closed:
             self._shared.require_open()  # which raises
 
-    def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None:
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        world: World,
+        shared: SharedMemory,
+        placement: Placement | None = None,
+    ) -> None:
         assert isinstance(shared, CudaWorkspace)
         self._world = world
+        self._placement = placement
         self._shared = shared
         self._number = world.number_layer()
         self._identity = calls.identity(self._number)  # of a call in one piece
@@ -105,9 +113,10 @@ class CudaEngine:
             self.report = kernel.report
             sizes = self._shape.sizes
             self._offsets = sizes.offsets
-            mine = self._mine = shared.admit(cfg, sizes, peers, self._device)
+            key = (cfg, self._shape.places)
+            mine = self._mine = shared.admit(key, sizes, peers, self._device)
             self._launches = shared.on_gpu.launches
-            held = self._holdings = CudaHoldings(shared, self._faults, self._offsets)
+            held = self._holdings = CudaHoldings(shared, self._faults, self._offsets, placement)
             world.hold(self, held)
             held.records = self._agree(lambda: self._zeros(sizes.records_bytes), "a layer's memory")
             held.clear(again=False)
@@ -191,7 +200,7 @@ class CudaEngine:
     def _stats(self) -> CallStats:
         cuda_wait.synchronize(self._device)
         return cuda_records.stats_of(
-            self._world.rank, self._holdings.records, self._offsets, self._shape
+            self._world.rank, self._holdings.records, self._offsets, self._shape, self._placement
         )
 
     def _trace(self) -> RankTrace:
@@ -202,7 +211,12 @@ class CudaEngine:
             with torch.cuda.device(self._device):
                 behind = cuda_clock.behind_host().nanoseconds
         return cuda_records.trace_of(
-            self._world.rank, self._holdings.records, self._offsets, self._shape, behind
+            self._world.rank,
+            self._holdings.records,
+            self._offsets,
+            self._shape,
+            behind,
+            self._placement,
         )
 
     def _piece(self, tensors: CallTensors, identity: int) -> None:
@@ -284,6 +298,7 @@ class CudaEngine:
             virtual_ranks=ranks,
             transport=peers.transport,
             trace_events=self._world.trace_events,
+            places=0 if self._placement is None else self._placement.most,
             faults=self._faults.on_device,
         )
         shape.sizes  # noqa: B018 - raises if a bound does not fit
@@ -368,12 +383,19 @@ class CudaHoldings:
     launch: Launch
     kernel: LoadedKernel | None
 
-    def __init__(self, shared: CudaWorkspace, faults: LayerFaults, offsets: dict[str, int]) -> None:
+    def __init__(
+        self,
+        shared: CudaWorkspace,
+        faults: LayerFaults,
+        offsets: dict[str, int],
+        placement: Placement | None,
+    ) -> None:
         self.gate = shared.gate
         self.captured = False
         self._shared = shared
         self._faults = faults
         self._offsets = offsets
+        self._placement = placement
 
     def clear(self, *, again: bool = True) -> None:
         """Forgets the last call, on the current stream; `again`: what goes wrong once has."""
@@ -381,6 +403,8 @@ class CudaHoldings:
         if self._faults.on_device:
             plan = torch.frombuffer(bytearray(self._faults.packed(again=again)), dtype=torch.uint8)
             self.records[self._offsets["faults"] :][: len(plan)].copy_(plan)
+        if self._placement is not None:
+            cuda_records.write_table(self.records, self._offsets, self._placement)
 
     def interrupt(self, reason: str) -> None:
         """The workspace ends the call."""

@@ -18,6 +18,7 @@ from moeos import counters, tracing
 from moeos._runtime import Failure, FailureKind
 from moeos.counters import CallStats
 from moeos.kernel_shape import KernelShape
+from moeos.placement import Placement, experts_of
 from moeos.records import dtype_of
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 
@@ -96,7 +97,13 @@ def clear(heap: Tensor, control: Tensor, offsets: dict[str, int]) -> None:
     _words(control, offsets["epoch"], 1).fill_(FIRST_EPOCH)
 
 
-def stats_of(rank: int, records: Tensor, offsets: dict[str, int], shape: KernelShape) -> CallStats:
+def stats_of(
+    rank: int,
+    records: Tensor,
+    offsets: dict[str, int],
+    shape: KernelShape,
+    placement: Placement | None = None,
+) -> CallStats:
     """What a rank did in a layer's last call, from the layer's records. Waits for the current
     stream.
     """
@@ -116,14 +123,19 @@ def stats_of(rank: int, records: Tensor, offsets: dict[str, int], shape: KernelS
         noted("peer_records", counters.PEER, shape.world_size),
         sent[:, -1].tolist(),
         received.diff(dim=1).tolist(),
-        len(shape.cfg.experts_of(rank, shape.world_size)),
+        len(experts_of(shape.cfg, rank, shape.world_size, placement)),
         shape.sizes.sent_bytes,
         shape.sizes.row_bytes,
     )
 
 
 def trace_of(
-    rank: int, records: Tensor, offsets: dict[str, int], shape: KernelShape, behind: int
+    rank: int,
+    records: Tensor,
+    offsets: dict[str, int],
+    shape: KernelShape,
+    behind: int,
+    placement: Placement | None = None,
 ) -> RankTrace:
     """What a rank's actors noted of a layer's last call, from the layer's records. Waits for the
     current stream.
@@ -139,12 +151,22 @@ def trace_of(
     starts = _starts(records, offsets["receive_start"], shape)
     received = starts.diff(dim=1).numpy()
     chunk_rows = shape.sizes.chunk_rows
-    return tracing.read(rank, counts, events, received, chunk_rows, couriers=shape.couriers)
+    experts = () if placement is None else placement.ranks[rank]
+    return tracing.read(
+        rank, counts, events, received, chunk_rows, couriers=shape.couriers, experts=experts
+    )
+
+
+def write_table(records: Tensor, offsets: dict[str, int], placement: Placement) -> None:
+    """Says in a layer's records where experts lie, on the current stream."""
+    for name, numbers in zip(("places_from", "places"), placement.table(), strict=True):
+        words = torch.tensor(numbers, dtype=torch.int32)
+        _words(records, offsets[name], len(words)).copy_(words)
 
 
 def _starts(records: Tensor, offset: int, shape: KernelShape) -> Tensor:
     """int32 [P, X + 1]: of each rank, where each place's rows start, and the last one's end."""
-    starts = shape.cfg.experts_per_rank(shape.world_size) + 1
+    starts = shape.local_experts + 1
     return _words(records, offset, shape.world_size * starts).view(-1, starts).cpu()
 
 

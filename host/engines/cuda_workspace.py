@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moeos import _runtime, agreement
-from moeos.config import MoEConfig
 from moeos.control import raise_together
 from moeos.device_heap import DeviceHeap
 from moeos.engines import cuda_records, cuda_wait
@@ -95,21 +94,22 @@ class CudaWorkspace:
         self._world = weakref.ref(world)  # which may be garbage together with its layers
         self._rank = world.rank
         self._deadline = world.deadline
-        self._shapes: dict[MoEConfig, CudaShape] = {}
+        self._shapes: dict[object, CudaShape] = {}
         self._layers: dict[object, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._now: _Generation | None = None
         self._before: list[_Generation] = []  # which graphs may use
         self._lock = threading.Lock()  # nothing is given back while an abort writes into heaps
 
     def admit(
-        self, cfg: MoEConfig, sizes: _runtime.Sizes, peers: Peers, device: torch.device
+        self, key: object, sizes: _runtime.Sizes, peers: Peers, device: torch.device
     ) -> CudaShape:
-        """Makes room for a layer on the current device. Collective, in the world's gate.
+        """Makes room for a layer on the current device; `key`: what says its shape. Collective, in
+        the world's gate.
 
         Raises what `agreement.agree_workspace` raises, and what a heap raises.
         """
         now = self._now
-        found = self._shapes.get(cfg)
+        found = self._shapes.get(key)
         plan = SharedHeap() if now is None else now.plan
         between = 0 if now is None else len(now.between)
         if found is None:
@@ -132,7 +132,7 @@ class CudaWorkspace:
             now.tables.append(self._agree(lambda: self._zeros(sizes.tables_bytes), "the queues"))
             now.plan = plan
             torch.cuda.synchronize(device)
-        shape = self._shapes[cfg] = CudaShape(len(self._shapes), sizes)
+        shape = self._shapes[key] = CudaShape(len(self._shapes), sizes)
         return shape
 
     def buffers(self, shape: CudaShape) -> RankBuffers:

@@ -20,6 +20,7 @@ from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.formats import exponent_value
+from moeos.placement import Placement, experts_of
 from moeos.sizes import layer_sizes, parts, shared_cut
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import SharedMemory, World
@@ -42,9 +43,14 @@ _WHOLE_ROWS = 32
 
 
 def sizes_of(
-    cfg: MoEConfig, world_size: int, processors: int, remote: bool = False, trace_events: int = 0
+    cfg: MoEConfig,
+    world_size: int,
+    processors: int,
+    remote: bool = False,
+    trace_events: int = 0,
+    places: int = 0,
 ) -> _runtime.Sizes:
-    """Buffers and bounds of a layer on the twin; raises as `layer_sizes` does."""
+    """Buffers and bounds of a layer on the twin; arguments and errors as of `layer_sizes`."""
     columns = (_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS, _twin.PLAIN_COLUMNS)
     gemm0_parts, gemm1_parts = parts(cfg, *columns)
     cut = {
@@ -60,7 +66,15 @@ def sizes_of(
         "whole_rows": _WHOLE_ROWS,
         **shared_cut(cfg, columns[0]),
     }
-    return layer_sizes(cfg, world_size, processors, cut, remote=remote, trace_events=trace_events)
+    return layer_sizes(
+        cfg,
+        world_size,
+        processors,
+        cut,
+        remote=remote,
+        trace_events=trace_events,
+        places=places,
+    )
 
 
 class TwinEngine:
@@ -85,12 +99,20 @@ class TwinEngine:
         self._world.require_open()
         self._shared.require_open()
 
-    def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None:
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        world: World,
+        shared: SharedMemory,
+        placement: Placement | None = None,
+    ) -> None:
         assert isinstance(shared, TwinWorkspace)
         self._cfg = cfg
         self._world = world
+        self._placement = placement
         remote = not all(map(world.near, range(world.size)))
-        sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events)
+        places = 0 if placement is None else placement.most
+        sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events, places)
         self._sizes = sizes
         self._number = world.number_layer()
         self._faults = LayerFaults(
@@ -99,8 +121,8 @@ class TwinEngine:
         self._shared = shared
         self._holdings = TwinHoldings(shared, self._faults)
         world.hold(self, self._holdings)
-        self._shape: TwinShape = shared.admit(cfg, sizes)
-        self._holdings.hold_records(self._shape.sizes)
+        self._shape: TwinShape = shared.admit((cfg, places), sizes)
+        self._holdings.hold_records(self._shape.sizes, placement)
 
     def forward(self, tensors: CallTensors) -> None:
         """Runs one call on this thread and the rank's processor threads; see `Engine.forward`.
@@ -139,7 +161,7 @@ class TwinEngine:
             numpy.frombuffer(peers, counters.PEER),
             records.rows_sent(),
             [records.rows_received(source) for source in range(self._world.size)],
-            len(self._cfg.experts_of(self._world.rank, self._world.size)),
+            len(experts_of(self._cfg, self._world.rank, self._world.size, self._placement)),
             self._sizes.sent_bytes,
             self._sizes.row_bytes,
         )
@@ -154,6 +176,7 @@ class TwinEngine:
             numpy.frombuffer(events, EVENT).reshape(actors, -1),
             numpy.array([records.rows_received(source) for source in range(self._world.size)]),
             self._sizes.chunk_rows,
+            experts=() if self._placement is None else self._placement.ranks[self._world.rank],
         )
 
     def _checked(self, tensors: CallTensors) -> CallTensors:
@@ -247,9 +270,12 @@ class TwinHoldings:
         self._faults = faults
         self._bytes = 0
 
-    def hold_records(self, sizes: _runtime.Sizes) -> None:
-        """Makes them."""
-        self.records = _twin.Records(sizes=sizes, faults=self._faults.packed())
+    def hold_records(self, sizes: _runtime.Sizes, placement: Placement | None) -> None:
+        """Makes them, with where experts lie."""
+        begins, places = ([], []) if placement is None else placement.table()
+        self.records = _twin.Records(
+            sizes=sizes, faults=self._faults.packed(), places_from=begins, places=places
+        )
         self._bytes = sizes.records_bytes
         self._shared.add(self, self._clear)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 from moeos import _runtime, _twin, agreement
 from moeos.call_gate import CallGate
-from moeos.config import MoEConfig
 from moeos.control import raise_together
 from moeos.heap import SymmetricHeap
 from moeos.held_signals import HeldSignals
@@ -27,7 +26,7 @@ _FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...
 
 @dataclasses.dataclass
 class TwinShape:
-    """The layers of one config: what they share beside what all layers do."""
+    """The layers of one shape: what they share beside what all layers do."""
 
     sizes: _runtime.Sizes
     rank: _twin.Rank | None = None
@@ -43,7 +42,7 @@ class TwinWorkspace:
         self._world = weakref.ref(world)  # which may be garbage together with its layers
         self._plan = SharedHeap()
         self._between = 0
-        self._shapes: dict[MoEConfig, TwinShape] = {}
+        self._shapes: dict[object, TwinShape] = {}
         self._layers: dict[object, Callable[[], None]] = {}
         self._heap: SymmetricHeap | None = None
         self._shared: _twin.Shared | None = None
@@ -51,12 +50,12 @@ class TwinWorkspace:
         # it then finds either heap whole.
         self._lock = threading.RLock()
 
-    def admit(self, cfg: MoEConfig, sizes: _runtime.Sizes) -> TwinShape:
-        """Makes room for a layer. Collective, in the world's gate.
+    def admit(self, key: object, sizes: _runtime.Sizes) -> TwinShape:
+        """Makes room for a layer; `key`: what says its shape. Collective, in the world's gate.
 
         Raises what `agreement.agree_workspace` raises, and what a heap raises.
         """
-        found = self._shapes.get(cfg)
+        found = self._shapes.get(key)
         plan, between = self._plan, self._between
         if found is None:
             plan, between = plan.with_shape(sizes), max(between, sizes.intermediate_bytes)
@@ -67,7 +66,7 @@ class TwinWorkspace:
         if found is not None:
             return found
         shape = TwinShape(sizes)
-        shapes = {**self._shapes, cfg: shape}
+        shapes = {**self._shapes, key: shape}
         if grows:
             self.gate.run(lambda: self._grow(plan, between, shapes), within=True)
             return shape
@@ -140,7 +139,7 @@ class TwinWorkspace:
             self._lock.release()
         return True
 
-    def _grow(self, plan: SharedHeap, between: int, shapes: dict[MoEConfig, TwinShape]) -> None:
+    def _grow(self, plan: SharedHeap, between: int, shapes: dict[object, TwinShape]) -> None:
         """Replaces the buffers by larger ones; a failure leaves the old ones as they are."""
         world = self._live_world()
         world.control.barrier("the growth of a workspace")  # no rank is inside a call any more
@@ -173,7 +172,7 @@ class TwinWorkspace:
     def _ranks(
         self,
         plan: SharedHeap,
-        shapes: dict[MoEConfig, TwinShape],
+        shapes: dict[object, TwinShape],
         shared: _twin.Shared | None,
         wanted: list[TwinShape],
     ) -> list[_twin.Rank]:

@@ -111,10 +111,11 @@ class CallTrace:
         """Whether every part was noted."""
         return not any(sum(trace.dropped[: trace.processors]) for trace in self.ranks)
 
-    def first_expert(self, rank: int) -> int:
-        """The number, among the experts of all ranks, of a rank's first."""
-        experts: int = self.ranks[rank].received.shape[1]
-        return rank * experts
+    def expert(self, rank: int, local: int) -> int:
+        """The number, among the experts of all ranks, of one of a rank's."""
+        own = self.ranks[rank].experts
+        places: int = self.ranks[rank].received.shape[1]
+        return own[local] if own else rank * places + local
 
     def of_shared(self, rank: int, expert: int) -> bool:
         """Whether a part's expert is that of all shared experts, behind those of the rank."""
@@ -122,8 +123,8 @@ class CallTrace:
         return expert == experts
 
     def chunk_experts(self, source: int, owner: int, first: int, chunks: int) -> tuple[int, int]:
-        """The first and the last expert, among those of all ranks, of whose rows so many chunks of
-        a source for their owner consist; (NONE, NONE) if they have no row.
+        """The first and the last expert of their owner, by their numbers among those of all ranks,
+        of whose rows so many chunks of a source for it consist; (NONE, NONE) if they have no row.
         """
         trace = self.ranks[owner]
         ends = trace.received[source].cumsum()
@@ -132,7 +133,7 @@ class CallTrace:
         if last_row < first_row:
             return NONE, NONE
         found = numpy.searchsorted(ends, [first_row, last_row], "right").tolist()
-        return self.first_expert(owner) + found[0], self.first_expert(owner) + found[1]
+        return self.expert(owner, found[0]), self.expert(owner, found[1])
 
 
 def phases(parts: Parts) -> Iterable[tuple[str, Numbers, Numbers]]:

@@ -146,7 +146,7 @@ def arguments(call: CallTrace, part: Any) -> dict[str, int]:
     of_tile = {"tile": place, "rows": rows, "part": number}
     if call.of_shared(rank, int(part["expert"])):
         return {"shared_experts": 1, **of_tile}
-    return {"expert": call.first_expert(rank) + int(part["expert"]), **of_tile}
+    return {"expert": call.expert(rank, int(part["expert"])), **of_tile}
 
 
 def _steps(call: CallTrace) -> Iterator[Event]:

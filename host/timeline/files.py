@@ -42,6 +42,7 @@ def save(file: Path, ranks: Sequence[RankTrace], about: Mapping[str, Any]) -> No
         arrays[f"dropped_{trace.rank}"] = numpy.array(trace.dropped)
         arrays[f"received_{trace.rank}"] = trace.received
         arrays[f"chunk_rows_{trace.rank}"] = numpy.array(trace.chunk_rows)
+        arrays[f"experts_{trace.rank}"] = numpy.array(trace.experts, numpy.int64)
     memory = io.BytesIO()
     numpy.savez_compressed(memory, allow_pickle=False, **arrays)
     file.write_bytes(memory.getvalue())
@@ -96,12 +97,17 @@ def _rank(arrays: Any, rank: int, size: int) -> RankTrace:
         or chunk_rows < 1
     ):
         raise ValueError(f"the rows that rank {rank} received are not those of {size} ranks")
+    # Who wrote before there were placements had none.
+    experts = arrays[f"experts_{rank}"] if f"experts_{rank}" in arrays else numpy.zeros(0, int)
+    if experts.ndim != 1 or experts.dtype.kind not in "iu" or len(experts) > received.shape[1]:
+        raise ValueError(f"the experts of rank {rank} are not as many as it received rows for")
     trace = RankTrace(
         rank,
         numpy.split(events, numpy.cumsum(noted)[:-1]),
         dropped.tolist(),
         received.astype(numpy.int64),
         int(chunk_rows),
+        tuple(experts.tolist()),
     )
     parts = numpy.concatenate(trace.events[: trace.processors])
     steps = numpy.concatenate(trace.events[trace.processors :])

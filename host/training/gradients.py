@@ -52,7 +52,8 @@ def get_total_norm(
         float32, 0-d, on the device of the world's tensors; the same on all ranks.
 
     Raises:
-        ValueError: p is not above 0, or a parameter is an expert of a layer of another world.
+        ValueError: p is not above 0, or a parameter is an expert of a layer of another world, or of
+            one with replicas of experts.
         PeerTimeout: a rank did not make the call before the world's deadline.
     """
     if not norm_type > 0:
@@ -69,6 +70,12 @@ def get_total_norm(
                 raise ValueError(
                     f"{holder.name} is of a layer of {holder.layer.world}, and world is {world}: "
                     "pass the world of the layers"
+                )
+            if holder.layer.placement.replicated:
+                raise ValueError(
+                    f"{holder.name} is of a layer with replicas of experts, whose gradients are "
+                    "parts that nobody has added up: train with a placement that gives each expert "
+                    "one rank"
                 )
             ours.add(id(parameter))
         grad = parameter.grad

@@ -113,11 +113,11 @@ inline constexpr u32 kRouteMemory = 16384;
 /// What Route keeps of its block while it sorts the pairs by expert, in its memory. A token has one
 /// pair of an expert at most, so a byte counts a block's.
 struct RouteScratch {
-  u8 of_warp[kConsumerWarps][kLogits];         // [expert]: pairs in a warp's share of the block,
-                                               // then those in the shares before it
-  u16 first[kLogits];                          // [expert]: its first place among the block's pairs
-  u16 expert[kRouteTokens * kGeometry.top_k];  // [pair of the block]; kNoExpert: unused slot
-  u8 rank[kRouteTokens * kGeometry.top_k];     // [pair of the block]: earlier ones in the share
+  u8 of_warp[kConsumerWarps][sorted_places()];  // [expert]: pairs in a warp's share of the block,
+                                                // then those in the shares before it
+  u16 first[sorted_places()];                   // [expert]: its first place among the block's pairs
+  u16 expert[kRouteTokens * kGeometry.top_k];   // [pair of the block]; kNoExpert: unused slot
+  u8 rank[kRouteTokens * kGeometry.top_k];      // [pair of the block]: earlier ones in the share
 };
 static_assert(kRouteTokens <= 0xFF, "so many pairs of an expert are counted in a byte");
 inline constexpr u16 kNoExpert = 0xFFFF;

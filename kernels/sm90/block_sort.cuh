@@ -30,7 +30,7 @@ inline void sort_block_by_warps(const RankMemory& memory, RouteScratch& scratch,
   const u32 share = align_up(ceil_div(pairs, kConsumerWarps), 32U);
   const u32 begin = minimum(pairs, warp * share);
   const u32 end = minimum(pairs, begin + share);
-  u8(&mine)[kLogits] = scratch.of_warp[warp];
+  u8(&mine)[sorted_places()] = scratch.of_warp[warp];
   for (u32 expert = lane; expert < kGeometry.experts; expert += 32) {
     mine[expert] = 0;
   }

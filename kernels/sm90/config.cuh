@@ -125,11 +125,13 @@ inline constexpr u32 kSharedGateRows = 8;
 // for them; else each bank fills a tile.
 inline constexpr u32 kRouteRows = 64;
 inline constexpr u32 kRouteTokens = kGeometry.route_tokens;  // at most
-inline constexpr u32 kRouterRows = kGeometry.experts + kShape.zero_experts;
+inline constexpr u32 kRouterRows = kGeometry.routed_experts() + kShape.zero_experts;
 inline constexpr u32 kRouteColumns = kRouterRows <= 64 ? 64 : (kRouterRows <= 128 ? 128 : 256);
 inline constexpr u32 kRouteBanks = ceil_div(kRouterRows, kRouteColumns);
 inline constexpr u32 kLogits = kRouteBanks * kRouteColumns;  // of a token, with those of no expert
 static_assert(kRouteTokens <= kRouteRows);
+/// By which a block's pairs are sorted: at least as many as logits.
+constexpr u32 sorted_places() { return maximum(kLogits, kGeometry.experts); }
 // Boxes of the router's weights in one stage, along the depth: as many as fit, because Route waits
 // for loads, not for products.
 inline constexpr u32 kRouteDepth = kRouteColumns <= 128 ? 2 : 1;

@@ -54,9 +54,9 @@ inline void copy_given_routing(const RankArguments& arguments, const RankMemory&
     const bool wrong = given_fault(arguments, pair, id) != FailureKind::none;
     const u32 expert = wrong || id < 0 ? kNone : static_cast<u32>(id);
     const bool weighed = !kWeighsGiven || arguments.topk_weights != nullptr;
-    memory.pair_expert[pair] = weighed ? real_expert(expert) : expert;
+    memory.pair_expert[pair] = weighed ? place_of(arguments, memory, pair, expert) : expert;
     if (kGeometry.plans_itself() && told != 0) {
-      tell_choice<Machine>(memory, told, pair, real_expert(expert));
+      tell_choice<Machine>(memory, told, pair, place_of(arguments, memory, pair, expert));
     }
     if (weighed) {
       const bool is_slot = kShape.zero_experts > 0 && expert == kNone;

@@ -10,6 +10,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "runtime/memory.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/placement.hpp"
 
 namespace moeos::sm90 {
 
@@ -24,7 +25,16 @@ inline u32 expert_of(u32 i) { return Machine::lane() * kLogitsEach + i; }
 /// To all but Combine a pair with a zero expert is an unused slot; its weight, which is not 0,
 /// tells it apart.
 inline u32 real_expert(u32 expert) {
-  return kShape.zero_experts > 0 && expert >= kGeometry.experts ? kNone : expert;
+  return kShape.zero_experts > 0 && expert >= kGeometry.routed_experts() ? kNone : expert;
+}
+
+/// Where a pair with an expert goes (placement.hpp).
+inline u32 place_of(const RankArguments& arguments, const RankMemory& memory, u32 pair,
+                    u32 expert) {
+  if constexpr (kGeometry.placed()) {
+    return place_of_pair(kGeometry, memory, arguments.rank, pair / kGeometry.top_k, expert);
+  }
+  return real_expert(expert);
 }
 
 /// A number in the order of floats, of both zeros the same; kChosen is below that of every float.
@@ -83,7 +93,7 @@ class Token {
     const bool has_one = lane < kGeometry.top_k;
     const u32 pair = token * kGeometry.top_k + lane;
     if (kGeometry.plans_itself() && told != 0 && has_one) {
-      tell_choice<Machine>(memory, told, pair, real_expert(expert));
+      tell_choice<Machine>(memory, told, pair, place_of(arguments, memory, pair, expert));
     }
     write_weights(logit_of, arguments, memory, pair, has_one, expert, rule);
     return true;
@@ -217,7 +227,7 @@ class Token {
       if constexpr (kExpertScale) {
         factor *= arguments.expert_scale[expert];
       }
-      memory.pair_expert[pair] = real_expert(expert);
+      memory.pair_expert[pair] = place_of(arguments, memory, pair, expert);
       memory.pair_weight[pair] = weight * factor;
     }
   }
@@ -243,7 +253,7 @@ class Token {
     return Machine::broadcast(expert_of(at), Machine::first_lane(have_it));
   }
 
-  static constexpr u32 kGroupSize = kGeometry.experts / kShape.expert_groups;
+  static constexpr u32 kGroupSize = kGeometry.routed_experts() / kShape.expert_groups;
   /// Whether all of a lane's experts are of one group.
   static constexpr bool kOneGroupEach = kGroupSize % kLogitsEach == 0;
 

@@ -40,6 +40,21 @@ FaultPlan to_fault_plan(const nb::bytes& packed) {
   return plan;
 }
 
+PlaceTable to_table(const Geometry& geometry, const std::vector<u32>& from,
+                    const std::vector<u32>& places) {
+  const u32 experts = geometry.placed_experts;
+  require(from.size() == (geometry.placed() ? experts + 1 : 0), "each expert has its places");
+  require(places.size() <= (geometry.placed() ? geometry.experts : 0), "there are as many places");
+  for (u32 expert = 0; expert < experts; ++expert) {
+    require(from[expert] < from[expert + 1] && from[expert + 1] <= places.size(),
+            "each expert has a place");
+  }
+  for (const u32 place : places) {
+    require(place < geometry.experts, "a place is one of a rank's");
+  }
+  return {from, places};
+}
+
 /// Runs the handlers of signals that have come, as Python does between two instructions, and keeps
 /// what one of them raises. Only the process's first thread runs handlers.
 class Signals {
@@ -126,10 +141,12 @@ NB_MODULE(_twin, module) {
   nb::class_<TwinRecords>(module, "Records", "What a layer has of its own on one rank.")
       .def(
           "__init__",
-          [](TwinRecords* self, const Sizes& sizes, const nb::bytes& faults) {
-            new (self) TwinRecords(sizes.geometry, to_fault_plan(faults));
+          [](TwinRecords* self, const Sizes& sizes, const nb::bytes& faults,
+             const std::vector<u32>& places_from, const std::vector<u32>& places) {
+            PlaceTable table = to_table(sizes.geometry, places_from, places);
+            new (self) TwinRecords(sizes.geometry, to_fault_plan(faults), std::move(table));
           },
-          nb::kw_only(), "sizes"_a, "faults"_a)
+          nb::kw_only(), "sizes"_a, "faults"_a, "places_from"_a, "places"_a)
       .def(
           "clear",
           [](TwinRecords& self, const nb::bytes& faults) { self.clear(to_fault_plan(faults)); },

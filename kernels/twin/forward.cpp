@@ -5,9 +5,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <system_error>
+#include <utility>
 
 #include "kernels/twin/kernels.hpp"
 #include "runtime/lone_warp.hpp"
@@ -112,14 +114,24 @@ TwinShared::~TwinShared() {
   }
 }
 
-TwinRecords::TwinRecords(const Geometry& geometry, const FaultPlan& faults)
-    : geometry_(geometry), memory_(map_zeroed(RankMemory::bytes_of_parts(geometry).records)) {
+TwinRecords::TwinRecords(const Geometry& geometry, const FaultPlan& faults, PlaceTable table)
+    : geometry_(geometry),
+      table_(std::move(table)),
+      memory_(map_zeroed(RankMemory::bytes_of_parts(geometry).records)) {
   *memory().faults = faults;
+  write_table();
 }
 
 void TwinRecords::clear(const FaultPlan& faults) {
   std::memset(base(), 0, bytes());
   *memory().faults = faults;
+  write_table();
+}
+
+void TwinRecords::write_table() {
+  const RankMemory its = memory();
+  std::copy(table_.from.begin(), table_.from.end(), its.places_from);
+  std::copy(table_.places.begin(), table_.places.end(), its.places);
 }
 
 std::vector<u32> TwinRecords::rows_sent() const {
@@ -180,7 +192,7 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
                                             RankMemory::bytes_of_parts(geometry).control,
                                             geometry.between_bytes(), make_crew, nic),
                settings) {
-  own_records_ = std::make_unique<TwinRecords>(geometry, settings.faults);
+  own_records_ = std::make_unique<TwinRecords>(geometry, settings.faults, settings.table);
   rank_.memory = memory_of(own_records_.get());
 }
 

@@ -23,13 +23,21 @@
 
 namespace moeos::twin {
 
+/// Where experts are (RankMemory::places_from, places); both empty where their places have their
+/// numbers.
+struct PlaceTable {
+  std::vector<u32> from = {};
+  std::vector<u32> places = {};
+};
+
 struct TwinSettings {
   u64 deadline_ns;
   bool split_os;     // a thread for each warp of the OS block, instead of one for all
   double jitter_us;  // random delays up to this at atomic accesses; 0: none
   u64 jitter_seed;
-  u32 ranks_per_node;  // peers of other nodes are remote
-  FaultPlan faults = {};
+  u32 ranks_per_node;     // peers of other nodes are remote
+  FaultPlan faults = {};  // of a layer that shares nothing, as
+  PlaceTable table = {};  // its experts' places are
 };
 
 /// Zeroed memory of this process, whose pages come when they are first written.
@@ -79,7 +87,8 @@ class TwinShared {
 /// What a layer has of its own on one rank: its part of RankMemory.
 class TwinRecords {
  public:
-  TwinRecords(const Geometry& geometry, const FaultPlan& faults);
+  /// `table`: as the geometry has one, or none.
+  TwinRecords(const Geometry& geometry, const FaultPlan& faults, PlaceTable table = {});
 
   u8* base() const { return memory_.get(); }
   u64 bytes() const { return memory_.get_deleter().bytes; }
@@ -88,11 +97,14 @@ class TwinRecords {
   const Geometry& geometry() const { return geometry_; }
   std::vector<u32> rows_sent() const;                // [peer]
   std::vector<u32> rows_received(u32 source) const;  // [local expert]
-  /// Forgets all, but for what goes wrong from now on. No call is running.
+  /// Forgets all, but for where experts are and what goes wrong from now on. No call is running.
   void clear(const FaultPlan& faults);
 
  private:
+  void write_table();
+
   Geometry geometry_;
+  PlaceTable table_;
   Mapped memory_;
 };
 

@@ -37,7 +37,7 @@ class TwinKernels {
         intermediate_(intermediate),
         coded_rows_(coded_rows),
         scratch_(scratch),
-        router_(rank.geometry(), shape, operands, rank.memory, scratch),
+        router_(rank.geometry(), shape, operands, rank.memory, rank.rank, scratch),
         map_(rank.geometry(), rank.memory, call) {}
 
   u32 route(u32 block) {

@@ -65,9 +65,9 @@ class Scratch {
         more_results(allocate(
             shape.shared_experts > 1 ? std::size_t{geometry.tile_rows} * kPlainColumns : 0)),
         last_gate_rows(allocate(std::size_t{kGemmGranule} * shape.hidden)),
-        scores(allocate(geometry.experts + shape.zero_experts)),
-        choice(allocate(geometry.experts + shape.zero_experts)),
-        row(allocate(maximum(shape.hidden, geometry.experts))),
+        scores(allocate(geometry.routed_experts() + shape.zero_experts)),
+        choice(allocate(geometry.routed_experts() + shape.zero_experts)),
+        row(allocate(maximum(shape.hidden, geometry.routed_experts()))),
         token(shape.fp32_router ? std::make_unique<double[]>(shape.hidden) : nullptr),
         tokens(std::make_unique<u8[]>(std::size_t{Geometry::kInPlaceTokens} * geometry.row_bytes)) {
   }
@@ -89,7 +89,7 @@ class Scratch {
 
  private:
   static u32 result_columns(const Geometry& geometry, const LayerShape& shape) {
-    const u32 router_rows = align_up(geometry.experts + shape.zero_experts, kGemmGranule);
+    const u32 router_rows = align_up(geometry.routed_experts() + shape.zero_experts, kGemmGranule);
     return maximum(2 * kGatedColumns, maximum(kPlainColumns, router_rows));
   }
   static Floats allocate(std::size_t count) {

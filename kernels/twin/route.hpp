@@ -14,19 +14,21 @@
 #include "kernels/twin/operands.hpp"
 #include "runtime/geometry.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/placement.hpp"
 
 namespace moeos::twin {
 
 class Router {
  public:
   Router(const Geometry& geometry, const LayerShape& shape, const Operands& operands,
-         const RankMemory& memory, Scratch& scratch)
+         const RankMemory& memory, u32 rank, Scratch& scratch)
       : geometry_(geometry),
         shape_(shape),
         operands_(operands),
         memory_(memory),
+        rank_(rank),
         scratch_(scratch),
-        rows_(geometry.experts + shape.zero_experts) {}
+        rows_(geometry.routed_experts() + shape.zero_experts) {}
 
   /// Writes pair_expert and pair_weight of tokens [first, end). Returns the first token whose
   /// logits are not all finite (its pairs are then not written), or kNone.
@@ -72,16 +74,16 @@ class Router {
           expert < 0 || operands_.topk_weights == nullptr ? 0.0F : operands_.topk_weights[pair];
     }
     if (operands_.topk_weights != nullptr) {
-      hide_zero_experts(first * geometry_.top_k, end * geometry_.top_k);
+      place_pairs(first * geometry_.top_k, end * geometry_.top_k);
     }
   }
 
-  /// To all but Combine a pair with a zero expert is an unused slot; its weight, which is not 0,
-  /// tells it apart.
-  void hide_zero_experts(u32 first_pair, u32 end_pair) {
+  /// From experts to their places. To all but Combine a pair with a zero expert is an unused slot;
+  /// its weight, which is not 0, tells it apart.
+  void place_pairs(u32 first_pair, u32 end_pair) {
     for (u32 pair = first_pair; pair < end_pair; ++pair) {
       u32& expert = memory_.pair_expert[pair];
-      expert = expert >= geometry_.experts ? kNone : expert;
+      expert = place_of_pair(geometry_, memory_, rank_, pair / geometry_.top_k, expert);
     }
   }
 
@@ -199,7 +201,7 @@ class Router {
         weights[j] = weights[j] * part * shape_.routed_scaling * scale_of(experts[j]);
       }
     }
-    hide_zero_experts(first_pair, first_pair + geometry_.top_k);
+    place_pairs(first_pair, first_pair + geometry_.top_k);
   }
 
   /// A score of a token in proportion to its others, `top` being the largest logit among them. The
@@ -266,7 +268,7 @@ class Router {
 
   /// Keeps the top_groups groups with the highest scores.
   void exclude_groups(float* choice) {
-    const u32 size = geometry_.experts / shape_.expert_groups;
+    const u32 size = geometry_.routed_experts() / shape_.expert_groups;
     float* group_scores = scratch_.row.get();
     for (u32 g = 0; g < shape_.expert_groups; ++g) {
       float first = kExcluded;
@@ -285,7 +287,7 @@ class Router {
     for (u32 kept = 0; kept < shape_.top_groups; ++kept) {
       group_scores[best_of(group_scores, shape_.expert_groups)] = kExcluded;
     }
-    for (u32 e = 0; e < geometry_.experts; ++e) {
+    for (u32 e = 0; e < geometry_.routed_experts(); ++e) {
       if (group_scores[e / size] != kExcluded) {
         choice[e] = kExcluded;
       }
@@ -296,6 +298,7 @@ class Router {
   const LayerShape& shape_;
   const Operands& operands_;
   const RankMemory& memory_;
+  u32 rank_;
   Scratch& scratch_;
   u32 rows_;  // of the router
 };

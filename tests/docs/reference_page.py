@@ -45,6 +45,9 @@ NOT_FOR_CALLERS = {
     "moeos.faults.FaultPlan.check_ranks": "init and virtual.run check the plan that they are given",
     "moeos.faults.StartDelay.draw": "LayerFaults draws",
     "moeos.layer.MoELayer.extra_repr": "torch.nn.Module prints with it",
+    "moeos.placement.Placement.digest": "ranks compare it",
+    "moeos.placement.Placement.require_fits": "ranks check it when they make a layer",
+    "moeos.placement.Placement.table": "an engine gives it to the runtime",
     "moeos.reference.activate": "adapters compare other libraries' activations with it",
     "moeos.world.TwinOptions.processors_for": "a World divides its host's cores",
     "moeos.world.World.allocate_heap": "an engine's memory",
@@ -101,8 +104,12 @@ def subjects() -> list[Subject]:
             "The layer",
             "`MoELayer` is a `torch.nn.Module`: call it as `layer(x, ...)`, with the arguments of "
             "`forward`. `Experts` are what it computes with, for a model that has weights and a "
-            "router of its own. `quantize` makes a layer whose weights take less memory.",
-            [*_exported("MoELayer", "Experts", "quantize"), Entry("CallStats", CallStats)],
+            "router of its own. `Placement` says which ranks hold which experts. `quantize` makes "
+            "a layer whose weights take less memory.",
+            [
+                *_exported("MoELayer", "Experts", "Placement", "quantize"),
+                Entry("CallStats", CallStats),
+            ],
         ),
         Subject(
             "Its config",

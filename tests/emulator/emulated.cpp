@@ -143,6 +143,12 @@ u64 emulated_records_bytes() { return RankMemory::bytes_of_parts(kGeometry).reco
 u64 emulated_faults_at() {
   return reinterpret_cast<u64>(RankMemory(kGeometry, MemoryParts<u8*>{}).faults);
 }
+/// Says in a layer's records where its experts are; of one without a table none.
+void emulated_place(u8* records, const u32* from, const u32* places) {
+  const RankMemory its(kGeometry, {nullptr, nullptr, records});
+  std::copy_n(from, kGeometry.placed_experts + 1, its.places_from);
+  std::copy_n(places, from[kGeometry.placed_experts], its.places);
+}
 u64 emulated_intermediate_bytes() { return kGeometry.between_bytes(); }
 
 /// Offset in shared memory of a processor's barriers, by name; for reports.

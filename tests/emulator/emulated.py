@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, _runtime, jit
+from moeos import MoEConfig, Placement, _runtime, jit
 from moeos.counters import CallStats
 from moeos.engines import cuda_records
 from moeos.kernel_shape import KernelShape
@@ -110,15 +110,21 @@ def build(
     faults: bool = False,
     large_experts: bool = False,
     plans_whole: bool = True,
+    places: int = 0,
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
     `faults`: the kernel that does what fault plans say. `large_experts`: the kernel believes that
     they are, whatever their size. `plans_whole`: unless it is false, calls whose counts come in
-    time are planned whole.
+    time are planned whole. `places`: of a rank, where a table says which experts they have.
     """
     shape = KernelShape(
-        cfg=cfg, world_size=ranks, processors=processors, virtual_ranks=ranks, faults=faults
+        cfg=cfg,
+        world_size=ranks,
+        processors=processors,
+        virtual_ranks=ranks,
+        places=places,
+        faults=faults,
     )
     library = folder / "emulated.so"
     values = jit.macros(shape)
@@ -150,7 +156,8 @@ def _with_size(geometry: str, name: str, value: int) -> str:
 
 
 class EmulatedLayer:
-    """All ranks of a layer on one emulated GPU; `plans`: of each, what `LayerFaults` packs.
+    """All ranks of a layer on one emulated GPU; `plans`: of each, what `LayerFaults` packs;
+    `placement`: where experts lie, of a kernel that was built for as many places.
 
     `patience`: so many times the deadline, and the time in which a launch must end.
 
@@ -165,7 +172,9 @@ class EmulatedLayer:
         ranks: int,
         plans: Sequence[bytes] = (),
         patience: int = 1,
+        placement: Placement | None = None,
     ) -> None:
+        self._placement = placement
         self.any_ids = False
         self._patience = patience
         self._library = ctypes.CDLL(str(library))
@@ -188,6 +197,12 @@ class EmulatedLayer:
             own[self._library.emulated_faults_at() :][: len(plan)] = torch.frombuffer(
                 bytearray(plan), dtype=torch.uint8
             )
+        if placement is not None:
+            begins, places = (
+                (ctypes.c_uint * len(numbers))(*numbers) for numbers in placement.table()
+            )
+            for own in self._records:
+                self._library.emulated_place(ctypes.c_void_p(own.data_ptr()), begins, places)
 
     def __call__(
         self, calls: Sequence[Call], seed: int, starved: Starved | None = None
@@ -260,7 +275,7 @@ class EmulatedLayer:
 
     def _record(self, rank: int, call: Call, out: Tensor, kept: list[Tensor]) -> list[int]:
         """RankTensors of a rank's launch; `kept` must live as long as it runs."""
-        w = self._weights.of_rank(rank, self._ranks)
+        w = self._weights.of_rank(rank, self._ranks, self._placement)
         tensors = {
             "heap": self._heaps[rank],
             "control": self._control[rank],
@@ -305,8 +320,11 @@ class EmulatedLayer:
             world_size=self._ranks,
             processors=processors,
             virtual_ranks=self._ranks,
+            places=0 if self._placement is None else self._placement.most,
         )
-        return cuda_records.stats_of(rank, self._records[rank], shape.sizes.offsets, shape)
+        return cuda_records.stats_of(
+            rank, self._records[rank], shape.sizes.offsets, shape, self._placement
+        )
 
     def _with_names(self, said: str) -> str:
         """A report with the barriers' names for their offsets in shared memory."""

@@ -61,6 +61,7 @@ def test_the_gpu_has_1024_experts_and_32_choices(changes: dict[str, Any]) -> Non
         ({"world_size": 0}, "world_size is 0; it must be at least 1"),
         ({"virtual_ranks": 3}, "virtual_ranks is 3; allowed: 1, or all 2"),
         ({"processors": 0}, "processors is 0"),
+        ({"places": 513}, "placement has 1026 places, 513 on each of 2 ranks; .* at most 1024"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

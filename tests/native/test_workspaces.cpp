@@ -77,7 +77,8 @@ struct SharedRank {
       const RandomWorld& shape = shapes[s];
       layers.push_back(std::make_unique<TwinRank>(shape.geometry, shape.shape, rank, plan.places[s],
                                                   shared, shape.settings));
-      records.push_back(std::make_unique<TwinRecords>(shape.geometry, FaultPlan{}));
+      records.push_back(
+          std::make_unique<TwinRecords>(shape.geometry, FaultPlan{}, shape.settings.table));
     }
   }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <system_error>
 
 namespace moeos::twin {
@@ -165,6 +166,63 @@ void size_rows(const LayerShape& shape, Geometry& g) {
   }
 }
 
+/// Makes experts lie anywhere, some in several ranks, with a table that says where.
+void draw_table(Random& random, RandomWorld& world) {
+  Geometry& g = world.geometry;
+  const u32 experts = g.experts;
+  const u32 each = g.local_experts() + draw(random, 0, 2);  // places of a rank
+  std::vector<u32> order(experts);
+  std::iota(order.begin(), order.end(), 0U);
+  std::shuffle(order.begin(), order.end(), random);
+  std::vector<std::vector<u32>> places_of(experts);
+  std::vector<u32> used(g.world, 0);  // places of each rank
+  const auto put = [&](u32 expert, u32 rank) {
+    places_of[expert].push_back(rank * each + used[rank]++);
+  };
+  for (u32 i = 0; i < experts; ++i) {
+    put(order[i], i % g.world);
+  }
+  const bool copies = g.capacity >= g.max_tokens;  // (else who drops them is another rule's)
+  for (u32 rank = 0; copies && rank < g.world; ++rank) {
+    for (const u32 expert : order) {
+      const auto here = [&](u32 place) { return place / each == rank; };
+      const auto& its = places_of[expert];
+      if (used[rank] < each && draw(random, 0, 2) == 0 && std::ranges::none_of(its, here)) {
+        put(expert, rank);
+      }
+    }
+  }
+  PlaceTable& table = world.settings.table;
+  table.from.push_back(0);
+  for (const auto& its : places_of) {
+    table.places.insert(table.places.end(), its.begin(), its.end());
+    table.from.push_back(static_cast<u32>(table.places.size()));
+  }
+  g.placed_experts = experts;
+  g.experts = g.world * each;
+}
+
+/// Values of all experts, as ranks hold them.
+template <class T>
+std::vector<T> held(const RandomWorld& world, const std::vector<T>& all) {
+  const Geometry& g = world.geometry;
+  const u64 size = all.size() / g.routed_experts();
+  std::vector<T> values(g.expert_places() * size);
+  const PlaceTable& table = world.settings.table;
+  for (u32 expert = 0; expert < g.routed_experts(); ++expert) {
+    const u32 first = g.placed() ? table.from[expert] : expert;
+    const u32 end = g.placed() ? table.from[expert + 1] : expert + 1;
+    for (u32 i = first; i < end; ++i) {
+      const u32 place = g.placed() ? table.places[i] : i;
+      std::copy_n(all.data() + expert * size, size, values.data() + place * size);
+    }
+  }
+  return values;
+}
+Codes held(const RandomWorld& world, const Codes& all) {
+  return {held(world, all.codes), held(world, all.scales), held(world, all.scales_2)};
+}
+
 }  // namespace
 
 RandomWorld draw_world(Random& random, Extent extent) {
@@ -243,11 +301,14 @@ RandomWorld draw_world(Random& random, Extent extent) {
   world.settings =
       small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
             : TwinSettings{20'000'000'000ULL, split_os, jitter ? 50.0 : 0.0, 1, ranks_per_node};
+  if (draw(aside, 0, 2) == 0) {
+    draw_table(aside, world);
+  }
   return world;
 }
 
 Experts draw_experts(Random& random, const RandomWorld& world) {
-  const u64 experts = world.geometry.experts;
+  const u64 experts = world.geometry.routed_experts();
   const LayerShape& shape = world.shape;
   const u64 shared = u64{shape.shared_experts} * shape.shared_intermediate;
   Experts drawn{draw_floats(random, experts * shape.hidden, 1.0F),
@@ -257,14 +318,19 @@ Experts draw_experts(Random& random, const RandomWorld& world) {
                 draw_floats(random, shared * shape.hidden, 0.3F),
                 draw_floats(random, shape.shared_gate ? shape.hidden : 0, 0.3F),
                 {},
+                {},
+                {},
                 {}};
   if (shape.weight_format != WeightFormat::plain) {
     Random aside = random;
-    drawn.w1_codes = draw_codes(aside, shape.weight_format, experts * shape.w1_rows_of(1),
-                                shape.intermediate, shape.hidden, drawn.w1);
-    drawn.w2_codes =
-        draw_codes(aside, shape.weight_format, experts, shape.hidden, shape.intermediate, drawn.w2);
+    drawn.held_w1_codes =
+        held(world, draw_codes(aside, shape.weight_format, experts * shape.w1_rows_of(1),
+                               shape.intermediate, shape.hidden, drawn.w1));
+    drawn.held_w2_codes = held(world, draw_codes(aside, shape.weight_format, experts, shape.hidden,
+                                                 shape.intermediate, drawn.w2));
   }
+  drawn.held_w1 = held(world, drawn.w1);
+  drawn.held_w2 = held(world, drawn.w2);
   return drawn;
 }
 
@@ -277,8 +343,8 @@ RankCall draw_call(Random& random, const RandomWorld& world) {
   call.out.assign(u64{call.tokens} * world.shape.hidden, NAN);
   const bool hot = draw(random, 0, 2) == 0;  // the same few experts for everyone
   for (u32 token = 0; token < call.tokens; ++token) {
-    std::vector<i32> experts(g.experts);
-    for (u32 e = 0; e < g.experts; ++e) {
+    std::vector<i32> experts(g.routed_experts());
+    for (u32 e = 0; e < g.routed_experts(); ++e) {
       experts[e] = static_cast<i32>(e);
     }
     if (!hot) {
@@ -296,33 +362,32 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
   const LayerShape& shape = world.shape;
   // Of what experts have, the part of this rank's.
   const Geometry& g = world.geometry;
-  const auto own = [&g, rank](const auto& all) {
-    return all.data() + all.size() / g.experts * g.first_expert(rank);
-  };
+  const auto own = [&g, rank](const auto& all) { return all.data() + all.size() / g.world * rank; };
   const bool plain = shape.weight_format == WeightFormat::plain;
-  return Operands{
-      .element = Element::kFloat32,
-      .x = call.x.data(),
-      .gate = experts.gate.data(),
-      .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
-      .topk_weights = call.weights.data(),
-      .w1 = plain ? static_cast<const void*>(own(experts.w1)) : own(experts.w1_codes.codes),
-      .w2 = plain ? static_cast<const void*>(own(experts.w2)) : own(experts.w2_codes.codes),
-      .w1_scale = own(experts.w1_codes.scales),
-      .w2_scale = own(experts.w2_codes.scales),
-      .w1_scale_2 = own(experts.w1_codes.scales_2),
-      .w2_scale_2 = own(experts.w2_codes.scales_2),
-      .shared_w1 = experts.shared_w1.data(),
-      .shared_w2 = experts.shared_w2.data(),
-      .shared_gate = experts.shared_gate.data(),
-      .out = call.out.data()};
+  return Operands{.element = Element::kFloat32,
+                  .x = call.x.data(),
+                  .gate = experts.gate.data(),
+                  .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
+                  .topk_weights = call.weights.data(),
+                  .w1 = plain ? static_cast<const void*>(own(experts.held_w1))
+                              : own(experts.held_w1_codes.codes),
+                  .w2 = plain ? static_cast<const void*>(own(experts.held_w2))
+                              : own(experts.held_w2_codes.codes),
+                  .w1_scale = own(experts.held_w1_codes.scales),
+                  .w2_scale = own(experts.held_w2_codes.scales),
+                  .w1_scale_2 = own(experts.held_w1_codes.scales_2),
+                  .w2_scale_2 = own(experts.held_w2_codes.scales_2),
+                  .shared_w1 = experts.shared_w1.data(),
+                  .shared_w2 = experts.shared_w2.data(),
+                  .shared_gate = experts.shared_gate.data(),
+                  .out = call.out.data()};
 }
 
 /// The layer's definition, in double precision, one pair at a time.
 double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call) {
   const Geometry& g = world.geometry;
   const u32 hidden = world.shape.hidden;
-  std::vector<u32> used(g.experts, 0);
+  std::vector<u32> used(g.routed_experts(), 0);
   double worst = 0.0;
   for (u32 token = 0; token < call.tokens; ++token) {
     const float* x = &call.x[u64{token} * hidden];
