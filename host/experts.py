@@ -281,6 +281,17 @@ class Experts:
         """As `MoELayer.check`."""
         self._settled().check()
 
+    def place(self, placement: Placement) -> None:
+        """Experts lie elsewhere in the calls from now on: who passes their weights has moved them.
+        All ranks do it, with one placement, in the workspace's gate.
+        """
+        self._settled().place(placement)
+        self.placement = placement
+
+    def settle(self) -> None:
+        """Waits until the GPU has done what was launched."""
+        self._settled()
+
     def reset(self) -> None:
         """As `MoELayer.reset`."""
         self.workspace.reset()
@@ -319,6 +330,7 @@ class Experts:
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
             table = None if placement.in_order else placement
+            self.can_be_placed = table is not None
             self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared, table)
             self.key = custom_op.register(self.engine, self.device)
         local = len(placement.experts_of(world.rank))

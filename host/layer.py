@@ -20,6 +20,7 @@ from moeos import (
     call_checks,
     checkpoints,
     custom_op,
+    moving,
     rounded_routing,
     sharding,
     values,
@@ -30,7 +31,7 @@ from moeos.experts import Caller, Experts, check_supported, device_of
 from moeos.formats import quantize_matrix
 from moeos.placement import Placement
 from moeos.tracing import RankTrace
-from moeos.workspace import Workspace, require_workspace
+from moeos.workspace import Workspace, in_gates, require_workspace
 from moeos.world import World
 
 _SEED_BITS = 62
@@ -368,6 +369,66 @@ class MoELayer(nn.Module):
         agreement.require_world(world)
         world.gate.run(lambda: self._agree_and_use(world, "MoELayer.bind", None))
         return self
+
+    def replace(self, placement: Placement) -> None:
+        """Moves experts between ranks, so that they lie as `placement` says. Collective: all ranks
+        call it, and none is in a call.
+
+        Parameters keep their memory, so that captured graphs and `torch.compile` go on; what they
+        hold are the experts of `placement.ranks[rank]`. Until all ranks have theirs, nothing has
+        changed. Each rank needs memory for as many experts besides. Between processes experts are
+        sent by torch.distributed, over NVLink or a network where it uses NCCL. What an optimizer
+        keeps of experts does not move.
+
+        Raises:
+            TypeError: it is no placement.
+            ConfigMismatch: ranks pass different ones; the same error on all of them.
+            ValueError: it does not fit, or a rank would have more or fewer experts than now; the
+                same on all ranks.
+            RuntimeError: the layer was made without a placement, has no world, or its processes
+                have no process group.
+        """
+        experts = self._bound()
+        agreement.require_placement(placement)
+        if placement is None:
+            raise TypeError("placement is None; it must be a moeos.Placement")
+        in_gates(self.world, [experts.workspace], lambda: self._replace(experts, placement))
+
+    def _replace(self, experts: Experts, placement: Placement) -> None:
+        """Collective, in the gates of the world and of the workspace: nobody makes a call."""
+        world, old = self.world, self.placement
+        agreement.agree(self.cfg, world, self._place, "MoELayer.replace", placement)
+        if not experts.can_be_placed:
+            raise RuntimeError(
+                "the layer was made with its experts in order, and its kernel knows no other "
+                "place: make it with MoELayer(cfg, world, placement=...)"
+            )
+        for rank, (before, after) in enumerate(zip(old.ranks, placement.ranks, strict=True)):
+            if len(before) != len(after):
+                raise ValueError(
+                    f"rank {rank} has {len(before)} experts, and would have {len(after)}: replace "
+                    "keeps the numbers of all ranks. Make a layer with the new placement, or "
+                    "propose one with as many slots"
+                )
+        moving.require_way(world)
+        error: Exception | None = None
+        made: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            held = {
+                name: own.detach()
+                for name in wrappers.EXPERTS
+                if (own := self._parameters.get(name)) is not None
+            }
+            try:
+                experts.settle()
+                made = moving.moved(held, old, placement, world)
+                experts.settle()  # others may be copying from here
+            except Exception as raised:  # no memory, a lost peer
+                error = raised
+            agreement.require_on_all(world, error, "the experts of its new placement")
+            for name, tensor in made.items():
+                held[name].copy_(tensor)
+        experts.place(placement)
 
     @property
     def placement(self) -> Placement:

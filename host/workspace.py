@@ -50,7 +50,7 @@ class Workspace:
         """
         if self.shared.gate.held_here:
             raise RuntimeError("a workspace cannot be closed within a call of one of its layers")
-        _in_gates(self.world, [self], self._close)
+        in_gates(self.world, [self], self._close)
         self.world.release(self.shared)
 
     def _close(self) -> None:
@@ -99,10 +99,10 @@ def reset(world: World, workspaces: list[Workspace]) -> None:
                 workspace.shared.clear()
         world.control.barrier("the end of reset")  # all heaps are clean before anyone writes there
 
-    _in_gates(world, workspaces, settle_and_clear)
+    in_gates(world, workspaces, settle_and_clear)
 
 
-def _in_gates(world: World, workspaces: list[Workspace], do: Callable[[], None]) -> None:
+def in_gates(world: World, workspaces: list[Workspace], do: Callable[[], None]) -> None:
     """Does it in the gates of a world and of its workspaces, each of them once."""
     for gate in dict.fromkeys([*(each.shared.gate for each in workspaces), world.gate]):
         do = functools.partial(gate.run, do, within=gate is not world.gate)

@@ -113,6 +113,12 @@ class Engine(Protocol):
         where a call only begins, in a later call or in `check`.
         """
 
+    def place(self, placement: Placement) -> None:
+        """Experts lie elsewhere in the calls from now on, in as many places of each rank. For who
+        is in the workspace's gate, of an engine that was made with a placement, when its calls are
+        done.
+        """
+
     def check(self) -> None:
         """Waits for the calls so far and raises what has gone wrong in them."""
 

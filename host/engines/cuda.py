@@ -161,6 +161,13 @@ class CudaEngine:
         if failure is not None:
             raise self._exception_of(failure, self._identity)
 
+    def place(self, placement: Placement) -> None:
+        """See `Engine.place`."""
+        with torch.cuda.device(self._device):
+            self._holdings.place(placement)
+            torch.cuda.synchronize()
+        self._placement = placement
+
     def stats(self) -> CallStats:
         """See `Engine.stats`. Waits for the calls so far."""
         return self._holdings.gate.run(self._stats)
@@ -404,7 +411,12 @@ class CudaHoldings:
             plan = torch.frombuffer(bytearray(self._faults.packed(again=again)), dtype=torch.uint8)
             self.records[self._offsets["faults"] :][: len(plan)].copy_(plan)
         if self._placement is not None:
-            cuda_records.write_table(self.records, self._offsets, self._placement)
+            self.place(self._placement)
+
+    def place(self, placement: Placement) -> None:
+        """Says where experts lie, on the current stream."""
+        self._placement = placement
+        cuda_records.write_table(self.records, self._offsets, placement)
 
     def interrupt(self, reason: str) -> None:
         """The workspace ends the call."""

@@ -136,6 +136,12 @@ class TwinEngine:
         """See `Engine.check`: a call of the twin has raised by itself."""
         self._live()
 
+    def place(self, placement: Placement) -> None:
+        """See `Engine.place`."""
+        begins, places = placement.table()
+        self._live().place(places_from=begins, places=places)
+        self._placement = placement
+
     def stats(self) -> CallStats:
         """See `Engine.stats`."""
         return self._holdings.gate.run(self._stats)

@@ -151,6 +151,13 @@ NB_MODULE(_twin, module) {
           "clear",
           [](TwinRecords& self, const nb::bytes& faults) { self.clear(to_fault_plan(faults)); },
           "faults"_a)
+      .def(
+          "place",
+          [](TwinRecords& self, const std::vector<u32>& places_from,
+             const std::vector<u32>& places) {
+            self.place(to_table(self.geometry(), places_from, places));
+          },
+          nb::kw_only(), "places_from"_a, "places"_a)
       .def("counters", &counters_of, nb::sig("def counters(self) -> tuple[bytes, bytes, bytes]"))
       .def("trace", &trace_of, nb::sig("def trace(self) -> tuple[bytes, bytes]"))
       .def("rows_sent", &TwinRecords::rows_sent)

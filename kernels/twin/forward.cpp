@@ -122,6 +122,11 @@ TwinRecords::TwinRecords(const Geometry& geometry, const FaultPlan& faults, Plac
   write_table();
 }
 
+void TwinRecords::place(PlaceTable table) {
+  table_ = std::move(table);
+  write_table();
+}
+
 void TwinRecords::clear(const FaultPlan& faults) {
   std::memset(base(), 0, bytes());
   *memory().faults = faults;

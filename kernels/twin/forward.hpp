@@ -97,6 +97,8 @@ class TwinRecords {
   const Geometry& geometry() const { return geometry_; }
   std::vector<u32> rows_sent() const;                // [peer]
   std::vector<u32> rows_received(u32 source) const;  // [local expert]
+  /// Experts are elsewhere from now on. No call is running.
+  void place(PlaceTable table);
   /// Forgets all, but for where experts are and what goes wrong from now on. No call is running.
   void clear(const FaultPlan& faults);
 

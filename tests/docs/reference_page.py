@@ -39,6 +39,8 @@ NOT_FOR_CALLERS = {
     "moeos.experts.Experts.agreed": "a MoELayer makes its own",
     "moeos.layer.MoELayer.set_matrix": "what a layer draws, and quantize makes",
     "moeos.experts.Caller": "how a MoELayer calls its experts",
+    "moeos.experts.Experts.place": "MoELayer.replace has moved the weights",
+    "moeos.experts.Experts.settle": "MoELayer.replace waits",
     "moeos.experts.Experts.run": "a MoELayer calls its experts",
     "moeos.faults.LayerFaults": "what an engine makes of a plan",
     "moeos.faults.plan_of": "how init and virtual.run find a world's plan",

@@ -28,12 +28,14 @@ from moeos import (
     Placement,
     TwinOptions,
     World,
+    moving,
     quantize,
     training,
     virtual,
 )
 from moeos.checkpoints import load_block
 from moeos.commands.routing import Pattern, draw_routing
+from moeos.moving import moves
 from moeos.timeline import files
 from moeos.timeline.call import CallTrace
 from tests.host.test_checkpoint import config as hf_config
@@ -630,6 +632,111 @@ def test_copies_pickles_and_quantised_layers_keep_it() -> None:
         call = draw_call(weights.cfg, 20, world.rank)
         y, wanted = coded(call.x), layer(call.x)
         assert (y - wanted).norm() < 0.3 * wanted.norm()
+
+    virtual.run(rank_main, ranks=3)
+
+
+# --- Experts that move --------------------------------------------------------------------------
+
+MOVED = Placement([[0, 2, 5, 8], [7, 1, 0, 3], [4, 6, 1, 0]])  # type: ignore[arg-type]
+"""As many experts on each rank as COPIES has."""
+
+
+def assert_moves(world: World, weights: Weights) -> None:
+    """Outputs are the same bits before and after, and parameters keep their memory. Collective."""
+    layer = weights.layer(world, placement=COPIES)
+    shallow, addresses = copy.copy(layer), [own.data_ptr() for own in layer.parameters()]
+    calls = [draw_call(weights.cfg, 30, world.rank), draw_given_call(weights.cfg, 3, world.rank)]
+    wanted = [call(layer) for call in calls]
+    for placement in (MOVED, COPIES, MOVED):
+        layer.replace(placement)
+        own = placement.ranks[world.rank]
+        assert torch.equal(layer.w2.view(torch.uint8), weights.w2[list(own)].view(torch.uint8))
+        for one in (layer, shallow):
+            assert one.placement == placement
+            assert all(torch.equal(call(one), y) for call, y in zip(calls, wanted, strict=True))
+        assert {key for key in layer.state_dict() if "w1." in key} == {f"w1.{e}" for e in own}
+    assert [own.data_ptr() for own in layer.parameters()] == addresses
+    right(copy.deepcopy(layer), weights)
+    layer.reset()
+    right(layer, weights)
+
+
+@pytest.mark.parametrize("weight_format", [None, "fp8_block128", "int4_group32"])
+def test_experts_of_virtual_ranks_move(weight_format: Any) -> None:
+    sizes = {"hidden": 128, "intermediate": 128, "weight_format": weight_format}
+    weights = draw_weights(dataclasses.replace(CFG, **sizes))
+    virtual.run(lambda world: assert_moves(world, weights), ranks=3)
+
+
+@pytest.mark.parametrize("weight_format", [None, "fp8_block128"])
+def test_experts_of_processes_move(weight_format: Any) -> None:
+    sizes = {"hidden": 128, "intermediate": 128, "weight_format": weight_format}
+    weights = draw_weights(dataclasses.replace(CFG, **sizes))
+
+    def rank_main(world: World) -> bool:
+        assert_moves(world, weights)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 3))
+
+
+def test_who_gets_an_expert_gets_it_from_its_ranks_by_turns() -> None:
+    old = Placement([[0], [0], [1], [2], [3]])  # type: ignore[arg-type]
+    new = Placement([[1], [0], [0], [0], [2, 3]])  # type: ignore[arg-type]
+    assert moves(old, new) == [(0, 0, 2), (0, 1, 3), (1, 2, 0), (2, 3, 4)]
+    assert moves(new, new) == []
+
+
+@pytest.mark.parametrize(
+    ("made_with", "placement", "error", "sentence"),
+    [
+        (None, SHUFFLED, RuntimeError, "was made with its experts in order, and its kernel knows"),
+        (SHUFFLED, None, TypeError, "placement is None; it must be a moeos.Placement"),
+        (SHUFFLED, [[0]], TypeError, "placement is a list; it must be a moeos.Placement"),
+        (SHUFFLED, COPIES, ValueError, "rank 0 has 3 experts, and would have 4: replace keeps"),
+        (SHUFFLED, Placement.chunk(9, 2), ValueError, "placement has 9 experts on 2 ranks"),
+    ],
+)
+def test_what_cannot_be_replaced_is_refused_and_nothing_changes(
+    made_with: Any, placement: Any, error: Any, sentence: str
+) -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world, placement=made_with)
+        with pytest.raises(error, match=sentence):
+            layer.replace(placement)
+        right(layer)
+
+    virtual.run(rank_main, ranks=3)
+
+
+def test_ranks_that_would_move_experts_elsewhere_are_told_so() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world, placement=COPIES)
+        with pytest.raises(ConfigMismatch, match="the same placement"):
+            layer.replace(MOVED if world.rank == 1 else COPIES)
+        right(layer)
+
+    virtual.run(rank_main, ranks=3)
+
+
+def test_what_one_rank_cannot_move_changes_nothing_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = moving.moved
+
+    def moved(held: Any, old: Placement, new: Placement, world: World) -> Any:
+        made = really(held, old, new, world)
+        if world.rank == 1:
+            raise RuntimeError("out of memory")
+        return made
+
+    monkeypatch.setattr(moving, "moved", moved)
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world, placement=COPIES)
+        with pytest.raises((RuntimeError, ValueError), match="out of memory"):
+            layer.replace(MOVED)
+        assert layer.placement == COPIES
+        right(layer)
 
     virtual.run(rank_main, ranks=3)
 
