@@ -21,10 +21,6 @@ from moeos.formats import TOKEN_GROUP, dequantize, quantize_matrix, quantize_row
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """The largest relative Frobenius error of one rank's output of one call."""
 
-CODED_TOLERANCE = 1e-2
-"""The same where rows are sent as codes. A value beside a tie between two codes may become the
-other one, by the rounding of fp32: of float32 layers the error is 1e-3 then, and else 1e-6."""
-
 NEAR_TIE = 1e-6
 """Tokens whose routing margin is below this may be routed otherwise in fp32."""
 
@@ -391,8 +387,7 @@ def assert_matches(weights: Weights, call: Call, y: Tensor, what: str = "") -> N
     assert near_ties <= allowed, f"{what}: {near_ties} of {len(sure)} tokens are near ties"
     expected = weights.expected(call)
     error = reference.relative_error(y[sure], expected[sure])
-    tolerance = TOLERANCE[cfg.dtype] if cfg.activation_format is None else CODED_TOLERANCE
-    assert error <= tolerance, f"{what}: relative error {error:.2e}"
+    assert error <= reference.tolerance_of(cfg), f"{what}: relative error {error:.2e}"
 
 
 def assert_all_match(

@@ -20,15 +20,9 @@ from moeos.config import MoEConfig
 from moeos.formats import dequantize
 from moeos.layer import MoELayer
 
-_CODED_TOLERANCE = 1e-2  # a number beside a tie between two codes may become either
 _MAX_FLOPS = 4e10  # of one rank's reference: seconds on one core
 _MAX_BYTES = 1 << 28  # of one rank's float64 rows
 _ALIGNMENT = 64
-
-
-def tolerance_of(cfg: MoEConfig) -> float:
-    """The largest relative error of a correct layer."""
-    return reference.TOLERANCE[cfg.dtype] if cfg.activation_format is None else _CODED_TOLERANCE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 import moeos
-from moeos import host_memory
+from moeos import host_memory, reference
 from moeos.checkpoints.files import Tensors, open_tensors
 from moeos.cli import estimate, memory, report, worlds
-from moeos.cli.check import Checker, CheckResult, tolerance_of
+from moeos.cli.check import Checker, CheckResult
 from moeos.cli.outputs import Outputs
 from moeos.cli.report import RankReport
 from moeos.cli.tensors import piece, read_rows
@@ -229,7 +229,7 @@ def _run(world: moeos.World, options: RunOptions) -> int:
     result: CheckResult | None = checker.compare() if checker is not None else None
     reports = world.control.allgather(RankReport(totals, result), "the results of the run")
     error = report.largest_error(reports) if options.check else None
-    tolerance = tolerance_of(plan.cfg)
+    tolerance = reference.tolerance_of(plan.cfg)
     if speaks:
         _conclude(world, options, plan, reports, error, tolerance)
     return failures.ABOVE_TOLERANCE if error is not None and error > tolerance else failures.DONE

@@ -25,7 +25,7 @@ from moeos.engines.base import CallStats, CallTensors
 from moeos.engines.cuda import CAPABILITY, CudaEngine
 from moeos.jit import compile_kernel
 from moeos.kernel_shape import KernelShape
-from tests.layers import CODED_TOLERANCE, Call, Weights, config, draw_call, draw_given_call
+from tests.layers import Call, Weights, config, draw_call, draw_given_call
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """The largest relative Frobenius error of one rank's output of one call."""
@@ -386,8 +386,7 @@ def assert_matches(weights: Weights, call: Call, y: Tensor, what: str) -> None:
         sure = ~near_ties(weights, call.x)
         assert cfg.capacity_factor is None or sure.all(), f"{what}: draw its tokens otherwise"
     error = reference.relative_error(y[sure], weights.expected(call)[sure])
-    tolerance = TOLERANCE[cfg.dtype] if cfg.activation_format is None else CODED_TOLERANCE
-    assert error <= tolerance, f"{what}: relative error {error:.2e}"
+    assert error <= reference.tolerance_of(cfg), f"{what}: relative error {error:.2e}"
 
 
 def assert_all_match(

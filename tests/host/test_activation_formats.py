@@ -21,7 +21,6 @@ import moeos
 from moeos import Experts, MoELayer, TwinOptions, World, formats, reference, virtual
 from moeos.engines import twin
 from tests.layers import (
-    CODED_TOLERANCE,
     PREFERENCES,
     Call,
     Weights,
@@ -133,7 +132,7 @@ def test_the_error_is_that_of_the_same_steps_in_pytorch(
     ).expected(call)
     steps = step_by_step(weights, call)
     own, theirs = (reference.relative_error(one, unquantised) for one in (y, steps))
-    assert reference.relative_error(y, steps) <= CODED_TOLERANCE
+    assert reference.relative_error(y, steps) <= reference.tolerance_of(cfg)
     assert 0.01 < own <= 1.01 * theirs
 
 
@@ -186,7 +185,7 @@ def test_odd_rows_are_right_and_disturb_no_other() -> None:
     expected = WEIGHTS.expected(call)
     assert expected[4:7].isnan().all()
     for token in (1, 3, 7):
-        assert reference.relative_error(y[token], expected[token]) <= CODED_TOLERANCE
+        assert reference.relative_error(y[token], expected[token]) <= reference.tolerance_of(WEIGHTS.cfg)
 
 
 def test_logits_that_are_not_finite_are_named_as_without_codes() -> None:

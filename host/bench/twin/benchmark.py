@@ -41,7 +41,7 @@ from moeos.bench.twin.workload import Workload
 from moeos.commands import failures, machine, output, provenance
 from moeos.commands.settings import read_settings
 from moeos.config import MoEConfig
-from moeos.reference import TOLERANCE
+from moeos.reference import tolerance_of
 
 LARGEST_RATIO = 3.0
 """The bar: the ranks' time is at most this many times PyTorch's."""
@@ -191,13 +191,13 @@ def _compare(
     x = workload.all_tokens().flatten(0, 1)
     certain = reference.margin_in_errors(x, workload.gate(), cfg) > 1
     expected = output_of(pytorch, 1)[certain]
-    errors = {}
+    errors, allowed = {}, tolerance_of(cfg)
     for name, contestant in others.items():
         error = reference.relative_error(output_of(contestant, ranks)[certain], expected)
-        if error > TOLERANCE[cfg.dtype]:
+        if error > allowed:
             raise RuntimeError(
                 f"the output of {name} is not PyTorch's: its relative error is {error:.1e}, "
-                f"and {TOLERANCE[cfg.dtype]:.0e} is allowed"
+                f"and {allowed:.0e} is allowed"
             )
         errors[name] = error
     return errors

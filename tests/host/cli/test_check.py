@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from moeos import MoEConfig, MoELayer, World, virtual
+from moeos import MoEConfig, MoELayer, World, reference, virtual
 from moeos.cli import check
 from moeos.cli.check import Checker, CheckResult, share_weights
 from moeos.cli.workload import Batch
@@ -58,6 +58,16 @@ def test_a_correct_layer_is_within_the_tolerance(
         assert max(result.errors) <= TOLERANCE[dtype]
         assert result.errors[1] == 0.0
         assert result.checked + result.near_ties == result.tokens == 47
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_codes_is_within_a_tolerance_of_its_own(dtype: torch.dtype) -> None:
+    codes = {"weight_format": "fp8_block128", "activation_format": "fp8_group128"}
+    cfg = config(hidden=128, intermediate=64, dtype=dtype, **codes)
+    plain = dataclasses.replace(cfg, activation_format=None)
+    assert reference.tolerance_of(cfg) > reference.tolerance_of(plain) == TOLERANCE[dtype]
+    for result in check_calls(cfg, batches_of(cfg, (40, 0, 7))):
+        assert max(result.errors) <= reference.tolerance_of(cfg)
 
 
 @pytest.mark.parametrize("broken", [(0, 0), (1, 2)])
