@@ -87,6 +87,10 @@ class Rank:
         shared_w1: int,
         shared_w2: int,
         shared_gate: int,
+        shared_w1_scale: int,
+        shared_w2_scale: int,
+        shared_w1_scale_2: int,
+        shared_w2_scale_2: int,
         out: int,
     ) -> moeos._runtime.Failure: ...
     def abort(self) -> None: ...

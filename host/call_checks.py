@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from moeos import tensor_memory
 from moeos.calls import MAX_PIECES
 from moeos.config import DTYPES, MoEConfig
-from moeos.formats import FORMATS, TOKEN_GROUP
+from moeos.formats import FORMATS, TOKEN_GROUP, WeightFormat
 
 WEIGHTS = ("w1", "b1", "w2", "b2")
 """The tensors of a call that experts compute with, in the operator's order."""
@@ -28,12 +28,19 @@ SHARED = ("shared_w1", "shared_w2", "shared_gate")
 """Those of the shared experts, in the operator's order behind the router's."""
 SCALES = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 """Those of weights that are codes, in the operator's order behind the shared experts'."""
-OWN = (*WEIGHTS, *ROUTER, *SHARED, *SCALES)
+SHARED_SCALES = tuple(f"shared_{name}" for name in SCALES)
+"""Those of the shared experts' weights that are codes, behind them."""
+OWN = (*WEIGHTS, *ROUTER, *SHARED, *SCALES, *SHARED_SCALES)
 """All that are not of a call's tokens, in the operator's order."""
 _READ = ("x", "topk_ids", "topk_weights", "tokens", "x_scale", *OWN)
 """All that a call reads."""
 _NO_SCALE = ("cfg.weight_format is None", "weight_format=...")
 _NO_SECOND = ("cfg.weight_format is not 'nvfp4'", "weight_format='nvfp4'")
+_NO_SHARED_SCALE = ("cfg.shared_weight_format is None", "shared_weight_format=...")
+_NO_SHARED_SECOND = (
+    "cfg.shared_weight_format is not 'nvfp4'",
+    "weight_format='nvfp4', shared_weight_format='nvfp4'",
+)
 _SHARED_FIELDS = ("cfg.shared_experts is 0", "shared_experts=1, shared_intermediate=...")
 _FIELDS = {
     "b1": ("cfg.bias is False", "bias=True"),
@@ -48,6 +55,10 @@ _FIELDS = {
     "w2_scale": _NO_SCALE,
     "w1_scale_2": _NO_SECOND,
     "w2_scale_2": _NO_SECOND,
+    "shared_w1_scale": _NO_SHARED_SCALE,
+    "shared_w2_scale": _NO_SHARED_SCALE,
+    "shared_w1_scale_2": _NO_SHARED_SECOND,
+    "shared_w2_scale_2": _NO_SHARED_SECOND,
 }
 """What a config says that has no such tensor, and what of one that has."""
 
@@ -86,41 +97,66 @@ def expected_weights(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...
     tensor.
     """
 
-    def one(name: str, *shape: int) -> Expected:
-        return Expected(name, torch.Size((experts, *shape)), cfg.dtype)
+    def bias(name: str, length: int) -> Expected | None:
+        shape = torch.Size((experts, length))
+        return Expected(name, shape, cfg.dtype) if cfg.bias else None
 
     def matrix(name: str, rows: int, columns: int) -> Expected:
-        if cfg.weight_format is None:
-            return one(name, rows, columns)
-        row = FORMATS[cfg.weight_format]
-        shape = torch.Size((experts, *row.code_shape(rows, columns)))
-        return Expected(name, shape, row.code_dtype, f"codes of weight_format {row.name!r}")
+        return _matrices(cfg, "weight_format", name, experts, rows, columns)
 
     return (
         matrix("w1", cfg.w1_rows, cfg.hidden),
-        one("b1", cfg.w1_rows) if cfg.bias else None,
+        bias("b1", cfg.w1_rows),
         matrix("w2", cfg.hidden, cfg.intermediate),
-        one("b2", cfg.hidden) if cfg.bias else None,
+        bias("b2", cfg.hidden),
     )
+
+
+def _matrices(
+    cfg: MoEConfig, field: str, name: str, number: int, rows: int, columns: int
+) -> Expected:
+    """So many of them, in the format that a field of the config says."""
+    format_name: WeightFormat | None = getattr(cfg, field)
+    if format_name is None:
+        return Expected(name, torch.Size((number, rows, columns)), cfg.dtype)
+    row = FORMATS[format_name]
+    shape = torch.Size((number, *row.code_shape(rows, columns)))
+    return Expected(name, shape, row.code_dtype, f"codes of {field} {row.name!r}")
 
 
 def expected_scales(cfg: MoEConfig, experts: int) -> tuple[Expected | None, ...]:
     """Of one rank's `experts` experts, in the order of `SCALES`; None where there is no such
     tensor.
     """
-    if cfg.weight_format is None:
-        return (None,) * len(SCALES)
-    row = FORMATS[cfg.weight_format]
-    part = f"scales of weight_format {row.name!r}"
-    matrices = ((cfg.halves, cfg.intermediate, cfg.hidden), (1, cfg.hidden, cfg.intermediate))
-    w1, w2, w1_2, w2_2 = SCALES
+    return _scales(cfg, "weight_format", SCALES, experts, cfg.intermediate)
+
+
+def expected_shared_scales(cfg: MoEConfig) -> tuple[Expected | None, ...]:
+    """In the order of `SHARED_SCALES`; None where there is no such tensor."""
+    number, width = cfg.shared_experts, cfg.shared_intermediate
+    return _scales(cfg, "shared_weight_format", SHARED_SCALES, number, width)
+
+
+def _scales(
+    cfg: MoEConfig, field: str, names: Sequence[str], number: int, width: int
+) -> tuple[Expected | None, ...]:
+    """Of so many MLPs with so many values between their matrices, in the format that a field of the
+    config says.
+    """
+    format_name: WeightFormat | None = getattr(cfg, field)
+    if format_name is None:
+        return (None,) * len(names)
+    row = FORMATS[format_name]
+    part = f"scales of {field} {row.name!r}"
+    matrices = ((cfg.halves, width, cfg.hidden), (1, cfg.hidden, width))
+    w1, w2, w1_2, w2_2 = names
     return (
         *(
-            Expected(name, torch.Size((experts, *row.scale_shape(*of))), row.scale_dtype, part)
+            Expected(name, torch.Size((number, *row.scale_shape(*of))), row.scale_dtype, part)
             for name, of in zip((w1, w2), matrices, strict=True)
         ),
         *(
-            Expected(name, torch.Size((experts, halves)), torch.float32, part)
+            Expected(name, torch.Size((number, halves)), torch.float32, part)
             if row.scale_2
             else None
             for name, (halves, _, _) in zip((w1_2, w2_2), matrices, strict=True)
@@ -144,15 +180,14 @@ def expected_router(cfg: MoEConfig) -> tuple[Expected | None, ...]:
 
 def expected_shared(cfg: MoEConfig) -> tuple[Expected | None, ...]:
     """In the order of `SHARED`; None where there is no such tensor."""
-    n, there = cfg.shared_experts, cfg.shared_experts > 0
-    shapes = (
-        (n, cfg.shared_w1_rows, cfg.hidden) if there else None,
-        (n, cfg.hidden, cfg.shared_intermediate) if there else None,
-        (cfg.hidden,) if cfg.shared_gate else None,
-    )
-    return tuple(
-        None if shape is None else Expected(name, torch.Size(shape), cfg.dtype)
-        for name, shape in zip(SHARED, shapes, strict=True)
+    n, field = cfg.shared_experts, "shared_weight_format"
+    if n == 0:
+        return (None,) * len(SHARED)
+    w1, w2, gate = SHARED
+    return (
+        _matrices(cfg, field, w1, n, cfg.shared_w1_rows, cfg.hidden),
+        _matrices(cfg, field, w2, n, cfg.hidden, cfg.shared_intermediate),
+        Expected(gate, torch.Size((cfg.hidden,)), cfg.dtype) if cfg.shared_gate else None,
     )
 
 
@@ -509,13 +544,15 @@ def wrong_dtype(expected: Expected, found: torch.dtype) -> str:
     if found == dtype:
         return ""
     said = f"{name} has dtype {found}; it must be {dtype}"
+    field = "shared_weight_format" if name in SHARED else "weight_format"
+    is_weight = name in (*WEIGHTS, *SHARED)
     if not part:
-        coded = name in WEIGHTS and found in CODES
-        return said + (", or this be made with MoEConfig(weight_format=...)" if coded else "")
-    if name in WEIGHTS and found in DTYPES.values():
+        coded = is_weight and found in CODES
+        return said + (f", or this be made with MoEConfig({field}=...)" if coded else "")
+    if is_weight and found in DTYPES.values():
         return (
             f"{said}, {part}: make a layer without a format, and moeos.quantize it, or set "
-            "weight_format=None"
+            f"{field}=None"
         )
     return f"{said}, {part}"
 

@@ -134,8 +134,8 @@ class MoEConfig:
             fp32 scale for 128 x 128 weights, for a row or for a matrix; H and I are multiples of
             16. "mxfp4" is e2m1 with an e8m0 scale for 32 weights of a row, "nvfp4" e2m1 with an
             e4m3 scale for 16 and an fp32 one for a matrix, "int4_group32" integers with a bfloat16
-            scale for 32; H and I are multiples of 32. Tokens, biases, the router and shared experts
-            are as without it.
+            scale for 32; H and I are multiples of 32. Tokens, biases and the router are as without
+            it, and shared experts unless `shared_weight_format` says otherwise.
         activation_format: how experts get their tokens. None: in `dtype`. "fp8_group128": as e4m3
             codes with an fp32 scale for 128 elements, and what lies between their two products with
             one for 64. Products are then of FP8 by FP8, and their sums fp32. `weight_format` is one
@@ -148,6 +148,9 @@ class MoEConfig:
             and calls have `slots` experts a token. Not with a capacity, groups of experts, zero
             experts, `apply_router_weight_on_input` or a caller that routes.
         rounding_tile: tokens of a tile.
+        shared_weight_format: how the shared experts' shared_w1 and shared_w2 are held: None, in
+            `dtype`; or as `weight_format`, which it then is. Is is such a multiple as H and I. They
+            are multiplied as numbers of `dtype`, also with an `activation_format`.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -188,6 +191,7 @@ class MoEConfig:
     activation_format: ActivationFormat | None = None
     rounding: Rounding | None = None
     rounding_tile: int = _TILE
+    shared_weight_format: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -224,6 +228,7 @@ class MoEConfig:
         self._check_weight_format()
         self._check_activation_format()
         self._check_rounding()
+        self._check_shared_weight_format()
 
     @property
     def formula(self) -> Formula:
@@ -239,6 +244,12 @@ class MoEConfig:
     def halves(self) -> int:
         """Matrices of an expert's w1: 2, gate and up, if gated, else 1."""
         return 2 if self.gated else 1
+
+    def in_numbers(self) -> MoEConfig:
+        """The same layer without formats: weights and tokens are in `dtype`."""
+        fields = ("weight_format", "activation_format", "shared_weight_format")
+        numbers: dict[str, Any] = dict.fromkeys(fields)
+        return dataclasses.replace(self, **numbers)
 
     @property
     def resolved_swiglu_limit(self) -> float | None:
@@ -364,7 +375,8 @@ class MoEConfig:
 
         docs/checkpoints.md lists the families that are understood, and what of them is not. Shared
         experts are part of the layer where the table says so: as one MLP, as checkpoints have them.
-        Of a quantised model `weight_format` is what it ships its experts in.
+        Of a quantised model `weight_format` is what it ships its experts in. With `quant_method`
+        "fp8" `shared_weight_format` is the same, unless its config leaves shared experts out.
 
         Args:
             config: a transformers config, or the dict that a config.json holds; also that of a
@@ -587,6 +599,21 @@ class MoEConfig:
         for name, most in (("experts", _MAX_ROUNDED_EXPERTS), ("top_k", _MAX_ROUNDED_CHOICES)):
             if getattr(self, name) > most:
                 raise self._error(name, f"at most {most} {said}")
+
+    def _check_shared_weight_format(self) -> None:
+        if self.shared_weight_format is None:
+            return
+        self._check_choice("shared_weight_format", NAMES)
+        if self.shared_experts == 0:
+            raise self._error("shared_weight_format", "None where shared_experts is 0")
+        if self.shared_weight_format != self.weight_format:
+            raise self._error(
+                "shared_weight_format", f"None, or weight_format, {self.weight_format!r}"
+            )
+        multiple = FORMATS[self.shared_weight_format].multiple
+        if self.shared_intermediate % multiple != 0:
+            said = f"a multiple of {multiple} with shared_weight_format"
+            raise self._error("shared_intermediate", f"{said} {self.shared_weight_format!r}")
 
     def _error(self, name: str, allowed: str) -> ValueError:
         return ValueError(_must_be(name, getattr(self, name), allowed))

@@ -47,7 +47,9 @@ _TENSORS = (
     "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, "
     "Tensor? selection_bias, Tensor? router_bias, Tensor? expert_scale, "
     "Tensor? shared_w1, Tensor? shared_w2, Tensor? shared_gate, "
-    "Tensor? w1_scale, Tensor? w2_scale, Tensor? w1_scale_2, Tensor? w2_scale_2"
+    "Tensor? w1_scale, Tensor? w2_scale, Tensor? w1_scale_2, Tensor? w2_scale_2, "
+    "Tensor? shared_w1_scale, Tensor? shared_w2_scale, "
+    "Tensor? shared_w1_scale_2, Tensor? shared_w2_scale_2"
 )
 _ROUTING = 3  # of these, from topk_ids on; what follows is the caller's own
 _HOW = "*, bool any_ids=False, int pieces=1"

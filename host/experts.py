@@ -23,7 +23,9 @@ from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
 
 _NOTHING_ELSE = (None,) * (len(call_checks.ROUTER) + len(call_checks.SHARED))
-"""In place of the tensors that `Experts` do without."""
+"""In place of the tensors that `Experts` do without, before the scales."""
+_NO_SHARED_SCALES = (None,) * len(call_checks.SHARED_SCALES)
+"""And behind them."""
 
 
 class Caller(NamedTuple):
@@ -151,7 +153,10 @@ class Experts:
             topk_ids,
             topk_weights,
             tokens,
-            (w1, b1, w2, b2, *_NOTHING_ELSE, w1_scale, w2_scale, w1_scale_2, w2_scale_2),
+            (
+                *(w1, b1, w2, b2, *_NOTHING_ELSE),
+                *(w1_scale, w2_scale, w1_scale_2, w2_scale_2, *_NO_SHARED_SCALES),
+            ),
             out,
             pieces,
             x_scale=x_scale,
@@ -340,7 +345,7 @@ class Experts:
         self._known: dict[str, KnownTensors] = {}
         self._caller = Caller(
             "Experts",
-            (*weights, *_NOTHING_ELSE, *scales),
+            (*weights, *_NOTHING_ELSE, *scales, *_NO_SHARED_SCALES),
             absent="this config has one",
             routes=False,
             any_ids=True,

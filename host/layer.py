@@ -44,9 +44,9 @@ _OF_THE_GATE = {
 }
 """Where the tensors lie that a config has under these names."""
 _COMPUTED_WITH = (*call_checks.WEIGHTS, *call_checks.SHARED)
-"""What has the layer's dtype, and keeps it."""
-_CODED = ("w1", "w2", *call_checks.SCALES)
-"""What is of a format, in a layer that has one."""
+"""What has the layer's dtype, and keeps it, where it is not of a format."""
+_EQUAL = (*call_checks.SHARED, *call_checks.SHARED_SCALES)
+"""What is equal on all ranks, as the gate is."""
 _SMALL_FLOATS = (torch.float8_e4m3fn,)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By their bytes."""
@@ -125,6 +125,8 @@ class MoELayer(nn.Module):
         w1_scale, w2_scale with `cfg.weight_format`, and w1_scale_2, w2_scale_2 with "nvfp4": below.
         shared_w1 [n, 2Is or Is, H], shared_w2 [n, H, Is] with n = `cfg.shared_experts` above 0, and
             shared_gate [H] with `cfg.shared_gate`: equal on all ranks, as the gate is.
+        shared_w1_scale, shared_w2_scale with `cfg.shared_weight_format`, and shared_w1_scale_2,
+            shared_w2_scale_2 with "nvfp4": as those of w1 and w2, with n for X and Is for I.
         gate.bias fp32 [R] with `cfg.router_bias`.
         gate.selection_bias fp32 [R] with `cfg.selection_bias` (a buffer).
         gate.expert_scale fp32 [R] with `cfg.expert_scale` (a buffer).
@@ -310,6 +312,10 @@ class MoELayer(nn.Module):
             own.get("w2_scale"),
             own.get("w1_scale_2"),
             own.get("w2_scale_2"),
+            own.get("shared_w1_scale"),
+            own.get("shared_w2_scale"),
+            own.get("shared_w1_scale_2"),
+            own.get("shared_w2_scale_2"),
         )
         rounds = self.cfg.rounding is not None
         if rounds and topk_ids is None and topk_weights is None and x_scale is None and not weigh:
@@ -517,9 +523,9 @@ class MoELayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.experts = None
-        for wanted in self._of_experts().values():
-            own = None if wanted is None else self._parameters.get(wanted.name)
-            if wanted is None or own is None or own.dtype != torch.uint8:
+        for wanted in self._expected().values():
+            own = self._parameters.get(wanted.name)
+            if own is None or own.dtype != torch.uint8:
                 continue
             if wanted.dtype in _SMALL_FLOATS:
                 numbers = own.detach().view(wanted.dtype)
@@ -540,6 +546,7 @@ class MoELayer(nn.Module):
                 *call_checks.expected_router(cfg),
                 *call_checks.expected_shared(cfg),
                 *call_checks.expected_scales(cfg, local),
+                *call_checks.expected_shared_scales(cfg),
             ),
             absent="the layer was made with one",
             routes=True,
@@ -559,6 +566,9 @@ class MoELayer(nn.Module):
             self.w1_scale, self.w2_scale, self.w1_scale_2, self.w2_scale_2 = map(
                 _parameter_like, call_checks.expected_scales(cfg, local)
             )
+            scales = map(_parameter_like, call_checks.expected_shared_scales(cfg))
+            self.shared_w1_scale, self.shared_w2_scale, *second = scales
+            self.shared_w1_scale_2, self.shared_w2_scale_2 = second
         if init:
             self._initialise_alike(world)
         self._use(world, apart, workspace)
@@ -606,9 +616,16 @@ class MoELayer(nn.Module):
             _fill_uniform(self.gate.weight, generator)
             if self.gate.bias is not None:
                 self.gate.bias.zero_()
-            for shared in (self.shared_w1, self.shared_w2, self.shared_gate):
-                if shared is not None:
-                    _fill_uniform(shared, generator)
+            if self.cfg.shared_weight_format is None:
+                for shared in (self.shared_w1, self.shared_w2):
+                    if shared is not None:
+                        _fill_uniform(shared, generator)
+            else:
+                for mlp in range(self.cfg.shared_experts):
+                    for name in ("shared_w1", "shared_w2"):
+                        self._fill_matrix(name, mlp, generator)
+            if self.shared_gate is not None:
+                _fill_uniform(self.shared_gate, generator)
             for local, expert in enumerate(self._own()):
                 generator.manual_seed((seed + 1 + expert) % (1 << _SEED_BITS))
                 for name in ("w1", "w2"):
@@ -618,7 +635,7 @@ class MoELayer(nn.Module):
                         bias[local].zero_()
 
     def _fill_matrix(self, name: str, local: int, generator: torch.Generator) -> None:
-        """Draws an expert's w1 or w2."""
+        """Draws an expert's w1 or w2, or a shared one's."""
         cfg, weight = self.cfg, getattr(self, name)[local]
         if cfg.weight_format is None:
             _fill_uniform(weight, generator)
@@ -626,6 +643,8 @@ class MoELayer(nn.Module):
         rows, columns = {
             "w1": (cfg.w1_rows, cfg.hidden),
             "w2": (cfg.hidden, cfg.intermediate),
+            "shared_w1": (cfg.shared_w1_rows, cfg.hidden),
+            "shared_w2": (cfg.hidden, cfg.shared_intermediate),
         }[name]
         drawn = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
         _fill_uniform(drawn, generator)
@@ -633,12 +652,13 @@ class MoELayer(nn.Module):
 
     def set_matrix(self, name: str, local: int, numbers: torch.Tensor) -> None:
         """Makes `numbers` [R, C], of any floating dtype, the w1 or w2 of this rank's expert
-        `local`, in `cfg.weight_format`.
+        `local`, or the shared_w1 or shared_w2 of the shared expert of that number, in
+        `cfg.weight_format`.
         """
         cfg = self.cfg
         assert cfg.weight_format is not None
         with torch.no_grad():
-            halves = cfg.halves if name == "w1" else 1
+            halves = cfg.halves if name.endswith("w1") else 1
             parts = quantize_matrix(numbers, cfg.weight_format, halves)
             for end, part in zip(("", "_scale", "_scale_2"), parts, strict=True):
                 if part is not None:
@@ -667,12 +687,13 @@ class MoELayer(nn.Module):
             self._require_dtype("the layer", like.dtype)
         order = self._buffers.get("_order")
         names = {id(tensor): name for name, tensor in self._parameters.items()}
+        of_formats = {wanted.name for wanted in self._expected().values() if wanted.part}
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             if tensor is order:  # it stays in its place: another thread may be calling the layer
                 return tensor
             name = names.get(id(tensor))
-            if coded and name in _CODED:
+            if name in of_formats:
                 return _as_bits(tensor, fn)
             made = fn(tensor)
             if name in _COMPUTED_WITH and tensor.dtype == self.cfg.dtype:
@@ -820,30 +841,40 @@ class MoELayer(nn.Module):
                 # The parameter becomes this tensor, which must not keep all ranks' experts alive.
                 mine = mine if mine.untyped_storage().nbytes() == mine.nbytes else mine.clone()
             taken[prefix + name] = mine
-        for name in call_checks.SHARED:
-            given = state_dict.get(prefix + name)
-            if isinstance(given, torch.Tensor):
-                taken[prefix + name] = sharding.everything(prefix + name, given)
+        for name in _EQUAL:
+            given, shared = state_dict.get(prefix + name), self._parameters.get(name)
+            if not isinstance(given, torch.Tensor):
+                continue
+            taken[prefix + name] = sharding.everything(prefix + name, given)
+            if shared is not None:
+                try:
+                    self._require_loadable(prefix, name, given.dtype)
+                except ValueError as error:
+                    errors.append(str(error))
+                    taken[prefix + name] = shared
         super()._load_from_state_dict(taken, prefix, *others)
 
     def _require_loadable(self, prefix: str, name: str, dtype: torch.dtype) -> None:
         """Raises `ValueError` where PyTorch would convert codes, or numbers to codes, as if they
         were the same.
         """
-        wanted = self._of_experts()[name]
+        wanted = self._expected().get(name)
         if wanted is None or not (wanted.part or dtype in call_checks.CODES):
             return
         wrong = call_checks.wrong_dtype(wanted, dtype)
         if wrong:
             raise ValueError(prefix + wrong)
 
-    def _of_experts(self) -> dict[str, call_checks.Expected | None]:
-        """What the parameters of this rank's experts are to be."""
+    def _expected(self) -> dict[str, call_checks.Expected]:
+        """What the parameters are to be, but the router's."""
         local = len(self._own())
-        weights = call_checks.expected_weights(self.cfg, local)
-        scales = call_checks.expected_scales(self.cfg, local)
-        names = (*call_checks.WEIGHTS, *call_checks.SCALES)
-        return dict(zip(names, (*weights, *scales), strict=True))
+        every = (
+            *call_checks.expected_weights(self.cfg, local),
+            *call_checks.expected_scales(self.cfg, local),
+            *call_checks.expected_shared(self.cfg),
+            *call_checks.expected_shared_scales(self.cfg),
+        )
+        return {wanted.name: wanted for wanted in every if wanted is not None}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `nn.Module.register_parameter`; raises `TypeError` for a DTensor, and `ValueError`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a layer whose weights are in a format of one whose are not.
+"""Makes a layer whose weights are in a format of one whose are not, and numbers of codes again.
 
 It knows layers, and nothing of what a format means.
 """
@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from moeos import call_checks
-from moeos.formats import NAMES, ActivationFormat, WeightFormat
+from moeos.formats import NAMES, ActivationFormat, WeightFormat, dequantize
 from moeos.layer import MoELayer
 
 
@@ -19,21 +19,23 @@ def quantize(
     layer: MoELayer,
     weight_format: WeightFormat,
     activation_format: ActivationFormat | None = None,
+    shared_weight_format: WeightFormat | None = None,
 ) -> MoELayer:
     """A layer of the same world and workspace with the weights of `layer` in a format.
 
-    The gate, the biases and the shared experts are copied as they are. `layer` stays what it was.
+    The gate and the biases are copied as they are, and so are the shared experts unless they have a
+    format, too. `layer` stays what it was.
     Collective, as making a layer is. Each expert's matrices are rounded for themselves: what comes
     of one does not depend on the number of ranks.
 
     Args:
         layer: one without a format, and with weights that have values.
-        weight_format, activation_format: as of `MoEConfig`.
+        weight_format, activation_format, shared_weight_format: as of `MoEConfig`.
 
     Raises:
         TypeError: `layer` is no MoELayer, or of a class that extends it.
         ValueError: it has a format, or a weight that is not as the layer was made, or
-            `weight_format` is none, or one of both does not fit the sizes or the other.
+            `weight_format` is none, or one of the three does not fit the sizes or the others.
         RuntimeError: the layer was read from a pickle, and has no world yet.
         ConfigMismatch: the ranks' formats differ; the same error on all of them.
     """
@@ -55,7 +57,10 @@ def quantize(
     if weight_format is None:
         raise ValueError(f"weight_format is None; it must be one of {', '.join(NAMES)}")
     made_of = dataclasses.replace(
-        cfg, weight_format=weight_format, activation_format=activation_format
+        cfg,
+        weight_format=weight_format,
+        activation_format=activation_format,
+        shared_weight_format=shared_weight_format,
     )
     if layer.experts is None:
         raise RuntimeError(
@@ -71,14 +76,32 @@ def quantize(
             f"{layer.w1.device}: call it outside of torch.device({str(made.w1.device)!r})"
         )
     with torch.no_grad():
-        for expert in range(len(layer.w1)):
-            for name in ("w1", "w2"):
-                made.set_matrix(name, expert, getattr(layer, name)[expert])
+        rounded = ["w1", "w2"]
+        if shared_weight_format is not None:
+            rounded += ["shared_w1", "shared_w2"]
+        for name in rounded:
+            for number, matrix in enumerate(getattr(layer, name)):
+                made.set_matrix(name, number, matrix)
         for name in ("b1", "b2", *call_checks.SHARED):
-            if getattr(made, name) is not None:
+            if name not in rounded and getattr(made, name) is not None:
                 getattr(made, name).copy_(getattr(layer, name))
     made.gate.load_state_dict(layer.gate.state_dict())
     return made
+
+
+def numbers_of(layer: MoELayer, name: str, which: slice) -> torch.Tensor:
+    """What `name`, w1, w2, shared_w1 or shared_w2, of some experts stands for, in float32."""
+    cfg = layer.cfg
+    every: list[torch.Tensor | None] = [
+        getattr(layer, name + end) for end in ("", "_scale", "_scale_2")
+    ]
+    weight, scale, scale_2 = (None if part is None else part.detach()[which] for part in every)
+    assert weight is not None
+    if scale is None:
+        return weight.float()
+    assert cfg.weight_format is not None
+    halves = cfg.halves if name.endswith("w1") else 1
+    return dequantize(weight, scale, scale_2, cfg.weight_format, halves, torch.float32)
 
 
 def _require_values(layer: MoELayer, device: torch.device) -> None:

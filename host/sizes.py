@@ -181,6 +181,7 @@ def _layer_shape(cfg: MoEConfig) -> dict[str, object]:
         "shared_gate": cfg.shared_gate,
         "weight_format": _number_of(NAMES, cfg.weight_format),
         "activation_format": _number_of(ACTIVATION_NAMES, cfg.activation_format),
+        "shared_weight_format": _number_of(NAMES, cfg.shared_weight_format),
     }
 
 

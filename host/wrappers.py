@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 """The parameters of a layer that each rank holds for its own experts only."""
 
+_SHARED = tuple(f"shared_{name}" for name in EXPERTS if not name.startswith("b"))
+"""Those of the shared experts, which have no biases."""
+
 _layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()  # by id
 
 
@@ -74,7 +77,7 @@ def _install() -> None:
 
     @functools.wraps(original)
     def init(self: Any, module: nn.Module, *args: Any, **options: Any) -> None:
-        names = set(_names_of_experts(module))
+        names = set(_names_left_alone(module))
         if names:
             names.update(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -85,11 +88,24 @@ def _install() -> None:
     optimizers.install(experts_held)
 
 
-def _names_of_experts(module: nn.Module) -> Iterator[str]:
-    held = experts_held()
+def _names_left_alone(module: nn.Module) -> Iterator[str]:
+    left = {*experts_held(), *_shared_codes()}
     for name, tensor in module.named_parameters(remove_duplicate=False):
-        if id(tensor) in held:
+        if id(tensor) in left:
             yield name
+
+
+def _shared_codes() -> Iterator[int]:
+    """What shared experts have in a format, by `id`: it is equal on all ranks and never trained,
+    and gloo would not send 8-bit floats.
+    """
+    for one in _layers.valuerefs():
+        layer = one()
+        if layer is not None and layer.cfg.shared_weight_format is not None:
+            for name in _SHARED:
+                tensor = layer._parameters.get(name)
+                if tensor is not None:
+                    yield id(tensor)
 
 
 def experts_held() -> dict[int, Held]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig, MoELayer, Placement, Workspace, World, reference
-from moeos.formats import TOKEN_GROUP, dequantize, quantize_matrix, quantize_rows
+from moeos.formats import TOKEN_GROUP, WeightFormat, dequantize, quantize_matrix, quantize_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """The largest relative Frobenius error of one rank's output of one call."""
@@ -82,6 +82,10 @@ class Weights:
     w2_scale: Tensor | None = None
     w1_scale_2: Tensor | None = None
     w2_scale_2: Tensor | None = None
+    shared_w1_scale: Tensor | None = None
+    shared_w2_scale: Tensor | None = None
+    shared_w1_scale_2: Tensor | None = None
+    shared_w2_scale_2: Tensor | None = None
 
     def of_rank(self, rank: int, ranks: int, placement: Placement | None = None) -> Weights:
         """The router's parameters, the shared experts', and those of one rank's experts."""
@@ -103,14 +107,18 @@ class Weights:
         names = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
         return {name: getattr(self, name) for name in names}
 
+    def shared_scales(self) -> dict[str, Tensor | None]:
+        """The same of the shared experts."""
+        return {f"shared_{name}": getattr(self, f"shared_{name}") for name in self.scales()}
+
     def numbers(self, name: str) -> Tensor:
-        """What w1 or w2 means."""
+        """What w1 or w2 means, or shared_w1 or shared_w2."""
         codes: Tensor = getattr(self, name)
-        if self.cfg.weight_format is None:
+        scale, scale_2 = getattr(self, f"{name}_scale"), getattr(self, f"{name}_scale_2")
+        if scale is None:
             return codes
-        scale, scale_2 = self.scales()[f"{name}_scale"], self.scales()[f"{name}_scale_2"]
-        assert scale is not None
-        halves = self.cfg.halves if name == "w1" else 1
+        assert self.cfg.weight_format is not None
+        halves = self.cfg.halves if name.endswith("w1") else 1
         return dequantize(codes, scale, scale_2, self.cfg.weight_format, halves)
 
     def layer(
@@ -132,6 +140,7 @@ class Weights:
             "b1": mine.b1,
             "b2": mine.b2,
             **self._shared(),
+            **self.shared_scales(),
             **mine.scales(),
         }
         layer.load_state_dict({name: part for name, part in parts.items() if part is not None})
@@ -152,11 +161,15 @@ class Weights:
             selection_bias=self.selection_bias,
             x_scale=call.x_scale,
             **self._rules(),
-            **self._shared(),
+            **self._shared_numbers(),
         )
 
     def _shared(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in ("shared_w1", "shared_w2", "shared_gate")}
+
+    def _shared_numbers(self) -> dict[str, Tensor | None]:
+        matrices = ("shared_w1", "shared_w2") if self.cfg.shared_experts else ()
+        return self._shared() | {name: self.numbers(name) for name in matrices}
 
     def _rules(self) -> dict[str, Tensor | None]:
         return {"router_bias": self.router_bias, "expert_scale": self.expert_scale}
@@ -215,11 +228,10 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
 
     bias = uniform(-0.2, 0.2) if cfg.selection_bias else None
     shared, width = cfg.shared_experts, cfg.shared_intermediate
-    w1, w1_scale, w1_scale_2 = _in_format(
-        cfg, draw(cfg.experts, cfg.w1_rows, cfg.hidden), cfg.halves
-    )
-    w2, w2_scale, w2_scale_2 = _in_format(cfg, draw(cfg.experts, cfg.hidden, cfg.intermediate), 1)
-    return Weights(
+    form, halves = cfg.weight_format, cfg.halves
+    w1, w1_scale, w1_scale_2 = _in_format(draw(cfg.experts, cfg.w1_rows, cfg.hidden), form, halves)
+    w2, w2_scale, w2_scale_2 = _in_format(draw(cfg.experts, cfg.hidden, cfg.intermediate), form, 1)
+    drawn = Weights(
         cfg=cfg,
         gate=gate,
         w1=w1,
@@ -237,15 +249,22 @@ def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None
         w1_scale_2=w1_scale_2,
         w2_scale_2=w2_scale_2,
     )
+    return drawn if cfg.shared_weight_format is None else _with_shared_codes(drawn)
+
+
+def _with_shared_codes(drawn: Weights) -> Weights:
+    changes: dict[str, Tensor | None] = {}
+    for name, halves in (("shared_w1", drawn.cfg.halves), ("shared_w2", 1)):
+        parts = _in_format(getattr(drawn, name), drawn.cfg.shared_weight_format, halves)
+        changes |= zip((name, f"{name}_scale", f"{name}_scale_2"), parts, strict=True)
+    return dataclasses.replace(drawn, **changes)
 
 
 def _in_format(
-    cfg: MoEConfig, numbers: Tensor, halves: int
+    numbers: Tensor, form: WeightFormat | None, halves: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Codes and scales of matrices, in the config's format; themselves without one."""
-    if cfg.weight_format is None:
-        return numbers, None, None
-    return quantize_matrix(numbers, cfg.weight_format, halves)
+    """Codes and scales of matrices in a format; themselves without one."""
+    return (numbers, None, None) if form is None else quantize_matrix(numbers, form, halves)
 
 
 def pair_experts(weights: Weights, seed: int = 0) -> Weights:

@@ -31,7 +31,7 @@ from moeos.checkpoints.formats import (
 from moeos.checkpoints.layouts import Layout
 from moeos.checkpoints.shared_names import SharedNames
 from moeos.config import MoEConfig
-from moeos.formats import FORMATS
+from moeos.formats import FORMATS, WeightFormat
 from moeos.placement import Placement, experts_of
 
 _GIB = 2**30
@@ -86,7 +86,7 @@ def load_block(
         cfg.gate_dtype, "w1" [X, w1_rows, H] with gate rows before up rows, "w2" [X, H, I], or
         codes and scales as a layer with `weight_format` has them; where the config has them also
         "b1" [X, w1_rows] and "b2" [X, H], "shared_w1" [n, shared_w1_rows, H], "shared_w2"
-        [n, H, Is] and "shared_gate" [H], and in fp32
+        [n, H, Is], or their codes and scales, and "shared_gate" [H], and in fp32
         "gate.bias", "gate.selection_bias" and "gate.expert_scale" [E].
 
     Raises:
@@ -241,6 +241,23 @@ class _Experts:
     def shared_block(self, found: SharedNames) -> dict[str, Tensor]:
         """Both weights of the shared experts, and what weighs them."""
         cfg, layout = self._cfg, found.layout
+        if cfg.shared_weight_format is None:
+            block = self._shared_matrices(found)
+        else:
+            block = self._held_shared(found, cfg.shared_weight_format)
+        if cfg.shared_gate:
+            if layout.gate is None:
+                raise ValueError(
+                    f"shared_gate is True, and what is under {self._prefix!r} has none: set "
+                    "shared_gate=False"
+                )
+            gate = self._whole(found, layout.gate, (1, cfg.hidden), PLAIN)
+            block["shared_gate"] = _copy(gate.reshape(-1), cfg.dtype, self._device)
+        return block
+
+    def _shared_matrices(self, found: SharedNames) -> dict[str, Tensor]:
+        """Both weights, in numbers."""
+        cfg, layout = self._cfg, found.layout
         n, width = cfg.shared_experts, cfg.shared_intermediate
         halves = cfg.shared_w1_rows // width  # gate and up, or one
         w1 = torch.empty((n, halves, width, cfg.hidden), dtype=cfg.dtype, device=self._device)
@@ -252,27 +269,56 @@ class _Experts:
         w2 = torch.empty((n, cfg.hidden, width), dtype=cfg.dtype, device=self._device)
         columns = self._whole(found, layout.second, (cfg.hidden, n * width))
         w2.copy_(columns.view(cfg.hidden, n, width).transpose(0, 1))
-        block = {"shared_w1": w1.flatten(1, 2), "shared_w2": w2}
-        if cfg.shared_gate:
-            if layout.gate is None:
-                raise ValueError(
-                    f"shared_gate is True, and what is under {self._prefix!r} has none: set "
-                    "shared_gate=False"
-                )
-            gate = self._whole(found, layout.gate, (1, cfg.hidden), PLAIN)
-            block["shared_gate"] = _copy(gate.reshape(-1), cfg.dtype, self._device)
+        return {"shared_w1": w1.flatten(1, 2), "shared_w2": w2}
+
+    def _held_shared(self, found: SharedNames, wanted: WeightFormat) -> dict[str, Tensor]:
+        """The same as they are shipped: codes and scales, by their names in the layer."""
+        cfg, layout = self._cfg, found.layout
+        n, width = cfg.shared_experts, cfg.shared_intermediate
+        if n > 1:
+            raise ValueError(
+                f"shared_experts is {n}, and shared experts in a format are read as one MLP, as "
+                f"files have them: set shared_experts=1 and shared_intermediate={n * width}, or "
+                "shared_weight_format=None"
+            )
+        block: dict[str, Tensor] = {}
+        for name, matrices, shape, halves in (
+            ("shared_w1", layout.first, (cfg.shared_w1_rows, cfg.hidden), cfg.halves),
+            ("shared_w2", (layout.second,), (cfg.hidden, width), 1),
+        ):
+            made = self._rooms(1, wanted, shape, halves)
+            count = len(matrices)
+            each = (shape[0] // count, shape[1])
+            for number, matrix in enumerate(matrices):
+                row = found.formats[matrix]
+                parts = self._whole_parts(found, matrix, row, each)
+                first = found.prefix + part_name(matrix, row.parts[0])
+                _require_held(row, first, "shared_weight_format", wanted)
+                with _named(lambda part: found.prefix + part_name(matrix, part)):  # noqa: B023
+                    held = hold(row, parts, each, halves // count, wanted)
+                for into, its in zip(made, held, strict=True):
+                    if into is not None and its is not None:
+                        into[0].chunk(count)[number].copy_(its)
+            block |= _by_name(name, made)
         return block
+
+    def _whole_parts(
+        self, found: SharedNames, matrix: str, row: Format, shape: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """The parts of a matrix of the shared experts, on this device."""
+        parts = {}
+        for part in row.parts:
+            name = found.prefix + part_name(matrix, part)
+            tensor = sharding.everything(name, self._one(name, row, shape))
+            parts[part] = tensor.to(self._device)
+        return parts
 
     def _whole(
         self, found: SharedNames, matrix: str, shape: tuple[int, int], row: Format | None = None
     ) -> Tensor:
         """A matrix of the shared experts, dequantised, on this device."""
         row = row or found.formats[matrix]
-        parts = {}
-        for part in row.parts:
-            name = found.prefix + part_name(matrix, part)
-            tensor = sharding.everything(name, self._one(name, row, shape))
-            parts[part] = tensor.to(self._device)
+        parts = self._whole_parts(found, matrix, row, shape)
         made = _matrix_of(row, parts, shape, lambda part: found.prefix + part_name(matrix, part))
         self._count(row, parts, shape)
         return made.contiguous()
@@ -280,7 +326,8 @@ class _Experts:
     def say_what_it_costs(self) -> None:
         """Warns of the memory that dequantised weights take, if there are any."""
         routed = self._formats.values() if self._cfg.weight_format is None else ()
-        every = (*routed, *self._shared_formats.values())
+        shared = self._shared_formats.values() if self._cfg.shared_weight_format is None else ()
+        every = (*routed, *shared)
         said = [row.said for row in every if row.name != "plain"]
         if said:
             warnings.warn(
@@ -318,36 +365,37 @@ class _Experts:
         """
         wanted = self._cfg.weight_format
         assert wanted is not None
-        kept, (rows, columns) = FORMATS[wanted], shape
-        made = [
-            self._empty(kept.code_shape(rows, columns), kept.code_dtype),
-            self._empty(kept.scale_shape(halves, rows // halves, columns), kept.scale_dtype),
-            self._empty((halves,), torch.float32) if kept.scale_2 else None,
-        ]
+        made = self._rooms(len(self._experts), wanted, shape, halves)
         number_of = len(templates)
-        each = (rows // number_of, columns)
+        each = (shape[0] // number_of, shape[1])
         for number, template in enumerate(templates):
             row = self._formats[template]
             for local, parts in self._each(template, row, each):
-                self._require_held(row, template, local)
+                first = self._part(template, row.parts[0], local)
+                _require_held(row, first, "weight_format", wanted)
                 with _named(lambda part: self._part(template, part, local)):  # noqa: B023
                     held = hold(row, parts, each, halves // number_of, wanted)
                 for into, part in zip(made, held, strict=True):
                     if into is not None and part is not None:
                         its = into[local].chunk(number_of)[number]
                         its.copy_(_in_order(part, interleaved))
-        names = (name, f"{name}_scale", f"{name}_scale_2")
-        return {end: part for end, part in zip(names, made, strict=True) if part is not None}
+        return _by_name(name, made)
 
-    def _require_held(self, row: Format, template: str, local: int) -> None:
-        """Raises for a matrix that is shipped in another format than the config's."""
-        wanted = self._cfg.weight_format
-        if wanted not in row.held_as:
-            instead = " or ".join(map(repr, row.held_as)) or "None, and moeos.quantize the layer"
-            raise ValueError(
-                f"{self._part(template, row.parts[0], local)} is {row.said}, and weight_format is "
-                f"{wanted!r}: set weight_format={instead}"
-            )
+    def _rooms(
+        self, number: int, wanted: WeightFormat, shape: tuple[int, int], halves: int
+    ) -> list[Tensor | None]:
+        """For codes, scales and second scales of so many matrices."""
+        kept, (rows, columns) = FORMATS[wanted], shape
+        each: list[tuple[tuple[int, ...], torch.dtype]] = [
+            (kept.code_shape(rows, columns), kept.code_dtype),
+            (kept.scale_shape(halves, rows // halves, columns), kept.scale_dtype),
+        ]
+        if kept.scale_2:
+            each.append(((halves,), torch.float32))
+        made: list[Tensor | None] = [
+            torch.empty((number, *its), dtype=dtype, device=self._device) for its, dtype in each
+        ]
+        return made if kept.scale_2 else [*made, None]
 
     def _part(self, template: str, part: str, local: int) -> str:
         """The name of a part of one of these experts' matrices."""
@@ -468,6 +516,22 @@ def _runs(experts: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((expert, expert + 1))
     return runs or [(0, 0)]
+
+
+def _by_name(name: str, made: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Codes and scales by their names in the layer."""
+    names = (name, f"{name}_scale", f"{name}_scale_2")
+    return {end: part for end, part in zip(names, made, strict=True) if part is not None}
+
+
+def _require_held(row: Format, name: str, field: str, wanted: WeightFormat) -> None:
+    """Raises for a matrix that is shipped in another format than a field of the config says."""
+    if wanted in row.held_as:
+        return
+    instead = "None"  # shared experts have the routed ones' format, or none
+    if field == "weight_format":
+        instead = " or ".join(map(repr, row.held_as)) or "None, and moeos.quantize the layer"
+    raise ValueError(f"{name} is {row.said}, and {field} is {wanted!r}: set {field}={instead}")
 
 
 def _matrix_of(

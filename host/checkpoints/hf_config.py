@@ -64,6 +64,9 @@ def config_from_hf(
     fields |= family.rules
     if family.groups_if is not None and values.get(family.groups_if[0]) != family.groups_if[1]:
         fields |= {"expert_groups": 1, "top_groups": 1}
+    if "weight_format" in fields and quantization_configs.holds_shared(values):
+        has_shared = changes.get("shared_experts", fields.get("shared_experts", 0)) == 1
+        fields["shared_weight_format"] = fields["weight_format"] if has_shared else None
     if fields["routing"] != "layer":
         fields["selection_bias"] = False  # of a choice that the layer does not make
     if "router_dtype" in fields:

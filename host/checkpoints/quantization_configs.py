@@ -49,6 +49,17 @@ def weight_format_of(values: Values) -> WeightFormat | None:
     return None if config is None else _RULES[config["quant_method"]](config, values)
 
 
+def holds_shared(values: Values) -> bool:
+    """Whether a model's shared experts are in its experts' format: those of `quant_method` fp8
+    whose config leaves no shared expert out. Others leave them out by rules of their own.
+    """
+    config = require_known(values)
+    if config is None or config["quant_method"] != "fp8" or values.get("expert_dtype") == "fp4":
+        return False
+    left_out = config.get("modules_to_not_convert") or ()
+    return not any("shared" in name and not name.endswith("_gate") for name in left_out)
+
+
 def _fp8(config: Values, values: Values) -> WeightFormat:
     if config.get("fmt") not in (None, "e4m3"):
         raise _unheld(f"{_FIELD}.fmt", config["fmt"], ("e4m3",))

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from moeos import call_checks, reference
 from moeos.cli.workload import Batch
-from moeos.config import MoEConfig
-from moeos.formats import dequantize
 from moeos.layer import MoELayer
+from moeos.quantization import numbers_of
 
 _MAX_FLOPS = 4e10  # of one rank's reference: seconds on one core
 _MAX_BYTES = 1 << 28  # of one rank's float64 rows
@@ -73,11 +72,7 @@ class Checker:
             name: None if tensor is None else tensor.detach().cpu()
             for name, tensor in layer.gate.rules().items()
         }
-        shared = {name: getattr(layer, name) for name in call_checks.SHARED}
-        self._shared = {
-            name: None if tensor is None else tensor.detach().cpu()
-            for name, tensor in shared.items()
-        }
+        self._shared = {name: _shared_numbers(layer, name) for name in call_checks.SHARED}
         self._per_call = max(1, int(min(_MAX_FLOPS / flops, _MAX_BYTES / row_bytes)) // calls)
         self._samples: list[_Sample] = []
         self._tokens = 0
@@ -170,12 +165,17 @@ def share_weights(layer: MoELayer) -> dict[str, Tensor]:
 
 def _numbers(layer: MoELayer, name: str, expert: int) -> Tensor:
     """What one of this rank's experts has under a name, in numbers."""
-    cfg = layer.cfg
-    weight: Tensor = getattr(layer, name).detach()[expert]
-    if cfg.weight_format is None or name not in ("w1", "w2"):
-        return weight
-    scales = (getattr(layer, name + end) for end in ("_scale", "_scale_2"))
-    scale, scale_2 = (None if tensor is None else tensor.detach()[expert] for tensor in scales)
-    assert scale is not None
-    halves = cfg.halves if name == "w1" else 1
-    return dequantize(weight, scale, scale_2, cfg.weight_format, halves, torch.float32)
+    weight: Tensor = getattr(layer, name).detach()
+    if layer.cfg.weight_format is None or name not in ("w1", "w2"):
+        return weight[expert]
+    return numbers_of(layer, name, slice(expert, expert + 1))[0]
+
+
+def _shared_numbers(layer: MoELayer, name: str) -> Tensor | None:
+    """What the shared experts have under a name, in numbers, in this machine's memory."""
+    tensor: Tensor | None = getattr(layer, name)
+    if tensor is None:
+        return None
+    if layer.cfg.shared_weight_format is None or name == "shared_gate":
+        return tensor.detach().cpu()
+    return numbers_of(layer, name, slice(None)).cpu()

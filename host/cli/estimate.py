@@ -14,7 +14,12 @@ from typing import get_args
 import numpy
 
 from moeos import _runtime
-from moeos.call_checks import expected_scales, expected_weights
+from moeos.call_checks import (
+    expected_scales,
+    expected_shared,
+    expected_shared_scales,
+    expected_weights,
+)
 from moeos.config import MoEConfig, RowMap
 from moeos.engines.twin import sizes_of
 
@@ -354,4 +359,5 @@ def _shared_elements(cfg: MoEConfig) -> int:
 
 
 def _shared_bytes(cfg: MoEConfig) -> int:
-    return _shared_elements(cfg) * cfg.dtype.itemsize
+    every = (*expected_shared(cfg), *expected_shared_scales(cfg))
+    return sum(one.shape.numel() * one.dtype.itemsize for one in every if one is not None)

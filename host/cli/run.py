@@ -352,7 +352,7 @@ def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> Non
         return
     # The check takes what codes mean.
     dtype = plan.cfg.dtype if plan.cfg.activation_format is None else torch.float32
-    plain = dataclasses.replace(plan.cfg, weight_format=None, activation_format=None, dtype=dtype)
+    plain = dataclasses.replace(plan.cfg.in_numbers(), dtype=dtype)
     checked = sharing * estimate.weight_bytes_per_rank(plain, world.size) if options.check else 0
     memory.require(
         {"weights": sharing * needed.weights, "weights for the check": checked},
@@ -372,6 +372,8 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
     calls = output.plural(plan.calls, "call")
     shared = f", {cfg.shared_experts} shared of {cfg.shared_intermediate}"
     stored = "" if cfg.weight_format is None else f", experts in {cfg.weight_format}"
+    if cfg.shared_weight_format is not None:
+        stored += ", shared ones too"
     if cfg.activation_format is not None:
         stored += f", tokens in {cfg.activation_format}"
     print(

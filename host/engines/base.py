@@ -28,7 +28,8 @@ class CallTensors(NamedTuple):
     point type [rows, k], of any strides, or None: without weights the gate weighs these ids, and
     without either it chooses, too; w1 [X, 2I or I, H]; w2 [X, H, I]; b1 and b2 or None; with
     cfg.weight_format w1 and w2 are its codes, and w1_scale, w2_scale, w1_scale_2 and w2_scale_2 its
-    scales, or None, as `moeos.formats` has them; x_scale, or None: with one x is e4m3 codes, and
+    scales, or None, as `moeos.formats` has them, and with cfg.shared_weight_format the shared
+    experts' likewise; x_scale, or None: with one x is e4m3 codes, and
     x_scale [rows, H / 128] theirs, fp32 or bytes that are exponents (E8M0); tokens int32 [1] or [],
     S, or None: S is the number of rows; any_ids: an id that is no expert is an unused slot, else -1
     alone is one and others end the call; pieces: the number of collective calls that it is cut
@@ -58,6 +59,10 @@ class CallTensors(NamedTuple):
     w2_scale: torch.Tensor | None = None
     w1_scale_2: torch.Tensor | None = None
     w2_scale_2: torch.Tensor | None = None
+    shared_w1_scale: torch.Tensor | None = None
+    shared_w2_scale: torch.Tensor | None = None
+    shared_w1_scale_2: torch.Tensor | None = None
+    shared_w2_scale_2: torch.Tensor | None = None
     x_scale: torch.Tensor | None = None
 
 

@@ -40,6 +40,7 @@ _MAP_TYPES = {
 _PARAMETER_FIELDS = (
     *("gate", "selection_bias", "router_bias", "expert_scale"),
     *("w1", "b1", "w2", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2"),
+    *("shared_w1_scale", "shared_w2_scale", "shared_w1_scale_2", "shared_w2_scale_2"),
     *("shared_w1", "shared_w2", "shared_gate"),
 )
 _MAP_BYTES = 128
@@ -54,8 +55,9 @@ _MAPS = (
 # deadline_ns
 _LAYER = struct.Struct("<9QI4xI4x2Q")
 _CODE = struct.Struct("<2Q")  # code, code_bytes
-# selection_bias, router_bias, expert_scale, b1, b2, w1_scale, w2_scale, w1_scale_2, w2_scale_2
-_PARAMETERS = struct.Struct("<9Q")
+# selection_bias, router_bias, expert_scale, b1, b2, w1_scale, w2_scale, w1_scale_2, w2_scale_2, and
+# the last four of the shared experts
+_PARAMETERS = struct.Struct("<13Q")
 # x_rows, out, topk_ids, topk_weights, token_count, x_scale; rows, ids_wide, weight_type, any_ids,
 # identity, x_scale_is_exponent
 _CALL = struct.Struct("<6Q6I")
@@ -220,7 +222,8 @@ class ArgumentPacker:
         # By place, as names cost more; the order is that of the fields.
         x, out, gate, bias, ids, weights, w1, b1, w2, b2, count, any_ids = tensors[:12]
         router_bias, expert_scale, shared_w1, shared_w2, shared_gate = tensors[13:18]
-        w1_scale, w2_scale, w1_scale_2, w2_scale_2, x_scale = tensors[18:]
+        w1_scale, w2_scale, w1_scale_2, w2_scale_2 = tensors[18:22]
+        shared_scales, x_scale = tensors[22:26], tensors[26]
         # Of parameters only the places differ from call to call: the config says the rest.
         parameters = (
             0 if gate is None else gate.data_ptr(),
@@ -235,6 +238,7 @@ class ArgumentPacker:
             0 if w2_scale is None else w2_scale.data_ptr(),
             0 if w1_scale_2 is None else w1_scale_2.data_ptr(),
             0 if w2_scale_2 is None else w2_scale_2.data_ptr(),
+            *[0 if scale is None else scale.data_ptr() for scale in shared_scales],
             0 if shared_w1 is None else shared_w1.data_ptr(),
             0 if shared_w2 is None else shared_w2.data_ptr(),
             0 if shared_gate is None else shared_gate.data_ptr(),
@@ -305,7 +309,7 @@ class ArgumentPacker:
         self._bytes[_GATE_AT : _GATE_AT + len(of_gate)] = of_gate
         self._bytes[_WEIGHTS_AT : _WEIGHTS_AT + len(of_weights)] = of_weights
         self._bytes[_SHARED_AT : _SHARED_AT + len(of_shared)] = of_shared
-        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:12])
+        _PARAMETERS.pack_into(self._bytes, _PARAMETERS_AT, *addresses[3:16])
         self._parameters = addresses
 
     def _parameter_maps(self, t: CallTensors) -> tuple[bytes, bytes, bytes]:
@@ -318,13 +322,14 @@ class ArgumentPacker:
         of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate, cfg.weight_format)
         if t.shared_w1 is None or t.shared_w2 is None:
             return of_gate, of_experts, b""
-        of_shared = self._weight_maps("shared_", t.shared_w1, t.shared_w2, cfg.shared_intermediate)
+        width, stored = cfg.shared_intermediate, cfg.shared_weight_format
+        of_shared = self._weight_maps("shared_", t.shared_w1, t.shared_w2, width, stored)
         shared_gate = t.shared_w1 if t.shared_gate is None else t.shared_gate  # likewise
         of_shared += self._map("shared_gate", shared_gate, cfg.hidden, self._box(_SHARED_GATE_ROWS))
         return of_gate, of_experts, of_shared
 
     def _weight_maps(
-        self, prefix: str, w1: Tensor, w2: Tensor, intermediate: int, stored: str | None = None
+        self, prefix: str, w1: Tensor, w2: Tensor, intermediate: int, stored: str | None
     ) -> bytes:
         """`WeightMaps`: of w1, of w1 in the boxes of narrow tiles, of w2. `stored`: the format of
         their codes, or None.
@@ -334,7 +339,7 @@ class ArgumentPacker:
         depths = (self._cfg.hidden, intermediate)
         if stored is not None:  # a map's elements are bytes
             bits = FORMATS[stored].code_bits
-            decoded = self._cfg.activation_format is None
+            decoded = prefix == "shared_" or self._cfg.activation_format is None
             row_bytes = _BOX_COLUMNS * bits // 8 if decoded else _BOX_BYTES
             wide = _Box(rows, torch.uint8, row_bytes, ordered=True)
             depths = (depths[0] * bits // 8, depths[1] * bits // 8)

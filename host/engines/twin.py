@@ -243,6 +243,10 @@ class TwinEngine:
             shared_w1=_address(tensors.shared_w1),
             shared_w2=_address(tensors.shared_w2),
             shared_gate=_address(tensors.shared_gate),
+            shared_w1_scale=_address(tensors.shared_w1_scale),
+            shared_w2_scale=_address(tensors.shared_w2_scale),
+            shared_w1_scale_2=_address(tensors.shared_w1_scale_2),
+            shared_w2_scale_2=_address(tensors.shared_w2_scale_2),
             out=tensors.out.data_ptr(),
         )
         if failure.kind != 0:

@@ -82,6 +82,10 @@ struct RankArguments : TensorMaps {
   const u8* w2_scale;
   const float* w1_scale_2;
   const float* w2_scale_2;
+  const u8* shared_w1_scale;  // likewise, of the shared experts
+  const u8* shared_w2_scale;
+  const float* shared_w1_scale_2;
+  const float* shared_w2_scale_2;
   // Of the call.
   const u8* x_rows;
   u8* out;

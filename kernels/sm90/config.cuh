@@ -89,9 +89,13 @@ constexpr u32 gemm0_columns(u32 tile_columns) {
 inline constexpr bool kAltersRows = kCoded || kShape.weight_on_input;
 static_assert((kGeometry.alters_rows != 0) == kAltersRows);
 inline constexpr bool kShares = kShape.shared_experts > 0;
-/// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh).
+/// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh);
+/// and whether the shared experts' are.
 inline constexpr WeightFormat kFormat = kShape.weight_format;
-inline constexpr bool kDecodes = kFormat != WeightFormat::plain && !kCoded;
+inline constexpr bool kDecodesExperts = kFormat != WeightFormat::plain && !kCoded;
+inline constexpr bool kDecodesShared = kShape.shared_weight_format != WeightFormat::plain;
+static_assert(!kDecodesShared || (kShares && kShape.shared_weight_format == kFormat));
+inline constexpr bool kDecodes = kDecodesExperts || kDecodesShared;
 /// Bytes of a row of weights in a stage, as it lands.
 inline constexpr u32 kCodeBytes = kDecodes ? kTileDepth * code_bits(kFormat) / 8 : kSwizzleBytes;
 static_assert(!kCoded || (is_fp8(kFormat) && kShape.hidden % kTokenGroup == 0 &&

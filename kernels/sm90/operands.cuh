@@ -125,11 +125,11 @@ inline u32 weight_boxes_of(const Task& task, u32 part) {
 
 /// Bytes of a row of them as it lands in a stage, and where a column lies in its matrix, as the map
 /// counts.
-inline u32 weight_row_bytes_of(const Task& task) {
-  return is_decoded(task) ? kCodeBytes : kSwizzleBytes;
+inline u32 weight_row_bytes_of(const Task& task, u32 part) {
+  return is_decoded(task, part) ? kCodeBytes : kSwizzleBytes;
 }
-inline u32 weight_column(const Task& task, u32 column) {
-  return is_decoded(task) ? column / kTileDepth * kCodeBytes : column;
+inline u32 weight_column(const Task& task, u32 part, u32 column) {
+  return is_decoded(task, part) ? column / kTileDepth * kCodeBytes : column;
 }
 
 /// Box `index` of them. A gated part's gate rows come before its up rows.
@@ -152,7 +152,7 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   const WeightMaps& maps = is_shared(task) ? arguments.shared : arguments.experts;
   box.map = !product.activated ? &maps.w2 : task.narrow != 0 ? &maps.w1_narrow : &maps.w1;
   box.row = mlp * weight_rows(product) + first_column_of(task, part) + first + up;
-  box.place = place + first * weight_row_bytes_of(task);
+  box.place = place + first * weight_row_bytes_of(task, part);
 }
 
 /// The load warp: fills the stages with a part's operands, `bytes` bytes in each. One lane waits;
@@ -197,19 +197,21 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
     find_rows(arguments, layout, task, index - weight_boxes, n * kNarrowRows * kSwizzleBytes, box);
   }
   const u32 weight_rows = weighs_tokens(task, part) ? kSharedGateRows : columns;
-  const u32 bytes = loaded_rows_of(task) * kSwizzleBytes + weight_rows * weight_row_bytes_of(task);
+  const u32 bytes =
+      loaded_rows_of(task) * kSwizzleBytes + weight_rows * weight_row_bytes_of(task, part);
   const u32 lost = MOEOS_PLANTED(a_copy_never_lands) ? 16 : 0;
   fill_stages(steps_of(task), depth * (bytes + lost), box, loader, [&](u32 step) {
     if constexpr (kSharedSecond.mlps > 1) {
       if (is_shared(task) && task.kind == TaskKind::gemm1) {
         const u32 mlp = step / steps_of_each(task);
         const u32 column = box.column + (step - mlp * steps_of_each(task)) * depth * kTileDepth;
-        return box.of_weights ? BoxPlace{box.row + mlp * kShape.hidden, column}
-                              : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
+        return box.of_weights
+                   ? BoxPlace{box.row + mlp * kShape.hidden, weight_column(task, part, column)}
+                   : BoxPlace{box.row, column + mlp * kSharedSecond.depth};
       }
     }
     const u32 column = box.column + step * depth * box_depth_of(task);
-    return BoxPlace{box.row, box.of_weights ? weight_column(task, column) : column};
+    return BoxPlace{box.row, box.of_weights ? weight_column(task, part, column) : column};
   });
 }
 

@@ -69,9 +69,8 @@ inline constexpr Product kSharedSecond{.rows = Rows::tokens_between,
 inline constexpr u32 kGateParts = kShape.shared_gate ? 1 : 0;
 
 inline bool is_shared(const Task& task) { return kShares && moeos::is_shared(kGeometry, task); }
-/// Whether its rows and weights are codes, or its weights alone, which are decoded.
+/// Whether its rows and weights are codes.
 inline bool is_coded(const Task& task) { return kCoded && !is_shared(task); }
-inline bool is_decoded(const Task& task) { return kDecodes && !is_shared(task); }
 /// The product of a task.
 inline Product product_of(const Task& task) {
   const bool second = task.kind == TaskKind::gemm1;
@@ -130,6 +129,14 @@ inline u32 mlp_of(const Task& task, u32 part) {
 /// Whether it is of the gate.
 inline bool weighs_tokens(const Task& task, u32 part) {
   return kGateParts > 0 && is_shared(task) && mlp_of(task, part) == kSharedFirst.mlps;
+}
+/// Whether its weights alone are codes, which are decoded.
+inline bool is_decoded(const Task& task, u32 part) {
+  if constexpr (kDecodesShared) {
+    return is_shared(task) ? !weighs_tokens(task, part) : kDecodesExperts;
+  } else {
+    return kDecodes && !is_shared(task);
+  }
 }
 /// The first of its columns, of its MLP's.
 inline u32 first_column_of(const Task& task, u32 part) {

@@ -23,20 +23,39 @@ class StoredRow {
  public:
   StoredRow(const RankArguments& arguments, const Task& task, u32 part) {
     if constexpr (kDecodes) {
+      if constexpr (kDecodesShared) {
+        scales_ = nullptr;
+#pragma unroll
+        for (u32 s = 0; s < kScales; ++s) {
+          next_[s] = 0;
+        }
+        if (!is_decoded(task, part)) {
+          return;
+        }
+      }
       const Product product = product_of(task);
       const u32 columns = columns_of(task);
       const u32 of_part = ordered_row(consumer_thread() % weight_rows_of(task));
       const bool up = of_part >= columns;
-      const u32 matrix = task.local_expert * (kShape.gated() && product.activated ? 2 : 1) + up;
+      const bool shared = kDecodesShared && is_shared(task);
+      const u32 mlp = shared ? mlp_of(task, part) : task.local_expert;
+      const u32 matrix = mlp * (kShape.gated() && product.activated ? 2 : 1) + up;
       // A tile may reach beyond its matrix. Results of such rows are nobody's.
       const u32 row =
           minimum(first_column_of(task, part) + of_part - (up ? columns : 0), product.columns - 1);
       const u64 row_of_scales =
           u64{matrix} * scale_rows(kFormat, product.columns) + scale_row(kFormat, row);
-      scales_ = (product.activated ? arguments.w1_scale : arguments.w2_scale) +
-                row_of_scales * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
+      const u8* scales = product.activated ? arguments.w1_scale : arguments.w2_scale;
+      const float* scales_2 = product.activated ? arguments.w1_scale_2 : arguments.w2_scale_2;
+      if (shared) {
+        scales = product.activated ? arguments.shared_w1_scale : arguments.shared_w2_scale;
+        scales_2 = product.activated ? arguments.shared_w1_scale_2 : arguments.shared_w2_scale_2;
+      }
+      scales_ =
+          scales + row_of_scales * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
       if constexpr (kFormat == WeightFormat::nvfp4) {
-        of_matrix_ = (product.activated ? arguments.w1_scale_2 : arguments.w2_scale_2)[matrix];
+        of_matrices_ = scales_2 + matrix;
+        of_matrix_ = *of_matrices_;
       }
       load_scales(task, consumer_thread() / weight_rows_of(task), 0);
     }
@@ -46,7 +65,7 @@ class StoredRow {
   /// of a part in turn.
   void decode(Stage& stage, const Task& task, u32 step) {
     if constexpr (kDecodes) {
-      if (!is_decoded(task)) {
+      if (!decodes(task)) {
         return;
       }
       // Worked out again in each step: there is no register to keep addresses in.
@@ -59,6 +78,12 @@ class StoredRow {
       uint4 codes[kVectors];
       if (has_row) {
         read(box, place, codes);
+      } else if constexpr (kCoded) {
+        // Else each register has to keep what it had, through all parts.
+#pragma unroll
+        for (u32 v = 0; v < kVectors; ++v) {
+          codes[v] = make_uint4(0, 0, 0, 0);
+        }
       }
       // Nobody's row is written before everybody's codes are read.
       named_barrier(kConsumersBarrier, kConsumerThreads);
@@ -81,6 +106,14 @@ class StoredRow {
   static constexpr u32 kScales = kTileDepth / kScaleColumns;
   static_assert(kDecodes || kScales == 1);
 
+  /// Whether its part's weights are codes.
+  bool decodes(const Task& task) const {
+    if constexpr (kDecodesShared) {
+      return scales_ != nullptr;
+    } else {
+      return !is_shared(task);
+    }
+  }
   /// A step's boxes of weights along the depth. Threads beyond them have no row in it.
   static u32 boxes_of(const Task& task) { return task.narrow != 0 ? kNarrowDepth : 1; }
   static u32 consumer_thread() { return threadIdx.x - kFirstConsumerWarp * 32; }
@@ -141,18 +174,32 @@ class StoredRow {
 
   /// Asks for the scales of a step, long before they are used. Beyond the row: zeros.
   void load_scales(const Task& task, u32 nth, u32 step) {
-    const u32 depth = product_of(task).depth;
+    const Product product = product_of(task);
+    const u32 depth = product.depth;
+    u32 before = 0;  // scales of matrices that come before this step's
+    bool there = decodes(task);
+    if constexpr (kDecodesShared && kSharedSecond.mlps > 1) {
+      if (is_shared(task) && !product.activated) {
+        const u32 mlp = step / steps_of_each(task);
+        there = there && mlp < product.mlps;
+        step -= mlp * steps_of_each(task);
+        before = mlp * scale_rows(kFormat, product.columns) * scales_of_row(kFormat, depth);
+        if constexpr (kFormat == WeightFormat::nvfp4) {
+          of_matrix_ = there ? of_matrices_[mlp] : 0.0F;
+        }
+      }
+    }
 #pragma unroll
     for (u32 s = 0; s < kScales; ++s) {
       const u32 column = (step * boxes_of(task) + nth) * kTileDepth + s * kScaleColumns;
-      const u32 index = column / scale_columns(kFormat, depth);
-      const bool there = column < depth && is_decoded(task);
+      const u32 index = before + column / scale_columns(kFormat, depth);
+      const bool is_there = there && column < depth;
       if constexpr (scale_bytes(kFormat) == 4) {
-        next_[s] = there ? reinterpret_cast<const u32*>(scales_)[index] : 0;
+        next_[s] = is_there ? reinterpret_cast<const u32*>(scales_)[index] : 0;
       } else if constexpr (scale_bytes(kFormat) == 2) {
-        next_[s] = there ? reinterpret_cast<const u16*>(scales_)[index] : 0;
+        next_[s] = is_there ? reinterpret_cast<const u16*>(scales_)[index] : 0;
       } else {
-        next_[s] = there ? scales_[index] : 0;
+        next_[s] = is_there ? scales_[index] : 0;
       }
     }
   }
@@ -171,6 +218,7 @@ class StoredRow {
   }
 
   const u8* scales_;
+  const float* of_matrices_;  // from the part's first matrix on, where the format has them
   float of_matrix_;
   u32 next_[kScales];  // scales of the step that comes
 };

@@ -190,6 +190,8 @@ NB_MODULE(_twin, module) {
              std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2, std::uintptr_t w1_scale,
              std::uintptr_t w2_scale, std::uintptr_t w1_scale_2, std::uintptr_t w2_scale_2,
              std::uintptr_t shared_w1, std::uintptr_t shared_w2, std::uintptr_t shared_gate,
+             std::uintptr_t shared_w1_scale, std::uintptr_t shared_w2_scale,
+             std::uintptr_t shared_w1_scale_2, std::uintptr_t shared_w2_scale_2,
              std::uintptr_t out) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
@@ -211,6 +213,10 @@ NB_MODULE(_twin, module) {
                                     reinterpret_cast<const void*>(shared_w1),
                                     reinterpret_cast<const void*>(shared_w2),
                                     reinterpret_cast<const void*>(shared_gate),
+                                    reinterpret_cast<const void*>(shared_w1_scale),
+                                    reinterpret_cast<const void*>(shared_w2_scale),
+                                    reinterpret_cast<const float*>(shared_w1_scale_2),
+                                    reinterpret_cast<const float*>(shared_w2_scale_2),
                                     reinterpret_cast<void*>(out)};
             Signals signals;
             std::function<bool()> must_leave;
@@ -229,7 +235,8 @@ NB_MODULE(_twin, module) {
           "x_scale"_a, "gate"_a, "selection_bias"_a, "router_bias"_a, "expert_scale"_a,
           "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "w1_scale"_a,
           "w2_scale"_a, "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a,
-          "shared_gate"_a, "out"_a)
+          "shared_gate"_a, "shared_w1_scale"_a, "shared_w2_scale"_a, "shared_w1_scale_2"_a,
+          "shared_w2_scale_2"_a, "out"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &TwinRank::clear)
       .def_prop_ro("epoch", &TwinRank::epoch);

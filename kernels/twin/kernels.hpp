@@ -224,9 +224,12 @@ class TwinKernels {
   };
   Mlps mlps_of(const Task& task) const {
     if (is_shared(rank_.geometry(), task)) {
-      return {{operands_.element, operands_.shared_w1},
+      const WeightFormat format = shape_.shared_weight_format;
+      return {{operands_.element, operands_.shared_w1, format, operands_.shared_w1_scale,
+               operands_.shared_w1_scale_2},
               nullptr,
-              {operands_.element, operands_.shared_w2},
+              {operands_.element, operands_.shared_w2, format, operands_.shared_w2_scale,
+               operands_.shared_w2_scale_2},
               nullptr,
               0,
               shape_.shared_experts,

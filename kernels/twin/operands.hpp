@@ -35,7 +35,11 @@ struct Operands {
   const void* shared_w1;    // [n, 2Is or Is, H], of the shared experts; or null, as the next two
   const void* shared_w2;    // [n, H, Is]
   const void* shared_gate;  // [H]
-  void* out;                // [S, H]
+  const void* shared_w1_scale;  // of their codes, as w1_scale; or null, as the next three
+  const void* shared_w2_scale;
+  const float* shared_w1_scale_2;
+  const float* shared_w2_scale_2;
+  void* out;  // [S, H]
 };
 
 /// N-tiles: columns of the first GEMM's result, and of the second's, that one part computes.

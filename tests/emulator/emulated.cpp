@@ -23,7 +23,8 @@ struct RankTensors {
   const u8 *x, *gate, *w1, *w2, *b1, *b2, *w1_scale, *w2_scale;
   const float *w1_scale_2, *w2_scale_2;
   const float *selection_bias, *router_bias, *expert_scale;
-  const u8 *shared_w1, *shared_w2, *shared_gate;
+  const u8 *shared_w1, *shared_w2, *shared_gate, *shared_w1_scale, *shared_w2_scale;
+  const float *shared_w1_scale_2, *shared_w2_scale_2;
   const void *ids, *weights;
   const i32* token_count;
   const void* x_scale;
@@ -52,13 +53,14 @@ TensorMap rows_map_of(const u8* base, u64 rows, const Product& product, u32 box_
   return map_of(base, rows, product.depth, box_rows, kCoded ? 1 : 2, kSwizzleBytes, row_bytes);
 }
 
-WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool coded, const u8* w1,
-                   const u8* w2) {
+/// `stored`: weights are codes, of which kernels decode some; `decoded`: these.
+WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool stored, bool decoded,
+                   const u8* w1, const u8* w2) {
   const auto map = [&](const u8* base, const Product& product, u32 box_rows) {
     const u64 rows = mlps * weight_rows(product);
-    const u64 bytes = kCoded ? product.depth : u64{product.depth} * kCodeBytes / kTileDepth;
-    return coded ? map_of(base, rows, bytes, box_rows, 1, kCodeBytes)
-                 : map_of(base, rows, product.depth, box_rows);
+    const u64 bytes = decoded ? u64{product.depth} * kCodeBytes / kTileDepth : product.depth;
+    return stored ? map_of(base, rows, bytes, box_rows, 1, decoded ? kCodeBytes : kSwizzleBytes)
+                  : map_of(base, rows, product.depth, box_rows);
   };
   const u32 box_rows = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;
   return {map(w1, first, box_rows), map(w1, first, kNarrowBoxRows), map(w2, second, box_rows)};
@@ -83,10 +85,11 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
     a.intermediate[box] = rows_map_of(t.intermediate, kGeometry.intermediate_rows_max(), kSecond,
                                       box_height(kIntermediateBoxes, box), kGeometry.hidden_bytes);
   }
-  a.experts = maps_of(kFirst, kSecond, experts, kFormat != WeightFormat::plain, t.w1, t.w2);
+  a.experts = maps_of(kFirst, kSecond, experts, kFormat != WeightFormat::plain, kDecodesExperts,
+                      t.w1, t.w2);
   if (kShares) {
-    a.shared =
-        maps_of(kSharedFirst, kSharedSecond, kSharedFirst.mlps, false, t.shared_w1, t.shared_w2);
+    a.shared = maps_of(kSharedFirst, kSharedSecond, kSharedFirst.mlps, kDecodesShared,
+                       kDecodesShared, t.shared_w1, t.shared_w2);
     a.shared_gate = map_of(t.shared_gate, 1, kShape.hidden, kSharedGateRows);
     a.shared_between = map_of(t.intermediate + kGeometry.shared_between_at(),
                               kGeometry.shared_between_bytes() / kGeometry.shared_bytes,
@@ -109,6 +112,10 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   a.w2_scale = t.w2_scale;
   a.w1_scale_2 = t.w1_scale_2;
   a.w2_scale_2 = t.w2_scale_2;
+  a.shared_w1_scale = t.shared_w1_scale;
+  a.shared_w2_scale = t.shared_w2_scale;
+  a.shared_w1_scale_2 = t.shared_w1_scale_2;
+  a.shared_w2_scale_2 = t.shared_w2_scale_2;
   a.x_rows = t.x;
   a.out = t.out;
   a.topk_ids = t.ids;

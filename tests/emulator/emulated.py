@@ -59,7 +59,8 @@ _FIELDS = (
     *("heap", "control", "tables", "records", "intermediate", "host_failure"),
     *("x", "gate", "w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2"),
     *("selection_bias", "router_bias", "expert_scale"),
-    *("shared_w1", "shared_w2", "shared_gate", "ids", "weights", "token_count", "x_scale", "out"),
+    *("shared_w1", "shared_w2", "shared_gate", "shared_w1_scale", "shared_w2_scale"),
+    *("shared_w1_scale_2", "shared_w2_scale_2", "ids", "weights", "token_count", "x_scale", "out"),
 )
 """Tensors of RankTensors in emulated.cpp."""
 
@@ -300,6 +301,7 @@ class EmulatedLayer:
             "shared_w1": w.shared_w1,
             "shared_w2": w.shared_w2,
             "shared_gate": w.shared_gate,
+            **w.shared_scales(),
             "ids": call.ids,
             "weights": call.weights,
             "token_count": None,

@@ -43,6 +43,17 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         },
         3,
     ),
+    "beside shared experts whose weights are codes": (
+        {
+            "hidden": 256,
+            "intermediate": 64,
+            "shared_experts": 2,
+            "shared_intermediate": 160,
+            "shared_gate": True,
+            "shared_weight_format": "fp8_block128",
+        },
+        2,
+    ),
     "weights on inputs": (
         {"hidden": 256, "intermediate": 128, "top_k": 1, "apply_router_weight_on_input": True},
         2,

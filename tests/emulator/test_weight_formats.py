@@ -30,11 +30,36 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         },
         2,
     ),
+    "shared experts of codes, ranks": (
+        {
+            "hidden": 96,
+            "intermediate": 64,
+            "shared_experts": 2,
+            "shared_intermediate": 160,
+            "shared_gate": True,
+        },
+        2,
+    ),
+    "shared experts of codes, whole parts": (
+        {"hidden": 288, "intermediate": 160, "shared_experts": 1, "shared_intermediate": 288},
+        1,
+    ),
+    "shared experts of codes, no gate values": (
+        {
+            "activation": "relu2",
+            "hidden": 128,
+            "intermediate": 64,
+            "shared_experts": 3,
+            "shared_intermediate": 96,
+        },
+        1,
+    ),
 }
 """Of a config, what is not usual, and its ranks."""
 IN_EVERY_RUN = (
     ("fp8_block128", "whole parts that overlap, biases"),
     ("nvfp4", "parts that are not whole, ranks"),
+    ("fp8_block128", "shared experts of codes, ranks"),
 )
 
 
@@ -42,5 +67,7 @@ IN_EVERY_RUN = (
 def test_outputs_are_those_of_the_reference(form: str, name: str, tmp_path: Path) -> None:
     changes, ranks = LAYERS[name]
     sizes = {"dtype": torch.bfloat16, "max_tokens": 200, "weight_format": form}
+    if "shared experts of codes" in name:
+        sizes["shared_weight_format"] = form
     cfg = config(**(sizes | changes))
     assert_computes(cfg, ranks, tmp_path, PATIENCE)

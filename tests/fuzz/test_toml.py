@@ -53,6 +53,7 @@ CONFIG = {
     "shared_gate": "true",
     "weight_format": '"fp8_block128"',
     "activation_format": '"fp8_group128"',
+    "shared_weight_format": '"fp8_block128"',
 }
 RUN = {"tokens": "7", "iterations": "3", "vary_tokens": "true", "text": '["*.md"]'}
 SUITE = {

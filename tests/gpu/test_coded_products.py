@@ -51,6 +51,17 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         {"hidden": 512, "intermediate": 128, "shared_experts": 1, "shared_intermediate": 192},
         1,
     ),
+    "shared experts of codes": (
+        {
+            "hidden": 512,
+            "intermediate": 128,
+            "shared_experts": 2,
+            "shared_intermediate": 192,
+            "shared_gate": True,
+            "shared_weight_format": "fp8_block128",
+        },
+        2,
+    ),
     "experts of many rows": ({"hidden": 256, "intermediate": 128, "experts": 2, "top_k": 1}, 2),
 }
 CASES = {

@@ -25,6 +25,7 @@ from tests.layers import config, draw_weights
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
 _SIZES: dict[str, Any] = {"dtype": torch.bfloat16, "max_tokens": 300, "experts": 8, "top_k": 2}
+SHARED_CODES = "shared experts of codes"
 LAYERS: dict[str, tuple[dict[str, Any], int]] = {
     "swiglu, 2 ranks": ({"hidden": 512, "intermediate": 384}, 2),
     "biases, parts that overlap": ({"hidden": 288, "intermediate": 160, "bias": True}, 1),
@@ -33,12 +34,29 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         {"hidden": 512, "intermediate": 128, "shared_experts": 1, "shared_intermediate": 192},
         1,
     ),
+    SHARED_CODES: (
+        {
+            "hidden": 512,
+            "intermediate": 128,
+            "shared_experts": 2,
+            "shared_intermediate": 192,
+            "shared_gate": True,
+        },
+        2,
+    ),
 }
-CASES = {
-    f"{form}, {name}": Case(ranks, config(**{**_SIZES, **changes, "weight_format": form}))
-    for form in NAMES
-    for name, (changes, ranks) in LAYERS.items()
-}
+
+
+def _case(form: str, name: str) -> Case:
+    changes, ranks = LAYERS[name]
+    formats = {
+        "weight_format": form,
+        "shared_weight_format": form if name == SHARED_CODES else None,
+    }
+    return Case(ranks, config(**{**_SIZES, **changes, **formats}))
+
+
+CASES = {f"{form}, {name}": _case(form, name) for form in NAMES for name in LAYERS}
 
 
 @pytest.fixture(scope="module", autouse=True)

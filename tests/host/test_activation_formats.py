@@ -185,7 +185,9 @@ def test_odd_rows_are_right_and_disturb_no_other() -> None:
     expected = WEIGHTS.expected(call)
     assert expected[4:7].isnan().all()
     for token in (1, 3, 7):
-        assert reference.relative_error(y[token], expected[token]) <= reference.tolerance_of(WEIGHTS.cfg)
+        assert reference.relative_error(y[token], expected[token]) <= reference.tolerance_of(
+            WEIGHTS.cfg
+        )
 
 
 def test_logits_that_are_not_finite_are_named_as_without_codes() -> None:

@@ -7,6 +7,7 @@ and E8M0 and of their blocks. They share no code and no table with the loader.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable
@@ -385,10 +386,13 @@ HELD: dict[str, tuple[How, str]] = {
 }
 
 
+SHARED_HELD = [(name, how) for how, name in HELD.values()]
+
+
 def meant(cfg: MoEConfig, block: dict[str, Tensor], name: str) -> Tensor:
     """What a block's codes and scales mean, in float64."""
     assert cfg.weight_format is not None
-    halves = cfg.halves if name == "w1" else 1
+    halves = cfg.halves if name.endswith("w1") else 1
     scales = (block[f"{name}_scale"], block.get(f"{name}_scale_2"))
     return dequantize(block[name], *scales, cfg.weight_format, halves)
 
@@ -616,6 +620,105 @@ def test_shared_experts_are_numbers_beside_codes() -> None:
     assert torch.equal(meant(cfg, whole, "w1"), w1)
 
 
+def with_shared(how: How, width: int = INTERMEDIATE) -> dict[str, Tensor]:
+    """A block whose shared expert is in a format, too."""
+    names, _, _ = block(how)
+    generator = torch.Generator().manual_seed(5)
+    shapes = {
+        "gate_proj": (width, HIDDEN),
+        "up_proj": (width, HIDDEN),
+        "down_proj": (HIDDEN, width),
+    }
+    for projection, shape in shapes.items():
+        for end, part in how(generator, shape)[0].items():
+            names[f"{PREFIX}shared_experts.{projection}.{end}"] = part
+    return names
+
+
+@pytest.mark.parametrize(("name", "how"), SHARED_HELD)
+def test_shared_experts_are_kept_as_they_are_shipped(name: str, how: How) -> None:
+    shared: dict[str, Any] = {"shared_experts": 1, "shared_intermediate": INTERMEDIATE}
+    names = with_shared(how)
+    with pytest.warns(UserWarning, match="are dequantised"):
+        numbers = load_block(config(weight_format=name, **shared), names, PREFIX, 0, 1)
+    cfg = config(weight_format=name, shared_weight_format=name, **shared)
+    found = held(cfg, names)
+    every = (*call_checks.expected_shared(cfg), *call_checks.expected_shared_scales(cfg))
+    for wanted in every:
+        if wanted is not None:
+            own = found[wanted.name]
+            assert (own.shape, own.dtype) == (wanted.shape, wanted.dtype)
+    for matrix in ("shared_w1", "shared_w2"):
+        means = meant(cfg, found, matrix)
+        torch.testing.assert_close(means.float(), numbers[matrix], rtol=2**-22, atol=0.0)
+
+
+def test_shared_experts_that_are_shipped_otherwise_are_named() -> None:
+    shared: dict[str, Any] = {"shared_experts": 1, "shared_intermediate": INTERMEDIATE}
+    cfg = config(weight_format="fp8_block128", shared_weight_format="fp8_block128", **shared)
+    names = with_shared(fp8_blocks)
+    first = f"{PREFIX}shared_experts.gate_proj."
+    plain = {name: part for name, part in names.items() if not name.startswith(first)}
+    plain[f"{first}weight"] = torch.zeros(INTERMEDIATE, HIDDEN)
+    said = rf"^{re.escape(first)}weight is unquantised, and shared_weight_format is 'fp8_block128'"
+    with pytest.raises(ValueError, match=said + ": set shared_weight_format=None"):
+        held(cfg, plain)
+    damaged_scale = names | {f"{first}weight_scale_inv": torch.ones(9, 9)}
+    with pytest.raises(ValueError, match=rf"^{re.escape(first)}weight_scale_inv has shape"):
+        held(cfg, damaged_scale)
+    two = dataclasses.replace(cfg, shared_experts=2, shared_intermediate=INTERMEDIATE // 2)
+    with pytest.raises(ValueError, match=r"^shared_experts is 2, and shared experts in a format"):
+        held(two, names)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block128"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8_tensor"),
+        (
+            {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.shared_expert_gate"],
+            },
+            "fp8_block128",
+        ),
+        (
+            {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["model.layers.1.mlp.shared_expert"],
+            },
+            None,
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+        (None, None),
+    ],
+)
+def test_a_models_config_says_whether_its_shared_experts_are_in_the_format(
+    quantization: dict[str, Any] | None, name: str | None
+) -> None:
+    values = {
+        "model_type": "qwen3_next",
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "quantization_config": quantization,
+    }
+    assert MoEConfig.from_hf(values).shared_weight_format == name
+    for others in (
+        {"shared": False},
+        {"dequantize": True},
+        {"weight_format": None},
+        {"shared_weight_format": None},
+        {"shared_experts": 0, "shared_intermediate": 0, "shared_gate": False},
+    ):
+        assert MoEConfig.from_hf(values, **others).shared_weight_format is None  # type: ignore[arg-type]
+
+
 def groups(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}}
 
@@ -658,7 +761,8 @@ def test_a_models_config_says_in_which_format_it_ships_its_experts(
 def test_deepseek_v4_says_of_its_experts_that_they_are_fp4() -> None:
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     values = {"model_type": "deepseek_v4", "quantization_config": fp8}
-    assert MoEConfig.from_hf(values | {"expert_dtype": "fp4"}).weight_format == "mxfp4"
+    fp4 = MoEConfig.from_hf(values | {"expert_dtype": "fp4"})
+    assert (fp4.weight_format, fp4.shared_weight_format) == ("mxfp4", None)
     assert MoEConfig.from_hf(values).weight_format == "fp8_block128"
 
 

@@ -56,6 +56,7 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "activation_format": None,
         "rounding": None,
         "rounding_tile": 128,
+        "shared_weight_format": None,
     }
 
 
@@ -101,6 +102,7 @@ def test_counts_must_be_at_least_1(name: str, value: int) -> None:
         ("shared_gate", 1),
         ("weight_format", torch.uint8),
         ("activation_format", 8),
+        ("shared_weight_format", True),
         ("swiglu_alpha", "1.702"),
         ("swiglu_clamp", True),
         ("activation", 3),
@@ -524,6 +526,34 @@ def test_an_activation_format_needs_fp8_weights_and_sizes_of_whole_groups() -> N
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             config(**{**coded, **changes})
+
+
+def test_shared_experts_have_the_format_of_the_others_or_none() -> None:
+    shared = {"shared_experts": 1, "shared_intermediate": 80}
+    coded = {"weight_format": "fp8_channel", "shared_weight_format": "fp8_channel"}
+    cfg = config(**shared, **coded)
+    assert digest_differences(cfg.digest(), config(**shared, weight_format="fp8_channel").digest())
+    for changes, message in (
+        (
+            {"weight_format": None},
+            "shared_weight_format is 'fp8_channel'; it must be None, or weight_format, None",
+        ),
+        (
+            {"weight_format": "mxfp4"},
+            "shared_weight_format is 'fp8_channel'; it must be None, or weight_format, 'mxfp4'",
+        ),
+        (
+            {"shared_experts": 0, "shared_intermediate": 0},
+            "shared_weight_format is 'fp8_channel'; it must be None where shared_experts is 0",
+        ),
+        (
+            {"shared_intermediate": 88},
+            "shared_intermediate is 88; it must be a multiple of 16 with shared_weight_format",
+        ),
+        ({"shared_weight_format": "fp8"}, "shared_weight_format is 'fp8'; it must be one of fp8_"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            config(**{**shared, **coded, **changes})
 
 
 def test_zero_experts_are_rows_of_the_router_and_no_experts_of_a_rank() -> None:

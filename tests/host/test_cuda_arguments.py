@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 from unittest import mock
@@ -177,6 +178,40 @@ def test_maps_of_codes_have_128_of_them_and_step_over_the_scales_behind_a_row(
     of_weights = {name: maps[_MAPS.index(name), :3].tolist() for name in ("w1", "w1_narrow", "w2")}
     assert of_weights == {"w1": [5, 128, 256], "w1_narrow": [5, 128, 256], "w2": [5, 128, 128]}
     assert maps[_MAPS.index("x"), :3].tolist() == [2, 64, 512]
+
+
+def test_shared_experts_of_codes_are_loaded_as_those_that_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    width = 128
+    cfg = dataclasses.replace(
+        CODED,
+        shared_experts=1,
+        shared_intermediate=width,
+        shared_weight_format=CODED.weight_format,
+    )
+    shared = {
+        "shared_w1": torch.zeros(1, 2 * width, cfg.hidden, dtype=torch.float8_e4m3fn),
+        "shared_w2": torch.zeros(1, cfg.hidden, width, dtype=torch.float8_e4m3fn),
+        "shared_w1_scale": torch.ones(1, 2, 2),
+        "shared_w2_scale": torch.ones(1, 2, 1),
+    }
+    packer = packer_of(cfg)
+    packer.pack(coded_tensors_of(torch.zeros(3, 256, dtype=cfg.dtype))._replace(**shared), 0)
+    words = packer.record.view("<u8")
+    maps = words[: len(_MAPS) * MAP_WORDS].reshape(-1, MAP_WORDS)
+    names = ("shared_w1", "shared_w1_narrow", "shared_w2")
+    of_weights = {name: maps[_MAPS.index(name), :3].tolist() for name in names}
+    # Half of the bytes of a box of numbers, as they are decoded where they land.
+    assert of_weights == {
+        "shared_w1": [5, 64, 256],
+        "shared_w1_narrow": [5, 64, 256],
+        "shared_w2": [5, 64, 128],
+    }
+    behind = cuda_arguments._CALL_AT // 8
+    scales = [shared["shared_w1_scale"].data_ptr(), shared["shared_w2_scale"].data_ptr(), 0, 0]
+    assert words[behind - 4 : behind].tolist() == scales
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])

@@ -190,7 +190,7 @@ def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
                 *(given.x, given.ids, given.weights, TOKENS),
                 *parameters,
                 *(layer.gate.weight, layer.gate.selection_bias, None, None),
-                *(None,) * 7,
+                *(None,) * 11,
             ),
         )
 
@@ -240,7 +240,7 @@ def test_a_graph_that_outlives_its_layer_says_so() -> None:
         x = draw_call(CFG, 4, 0).x
         parameters = (layer.w1, layer.b1, layer.w2, layer.b2)
         gate = (layer.gate.weight, layer.gate.selection_bias, None, None)
-        others = (None,) * 7
+        others = (None,) * 11
         return (layer._order, layer.experts.key, x, None, None, None, *parameters, *gate, *others)
 
     [arguments] = virtual.run(rank_main, ranks=1)

@@ -158,7 +158,7 @@ def test_an_output_amid_another_argument_is_refused_by_its_name(name: str) -> No
             layer(call.x, call.ids, weights, out=out)
         arguments = (call.ids, weights, None, layer.w1, layer.b1, layer.w2, layer.b2)
         router = (layer.gate.weight, layer.gate.selection_bias, None, None)
-        others = (None,) * 8
+        others = (None,) * 12
         with pytest.raises(ValueError, match=words):
             custom_op.forward_into(
                 layer._order, layer.experts.key, call.x, *arguments, *router, *others, out
@@ -495,7 +495,7 @@ def test_the_operator_with_an_output_is_as_its_schema_and_its_fake_say() -> None
         arguments: tuple[Any, ...] = (layer._order, layer.experts.key, given.x, given.ids)
         arguments += (given.weights, None, layer.w1, layer.b1, layer.w2, layer.b2)
         arguments += (layer.gate.weight, layer.gate.selection_bias, None, None)
-        arguments += (None,) * 8
+        arguments += (None,) * 12
         arguments += (torch.empty_like(given.x),)
         torch.library.opcheck(custom_op.forward_into, arguments, {"any_ids": True, "pieces": 2})
 

@@ -59,6 +59,10 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
     codes = weight_format is not None and weight_format.startswith("fp8") and draw(st.booleans())
     if codes:
         hidden, intermediate = 128 * draw(st.integers(1, 2)), 64 * draw(st.integers(1, 5))
+    width = draw(multiples_of_8(smallest, 336)) if shared else 0
+    shares_format = weight_format is not None and shared > 0 and draw(st.booleans())
+    if shares_format:
+        width += -width % FORMATS[weight_format].multiple
     cfg = MoEConfig(
         hidden=hidden,
         intermediate=intermediate,
@@ -84,10 +88,11 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
         swiglu_limit=limit,
         bias=draw(st.booleans()),
         shared_experts=shared,
-        shared_intermediate=draw(multiples_of_8(smallest, 336)) if shared else 0,
+        shared_intermediate=width,
         shared_gate=shared > 0 and draw(st.booleans()),
         weight_format=weight_format,
         activation_format="fp8_group128" if codes else None,
+        shared_weight_format=weight_format if shares_format else None,
     )
     return cfg, ranks
 

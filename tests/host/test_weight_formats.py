@@ -23,7 +23,7 @@ from moeos import Experts, MoEConfig, MoELayer, World, call_checks, virtual
 from moeos.cli import estimate
 from moeos.cli.check import share_weights
 from moeos.engines import twin
-from moeos.formats import NAMES
+from moeos.formats import NAMES, quantize_matrix
 from tests.layers import (
     Call,
     Weights,
@@ -36,7 +36,9 @@ from tests.layers import (
 )
 from tests.process_group import ranks_of_torch
 
-TENSORS = ("w1", "w2", *call_checks.SCALES)
+OF_EXPERTS = ("w1", "w2", *call_checks.SCALES)
+OF_SHARED = tuple(f"shared_{name}" for name in OF_EXPERTS)
+TENSORS = (*OF_EXPERTS, *OF_SHARED)
 CALL = draw_call(config(), 9, 0)
 
 
@@ -45,6 +47,11 @@ def weights_in(name: str, **changes: Any) -> Weights:
 
 
 ALL = {name: weights_in(name) for name in NAMES}
+SHARED: dict[str, Any] = {"shared_experts": 2, "shared_intermediate": 160}
+
+
+def shared_in(name: str, **changes: Any) -> Weights:
+    return weights_in(name, **SHARED, shared_weight_format=name, **changes)
 
 
 def same_tensors(layer: MoELayer, weights: Weights) -> bool:
@@ -87,6 +94,84 @@ def test_every_token_has_what_the_reference_makes_of_the_numbers(
     assert_all_match(weights, calls, virtual.run(rank_main, ranks=ranks))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_experts_of_codes_are_those_of_the_numbers(
+    name: str, activation: Any, ranks: int
+) -> None:
+    gate = activation == "swiglu"
+    dtype = torch.float32 if gate else torch.bfloat16
+    sizes = {"hidden": 160, "intermediate": 96, "max_tokens": 150}  # the last blocks are parts
+    weights = shared_in(name, activation=activation, shared_gate=gate, dtype=dtype, **sizes)
+    calls = [
+        [draw_call(weights.cfg, tokens, 7 * rank + tokens) for tokens in (1, 33, 150)]
+        for rank in range(ranks)
+    ]
+
+    def rank_main(world: World) -> list[Tensor]:
+        layer = weights.layer(world)
+        return [call(layer) for call in calls[world.rank]]
+
+    assert_all_match(weights, calls, virtual.run(rank_main, ranks=ranks))
+
+
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel", "fp8_tensor"])
+def test_shared_experts_of_codes_multiply_numbers_where_others_multiply_codes(name: str) -> None:
+    coded = {"hidden": 128, "intermediate": 64, "activation_format": "fp8_group128"}
+    weights = shared_in(name, shared_gate=True, dtype=torch.bfloat16, **coded)
+    call = draw_call(weights.cfg, 40, 3)
+    [y] = virtual.run(lambda world: call(weights.layer(world)), ranks=1)
+    assert_matches(weights, call, y)
+
+
+def test_quantize_rounds_shared_experts_where_it_is_told_to() -> None:
+    def rank_main(world: World) -> None:
+        layer = MoELayer(config(**SHARED, shared_gate=True), world)
+        for name in NAMES:
+            left = moeos.quantize(layer, name)  # type: ignore[arg-type]
+            assert torch.equal(left.shared_w2, layer.shared_w2)  # type: ignore[arg-type]
+            assert left.shared_w2_scale is None
+            made = moeos.quantize(layer, name, shared_weight_format=name)  # type: ignore[arg-type]
+            assert torch.equal(made.shared_gate, layer.shared_gate)  # type: ignore[arg-type]
+            for key, halves in (("shared_w1", 2), ("shared_w2", 1)):
+                parts = quantize_matrix(getattr(layer, key), name, halves)
+                for end, part in zip(("", "_scale", "_scale_2"), parts, strict=True):
+                    own = getattr(made, key + end)
+                    assert (own is None) == (part is None)
+                    if part is not None:
+                        assert torch.equal(own.view(torch.uint8), part.view(torch.uint8))
+        with pytest.raises(ValueError, match=r"^shared_weight_format is 'mxfp4'; it must be None,"):
+            moeos.quantize(layer, "nvfp4", shared_weight_format="mxfp4")
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_shared_experts_of_another_kind_are_named() -> None:
+    def rank_main(world: World) -> None:
+        coded = shared_in("fp8_channel").layer(world)
+        plain = weights_in("fp8_channel", **SHARED).layer(world)
+        with pytest.raises(
+            RuntimeError, match=r"shared_w1 has dtype torch\.float8_e4m3fn; it must"
+        ):
+            plain.load_state_dict(coded.state_dict(), strict=False)
+        with pytest.raises(
+            RuntimeError,
+            match=r"shared_w2 has dtype torch\.float32; it must be torch\.float8_e4m3fn, codes of "
+            r"shared_weight_format 'fp8_channel': make .* or set shared_weight_format=None",
+        ):
+            coded.load_state_dict(plain.state_dict(), strict=False)
+        plain.shared_w1_scale = coded.shared_w1_scale
+        message = r"^shared_w1_scale is given, and cfg\.shared_weight_format is None: leave it"
+        with pytest.raises(ValueError, match=message):
+            plain(CALL.x)
+        coded.shared_w2_scale = None
+        with pytest.raises(ValueError, match=r"^shared_w2_scale is missing; .*: \[2, 64\]"):
+            coded(CALL.x)
+
+    virtual.run(rank_main, ranks=1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_draws_what_quantize_makes_of_the_numbers_that_it_would_draw(name: str) -> None:
     cfg = config(weight_format=name, bias=True, shared_experts=1, shared_intermediate=40)
@@ -111,7 +196,7 @@ def test_a_layer_draws_what_quantize_makes_of_the_numbers_that_it_would_draw(nam
         return made
 
     by_ranks = {ranks: virtual.run(rank_main, ranks=ranks) for ranks in (1, 2)}
-    for key in TENSORS:
+    for key in OF_EXPERTS:
         whole = {}
         for ranks, every in by_ranks.items():
             for rank in every:
@@ -215,9 +300,12 @@ def test_a_compiled_layer_computes_the_same() -> None:
 # --- state dicts, copies, casts -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared experts"])
 @pytest.mark.parametrize("name", NAMES)
-def test_codes_and_scales_pass_through_state_dicts_copies_and_pickles(name: str) -> None:
-    weights = ALL[name]
+def test_codes_and_scales_pass_through_state_dicts_copies_and_pickles(
+    name: str, shared: bool
+) -> None:
+    weights = shared_in(name) if shared else ALL[name]
 
     def rank_main(world: World) -> None:
         layer = weights.layer(world)
@@ -269,7 +357,7 @@ def test_dtensors_of_any_placement_are_gathered() -> None:
         for weights in ALL.values():
             layer = MoELayer(weights.cfg, world)
             state: dict[str, Any] = dict(layer.state_dict())
-            for name in TENSORS:
+            for name in OF_EXPERTS:
                 whole = getattr(weights, name)
                 if whole is not None and whole.shape[1] % world.size == 0:
                     # By bytes, as gloo does not send 8-bit floats.
@@ -317,7 +405,7 @@ def test_numbers_are_not_loaded_as_codes_nor_codes_as_numbers() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("swap", [False, True], ids=["in place", "swapped"])
 def test_casts_leave_codes_alone_or_are_refused(name: str, swap: bool) -> None:
-    weights = weights_in(name, dtype=torch.bfloat16, bias=True)
+    weights = shared_in(name, dtype=torch.bfloat16, bias=True)
 
     def rank_main(world: World) -> None:
         layer = weights.layer(world)
@@ -443,7 +531,7 @@ def test_what_is_no_part_of_a_format_is_named(case: str) -> None:
 
     def rank_main(world: World) -> None:
         layer, experts = weights.layer(world), Experts(weights.cfg, world)
-        given = {key: getattr(weights, key) for key in TENSORS}
+        given = {key: getattr(weights, key) for key in OF_EXPERTS}
         given = {key: None if part is None else part.clone() for key, part in given.items()}
         damage(given)
         with pytest.raises(error, match=message):
@@ -490,12 +578,16 @@ def test_the_twin_has_no_float16_and_says_so_of_a_format_too() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_counts_weights_as_they_are_stored(name: str) -> None:
-    weights = weights_in(name, bias=True)
+    shared, weights = shared_in(name, shared_gate=True), weights_in(name, bias=True)
     cfg = weights.cfg
 
     def rank_main(world: World) -> int:
         return sum(parameter.nbytes for parameter in weights.layer(world).parameters())
 
+    def of_shared(world: World) -> int:
+        return sum(parameter.nbytes for parameter in shared.layer(world).parameters())
+
+    assert virtual.run(of_shared, ranks=2) == [estimate.weight_bytes_per_rank(shared.cfg, 2)] * 2
     assert virtual.run(rank_main, ranks=2) == [estimate.weight_bytes_per_rank(cfg, 2)] * 2
     of_experts = sum(estimate.expert_bytes_by_name(cfg).values()) * cfg.experts
     assert estimate.work_of(cfg, 1, 128).weight_bytes == of_experts

@@ -92,6 +92,26 @@ def wrapped_by_fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
+@pytest.mark.parametrize("wrapped", [wrapped_by_ddp, wrapped_by_fsdp1])
+def test_codes_of_shared_experts_are_left_alone_as_experts_are(
+    wrapped: Callable[[nn.Module], nn.Module],
+) -> None:
+    name = "fp8_channel"
+    shared = {"shared_experts": 1, "shared_intermediate": 64, "shared_weight_format": name}
+    weights = draw_weights(config(weight_format=name, **shared))
+    call = draw_call(weights.cfg, 20, 0)
+
+    def rank_main(world: World) -> bool:
+        whole = wrapped(Block(weights.layer(world)))
+        whole(call.x).sum().backward()
+        [layer] = [module for module in whole.modules() if isinstance(module, MoELayer)]
+        with torch.no_grad():
+            assert_matches(weights, call, layer(call.x))
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
 @pytest.mark.parametrize(
     "wrapped", [wrapped_by_ddp, wrapped_by_replicate, wrapped_by_fsdp2, wrapped_by_fsdp1]
 )

@@ -281,6 +281,10 @@ def _call(layer: moeos.MoELayer, x: torch.Tensor) -> CallTensors:
         w2_scale=layer.w2_scale,
         w1_scale_2=layer.w1_scale_2,
         w2_scale_2=layer.w2_scale_2,
+        shared_w1_scale=layer.shared_w1_scale,
+        shared_w2_scale=layer.shared_w2_scale,
+        shared_w1_scale_2=layer.shared_w1_scale_2,
+        shared_w2_scale_2=layer.shared_w2_scale_2,
     )
 
 

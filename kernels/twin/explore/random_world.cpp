@@ -256,7 +256,8 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            0,
                            false,
                            WeightFormat::plain,
-                           ActivationFormat::plain};
+                           ActivationFormat::plain,
+                           WeightFormat::plain};
   g.row_map = draw(random, 0, 1) == 0 ? RowMap::ragged : RowMap::capacity;
   g.capacity = draw(random, 0, 2) == 0 ? draw(random, 1, g.max_tokens) : g.max_tokens;
   g.chunk_rows = small ? 4 * draw(random, 1, 3) : 32;
@@ -297,6 +298,9 @@ RandomWorld draw_world(Random& random, Extent extent) {
     g.experts -= draw(aside, 0, g.world - 1);
     g.top_k = minimum(g.top_k, g.experts);
   }
+  if (world.shape.shared_experts > 0 && draw(aside, 0, 1) == 0) {
+    world.shape.shared_weight_format = world.shape.weight_format;
+  }
   size_rows(world.shape, g);
   world.settings =
       small ? TwinSettings{1'000'000ULL, split_os, 0.0, 0, ranks_per_node}
@@ -328,6 +332,13 @@ Experts draw_experts(Random& random, const RandomWorld& world) {
                                shape.intermediate, shape.hidden, drawn.w1));
     drawn.held_w2_codes = held(world, draw_codes(aside, shape.weight_format, experts, shape.hidden,
                                                  shape.intermediate, drawn.w2));
+    if (shape.shared_weight_format != WeightFormat::plain) {
+      drawn.shared_w1_codes =
+          draw_codes(aside, shape.shared_weight_format, shape.shared_experts * shape.w1_rows_of(1),
+                     shape.shared_intermediate, shape.hidden, drawn.shared_w1);
+      drawn.shared_w2_codes = draw_codes(aside, shape.shared_weight_format, shape.shared_experts,
+                                         shape.hidden, shape.shared_intermediate, drawn.shared_w2);
+    }
   }
   drawn.held_w1 = held(world, drawn.w1);
   drawn.held_w2 = held(world, drawn.w2);
@@ -363,24 +374,32 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
   // Of what experts have, the part of this rank's.
   const Geometry& g = world.geometry;
   const auto own = [&g, rank](const auto& all) { return all.data() + all.size() / g.world * rank; };
-  const bool plain = shape.weight_format == WeightFormat::plain;
-  return Operands{.element = Element::kFloat32,
-                  .x = call.x.data(),
-                  .gate = experts.gate.data(),
-                  .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
-                  .topk_weights = call.weights.data(),
-                  .w1 = plain ? static_cast<const void*>(own(experts.held_w1))
-                              : own(experts.held_w1_codes.codes),
-                  .w2 = plain ? static_cast<const void*>(own(experts.held_w2))
-                              : own(experts.held_w2_codes.codes),
-                  .w1_scale = own(experts.held_w1_codes.scales),
-                  .w2_scale = own(experts.held_w2_codes.scales),
-                  .w1_scale_2 = own(experts.held_w1_codes.scales_2),
-                  .w2_scale_2 = own(experts.held_w2_codes.scales_2),
-                  .shared_w1 = experts.shared_w1.data(),
-                  .shared_w2 = experts.shared_w2.data(),
-                  .shared_gate = experts.shared_gate.data(),
-                  .out = call.out.data()};
+  // What a matrix is read from: its numbers, or its codes.
+  const auto read = [](WeightFormat format, const auto* numbers, const auto* codes) {
+    return format == WeightFormat::plain ? static_cast<const void*>(numbers) : codes;
+  };
+  const WeightFormat format = shape.weight_format;
+  const WeightFormat shared = shape.shared_weight_format;
+  return Operands{
+      .element = Element::kFloat32,
+      .x = call.x.data(),
+      .gate = experts.gate.data(),
+      .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
+      .topk_weights = call.weights.data(),
+      .w1 = read(format, own(experts.held_w1), own(experts.held_w1_codes.codes)),
+      .w2 = read(format, own(experts.held_w2), own(experts.held_w2_codes.codes)),
+      .w1_scale = own(experts.held_w1_codes.scales),
+      .w2_scale = own(experts.held_w2_codes.scales),
+      .w1_scale_2 = own(experts.held_w1_codes.scales_2),
+      .w2_scale_2 = own(experts.held_w2_codes.scales_2),
+      .shared_w1 = read(shared, experts.shared_w1.data(), experts.shared_w1_codes.codes.data()),
+      .shared_w2 = read(shared, experts.shared_w2.data(), experts.shared_w2_codes.codes.data()),
+      .shared_gate = experts.shared_gate.data(),
+      .shared_w1_scale = experts.shared_w1_codes.scales.data(),
+      .shared_w2_scale = experts.shared_w2_codes.scales.data(),
+      .shared_w1_scale_2 = experts.shared_w1_codes.scales_2.data(),
+      .shared_w2_scale_2 = experts.shared_w2_codes.scales_2.data(),
+      .out = call.out.data()};
 }
 
 /// The layer's definition, in double precision, one pair at a time.

@@ -36,12 +36,12 @@ struct Codes {
   std::vector<float> scales_2;
 };
 
-/// All experts' weights, and the shared ones'. With a format w1 and w2 are the numbers of codes.
+/// All experts' weights, and the shared ones'. With a format matrices are the numbers of codes.
 /// What ranks hold has an expert's values in each of its places, and zeros in those without one.
 struct Experts {
   std::vector<float> gate, w1, w2, shared_w1, shared_w2, shared_gate;
   std::vector<float> held_w1, held_w2;
-  Codes held_w1_codes, held_w2_codes;
+  Codes held_w1_codes, held_w2_codes, shared_w1_codes, shared_w2_codes;
 };
 Experts draw_experts(Random& random, const RandomWorld& world);
 
