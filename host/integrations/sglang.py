@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's expert layers on moeos: `--moe-runner-backend moeos`.
+"""SGLang's expert layers on moeos: `--moe-runner-backend moeos`, or `moeos_fp8`.
 
 SGLang calls `register` in each of its processes, by the entry point `sglang.srt.plugins`. It adds a
 runner core by SGLang's registry, and hooks by which a layer without quantisation, or in FP8, takes
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moeos.config import MoEConfig
-from moeos.formats import BLOCK, WeightFormat
+from moeos.formats import BLOCK, ActivationFormat, WeightFormat
 from moeos.integrations import shared
 
 VERSION = "0.5.23"
@@ -23,6 +23,9 @@ VERSION = "0.5.23"
 
 NAME = shared.NAME
 """What the runner backend is called."""
+
+FP8_NAME = f"{NAME}_fp8"
+"""And the one whose experts get their tokens as codes, too."""
 
 try:
     from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
@@ -71,6 +74,9 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
     tokens with all experts, and returns zeros for the others: the sum gathers the parts.
     """
 
+    name = NAME
+    activation_format: ActivationFormat | None = None
+
     def __init__(self, config: MoeRunnerConfig) -> None:
         """Makes the world, with the first layer, and the experts. Collective over the group."""
         refuse_unsupported(config)
@@ -83,11 +89,12 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
         group = parallel.moe_ep_group.cpu_group if ranks > 1 else None
         backend = "cuda" if is_cuda() else "twin"
         world = shared.world_of(group, backend, shared.SERVER_DEADLINE)
-        self._experts = shared.experts_of(config_of(config, max(1, -(-tokens // ranks))), world)
+        cfg = config_of(config, max(1, -(-tokens // ranks)), self.activation_format)
+        self._experts = shared.experts_of(cfg, world)
 
     @property
     def runner_backend(self) -> RegisteredMoeRunnerBackend:
-        return RegisteredMoeRunnerBackend(NAME)
+        return RegisteredMoeRunnerBackend(self.name)
 
     def run_from_dispatch(
         self,
@@ -131,20 +138,38 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
         return StandardCombineInput(hidden_states=y)
 
 
-def config_of(config: MoeRunnerConfig, max_tokens: int) -> MoEConfig:
+class MoeosFp8RunnerCore(MoeosRunnerCore):
+    """The same of experts in FP8, whose products are of FP8 by FP8: tokens are rounded."""
+
+    name = FP8_NAME
+    activation_format: ActivationFormat | None = "fp8_group128"
+
+
+def config_of(
+    config: MoeRunnerConfig, max_tokens: int, activation_format: ActivationFormat | None = None
+) -> MoEConfig:
     """The config of a layer's experts; `ValueError` for what moeos does not compute."""
-    return MoEConfig(
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size_per_partition,
-        experts=config.num_experts,
-        top_k=config.top_k,
-        activation=shared.activation_of(WHERE, _activation(config), ACTIVATIONS),
-        dtype=config.params_dtype,
-        max_tokens=max_tokens,
-        swiglu_limit=config.swiglu_limit,
-        routing="caller",
-        weight_format=weight_format_of(config),
-    )
+    try:
+        return MoEConfig(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size_per_partition,
+            experts=config.num_experts,
+            top_k=config.top_k,
+            activation=shared.activation_of(WHERE, _activation(config), ACTIVATIONS),
+            dtype=config.params_dtype,
+            max_tokens=max_tokens,
+            swiglu_limit=config.swiglu_limit,
+            routing="caller",
+            weight_format=weight_format_of(config),
+            activation_format=activation_format,
+        )
+    except (TypeError, ValueError) as error:
+        if activation_format is None:
+            raise
+        instead = f"--moe-runner-backend {NAME} has no such rule"
+        raise type(error)(
+            f"SGLang with --moe-runner-backend {FP8_NAME}: {error}; {instead}"
+        ) from None
 
 
 def weight_format_of(config: MoeRunnerConfig) -> WeightFormat | None:
@@ -254,16 +279,17 @@ def _activation(config: MoeRunnerConfig) -> str:
 
 
 def _is_moeos(backend: Any) -> bool:
-    return backend is not None and backend.value == NAME
+    return backend is not None and backend.value in (NAME, FP8_NAME)
 
 
 def _create_moe_runner(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around a method's: with `--moe-runner-backend moeos` it takes our core."""
     method, _, config = (*args, *kwargs.values())
-    if not _is_moeos(get_moe_runner_backend()):
+    backend = get_moe_runner_backend()
+    if not _is_moeos(backend):
         return original(*args, **kwargs)
     method.moe_runner_config = config
-    method.runner = MoeRunner(RegisteredMoeRunnerBackend(NAME), config)
+    method.runner = MoeRunner(backend, config)
     return None
 
 
@@ -296,7 +322,7 @@ def _require_moeos(result: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def register() -> None:
-    """Makes SGLang know `--moe-runner-backend moeos`. May be called again."""
+    """Makes SGLang know `--moe-runner-backend moeos` and `moeos_fp8`. May be called again."""
     global _registered
     if _registered:
         return
@@ -307,6 +333,7 @@ def register() -> None:
     HookRegistry.register(f"{_FP8}.apply", _apply_fp8, HookType.AROUND)
     HookRegistry.register(_GLOBAL_IDS, _keeps_global_expert_ids, HookType.AROUND)
     HookRegistry.register(f"{_LAYER}.__init__", _require_moeos, HookType.AFTER)
-    register_moe_runner_core(NAME, MoeosRunnerCore)
-    add_moe_runner_backend_choices([NAME])
+    for core in (MoeosRunnerCore, MoeosFp8RunnerCore):
+        register_moe_runner_core(core.name, core)
+        add_moe_runner_backend_choices([core.name])
     _registered = True

@@ -23,7 +23,7 @@ from moeos import kernel_shape
 from moeos.config import MoEConfig
 from moeos.engines import twin
 from moeos.experts import Experts
-from moeos.formats import FORMATS
+from moeos.formats import FORMATS, ActivationFormat
 from moeos.integrations import formula_of, shared, transformers_formats, transformers_weights
 
 VERSION = "5.24.0"
@@ -79,12 +79,17 @@ _READY = "_moeos_ready"
 class _Options:
     max_tokens: int = MAX_TOKENS
     deadline: float = shared.SERVER_DEADLINE
+    activation_format: ActivationFormat | None = None
 
 
 _options = _Options()
 
 
-def register(max_tokens: int = MAX_TOKENS, deadline: float = shared.SERVER_DEADLINE) -> None:
+def register(
+    max_tokens: int = MAX_TOKENS,
+    deadline: float = shared.SERVER_DEADLINE,
+    activation_format: ActivationFormat | None = None,
+) -> None:
     """Makes "moeos" an experts implementation and an implementation of expert parallelism.
 
     Then `model.set_experts_implementation("moeos")` has this process alone compute the experts,
@@ -96,9 +101,11 @@ def register(max_tokens: int = MAX_TOKENS, deadline: float = shared.SERVER_DEADL
         max_tokens: the most tokens that one rank may pass in one call; sizes all buffers. A longer
             batch is cut into several calls where a process is alone, and refused elsewhere.
         deadline: seconds that a rank waits for another one in a call.
+        activation_format: of `MoEConfig`. "fp8_group128" rounds tokens, and makes a model whose
+            experts are not in FP8 raise in its first call.
     """
     global _options
-    _options = _Options(max_tokens, deadline)
+    _options = _Options(max_tokens, deadline, activation_format)
     ExpertsInterface.register(NAME, experts_forward)
     FP8ExpertsInterface.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, MoeosEP)
@@ -265,6 +272,7 @@ def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype) -> Experts:
             max_tokens=_options.max_tokens,
             bias=module.has_bias,
             routing="caller",
+            activation_format=_options.activation_format,
             **fields,
         )
     except (TypeError, ValueError) as error:

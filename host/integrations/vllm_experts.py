@@ -17,7 +17,7 @@ import torch
 
 from moeos.config import MoEConfig
 from moeos.experts import Experts
-from moeos.formats import WeightFormat
+from moeos.formats import ActivationFormat, WeightFormat
 from moeos.integrations import shared
 from moeos.integrations.vllm import NAME, VERSION
 
@@ -72,10 +72,12 @@ class Options:
     Attributes:
         backend: as of `moeos.init`; None is "twin" where vLLM computes on CPUs, or else "cuda".
         deadline: seconds that a rank waits for another one in a call.
+        activation_format: of `MoEConfig`. "fp8_group128" rounds tokens, and needs experts in FP8.
     """
 
     backend: str | None = None
     deadline: float = shared.SERVER_DEADLINE
+    activation_format: ActivationFormat | None = None
 
     @classmethod
     def current(cls) -> Options:
@@ -153,7 +155,7 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         options = Options.current()
         backend = options.backend or ("twin" if current_platform.is_cpu() else "cuda")
         world = shared.world_of(get_ep_group().cpu_group, backend, options.deadline)
-        cfg = config_of(self.moe_config, self.weight_format)
+        cfg = config_of(self.moe_config, self.weight_format, options.activation_format)
         self._experts = shared.experts_of(cfg, world)
         _log.info("%s: experts of rank %d of %d by moeos", layer.layer_name, world.rank, world.size)
         parallel = self.moe_config.moe_parallel_config
@@ -256,21 +258,31 @@ class MoeosMethod(OnMoeos, UnquantizedFusedMoEMethod):
         self.start(moe)
 
 
-def config_of(moe: FusedMoEConfig, weight_format: WeightFormat | None) -> MoEConfig:
+def config_of(
+    moe: FusedMoEConfig,
+    weight_format: WeightFormat | None,
+    activation_format: ActivationFormat | None = None,
+) -> MoEConfig:
     """The config of a layer's experts; `ValueError` for what moeos does not compute."""
-    return MoEConfig(
-        hidden=moe.hidden_dim,
-        intermediate=moe.intermediate_size_per_partition,
-        experts=moe.num_experts,
-        top_k=moe.experts_per_token,
-        activation=shared.activation_of(WHERE, moe.activation.value, INTERLEAVED),
-        dtype=moe.in_dtype,
-        max_tokens=moe.max_num_tokens,
-        swiglu_limit=moe.swiglu_limit,
-        bias=moe.has_bias,
-        routing="caller",
-        weight_format=weight_format,
-    )
+    try:
+        return MoEConfig(
+            hidden=moe.hidden_dim,
+            intermediate=moe.intermediate_size_per_partition,
+            experts=moe.num_experts,
+            top_k=moe.experts_per_token,
+            activation=shared.activation_of(WHERE, moe.activation.value, INTERLEAVED),
+            dtype=moe.in_dtype,
+            max_tokens=moe.max_num_tokens,
+            swiglu_limit=moe.swiglu_limit,
+            bias=moe.has_bias,
+            routing="caller",
+            weight_format=weight_format,
+            activation_format=activation_format,
+        )
+    except (TypeError, ValueError) as error:
+        if activation_format is None:
+            raise
+        raise type(error)(f"{WHERE}, activation_format of additional_config: {error}") from None
 
 
 def require_placement(layer: Any, weight_format: WeightFormat | None) -> None:

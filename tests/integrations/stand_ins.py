@@ -18,7 +18,6 @@ from torch import Tensor
 from moeos import MoEConfig, reference
 from moeos.formats import dequantize, quantize_matrix
 from tests.host.test_groups import in_processes
-from tests.layers import TOLERANCE
 
 FAKES = Path(__file__).parent / "fakes"
 
@@ -80,11 +79,11 @@ class Tensors:
         )
 
     def error(self, y: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> float:
-        """Of y, relative to `TOLERANCE`: at most 1 is right."""
+        """Of y, relative to the tolerance: at most 1 is right."""
         assert y.dtype == x.dtype
         expected = self.expected(x, ids, weights)
         assert y.shape == expected.shape
         if y.numel() == 0:
             return 0.0
         difference = (y.double() - expected).norm() / expected.norm()
-        return float(difference) / TOLERANCE[self.cfg.dtype]
+        return float(difference) / reference.tolerance_of(self.cfg)

@@ -31,7 +31,8 @@ class Server:
         plugin.register()
         plugin.register()  # a process may load plugins again
         HookRegistry.apply_hooks()
-        assert MOE_RUNNER_BACKEND_CHOICES.count("moeos") == 1
+        for name in ("moeos", "moeos_fp8"):
+            assert MOE_RUNNER_BACKEND_CHOICES.count(name) == 1
         self.ranks = ranks
         self.group = runtime_context.GroupCoordinator(list(range(ranks)))
         told = runtime_context.CONTEXT
@@ -218,6 +219,45 @@ def test_experts_in_fp8_are_right_as_they_are_shipped(
         return errors
 
     assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("block", [[128, 128], None])
+def test_another_name_of_the_backend_multiplies_fp8_by_fp8(
+    block: list[int] | None, ranks: int
+) -> None:
+    coded = {
+        "hidden": 128,
+        "intermediate": 64,
+        "weight_format": "fp8_tensor" if block is None else "fp8_block128",
+        "activation_format": "fp8_group128",
+    }
+
+    def live(rank: int) -> list[float]:
+        server = Server(rank, ranks, backend="moeos_fp8")
+        tensors = Tensors(config(dtype=torch.bfloat16, **coded))
+        in_numbers = Tensors(config(dtype=torch.bfloat16, **coded | {"activation_format": None}))
+        layer = server.layer(tensors, quant_method=fp8_method(weight_block_size=block))
+        assert layer.runner_backend.value == "moeos_fp8"
+        assert layer.quant_method.runner.runner_core.runner_backend.value == "moeos_fp8"
+        errors = []
+        for rows in (PREFILL, 3):
+            x, (ids, weights) = tensors.draw(rows, 128), tensors.routing(rows)
+            y = server.forward(layer, x, ids, weights)
+            assert in_numbers.error(y, x, ids, weights) > 2  # rounded they are
+            errors.append(tensors.error(y, x, ids, weights))
+        return errors
+
+    assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+def test_that_name_refuses_experts_that_are_not_in_fp8() -> None:
+    def live(rank: int) -> None:
+        Server(rank, backend="moeos_fp8").layer(Tensors(config()))
+
+    said = "moe-runner-backend moeos_fp8: weight_format is None.*--moe-runner-backend moeos has"
+    with pytest.raises(ValueError, match=said):
+        on_ranks(live, 1)
 
 
 def fp8_method(**changes: Any) -> Any:

@@ -151,6 +151,33 @@ def test_quantised_experts_compute_what_transformers_numbers_of_them_do(
     assert module._moeos_ready.experts.cfg.weight_format == weight_format
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weight_format", ["fp8_block128", "fp8_tensor"])
+def test_tokens_are_rounded_where_register_says_so(weight_format: str, dtype: torch.dtype) -> None:
+    module = fp8_experts(weight_format)
+    tokens = tokens_for(dtype=dtype)
+    before = called(module, *tokens)
+    adapter.register(activation_format="fp8_group128")
+    y = called(module, *tokens)
+    cfg = module._moeos_ready.experts.cfg
+    assert (cfg.weight_format, cfg.activation_format) == (weight_format, "fp8_group128")
+    numbers = in_numbers(module, torch.float64)
+    x, ids, weights = tokens
+    w1, w2 = numbers.gate_up_proj, numbers.down_proj
+    wanted = reference.moe(x, torch.zeros(EXPERTS, HIDDEN), w1, w2, cfg, ids, weights)
+    assert reference.relative_error(y, wanted) <= reference.tolerance_of(cfg)
+    assert reference.relative_error(before, wanted) > reference.tolerance_of(cfg)
+    adapter.register()
+    assert torch.equal(called(module, *tokens), before)
+
+
+def test_tokens_of_experts_that_are_not_in_fp8_are_not_rounded() -> None:
+    adapter.register(activation_format="fp8_group128")
+    said = r"FP8Experts: weight_format is 'mxfp4'; it must be one of fp8_block128, .* with activati"
+    with pytest.raises(ValueError, match=said):
+        called(fp8_experts("mxfp4", "ue8m0"), *tokens_for())
+
+
 @pytest.mark.parametrize(
     ("weight_format", "scale_fmt"), [("fp8_block128", "float"), ("mxfp4", "ue8m0")]
 )

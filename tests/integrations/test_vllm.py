@@ -274,7 +274,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"swiglu_beta": 1.0}, "swiglu_beta is 1.0"),
     ({}, {"placement_strategy": "round_robin"}, "expert_placement_strategy is 'round_robin'"),
     ({}, {"params_dtype": torch.bfloat16}, "experts' dtype is torch.bfloat16.*torch.float32"),
-    ({"options": {"deadlin": 3}}, {}, "additional_config.*deadlin.*backend, deadline"),
+    ({"options": {"deadlin": 3}}, {}, "additional_config.*deadlin.*backend, deadline, activation"),
 ]
 
 
@@ -355,6 +355,42 @@ def test_experts_of_a_quantised_checkpoint_are_right_as_they_are_shipped(
         assert max(errors) <= 1
         assert weight_format == changes["weight_format"]
         assert in_place
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_option_has_experts_multiply_fp8_by_fp8(ranks: int) -> None:
+    coded = {"weight_format": "fp8_block128", "activation_format": "fp8_group128"}
+    sizes = {"hidden": 128, "intermediate": 256, "dtype": torch.bfloat16}
+
+    def live(rank: int) -> tuple[float, float]:
+        options = {"deadline": 60.0, "activation_format": "fp8_group128"}
+        job = Job(rank, tp=ranks, quantization_config=FP8_BLOCKS, options=options)
+        model = Tensors(config(**sizes, **coded))
+        in_numbers = Tensors(config(**sizes, **coded | {"activation_format": None}))
+        layer = job.layer(model, activation="silu")
+        x, (ids, weights) = model.draw(MAX_TOKENS, 128), model.routing(MAX_TOKENS)
+        y = job.forward(layer, x, ids, weights)
+        return model.error(y, x, ids, weights), in_numbers.error(y, x, ids, weights)
+
+    for error, unrounded in on_ranks(live, ranks):
+        assert error <= 1
+        assert unrounded > 2  # rounded they are
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("fp8_group128", "weight_format is None; it must be one of fp8_block128"),
+        ("fp8", "activation_format is 'fp8'; it must be one of fp8_group128"),
+    ],
+)
+def test_that_option_needs_experts_in_fp8(given: str, said: str) -> None:
+    def live(rank: int) -> None:
+        Job(rank, options={"activation_format": given}).layer(Tensors(config()))
+
+    where = "vLLM with --quantization moeos, activation_format of additional_config: "
+    with pytest.raises(ValueError, match=where + said):
+        on_ranks(live, 1)
 
 
 def test_all_else_of_a_quantised_checkpoint_is_vllm_s() -> None:
