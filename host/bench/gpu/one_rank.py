@@ -5,6 +5,8 @@ Contestants, all with the same tokens and weights, in turn within each round:
     moeos: `MoELayer` on backend "cuda".
     baseline: `moeos.bench.gpu.all_to_all`, stock PyTorch with NCCL; its output must be moeos's.
     grouped: the layer's two GEMMs alone, torch._grouped_mm on the rows that this rank received.
+    in_numbers: of a layer with formats the same layer without, with the numbers of its codes, as
+        the two before have them.
 How they are timed is moeos.bench.gpu.in_turn's. `python -m moeos.bench.gpu.one_rank ORDER` is one
 rank that moeos.bench.gpu started; it judges no time.
 """
@@ -12,6 +14,7 @@ rank that moeos.bench.gpu started; it judges no time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -28,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moeos
-from moeos import reference
+from moeos import call_checks, reference
 from moeos.bench.gpu import compile_ahead, device_rates, suite
 from moeos.bench.gpu.all_to_all import AllToAllLayer
 from moeos.bench.gpu.in_turn import FLUSHED_TOKENS, InTurn
@@ -38,9 +41,15 @@ from moeos.commands import machine, output
 from moeos.commands.device_reader import FLUSH_BYTES
 from moeos.commands.routing import draw_routing, parse_pattern
 from moeos.config import MoEConfig
+from moeos.quantization import numbers_of
+from moeos.sizes import sent_bytes
 
 LARGEST_ERROR = 1.2e-2
 """Of the difference between two bfloat16 results: each is within 8e-3 of the exact one."""
+
+LARGEST_ROUNDED_ERROR = 8e-2
+"""The same where one of both rounds tokens to FP8, and what lies between the products again: each
+number by up to 1/16, 2.6e-2 in the mean square."""
 
 NEAR_TIE = 4e-6
 """Tokens whose experts are no more certain than this may be routed otherwise in fp32."""
@@ -51,8 +60,11 @@ METHOD = {
     "baseline": "NCCL all-to-all + torch._grouped_mm in PyTorch, eager; see "
     "moeos.bench.gpu.all_to_all",
     "G": "the layer's two GEMMs alone, torch._grouped_mm on exactly the rows the rank received",
-    "F limit": "FLOPs of the rank with most rows (both GEMMs, and the router) / F",
-    "W limit": "bytes of the touched experts' weights, of the rank with most / W",
+    "in_numbers": "of a layer with formats: moeos' layer without, with the numbers of its codes",
+    "F limit": "FLOPs of the rank with most rows (both GEMMs, and the router) / F; of FP8 by FP8 "
+    "twice F",
+    "W limit": "bytes of the touched experts' weights as they are stored, of the rank with most / "
+    "W",
     "N limit": "bytes that the rank with most sends to peers (rows there, results back) / N; it "
     "receives as many",
     "time": "CUDA events around the call; the slowest rank of each round; medians over rounds; "
@@ -62,7 +74,8 @@ METHOD = {
     f"kernel that reads {FLUSH_BYTES >> 20} MiB, so weights come from HBM as in a "
     "model with many layers; above that it is not",
     "error": "relative Frobenius error of moeos against the baseline, of the worst rank, over "
-    f"tokens whose routing margin in float64 is above {NEAR_TIE:g}; at most {LARGEST_ERROR:g}",
+    f"tokens whose routing margin in float64 is above {NEAR_TIE:g}; at most {LARGEST_ERROR:g}, or "
+    f"{LARGEST_ROUNDED_ERROR:g} of tokens in FP8",
     **device_rates.METHOD,
 }
 """What the numbers of the document are."""
@@ -150,10 +163,11 @@ class _Measurement:
     def run(self) -> None:
         self._note("starting")
         layers = [
-            (shape.name, cfg)
+            (shape.name, kind)
             for shape in self._suite.shapes
             for cfg, cases in self._suite.layers_of(shape, self._world.size).items()
             if self._open_cases(shape, cases)
+            for kind in dict.fromkeys((cfg, cfg.in_numbers()))
         ]
         if layers:
             self._measure(layers)
@@ -190,34 +204,43 @@ class _Measurement:
     def _measure_layer(self, shape: Shape, cfg: MoEConfig, cases: Sequence[Case]) -> None:
         self._note(shape.name)
         with moeos.init("cuda", deadline=_CALLING) as world:
-            layer = moeos.MoELayer(cfg, world)
-            bias = layer.gate.selection_bias
+            plain = moeos.MoELayer(cfg.in_numbers(), world)
+            bias = plain.gate.selection_bias
             if bias is not None:
                 drawn = torch.rand(cfg.experts, generator=torch.Generator().manual_seed(_SEED))
                 bias.copy_(drawn * 0.01)
+            layers = coded_and_plain(plain, cfg)
             baseline = AllToAllLayer(
-                cfg, layer.gate.weight, bias, layer.w1, layer.w2, self._clock.group
+                plain.cfg, plain.gate.weight, bias, plain.w1, plain.w2, self._clock.group
             )
             for case in cases:
-                if not self._time_is_left() or not self._measure_case(shape, case, layer, baseline):
+                if not self._time_is_left() or not self._measure_case(
+                    shape, case, layers, baseline
+                ):
                     break
-        del layer, baseline, bias
+        del layers, plain, baseline, bias
         gc.collect()
         torch.cuda.empty_cache()
 
     def _measure_case(
-        self, shape: Shape, case: Case, layer: moeos.MoELayer, baseline: AllToAllLayer
+        self,
+        shape: Shape,
+        case: Case,
+        layers: Mapping[str, moeos.MoELayer],
+        baseline: AllToAllLayer,
     ) -> bool:
         """Whether the outputs agreed, so that the case was measured."""
         self._note(shape.name, case)
+        layer = layers["moeos"]
         cfg, control = layer.cfg, self._world.control
+        most = LARGEST_ERROR if cfg.activation_format is None else LARGEST_ROUNDED_ERROR
         x, ids, weights = self._inputs(case, cfg)
         y = layer(x, ids, weights)
         layer.check()
         found = compare(layer, x, ids, y, baseline(x, ids, weights))
         errors = control.allgather(found)
         error, near_ties = max(error for error, _ in errors), sum(ties for _, ties in errors)
-        if not error <= LARGEST_ERROR:
+        if not error <= most:
             if self._results is not None:
                 what = f"moeos and the baseline differ: relative error {error:.1e}"
                 self._results.fail(shape.name, what, case)
@@ -227,7 +250,7 @@ class _Measurement:
         flushed = case.tokens <= FLUSHED_TOKENS
         times = self._clock.time(
             {
-                "moeos": lambda: layer(x, ids, weights),
+                **{name: functools.partial(one, x, ids, weights) for name, one in layers.items()},
                 "baseline": lambda: baseline(x, ids, weights),
                 "grouped": baseline.grouped_gemms,
             },
@@ -235,7 +258,8 @@ class _Measurement:
             warm_up_rounds=self._suite.warm_up_rounds,
             rounds=self._suite.rounds,
         )
-        layer.check()
+        for one in layers.values():
+            one.check()
         if self._results is not None:
             self._results.add(
                 shape,
@@ -291,6 +315,20 @@ class _Measurement:
             output.say(what if case is None else f"{what}: {case.tokens} tokens, {case.routing}")
 
 
+def coded_and_plain(plain: moeos.MoELayer, cfg: MoEConfig) -> dict[str, moeos.MoELayer]:
+    """The contestants that are layers: `plain`, or, where `cfg` has formats, one with its weights
+    in these and `plain`, which gets the numbers of the codes. Collective.
+    """
+    if cfg.weight_format is None:
+        return {"moeos": plain}
+    layer = moeos.quantize(plain, cfg.weight_format, cfg.activation_format)
+    with torch.no_grad():
+        for name in ("w1", "w2"):
+            for expert, matrix in enumerate(getattr(plain, name)):
+                matrix.copy_(numbers_of(layer, name, slice(expert, expert + 1))[0])
+    return {"moeos": layer, "in_numbers": plain}
+
+
 def limits(
     cfg: MoEConfig,
     tokens: int,
@@ -306,11 +344,15 @@ def limits(
     """
     weights = (cfg.w1_rows + cfg.intermediate) * cfg.hidden  # of one expert
     flops = 2 * weights * max(of["rows"] for of in load) + 2 * tokens * cfg.experts * cfg.hidden
-    touched = max(of["experts"] for of in load) * weights * cfg.dtype.itemsize
-    link = max(of["to_peers"] + of["from_peers"] for of in load) * cfg.hidden * cfg.dtype.itemsize
+    stored = (*call_checks.expected_weights(cfg, 1), *call_checks.expected_scales(cfg, 1))
+    of_expert = sum(one.shape.numel() * one.dtype.itemsize for one in stored if one is not None)
+    touched = max(of["experts"] for of in load) * of_expert
+    result_bytes = cfg.hidden * cfg.dtype.itemsize
+    link = max(of["to_peers"] * sent_bytes(cfg) + of["from_peers"] * result_bytes for of in load)
     dense, read, store = rates["F"], rates["W"], rates["N"]
     assert dense is not None
     assert read is not None
+    dense *= 1 if cfg.activation_format is None else 2
     return {
         "F": flops / dense,
         "W": touched / read,

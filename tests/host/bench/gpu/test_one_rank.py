@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of the GPU benchmark computes on the host: the limits of a case."""
+"""What a rank of the GPU benchmark computes on the host: the limits of a case, and its layers."""
+
+from __future__ import annotations
+
+import dataclasses
 
 import pytest
+import torch
 
-from moeos import MoEConfig
-from moeos.bench.gpu.one_rank import limits
+from moeos import MoEConfig, MoELayer, World, reference, virtual
+from moeos.bench.gpu.one_rank import (
+    LARGEST_ERROR,
+    LARGEST_ROUNDED_ERROR,
+    coded_and_plain,
+    limits,
+)
+from tests.layers import config, draw_given_call
 
 CFG = MoEConfig(hidden=64, intermediate=32, experts=8, top_k=2, max_tokens=16)
 RATES = {"F": 1e9, "W": 1e8, "N": 1e7}
@@ -25,3 +36,45 @@ def test_limits_are_those_of_the_rank_with_most() -> None:
 
 def test_one_gpu_has_no_links() -> None:
     assert limits(CFG, 16, [load(32, 8, 0, 0)], RATES | {"N": None})["N"] is None
+
+
+def test_codes_are_read_as_they_are_stored_and_multiplied_at_twice_the_rate() -> None:
+    cfg = MoEConfig(hidden=128, intermediate=64, experts=8, top_k=2, max_tokens=16)
+    coded = dataclasses.replace(cfg, weight_format="fp8_channel", activation_format="fp8_group128")
+    of_ranks = [load(20, 3, 5, 11), load(12, 4, 11, 5)]
+    found, plain = limits(coded, 16, of_ranks, RATES), limits(cfg, 16, of_ranks, RATES)
+    assert found["F"] == pytest.approx(plain["F"] / 2)  # type: ignore[operator]
+    scales = 4 * (2 * 64 + 128)
+    assert found["W"] == pytest.approx(4 * (3 * 128 * 64 + scales) / 1e8)
+    # Of rank 1: a row there is 128 codes and a scale, padded, and a result 128 numbers of 2 bytes.
+    assert found["N"] == pytest.approx((5 * 144 + 11 * 256) / 1e7)
+
+
+@pytest.mark.parametrize(
+    ("formats", "most"),
+    [
+        ({}, 0.0),
+        ({"weight_format": "mxfp4"}, LARGEST_ERROR),
+        (
+            {"weight_format": "fp8_block128", "activation_format": "fp8_group128"},
+            LARGEST_ROUNDED_ERROR,
+        ),
+    ],
+)
+def test_a_layer_with_formats_stands_beside_one_with_the_numbers_of_its_codes(
+    formats: dict[str, str], most: float
+) -> None:
+    cfg = config(hidden=128, intermediate=192, dtype=torch.bfloat16, **formats)
+    call = draw_given_call(cfg, 100, 1)
+
+    def rank_main(world: World) -> float:
+        layers = coded_and_plain(MoELayer(cfg.in_numbers(), world), cfg)
+        assert [*layers] == ["moeos", "in_numbers"][: 1 + (cfg.weight_format is not None)]
+        assert layers["moeos"].cfg == cfg
+        y, plain = (call(one) for one in (layers["moeos"], [*layers.values()][-1]))
+        return reference.relative_error(y, plain)
+
+    errors = virtual.run(rank_main, ranks=2)
+    assert max(errors) <= most
+    if cfg.activation_format is not None:
+        assert min(errors) > most / 4  # the bound is no wider than it has to be

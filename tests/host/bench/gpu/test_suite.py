@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from moeos import kernel_shape
+from moeos import MoEConfig, kernel_shape
 from moeos.bench.gpu import suite
+from moeos.bench.gpu.all_to_all import AllToAllLayer
 from moeos.bench.gpu.suite import Case
 from tests.host.bench.measured import SUITE, TWO_SHAPES, small_suite
 
@@ -43,7 +45,40 @@ def test_every_suite_can_run_on_1_2_and_4_gpus(file: Path, ranks: int) -> None:
     for shape in found.shapes:
         cfg = shape.config_on(ranks, found.full_ranks)
         kernel_shape.check_supported(cfg)
-        assert cfg.experts_per_rank(ranks) == shape.cfg.experts_per_rank(found.full_ranks)
+        kernel_shape.check_supported(cfg.in_numbers())
+        if ranks <= found.full_ranks:
+            assert cfg.experts_per_rank(ranks) == shape.cfg.experts_per_rank(found.full_ranks)
+
+
+def test_the_suite_of_formats_has_the_shapes_and_counts_of_its_bars() -> None:
+    found = suite.read(SUITE.with_name("fp8.toml"))
+    assert found.full_ranks == 2
+    formats = {
+        shape.name: (shape.cfg.weight_format, shape.cfg.activation_format) for shape in found.shapes
+    }
+    by_fp8 = ("fp8_block128", "fp8_group128")
+    assert formats == {
+        "deepseek-v3-half": by_fp8,
+        "qwen3-30b-a3b": by_fp8,
+        "gpt-oss-120b": ("mxfp4", None),
+    }
+    for shape in found.shapes:
+        gate = [case.tokens for case in shape.cases if case.routing == suite.GATE]
+        is_fp8 = shape.name != "gpt-oss-120b"
+        assert gate == ([8, 128, 2048, 8192] if is_fp8 else [1, 8, 128])
+        assert (Case(8192, routing="zipf:1.2") in shape.cases) == is_fp8
+        assert shape.cfg.dtype == torch.bfloat16
+        for cfg in found.layers_of(shape, 2):
+            AllToAllLayer(cfg.in_numbers(), *_baselines_tensors(cfg), None)
+
+
+def _baselines_tensors(cfg: MoEConfig) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What the all-to-all beside a layer is given, without values."""
+    with torch.device("meta"):
+        bias = torch.empty(cfg.experts) if cfg.selection_bias else None
+        w1 = torch.empty(1, cfg.w1_rows, cfg.hidden, dtype=cfg.dtype)
+        w2 = torch.empty(1, cfg.hidden, cfg.intermediate, dtype=cfg.dtype)
+        return torch.empty(cfg.experts, cfg.hidden, dtype=cfg.dtype), bias, w1, w2
 
 
 def test_shapes_inherit_what_they_do_not_say(tmp_path: Path) -> None:
