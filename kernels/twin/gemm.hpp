@@ -39,7 +39,8 @@ constexpr std::size_t panel_floats(unsigned depth) { return std::size_t{kPanelRo
 void pack_rows(Element element, const void* first_row, std::size_t row_stride_bytes, unsigned rows,
                unsigned depth, float* panel);
 
-/// A matrix of weights, as it is stored: row n starts at element n * stride of `data`.
+/// A matrix of weights, as it is stored: row n starts at element n * stride of `data`. With
+/// `depth_first` it is stored the other way: element k of row n is element k * stride + n.
 ///
 /// Rows of codes are contiguous: `stride` is how long they are. Their weight is code * scale *
 /// scale_2 in fp32, multiplied in this order, and then rounded to `element`.
@@ -50,13 +51,14 @@ struct Weights {
   WeightFormat format = WeightFormat::plain;
   const void* scales = nullptr;  // [scale_rows][scales_of_row], of the whole matrix
   float scale_2 = 1.0F;          // where the format has it
+  bool depth_first = false;      // of plain weights
 };
 
 /// out[r][n] = sum over k < depth of rows[r][k] * weights[first_row + n][k].
 ///
 /// panels:     panel_count panels from pack_rows, end to end: 8 * panel_count rows.
-/// weights:    rows of `depth` contiguous elements, of which `columns` are used. Nothing outside
-///             of these, and of their scales, is read.
+/// weights:    rows of `depth` elements, of which `columns` are used. Nothing outside of these, and
+///             of their scales, is read.
 /// out:        float [8 * panel_count][columns]; row r starts at out + r * out_stride. Overwritten.
 ///
 /// depth and columns are positive multiples of 8. Buffers may have any alignment that their

@@ -11,7 +11,7 @@
 // gemm.hpp includes, such as formats.hpp, was compiled before the choice.
 //
 // Vectors run along rows: a panel [depth][8] gives the rows of one k in one load, and weights are
-// broadcast one by one. So weights are read along k, as they are stored, and are never transposed.
+// broadcast one by one. So weights are read along k. Those that are stored so are not transposed.
 // A tile of panels x columns of sums stays in registers over kDepthBlock steps of k, then is
 // transposed and added to `out`.
 #pragma once
@@ -211,6 +211,22 @@ Slab widen_bfloat16(const Weights& weights, unsigned n, unsigned k, unsigned col
   }
   return {buffer, kDepthBlock};
 }
+// Of a matrix that is stored with its depth first.
+template <typename Storage>
+Slab widen_across(const Weights& weights, unsigned n, unsigned k, unsigned columns, unsigned depth,
+                  float* buffer) {
+  const auto* const first = static_cast<const Storage*>(weights.data) + k * weights.stride + n;
+  for (unsigned i = 0; i < depth; i += 4)
+    for (unsigned c = 0; c < columns; c += 4) {
+      Float4 block[4];
+#pragma GCC unroll 4
+      for (unsigned j = 0; j < 4; ++j) block[j] = widen(first + (i + j) * weights.stride + c);
+      transpose(block);
+#pragma GCC unroll 4
+      for (unsigned j = 0; j < 4; ++j) store(buffer + (c + j) * kDepthBlock + i, block[j]);
+    }
+  return {buffer, kDepthBlock};
+}
 
 float scale_at(const Weights& weights, std::size_t index) {
   const char* const at =
@@ -263,9 +279,11 @@ void numbers_of_halves(const std::uint8_t* codes, unsigned count, float* to) {
 }
 
 decltype(&widen_floats) widen_of(const Weights& weights) {
+  const bool floats = weights.element == Element::kFloat32;
   switch (weights.format) {
     case WeightFormat::plain:
-      return weights.element == Element::kFloat32 ? widen_floats : widen_bfloat16;
+      if (weights.depth_first) return floats ? widen_across<float> : widen_across<std::uint16_t>;
+      return floats ? widen_floats : widen_bfloat16;
     case WeightFormat::mxfp4:
     case WeightFormat::nvfp4:
       return widen_codes<numbers_of_halves<e2m1>>;

@@ -275,6 +275,33 @@ void bits_depend_on_row_and_column_alone(const GemmKernels& kernels, Element ele
   }
 }
 
+// The same numbers, with each row's elements one below the other.
+void weights_that_lie_depth_first_give_the_same_bits(const GemmKernels& kernels, Element element) {
+  constexpr unsigned kRows = 24;
+  constexpr unsigned kColumns = 72;
+  for (const unsigned depth : {8u, 24u, 256u, 520u}) {
+    Matrix rows(element, kRows, depth, 0);
+    Matrix weight(element, kColumns, depth, 0);
+    Matrix across(element, depth, kColumns, 16);
+    fill_reals(rows, depth);
+    fill_reals(weight, depth + 1);
+    for (unsigned n = 0; n < kColumns; ++n)
+      for (unsigned k = 0; k < depth; ++k) across.set(k, n, weight.get(n, k));
+    Weights lying = across.weights();
+    lying.depth_first = true;
+    const std::vector<float> panels = pack(kernels, rows, 0, kRows);
+    for (const unsigned first : {0u, 8u, 40u}) {
+      const unsigned columns = kColumns - first;
+      const Product expected = multiply(kernels, panels, weight, first, columns);
+      const Product product = multiply(kernels, panels, lying, depth, first, columns);
+      for (unsigned r = 0; r < kRows; ++r)
+        for (unsigned n = 0; n < columns; ++n)
+          require(same_bits(product.at(r, n), expected.at(r, n)),
+                  "weights that lie depth first give the bits of those that do not");
+    }
+  }
+}
+
 void non_finite_values_stay_in_their_row_and_column(const GemmKernels& kernels, Element element) {
   constexpr unsigned kRows = 56;
   constexpr unsigned kColumns = 40;
@@ -442,6 +469,7 @@ int main() {
       integers_are_multiplied_exactly(*kernels, element);
       reals_are_within_the_rounding_bound(*kernels, element);
       bits_depend_on_row_and_column_alone(*kernels, element);
+      weights_that_lie_depth_first_give_the_same_bits(*kernels, element);
       non_finite_values_stay_in_their_row_and_column(*kernels, element);
       codes_are_multiplied_as_the_weights_that_they_stand_for(*kernels, element);
     }
