@@ -59,6 +59,7 @@ class Rank:
         jitter_us: float,
         jitter_seed: int,
         ranks_per_node: int,
+        gradients: bool,
     ) -> None: ...
     def forward(
         self,
@@ -92,6 +93,31 @@ class Rank:
         shared_w1_scale_2: int,
         shared_w2_scale_2: int,
         out: int,
+        chosen_ids: int,
+        chosen_weights: int,
+    ) -> moeos._runtime.Failure: ...
+    def backward(
+        self,
+        *,
+        records: Records,
+        identity: int,
+        bfloat16: bool,
+        tokens: int,
+        pair_limit: int,
+        x: int,
+        d_out: int,
+        topk_ids: int,
+        topk_weights: int,
+        w1: int,
+        b1: int,
+        w2: int,
+        b2: int,
+        d_x: int,
+        d_topk_weights: int,
+        d_w1: int,
+        d_b1: int,
+        d_w2: int,
+        d_b2: int,
     ) -> moeos._runtime.Failure: ...
     def abort(self) -> None: ...
     def clear(self) -> None: ...
@@ -123,6 +149,11 @@ class Outcome:
     def happened(self) -> bool: ...
     @property
     def fault(self) -> str: ...
+
+def gradient_row_bytes(forward: moeos._runtime.Sizes, bfloat16: bool) -> tuple[int, int]:
+    """
+    Bytes of a row in a call of gradients: as it is sent, and as it is kept.
+    """
 
 def explore(seed: int, strategy: int, scenario: int) -> Outcome:
     """

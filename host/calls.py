@@ -14,12 +14,14 @@ MAX_PIECES = (1 << 12) - 1
 _PIECES = MAX_PIECES + 1
 _DIRECTIONS = 4
 _FORWARD = 0
+_BACKWARD = 1
 _LAYERS = (1 << 32) // (_DIRECTIONS * _PIECES)
 
 
-def identity(layer: int, pieces: int = 1) -> int:
-    """Of a forward call of a layer, by its number in the world; never 0."""
-    return (layer % _LAYERS * _DIRECTIONS + _FORWARD) * _PIECES + pieces
+def identity(layer: int, pieces: int = 1, *, backward: bool = False) -> int:
+    """Of a call of a layer, by its number in the world; never 0."""
+    direction = _BACKWARD if backward else _FORWARD
+    return (layer % _LAYERS * _DIRECTIONS + direction) * _PIECES + pieces
 
 
 def layer_of(number: int) -> int:
@@ -27,9 +29,16 @@ def layer_of(number: int) -> int:
     return number // (_DIRECTIONS * _PIECES)
 
 
+def is_backward(number: int) -> bool:
+    """Whether an identity is of a call of gradients."""
+    return number // _PIECES % _DIRECTIONS == _BACKWARD
+
+
 def describe(number: int, names: Mapping[int, str]) -> str:
     """Words for an identity; `names`: of layers that have one."""
     layer, pieces = layer_of(number), number % _PIECES
     name = names.get(layer)
     words = f"layer {layer}" + (f" ({name})" if name else "")
+    if is_backward(number):
+        words = f"the backward of {words}"
     return words + (f" in {pieces} pieces" if pieces != 1 else "")

@@ -52,11 +52,15 @@ def different_calls(
     rank: int, identity: int, other: int, its: int, names: Mapping[int, str]
 ) -> str:
     """What two ranks have called at the same time, by their calls' identities."""
-    what = "layers" if calls.layer_of(identity) != calls.layer_of(its) else "numbers of pieces"
+    what = "numbers of pieces"
+    if calls.is_backward(identity) != calls.is_backward(its):
+        what = "directions"
+    if calls.layer_of(identity) != calls.layer_of(its):
+        what = "layers"
     return (
         f"the ranks call different {what}: rank {rank} calls {calls.describe(identity, names)}, "
         f"and rank {other} at the same time {calls.describe(its, names)}. All ranks must call the "
-        "layers of a workspace in the same order, in as many pieces"
+        "layers of a workspace in the same order, in as many pieces, and backward as forward"
     )
 
 

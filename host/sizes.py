@@ -38,12 +38,14 @@ def layer_sizes(
     remote: bool = False,
     trace_events: int = 0,
     places: int = 0,
+    rows: Mapping[str, int] | None = None,
 ) -> _runtime.Sizes:
     """Buffers and bounds of one rank of a layer.
 
     `cut`: how a machine cuts its work, by the names of runtime/geometry.def; what it leaves out is
     0. `couriers`: actors that do nothing but Dispatch and Replicate; with none, processors do it.
     `places`: the most experts of a rank, where a table says which; 0: they lie in order.
+    `rows`: fields that say what a row is, where it is not what a forward call sends.
 
     Raises `ValueError` when there are too few or too many ranks, `cut` names no field, or a bound
     does not fit the runtime's words.
@@ -80,6 +82,7 @@ def layer_sizes(
             "alters_rows": int(
                 cfg.apply_router_weight_on_input or cfg.activation_format is not None
             ),
+            **(rows or {}),
         },
         _layer_shape(cfg),
     )

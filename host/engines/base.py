@@ -66,6 +66,43 @@ class CallTensors(NamedTuple):
     x_scale: torch.Tensor | None = None
 
 
+class GradientTensors(NamedTuple):
+    """One call of gradients: addresses are taken from these, so all of them are contiguous.
+
+    x [rows, H] and d_out, the gradient of the output, in the layer's dtype; topk_ids int32
+    [rows, k] and topk_weights fp32 [rows, k], as the forward call had them (-1 is an unused slot);
+    w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers. What is written: d_x, as
+    x; d_topk_weights fp32 [rows, k]. What is added to: d_w1, d_b1, d_w2 and d_b2, fp32, or None.
+    """
+
+    x: torch.Tensor
+    d_out: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    w1: torch.Tensor
+    b1: torch.Tensor | None
+    w2: torch.Tensor
+    b2: torch.Tensor | None
+    tokens: int
+    pieces: int
+    d_x: torch.Tensor
+    d_topk_weights: torch.Tensor
+    d_w1: torch.Tensor | None
+    d_b1: torch.Tensor | None
+    d_w2: torch.Tensor | None
+    d_b2: torch.Tensor | None
+
+
+class Recording(NamedTuple):
+    """What backward needs of a forward call: its ids int32 [rows, k], their weights fp32, and its
+    number of tokens.
+    """
+
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    tokens: int
+
+
 _OF_THE_GATE = {
     "gate": "gate.weight",
     "selection_bias": "gate.selection_bias",
@@ -75,11 +112,11 @@ _OF_THE_GATE = {
 """What errors call these fields."""
 
 
-def require_memory(tensors: CallTensors, *fields: str) -> None:
+def require_memory(tensors: CallTensors | GradientTensors, *fields: str) -> None:
     """Raises `ValueError` for a tensor of these fields, by default all, that has not all of its
     memory. A storage can be cut while shape and strides stay, so that no other check sees it.
     """
-    for field in fields or CallTensors._fields:
+    for field in fields or tensors._fields:
         tensor = getattr(tensors, field)
         if isinstance(tensor, torch.Tensor):
             tensor_memory.require_memory(_OF_THE_GATE.get(field, field), tensor)

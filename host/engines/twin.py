@@ -8,13 +8,16 @@ own.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 import numpy
 import torch
 
 from moeos import _runtime, _twin, calls, counters, tracing, values
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
-from moeos.engines.base import CallTensors, require_memory
+from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory
 from moeos.engines.pieces import pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
@@ -49,6 +52,7 @@ def sizes_of(
     remote: bool = False,
     trace_events: int = 0,
     places: int = 0,
+    rows: Mapping[str, int] | None = None,
 ) -> _runtime.Sizes:
     """Buffers and bounds of a layer on the twin; arguments and errors as of `layer_sizes`."""
     columns = (_twin.GATED_COLUMNS if cfg.gated else _twin.PLAIN_COLUMNS, _twin.PLAIN_COLUMNS)
@@ -74,7 +78,33 @@ def sizes_of(
         remote=remote,
         trace_events=trace_events,
         places=places,
+        rows=rows,
     )
+
+
+def gradient_sizes_of(
+    cfg: MoEConfig,
+    world_size: int,
+    processors: int,
+    remote: bool = False,
+    trace_events: int = 0,
+    places: int = 0,
+) -> _runtime.Sizes:
+    """The same of its calls of gradients, which are of routed experts alone.
+
+    A row comes back in the place of one that is sent, so both have as many bytes.
+    """
+    routed = dataclasses.replace(cfg, shared_experts=0, shared_intermediate=0, shared_gate=False)
+    place = (world_size, processors, remote, trace_events, places)
+    sent, kept = _twin.gradient_row_bytes(sizes_of(routed, *place), cfg.dtype == torch.bfloat16)
+    rows = {
+        "row_bytes": sent,
+        "sent_bytes": sent,
+        "hidden_bytes": kept,
+        "window_rows": _runtime.WINDOW_BYTES // sent,
+        "alters_rows": 1,
+    }
+    return sizes_of(routed, *place, rows=rows)
 
 
 class TwinEngine:
@@ -122,6 +152,8 @@ class TwinEngine:
         self._holdings = TwinHoldings(shared, self._faults)
         world.hold(self, self._holdings)
         self._shape: TwinShape = shared.admit((cfg, places), sizes)
+        self._gradients: TwinShape | None = None  # made when they are first asked for
+        self._last = sizes  # of the last call
         self._holdings.hold_records(self._shape.sizes, placement)
 
     def forward(self, tensors: CallTensors) -> None:
@@ -131,6 +163,21 @@ class TwinEngine:
         anything is sent.
         """
         self._holdings.gate.run(lambda: self._forward(tensors))
+
+    def record(self, tensors: CallTensors) -> Recording:
+        """As `forward`; returns what `backward` needs of it. The first one is a collective of its
+        own: it makes room for calls of gradients.
+        """
+        self.require_open()
+        if self._gradients is None:
+            self._world.gate.run(self._make_gradients)
+        return self._holdings.gate.run(lambda: self._record(tensors))
+
+    def backward(self, tensors: GradientTensors) -> None:
+        """Runs one call of gradients, as `forward` runs one. Collective: of the same forward call
+        on all ranks.
+        """
+        self._holdings.gate.run(lambda: self._backward(tensors))
 
     def check(self) -> None:
         """See `Engine.check`: a call of the twin has raised by itself."""
@@ -156,6 +203,78 @@ class TwinEngine:
         for piece in pieces_of(checked, self._cfg.max_tokens):
             self._call(piece)
 
+    def _make_gradients(self) -> None:
+        if self._gradients is None:
+            world = self._world
+            remote = bool(self._sizes.remote)
+            places = 0 if self._placement is None else self._placement.most
+            sizes = gradient_sizes_of(
+                self._cfg, world.size, world.processors, remote, world.trace_events, places
+            )
+            self._gradients = self._shared.admit((self._cfg, places), sizes, gradients=True)
+
+    def _record(self, tensors: CallTensors) -> Recording:
+        checked = self._checked(tensors)
+        tokens = values.count_tokens(checked.tokens, checked.x.shape[0])
+        ids, weights = checked.topk_ids, checked.topk_weights
+        chosen: tuple[torch.Tensor, torch.Tensor] | None = None
+        if ids is None or weights is None:
+            slots = (checked.x.shape[0], self._cfg.top_k)
+            ids = torch.full(slots, -1, dtype=torch.int32)
+            weights = torch.zeros(slots)
+            chosen = ids, weights
+        for number, piece in enumerate(pieces_of(checked, self._cfg.max_tokens)):
+            first = number * self._cfg.max_tokens
+            self._call(piece, None if chosen is None else (chosen[0][first:], chosen[1][first:]))
+        return Recording(ids, weights, tokens)
+
+    def _backward(self, tensors: GradientTensors) -> None:
+        cfg, shape = self._cfg, self._gradients
+        records = self._live()
+        require_memory(tensors)  # which may be gone since the forward call
+        assert shape is not None  # made before the forward call
+        rank = shape.rank
+        assert rank is not None  # only the end of the workspace ends it
+        identity = calls.identity(self._number, tensors.pieces, backward=True)
+        rows = tensors.x.shape[0]
+        for number in range(tensors.pieces):
+            first = min(rows, number * cfg.max_tokens)
+            end = rows if tensors.pieces == 1 else min(rows, first + cfg.max_tokens)
+            tokens = min(max(0, tensors.tokens - first), end - first)
+            capacity = cfg.capacity(tokens)
+            self._faults.before_call()
+            self._last = shape.sizes
+            failure = rank.backward(
+                records=records,
+                identity=identity,
+                bfloat16=cfg.dtype == torch.bfloat16,
+                tokens=tokens,
+                pair_limit=cfg.max_tokens if capacity is None else capacity,
+                x=tensors.x[first:].data_ptr(),
+                d_out=tensors.d_out[first:].data_ptr(),
+                topk_ids=_given(tensors.topk_ids[first:]),
+                topk_weights=_given(tensors.topk_weights[first:]),
+                w1=tensors.w1.data_ptr(),
+                b1=_address(tensors.b1),
+                w2=tensors.w2.data_ptr(),
+                b2=_address(tensors.b2),
+                d_x=tensors.d_x[first:].data_ptr(),
+                d_topk_weights=tensors.d_topk_weights[first:].data_ptr(),
+                d_w1=_address(tensors.d_w1),
+                d_b1=_address(tensors.d_b1),
+                d_w2=_address(tensors.d_w2),
+                d_b2=_address(tensors.d_b2),
+            )
+            self._require_well(failure, identity)
+            tensors.d_x[first + tokens : end].zero_()
+            tensors.d_topk_weights[first + tokens : end].zero_()
+
+    def _require_well(self, failure: _runtime.Failure, identity: int) -> None:
+        """Raises what went wrong in a call, if something did."""
+        if failure.kind != 0:
+            world = self._world
+            raise exception_of(failure, world.rank, identity, world.layer_names, world.group)
+
     def _stats(self) -> CallStats:
         records = self._live()
         tallies, record, peers = records.counters()
@@ -168,8 +287,8 @@ class TwinEngine:
             records.rows_sent(),
             [records.rows_received(source) for source in range(self._world.size)],
             len(experts_of(self._cfg, self._world.rank, self._world.size, self._placement)),
-            self._sizes.sent_bytes,
-            self._sizes.row_bytes,
+            self._last.sent_bytes,
+            self._last.row_bytes,
         )
 
     def _trace(self) -> RankTrace:
@@ -208,7 +327,10 @@ class TwinEngine:
             topk_weights=None if weights is None else weights.to(torch.float32).contiguous(),
         )
 
-    def _call(self, tensors: CallTensors) -> None:
+    def _call(
+        self, tensors: CallTensors, chosen: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        """`chosen`: where the gate's choice is written, if somebody asks."""
         cfg = self._cfg
         tokens = values.count_tokens(tensors.tokens, tensors.x.shape[0])
         ids, weights = tensors.topk_ids, tensors.topk_weights
@@ -218,6 +340,7 @@ class TwinEngine:
         rank = self._shape.rank
         assert rank is not None  # only the end of the workspace ends it
         identity = calls.identity(self._number, tensors.pieces)
+        self._last = self._sizes
         failure = rank.forward(
             records=records,
             identity=identity,
@@ -248,10 +371,10 @@ class TwinEngine:
             shared_w1_scale_2=_address(tensors.shared_w1_scale_2),
             shared_w2_scale_2=_address(tensors.shared_w2_scale_2),
             out=tensors.out.data_ptr(),
+            chosen_ids=0 if chosen is None else chosen[0].data_ptr(),
+            chosen_weights=0 if chosen is None else chosen[1].data_ptr(),
         )
-        if failure.kind != 0:
-            world = self._world
-            raise exception_of(failure, world.rank, identity, world.layer_names, world.group)
+        self._require_well(failure, identity)
         tensors.out[tokens:].zero_()
 
     def _live(self) -> _twin.Records:

@@ -26,9 +26,12 @@ _FEWER = "make the world with fewer processors: moeos.TwinOptions(processors=...
 
 @dataclasses.dataclass
 class TwinShape:
-    """The layers of one shape: what they share beside what all layers do."""
+    """Calls of the layers of one config, either forward or of gradients: what they share beside
+    what all calls do.
+    """
 
     sizes: _runtime.Sizes
+    gradients: bool
     rank: _twin.Rank | None = None
 
 
@@ -42,7 +45,7 @@ class TwinWorkspace:
         self._world = weakref.ref(world)  # which may be garbage together with its layers
         self._plan = SharedHeap()
         self._between = 0
-        self._shapes: dict[object, TwinShape] = {}
+        self._shapes: dict[object, TwinShape] = {}  # by key, and whether calls are of gradients
         self._layers: dict[object, Callable[[], None]] = {}
         self._heap: SymmetricHeap | None = None
         self._shared: _twin.Shared | None = None
@@ -50,11 +53,13 @@ class TwinWorkspace:
         # it then finds either heap whole.
         self._lock = threading.RLock()
 
-    def admit(self, key: object, sizes: _runtime.Sizes) -> TwinShape:
-        """Makes room for a layer; `key`: what says its shape. Collective, in the world's gate.
+    def admit(self, key: object, sizes: _runtime.Sizes, *, gradients: bool = False) -> TwinShape:
+        """Makes room for a layer's calls: forward, or of gradients; `key`: what says its shape.
+        Collective, in the world's gate.
 
         Raises what `agreement.agree_workspace` raises, and what a heap raises.
         """
+        key = (key, gradients)
         found = self._shapes.get(key)
         plan, between = self._plan, self._between
         if found is None:
@@ -65,7 +70,7 @@ class TwinWorkspace:
         grows = agreement.agree_workspace(self._live_world(), mine).grows
         if found is not None:
             return found
-        shape = TwinShape(sizes)
+        shape = TwinShape(sizes, gradients)
         shapes = {**self._shapes, key: shape}
         if grows:
             self.gate.run(lambda: self._grow(plan, between, shapes), within=True)
@@ -198,6 +203,7 @@ class TwinWorkspace:
                     jitter_us=options.jitter_us,
                     jitter_seed=options.jitter_seed,
                     ranks_per_node=world.ranks_per_node or world.size,
+                    gradients=shape.gradients,
                 )
             )
         return made

@@ -19,6 +19,7 @@
 #include "kernels/sizes.hpp"
 #include "kernels/twin/explore/explore.hpp"
 #include "kernels/twin/forward.hpp"
+#include "kernels/twin/gradient_rows.hpp"
 #include "runtime/layout.hpp"
 
 namespace nb = nanobind;
@@ -78,6 +79,23 @@ class Signals {
  private:
   std::optional<nb::python_error> error_;
 };
+
+/// A call of a rank; raises what a signal's handler has raised meanwhile.
+Failure run_call(TwinRank& rank, TwinRecords& records, const Operands& operands, u32 tokens,
+                 u32 pair_limit, u32 identity) {
+  Signals signals;
+  std::function<bool()> must_leave;
+  if (Signals::come_to_this_thread()) {
+    must_leave = [&signals] { return signals.raised(); };
+  }
+  Failure failure;
+  {
+    const nb::gil_scoped_release release;
+    failure = rank.forward(records, operands, tokens, pair_limit, identity, must_leave);
+  }
+  signals.raise_again();
+  return failure;
+}
 
 std::vector<u8*> to_pointers(const std::vector<std::uintptr_t>& addresses) {
   std::vector<u8*> pointers;
@@ -169,18 +187,18 @@ NB_MODULE(_twin, module) {
           "__init__",
           [](TwinRank* self, const Sizes& sizes, u32 rank, std::shared_ptr<TwinShared> shared,
              u64 words_at, u64 rows_at, u64 results_at, u32 stride_rows, double deadline,
-             bool split_os, double jitter_us, u64 jitter_seed, u32 ranks_per_node) {
+             bool split_os, double jitter_us, u64 jitter_seed, u32 ranks_per_node, bool gradients) {
             require(rank < sizes.geometry.world && stride_rows >= sizes.geometry.cell_rows(),
                     "the cells of a heap are too small");
             new (self)
                 TwinRank(sizes.geometry, sizes.shape, rank,
                          HeapPlace{words_at, rows_at, results_at, stride_rows}, std::move(shared),
                          TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us,
-                                      jitter_seed, ranks_per_node});
+                                      jitter_seed, ranks_per_node, FaultPlan{}, gradients});
           },
           nb::kw_only(), "sizes"_a, "rank"_a, "shared"_a, "words_at"_a, "rows_at"_a, "results_at"_a,
           "stride_rows"_a, "deadline"_a, "split_os"_a, "jitter_us"_a, "jitter_seed"_a,
-          "ranks_per_node"_a)
+          "ranks_per_node"_a, "gradients"_a)
       .def(
           "forward",
           [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,
@@ -191,8 +209,8 @@ NB_MODULE(_twin, module) {
              std::uintptr_t w2_scale, std::uintptr_t w1_scale_2, std::uintptr_t w2_scale_2,
              std::uintptr_t shared_w1, std::uintptr_t shared_w2, std::uintptr_t shared_gate,
              std::uintptr_t shared_w1_scale, std::uintptr_t shared_w2_scale,
-             std::uintptr_t shared_w1_scale_2, std::uintptr_t shared_w2_scale_2,
-             std::uintptr_t out) {
+             std::uintptr_t shared_w1_scale_2, std::uintptr_t shared_w2_scale_2, std::uintptr_t out,
+             std::uintptr_t chosen_ids, std::uintptr_t chosen_weights) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
                                     reinterpret_cast<const float*>(x_scale),
@@ -217,26 +235,44 @@ NB_MODULE(_twin, module) {
                                     reinterpret_cast<const void*>(shared_w2_scale),
                                     reinterpret_cast<const float*>(shared_w1_scale_2),
                                     reinterpret_cast<const float*>(shared_w2_scale_2),
-                                    reinterpret_cast<void*>(out)};
-            Signals signals;
-            std::function<bool()> must_leave;
-            if (Signals::come_to_this_thread()) {
-              must_leave = [&signals] { return signals.raised(); };
-            }
-            Failure failure;
-            {
-              const nb::gil_scoped_release release;
-              failure = self.forward(records, operands, tokens, pair_limit, identity, must_leave);
-            }
-            signals.raise_again();
-            return failure;
+                                    reinterpret_cast<void*>(out),
+                                    reinterpret_cast<i32*>(chosen_ids),
+                                    reinterpret_cast<float*>(chosen_weights)};
+            return run_call(self, records, operands, tokens, pair_limit, identity);
           },
           nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
           "x_scale"_a, "gate"_a, "selection_bias"_a, "router_bias"_a, "expert_scale"_a,
           "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "w1_scale"_a,
           "w2_scale"_a, "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a,
           "shared_gate"_a, "shared_w1_scale"_a, "shared_w2_scale"_a, "shared_w1_scale_2"_a,
-          "shared_w2_scale_2"_a, "out"_a)
+          "shared_w2_scale_2"_a, "out"_a, "chosen_ids"_a, "chosen_weights"_a)
+      .def(
+          "backward",
+          [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,
+             u32 pair_limit, std::uintptr_t x, std::uintptr_t d_out, std::uintptr_t topk_ids,
+             std::uintptr_t topk_weights, std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2,
+             std::uintptr_t b2, std::uintptr_t d_x, std::uintptr_t d_topk_weights,
+             std::uintptr_t d_w1, std::uintptr_t d_b1, std::uintptr_t d_w2, std::uintptr_t d_b2) {
+            const GradientOperands gradients{
+                reinterpret_cast<const void*>(d_out), reinterpret_cast<float*>(d_topk_weights),
+                reinterpret_cast<float*>(d_w1),       reinterpret_cast<float*>(d_b1),
+                reinterpret_cast<float*>(d_w2),       reinterpret_cast<float*>(d_b2)};
+            Operands operands{};
+            operands.element = bfloat16 ? Element::kBfloat16 : Element::kFloat32;
+            operands.x = reinterpret_cast<const void*>(x);
+            operands.topk_ids = reinterpret_cast<const i32*>(topk_ids);
+            operands.topk_weights = reinterpret_cast<const float*>(topk_weights);
+            operands.w1 = reinterpret_cast<const void*>(w1);
+            operands.b1 = reinterpret_cast<const void*>(b1);
+            operands.w2 = reinterpret_cast<const void*>(w2);
+            operands.b2 = reinterpret_cast<const void*>(b2);
+            operands.out = reinterpret_cast<void*>(d_x);
+            operands.gradients = &gradients;
+            return run_call(self, records, operands, tokens, pair_limit, identity);
+          },
+          nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
+          "d_out"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "d_x"_a,
+          "d_topk_weights"_a, "d_w1"_a, "d_b1"_a, "d_w2"_a, "d_b2"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &TwinRank::clear)
       .def_prop_ro("epoch", &TwinRank::epoch);
@@ -253,6 +289,17 @@ NB_MODULE(_twin, module) {
       .def_ro("deadline_ns", &Outcome::deadline_ns)
       .def_ro("happened", &Outcome::happened)
       .def_ro("fault", &Outcome::fault);
+  module.def(
+      "gradient_row_bytes",
+      [](const Sizes& forward, bool bfloat16) {
+        const GradientRows rows(forward.geometry, forward.shape,
+                                bfloat16 ? Element::kBfloat16 : Element::kFloat32);
+        return nb::make_tuple(rows.sent_bytes(), rows.kept_bytes());
+      },
+      nb::sig("def gradient_row_bytes(forward: moeos._runtime.Sizes, bfloat16: bool) -> "
+              "tuple[int, int]"),
+      "forward"_a, "bfloat16"_a,
+      "Bytes of a row in a call of gradients: as it is sent, and as it is kept.");
   module.def(
       "explore",
       [](u64 seed, u32 strategy, u32 scenario) {

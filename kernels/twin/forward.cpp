@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank of the twin: its memory, its workers, and one forward call. See forward.hpp.
+// A rank of the twin: its memory, its workers, and one call. See forward.hpp.
 #include "kernels/twin/forward.hpp"
 
 #include <sys/mman.h>
@@ -11,7 +11,9 @@
 #include <system_error>
 #include <utility>
 
+#include "kernels/twin/gradients.hpp"
 #include "kernels/twin/kernels.hpp"
+#include "kernels/twin/weight_gradients.hpp"
 #include "runtime/lone_warp.hpp"
 #include "runtime/os.hpp"
 
@@ -19,6 +21,7 @@ namespace moeos::twin {
 
 static_assert(Platform<Machine>);
 static_assert(Kernels<TwinKernels>);
+static_assert(Kernels<GradientKernels>);
 
 namespace {
 
@@ -175,12 +178,16 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
             &os_,
             shared_->heaps_[rank],
             rank,
-            settings.deadline_ns} {
+            settings.deadline_ns},
+      places_(map_zeroed(settings.gradients ? u64{rank_.layout.rows()} * sizeof(u32) : u64{0})) {
   if (*rank_.memory.epoch == 0) {
     *rank_.memory.epoch = 1;
   }
   for (u32 i = 0; i < geometry.processors; ++i) {
     scratch_.push_back(std::make_unique<Scratch>(geometry, shape));
+    if (settings.gradients) {
+      gradient_scratch_.push_back(std::make_unique<GradientScratch>(geometry, shape));
+    }
   }
   if (!shared_->crew_) {
     const auto share = [its = shared_.get()](u32 worker) { its->share_(worker); };
@@ -226,13 +233,31 @@ void TwinRank::do_share(u32 worker) {
   const u32 processors = rank_.geometry().processors;
   const CallInFlight job = *in_flight_;
   install_jitter(worker + 1, job.call.epoch);
-  if (worker < processors) {
-    TwinKernels kernels(job.rank, job.call, shape_, *job.operands, shared_->between_.get(),
-                        coded_rows_.get(), *scratch_[worker]);
+  u8* between = shared_->between_.get();
+  if (worker >= processors) {
+    run_os_warp(job.rank, job.call, worker - processors + 1);
+  } else if (settings_.gradients) {
+    GradientKernels kernels(job.rank, job.call, shape_, *job.operands, between, places(),
+                            *scratch_[worker], *gradient_scratch_[worker]);
     run_processor(job.rank, job.call, kernels, worker);
   } else {
-    run_os_warp(job.rank, job.call, worker - processors + 1);
+    TwinKernels kernels(job.rank, job.call, shape_, *job.operands, between, coded_rows_.get(),
+                        *scratch_[worker]);
+    run_processor(job.rank, job.call, kernels, worker);
   }
+}
+
+void TwinRank::add_weight_gradients(const Rank<Machine>& rank, const Operands& operands) {
+  shared_->share_ = [&](u32 worker) {
+    const u32 processors = rank.geometry().processors;
+    if (worker < processors) {
+      WeightGradients(rank, shape_, operands, shared_->between_.get(), places(),
+                      *gradient_scratch_[worker])
+          .add(worker, processors);
+    }
+  };
+  shared_->crew_->start();
+  shared_->crew_->join();
 }
 
 Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit,
@@ -243,6 +268,7 @@ Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit,
 Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 tokens,
                           u32 pair_limit, u32 identity, const std::function<bool()>& must_leave) {
   const Geometry& geometry = rank_.geometry();
+  MOEOS_CHECK(settings_.gradients == (operands.gradients != nullptr));
   // Publishes nothing: calls follow each other by whatever orders their threads.
   if (shared_->calling_.test_and_set(std::memory_order_relaxed)) {
     // The call that is running may end well: of it nothing is touched.
@@ -277,8 +303,13 @@ Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 to
   in_flight_.reset();
   // The epoch moves on only when the call has ended well; a peer's later failure belongs to the
   // next call.
-  return *mine.memory.epoch == call.epoch ? first_failure<Machine>(mine.layout, mine.heap)
-                                          : Failure{};
+  if (*mine.memory.epoch == call.epoch) {
+    return first_failure<Machine>(mine.layout, mine.heap);
+  }
+  if (settings_.gradients) {
+    add_weight_gradients(mine, operands);
+  }
+  return Failure{};
 }
 
 void TwinRank::abort() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank of the twin: what its layers share, its workers, and one forward call.
+// A rank of the twin: what its layers share, its workers, and one call, forward or of gradients.
 //
 // The caller is the OS block; each processor is a worker of the crew. May not know: Python, how
 // ranks found each other, whether workers are threads.
@@ -15,6 +15,7 @@
 
 #include "kernels/shape.hpp"
 #include "kernels/twin/crew.hpp"
+#include "kernels/twin/gradient_rows.hpp"
 #include "kernels/twin/operands.hpp"
 #include "runtime/geometry.hpp"
 #include "runtime/memory.hpp"
@@ -35,9 +36,10 @@ struct TwinSettings {
   bool split_os;     // a thread for each warp of the OS block, instead of one for all
   double jitter_us;  // random delays up to this at atomic accesses; 0: none
   u64 jitter_seed;
-  u32 ranks_per_node;     // peers of other nodes are remote
-  FaultPlan faults = {};  // of a layer that shares nothing, as
-  PlaceTable table = {};  // its experts' places are
+  u32 ranks_per_node;      // peers of other nodes are remote
+  FaultPlan faults = {};   // of a layer that shares nothing, as
+  PlaceTable table = {};   // its experts' places are
+  bool gradients = false;  // its calls are of gradients
 };
 
 /// Zeroed memory of this process, whose pages come when they are first written.
@@ -123,11 +125,11 @@ class TwinRank {
   TwinRank(const TwinRank&) = delete;
   TwinRank& operator=(const TwinRank&) = delete;
 
-  /// Runs one call of a layer and returns when this rank's part in it is over. The failure's kind
-  /// is `none` when all went well; after any other, only reset() makes the rank usable again.
-  /// `identity`: of the call (Call::identity). `must_leave` is asked now and then while this thread
-  /// waits, soon after a signal has come to it; once it says so, this rank and its peers are made
-  /// to leave, and it is asked no more.
+  /// Runs one call of a layer, which is of gradients if the settings say so, and returns when this
+  /// rank's part in it is over. The failure's kind is `none` when all went well; after any other,
+  /// only reset() makes the rank usable again. `identity`: of the call (Call::identity).
+  /// `must_leave` is asked now and then while this thread waits, soon after a signal has come to
+  /// it; once it says so, this rank and its peers are made to leave, and it is asked no more.
   Failure forward(TwinRecords& records, const Operands& operands, u32 tokens, u32 pair_limit,
                   u32 identity, const std::function<bool()>& must_leave = {});
   /// Of the layer that shares nothing.
@@ -155,8 +157,10 @@ class TwinRank {
   };
 
   void do_share(u32 worker);
+  void add_weight_gradients(const Rank<Machine>& rank, const Operands& operands);
   void install_jitter(u32 thread_index, u32 epoch);
   u32 workers() const;
+  u32* places() const { return reinterpret_cast<u32*>(places_.get()); }
   RankMemory memory_of(const TwinRecords* records) const;
 
   Geometry geometry_;
@@ -170,7 +174,9 @@ class TwinRank {
   OsMemory os_;
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
-  std::optional<CallInFlight> in_flight_;  // the crew orders it
+  Mapped places_;                                                   // of gradients: as the next
+  std::vector<std::unique_ptr<GradientScratch>> gradient_scratch_;  // [processor], or none
+  std::optional<CallInFlight> in_flight_;                           // the crew orders it
 };
 
 }  // namespace moeos::twin

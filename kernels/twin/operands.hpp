@@ -13,6 +13,16 @@
 
 namespace moeos::twin {
 
+/// What a call of gradients reads and writes beside its Operands: contiguous row-major tensors.
+struct GradientOperands {
+  const void* d_out;      // [S, H]: the gradient of the output, in the storage type
+  float* d_topk_weights;  // [S, k]: is written
+  float* d_w1;            // [X, 2I or I, H]: is added to, as the next ones; null: nobody asks
+  float* d_b1;            // [X, 2I or I]
+  float* d_w2;            // [X, H, I]
+  float* d_b2;            // [X, H]
+};
+
 /// Addresses of contiguous row-major tensors; null where the call has none.
 struct Operands {
   Element element;              // of x, gate (unless it is fp32), plain weights, b1, b2 and out
@@ -39,7 +49,10 @@ struct Operands {
   const void* shared_w2_scale;
   const float* shared_w1_scale_2;
   const float* shared_w2_scale_2;
-  void* out;  // [S, H]
+  void* out;                                    // [S, H]; of a call of gradients that of x
+  i32* chosen_ids = nullptr;                    // [S, k]: what the gate chose, is written; or null
+  float* chosen_weights = nullptr;              // [S, k], with chosen_ids
+  const GradientOperands* gradients = nullptr;  // of a call of gradients
 };
 
 /// N-tiles: columns of the first GEMM's result, and of the second's, that one part computes.
@@ -91,14 +104,15 @@ class Scratch {
   std::unique_ptr<double[]> token;  // one, for an fp32 router
   std::unique_ptr<u8[]> tokens;     // rows of a tile that are read in place, side by side
 
+  static Floats allocate(std::size_t count) {
+    return Floats(
+        static_cast<float*>(::operator new[](count * sizeof(float), std::align_val_t{64})));
+  }
+
  private:
   static u32 result_columns(const Geometry& geometry, const LayerShape& shape) {
     const u32 router_rows = align_up(geometry.routed_experts() + shape.zero_experts, kGemmGranule);
     return maximum(2 * kGatedColumns, maximum(kPlainColumns, router_rows));
-  }
-  static Floats allocate(std::size_t count) {
-    return Floats(
-        static_cast<float*>(::operator new[](count * sizeof(float), std::align_val_t{64})));
   }
 };
 

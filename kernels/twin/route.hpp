@@ -201,6 +201,10 @@ class Router {
         weights[j] = weights[j] * part * shape_.routed_scaling * scale_of(experts[j]);
       }
     }
+    for (u32 j = 0; operands_.chosen_ids != nullptr && j < geometry_.top_k; ++j) {
+      operands_.chosen_ids[first_pair + j] = static_cast<i32>(experts[j]);  // kNone is -1
+      operands_.chosen_weights[first_pair + j] = weights[j];
+    }
     place_pairs(first_pair, first_pair + geometry_.top_k);
   }
 

@@ -83,6 +83,14 @@ def test_ranks_that_call_different_layers_are_told_both_by_name() -> None:
     assert "reset()" in said
 
 
+def test_ranks_that_go_forward_and_backward_are_told_so() -> None:
+    back = calls.identity(4, backward=True)
+    differs = failure(FailureKind.CALL_DIFFERS, peer=5, expected=calls.identity(4), seen=back)
+    said = str(exception_of(differs, 2, calls.identity(4), {4: "mlp"}))
+    assert "different directions: rank 2 calls layer 4 (mlp), and rank 5 at the same time" in said
+    assert "the backward of layer 4 (mlp). All ranks must" in said
+
+
 def test_a_failure_of_another_layers_call_says_whose_it_was() -> None:
     record = failure(FailureKind.LOGITS_NOT_FINITE, identity=calls.identity(4))
     own, other, unknown = (
@@ -94,11 +102,12 @@ def test_a_failure_of_another_layers_call_says_whose_it_was() -> None:
 
 def test_every_call_of_every_layer_has_an_identity_of_its_own() -> None:
     found = {
-        calls.identity(layer, pieces)
+        calls.identity(layer, pieces, backward=backward)
         for layer in (0, 1, 4095, 200_000)
         for pieces in (1, 2, calls.MAX_PIECES)
+        for backward in (False, True)
     }
-    assert len(found) == 12
+    assert len(found) == 24
     assert all(0 < number < 1 << 32 for number in found)
     assert {calls.layer_of(number) for number in found} == {0, 1, 4095, 200_000}
 

@@ -198,6 +198,14 @@ def test_random_worlds_compute_the_right_result(name: str, build: Build) -> None
     assert f"{flavour.worlds} worlds, 0 failed" in done.stdout
 
 
+@by_threads
+def test_gradients_of_random_worlds_are_right(name: str, build: Build) -> None:
+    flavour = FLAVOURS[name]
+    done = execute(flavour, build(name, "gradients"), 1, flavour.worlds)
+    assert_clean(done)
+    assert f"{flavour.worlds} worlds, 0 failed" in done.stdout
+
+
 @by_addresses
 def test_random_layers_of_one_workspace_compute_the_right_results(name: str, build: Build) -> None:
     flavour = FLAVOURS[name]

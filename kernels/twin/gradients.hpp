@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a twin processor computes in a call of gradients: the six tasks on one thread.
+//
+// The same device OS runs it as runs a forward call; what differs is what a row holds and what the
+// two products are. A token's row brings x and the gradient dY of its output, once for a rank that
+// has it. The first product of a tile is dA = dY * W2, beside h = x * W1^T + b1, which is computed
+// again. Its epilogue makes dH, the gradient of h, and the part <dA, A> of the weight's gradient.
+// The second product is dX = dH * W1, whose rows return to the token's owner. Combine adds them up.
+// No row is multiplied by its weight on the way: the owner does that.
+//
+// Satisfies runtime/lone_warp.hpp's Kernels. The gradients of weights come behind the call
+// (weight_gradients.hpp): the first product keeps what they need. May not know: queues, flags, when
+// a task runs.
+#pragma once
+
+#include <cstring>
+
+#include "kernels/shape.hpp"
+#include "kernels/twin/activation.hpp"
+#include "kernels/twin/element.hpp"
+#include "kernels/twin/gemm.hpp"
+#include "kernels/twin/gradient_rows.hpp"
+#include "kernels/twin/operands.hpp"
+#include "kernels/twin/route.hpp"
+#include "runtime/packet.hpp"
+#include "runtime/platform/twin/platform.hpp"
+#include "runtime/rank.hpp"
+#include "runtime/routing_map.hpp"
+#include "runtime/task.hpp"
+
+namespace moeos::twin {
+
+class GradientKernels {
+ public:
+  /// kept: Geometry::between_bytes(), a row of GradientRows each; places: of each row of the cells
+  /// (Layout::rows()) which kept row is its; both shared by the rank's processors.
+  GradientKernels(const Rank<Machine>& rank, const Call& call, const LayerShape& shape,
+                  const Operands& operands, u8* kept, u32* places, Scratch& scratch,
+                  GradientScratch& more)
+      : rank_(rank),
+        call_(call),
+        shape_(shape),
+        operands_(operands),
+        gradients_(*operands.gradients),
+        rows_(rank.geometry(), shape, operands.element),
+        kept_(kept),
+        places_(places),
+        scratch_(scratch),
+        more_(more),
+        router_(rank.geometry(), shape, operands, rank.memory, scratch),
+        map_(rank.geometry(), rank.memory, call) {
+    MOEOS_CHECK(operands.topk_ids != nullptr && operands.topk_weights != nullptr);
+    MOEOS_CHECK(rank.geometry().sent_bytes == rows_.sent_bytes());
+    MOEOS_CHECK(rank.geometry().hidden_bytes == rows_.kept_bytes());
+  }
+
+  /// The routing is the caller's, so no logits are wrong.
+  u32 route(u32 block) {
+    const TokenRange tokens = tokens_of_block(rank_.geometry(), call_, block);
+    router_.route(tokens.first, tokens.end);
+    sort_block(rank_.geometry(), rank_.memory, call_, block);
+    return kNone;
+  }
+
+  void copy_row(u32 token, u8* destination) {
+    const u64 first = u64{token} * shape_.hidden;
+    const ConstElements x(operands_.element, operands_.x);
+    if (shape_.weight_on_input) {
+      float* row = scratch_.row.get();
+      for (u32 n = 0; n < shape_.hidden; ++n) {
+        row[n] = rank_.memory.pair_weight[token] * x[first + n];
+      }
+      store(operands_.element, row, shape_.hidden, destination);
+    } else {
+      std::memcpy(destination, x.at(first), rows_.d_out_at());
+    }
+    std::memcpy(destination + rows_.d_out_at(), d_out().at(first), rows_.d_out_at());
+    for (u32 j = 0; j < rows_.top_k; ++j) {
+      const u32 pair = token * rows_.top_k + j;
+      const SentChoice choice{rank_.memory.pair_expert[pair], rank_.memory.pair_weight[pair]};
+      std::memcpy(destination + rows_.choices_at() + j * sizeof(choice), &choice, sizeof(choice));
+    }
+  }
+
+  void replicate_row(const u8* source, u8* destination) {
+    std::memcpy(destination, source, rows_.sent_bytes());
+  }
+
+  /// One N-tile of h and of dA = dY * W2, of which A, dH and a part of <dA, A> are kept.
+  void gemm0(const Task& task, u32 part) {
+    MOEOS_CHECK(task.narrow == 0 && task.in_place == 0);
+    const u32 width = gemm0_columns(shape_);
+    const u32 first = part * width;
+    const u32 columns = minimum(width, shape_.intermediate - first);
+    const u32 blocks = shape_.gated() ? 3 : 2;  // gate, up, dA
+    const u32 stride = blocks * width;
+    const u32 panels = task.padded_rows / kPanelRows;
+    float* results = more_.results.get();
+    pack_sent(task, 0);
+    multiply(more_.panels.get(), panels, shape_.hidden, w1_of(task, false), first, columns, results,
+             stride);
+    if (shape_.gated()) {
+      multiply(more_.panels.get(), panels, shape_.hidden, w1_of(task, false),
+               shape_.intermediate + first, columns, results + width, stride);
+    }
+    pack_sent(task, rows_.d_out_at());
+    multiply(more_.panels.get(), panels, shape_.hidden, w2_of(task), first, columns,
+             results + std::size_t{blocks - 1} * width, stride);
+    for (u32 row = 0; row < task.padded_rows; ++row) {
+      derive(task, row, part, results + std::size_t{row} * stride, first, columns);
+    }
+    if (part == 0) {
+      keep_sent(task);
+    }
+  }
+
+  /// One N-tile of dX = dH * W1, each row written where its owner will combine it; with the first
+  /// one goes the gradient of the row's weight.
+  void gemm1(const Task& task, u32 part) {
+    MOEOS_CHECK(!has_narrow_parts(task));
+    const u32 first = part * kPlainColumns;
+    const u32 columns = minimum(kPlainColumns, shape_.hidden - first);
+    for (u32 row = 0; row < task.padded_rows; row += kPanelRows) {
+      pack_rows(operands_.element, kept_row(task.first_result + row) + rows_.d_hidden_at(),
+                rows_.kept_bytes(), kPanelRows, rows_.w1_rows,
+                &more_.panels[row / kPanelRows * panel_floats(rows_.w1_rows)]);
+    }
+    multiply(more_.panels.get(), task.padded_rows / kPanelRows, rows_.w1_rows, w1_of(task, true),
+             first, columns, more_.results.get(), kPlainColumns);
+    for_each_row(task, [&](const Segment& segment, u32 i, u32 row) {
+      u8* destination =
+          outgoing_results(rank_, task, segment) + u64{i} * rank_.geometry().row_bytes;
+      store(operands_.element, &more_.results[std::size_t{row} * kPlainColumns], columns,
+            destination + first * rows_.size);
+      if (part == 0) {
+        const float gradient = weight_gradient(task, row);
+        std::memcpy(destination + rows_.d_weight_at(), &gradient, sizeof(gradient));
+      }
+    });
+  }
+
+  /// The gradients of a token and of its weights, in the order j = 0 ... k-1.
+  void combine(u32 token) {
+    const u64 first = u64{token} * shape_.hidden;
+    const ConstElements x(operands_.element, operands_.x);
+    float* sum = scratch_.row.get();
+    std::fill(sum, sum + shape_.hidden, 0.0F);
+    for (u32 j = 0; j < rows_.top_k; ++j) {
+      const u32 pair = token * rows_.top_k + j;
+      const float weight = rank_.memory.pair_weight[pair];
+      float& d_weight = gradients_.d_topk_weights[pair];
+      d_weight = 0.0F;
+      if (!map_.sent(pair)) {
+        // Of a zero expert, whose output is the token; else of nothing.
+        const i32 expert = operands_.topk_ids[pair];
+        const bool zero = expert >= 0 && static_cast<u32>(expert) >= rank_.geometry().experts;
+        for (u32 n = 0; zero && n < shape_.hidden; ++n) {
+          sum[n] += weight * d_out()[first + n];
+          d_weight += x[first + n] * d_out()[first + n];
+        }
+        continue;
+      }
+      const u8* row = rank_.heap + rank_.layout.result(rank_.memory.pair_row[pair]);
+      const ConstElements d_x(operands_.element, row);
+      for (u32 n = 0; n < shape_.hidden; ++n) {
+        sum[n] += weight * d_x[n];
+      }
+      if (!shape_.weight_on_input) {
+        std::memcpy(&d_weight, row + rows_.d_weight_at(), sizeof(d_weight));
+      }
+      for (u32 n = 0; shape_.weight_on_input && n < shape_.hidden; ++n) {
+        d_weight += x[first + n] * d_x[n];
+      }
+    }
+    store(operands_.element, sum, shape_.hidden,
+          static_cast<u8*>(operands_.out) + first * rows_.size);
+  }
+
+ private:
+  ConstElements d_out() const { return {operands_.element, gradients_.d_out}; }
+  u8* kept_row(u32 row) const { return kept_ + u64{row} * rows_.kept_bytes(); }
+
+  Weights w1_of(const Task& task, bool depth_first) const {
+    const ConstElements w1(operands_.element, operands_.w1);
+    return {.element = operands_.element,
+            .data = w1.at(u64{task.local_expert} * rows_.w1_rows * shape_.hidden),
+            .stride = shape_.hidden,
+            .depth_first = depth_first};
+  }
+  Weights w2_of(const Task& task) const {
+    const ConstElements w2(operands_.element, operands_.w2);
+    return {.element = operands_.element,
+            .data = w2.at(u64{task.local_expert} * shape_.hidden * shape_.intermediate),
+            .stride = shape_.intermediate,
+            .depth_first = true};
+  }
+
+  /// Calls found(segment, row of the segment, row of the tile) for each row that counts.
+  template <typename Found>
+  void for_each_row(const Task& task, Found found) const {
+    u32 first = 0;
+    for (u32 s = 0; s < task.segment_count; ++s) {
+      const Segment& segment = task.segments[s];
+      for (u32 i = 0; i < segment.rows; ++i) {
+        found(segment, i, first + i);
+      }
+      first += laid_out_rows(rank_.geometry(), task, s, first);
+    }
+  }
+  const u8* sent_row(const Segment& segment, u32 i) const {
+    return arrived_row(rank_, segment.source, segment.first_row + i);
+  }
+
+  /// Packs what the tile's rows have from a byte on: H elements.
+  void pack_sent(const Task& task, u32 at) {
+    float* panel = more_.panels.get();
+    for (u32 s = 0; s < task.segment_count; ++s) {
+      const Segment& segment = task.segments[s];
+      for (u32 row = 0; row < segment.rows; row += kPanelRows) {
+        pack_rows(operands_.element, sent_row(segment, row) + at, rank_.geometry().sent_bytes,
+                  minimum(kPanelRows, segment.rows - row), shape_.hidden, panel);
+        panel += panel_floats(shape_.hidden);
+      }
+    }
+  }
+
+  /// Some columns of a row of the tile: keeps its activated values and the gradients before them.
+  void derive(const Task& task, u32 row, u32 part, float* results, u32 first, u32 columns) {
+    const u32 width = gemm0_columns(shape_);
+    const ConstElements b1(operands_.element, operands_.b1);
+    const u64 bias = u64{task.local_expert} * rows_.w1_rows + first;
+    float* gates = results;
+    float* ups = results + width;
+    float* values = shape_.gated() ? ups + width : ups;  // their gradients, until they are made
+    float product = 0.0F;
+    for (u32 n = 0; n < columns; ++n) {
+      const float gate = gates[n] + (b1 ? b1[bias + n] : 0.0F);
+      const float up =
+          shape_.gated() ? ups[n] + (b1 ? b1[bias + shape_.intermediate + n] : 0.0F) : 0.0F;
+      const Activated made = activated(shape_.activation, gate, up);
+      const float d_value = values[n];
+      product += d_value * made.value;
+      gates[n] = d_value * made.by_gate;
+      if (shape_.gated()) {
+        ups[n] = d_value * made.by_up;
+      }
+      values[n] = made.value;
+    }
+    u8* kept = kept_row(task.first_result + row);
+    store(operands_.element, values, columns, kept + rows_.values_at() + first * rows_.size);
+    store(operands_.element, gates, columns, kept + rows_.d_hidden_at() + first * rows_.size);
+    if (shape_.gated()) {
+      store(operands_.element, ups, columns,
+            kept + rows_.d_hidden_at() + (shape_.intermediate + first) * rows_.size);
+    }
+    std::memcpy(kept + rows_.products_at() + part * sizeof(product), &product, sizeof(product));
+  }
+
+  /// Keeps x, dY and the weight of the tile's rows: the next call's rows may come to where they lie
+  /// as soon as this call's have returned.
+  void keep_sent(const Task& task) {
+    const u32 expert = rank_.geometry().first_expert(rank_.rank) + task.local_expert;
+    for_each_row(task, [&](const Segment& segment, u32 i, u32 row) {
+      const u8* sent = sent_row(segment, i);
+      u8* kept = kept_row(task.first_result + row);
+      std::memcpy(kept, sent, rows_.choices_at());
+      float weight = 1.0F;  // a row that is multiplied by its weight already
+      for (u32 j = 0; !shape_.weight_on_input && j < rows_.top_k; ++j) {
+        SentChoice choice;
+        std::memcpy(&choice, sent + rows_.choices_at() + j * sizeof(choice), sizeof(choice));
+        weight = choice.expert == expert ? choice.weight : weight;
+      }
+      std::memcpy(kept + rows_.weight_at(), &weight, sizeof(weight));
+      places_[rank_.layout.row_index(segment.source, segment.first_row + i)] =
+          task.first_result + row;
+    });
+  }
+
+  /// <dA, A> of all parts, and <dY, b2>: the gradient of what multiplies the row's output.
+  float weight_gradient(const Task& task, u32 row) const {
+    const u8* kept = kept_row(task.first_result + row);
+    float sum = 0.0F;
+    for (u32 part = 0; part < rows_.parts; ++part) {
+      float product;
+      std::memcpy(&product, kept + rows_.products_at() + part * sizeof(product), sizeof(product));
+      sum += product;
+    }
+    const ConstElements b2(operands_.element, operands_.b2);
+    const ConstElements d_out_row(operands_.element, kept + rows_.d_out_at());
+    for (u32 n = 0; b2 && n < shape_.hidden; ++n) {
+      sum += d_out_row[n] * b2[u64{task.local_expert} * shape_.hidden + n];
+    }
+    return sum;
+  }
+
+  const Rank<Machine>& rank_;
+  const Call& call_;
+  const LayerShape& shape_;
+  const Operands& operands_;
+  const GradientOperands& gradients_;
+  GradientRows rows_;
+  u8* kept_;
+  u32* places_;
+  Scratch& scratch_;
+  GradientScratch& more_;
+  Router router_;
+  RoutingMap map_;
+};
+
+}  // namespace moeos::twin
