@@ -557,16 +557,34 @@ def wrong_dtype(expected: Expected, found: torch.dtype) -> str:
     return f"{said}, {part}"
 
 
-def check_derivatives(what: str, *tensors: torch.Tensor | None) -> None:
-    """Raises where a derivative is asked of `what`, such as "MoELayer": there is none."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                raise RuntimeError(
-                    f"{what} has no backward, and a tensor requires a gradient: call it under "
-                    "torch.no_grad(), or detach x, topk_weights and the parameters"
-                )
-    check_tangents(what, *tensors)
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether backward of a call of these will be asked for."""
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+def check_backward(
+    what: str, cfg: MoEConfig, why: str | None, out: torch.Tensor | None, *tensors: object
+) -> None:
+    """Raises where a call of `what`, such as "MoELayer", has no backward. `why`: what its machine
+    says, or None; `tensors`: all of the call.
+    """
+    remedy = "call it under torch.no_grad(), or detach x, topk_weights and the parameters"
+    odd = next((type(tensor) for tensor in tensors if type(tensor) not in PLAIN), None)
+    if cfg.weight_format is not None:
+        why = f" of layers with weight_format {cfg.weight_format!r}"
+    elif cfg.activation_format is not None:
+        why = f" of layers with activation_format {cfg.activation_format!r}, which rounds"
+    elif out is not None:
+        why = " of a call with out"
+        remedy = "leave out away, and copy what is returned"
+    elif why is None and odd is not None:
+        why = f" of a {odd.__name__}"
+    if why is not None:
+        raise RuntimeError(
+            f"{what} has no backward{why}, and a tensor requires a gradient: {remedy}"
+        )
 
 
 def tangents_are_taken() -> bool:

@@ -84,6 +84,12 @@ def unwatched() -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Whether torch.func transforms what is called, or a tracer records it. A compiler cannot ask:
+    where it gives up a graph, the code that runs does."""
+    return not is_compiling() and (_transform() is not None or _tracer() is not None)
+
+
 def _only_a_default_device() -> bool:
     """Whether the only mode of functions is a default device, on which a call makes nothing."""
     modes = torch._C._get_function_stack_at

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from moeos import agreement, call_checks, custom_op, tensor_memory
+from moeos import agreement, call_checks, custom_op, gradients, tensor_memory
 from moeos.call_checks import Expected
 from moeos.config import MoEConfig
 from moeos.engines.base import Engine
@@ -48,7 +48,7 @@ class Caller(NamedTuple):
 
 class Experts:
     """What a layer computes behind its router, with weights that are the caller's: for a model that
-    has its own router and its own parameters. One on each rank of a world. Forward only.
+    has its own router and its own parameters. One on each rank of a world.
 
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
     rank passes in a call is its own affair. It holds no weights and copies none: as many layers of
@@ -214,8 +214,18 @@ class Experts:
         if out is not None:
             call_checks.check_out(cfg, device, x, out)
         call_checks.check_weights(device, caller.expected, own, caller.absent, holder)
-        call_checks.check_derivatives(caller.name, x, x_scale, topk_weights, out, *own)
+        trains = call_checks.wants_gradient(x, x_scale, topk_weights, out, *own)
+        if trains:
+            why = gradients.no_backward(self.engine)
+            call_checks.check_backward(caller.name, cfg, why, out, rows, ids, weights, tokens, *own)
+        call_checks.check_tangents(caller.name, x, x_scale, topk_weights, out, *own)
         routing = (ids, weights, tokens, x_scale)
+        if trains:
+            call_checks.check_memory(rows, routing, own)
+            assert isinstance(self.engine, TwinEngine)  # else there is no backward
+            asked = gradients.How(self.engine, cfg, ids, tokens, caller.any_ids, pieces)
+            recorded = gradients.call(asked, rows, weights, own)
+            return recorded if x.dim() == 2 else recorded.view(x.shape)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
             call_checks.check_memory(rows, routing, own)
             # What is learned has weights to its ids, and is no copy, which may be of anything.

@@ -110,10 +110,15 @@ class Gate(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """An expert-parallel Mixture-of-Experts layer; one on each rank of a world. Forward only.
+    """An expert-parallel Mixture-of-Experts layer; one on each rank of a world.
 
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
     rank passes in a call is its own affair.
+
+    Its parameters are frozen until `requires_grad_(True)`. On the twin a call then has a backward,
+    which is a call of its own, as collective as the forward one: all ranks make the backwards of
+    their calls in one order, whichever. It has the gradients of x, of topk_weights and of all
+    parameters; what every rank holds whole gets those of this rank's tokens.
 
     Parameters (dtype `cfg.dtype`; this rank holds X experts, those of `cfg.experts_of(rank, P)`, on
     the last ranks fewer than on others, or none; or those of `placement.ranks[rank]`):

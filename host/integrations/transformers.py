@@ -19,7 +19,7 @@ from torch.distributed import all_gather
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
-from moeos import kernel_shape
+from moeos import call_checks, kernel_shape
 from moeos.config import MoEConfig
 from moeos.engines import twin
 from moeos.experts import Experts
@@ -186,6 +186,13 @@ def _not_ready() -> None:
 
 def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The experts' weighted sum for each token of x [S, H]. Collective over `group`."""
+    if call_checks.wants_gradient(x, weights, *module.parameters()):
+        raise shared.refusal(
+            _where(module),
+            "a gradient of the experts",
+            "asked for",
+            "a call under torch.no_grad() does",
+        )
     own = getattr(module, transformers_weights.names_of(module)[0])
     dtype = x.dtype if transformers_formats.is_coded(own) else own.dtype
     key = (_options, ids.shape[-1], dtype, own.dtype, own.device)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call that can be differentiated: `torch.autograd.Function` around two calls of an engine.
+
+Forward keeps the caller's tensors and the routing, and no row between: the backward call sends x
+and the gradient of the output to the experts again, whose first product it repeats. What is
+expert-parallel is the engine's; the gate's weights and the shared experts, which each rank has
+whole, are differentiated here by PyTorch. This file knows tensors and an engine, and nothing of
+modules, heaps or how ranks talk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn import functional
+
+from moeos import call_checks, custom_op
+from moeos.activations import Curve
+from moeos.config import MoEConfig
+from moeos.engines.base import CallTensors, Engine, GradientTensors
+from moeos.engines.twin import TwinEngine
+
+_X, _WEIGHTS, _OWN = 1, 2, 3
+_PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
+"""Of the inputs of `_Call.forward`: how, x, the caller's weights, and a call's own tensors."""
+
+
+class How(NamedTuple):
+    """A call, but for the tensors that may have a gradient; see `CallTensors`."""
+
+    engine: TwinEngine
+    cfg: MoEConfig
+    ids: Tensor | None
+    tokens: Tensor | None
+    any_ids: bool
+    pieces: int
+
+
+def no_backward(engine: Engine) -> str | None:
+    """Where a call has no backward, in words that follow "has no backward"; None where it has."""
+    if not isinstance(engine, TwinEngine):
+        return " on the GPU, but on the twin alone (moeos.init(backend='twin'))"
+    if custom_op.is_transformed():
+        return " in transforms of torch.func and in traces, but for autograd alone"
+    return None
+
+
+@_disable_dynamo
+def call(how: How, x: Tensor, weights: Tensor | None, own: Sequence[Tensor | None]) -> Tensor:
+    """The output of a call of rows x, of which autograd takes note. `weights`: of `how.ids`; None:
+    the gate weighs.
+    """
+    y: Tensor = _Call.apply(how, x, weights, *own)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: How, x: Tensor, weights: Tensor | None, *own: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        named = dict(zip(call_checks.OWN, own, strict=True))
+        recording = how.engine.record(
+            CallTensors(
+                x=x,
+                out=out,
+                gate=named["gate.weight"],
+                selection_bias=named["gate.selection_bias"],
+                topk_ids=how.ids,
+                topk_weights=weights,
+                w1=named["w1"],
+                b1=named["b1"],
+                w2=named["w2"],
+                b2=named["b2"],
+                tokens=how.tokens,
+                any_ids=how.any_ids,
+                pieces=how.pieces,
+                router_bias=named["gate.bias"],
+                expert_scale=named["gate.expert_scale"],
+                shared_w1=named["shared_w1"],
+                shared_w2=named["shared_w2"],
+                shared_gate=named["shared_gate"],
+            )
+        )
+        ctx.how, ctx.tokens = how, recording.tokens
+        ctx.dtype_of_weights = None if weights is None else weights.dtype
+        ctx.save_for_backward(recording.topk_ids, recording.topk_weights, x, *own)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the backward of a MoELayer has no gradient of its own, and create_graph is True: "
+                "leave it away, or derive by finite differences"
+            )
+        cfg, tokens, wanted = ctx.how.cfg, ctx.tokens, ctx.needs_input_grad
+        ids, used, x, *own = ctx.saved_tensors
+        d_out = d_outs[0].contiguous()
+        found: dict[int, Tensor] = {}
+        d_x, d_used = _experts(ctx.how, tokens, wanted, (x, d_out, ids, used), own, found)
+        of_x = [d_x]
+
+        def add(function: Callable[..., Tensor], d_made: Tensor, *names: str) -> None:
+            inputs = {_X: x[:tokens]} | {_PLACE[name]: own[_PLACE[name] - _OWN] for name in names}
+            derived = _derive(function, inputs, wanted, d_made[:tokens])
+            if _X in derived:
+                of_x.append(derived.pop(_X))
+            found.update(derived)
+
+        if ctx.dtype_of_weights is not None:
+            found[_WEIGHTS] = d_used.to(ctx.dtype_of_weights)
+        else:
+            gate = ("gate.weight", "gate.bias", "gate.expert_scale")
+            add(functools.partial(_weights_of, cfg, ids[:tokens].long()), d_used, *gate)
+        if cfg.shared_experts > 0:
+            add(functools.partial(_shared_experts, cfg), d_out, *call_checks.SHARED)
+        if wanted[_X]:
+            found[_X] = _added(of_x, tokens)
+        return tuple(found.get(place) for place in range(len(wanted)))
+
+
+def _experts(
+    how: How,
+    tokens: int,
+    wanted: Sequence[bool],
+    call_of: tuple[Tensor, Tensor, Tensor, Tensor],
+    own: Sequence[Tensor],
+    found: dict[int, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weights of its experts, as the engine makes them; those of its
+    experts' parameters go into `found`, if they are wanted. `call_of`: x, the gradient of the
+    output, the ids and their weights. Collective.
+    """
+    x, d_out, ids, used = call_of
+    sums = {
+        name: torch.zeros(tensor.shape, dtype=torch.float32)
+        for name, tensor in zip(call_checks.WEIGHTS, own, strict=False)
+        if wanted[_PLACE[name]]
+    }
+    d_x, d_used = torch.empty_like(x), torch.empty(used.shape, dtype=torch.float32)
+    named = dict(zip(call_checks.WEIGHTS, own, strict=False))
+    how.engine.backward(
+        GradientTensors(
+            x=x,
+            d_out=d_out,
+            topk_ids=ids,
+            topk_weights=used,
+            w1=named["w1"],
+            b1=named["b1"],
+            w2=named["w2"],
+            b2=named["b2"],
+            tokens=tokens,
+            pieces=how.pieces,
+            d_x=d_x,
+            d_topk_weights=d_used,
+            d_w1=sums.get("w1"),
+            d_b1=sums.get("b1"),
+            d_w2=sums.get("w2"),
+            d_b2=sums.get("b2"),
+        )
+    )
+    found.update((_PLACE[name], total.to(x.dtype)) for name, total in sums.items())
+    return d_x, d_used
+
+
+def _derive(
+    function: Callable[..., Tensor],
+    inputs: Mapping[int, Tensor | None],
+    wanted: Sequence[bool],
+    d_made: Tensor,
+) -> dict[int, Tensor]:
+    """The gradients of inputs of a function in float64, by their places, where they are wanted."""
+    leaves = {
+        place: None if one is None else one.detach().double().requires_grad_(wanted[place])
+        for place, one in inputs.items()
+    }
+    asked = [place for place, leaf in leaves.items() if leaf is not None and leaf.requires_grad]
+    if not asked:
+        return {}
+    with torch.enable_grad():
+        made = function(*leaves.values())
+    given = [leaves[place] for place in asked]
+    derived = torch.autograd.grad(made, given, d_made.double())  # type: ignore[arg-type]
+    dtypes = {place: inputs[place].dtype for place in asked if place != _X}  # type: ignore[union-attr]
+    return {
+        place: one.to(dtypes.get(place, one.dtype))
+        for place, one in zip(asked, derived, strict=True)
+    }
+
+
+def _added(of_x: Sequence[Tensor], tokens: int) -> Tensor:
+    """The sum of gradients of x, of which all but the first are of its tokens alone, rounded once
+    more."""
+    first, *others = of_x
+    if not others:
+        return first
+    total = first.double()
+    for other in others:
+        total[:tokens] += other
+    return total.to(first.dtype)
+
+
+def _weights_of(
+    cfg: MoEConfig,
+    ids: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+) -> Tensor:
+    """The weights of experts ids [S, k], as the gate has them; 0 in an unused slot."""
+    logits = x @ gate.T
+    if bias is not None:
+        logits = logits + bias
+    used, some = ids >= 0, ids.clamp_min(0)
+    if cfg.renormalize:
+        # By logarithms, as all scores of a token may be too small; a token may have no expert.
+        chosen = _log_scores(cfg.scoring, logits).gather(1, some)
+        unused = ~used & used.any(dim=1, keepdim=True)
+        weights = chosen.masked_fill(unused, -math.inf).softmax(dim=1)
+    else:
+        weights = _scores(cfg.scoring, logits).gather(1, some)
+    weights = weights.masked_fill(~used, 0.0) * cfg.routed_scaling
+    return weights if scale is None else weights * scale[some]
+
+
+def _scores(scoring: str, logits: Tensor) -> Tensor:
+    if scoring == "softmax":
+        return logits.softmax(dim=1)
+    return logits.sigmoid() if scoring == "sigmoid" else _log_scores(scoring, logits).exp()
+
+
+def _log_scores(scoring: str, logits: Tensor) -> Tensor:
+    """Up to a number that all scores of a token have in common."""
+    if scoring == "softmax":
+        return logits
+    if scoring == "sigmoid":
+        return functional.logsigmoid(logits)
+    low = -40.0  # below, log(1 + exp(l)) is exp(l)
+    above = functional.softplus(logits.clamp_min(low), threshold=40.0).log()
+    return 0.5 * torch.where(logits < low, logits, above)
+
+
+def _shared_experts(
+    cfg: MoEConfig, x: Tensor, w1: Tensor, w2: Tensor, gate: Tensor | None
+) -> Tensor:
+    """What the shared experts add to the output of x."""
+    made = torch.zeros_like(x)
+    for first, second in zip(w1, w2, strict=True):
+        made = made + _activate(cfg, x @ first.T) @ second.T
+    return made if gate is None else made * (x @ gate).sigmoid().unsqueeze(1)
+
+
+def _activate(cfg: MoEConfig, values: Tensor) -> Tensor:
+    curve, alpha = _CURVES[cfg.formula.curve], cfg.resolved_swiglu_alpha
+    if not cfg.gated:
+        return curve(values, alpha)
+    limit = math.inf if cfg.resolved_swiglu_limit is None else cfg.resolved_swiglu_limit
+    gate, up = values.chunk(2, dim=1)
+    if cfg.swiglu_clamp == "after":
+        factor = curve(gate, alpha).clamp(max=limit)
+    else:
+        factor = curve(gate.clamp(max=limit), alpha)
+    return factor * (up.clamp(-limit, limit) + cfg.formula.up_offset)
+
+
+_CURVES: Mapping[Curve, Callable[[Tensor, float], Tensor]] = {
+    "swish": lambda z, alpha: z * (alpha * z).sigmoid(),
+    "gelu": lambda z, _: functional.gelu(z),
+    "gelu_tanh": lambda z, _: functional.gelu(z, approximate="tanh"),
+    "relu": lambda z, _: functional.relu(z),
+    "relu2": lambda z, _: functional.relu(z).square(),
+    "identity": lambda z, _: z,
+}

@@ -1,0 +1,636 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's gradients on the twin are those of the float64 reference, whatever its options, its
+routing, its ranks and its calls' order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moeos import (
+    Experts,
+    MoEConfig,
+    MoELayer,
+    PeerTimeout,
+    TwinOptions,
+    World,
+    reference,
+    virtual,
+)
+from moeos.activations import Activation
+from moeos.faults import Fault, FaultPlan
+from tests.layers import (
+    PREFERENCES,
+    Call,
+    Weights,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_output")
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+"""The largest relative Frobenius error of a gradient."""
+
+TOKENS = (77, 0, 128, 5)
+"""[rank]"""
+
+ONE_PROCESSOR = TwinOptions(processors=1)
+
+Gradients = dict[str, Tensor]
+"""By the name of a parameter, or of an argument of a call."""
+
+_PARAMETERS = {
+    "gate.weight": "gate",
+    "gate.bias": "router_bias",
+    "w1": "w1",
+    "w2": "w2",
+    "b1": "b1",
+    "b2": "b2",
+    "shared_w1": "shared_w1",
+    "shared_w2": "shared_w2",
+    "shared_gate": "shared_gate",
+}
+"""Of a layer, and what `Weights` call them."""
+_OF_EXPERTS = ("w1", "w2", "b1", "b2")
+
+
+def drawn(call: Call, seed: int) -> Tensor:
+    """The gradient of a call's output."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    return torch.randn(call.x.shape, generator=generator).to(call.x.dtype)
+
+
+def leaves_of(call: Call) -> Call:
+    """The same call, whose arguments want a gradient."""
+    weights = None if call.weights is None else call.weights.clone().requires_grad_()
+    return dataclasses.replace(call, x=call.x.clone().requires_grad_(), weights=weights)
+
+
+def found_of(call: Call, layer: MoELayer) -> Gradients:
+    """The gradients that a call's arguments and its layer's parameters have."""
+    found = {"x": call.x.grad, "topk_weights": None if call.weights is None else call.weights.grad}
+    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def gradients_of(
+    weights: Weights,
+    calls: Sequence[Call],
+    twin: TwinOptions = ONE_PROCESSOR,
+    ranks_per_node: int | None = None,
+) -> list[Gradients]:
+    """What the twin makes of one call of each rank."""
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(calls[world.rank])
+        call(layer).backward(drawn(call, world.rank))
+        return found_of(call, layer)
+
+    return virtual.run(rank_main, ranks=len(calls), twin=twin, ranks_per_node=ranks_per_node)
+
+
+def expected_of(weights: Weights, calls: Sequence[Call]) -> list[Gradients]:
+    """The same of the float64 reference: experts have all ranks' tokens, all else a rank's own."""
+    ranks = len(calls)
+    every: list[Gradients] = []
+    for rank, call in enumerate(calls):
+        leaves = {
+            name: part.double().requires_grad_()
+            for name, own in _PARAMETERS.items()
+            if (part := getattr(weights, own)) is not None
+        }
+        double = {own: leaves.get(name) for name, own in _PARAMETERS.items()}
+        leaves["x"] = call.x.double().requires_grad_()
+        if call.weights is not None:
+            leaves["topk_weights"] = call.weights.double().requires_grad_()
+        y = dataclasses.replace(weights, **double).expected(
+            Call(leaves["x"], call.ids, leaves.get("topk_weights"))
+        )
+        if y.requires_grad:  # a call without tokens reads nothing
+            y.backward(drawn(call, rank).double())
+        every.append({name: zeros_if_none(leaf) for name, leaf in leaves.items()})
+    result = []
+    for rank in range(ranks):
+        own = weights.cfg.experts_of(rank, ranks)
+        of_experts = {
+            name: torch.stack([one[name] for one in every]).sum(dim=0)[own.start : own.stop]
+            for name in _OF_EXPERTS
+            if name in every[0]
+        }
+        result.append(every[rank] | of_experts)
+    return result
+
+
+def zeros_if_none(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def assert_match(weights: Weights, calls: Sequence[Call], found: Sequence[Gradients]) -> None:
+    cfg = weights.cfg
+    for call in calls:
+        assert weights.sure(call).all(), "draw other tokens: fp32 may route one otherwise"
+    for rank, (mine, expected) in enumerate(zip(found, expected_of(weights, calls), strict=True)):
+        for name, wanted in expected.items():
+            if name.startswith("gate.") and calls[rank].weights is not None:
+                assert name not in mine  # the caller's routing says nothing of the gate
+                continue
+            error = reference.relative_error(mine[name], wanted)
+            assert error <= TOLERANCE[cfg.dtype], f"rank {rank}, {name}: error {error:.2e}"
+
+
+def check(
+    cfg: MoEConfig,
+    *,
+    given: bool = False,
+    seed: int = 0,
+    tokens: Sequence[int] = TOKENS,
+    preference: Callable[[int, int], Tensor] | None = None,
+    twin: TwinOptions = ONE_PROCESSOR,
+    ranks_per_node: int | None = None,
+) -> None:
+    """A call of each rank against the reference."""
+    weights = draw_weights(cfg, seed)
+    favoured = None if preference is None else preference(cfg.experts, len(tokens))
+    calls = [
+        draw_given_call(cfg, count, seed + rank, favoured)
+        if given
+        else draw_call(cfg, count, seed + rank)
+        for rank, count in enumerate(tokens)
+    ]
+    assert_match(weights, calls, gradients_of(weights, calls, twin, ranks_per_node))
+
+
+# --- What a layer computes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    check(config(activation=activation, bias=True, dtype=dtype), given=True)
+
+
+@pytest.mark.parametrize("clamp", ["before", "after"])
+@pytest.mark.parametrize("activation", ["swiglu", "swigluoai", "geglu_tanh"])
+def test_a_limit_stops_what_it_clamps(activation: str, clamp: str) -> None:
+    check(config(activation=activation, swiglu_limit=0.25, swiglu_clamp=clamp, bias=True))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "plain"])
+def test_what_the_gate_weighs(scoring: str, renormalize: bool) -> None:
+    rules = {"router_bias": True, "selection_bias": True, "expert_scale": True}
+    check(config(scoring=scoring, renormalize=renormalize, routed_scaling=2.5, **rules))
+
+
+def test_a_gate_that_weighs_the_callers_experts() -> None:
+    cfg = config(routing="ids", scoring="sigmoid", top_k=3)
+    weights = draw_weights(cfg)
+    calls = [
+        dataclasses.replace(draw_given_call(cfg, count, rank, unused=0.4), weights=None)
+        for rank, count in enumerate(TOKENS)
+    ]
+    assert_match(weights, calls, gradients_of(weights, calls))
+
+
+def test_a_router_in_fp32_beside_bfloat16() -> None:
+    check(config(dtype=torch.bfloat16, router_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["gate", "caller"])
+def test_zero_experts(given: bool) -> None:
+    check(config(zero_experts=3, top_k=4), given=given)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["gate", "caller"])
+def test_a_weight_on_the_input(given: bool) -> None:
+    rules: dict[str, Any] = {"scoring": "sigmoid", "renormalize": False, "bias": True}
+    check(config(apply_router_weight_on_input=True, top_k=1, **rules), given=given)
+
+
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "weighed"])
+def test_shared_experts(gate: bool) -> None:
+    check(config(shared_experts=2, shared_intermediate=40, shared_gate=gate))
+
+
+@pytest.mark.parametrize("row_map", ["ragged", "capacity"])
+def test_a_dropped_pair_has_no_gradient(row_map: str) -> None:
+    cfg = config(capacity_factor=0.7, row_map=row_map, top_k=3)
+    check(cfg, given=True, preference=PREFERENCES["zipf"])
+
+
+# --- Ranks, rows and routing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PREFERENCES)
+def test_routing_of_any_kind(kind: str) -> None:
+    check(config(top_k=3, bias=True), given=True, preference=PREFERENCES[kind])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes"),
+    [
+        ((64,), {}),
+        ((5,), {}),
+        ((0,), {}),
+        ((128, 3), {}),
+        ((0, 0, 9), {"experts": 10}),
+        ((33, 20, 1, 7, 12), {"experts": 7, "top_k": 5}),
+        ((300, 300), {"max_tokens": 300, "experts": 2, "top_k": 1}),
+    ],
+    ids=str,
+)
+def test_ranks_and_tokens(tokens: tuple[int, ...], changes: dict[str, Any]) -> None:
+    check(config(**changes), given=True, tokens=tokens)
+
+
+def test_wide_layers_have_several_parts() -> None:
+    check(config(hidden=520, intermediate=272, bias=True), given=True, tokens=(40, 9))
+    check(config(hidden=264, intermediate=520, activation="gelu"), given=True, tokens=(40, 9))
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_remote_peers(ranks_per_node: int) -> None:
+    check(config(top_k=3), given=True, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize("row_map", ["ragged", "capacity"])
+def test_bits_do_not_depend_on_processors_or_timing(row_map: str) -> None:
+    cfg = config(top_k=3, bias=True, row_map=row_map)
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, count, rank) for rank, count in enumerate(TOKENS)]
+    first = gradients_of(weights, calls)
+    for twin in (
+        TwinOptions(processors=3),
+        TwinOptions(processors=2, split_os=True),
+        TwinOptions(processors=2, jitter_us=50.0, jitter_seed=7),
+    ):
+        for mine, its in zip(first, gradients_of(weights, calls, twin), strict=True):
+            assert mine.keys() == its.keys()
+            assert all(torch.equal(mine[name], its[name]) for name in mine)
+
+
+# --- Autograd -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_backward_of_several_calls_in_any_order(order: tuple[int, ...]) -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    calls = [[draw_given_call(cfg, 20 + 9 * i, 5 * rank + i) for i in range(3)] for rank in (0, 1)]
+
+    def rank_main(world: World) -> list[Gradients]:
+        layers = [weights.layer(world).requires_grad_() for _ in order]  # of one workspace
+        mine = [leaves_of(call) for call in calls[world.rank]]
+        outputs = [call(layer) for call, layer in zip(mine, layers, strict=True)]
+        for place in order:
+            outputs[place].backward(drawn(mine[place], world.rank))
+        return [found_of(call, layer) for call, layer in zip(mine, layers, strict=True)]
+
+    found = virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR)
+    for place in range(3):
+        assert_match(weights, [rank[place] for rank in calls], [rank[place] for rank in found])
+
+
+def test_calls_of_one_layer_accumulate() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    call = draw_given_call(cfg, 30, 0)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        d_out = drawn(call, 0)
+        call(layer).backward(d_out)
+        once = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        (call(layer) + call(layer)).backward(d_out)
+        for name, gradient in once.items():
+            parameter = layer.get_parameter(name)
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, gradient + gradient + gradient)
+
+    virtual.run(rank_main, ranks=2)
+
+
+@pytest.mark.parametrize(
+    "wanted", ["x", "topk_weights", "w1", "w2", "b1", "b2", "gate.weight", "gate.bias"]
+)
+def test_each_gradient_alone(wanted: str) -> None:
+    cfg = config(bias=True, router_bias=True)
+    weights = draw_weights(cfg)
+    draw = draw_call if wanted.startswith("gate.") else draw_given_call
+    calls = [draw(cfg, count, rank) for rank, count in enumerate((30, 11))]
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world)
+        call = calls[world.rank]
+        tensors = {"x": call.x.clone(), "topk_weights": None, **dict(layer.named_parameters())}
+        if call.weights is not None:
+            tensors["topk_weights"] = call.weights.clone()
+        leaf = tensors[wanted]
+        assert leaf is not None
+        leaf.requires_grad_()
+        assert tensors["x"] is not None
+        call = Call(tensors["x"], call.ids, tensors["topk_weights"])
+        call(layer).backward(drawn(call, world.rank))
+        return found_of(call, layer)
+
+    found = virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR)
+    for mine, expected in zip(found, expected_of(weights, calls), strict=True):
+        assert list(mine) == [wanted]
+        assert reference.relative_error(mine[wanted], expected[wanted]) <= 1e-5
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["gate", "caller"])
+def test_rows_beyond_the_tokens_have_no_gradient(given: bool) -> None:
+    cfg = config(shared_experts=1, shared_intermediate=32)
+    weights = draw_weights(cfg)
+    whole = (draw_given_call if given else draw_call)(cfg, 50, 0)
+    taken = Call(*(None if part is None else part[:20] for part in (whole.x, whole.ids)))
+    if whole.weights is not None:
+        taken = dataclasses.replace(taken, weights=whole.weights[:20])
+
+    def rank_main(world: World) -> tuple[Gradients, Gradients]:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(whole)
+        y = layer(call.x, call.ids, call.weights, tokens=torch.tensor(20, dtype=torch.int32))
+        y.backward(drawn(call, 0))
+        first = found_of(call, layer)
+        layer.zero_grad()
+        few = leaves_of(taken)
+        few(layer).backward(drawn(call, 0)[:20])
+        return first, found_of(few, layer)
+
+    ((found, expected),) = virtual.run(rank_main, ranks=1)
+    for name in ("x", "topk_weights"):
+        if name in found:
+            assert not found[name][20:].any()
+            found[name] = found[name][:20]
+    for name, wanted in expected.items():
+        assert torch.equal(found[name], wanted), name
+
+
+def test_a_call_in_pieces() -> None:
+    cfg = config(max_tokens=16)
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, count, rank) for rank, count in enumerate((37, 10))]
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(calls[world.rank])
+        y = layer(call.x, call.ids, call.weights, pieces=3)
+        y.backward(drawn(call, world.rank))
+        return found_of(call, layer)
+
+    assert_match(weights, calls, virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR))
+
+
+def test_experts_without_weights_of_their_own() -> None:
+    cfg = config(bias=True)
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, count, rank) for rank, count in enumerate((30, 40))]
+
+    def rank_main(world: World) -> Gradients:
+        mine = weights.of_rank(world.rank, world.size)
+        own = {name: getattr(mine, name).clone().requires_grad_() for name in _OF_EXPERTS}
+        call = leaves_of(calls[world.rank])
+        y = Experts(cfg, world)(call.x, call.ids, call.weights, **own)  # type: ignore[arg-type]
+        y.backward(drawn(call, world.rank))
+        assert call.x.grad is not None
+        assert call.weights is not None
+        assert call.weights.grad is not None
+        found = {"x": call.x.grad, "topk_weights": call.weights.grad}
+        return found | {name: tensor.grad for name, tensor in own.items()}
+
+    assert_match(weights, calls, virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR))
+
+
+def test_a_call_keeps_its_routing_and_no_rows() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(draw_call(cfg, 100, 0))
+        given = {call.x.data_ptr(), *(p.data_ptr() for p in layer.parameters())}
+        kept = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += 0 if tensor.data_ptr() in given else tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            call(layer)
+        assert kept == 100 * cfg.top_k * 8  # an id and a weight of each slot
+
+    virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_calls_the_layer_again(reentrant: bool) -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, count, rank) for rank, count in enumerate((30, 12))]
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(calls[world.rank])
+        checkpoint(layer, call.x, use_reentrant=reentrant).backward(drawn(call, world.rank))
+        return found_of(call, layer)
+
+    assert_match(weights, calls, virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR))
+
+
+def test_a_compiled_model_trains() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, 30, 0)]
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(calls[0])
+        compiled = torch.compile(lambda x: layer(2 * x) * 0.5, backend="aot_eager")
+        half = (call.x.detach() * 0.5).requires_grad_()
+        compiled(half).backward(2 * drawn(call, 0))
+        assert half.grad is not None
+        call.x.grad = half.grad * 0.5
+        return found_of(call, layer)
+
+    torch._dynamo.reset()
+    assert_match(weights, calls, virtual.run(rank_main, ranks=1))
+
+
+def test_steps_of_an_optimizer_are_those_of_the_reference() -> None:
+    cfg = config(hidden=32, intermediate=48)
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, 40, rank) for rank in (0, 1)]
+    targets = [drawn(call, 7 + rank) for rank, call in enumerate(calls)]
+
+    def rank_main(world: World) -> list[float]:
+        layer = weights.layer(world)
+        layer.w1.requires_grad_()
+        layer.w2.requires_grad_()
+        optimizer = torch.optim.SGD([layer.w1, layer.w2], lr=2.0)
+        losses = []
+        for _ in range(10):
+            y = calls[world.rank](layer)
+            loss = (y - targets[world.rank]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    found = virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR)
+    w1 = weights.w1.double().requires_grad_()
+    w2 = weights.w2.double().requires_grad_()
+    optimizer = torch.optim.SGD([w1, w2], lr=2.0)
+    stock = dataclasses.replace(weights, w1=w1, w2=w2)
+    for step in range(10):
+        losses = [
+            (stock.expected(call) - target.double()).square().mean()
+            for call, target in zip(calls, targets, strict=True)
+        ]
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        for rank, loss in enumerate(losses):
+            assert found[rank][step] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert found[0][-1] < found[0][0]
+
+
+# --- What is refused ----------------------------------------------------------------------------
+
+
+def test_what_has_no_gradient_is_refused_by_name() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    call = draw_call(cfg, 10, 0)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        x = call.x.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match="MoELayer has no backward of a call with out"):
+            layer(x, out=torch.empty_like(x))
+        (d_x,) = torch.autograd.grad(layer(x).sum(), x)
+        assert not d_x.requires_grad
+        with pytest.raises(RuntimeError, match="create_graph is True"):
+            torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+    virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"weight_format": "mxfp4"}, {"activation_format": "fp8_group128"}],
+    ids=["weights", "activations"],
+)
+def test_a_layer_of_codes_has_no_backward(field: dict[str, Any]) -> None:
+    formats = {"weight_format": "fp8_block128"} | field
+    cfg = config(hidden=128, intermediate=128, **formats)
+    weights = draw_weights(cfg)
+    call = draw_call(cfg, 10, 0)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        with pytest.raises(
+            RuntimeError, match=r"MoELayer has no backward of layers with .*_format"
+        ):
+            layer(call.x.clone().requires_grad_())
+        layer(call.x)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_weights_that_have_changed_since_are_found() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        y = layer(draw_call(cfg, 10, 0).x)
+        with torch.no_grad():
+            layer.w2.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_backward_of_memory_that_is_gone_or_of_a_closed_world_says_so() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        x = draw_call(cfg, 10, 0).x
+        y, other = layer(x), layer(x)
+        size = layer.w2.untyped_storage().nbytes()
+        layer.w2.data.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="w2"):
+            y.sum().backward()
+        layer.w2.data.untyped_storage().resize_(size)
+        world.close()
+        with pytest.raises(RuntimeError, match=r"the world .*is closed"):
+            other.sum().backward()
+        with pytest.raises(RuntimeError, match=r"the world .*is closed"):
+            layer(x)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_ranks_that_go_different_ways_are_told_so() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        y = layer(draw_call(cfg, 10, 0).x)
+        said = r"different directions: .*the backward of layer 0.*backward as forward"
+        backward, forward = y.sum().backward, lambda: layer(draw_call(cfg, 10, 0).x)
+        with pytest.raises(RuntimeError, match=said):
+            (backward if world.rank == 0 else forward)()
+
+    virtual.run(rank_main, ranks=2)
+
+
+def test_a_rank_that_stands_still_in_backward_is_named() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    plan = FaultPlan(faults=(Fault(kind="stall", rank=1, call=2, stage="gemm0"),))
+
+    def rank_main(world: World) -> str:
+        layer = weights.layer(world).requires_grad_()
+        y = layer(draw_call(cfg, 30, world.rank).x)
+        with pytest.raises(PeerTimeout) as raised:
+            y.sum().backward()
+        return str(raised.value)
+
+    said = virtual.run(rank_main, ranks=2, deadline=1.0, faults=plan)
+    assert "for rank 1" in said[0]
+
+
+def test_backward_after_a_reset_is_right() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    calls = [draw_given_call(cfg, 30, rank) for rank in (0, 1)]
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(calls[world.rank])
+        y = call(layer)
+        layer.reset()
+        y.backward(drawn(call, world.rank))
+        return found_of(call, layer)
+
+    assert_match(weights, calls, virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR))
