@@ -470,6 +470,25 @@ def test_a_compiled_model_trains() -> None:
     assert_match(weights, calls, virtual.run(rank_main, ranks=1))
 
 
+@pytest.mark.filterwarnings("ignore:Input #")  # PyTorch would rather have float64
+def test_differences_of_outputs_are_what_gradients_say() -> None:
+    cfg = config(hidden=8, intermediate=16, experts=4, bias=True)
+    weights = draw_weights(cfg)
+    call = leaves_of(draw_given_call(cfg, 5, 0))
+
+    def rank_main(world: World) -> bool:
+        layer = weights.layer(world)
+        return torch.autograd.gradcheck(
+            lambda x, factors: layer(x, call.ids, factors),
+            (call.x, call.weights),
+            eps=1e-2,
+            atol=2e-2,
+            rtol=2e-2,
+        )
+
+    assert virtual.run(rank_main, ranks=1) == [True]
+
+
 def test_steps_of_an_optimizer_are_those_of_the_reference() -> None:
     cfg = config(hidden=32, intermediate=48)
     weights = draw_weights(cfg)
