@@ -186,12 +186,14 @@ def _not_ready() -> None:
 
 def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The experts' weighted sum for each token of x [S, H]. Collective over `group`."""
-    if call_checks.wants_gradient(x, weights, *module.parameters()):
+    has_gradient = group is None and not transformers_weights.is_in_turn(module)
+    if not has_gradient and call_checks.wants_gradient(x, weights, *module.parameters()):
         raise shared.refusal(
             _where(module),
             "a gradient of the experts",
             "asked for",
-            "a call under torch.no_grad() does",
+            "one process does, of experts whose gates come before their ups; or a call under "
+            "torch.no_grad()",
         )
     own = getattr(module, transformers_weights.names_of(module)[0])
     dtype = x.dtype if transformers_formats.is_coded(own) else own.dtype

@@ -66,16 +66,19 @@ def is_in_place(module: Any) -> bool:
     return all(_rows(module, name).is_contiguous() for name in names_of(module)[:2])
 
 
+def is_in_turn(module: Any) -> bool:
+    """Whether the module's gates and ups are, or were, in turn."""
+    return bool(module.has_gate) and (isinstance(module, _Reordered) or not module.is_concatenated)
+
+
 def are_others(module: Any) -> bool:
     """Whether tensors stand in the place of the module's parameters whose order nobody knows: those
     of `torch.func.functional_call`, where the module's gates and ups are, or were, in turn.
     """
-    if not module.has_gate or module._is_expert_parallel:
+    if not is_in_turn(module) or module._is_expert_parallel:
         return False
     own = getattr(module, names_of(module)[0])
-    if isinstance(own, nn.Parameter) or not (
-        isinstance(module, _Reordered) or not module.is_concatenated
-    ):
+    if isinstance(own, nn.Parameter):
         return False
     moved: int | None = getattr(module, _MOVED, None)
     return moved is None or moved != own.data_ptr()
