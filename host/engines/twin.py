@@ -219,7 +219,7 @@ class TwinEngine:
         ids, weights = checked.topk_ids, checked.topk_weights
         chosen: tuple[torch.Tensor, torch.Tensor] | None = None
         if ids is None or weights is None:
-            slots = (checked.x.shape[0], self._cfg.top_k)
+            slots = (checked.x.shape[0], self._cfg.slots)
             ids = torch.full(slots, -1, dtype=torch.int32)
             weights = torch.zeros(slots)
             chosen = ids, weights

@@ -22,10 +22,12 @@ from moeos import (
     TwinOptions,
     World,
     reference,
+    rounded_routing,
     virtual,
 )
 from moeos.activations import Activation
 from moeos.faults import Fault, FaultPlan
+from moeos.rounded_routing import GateTensors
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -201,6 +203,23 @@ def test_a_gate_that_weighs_the_callers_experts() -> None:
         for rank, count in enumerate(TOKENS)
     ]
     assert_match(weights, calls, gradients_of(weights, calls))
+
+
+def test_tokens_that_are_rounded_to_whole_tiles() -> None:
+    cfg = config(rounding="NR-f", rounding_tile=8, top_k=3)
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, count, rank) for rank, count in enumerate((60, 40))]
+
+    def rank_main(world: World) -> tuple[Gradients, Call]:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(calls[world.rank])
+        call(layer).backward(drawn(call, world.rank))
+        gate = GateTensors(layer.gate.weight, None, None, None)
+        ids, _ = rounded_routing.route(cfg, gate, call.x, None, rounds=True)
+        return found_of(call, layer), Call(call.x.detach(), ids)
+
+    found, routed = zip(*virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR), strict=True)
+    assert_match(weights, routed, found)
 
 
 def test_a_router_in_fp32_beside_bfloat16() -> None:
