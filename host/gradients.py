@@ -46,6 +46,11 @@ def no_backward(engine: Engine) -> str | None:
     """Where a call has no backward, in words that follow "has no backward"; None where it has."""
     if not isinstance(engine, TwinEngine):
         return " on the GPU, but on the twin alone (moeos.init(backend='twin'))"
+    if engine.replicated:
+        return (
+            " where several ranks hold an expert, since each would get a part of its gradient: "
+            "make the layer with a placement without replicas"
+        )
     if custom_op.is_transformed():
         return " in transforms of torch.func and in traces, but for autograd alone"
     return None

@@ -179,6 +179,11 @@ class TwinEngine:
         """
         self._holdings.gate.run(lambda: self._backward(tensors))
 
+    @property
+    def replicated(self) -> bool:
+        """Whether several ranks hold one expert."""
+        return self._placement is not None and self._placement.replicated
+
     def check(self) -> None:
         """See `Engine.check`: a call of the twin has raised by itself."""
         self._live()

@@ -190,11 +190,11 @@ NB_MODULE(_twin, module) {
              bool split_os, double jitter_us, u64 jitter_seed, u32 ranks_per_node, bool gradients) {
             require(rank < sizes.geometry.world && stride_rows >= sizes.geometry.cell_rows(),
                     "the cells of a heap are too small");
-            new (self)
-                TwinRank(sizes.geometry, sizes.shape, rank,
-                         HeapPlace{words_at, rows_at, results_at, stride_rows}, std::move(shared),
-                         TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us,
-                                      jitter_seed, ranks_per_node, FaultPlan{}, gradients});
+            new (self) TwinRank(
+                sizes.geometry, sizes.shape, rank,
+                HeapPlace{words_at, rows_at, results_at, stride_rows}, std::move(shared),
+                TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us, jitter_seed,
+                             ranks_per_node, FaultPlan{}, PlaceTable{}, gradients});
           },
           nb::kw_only(), "sizes"_a, "rank"_a, "shared"_a, "words_at"_a, "rows_at"_a, "results_at"_a,
           "stride_rows"_a, "deadline"_a, "split_os"_a, "jitter_us"_a, "jitter_seed"_a,

@@ -47,7 +47,7 @@ class GradientKernels {
         places_(places),
         scratch_(scratch),
         more_(more),
-        router_(rank.geometry(), shape, operands, rank.memory, scratch),
+        router_(rank.geometry(), shape, operands, rank.memory, rank.rank, scratch),
         map_(rank.geometry(), rank.memory, call) {
     MOEOS_CHECK(operands.topk_ids != nullptr && operands.topk_weights != nullptr);
     MOEOS_CHECK(rank.geometry().sent_bytes == rows_.sent_bytes());
@@ -153,7 +153,8 @@ class GradientKernels {
       if (!map_.sent(pair)) {
         // Of a zero expert, whose output is the token; else of nothing.
         const i32 expert = operands_.topk_ids[pair];
-        const bool zero = expert >= 0 && static_cast<u32>(expert) >= rank_.geometry().experts;
+        const bool zero =
+            expert >= 0 && static_cast<u32>(expert) >= rank_.geometry().routed_experts();
         for (u32 n = 0; zero && n < shape_.hidden; ++n) {
           sum[n] += weight * d_out()[first + n];
           d_weight += x[first + n] * d_out()[first + n];

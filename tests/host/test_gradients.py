@@ -19,6 +19,7 @@ from moeos import (
     MoEConfig,
     MoELayer,
     PeerTimeout,
+    Placement,
     TwinOptions,
     World,
     reference,
@@ -90,11 +91,12 @@ def gradients_of(
     calls: Sequence[Call],
     twin: TwinOptions = ONE_PROCESSOR,
     ranks_per_node: int | None = None,
+    placement: Placement | None = None,
 ) -> list[Gradients]:
     """What the twin makes of one call of each rank."""
 
     def rank_main(world: World) -> Gradients:
-        layer = weights.layer(world).requires_grad_()
+        layer = weights.layer(world, placement=placement).requires_grad_()
         call = leaves_of(calls[world.rank])
         call(layer).backward(drawn(call, world.rank))
         return found_of(call, layer)
@@ -566,6 +568,36 @@ def test_what_has_no_gradient_is_refused_by_name() -> None:
             torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
     virtual.run(rank_main, ranks=1)
+
+
+def test_gradients_are_bitwise_the_same_wherever_experts_lie() -> None:
+    cfg = config(experts=6, top_k=2)
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, 40 - 7 * rank, rank) for rank in range(2)]
+    placement = Placement(((4, 0, 2), (1, 5, 3)))
+    found, placed = gradients_of(weights, calls), gradients_of(weights, calls, placement=placement)
+    for rank in range(2):
+        assert torch.equal(found[rank]["x"], placed[rank]["x"])
+        assert torch.equal(found[rank]["gate.weight"], placed[rank]["gate.weight"])
+    for name in ("w1", "w2"):
+        every = torch.cat([gradients[name] for gradients in found])
+        assert torch.equal(
+            every[list(sum(placement.ranks, ()))], torch.cat([g[name] for g in placed])
+        )
+
+
+def test_experts_on_several_ranks_have_no_backward() -> None:
+    cfg = config(experts=4, top_k=2)
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world, placement=Placement(((0, 1, 2), (2, 3, 0))))
+        call = draw_call(cfg, 10, world.rank)
+        with pytest.raises(RuntimeError, match=r"no backward where several ranks hold an expert"):
+            layer(call.x.clone().requires_grad_())
+        layer(call.x)
+
+    virtual.run(rank_main, ranks=2)
 
 
 @pytest.mark.parametrize(
