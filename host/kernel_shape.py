@@ -45,11 +45,11 @@ _ROUTE_TOKENS = 64  # of a block, at most
 _BOX_BYTES = 128  # of a box's row: of the router's columns that a block's Route multiplies
 _MOST_SLICES, _LEAST_STEPS = 8, 4  # of a block's Route, and of each of them
 _GROUPS = 2  # consumer warpgroups
-_SPREAD_BYTES = 64 << 10  # of rows that a courier spreads together, at most
+_TOKEN_DISPATCH_BYTES = 64 << 10  # of rows that a courier spreads together, at most
 ONCE_BYTES = 24 << 20
 """A call with so many bytes of rows for a peer takes each token there once. It takes the peer some
 microseconds more to copy it to its other rows, which fewer rows do not win back on the link."""
-ONCE_TOKENS = _FEW_TOKENS + 1
+DEDUP_TOKENS = _FEW_TOKENS + 1
 """And only of a layer for so many tokens: in one for few, a look at what might have landed is felt
 in every call."""
 HOPPER_BLOCKS = 132
@@ -141,10 +141,10 @@ class KernelShape:
             # Rows of any number lie next to those of another source. They take more boxes to load,
             # for which there are too few lanes where weights have small ones.
             "segment_align": 1 if has_whole_parts(cfg) else _runtime.SEGMENT_ALIGN,
-            "once_rows": _once_rows(cfg),
-            "once_after": _once_after(cfg, self.world_size),
-            "spread_tokens": _spread_tokens(cfg),
-            "whole_rows": _NARROW_ROWS,
+            "dedup_rows": _dedup_rows(cfg),
+            "dedup_after": _dedup_after(cfg, self.world_size),
+            "dispatch_tokens": _dispatch_tokens(cfg),
+            "up_front_rows": _NARROW_ROWS,
             **shared_cut(cfg, wide_columns[0], narrow_columns[0]),
         }
         return layer_sizes(
@@ -220,15 +220,15 @@ def weight_box_rows(cfg: MoEConfig) -> int:
     return min(_WEIGHT_BOX_ROWS, _gemm0_columns(cfg)) if has_whole_parts(cfg) else ORDERED_ROWS
 
 
-def _once_rows(cfg: MoEConfig) -> int:
-    """Geometry's `once_rows`."""
-    if cfg.max_tokens < ONCE_TOKENS:
+def _dedup_rows(cfg: MoEConfig) -> int:
+    """Geometry's `dedup_rows`."""
+    if cfg.max_tokens < DEDUP_TOKENS:
         return 0
     return max(1, ONCE_BYTES // sent_bytes(cfg))
 
 
-def _once_after(cfg: MoEConfig, world_size: int) -> int:
-    """Geometry's `once_after`: chunks that hold a rank's share of the rows with which all
+def _dedup_after(cfg: MoEConfig, world_size: int) -> int:
+    """Geometry's `dedup_after`: chunks that hold a rank's share of the rows with which all
     processors of a GPU begin, since these would wait for copies. Not of this rank's processors: a
     peer may have more or fewer, and must know of the same chunks.
     """
@@ -236,14 +236,14 @@ def _once_after(cfg: MoEConfig, world_size: int) -> int:
     return math.ceil(tiles * _TILE_ROWS / (world_size * CHUNK_ROWS))
 
 
-def _spread_tokens(cfg: MoEConfig) -> int:
-    """Geometry's `spread_tokens`: as many as a warp has lanes for, unless their rows are so long
+def _dispatch_tokens(cfg: MoEConfig) -> int:
+    """Geometry's `dispatch_tokens`: as many as a warp has lanes for, unless their rows are so long
     that the first tiles would wait for the last ones'.
     """
     if cfg.apply_router_weight_on_input or cfg.activation_format is not None:
         return 0  # such rows are loaded before what is sent of them is made
     row_bytes = cfg.hidden * cfg.dtype.itemsize
-    return max(1, min(MAX_TOP_K, _SPREAD_BYTES // row_bytes) // cfg.slots)
+    return max(1, min(MAX_TOP_K, _TOKEN_DISPATCH_BYTES // row_bytes) // cfg.slots)
 
 
 def _route_slices(cfg: MoEConfig) -> int:

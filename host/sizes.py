@@ -195,8 +195,8 @@ def _number_of(names: Sequence[str], name: str | None) -> int:
 
 def _once(cfg: MoEConfig, world_size: int, local: int, cut: Mapping[str, int]) -> dict[str, int]:
     """Which calls take a token to a peer once: none, unless a rank can have several experts of a
-    token, and a call `once_rows` rows for it."""
+    token, and a call `dedup_rows` rows for it."""
     rows_of_token = min(cfg.slots, local)
     most = cfg.max_tokens * rows_of_token
-    can = world_size > 1 and rows_of_token > 1 and 0 < cut["once_rows"] <= most
-    return {name: cut[name] if can else 0 for name in ("once_rows", "once_after")}
+    can = world_size > 1 and rows_of_token > 1 and 0 < cut["dedup_rows"] <= most
+    return {name: cut[name] if can else 0 for name in ("dedup_rows", "dedup_after")}

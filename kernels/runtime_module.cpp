@@ -177,9 +177,9 @@ void check_fits(const Geometry& geometry) {
               Geometry::kAwaitedMost,
           "a tile's rows must lie in fewer chunks");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
-  static_assert(u64{SentChunk::kNumbers} * Geometry::kPiecesOfChunk * 2 <= ReadyWord::kNumbers);
+  static_assert(u64{SentChunk::kNumbers} * Geometry::kQuartersOfChunk * 2 <= ReadyWord::kNumbers);
   limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
-  if (geometry.once()) {
+  if (geometry.deduplicates_any()) {
     limit(world, ReadyWord::kParts, "the world's size");
   }
 }
@@ -355,7 +355,7 @@ NB_MODULE(_runtime, module) {
       .def(
           "dispatch_parts",
           [](const Sizes& s, u32 chunks, u32 rows) {
-            return s.geometry.dispatch_parts(s.geometry.rows_in_pieces(chunks), rows);
+            return s.geometry.dispatch_parts(s.geometry.rows_in_quarters(chunks), rows);
           },
           "chunks"_a, "rows"_a)
       .def(
@@ -370,14 +370,15 @@ NB_MODULE(_runtime, module) {
       .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
       .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })
       .def(
-          "spreads", [](const Sizes& s, u32 tokens) { return s.geometry.spreads(tokens); },
+          "dispatches_tokens",
+          [](const Sizes& s, u32 tokens) { return s.geometry.dispatches_tokens(tokens); },
           "tokens"_a)
       .def(
-          "sends_once", [](const Sizes& s, u32 rows) { return s.geometry.sends_once(rows); },
+          "deduplicates", [](const Sizes& s, u32 rows) { return s.geometry.deduplicates(rows); },
           "rows"_a)
       .def(
-          "chunks_made_whole",
-          [](const Sizes& s, u32 rows) { return s.geometry.chunks_made_whole(rows); }, "rows"_a)
+          "chunks_replicated",
+          [](const Sizes& s, u32 rows) { return s.geometry.chunks_replicated(rows); }, "rows"_a)
       .def(
           "may_await", [](const Sizes& s, u32 tokens) { return s.geometry.may_await(tokens); },
           "tokens"_a)

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), handed out as Gemm0
 // as far as processors wait for them, and else posted to the scheduler. Most calls are planned
-// whole instead (Geometry::plans_whole): when the counts of all sources are here, all tiles are
-// made and handed out at once, and processors wait for rows themselves (inputs.hpp). Of few rows
-// they make the tiles, too (few_plan.hpp), and of a rank alone they find all parts (lone_plan.hpp).
-// If a rank is late, tiles are made as rows arrive, and the rest when its counts are here.
+// up front instead (Geometry::plans_up_front): when the counts of all sources are here, all tiles
+// are made and handed out at once, and processors wait for rows themselves (inputs.hpp). Of few
+// rows they make the tiles, too (small_batch_plan.hpp), and of a rank alone they find all parts
+// (single_rank_plan.hpp). If a rank is late, tiles are made as rows arrive, and the rest when its
+// counts are here.
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -13,13 +14,13 @@
 
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
-#include "runtime/few_plan.hpp"
 #include "runtime/known_parts.hpp"
-#include "runtime/lone_plan.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
+#include "runtime/single_rank_plan.hpp"
+#include "runtime/small_batch_plan.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/tile_plan.hpp"
@@ -36,9 +37,9 @@ class ArrivalsSubscriber {
   /// The same when all counts are here: then nobody is late, and what is missing is under way. A
   /// tile that is split reads its weights twice, which costs as much as a long wait.
   static constexpr u64 kPatienceUnderWayNs = 200'000;
-  /// How long a call that may be planned whole waits for counts of ranks that are late, once this
-  /// one is routed, before tiles are made of rows that are here. Processors idle meanwhile, but
-  /// with tiles that are made so the rest takes longer (docs/log/0083-a-little-late.md).
+  /// How long a call that may be planned up front waits for counts of ranks that are late, once
+  /// this one is routed, before tiles are made of rows that are here. Processors idle meanwhile,
+  /// but with tiles that are made so the rest takes longer (docs/log/0083-a-little-late.md).
   static constexpr u64 kCountsPatienceNs = 24'000;
   /// And never more than such a share of the deadline: one expert after the other is packed so.
   static constexpr u32 kPatiencesOfDeadline = 32;
@@ -53,13 +54,13 @@ class ArrivalsSubscriber {
         flags_(rank, call, rank.os->chunk_prefix),
         in_place_(rank.geometry().reads_in_place(call.tokens)) {
     plan_.begin(call.epoch);
-    if (!rank.geometry().may_plan_whole(call.tokens)) {
+    if (!rank.geometry().may_plan_up_front(call.tokens)) {
       leave_to_rows();
     }
   }
 
   bool step() {
-    if (left_ == Left::open && plan_whole()) {
+    if (left_ == Left::open && plan_up_front()) {
       return true;
     }
     if (left_ == Left::open && rank_.geometry().plans_itself()) {
@@ -68,7 +69,7 @@ class ArrivalsSubscriber {
     const bool progress =
         flags_.look([this](u32, u32) { return !in_place_; },
                     [this](u32 source, u32 rows) {
-                      return whole_chunk_flags(
+                      return complete_chunk_flags(
                           rank_, source, MOEOS_PLANTED(replicated_rows_are_not_awaited) ? 0 : rows);
                     },
                     [this](u32 source, u32 chunks) {
@@ -97,7 +98,7 @@ class ArrivalsSubscriber {
     const u32 early = news ? 0 : experts_to_pack(wanted);
     const bool planned = plan_.advance(news, wanted, early);
     if (planned) {
-      decide(Planned::by_rows);
+      decide(Planned::by_arrival);
       post_new_tiles(wanted);
     }
     if (news && plan_.complete() && P::lane() == 0) {
@@ -112,14 +113,14 @@ class ArrivalsSubscriber {
   /// our couriers have not made whole, is no peer's fault.
   Answer answer(Failure& failure) const {
     return flags_.answer(
-        [this](u32 source, u32 rows) { return !in_place_ && !rank_.sends_once(source, rows); },
+        [this](u32 source, u32 rows) { return !in_place_ && !rank_.deduplicates(source, rows); },
         failure);
   }
 
  private:
   /// As soon as all counts are here: makes all tiles, or those that are left, and hands them out,
   /// if it is a call for that; then true.
-  bool plan_whole() {
+  bool plan_up_front() {
     const Geometry& geometry = rank_.geometry();
     bool missing = false;
     for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
@@ -139,7 +140,7 @@ class ArrivalsSubscriber {
       return reserve_slots();
     }
     const Shape shape = look_at_shape();
-    if (!shape.whole || (posted_ > 0 && !geometry.plans_rest(shape.tiles))) {
+    if (!shape.up_front || (posted_ > 0 && !geometry.plans_rest(shape.tiles))) {
       leave_to_rows();
       return false;
     }
@@ -154,7 +155,7 @@ class ArrivalsSubscriber {
     // below; pairs with Processor::claim.
     P::template publish_fence<Scope::device>();
     if (numbers) {
-      hand_out_numbers(FewPlan<P>::parts(geometry, shape.experts));
+      hand_out_numbers(SmallBatchPlan<P>::parts(geometry, shape.experts));
     } else {
       hand_out_waves(MOEOS_PLANTED(tiles_are_handed_out_twice) ? 0 : posted_);
     }
@@ -166,7 +167,7 @@ class ArrivalsSubscriber {
   /// Of a rank alone: reserves the slots of the ready ring that stand for the parts that processors
   /// find themselves, before anybody else takes any. False: not yet.
   bool reserve_slots() {
-    LonePlan<P> plan(rank_, call_);
+    SingleRankPlan<P> plan(rank_, call_);
     if (!plan.look()) {
       return false;
     }
@@ -188,22 +189,22 @@ class ArrivalsSubscriber {
 
   /// What is left to be made of a call's tiles.
   enum class Left : u32 {
-    open,     ///< it may still be planned whole, or the rest of it
-    by_rows,  ///< tiles are made as rows arrive, to the end
-    nothing,  ///< all parts are handed out, or will be found
+    open,        ///< it may still be planned up front, or the rest of it
+    by_arrival,  ///< tiles are made as rows arrive, to the end
+    nothing,     ///< all parts are handed out, or will be found
   };
   void leave_nothing() {
     left_ = Left::nothing;
-    decide(Planned::whole);
+    decide(Planned::up_front);
   }
   void leave_to_rows() {
-    left_ = Left::by_rows;
-    decide(Planned::by_rows);
+    left_ = Left::by_arrival;
+    decide(Planned::by_arrival);
   }
 
   /// What the counts say of a call.
   struct Shape {
-    bool whole;          // it is planned whole (Geometry::plans_whole)
+    bool up_front;       // it is planned up front (Geometry::plans_up_front)
     bool one_tile_each;  // and processors make its tiles, of which each expert has one
     u32 experts;         // that have rows
     u32 tiles;           // about: of many sources an expert may have one or two more
@@ -227,9 +228,9 @@ class ArrivalsSubscriber {
       experts += P::count(P::ballot(there && padded > 0));
     }
     tiles = P::broadcast(P::inclusive_scan(tiles), P::kLanes - 1);
-    const bool few_rows = P::ballot(most > geometry.whole_rows) == 0;
-    return {geometry.plans_whole(few_rows, tiles), P::ballot(most > geometry.one_tile_rows()) == 0,
-            experts, tiles};
+    const bool few_rows = P::ballot(most > geometry.up_front_rows) == 0;
+    return {geometry.plans_up_front(few_rows, tiles),
+            P::ballot(most > geometry.one_tile_rows()) == 0, experts, tiles};
   }
 
   /// Whether the Combine of tokens that sent no row has its slots, if somebody hands it out. All
@@ -295,14 +296,14 @@ class ArrivalsSubscriber {
     const u32 left = minimum(tiles - first, kWave);
     const u32 tile = first + minimum(P::lane(), left - 1);
     const bool narrow = rank_.os->tile_facts[tile].narrow();
-    const bool halved = !narrow && tile + in_halves >= tiles;
+    const bool half_width = !narrow && tile + in_halves >= tiles;
     const ReadyWord word(call_.epoch, kind, tile, 0);
     const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
-                                              : geometry.gemm1_parts_of(narrow || halved);
+                                              : geometry.gemm1_parts_of(narrow || half_width);
     const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
     const u32 expert = rank_.os->tile_facts[tile].local_expert();
-    const u32 together = P::alike(P::lane() < left ? expert << 1 | (halved ? 1U : 0U) : kNone);
-    hand_out(halved ? word.cut_in_halves() : word, parts, ends, left, together);
+    const u32 together = P::alike(P::lane() < left ? expert << 1 | (half_width ? 1U : 0U) : kNone);
+    hand_out(half_width ? word.cut_in_halves() : word, parts, ends, left, together);
   }
 
   /// Hands out all parts of `tiles` tiles, behind a fence of each lane. Lane i has the i-th one's
@@ -346,7 +347,7 @@ class ArrivalsSubscriber {
     }
   }
 
-  /// Whether to wait for counts, with which the call would be planned whole: for our own, which
+  /// Whether to wait for counts, with which the call would be planned up front: for our own, which
   /// come when this rank is routed (no wait without a deadline: a step without progress is what the
   /// watch ends), and for others' not longer than it is worth.
   bool counts_may_come() {
@@ -373,7 +374,7 @@ class ArrivalsSubscriber {
       starving_since_ = now;
     }
     // Packing counts as progress, so it must not go on for long beside a deadline: other ranks wait
-    // for news of us as long as theirs and a little more (hearsay.hpp).
+    // for news of us as long as theirs and a little more (grace_time.hpp).
     const u64 under_way = minimum(kPatienceUnderWayNs, rank_.deadline_ns / kPatiencesOfDeadline);
     if (now - starving_since_ < (flags_.all_watched() ? under_way : kPatienceNs)) {
       return 0;

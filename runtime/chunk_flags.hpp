@@ -16,10 +16,10 @@ namespace moeos {
 /// Where it says that all rows of a chunk are here, of `rows` that come from a source, by chunk: of
 /// one that lacks some, where our couriers say so.
 template <Platform P>
-auto whole_chunk_flags(const Rank<P>& rank, u32 source, u32 rows) {
+auto complete_chunk_flags(const Rank<P>& rank, u32 source, u32 rows) {
   return [&rank, source, rows](u32 chunk) -> const u32* {
-    const bool replicated = MOEOS_PLANTED(whole_chunks_count_as_replicated)
-                                ? rank.sends_once(source, rows)
+    const bool replicated = MOEOS_PLANTED(full_chunks_count_as_replicated)
+                                ? rank.deduplicates(source, rows)
                                 : rank.leaves_out(source, rows, chunk);
     return replicated ? rank.memory.replicated_flag(source, chunk)
                       : rank.template here<u32>(rank.layout.arrived(source, chunk));

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
-#include "runtime/hearsay.hpp"
+#include "runtime/grace_time.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
@@ -38,16 +38,16 @@ class CountsSubscriber {
     // for before the word that publishes them.
     const u32 returned = P::template load_relaxed<Scope::device>(
         &rank_.memory.call(call_.epoch).rows_returned.value);
-    const u32 all = geometry.world * pieces();
+    const u32 all = geometry.world * strips();
     for (u32 first = 0; first < all; first += kLooks) {
       // Asked for together, those of sources that are known among them: one round trip, however
       // many sources there are.
       u64 words[kLooks];
 #pragma unroll
       for (u32 i = 0; i < kLooks; ++i) {
-        const u32 piece = minimum(first + i, all - 1);
-        const u32 expert = minimum(expert_in(piece), geometry.local_experts() - 1);
-        words[i] = i < all ? look(piece / pieces(), expert) : 0;
+        const u32 strip = minimum(first + i, all - 1);
+        const u32 expert = minimum(expert_in(strip), geometry.local_experts() - 1);
+        words[i] = i < all ? look(strip / strips(), expert) : 0;
       }
       if (first == 0) {
         compare_calls(group, said);
@@ -59,9 +59,9 @@ class CountsSubscriber {
         for (u32 n = 1; n < kLooks; ++n) {  // so that nothing is indexed
           word = i == n ? words[n] : word;
         }
-        const u32 piece = first + i;
+        const u32 strip = first + i;
         progress =
-            (decode(piece, word, source) && finish(piece / pieces(), source.rows, returned)) ||
+            (decode(strip, word, source) && finish(strip / strips(), source.rows, returned)) ||
             progress;
       }
     }
@@ -76,7 +76,7 @@ class CountsSubscriber {
     const u32 links = MOEOS_PLANTED(waiting_ranks_are_blamed) || rank_.geometry().world <= 2 ? 0
                       : late > 1                                                             ? 4
                                                                                              : 2;
-    return hearsay_.answer(late > 0, links, rank_.deadline_ns);
+    return grace_time_.answer(late > 0, links, rank_.deadline_ns);
   }
 
  private:
@@ -160,25 +160,25 @@ class CountsSubscriber {
   /// Counts that a lane asks for at once.
   static constexpr u32 kLooks = 8;
 
-  /// A source's counts are looked at in pieces, of which each lane has one; those of all sources
+  /// A source's counts are looked at in strips, of which each lane has one; those of all sources
   /// follow each other.
-  u32 pieces() const { return ceil_div(rank_.geometry().local_experts(), P::kLanes); }
-  /// The expert of this lane in a piece, if there is such a one.
-  u32 expert_in(u32 piece) const { return piece % pieces() * P::kLanes + P::lane(); }
+  u32 strips() const { return ceil_div(rank_.geometry().local_experts(), P::kLanes); }
+  /// The expert of this lane in a strip, if there is such a one.
+  u32 expert_in(u32 strip) const { return strip % strips() * P::kLanes + P::lane(); }
 
-  /// What the pieces of a source have said so far.
+  /// What the strips of a source have said so far.
   struct SoFar {
     bool reads = false;  // it was not known, and no count is missing or wrong
     u32 rows = 0;        // of all experts
   };
 
-  /// Reads a piece, in which this lane's count is `word`; true if it is a source's last one, and
+  /// Reads a strip, in which this lane's count is `word`; true if it is a source's last one, and
   /// all of its counts are here.
-  bool decode(u32 piece, u64 word, SoFar& so_far) {
+  bool decode(u32 strip, u64 word, SoFar& so_far) {
     const Geometry& geometry = rank_.geometry();
-    const u32 source = piece / pieces();
-    const u32 expert = expert_in(piece);
-    if (piece % pieces() == 0) {
+    const u32 source = strip / strips();
+    const u32 expert = expert_in(strip);
+    if (strip % strips() == 0) {
       // This warp alone writes that word.
       const bool alike = !says_calls() || rank_.os->alike[source] == call_.epoch;
       so_far = {alike && rank_.os->counts_known[source] != call_.epoch, 0};
@@ -208,7 +208,7 @@ class CountsSubscriber {
       rank_.memory.receive_starts(source)[expert] = inclusive - rows;
     }
     so_far = {true, P::broadcast(inclusive, P::kLanes - 1)};
-    return piece % pieces() == pieces() - 1;
+    return strip % strips() == strips() - 1;
   }
 
   /// Makes a source known that has been read and sends us so many rows; false if these are too
@@ -255,7 +255,7 @@ class CountsSubscriber {
   u32 known_ = 0;
   u32 group_ = 0;  // of sources, whose calls the next step looks at
   bool told_ = false;
-  Hearsay<P> hearsay_;
+  GraceTime<P> grace_time_;
 };
 
 }  // namespace moeos

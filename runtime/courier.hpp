@@ -4,11 +4,11 @@
 //
 // Rows leave as soon as routing is finished, and nothing that this rank computes waits for them: so
 // Dispatch is not scheduled. The last Route part lists all of its parts, and couriers take one
-// after the other; of few tokens there are other parts (spread.hpp). On the GPU every processor
-// block has a courier beside its products (Geometry::couriers): a processor that sent would wait
-// for the links. A machine with one warp a processor lets processors do it, before all other parts.
-// Chunks that have landed are listed as they come (landings_subscriber.hpp), and go before: their
-// tiles wait. May not know: how rows are copied.
+// after the other; of few tokens there are other parts (token_dispatch.hpp). On the GPU every
+// processor block has a courier beside its products (Geometry::couriers): a processor that sent
+// would wait for the links. A machine with one warp a processor lets processors do it, before all
+// other parts. Chunks that have landed are listed as they come (landings_subscriber.hpp), and go
+// before: their tiles wait. May not know: how rows are copied.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -30,8 +30,8 @@ class Courier {
         call_(call),
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[actor]),
-        all_sent_(rank.geometry().spreads(call.tokens)),
-        replicates_(rank.geometry().once()) {}
+        all_sent_(rank.geometry().dispatches_tokens(call.tokens)),
+        replicates_(rank.geometry().deduplicates_any()) {}
 
   /// Takes the next part. False: there is none yet, or none any more. Never waits. One warp, as all
   /// that follows.
@@ -63,11 +63,11 @@ class Courier {
              note<P>(tally_.tasks[static_cast<u32>(part.kind)], 1);
              note<P>(tally_.busy_ns[static_cast<u32>(part.kind)], busy_ns);
              if (part.sends() && part.peer != rank_.rank) {
-               const bool once =
+               const bool deduplicated =
                    rank_.leaves_out(part.peer, part.cell_rows, part.chunk(rank_.geometry()));
                note<P>(tally_.row_bytes_to_peers, u64{carried} * rank_.geometry().sent_bytes);
                note<P>(tally_.flag_bytes_to_peers,
-                       flag_bytes + (once ? part.rows * sizeof(u32) : 0));  // their origins
+                       flag_bytes + (deduplicated ? part.rows * sizeof(u32) : 0));  // their origins
              }
              return last ? 1U : 0U;
            }) != 0;
@@ -198,7 +198,7 @@ class Courier {
     // Publishes all rows of the chunk, those that came among them, to the arrivals subscriber and
     // to processors, which poll this word and fence.
     auto* const flag = rank_.memory.replicated_flag(part.peer, part.chunk(rank_.geometry()));
-    MOEOS_PLANTED(whole_chunk_overtakes_rows)
+    MOEOS_PLANTED(replicated_chunk_overtakes_rows)
     ? P::template store_relaxed<Scope::device>(flag, seal(call_.epoch))
     : P::template store_release<Scope::device>(flag, seal(call_.epoch));
     return true;
@@ -210,9 +210,9 @@ class Courier {
   Tally& tally_;
   u32 parts_ = kNone;     // not known yet
   u32 rows_of_lane_ = 0;  // for the peer whose number this lane has
-  bool all_sent_;         // every part of Dispatch has been taken, or all are tokens (spread.hpp)
-  bool replicates_;       // there may be chunks to make whole
-  bool left_ = false;     // the call has failed
+  bool all_sent_;  // every part of Dispatch has been taken, or all are tokens (token_dispatch.hpp)
+  bool replicates_;    // there may be chunks to make whole
+  bool left_ = false;  // the call has failed
 };
 
 }  // namespace moeos

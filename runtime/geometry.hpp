@@ -92,16 +92,16 @@ struct Geometry {
 
   // --- Tokens that are sent once (landings_subscriber.hpp) ---
 
-  constexpr bool once() const { return once_rows != 0; }
+  constexpr bool deduplicates_any() const { return dedup_rows != 0; }
   /// Whether so many rows for a direct peer are that many.
-  constexpr bool sends_once(u32 rows) const { return once() && rows >= once_rows; }
+  constexpr bool deduplicates(u32 rows) const { return deduplicates_any() && rows >= dedup_rows; }
   /// Chunks of so many rows, of a source that sends its tokens once, that are made whole here.
-  constexpr u32 chunks_made_whole(u32 rows) const {
-    return ceil_div(rows, chunk_rows) - minimum(ceil_div(rows, chunk_rows), once_after);
+  constexpr u32 chunks_replicated(u32 rows) const {
+    return ceil_div(rows, chunk_rows) - minimum(ceil_div(rows, chunk_rows), dedup_after);
   }
   /// Whether tokens that go once are at most half as many rows as their pairs, by even routing: k
   /// pairs, for P(1 - (1 - 1/P)^k) ranks.
-  constexpr bool once_halves() const {
+  constexpr bool dedup_halves() const {
     double elsewhere = 1.0;  // the share of tokens that a rank has nothing of
     for (u32 j = 0; j < top_k; ++j) {
       elsewhere *= 1.0 - 1.0 / world;
@@ -109,24 +109,22 @@ struct Geometry {
     return 2.0 * world * (1.0 - elsewhere) <= top_k;
   }
   /// Rows of a source for which it can say where they come from, and chunks that can be made here.
-  constexpr u32 origins() const { return once() ? cell_rows_used() : 0; }
-  constexpr u32 replications_max() const { return once() ? world * chunks() : 0; }
+  constexpr u32 origins() const { return deduplicates_any() ? cell_rows_used() : 0; }
+  constexpr u32 replications_max() const { return deduplicates_any() ? world * chunks() : 0; }
 
-  // --- Tokens that are spread (spread.hpp) ---
+  // --- Dispatch by token (token_dispatch.hpp) ---
 
   /// Whether the parts of a call's Dispatch are tokens. Not of one that could take its tokens once
   /// to a peer.
-  constexpr bool spreads(u32 tokens) const {
-    return spread_tokens != 0 && tokens <= u64{spread_tokens} * processors &&
-           !sends_once(tokens * minimum(top_k, local_experts()));
+  constexpr bool dispatches_tokens(u32 tokens) const {
+    return dispatch_tokens != 0 && tokens <= u64{dispatch_tokens} * processors &&
+           !deduplicates(tokens * minimum(top_k, local_experts()));
   }
   /// Tokens of a part, then: each processor has one at most.
-  constexpr u32 spread_tokens_of(u32 tokens) const {
+  constexpr u32 tokens_of_part(u32 tokens) const {
     return maximum(1U, ceil_div(tokens, processors));
   }
-  constexpr u32 spread_parts_of(u32 tokens) const {
-    return ceil_div(tokens, spread_tokens_of(tokens));
-  }
+  constexpr u32 token_parts(u32 tokens) const { return ceil_div(tokens, tokens_of_part(tokens)); }
 
   constexpr u32 pairs() const { return max_tokens * top_k; }
 
@@ -197,11 +195,11 @@ struct Geometry {
     return align_up(u64{intermediate_rows_max()} * hidden_bytes, u64{kCacheLine});
   }
 
-  // --- Calls that are planned whole (arrivals_subscriber.hpp) ---
+  // --- Calls that are planned up front (arrivals_subscriber.hpp) ---
 
-  /// Counts by which a warp plans few rows, and experts of a rank, at most (few_plan.hpp); and
-  /// experts of which it plans any rows (lone_plan.hpp): more would take more registers than the
-  /// GPU's fetch warp has.
+  /// Counts by which a warp plans few rows, and experts of a rank, at most (small_batch_plan.hpp);
+  /// and experts of which it plans any rows (single_rank_plan.hpp): more would take more registers
+  /// than the GPU's fetch warp has.
   static constexpr u32 kPlanCounts = 512;
   static constexpr u32 kPlanFewExperts = 256;
   /// Of a layer with shared experts half as many, whose parts take registers, too.
@@ -212,7 +210,7 @@ struct Geometry {
   /// Whether processors find their parts themselves: nobody else has rows for them, which so come
   /// in the order of experts, and nobody is late. A row's place must then say when it comes.
   constexpr bool plans_itself() const {
-    return whole_rows != 0 && world == 1 && row_map == RowMap::ragged && experts <= kPlanExperts;
+    return up_front_rows != 0 && world == 1 && row_map == RowMap::ragged && experts <= kPlanExperts;
   }
   /// Rows, each source's padded, up to which an expert's are one tile, which is cut as those of all
   /// others with so few: if none has more, processors make the tiles of a call that is planned
@@ -221,7 +219,7 @@ struct Geometry {
   constexpr u32 one_tile_rows() const {
     const bool narrow = narrow_rows != 0;
     const bool alike = narrow || gemm1_narrow_parts <= gemm1_parts;  // (tiles_in_halves())
-    const u32 most = minimum(whole_rows, minimum(narrow ? narrow_rows : tile_rows, 0xffU));
+    const u32 most = minimum(up_front_rows, minimum(narrow ? narrow_rows : tile_rows, 0xffU));
     const bool fits = row_map == RowMap::ragged && world <= max_segments_of(narrow) &&
                       local_experts() * world <= kPlanCounts &&
                       local_experts() <= plan_few_experts() && local_experts() * most <= 0xffff;
@@ -230,9 +228,9 @@ struct Geometry {
   /// Whether processors look at counts, to make such tiles, before they are told that a call is
   /// planned so: where others' come, and in a call that probably is, should each rank have as many
   /// tokens.
-  constexpr bool foresees() const { return one_tile_rows() != 0 && world > 1; }
-  constexpr bool foresees(u32 tokens) const {
-    return foresees() && mean_rows(tokens) <= one_tile_rows();
+  constexpr bool looks_up_early() const { return one_tile_rows() != 0 && world > 1; }
+  constexpr bool looks_up_early(u32 tokens) const {
+    return looks_up_early() && mean_rows(tokens) <= one_tile_rows();
   }
   /// Rows that an expert has on average, should each rank have as many tokens.
   constexpr u64 mean_rows(u32 tokens) const {
@@ -242,10 +240,10 @@ struct Geometry {
   /// his counts has his rows here soon. But of large experts only one with a few tiles of each, or
   /// those of an expert are not computed beside each other. Beside a network, whose rows come
   /// late, one in which the order of tiles does not matter, because all of them are of experts with
-  /// up to `whole_rows` rows, or because the parts of all first GEMMs have a processor each.
-  constexpr bool plans_whole(bool few_rows, u64 tiles) const {
+  /// up to `up_front_rows` rows, or because the parts of all first GEMMs have a processor each.
+  constexpr bool plans_up_front(bool few_rows, u64 tiles) const {
     const bool all = large_experts == 0 || world == 1 || tiles <= kWave * local_experts();
-    return whole_rows != 0 &&
+    return up_front_rows != 0 &&
            (few_rows || tiles * gemm0_parts <= processors || (remote == 0 && all));
   }
   /// Tiles whose parts are then handed out together, at most, those of a large expert by turns.
@@ -261,20 +259,20 @@ struct Geometry {
   constexpr bool second_parts_are_longer() const { return hidden_bytes > sent_bytes; }
   /// Whether it is looked at how many rows each expert has: not if on average they are too many,
   /// should each rank have as many tokens.
-  constexpr bool may_plan_whole(u32 tokens) const {
+  constexpr bool may_plan_up_front(u32 tokens) const {
     const u64 rows = mean_rows(tokens);
-    return plans_whole(rows <= whole_rows, local_experts() * ceil_div(rows, u64{tile_rows}));
+    return plans_up_front(rows <= up_front_rows, local_experts() * ceil_div(rows, u64{tile_rows}));
   }
   /// Words that a processor waits for before a part, at most (inputs.hpp): on the GPU a lane's
   /// each. A tile's rows lie in fewer chunks (make_sizes).
   static constexpr u32 kAwaitedMost = 32;
   /// Whether processors then wait for tokens' rows, too: few tokens, of which a part has few pairs.
   constexpr bool may_await(u32 tokens) const {
-    return tokens > 0 && may_plan_whole(tokens) && spreads(tokens) &&
+    return tokens > 0 && may_plan_up_front(tokens) && dispatches_tokens(tokens) &&
            combine_tokens(tokens) * top_k <= kAwaitedMost;
   }
 
-  // --- Tokens that are read in place (lone_plan.hpp) ---
+  // --- Tokens that are read in place (single_rank_plan.hpp) ---
 
   /// Tokens, and pairs, of a call whose first GEMMs read tokens where the caller left them, at
   /// most: on the GPU a lane loads a row of a tile, and looks at two pairs' choices.
@@ -365,28 +363,28 @@ struct Geometry {
   /// turns the parts are pieces of chunks. For all couriers share the links, so a large part is
   /// long on its way, and the first rows of a call are waited for.
   static constexpr u32 kChunksPerTurn = 8;
-  static constexpr u32 kTurnsInPieces = 4;
-  static constexpr u32 kPiecesOfChunk = 4;
+  static constexpr u32 kTurnsInQuarters = 4;
+  static constexpr u32 kQuartersOfChunk = 4;
   static constexpr u32 kLongPart = 1U << 16;  // bytes
-  constexpr u32 pieces_of_chunk() const {
-    return chunk_rows % kPiecesOfChunk == 0 ? kPiecesOfChunk : 1;
+  constexpr u32 quarters_of_chunk() const {
+    return chunk_rows % kQuartersOfChunk == 0 ? kQuartersOfChunk : 1;
   }
-  constexpr u32 piece_rows() const { return chunk_rows / pieces_of_chunk(); }
-  constexpr u32 pieces_of_cell() const { return chunks() * pieces_of_chunk(); }
+  constexpr u32 quarter_rows() const { return chunk_rows / quarters_of_chunk(); }
+  constexpr u32 quarters_of_cell() const { return chunks() * quarters_of_chunk(); }
   /// Rows for a peer, from the first one on, that go in such pieces in a call that sends so many
   /// chunks: all where rows are long or most couriers would have nothing to do; of a rank alone,
   /// which has no links, no others.
-  constexpr u32 rows_in_pieces(u32 chunks_sent) const {
-    const bool all = chunks_sent <= 2 * processors || piece_rows() * sent_bytes >= kLongPart;
-    const u32 first = world == 1 ? 0 : kTurnsInPieces * kChunksPerTurn * chunk_rows;
+  constexpr u32 rows_in_quarters(u32 chunks_sent) const {
+    const bool all = chunks_sent <= 2 * processors || quarter_rows() * sent_bytes >= kLongPart;
+    const u32 first = world == 1 ? 0 : kTurnsInQuarters * kChunksPerTurn * chunk_rows;
     return all ? kNone : first;
   }
   /// Parts of Dispatch that the first `rows` rows for a peer make, then.
-  constexpr u32 dispatch_parts(u32 in_pieces, u32 rows) const {
-    const u32 first = minimum(rows, in_pieces);
-    return ceil_div(first, piece_rows()) + ceil_div(rows - first, chunk_rows);
+  constexpr u32 dispatch_parts(u32 in_quarters, u32 rows) const {
+    const u32 first = minimum(rows, in_quarters);
+    return ceil_div(first, quarter_rows()) + ceil_div(rows - first, chunk_rows);
   }
-  constexpr u32 dispatch_parts_max() const { return world * pieces_of_cell(); }
+  constexpr u32 dispatch_parts_max() const { return world * quarters_of_cell(); }
   /// Tokens that one Combine part writes at most, and pairs that these have, if it writes several.
   static constexpr u32 kCombineTokens = 8;
   static constexpr u32 kCombinePairs = 64;

@@ -2,12 +2,12 @@
 // What tells a processor that a part's inputs are here, where the part was handed out before they
 // were.
 //
-// In a call that is planned whole (arrivals_subscriber.hpp) a part waits for nothing but what other
-// ranks send and what parts before it in the ready ring leave, and so a processor that has it may
-// wait: whoever runs those has them already, and waits for no later one. It looks at the words that
-// are written for this anyway: the flags of the chunks in which a tile's rows come, the counter of
-// its first GEMM's parts, the credits of the chunks in which a token's rows have left. May not
-// know: how a part is computed.
+// In a call that is planned up front (arrivals_subscriber.hpp) a part waits for nothing but what
+// other ranks send and what parts before it in the ready ring leave, and so a processor that has it
+// may wait: whoever runs those has them already, and waits for no later one. It looks at the words
+// that are written for this anyway: the flags of the chunks in which a tile's rows come, the
+// counter of its first GEMM's parts, the credits of the chunks in which a token's rows have left.
+// May not know: how a part is computed.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -85,7 +85,7 @@ class Inputs {
         const u32 owner = lane_with<P>(ends, nth);
         const u32 source = P::broadcast(static_cast<u32>(segment.source), owner);
         const u32 of_source = P::broadcast(chunk + chunks - ends, owner) + nth;
-        const u32* flag = whole_chunk_flags(rank, source, P::broadcast(rows, owner))(of_source);
+        const u32* flag = complete_chunk_flags(rank, source, P::broadcast(rows, owner))(of_source);
         if (words == 0 || number < all) {  // a lane without a word looks at the first ones' last
           word_[i] = flag;
           wanted_[i] = seal(call.epoch);

@@ -5,7 +5,7 @@
 // A token has a row for each expert that it goes to, and several of them may live here. A source
 // that sends many rows lets only the first of them cross the link, in the order of sending, and
 // says of each row which one holds its token (Layout::origin); but its first chunks bring all of
-// their rows (Geometry::once_after), and need no couriers. Chunks land in that order, so when
+// their rows (Geometry::dedup_after), and need no couriers. Chunks land in that order, so when
 // one has, all that its rows come from are here: couriers copy them (TaskKind::replicate), and say
 // so in a flag of this rank's own, which the arrivals subscriber watches in place of the peer's.
 // (DeepEP, too, sends a token over the network once to a node, and forwards it there over NVLink.)
@@ -38,17 +38,17 @@ class LandingsSubscriber {
   }
 
   bool step() {
-    if (!rank_.geometry().once() || landed_ == all_) {
+    if (!rank_.geometry().deduplicates_any() || landed_ == all_) {
       return false;
     }
     const bool landed = flags_.look(
-        sending_once(),
+        deduplicating(),
         [this](u32 source, u32) {
           return [this, source](u32 chunk) {
             return rank_.template here<u32>(rank_.layout.arrived(source, chunk));
           };
         },
-        [](u32, u32) {}, rank_.geometry().once_after);
+        [](u32, u32) {}, rank_.geometry().dedup_after);
     const u32 landed_before = landed_;
     const u32 listed_before = listed_;
     for (u32 source = 0; landed && source < rank_.geometry().world; ++source) {
@@ -70,19 +70,19 @@ class LandingsSubscriber {
   }
 
   /// Missing is the first chunk that was announced and has not come.
-  Answer answer(Failure& failure) const { return flags_.answer(sending_once(), failure); }
+  Answer answer(Failure& failure) const { return flags_.answer(deduplicating(), failure); }
 
  private:
   /// Of a source that sends us so many rows: whether each of its tokens comes once.
-  auto sending_once() const {
-    return [this](u32 source, u32 rows) { return rank_.sends_once(source, rows); };
+  auto deduplicating() const {
+    return [this](u32 source, u32 rows) { return rank_.deduplicates(source, rows); };
   }
 
   /// Whether the counts of all sources are here, and so how many chunks there will be.
   bool count_all() {
     const Geometry& geometry = rank_.geometry();
     u32 chunks = 0;
-    u32 made_whole = 0;
+    u32 replicated = 0;
     bool missing = false;
     for (u32 source = P::lane(); source < geometry.world; source += P::kLanes) {
       // Pairs with CountsSubscriber::finish: receive_starts(source) is this call's.
@@ -91,18 +91,18 @@ class LandingsSubscriber {
         continue;
       }
       const u32 rows = rank_.os->rows_received(source);
-      const bool once = rank_.sends_once(source, rows);
-      chunks += once ? ceil_div(rows, geometry.chunk_rows) : 0;
-      made_whole += once ? geometry.chunks_made_whole(rows) : 0;
+      const bool deduplicated = rank_.deduplicates(source, rows);
+      chunks += deduplicated ? ceil_div(rows, geometry.chunk_rows) : 0;
+      replicated += deduplicated ? geometry.chunks_replicated(rows) : 0;
     }
     if (P::ballot(missing) != 0) {
       return false;
     }
     all_ = P::broadcast(P::inclusive_scan(chunks), P::kLanes - 1);
-    made_whole = P::broadcast(P::inclusive_scan(made_whole), P::kLanes - 1);
+    replicated = P::broadcast(P::inclusive_scan(replicated), P::kLanes - 1);
     if (P::lane() == 0) {
       // Relaxed: a number by which couriers see that there will be no more.
-      P::template store_relaxed<Scope::device>(&state_.replications_all.value, 1 + made_whole);
+      P::template store_relaxed<Scope::device>(&state_.replications_all.value, 1 + replicated);
     }
     return true;
   }
@@ -112,7 +112,7 @@ class LandingsSubscriber {
   void list(u32 source) {
     const u32 before = rank_.os->landed_listed[source];
     const u32 end = flags_.prefix(source);
-    const u32 first = minimum(maximum(before, rank_.geometry().once_after), end);
+    const u32 first = minimum(maximum(before, rank_.geometry().dedup_after), end);
     MOEOS_CHECK(listed_ + (end - first) <= rank_.geometry().replications_max());
     const u32 listed = first + (MOEOS_PLANTED(first_chunks_have_no_courier) ? 1 : 0);
     for (u32 chunk = listed + P::lane(); chunk < end; chunk += P::kLanes) {

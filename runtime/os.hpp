@@ -9,7 +9,7 @@
 #include "runtime/arrivals_subscriber.hpp"
 #include "runtime/base.hpp"
 #include "runtime/counts_subscriber.hpp"
-#include "runtime/hearsay.hpp"
+#include "runtime/grace_time.hpp"
 #include "runtime/known_parts.hpp"
 #include "runtime/landings_subscriber.hpp"
 #include "runtime/mailbox.hpp"
@@ -136,9 +136,9 @@ void answer_inquiry(const Rank<P>& rank, const Call& call, Subscriber& subscribe
 template <Platform P>
 class Unanswered {
  public:
-  /// Of the deadline. Longer than an actor may put off an answer (Hearsay).
+  /// Of the deadline. Longer than an actor may put off an answer (GraceTime).
   static constexpr u32 kDeadlines = 2;
-  static_assert(Hearsay<P>::kLinksMost < kDeadlines * Hearsay<P>::kLinksOfDeadline);
+  static_assert(GraceTime<P>::kLinksMost < kDeadlines * GraceTime<P>::kLinksOfDeadline);
 
   /// Whether the inquiry, which is now at actor `stands`, has been there for too long.
   bool too_long(u32 stands, u64 deadline_ns) {

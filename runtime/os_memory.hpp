@@ -48,9 +48,9 @@ class TileFacts {
 
 /// How a call's tiles are made, as the arrivals subscriber tells the returns subscribers.
 enum class Planned : u32 {
-  unknown,  ///< it has not decided
-  whole,    ///< all at once: processors wait for what their parts need
-  by_rows,  ///< as their rows arrive
+  unknown,     ///< it has not decided
+  up_front,    ///< all at once: processors wait for what their parts need
+  by_arrival,  ///< as their rows arrive
 };
 
 /// What only the actors of the OS block touch: in its shared memory on the GPU, where every look

@@ -260,7 +260,7 @@ u32 first_in_order(const Rank<P>& rank, u32 local_expert, const Segment& segment
 /// Calls visit(offset in the segment, chunk of the owner's, rows) for the pieces of a segment that
 /// lie in one chunk each.
 template <Platform P, class Visit>
-void for_each_piece(const Rank<P>& rank, u32 local_expert, const Segment& segment, Visit visit) {
+void for_each_run(const Rank<P>& rank, u32 local_expert, const Segment& segment, Visit visit) {
   const u32 chunk_rows = rank.geometry().chunk_rows;
   const u32 first = first_in_order(rank, local_expert, segment);
   for (u32 row = first; row < first + segment.rows;) {
@@ -293,7 +293,7 @@ Returned return_rows(const Rank<P>& rank, const Call& call, const Task& task, Re
       returned.rows -= segment.rows;
       post_request(rank, call, owner, word.with_part(s));
     }
-    for_each_piece(rank, task.local_expert, segment, [&](u32, u32 chunk, u32 rows) {
+    for_each_run(rank, task.local_expert, segment, [&](u32, u32 chunk, u32 rows) {
       if (!P::kRemotePeers || direct != nullptr) {
         const u64 credit = rank.layout.returned(rank.rank, chunk);
         // Publishes the results, behind order_rows, to the owner's subscribers and processors,
@@ -318,7 +318,7 @@ void put_results(const Rank<P>& rank, u32 epoch, u32 local_expert, const Segment
   if (agreed<P>(rank.leaving(epoch))) {
     return;  // it may be any, and the owner's call would end well with results in wrong places
   }
-  for_each_piece(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
+  for_each_run(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
     const u32 row = segment.first_row + offset;
     rank.platform.put_signal(owner, rank.layout.result(first + row),
                              rank.heap + rank.layout.staged_result(owner, row),

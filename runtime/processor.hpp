@@ -4,27 +4,28 @@
 // take_ticket() and claim() take the next part; count_slices(), count_block() and
 // finish_routing() are what follows from Route's; complete() makes any other part's effects
 // visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
-// them in turn (lone_warp.hpp); on the GPU a fetch warp claims ahead while other warps compute.
-// A part never waits for another task: it was handed out because its inputs are here. But in a call
-// that is planned whole (lone_plan.hpp, few_plan.hpp) they may still be on their way; then await()
-// waits for them, before the part begins (inputs.hpp). May not know: arithmetic, element types.
+// them in turn (warp_processor.hpp); on the GPU a fetch warp claims ahead while other warps
+// compute. A part never waits for another task: it was handed out because its inputs are here. But
+// in a call that is planned up front (single_rank_plan.hpp, small_batch_plan.hpp) they may still be
+// on their way; then await() waits for them, before the part begins (inputs.hpp). May not know:
+// arithmetic, element types.
 #pragma once
 
 #include "runtime/base.hpp"
 #include "runtime/faults.hpp"
-#include "runtime/few_plan.hpp"
 #include "runtime/inputs.hpp"
+#include "runtime/intact.hpp"
 #include "runtime/known_parts.hpp"
-#include "runtime/lone_plan.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_finish.hpp"
+#include "runtime/single_rank_plan.hpp"
+#include "runtime/small_batch_plan.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/trace.hpp"
-#include "runtime/whole.hpp"
 
 namespace moeos {
 
@@ -34,7 +35,7 @@ template <Platform P>
 bool get_task(const Rank<P>& rank, const Call& call, ReadyWord word, Task& to) {
   const TaskKind kind = word.kind();
   const bool copied = kind == TaskKind::gemm0 || kind == TaskKind::gemm1;
-  if (copied && !copy_whole<P>(rank.memory.tasks[word.task()], to)) {
+  if (copied && !copy_intact<P>(rank.memory.tasks[word.task()], to)) {
     reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
     return false;
   }
@@ -42,7 +43,7 @@ bool get_task(const Rank<P>& rank, const Call& call, ReadyWord word, Task& to) {
     if (kind == TaskKind::combine) {
       to = combine_task(word);
     } else if (kind == TaskKind::gemm1) {
-      become_gemm1(to, rank.geometry(), word.halved());
+      become_gemm1(to, rank.geometry(), word.half_width());
     }
   }
   P::sync_lanes();
@@ -248,9 +249,10 @@ class Processor : Pace<P> {
   /// of a machine of one warp, which has something else to do meanwhile.
   static constexpr u32 kLooksForInputs = P::kLanes == 1 ? 1 : 8;
 
-  /// How far a processor is with foreseeing its part of a plan of few rows, if it is not waiting
-  /// for one of FewPlan::sample's turns: it does not look at counts, or any more; it has been told.
-  /// In one number with the turns, since a fetch warp of eight ranks has no register for two.
+  /// How far a processor is with looking up its part of a plan of few rows, if it is not waiting
+  /// for one of SmallBatchPlan::sample's turns: it does not look at counts, or any more; it has
+  /// been told. In one number with the turns, since a fetch warp of eight ranks has no register for
+  /// two.
   static constexpr u32 kNotAsked = kNone;
   static constexpr u32 kTold = kNone - 1;
 
@@ -279,19 +281,19 @@ class Processor : Pace<P> {
     const u32 behind_known = ticket - known_parts(rank_.geometry(), call_of_look());
     const bool of_unsent = behind_known < unsent;
     const u32 number = behind_known - unsent;
-    const bool foresees = rank_.geometry().foresees();
-    u32 turn = rank_.geometry().foresees(call_.tokens) ? 0 : kNotAsked;
-    u32 foreseen = kNone;  // the part of `task`, once that is part `number` of a plan of few rows
+    const bool looks_up_early = rank_.geometry().looks_up_early();
+    u32 turn = rank_.geometry().looks_up_early(call_.tokens) ? 0 : kNotAsked;
+    u32 early = kNone;  // the part of `task`, once that is part `number` of a plan of few rows
     // Constant. Where it is false, the compiler drops the plan of a rank alone and its registers.
     const bool plans = rank_.geometry().plans_itself();
     while (of_unsent || !plans || plan_is_ != PlanIs::made || number >= plan_.parts()) {
       const bool counts =
           plans && !of_unsent && (plan_is_ == PlanIs::awaited || plan_is_ == PlanIs::begun);
       const auto look = [&] {
-        return of_unsent  ? MOEOS_PLANTED(unsent_tokens_do_not_await_routing) || is_routed()
-               : counts   ? are_counts_here(number)
-               : foresees ? is_told(ticket, word, number, turn)
-                          : is_filled(ticket, word);
+        return of_unsent        ? MOEOS_PLANTED(unsent_tokens_do_not_await_routing) || is_routed()
+               : counts         ? are_counts_here(number)
+               : looks_up_early ? is_told(ticket, word, number, turn)
+                                : is_filled(ticket, word);
       };
       if (!wait_for(of_unsent || counts ? kLooksForInputs : 1, look, beside)) {
         return false;
@@ -301,7 +303,7 @@ class Processor : Pace<P> {
         plan_is_ = PlanIs::made;
         continue;
       }
-      const bool told = !foresees || of_unsent || word.epoch() == call_.epoch;
+      const bool told = !looks_up_early || of_unsent || word.epoch() == call_.epoch;
       if (told) {
         // Pairs with finish_routing: the routing map; or with fill_ring_slot: the descriptor and,
         // unless they are awaited, the inputs of its parts are here. Not at every look: a fence
@@ -312,20 +314,20 @@ class Processor : Pace<P> {
         if (rank_.geometry().one_tile_rows() == 0 || !word.planned()) {
           return get_task(rank_, call_, word, task);
         }
-        if ((word.number() == number || MOEOS_PLANTED(foreseen_parts_are_not_compared)) &&
-            foreseen != kNone) {
-          word = ReadyWord(call_.epoch, task.kind, task.tile, foreseen);
+        if ((word.number() == number || MOEOS_PLANTED(early_parts_are_not_compared)) &&
+            early != kNone) {
+          word = ReadyWord(call_.epoch, task.kind, task.tile, early);
           return true;
         }
         turn = kTold;
       }
       const bool made = find_planned(
-          told ? word.number() : number + (MOEOS_PLANTED(another_part_is_foreseen) ? 1 : 0), word,
+          told ? word.number() : number + (MOEOS_PLANTED(another_part_is_looked_up) ? 1 : 0), word,
           task, turn);
-      if (!foresees || turn == kTold) {
+      if (!looks_up_early || turn == kTold) {
         return made;
       }
-      foreseen = made ? word.part() : kNone;
+      early = made ? word.part() : kNone;
     }
     word = plan_.part(number, task);
     return true;
@@ -342,8 +344,8 @@ class Processor : Pace<P> {
   /// block does to tell. Of later parts counts are looked at again, while the one before is
   /// computed: registers to keep them in are scarce.
   bool find_planned(u32 number, ReadyWord& word, Task& task, u32& turn) const {
-    using Counts = typename FewPlan<P>::Counts;
-    FewPlan<P> plan(rank_, call_);
+    using Counts = typename SmallBatchPlan<P>::Counts;
+    SmallBatchPlan<P> plan(rank_, call_);
     const Counts counts = plan.look();
     if (counts == Counts::here) {
       word = plan.part(number, task);
@@ -395,7 +397,7 @@ class Processor : Pace<P> {
 
   /// Looks at a slot, and at the count of this turn, if there is one: asked for together.
   bool is_told(u32 ticket, ReadyWord& word, u32 number, u32 turn) const {
-    const FewPlan<P> plan(rank_, call_);
+    const SmallBatchPlan<P> plan(rank_, call_);
     // Without one at the slot again. A count publishes nothing but itself.
     const u64 seen = P::template load_relaxed<Scope::system>(
         turn == kNotAsked ? &rank_.memory.ring[ticket] : plan.sample(number, turn));
@@ -443,7 +445,7 @@ class Processor : Pace<P> {
   const Call& call_;
   CallState& state_;
   Tally& tally_;
-  LonePlan<P> plan_;  // of a rank alone
+  SingleRankPlan<P> plan_;  // of a rank alone
   enum class PlanIs : u32 {
     awaited,
     begun,  ///< some of the counts have come that it is made of

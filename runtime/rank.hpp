@@ -30,14 +30,14 @@ struct Rank {
 
   /// Whether `rows` rows between this rank and a peer, in either direction, are as many as take
   /// each token there once. Not to a remote peer: puts are of rows that lie side by side.
-  bool sends_once(u32 peer, u32 rows) const {
-    return geometry().sends_once(rows) && peer != rank &&
+  bool deduplicates(u32 peer, u32 rows) const {
+    return geometry().deduplicates(rows) && peer != rank &&
            (!P::kRemotePeers || platform.peer(peer) != nullptr);
   }
   /// Whether a chunk, of `rows` rows between this rank and a peer in either direction, may come
   /// without some of its rows, whose tokens have gone before it.
   bool leaves_out(u32 peer, u32 rows, u32 chunk) const {
-    return chunk >= geometry().once_after && sends_once(peer, rows);
+    return chunk >= geometry().dedup_after && deduplicates(peer, rows);
   }
 
   template <class T>

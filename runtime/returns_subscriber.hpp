@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The subscriber of row credits: tokens whose rows are all back are handed out as Combine. In a
-// call that is planned whole, and whose tokens are few, all are handed out when it is known where
-// their rows go, and processors wait for these themselves (inputs.hpp).
+// call that is planned up front, and whose tokens are few, all are handed out when it is known
+// where their rows go, and processors wait for these themselves (inputs.hpp).
 //
 // There are P::kReturnsSubscribers such warps, each with a share of every peer's chunks, since a
 // call ends with all of its rows coming back. As the others of Algorithm 2: step() looks once at
@@ -11,7 +11,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
-#include "runtime/hearsay.hpp"
+#include "runtime/grace_time.hpp"
 #include "runtime/os_memory.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
@@ -72,7 +72,7 @@ class ReturnsSubscriber {
         P::template count_relaxed<Scope::block>(rank_.os->returns_listed, 1U);
       }
     }
-    if (handed_out_whole_) {
+    if (handed_out_up_front_) {
       return watch();
     }
     bool progress = false;
@@ -92,7 +92,7 @@ class ReturnsSubscriber {
   /// credit behind which the next one could take for its own.
   void leave() const {
     const u32 kept = MOEOS_PLANTED(a_credit_stays) ? 1 : 0;
-    for (u32 i = P::lane(); handed_out_whole_ && i + kept < awaited_; i += P::kLanes) {
+    for (u32 i = P::lane(); handed_out_up_front_ && i + kept < awaited_; i += P::kLanes) {
       // As in take_in; here, because processors have looked at it, too.
       P::template store_relaxed<Scope::system>(credit(chunks_awaited_[i]), 0U);
     }
@@ -100,7 +100,7 @@ class ReturnsSubscriber {
 
   /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own
   /// processors have not sent all of them: then it is not the peers who are late. A peer whose call
-  /// is planned whole may wait for rows of another, which is late then.
+  /// is planned up front may wait for rows of another, which is late then.
   Answer answer(Failure& failure) {
     u32 first = 0;
     while (first < awaited_ && chunks_awaited_[first].rows() == 0) {  // back (watch)
@@ -115,7 +115,7 @@ class ReturnsSubscriber {
       failure.expected = chunk.rows();
       failure.seen = open(P::template load_relaxed<Scope::system>(credit(chunk)));
     }
-    return hearsay_.answer(late, rank_.geometry().world <= 2 ? 0 : 1, rank_.deadline_ns);
+    return grace_time_.answer(late, rank_.geometry().world <= 2 ? 0 : 1, rank_.deadline_ns);
   }
 
  private:
@@ -143,7 +143,7 @@ class ReturnsSubscriber {
       return false;
     }
     const Geometry& geometry = rank_.geometry();
-    Planned planned = Planned::by_rows;
+    Planned planned = Planned::by_arrival;
     if (geometry.may_await(call_.tokens) || geometry.plans_itself()) {
       // Pairs with ArrivalsSubscriber::decide: what is handed out here, behind one of the fences
       // below, lies behind what it has taken slots for. What has come back by then is not in a
@@ -153,8 +153,8 @@ class ReturnsSubscriber {
     if (planned == Planned::unknown) {
       return false;
     }
-    if (planned == Planned::whole && geometry.may_await(call_.tokens)) {
-      hand_out_whole();
+    if (planned == Planned::up_front && geometry.may_await(call_.tokens)) {
+      hand_out_up_front();
       return true;
     }
     if (combines_unsent(call_)) {
@@ -171,8 +171,8 @@ class ReturnsSubscriber {
   }
 
   /// The first returns subscriber: hands out the Combine of all tokens.
-  void hand_out_whole() {
-    handed_out_whole_ = true;
+  void hand_out_up_front() {
+    handed_out_up_front_ = true;
     // Pairs with finish_routing, for the routing map, and publishes it to the processors.
     P::template relay_fence<Scope::device>();
     if (index_ == 0) {
@@ -460,12 +460,12 @@ class ReturnsSubscriber {
   u32 first_ready_;            // this warp's first place in ready_tokens
   bool routed_ = false;
   bool unsent_handed_out_ = false;
-  Hearsay<P> hearsay_;
-  bool handed_out_whole_ = false;  // all tokens: processors wait for their rows
-  u32 awaited_ = 0;                // chunks that were not back at the last look
-  u32 found_ = 0;                  // chunks that are back and not taken in yet
-  u32 ready_ = 0;                  // complete tokens so far
-  u32 handed_out_ = 0;             // of these
+  GraceTime<P> grace_time_;
+  bool handed_out_up_front_ = false;  // all tokens: processors wait for their rows
+  u32 awaited_ = 0;                   // chunks that were not back at the last look
+  u32 found_ = 0;                     // chunks that are back and not taken in yet
+  u32 ready_ = 0;                     // complete tokens so far
+  u32 handed_out_ = 0;                // of these
 };
 
 }  // namespace moeos

@@ -163,10 +163,10 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
     chunks += ceil_div(rows, geometry.chunk_rows);
     turns = maximum(turns, ceil_div(rows, group_rows));
   }
-  const u32 in_pieces = geometry.rows_in_pieces(chunks);
+  const u32 in_quarters = geometry.rows_in_quarters(chunks);
   u32 all = 0;
   for (u32 order = 0; order < geometry.world; ++order) {
-    all += geometry.dispatch_parts(in_pieces, rows_of(order));
+    all += geometry.dispatch_parts(in_quarters, rows_of(order));
   }
   for (u32 first = 0; first < turns * geometry.world; first += team.count * P::kLanes) {
     const u32 turn = first + team.index * P::kLanes + P::lane();
@@ -175,12 +175,12 @@ u32 list_dispatch(const Rank<P>& rank, const Call& call, Team team) {
     u32 part = 0;  // behind those of the turns before this one
     for (u32 other = 0; other < geometry.world; ++other) {
       const u32 before = row + (other < order ? 1 : 0);
-      part += geometry.dispatch_parts(in_pieces, minimum(rows_of(other), before * group_rows));
+      part += geometry.dispatch_parts(in_quarters, minimum(rows_of(other), before * group_rows));
     }
     const u32 end = minimum((row + 1) * group_rows, rows_of(order));
     const u32 peer = (rank.rank + 1 + order) % geometry.world;
     const u32 part_rows =
-        row * group_rows < in_pieces ? geometry.piece_rows() : geometry.chunk_rows;
+        row * group_rows < in_quarters ? geometry.quarter_rows() : geometry.chunk_rows;
     for (u32 at = row * group_rows; at < end; at += part_rows, ++part) {
       MOEOS_CHECK(part < geometry.dispatch_parts_max());
       rank.memory.dispatch_list[part] =
@@ -200,9 +200,9 @@ void finish_routing(const Rank<P>& rank, const Call& call, Tally& tally, Team te
   if (geometry.tells_bases() && is_last) {
     place_results(rank);
   }
-  const u32 parts = geometry.reads_in_place(call.tokens) ? 0
-                    : geometry.spreads(call.tokens)      ? geometry.spread_parts_of(call.tokens)
-                                                         : list_dispatch(rank, call, team);
+  const u32 parts = geometry.reads_in_place(call.tokens)      ? 0
+                    : geometry.dispatches_tokens(call.tokens) ? geometry.token_parts(call.tokens)
+                                                              : list_dispatch(rank, call, team);
   P::sync_lanes();
   sync();
   // The last warp, which has sent the fewest counts, or none: its fence waits for what it has sent.

@@ -135,12 +135,12 @@ class Scheduler {
     u32 next = 0;      // first word not handed out completely
     u32 together = 0;  // words from there on that are handed out together; 0: not chosen yet
     bool by_turns = false;
-    bool halved = false;  // these words' parts are
-    u32 parts = 0;        // of all of these words
-    u32 part = 0;         // the first of them that is not handed out
-    u32 row = 1;          // parts that have the same columns, or that are of the same tile
-    u32 cursor = 0;       // slots of the mailbox that have been read
-    bool more = false;    // the next one holds a word, which waits for others of its expert
+    bool half_width = false;  // these words' parts are
+    u32 parts = 0;            // of all of these words
+    u32 part = 0;             // the first of them that is not handed out
+    u32 row = 1;              // parts that have the same columns, or that are of the same tile
+    u32 cursor = 0;           // slots of the mailbox that have been read
+    bool more = false;        // the next one holds a word, which waits for others of its expert
     bool empty() const { return next == size; }
     /// Becomes the other one, if so. Field by field, or the compiler would choose between addresses
     /// and keep all batches in memory.
@@ -152,7 +152,7 @@ class Scheduler {
       next = so ? other.next : next;
       together = so ? other.together : together;
       by_turns = so ? other.by_turns : by_turns;
-      halved = so ? other.halved : halved;
+      half_width = so ? other.half_width : half_width;
       parts = so ? other.parts : parts;
       part = so ? other.part : part;
       row = so ? other.row : row;
@@ -252,16 +252,16 @@ class Scheduler {
     const u32 end = others == 0 ? batch.size : P::first_lane(others);
     const ReadyWord word{P::broadcast(batch.word, batch.next)};
     batch.together = minimum(end - batch.next, kTilesTogether);
-    batch.halved = false;
+    batch.half_width = false;
     if (word.kind() == TaskKind::gemm0) {
       first_gemms_ += batch.together;
     } else {
       const u32 whole = narrow ? kNone : second_gemms_before_halves();
-      batch.halved = whole == 0;
-      batch.together = minimum(batch.together, batch.halved ? kNone : whole);
+      batch.half_width = whole == 0;
+      batch.together = minimum(batch.together, batch.half_width ? kNone : whole);
       second_gemms_ += batch.together;
     }
-    const u32 each = batch.halved ? rank_.geometry().gemm1_narrow_parts : word.part();
+    const u32 each = batch.half_width ? rank_.geometry().gemm1_narrow_parts : word.part();
     batch.by_turns = !narrow;
     batch.row = narrow ? each : batch.together;
     batch.parts = batch.together * each;
@@ -301,7 +301,7 @@ class Scheduler {
   /// goes once to each peer, and has several rows there.
   bool rows_are_few() const {
     const Geometry& geometry = rank_.geometry();
-    if (geometry.large_experts != 0 || !geometry.once() || !geometry.once_halves()) {
+    if (geometry.large_experts != 0 || !geometry.deduplicates_any() || !geometry.dedup_halves()) {
       return false;
     }
     // Pairs with finish_routing: how many rows go to each peer. The sweep has read `routed`.
@@ -309,7 +309,7 @@ class Scheduler {
     bool many = false;
     for (u32 peer = P::lane(); peer < geometry.world; peer += P::kLanes) {
       const u32 rows = rank_.memory.rows_sent(peer);
-      many = many || (peer != rank_.rank && rows > 0 && !rank_.sends_once(peer, rows));
+      many = many || (peer != rank_.rank && rows > 0 && !rank_.deduplicates(peer, rows));
     }
     return P::ballot(many) == 0;
   }
@@ -387,7 +387,7 @@ class Scheduler {
     if (first != kNone && P::lane() < handed) {
       const u32 of_tile = batch.by_turns ? quotient : rest;
       fill_ring_slot(rank_, first + P::lane(),
-                     (batch.halved ? word.cut_in_halves() : word).with_part(of_tile));
+                     (batch.half_width ? word.cut_in_halves() : word).with_part(of_tile));
     }
     published_ += handed;
     batch.part += handed;

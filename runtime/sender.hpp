@@ -148,7 +148,7 @@ class Sender {
       rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), word.task());
     } else {
       const Task& task = rank_.memory.tasks[word.task()];
-      if (!is_whole(task)) {
+      if (!is_intact(task)) {
         reject_damaged(rank_, call_, FailureKind::task_damaged, Actor::sender, word.task(), 0);
         return false;
       }

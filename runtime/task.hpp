@@ -50,8 +50,8 @@ struct alignas(kCacheLine) Task {
   u32 first_ready;   // combine: place of the first token among those that are complete, or, of
                      // tokens that are awaited, the first one; or a block
   u32 narrow;        // GEMMs: 1 when it is cut into narrow N-tiles
-  u32 seal;          // what makes the descriptor whole; see is_whole()
-  u32 halved;        // of a copy for a second GEMM: 1 when a wide tile is cut into narrow N-tiles
+  u32 seal;          // what makes the descriptor whole; see is_intact()
+  u32 half_width;    // of a copy for a second GEMM: 1 when a wide tile is cut into narrow N-tiles
   u32 awaits;        // GEMMs, combine: 1 when parts are handed out before their inputs are here, so
                      // that processors wait for these (inputs.hpp)
   u32 in_place;      // of a copy for a first GEMM: 1 when its rows are tokens where the caller left
@@ -65,7 +65,7 @@ static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
 
 /// What all words of a descriptor together are, one exclusive-or the other, without those of
 /// segments that it does not have: whoever reads one knows that nobody else has written into it.
-inline constexpr u32 kWhole = 0x4D6F454FU;
+inline constexpr u32 kIntact = 0x4D6F454FU;
 
 /// Words of a descriptor that are always its own.
 inline constexpr u32 kTaskHeaderWords = 14;
@@ -101,7 +101,9 @@ constexpr u32 first_parts_of(const Geometry& geometry, const Task& task) {
 }
 
 /// Whether a copy's parts are narrow N-tiles.
-constexpr bool has_narrow_parts(const Task& task) { return task.narrow != 0 || task.halved != 0; }
+constexpr bool has_narrow_parts(const Task& task) {
+  return task.narrow != 0 || task.half_width != 0;
+}
 
 /// Whether whoever has claimed a part must wait for what it needs.
 constexpr bool waits_for_inputs(const Task& task) { return task.awaits != 0 && task.in_place == 0; }
@@ -117,22 +119,22 @@ constexpr u32 as_row(u32 token, u32 row) { return token << row * kTokenBits; }
 
 /// Makes one's own copy of a tile's descriptor that of its second GEMM: the same rows. Nobody looks
 /// at a copy's seal.
-constexpr void become_gemm1(Task& task, const Geometry& geometry, bool halved) {
+constexpr void become_gemm1(Task& task, const Geometry& geometry, bool half_width) {
   task.kind = TaskKind::gemm1;
   task.in_place = 0;
-  task.halved = halved ? 1 : 0;
+  task.half_width = half_width ? 1 : 0;
   task.parts = static_cast<u16>(geometry.gemm1_parts_of(has_narrow_parts(task)));
 }
 
 /// Whether a descriptor is what its poster has written.
-constexpr bool is_whole(const Task& task) {
+constexpr bool is_intact(const Task& task) {
   u32 all = first_word(task.kind, task.segment_count, task.parts) ^ task.epoch ^ task.local_expert ^
             task.tile ^ task.rows ^ task.padded_rows ^ task.first_result ^ task.first_ready ^
             task.narrow ^ task.awaits ^ task.seal;
   for (u32 s = 0; s < minimum(u32{task.segment_count}, Geometry::kMaxSegments); ++s) {
     all ^= words_of(task.segments[s]);
   }
-  return all == kWhole || MOEOS_PLANTED(torn_descriptors_are_run);
+  return all == kIntact || MOEOS_PLANTED(torn_descriptors_are_run);
 }
 
 /// What a lane that holds word `index` of a descriptor brings to the exclusive-or of all.
@@ -152,7 +154,7 @@ class ReadyWord {
   static constexpr u32 kTasks = 1U << kTaskBits;
   static constexpr u32 kParts = 1U << kPartBits;
   /// In place of the kind: a part of a second GEMM that is cut as those of narrow tiles are.
-  static constexpr u32 kHalvedGemm1 = kTaskKinds;
+  static constexpr u32 kHalfWidthGemm1 = kTaskKinds;
   /// And a Combine of tokens whose rows are not back.
   static constexpr u32 kAwaitedCombine = kTaskKinds + 1;
   static_assert(kAwaitedCombine < 1U << kKindBits);
@@ -176,14 +178,14 @@ class ReadyWord {
   constexpr u64 sealed() const { return seal(bits_); }
   constexpr u32 epoch() const { return static_cast<u32>(bits_ >> 32); }
   constexpr TaskKind kind() const {
-    return halved()    ? TaskKind::gemm1
-           : awaited() ? TaskKind::combine
-                       : static_cast<TaskKind>(kind_bits());
+    return half_width() ? TaskKind::gemm1
+           : awaited()  ? TaskKind::combine
+                        : static_cast<TaskKind>(kind_bits());
   }
-  constexpr bool halved() const { return kind_bits() == kHalvedGemm1; }
+  constexpr bool half_width() const { return kind_bits() == kHalfWidthGemm1; }
   constexpr bool awaited() const { return kind_bits() == kAwaitedCombine; }
   /// Of a part that the processor which finds the word makes by its number in a plan
-  /// (few_plan.hpp).
+  /// (small_batch_plan.hpp).
   constexpr bool planned() const { return kind_bits() == kPlanned; }
   constexpr u32 part() const { return (bits_ >> kTaskBits) & (kParts - 1); }
   constexpr u32 task() const { return bits_ & (kTasks - 1); }
@@ -193,7 +195,7 @@ class ReadyWord {
   }
   /// The same word of a second GEMM, which is to be cut so.
   constexpr ReadyWord cut_in_halves() const {
-    return ReadyWord(epoch(), kHalvedGemm1, task(), part());
+    return ReadyWord(epoch(), kHalfWidthGemm1, task(), part());
   }
   /// The same word of a Combine whose processor waits for rows.
   constexpr ReadyWord awaiting_rows() const {
@@ -251,9 +253,9 @@ constexpr ReadyWord chunk_word(u32 epoch, u32 chunk) {
 /// know: which of all peers' pieces comes first in it, and whether it is a whole chunk.
 constexpr ReadyWord dispatch_word(const Geometry& geometry, u32 epoch, u32 peer, u32 first,
                                   u32 rows) {
-  const u32 piece = peer * geometry.pieces_of_cell() + first / geometry.piece_rows();
-  const u32 whole = rows == geometry.chunk_rows ? 1 : 0;
-  return ReadyWord::of_number(epoch, TaskKind::dispatch, piece * 2 + whole);
+  const u32 quarter = peer * geometry.quarters_of_cell() + first / geometry.quarter_rows();
+  const u32 full = rows == geometry.chunk_rows ? 1 : 0;
+  return ReadyWord::of_number(epoch, TaskKind::dispatch, quarter * 2 + full);
 }
 
 /// The word of a chunk that `source` has not sent all rows of. It says all that there is to know,
@@ -285,11 +287,11 @@ constexpr CourierPart courier_part(const Geometry& geometry, ReadyWord word) {
   if (word.kind() == TaskKind::replicate) {
     return {word.kind(), word.part(), word.task() * geometry.chunk_rows, geometry.chunk_rows, 0};
   }
-  const u32 piece = word.number() / 2;
-  const bool whole = word.number() % 2 != 0 || MOEOS_PLANTED(pieces_count_as_chunks);
-  return {word.kind(), piece / geometry.pieces_of_cell(),
-          piece % geometry.pieces_of_cell() * geometry.piece_rows(),
-          whole ? geometry.chunk_rows : geometry.piece_rows(), 0};
+  const u32 quarter = word.number() / 2;
+  const bool full = word.number() % 2 != 0 || MOEOS_PLANTED(quarters_count_as_chunks);
+  return {word.kind(), quarter / geometry.quarters_of_cell(),
+          quarter % geometry.quarters_of_cell() * geometry.quarter_rows(),
+          full ? geometry.chunk_rows : geometry.quarter_rows(), 0};
 }
 
 }  // namespace moeos

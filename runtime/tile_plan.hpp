@@ -37,7 +37,7 @@ class TilePlan {
     tiles_ = 0;
     results_ = 0;
     early_left_ = geometry.early_tiles();
-    whole_ = false;
+    up_front_ = false;
     all_fed_ = false;
     unpacked_ = geometry.local_experts();
     for (u32 i = P::lane(); i < geometry.world * geometry.local_experts(); i += P::kLanes) {
@@ -88,7 +88,7 @@ class TilePlan {
       os_.rows_arrived[source] = os_.rows_received(source);
     }
     P::sync_lanes();
-    whole_ = true;
+    up_front_ = true;
     plan(0, Fullest{});
     MOEOS_CHECK(complete());
   }
@@ -365,8 +365,8 @@ class TilePlan {
     task.padded_rows = padded;
     task.first_result = result;
     task.narrow = narrow ? 1 : 0;
-    task.awaits = whole_ ? 1 : 0;
-    task.seal = kWhole ^ first_word(TaskKind::gemm0, segments, parts) ^ epoch_ ^ expert ^ tile ^
+    task.awaits = up_front_ ? 1 : 0;
+    task.seal = kIntact ^ first_word(TaskKind::gemm0, segments, parts) ^ epoch_ ^ expert ^ tile ^
                 rows ^ padded ^ result ^ task.narrow ^ task.awaits ^ words;
   }
 
@@ -377,9 +377,9 @@ class TilePlan {
   u32 tiles_ = 0;
   u32 results_ = 0;
   u32 early_left_ = 0;
-  u32 unpacked_ = 0;      // experts some of whose rows are in no tile
-  bool whole_ = false;    // tiles are made of rows that are awaited
-  bool all_fed_ = false;  // every full tile is made: until there is news, there is none to feed
+  u32 unpacked_ = 0;       // experts some of whose rows are in no tile
+  bool up_front_ = false;  // tiles are made of rows that are awaited
+  bool all_fed_ = false;   // every full tile is made: until there is news, there is none to feed
 };
 
 }  // namespace moeos

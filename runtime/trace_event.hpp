@@ -56,7 +56,7 @@ constexpr TraceEvent event_of(const Geometry& geometry, const CourierPart& part,
                               bool announced) {
   TraceEvent event{};
   event.kind = static_cast<u32>(part.kind);
-  event.part = part.first % geometry.chunk_rows / geometry.piece_rows();
+  event.part = part.first % geometry.chunk_rows / geometry.quarter_rows();
   event.peer = part.peer;
   event.expert = kNone;
   event.place = part.chunk(geometry);

@@ -307,7 +307,7 @@ def routed_by_reference(weights: Weights, call: Call) -> Tensor:
     return none.scatter(1, ids, True)
 
 
-def rows_once(ids: Tensor, experts: range, first_rows: int) -> int:
+def deduplicated_rows(ids: Tensor, experts: range, first_rows: int) -> int:
     """Rows that cross to a rank with these experts, if its first `first_rows` rows do and behind
     them the first of each token. `ids` [S, k]: where the tokens go, all of them with a row there.
     """

@@ -179,8 +179,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     Tiles and what follows from them are those of a call in which no tile is packed early because
     processors idle; early ones are more and have more padding. Combine tasks are the fewest: they
     are more where few tokens become complete at a time, or where counts come too late for a call
-    that would be planned whole. Dispatch tasks are those of one processor of the twin; with more of
-    them chunks may be sent in pieces. Rows beyond an expert's capacity are not sent. Blocks of
+    that would be planned up front. Dispatch tasks are those of one processor of the twin; with more
+    of them chunks may be sent in pieces. Rows beyond an expert's capacity are not sent. Blocks of
     tokens and N-tiles, and so the numbers of Route and GEMM tasks, are the twin's, and so is the
     number of rows from which on tokens go once to a rank.
 
@@ -201,11 +201,11 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     held = [cfg.experts_of(peer, ranks) for peer in range(ranks)]
     to_rank = [sum(sent[own.start : own.stop]) for own in held]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
-    if sizes.spreads(tokens):
+    if sizes.dispatches_tokens(tokens):
         dispatches = sum(to_rank)  # each row is one that tokens bring to a chunk
     else:
         dispatches = sum(sizes.dispatch_parts(sum(chunks_to_rank), n) for n in to_rank)
-    once = [peer for peer in range(1, ranks) if sizes.sends_once(to_rank[peer])]
+    once = [peer for peer in range(1, ranks) if sizes.deduplicates(to_rank[peer])]
 
     tiles = padding = received = busy_experts = replicated = 0
     flags = [0] * ranks  # of each source
@@ -225,10 +225,10 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         busy_experts += any(of_source)
 
     for rows_of_source in starts[1:]:
-        if sizes.sends_once(rows_of_source):
-            replicated += sizes.chunks_made_whole(rows_of_source)
+        if sizes.deduplicates(rows_of_source):
+            replicated += sizes.chunks_replicated(rows_of_source)
 
-    first_rows = sizes.once_after * sizes.chunk_rows  # which say nothing of where they are from
+    first_rows = sizes.dedup_after * sizes.chunk_rows  # which say nothing of where they are from
     origins = [max(0, n - first_rows) if peer in once else 0 for peer, n in enumerate(to_rank)]
 
     shared_tiles = -(-tokens // sizes.tile_rows) if cfg.shared_experts > 0 else 0
@@ -302,7 +302,7 @@ def _rows_once(
     its = numpy.where(there, its, 0)
     there &= slot < numpy.array(rows)[its]
     row = numpy.where(there, numpy.cumsum([0, *rows])[its] + slot, numpy.iinfo(numpy.int64).max)
-    first_rows = sizes.once_after * sizes.chunk_rows
+    first_rows = sizes.dedup_after * sizes.chunk_rows
     of_token = row.min(axis=1)
     later = (of_token >= first_rows) & (of_token < sum(rows))
     return int((row < first_rows).sum() + later.sum())

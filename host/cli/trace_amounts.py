@@ -96,7 +96,7 @@ def work_of(
         "gemm1": products(cfg.intermediate, n * cfg.shared_intermediate),
         "combine": ((rows + tokens * shared) * row_bytes, "B", H200_MEMORY_BYTES),
     }
-    if call.whole:
+    if call.planned_up_front:
         for kind in COURIERS:
             copied = int(call.parts["carried"][call.parts["kind"] == kind].sum())
             found[kind_name(kind)] = (copied * sent_bytes(cfg), "B", H200_MEMORY_BYTES)
@@ -119,7 +119,7 @@ def to_peers_of(
         return {}
     received = [trace.received.sum(axis=1) for trace in call.ranks]
     rows = {"gemm1": sum(int(of.sum() - of[rank]) for rank, of in enumerate(received))}
-    if call.whole:
+    if call.planned_up_front:
         parts = call.parts
         there = (parts["kind"] == DISPATCH) & (parts["peer"] != parts["rank"])
         rows["dispatch"] = int(parts["carried"][there].sum())
@@ -143,7 +143,7 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
     Empty where `about` does not say what ran, or parts are missing.
     """
     cfg = _config_of(about)
-    if cfg is None or not call.whole:
+    if cfg is None or not call.planned_up_front:
         return {}
     of_each = expert_bytes_by_name(cfg)
     sums = {

@@ -76,7 +76,7 @@ class Report:
         if self._chain:
             print("\nwhat the last Combine waited for, backwards:")
             print("\n".join(self._chain_lines()), flush=True)
-        elif not self._call.whole:
+        elif not self._call.planned_up_front:
             print("\nevents are missing: what waited for what is not known", flush=True)
 
     def as_json(self) -> dict[str, Any]:

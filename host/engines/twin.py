@@ -35,14 +35,14 @@ _TILE_ROWS = 128
 """As on the GPU, so that both pack the same tiles."""
 _ROUTE_TOKENS = 32
 """So few that some processors share a call of few tokens."""
-_ONCE_ROWS = 16
+_DEDUP_ROWS = 16
 """It gains nothing here, where peers share their memory: so few, so that it is seen to be right."""
-_ONCE_AFTER = 1
+_DEDUP_AFTER = 1
 """Likewise: one chunk of all that such a source sends brings all of its rows."""
-_SPREAD_TOKENS = 4
+_DISPATCH_TOKENS = 4
 """Likewise: calls of few tokens have some, and others none."""
-_WHOLE_ROWS = 32
-"""Likewise: some calls beside remote peers are planned whole, and others as their rows arrive."""
+_UP_FRONT_ROWS = 32
+"""Likewise: some calls beside remote peers are planned up front, others as rows arrive."""
 
 
 def sizes_of(
@@ -64,10 +64,10 @@ def sizes_of(
         "gemm0_parts": gemm0_parts,
         "gemm1_parts": gemm1_parts,
         "segment_align": _runtime.SEGMENT_ALIGN,
-        "once_rows": _ONCE_ROWS,
-        "once_after": _ONCE_AFTER,
-        "spread_tokens": _SPREAD_TOKENS,
-        "whole_rows": _WHOLE_ROWS,
+        "dedup_rows": _DEDUP_ROWS,
+        "dedup_after": _DEDUP_AFTER,
+        "dispatch_tokens": _DISPATCH_TOKENS,
+        "up_front_rows": _UP_FRONT_ROWS,
         **shared_cut(cfg, columns[0]),
     }
     return layer_sizes(

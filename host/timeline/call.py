@@ -107,7 +107,7 @@ class CallTrace:
         return sum(trace.processors for trace in self.ranks)
 
     @property
-    def whole(self) -> bool:
+    def planned_up_front(self) -> bool:
         """Whether every part was noted."""
         return not any(sum(trace.dropped[: trace.processors]) for trace in self.ranks)
 

@@ -59,7 +59,7 @@ def find(call: CallTrace) -> Causes:
     * Gemm0 of a tile: the part of the chunk with which as many rows of its expert were here as its
       tiles, up to this one, hold. A chunk is here when it has arrived; one that is replicated, when
       it and those before it have been.
-      Of a tile whose processors waited for its rows themselves, in a call that is planned whole:
+      Of a tile whose processors waited for its rows themselves, in a call that is planned up front:
       the last of these chunks that was here when they had them. Its rows may be in others, so it
       is not certain.
     * Gemm1 of a tile: the last part of the tile's Gemm0.
@@ -71,7 +71,7 @@ def find(call: CallTrace) -> Causes:
       step posted what: so of these two only the latter is certain.
     """
     finder = _Finder(call)
-    if call.whole:
+    if call.planned_up_front:
         finder.run()
     return Causes(finder.cause, finder.certain)
 

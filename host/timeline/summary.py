@@ -162,7 +162,7 @@ def chain_of(call: CallTrace, causes: Causes) -> list[Link]:
     Empty where there is no Combine part, or events are missing.
     """
     combines = numpy.flatnonzero(call.parts["kind"] == COMBINE)
-    if len(combines) == 0 or not call.whole:
+    if len(combines) == 0 or not call.planned_up_front:
         return []
     since = causes.since(call.parts)
     chain: list[Link] = []

@@ -4,7 +4,7 @@
 // their tokens go.
 //
 // In a call of few tokens it has its tokens' rows in the buffers before they are routed
-// (spread.hpp).
+// (token_dispatch.hpp).
 //
 // Links are slow and far: what keeps them busy is that every block has a few copies under way all
 // the time. A parcel is what one buffer holds: some rows, or a piece of one. Loads run ahead of
@@ -17,7 +17,7 @@
 #include "runtime/courier.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/row_tasks.hpp"
-#include "runtime/spread.hpp"
+#include "runtime/token_dispatch.hpp"
 #include "runtime/trace.hpp"
 
 namespace moeos::sm90 {
@@ -30,10 +30,10 @@ inline constexpr u32 kParcelBytes =
     align_up(ceil_div(kGeometry.sent_bytes, kPiecesOfRow), 16U);  // of each row
 static_assert(kParcelRows * kParcelBytes <= Parcels::kBufferBytes);
 static_assert(kGeometry.chunk_rows <= Machine::kLanes, "a lane looks up one row of a chunk");
-static_assert(!kAltersRows || kGeometry.spread_tokens == 0,
-              "rows that are spread are loaded before they are altered");
-static_assert(kGeometry.spread_tokens * kGeometry.top_k <= Machine::kLanes,
-              "a lane looks up one pair of the tokens that are spread together");
+static_assert(!kAltersRows || kGeometry.dispatch_tokens == 0,
+              "rows dispatched by token are loaded before they are altered");
+static_assert(kGeometry.dispatch_tokens * kGeometry.top_k <= Machine::kLanes,
+              "a lane looks up one pair of the tokens of a part");
 
 /// Copies rows through the block's parcels. Every function by the whole warp.
 class ParcelLine {
@@ -175,7 +175,7 @@ struct Copy {
   /// token has a row for each expert, the first lanes have them.
   u32 gather() {
     const u32 all = Machine::ballot(wanted);
-    if constexpr (!kGeometry.once()) {
+    if constexpr (!kGeometry.deduplicates_any()) {
       return Machine::count(all);
     }
     const u32 places = MOEOS_PLANTED(rows_go_where_others_stay)
@@ -204,25 +204,25 @@ inline Copy outgoing_copy(const RankArguments& arguments, const Rank<Machine>& r
 }
 
 /// A courier's way through a call of few tokens. Leaves early if the call has failed.
-inline void run_spread(const RankArguments& arguments, const Call& call, u32 actor,
-                       ParcelLine& line) {
+inline void run_token_dispatch(const RankArguments& arguments, const Call& call, u32 actor,
+                               ParcelLine& line) {
   Rank<Machine> rank = rank_of_look(arguments);
   const RoutingMap map(kGeometry, rank.memory, call);
   Trace<Machine> trace(rank, actor);
-  Spread<Machine> spread(rank, call, actor);
+  TokenDispatch<Machine> by_token(rank, call, actor);
   TokenRange tokens;
-  while (spread.take(tokens)) {
+  while (by_token.take(tokens)) {
     const u32 rows = tokens.end - tokens.first;
     const u8* source = arguments.x_rows + u64{tokens.first} * kGeometry.row_bytes;
     line.begin(source, rows);
     // Its wait is bounded by the scheduler's watch (os.hpp, run_watcher).
     u32 idle = 0;
     bool leave = false;
-    while (!leave && !spread.routed()) {
+    while (!leave && !by_token.routed()) {
       leave = must_leave(rank, call);
       Machine::pause(idle);
     }
-    if (leave || !spread.begin_part()) {
+    if (leave || !by_token.begin_part()) {
       line.drop(rows);
       return;
     }
@@ -230,7 +230,7 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
     u64 begun_ns = Machine::now_ns();
     const u32 nth = Machine::lane() / kGeometry.top_k;  // of the part's tokens
     const u32 pair = tokens.first * kGeometry.top_k + Machine::lane();
-    const SpreadRow row = spread.look_up(map, pair, nth < rows);
+    const TokenRow row = by_token.look_up(map, pair, nth < rows);
     begun_ns += wait_for_links(rank, call, [&](u32 peer) {
       return u64{Machine::count(Machine::ballot(row.goes && row.peer == peer))} *
              kGeometry.sent_bytes;
@@ -238,10 +238,10 @@ inline void run_spread(const RankArguments& arguments, const Call& call, u32 act
     line.spread(source, rows, nth,
                 row.goes ? reinterpret_cast<u64>(outgoing_row(rank, row.peer, row.number)) : 0);
     const u64 stored_ns = Machine::now_ns();
-    const SpreadChunk chunk = spread.count(row);
-    spread.end_part(stored_ns - begun_ns);
+    const TokenChunk chunk = by_token.count(row);
+    by_token.end_part(stored_ns - begun_ns);
     if constexpr (kTraced) {
-      TraceEvent event = event_of_spread(row, chunk, pair);
+      TraceEvent event = event_of_token_row(row, chunk, pair);
       event.begin_ns = begun_ns;
       event.end_ns = Machine::now_ns();
       event.stored = since_begin(event, stored_ns);
@@ -270,8 +270,8 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
   const Call& call = shared.call;
   const u32 actor = kGeometry.processors + index;
   ParcelLine line(arguments, shared);
-  if constexpr (kGeometry.spread_tokens != 0) {
-    run_spread(arguments, call, actor, line);
+  if constexpr (kGeometry.dispatch_tokens != 0) {
+    run_token_dispatch(arguments, call, actor, line);
   }
   Rank<Machine> rank = rank_of_look(arguments);
   Trace<Machine> trace(rank, actor);

@@ -57,7 +57,7 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   if (more) {
     find_results(arguments, rank, task, slot);
     look_up_rows(arguments, rank, map, task, slot.rows);
-    if (kGeometry.whole_rows != 0 && waits_for_inputs(task)) {
+    if (kGeometry.up_front_rows != 0 && waits_for_inputs(task)) {
       // Of this part alone: else the addresses below would take registers for all parts.
       const Rank<Machine> here = rank_of_look(arguments);
       const auto found = [&](u32 number, u32 pair, u32 row) {

@@ -14,8 +14,8 @@
 #include "kernels/twin/gradients.hpp"
 #include "kernels/twin/kernels.hpp"
 #include "kernels/twin/weight_gradients.hpp"
-#include "runtime/lone_warp.hpp"
 #include "runtime/os.hpp"
+#include "runtime/warp_processor.hpp"
 
 namespace moeos::twin {
 

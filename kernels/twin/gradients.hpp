@@ -8,7 +8,7 @@
 // The second product is dX = dH * W1, whose rows return to the token's owner. Combine adds them up.
 // No row is multiplied by its weight on the way: the owner does that.
 //
-// Satisfies runtime/lone_warp.hpp's Kernels. The gradients of weights come behind the call
+// Satisfies runtime/warp_processor.hpp's Kernels. The gradients of weights come behind the call
 // (weight_gradients.hpp): the first product keeps what they need. May not know: queues, flags, when
 // a task runs.
 #pragma once

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a twin processor computes: the six tasks on one thread.
 //
-// Satisfies runtime/lone_warp.hpp's Kernels. May not know: queues, flags, when a task runs.
+// Satisfies runtime/warp_processor.hpp's Kernels. May not know: queues, flags, when a task runs.
 #pragma once
 
 #include <cmath>

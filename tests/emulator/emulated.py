@@ -110,14 +110,14 @@ def build(
     *,
     faults: bool = False,
     large_experts: bool = False,
-    plans_whole: bool = True,
+    plans_up_front: bool = True,
     places: int = 0,
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
     `faults`: the kernel that does what fault plans say. `large_experts`: the kernel believes that
-    they are, whatever their size. `plans_whole`: unless it is false, calls whose counts come in
-    time are planned whole. `places`: of a rank, where a table says which experts they have.
+    they are, whatever their size. `plans_up_front`: unless it is false, calls whose counts come in
+    time are planned up front. `places`: of a rank, where a table says which experts they have.
     """
     shape = KernelShape(
         cfg=cfg,
@@ -131,8 +131,8 @@ def build(
     values = jit.macros(shape)
     if large_experts:
         values["GEOMETRY"] = _with_size(values["GEOMETRY"], "large_experts", 1)
-    if not plans_whole:
-        values["GEOMETRY"] = _with_size(values["GEOMETRY"], "whole_rows", 0)
+    if not plans_up_front:
+        values["GEOMETRY"] = _with_size(values["GEOMETRY"], "up_front_rows", 0)
     macros = [f"-DMOEOS_{name}={value}" for name, value in values.items()]
     # The stand-ins of what is PTX come first. Several libraries are loaded into one process, each
     # with a kGeometry of its own.

@@ -51,7 +51,7 @@ class Emulated:
     processors: int
     calls: int
     large_experts: bool = False
-    plans_whole: bool = True
+    plans_up_front: bool = True
 
 
 def _layer(
@@ -60,12 +60,12 @@ def _layer(
     calls: int,
     *,
     large_experts: bool = False,
-    plans_whole: bool = True,
+    plans_up_front: bool = True,
     **changes: object,
 ) -> Emulated:
     sizes = {"hidden": 256, "intermediate": 256, "experts": 8, "top_k": 2, "max_tokens": 100}
     cfg = config(**{"dtype": torch.bfloat16, **sizes, **changes})
-    return Emulated(cfg, ranks, processors, calls, large_experts, plans_whole)
+    return Emulated(cfg, ranks, processors, calls, large_experts, plans_up_front)
 
 
 LAYERS = {
@@ -77,12 +77,12 @@ LAYERS = {
         intermediate=64,
         experts=12,
         large_experts=True,
-        plans_whole=False,
+        plans_up_front=False,
     ),
     "large experts, full tiles of two sources": _layer(
-        2, 2, 4, max_tokens=400, experts=4, large_experts=True, plans_whole=False
+        2, 2, 4, max_tokens=400, experts=4, large_experts=True, plans_up_front=False
     ),
-    "the same, planned whole": _layer(2, 2, 4, max_tokens=400, experts=4, large_experts=True),
+    "the same, planned up front": _layer(2, 2, 4, max_tokens=400, experts=4, large_experts=True),
     "a large expert's tiles by turns": _layer(
         1, 7, 6, max_tokens=400, experts=4, large_experts=True
     ),
@@ -212,7 +212,7 @@ def tokens_sent_once() -> Iterator[None]:
     """Makes calls of a few dozen rows take each token once to a rank, as large ones do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_shape, "ONCE_BYTES", 10 << 10)
-        patch.setattr(kernel_shape, "ONCE_TOKENS", 1)
+        patch.setattr(kernel_shape, "DEDUP_TOKENS", 1)
         patch.setattr(kernel_shape, "HOPPER_BLOCKS", 1)
         yield
 
@@ -246,7 +246,7 @@ class Libraries:
                 layer.processors,
                 self._folder(),
                 large_experts=layer.large_experts,
-                plans_whole=layer.plans_whole,
+                plans_up_front=layer.plans_up_front,
             )
         return self._made[name]
 
@@ -476,7 +476,7 @@ FAULTS = {
         starved=Starved(2, 4, 100, 100 + DEADLINE_NS // TICK_NS // 4),
     ),
     "first_parts_are_of_the_tile_before": Planted("two ranks, odd sizes, biases", 4),
-    "first_tile_has_all_turns": Planted("the same, planned whole", 4),
+    "first_tile_has_all_turns": Planted("the same, planned up front", 4),
     "segments_share_a_place": Planted("groups", 4),
     "awaited_rows_lie_elsewhere": Planted("second GEMMs in halves", 2),
     "pairs_are_of_the_block_before": Planted("two ranks, odd sizes, biases", 4),

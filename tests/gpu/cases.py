@@ -35,7 +35,7 @@ DEADLINE = 10.0
 
 # Calls of a few dozen rows take each token once to a rank, as those of thousands do otherwise. Not
 # in a fixture: kernels are compiled by other processes, which import this file alone.
-kernel_shape.ONCE_BYTES, kernel_shape.ONCE_TOKENS = 8 << 10, 1
+kernel_shape.ONCE_BYTES, kernel_shape.DEDUP_TOKENS = 8 << 10, 1
 kernel_shape.HOPPER_BLOCKS = 1  # few of their chunks bring all of their rows
 
 _WIDER = 16

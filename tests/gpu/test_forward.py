@@ -33,7 +33,14 @@ from tests.gpu.cases import (
     shape_of,
     why_not,
 )
-from tests.layers import PREFERENCES, Call, Weights, draw_given_call, draw_weights, rows_once
+from tests.layers import (
+    PREFERENCES,
+    Call,
+    Weights,
+    deduplicated_rows,
+    draw_given_call,
+    draw_weights,
+)
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs"),
@@ -233,8 +240,8 @@ def test_stats_count_the_pairs_that_the_routing_makes(case: Case) -> None:
         ids = weights.routing(call).cpu()
         pairs = torch.bincount(ids[ids >= 0], minlength=case.cfg.experts)
         for peer, sent in enumerate(of_rank.pairs_sent):
-            crossing = rows_once(ids, held[peer], sizes.once_after * sizes.chunk_rows)
-            once = peer != rank and sizes.sends_once(sent)
+            crossing = deduplicated_rows(ids, held[peer], sizes.dedup_after * sizes.chunk_rows)
+            once = peer != rank and sizes.deduplicates(sent)
             assert of_rank.rows_sent[peer] == (crossing if once else sent)
         chosen.append(pairs)
         assert of_rank.tokens == len(call.x)

@@ -152,7 +152,7 @@ def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
 ) -> None:
     """A function that the faults made too long to be inlined would have a stack."""
     monkeypatch.setattr(kernel_shape, "ONCE_BYTES", once_bytes)
-    monkeypatch.setattr(kernel_shape, "ONCE_TOKENS", 1)
+    monkeypatch.setattr(kernel_shape, "DEDUP_TOKENS", 1)
     made = compile_kernel(dataclasses.replace(shape(), transport=transport, faults=True), tmp_path)
     assert made.report.keeps_registers
     assert made.report.wgmma_instructions == compiled.report.wgmma_instructions

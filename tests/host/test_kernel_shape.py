@@ -107,7 +107,7 @@ def test_sums_that_a_tokens_row_is_too_short_for_are_counted_with_the_memory(
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size", "once_rows"),
+    ("changes", "world_size", "dedup_rows"),
     [
         ({}, 2, 10),
         ({}, 4, 10),
@@ -121,14 +121,14 @@ def test_sums_that_a_tokens_row_is_too_short_for_are_counted_with_the_memory(
     ids=["two", "four", "long", "top-1", "one expert a rank", "one rank", "few rows", "few tokens"],
 )
 def test_tokens_go_once_where_a_call_can_have_many_rows_and_a_token_several(
-    changes: dict[str, Any], world_size: int, once_rows: int, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], world_size: int, dedup_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_shape, "ONCE_BYTES", 10 * 64 * 2)
-    monkeypatch.setattr(kernel_shape, "ONCE_TOKENS", 4)
+    monkeypatch.setattr(kernel_shape, "DEDUP_TOKENS", 4)
     sizes = dataclasses.replace(shape(**changes), world_size=world_size).sizes
-    assert sizes.once_rows == once_rows
-    assert [sizes.sends_once(rows) for rows in (9, 10)] == [0 < once_rows <= 9, once_rows > 0]
-    assert (sizes.once_after > 0) == (once_rows > 0)
+    assert sizes.dedup_rows == dedup_rows
+    assert [sizes.deduplicates(rows) for rows in (9, 10)] == [0 < dedup_rows <= 9, dedup_rows > 0]
+    assert (sizes.dedup_after > 0) == (dedup_rows > 0)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def test_the_rows_with_which_processors_begin_come_without_copies(
     """132 processors begin with 22 tiles of six parts, or 11 of twelve, of rows of all ranks."""
     monkeypatch.setattr(kernel_shape, "HOPPER_BLOCKS", 132)  # as it is without tests.gpu.cases
     cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
-    assert dataclasses.replace(shape(), cfg=cfg, world_size=ranks).sizes.once_after == chunks
+    assert dataclasses.replace(shape(), cfg=cfg, world_size=ranks).sizes.dedup_after == chunks
 
 
 @pytest.mark.parametrize(
-    ("name", "spread_tokens"),
+    ("name", "dispatch_tokens"),
     [
         ("qwen3-30b-a3b", 2),
         ("deepseek-v3", 1),  # whose rows are long
@@ -153,13 +153,13 @@ def test_the_rows_with_which_processors_begin_come_without_copies(
     ],
 )
 def test_few_tokens_are_spread_as_many_by_a_courier_as_have_lanes_and_rows_that_are_short(
-    name: str, spread_tokens: int
+    name: str, dispatch_tokens: int
 ) -> None:
     cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
     sizes = KernelShape(cfg=cfg, world_size=1, processors=131).sizes
-    assert sizes.spread_tokens == spread_tokens
-    assert sizes.spreads(spread_tokens * 131)
-    assert not sizes.spreads(spread_tokens * 131 + 1)
+    assert sizes.dispatch_tokens == dispatch_tokens
+    assert sizes.dispatches_tokens(dispatch_tokens * 131)
+    assert not sizes.dispatches_tokens(dispatch_tokens * 131 + 1)
 
 
 def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:

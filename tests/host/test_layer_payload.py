@@ -22,10 +22,10 @@ from tests.layers import (
     Weights,
     assert_matches,
     config,
+    deduplicated_rows,
     draw_call,
     draw_given_call,
     draw_weights,
-    rows_once,
 )
 
 RANKS = 4
@@ -64,10 +64,10 @@ class Traffic:
         routing = [weights.routing(call) for call in calls]
         counts = [torch.bincount(ids[ids >= 0], minlength=cfg.experts) for ids in routing]
         local = cfg.experts // ranks
-        first_rows = sizes_of(cfg, ranks, 1).once_after * CHUNK_ROWS
+        first_rows = sizes_of(cfg, ranks, 1).dedup_after * CHUNK_ROWS
         crossing = [
             [
-                rows_once(ids, range(rank * local, (rank + 1) * local), first_rows)
+                deduplicated_rows(ids, range(rank * local, (rank + 1) * local), first_rows)
                 for rank in range(ranks)
             ]
             for ids in routing
@@ -85,7 +85,7 @@ class Traffic:
     def once(self, source: int, destination: int) -> bool:
         """Whether each token goes there once."""
         sizes = sizes_of(self.cfg, len(self.sent), 1)
-        many = sizes.sends_once(self.pairs(source, destination))
+        many = sizes.deduplicates(self.pairs(source, destination))
         return many and self.direct and source != destination
 
     def rows(self, source: int, destination: int) -> int:
@@ -99,14 +99,14 @@ class Traffic:
         peers = [peer for peer in range(len(self.sent)) if peer != rank]
         return sum(self.rows(rank, peer) + self.pairs(peer, rank) for peer in peers)
 
-    def made_whole(self, source: int, destination: int) -> int:
+    def replicated(self, source: int, destination: int) -> int:
         """Chunks that the destination copies rows into."""
-        first = sizes_of(self.cfg, len(self.sent), 1).once_after
+        first = sizes_of(self.cfg, len(self.sent), 1).dedup_after
         return max(0, self.chunks(source, destination) - first)
 
     def origins(self, source: int, destination: int) -> int:
         """Rows of these chunks."""
-        first = sizes_of(self.cfg, len(self.sent), 1).once_after
+        first = sizes_of(self.cfg, len(self.sent), 1).dedup_after
         return max(0, self.pairs(source, destination) - first * CHUNK_ROWS)
 
     def chunks(self, source: int, destination: int) -> int:
@@ -208,7 +208,7 @@ def test_a_token_goes_once_to_a_rank_that_gets_many_rows(traffic: Results, way: 
     for asked, stats in traffic:
         for rank, own in enumerate(stats):
             sources = [peer for peer in range(RANKS) if asked.once(peer, rank)]
-            chunks = sum(asked.made_whole(peer, rank) for peer in sources)
+            chunks = sum(asked.replicated(peer, rank) for peer in sources)
             assert own["tasks"]["replicate"] == chunks
             saved += sum(own["pairs_sent"]) - sum(own["rows_sent"])
     one_expert = asked.cfg.experts == RANKS
@@ -261,7 +261,9 @@ def test_tasks_cover_the_tokens_the_chunks_and_the_tiles(traffic: Results) -> No
             sizes = sizes_of(cfg, RANKS, own["processors"])
             pieces = sum(-(-rows // PART_ROWS) for rows in own["pairs_sent"])
             assert tasks["dispatch"] in (
-                (sum(own["pairs_sent"]),) if sizes.spreads(asked.tokens[rank]) else (chunks, pieces)
+                (sum(own["pairs_sent"]),)
+                if sizes.dispatches_tokens(asked.tokens[rank])
+                else (chunks, pieces)
             )
             # Of those who sent a row, and, a block a part, of those who sent nothing.
             fewest = -(-sum(own["pairs_sent"]) // (cfg.top_k * COMBINE_TOKENS))

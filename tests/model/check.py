@@ -186,8 +186,8 @@ WORLDS = [
         100_000,
         *("EPOCHS=2", "ROWS=2", "WINDOW=2", "ONE_WAY"),
     ),
-    world("2 ranks, 2 calls, planned whole, one processor", "whole", 1_000_000, "PARTS=1"),
-    world("2 ranks, 2 calls, one planned whole, one by rows", "whole", 600_000, "BY_ROWS=1"),
+    world("2 ranks, 2 calls, planned up front, one processor", "up_front", 1_000_000, "PARTS=1"),
+    world("2 ranks, 2 calls, one planned up front, one by rows", "up_front", 600_000, "BY_ROWS=1"),
     world("3 ranks, two failures", "abort", 400_000, "FAILURES=2"),
     world("3 ranks, one dies", "abort", 500_000, "FAILURES=2", "DEATHS=1"),
     world(
@@ -244,14 +244,14 @@ LARGE_WORLDS = [
         *(*ONCE, "EPOCHS=2", "CHUNK_ROWS=2", "TOTAL_ROWS=2", "WITH_SELF"),
     ),
     world(
-        "2 ranks, a call, planned whole, two processors",
-        "whole",
+        "2 ranks, a call, planned up front, two processors",
+        "up_front",
         15_000_000,
         *("PROCESSORS=2", "EPOCHS=1", "PARTS=1"),
     ),
     world(
-        "2 ranks, 2 calls, one planned whole, one by rows, two processors",
-        "whole",
+        "2 ranks, 2 calls, one planned up front, one by rows, two processors",
+        "up_front",
         6_900_000,
         *("BY_ROWS=1", "PARTS=1", "PROCESSORS=2"),
     ),
@@ -276,25 +276,27 @@ LARGE_WORLDS = [
 ]
 
 MUTATIONS = [
-    mutation("second GEMMs handed out first", "whole", DEADLOCK, "SECOND_GEMMS_FIRST"),
-    mutation("Combine handed out first", "whole", DEADLOCK, "COMBINE_FIRST"),
-    mutation("rows that are not awaited", "whole", READS_NO_ROW, "ROWS_NOT_AWAITED"),
+    mutation("second GEMMs handed out first", "up_front", DEADLOCK, "SECOND_GEMMS_FIRST"),
+    mutation("Combine handed out first", "up_front", DEADLOCK, "COMBINE_FIRST"),
+    mutation("rows that are not awaited", "up_front", READS_NO_ROW, "ROWS_NOT_AWAITED"),
     mutation(
         "one part of a first GEMM that is awaited",
-        "whole",
+        "up_front",
         READS_NO_PRODUCT,
         *("ONE_PART_AWAITED", "PROCESSORS=2"),
     ),
-    mutation("results that are not awaited", "whole", READS_NO_RESULT, "RESULTS_NOT_AWAITED"),
-    mutation("a counter of parts that stays", "whole", DEADLOCK, "COUNTER_STAYS"),
+    mutation("results that are not awaited", "up_front", READS_NO_RESULT, "RESULTS_NOT_AWAITED"),
+    mutation("a counter of parts that stays", "up_front", DEADLOCK, "COUNTER_STAYS"),
     mutation(
         "credits cleared before processors have seen them",
-        "whole",
+        "up_front",
         DEADLOCK,
         "CREDITS_CLEARED_WHEN_SEEN",
     ),
-    mutation("credits that stay", "whole", DEADLOCK, "CREDITS_STAY"),
-    mutation("chunks that are not listed when a call ends", "whole", DEADLOCK, "LISTS_NOT_AWAITED"),
+    mutation("credits that stay", "up_front", DEADLOCK, "CREDITS_STAY"),
+    mutation(
+        "chunks that are not listed when a call ends", "up_front", DEADLOCK, "LISTS_NOT_AWAITED"
+    ),
     mutation(
         "a flag without its release", "exchange", READS_WRONG_ROW, "FLAG_RELAXED", *THREE_CALLS
     ),

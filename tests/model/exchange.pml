@@ -6,16 +6,16 @@
  *   route            counts to every peer, zeros too            routing_finish.hpp assign_slots,
  *                                                              route_nothing
  *   deliver_count    a count word, stored relaxed, is seen      packet.hpp send_count
- *   write_rows       rows of a chunk into the owner's cell      lone_warp.hpp copy_rows,
+ *   write_rows       rows of a chunk into the owner's cell      warp_processor.hpp copy_rows,
  *                                                              kernels/sm90/courier.cuh copy_part
  *   send_flag        the chunk's flag, released                 packet.hpp send_chunk
  *   decode           counts of a source, bound on rows          counts_subscriber.hpp
  *   land             flag of a chunk, acquired; its list word   landings_subscriber.hpp
- *   copy_rows        tokens to the rows that were not sent      lone_warp.hpp replicate_rows,
+ *   copy_rows        tokens to the rows that were not sent      warp_processor.hpp replicate_rows,
  *                                                              kernels/sm90/courier.cuh landed_copy
  *   raise_flag       the chunk is whole, released               courier.hpp complete
  *   take_chunk       flag of a chunk, acquired; its tiles       arrivals_subscriber.hpp
- *   compute          one part of a tile: reads its row, writes  lone_warp.hpp Kernels
+ *   compute          one part of a tile: reads its row, writes  warp_processor.hpp Kernels
  *                    its columns of the result
  *   return_row       the credit, behind a fence                 packet.hpp return_rows
  *   take_credit      full credit: taken in, set back to 0       returns_subscriber.hpp

@@ -11,7 +11,7 @@
  *   land           rows added to landed, behind the bytes     sender.hpp send: order_puts, add_word
  *   echo           what is new of that is told to the peer    sender.hpp echo
  *   hear           ... and arrives there                      sender.hpp echoed
- *   compute        a row that is here, to a staged result     lone_warp.hpp, arrivals_subscriber.hpp
+ *   compute        a row that is here, to a staged result     warp_processor.hpp, arrivals_subscriber.hpp
  *   combine        a result that is back; its credit to 0     returns_subscriber.hpp
  *   end            counts known, all rows put back, all own   scheduler.hpp finished
  *                  rows combined: the next call

@@ -27,8 +27,8 @@ constexpr u64 kPointsMost = 100'000;
 
 Geometry geometry_of_couriers() {
   Geometry g = small_geometry(2, 4, 256);
-  g.once_rows = 1;
-  g.spread_tokens = 1;  // so that a call without tokens has no other parts
+  g.dedup_rows = 1;
+  g.dispatch_tokens = 1;  // so that a call without tokens has no other parts
   g.processors = kCouriers;
   return g;
 }

@@ -33,7 +33,7 @@ using Rows = std::vector<u32>;
 
 Geometry geometry_of(u32 experts) {
   Geometry g = small_geometry(kSources, kSources * experts, 4096);
-  g.whole_rows = kNarrowRows;
+  g.up_front_rows = kNarrowRows;
   g.processors = kProcessors;
   return g;
 }
@@ -145,7 +145,8 @@ void nobody_waits_for_a_part_behind_his_own(const Rows& rows, u32 hidden_bytes) 
   Arrivals arrivals(rows, hidden_bytes);
   arrivals.count_all();
   const std::vector<ReadyWord> words = arrivals.step();
-  expect(arrivals.planned() == Planned::whole, "a call whose counts are all here is planned whole");
+  expect(arrivals.planned() == Planned::up_front,
+         "a call whose counts are all here is planned up front");
   std::set<std::tuple<TaskKind, u32, u32>> seen;
   std::map<u32, u32> firsts;      // of each tile: parts of its first GEMM so far,
   std::map<u32, u32> last_first;  // and how many all tiles had with the last of them
@@ -207,7 +208,7 @@ void sums_do_not_wait_behind_products_for_what_they_need_first() {
   expect(arrivals.step().empty() && arrivals.planned() == Planned::unknown,
          "the Combine of tokens that sent no row gets its slots before");
   arrivals.unsent_are_handed_out();
-  expect(!arrivals.step().empty() && arrivals.planned() == Planned::whole, "then all others");
+  expect(!arrivals.step().empty() && arrivals.planned() == Planned::up_front, "then all others");
 }
 
 void counts_that_are_a_little_late_are_awaited() {
@@ -216,8 +217,8 @@ void counts_that_are_a_little_late_are_awaited() {
   arrivals.all_rows_come(1);
   expect(arrivals.steps_in_vain(), "a rank that is not routed yet plans nothing");
   arrivals.count(0);
-  expect(!arrivals.step().empty() && arrivals.planned() == Planned::whole,
-         "when it is, its call is planned whole");
+  expect(!arrivals.step().empty() && arrivals.planned() == Planned::up_front,
+         "when it is, its call is planned up front");
 }
 
 void a_late_rank_does_not_hold_up_the_rest() {
@@ -237,7 +238,7 @@ void a_late_rank_does_not_hold_up_the_rest() {
   }
   expect(Machine::now_ns() - begun_ns >= ArrivalsSubscriber<Machine>::kCountsPatienceNs,
          "for some time");
-  expect(arrivals.planned() == Planned::by_rows, "then tiles are made as rows come");
+  expect(arrivals.planned() == Planned::by_arrival, "then tiles are made as rows come");
   const std::set<u32> posted = arrivals.posted();
   by_rows.insert(posted.begin(), posted.end());
   constexpr u32 kExperts = 2;
@@ -250,7 +251,7 @@ void a_late_rank_does_not_hold_up_the_rest() {
     ++parts[{word.kind(), arrivals.tile_of(word)}];
     expect(by_rows.count(arrivals.tile_of(word)) == 0, "no tile is handed out twice");
   }
-  expect(arrivals.planned() == Planned::by_rows, "others have been told how it began");
+  expect(arrivals.planned() == Planned::by_arrival, "others have been told how it began");
   u32 tiles = 0;
   for (const auto& [what, its] : parts) {
     tiles += what.first == TaskKind::gemm0 ? 1 : 0;
@@ -267,7 +268,8 @@ void a_late_rank_does_not_hold_up_the_rest() {
 void a_source_that_is_a_call_ahead_is_not_late() {
   Arrivals arrivals({300, 300});
   arrivals.count_all();
-  expect(!arrivals.step().empty() && arrivals.planned() == Planned::whole, "a call planned whole");
+  expect(!arrivals.step().empty() && arrivals.planned() == Planned::up_front,
+         "a call planned up front");
   expect(arrivals.late_source() == 0, "no rows are here");
   arrivals.all_rows_come(0, kEpoch + 1);
   arrivals.look_at_all();

@@ -63,7 +63,7 @@ Geometry make_geometry(RowMap row_map) {
   g.gemm0_parts = 1;
   g.gemm1_parts = 1;
   g.segment_align = Geometry::kSegmentAlign;
-  g.once_rows = 1;
+  g.dedup_rows = 1;
   g.processors = 1;
   return g;
 }

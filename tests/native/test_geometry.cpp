@@ -85,22 +85,23 @@ bool spread_parts_fit(u32 each_most, u32 processors, u32 tokens) {
   geometry.experts = 8;
   geometry.top_k = 2;
   geometry.processors = processors;
-  geometry.spread_tokens = each_most;
+  geometry.dispatch_tokens = each_most;
   bool fit = true;
   for (u32 called = 0; called <= tokens; ++called) {
-    const u32 each = geometry.spread_tokens_of(called);
-    const u32 parts = geometry.spread_parts_of(called);
-    const bool spreads = each_most > 0 && called <= each_most * processors;
-    fit = fit && geometry.spreads(called) == spreads && parts * each >= called &&
-          (parts == 0 || (parts - 1) * each < called) && parts <= processors &&
-          (!spreads || each <= each_most);
+    const u32 each = geometry.tokens_of_part(called);
+    const u32 parts = geometry.token_parts(called);
+    const bool dispatches_tokens = each_most > 0 && called <= each_most * processors;
+    fit = fit && geometry.dispatches_tokens(called) == dispatches_tokens &&
+          parts * each >= called && (parts == 0 || (parts - 1) * each < called) &&
+          parts <= processors && (!dispatches_tokens || each <= each_most);
   }
   // Rows of calls that may take tokens once leave in the order in which tiles want them.
-  geometry.once_rows = 10;
-  return fit && geometry.spreads(4) == (each_most * processors >= 4) && !geometry.spreads(5);
+  geometry.dedup_rows = 10;
+  return fit && geometry.dispatches_tokens(4) == (each_most * processors >= 4) &&
+         !geometry.dispatches_tokens(5);
 }
 
-/// Whether calls are planned whole over direct links, and beside a network where order does not
+/// Whether calls are planned up front over direct links, and beside a network where order does not
 /// matter, and whether as many tiles are cut in halves as leave each half a processor.
 bool whole_plans_fit() {
   Geometry geometry{};
@@ -111,21 +112,22 @@ bool whole_plans_fit() {
   geometry.processors = 131;
   geometry.gemm0_parts = geometry.gemm1_parts = 16;
   geometry.gemm1_narrow_parts = 32;
-  bool fit = !geometry.plans_whole(true, 1) && !geometry.may_plan_whole(0);  // not without leave
-  geometry.whole_rows = 64;
+  bool fit =
+      !geometry.plans_up_front(true, 1) && !geometry.may_plan_up_front(0);  // not without leave
+  geometry.up_front_rows = 64;
   geometry.remote = 1;  // beside a network: only where the order of tiles does not matter
-  fit = fit && geometry.plans_whole(true, 1000) && geometry.plans_whole(false, 8) &&
-        !geometry.plans_whole(false, 9);
+  fit = fit && geometry.plans_up_front(true, 1000) && geometry.plans_up_front(false, 8) &&
+        !geometry.plans_up_front(false, 9);
   // An expert has half as many rows, of both ranks, as each has tokens.
-  fit = fit && geometry.may_plan_whole(128) && geometry.may_plan_whole(512) &&
-        !geometry.may_plan_whole(514);
+  fit = fit && geometry.may_plan_up_front(128) && geometry.may_plan_up_front(512) &&
+        !geometry.may_plan_up_front(514);
   geometry.remote = 0;
-  fit = fit && geometry.plans_whole(false, 1000) && geometry.may_plan_whole(8192);
+  fit = fit && geometry.plans_up_front(false, 1000) && geometry.may_plan_up_front(8192);
   geometry.large_experts = 1;  // some tiles of each of the four
-  fit = fit && geometry.plans_whole(false, 32) && !geometry.plans_whole(false, 33) &&
-        geometry.may_plan_whole(2048) && !geometry.may_plan_whole(2050);
+  fit = fit && geometry.plans_up_front(false, 32) && !geometry.plans_up_front(false, 33) &&
+        geometry.may_plan_up_front(2048) && !geometry.may_plan_up_front(2050);
   geometry.world = 1;  // unless nobody else has any
-  fit = fit && geometry.plans_whole(false, 1000) && geometry.may_plan_whole(8192);
+  fit = fit && geometry.plans_up_front(false, 1000) && geometry.may_plan_up_front(8192);
   geometry.world = 2;
   for (u32 left = 0; left < 40; ++left) {
     const u32 cut = geometry.tiles_in_halves(left);
@@ -156,7 +158,7 @@ bool words_say_their_rows(u32 rows) {
   };
   bool right = true;
   for (const u32 peer : {0U, 1U, geometry.world - 1}) {
-    for (const u32 part_rows : {geometry.chunk_rows, geometry.piece_rows()}) {
+    for (const u32 part_rows : {geometry.chunk_rows, geometry.quarter_rows()}) {
       for (u32 first = 0; first < rows; first += part_rows) {
         right = right && says(dispatch_word(geometry, kEpoch, peer, first, part_rows), true, peer,
                               first, part_rows);
@@ -181,7 +183,7 @@ int main() {
     }
   }
   if (!whole_plans_fit()) {
-    std::printf("calls are planned whole, or tiles cut, where they should not be\n");
+    std::printf("calls are planned up front, or tiles cut, where they should not be\n");
     return 1;
   }
   for (const u32 processors : {1U, 3U, 131U}) {

@@ -273,7 +273,7 @@ def test_rows_become_tiles_expert_by_expert_or_as_they_arrive(tmp_path: Path) ->
 
 
 def test_a_rank_alone_plans_every_part_once(tmp_path: Path) -> None:
-    assert_program_passes("test_lone_plan.cpp", tmp_path)
+    assert_program_passes("test_single_rank_plan.cpp", tmp_path)
 
 
 def test_a_call_is_planned_whole_in_an_order_without_circles(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_call_is_planned_whole_in_an_order_without_circles(tmp_path: Path) -> 
 
 
 def test_tiles_of_few_rows_are_the_same_whoever_makes_them(tmp_path: Path) -> None:
-    assert_program_passes("test_few_plan.cpp", tmp_path)
+    assert_program_passes("test_small_batch_plan.cpp", tmp_path)
 
 
 def test_parts_that_everyone_knows_are_all_there_once(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ RUNS, SOUND_RUNS, THREADED_RUNS = 1000, 30, 200
 FAULTS = {
     "releases_are_relaxed": Fault("threads", "ThreadSanitizer: data race"),
     "signal_overtakes_rows": Fault("threads", "ThreadSanitizer: data race"),
-    "whole_chunk_overtakes_rows": Fault("threads", "ThreadSanitizer: data race"),
+    "replicated_chunk_overtakes_rows": Fault("threads", "ThreadSanitizer: data race"),
     "shares_are_not_ordered": Fault("threads", "ThreadSanitizer: data race"),
     "windows_have_no_end": Fault("sender", "two chunks are put in a window"),
     "later_failures_replace_earlier_ones": Fault(
@@ -402,20 +402,20 @@ FAULTS = {
     "tiles_in_place_have_other_tokens": Fault("explorer", "gives a wrong result"),
     "unsent_tokens_do_not_await_routing": Fault("explorer", "gives a wrong result|without a fault"),
     "tiles_are_handed_out_twice": Fault("explorer", ""),
-    "whole_chunks_count_as_replicated": Fault("explorer", "fails with kind"),
+    "full_chunks_count_as_replicated": Fault("explorer", "fails with kind"),
     "second_gemms_come_first": Fault("explorer", "without a fault"),
     "landed_rows_are_not_copied": Fault("explorer", "gives a wrong result"),
     "results_go_where_old_ones_went": Fault("explorer", "gives a wrong result"),
     "peers_results_share_a_place": Fault("explorer", "gives a wrong result"),
     "few_rows_begin_where_others_do": Fault("explorer", "gives a wrong result|without a fault"),
-    "another_part_is_foreseen": Fault("explorer", ""),
+    "another_part_is_looked_up": Fault("explorer", ""),
     "lost_counts_are_awaited_for_ever": Fault(
         "explorer", "does not end", seed=251, takes_long=True
     ),
-    "foreseen_parts_are_not_compared": Fault("explorer", ""),
+    "early_parts_are_not_compared": Fault("explorer", ""),
     "a_credit_stays": Fault("explorer", ""),
     "no_tokens_send_no_counts": Fault("explorer", ""),
-    "pieces_count_as_chunks": Fault("explorer", ""),
+    "quarters_count_as_chunks": Fault("explorer", ""),
     "torn_descriptors_are_run": Fault("explorer", ""),
     "empty_places_have_no_counts": Fault("explorer", "without a fault"),
     "calls_end_with_one_list": Fault("two subscribers", "seed", seed=1001, takes_long=True),

@@ -112,7 +112,8 @@ void only_the_last_tiles_are_cut() {
   handed.post_all(TaskKind::gemm1, 5);
   const std::vector<ReadyWord> words = handed.hand_out();
   for (u32 i = 0; i < words.size(); ++i) {
-    expect(words[i].halved() == (i >= 4 * kParts), "the last tile's parts are halves, no other's");
+    expect(words[i].half_width() == (i >= 4 * kParts),
+           "the last tile's parts are halves, no other's");
   }
 }
 
@@ -139,7 +140,8 @@ void a_narrow_tile_is_not_cut_again() {
   handed.all_made(1);
   handed.post(TaskKind::gemm1, kNarrowParts);
   const std::vector<ReadyWord> words = handed.hand_out();
-  expect(words.size() == kNarrowParts && !words[0].halved(), "its parts are half as wide already");
+  expect(words.size() == kNarrowParts && !words[0].half_width(),
+         "its parts are half as wide already");
 }
 
 /// When as many tiles of both GEMMs are ready: parts of second ones that go before the last part of

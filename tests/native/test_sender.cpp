@@ -111,7 +111,7 @@ class World {
     task.kind = TaskKind::gemm1;
     task.segment_count = 1;
     task.segments[0] = Segment{first, static_cast<u16>(peer), static_cast<u16>(rows)};
-    task.seal = moeos::kWhole ^ moeos::first_word(TaskKind::gemm1, 1, 0) ^
+    task.seal = moeos::kIntact ^ moeos::first_word(TaskKind::gemm1, 1, 0) ^
                 moeos::words_of(task.segments[0]);
     // The peer has said that its results of rank 0 begin at its first row.
     *from.here<moeos::u64>(from.layout.base(kEpoch, peer)) = moeos::count_word(kEpoch, 0);

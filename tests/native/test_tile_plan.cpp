@@ -193,7 +193,7 @@ void segments_of_wide_tiles_lie_side_by_side() {
   expect(laid_out_rows(g, tile, 0, 0) == 29 && laid_out_rows(g, tile, 1, 29) == 30 &&
              laid_out_rows(g, tile, 2, 59) == 45,
          "the last segment takes the padding");
-  expect(is_whole(tile), "the descriptor is sealed");
+  expect(is_intact(tile), "the descriptor is sealed");
 }
 
 void a_plan_is_complete_when_all_rows_are_in_tiles() {

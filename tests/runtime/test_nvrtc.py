@@ -35,7 +35,7 @@ def nvshmem_options() -> list[bytes]:
 
 
 WHOLE_OS = """
-#include "runtime/lone_warp.hpp"
+#include "runtime/warp_processor.hpp"
 #include "runtime/os.hpp"
 #include "runtime/platform/cuda/platform.hpp"
 #include "runtime/platform/cuda/mapped_transport.hpp"

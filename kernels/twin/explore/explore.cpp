@@ -89,7 +89,7 @@ class Fault : public Device {
       return static_cast<u32>(random() % (1 + random() % count));
     };
     const u32 least = g.tells_bases() ? 0 : 1;
-    switch (draw(random, least, g.once() ? 9 : 6)) {
+    switch (draw(random, least, g.deduplicates_any() ? 9 : 6)) {
       case 0:
         return Damage{"a base of results", heap + layout.base(draw(random, 0, 1), source),
                       sizeof(u64), bits};

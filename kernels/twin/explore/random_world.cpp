@@ -273,12 +273,12 @@ RandomWorld draw_world(Random& random, Extent extent) {
   const u32 ranks_per_node = draw(random, 0, 2) == 0 ? g.world : draw(random, 1, g.world);
   g.remote = ranks_per_node < g.world ? 1 : 0;
   g.window_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, 400);  // 0: as small as it may be
-  g.once_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
-  g.spread_tokens = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
-  g.whole_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
+  g.dedup_rows = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
+  g.dispatch_tokens = draw(random, 0, 1) == 0 ? 0 : draw(random, 1, small ? 8 : 60);
+  g.up_front_rows = draw(random, 0, 1) == 0 ? 0 : 8 * draw(random, 1, 8);
   const bool split_os = draw(random, 0, 1) == 1 || Machine::kReturnsSubscribers > 1;
   const bool jitter = draw(random, 0, 3) == 0;
-  g.once_after = g.once_rows == 0 ? 0 : draw(random, 0, 2);
+  g.dedup_after = g.dedup_rows == 0 ? 0 : draw(random, 0, 2);
   if (draw(random, 0, 2) == 0) {
     LayerShape& shape = world.shape;
     shape.shared_experts = draw(random, 1, 2);

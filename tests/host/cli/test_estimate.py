@@ -70,7 +70,7 @@ def test_a_call_does_what_the_estimate_says(
     assert work.tasks["route"] == stats.tasks["route"]
     assert work.tasks["dispatch"] == stats.tasks["dispatch"]
     # The runtime looks for tokens without pairs wherever the caller routes; but not in a call that
-    # is planned whole, which one of few tokens is whose counts come in time.
+    # is planned up front, which one of few tokens is whose counts come in time.
     blocks = -(-tokens // 32)
     looks = 0 if sizes_of(cfg, ranks, processors=1).may_await(tokens) else blocks
     assert work.tasks["combine"] + looks <= stats.tasks["combine"] <= tokens + blocks

@@ -18,7 +18,7 @@ from moeos.bench.studies.evaluate.document import Case, Document
 from moeos.bench.studies.evaluate.study import EvaluationOptions
 from moeos.commands import provenance
 from moeos.engines.twin import sizes_of
-from tests.layers import rows_once
+from tests.layers import deduplicated_rows
 from tests.processes import launched
 
 COMMIT = {"id": "a" * 40, "changed_files": ["README.md"]}
@@ -107,7 +107,7 @@ def by_routing(case: Case) -> list[tuple[list[int], int, int]]:
         away = ids // local != world.rank
         sizes = sizes_of(cfg, RANKS, 1)
         others = range((1 - world.rank) * local, (2 - world.rank) * local)
-        once = rows_once(ids, others, sizes.once_after * sizes.chunk_rows)
+        once = deduplicated_rows(ids, others, sizes.dedup_after * sizes.chunk_rows)
         counts = torch.bincount(ids.flatten(), minlength=cfg.experts).tolist()
         return counts, int(away.sum()), once
 
@@ -145,7 +145,7 @@ def test_the_payload_is_that_of_the_routing(results: dict[str, Any]) -> None:
         sizes = sizes_of(study.config_of(options_of(Path()), "twin", case), RANKS, 1)
         local = case.experts // RANKS
         pairs = sum(away for _, away, _ in ranks)
-        rows = sum(once if sizes.sends_once(away) else away for _, away, once in ranks)
+        rows = sum(once if sizes.deduplicates(away) else away for _, away, once in ranks)
         fullest = max(max(of_source) for of_source, _, _ in ranks)
         assert found["pairs_to_peers"] == pairs
         assert found["row_bytes_to_peers"] == (rows + pairs) * ROW_BYTES

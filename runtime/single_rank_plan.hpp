@@ -23,9 +23,9 @@ namespace moeos {
 /// Every function by all lanes of a warp. A lane has experts that follow each other, and keeps
 /// their rows in registers: loops over them are unrolled where sizes are constants.
 template <Platform P>
-class LonePlan {
+class SingleRankPlan {
  public:
-  LonePlan(const Rank<P>& rank, const Call& call)
+  SingleRankPlan(const Rank<P>& rank, const Call& call)
       : rank_(rank), call_(call), in_place_(rank.geometry().reads_in_place(call.tokens)) {}
 
   /// Looks once at the `nth` word; whether it is here, and the others will be soon. For whoever
@@ -80,7 +80,7 @@ class LonePlan {
       note_tokens(task);
     }
     const ReadyWord word(call_.epoch, task.kind, task.tile, part);
-    return task.halved != 0 ? word.cut_in_halves() : word;
+    return task.half_width != 0 ? word.cut_in_halves() : word;
   }
 
  private:

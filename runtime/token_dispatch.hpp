@@ -21,8 +21,8 @@
 
 namespace moeos {
 
-/// Where a pair's row goes, in a call whose tokens are spread; nowhere, if it has none.
-struct SpreadRow {
+/// Where a pair's row goes, in a call dispatched by token; nowhere, if it has none.
+struct TokenRow {
   bool goes = false;
   u32 peer = 0;
   u32 number = 0;     // in the cell
@@ -31,22 +31,22 @@ struct SpreadRow {
 };
 
 /// What a lane has to say of the chunk that its row is in.
-struct SpreadChunk {
+struct TokenChunk {
   u32 rows;        // of the part; 0: another lane speaks for the chunk, or there is none
   bool announced;  // these were its last ones
 };
 
 /// The courier of such a call. Every function by one warp, a pair a lane.
 template <Platform P>
-class Spread {
+class TokenDispatch {
  public:
   /// `actor`: as Courier's.
-  Spread(const Rank<P>& rank, const Call& call, u32 actor)
+  TokenDispatch(const Rank<P>& rank, const Call& call, u32 actor)
       : rank_(rank),
         call_(call),
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[actor]),
-        all_taken_(!rank.geometry().spreads(call.tokens) ||
+        all_taken_(!rank.geometry().dispatches_tokens(call.tokens) ||
                    rank.geometry().reads_in_place(call.tokens)) {}
 
   /// Takes the next part: its tokens, which may not be routed yet. False: there is none any more.
@@ -58,7 +58,7 @@ class Spread {
     const u32 part = by_one_lane<P>([this] {
       return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_taken.value, 1U);
     });
-    const u32 each = rank_.geometry().spread_tokens_of(call_.tokens);
+    const u32 each = rank_.geometry().tokens_of_part(call_.tokens);
     tokens = {minimum(call_.tokens, part * each), minimum(call_.tokens, (part + 1) * each)};
     all_taken_ = tokens.first == tokens.end;
     return !all_taken_;
@@ -80,7 +80,7 @@ class Spread {
   bool begin_part() const { return hold_back(rank_, call_, stage_of(TaskKind::dispatch)); }
 
   /// Finds where this lane's pair goes, if it has one (`there`), and notes it.
-  SpreadRow look_up(const RoutingMap& map, u32 pair, bool there) const {
+  TokenRow look_up(const RoutingMap& map, u32 pair, bool there) const {
     if (!there || !map.sent(pair)) {
       return {};
     }
@@ -92,11 +92,11 @@ class Spread {
 
   /// Counts this lane's row, which is where it goes, in its chunk, and announces that if it is
   /// whole.
-  SpreadChunk count(const SpreadRow& row) {
+  TokenChunk count(const TokenRow& row) {
     const Geometry& geometry = rank_.geometry();
     const u32 number = row.peer * geometry.chunks() + row.chunk;
     const u32 alike = P::alike(row.goes ? number : kNone);
-    SpreadChunk chunk{row.goes && P::lanes_before(alike) == 0 ? P::count(alike) : 0, false};
+    TokenChunk chunk{row.goes && P::lanes_before(alike) == 0 ? P::count(alike) : 0, false};
     P::sync_lanes();  // what the lanes have stored is there for whoever speaks for their chunk
     if (chunk.rows > 0) {
       count_carried(rank_, call_, row.peer, chunk.rows);
@@ -139,7 +139,7 @@ class Spread {
 
 /// The event of what tokens have brought to a chunk, the first of it for `pair`. A trace and a
 /// tally have it as a part: in others, too, all rows of a part are in one chunk.
-constexpr TraceEvent event_of_spread(const SpreadRow& row, const SpreadChunk& chunk, u32 pair) {
+constexpr TraceEvent event_of_token_row(const TokenRow& row, const TokenChunk& chunk, u32 pair) {
   TraceEvent event{};
   event.kind = static_cast<u32>(TaskKind::dispatch);
   event.part = pair;

@@ -12,7 +12,7 @@ namespace moeos {
 
 /// One actor's, in one call. By one lane.
 template <Platform P>
-class Hearsay {
+class GraceTime {
  public:
   /// For each link of the chain, from the rank that sees who is late: as much longer than it as
   /// deadlines of ranks may end behind each other.

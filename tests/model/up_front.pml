@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-/* Calls that are planned whole: parts are handed out before their inputs are here, and processors
+/* Calls that are planned up front: parts are handed out before their inputs are here, and processors
  * wait for these. Does everybody get on, whatever the number of processors?
  *
  * What is modelled, and where it is in the code:
  *
  *   publish        the words of all parts, in the order of    arrivals_subscriber.hpp hand_out_all,
- *                  the ring: first GEMM, second, Combine      returns_subscriber.hpp hand_out_whole
+ *                  the ring: first GEMM, second, Combine      returns_subscriber.hpp hand_out_up_front
  *   claim          a ticket, then the wait for its slot       processor.hpp claim
  *   await          the wait for what the part needs           inputs.hpp, processor.hpp await
  *   gemm0          a part of a tile's first GEMM, counted     processor.hpp complete
  *   gemm1          a part of its second; the last credits     packet.hpp return_rows
  *                  the owners and sets the counter to 0
- *   combine        a token's results                          lone_warp.hpp
- *   courier        a row to each rank, and its flag           spread.hpp, packet.hpp
+ *   combine        a token's results                          warp_processor.hpp
+ *   courier        a row to each rank, and its flag           token_dispatch.hpp, packet.hpp
  *   list           the chunks that are to come back, by a     returns_subscriber.hpp await_chunks
  *                  warp that may look late
  *   end            rows returned, token combined, processors  scheduler.hpp finished, interrupt

@@ -11,23 +11,23 @@ namespace moeos {
 
 /// Each lane holds one word of the descriptor.
 template <Platform P>
-bool is_whole(u32 word, u32 segments) {
+bool is_intact(u32 word, u32 segments) {
   static_assert(P::kLanes == kTaskWords);
-  return P::exclusive_or(share_of(P::lane(), word, segments)) == kWhole;
+  return P::exclusive_or(share_of(P::lane(), word, segments)) == kIntact;
 }
 
 /// Copies a descriptor to memory that all lanes see; false if it is not whole. What has been looked
 /// at is what is there.
 template <Platform P>
-bool copy_whole(const Task& from, Task& to) {
+bool copy_intact(const Task& from, Task& to) {
   if constexpr (P::kLanes == 1) {
     to = from;
-    return is_whole(to);
+    return is_intact(to);
   } else {
     const u32 mine = reinterpret_cast<const u32*>(&from)[P::lane()];
     reinterpret_cast<u32*>(&to)[P::lane()] = mine;
     P::sync_lanes();
-    return is_whole<P>(mine, to.segment_count);
+    return is_intact<P>(mine, to.segment_count);
   }
 }
 

@@ -15,9 +15,9 @@
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/row_tasks.hpp"
-#include "runtime/spread.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
+#include "runtime/token_dispatch.hpp"
 #include "runtime/trace.hpp"
 
 namespace moeos {
@@ -120,23 +120,24 @@ bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
 
 /// Spreads some tokens, once it is known where they go, if there are any left.
 template <Platform P, Kernels K>
-bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
-                const Processor<P>& processor, K& kernels, Spread<P>& spread, Trace<P>& trace) {
+bool run_token_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
+                        const Processor<P>& processor, K& kernels, TokenDispatch<P>& by_token,
+                        Trace<P>& trace) {
   constexpr u32 kAtOnce = 32;  // rows that are copied before any is counted
   const Geometry& geometry = rank.geometry();
   TokenRange tokens;
-  if (!spread.routed() || !spread.take(tokens) || !spread.begin_part()) {
+  if (!by_token.routed() || !by_token.take(tokens) || !by_token.begin_part()) {
     return false;
   }
   const u32 end_pair = tokens.end * geometry.top_k;
   u64 busy_ns = 0;
   for (u32 first = tokens.first * geometry.top_k; first < end_pair; first += kAtOnce) {
     const u32 pairs = minimum(kAtOnce, end_pair - first);
-    SpreadRow rows[kAtOnce];
+    TokenRow rows[kAtOnce];
     processor.pace().begin_part(rank, call);
     u64 begin = P::now_ns();
     for (u32 i = 0; i < pairs; ++i) {
-      rows[i] = spread.look_up(map, first + i, true);
+      rows[i] = by_token.look_up(map, first + i, true);
       begin += wait_for_links(rank, call, [&](u32 peer) {
         return rows[i].goes && peer == rows[i].peer ? u64{geometry.sent_bytes} : 0;
       });
@@ -148,9 +149,9 @@ bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
     const u64 end = P::now_ns();
     busy_ns += end - begin + processor.pace().slow_down(rank, call);
     for (u32 i = 0; i < pairs; ++i) {
-      const SpreadChunk chunk = spread.count(rows[i]);
+      const TokenChunk chunk = by_token.count(rows[i]);
       if (chunk.rows > 0) {
-        TraceEvent event = event_of_spread(rows[i], chunk, first + i);
+        TraceEvent event = event_of_token_row(rows[i], chunk, first + i);
         event.begin_ns = begin;
         event.end_ns = trace_time<P>(geometry);
         event.computed = event.stored = since_begin(event, end);
@@ -160,7 +161,7 @@ bool run_spread(const Rank<P>& rank, const Call& call, const RoutingMap& map,
     }
     processor.pace().end_part();
   }
-  spread.end_part(busy_ns);
+  by_token.end_part(busy_ns);
   return true;
 }
 
@@ -171,11 +172,11 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
   forget_last_call(rank, index);
   Processor<P> processor(rank, call, index);
   Courier<P> courier(rank, call, index);
-  Spread<P> spread(rank, call, index);
+  TokenDispatch<P> by_token(rank, call, index);
   Trace<P> trace(rank, index);
   const RoutingMap map(rank.geometry(), rank.memory, call);
   const auto dispatch = [&] {
-    return run_spread(rank, call, map, processor, kernels, spread, trace) ||
+    return run_token_dispatch(rank, call, map, processor, kernels, by_token, trace) ||
            run_dispatch(rank, call, map, processor, kernels, courier, trace);
   };
   MOEOS_CHECK(rank.geometry().route_slices == 1);

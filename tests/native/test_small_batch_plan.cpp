@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/few_plan.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/small_batch_plan.hpp"
 #include "runtime/tile_plan.hpp"
 #include "tests/native/lone_rank.hpp"
 
@@ -18,16 +18,16 @@ namespace {
 
 using moeos::count_word;
 using moeos::Failure;
-using moeos::FewPlan;
 using moeos::Geometry;
 using moeos::ReadyWord;
+using moeos::SmallBatchPlan;
 using moeos::Task;
 using moeos::TaskKind;
 using moeos::TilePlan;
 using moeos::u32;
 using moeos::u64;
 using moeos::twin::Machine;
-using Counts = FewPlan<Machine>::Counts;
+using Counts = SmallBatchPlan<Machine>::Counts;
 
 constexpr u32 kEpoch = LoneRank::kEpoch;
 constexpr u32 kMost = kNarrowRows;
@@ -37,7 +37,7 @@ using Rows = std::vector<std::vector<u32>>;
 
 Geometry geometry_of(u32 world, u32 local_experts, u32 narrow_rows) {
   Geometry g = small_geometry(world, world * local_experts, 512);
-  g.whole_rows = kMost;
+  g.up_front_rows = kMost;
   g.narrow_rows = narrow_rows;
   g.gemm1_narrow_parts = narrow_rows != 0 ? kNarrowParts : kParts;
   g.processors = 16;
@@ -64,7 +64,7 @@ class Counted {
     *reinterpret_cast<u64*>(rank_.heaps[0] + rank_.layout.count(kEpoch, source, expert)) =
         count_word(epoch, rows);
   }
-  FewPlan<Machine> plan() const { return FewPlan<Machine>(rank_.rank, rank_.call); }
+  SmallBatchPlan<Machine> plan() const { return SmallBatchPlan<Machine>(rank_.rank, rank_.call); }
   const Geometry& geometry() const { return rank_.geometry; }
 
   /// What the arrivals subscriber would write down.
@@ -93,7 +93,7 @@ bool same_tile(const Task& made, const Task& written) {
               made.local_expert == written.local_expert && made.tile == written.tile &&
               made.rows == written.rows && made.padded_rows == written.padded_rows &&
               made.first_result == written.first_result && made.narrow == written.narrow &&
-              made.awaits == 1 && written.awaits == 1 && made.halved == 0 && made.in_place == 0;
+              made.awaits == 1 && written.awaits == 1 && made.half_width == 0 && made.in_place == 0;
   for (u32 s = 0; same && s < made.segment_count; ++s) {
     same = std::memcmp(&made.segments[s], &written.segments[s], sizeof(moeos::Segment)) == 0;
   }
@@ -108,10 +108,10 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
   const u32 tiles = static_cast<u32>(written.size());
   const bool narrow = narrow_rows != 0;
   const u32 firsts = tiles * g.gemm0_parts_of(narrow);
-  const u32 parts = FewPlan<Machine>::parts(g, tiles);
+  const u32 parts = SmallBatchPlan<Machine>::parts(g, tiles);
   expect(parts == firsts + tiles * g.gemm1_parts_of(narrow), "both GEMMs of every tile");
   for (u32 number = 0; number < parts; ++number) {
-    FewPlan<Machine> plan = counted.plan();
+    SmallBatchPlan<Machine> plan = counted.plan();
     expect(plan.look() == Counts::here, "all counts are here");
     Task made;
     std::memset(&made, 0xa5, sizeof(made));  // what is not written would be seen
@@ -126,7 +126,7 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
            "a tile's parts follow each other");
     expect(same_tile(made, written[tile]), "a tile is the one that would be written");
   }
-  FewPlan<Machine> plan = counted.plan();
+  SmallBatchPlan<Machine> plan = counted.plan();
   Task made;
   expect(plan.look() == Counts::here && plan.part(parts, made).epoch() == 0,
          "a processor that guesses a number beyond them is told that there is no such part");
@@ -134,7 +134,7 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
 
 void a_count_of_each_source_is_waited_for_in_turn() {
   Counted counted({{1, 2}, {0, 3}, {4, 0}}, kNarrowRows);
-  const FewPlan<Machine> plan = counted.plan();
+  const SmallBatchPlan<Machine> plan = counted.plan();
   for (u32 number = 0; number < 7; ++number) {
     const u64* first = plan.sample(number, 0);
     const u64* second = plan.sample(number, 1);
@@ -164,7 +164,7 @@ void a_count_that_is_overwritten_is_named() {
   for (const auto& [wrong, what] : {std::pair{u64{kEpoch - 2} << 32 | 3, Counts::missing},
                                     std::pair{u64{kEpoch} << 32 | (kMost + 1), Counts::too_many}}) {
     counted.count(1, 1, static_cast<u32>(wrong >> 32), static_cast<u32>(wrong));
-    FewPlan<Machine> plan = counted.plan();
+    SmallBatchPlan<Machine> plan = counted.plan();
     expect(plan.look() == what, "one is another call's, or too large");
     Failure failure{};
     plan.name_damaged(failure);
@@ -187,6 +187,6 @@ int main() {
   processors_make_the_tiles_that_would_be_written(draw_rows(random, 33, 8), kNarrowRows);
   a_count_of_each_source_is_waited_for_in_turn();
   a_count_that_is_overwritten_is_named();
-  std::printf("test_few_plan: %d failed\n", failed);
+  std::printf("test_small_batch_plan: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }

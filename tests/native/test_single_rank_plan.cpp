@@ -8,8 +8,8 @@
 #include <tuple>
 #include <vector>
 
-#include "runtime/lone_plan.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/single_rank_plan.hpp"
 #include "tests/native/lone_rank.hpp"
 
 namespace {
@@ -18,8 +18,8 @@ using moeos::align_up;
 using moeos::ceil_div;
 using moeos::count_word;
 using moeos::Geometry;
-using moeos::LonePlan;
 using moeos::ReadyWord;
+using moeos::SingleRankPlan;
 using moeos::Task;
 using moeos::TaskKind;
 using moeos::u32;
@@ -32,7 +32,7 @@ constexpr u32 kTurn = 32;  // tiles of a large expert that go by turns
 Geometry geometry_of(u32 experts, u32 large_experts) {
   Geometry g = small_geometry(1, experts, 8192);
   g.large_experts = large_experts;
-  g.whole_rows = kNarrowRows;
+  g.up_front_rows = kNarrowRows;
   g.processors = 16;
   return g;
 }
@@ -78,7 +78,7 @@ class Alone {
  private:
   std::vector<u32> rows_;
   LoneRank alone_;
-  LonePlan<Machine> plan_;
+  SingleRankPlan<Machine> plan_;
 };
 
 constexpr u32 kSmall = 0;
@@ -129,8 +129,8 @@ void expect_a_whole_plan(const std::vector<u32>& rows, u32 large_experts) {
     expect(seen.emplace(task.kind, task.tile, part.word.part()).second, "no part is there twice");
     const bool narrow = align_up(rows[task.local_expert], 8U) <= kNarrowRows;
     expect((task.narrow != 0) == narrow, "experts of few rows are cut narrow");
-    const bool halved = second && !narrow && task.tile + g.tiles_in_halves(tiles) >= tiles;
-    expect((task.halved != 0) == halved, "the last tiles' second GEMMs are cut in halves");
+    const bool half_width = second && !narrow && task.tile + g.tiles_in_halves(tiles) >= tiles;
+    expect((task.half_width != 0) == half_width, "the last tiles' second GEMMs are cut in halves");
     if (task.tile < tiles && !known[task.tile]) {
       known[task.tile] = true;
       covered[task.local_expert] += task.rows;
@@ -159,13 +159,13 @@ constexpr u32 kNone = moeos::kNone;
 void choices_make_the_plan_of_few_tokens(u32 limit, const std::vector<u32>& choices) {
   constexpr u32 kExperts = 7;
   Geometry g = geometry_of(kExperts, kSmall);
-  g.spread_tokens = 4;
+  g.dispatch_tokens = 4;
   LoneRank alone(g);
   alone.call.tokens = static_cast<u32>(choices.size()) / g.top_k;
   alone.call.pair_limit = limit;
   alone.call.may_be_unsent = 1;
   expect(g.reads_in_place(alone.call.tokens), "so few tokens are read in place");
-  LonePlan<Machine> plan(alone.rank, alone.call);
+  SingleRankPlan<Machine> plan(alone.rank, alone.call);
   u64* const words = alone.rank.memory.choices;
   for (u32 pair = 0; pair < choices.size(); ++pair) {
     expect(!plan.begun(pair) && !plan.look(), "not all choices are here");
@@ -250,6 +250,6 @@ int main() {
   choices_make_the_plan_of_few_tokens(1, {0, 5, 5, 0, 3, 5, 6, 5});
   choices_make_the_plan_of_few_tokens(8, {kNone, kNone});
   tiles_of_large_experts_go_by_turns();
-  std::printf("test_lone_plan: %d failed\n", failed);
+  std::printf("test_single_rank_plan: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }

@@ -7,8 +7,8 @@
 // a warp. The arrivals subscriber, which alone decides whether a call is planned so, then only says
 // in the ready ring which number is whose; processors look at the counts, which were here before,
 // and make descriptors themselves, mostly before they are told (Processor::find). They are
-// those that TilePlan::plan_rest() would write (tests/native/test_few_plan.cpp). A rank alone has a
-// plan of its own (lone_plan.hpp). May not know: flags, the ready ring.
+// those that TilePlan::plan_rest() would write (tests/native/test_small_batch_plan.cpp). A rank
+// alone has a plan of its own (single_rank_plan.hpp). May not know: flags, the ready ring.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -24,9 +24,9 @@ namespace moeos {
 /// Every function by all lanes of a warp. A lane has experts that follow each other, and keeps
 /// their rows in registers: loops over them are unrolled where sizes are constants.
 template <Platform P>
-class FewPlan {
+class SmallBatchPlan {
  public:
-  FewPlan(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {
+  SmallBatchPlan(const Rank<P>& rank, const Call& call) : rank_(rank), call_(call) {
     const Geometry& geometry = rank.geometry();
     MOEOS_CHECK(geometry.one_tile_rows() <= 0xff &&  // rows_, Before::rows
                 geometry.one_tile_rows() * geometry.local_experts() <= 0xffff);
@@ -149,7 +149,7 @@ class FewPlan {
       task.padded_rows = found.its.laid_out;
       task.first_result = found.result;
       task.narrow = narrow() ? 1 : 0;
-      task.halved = 0;
+      task.half_width = 0;
       task.awaits = 1;
       task.in_place = 0;
       if (second) {
