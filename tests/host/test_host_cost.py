@@ -22,6 +22,7 @@ from moeos.engines.cuda import CudaEngine
 from moeos.engines.cuda_records import HostFailure
 from moeos.engines.cuda_workspace import CudaWorkspace
 from moeos.faults import LayerFaults
+from moeos.placement import Placement
 from moeos.world import SharedMemory
 from tests.host import test_cuda_arguments
 from tests.layers import config
@@ -44,7 +45,10 @@ class StandInFailure(HostFailure):
 class StandInEngine(CudaEngine):
     """The engine of a layer, made without a device. Attributes: `launches`, streams."""
 
-    def __init__(self, cfg: MoEConfig, world: World, shared: SharedMemory) -> None:
+    def __init__(
+        self, cfg: MoEConfig, world: World, shared: SharedMemory, placement: Placement | None
+    ) -> None:
+        assert placement is None
         self.launches: list[int] = []
         self._world = world
         self._shared = cast(Any, SimpleNamespace(closed=False, failure=StandInFailure()))

@@ -394,7 +394,7 @@ FAULTS = {
     "flag_overtakes_earlier_runs": Fault("explorer", "gives a wrong result"),
     "awaited_chunks_are_forgotten": Fault("explorer", "without a fault"),
     "waiting_ranks_are_blamed": Fault("explorer", "and names rank"),
-    "inputs_are_not_awaited": Fault("explorer", "gives a wrong result"),
+    "inputs_are_not_awaited": Fault("explorer", "gives a wrong result|without a fault"),
     "old_counts_are_planned_by": Fault(
         "explorer", "without a fault|another fails after a reset", seed=501, takes_long=True
     ),
