@@ -110,7 +110,7 @@ class ArrivalsSubscriber {
   }
 
   /// Missing is the first chunk that was announced and has not come. One that has come, and that
-  /// our couriers have not made whole, is no peer's fault.
+  /// our couriers have not completed, is no peer's fault.
   Answer answer(Failure& failure) const {
     return flags_.answer(
         [this](u32 source, u32 rows) { return !in_place_ && !rank_.deduplicates(source, rows); },

@@ -211,7 +211,7 @@ class Courier {
   u32 parts_ = kNone;     // not known yet
   u32 rows_of_lane_ = 0;  // for the peer whose number this lane has
   bool all_sent_;  // every part of Dispatch has been taken, or all are tokens (token_dispatch.hpp)
-  bool replicates_;    // there may be chunks to make whole
+  bool replicates_;    // there may be chunks to complete
   bool left_ = false;  // the call has failed
 };
 

@@ -95,7 +95,7 @@ struct Geometry {
   constexpr bool deduplicates_any() const { return dedup_rows != 0; }
   /// Whether so many rows for a direct peer are that many.
   constexpr bool deduplicates(u32 rows) const { return deduplicates_any() && rows >= dedup_rows; }
-  /// Chunks of so many rows, of a source that sends its tokens once, that are made whole here.
+  /// Chunks of so many rows, of a source that sends its tokens once, that are completed here.
   constexpr u32 chunks_replicated(u32 rows) const {
     return ceil_div(rows, chunk_rows) - minimum(ceil_div(rows, chunk_rows), dedup_after);
   }

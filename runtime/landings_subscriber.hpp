@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The subscriber of rows that have landed, of sources that send their tokens once: lists their
-// chunks for couriers, which make them whole.
+// chunks for couriers, which complete them.
 //
 // A token has a row for each expert that it goes to, and several of them may live here. A source
 // that sends many rows lets only the first of them cross the link, in the order of sending, and

@@ -24,7 +24,7 @@ struct CallState {
   Line<u32> route_blocks_done;
   Line<u32> dispatch_parts_taken;  // tickets that couriers have taken
   Line<u32> dispatch_parts_done;
-  // Chunks that couriers make whole (landings_subscriber.hpp): how many are listed and not taken,
+  // Chunks that couriers complete (landings_subscriber.hpp): how many are listed and not taken,
   // or for a moment fewer; taken; and, once it is known, 1 and how many there will be.
   Line<u32> replications_ready;
   Line<u32> replications_taken;
@@ -169,7 +169,7 @@ class RankMemory {
   u64* dispatch_list = nullptr;     // ReadyWords: what couriers take, in this order
   u64* replication_list = nullptr;  // ReadyWords: what they take besides
   u32* replicated = nullptr;        // [source][chunk]: the epoch, sealed, in which a chunk of a
-                                    // source that sends its tokens once was last made whole
+                                    // source that sends its tokens once was last complete
 
   // Completion counters; who completes a chunk, a block or a tile sets its counter back to zero. Of
   // a first GEMM that processors wait for, who completes the second one does.

@@ -94,7 +94,7 @@ u32 combine_tokens(const Rank<P>& rank, const Call& call, const RoutingMap& map,
   return combined;
 }
 
-/// Runs a part of Dispatch, or makes a chunk whole, if there is one.
+/// Runs a part of Dispatch, or completes a chunk, if there is one.
 template <Platform P, Kernels K>
 bool run_dispatch(const Rank<P>& rank, const Call& call, const RoutingMap& map,
                   const Processor<P>& processor, K& kernels, Courier<P>& courier, Trace<P>& trace) {

@@ -264,7 +264,7 @@ inline Copy landed_copy(const Rank<Machine>& rank, const Call& call, const Couri
           reinterpret_cast<u64>(arrived_row(rank, part.peer, row.number))};
 }
 
-/// The courier warp: parts of Dispatch and chunks to make whole, until there are no more, or the
+/// The courier warp: parts of Dispatch and chunks to complete, until there are no more, or the
 /// call is over.
 inline void run_courier(const RankArguments& arguments, u32 index, Shared& shared) {
   const Call& call = shared.call;
