@@ -60,8 +60,9 @@ sys.exit(not pathlib.Path(sysconfig.get_paths()["include"], "Python.h").exists()
     fail "Python.h is missing; on Debian and Ubuntu: apt-get install python3-dev"
 }
 
-# install_moeos EXTRA: installs moeos with EXTRA ("run": none, "mpi": mpirun, "cuda": what GPUs need,
-# "cuda,mpi", "test": what the tests need), unless this very state of the tree is installed already.
+# install_moeos EXTRA: installs moeos with EXTRA ("run": none, "mpi": mpirun, "plots": matplotlib,
+# "cuda": what GPUs need, also as "cuda,mpi,plots", "test": what the tests need), unless this very
+# state of the tree is installed already.
 install_moeos() {
   local extra="$1" stamp state packages
   local pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet --quiet install)
@@ -84,8 +85,10 @@ install_moeos() {
   "${pip[@]}" "${packages[@]}"
   case "$extra" in
     run) "${pip[@]}" --no-build-isolation --editable "$root" ;;
-    mpi | cuda | cuda,mpi | test) "${pip[@]}" --no-build-isolation --editable "$root[$extra]" ;;
-    *) fail "install_moeos: '$extra' is unknown; allowed: run, mpi, cuda, cuda,mpi, test" ;;
+    mpi | cuda | plots | cuda,mpi | mpi,plots | cuda,plots | cuda,mpi,plots | test)
+      "${pip[@]}" --no-build-isolation --editable "$root[$extra]"
+      ;;
+    *) fail "install_moeos: '$extra' is unknown; allowed: run, test, or some of cuda,mpi,plots" ;;
   esac
   printf '%s\n' "$state" >"$venv/moeos-run.stamp"
   printf '%s\n' "$state" >"$stamp"

@@ -18,6 +18,7 @@ from moeos.cli.fuzz import fuzz
 from moeos.cli.plan import plan
 from moeos.cli.run import run
 from moeos.cli.trace import trace
+from moeos.cli.train import train
 from moeos.commands import failures, machine
 from moeos.commands import help as helps
 
@@ -50,6 +51,7 @@ app.command()(doctor)
 app.command("compile")(compile_)
 app.command()(fuzz)
 app.command()(trace)
+app.command()(train)
 
 
 def main() -> None:

@@ -17,8 +17,14 @@ from moeos.commands import machine
 PURPOSES: Mapping[str, str] = {
     "cuda": "layers on GPUs",
     "metrics": "`moeos run --prometheus` and `moeos.metrics`",
-    "mpi": "mpirun: `launch/demo`, `launch/mpirun.sh` and the benchmarks that start ranks by it",
-    "plots": "`moeos trace --png`, `launch/straggler --plot` and the report of measurements",
+    "mpi": (
+        "mpirun: `launch/demo`, `launch/train`, `launch/mpirun.sh` and the benchmarks that start "
+        "ranks by it"
+    ),
+    "plots": (
+        "`moeos trace --png`, `launch/train`, `launch/straggler --plot` and the report of "
+        "measurements"
+    ),
     "sglang": "`moeos.integrations.sglang`, in an environment of its own",
     "test": "`launch/test` and `launch/nightly`",
     "torchtitan": "`moeos.integrations.torchtitan`",

@@ -59,6 +59,7 @@ def test_no_module_needs_another_one_to_be_imported_before_it() -> None:
 BELOW = {
     "commands": ("cli", "bench"),
     "bench": ("cli",),
+    "language": ("cli", "bench", "commands"),
     "bench/gpu": ("bench.report", "bench.twin", "bench.studies"),
     "bench/report": ("bench.twin", "bench.studies"),
     "bench/twin": ("bench.gpu", "bench.studies"),

@@ -20,6 +20,7 @@ EXECUTABLE = [
         "mpirun.sh",
         "straggler",
         "torchrun.sh",
+        "train",
     )
 ]
 EXECUTABLE.append(ROOT / ".ci" / "run")
@@ -138,3 +139,28 @@ def test_nothing_is_installed_again_until_a_source_changes(tmp_path: Path) -> No
     assert installs("run")[-1].endswith(f"--no-build-isolation --editable {tmp_path}")
     assert installs("run") == []
     assert installs("test")[-1].endswith("[test]")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "also", "extras"),
+    [("mpirun", "", ["mpi"]), ("mpirun", "plots", ["mpi", "plots"]), ("torchrun", "", [])],
+)
+def test_ranks_install_what_their_launcher_and_their_script_need(
+    launcher: str, also: str, extras: list[str]
+) -> None:
+    if Path("/proc/driver/nvidia/version").exists():
+        extras = ["cuda", *extras]
+    # An installer that says what it is asked for and ends there.
+    installs = 'install_moeos() { echo "asked for $1" >&2; exit 7; }'
+    ended = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"source launch/ranks.sh; {installs}; run_on_ranks x"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "LAUNCHER": launcher, "also": also},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr.strip()) == (
+        7,
+        f"asked for {','.join(extras) or 'run'}",
+    )

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`moeos train` in one process; tests/launch/test_train.py starts it on several ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.host.cli.commands import invoke
+
+CONFIG = """
+hidden = 16
+intermediate = 8
+experts = 3
+top_k = 2
+activation = "swiglu"
+dtype = "float32"
+max_tokens = 1024
+
+[run]
+iterations = 3
+text = ["text.txt"]
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "train.toml"
+    path.write_text(CONFIG)
+    (tmp_path / "text.txt").write_text("Ranks send rows, and experts multiply them. " * 20)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield path
+    torch.set_num_threads(threads)
+
+
+def trained(config: Path, *arguments: object) -> tuple[int, str, str]:
+    return invoke("train", config, "--backend", "twin", *arguments)
+
+
+def refused(config: Path, *arguments: object) -> str:
+    """What is said of it."""
+    code, out, err = trained(config, *arguments)
+    assert (code, out) == (2, "")
+    [line] = err.splitlines()
+    return line.removeprefix("moeos: ")
+
+
+def test_one_rank_trains_saves_and_goes_on(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code, whole, err = trained(config, "--steps", 5, "--seed", 3, "--json", "-")
+    assert code == 0, err
+    assert trained(config, "--seed", 3, "--save", folder)[0] == 0  # 3 steps, as the config says
+    code, out, err = trained(config, "--steps", 5, "--resume", folder)
+    assert code == 0, err
+    assert "5 steps, from 3 on, each of 16 sequences of 64 bytes, from 880 bytes" in out
+    assert out.splitlines()[-1] == (
+        f"final loss {json.loads(whole)['losses'][-1]:.4f}, "
+        f"reference {json.loads(whole)['references'][-1]:.4f}"
+    )
+
+
+def test_a_run_goes_on_as_what_it_was(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert trained(config, "--steps", 2, "--save", folder)[0] == 0
+    assert refused(config, "--steps", 2, "--resume", folder) == (
+        f"steps is 2, in all; the run in {folder} has made 2"
+    )
+    assert refused(config, "--resume", folder, "--seed", 1) == (
+        f"--seed is 1; the run in {folder} has 0: leave it away"
+    )
+    config.write_text(CONFIG.replace("experts = 3", "experts = 4"))
+    assert refused(config, "--resume", folder) == f"experts is 4; the run in {folder} has 3"
+    config.write_text(CONFIG)
+    (tmp_path / "text.txt").write_text("Another text. " * 20)
+    assert refused(config, "--resume", folder) == (
+        f"the text has 280 bytes, and that of the run in {folder} had 880: it goes on with what "
+        "it began with"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"swiglu"', '"gelu"', "activation is gelu; the stock model that trains beside has swiglu"),
+        (
+            "top_k",
+            "bias = true\ntop_k",
+            "bias is True; the stock model that trains beside has False",
+        ),
+        ('"float32"', '"float16"', "dtype is torch.float16; train in float32 or bfloat16"),
+        ("1024", "512", "max_tokens is 512, and rank 0 of 1 passes 1024 tokens in a call"),
+        ('text = ["text.txt"]', "", "[run] has no text, from which the model learns"),
+        ("iterations = 3", "iterations = 0", "steps is 0; allowed: 1 to 100000"),
+    ],
+)
+def test_a_config_that_cannot_train_is_refused(config: Path, old: str, new: str, said: str) -> None:
+    config.write_text(CONFIG.replace(old, new))
+    assert said in refused(config)
+
+
+def test_a_seed_and_a_plot_that_cannot_be_are_refused(config: Path, tmp_path: Path) -> None:
+    assert refused(config, "--seed", -1) == "--seed is -1; allowed: 0 to 2147483647"
+    assert "--plot" in refused(config, "--plot", tmp_path / "missing" / "loss.png")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training of `launch/train` under its launchers: it keeps to stock PyTorch, and can go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import MOEOS, ROOT, mpirun, torchrun
+
+CONFIG = str(ROOT / "configs" / "train.toml")
+LAST = r"final loss (\d\.\d{4}), reference (\d\.\d{4})"
+
+ONE_WRONG_RANK = """
+import torch
+
+right = torch.Tensor.backward
+
+def backward(loss, *arguments, **named):
+    right(-loss if torch.distributed.get_rank() == 1 else loss, *arguments, **named)
+
+torch.Tensor.backward = backward
+"""
+
+
+def told(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def largest_difference(document: dict[str, Any]) -> float:
+    pairs = zip(document["losses"], document["references"], strict=True)
+    return max(abs(loss - reference) for loss, reference in pairs)
+
+
+def test_four_ranks_keep_to_stock_pytorch_and_two_of_them_go_on(tmp_path: Path) -> None:
+    def trained(ranks: int, name: str, *arguments: object) -> dict[str, Any]:
+        path = tmp_path / name
+        ended = mpirun(ranks, MOEOS, "train", CONFIG, *map(str, arguments), "--json", str(path))
+        assert ended.returncode == 0, ended.stderr
+        last = re.fullmatch(LAST, ended.stdout.rstrip().splitlines()[-1])
+        document = told(path)
+        assert last is not None
+        assert last.groups() == tuple(f"{document[of][-1]:.4f}" for of in ("losses", "references"))
+        assert ended.stdout.count("final loss") == 1  # one voice
+        return document
+
+    folder, plot = tmp_path / "run", tmp_path / "loss.png"
+    whole = trained(4, "whole.json", "--steps", 12, "--plot", plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert whole["ranks"] == 4
+    assert len(whole["losses"]) == 12
+    assert whole["losses"][-1] < whole["losses"][0] - 0.1  # it learns
+    assert largest_difference(whole) <= 1e-5
+    half = trained(4, "half.json", "--steps", 6, "--save", folder)
+    assert half["losses"] == whole["losses"][:6]
+    rest = trained(2, "rest.json", "--steps", 12, "--resume", folder)
+    assert rest["ranks"] == 2
+    assert rest["losses"][:6] == half["losses"]
+    assert rest["references"] == whole["references"]
+    assert largest_difference(rest) <= 1e-5
+
+
+def test_torchrun_trains_in_bfloat16(tmp_path: Path) -> None:
+    text = Path(CONFIG).read_text().replace('"float32"', '"bfloat16"')
+    config = tmp_path / "train.toml"
+    config.write_text(text.replace("../", f"{ROOT}/"))
+    path = tmp_path / "losses.json"
+    ended = torchrun(3, MOEOS, "train", str(config), "--steps", "4", "--json", str(path))
+    assert ended.returncode == 0, ended.stderr
+    document = told(path)
+    assert document["tolerances"] == [2e-2] * 4
+    assert 0 < largest_difference(document) <= 2e-2
+
+
+def test_a_rank_with_wrong_gradients_fails_the_run() -> None:
+    ended = mpirun(2, ONE_WRONG_RANK + MOEOS, "train", CONFIG, "--steps", "8")
+    assert ended.returncode == 1, ended.stderr
+    [found] = re.findall(r"largest difference (\S+) up to step 8 \(tolerance", ended.stdout)
+    assert float(found) > 0.02
+
+
+def test_what_all_ranks_refuse_is_one_line(tmp_path: Path) -> None:
+    ended = mpirun(2, MOEOS, "train", CONFIG, "--resume", str(tmp_path))
+    assert ended.returncode == 2
+    said = [line for line in ended.stderr.splitlines() if line.startswith("moeos")]
+    missing = tmp_path / "run.json"
+    assert said == [f"moeos: {tmp_path} holds no complete run: there is no {missing}"]
+
+
+@pytest.mark.nightly
+def test_two_hundred_steps_end_as_stock_pytorch_does(tmp_path: Path) -> None:
+    path = tmp_path / "losses.json"
+    ended = mpirun(4, MOEOS, "train", CONFIG, "--json", str(path))
+    assert ended.returncode == 0, ended.stderr
+    document = told(path)
+    assert document["tolerances"] == [1e-3] * 50 + [1e-2] * 150
+    assert document["losses"][-1] < 3.0
