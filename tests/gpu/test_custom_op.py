@@ -80,7 +80,9 @@ def test_the_operator_is_as_its_schema_and_its_fake_say() -> None:
         layer = WEIGHTS.layer(world)
         parameters = (layer.w1, layer.b1, layer.w2, layer.b2, layer.gate.weight, None)
         arguments = (layer._order, layer.experts.key, given.x, given.ids, given.weights, None)
-        others = (None,) * 9
+        schema = torch.ops.moeos.forward.default._schema
+        positional = sum(not argument.kwarg_only for argument in schema.arguments)
+        others = (None,) * (positional - len(arguments) - len(parameters))
         torch.library.opcheck(custom_op.forward, (*arguments, *parameters, *others))
 
     virtual.run(rank_main, ranks=1, backend="cuda", deadline=10.0)
