@@ -29,6 +29,7 @@ from moeos.bench.report import (
     gpu_plots,
     gpu_tables,
     option_tables,
+    peer_tables,
     reliability_tables,
     straggler_plots,
     straggler_tables,
@@ -217,6 +218,8 @@ def _tables_of(results: Mapping[str, Any]) -> _Tables:
         return cost_tables
     if option_tables.is_one(results["benchmark"]):
         return option_tables
+    if results["benchmark"].startswith(peer_tables.PREFIX):
+        return peer_tables
     return reliability_tables if results["benchmark"] in reliability_tables.NAMES else twin_tables
 
 
