@@ -101,7 +101,7 @@ class ArrivalsSubscriber {
       decide(Planned::by_arrival);
       post_new_tiles(wanted);
     }
-    if (news && plan_.complete() && P::lane() == 0) {
+    if ((news || planned) && plan_.complete() && P::lane() == 0) {
       // Relaxed: numbers by which the scheduler chooses how parts are cut.
       P::template store_relaxed<Scope::block>(rank_.os->tiles_made, 1 + posted_);
       P::template store_relaxed<Scope::block>(rank_.os->tiles_posted, 1 + in_mailbox_);
@@ -140,7 +140,7 @@ class ArrivalsSubscriber {
       return reserve_slots();
     }
     const Shape shape = look_at_shape();
-    if (!shape.up_front || (posted_ > 0 && !geometry.plans_rest(shape.tiles))) {
+    if (!shape.up_front || (posted_ > 0 && !geometry.plans_rest(shape.tiles)) || !plan_.fits()) {
       leave_to_rows();
       return false;
     }

@@ -352,11 +352,26 @@ struct Geometry {
     return minimum(rows_received_max(), rows_received_max() / tile_rows +
                                             local_experts() * remainder_tiles() + early_tiles());
   }
-  /// Rows of the buffer between the GEMMs: a tile's segments, each padded.
-  constexpr u32 intermediate_rows_max() const {
+  /// Rows of all tiles of a call: a tile's segments, each padded.
+  constexpr u32 tiled_rows_max() const {
     const u64 by_tiles = u64{tiles_max()} * tile_rows;
     const u64 by_rows = u64{rows_received_max()} * kSegmentAlign;
     return static_cast<u32>(minimum(by_tiles, by_rows));
+  }
+  /// Rows between the GEMMs that have a place at a time, where places are used again: at least what
+  /// is left of one expert's sources, which is packed at once.
+  constexpr u32 pool_rows() const {
+    return align_up(maximum(between_rows, world * tile_rows), kSegmentAlign);
+  }
+  /// Whether places between the GEMMs are used again, since a call may have more rows. Not where
+  /// processors find tiles themselves.
+  constexpr bool reuses_places() const {
+    return between_rows != 0 && !plans_itself() && u64{pool_rows()} + tile_rows < tiled_rows_max();
+  }
+  /// Rows of the buffer between the GEMMs. A tile that begins at the end of the pool ends behind
+  /// it.
+  constexpr u32 intermediate_rows_max() const {
+    return reuses_places() ? pool_rows() + tile_rows : tiled_rows_max();
   }
 
   /// Chunks of a peer that stand behind each other in the list of Dispatch, and of how many such

@@ -173,11 +173,13 @@ class RankMemory {
 
   // Completion counters; who completes a chunk, a block or a tile sets its counter back to zero. Of
   // a first GEMM that processors wait for, who completes the second one does.
-  u32* chunk_rows_done = nullptr;      // [peer][chunk]: of Dispatch
-  u32* route_parts_done = nullptr;     // [block]
-  u32* gemm0_parts_done = nullptr;     // [tile, then tile of tokens]
-  u32* gemm1_parts_done = nullptr;     // the same
-  u32* shared_tiles_done = nullptr;    // tiles of tokens
+  u32* chunk_rows_done = nullptr;    // [peer][chunk]: of Dispatch
+  u32* route_parts_done = nullptr;   // [block]
+  u32* gemm0_parts_done = nullptr;   // [tile, then tile of tokens]
+  u32* gemm1_parts_done = nullptr;   // the same
+  u32* tiles_multiplied = nullptr;   // [tile]: the epoch, sealed, in which its second GEMM was last
+                                     // done; where places between the GEMMs are used again
+  u32* shared_tiles_done = nullptr;  // tiles of tokens
   u32* shared_results_here = nullptr;  // the epoch, sealed, in which all of them last were
   float* shared_weight = nullptr;      // [token]: of the shared experts' result, where it has one
 
@@ -267,6 +269,7 @@ class RankMemory {
     const u64 tiles = geometry.tiles_max() + geometry.shared_tiles(geometry.max_tokens);
     take(gemm0_parts_done, tiles);
     take(gemm1_parts_done, tiles);
+    take(tiles_multiplied, geometry.reuses_places() ? geometry.tiles_max() : 0);
     take(shared_tiles_done, geometry.shares() ? 1 : 0);
     take(shared_results_here, geometry.shares() ? 1 : 0);
     take(shared_weight, geometry.shared_results());

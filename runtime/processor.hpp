@@ -216,6 +216,13 @@ class Processor : Pace<P> {
             // For the next call. Relaxed: all who waited for it have ended their parts.
             P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
           }
+          if (rank_.geometry().reuses_places() && !MOEOS_PLANTED(places_stay_taken)) {
+            // Publishes that all parts have read the tile's rows between the GEMMs, which this warp
+            // has acquired by the counter, to the arrivals subscriber, which polls this word and
+            // fences (TilePlan::find_free_places).
+            P::template store_release<Scope::device>(&rank_.memory.tiles_multiplied[task.tile],
+                                                     seal(call_.epoch));
+          }
           note<P>(tally_.row_bytes_to_peers, returned.row_bytes);
           note<P>(tally_.flag_bytes_to_peers, returned.flag_bytes);
           note<P>(tally_.padding_rows, task.padded_rows - task.rows);

@@ -7,8 +7,13 @@
 // idle, remainders that are here are packed without waiting. Of large experts also full tiles wait
 // until the expert's rows are complete, or until somebody has nothing else to compute: then all of
 // its tiles follow each other, and its weights are read once and not once a source. Rows are
-// independent, so packing never changes a result. May not know: flags, queues, how a tile is
-// computed.
+// independent, so packing never changes a result.
+//
+// A tile is made when there are places for its rows between the two GEMMs. Where these are fewer
+// than a call may have rows (Geometry::reuses_places), they are used in turn, as those of a ring:
+// the next tile takes those behind the last one's, once the tiles that had them have been
+// multiplied. No tile that is made waits for one that is not, so there is no circle of waits. May
+// not know: flags, queues, how a tile is computed.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -36,6 +41,9 @@ class TilePlan {
     epoch_ = epoch;
     tiles_ = 0;
     results_ = 0;
+    multiplied_ = 0;
+    free_to_ = geometry.pool_rows();
+    held_back_ = false;
     early_left_ = geometry.early_tiles();
     up_front_ = false;
     all_fed_ = false;
@@ -62,6 +70,10 @@ class TilePlan {
   bool advance(bool news, u32 parts, u32 early) {
     const Geometry& geometry = layout_.geometry();
     const u32 before = tiles_;
+    if (geometry.reuses_places() && held_back_ && find_free_places()) {
+      held_back_ = false;
+      news = true;
+    }
     parts = geometry.large_experts != 0 && (news || !all_fed_) ? parts : 0;
     // One round for news and wants, then one for what is packed early; a loop, so that there is one
     // copy of plan()'s code.
@@ -93,6 +105,30 @@ class TilePlan {
     MOEOS_CHECK(complete());
   }
 
+  /// Whether all tiles of the call have places between the GEMMs that no other one has had. All
+  /// counts are known.
+  bool fits() const {
+    const Geometry& geometry = layout_.geometry();
+    if (!geometry.reuses_places()) {
+      return true;
+    }
+    // What a tile may waste beyond its segments' padding: not a full one; each other one but the
+    // last has as many segments as it may have, which are the last rows of so many sources.
+    const u32 align = maximum(Geometry::kSegmentAlign, geometry.segment_align);
+    const u32 waste =
+        Geometry::kSegmentAlign * (geometry.world / geometry.max_segments_of(false) + 1);
+    u32 rows = 0;
+    for (u32 expert = P::lane(); expert < geometry.local_experts(); expert += P::kLanes) {
+      u32 its = 0;
+      for (u32 source = 0; source < geometry.world; ++source) {
+        const u32* starts = os_.receive_starts(source);
+        its += align_up(starts[expert + 1] - starts[expert] - taken(source, expert), align);
+      }
+      rows += its == 0 ? 0 : its + waste;
+    }
+    return results_ + P::broadcast(P::inclusive_scan(rows), P::kLanes - 1) <= geometry.pool_rows();
+  }
+
   /// Tiles planned so far in this call. A tile's number is its descriptor's.
   u32 tiles() const { return tiles_; }
   /// Whether these are all of this call's: all rows are here, and in tiles.
@@ -119,6 +155,25 @@ class TilePlan {
     u32 of_as_many = 0;
     bool none() const { return more_than == kNone; }
   };
+
+  /// Looks which tiles, in their order, have been multiplied: their places are free. True if some
+  /// are that were not.
+  bool find_free_places() {
+    const u32 tile = multiplied_ + P::lane();
+    const bool made = tile < tiles_;
+    const u32 word = P::template poll<Scope::device>(&memory_.tiles_multiplied[made ? tile : 0]);
+    const u32 others = P::ballot(!made || word != seal(epoch_));
+    const u32 tiles = others == 0 ? P::kLanes : P::first_lane(others);
+    if (tiles == 0) {
+      return false;
+    }
+    // Pairs with Processor::complete: their rows have been read.
+    P::template acquire_fence<Scope::device>();
+    const u32 rows = P::lane() < tiles ? descriptor(tile).padded_rows : 0;
+    multiplied_ += tiles;
+    free_to_ += P::broadcast(P::inclusive_scan(rows), P::kLanes - 1);
+    return true;
+  }
 
   /// The fullest of all experts, as many, or all that have rows.
   Fullest find_fullest(u32 experts) const {
@@ -171,13 +226,13 @@ class TilePlan {
       const u32 expert = minimum(first + P::lane(), geometry.local_experts() - 1);
       const bool open = first + P::lane() < geometry.local_experts() && os_.packed[expert] == 0;
       const Rows rows = rows_of(expert);
-      const bool complete = open && rows.complete;
+      bool complete = open && rows.complete;
       const u32 waiting = rows.full * geometry.tile_rows + rows.more;
       const u32 ties = P::ballot(open && waiting == fullest.more_than);
       const bool tie =
           waiting == fullest.more_than && as_many + P::lanes_before(ties) < fullest.of_as_many;
       as_many += P::count(ties);
-      const bool merge = complete || (open && (waiting > fullest.more_than || tie));
+      bool merge = complete || (open && (waiting > fullest.more_than || tie));
       const bool narrow = rows.padded <= geometry.narrow_rows;
       MOEOS_CHECK(rows.full == 0 || !narrow);
       u32 full = open ? rows.full : 0;
@@ -189,11 +244,22 @@ class TilePlan {
         all_fed = all_fed && P::ballot(mine > 0 && !complete && !feeds) == 0;
         full = merge ? full : feeds ? mine : 0;
       }
-      const bool merges = merge && rows.more > 0;
+      bool merges = merge && rows.more > 0;
       Extent extent{full, full * geometry.tile_rows};
       if (merges) {
         const Extent merged = merge_sources<false>(expert, narrow, 0, 0);
         extent = {full + merged.tiles, extent.rows + merged.rows};
+      }
+      if (geometry.reuses_places() && !up_front_) {
+        const u32 before = P::inclusive_scan(extent.rows) - extent.rows;  // those before take first
+        const u32 room = free_to_ - results_ - minimum(free_to_ - results_, before);
+        const bool all = extent.rows <= room || MOEOS_PLANTED(rows_share_places);
+        held_back_ = P::ballot(!all) != 0 || held_back_;
+        complete = all && complete;
+        merge = all && merge;
+        merges = all && merges;
+        full = all ? full : minimum(full, room / geometry.tile_rows);
+        extent = all ? extent : Extent{full, full * geometry.tile_rows};
       }
       const u32 tiles = P::inclusive_scan(extent.tiles);
       const u32 results = P::inclusive_scan(extent.rows);
@@ -205,7 +271,7 @@ class TilePlan {
       }
       P::sync_lanes();  // all lanes have read what is in tiles already
       if (merge || full > 0) {
-        take(expert, merge);
+        take(expert, full, merge);
       }
       if (complete) {
         os_.packed[expert] = 1;
@@ -214,7 +280,7 @@ class TilePlan {
       tiles_ += P::broadcast(tiles, P::kLanes - 1);
       results_ += P::broadcast(results, P::kLanes - 1);
       MOEOS_CHECK(tiles_ <= geometry.tiles_max());
-      MOEOS_CHECK(results_ <= geometry.intermediate_rows_max());
+      MOEOS_CHECK(geometry.reuses_places() || results_ <= geometry.tiled_rows_max());
     }
     all_fed_ = parts > 0 && all_fed;
     P::sync_lanes();
@@ -254,11 +320,15 @@ class TilePlan {
     return os_.taken[source * layout_.geometry().local_experts() + expert];
   }
 
-  /// Notes that the rows of an expert that are here are in tiles, or of these the full tiles'.
-  void take(u32 expert, bool all) const {
+  /// Notes that the rows of an expert that are here are in tiles, or of these those of so many full
+  /// tiles, the first sources' first.
+  void take(u32 expert, u32 full, bool all) const {
+    const u32 tile_rows = layout_.geometry().tile_rows;
     for (u32 source = 0; source < layout_.geometry().world; ++source) {
       const u32 here = ready(source, expert);
-      taken(source, expert) += all ? here : here - here % layout_.geometry().tile_rows;
+      const u32 tiles = minimum(here / tile_rows, full);
+      taken(source, expert) += all ? here : tiles * tile_rows;
+      full -= tiles;
     }
   }
 
@@ -350,8 +420,12 @@ class TilePlan {
     return words_of(made);
   }
 
+  /// `result`: which rows of all tiles it has; their places follow from it.
   void close(u32 expert, u32 tile, u32 result, u32 segments, u32 rows, u32 padded, bool narrow,
              u32 words) const {
+    if (layout_.geometry().reuses_places()) {
+      result %= layout_.geometry().pool_rows();
+    }
     os_.tile_facts[tile] = TileFacts(expert, narrow);
     Task& task = descriptor(tile);
     const u32 parts = layout_.geometry().gemm0_parts_of(narrow);
@@ -375,7 +449,12 @@ class TilePlan {
   const OsMemory& os_;
   u32 epoch_ = 0;
   u32 tiles_ = 0;
-  u32 results_ = 0;
+  u32 results_ = 0;  // rows of these tiles
+  // Where places between the GEMMs are used again: tiles, in their order, that have been seen to be
+  // multiplied; up to which row there are places; some rows that could be in tiles have none.
+  u32 multiplied_ = 0;
+  u32 free_to_ = 0;
+  bool held_back_ = false;
   u32 early_left_ = 0;
   u32 unpacked_ = 0;       // experts some of whose rows are in no tile
   bool up_front_ = false;  // tiles are made of rows that are awaited

@@ -103,6 +103,7 @@ def gradient_sizes_of(
         "hidden_bytes": kept,
         "window_rows": _runtime.WINDOW_BYTES // sent,
         "alters_rows": 1,
+        "between_rows": 0,  # what is kept between the products is read when the call is over
     }
     return sizes_of(routed, *place, rows=rows)
 

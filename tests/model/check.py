@@ -110,6 +110,7 @@ READS_WRONG_PUT = "assertion violated (row_here[...]==epoch[_pid])"
 READS_NO_ROW = "assertion violated (row[...]==call)"
 READS_NO_PRODUCT = "assertion violated (inner[...]==call)"
 READS_NO_RESULT = "assertion violated (result[...]==call)"
+OVERWRITES_PLACE = "assertion violated ((reader[...]==255)||(reader[...]==tile))"  # NONE
 BEYOND_WINDOW = "assertion violated (...bytes_under_way[...<=1)"
 
 THREE_CALLS = ("RANKS=2", "EPOCHS=3")
@@ -188,6 +189,9 @@ WORLDS = [
     ),
     world("2 ranks, 2 calls, planned up front, one processor", "up_front", 1_000_000, "PARTS=1"),
     world("2 ranks, 2 calls, one planned up front, one by rows", "up_front", 600_000, "BY_ROWS=1"),
+    world("a pool of two rows, a processor, parts", "pool", 300_000, "PROCESSORS=1"),
+    world("a pool of two rows, four tiles", "pool", 200_000, "TILES=4", "PARTS=1"),
+    world("a pool of two rows, three tiles", "pool", 50_000, "PARTS=1"),
     world("3 ranks, two failures", "abort", 400_000, "FAILURES=2"),
     world("3 ranks, one dies", "abort", 500_000, "FAILURES=2", "DEATHS=1"),
     world(
@@ -261,6 +265,7 @@ LARGE_WORLDS = [
         19_000_000,
         *("EPOCHS=2", "ROWS=2", "WINDOW=1"),
     ),
+    world("a pool of three rows, four tiles", "pool", 7_000_000, "PLACES=3", "TILES=4", "PARTS=1"),
     world(
         "3 ranks of two nodes, two failures",
         "abort",
@@ -297,6 +302,25 @@ MUTATIONS = [
     mutation(
         "chunks that are not listed when a call ends", "up_front", DEADLOCK, "LISTS_NOT_AWAITED"
     ),
+    mutation(
+        "places that are not awaited", "pool", OVERWRITES_PLACE, "PLACES_NOT_AWAITED", "PARTS=1"
+    ),
+    mutation(
+        "places that any tile frees", "pool", OVERWRITES_PLACE, "ANY_TILE_FREES_PLACES", "PARTS=1"
+    ),
+    mutation(
+        "places of a tile of which one part is multiplied",
+        "pool",
+        OVERWRITES_PLACE,
+        *("ONE_PART_READ", "PROCESSORS=1"),
+    ),
+    mutation(
+        "processors that wait for places",
+        "pool",
+        DEADLOCK,
+        *("PROCESSORS_AWAIT_PLACES", "PROCESSORS=1", "PARTS=1"),
+    ),
+    mutation("places that stay taken", "pool", DEADLOCK, "PLACES_STAY_TAKEN"),
     mutation(
         "a flag without its release", "exchange", READS_WRONG_ROW, "FLAG_RELAXED", *THREE_CALLS
     ),

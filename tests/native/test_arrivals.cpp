@@ -41,10 +41,12 @@ Geometry geometry_of(u32 experts) {
 /// A rank to which two sources send rows.
 class Arrivals {
  public:
-  explicit Arrivals(const Rows& rows, u32 hidden_bytes = 16, u32 may_be_unsent = 0)
+  explicit Arrivals(const Rows& rows, u32 hidden_bytes = 16, u32 may_be_unsent = 0,
+                    u32 between_rows = 0)
       : rows_(rows), rank_([&] {
           Geometry g = geometry_of(static_cast<u32>(rows.size()));
           g.hidden_bytes = hidden_bytes;
+          g.between_rows = between_rows;
           return g;
         }()) {
     rank_.call.tokens = 4;
@@ -290,6 +292,30 @@ void no_tile_is_made_of_rows_of_the_next_call() {
   expect(arrivals.late_source() == 0, "this call's rows are missing");
 }
 
+/// Rows that have no place between the GEMMs wait until tiles before them are multiplied, and not a
+/// processor.
+void a_call_without_places_for_all_tiles_is_not_planned_whole() {
+  Arrivals fitting({300, 300}, 16, 0, 1400);
+  fitting.count_all();
+  expect(!fitting.step().empty() && fitting.planned() == Planned::up_front, "all have places");
+
+  Arrivals arrivals({300, 300}, 16, 0, 4 * kTileRows);
+  arrivals.count_all();
+  arrivals.all_rows_come(0);
+  arrivals.all_rows_come(1);
+  std::set<u32> tiles;
+  for (u32 i = 0; i < 100; ++i) {
+    for (const ReadyWord word : arrivals.step()) {
+      expect(word.kind() == TaskKind::gemm0, "nothing that waits is handed out");
+      tiles.insert(arrivals.tile_of(word));
+    }
+  }
+  expect(arrivals.planned() == Planned::by_arrival, "four tiles have places, and ten are needed");
+  const std::set<u32> posted = arrivals.posted();
+  tiles.insert(posted.begin(), posted.end());
+  expect(tiles.size() == 4, "four are made");
+}
+
 }  // namespace
 
 int main() {
@@ -300,6 +326,7 @@ int main() {
                                            hidden_bytes);
   }
   few_rows_are_numbers();
+  a_call_without_places_for_all_tiles_is_not_planned_whole();
   sums_do_not_wait_behind_products_for_what_they_need_first();
   counts_that_are_a_little_late_are_awaited();
   a_late_rank_does_not_hold_up_the_rest();

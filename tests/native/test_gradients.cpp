@@ -49,6 +49,7 @@ RandomWorld draw_gradient_world(Random& random) {
   g.row_bytes = g.sent_bytes = rows.sent_bytes();
   g.hidden_bytes = rows.kept_bytes();
   g.alters_rows = 1;
+  g.between_rows = 0;
   world.settings.gradients = true;
   return world;
 }

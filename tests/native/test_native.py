@@ -416,6 +416,8 @@ FAULTS = {
     "a_credit_stays": Fault("explorer", ""),
     "no_tokens_send_no_counts": Fault("explorer", ""),
     "quarters_count_as_chunks": Fault("explorer", ""),
+    "rows_share_places": Fault("explorer", "gives a wrong result"),
+    "places_stay_taken": Fault("explorer", "without a fault"),
     "torn_descriptors_are_run": Fault("explorer", ""),
     "empty_places_have_no_counts": Fault("explorer", "without a fault"),
     "calls_end_with_one_list": Fault("two subscribers", "seed", seed=1001, takes_long=True),

@@ -4,6 +4,7 @@
 // Built and run by tests/native/test_native.py. What a tile computes does not depend on any of
 // this, so no comparison of results would notice.
 #include <array>
+#include <set>
 
 #include "runtime/tile_plan.hpp"
 #include "tests/native/lone_rank.hpp"
@@ -26,9 +27,11 @@ constexpr u32 kSources = 3;
 constexpr u32 kExperts = 2;  // of this rank
 constexpr u32 kEpoch = 3;
 
-Geometry geometry_of(u32 large_experts) {
+/// `between_rows`: as Geometry's.
+Geometry geometry_of(u32 large_experts, u32 between_rows) {
   Geometry g = small_geometry(kSources, kSources * kExperts, 600);
   g.large_experts = large_experts;
+  g.between_rows = between_rows;
   return g;
 }
 
@@ -38,8 +41,8 @@ using Sent = std::array<u32, kExperts>;
 /// A rank's arrivals, of which nobody computes anything. All counts have come, and no row.
 class Arrivals {
  public:
-  Arrivals(u32 large_experts, const std::array<Sent, kSources>& sent)
-      : geometry_(geometry_of(large_experts)),
+  Arrivals(u32 large_experts, const std::array<Sent, kSources>& sent, u32 between_rows = 0)
+      : geometry_(geometry_of(large_experts, between_rows)),
         layout_(geometry_),
         tasks_(geometry_, memory_.take(RankMemory::bytes(geometry_))),
         os_(geometry_, memory_.take(OsMemory::bytes(geometry_))),
@@ -68,7 +71,12 @@ class Arrivals {
   /// The same without news; of so many experts all that is here is packed.
   bool no_news(u32 wanted, u32 early = 0) { return plan_.advance(false, wanted, early); }
 
+  /// A tile's second GEMM is done.
+  void multiply(u32 tile) { tasks_.tiles_multiplied[tile] = moeos::seal(kEpoch); }
+
   bool complete() const { return plan_.complete(); }
+  bool fits() const { return plan_.fits(); }
+  u32 tiles() const { return plan_.tiles(); }
 
   const Geometry& geometry() const { return geometry_; }
   const Task& tile(u32 number) const { return tasks_.tasks[number]; }
@@ -216,6 +224,75 @@ void a_plan_without_rows_is_complete_when_all_have_said_so() {
   expect(arrivals.complete() && arrivals.experts() == 0, "there is no tile, and will be none");
 }
 
+constexpr u32 kPool = 5 * kTileRows;
+
+void tiles_wait_for_places_that_others_have() {
+  Arrivals arrivals(kSmall, kTwoTilesEach, kPool);
+  expect(arrivals.geometry().intermediate_rows_max() == kPool + kTileRows, "a pool and a tile");
+  arrivals.all_arrive();
+  expect(arrivals.news() && arrivals.tiles() == 5, "five tiles have places");
+  expect(!arrivals.no_news(100, 2), "and no other one");
+  arrivals.multiply(1);
+  expect(!arrivals.no_news(0), "places are free in the order of tiles");
+  arrivals.multiply(0);
+  expect(!arrivals.no_news(0) || arrivals.tiles() == 6, "a look sees one tile at least");
+  arrivals.no_news(0);
+  expect(arrivals.tiles() == 7, "two tiles have been multiplied, and two more have places");
+  expect(arrivals.tile(5).first_result == arrivals.tile(0).first_result &&
+             arrivals.tile(6).first_result == arrivals.tile(1).first_result,
+         "those of the first two");
+}
+
+/// Multiplies one tile after the other until there are no more; all rows are then in one tile each,
+/// and no two tiles that are there at a time share a place.
+void all_rows_pass_through_a_pool(u32 large_experts, const std::array<Sent, kSources>& sent,
+                                  u32 between_rows) {
+  Arrivals arrivals(large_experts, sent, between_rows);
+  const Geometry& g = arrivals.geometry();
+  expect(g.reuses_places(), "a pool");
+  arrivals.all_arrive();
+  arrivals.news();
+  std::set<std::array<u32, 2>> rows;  // of sources
+  for (u32 done = 0; done < arrivals.tiles(); ++done) {
+    for (u32 other = done + 1; other < arrivals.tiles(); ++other) {
+      const Task& a = arrivals.tile(done);
+      const Task& b = arrivals.tile(other);
+      expect(a.first_result + a.padded_rows <= b.first_result ||
+                 b.first_result + b.padded_rows <= a.first_result,
+             "places are one tile's");
+    }
+    const Task& tile = arrivals.tile(done);
+    expect(tile.first_result + tile.padded_rows <= g.intermediate_rows_max() && is_intact(tile),
+           "a tile lies in the buffer");
+    for (u32 s = 0; s < tile.segment_count; ++s) {
+      for (u32 row = 0; row < tile.segments[s].rows; ++row) {
+        const std::array<u32, 2> its = {tile.segments[s].source, tile.segments[s].first_row + row};
+        expect(rows.insert(its).second, "a row is in one tile");
+      }
+    }
+    arrivals.multiply(done);
+    arrivals.no_news(large_experts != 0 ? 1 : 0);
+  }
+  u32 all = 0;
+  for (const Sent& its : sent) {
+    all += its[0] + its[1];
+  }
+  expect(rows.size() == all && arrivals.complete(), "and all are");
+}
+
+void a_call_fits_whose_tiles_have_places_of_their_own() {
+  const std::array<Sent, kSources> uneven = {Sent{100, 27}, {1, 0}, {3, 129}};
+  for (u32 pool = 3 * kTileRows; pool < 6 * kTileRows; pool += 8) {
+    Arrivals arrivals(kSmall, uneven, pool);
+    const bool fits = arrivals.fits();
+    arrivals.all_arrive();
+    arrivals.news();
+    expect(!fits || arrivals.complete(), "all tiles are made at once of a call that fits");
+    expect(fits || pool < 4 * kTileRows, "and one that is well below the pool does");
+  }
+  expect(Arrivals(kSmall, kTwoTilesEach).fits(), "any fits where places are not used again");
+}
+
 }  // namespace
 
 int main() {
@@ -228,6 +305,16 @@ int main() {
   segments_of_wide_tiles_lie_side_by_side();
   a_plan_is_complete_when_all_rows_are_in_tiles();
   a_plan_without_rows_is_complete_when_all_have_said_so();
+  tiles_wait_for_places_that_others_have();
+  for (const u32 large_experts : {kSmall, kLarge}) {
+    for (const u32 pool : {0U + 1, 3 * kTileRows + 40, kPool}) {
+      all_rows_pass_through_a_pool(large_experts, kTwoTilesEach, pool);
+      all_rows_pass_through_a_pool(large_experts, {Sent{600, 0}, {599, 0}, {577, 0}}, pool);
+      all_rows_pass_through_a_pool(large_experts, {Sent{127, 127}, {127, 127}, {126, 1}}, pool);
+      all_rows_pass_through_a_pool(large_experts, {Sent{20, 140}, {20, 0}, {9, 128}}, pool);
+    }
+  }
+  a_call_fits_whose_tiles_have_places_of_their_own();
   std::printf("test_tile_plan: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }

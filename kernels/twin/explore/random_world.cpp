@@ -308,6 +308,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   if (draw(aside, 0, 2) == 0) {
     draw_table(aside, world);
   }
+  g.between_rows = draw(aside, 0, 1) == 0 ? 0 : draw(aside, 1, small ? 100 : 400);
   return world;
 }
 
