@@ -23,6 +23,7 @@ CHUNK_ROWS = 32
 MAX_RANKS = 2**16 - 1
 """Of a world: the runtime numbers a row's source in 16 bits."""
 _MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
+_BETWEEN_SHARES = 2  # of even routing, that have places between the GEMMs
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
 hold the weights of two beside each other. (A gated one's are half as many more.)"""
@@ -60,6 +61,7 @@ def layer_sizes(
         {
             **cut,
             **_once(cfg, world_size, local, cut),
+            "between_rows": _between_rows(cfg, world_size, local, cut["tile_rows"]),
             "world": world_size,
             "experts": world_size * places if places > 0 else cfg.experts,
             "placed_experts": cfg.experts if places > 0 else 0,
@@ -191,6 +193,15 @@ def _layer_shape(cfg: MoEConfig) -> dict[str, object]:
 def _number_of(names: Sequence[str], name: str | None) -> int:
     """As the kernels have it: 0 of none, and 1 of the first."""
     return 0 if name is None else 1 + names.index(name)
+
+
+def _between_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -> int:
+    """Geometry's `between_rows`: places for twice the rows of even routing, and for what tiles pad.
+    A call that is more uneven uses places in turn. None where no call can be, as of two ranks.
+    """
+    pairs = world_size * cfg.max_tokens
+    rows = _BETWEEN_SHARES * -(-pairs * cfg.slots * local // max(cfg.experts, local))
+    return 0 if pairs * min(cfg.slots, local) <= rows else rows + local * tile_rows
 
 
 def _once(cfg: MoEConfig, world_size: int, local: int, cut: Mapping[str, int]) -> dict[str, int]:

@@ -52,6 +52,7 @@ class Emulated:
     calls: int
     large_experts: bool = False
     plans_up_front: bool = True
+    between_rows: int | None = None
 
 
 def _layer(
@@ -61,11 +62,12 @@ def _layer(
     *,
     large_experts: bool = False,
     plans_up_front: bool = True,
+    between_rows: int | None = None,
     **changes: object,
 ) -> Emulated:
     sizes = {"hidden": 256, "intermediate": 256, "experts": 8, "top_k": 2, "max_tokens": 100}
     cfg = config(**{"dtype": torch.bfloat16, **sizes, **changes})
-    return Emulated(cfg, ranks, processors, calls, large_experts, plans_up_front)
+    return Emulated(cfg, ranks, processors, calls, large_experts, plans_up_front, between_rows)
 
 
 LAYERS = {
@@ -124,6 +126,18 @@ LAYERS = {
         activation="silu",
         dtype=torch.float16,
         capacity_factor=0.6,
+    ),
+    "places between the products used in turn": _layer(
+        2,
+        3,
+        6,
+        experts=4,
+        top_k=3,
+        max_tokens=200,
+        intermediate=136,
+        shared_experts=1,
+        shared_intermediate=64,
+        between_rows=1,  # so as few as may be, two tiles
     ),
     "an fp32 router": _layer(1, 2, 2, top_k=3, router_dtype=torch.float32),
     "an fp32 router of many experts, in slices": _layer(
@@ -224,6 +238,7 @@ IN_EVERY_RUN = (
     "second GEMMs in halves",
     "long rows, a router in slices",
     "eight ranks, capacity",
+    "places between the products used in turn",
     "an fp32 router of float16 tokens, in slices",
     "groups",
 )
@@ -247,6 +262,7 @@ class Libraries:
                 self._folder(),
                 large_experts=layer.large_experts,
                 plans_up_front=layer.plans_up_front,
+                between_rows=layer.between_rows,
             )
         return self._made[name]
 
