@@ -346,6 +346,9 @@ NB_MODULE(_runtime, module) {
       .def_prop_ro(
           "result_bytes",
           [](const Sizes& s) { return u64{Layout(s.geometry).results()} * s.geometry.row_bytes; })
+      .def_prop_ro(
+          "staged_bytes",
+          [](const Sizes& s) { return u64{s.geometry.staged_results()} * s.geometry.row_bytes; })
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

@@ -29,11 +29,15 @@ class RankMemory:
     Attributes:
         layers: how many.
         workspace: what all of them share, by kind, and their records, as `World.memory` has it.
+        heap: the parts of its heap: cells of tokens; results of this rank's rows; results for
+            ranks of other nodes until they are put, where these have places of their own; words,
+            and the room for those of other shapes.
         weights: gates and experts, with their biases.
     """
 
     layers: int
     workspace: Mapping[str, int]
+    heap: Mapping[str, int]
     weights: int
 
     @property
@@ -69,13 +73,21 @@ def rank_memory(
     """
     node = ranks if ranks_per_node is None else ranks_per_node
     sizes = _sizes_of(cfg, ranks, backend, processors, virtual, remote=node < ranks)
+    heap = SharedHeap().with_shape(sizes).size
+    cells = sizes.cells * sizes.cell_rows * sizes.sent_bytes
     return RankMemory(
         layers=layers,
         workspace={
-            "heap": SharedHeap().with_shape(sizes).size,
+            "heap": heap,
             "queues": sizes.control_bytes + sizes.tables_bytes,
             "between": sizes.intermediate_bytes,
             "records": layers * sizes.records_bytes,
+        },
+        heap={
+            "cells": cells,
+            "results": sizes.result_bytes - sizes.staged_bytes,
+            "staged": sizes.staged_bytes,
+            "words": heap - cells - sizes.result_bytes,
         },
         weights=layers * estimate.weight_bytes_per_rank(cfg, ranks),
     )

@@ -40,6 +40,13 @@ _SIZE_ROWS = (
 )
 
 
+_HEAP_PARTS = {
+    "cells": "cells of tokens",
+    "results": "results",
+    "staged": "results until they are put",
+    "words": "words",
+}
+
 MAX_LAYERS = 1 << 16
 
 
@@ -152,6 +159,7 @@ def execute(options: PlanOptions) -> int:
             "backend": backend,
             "weight_bytes": weights,
             "memory": needed.workspace,
+            "heap": needed.heap,
             "total_without_weights": needed.without_weights,
             "total_weights": needed.weights,
             "total": needed.total,
@@ -224,6 +232,9 @@ def _print_memory(
         ("between", "between the GEMMs"),
     ):
         made.add_row(label, output.size(needed.workspace[kind]), "shared")
+        for part, size in needed.heap.items() if kind == "heap" else ():
+            if size > 0:
+                made.add_row(f"  {_HEAP_PARTS[part]}", output.size(size), "")
     records = needed.workspace["records"]
     made.add_row("records of calls", output.size(records), output.size(records / needed.layers))
     made.add_section()

@@ -144,6 +144,10 @@ def test_memory_is_that_of_the_gpus_kernel() -> None:
     assert plan["backend"] == "cuda"
     heap = plan["memory"].pop("heap")
     assert sizes.heap_bytes <= heap <= 1.01 * sizes.heap_bytes  # with room for others' words
+    words = plan["heap"].pop("words")
+    assert sizes.words_bytes < words <= heap - sum(plan["heap"].values())
+    rows, row_bytes = 8192 * 8, 2048 * 2
+    assert plan["heap"] == {"cells": 8 * rows * row_bytes, "results": rows * row_bytes, "staged": 0}
     assert plan["memory"] == {
         "queues": sizes.control_bytes + sizes.tables_bytes,
         "between": sizes.intermediate_bytes,
@@ -178,6 +182,22 @@ def test_rows_for_ranks_of_other_nodes_take_no_memory_of_their_own() -> None:
     assert near["memory"] == planned(QWEN)["memory"]
     assert far["memory"]["heap"] <= 1.01 * near["memory"]["heap"]  # flags are wider
     assert far["memory"]["queues"] > near["memory"]["queues"]  # which have requests
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 64, 512])
+def test_the_parts_of_a_heap_are_all_of_it_whatever_the_world(ranks: int, tmp_path: Path) -> None:
+    """Where results are longer than rows of codes, and so are staged in places of their own."""
+    path = tmp_path / "layer.toml"
+    text = QWEN.read_text().replace("max_tokens = 8192", "max_tokens = 512")
+    path.write_text(text + 'weight_format = "fp8_block128"\nactivation_format = "fp8_group128"\n')
+    near, far = (planned(path, "--ranks", ranks, "--ranks-per-node", n) for n in (ranks, 1))
+    for plan in (near, far):
+        assert sum(plan["heap"].values()) == plan["memory"]["heap"]
+    assert near["heap"]["staged"] == 0
+    assert (far["heap"]["staged"] > 0) == (ranks > 1)
+    line = "results until they are put"
+    assert line not in invoke(path, "--ranks", ranks)[1]
+    assert (line in invoke(path, "--ranks", ranks, "--ranks-per-node", 1)[1]) == (ranks > 1)
 
 
 def test_bytes_to_other_nodes_have_no_bound_of_nvlink() -> None:
