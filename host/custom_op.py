@@ -41,8 +41,9 @@ _numbered: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionar
 # A call changes what is not among its tensors: the heaps of all ranks. `order` stands for them. By
 # the schema each call writes it, so no compiler may drop a call whose output is not used, make one
 # of two equal calls, or let two calls change places, all of which would leave the peers waiting.
-_library = torch.library.Library("moeos", "DEF")
-_TENSORS = (
+library = torch.library.Library("moeos", "DEF")
+"""Of all operators of moeos."""
+TENSORS = (
     "Tensor(a!) order, Tensor key, Tensor x, Tensor? topk_ids, Tensor? topk_weights, "
     "Tensor? tokens, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? gate, "
     "Tensor? selection_bias, Tensor? router_bias, Tensor? expert_scale, "
@@ -51,10 +52,11 @@ _TENSORS = (
     "Tensor? shared_w1_scale, Tensor? shared_w2_scale, "
     "Tensor? shared_w1_scale_2, Tensor? shared_w2_scale_2"
 )
-_ROUTING = 3  # of these, from topk_ids on; what follows is the caller's own
-_HOW = "*, bool any_ids=False, int pieces=1"
-_library.define(f"forward({_TENSORS}, {_HOW}) -> Tensor")
-_library.define(f"forward_into({_TENSORS}, Tensor? x_scale, Tensor(b!) out, {_HOW}) -> ()")
+ROUTING = 3
+"""Of these, from topk_ids on; what follows is the caller's own."""
+HOW = "*, bool any_ids=False, int pieces=1"
+library.define(f"forward({TENSORS}, {HOW}) -> Tensor")
+library.define(f"forward_into({TENSORS}, Tensor? x_scale, Tensor(b!) out, {HOW}) -> ()")
 
 
 # Each look-up of a name costs a call as much as what the function does.
@@ -157,7 +159,7 @@ def _run(
     any_ids: bool = False,
     pieces: int = 1,
 ) -> Tensor:
-    engine = _engine_of(key)
+    engine = engine_of(key)
     engine.require_open()  # before PyTorch says in its own words that a child has no CUDA
     out = torch.empty_like(x)
     _call(engine, x, others, None, out, any_ids, pieces)
@@ -174,8 +176,8 @@ def _run_into(
     pieces: int = 1,
 ) -> None:
     *inputs, x_scale, out = others
-    check_apart(out, x, (*inputs[:_ROUTING], x_scale), inputs[_ROUTING:])
-    _call(_engine_of(key), x, inputs, x_scale, out, any_ids, pieces)
+    check_apart(out, x, (*inputs[:ROUTING], x_scale), inputs[ROUTING:])
+    _call(engine_of(key), x, inputs, x_scale, out, any_ids, pieces)
 
 
 def _call(
@@ -190,10 +192,11 @@ def _call(
     # The operator asks by itself, but below the transforms of torch.func, which hide tangents from
     # it: so who calls it asks as well.
     check_tangents("MoELayer", x, x_scale, *inputs)
-    call(engine, x, out, (*inputs[:_ROUTING], x_scale), inputs[_ROUTING:], any_ids, pieces)
+    call(engine, x, out, (*inputs[:ROUTING], x_scale), inputs[ROUTING:], any_ids, pieces)
 
 
-def _engine_of(key: Tensor) -> Engine:
+def engine_of(key: Tensor) -> Engine:
+    """The engine of a key. Raises `RuntimeError` if there is none."""
     engine = _at.get(key.data_ptr())
     if engine is None:
         engine = _numbered.get(int(key.item()))
@@ -224,12 +227,12 @@ def _refuse_vmap(*_: object, **__: object) -> NoReturn:
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("forward", _run, _device)
-    _library.impl("forward_into", _run_into, _device)
-torch.library.register_fake("moeos::forward", _describe, lib=_library)
-torch.library.register_fake("moeos::forward_into", _describe_into, lib=_library)
+    library.impl("forward", _run, _device)
+    library.impl("forward_into", _run_into, _device)
+torch.library.register_fake("moeos::forward", _describe, lib=library)
+torch.library.register_fake("moeos::forward_into", _describe_into, lib=library)
 for _name in ("moeos::forward", "moeos::forward_into"):
-    torch.library.register_vmap(_name, _refuse_vmap, lib=_library)
+    torch.library.register_vmap(_name, _refuse_vmap, lib=library)
 
 forward = torch.ops.moeos.forward.default
 """The operator: order [1], the engine's key, then the tensors of `CallTensors` but `out` and

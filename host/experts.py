@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from moeos import agreement, call_checks, custom_op, gradients, tensor_memory
+from moeos import (
+    agreement,
+    call_checks,
+    custom_op,
+    gradient_operators,
+    gradients,
+    main_grads,
+    tensor_memory,
+)
 from moeos.call_checks import Expected
 from moeos.config import MoEConfig
 from moeos.engines.base import Engine
@@ -221,11 +229,19 @@ class Experts:
         call_checks.check_tangents(caller.name, x, x_scale, topk_weights, out, *own)
         routing = (ids, weights, tokens, x_scale)
         if trains:
-            call_checks.check_memory(rows, routing, own)
             assert isinstance(self.engine, TwinEngine)  # else there is no backward
-            asked = gradients.How(self.engine, cfg, ids, tokens, caller.any_ids, pieces)
-            recorded = gradients.call(asked, rows, weights, own)
-            return recorded if x.dim() == 2 else recorded.view(x.shape)
+            if at_once or main_grads.found(dict(zip(call_checks.OWN, own, strict=True))):
+                call_checks.check_memory(rows, routing, own)
+                asked = gradients.How(self.engine, cfg, ids, tokens, caller.any_ids, pieces)
+                trained = gradients.call(asked, rows, weights, own)
+            else:
+                trained = gradient_operators.call(
+                    *(order, self.key, rows, (ids, weights, tokens), own),
+                    slots=cfg.slots,
+                    any_ids=caller.any_ids,
+                    pieces=pieces,
+                )
+            return trained if x.dim() == 2 else trained.view(x.shape)
         if at_once and call_checks.PLAIN.issuperset(map(type, (x, *routing, out, *own))):
             call_checks.check_memory(rows, routing, own)
             # What is learned has weights to its ids, and is no copy, which may be of anything.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +21,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from moeos import call_checks, custom_op
+from moeos import call_checks, custom_op, main_grads
 from moeos.activations import Curve
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors, Engine, GradientTensors
 from moeos.engines.twin import TwinEngine
 
-_X, _WEIGHTS, _OWN = 1, 2, 3
-_PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
+X, _WEIGHTS, _OWN = 1, 2, 3
+PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
 """Of the inputs of `_Call.forward`: how, x, the caller's weights, and a call's own tensors."""
 
 
@@ -40,6 +41,19 @@ class How(NamedTuple):
     tokens: Tensor | None
     any_ids: bool
     pieces: int
+
+
+class Kept(NamedTuple):
+    """What a call leaves for its backward, beside its own tensors, and the gradient of its output;
+    see `GradientTensors`. `dtype_of_weights`: of the caller's; None: the gate weighed.
+    """
+
+    x: Tensor
+    d_out: Tensor
+    ids: Tensor
+    used: Tensor
+    tokens: int
+    dtype_of_weights: torch.dtype | None
 
 
 def no_backward(engine: Engine) -> str | None:
@@ -65,33 +79,76 @@ def call(how: How, x: Tensor, weights: Tensor | None, own: Sequence[Tensor | Non
     return y
 
 
+def record(how: How, x: Tensor, weights: Tensor | None, own: Sequence[Any]) -> tuple[Tensor, Any]:
+    """The output of a call, and its `Recording`: no gradient is noted."""
+    out = torch.empty_like(x)
+    named = dict(zip(call_checks.OWN, own, strict=True))
+    recording = how.engine.record(
+        CallTensors(
+            x=x,
+            out=out,
+            gate=named["gate.weight"],
+            selection_bias=named["gate.selection_bias"],
+            topk_ids=how.ids,
+            topk_weights=weights,
+            w1=named["w1"],
+            b1=named["b1"],
+            w2=named["w2"],
+            b2=named["b2"],
+            tokens=how.tokens,
+            any_ids=how.any_ids,
+            pieces=how.pieces,
+            router_bias=named["gate.bias"],
+            expert_scale=named["gate.expert_scale"],
+            shared_w1=named["shared_w1"],
+            shared_w2=named["shared_w2"],
+            shared_gate=named["shared_gate"],
+        )
+    )
+    return out, recording
+
+
+def derive(
+    how: How,
+    kept: Kept,
+    own: Sequence[Any],
+    wanted: Sequence[bool],
+    main: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[int, Tensor]:
+    """The gradients of the inputs of `_Call.forward` that are wanted, by their places. Collective.
+    `main`: of a call's own tensors what an fp32 sum may be added to in place, and then is found.
+    """
+    cfg, x, tokens = how.cfg, kept.x, kept.tokens
+    found: dict[int, Tensor] = {}
+    d_x, d_used = _experts(how, kept, own, wanted, main, found)
+    of_x = [d_x]
+
+    def add(function: Callable[..., Tensor], d_made: Tensor, *names: str) -> None:
+        inputs = {X: x[:tokens]} | {PLACE[name]: own[PLACE[name] - _OWN] for name in names}
+        derived = _derive(function, inputs, wanted, d_made[:tokens])
+        if X in derived:
+            of_x.append(derived.pop(X))
+        found.update(derived)
+
+    if kept.dtype_of_weights is not None:
+        found[_WEIGHTS] = d_used.to(kept.dtype_of_weights)
+    else:
+        gate = ("gate.weight", "gate.bias", "gate.expert_scale")
+        add(functools.partial(_weights_of, cfg, kept.ids[:tokens].long()), d_used, *gate)
+    if cfg.shared_experts > 0:
+        add(functools.partial(_shared_experts, cfg), kept.d_out, *call_checks.SHARED)
+    if wanted[X]:
+        found[X] = _added(of_x, tokens)
+    return found
+
+
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: How, x: Tensor, weights: Tensor | None, *own: Tensor) -> Tensor:
-        out = torch.empty_like(x)
         named = dict(zip(call_checks.OWN, own, strict=True))
-        recording = how.engine.record(
-            CallTensors(
-                x=x,
-                out=out,
-                gate=named["gate.weight"],
-                selection_bias=named["gate.selection_bias"],
-                topk_ids=how.ids,
-                topk_weights=weights,
-                w1=named["w1"],
-                b1=named["b1"],
-                w2=named["w2"],
-                b2=named["b2"],
-                tokens=how.tokens,
-                any_ids=how.any_ids,
-                pieces=how.pieces,
-                router_bias=named["gate.bias"],
-                expert_scale=named["gate.expert_scale"],
-                shared_w1=named["shared_w1"],
-                shared_w2=named["shared_w2"],
-                shared_gate=named["shared_gate"],
-            )
-        )
+        # Looked at before anything is sent, and again in backward. Saved tensors may be copies.
+        ctx.with_main = {name: named[name] for name in main_grads.found(named)}
+        out, recording = record(how, x, weights, own)
         ctx.how, ctx.tokens = how, recording.tokens
         ctx.dtype_of_weights = None if weights is None else weights.dtype
         ctx.save_for_backward(recording.topk_ids, recording.topk_weights, x, *own)
@@ -99,68 +156,60 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the backward of a MoELayer has no gradient of its own, and create_graph is True: "
-                "leave it away, or derive by finite differences"
-            )
-        cfg, tokens, wanted = ctx.how.cfg, ctx.tokens, ctx.needs_input_grad
+        check_first_derivative()
+        wanted = ctx.needs_input_grad
+        main = main_grads.found(ctx.with_main)
         ids, used, x, *own = ctx.saved_tensors
-        d_out = d_outs[0].contiguous()
-        found: dict[int, Tensor] = {}
-        d_x, d_used = _experts(ctx.how, tokens, wanted, (x, d_out, ids, used), own, found)
-        of_x = [d_x]
-
-        def add(function: Callable[..., Tensor], d_made: Tensor, *names: str) -> None:
-            inputs = {_X: x[:tokens]} | {_PLACE[name]: own[_PLACE[name] - _OWN] for name in names}
-            derived = _derive(function, inputs, wanted, d_made[:tokens])
-            if _X in derived:
-                of_x.append(derived.pop(_X))
-            found.update(derived)
-
-        if ctx.dtype_of_weights is not None:
-            found[_WEIGHTS] = d_used.to(ctx.dtype_of_weights)
-        else:
-            gate = ("gate.weight", "gate.bias", "gate.expert_scale")
-            add(functools.partial(_weights_of, cfg, ids[:tokens].long()), d_used, *gate)
-        if cfg.shared_experts > 0:
-            add(functools.partial(_shared_experts, cfg), d_out, *call_checks.SHARED)
-        if wanted[_X]:
-            found[_X] = _added(of_x, tokens)
+        kept = Kept(x, d_outs[0].contiguous(), ids, used, ctx.tokens, ctx.dtype_of_weights)
+        found: dict[int, Tensor | None] = {**derive(ctx.how, kept, own, wanted, main)}
+        for name, main_grad in main.items():
+            gradient = found.get(PLACE[name])  # the gate has none where the caller routes
+            if gradient is not None:
+                found[PLACE[name]] = main_grads.add(ctx.with_main[name], main_grad, gradient)
         return tuple(found.get(place) for place in range(len(wanted)))
+
+
+def check_first_derivative() -> None:
+    """Raises `RuntimeError` in a backward of which autograd takes note."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the backward of a MoELayer has no gradient of its own, and create_graph is True: "
+            "leave it away, or derive by finite differences"
+        )
 
 
 def _experts(
     how: How,
-    tokens: int,
-    wanted: Sequence[bool],
-    call_of: tuple[Tensor, Tensor, Tensor, Tensor],
+    kept: Kept,
     own: Sequence[Tensor],
+    wanted: Sequence[bool],
+    main: Mapping[str, Tensor],
     found: dict[int, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weights of its experts, as the engine makes them; those of its
-    experts' parameters go into `found`, if they are wanted. `call_of`: x, the gradient of the
-    output, the ids and their weights. Collective.
+    experts' parameters go into `found`, if they are wanted. Collective.
     """
-    x, d_out, ids, used = call_of
+    x, used = kept.x, kept.used
+    named = dict(zip(call_checks.WEIGHTS, own, strict=False))
     sums = {
-        name: torch.zeros(tensor.shape, dtype=torch.float32)
-        for name, tensor in zip(call_checks.WEIGHTS, own, strict=False)
-        if wanted[_PLACE[name]]
+        name: main[name]
+        if name in main and main[name].dtype == torch.float32
+        else torch.zeros(tensor.shape, dtype=torch.float32)
+        for name, tensor in named.items()
+        if wanted[PLACE[name]]
     }
     d_x, d_used = torch.empty_like(x), torch.empty(used.shape, dtype=torch.float32)
-    named = dict(zip(call_checks.WEIGHTS, own, strict=False))
     how.engine.backward(
         GradientTensors(
             x=x,
-            d_out=d_out,
-            topk_ids=ids,
+            d_out=kept.d_out,
+            topk_ids=kept.ids,
             topk_weights=used,
             w1=named["w1"],
             b1=named["b1"],
             w2=named["w2"],
             b2=named["b2"],
-            tokens=tokens,
+            tokens=kept.tokens,
             pieces=how.pieces,
             d_x=d_x,
             d_topk_weights=d_used,
@@ -170,7 +219,9 @@ def _experts(
             d_b2=sums.get("b2"),
         )
     )
-    found.update((_PLACE[name], total.to(x.dtype)) for name, total in sums.items())
+    found.update(
+        (PLACE[name], total if name in main else total.to(x.dtype)) for name, total in sums.items()
+    )
     return d_x, d_used
 
 
@@ -192,7 +243,7 @@ def _derive(
         made = function(*leaves.values())
     given = [leaves[place] for place in asked]
     derived = torch.autograd.grad(made, given, d_made.double())  # type: ignore[arg-type]
-    dtypes = {place: inputs[place].dtype for place in asked if place != _X}  # type: ignore[union-attr]
+    dtypes = {place: inputs[place].dtype for place in asked if place != X}  # type: ignore[union-attr]
     return {
         place: one.to(dtypes.get(place, one.dtype))
         for place, one in zip(asked, derived, strict=True)

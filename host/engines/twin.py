@@ -181,6 +181,11 @@ class TwinEngine:
         self._holdings.gate.run(lambda: self._backward(tensors))
 
     @property
+    def cfg(self) -> MoEConfig:
+        """The layer's config."""
+        return self._cfg
+
+    @property
     def replicated(self) -> bool:
         """Whether several ranks hold one expert."""
         return self._placement is not None and self._placement.replicated

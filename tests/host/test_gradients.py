@@ -457,6 +457,105 @@ def test_a_call_keeps_its_routing_and_no_rows() -> None:
     virtual.run(rank_main, ranks=1)
 
 
+@pytest.mark.parametrize("megatron", [False, True], ids=["alone", "megatron"])
+@pytest.mark.parametrize(
+    ("dtype", "of_main"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_gradients_are_added_to_main_grad(
+    dtype: torch.dtype, of_main: torch.dtype, megatron: bool
+) -> None:
+    cfg = config(dtype=dtype, bias=True, shared_experts=1, shared_intermediate=32)
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, count, rank) for rank, count in enumerate((30, 12))]
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        call = leaves_of(calls[world.rank])
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.ones(parameter.shape, dtype=of_main)
+            if megatron:
+                parameter.grad_added_to_main_grad = False
+                parameter.zero_out_wgrad = True
+        versions = {name: p.main_grad._version for name, p in layer.named_parameters()}
+        call(layer).backward(drawn(call, world.rank))
+        call(layer).backward(drawn(call, world.rank))
+        found: Gradients = {"x": 0.5 * call.x.grad}
+        for name, parameter in layer.named_parameters():
+            assert parameter.main_grad.dtype == of_main
+            assert parameter.main_grad._version > versions[name]
+            if megatron:  # whose hooks wait for a gradient, and do not add it
+                assert parameter.grad_added_to_main_grad is True
+                assert not parameter.grad.any()
+            else:
+                assert parameter.grad is None
+            found[name] = (parameter.main_grad.double() - 1.0) / 2.0
+        return found
+
+    found = virtual.run(rank_main, ranks=2, twin=ONE_PROCESSOR)
+    assert_match(weights, calls, found)
+
+
+def test_fp32_sums_are_not_rounded_on_their_way_to_main_grad() -> None:
+    """A gradient in bfloat16 loses what an fp32 `main_grad` keeps."""
+    cfg = config(dtype=torch.bfloat16)
+    weights = draw_weights(cfg)
+    call = draw_given_call(cfg, 100, 0)
+
+    def rank_main(world: World) -> tuple[Tensor, Tensor]:
+        layer = weights.layer(world).requires_grad_()
+        call(layer).backward(drawn(call, 0))
+        assert layer.w1.grad is not None
+        layer.w1.main_grad = torch.zeros(layer.w1.shape)
+        call(layer).backward(drawn(call, 0))
+        return layer.w1.grad, layer.w1.main_grad
+
+    ((rounded, kept),) = virtual.run(rank_main, ranks=1)
+    assert torch.equal(kept.to(torch.bfloat16), rounded)
+    assert not torch.equal(kept, rounded.float())
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "error", "said"),
+    [
+        (lambda w: torch.zeros(3), ValueError, r"main_grad of w2 has shape \[3\]; it must be"),
+        (lambda w: w.detach().double(), TypeError, "dtype torch.float64; it must be torch.float32"),
+        (lambda w: w.detach().half(), TypeError, "dtype torch.float16; it must be"),
+        (lambda w: w.detach().mT.contiguous().mT, ValueError, "it must be contiguous"),
+        (lambda w: w.detach().to("meta"), ValueError, "is on meta; it must be on"),
+        (lambda w: w.detach().clone().requires_grad_(), ValueError, "requires a gradient"),
+        (lambda w: "main", TypeError, "main_grad of w2 is a str"),
+    ],
+    ids=["shape", "double", "half", "strides", "device", "gradient", "class"],
+)
+def test_a_main_grad_that_cannot_be_is_refused_before_anything_is_sent(
+    main_grad: Callable[[Tensor], Any], error: type[Exception], said: str
+) -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    x = draw_call(cfg, 10, 0).x
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        layer.w2.main_grad = main_grad(layer.w2)
+        with pytest.raises(error, match=said):
+            layer(x)
+        layer.w2.main_grad = torch.zeros_like(layer.w2)
+        y = layer(x).sum()
+        layer.w2.main_grad = main_grad(layer.w2)
+        with pytest.raises(error, match=said):
+            y.backward()
+        del layer.w2.main_grad
+        layer(x).sum().backward()  # and no call is missing
+
+    virtual.run(rank_main, ranks=1)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_calls_the_layer_again(reentrant: bool) -> None:
     cfg = config()

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call that can be differentiated, as operators: compilers trace through it and its backward.
+
+`moeos::record` is the call and `moeos::backward` is its backward. A compiler makes each of them as
+often as the model does, and in its order. `record` seems to write `order`, as `moeos::forward`
+does. `backward` cannot: calls of other graphs have written it since it was saved. It has an effect,
+so it is never dropped, and reads what the one before it in its graph has returned, so the two never
+change places. What they compute is that of `moeos.gradients`. This file knows schemas, and nothing
+of modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch._higher_order_ops import effects
+
+from moeos import call_checks, custom_op, gradients
+from moeos.engines.twin import TwinEngine
+from moeos.gradients import How, Kept
+
+_NAMES = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
+"""What `moeos::backward` returns gradients of. Formats have none."""
+custom_op.library.define(
+    f"record({custom_op.TENSORS}, *, int slots, bool any_ids=False, int pieces=1) -> "
+    "(Tensor out, Tensor topk_ids, Tensor topk_weights, Tensor tokens)"
+)
+custom_op.library.define(
+    "backward(Tensor key, Tensor x, Tensor d_out, Tensor topk_ids, "
+    "Tensor topk_weights, Tensor tokens, Tensor?[] own, Tensor? after, *, bool[] wanted, "
+    "ScalarType? dtype_of_weights=None, int pieces=1) -> "
+    f"({', '.join('Tensor' for _ in _NAMES)}, Tensor before)"
+)
+
+
+def call(
+    order: Tensor,
+    key: Tensor,
+    x: Tensor,
+    routing: Sequence[Tensor | None],
+    own: Sequence[Tensor | None],
+    *,
+    slots: int,
+    any_ids: bool,
+    pieces: int,
+) -> Tensor:
+    """The output of a call of rows x, as an operator. `routing`: topk_ids, topk_weights and tokens;
+    `slots`: of a token.
+    """
+    how = {"slots": slots, "any_ids": any_ids, "pieces": pieces}
+    y: Tensor = record(order, key, x, *routing, *own, **how)[0]
+    return y
+
+
+_last: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+"""By the mode under which AOTAutograd traces a graph: what its last `moeos::backward` returned."""
+
+
+class _Asked(NamedTuple):
+    """The keyword arguments of `moeos::record`."""
+
+    slots: int
+    any_ids: bool
+    pieces: int
+
+
+class _Differentiable(torch.autograd.Function):
+    """`moeos::record`, of which autograd takes note."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, asked: _Asked, order: Tensor, key: Tensor, x: Tensor, *others: Any
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, ids, used, tokens = record(order, key, x, *others, **asked._asdict())
+        _, weights, _, *own = others
+        ctx.mark_non_differentiable(ids, used, tokens)
+        ctx.set_materialize_grads(False)
+        ctx.pieces = asked.pieces
+        ctx.dtype_of_weights = None if weights is None else weights.dtype
+        ctx.save_for_backward(key, x, ids, used, tokens, *own)
+        return out, ids, used, tokens
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients.check_first_derivative()
+        key, x, ids, used, tokens, *own = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[place] for place in _PLACES]
+        if ctx.dtype_of_weights is not None:  # then the gate has no part in it
+            for number, name in enumerate(_NAMES):
+                wanted[number] &= name not in call_checks.ROUTER
+        graph = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+        *derived, before = backward(
+            *(key, x, d_outs[0], ids, used, tokens, own, graph and _last.get(graph)),
+            wanted=wanted,
+            dtype_of_weights=ctx.dtype_of_weights,
+            pieces=ctx.pieces,
+        )
+        if graph is not None:
+            _last[graph] = before
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for place, one, gradient in zip(_PLACES, wanted, derived, strict=True):
+            found[place] = gradient if one else None
+        return tuple(found)
+
+
+_FIRST_OWN = 1 + 3 + custom_op.ROUTING
+_PLACES = (3, 5, *range(_FIRST_OWN, _FIRST_OWN + len(_NAMES) - 2))
+"""Of what `_NAMES` names: inputs of `_Differentiable.forward`, which are what was asked, then
+order, key, x and the routing, and a call's own tensors.
+"""
+
+
+def _differentiate(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> Any:
+    if torch.is_grad_enabled() and call_checks.wants_gradient(x, *others):
+        return _Differentiable.apply(_asked(**how), order, key, x, *others)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return record(order, key, x, *others, **how)
+
+
+def _asked(slots: int, any_ids: bool = False, pieces: int = 1) -> _Asked:
+    """The dispatcher leaves away what is as the schema has it."""
+    return _Asked(slots, any_ids, pieces)
+
+
+@_disable_dynamo
+def _run(
+    order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    asked = _asked(**how)
+    ids, weights, tokens, *own = others
+    out, recording = gradients.record(
+        _how(key, asked.pieces, ids, tokens, any_ids=asked.any_ids), x, weights, own
+    )
+    # What an operator returns is none of its inputs.
+    kept_ids, kept_weights = (
+        tensor.clone() if any(tensor is one for one in (ids, weights)) else tensor
+        for tensor in (recording.topk_ids, recording.topk_weights)
+    )
+    count = torch.tensor([recording.tokens], dtype=torch.int32)
+    return out, kept_ids, kept_weights, count
+
+
+@_disable_dynamo
+def _run_backward(
+    key: Tensor,
+    x: Tensor,
+    d_out: Tensor,
+    ids: Tensor,
+    used: Tensor,
+    tokens: Tensor,
+    own: Sequence[Tensor | None],
+    after: Tensor | None,
+    *,
+    wanted: Sequence[bool],
+    dtype_of_weights: torch.dtype | None = None,
+    pieces: int = 1,
+) -> tuple[Tensor, ...]:
+    kept = Kept(x, d_out.contiguous(), ids, used, int(tokens.item()), dtype_of_weights)
+    rest = (False,) * (len(own) + 2 - len(wanted))
+    with _autograd():
+        found = gradients.derive(_how(key, pieces), kept, own, (False, *wanted, *rest))
+    return (
+        *(found[place] if one else x.new_empty(0) for place, one in enumerate(wanted, gradients.X)),
+        x.new_empty(0),
+    )
+
+
+def _autograd() -> AbstractContextManager[Any]:
+    """Autograd within an operator that runs below it, as under a mode of dispatch."""
+    keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in keys:
+        excluded = excluded - torch._C.DispatchKeySet(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
+def _how(
+    key: Tensor,
+    pieces: int,
+    ids: Tensor | None = None,
+    tokens: Tensor | None = None,
+    *,
+    any_ids: bool = False,
+) -> How:
+    engine = custom_op.engine_of(key)
+    assert isinstance(engine, TwinEngine)  # else there is no backward
+    return How(engine, engine.cfg, ids, tokens, any_ids, pieces)
+
+
+def _describe(
+    order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What tracing needs to know of a call."""
+    slots = (x.shape[0], _asked(**how).slots)
+    return (
+        torch.empty_like(x),
+        x.new_empty(slots, dtype=torch.int32),
+        x.new_empty(slots, dtype=torch.float32),
+        x.new_empty(1, dtype=torch.int32),
+    )
+
+
+def _describe_backward(
+    key: Tensor,
+    x: Tensor,
+    d_out: Tensor,
+    ids: Tensor,
+    used: Tensor,
+    tokens: Tensor,
+    own: Sequence[Tensor | None],
+    after: Tensor | None,
+    *,
+    wanted: Sequence[bool],
+    dtype_of_weights: torch.dtype | None = None,
+    pieces: int = 1,
+) -> tuple[Tensor, ...]:
+    """What tracing needs to know of a backward."""
+    weights = used.to(dtype_of_weights or used.dtype)
+    return (
+        *(
+            torch.empty_like(tensor) if one and tensor is not None else x.new_empty(0)
+            for one, tensor in zip(wanted, (x, weights, *own), strict=False)
+        ),
+        x.new_empty(0),
+    )
+
+
+for _device in ("CPU", "CUDA"):
+    custom_op.library.impl("record", _run, _device)
+    custom_op.library.impl("backward", _run_backward, _device)
+custom_op.library.impl("record", _differentiate, "Autograd")
+torch.library.register_fake("moeos::record", _describe, lib=custom_op.library)
+torch.library.register_fake("moeos::backward", _describe_backward, lib=custom_op.library)
+
+record = torch.ops.moeos.record.default
+"""The operator: order [1] and the engine's key, then as `moeos.custom_op.forward`. Returns the
+output, and the routing as backward needs it: ids, their weights, and the number of tokens [1].
+"""
+backward = torch.ops.moeos.backward.default
+"""The operator: the engine's key, x, the gradient of the output, what `record` has returned of the
+routing, the call's own tensors, and what the backward before in this graph has returned last.
+"""
+effects._register_effectful_op(backward, effects._EffectType.ORDERED)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that a trainer keeps beside its parameters: `main_grad`, as Megatron-Core names it.
+
+A backward adds to what is there, and leaves `grad` alone. It knows tensors and their names, and
+nothing of calls or engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moeos import tensor_memory
+
+
+def found(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The `main_grad` of those that have one and want a gradient, by their names.
+
+    Raises `TypeError` or `ValueError` for one that is not contiguous of its parameter's shape and
+    device, and of fp32 or the parameter's dtype.
+    """
+    kept = {}
+    for name, parameter in named.items():
+        if parameter is None or not parameter.requires_grad:
+            continue
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is not None:
+            _check(f"main_grad of {name}", main_grad, parameter)
+            kept[name] = main_grad
+    return kept
+
+
+def add(parameter: Tensor, main_grad: Tensor, gradient: Tensor) -> Tensor | None:
+    """Adds a gradient to `main_grad`, unless it is that: then it has been added to. Returns what
+    autograd is to be given in its place.
+
+    Megatron-Core's hooks wait for some gradient, and add no gradient of a parameter whose
+    `grad_added_to_main_grad` is true. So where it has that attribute, autograd gets a tensor of any
+    numbers, or of zeros where `zero_out_wgrad` asks for them.
+    """
+    if gradient is main_grad:
+        torch.autograd.graph.increment_version(main_grad)
+    else:
+        main_grad.add_(gradient)
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    zeros = getattr(parameter, "zero_out_wgrad", False)
+    return torch.zeros_like(parameter) if zeros else torch.empty_like(parameter)
+
+
+def _check(what: str, main_grad: object, parameter: Tensor) -> None:
+    main_grad = tensor_memory.require_dense(what, main_grad)
+    if main_grad.shape != parameter.shape:
+        raise ValueError(
+            f"{what} has shape {list(main_grad.shape)}; it must be the parameter's, "
+            f"{list(parameter.shape)}"
+        )
+    if main_grad.dtype not in (torch.float32, parameter.dtype):
+        raise TypeError(
+            f"{what} has dtype {main_grad.dtype}; it must be torch.float32 or the parameter's, "
+            f"{parameter.dtype}"
+        )
+    if main_grad.device != parameter.device:
+        raise ValueError(
+            f"{what} is on {main_grad.device}; it must be on the parameter's device, "
+            f"{parameter.device}"
+        )
+    if not main_grad.is_contiguous():
+        raise ValueError(
+            f"{what} has strides {main_grad.stride()}; it must be contiguous: keep "
+            "main_grad.contiguous()"
+        )
+    if main_grad.requires_grad:
+        raise ValueError(f"{what} requires a gradient: keep main_grad.detach()")
+    tensor_memory.require_memory(what, main_grad)
+    tensor_memory.require_writable(what, main_grad)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compiled model trains as the model does: in one graph, with each backward once and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moeos import MoELayer, World, gradient_operators, reference, virtual
+from moeos.engines.base import CallTensors, GradientTensors, Recording
+from moeos.engines.twin import TwinEngine
+from tests.layers import config, draw_call, draw_given_call, draw_weights
+
+CFG = config(bias=True, router_bias=True, shared_experts=1, shared_intermediate=32)
+WEIGHTS = draw_weights(CFG)
+OTHERS = draw_weights(CFG, 1)
+
+backends = pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+quick_backends = pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
+)
+
+Calls = list[tuple[str, int, int]]
+"""Direction, number of the layer, rows."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What engines were asked for, in order."""
+    made: Calls = []
+    record, backward = TwinEngine.record, TwinEngine.backward
+
+    def recorded(engine: TwinEngine, tensors: CallTensors) -> Recording:
+        made.append(("forward", engine.number, len(tensors.x)))
+        return record(engine, tensors)
+
+    def derived(engine: TwinEngine, tensors: GradientTensors) -> None:
+        made.append(("backward", engine.number, len(tensors.x)))
+        backward(engine, tensors)
+
+    monkeypatch.setattr(TwinEngine, "record", recorded)
+    monkeypatch.setattr(TwinEngine, "backward", derived)
+    return made
+
+
+def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The function as one graph; a graph break is an error."""
+    made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend)
+    return made
+
+
+def taken(x: Tensor, layer: MoELayer) -> dict[str, Tensor]:
+    """The gradients so far, which are gone afterwards."""
+    found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    if x.grad is not None:
+        found["x"] = x.grad.clone()
+    layer.zero_grad()
+    x.grad = None
+    return found
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert reference.relative_error(found[name], gradient) < 1e-5, name
+
+
+@quick_backends
+def test_a_compiled_model_has_the_gradients_of_the_model(backend: str) -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world).requires_grad_()
+        x = draw_call(CFG, 30 - 20 * world.rank, world.rank).x.requires_grad_()
+
+        def program(x: Tensor) -> Tensor:
+            return (0.5 * layer(2 * x) + layer(x[1:]).sum(dim=0)).sin()
+
+        program(x).sum().backward()
+        expected = taken(x, layer)
+        compiled(program, backend)(x).sum().backward()
+        found = taken(x, layer)
+        assert found.keys() >= {"x", "w1", "gate.bias", "shared_w2"}
+        assert_alike(found, expected)
+
+    virtual.run(rank_main, ranks=2, deadline=120.0)  # one thread compiles at a time
+
+
+@backends
+@pytest.mark.parametrize("of_x", [True, False], ids=["with x", "without x"])
+def test_backwards_are_neither_dropped_nor_reordered(
+    backend: str, of_x: bool, calls: Calls
+) -> None:
+    """Equal calls stay two, and those that could change places do not."""
+
+    def rank_main(world: World) -> None:
+        one, two = (weights.layer(world).requires_grad_() for weights in (WEIGHTS, OTHERS))
+        x = draw_call(CFG, 20, 0).x.requires_grad_(of_x)
+
+        def program(x: Tensor) -> Tensor:
+            one(x[:7])  # without a backward, as nobody has its output
+            return one(x) + one(x) + two(x) + two(x[:9]).sum()
+
+        program(x).sum().backward()
+        expected = [*calls]
+        assert [call for call in expected if call[0] == "backward"] == [
+            *(("backward", 1, 9), ("backward", 1, 20)),
+            *(("backward", 0, 20), ("backward", 0, 20)),
+        ]
+        traced = compiled(program, backend)
+        for _ in range(2):
+            calls.clear()
+            traced(x).sum().backward()
+            assert calls == expected
+
+    virtual.run(rank_main, ranks=1)
+
+
+class _Ignores(torch.autograd.Function):
+    """Its gradient does not depend on that of its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Tensor) -> Tensor:
+        return torch.zeros_like(d_outs[0])
+
+
+@quick_backends
+def test_a_backward_is_made_though_its_gradient_is_unused(backend: str, calls: Calls) -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        x = draw_call(CFG, 20, 0).x.requires_grad_()
+        traced = compiled(lambda x: layer(_Ignores.apply(x)), backend)
+        traced(x).sum().backward()
+        assert calls == [("forward", 0, 20), ("backward", 0, 20)]
+
+    virtual.run(rank_main, ranks=1)
+
+
+@quick_backends
+def test_calls_in_flight_of_graphs_of_their_own(backend: str, calls: Calls) -> None:
+    """As of a model whose blocks are compiled one by one."""
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world).requires_grad_()
+        traced = compiled(lambda x: layer(x) * 2.0, backend)
+        x = draw_call(CFG, 20, world.rank).x.requires_grad_()
+        (2.0 * layer(2.0 * layer(x))).sum().backward()
+        expected = taken(x, layer)
+        traced(traced(x)).sum().backward()
+        found = taken(x, layer)
+        assert_alike(found, expected)
+
+    virtual.run(rank_main, ranks=2, deadline=120.0)
+
+
+@quick_backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_weights_of_the_caller(backend: str, dtype: torch.dtype) -> None:
+    given = draw_given_call(CFG, 20, 0)
+    assert given.weights is not None
+    weights = given.weights.to(dtype)
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world).requires_grad_()
+        found = []
+        for program in (layer, compiled(layer, backend)):
+            x, leaf = given.x.clone().requires_grad_(), weights.clone().requires_grad_()
+            program(x, given.ids, leaf).sum().backward()
+            assert leaf.grad is not None
+            assert leaf.grad.dtype == dtype
+            assert layer.gate.weight.grad is None  # which says nothing of it
+            found.append(leaf.grad)
+        assert torch.equal(*found)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_what_differs_in_a_call_needs_no_graph_of_its_own() -> None:
+    def rank_main(world: World) -> int:
+        layer = WEIGHTS.layer(world).requires_grad_()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        traced = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        for rows in (20, 3, 64):
+            x = draw_call(CFG, rows, rows).x
+            layer(x).sum().backward()
+            expected = taken(x, layer)
+            traced(x).sum().backward()
+            for name, gradient in taken(x, layer).items():
+                assert torch.equal(gradient, expected[name])
+        graphs: int = counter.frame_count
+        return graphs
+
+    assert virtual.run(rank_main, ranks=1) == [1]
+
+
+def test_a_main_grad_is_added_to_where_the_graph_breaks() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world).requires_grad_()
+        x = draw_call(CFG, 20, 0).x
+        layer(x).sum().backward()
+        expected = taken(x, layer)
+        layer.w1.main_grad = torch.zeros_like(layer.w1)
+        torch.compile(lambda x: layer(x), backend="aot_eager")(x).sum().backward()
+        assert layer.w1.grad is None
+        assert torch.equal(layer.w1.main_grad, expected["w1"])
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_mode_of_dispatch_sees_operators() -> None:
+    """The gate and the shared experts are derived by autograd within one of them."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, _: Any, args: Any = (), how: Any = None) -> Any:
+            seen.append(operator)
+            return operator(*args, **(how or {}))
+
+    seen: list[Any] = []
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world).requires_grad_()
+        x = draw_call(CFG, 20, 0).x.requires_grad_()
+        layer(x).sum().backward()
+        expected = taken(x, layer)
+        with Names():
+            layer(x).sum().backward()
+        assert_alike(taken(x, layer), expected)
+        assert [one for one in seen if one.namespace == "moeos"] == [
+            gradient_operators.record,
+            gradient_operators.backward,
+        ]
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_second_derivative_of_a_graph_is_refused() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        x = draw_call(CFG, 20, 0).x.requires_grad_()
+        y = compiled(layer, "eager")(x).sum()
+        with pytest.raises(RuntimeError, match="create_graph is True"):
+            torch.autograd.grad(y, x, create_graph=True)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_the_operators_are_as_their_schemas_and_fakes_say() -> None:
+    given = draw_given_call(CFG, 20, 0)
+
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        own = (
+            *(layer.w1, layer.b1, layer.w2, layer.b2),
+            *(layer.gate.weight, None, layer.gate.bias, None),
+            *(layer.shared_w1, layer.shared_w2, None, *(None,) * 8),
+        )
+        key, checks = layer.experts.key, ("test_schema", "test_faketensor")
+        asked = (layer._order, key, given.x, given.ids, given.weights, None, *own)
+        how = {"slots": CFG.slots}
+        torch.library.opcheck(gradient_operators.record, asked, how, test_utils=checks)
+        y, ids, weights, tokens = gradient_operators.record(*asked, **how)
+        kept = (key, given.x, torch.ones_like(y), ids, weights, tokens, own, None)
+        rest = {"wanted": [True] * 7 + [False, False, False] + [True] * 2 + [False]}
+        rest["wanted"][6] = False  # of the gate, where the caller weighs
+        rest["dtype_of_weights"] = torch.float32
+        torch.library.opcheck(gradient_operators.backward, kept, rest, test_utils=checks)
+
+    virtual.run(rank_main, ranks=1)
