@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's routed experts on moeos, for inference: an override of its configs.
+"""torchtitan's routed experts on moeos: an override of its configs.
 
 `--override.imports moeos.integrations.torchtitan.routed_experts` puts `MoeosRoutedExperts` in the
 place of every `RoutedExperts` of a model. It knows torchtitan's interfaces of `VERSION` and
@@ -40,7 +40,8 @@ class MoeosRoutedExperts(RoutedExperts):
 
     With expert parallelism the ranks are those of the mesh "ep", or else this process alone.
     Gate and up weights lie behind one another, as moeos takes them, from the first call on: they
-    are moved once, and the module's parameters are views of the same memory. Forward only.
+    are moved once, and the module's parameters are views of the same memory. It trains where
+    `moeos.Experts` do.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -89,17 +90,13 @@ class MoeosRoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
         """[B, L, D]: each token's experts, weighted by its scores. Collective over "ep"."""
-        if torch.is_grad_enabled() and any(w.requires_grad for w in self.parameters()):
-            raise shared.refusal(
-                WHERE, "a gradient of the experts", "asked for", "a call under torch.no_grad() does"
-            )
         if not self._is_ready():
             if torch.compiler.is_exporting():
                 raise shared.refusal(
                     WHERE, "the first call", "exported", "a call before torch.export does"
                 )
             self._make_ready_in_a_call_before_torch_compile(x_BLD, topk_expert_ids_BLK.shape[-1])
-        experts, w13 = self._experts, self._w13
+        experts, w13, inner = self._experts, self._w13, self.inner_experts
         assert experts is not None
         assert w13 is not None
         rows, most = x_BLD.shape[:-1].numel(), experts.cfg.max_tokens
@@ -111,8 +108,8 @@ class MoeosRoutedExperts(RoutedExperts):
             x_BLD,
             topk_expert_ids_BLK,
             topk_scores_BLK,
-            w13,
-            _local(self.inner_experts.w2_EDF),
+            _Joined.apply(_local(inner.w1_EFD), _local(inner.w3_EFD), w13),  # type: ignore[no-untyped-call]
+            _local(inner.w2_EDF),
             pieces=max(1, -(-rows // most)),
         )
 
@@ -200,29 +197,36 @@ class MoeosRoutedExperts(RoutedExperts):
                 )
 
 
+class _Joined(torch.autograd.Function):
+    """Gate and up weights as the memory of which they are halves; its gradient is theirs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, packed: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)  # of which PyTorch says whether they have changed since
+        return packed.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = gradients[0].split((gate.shape[1], up.shape[1]), dim=1)
+        return of_gate, of_up, None
+
+
 def _local(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter."""
-    if isinstance(weight, DTensor):
-        local: torch.Tensor = weight.to_local()
-        return local.detach()
-    return weight.detach()
+    """This rank's part of a parameter, differentiable."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _point(module: nn.Module, name: str, memory: torch.Tensor) -> None:
-    """Makes a parameter a view of other memory with the same values."""
+    """Makes a parameter a view of other memory with the same values. It stays what it is, since an
+    optimizer may hold it."""
     weight = getattr(module, name)
-    if not isinstance(weight, DTensor):
+    if isinstance(weight, DTensor):
+        weight._local_tensor = memory
+    else:
         weight.data = memory
-        return
-    placed = DTensor.from_local(
-        memory,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    module.register_parameter(name, nn.Parameter(placed, requires_grad=weight.requires_grad))
 
 
 def routed_experts(
@@ -244,6 +248,4 @@ def routed_experts(
     )
 
 
-override(target=RoutedExperts.Config, description="Routed experts by moeos, for inference.")(
-    routed_experts
-)
+override(target=RoutedExperts.Config, description="Routed experts by moeos.")(routed_experts)
