@@ -16,7 +16,7 @@ import importlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,12 +28,16 @@ from moeos.kernel_shape import KernelShape, Transport
 KERNEL = "moeos_forward"
 """The kernel's name in the machine code."""
 
+BACKWARD, WEIGHT_GRADIENTS = "moeos_backward", "moeos_weight_gradients"
+"""Those of a call of gradients, and of the launch behind it."""
+
 CODE_ADDRESS = "moeos_code_address"
 """The name of the small kernel that tells where the instructions of `KERNEL` lie."""
 
 INSTALL = "pip install 'moeos[cuda]'"
 
 _ENTRY = "kernels/sm90/forward.cu"
+_BACKWARD_ENTRY = "kernels/sm90/backward.cu"
 _NVSHMEM_VERSION = "non_abi/nvshmem_version.h"
 _NVSHMEM = (3, 4)  # whose internal functions the transport calls: other versions have others
 _FORMAT = 2  # of what is cached
@@ -46,6 +50,7 @@ _FACTS = {
     "threads": "moeos::sm90::kThreads",
     "argument_bytes": "sizeof(moeos::sm90::RankArguments)",
 }
+_BACKWARD_FACTS = {**_FACTS, "argument_bytes": "sizeof(moeos::sm90::GradientArguments)"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,11 +116,13 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     """
     nvrtc = _load_nvrtc()
     root = include_root()
-    unit = _unit()
+    entry = _BACKWARD_ENTRY if shape.gradients else _ENTRY
+    facts = _BACKWARD_FACTS if shape.gradients else _FACTS
+    unit = _unit(entry, facts)
     options = [f"--gpu-architecture={shape.arch}", *_OPTIONS]
     options += [f"-DMOEOS_{name}={value}" for name, value in macros(shape).items()]
     compiler = _version(nvrtc)
-    sources = _sources(root)
+    sources = _sources(root, entry)
     folders = [root]
     if shape.transport == "nvshmem":
         folders += nvshmem_folders()
@@ -125,7 +132,7 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     def make() -> bytes:
         began = time.perf_counter()
         includes = [f"--include-path={folder}" for folder in folders]
-        cubin, ptx, log = _compile(nvrtc, unit, options + includes)
+        cubin, ptx, log = _compile(nvrtc, unit, options + includes, kernel_name(shape))
         report = CompileReport(
             arch=shape.arch,
             compiler=compiler,
@@ -137,8 +144,8 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
         )
         return json.dumps(dataclasses.asdict(report)).encode() + b"\n" + cubin
 
-    entry, found = kernel_cache.get_or_make(key, make, cache)
-    header, _, cubin = entry.partition(b"\n")
+    kept, found = kernel_cache.get_or_make(key, make, cache)
+    header, _, cubin = kept.partition(b"\n")
     return Kernel(cubin, CompileReport(**json.loads(header)), found)
 
 
@@ -200,6 +207,11 @@ _OPTIONS = (
 )
 
 
+def kernel_name(shape: KernelShape) -> str:
+    """In the machine code, of the kernel whose launches are calls."""
+    return BACKWARD if shape.gradients else KERNEL
+
+
 def macros(shape: KernelShape) -> dict[str, str]:
     """What kernels/sm90/config.cuh reads, without the prefix MOEOS_."""
     cfg, sizes = shape.cfg, shape.sizes
@@ -219,16 +231,17 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "SELECTION_BIAS": int(cfg.selection_bias),
         "TRANSPORT": get_args(Transport).index(shape.transport),
         "FAULTS": int(shape.faults),
+        "GRADIENTS": int(shape.gradients),
     }
     return {name: str(value) for name, value in values.items()}
 
 
-def _unit() -> str:
-    facts = (
+def _unit(entry: str, facts: Mapping[str, str]) -> str:
+    lines = (
         f'extern "C" __constant__ const unsigned int moeos_{name} = {value};\n'
-        for name, value in _FACTS.items()
+        for name, value in facts.items()
     )
-    return f'#include "{_ENTRY}"\n' + "".join(facts)
+    return f'#include "{entry}"\n' + "".join(lines)
 
 
 def _facts(ptx: str, shape: KernelShape) -> dict[str, int]:
@@ -244,10 +257,10 @@ def _facts(ptx: str, shape: KernelShape) -> dict[str, int]:
     return facts
 
 
-def _sources(root: Path) -> dict[str, bytes]:
-    """The kernel's source and all that it includes: path below `root` -> content."""
+def _sources(root: Path, entry: str) -> dict[str, bytes]:
+    """A kernel's source and all that it includes: path below `root` -> content."""
     found: dict[str, bytes] = {}
-    waiting = [_ENTRY]
+    waiting = [entry]
     while waiting:
         name = waiting.pop()
         if name not in found:
@@ -316,8 +329,10 @@ def _version(nvrtc: Any) -> str:
     return f"NVRTC {major}.{minor}"
 
 
-def _compile(nvrtc: Any, unit: str, options: list[str]) -> tuple[bytes, str, str]:
-    """The cubin, the PTX and the log of a translation unit."""
+def _compile(
+    nvrtc: Any, unit: str, options: list[str], kernel: str = KERNEL
+) -> tuple[bytes, str, str]:
+    """The cubin, the PTX and the log of a translation unit; `kernel`: which tells its address."""
     _, program = _ask(nvrtc.nvrtcCreateProgram(unit.encode(), b"moeos.cu", 0, [], []))
     try:
         status = nvrtc.nvrtcCompileProgram(
@@ -330,7 +345,7 @@ def _compile(nvrtc: Any, unit: str, options: list[str]) -> tuple[bytes, str, str
             raise RuntimeError(f"{_version(nvrtc)} refuses the kernel ({status.name}):\n{first}")
         cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
         ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
-        cubin = machine_code.with_address(cubin, CODE_ADDRESS, KERNEL)
+        cubin = machine_code.with_address(cubin, CODE_ADDRESS, kernel)
         return cubin, ptx.decode(errors="replace"), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)

@@ -40,6 +40,11 @@ _NARROW_ROWS = 64
 _WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
 ORDERED_ROWS = 32
 """Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
+_VALUE_COLUMNS = 128
+"""Of a part of the first product of a call of gradients."""
+_DEPTH = 64
+"""Columns of a kept row are a multiple: kTileDepth."""
+_CHOICE_BYTES = 8  # of a slot of a token, in a row that is sent
 _FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
 _ROUTE_TOKENS = 64  # of a block, at most
 _BOX_BYTES = 128  # of a box's row: of the router's columns that a block's Route multiplies
@@ -71,6 +76,7 @@ class KernelShape:
         faults: whether it does what a fault plan asks of it (runtime/faults.hpp); otherwise it has
             no code for that.
         arch: one of `ARCHITECTURES`.
+        gradients: whether its calls are of gradients; `cfg` is the layer's all the same.
 
     Raises:
         ValueError: the GPU does not have this layer yet; the message says what it has.
@@ -85,6 +91,7 @@ class KernelShape:
     places: int = 0
     faults: bool = False
     arch: str = ARCHITECTURES[0]
+    gradients: bool = False
 
     def __post_init__(self) -> None:
         check_supported(self.cfg)
@@ -124,6 +131,8 @@ class KernelShape:
 
         Raises `ValueError` when a bound does not fit the runtime's words.
         """
+        if self.gradients:
+            return self._gradient_sizes()
         cfg = self.cfg
         wide_columns = (_gemm0_columns(cfg), _tile_columns(cfg))
         narrow_columns = (narrow_gemm0_columns(cfg), _NARROW_COLUMNS)
@@ -159,6 +168,56 @@ class KernelShape:
         )
 
 
+    def _gradient_sizes(self) -> _runtime.Sizes:
+        """Those of a call of gradients: of routed experts alone, and without narrow tiles.
+
+        A row comes back in the place of one that is sent, so both have as many bytes. Offsets of
+        their parts: kernels/sm90/gradient_rows.cuh.
+        """
+        cfg = dataclasses.replace(
+            self.cfg, shared_experts=0, shared_intermediate=0, shared_gate=False
+        )
+        size = cfg.dtype.itemsize
+        hidden = cfg.hidden * size
+        columns = -(-cfg.intermediate // _DEPTH) * _DEPTH
+        gemm0_parts, gemm1_parts = parts(cfg, _VALUE_COLUMNS, _STAGE_COLUMNS)
+        sent = _align(2 * hidden + cfg.slots * _CHOICE_BYTES)
+        kept = _align((3 if cfg.gated else 2) * columns * size + 4 * gemm0_parts + 4)
+        if self.world_size > 1:  # a peer may send again before weights have their gradients
+            kept += 2 * hidden
+        cut = {
+            "tile_rows": _TILE_ROWS,
+            "route_tokens": _ROUTE_TOKENS,
+            "route_slices": _route_slices(cfg),
+            "kept_bytes": _kept_bytes(cfg),
+            "gemm0_parts": gemm0_parts,
+            "gemm1_parts": gemm1_parts,
+            "segment_align": _runtime.SEGMENT_ALIGN,
+            "dedup_rows": max(1, ONCE_BYTES // sent) if cfg.max_tokens >= DEDUP_TOKENS else 0,
+            "dedup_after": _dedup_after(cfg, self.world_size),
+            "up_front_rows": _NARROW_ROWS,
+        }
+        rows = {
+            "row_bytes": sent,
+            "sent_bytes": sent,
+            "hidden_bytes": kept,
+            "window_rows": _runtime.WINDOW_BYTES // sent,
+            "alters_rows": 1,
+            "between_rows": 0,  # what is kept between the products is read when the call is over
+        }
+        return layer_sizes(
+            cfg,
+            self.world_size,
+            self.processors,
+            cut,
+            couriers=self.couriers,
+            remote=self.transport != "none",
+            trace_events=self.trace_events,
+            places=self.places,
+            rows=rows,
+        )
+
+
 def check_supported(cfg: MoEConfig) -> None:
     """Raises `ValueError` if the GPU does not have such a layer; the twin has all but float16."""
     if cfg.dtype not in DTYPES:
@@ -186,6 +245,11 @@ def route_banks(cfg: MoEConfig) -> int:
     kernels/sm90/config.cuh.
     """
     return -(-cfg.router_rows // route_columns(cfg))
+
+
+def _align(size: int) -> int:
+    """To what bulk copies and tensor maps need."""
+    return -(-size // 16) * 16
 
 
 def _tile_columns(cfg: MoEConfig) -> int:

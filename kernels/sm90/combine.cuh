@@ -8,6 +8,7 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/gradient_arguments.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/planted.hpp"
 #include "runtime/row_tasks.hpp"
@@ -19,8 +20,8 @@ namespace moeos::sm90 {
 inline constexpr u32 kVectorBytes = 16;
 inline constexpr u32 kPieceLimit =
     static_cast<u32>(sizeof(Stage)) / kSummands / kVectorBytes * kVectorBytes;
-inline constexpr u32 kPieces = ceil_div(kGeometry.row_bytes, kPieceLimit);
-inline constexpr u32 kPieceBytes = align_up(ceil_div(kGeometry.row_bytes, kPieces), kVectorBytes);
+inline constexpr u32 kPieces = ceil_div(kOutputBytes, kPieceLimit);
+inline constexpr u32 kPieceBytes = align_up(ceil_div(kOutputBytes, kPieces), kVectorBytes);
 inline constexpr u32 kPiecesInStage = minimum(
     Machine::kLanes / kSummands, static_cast<u32>(sizeof(Stage)) / (kSummands * kPieceBytes));
 static_assert(kPieceBytes <= kPieceLimit && kPiecesInStage > 0);
@@ -45,8 +46,8 @@ inline constexpr u32 kOwnRow = kNone - 1;
 /// What a pair adds to its token's sum. `row`: where its row lies, or kNone: it was not sent.
 inline PairRow summand_of(const Rank<Machine>& rank, u32 pair, u32 row) {
   const float weight = rank.memory.pair_weight[pair];
-  if constexpr (kShape.weight_on_input) {
-    return {row, 1.0F};
+  if constexpr (kShape.weight_on_input || kGradients) {
+    return {row, 1.0F};  // it has been multiplied by its weight
   } else if constexpr (kShape.zero_experts > 0) {
     // Pairs beyond a capacity have an expert, and unused slots no weight.
     const bool zero = rank.memory.pair_expert[pair] == kNone && weight != 0.0F;
@@ -151,7 +152,7 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
     const bool there = lane < pieces_in_stage(task, first) * kSummands;
     const u32 row = there ? slot.rows.row[summand].row : kNone;
     const u32 first_byte = MOEOS_PLANTED(pieces_are_the_first) ? 0 : piece % kPieces * kPieceBytes;
-    const u32 bytes = row == kNone ? 0 : minimum(kPieceBytes, kGeometry.row_bytes - first_byte);
+    const u32 bytes = row == kNone ? 0 : minimum(kPieceBytes, kOutputBytes - first_byte);
     const u32 all_bytes = __reduce_add_sync(~0U, bytes);
     Barrier& full = loader.full();
     if (lane == 0) {
@@ -162,7 +163,7 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
     if (row != kNone) {
       const u8* from = rank.heap + rank.layout.result(row);
       if (kShape.zero_experts > 0 && row == kOwnRow) {
-        from = arguments.x_rows + u64{slot.rows.token[piece / kPieces]} * kGeometry.row_bytes;
+        from = arguments.x_rows + u64{slot.rows.token[piece / kPieces]} * kOutputBytes;
       }
       load_bytes(from + first_byte, reinterpret_cast<u8*>(&loader.stage()) + lane * kPieceBytes,
                  bytes, full);
@@ -176,7 +177,8 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
 
 /// A byte of a token's output.
 inline uint4* output_at(const RankArguments& arguments, u32 token, u32 byte) {
-  return reinterpret_cast<uint4*>(arguments.out + u64{token} * kGeometry.row_bytes + byte);
+  u8* const output = kGradients ? of_gradients(arguments).d_x : arguments.out;
+  return reinterpret_cast<uint4*>(output + u64{token} * kOutputBytes + byte);
 }
 
 /// sum += weight times eight elements.
@@ -207,7 +209,7 @@ inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) 
       weight += memory.pair_expert[pair] == kNone ? memory.pair_weight[pair] : 0.0F;
     }
     if (weight != 0.0F) {
-      add_weighted(sum, weight, arguments.x_rows + u64{token} * kGeometry.row_bytes + byte);
+      add_weighted(sum, weight, arguments.x_rows + u64{token} * kOutputBytes + byte);
     }
   }
   if constexpr (kShares) {
@@ -221,7 +223,7 @@ inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) 
 /// The consumers' side, of tokens that have no rows.
 inline void write_unsent(const RankArguments& arguments, Shared& shared,
                          RingPosition<kStages>& stage) {
-  constexpr u32 kVectors = kGeometry.row_bytes / kVectorBytes;
+  constexpr u32 kVectors = kOutputBytes / kVectorBytes;
   shared.stage_full[stage.index].wait(stage.parity);
   const Unsent& list = unsent_of(shared.stages[stage.index]);
   const u32 vectors = list.count * kVectors;
@@ -234,12 +236,31 @@ inline void write_unsent(const RankArguments& arguments, Shared& shared,
   stage.advance();
 }
 
+/// The consumers' side of a call of gradients: what is behind each row is its weight's.
+inline void take_weight_gradients(const RankArguments& arguments, const Task& task,
+                                  const CombineRows& rows) {
+  const Layout layout(kGeometry, arguments.place);
+  for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < task.rows * kGeometry.top_k;
+       i += kConsumerThreads) {
+    const u32 row = rows.row[i].row;
+    if (row != kNone) {
+      const u32 token = rows.token[i / kGeometry.top_k];
+      of_gradients(arguments).d_topk_weights[u64{token} * kGeometry.top_k + i % kGeometry.top_k] =
+          *reinterpret_cast<const float*>(arguments.heap + layout.result(row) + kDWeightAt);
+    }
+  }
+}
+
 /// The consumers' side: each token's rows, weighted and summed in the order j = 0 ... k-1 in fp32
 /// (thesis eq. 5.2), rounded once.
 inline void sum_tokens(const RankArguments& arguments, const Task& task, const CombineRows& rows,
                        Shared& shared, RingPosition<kStages>& stage) {
   if (task.rows == 0) {
     write_unsent(arguments, shared, stage);
+  }
+  if constexpr (kGradients) {
+    static_assert(!kGradients || kSummands == kGeometry.top_k);
+    take_weight_gradients(arguments, task, rows);
   }
   constexpr u32 kVectors = kPieceBytes / kVectorBytes;
   for (u32 first = 0; first < task.rows * kPieces; first += kPiecesInStage, stage.advance()) {
@@ -261,7 +282,7 @@ inline void sum_tokens(const RankArguments& arguments, const Task& task, const C
         }
       }
       const u32 byte = (first + nth) % kPieces * kPieceBytes + at;
-      if (byte < kGeometry.row_bytes) {
+      if (byte < kOutputBytes) {
         *output_at(arguments, rows.token[token], byte) = packed(sum);
       }
     }

@@ -50,6 +50,9 @@ inline constexpr bool kWeighsGiven = MOEOS_WEIGHS_GIVEN != 0;
 /// Virtual ranks in one launch; 1 when each rank has a GPU.
 inline constexpr u32 kVirtualRanks = MOEOS_VIRTUAL_RANKS;
 
+/// Whether this is the kernel of a call of gradients (backward.cu).
+inline constexpr bool kGradients = MOEOS_GRADIENTS != 0;
+
 #if MOEOS_FLOAT16
 using Element = Float16;
 #else
@@ -78,7 +81,7 @@ static_assert(kTileDepth * 2 == kSwizzleBytes && kGeometry.tile_rows == kTileRow
 inline constexpr u32 kNarrowRows = kConsumerRows;
 inline constexpr u32 kNarrowColumns = kStageColumns / 2;
 inline constexpr u32 kNarrowDepth = 2;  // steps of a wide tile in one stage
-static_assert(kGeometry.narrow_rows == kNarrowRows);
+static_assert(kGeometry.narrow_rows == (kGradients ? 0 : kNarrowRows));
 
 /// Columns of a product's result in one part. Of the first product's, a gated part computes two: a
 /// gate and an up column.
@@ -86,8 +89,10 @@ constexpr u32 gemm0_columns(u32 tile_columns) {
   return kShape.gated() ? tile_columns / 2 : tile_columns;
 }
 /// Whether Route makes the rows that are sent (sent_rows.cuh).
-inline constexpr bool kAltersRows = kCoded || kShape.weight_on_input;
+inline constexpr bool kAltersRows = kCoded || kShape.weight_on_input || kGradients;
 static_assert((kGeometry.alters_rows != 0) == kAltersRows);
+/// Bytes of a token's row of the output, and of each row that is added up for it.
+inline constexpr u32 kOutputBytes = kGradients ? kShape.hidden * 2 : kGeometry.row_bytes;
 inline constexpr bool kShares = kShape.shared_experts > 0;
 /// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh);
 /// and whether the shared experts' are.
@@ -105,9 +110,11 @@ static_assert(kGeometry.shares() == kShares);
 /// Whether every part has all the columns of a tile. Where there are more, and no multiple, the
 /// last part begins amid the one before, and both store the same there.
 constexpr bool fills_parts(u32 values) { return values >= gemm0_columns(kTileColumns); }
-inline constexpr bool kWholeParts = kShape.hidden >= kTileColumns &&
-                                    fills_parts(kShape.intermediate) &&
-                                    (!kShares || fills_parts(kShape.shared_intermediate));
+/// In a call of gradients none begins amid another.
+inline constexpr bool kWholeParts =
+    kGradients ? kShape.hidden % kTileColumns == 0
+               : kShape.hidden >= kTileColumns && fills_parts(kShape.intermediate) &&
+                     (!kShares || fills_parts(kShape.shared_intermediate));
 inline constexpr bool kPartsOverlap =
     kWholeParts &&
     (kShape.hidden % kTileColumns != 0 || kShape.intermediate % gemm0_columns(kTileColumns) != 0 ||

@@ -96,11 +96,11 @@ constexpr u32 parts_of(const Product& product, u32 tile_columns) {
   return product.activated ? product.mlps * parts_of_each(product, tile_columns)
                            : parts_of_each(product, tile_columns);
 }
-// What the host has made of the same.
-static_assert(kGeometry.gemm0_parts == parts_of(kFirst, kTileColumns));
-static_assert(kGeometry.gemm1_parts == parts_of(kSecond, kTileColumns));
-static_assert(kGeometry.gemm0_narrow_parts == parts_of(kFirst, kNarrowColumns));
-static_assert(kGeometry.gemm1_narrow_parts == parts_of(kSecond, kNarrowColumns));
+// What the host has made of the same, for a forward call.
+static_assert(kGradients || (kGeometry.gemm0_parts == parts_of(kFirst, kTileColumns) &&
+                             kGeometry.gemm1_parts == parts_of(kSecond, kTileColumns) &&
+                             kGeometry.gemm0_narrow_parts == parts_of(kFirst, kNarrowColumns) &&
+                             kGeometry.gemm1_narrow_parts == parts_of(kSecond, kNarrowColumns)));
 static_assert(!kShares ||
               (kGeometry.shared0_parts == parts_of(kSharedFirst, kTileColumns) + kGateParts &&
                kGeometry.shared0_narrow_parts ==

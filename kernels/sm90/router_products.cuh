@@ -7,8 +7,8 @@
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/boxes.cuh"
 #include "kernels/sm90/mainloop.cuh"
-#include "kernels/sm90/operands.cuh"
 
 namespace moeos::sm90 {
 

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that are sent of tokens and are not their rows of x: times their weight, or as codes.
+// Rows that are sent of tokens and are not their rows of x: times their weight, or as codes, or
+// with the gradient of the output behind.
 //
 // They lie in the tokens' rows of the output, which are not written before the results of these
-// have come back. Route makes them, behind its last look at the sums that it may have kept there.
-// May not know: who takes them where.
+// have come back; those of a call of gradients in memory of their own. Route makes them, behind its
+// last look at the sums that it may have kept there. May not know: who takes them where.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
+#include "kernels/sm90/gradient_arguments.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
 #include "runtime/memory.hpp"
 
@@ -108,10 +110,42 @@ inline void copy_codes(const RankArguments& arguments, u32 first, u32 end) {
   }
 }
 
+/// Joins what a call of gradients sends of the tokens of a block.
+inline void join_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
+                      u32 end) {
+  constexpr u32 kVectors = kGeometry.row_bytes / sizeof(uint4);
+  constexpr u32 kOfX = kHiddenBytes / sizeof(uint4);
+  const auto* const x = reinterpret_cast<const uint4*>(arguments.x_rows);
+  const auto* const d_out = reinterpret_cast<const uint4*>(of_gradients(arguments).d_out);
+#pragma unroll 1
+  for (u32 i = threadIdx.x % kConsumerThreads; i < (end - first) * kVectors;
+       i += kConsumerThreads) {
+    const u32 token = first + i / kVectors;
+    const u32 vector = i % kVectors;
+    uint4 value;
+    if (vector < 2 * kOfX) {
+      value = (vector < kOfX ? x : d_out)[u64{token} * kOfX + vector % kOfX];
+    } else {
+      const auto choice = [&](u32 j) {
+        const u32 pair = token * kGeometry.top_k + minimum(j, kGeometry.top_k - 1);
+        const bool there = j < kGeometry.top_k;
+        return SentChoice{there ? memory.pair_expert[pair] : kNone, memory.pair_weight[pair]};
+      };
+      const SentChoice even = choice(2 * (vector - 2 * kOfX));
+      const SentChoice odd = choice(2 * (vector - 2 * kOfX) + 1);
+      value = make_uint4(even.expert, __builtin_bit_cast(u32, even.weight), odd.expert,
+                         __builtin_bit_cast(u32, odd.weight));
+    }
+    reinterpret_cast<uint4*>(arguments.out)[u64{token} * kVectors + vector] = value;
+  }
+}
+
 /// Makes what is sent of the tokens of a block. By all consumers.
 inline void make_sent_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
                            u32 end) {
-  if (kCoded && arguments.x_scale != nullptr) {
+  if constexpr (kGradients) {
+    join_rows(arguments, memory, first, end);
+  } else if (kCoded && arguments.x_scale != nullptr) {
     copy_codes(arguments, first, end);
   } else if constexpr (kCoded) {
     code_rows(arguments, memory, first, end);

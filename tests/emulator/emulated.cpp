@@ -8,7 +8,11 @@
 #include <string>
 #include <vector>
 
+#if MOEOS_GRADIENTS
+#include "kernels/sm90/backward.cu"
+#else
 #include "kernels/sm90/forward.cu"
+#endif
 #include "runtime/planted.hpp"
 #include "tests/emulator/gpu.hpp"
 
@@ -29,6 +33,9 @@ struct RankTensors {
   const i32* token_count;
   const void* x_scale;
   u8* out;
+  // Of a call of gradients.
+  const u8* d_out;
+  u8 *d_x, *d_topk_weights, *d_w1, *d_w2, *d_b1, *d_b2;
   u64 rows;
   u64 any_ids;
   u64 identity, words_at, rows_at, results_at, stride_rows;  // of its own heap: stride_rows is 0
@@ -66,7 +73,7 @@ WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool s
   return {map(w1, first, box_rows), map(w1, first, kNarrowBoxRows), map(w2, second, box_rows)};
 }
 
-RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
+RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
   const HeapPlace shared{t.words_at, t.rows_at, t.results_at, static_cast<u32>(t.stride_rows)};
   const HeapPlace place = t.stride_rows == 0 ? Layout::alone(kGeometry) : shared;
   const Layout layout(kGeometry, place);
@@ -130,6 +137,59 @@ RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64
   return a;
 }
 
+#if MOEOS_GRADIENTS
+using Launch = GradientLaunch;
+
+constexpr u32 kGradientBlocks = 3;
+
+GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
+  GradientArguments a{};
+  static_cast<RankArguments&>(a) = rank_arguments_of(t, peers, rank, deadline_ns);
+  const Layout layout(kGeometry, a.place);
+  const u64 experts = kGeometry.first_expert(rank + 1) - kGeometry.first_expert(rank);
+  const u32 columns = 2 * kShape.hidden;
+  GradientMaps& maps = a.gradients;
+  for (u32 box = 0; box < kCellBoxes; ++box) {
+    maps.rows[box] = map_of(t.heap + layout.first_cell(), layout.rows(), columns,
+                            box_height(kCellBoxes, box), 2, kSwizzleBytes, kGeometry.sent_bytes);
+    maps.d_hidden[box] =
+        map_of(t.intermediate + kDHiddenAt, kKeptRows, kFactorColumns, box_height(kCellBoxes, box),
+               2, kSwizzleBytes, kKeptRowBytes);
+  }
+  maps.values =
+      map_of(t.intermediate, kKeptRows, kKeptColumns, kDepthRows, 2, kSwizzleBytes, kKeptRowBytes);
+  maps.inputs = kCopies ? map_of(t.intermediate + kCopiesAt, kKeptRows, columns, kDepthRows, 2,
+                                 kSwizzleBytes, kKeptRowBytes)
+                        : maps.rows[kCellBoxes - 2];
+  maps.w1 = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kValueColumns);
+  maps.w1_ordered = map_of(t.w1, experts * kShape.w1_rows(), kShape.hidden, kDepthBoxRows);
+  maps.w2 = map_of(t.w2, experts * kShape.hidden, kShape.intermediate, kDepthRows);
+  a.d_out = t.d_out;
+  a.d_x = t.d_x;
+  a.d_topk_weights = reinterpret_cast<float*>(t.d_topk_weights);
+  a.d_w1 = t.d_w1;
+  a.d_w2 = t.d_w2;
+  a.d_b1 = t.d_b1;
+  a.d_b2 = t.d_b2;
+  a.blocks = kGradientBlocks;
+  return a;
+}
+#else
+using Launch = Arguments;
+
+RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
+  return rank_arguments_of(t, peers, rank, deadline_ns);
+}
+#endif
+
+void launch_call(const Launch& arguments) {
+#if MOEOS_GRADIENTS
+  moeos_backward(arguments);
+#else
+  moeos_forward(arguments);
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -184,7 +244,7 @@ int emulated_call(const RankTensors* ranks, u64 launches, u64 apart_ns, u64 seed
     heaps.push_back(ranks[rank].heap);
   }
   heaps.insert(heaps.end(), heaps.begin(), heaps.end());
-  const auto arguments = std::make_unique<Arguments[]>(launches);
+  const auto arguments = std::make_unique<Launch[]>(launches);
   std::vector<std::function<void()>> kernels;
   const u64 begin_ns = emulator::kBeginNs;
   for (u64 launch = 0; launch < launches; ++launch) {
@@ -196,7 +256,7 @@ int emulated_call(const RankTensors* ranks, u64 launches, u64 apart_ns, u64 seed
       while (emulator::now_ns() < begin_ns + launch * apart_ns) {
         emulator::yield();
       }
-      moeos_forward(arguments[launch]);
+      launch_call(arguments[launch]);
     });
   }
   const std::size_t os_bytes = sizeof(OsShared) + OsMemory::bytes(kGeometry);
@@ -204,6 +264,13 @@ int emulated_call(const RankTensors* ranks, u64 launches, u64 apart_ns, u64 seed
     emulator::run({(kGeometry.processors + 1) * kVirtualRanks, kThreads,
                    std::max(sizeof(Shared), os_bytes), kernels, seed, limit_ns,
                    starved == nullptr ? std::nullopt : std::optional(*starved)});
+#if MOEOS_GRADIENTS
+    for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
+      const GradientArguments& its = arguments[launches - 1].ranks[rank];
+      emulator::run({kGradientBlocks, kThreads, sizeof(Shared),
+                     {[&its] { moeos_weight_gradients(its); }}, seed, limit_ns});
+    }
+#endif
   } catch (const emulator::Fault& fault) {
     std::snprintf(said, said_bytes, "%s", fault.what());
     return 1;

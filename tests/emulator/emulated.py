@@ -61,6 +61,7 @@ _FIELDS = (
     *("selection_bias", "router_bias", "expert_scale"),
     *("shared_w1", "shared_w2", "shared_gate", "shared_w1_scale", "shared_w2_scale"),
     *("shared_w1_scale_2", "shared_w2_scale_2", "ids", "weights", "token_count", "x_scale", "out"),
+    *("d_out", "d_x", "d_topk_weights", "d_w1", "d_w2", "d_b1", "d_b2"),
 )
 """Tensors of RankTensors in emulated.cpp."""
 
@@ -113,6 +114,7 @@ def build(
     plans_up_front: bool = True,
     between_rows: int | None = None,
     places: int = 0,
+    gradients: bool = False,
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
@@ -120,6 +122,7 @@ def build(
     they are, whatever their size. `plans_up_front`: unless it is false, calls whose counts come in
     time are planned up front. `between_rows`: Geometry's, if not the layer's. `places`: of a rank,
     where a table says which experts they have.
+    `gradients`: the kernel of calls of gradients.
     """
     shape = KernelShape(
         cfg=cfg,
@@ -128,6 +131,7 @@ def build(
         virtual_ranks=ranks,
         places=places,
         faults=faults,
+        gradients=gradients,
     )
     library = folder / "emulated.so"
     values = jit.macros(shape)
@@ -310,14 +314,19 @@ class EmulatedLayer:
             "weights": call.weights,
             "token_count": None,
             "out": out,
+            **self._of_gradients(rank, call),
         }
         record: list[int] = []
         kept += [tensor for tensor in tensors.values() if tensor is not None]
         for name in _FIELDS:
-            tensor = tensors[name]
+            tensor = tensors.get(name)
             assert tensor is None or tensor.is_contiguous()
             record.append(0 if tensor is None else tensor.data_ptr())
         return [*record, len(call.x), int(self.any_ids), self.identities[rank], *self._place]
+
+    def _of_gradients(self, rank: int, call: Call) -> dict[str, Tensor | None]:
+        """The tensors of a call of gradients besides."""
+        return {}
 
     def stats(self, rank: int, processors: int) -> CallStats:
         """What a rank counted in the last call; `processors`: that the kernel was built with."""

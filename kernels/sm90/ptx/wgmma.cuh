@@ -20,6 +20,22 @@ inline u64 matrix_descriptor(const void* shared) {
   return kSwizzle128 | kEightRows | kUnused | ((shared_address(shared) & 0x3FFFF) >> 4);
 }
 
+/// Which way an operand lies in shared memory: each of its rows or columns along the depth, or the
+/// depth's rows, each with 64 of its columns.
+enum class Major : u32 { depth = 0, columns = 1 };
+
+/// Describes an operand whose depth its rows are: boxes of 64 rows and 64 columns, one behind the
+/// other as their columns are, 128-byte swizzle. The address is a multiple of 1024; a step of 16
+/// along the depth is kDepthStepBytes.
+inline constexpr u32 kColumnsBoxBytes = 64 * 128;
+inline constexpr u32 kDepthStepBytes = 16 * 128;
+inline u64 columns_descriptor(const void* shared) {
+  constexpr u64 kSwizzle128 = u64{1} << 62;
+  constexpr u64 kEightRows = u64{1024 >> 4} << 32;  // stride between groups of eight rows
+  constexpr u64 kBox = u64{kColumnsBoxBytes >> 4} << 16;
+  return kSwizzle128 | kEightRows | kBox | ((shared_address(shared) & 0x3FFFF) >> 4);
+}
+
 /// Orders register and shared accesses of the warpgroup before the products that follow.
 inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -96,7 +112,7 @@ inline void multiply_accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
 }
 
 /// d += a * b^T for 64 rows and 128 columns.
-template <bool kFloat16>
+template <bool kFloat16, Major kOfA = Major::depth, Major kOfB = Major::depth>
 inline void multiply_accumulate(float (&d)[64], u64 a, u64 b) {
 #define MOEOS_WGMMA(type)                                                                      \
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                    \
@@ -109,7 +125,7 @@ inline void multiply_accumulate(float (&d)[64], u64 a, u64 b) {
                "%40, %41, %42, %43, %44, %45, %46, %47, "                                      \
                "%48, %49, %50, %51, %52, %53, %54, %55, "                                      \
                "%56, %57, %58, %59, %60, %61, %62, %63}, "                                     \
-               "%64, %65, 1, 1, 1, 0, 0;\n"                                                    \
+               "%64, %65, 1, 1, 1, %66, %67;\n"                                                \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),       \
                  "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),     \
                  "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), \
@@ -121,7 +137,7 @@ inline void multiply_accumulate(float (&d)[64], u64 a, u64 b) {
                  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), \
                  "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), \
                  "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])                            \
-               : "l"(a), "l"(b))
+               : "l"(a), "l"(b), "n"(static_cast<u32>(kOfA)), "n"(static_cast<u32>(kOfB)))
   if constexpr (kFloat16) {
     MOEOS_WGMMA("f16");
   } else {
@@ -159,7 +175,7 @@ inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
 }
 
 /// d += a * b^T for 64 rows and 256 columns.
-template <bool kFloat16>
+template <bool kFloat16, Major kOfA = Major::depth, Major kOfB = Major::depth>
 inline void multiply_accumulate(float (&d)[128], u64 a, u64 b) {
 #define MOEOS_WGMMA(type)                                                                          \
   asm volatile(                                                                                    \
@@ -181,7 +197,7 @@ inline void multiply_accumulate(float (&d)[128], u64 a, u64 b) {
       "%104, %105, %106, %107, %108, %109, %110, %111, "                                           \
       "%112, %113, %114, %115, %116, %117, %118, %119, "                                           \
       "%120, %121, %122, %123, %124, %125, %126, %127}, "                                          \
-      "%128, %129, 1, 1, 1, 0, 0;\n"                                                               \
+      "%128, %129, 1, 1, 1, %130, %131;\n"                                                         \
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
@@ -201,7 +217,7 @@ inline void multiply_accumulate(float (&d)[128], u64 a, u64 b) {
         "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),        \
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),        \
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])         \
-      : "l"(a), "l"(b))
+      : "l"(a), "l"(b), "n"(static_cast<u32>(kOfA)), "n"(static_cast<u32>(kOfB)))
   if constexpr (kFloat16) {
     MOEOS_WGMMA("f16");
   } else {

@@ -12,6 +12,15 @@
 namespace moeos::sm90 {
 
 inline u64 matrix_descriptor(const void* shared) { return reinterpret_cast<u64>(shared); }
+enum class Major : u32 { depth = 0, columns = 1 };
+inline constexpr u32 kColumnsBoxBytes = 64 * 128;
+inline constexpr u32 kDepthStepBytes = 16 * 128;
+inline u64 columns_descriptor(const void* shared) {
+  if (reinterpret_cast<u64>(shared) % 1024 != 0) {
+    emulator::stop("an operand of columns that does not begin with eight rows");
+  }
+  return reinterpret_cast<u64>(shared);
+}
 // By all lanes of a warp together. That hardware also keeps the warps of a group together is not
 // promised, and not so here.
 inline void wgmma_fence() { emulator::exchange("wgmma.fence", 0); }
@@ -25,8 +34,17 @@ inline void hold(float (&)[kRegisters]) {}
 inline void hold(u32 (&)[4]) {}
 
 /// One row's 16 elements of an operand.
-template <class Element>
+template <class Element, Major kMajor = Major::depth>
 inline void read_row(u64 matrix, u32 row, float (&values)[16]) {
+  if constexpr (kMajor == Major::columns) {
+    for (u32 k = 0; k < 16; ++k) {
+      u16 bits;
+      const u64 place = matrix + row / 64 * kColumnsBoxBytes + k * 128 + row % 64 * 2;
+      std::memcpy(&bits, swizzled(reinterpret_cast<u8*>(place)), 2);
+      values[k] = Element::low(bits);
+    }
+    return;
+  }
   for (u32 k = 0; k < 16; k += 2) {
     u32 pair;
     std::memcpy(&pair, swizzled(reinterpret_cast<u8*>(matrix) + row * 128 + k * 2), 4);
@@ -35,7 +53,7 @@ inline void read_row(u64 matrix, u32 row, float (&values)[16]) {
   }
 }
 
-template <bool kFloat16, u32 kRegisters>
+template <bool kFloat16, Major kOfA = Major::depth, Major kOfB = Major::depth, u32 kRegisters>
 inline void multiply_accumulate(float (&d)[kRegisters], u64 a, u64 b) {
   using Type = std::conditional_t<kFloat16, Float16, Bfloat16>;
   const u32 lane = threadIdx.x % 32;
@@ -43,11 +61,11 @@ inline void multiply_accumulate(float (&d)[kRegisters], u64 a, u64 b) {
   float upper[16];
   float lower[16];
   float column[16];
-  read_row<Type>(a, first, upper);
-  read_row<Type>(a, first + 8, lower);
+  read_row<Type, kOfA>(a, first, upper);
+  read_row<Type, kOfA>(a, first + 8, lower);
   for (u32 j = 0; j < kRegisters / 4; ++j) {
     for (u32 i = 0; i < 2; ++i) {
-      read_row<Type>(b, 8 * j + lane % 4 * 2 + i, column);
+      read_row<Type, kOfB>(b, 8 * j + lane % 4 * 2 + i, column);
       float of_upper = d[4 * j + i];
       float of_lower = d[4 * j + 2 + i];
       for (u32 k = 0; k < 16; ++k) {

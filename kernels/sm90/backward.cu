@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of a call of gradients: the call, which is one of the same device OS with other rows
+// and products, and the gradients of weights behind it.
+#include "kernels/sm90/gradient_operands.cuh"
+#include "kernels/sm90/gradient_tile.cuh"
+// It takes load_tile and compute_tile from those above.
+#include "kernels/sm90/call.cuh"
+#include "kernels/sm90/weight_gradients.cuh"
+
+namespace moeos::sm90 {
+
+struct GradientLaunch {
+  GradientArguments ranks[kVirtualRanks];
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    moeos_backward(const __grid_constant__ GradientLaunch arguments) {
+  const u32 rank = kVirtualRanks == 1 ? 0 : blockIdx.x / kBlocks;
+  const RankArguments& mine = arguments.ranks[rank];
+  const u32 index = blockIdx.x - rank * kBlocks;
+  if (threadIdx.x == kCompleteWarp * 32) {  // which has nothing else to do yet
+    prefetch_code(arguments.ranks[0]);
+  }
+  if (index < kGeometry.processors) {
+    run_processor_block(mine, index, *reinterpret_cast<Shared*>(dynamic_shared_memory()));
+  } else {
+    run_os(mine, *reinterpret_cast<OsShared*>(dynamic_shared_memory()));
+  }
+  __syncthreads();  // no warp of this block is in the call any more
+  if (threadIdx.x == 0) {
+    depart<Machine>(rank_memory(mine));
+  }
+}
+
+/// Of one rank, whose call of gradients is the last one that wrote its records.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    moeos_weight_gradients(const __grid_constant__ GradientArguments arguments) {
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared_memory());
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < kStages; ++i) {
+      shared.stage_full[i].initialise(1);
+      shared.stage_empty[i].initialise(kConsumerWarps);
+    }
+    fence_barrier_initialisation();
+  }
+  __syncthreads();
+  const u32 warp = threadIdx.x / 32;
+  if (warp >= kFirstConsumerWarp) {
+    raise_registers<kConsumerRegisters>();
+    multiply_factors(arguments, shared);
+    if constexpr (kBias) {
+      add_biases(arguments);
+    }
+    return;
+  }
+  lower_registers<kOtherRegisters>();
+  if (warp == kLoadWarp) {
+    load_factors(arguments, shared);
+  }
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Boxes of matrices, which the load warp brings into the stages: a lane a box.
+//
+// May not know: which matrices a part has; what is made of them.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/block.cuh"
+#include "kernels/sm90/ptx/tma.cuh"
+#include "runtime/planted.hpp"
+
+namespace moeos::sm90 {
+
+/// A box that one lane loads in each step of a part; without a map: none.
+///
+/// Each lane has its own and keeps it for the whole part. What is left to do in a step takes some
+/// ten instructions a box; finding the boxes again in each would take longer than the step's loads
+/// where a tile has many small segments (docs/log/0020-a-lane-a-box.md).
+struct Box {
+  const TensorMap* map = nullptr;
+  bool of_weights = false;
+  u32 row = 0;
+  u32 column = 0;  // in the first step
+  u32 place = 0;   // of its destination, bytes from the begin of the stage
+  CachePolicy policy = CachePolicy::normal;  // of weights
+};
+/// Where a box begins in its matrix, in one of the steps.
+struct BoxPlace {
+  u32 row;
+  u32 column;
+};
+
+// Each of a step's boxes has a lane, and a narrow tile's steps are two in one. A segment of 8n rows
+// is cut into as many boxes as n has bits, at most (n + 1) / 2.
+constexpr u32 padded_boxes(u32 rows) {
+  return (rows / Geometry::kSegmentAlign + Geometry::kMaxSegments) / 2;
+}
+/// Box `index` of `rows` rows, the first of which is row `first` of the matrix and lies at `place`.
+/// There is one for each bit of rows, the smallest first. (Where a box begins amid eight rows, TMA
+/// still swizzles by the place in shared memory, as wgmma reads.)
+template <u32 kSizes>
+inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 place, u32 index,
+                     Box& box) {
+  u32 bits = rows / box_height(kSizes, 0);
+  for (; index > 0; --index) {
+    bits &= bits - 1;
+  }
+  const u32 size = Machine::first_lane(bits);
+  const u32 before = rows & (box_height(kSizes, size) - 1);
+  box.map = &maps[size];
+  box.row = first + before;
+  box.place = place + (MOEOS_PLANTED(boxes_share_a_place) ? 0 : before * kSwizzleBytes);
+}
+
+/// The load warp: fills the stages with a part's operands, `bytes` bytes in each. One lane waits;
+/// each loads its box, from place_at(step) on: row and column. The next part is claimed on the way.
+template <class PlaceAt>
+inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, PlaceAt place_at) {
+  for (u32 step = 0; step < steps; ++step, loader.advance()) {
+    if (Machine::lane() == 0) {
+      if (steps - step == minimum(steps, kClaimSteps)) {
+        loader.let_claim();
+      }
+      loader.wait();
+      loader.full().arrive_expecting(bytes);
+    }
+    __syncwarp();
+    // Beyond the matrix: zeros.
+    u8* to = reinterpret_cast<u8*>(&loader.stage()) + box.place;
+    const auto [row, column] = place_at(step);
+    if (box.of_weights) {
+      load_weights(*box.map, to, loader.full(), row, column, box.policy);
+    } else if (box.map != nullptr) {
+      load_box(*box.map, to, loader.full(), row, column);
+    }
+  }
+}
+
+}  // namespace moeos::sm90

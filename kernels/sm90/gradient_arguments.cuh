@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a launch of a call of gradients is told besides: host/engines/cuda_gradient_arguments.py
+// packs it behind a rank's RankArguments, whose `out` has room for the rows that are sent.
+//
+// May not know: who uses it.
+#pragma once
+
+#include "kernels/sm90/arguments.cuh"
+#include "kernels/sm90/gradient_rows.cuh"
+
+namespace moeos::sm90 {
+
+/// Rows of a box of an operand whose depth its rows are: a step's. Of w1 they are groups in an
+/// order of their own, of which only one at a time may reach beyond the matrix.
+inline constexpr u32 kDepthRows = kTileDepth;
+inline constexpr u32 kDepthBoxRows =
+    kShape.intermediate % kDepthRows == 0 ? kDepthRows : kOrderedRows;
+/// Columns of a part's activated values.
+inline constexpr u32 kValueColumns = 128;
+
+struct GradientMaps {
+  TensorMap rows[kCellBoxes];      // [rows of all cells, 2 H]: x and the gradient of the output
+  TensorMap d_hidden[kCellBoxes];  // [kept rows, kHalves * kKeptColumns]
+  TensorMap values;                // [kept rows, kKeptColumns], box 64 x 64
+  TensorMap inputs;                // [kept rows or rows of all cells, 2 H], likewise
+  TensorMap w1;                    // [X * w1 rows, H], box kValueColumns x 64
+  TensorMap w1_ordered;            // the same, box kDepthBoxRows x 64
+  TensorMap w2;                    // [X * H, I], box 64 x 64
+};
+
+struct GradientArguments : RankArguments {
+  GradientMaps gradients;
+  const u8* d_out;        // [rows, H]
+  u8* d_x;                // likewise
+  float* d_topk_weights;  // [rows, k]: zeros, in which those of pairs that were sent are written
+  u8* d_w1;               // what weights have of all rows, as they lie; or null: not wanted
+  u8* d_w2;
+  u8* d_b1;
+  u8* d_b2;
+  u32 blocks;  // of the launch that makes them
+};
+
+inline const GradientArguments& of_gradients(const RankArguments& arguments) {
+  return static_cast<const GradientArguments&>(arguments);
+}
+
+/// The place of a segment's first row among kept ones: its source's rows are in the order of
+/// sending.
+inline u32 first_kept(const RankArguments& arguments, const Task& task, const Segment& segment) {
+  u32 first = segment.first_row;
+  if constexpr (kGeometry.row_map != RowMap::ragged) {
+    first = first_in_order(rank_of(arguments, nullptr), task.local_expert, segment);
+  }
+  return segment.source * kKeptOfSource + first;
+}
+
+}  // namespace moeos::sm90

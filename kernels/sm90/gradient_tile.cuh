@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// A part of a tile of a call of gradients, as a consumer warpgroup computes it.
+//
+// The first product of a part is dA = dY w2 of 128 columns, then h = x w1^T of the same: all three
+// accumulators of a gated part would not fit in registers, so dA waits as pairs of two-byte
+// elements. What is made of them is kept (gradient_rows.cuh). The second product's results are
+// their owners', with a weight's gradient behind each. May not know: where operands come from.
+#pragma once
+
+#include "kernels/sm90/derivative.cuh"
+#include "kernels/sm90/gradient_operands.cuh"
+#include "kernels/sm90/mainloop.cuh"
+#include "kernels/sm90/sinks.cuh"
+
+namespace moeos::sm90 {
+
+inline constexpr u32 kHalfSums = kValueColumns / 2;  // accumulators of 128 columns
+inline constexpr u32 kFirstSums = kHalves * kHalfSums;
+inline constexpr u32 kSecondSums = kTileColumns / 2;
+
+/// Notes when the consumers have a part's results.
+inline void stamp_computed(Shared& shared, u32 slot) {
+  if constexpr (kTraced) {
+    if (threadIdx.x == kFirstConsumerWarp * 32) {
+      shared.stamps[slot].computed_ns = Machine::now_ns();
+    }
+    __syncwarp();
+  }
+}
+
+/// d += the warpgroup's rows times weights whose rows are the depth, over so many steps.
+template <u32 kRegisters>
+inline void multiply_by_columns(float (&d)[kRegisters], u32 steps, u32 group, Shared& shared,
+                                RingPosition<kStages>& stage) {
+  for_each_step(d, steps, shared, stage, kAsLanded, [&](const Stage& from) {
+#pragma unroll
+    for (u32 k = 0; k < kTileDepth / 16; ++k) {
+      multiply_accumulate<MOEOS_FLOAT16, Major::depth, Major::columns>(
+          d, matrix_descriptor(from.rows + group * kConsumerRows * kSwizzleBytes + k * 32),
+          columns_descriptor(from.weights + k * kDepthStepBytes));
+    }
+  });
+}
+
+/// A row of a tile: where its source's row and its kept row lie; or none, of padding.
+struct GradientRow {
+  bool there = false;
+  const u8* sent = nullptr;
+  u8* kept = nullptr;
+};
+inline GradientRow gradient_row(const GradientArguments& arguments, const Task& task, u32 row) {
+  GradientRow found;
+  u32 first = 0;
+  for (u32 s = 0; s < task.segment_count; ++s) {
+    const Segment& segment = task.segments[s];
+    if (row >= first && row < first + segment.rows) {
+      const Layout layout(kGeometry, arguments.place);
+      found.there = true;
+      found.sent =
+          arguments.heap + layout.cell_row(segment.source, segment.first_row + row - first);
+      found.kept = arguments.intermediate_rows +
+                   u64{first_kept(arguments, task, segment) + row - first} * kKeptRowBytes;
+    }
+    first += laid_out_rows(kGeometry, task, s, first);
+  }
+  return found;
+}
+
+/// The sum of the four lanes that have accumulators of the same rows.
+inline float sum_of_row(float value) {
+  value += __shfl_xor_sync(~0U, value, 1U);
+  return value + __shfl_xor_sync(~0U, value, 2U);
+}
+
+/// What a row's own expert weighs.
+inline float weight_of_row(const GradientArguments& arguments, const Task& task,
+                           const GradientRow& row) {
+  const u32 expert = kGeometry.first_expert(arguments.rank) + task.local_expert;
+  float weight = 0.0F;
+  for (u32 j = Machine::lane() % 4; row.there && j < kGeometry.top_k; j += 4) {
+    const auto choice = reinterpret_cast<const SentChoice*>(row.sent + kChoicesAt)[j];
+    weight = choice.expert == expert ? choice.weight : weight;
+  }
+  return sum_of_row(weight);
+}
+
+/// Copies a part's share of x and of the gradient of the output to the kept row, by four lanes.
+inline void copy_inputs(const GradientRow& row, u32 part) {
+  constexpr u32 kVectors = 2 * kHiddenBytes / sizeof(uint4);
+  constexpr u32 kEach = ceil_div(kVectors, kGeometry.gemm0_parts);
+  const u32 end = minimum(kVectors, (part + 1) * kEach);
+  for (u32 i = part * kEach + Machine::lane() % 4; row.there && i < end; i += 4) {
+    reinterpret_cast<uint4*>(row.kept + kCopiesAt)[i] = reinterpret_cast<const uint4*>(row.sent)[i];
+  }
+}
+
+/// What h starts from: the biases of its columns, or zeros.
+inline void start_hidden(float (&d)[kFirstSums], const RankArguments& arguments, const Task& task,
+                         u32 part) {
+  const u64 bias = u64{task.local_expert} * kShape.w1_rows();
+#pragma unroll
+  for (u32 i = 0; i < kFirstSums; i += 4) {
+    float values[2] = {};
+    if constexpr (kBias) {
+      const u32 column = part * kValueColumns + i % kHalfSums * 2 + Machine::lane() % 4 * 2;
+      if (column < kShape.intermediate) {
+        const u64 at = bias + i / kHalfSums * kShape.intermediate + column;
+        const u32 pair = reinterpret_cast<const u32*>(arguments.b1)[at / 2];
+        values[0] = Element::low(pair);
+        values[1] = Element::high(pair);
+      }
+    }
+    d[i] = d[i + 2] = values[0];
+    d[i + 1] = d[i + 3] = values[1];
+  }
+}
+
+/// Keeps activated values and the gradients before them, both times the row's weight, and the
+/// part's share of <dA, A>.
+inline void keep_derived(const float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums / 2],
+                         const GradientArguments& arguments, const Task& task, u32 part) {
+  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are 32 columns of two rows
+#pragma unroll
+  for (u32 lower = 0; lower < 2; ++lower) {
+    const GradientRow row = gradient_row(arguments, task, tile_row(lower) + Machine::lane() / 4);
+    const float weight = weight_of_row(arguments, task, row);
+    float product = 0.0F;
+#pragma unroll
+    for (u32 first = 2 * lower; first < kHalfSums; first += kGroup) {
+      u32 values[4];
+      u32 gates[4];
+      u32 ups[4];
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) {
+        const u32 i = first + 4 * k;
+        const u32 up = kShape.gated() ? kHalfSums + i : i;
+        const Derived made =
+            derive<kActivation>(make_float2(d[i], d[i + 1]), make_float2(d[up], d[up + 1]));
+        const float2 d_value =
+            make_float2(Element::low(d_values[i / 2]), Element::high(d_values[i / 2]));
+        product += d_value.x * made.value.x + d_value.y * made.value.y;
+        values[k] = Element::pack(weight * made.value.x, weight * made.value.y);
+        gates[k] =
+            Element::pack(weight * d_value.x * made.by_gate.x, weight * d_value.y * made.by_gate.y);
+        ups[k] =
+            Element::pack(weight * d_value.x * made.by_up.x, weight * d_value.y * made.by_up.y);
+      }
+      const u32 column =
+          part * kValueColumns + first / kGroup * kOrderedRows + Machine::lane() % 4 * 8;
+      const bool wanted = row.there && column < kKeptColumns;
+      u8* const to = row.kept + u64{column} * 2;
+      store_vector(wanted, to, make_uint4(values[0], values[1], values[2], values[3]));
+      store_vector(wanted, to + kDHiddenAt, make_uint4(gates[0], gates[1], gates[2], gates[3]));
+      if constexpr (kShape.gated()) {
+        store_vector(wanted, to + kDHiddenAt + kKeptColumns * 2,
+                     make_uint4(ups[0], ups[1], ups[2], ups[3]));
+      }
+    }
+    product = sum_of_row(product);
+    const bool wanted = row.there && Machine::lane() % 4 == 0;
+    store_number(wanted, row.kept + kProductsAt + part * sizeof(float), product);
+    store_number(wanted && part == 0, row.kept + kWeightAt, weight);
+    if constexpr (kCopies) {
+      copy_inputs(row, part);
+    }
+  }
+}
+
+/// Of four words, columns 2l + {0, 1} of four eights (l = lane % 4): the eight columns of one.
+inline uint4 eight_columns(u32 (&words)[4]) {
+  const bool odd = (Machine::lane() & 1) != 0;
+  const bool high = (Machine::lane() & 2) != 0;
+  const auto exchange = [](u32& one, u32& other, bool second, u32 distance) {
+    const u32 got = __shfl_xor_sync(~0U, second ? one : other, distance);
+    one = second ? got : one;
+    other = second ? other : got;
+  };
+  exchange(words[0], words[1], odd, 1);
+  exchange(words[2], words[3], odd, 1);
+  exchange(words[0], words[2], high, 2);
+  exchange(words[1], words[3], high, 2);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+/// The same of accumulators i, i + 4, i + 8, i + 12 and those behind each.
+template <u32 kRegisters>
+inline uint4 eight_columns(const float (&d)[kRegisters], u32 i) {
+  u32 words[4];
+#pragma unroll
+  for (u32 k = 0; k < 4; ++k) {
+    words[k] = Element::pack(d[i + 4 * k], d[i + 4 * k + 1]);
+  }
+  return eight_columns(words);
+}
+
+/// <dA, A> of all parts, and <dY, b2>: the gradient of a row's weight, by four lanes.
+inline float weight_gradient(const GradientArguments& arguments, const Task& task,
+                             const GradientRow& row) {
+  float sum = 0.0F;
+  for (u32 part = Machine::lane() % 4; row.there && part < kGeometry.gemm0_parts; part += 4) {
+    sum += reinterpret_cast<const float*>(row.kept + kProductsAt)[part];
+  }
+  if constexpr (kBias) {
+    const auto* const b2 =
+        reinterpret_cast<const u32*>(arguments.b2) + u64{task.local_expert} * kShape.hidden / 2;
+    for (u32 i = Machine::lane() % 4; row.there && i < kShape.hidden / 2; i += 4) {
+      const u32 d_out = reinterpret_cast<const u32*>(row.sent + kDOutAt)[i];
+      sum +=
+          Element::low(d_out) * Element::low(b2[i]) + Element::high(d_out) * Element::high(b2[i]);
+    }
+  }
+  return sum_of_row(sum);
+}
+
+/// Takes rows of dX to their owners, and behind them their weights' gradients.
+inline void return_results(const float (&d)[kSecondSums], const GradientArguments& arguments,
+                           const Task& task, const Slot& slot, u32 part) {
+  constexpr u32 kGroup = kOrderedRows / 2;
+#pragma unroll
+  for (u32 lower = 0; lower < 2; ++lower) {
+    const ResultRows rows(task, lower);
+#pragma unroll
+    for (u32 i = 2 * lower; i < kSecondSums; i += 2 * kGroup) {
+      const uint4 first = eight_columns(d, i);
+      const uint4 second = eight_columns(d, i + kGroup);
+      rows.store(slot, part * kTileColumns + i / kGroup * kOrderedRows, first, second);
+    }
+    if (part == 0) {
+      const u32 own = tile_row(lower) + Machine::lane() / 4;
+      const float gradient = weight_gradient(arguments, task, gradient_row(arguments, task, own));
+      const u32 place = result_place(task, own);
+      store_number(place != kNowhere && Machine::lane() % 4 == 0,
+                   result_row(slot, place, kGeometry.row_bytes) + kDWeightAt, gradient);
+    }
+  }
+}
+
+/// A warpgroup's 64 rows of a part; `word`: what the slot was given; `place`: which slot it is.
+inline void compute_tile(const RankArguments& given, const Slot& slot, ReadyWord word,
+                         const Task& task, u32 group, u32 place, Shared& shared,
+                         RingPosition<kStages>& stage) {
+  const GradientArguments& arguments = of_gradients(given);
+  const bool rehearses = task.padded_rows == 0;
+  if (!rehearses && group * kConsumerRows >= task.padded_rows) {
+    skip_tile(gradient_steps(task), shared, stage, kAsLanded);
+  } else if (task.kind == TaskKind::gemm0) {
+    const u32 steps = rehearses ? 0 : kHiddenSteps;
+    u32 d_values[kHalfSums / 2];
+    {
+      float d[kHalfSums] = {};
+      multiply_by_columns(d, steps, group, shared, stage);
+#pragma unroll
+      for (u32 i = 0; i < kHalfSums / 2; ++i) {
+        d_values[i] = Element::pack(d[2 * i], d[2 * i + 1]);
+      }
+    }
+    float d[kFirstSums];
+    start_hidden(d, arguments, task, word.part());
+    multiply_tile(d, steps, group, shared, stage, kAsLanded);
+    stamp_computed(shared, place);
+    keep_derived(d, d_values, arguments, task, slot.word.part());
+  } else {
+    float d[kSecondSums] = {};
+    multiply_by_columns(d, rehearses ? 0 : kSecondSteps, group, shared, stage);
+    stamp_computed(shared, place);
+    return_results(d, arguments, task, slot, slot.word.part());
+  }
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients of experts' weights, of all rows that a call of gradients kept: a launch of its own
+// behind the call, since no rank waits for another one here.
+//
+//   gradient   left factor (its rows)      right factor (its columns)
+//   dW1        gradients of h, kept        x
+//   dW2        gradients of the output     activated values, kept
+//
+// A product's depth is an expert's rows: both factors have columns next to each other, as tensor
+// cores take them. The first of the two in each line has been multiplied by the rows' weights, or
+// the second. A tile of a gradient has one block, which adds rows up in the order of sources, and
+// of a source in the order of its cell, in steps of 64. So bits depend neither on how rows were
+// packed into tiles nor on the number of blocks. May not know: queues, flags, tiles of the call.
+#pragma once
+
+#include "kernels/sm90/gradient_arguments.cuh"
+#include "kernels/sm90/gradient_tile.cuh"
+#include "kernels/sm90/mainloop.cuh"
+#include "kernels/sm90/ptx/store.cuh"
+
+namespace moeos::sm90 {
+
+inline constexpr u32 kLeftColumns = kTileRows;
+inline constexpr u32 kRightColumns = kTileColumns;
+inline constexpr u32 kLeftBoxes = kLeftColumns / kBoxColumns;
+inline constexpr u32 kRightBoxes = kRightColumns / kBoxColumns;
+inline constexpr u32 kFactorColumns = kHalves * kKeptColumns;  // kept gradients of h
+inline constexpr u32 kTilesAcross1 = ceil_div(kShape.hidden, kRightColumns);
+inline constexpr u32 kTiles1 = ceil_div(kFactorColumns, kLeftColumns) * kTilesAcross1;
+inline constexpr u32 kTilesAcross2 = ceil_div(kShape.intermediate, kRightColumns);
+inline constexpr u32 kTiles2 = ceil_div(kShape.hidden, kLeftColumns) * kTilesAcross2;
+
+/// A tile of a gradient, by its number.
+struct GradientTile {
+  u32 expert;
+  bool second;  // of dW2
+  u32 left;     // its first row's column of the left factor
+  u32 right;    // and its first column of the right one
+
+  GradientTile(const GradientArguments& arguments, u32 number) {
+    const u32 first = arguments.d_w1 != nullptr ? kTiles1 : 0;
+    const u32 each = each_of(arguments);
+    expert = number / each;
+    const u32 nth = number % each;
+    second = nth >= first;
+    const u32 within = second ? nth - first : nth;
+    const u32 across = second ? kTilesAcross2 : kTilesAcross1;
+    left = within / across * kLeftColumns;
+    right = within % across * kRightColumns;
+  }
+  /// Tiles of an expert.
+  static u32 each_of(const GradientArguments& arguments) {
+    return (arguments.d_w1 != nullptr ? kTiles1 : 0) + (arguments.d_w2 != nullptr ? kTiles2 : 0);
+  }
+};
+
+inline u32 experts_here(const GradientArguments& arguments) {
+  return kGeometry.first_expert(arguments.rank + 1) - kGeometry.first_expert(arguments.rank);
+}
+
+/// A source's rows of an expert: where the first lies among kept rows, and among those of `inputs`.
+struct SourceRows {
+  u32 count;
+  u32 kept;
+  u32 input;
+};
+inline SourceRows rows_of(const GradientArguments& arguments, u32 expert, u32 source) {
+  const u32* const starts = rank_memory(arguments).receive_starts(source);
+  const u32 start = minimum(starts[expert], kKeptOfSource);
+  // Of a call that has failed, anything.
+  const u32 count = minimum(starts[expert + 1] - start, kKeptOfSource - start);
+  const u32 kept = source * kKeptOfSource + start;
+  if constexpr (kCopies) {
+    return {count, kept, kept};
+  }
+  const Layout layout(kGeometry, arguments.place);
+  return {count, kept, count == 0 ? 0 : layout.row_index(source, layout.row(expert, 0, start))};
+}
+inline u32 steps_of_expert(const GradientArguments& arguments, u32 expert) {
+  u32 steps = 0;
+  for (u32 source = 0; source < kGeometry.world; ++source) {
+    steps += ceil_div(rows_of(arguments, expert, source).count, kDepthRows);
+  }
+  return steps;
+}
+
+/// Calls visit(tile) for each tile that is this block's.
+template <class Visit>
+inline void for_each_gradient(const GradientArguments& arguments, Visit visit) {
+  const u32 all = experts_here(arguments) * GradientTile::each_of(arguments);
+  for (u32 number = blockIdx.x; number < all; number += arguments.blocks) {
+    visit(GradientTile(arguments, number));
+  }
+}
+
+/// The load warp: both factors of each step.
+inline void load_factors(const GradientArguments& arguments, Shared& shared) {
+  const u32 lane = Machine::lane();
+  RingPosition<kStages> at;
+  for_each_gradient(arguments, [&](const GradientTile& tile) {
+    const bool of_left = lane < kLeftBoxes;
+    const u32 nth = of_left ? lane : lane - kLeftBoxes;
+    const bool of_kept = of_left != tile.second;
+    const TensorMap& map = !of_kept      ? arguments.gradients.inputs
+                           : tile.second ? arguments.gradients.values
+                                         : arguments.gradients.d_hidden[kCellBoxes - 2];
+    const u32 column = (of_left ? tile.left : tile.right) + nth * kBoxColumns +
+                       (of_left && tile.second ? kShape.hidden : 0);
+    for (u32 source = 0; source < kGeometry.world; ++source) {
+      const SourceRows rows = rows_of(arguments, tile.expert, source);
+      for (u32 first = 0; first < rows.count; first += kDepthRows, at.advance()) {
+        Barrier& full = shared.stage_full[at.index];
+        if (lane == 0) {
+          shared.stage_empty[at.index].wait(at.parity ^ 1);
+          full.arrive_expecting(sizeof(Stage));
+        }
+        __syncwarp();
+        if (lane < kLeftBoxes + kRightBoxes) {
+          u8* const to = of_left ? shared.stages[at.index].rows : shared.stages[at.index].weights;
+          load_box(map, to + nth * kColumnsBoxBytes, full,
+                   (of_kept ? rows.kept : rows.input) + first, column);
+        }
+      }
+    }
+  });
+}
+static_assert(box_height(kCellBoxes, kCellBoxes - 2) == kDepthRows);
+static_assert((kLeftBoxes + kRightBoxes) * kColumnsBoxBytes == sizeof(Stage));
+
+/// Which of an expert's rows the next step has.
+class Depth {
+ public:
+  Depth(const GradientArguments& arguments, u32 expert) : arguments_(arguments), expert_(expert) {
+    find();
+  }
+  /// Rows of the step, of which there is one; goes on to the next one.
+  u32 take() {
+    const u32 rows = minimum(kDepthRows, left_);
+    left_ -= rows;
+    find();
+    return rows;
+  }
+
+ private:
+  void find() {
+    while (left_ == 0 && source_ < kGeometry.world) {
+      left_ = rows_of(arguments_, expert_, source_).count;
+      ++source_;
+    }
+  }
+
+  const GradientArguments& arguments_;
+  u32 expert_;
+  u32 source_ = 0;
+  u32 left_ = 0;  // of the source's rows
+};
+
+/// Makes zeros of what a stage has behind so many rows of both factors: rows of other experts. By
+/// all consumers.
+inline void clear_behind(Stage& stage, u32 rows) {
+  constexpr u32 kVectors = kColumnsBoxBytes / sizeof(uint4);
+  constexpr u32 kOfRow = kBoxColumns * 2 / sizeof(uint4);
+  auto* const to = reinterpret_cast<uint4*>(&stage);
+  const u32 first = rows * kOfRow;
+  const u32 each = kVectors - first;
+  for (u32 i = threadIdx.x % kConsumerThreads; i < (kLeftBoxes + kRightBoxes) * each;
+       i += kConsumerThreads) {
+    to[i / each * kVectors + first + i % each] = make_uint4(0, 0, 0, 0);
+  }
+  fence_proxy_async_shared();
+  named_barrier(kConsumersBarrier, kConsumerThreads);
+}
+
+/// Stores a warpgroup's rows of a tile.
+inline void store_gradients(const float (&d)[kSecondSums], const GradientArguments& arguments,
+                            const GradientTile& tile) {
+  constexpr u32 kGroup = kOrderedRows / 2;
+#pragma unroll
+  for (u32 lower = 0; lower < 2; ++lower) {
+    const u32 row = tile.left + tile_row(lower) + Machine::lane() / 4;
+    u8* to = nullptr;
+    bool there = false;
+    u32 columns = 0;
+    if (tile.second) {
+      there = row < kShape.hidden;
+      columns = kShape.intermediate;
+      to = arguments.d_w2 + (u64{tile.expert} * kShape.hidden + row) * kShape.intermediate * 2;
+    } else {
+      const u32 half = row / kKeptColumns;
+      const u32 column = kept_column(row - half * kKeptColumns);  // of h
+      there = half < kHalves && column < kShape.intermediate;
+      columns = kShape.hidden;
+      to = arguments.d_w1 +
+           (u64{tile.expert} * kShape.w1_rows() + half * kShape.intermediate + column) *
+               kShape.hidden * 2;
+    }
+#pragma unroll
+    for (u32 i = 2 * lower; i < kSecondSums; i += kGroup) {
+      u32 words[4];
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) {
+        words[k] = Element::pack(d[i + 4 * k], d[i + 4 * k + 1]);
+      }
+      // Kept columns lie in the order of accumulators: what a thread has of four eights is eight
+      // columns already.
+      const uint4 own = make_uint4(words[0], words[1], words[2], words[3]);
+      const uint4 made = eight_columns(words);
+      const u32 column = tile.right + i / kGroup * kOrderedRows + Machine::lane() % 4 * 8;
+      store_vector(there && column < columns, to + u64{column} * 2, tile.second ? own : made);
+    }
+  }
+}
+
+/// The consumers: each tile's products, and its way to memory.
+inline void multiply_factors(const GradientArguments& arguments, Shared& shared) {
+  const u32 group = (threadIdx.x / 32 - kFirstConsumerWarp) / 4;
+  RingPosition<kStages> stage;
+  for_each_gradient(arguments, [&](const GradientTile& tile) {
+    Depth depth(arguments, tile.expert);
+    float d[kSecondSums] = {};
+    for_each_step(
+        d, steps_of_expert(arguments, tile.expert), shared, stage,
+        [&](Stage& of, u32) {
+          const u32 rows = depth.take();
+          if (rows < kDepthRows) {
+            clear_behind(of, rows);
+          }
+        },
+        [&](const Stage& from) {
+#pragma unroll
+          for (u32 k = 0; k < kDepthRows / 16; ++k) {
+            multiply_accumulate<MOEOS_FLOAT16, Major::columns, Major::columns>(
+                d, columns_descriptor(from.rows + group * kColumnsBoxBytes + k * kDepthStepBytes),
+                columns_descriptor(from.weights + k * kDepthStepBytes));
+          }
+        });
+    store_gradients(d, arguments, tile);
+  });
+}
+
+/// The biases' gradients: sums of an expert's rows, in their order. A thread a column, by all
+/// consumers.
+inline void add_biases(const GradientArguments& arguments) {
+  const auto add = [&](u8* to, u32 expert, u32 column, auto value) {
+    float sum = 0.0F;
+    for (u32 source = 0; source < kGeometry.world; ++source) {
+      const SourceRows rows = rows_of(arguments, expert, source);
+      for (u32 i = 0; i < rows.count; ++i) {
+        sum +=
+            value(arguments.intermediate_rows + u64{rows.kept + i} * kKeptRowBytes, rows.input + i);
+      }
+    }
+    reinterpret_cast<u16*>(to)[column] = static_cast<u16>(Element::pack(sum, 0.0F));
+  };
+  const auto element = [](const u8* row, u32 column) {
+    return Element::low(reinterpret_cast<const u16*>(row)[column]);
+  };
+  const Layout layout(kGeometry, arguments.place);
+  for (u32 expert = blockIdx.x; expert < experts_here(arguments); expert += arguments.blocks) {
+    const u32 first = threadIdx.x % kConsumerThreads;
+    for (u32 n = first; arguments.d_b1 != nullptr && n < kShape.w1_rows(); n += kConsumerThreads) {
+      const u32 half = n / kShape.intermediate;
+      const u32 column = half * kKeptColumns + kept_column(n - half * kShape.intermediate);
+      add(arguments.d_b1 + u64{expert} * kShape.w1_rows() * 2, expert, n,
+          [&](const u8* kept, u32) { return element(kept + kDHiddenAt, column); });
+    }
+    for (u32 n = first; arguments.d_b2 != nullptr && n < kShape.hidden; n += kConsumerThreads) {
+      add(arguments.d_b2 + u64{expert} * kShape.hidden * 2, expert, n,
+          [&](const u8* kept, u32 input) {
+            const u8* const from =
+                kCopies ? kept + kCopiesAt : arguments.heap + layout.row_at(input);
+            return *reinterpret_cast<const float*>(kept + kWeightAt) * element(from + kDOutAt, n);
+          });
+    }
+  }
+}
+
+}  // namespace moeos::sm90

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What gradients of a call must be: those of the float64 reference. Holds no test."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from moeos import MoELayer, reference
+from tests.layers import Call, Weights
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
+"""The largest relative Frobenius error of a gradient."""
+
+Gradients = dict[str, Tensor]
+"""By the name of a parameter, or of an argument of a call."""
+
+_PARAMETERS = {
+    "gate.weight": "gate",
+    "gate.bias": "router_bias",
+    "w1": "w1",
+    "w2": "w2",
+    "b1": "b1",
+    "b2": "b2",
+    "shared_w1": "shared_w1",
+    "shared_w2": "shared_w2",
+    "shared_gate": "shared_gate",
+}
+"""Of a layer, and what `Weights` call them."""
+OF_EXPERTS = ("w1", "w2", "b1", "b2")
+
+
+def drawn(call: Call, seed: int) -> Tensor:
+    """The gradient of a call's output."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    return torch.randn(call.x.shape, generator=generator).to(call.x.dtype)
+
+
+def leaves_of(call: Call) -> Call:
+    """The same call, whose arguments want a gradient."""
+    weights = None if call.weights is None else call.weights.clone().requires_grad_()
+    return dataclasses.replace(call, x=call.x.clone().requires_grad_(), weights=weights)
+
+
+def found_of(call: Call, layer: MoELayer) -> Gradients:
+    """The gradients that a call's arguments and its layer's parameters have."""
+    found = {"x": call.x.grad, "topk_weights": None if call.weights is None else call.weights.grad}
+    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def expected_of(weights: Weights, calls: Sequence[Call]) -> list[Gradients]:
+    """The same of the float64 reference: experts have all ranks' tokens, all else a rank's own."""
+    ranks = len(calls)
+    every: list[Gradients] = []
+    for rank, call in enumerate(calls):
+        leaves = {
+            name: part.double().requires_grad_()
+            for name, own in _PARAMETERS.items()
+            if (part := getattr(weights, own)) is not None
+        }
+        double = {own: leaves.get(name) for name, own in _PARAMETERS.items()}
+        leaves["x"] = call.x.double().requires_grad_()
+        if call.weights is not None:
+            leaves["topk_weights"] = call.weights.double().requires_grad_()
+        y = dataclasses.replace(weights, **double).expected(
+            Call(leaves["x"], call.ids, leaves.get("topk_weights"))
+        )
+        if y.requires_grad:  # a call without tokens reads nothing
+            y.backward(drawn(call, rank).double())
+        every.append({name: zeros_if_none(leaf) for name, leaf in leaves.items()})
+    result = []
+    for rank in range(ranks):
+        own = weights.cfg.experts_of(rank, ranks)
+        of_experts = {
+            name: torch.stack([one[name] for one in every]).sum(dim=0)[own.start : own.stop]
+            for name in OF_EXPERTS
+            if name in every[0]
+        }
+        result.append(every[rank] | of_experts)
+    return result
+
+
+def zeros_if_none(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def assert_match(
+    weights: Weights,
+    calls: Sequence[Call],
+    found: Sequence[Gradients],
+    names: Collection[str] | None = None,
+) -> None:
+    """`names`: of the gradients that are looked at; None: all."""
+    cfg = weights.cfg
+    for call in calls:
+        assert weights.sure(call).all(), "draw other tokens: fp32 may route one otherwise"
+    for rank, (mine, expected) in enumerate(zip(found, expected_of(weights, calls), strict=True)):
+        for name, wanted in expected.items():
+            if names is not None and name not in names:
+                continue
+            if name.startswith("gate.") and calls[rank].weights is not None:
+                assert name not in mine  # the caller's routing says nothing of the gate
+                continue
+            error = reference.relative_error(mine[name], wanted)
+            assert error <= TOLERANCE[cfg.dtype], f"rank {rank}, {name}: error {error:.2e}"
