@@ -25,7 +25,6 @@ from moeos import call_checks, custom_op, main_grads
 from moeos.activations import Curve
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors, Engine, GradientTensors
-from moeos.engines.twin import TwinEngine
 
 X, _WEIGHTS, _OWN = 1, 2, 3
 PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
@@ -35,7 +34,7 @@ PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
 class How(NamedTuple):
     """A call, but for the tensors that may have a gradient; see `CallTensors`."""
 
-    engine: TwinEngine
+    engine: Engine
     cfg: MoEConfig
     ids: Tensor | None
     tokens: Tensor | None
@@ -58,16 +57,10 @@ class Kept(NamedTuple):
 
 def no_backward(engine: Engine) -> str | None:
     """Where a call has no backward, in words that follow "has no backward"; None where it has."""
-    if not isinstance(engine, TwinEngine):
-        return " on the GPU, but on the twin alone (moeos.init(backend='twin'))"
-    if engine.replicated:
-        return (
-            " where several ranks hold an expert, since each would get a part of its gradient: "
-            "make the layer with a placement without replicas"
-        )
-    if custom_op.is_transformed():
+    why = engine.no_backward()
+    if why is None and custom_op.is_transformed():
         return " in transforms of torch.func and in traces, but for autograd alone"
-    return None
+    return why
 
 
 @_disable_dynamo
@@ -192,13 +185,11 @@ def _experts(
     x, used = kept.x, kept.used
     named = dict(zip(call_checks.WEIGHTS, own, strict=False))
     sums = {
-        name: main[name]
-        if name in main and main[name].dtype == torch.float32
-        else torch.zeros(tensor.shape, dtype=torch.float32)
+        name: how.engine.room_for_sums(tensor, how.pieces, main.get(name))
         for name, tensor in named.items()
         if wanted[PLACE[name]]
     }
-    d_x, d_used = torch.empty_like(x), torch.empty(used.shape, dtype=torch.float32)
+    d_x, d_used = torch.empty_like(x), torch.empty_like(used, dtype=torch.float32)
     how.engine.backward(
         GradientTensors(
             x=x,

@@ -167,7 +167,6 @@ class KernelShape:
             places=self.places,
         )
 
-
     def _gradient_sizes(self) -> _runtime.Sizes:
         """Those of a call of gradients: of routed experts alone, and without narrow tiles.
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
+
 from moeos.bootstrap import choose_backend
 from moeos.control import ThreadControl, name_ranks
 from moeos.errors import PeerTimeout, said
@@ -193,7 +195,10 @@ class _RankThreads(Generic[Result]):
         try:
             try:
                 self._in_fn.add(world.rank)
-                self.results[world.rank] = self._fn(world)
+                # By default one thread of autograd's runs the backwards of all who share a GPU, one
+                # behind the other, and a rank's waits for the others' calls.
+                with torch.autograd.set_multithreading_enabled(False):
+                    self.results[world.rank] = self._fn(world)
             finally:
                 self._in_fn.discard(world.rank)
         except BaseException as error:

@@ -200,7 +200,7 @@ Sizes make_sizes(const nb::typed<nb::dict, nb::str, nb::int_>& of_geometry,
 }
 
 /// Where the host finds what it reads of a rank on the GPU: byte offsets in its heap, in its
-/// control ("epoch") and in a layer's records.
+/// control ("epoch"), in its tables ("pair_expert", "pair_weight") and in a layer's records.
 nb::dict offsets_of(const Sizes& sizes) {
   const Layout layout(sizes.geometry);
   const RankMemory memory(sizes.geometry, MemoryParts<u8*>{});
@@ -221,6 +221,8 @@ nb::dict offsets_of(const Sizes& sizes) {
   offsets["faults"] = offset(memory.faults);
   offsets["places_from"] = offset(memory.places_from);
   offsets["places"] = offset(memory.places);
+  offsets["pair_expert"] = offset(memory.pair_expert);
+  offsets["pair_weight"] = offset(memory.pair_weight);
   return offsets;
 }
 
@@ -353,6 +355,7 @@ NB_MODULE(_runtime, module) {
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })
       .def_prop_ro("cell_rows", [](const Sizes& s) { return s.geometry.cell_rows(); })
+      .def_prop_ro("cell_rows_used", [](const Sizes& s) { return s.geometry.cell_rows_used(); })
       .def_prop_ro("chunks", [](const Sizes& s) { return s.geometry.chunks(); })
       .def_prop_ro("window", [](const Sizes& s) { return s.geometry.window(); })
       .def(

@@ -72,7 +72,8 @@ class GradientTensors(NamedTuple):
     x [rows, H] and d_out, the gradient of the output, in the layer's dtype; topk_ids int32
     [rows, k] and topk_weights fp32 [rows, k], as the forward call had them (-1 is an unused slot);
     w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers. What is written: d_x, as
-    x; d_topk_weights fp32 [rows, k]. What is added to: d_w1, d_b1, d_w2 and d_b2, fp32, or None.
+    x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2 and d_b2, of `Engine.room_for_sums`, or
+    None.
     """
 
     x: torch.Tensor
@@ -147,6 +148,26 @@ class Engine(Protocol):
 
     def require_open(self) -> None:
         """Raises `RuntimeError` where no call can be made: the world is closed, or a parent's."""
+
+    def no_backward(self) -> str | None:
+        """Why calls have none, in words that follow "has no backward"; None where they have one."""
+
+    def record(self, tensors: CallTensors) -> Recording:
+        """As `forward`; returns what `backward` needs of it. The first one is a collective of its
+        own: it makes room for calls of gradients.
+        """
+
+    def room_for_sums(
+        self, parameter: torch.Tensor, pieces: int, main_grad: torch.Tensor | None
+    ) -> torch.Tensor:
+        """For the gradient of a parameter of experts, of a call in so many pieces: `main_grad`
+        where the engine adds to it, or memory of the engine's.
+        """
+
+    def backward(self, tensors: GradientTensors) -> None:
+        """Runs one call of gradients, as `forward` runs one. Collective: of the same forward call
+        on all ranks.
+        """
 
     def forward(self, tensors: CallTensors) -> None:
         """Runs one call, in its pieces: writes the S first rows of out, and zeros into the others.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,13 +20,15 @@ from moeos import _runtime, calls, cuda_driver, jit, kernel_shape
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
-from moeos.engines import cuda_chain, cuda_clock, cuda_records, cuda_wait
-from moeos.engines.base import CallTensors, require_memory
+from moeos.engines import cuda_chain, cuda_clock, cuda_gradients, cuda_records, cuda_wait
+from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory
 from moeos.engines.cuda_arguments import (
     RECORD_BYTES,
     WEIGHT_TYPES,
     ArgumentPacker,
 )
+from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, weight_dtype
+from moeos.engines.cuda_gradients import CudaGradients
 from moeos.engines.cuda_kernel import Launch, LoadedKernel
 from moeos.engines.cuda_peers import Peers
 from moeos.engines.cuda_workspace import CudaWorkspace
@@ -105,9 +108,10 @@ class CudaEngine:
         self._require_devices()
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # the driver is asked below: this thread has a context now
-            peers = Peers.find(world, self._device)
+            peers = self._peers = Peers.find(world, self._device)
             self._by_nvshmem = peers.transport == "nvshmem"
             self._shape = self._agree(lambda: self._shape_of(cfg, peers), "the sizes of a layer")
+            self._last = self._shape  # of the last call
             # Every rank asks for it, so that all wait for the compiler and none for a rank.
             kernel = self._agree(lambda: jit.compile_kernel(self._shape), "the compiled kernel")
             self.report = kernel.report
@@ -126,7 +130,9 @@ class CudaEngine:
             arguments = held.arguments
             arguments.use(shared.buffers(mine))
             shared.add(held, held.clear, lambda: arguments.use(shared.buffers(mine)))
-            held.kernel = self._agree(lambda: self._load(kernel), "the loading of the kernel")
+            held.kernel = self._agree(
+                lambda: self._load(kernel, mine.kernels), "the loading of the kernel"
+            )
             record = arguments.record
             held.launch = Launch(
                 numpy.tile(record, self._shape.virtual_ranks) if self._virtual else record
@@ -151,6 +157,32 @@ class CudaEngine:
         before: then nothing is launched.
         """
         self._holdings.gate.run(lambda: self._forward(tensors))
+
+    def no_backward(self) -> str | None:
+        """See `Engine.no_backward`."""
+        remote = self._shape.transport != "none"
+        placed = self._placement is not None
+        return cuda_gradients.why_none(self._shape.cfg, placed=placed, remote=remote)
+
+    def room_for_sums(
+        self, parameter: torch.Tensor, pieces: int, main_grad: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `Engine.room_for_sums`: one launch writes all of it; several are added up in fp32."""
+        dtype = weight_dtype(self._shape.cfg, pieces)
+        if pieces == 1:
+            return torch.empty_like(parameter, dtype=dtype)
+        return torch.zeros_like(parameter, dtype=dtype)
+
+    def record(self, tensors: CallTensors) -> Recording:
+        """See `Engine.record`. Waits for a number of tokens that the device knows."""
+        self.require_open()
+        if self._holdings.gradients is None:
+            self._world.gate.run(self._make_gradients)
+        return self._holdings.gate.run(lambda: self._record(tensors))
+
+    def backward(self, tensors: GradientTensors) -> None:
+        """See `Engine.backward`. Launches two kernels a piece on the current stream."""
+        self._holdings.gate.run(lambda: self._backward(tensors))
 
     def check(self) -> None:
         """Waits for this rank's calls so far and raises what `exception_of` says of a failure.
@@ -185,13 +217,7 @@ class CudaEngine:
             with torch.cuda.device(self._device):
                 self._forward(tensors)
             return
-        ids, weights = tensors.topk_ids, tensors.topk_weights
-        if ids is not None:
-            readable = weights is None or (
-                weights.dtype in WEIGHT_TYPES and weights.is_contiguous()
-            )
-            if not (readable and ids.is_contiguous()):
-                tensors = _with_readable_routing(tensors, ids, weights)
+        tensors = self._readable(tensors)
         if tensors.pieces == 1:
             self._piece(tensors, self._identity)
             return
@@ -200,6 +226,111 @@ class CudaEngine:
         for piece in pieces_of(tensors, self._shape.cfg.max_tokens):
             self._piece(piece, identity)
 
+    def _readable(self, tensors: CallTensors) -> CallTensors:
+        """The call, whose routing the kernel can read."""
+        ids, weights = tensors.topk_ids, tensors.topk_weights
+        if ids is not None:
+            readable = weights is None or (
+                weights.dtype in WEIGHT_TYPES and weights.is_contiguous()
+            )
+            if not (readable and ids.is_contiguous()):
+                return _with_readable_routing(tensors, ids, weights)
+        return tensors
+
+    def _make_gradients(self) -> None:
+        held, world = self._holdings, self._world
+        if held.gradients is not None:
+            return
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            shape = dataclasses.replace(self._shape, gradients=True)
+            kernel = self._agree(lambda: jit.compile_kernel(shape), "the kernel of gradients")
+            assert cuda_gradients.sizes_agree(self._shape.sizes, shape.sizes)
+            key = (shape.cfg, shape.places, "gradients")
+            mine = self._shared.admit(key, shape.sizes, self._peers, self._device)
+            blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
+
+            def make() -> CudaGradients:
+                made = CudaGradients(
+                    shape,
+                    kernel,
+                    world.rank,
+                    world.deadline,
+                    self._shared.failure.address,
+                    held.records,
+                    blocks,
+                )
+                made.kernel = self._load(kernel, mine.kernels, jit.BACKWARD, GRADIENT_RECORD_BYTES)
+                return made
+
+            made = self._agree(make, "the loading of the kernel of gradients")
+            arguments = made.arguments
+            arguments.use(self._shared.buffers(mine))
+            self._shared.add(made, _nothing, lambda: arguments.use(self._shared.buffers(mine)))
+            if made.kernel is not None:
+                arguments.pack_code(*made.kernel.code)
+            held.gradients = made
+            torch.cuda.synchronize()
+
+    def _record(self, tensors: CallTensors) -> Recording:
+        rows, most = tensors.x.shape[0], self._shape.cfg.max_tokens
+        tokens = rows
+        if tensors.tokens is not None:
+            tokens = min(rows, max(0, int(tensors.tokens)))
+        slots = self._shape.cfg.slots
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        identity = calls.identity(self._number, tensors.pieces)
+        with torch.cuda.device(self._device):
+            readable = self._readable(tensors)
+            for number, piece in enumerate(pieces_of(readable, most)):
+                self._piece(piece, identity)
+                here = min(max(0, rows - number * most), most)
+                tables = self._shared.buffers(self._mine).tables
+                found.append(cuda_gradients.routing_in(tables, self._offsets, here, slots))
+                self._note_more()
+        ids, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return Recording(ids, weights, tokens)
+
+    def _backward(self, tensors: GradientTensors) -> None:
+        made = self._holdings.gradients
+        assert made is not None  # made before the forward call
+        if self._shared.closed:
+            self._shared.require_open()  # which raises: the buffers may be gone
+        require_memory(tensors)  # which may be gone since the forward call
+        if tensors.d_out.data_ptr() % 16 != 0:
+            tensors = tensors._replace(d_out=tensors.d_out.clone())
+        identity = calls.identity(self._number, tensors.pieces, backward=True)
+        adds = tensors.pieces > 1
+        with torch.cuda.device(self._device):
+            tensors.d_topk_weights.zero_()
+            tensors.d_x[tensors.tokens :].zero_()
+            for piece in cuda_gradients.pieces_of(tensors, self._shape.cfg.max_tokens):
+                self._gradient_piece(made, piece, identity)
+                if adds:
+                    cuda_gradients.add_weights(tensors, piece)
+
+    def _gradient_piece(self, made: CudaGradients, piece: GradientTensors, identity: int) -> None:
+        if self._faults.late:
+            self._faults.before_call()
+        self._last = made.shape
+        sent_bytes = made.shape.sizes.sent_bytes
+        sent = torch.empty((piece.tokens, sent_bytes), dtype=torch.uint8, device=self._device)
+        made.arguments.pack(piece, sent, identity)
+        self._start(made, identity)
+        if piece.d_w1 is not None or piece.d_w2 is not None or self._wants_biases(piece):
+            made.make_weights(torch._C._cuda_getCurrentRawStream(self._device.index))
+            self._note_more()
+
+    def _note_more(self) -> None:
+        """Calls to come wait for what has been launched behind the last one, too."""
+        if not torch._C._cuda_isCurrentStreamCapturing():
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+            self._launches.launched(stream, lives=cuda_chain.lives(self._device.index))
+
+    @staticmethod
+    def _wants_biases(piece: GradientTensors) -> bool:
+        return piece.d_b1 is not None or piece.d_b2 is not None
+
     def _first_failure(self) -> _runtime.Failure | None:
         cuda_wait.synchronize(self._device)
         return self._shared.first_failure()
@@ -207,7 +338,7 @@ class CudaEngine:
     def _stats(self) -> CallStats:
         cuda_wait.synchronize(self._device)
         return cuda_records.stats_of(
-            self._world.rank, self._holdings.records, self._offsets, self._shape, self._placement
+            self._world.rank, self._holdings.records, self._offsets, self._last, self._placement
         )
 
     def _trace(self) -> RankTrace:
@@ -230,21 +361,27 @@ class CudaEngine:
         """Launches a piece of a call; the engine's device is the current one."""
         if self._faults.late:
             self._faults.before_call()
-        held = self._holdings
-        held.arguments.pack(tensors, identity)
+        self._last = self._shape
+        self._holdings.arguments.pack(tensors, identity)
+        self._start(self._holdings, identity)
+
+    def _start(self, held: CudaHoldings | CudaGradients, identity: int) -> None:
+        """Launches the call that has been packed; the engine's device is the current one."""
         if self._virtual:
-            self._launch_together(identity)
+            self._launch_together(held, identity)
             return
         failure = self._shared.failure.read()
         if failure is not None:
             raise self._exception_of(failure, identity)
         assert held.kernel is not None  # only virtual ranks leave it to rank 0
         # As torch.cuda.current_stream() but for the object, whose making takes 3 µs.
-        self._launch(held.kernel, torch._C._cuda_getCurrentRawStream(self._device.index))
+        self._launch(
+            held.kernel, held.launch, torch._C._cuda_getCurrentRawStream(self._device.index)
+        )
 
-    def _launch(self, kernel: LoadedKernel, stream: int) -> None:
+    def _launch(self, kernel: LoadedKernel, launch: Launch, stream: int) -> None:
         """Launches a call behind the world's last one, whose stream it mostly shares."""
-        launches, launch = self._launches, self._holdings.launch
+        launches = self._launches
         if stream == launches.stream and not torch._C._cuda_isCurrentStreamCapturing():
             kernel.launch(stream, launch)
         elif launches.join(stream):
@@ -314,27 +451,31 @@ class CudaEngine:
     def _zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
-    def _load(self, kernel: Kernel) -> LoadedKernel | None:
-        """The kernel, which layers of one shape share."""
-        if kernel.report.argument_bytes != RECORD_BYTES:
+    def _load(
+        self,
+        kernel: Kernel,
+        kernels: dict[bytes, LoadedKernel],
+        name: str = jit.KERNEL,
+        record_bytes: int = RECORD_BYTES,
+    ) -> LoadedKernel | None:
+        """The kernel, which layers of one shape share: `kernels` has those of this shape."""
+        if kernel.report.argument_bytes != record_bytes:
             raise RuntimeError(
                 f"the kernel takes {kernel.report.argument_bytes} bytes of arguments for each rank "
-                f"and the host packs {RECORD_BYTES}: the installation mixes versions"
+                f"and the host packs {record_bytes}: the installation mixes versions"
             )
         if self._virtual and self._world.rank != 0:
             return None
-        kernels = self._mine.kernels
         if kernel.cubin not in kernels:
             blocks = (self._shape.processors + 1) * self._shape.virtual_ranks
-            kernels[kernel.cubin] = LoadedKernel(kernel, blocks, self._by_nvshmem)
+            kernels[kernel.cubin] = LoadedKernel(kernel, blocks, self._by_nvshmem, name=name)
         return kernels[kernel.cubin]
 
-    def _launch_together(self, identity: int) -> None:
+    def _launch_together(self, held: CudaHoldings | CudaGradients, identity: int) -> None:
         """Launches the call of all virtual ranks, ordered behind and before each rank's stream.
 
         A failure that any of them has been shown raises on all.
         """
-        held = self._holdings
         stream = torch.cuda.current_stream()
         ready = torch.cuda.Event()
         ready.record(stream)
@@ -355,7 +496,7 @@ class CudaEngine:
                     stream.wait_event(event)
                 records = [record for _, record, _, _ in offers]
                 numpy.concatenate(records, out=held.launch.arguments)
-                self._launch(held.kernel, stream.cuda_stream)
+                self._launch(held.kernel, held.launch, stream.cuda_stream)
                 outcome = torch.cuda.Event()
                 outcome.record(stream)
             except RuntimeError as error:
@@ -383,6 +524,7 @@ class CudaHoldings:
         records, arguments, launch, kernel: as they are made; gone after the end. No kernel on
             virtual ranks but rank 0.
         captured: whether a call of the layer is part of a graph, which may be replayed.
+        gradients: what calls of gradients have; None before the first one is asked for.
     """
 
     records: torch.Tensor
@@ -399,6 +541,7 @@ class CudaHoldings:
     ) -> None:
         self.gate = shared.gate
         self.captured = False
+        self.gradients: CudaGradients | None = None
         self._shared = shared
         self._faults = faults
         self._offsets = offsets
@@ -440,10 +583,18 @@ class CudaHoldings:
                 if not self._shared.on_gpu.launches.wait():
                     return False
         self._shared.remove(self)
+        if self.gradients is not None:
+            self._shared.remove(self.gradients)
+            self.gradients.unload()
+            self.gradients = None
         self._faults.close()
         for name in ("records", "arguments", "launch", "kernel"):
             vars(self).pop(name, None)
         return True
+
+
+def _nothing() -> None:
+    """What calls of gradients have to forget: their records are the layer's."""
 
 
 def _usable_device(cfg: MoEConfig, world: World) -> torch.device:

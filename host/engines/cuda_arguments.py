@@ -84,7 +84,7 @@ _ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
 _ADDRESS_ALIGNMENT = 16
 
 
-class _Box(NamedTuple):
+class Box(NamedTuple):
     """What a tensor map loads at once: `row_bytes` bytes, the swizzle's width, of each of its rows,
     whose elements are of a type; `ordered`: its rows lie in an order of their own.
     """
@@ -160,7 +160,7 @@ class ArgumentPacker:
         heap, between = buffers.heap.data_ptr(), buffers.between.data_ptr()
         for index, rows in enumerate(_CELL_BOX_ROWS):
             count = sizes.cells * place.stride_rows
-            cell_map = self._encode(
+            cell_map = self.encode(
                 "the heap",
                 heap + place.rows_at,
                 count,
@@ -171,7 +171,7 @@ class ArgumentPacker:
             self._place(_MAPS.index("cells") + index, cell_map)
         for index, rows in enumerate(_INTERMEDIATE_BOX_ROWS):
             count = sizes.intermediate_rows
-            between_map = self._encode(
+            between_map = self.encode(
                 "the buffer",
                 between,
                 count,
@@ -184,9 +184,7 @@ class ArgumentPacker:
             values = cfg.shared_experts * cfg.shared_intermediate
             rows = sizes.shared_between_bytes // sizes.shared_bytes
             shared = between + sizes.shared_between_at
-            shared_map = self._encode(
-                "the buffer", shared, rows, values, self._box(_TOKEN_BOX_ROWS)
-            )
+            shared_map = self.encode("the buffer", shared, rows, values, self._box(_TOKEN_BOX_ROWS))
             self._place(_MAPS.index("shared_between"), shared_map)
         rank, host_failure, deadline_ns = self._of_layer
         _LAYER.pack_into(
@@ -293,7 +291,7 @@ class ArgumentPacker:
             hidden = self._cfg.hidden
             element = self._cfg.dtype if place[2] else torch.uint8  # codes, which no map reads
             maps = b"".join(
-                self._map("x", x, hidden, _Box(rows, element)) for rows in (_ROUTE_BOX_ROWS, 1)
+                self.map_of("x", x, hidden, Box(rows, element)) for rows in (_ROUTE_BOX_ROWS, 1)
             )
             _keep(self._maps_of_x, place, maps)
         self._bytes[_X_AT : _X_AT + len(maps)] = maps
@@ -318,14 +316,16 @@ class ArgumentPacker:
         # Who gives routing may have no gate. The kernel then loads nothing by its map, but asks for
         # the map itself, which must be one: that of w1 will do.
         gate = t.w1 if t.gate is None else t.gate
-        of_gate = self._map("gate", gate, cfg.hidden, _Box(self._gate_box_rows, cfg.gate_dtype))
+        of_gate = self.map_of("gate", gate, cfg.hidden, Box(self._gate_box_rows, cfg.gate_dtype))
         of_experts = self._weight_maps("", t.w1, t.w2, cfg.intermediate, cfg.weight_format)
         if t.shared_w1 is None or t.shared_w2 is None:
             return of_gate, of_experts, b""
         width, stored = cfg.shared_intermediate, cfg.shared_weight_format
         of_shared = self._weight_maps("shared_", t.shared_w1, t.shared_w2, width, stored)
         shared_gate = t.shared_w1 if t.shared_gate is None else t.shared_gate  # likewise
-        of_shared += self._map("shared_gate", shared_gate, cfg.hidden, self._box(_SHARED_GATE_ROWS))
+        of_shared += self.map_of(
+            "shared_gate", shared_gate, cfg.hidden, self._box(_SHARED_GATE_ROWS)
+        )
         return of_gate, of_experts, of_shared
 
     def _weight_maps(
@@ -341,11 +341,11 @@ class ArgumentPacker:
             bits = FORMATS[stored].code_bits
             decoded = prefix == "shared_" or self._cfg.activation_format is None
             row_bytes = _BOX_COLUMNS * bits // 8 if decoded else _BOX_BYTES
-            wide = _Box(rows, torch.uint8, row_bytes, ordered=True)
+            wide = Box(rows, torch.uint8, row_bytes, ordered=True)
             depths = (depths[0] * bits // 8, depths[1] * bits // 8)
         narrow = wide._replace(rows=min(rows, kernel_shape.narrow_gemm0_columns(self._cfg)))
         return b"".join(
-            self._map(prefix + name, matrix, columns, box)
+            self.map_of(prefix + name, matrix, columns, box)
             for name, matrix, columns, box in (
                 ("w1", w1, depths[0], wide),
                 ("w1", w1, depths[0], narrow),
@@ -353,32 +353,32 @@ class ArgumentPacker:
             )
         )
 
-    def _rows_box(self, rows: int) -> _Box:
+    def _rows_box(self, rows: int) -> Box:
         """Of rows that experts multiply."""
-        return self._box(rows) if self._cfg.activation_format is None else _Box(rows, torch.uint8)
+        return self._box(rows) if self._cfg.activation_format is None else Box(rows, torch.uint8)
 
-    def _box(self, rows: int, ordered: bool = False) -> _Box:
-        return _Box(rows, self._cfg.dtype, ordered=ordered)
+    def _box(self, rows: int, ordered: bool = False) -> Box:
+        return Box(rows, self._cfg.dtype, ordered=ordered)
 
     def _place(self, index: int, tensor_map: bytes) -> None:
         self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES] = tensor_map
 
-    def _map(self, name: str, matrix: Tensor, columns: int, box: _Box) -> bytes:
+    def map_of(self, name: str, matrix: Tensor, columns: int, box: Box) -> bytes:
         """The tensor map of a contiguous tensor whose last dimension has `columns` elements."""
         if matrix.device != self._device:
             raise ValueError(f"{name} is on {matrix.device}; it must be on {self._device}")
         rows = matrix.numel() * matrix.element_size() // (columns * box.element.itemsize)
         if rows == 0:  # weights of no expert, by whose map nothing is loaded
-            return self._encode(name, self._anywhere, box.rows, columns, box)
-        return self._encode(name, matrix.data_ptr(), rows, columns, box)
+            return self.encode(name, self._anywhere, box.rows, columns, box)
+        return self.encode(name, matrix.data_ptr(), rows, columns, box)
 
-    def _encode(
+    def encode(
         self,
         name: str,
         address: int,
         rows: int,
         columns: int,
-        box: _Box,
+        box: Box,
         row_bytes: int | None = None,
     ) -> bytes:
         """`row_bytes`: from one row to the next; None: rows lie side by side."""

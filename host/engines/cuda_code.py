@@ -15,14 +15,15 @@ from moeos import cuda_driver, jit
 from moeos.cuda_driver import ask
 
 
-def code_address(library: Any) -> int:
-    """The address of the first instruction of `jit.KERNEL` in a loaded library; 0 if unknown.
+def code_address(library: Any, name: str) -> int:
+    """The address of the first instruction of a library's kernel, the one whose launches are calls;
+    0 if unknown.
 
     Waits for the current stream. Raises `RuntimeError` if the driver refuses.
     """
     driver = cuda_driver.load()
     # The driver loads a kernel when it is asked for, and only then it has an address.
-    ask(driver.cuFuncLoad(cuda_driver.function(library, jit.KERNEL)))
+    ask(driver.cuFuncLoad(cuda_driver.function(library, name)))
     found = torch.zeros(1, dtype=torch.int64, device="cuda")
     stream = torch.cuda.current_stream()
     function = cuda_driver.function(library, jit.CODE_ADDRESS)

@@ -39,33 +39,43 @@ class LoadedKernel:
 
     Args:
         by_nvshmem: whether the kernel puts by NVSHMEM.
+        name: in the machine code.
+        cooperative: whether its blocks wait for each other.
 
     Attributes:
         code: address of the kernel's instructions, and how many bytes they are; zeros if unknown.
     """
 
-    def __init__(self, kernel: Kernel, blocks: int, by_nvshmem: bool) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        blocks: int,
+        by_nvshmem: bool,
+        *,
+        name: str = jit.KERNEL,
+        cooperative: bool = True,
+    ) -> None:
         driver = self._driver = cuda_driver.load()
         self._context = ask(driver.cuCtxGetCurrent())
         self._library = ask(driver.cuLibraryLoadData(kernel.cubin, [], [], 0, [], [], 0))
         self._by_nvshmem = by_nvshmem
         if by_nvshmem:
             fill_in_state(int(self._library))
-        address = code_address(self._library)
+        address = code_address(self._library, name) if cooperative else 0
         self.code = (0, 0)
         if address != 0:
-            self.code = address, machine_code.instruction_bytes(kernel.cubin, jit.KERNEL)
-        self._function = cuda_driver.function(self._library, jit.KERNEL)
+            self.code = address, machine_code.instruction_bytes(kernel.cubin, name)
+        self._function = cuda_driver.function(self._library, name)
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         ask(driver.cuFuncSetAttribute(self._function, limit, kernel.report.shared_bytes))
-        cooperative = driver.CUlaunchAttribute()
-        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        cooperative.value.cooperative = 1
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        together.value.cooperative = int(cooperative)
         launch = driver.CUlaunchConfig()
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = blocks, 1, 1
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = kernel.report.threads, 1, 1
         launch.sharedMemBytes = kernel.report.shared_bytes
-        launch.attrs = [cooperative]
+        launch.attrs = [together]
         launch.numAttrs = 1
         self._launch = launch
         self._stream: int | None = None  # of the launch before

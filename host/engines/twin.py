@@ -166,18 +166,14 @@ class TwinEngine:
         self._holdings.gate.run(lambda: self._forward(tensors))
 
     def record(self, tensors: CallTensors) -> Recording:
-        """As `forward`; returns what `backward` needs of it. The first one is a collective of its
-        own: it makes room for calls of gradients.
-        """
+        """See `Engine.record`."""
         self.require_open()
         if self._gradients is None:
             self._world.gate.run(self._make_gradients)
         return self._holdings.gate.run(lambda: self._record(tensors))
 
     def backward(self, tensors: GradientTensors) -> None:
-        """Runs one call of gradients, as `forward` runs one. Collective: of the same forward call
-        on all ranks.
-        """
+        """See `Engine.backward`."""
         self._holdings.gate.run(lambda: self._backward(tensors))
 
     @property
@@ -185,10 +181,22 @@ class TwinEngine:
         """The layer's config."""
         return self._cfg
 
-    @property
-    def replicated(self) -> bool:
-        """Whether several ranks hold one expert."""
-        return self._placement is not None and self._placement.replicated
+    def no_backward(self) -> str | None:
+        """See `Engine.no_backward`."""
+        if self._placement is None or not self._placement.replicated:
+            return None
+        return (
+            " where several ranks hold an expert, since each would get a part of its gradient: "
+            "make the layer with a placement without replicas"
+        )
+
+    def room_for_sums(
+        self, parameter: torch.Tensor, pieces: int, main_grad: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `Engine.room_for_sums`: what is added to, in fp32."""
+        if main_grad is not None and main_grad.dtype == torch.float32:
+            return main_grad
+        return torch.zeros(parameter.shape, dtype=torch.float32)
 
     def check(self) -> None:
         """See `Engine.check`: a call of the twin has raised by itself."""

@@ -152,9 +152,8 @@ GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank,
   for (u32 box = 0; box < kCellBoxes; ++box) {
     maps.rows[box] = map_of(t.heap + layout.first_cell(), layout.rows(), columns,
                             box_height(kCellBoxes, box), 2, kSwizzleBytes, kGeometry.sent_bytes);
-    maps.d_hidden[box] =
-        map_of(t.intermediate + kDHiddenAt, kKeptRows, kFactorColumns, box_height(kCellBoxes, box),
-               2, kSwizzleBytes, kKeptRowBytes);
+    maps.d_hidden[box] = map_of(t.intermediate + kDHiddenAt, kKeptRows, kFactorColumns,
+                                box_height(kCellBoxes, box), 2, kSwizzleBytes, kKeptRowBytes);
   }
   maps.values =
       map_of(t.intermediate, kKeptRows, kKeptColumns, kDepthRows, 2, kSwizzleBytes, kKeptRowBytes);
@@ -267,8 +266,12 @@ int emulated_call(const RankTensors* ranks, u64 launches, u64 apart_ns, u64 seed
 #if MOEOS_GRADIENTS
     for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
       const GradientArguments& its = arguments[launches - 1].ranks[rank];
-      emulator::run({kGradientBlocks, kThreads, sizeof(Shared),
-                     {[&its] { moeos_weight_gradients(its); }}, seed, limit_ns});
+      emulator::run({kGradientBlocks,
+                     kThreads,
+                     sizeof(Shared),
+                     {[&its] { moeos_weight_gradients(its); }},
+                     seed,
+                     limit_ns});
     }
 #endif
   } catch (const emulator::Fault& fault) {

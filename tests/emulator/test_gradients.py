@@ -34,6 +34,27 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         1,
     ),
     "two ranks": ({"hidden": 96, "intermediate": 64}, 2),
+    "float16, biases, a limit": (
+        {
+            "dtype": torch.float16,
+            "activation": "swigluoai",
+            "swiglu_limit": 0.5,
+            "hidden": 64,
+            "intermediate": 64,
+            "bias": True,
+        },
+        1,
+    ),
+    "two ranks, a capacity, gelu": (
+        {
+            "activation": "gelu",
+            "hidden": 64,
+            "intermediate": 64,
+            "capacity_factor": 1.0,
+            "row_map": "capacity",
+        },
+        2,
+    ),
     "three ranks, biases": ({"hidden": 64, "intermediate": 72, "bias": True}, 3),
 }
 

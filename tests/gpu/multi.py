@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import moeos
-from moeos import MoEConfig, NumericalError, World
+from moeos import MoEConfig, NumericalError, World, reference
 from tests.gpu.cases import (
     DEADLINE,
     LARGE_EXPERTS,
@@ -27,7 +27,9 @@ from tests.gpu.cases import (
     draw_routed_call,
     draw_weights_on_gpu,
 )
-from tests.layers import PREFERENCES, Call, Weights, config, draw_given_call
+from tests.gradients import OF_EXPERTS, drawn, expected_of, found_of, leaves_of
+from tests.gradients import TOLERANCE as GRADIENT_TOLERANCES
+from tests.layers import PREFERENCES, Call, Weights, config, draw_given_call, draw_weights
 
 INPUTS = 61
 """Different calls of a rank among the many; a prime, so that ranks meet in many combinations."""
@@ -66,6 +68,17 @@ OTHERS = {
 }
 
 
+GRADIENTS = config(
+    dtype=torch.bfloat16,
+    hidden=512,
+    intermediate=384,
+    experts=32,
+    top_k=4,
+    max_tokens=300,
+    bias=True,
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs every check in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -85,6 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             began = time.monotonic()
             check_different_layers(world, *OTHERS.values())
             say(world, "ranks that call different layers are told both, until reset", began)
+        if nodes is None:
+            began = time.monotonic()
+            check_gradients(world, GRADIENTS)
+            say(world, "gradients are right", began)
         began = time.monotonic()
         check_recovery(world, LARGE)
         say(world, "logits that are not finite end a call on all ranks, until reset", began)
@@ -147,6 +164,34 @@ def check_different_layers(world: World, *configs: MoEConfig) -> None:
     for each, layer, call in zip(weights, layers, calls, strict=True):
         assert_matches(each, call, layer(call), f"rank {world.rank}, after the reset")
         layer.engine.check()
+
+
+def check_gradients(world: World, cfg: MoEConfig) -> None:
+    """Of calls with other token counts on each rank, in turn with forward calls."""
+    weights = draw_weights(cfg)
+    layer = weights.layer(world).requires_grad_()
+    counts = (cfg.max_tokens, 37, 0, 1)
+    for number in range(len(counts)):
+        every = [
+            draw_given_call(cfg, counts[(number + rank) % len(counts)], 100 * rank + number)
+            for rank in range(world.size)
+        ]
+        layer.zero_grad()
+        mine = leaves_of(call_on_gpu(every[world.rank]))
+        y = mine(layer)
+        with torch.no_grad():
+            mine(layer)
+        y.backward(drawn(every[world.rank], world.rank).cuda())
+        with torch.no_grad():
+            mine(layer)
+        found = {name: gradient.cpu() for name, gradient in found_of(mine, layer).items()}
+        expected = expected_of(weights, every)[world.rank]
+        for name in ("x", "topk_weights", *OF_EXPERTS):
+            error = reference.relative_error(found[name], expected[name])
+            assert error <= GRADIENT_TOLERANCES[cfg.dtype], (
+                f"rank {world.rank}, {name}: error {error:.2e}"
+            )
+    layer.check()
 
 
 def check_recovery(world: World, cfg: MoEConfig) -> None:

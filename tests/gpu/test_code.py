@@ -39,7 +39,7 @@ torch.cuda.current_stream().synchronize()
 driver = cuda_driver.load()
 cubin = jit.compile_kernel(shape_of(CASES["swiglu-1-rank"], blocks())).cubin
 library = cuda_driver.ask(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-address = code_address(library)
+address = code_address(library, jit.KERNEL)
 assert address != 0
 size = machine_code.instruction_bytes(cubin, jit.KERNEL)
 found = cupy.zeros(size, dtype=cupy.uint8)

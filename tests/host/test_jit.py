@@ -256,7 +256,9 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """NVRTC is replaced by one that always says the same; the options that it was given."""
     options: list[list[str]] = []
 
-    def compile_nothing(nvrtc: object, unit: str, given: list[str]) -> tuple[bytes, str, str]:
+    def compile_nothing(
+        nvrtc: object, unit: str, given: list[str], kernel: str
+    ) -> tuple[bytes, str, str]:
         options.append(given)
         return b"cubin", PTX, LOG
 
@@ -415,7 +417,7 @@ def test_a_missing_compiler_says_what_to_install(
 
 def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
-    monkeypatch.setattr("moeos.jit._unit", lambda: "int f() { return no_such_word; }\n" * 100)
+    monkeypatch.setattr("moeos.jit._unit", lambda *_: "int f() { return no_such_word; }\n" * 100)
     with pytest.raises(RuntimeError, match=r"(?s)NVRTC 13.*no_such_word") as raised:
         compile_kernel(shape(), tmp_path)
     assert len(str(raised.value).splitlines()) < 30
@@ -434,7 +436,9 @@ def test_headers_where_the_program_was_started_are_not_used(
         for name, value in {**dict.fromkeys(jit._FACTS, 1), "shared_bytes": 30_000}.items()
     )
     kernel = 'extern "C" __global__ void k(unsigned* line) { *line = moeos::kCacheLine; }\n'
-    monkeypatch.setattr("moeos.jit._unit", lambda: f'#include "runtime/base.hpp"\n{facts}{kernel}')
+    monkeypatch.setattr(
+        "moeos.jit._unit", lambda *_: f'#include "runtime/base.hpp"\n{facts}{kernel}'
+    )
     assert compile_kernel(shape(), tmp_path / "cache").cubin
 
 

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 import moeos
 from moeos import virtual
@@ -178,3 +179,12 @@ def test_a_rank_that_does_not_end_is_left_behind_with_its_heap_and_named(
     assert not worlds[0].closed
     leave.set()
     worlds[0].close()
+
+
+def test_a_ranks_backward_is_its_own_threads() -> None:
+    """Else one thread of autograd's runs the backwards of all ranks of a GPU in turn, and the
+    first one waits for the others for ever.
+    """
+    asked = virtual.run(lambda world: torch._C._is_multithreading_enabled(), ranks=2)
+    assert asked == [False, False]
+    assert torch._C._is_multithreading_enabled()

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes that a launch of a call of gradients is given: `GradientArguments` of
+kernels/sm90/gradient_arguments.cuh, for one rank.
+
+The only file that knows the order of what stands behind `RankArguments`. It launches nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy
+import torch
+from torch import Tensor
+
+from moeos import _runtime
+from moeos.config import MoEConfig
+from moeos.engines.base import CallTensors, GradientTensors
+from moeos.engines.cuda_arguments import RECORD_BYTES, ArgumentPacker, Box, RankBuffers
+from moeos.kernel_shape import ORDERED_ROWS
+
+_MAP_BYTES = 128
+_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_MAPS = (
+    *("rows",) * len(_BOX_ROWS),
+    *("d_hidden",) * len(_BOX_ROWS),
+    *("values", "inputs", "w1", "w1_ordered", "w2"),
+)
+# d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2, blocks
+_CALL = struct.Struct("<7QI")
+_CALL_AT = RECORD_BYTES + len(_MAPS) * _MAP_BYTES
+_MAP_ALIGNMENT = 64
+GRADIENT_RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+"""Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
+
+_DEPTH = 64  # rows of a box of what has its rows as depth
+_VALUE_COLUMNS = 128
+
+
+class GradientPacker:
+    """Packs one rank's records, all in one place; arguments as of `ArgumentPacker`.
+
+    Attributes:
+        record: uint8 [GRADIENT_RECORD_BYTES], what `pack` has made; the next `pack` changes it.
+    """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        sizes: _runtime.Sizes,
+        rank: int,
+        deadline: float,
+        host_failure: int,
+        records: Tensor,
+        blocks: int,
+    ) -> None:
+        self._cfg = cfg
+        self._sizes = sizes
+        self._blocks = blocks
+        self._world = sizes.world
+        self._of_rank = ArgumentPacker(cfg, sizes, rank, deadline, host_failure, records)
+        self._weights: tuple[int, int] | None = None  # the addresses that are packed
+        self.record = numpy.zeros(GRADIENT_RECORD_BYTES, dtype=numpy.uint8)
+        self._bytes = memoryview(self.record)  # type: ignore[arg-type]
+
+    def pack_code(self, address: int, size: int) -> None:
+        """See `ArgumentPacker.pack_code`."""
+        self._of_rank.pack_code(address, size)
+
+    def use(self, buffers: RankBuffers) -> None:
+        """See `ArgumentPacker.use`."""
+        cfg, sizes, size = self._cfg, self._sizes, self._cfg.dtype.itemsize
+        self._of_rank.use(buffers)
+        cells = buffers.heap.data_ptr() + buffers.place.rows_at
+        between = buffers.between.data_ptr()
+        of_cells = sizes.cells * buffers.place.stride_rows
+        kept = sizes.world * sizes.cell_rows_used
+        columns = -(-cfg.intermediate // _DEPTH) * _DEPTH
+        halves = 2 if cfg.gated else 1
+        for index, rows in enumerate(_BOX_ROWS):
+            in_cells = self._rows(cells, of_cells, 2 * cfg.hidden, rows, sizes.sent_bytes)
+            self._place(_MAPS.index("rows") + index, in_cells)
+            factor = between + columns * size
+            d_hidden = self._rows(factor, kept, halves * columns, rows, sizes.hidden_bytes)
+            self._place(_MAPS.index("d_hidden") + index, d_hidden)
+        values = self._rows(between, kept, columns, _DEPTH, sizes.hidden_bytes)
+        self._place(_MAPS.index("values"), values)
+        inputs = self._rows(cells, of_cells, 2 * cfg.hidden, _DEPTH, sizes.sent_bytes)
+        if sizes.world > 1:  # copies, behind all else
+            copies = between + sizes.hidden_bytes - 2 * cfg.hidden * size
+            inputs = self._rows(copies, kept, 2 * cfg.hidden, _DEPTH, sizes.hidden_bytes)
+        self._place(_MAPS.index("inputs"), inputs)
+
+    def pack(self, tensors: GradientTensors, sent: Tensor, identity: int) -> None:
+        """Makes `record` that of a call; `sent`: uint8 [rows, `Sizes.sent_bytes`], memory for the
+        rows that are sent.
+
+        Raises what `ArgumentPacker.pack` raises.
+        """
+        t = tensors
+        call = CallTensors(
+            x=t.x,
+            out=sent,
+            gate=None,
+            selection_bias=None,
+            topk_ids=t.topk_ids,
+            topk_weights=t.topk_weights,
+            w1=t.w1,
+            b1=t.b1,
+            w2=t.w2,
+            b2=t.b2,
+        )
+        self._of_rank.pack(call, identity)
+        self._bytes[:RECORD_BYTES] = self._of_rank.record.tobytes()
+        weights = t.w1.data_ptr(), t.w2.data_ptr()
+        if weights != self._weights:
+            self._pack_weights(t.w1, t.w2)
+            self._weights = weights
+        written = (t.d_out, t.d_x, t.d_topk_weights, t.d_w1, t.d_w2, t.d_b1, t.d_b2)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in written]
+        _CALL.pack_into(self._bytes, _CALL_AT, *addresses, self._blocks)
+
+    def _pack_weights(self, w1: Tensor, w2: Tensor) -> None:
+        cfg, packer = self._cfg, self._of_rank
+        groups = _DEPTH if cfg.intermediate % _DEPTH == 0 else ORDERED_ROWS
+        boxes = {
+            "w1": (w1, cfg.hidden, Box(_VALUE_COLUMNS, cfg.dtype)),
+            "w1_ordered": (w1, cfg.hidden, Box(groups, cfg.dtype, ordered=True)),
+            "w2": (w2, cfg.intermediate, Box(_DEPTH, cfg.dtype)),
+        }
+        for name, (matrix, columns, box) in boxes.items():
+            self._place(_MAPS.index(name), packer.map_of(name[:2], matrix, columns, box))
+
+    def _rows(self, address: int, rows: int, columns: int, height: int, row_bytes: int) -> bytes:
+        box = Box(height, self._cfg.dtype)
+        return self._of_rank.encode("the heap", address, rows, columns, box, row_bytes)
+
+    def _place(self, index: int, tensor_map: bytes) -> None:
+        at = RECORD_BYTES + index * _MAP_BYTES
+        self._bytes[at : at + _MAP_BYTES] = tensor_map
+
+
+def weight_dtype(cfg: MoEConfig, pieces: int) -> torch.dtype:
+    """In which experts' gradients are added up: a launch's are written as they are."""
+    return cfg.dtype if pieces == 1 else torch.float32

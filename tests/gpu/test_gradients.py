@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's gradients on the GPU are those of the float64 reference, and have the same bits every
+time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from moeos import MoEConfig, World, virtual
+from tests.gpu.cases import DEADLINE, Case, draw_routed_call, why_not
+from tests.gradients import Gradients, assert_match, drawn, found_of, leaves_of
+from tests.layers import (
+    PREFERENCES,
+    Call,
+    Weights,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
+
+_SIZES: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "hidden": 256,
+    "intermediate": 256,
+    "experts": 16,
+    "top_k": 4,
+    "max_tokens": 300,
+}
+LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+    "gated": ({}, 1),
+    "gated, parts that are not whole, biases": (
+        {"hidden": 328, "intermediate": 200, "bias": True},
+        1,
+    ),
+    "one curve, experts that no token chooses": (
+        {"activation": "gelu", "experts": 100, "top_k": 2},
+        1,
+    ),
+    "float16, biases, a limit": (
+        {"dtype": torch.float16, "activation": "swigluoai", "swiglu_limit": 0.5, "bias": True},
+        1,
+    ),
+    "two ranks": ({}, 2),
+    "three ranks, uneven, biases": ({"bias": True, "activation": "relu2"}, 3),
+    "a capacity": ({"capacity_factor": 1.0, "row_map": "capacity"}, 2),
+}
+
+
+def gradients_of(case: Case, weights: Weights, calls: Sequence[Sequence[Call]]) -> list[Any]:
+    """What calls [rank][call] have, [rank][call], on the CPU."""
+
+    def rank_main(world: World) -> list[Gradients]:
+        layer = weights.layer(world).requires_grad_()
+        made = []
+        for call in calls[world.rank]:
+            layer.zero_grad()
+            there = leaves_of(
+                Call(*(None if part is None else part.cuda() for part in vars(call).values()))
+            )
+            there(layer).backward(drawn(call, world.rank).cuda())
+            found = found_of(there, layer)
+            made.append({name: gradient.cpu() for name, gradient in found.items()})
+        layer.check()
+        return made
+
+    return virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+
+
+def check(case: Case, counts: Sequence[int]) -> None:
+    weights = draw_weights(case.cfg, seed=1)
+
+    def calls_of(rank: int) -> list[Call]:
+        calls = []
+        for number, count in enumerate(counts):
+            tokens, seed = max(0, count - 7 * rank), 100 * rank + 10 * number
+            calls.append(draw_given_call(case.cfg, tokens, seed))
+            calls.append(draw_routed_call(weights, tokens, seed + 1))
+        favoured = PREFERENCES["one-expert"](case.cfg.experts, case.ranks)
+        calls.append(draw_given_call(case.cfg, case.cfg.max_tokens, rank, favoured))
+        return calls
+
+    calls = [calls_of(rank) for rank in range(case.ranks)]
+    found = gradients_of(case, weights, calls)
+    for number in range(len(calls[0])):
+        mine = [calls[rank][number] for rank in range(case.ranks)]
+        assert_match(weights, mine, [found[rank][number] for rank in range(case.ranks)])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_the_references(name: str) -> None:
+    changes, ranks = LAYERS[name]
+    check(Case(ranks, config(**{**_SIZES, **changes})), (300, 1, 0, 77))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_call_has_the_same_bits(ranks: int) -> None:
+    case = Case(ranks, config(**_SIZES))
+    weights = draw_weights(case.cfg)
+    calls = [[draw_given_call(case.cfg, 250 + rank, rank)] * 5 for rank in range(ranks)]
+    for first, *others in gradients_of(case, weights, calls):
+        for other in others:
+            assert all(torch.equal(other[name], gradient) for name, gradient in first.items())
+
+
+def test_a_call_in_pieces() -> None:
+    cfg: MoEConfig = config(**{**_SIZES, "max_tokens": 64})
+    weights = draw_weights(cfg)
+    whole = dataclasses.replace(cfg, max_tokens=150)
+    call = draw_given_call(whole, 150, 3)
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        there = leaves_of(Call(call.x.cuda(), call.ids.cuda(), call.weights.cuda()))
+        y = layer(there.x, topk_ids=there.ids, topk_weights=there.weights, pieces=3)
+        y.backward(drawn(call, 0).cuda())
+        return {name: gradient.cpu() for name, gradient in found_of(there, layer).items()}
+
+    found = virtual.run(rank_main, ranks=1, backend="cuda", deadline=DEADLINE)
+    assert_match(weights, [call], found)
+
+
+def test_shared_experts() -> None:
+    cfg = config(**_SIZES, shared_experts=1, shared_intermediate=192, shared_gate=True)
+    weights = draw_weights(cfg)
+    call = draw_routed_call(weights, 200, 5)
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        there = leaves_of(Call(call.x.cuda()))
+        there(layer).backward(drawn(call, 0).cuda())
+        return {name: gradient.cpu() for name, gradient in found_of(there, layer).items()}
+
+    found = virtual.run(rank_main, ranks=1, backend="cuda", deadline=DEADLINE)
+    assert_match(weights, [call], found)
+
+
+def test_what_has_none_says_so() -> None:
+    cfg = config(**_SIZES, zero_experts=2)
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        with pytest.raises(RuntimeError, match="no backward of layers with zero_experts"):
+            layer(draw_call(cfg, 8, 0).x.cuda())
+
+    virtual.run(rank_main, ranks=1, backend="cuda", deadline=DEADLINE)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes that a call of gradients is given on a GPU. The driver is a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeos import cuda_driver
+from moeos.engines.base import GradientTensors
+from moeos.engines.cuda_arguments import RECORD_BYTES
+from moeos.engines.cuda_gradient_arguments import _MAPS, GradientPacker
+from moeos.engines.cuda_gradients import add_weights, pieces_of
+from moeos.kernel_shape import KernelShape
+from tests.host.test_cuda_arguments import MAP_WORDS, PLACE, RECORDS, Driver, buffers_of
+from tests.layers import config
+
+CFG = config(dtype=torch.bfloat16, hidden=256, intermediate=160, experts=4, top_k=2)
+BLOCKS = 7
+
+
+def tensors_of(tokens: int, pieces: int = 1) -> GradientTensors:
+    """A call of gradients of zeros, whose gradients of biases nobody wants."""
+    rows = torch.zeros(tokens, CFG.hidden, dtype=CFG.dtype)
+    choices = torch.zeros(tokens, CFG.slots)
+    w1 = torch.zeros(CFG.experts, CFG.w1_rows, CFG.hidden, dtype=CFG.dtype)
+    w2 = torch.zeros(CFG.experts, CFG.hidden, CFG.intermediate, dtype=CFG.dtype)
+    sums = CFG.dtype if pieces == 1 else torch.float32
+    return GradientTensors(
+        x=rows,
+        d_out=rows.clone(),
+        topk_ids=choices.to(torch.int32),
+        topk_weights=choices,
+        w1=w1,
+        b1=None,
+        w2=w2,
+        b2=None,
+        tokens=tokens,
+        pieces=pieces,
+        d_x=rows.clone(),
+        d_topk_weights=choices.clone(),
+        d_w1=torch.zeros_like(w1, dtype=sums),
+        d_b1=None,
+        d_w2=torch.zeros_like(w2, dtype=sums),
+        d_b2=None,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_maps_and_addresses_lie_where_the_kernel_reads_them(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    shape = KernelShape(cfg=CFG, world_size=ranks, processors=4, gradients=True)
+    sizes = shape.sizes
+    packer = GradientPacker(CFG, sizes, 0, 1.0, 0, RECORDS, BLOCKS)
+    buffers = buffers_of()
+    packer.use(buffers)
+    tensors = tensors_of(3)
+    sent = torch.zeros(3, sizes.sent_bytes, dtype=torch.uint8)
+    packer.pack(tensors, sent, 77)
+    words = packer.record[RECORD_BYTES:].view("<u8")
+    maps = words[: len(_MAPS) * MAP_WORDS].reshape(-1, MAP_WORDS)[:, :4].tolist()
+    cells = buffers.heap.data_ptr() + PLACE.rows_at
+    between = buffers.between.data_ptr()
+    columns = 192  # I, in whole steps of the depth
+    sent_bytes, kept = 2 * 512 + 2 * 8, sizes.hidden_bytes
+    assert sizes.sent_bytes == sizes.row_bytes == sent_bytes
+    assert kept == 3 * columns * 2 + 16 + (0 if ranks == 1 else 1024)
+    inputs = [sent_bytes, cells] if ranks == 1 else [kept, between + kept - 1024]
+    assert maps == [
+        *[[2, 64, sent_bytes, cells]] * 8,
+        *[[2, 64, kept, between + columns * 2]] * 8,
+        [2, 64, kept, between],
+        [2, 64, *inputs],
+        [2, 64, 512, tensors.w1.data_ptr()],
+        [5, 64, 512, tensors.w1.data_ptr()],
+        [2, 64, 320, tensors.w2.data_ptr()],
+    ]
+    named = (tensors.d_out, tensors.d_x, tensors.d_topk_weights, tensors.d_w1, tensors.d_w2)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in named]
+    assert words[len(_MAPS) * MAP_WORDS :][:8].tolist() == [*addresses, 0, 0, BLOCKS]
+
+
+def test_pieces_are_added_up() -> None:
+    tensors = tensors_of(5, pieces=3)
+    counts = []
+    for piece in pieces_of(tensors, 2):
+        assert piece.d_w1 is not None
+        assert piece.d_w2 is not None
+        assert piece.d_w1.dtype == CFG.dtype
+        piece.d_w1.fill_(1.0)
+        piece.d_w2.fill_(2.0)
+        piece.d_x.fill_(float(len(counts)))
+        counts.append(piece.tokens)
+        add_weights(tensors, piece)
+    assert counts == [2, 2, 1]
+    assert tensors.d_x[:, 0].tolist() == [0, 0, 1, 1, 2]
+    assert tensors.d_w1 is not None
+    assert tensors.d_w2 is not None
+    assert bool((tensors.d_w1 == 3.0).all())
+    assert bool((tensors.d_w2 == 6.0).all())
