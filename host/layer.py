@@ -115,8 +115,8 @@ class MoELayer(nn.Module):
     Collective: all ranks make it with the same config, and call it equally often; how many tokens a
     rank passes in a call is its own affair.
 
-    Its parameters are frozen until `requires_grad_(True)`. On the twin a call then has a backward,
-    which is a call of its own, as collective as the forward one: all ranks make the backwards of
+    Its parameters are frozen until `requires_grad_(True)`. A call then has a backward, which is a
+    call of its own, as collective as the forward one: all ranks make the backwards of
     their calls in one order, whichever. It has the gradients of x, of topk_weights and of all
     parameters; what every rank holds whole gets those of this rank's tokens.
 
