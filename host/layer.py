@@ -23,6 +23,7 @@ from moeos import (
     moving,
     rounded_routing,
     sharding,
+    state_names,
     values,
     wrappers,
 )
@@ -152,6 +153,10 @@ class MoELayer(nn.Module):
         nvfp4: e4m3 [X, n·I, H/16] and [X, H, I/16]; the second ones fp32 [X, n] and [X, 1].
         int4_group32: bfloat16 [X, n·I, H/32] and [X, H, I/32]; a code is an integer plus 8.
     None of them may require a gradient. They start as what is drawn, rounded.
+
+    Where parameters have names (`named_parameters`, `state_dict`, `load_state_dict`), what is of a
+    format has it in its name: w1_mxfp4, w1_scale_mxfp4, shared_w1_fp8_block128. `layer.w1` is
+    w1_mxfp4, too. So nothing that pairs tensors by name takes one format for another.
 
     Raises:
         ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of
@@ -301,26 +306,17 @@ class MoELayer(nn.Module):
         assert order is not None
         if type(gate) is not Gate:
             gate = _require_gate(gate)
+        w1, b1, w2, b2, *others = map(own.get, self._names)
         tensors = (
-            own.get("w1"),
-            own.get("b1"),
-            own.get("w2"),
-            own.get("b2"),
+            w1,
+            b1,
+            w2,
+            b2,
             gate._parameters.get("weight"),
             gate._buffers.get("selection_bias"),
             gate._parameters.get("bias"),
             gate._buffers.get("expert_scale"),
-            own.get("shared_w1"),
-            own.get("shared_w2"),
-            own.get("shared_gate"),
-            own.get("w1_scale"),
-            own.get("w2_scale"),
-            own.get("w1_scale_2"),
-            own.get("w2_scale_2"),
-            own.get("shared_w1_scale"),
-            own.get("shared_w2_scale"),
-            own.get("shared_w1_scale_2"),
-            own.get("shared_w2_scale_2"),
+            *others,
         )
         rounds = self.cfg.rounding is not None
         if rounds and topk_ids is None and topk_weights is None and x_scale is None and not weigh:
@@ -428,7 +424,7 @@ class MoELayer(nn.Module):
             held = {
                 name: own.detach()
                 for name in wrappers.EXPERTS
-                if (own := self._parameters.get(name)) is not None
+                if (own := self._tensor_of(name)) is not None
             }
             try:
                 experts.settle()
@@ -529,12 +525,12 @@ class MoELayer(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.experts = None
         for wanted in self._expected().values():
-            own = self._parameters.get(wanted.name)
+            own = self._tensor_of(wanted.name)
             if own is None or own.dtype != torch.uint8:
                 continue
             if wanted.dtype in _SMALL_FLOATS:
-                numbers = own.detach().view(wanted.dtype)
-                self._parameters[wanted.name] = nn.Parameter(numbers, requires_grad=False)
+                numbers = nn.Parameter(own.detach().view(wanted.dtype), requires_grad=False)
+                self._parameters[state_names.state_name(self.cfg, wanted.name)] = numbers
         wrappers.protect(self)
 
     def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None, init: bool) -> None:
@@ -544,6 +540,7 @@ class MoELayer(nn.Module):
         local = len(self._own())
         check_supported(cfg, world)
         self.cfg = cfg
+        self._names = tuple(state_names.state_name(cfg, name) for name in state_names.OWN)
         self._caller = Caller(
             "MoELayer",
             (
@@ -691,7 +688,7 @@ class MoELayer(nn.Module):
             like = fn(torch.empty(0, dtype=self.cfg.dtype, device="cpu"))
             self._require_dtype("the layer", like.dtype)
         order = self._buffers.get("_order")
-        names = {id(tensor): name for name, tensor in self._parameters.items()}
+        names = {id(self._tensor_of(name)): name for name in state_names.OWN}
         of_formats = {wanted.name for wanted in self._expected().values() if wanted.part}
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -727,10 +724,22 @@ class MoELayer(nn.Module):
         if not self.placement.in_order:
             self._name_experts(destination, prefix)
             return
-        for name in wrappers.EXPERTS:
+        for name in self._names_of_experts():
             local = destination.get(prefix + name)
             if local is not None:
                 destination[prefix + name] = self._of_all_ranks(local)
+
+    def _tensor_of(self, name: str) -> nn.Parameter | None:
+        """The parameter that a call knows as `name`, one of `state_names.OWN`."""
+        return self._parameters.get(state_names.state_name(self.cfg, name))
+
+    def _key(self, prefix: str, name: str) -> str:
+        """Of that parameter in a state dict."""
+        return prefix + state_names.state_name(self.cfg, name)
+
+    def _names_of_experts(self) -> list[str]:
+        """Of the parameters that each rank holds for its own experts."""
+        return [state_names.state_name(self.cfg, name) for name in wrappers.EXPERTS]
 
     def _own(self) -> Sequence[int]:
         """This rank's experts."""
@@ -742,7 +751,7 @@ class MoELayer(nn.Module):
         So a checkpoint has each expert once, however many ranks hold it, and layers with any
         placement can read it.
         """
-        for name in wrappers.EXPERTS:
+        for name in self._names_of_experts():
             held = state.pop(prefix + name, None)
             for local, expert in enumerate(() if held is None else self._own()):
                 state[f"{prefix}{name}.{expert}"] = held[local]
@@ -764,10 +773,10 @@ class MoELayer(nn.Module):
     def _join_experts(self, taken: dict[str, Any], prefix: str, errors: list[str]) -> set[str]:
         """Makes of the tensors of single experts, such as w1.3, this rank's w1, where there is no
         w1, and leaves out those of other ranks. Where one is missing all stay, and PyTorch names
-        them. Returns which tensors it has made.
+        them. Returns the keys of the tensors that it has made.
         """
         joined = set()
-        for name in wrappers.EXPERTS:
+        for name in self._names_of_experts():
             own = self._parameters.get(name)
             begin = f"{prefix}{name}."
             there = {f"{begin}{expert}" for expert in range(self.cfg.experts)} & taken.keys()
@@ -790,7 +799,7 @@ class MoELayer(nn.Module):
                 taken[prefix + name] = own
             for key in there:
                 del taken[key]
-            joined.add(name)
+            joined.add(prefix + name)
         return joined
 
     def _of_all_ranks(self, local: torch.Tensor) -> torch.Tensor:
@@ -829,46 +838,53 @@ class MoELayer(nn.Module):
     ) -> None:
         taken = dict(state_dict)
         errors: list[str] = others[-1]
+        refused = state_names.take_other_formats(self.cfg, taken, prefix)
+        errors += refused
+        if refused:  # and not missing once more
+            named = {prefix + name: self._parameters.get(name) for name in self._names}
+            taken = {key: kept for key, kept in named.items() if kept is not None} | taken
         joined = self._join_experts(taken, prefix, errors)
         for name in wrappers.EXPERTS:
-            given, own = taken.get(prefix + name), self._parameters.get(name)
+            own, key = self._tensor_of(name), self._key(prefix, name)
+            given = taken.get(key)
             if own is None or not isinstance(given, torch.Tensor):
                 continue
             try:
-                self._require_loadable(prefix, name, given.dtype)
-                if name in joined:
+                self._require_loadable(key, name, given.dtype)
+                if key in joined:
                     continue
-                mine = self._of_this_rank(prefix + name, given, own.shape[1:])
+                mine = self._of_this_rank(key, given, own.shape[1:])
             except ValueError as error:
                 errors.append(str(error))
                 mine = own  # neither missing nor of a wrong shape once more
             if others[0].get("assign_to_params_buffers") and mine is not given:
                 # The parameter becomes this tensor, which must not keep all ranks' experts alive.
                 mine = mine if mine.untyped_storage().nbytes() == mine.nbytes else mine.clone()
-            taken[prefix + name] = mine
+            taken[key] = mine
         for name in _EQUAL:
-            given, shared = state_dict.get(prefix + name), self._parameters.get(name)
+            shared, key = self._tensor_of(name), self._key(prefix, name)
+            given = taken.get(key)
             if not isinstance(given, torch.Tensor):
                 continue
-            taken[prefix + name] = sharding.everything(prefix + name, given)
+            taken[key] = sharding.everything(key, given)
             if shared is not None:
                 try:
-                    self._require_loadable(prefix, name, given.dtype)
+                    self._require_loadable(key, name, given.dtype)
                 except ValueError as error:
                     errors.append(str(error))
-                    taken[prefix + name] = shared
+                    taken[key] = shared
         super()._load_from_state_dict(taken, prefix, *others)
 
-    def _require_loadable(self, prefix: str, name: str, dtype: torch.dtype) -> None:
+    def _require_loadable(self, key: str, name: str, dtype: torch.dtype) -> None:
         """Raises `ValueError` where PyTorch would convert codes, or numbers to codes, as if they
-        were the same.
+        were the same. `key`: of a state dict, and of what a call knows as `name`.
         """
         wanted = self._expected().get(name)
         if wanted is None or not (wanted.part or dtype in call_checks.CODES):
             return
         wrong = call_checks.wrong_dtype(wanted, dtype)
         if wrong:
-            raise ValueError(prefix + wrong)
+            raise ValueError(key + wrong.removeprefix(name))
 
     def _expected(self) -> dict[str, call_checks.Expected]:
         """What the parameters are to be, but the router's."""
@@ -881,10 +897,29 @@ class MoELayer(nn.Module):
         )
         return {wanted.name: wanted for wanted in every if wanted is not None}
 
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        """`layer.w1` is the parameter in any format, whose name has the format: see
+        `moeos.state_names`.
+        """
+        kept = self._named(name)
+        return super().__getattr__(name) if kept == name else getattr(self, kept)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of any module, where `layer.w1` is as `__getattr__` says."""
+        super().__setattr__(self._named(name), value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(self._named(name))
+
+    def _named(self, name: str) -> str:
+        cfg = self.__dict__.get("cfg")  # there is none before the ranks agree on it
+        return name if cfg is None else state_names.state_name(cfg, name)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `nn.Module.register_parameter`; raises `TypeError` for a DTensor, and `ValueError`
         for what calls look for in the gate.
         """
+        name = self._named(name)
         _require_place(name)
         if param is not None and sharding.is_dtensor(param):
             raise TypeError(

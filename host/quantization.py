@@ -111,7 +111,7 @@ def _require_values(layer: MoELayer, device: torch.device) -> None:
     wanted = (*call_checks.expected_weights(cfg, local), *call_checks.expected_shared(cfg))
     for one in wanted:
         if one is not None:
-            given = layer._parameters.get(one.name)
+            given = layer._tensor_of(one.name)
             call_checks.check_weight(device, one, given, "the layer was made with one")
     gate = layer._modules.get("gate")
     for one in call_checks.expected_router(cfg):

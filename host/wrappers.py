@@ -103,7 +103,7 @@ def _shared_codes() -> Iterator[int]:
         layer = one()
         if layer is not None and layer.cfg.shared_weight_format is not None:
             for name in _SHARED:
-                tensor = layer._parameters.get(name)
+                tensor = layer._tensor_of(name)
                 if tensor is not None:
                     yield id(tensor)
 
@@ -115,7 +115,7 @@ def experts_held() -> dict[int, Held]:
         for one in _layers.valuerefs()  # a list: other threads make layers
         if (layer := one()) is not None
         for name in EXPERTS
-        if (tensor := layer._parameters.get(name)) is not None
+        if (tensor := layer._tensor_of(name)) is not None
     }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moeos import MoEConfig, MoELayer, Placement, Workspace, World, reference
 from moeos.formats import TOKEN_GROUP, WeightFormat, dequantize, quantize_matrix, quantize_rows
+from moeos.state_names import state_name
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """The largest relative Frobenius error of one rank's output of one call."""
@@ -143,7 +144,8 @@ class Weights:
             **self.shared_scales(),
             **mine.scales(),
         }
-        layer.load_state_dict({name: part for name, part in parts.items() if part is not None})
+        named = {state_name(self.cfg, name): part for name, part in parts.items()}
+        layer.load_state_dict({name: part for name, part in named.items() if part is not None})
         return layer
 
     def expected(self, call: Call) -> Tensor:

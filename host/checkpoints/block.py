@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeos import sharding, tensor_memory
+from moeos import sharding, state_names, tensor_memory
 from moeos.checkpoints import files, names
 from moeos.checkpoints.formats import (
     HOW_TO_DEQUANTISE,
@@ -84,7 +84,8 @@ def load_block(
     Returns:
         contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H] in
         cfg.gate_dtype, "w1" [X, w1_rows, H] with gate rows before up rows, "w2" [X, H, I], or
-        codes and scales as a layer with `weight_format` has them; where the config has them also
+        codes and scales as a layer with `weight_format` has them, "w1_mxfp4" and "w1_scale_mxfp4"
+        for example; where the config has them also
         "b1" [X, w1_rows] and "b2" [X, H], "shared_w1" [n, shared_w1_rows, H], "shared_w2"
         [n, H, Is], or their codes and scales, and "shared_gate" [H], and in fp32
         "gate.bias", "gate.selection_bias" and "gate.expert_scale" [E].
@@ -122,7 +123,7 @@ def load_block(
     if found.shared is not None:
         block |= experts.shared_block(found.shared)
     experts.say_what_it_costs()
-    return block
+    return {state_names.state_name(cfg, name): tensor for name, tensor in block.items()}
 
 
 def _router(

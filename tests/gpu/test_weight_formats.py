@@ -86,5 +86,5 @@ def test_a_layer_that_is_quantised_on_the_gpu_has_the_codes_of_the_twins() -> No
         for backend in ("cuda", "twin")
     )
     assert there.keys() == here.keys()
-    for name in ("w1", "w2"):
+    for name in ("w1_nvfp4", "w2_nvfp4"):
         assert (there[name] != here[name]).double().mean() < 1e-3, name

@@ -36,6 +36,7 @@ from moeos import (
 from moeos.checkpoints import load_block
 from moeos.commands.routing import Pattern, draw_routing
 from moeos.moving import moves
+from moeos.state_names import state_name
 from moeos.timeline import files
 from moeos.timeline.call import CallTrace
 from tests.host.test_checkpoint import config as hf_config
@@ -628,7 +629,7 @@ def test_copies_pickles_and_quantised_layers_keep_it() -> None:
         right(pickle.load(memory).bind(world), weights)
         coded = quantize(layer, "int4_group32")
         assert coded.placement == COPIES
-        assert "w1_scale.0" in coded.state_dict()
+        assert "w1_scale_int4_group32.0" in coded.state_dict()
         call = draw_call(weights.cfg, 20, world.rank)
         y, wanted = coded(call.x), layer(call.x)
         assert (y - wanted).norm() < 0.3 * wanted.norm()
@@ -655,7 +656,8 @@ def assert_moves(world: World, weights: Weights) -> None:
         for one in (layer, shallow):
             assert one.placement == placement
             assert all(torch.equal(call(one), y) for call, y in zip(calls, wanted, strict=True))
-        assert {key for key in layer.state_dict() if "w1." in key} == {f"w1.{e}" for e in own}
+        w1 = state_name(weights.cfg, "w1") + "."
+        assert {k for k in layer.state_dict() if k.startswith(w1)} == {f"{w1}{e}" for e in own}
     assert [own.data_ptr() for own in layer.parameters()] == addresses
     right(copy.deepcopy(layer), weights)
     layer.reset()

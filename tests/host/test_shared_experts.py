@@ -124,6 +124,8 @@ def test_rows_beyond_the_tokens_are_zeros_and_pieces_are_calls() -> None:
 def test_a_compiled_layer_computes_the_same() -> None:
     call = draw_call(CFG, 20, 1)
 
+    torch._dynamo.reset()  # what tests before have compiled counts towards a limit
+
     def rank_main(world: World) -> Tensor:
         layer = WEIGHTS.layer(world)
         compiled = torch.compile(layer, backend="eager", fullgraph=True)

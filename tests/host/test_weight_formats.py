@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import moeos
@@ -152,12 +155,14 @@ def test_shared_experts_of_another_kind_are_named() -> None:
         coded = shared_in("fp8_channel").layer(world)
         plain = weights_in("fp8_channel", **SHARED).layer(world)
         with pytest.raises(
-            RuntimeError, match=r"shared_w1 has dtype torch\.float8_e4m3fn; it must"
+            RuntimeError,
+            match=r"\bshared_w1_fp8_channel is of shared_weight_format 'fp8_channel', and the "
+            r"layer of None: make it with MoEConfig\(shared_weight_format='fp8_channel'\)",
         ):
             plain.load_state_dict(coded.state_dict(), strict=False)
         with pytest.raises(
             RuntimeError,
-            match=r"shared_w2 has dtype torch\.float32; it must be torch\.float8_e4m3fn, codes of "
+            match=r"\bshared_w1 has dtype torch\.float32, numbers, and the layer has "
             r"shared_weight_format 'fp8_channel': make .* or set shared_weight_format=None",
         ):
             coded.load_state_dict(plain.state_dict(), strict=False)
@@ -288,6 +293,8 @@ def test_experts_take_scales_with_each_call(name: str) -> None:
 def test_a_compiled_layer_computes_the_same() -> None:
     weights = ALL["nvfp4"]
 
+    torch._dynamo.reset()  # what tests before have compiled counts towards a limit
+
     def rank_main(world: World) -> Tensor:
         layer = weights.layer(world)
         y: Tensor = torch.compile(layer, backend="aot_eager", fullgraph=True)(CALL.x)
@@ -310,7 +317,8 @@ def test_codes_and_scales_pass_through_state_dicts_copies_and_pickles(
     def rank_main(world: World) -> None:
         layer = weights.layer(world)
         assert same_tensors(layer, weights)
-        assert [name for name in layer.state_dict() if "." not in name][:2] == ["w1", "w2"]
+        names = [key for key in layer.state_dict() if "." not in key]
+        assert names[:2] == [f"w1_{name}", f"w2_{name}"]
         other = MoELayer(weights.cfg, world)
         other.load_state_dict(layer.state_dict())
         assert same_tensors(other, weights)
@@ -333,8 +341,9 @@ def test_a_checkpoint_of_a_model_is_read_by_another_number_of_ranks(tmp_path: Pa
     def save(world: World) -> bool:
         for name, weights in ALL.items():
             state = nn.ModuleDict({"mlp": weights.layer(world)}).state_dict()
-            assert isinstance(state["mlp.w1_scale"], DTensor)
-            assert state["mlp.w1_scale"].shape[0] == weights.cfg.experts
+            scale = state[f"mlp.w1_scale_{name}"]
+            assert isinstance(scale, DTensor)
+            assert scale.shape[0] == weights.cfg.experts
             dcp.save(state, checkpoint_id=tmp_path / name)
         return True
 
@@ -354,7 +363,7 @@ def test_a_checkpoint_of_a_model_is_read_by_another_number_of_ranks(tmp_path: Pa
 def test_dtensors_of_any_placement_are_gathered() -> None:
     def rank_main(world: World) -> bool:
         mesh = init_device_mesh("cpu", (world.size,))
-        for weights in ALL.values():
+        for kind, weights in ALL.items():
             layer = MoELayer(weights.cfg, world)
             state: dict[str, Any] = dict(layer.state_dict())
             for name in OF_EXPERTS:
@@ -363,9 +372,9 @@ def test_dtensors_of_any_placement_are_gathered() -> None:
                     # By bytes, as gloo does not send 8-bit floats.
                     cut = distribute_tensor(whole.view(torch.uint8), mesh, [Shard(1)])
                     mine = cut.to_local().view(whole.dtype)
-                    state[name] = DTensor.from_local(mine, mesh, [Shard(1)])
+                    state[f"{name}_{kind}"] = DTensor.from_local(mine, mesh, [Shard(1)])
                 elif whole is not None:
-                    state[name] = whole
+                    state[f"{name}_{kind}"] = whole
             layer.load_state_dict(state)
             assert same_tensors(layer, weights)
         return True
@@ -379,25 +388,169 @@ def test_numbers_are_not_loaded_as_codes_nor_codes_as_numbers() -> None:
         layer, coded = plain.layer(world), ALL["fp8_channel"].layer(world)
         with pytest.raises(
             RuntimeError,
-            match=r"\bw1 has dtype torch\.float32; it must be torch\.float8_e4m3fn, codes of "
-            r"weight_format 'fp8_channel': make a layer without a format, and moeos\.quantize it",
+            match=r"\bw1 has dtype torch\.float32, numbers, and the layer has weight_format "
+            r"'fp8_channel': make a layer without a format, and moeos\.quantize it, or set weight_",
         ):
             coded.load_state_dict(layer.state_dict(), strict=False)
         with pytest.raises(
-            RuntimeError, match=r"w2 has dtype torch\.float8_e4m3fn; it must be torc"
+            RuntimeError,
+            match=r"\bw1_fp8_channel is of weight_format 'fp8_channel', and the layer of None: "
+            r"make it with MoEConfig\(weight_format='fp8_channel'\)",
         ):
             layer.load_state_dict(coded.state_dict(), strict=False)
         state = coded.state_dict()
+        codes = {"w2": state["w2_fp8_channel"]}
+        with pytest.raises(RuntimeError, match=r"w2 has dtype torch\.float8_e4m3fn; it must be to"):
+            layer.load_state_dict(codes, strict=False)
+        scale = "w2_scale_fp8_channel"
         for assign in (False, True):
-            wrong = state | {"w2_scale": state["w2_scale"].bfloat16()}
-            message = r"w2_scale has dtype torch\.bfloat16; it must be torch\.float32, scales of we"
+            wrong = state | {scale: state[scale].bfloat16()}
+            message = rf"{scale} has dtype torch\.bfloat16; it must be torch\.float32, scales of we"
             with pytest.raises(RuntimeError, match=message):
                 coded.load_state_dict(wrong, assign=assign)
-        del state["w1_scale"]
-        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "w1_scale"'):
+        del state[scale]
+        with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{scale}"'):
             coded.load_state_dict(state)
         assert same_tensors(coded, ALL["fp8_channel"])
         assert torch.equal(layer.w2, plain.w2)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_codes_of_one_format_are_not_loaded_as_those_of_another() -> None:
+    """Also where own tensors are there, too: a reader may have added them."""
+
+    def rank_main(world: World) -> None:
+        layers = {name: shared_in(name).layer(world) for name in NAMES}
+        for name, layer in layers.items():
+            for other in NAMES:
+                state = layers[other].state_dict()
+                for given in (state, {**layer.state_dict(), **state}) if other != name else ():
+                    with pytest.raises(RuntimeError, match="is of weight_format") as raised:
+                        layer.load_state_dict(given, strict=False)
+                    said = str(raised.value)
+                    assert (
+                        f"w1_{other} is of weight_format {other!r}, and the layer of {name!r}: ma"
+                        in said
+                    )
+                    assert (
+                        f"shared_w1_{other} is of shared_weight_format {other!r}, and the" in said
+                    )
+            assert same_tensors(layer, shared_in(name))
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_codes_without_the_name_of_a_format_are_refused_until_they_have_one() -> None:
+    def rank_main(world: World) -> None:
+        for name, weights in ALL.items():
+            layer = weights.layer(world)
+            end = f"_{name}"
+            old = {key.removesuffix(end): tensor for key, tensor in layer.state_dict().items()}
+            other = MoELayer(weights.cfg, world)
+            with pytest.raises(
+                RuntimeError,
+                match=r"\bw1 has dtype .* and a name without a format, .*; the layer has "
+                rf"weight_format {name!r}: where they are of that, load w1 as w1_{name}, and the s",
+            ):
+                other.load_state_dict(old, strict=False)
+            one_by_one = {f"{key}.{e}": part[e] for key, part in old.items() for e in range(8)}
+            with pytest.raises(RuntimeError, match=rf"load w1\.0 as w1_{name}\.0, and the scales"):
+                other.load_state_dict(one_by_one, strict=False)
+            of_gate = ("gate.weight",)
+            other.load_state_dict({k if k in of_gate else k + end: v for k, v in old.items()})
+            assert same_tensors(other, weights)
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_readers_that_compare_names_alone_take_no_format_for_another(tmp_path: Path) -> None:
+    """Without a format, too; each reads what is of its own."""
+    every = {None: draw_weights(config(**SHARED)), **{name: shared_in(name) for name in NAMES}}
+
+    def rank_main(world: World) -> bool:
+        for name, weights in every.items():
+            model = nn.ModuleDict({"mlp": weights.layer(world)})
+            dcp.save(model.state_dict(), checkpoint_id=tmp_path / str(name))
+        for name, weights in every.items():
+            model = nn.ModuleDict({"mlp": MoELayer(weights.cfg, world)})
+            for other in every:
+                state = model.state_dict()
+                if other == name:
+                    dcp.load(state, checkpoint_id=tmp_path / str(other))
+                    model.load_state_dict(state)
+                    continue
+                with pytest.raises(
+                    CheckpointException, match=r"Missing key in checkpoint state_dict: mlp\."
+                ):
+                    dcp.load(state, checkpoint_id=tmp_path / str(other))
+            assert same_tensors(model["mlp"], weights)  # type: ignore[arg-type]
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def test_functions_of_state_dicts_know_codes_by_the_names_of_their_parameters() -> None:
+    def rank_main(world: World) -> bool:
+        for name, weights in ALL.items():
+            model = nn.ModuleDict({"mlp": weights.layer(world)})
+            assert f"mlp.w1_{name}" in dict(model.named_parameters())
+            state = get_model_state_dict(model)
+            assert state.keys() == model.state_dict().keys()
+            other = nn.ModuleDict({"mlp": MoELayer(weights.cfg, world)})
+            set_model_state_dict(other, state)
+            assert same_tensors(other["mlp"], weights)  # type: ignore[arg-type]
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def test_accelerate_gives_a_layer_codes_of_its_own_format_alone(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def rank_main(world: World) -> None:
+        def model(name: str) -> nn.ModuleDict:
+            return nn.ModuleDict({"mlp": MoELayer(ALL[name].cfg, world)})
+
+        for name in ("mxfp4", "int4_group32"):
+            state = nn.ModuleDict({"mlp": ALL[name].layer(world)}).state_dict()
+            file = tmp_path / f"{name}.safetensors"
+            save_file(state, file, metadata={"format": "pt"})
+            with accelerate.init_empty_weights():
+                empty = model(name)
+            accelerate.load_checkpoint_and_dispatch(empty, str(file), device_map={"": "cpu"})
+            assert same_tensors(empty["mlp"], ALL[name])  # type: ignore[arg-type]
+        with accelerate.init_empty_weights():
+            empty = model("mxfp4")
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            accelerate.load_checkpoint_and_dispatch(empty, str(file), device_map={"": "cpu"})
+        with pytest.raises(
+            RuntimeError, match=r"is of weight_format 'int4_group32', and the layer"
+        ):
+            accelerate.load_checkpoint_in_model(model("mxfp4"), str(file))
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_a_tensor_of_a_format_is_found_set_and_deleted_by_its_short_name() -> None:
+    weights = ALL["nvfp4"]
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        assert layer.w1 is dict(layer.named_parameters())["w1_nvfp4"]
+        assert layer.get_parameter("w1") is layer.get_parameter("w1_nvfp4") is layer.w1
+        other = nn.Parameter(torch.zeros_like(layer.w1), requires_grad=False)
+        layer.w1 = other
+        assert layer.w1 is other is layer.w1_nvfp4
+        assert "w1" not in layer.__dict__
+        with pytest.raises(
+            TypeError, match=r"cannot assign 'torch.FloatTensor' as parameter 'w1_nv"
+        ):
+            layer.w1 = torch.zeros(1)  # type: ignore[assignment]
+        del layer.w1
+        assert not hasattr(layer, "w1")
+        with pytest.raises(ValueError, match=r"^w1 is missing"):
+            layer(CALL.x)
 
     virtual.run(rank_main, ranks=1)
 
