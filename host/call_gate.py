@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+from moeos import program_end
 from moeos.process import Home
 
 _LOOK = 0.001  # seconds between two looks at a gate that is being left
@@ -20,7 +21,7 @@ _LOOK = 0.001  # seconds between two looks at a gate that is being left
 Value = TypeVar("Value")
 
 
-class _Turns(threading.local):
+class _Turns(program_end.Visitor):
     """Of each thread, the turn that it took last, at whichever gate."""
 
     last: _Turn | None = None
@@ -65,7 +66,6 @@ class CallGate:
         self._last: _Turn | None = None
         self._turn: _Turn | None = None  # of the thread inside
         self._closed = False
-        self._parking = False
         self._home = Home()
 
     def run(self, function: Callable[[], Value], *, within: bool = False) -> Value:
@@ -96,8 +96,8 @@ class CallGate:
                 raise RuntimeError(self._closed_during()) from error
             raise
         finally:
-            if self._parking:
-                _park()
+            if program_end.begun():
+                stop_at_the_end()
 
     @property
     def held_here(self) -> bool:
@@ -142,13 +142,8 @@ class CallGate:
         if self._closed:
             self._refuse()
 
-    def close(self, *, parking: bool = False) -> None:
-        """Nobody comes in any more; who is inside stays there.
-
-        `parking`: the program ends. Then threads that leave, wait or come stand still for ever: the
-        interpreter would end them while it ends, in the middle of others' code.
-        """
-        self._parking = self._parking or parking
+    def close(self) -> None:
+        """Nobody comes in any more; who is inside stays there."""
         self._closed = True
 
     def wait_until_left(self, seconds: float) -> bool:
@@ -161,8 +156,7 @@ class CallGate:
         return True
 
     def _refuse(self) -> NoReturn:
-        if self._parking:
-            _park()
+        stop_at_the_end()
         raise RuntimeError(
             f"the world of rank {self._rank} is closed; use it and its layers in its with block"
         )
@@ -179,10 +173,10 @@ def _lasting() -> _Turn | None:
     return turn
 
 
-def _park() -> None:
-    """Blocks for ever, without the interpreter's lock; not the main thread, which ends all."""
-    if threading.current_thread() is threading.main_thread():
-        return
-    forever = threading.Lock()
-    forever.acquire()
-    forever.acquire()
+def stop_at_the_end() -> None:
+    """Where the program ends, the thread stands still, unless others wait for it to leave a gate.
+
+    Threads that come to a closed gate or leave any do so, and those that make or end worlds.
+    """
+    if _lasting() is None and program_end.begun():
+        program_end.stand_still()

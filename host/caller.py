@@ -11,6 +11,7 @@ import concurrent.futures
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ class Caller:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._free = threading.Lock()  # held while a function runs
         self._home = Home()
+        _callers[id(self)] = self
         thread = threading.Thread(target=self._work, name=name, daemon=True)
         try:
             thread.start()
@@ -77,6 +79,7 @@ class Caller:
             del call  # it may hold the last reference to a store
 
 
+_callers: weakref.WeakValueDictionary[int, Caller] = weakref.WeakValueDictionary()  # by id
 _given_up: set[Caller] = set()
 
 
@@ -85,12 +88,17 @@ def _let_return() -> None:
     """Before the interpreter ends: a thread that comes back then from code of others is ended
     where it is, and where that is C++ the process ends by SIGABRT.
 
-    Who has come back stays in `_work`; who has not within the patience is left.
+    Who was given up and has come back stays in `_work`; the others may call what is asked for
+    behind this. Who has not come back within the patience is left.
     """
     ends = time.monotonic() + _PATIENCE
-    for caller in list(_given_up):
-        if caller._home.here:  # a child has no such thread
-            caller._free.acquire(timeout=max(0.0, ends - time.monotonic()))
+    for one in _callers.valuerefs():
+        caller = one()
+        if caller is None or not caller._home.here:  # a child has no such thread
+            continue
+        has_come_back = caller._free.acquire(timeout=max(0.0, ends - time.monotonic()))
+        if has_come_back and caller not in _given_up:
+            caller._free.release()
 
 
 _waiter: tuple[Home, Caller] | None = None

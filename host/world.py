@@ -15,12 +15,14 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 import torch
 
-from moeos.call_gate import CallGate
+from moeos import program_end
+from moeos.call_gate import CallGate, stop_at_the_end
 from moeos.control import ControlPlane
 from moeos.errors import said
 from moeos.faults import FaultPlan
@@ -40,9 +42,7 @@ MAX_DEADLINE = 86_400.0
 MARGIN = 5.0
 """Seconds beyond the deadline in which a call that is made to leave must end."""
 
-_SETTLE = 0.05  # seconds in which a thread that has left a call comes to a gate or a wait again
-
-_open: weakref.WeakSet[World] = weakref.WeakSet()
+_worlds: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by id
 _stuck: list[object] = []  # what calls that never ended may still use
 
 
@@ -182,7 +182,8 @@ class World:
         self._lock = threading.RLock()  # `_closed`, and the control plane's abort
         self._making = threading.RLock()  # `_workspace`
         self._closing = threading.RLock()
-        _open.add(self)
+        _worlds[id(self)] = self
+        stop_at_the_end()  # which finds this world, or has begun
 
     @property
     def rank(self) -> int:
@@ -317,6 +318,7 @@ class World:
         """
         if not self._home.here:
             return
+        stop_at_the_end()
         with self._lock:
             if not self._closed:
                 self.control.abort(reason)
@@ -326,6 +328,7 @@ class World:
         """Makes this rank leave the call that it is in. May be called from any thread."""
         if not self._home.here:
             return
+        stop_at_the_end()
         for holdings in list(self._holdings.values()):
             holdings.interrupt(reason)
 
@@ -344,6 +347,13 @@ class World:
         if not self._home.here:
             self._closed = True
             return
+        stop_at_the_end()
+        try:
+            self._close()
+        finally:
+            stop_at_the_end()
+
+    def _close(self) -> None:
         # Before the lock: who has it waits for this thread's call.
         if any(gate.held_here for gate in self._gates()):
             raise RuntimeError(
@@ -355,9 +365,10 @@ class World:
                 if self._closed:
                     return
                 self._closed = True
-            left = self._end_calls("its world was closed during a call", parking=False)
+            ends = time.monotonic() + self.deadline + MARGIN
+            gates = self._make_leave("its world was closed during a call")
             last_first.callback(self.control.close)
-            if not left:
+            if not _left(gates, ends):
                 _stuck.append((self._holdings, self._heaps))
                 raise RuntimeError(
                     f"the world of rank {self.rank} is closed, but a call in another thread did "
@@ -376,17 +387,15 @@ class World:
     def _gates(self) -> set[CallGate]:
         return {self.gate, *(holdings.gate for holdings in list(self._holdings.values()))}
 
-    def _end_calls(self, reason: str, *, parking: bool) -> bool:
-        """Closes all gates and makes who is inside leave; whether they have, in time."""
+    def _make_leave(self, reason: str) -> set[CallGate]:
+        """Closes all gates and makes who is inside leave; the gates."""
         gates = self._gates()
         for gate in gates:
-            gate.close(parking=parking)
-        if not any(gate.busy for gate in gates):
-            return True
-        self.control.abort(reason)
-        self.interrupt(reason)
-        ends = time.monotonic() + self.deadline + MARGIN
-        return all(gate.wait_until_left(ends - time.monotonic()) for gate in gates)
+            gate.close()
+        if any(gate.busy for gate in gates):
+            self.control.abort(reason)
+            self.interrupt(reason)
+        return gates
 
     def __enter__(self) -> World:
         self.require_open()
@@ -431,19 +440,35 @@ def _give_back(world: weakref.ref[World], home: Home, holdings: Holdings) -> Non
         lives._retired.append(holdings)
 
 
+def _left(gates: Iterable[CallGate], ends: float) -> bool:
+    """Whether all have left these closed gates by then, of `time.monotonic()`."""
+    return all(gate.wait_until_left(ends - time.monotonic()) for gate in gates)
+
+
 @atexit.register
 def _end_open_worlds() -> None:
-    """Before the interpreter ends: no thread may be in a call then, where it would be ended.
+    """Before the interpreter ends: no thread may be in a call or a close then, where it would be
+    ended.
 
     Threads that are no daemons have ended by now, and callbacks that were registered later have
     run. The peers of a world without a call in flight are told nothing: their last call, which this
     rank has done its part of, may still go on.
     """
-    worlds = [world for world in list(_open) if world._home.here and not world.closed]
-    for world in worlds:
-        world._end_calls("its program ended during a call", parking=True)
-    if worlds and any(thread.daemon for thread in threading.enumerate()):
-        time.sleep(_SETTLE)
+    program_end.begin()  # from here on no other thread makes a world
+    begun = time.monotonic()
+    worlds = [
+        world for one in _worlds.valuerefs() if (world := one()) is not None and world._home.here
+    ]
+    gates = [
+        () if world.closed else world._make_leave("its program ended during a call")
+        for world in worlds
+    ]
+    for world, closed in zip(worlds, gates, strict=True):
+        ends = begun + world.deadline + MARGIN
+        _left(closed, ends)
+        if world._closing.acquire(timeout=max(0.0, ends - time.monotonic())):  # nobody closes it
+            world._closing.release()
+    program_end.let_come()
 
 
 def check_deadline(deadline: float) -> None:
