@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses, when it is imported, an interpreter in which PyTorch or the twin would crash or race.
 
-It is the first that the package imports, and needs nothing of it.
+It is the first that the package imports, and needs nothing of it but a compiled module, which
+refuses to be made twice.
 """
 
 from __future__ import annotations
@@ -31,3 +32,5 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
         "moeos needs Python's global lock, and this free-threaded Python runs without it: set "
         "PYTHON_GIL=1, or use a build with the lock"
     )
+
+from moeos import _runtime  # noqa: E402, F401 - before anything else is registered twice

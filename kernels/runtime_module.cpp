@@ -289,6 +289,15 @@ Failure to_failure(const nb::bytes& record) {
 }  // namespace
 
 NB_MODULE(_runtime, module) {
+  // nanobind would end the process at a type that it has; the package imports this module first.
+  static bool made = false;
+  if (made) {
+    throw nb::import_error(
+        "moeos is in this process already, and has left sys.modules since, as at the end of "
+        "unittest.mock.patch.dict(sys.modules): its types and operators cannot be made twice. "
+        "Import moeos before sys.modules is changed, or leave its modules there");
+  }
+  made = true;
   module.doc() = "What the device OS is on every machine: sizes, kinds and records.";
   module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
   module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;

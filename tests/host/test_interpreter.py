@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import moeos
 from moeos import interpreter
 
 IN_A_SUB_INTERPRETER = """
@@ -46,6 +47,32 @@ def test_a_sub_interpreter_is_refused(module: str, first: bool) -> None:
     refusal, end = ended.stdout.splitlines()
     assert "moeos cannot be imported in a sub-interpreter" in refusal
     assert end == "the end"
+
+
+AGAIN = """
+import sys, torch
+from unittest import mock
+with mock.patch.dict(sys.modules):
+    import moeos as first
+for _ in range(2):
+    try:
+        import moeos
+    except ImportError as error:
+        print(error)
+sys.modules["moeos"] = first
+print(first.__version__)
+"""
+
+
+def test_moeos_that_has_left_sys_modules_is_not_imported_again() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    once, again, version = ended.stdout.splitlines()
+    assert once == again
+    assert once.startswith("moeos is in this process already, and has left sys.modules since")
+    assert version == moeos.__version__
 
 
 def test_a_free_threaded_python_that_runs_without_the_lock_is_refused(
