@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
-from moeos import tensor_memory
+from moeos import sharding, tensor_memory
 from moeos.calls import MAX_PIECES
 from moeos.config import DTYPES, MoEConfig
 from moeos.formats import FORMATS, TOKEN_GROUP, WeightFormat
@@ -199,7 +200,7 @@ def rows_of(
     Raises unless x is [..., H], at least 2-D, with as many rows as so many pieces can have.
     `coded`: it is codes, which have scales.
     """
-    x = tensor_memory.require_dense("x", x)
+    x = _require_dense("x", x)
     dimensions = x.dim()
     if dimensions < 2 or x.shape[-1] != cfg.hidden:
         raise ValueError(
@@ -286,7 +287,7 @@ def scale_of(
 
     Raises unless it is so, or [*lead, H / 128] with the leading dimensions of x.
     """
-    scale = tensor_memory.require_dense("x_scale", scale)
+    scale = _require_dense("x_scale", scale)
     groups = cfg.hidden // TOKEN_GROUP
     if scale.shape not in ((rows, groups), (*lead, groups)):
         raise ValueError(
@@ -344,7 +345,7 @@ def routing_of(
 def _by_row(
     cfg: MoEConfig, device: torch.device, lead: torch.Size, rows: int, name: str, tensor: object
 ) -> torch.Tensor:
-    tensor = tensor_memory.require_dense(name, tensor)
+    tensor = _require_dense(name, tensor)
     shape = (rows, cfg.slots)
     if tensor.shape != shape:
         if tensor.shape != (*lead, cfg.slots):
@@ -377,7 +378,7 @@ def check_weigh(weigh: object) -> None:
 
 def check_out(cfg: MoEConfig, device: torch.device, x: torch.Tensor, out: object) -> None:
     """Raises unless out is like the output for x."""
-    out = tensor_memory.require_dense("out", out)
+    out = _require_dense("out", out)
     if out.shape != x.shape:
         raise ValueError(f"out has shape {list(out.shape)}; it must be x's, {list(x.shape)}")
     if out.dtype != cfg.dtype:
@@ -433,7 +434,7 @@ def check_memory(
 
 def check_tokens(device: torch.device, tokens: object) -> None:
     """Raises unless tokens is the number of tokens of a call."""
-    tokens = tensor_memory.require_dense("tokens", tokens)
+    tokens = _require_dense("tokens", tokens)
     if tokens.dim() > 1 or tokens.numel() != 1:
         raise ValueError(
             f"tokens has shape {list(tokens.shape)}; it must be [1] or [], with one number: how "
@@ -505,7 +506,7 @@ def check_weight(device: torch.device, expected: Expected, tensor: object, absen
     name, shape, _, part = expected
     if tensor is None:
         raise ValueError(f"{name} is missing; {absent}: {list(shape)}")
-    tensor = tensor_memory.require_dense(name, tensor)
+    tensor = _require_dense(name, tensor)
     # A format's first: where it is another, the shape is no mistake of its own.
     wrong = wrong_dtype(expected, tensor.dtype)
     if part and wrong:
@@ -606,6 +607,17 @@ def check_tangents(what: str, *tensors: torch.Tensor | None) -> None:
                 "torch.func.jvp, jacfwd or linearize, or torch.autograd.forward_ad): detach it, "
                 "or derive by finite differences"
             )
+
+
+def _require_dense(name: str, value: object) -> torch.Tensor:
+    """The value; raises as `tensor_memory.require_dense` does, and `TypeError` for a DTensor."""
+    tensor = tensor_memory.require_dense(name, value)
+    if not is_dynamo_compiling() and sharding.is_dtensor(tensor):
+        raise TypeError(
+            f"{name} is a DTensor, and a call takes each rank's own plain tensor: pass "
+            f"{name}.to_local(), or {name}.full_tensor() where this rank needs all of it"
+        )
+    return tensor
 
 
 def _transposed(name: str, tensor: torch.Tensor, shape: torch.Size) -> str:

@@ -466,7 +466,8 @@ class StoreControl(_PolledControl):
         return (
             f"; over this store this is world {self._number} of rank {self.rank}, and {said}: "
             "where a start failed on some ranks, begin the next one on all over another store, "
-            "such as a torch.distributed.PrefixStore of another prefix"
+            "such as a torch.distributed.PrefixStore of another prefix; a process that a rank has "
+            "started with its own environment begins worlds as that rank"
         )
 
     def _delete_keys(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -90,6 +91,19 @@ def is_transformed() -> bool:
     """Whether torch.func transforms what is called, or a tracer records it. A compiler cannot ask:
     where it gives up a graph, the code that runs does."""
     return not is_compiling() and (_transform() is not None or _tracer() is not None)
+
+
+def refuse_functionalize() -> None:
+    """Raises `RuntimeError` within `torch.func.functionalize`, which takes no operator that writes.
+    Compilers make a call functional in another way.
+    """
+    level = None if is_compiling() else _transform()
+    if level is not None and level.key() == TransformType.Functionalize:
+        raise RuntimeError(
+            "MoELayer cannot be used in torch.func.functionalize, which takes no operator that "
+            "writes, as a call does: make the call outside of it, or use torch.export or "
+            "torch.compile, whose graphs are functional with a call in them"
+        )
 
 
 def _only_a_default_device() -> bool:

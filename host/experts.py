@@ -32,6 +32,8 @@ from moeos.world import World
 
 _NOTHING_ELSE = (None,) * (len(call_checks.ROUTER) + len(call_checks.SHARED))
 """In place of the tensors that `Experts` do without, before the scales."""
+_MADE_WITH = ("cfg", "world", "workspace", "device", "engine")
+"""What experts keep as long as they live."""
 _NO_SHARED_SCALES = (None,) * len(call_checks.SHARED_SCALES)
 """And behind them."""
 
@@ -249,6 +251,7 @@ class Experts:
             if not (weigh or copied or x_scale is not None) and (rows is x or x.dim() > 2):
                 known.learn(rows, topk_ids, topk_weights, tokens, out, own)
             return self._at_once(caller, x, rows, routing, own, out, pieces)
+        custom_op.refuse_functionalize()
         tensors = (order, self.key, rows, ids, weights, tokens, *own)
         how = {"any_ids": caller.any_ids, "pieces": pieces}
         if out is None and x_scale is None:
@@ -342,6 +345,14 @@ class Experts:
 
     def __repr__(self) -> str:
         return f"Experts({self.cfg}, rank={self.world.rank}, world={self.world.size})"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _MADE_WITH and name in self.__dict__:
+            raise AttributeError(
+                f"{name} of Experts cannot be set, as their memory and their kernel are made for "
+                f"the one that they have: make other Experts with the other {name}"
+            )
+        super().__setattr__(name, value)
 
     def _make(
         self, cfg: MoEConfig, world: World, workspace: Workspace | None, placement: Placement

@@ -38,6 +38,8 @@ from moeos.world import World
 _SEED_BITS = 62
 _OF_THE_WORLD = ("world", "experts", "_order")
 """What a layer has from its world, and a copy or a pickle has not from the layer."""
+_MADE_WITH = ("cfg", "world")
+"""What a layer keeps as long as it lives in a world."""
 _OF_THE_GATE = {
     "router_bias": "gate.bias",
     "selection_bias": "gate.selection_bias",
@@ -905,7 +907,15 @@ class MoELayer(nn.Module):
         return super().__getattr__(name) if kept == name else getattr(self, kept)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of any module, where `layer.w1` is as `__getattr__` says."""
+        """As of any module, where `layer.w1` is as `__getattr__` says; raises `AttributeError` for
+        what a layer was made with.
+        """
+        if name in _MADE_WITH and name in self.__dict__:
+            raise AttributeError(
+                f"{name} of a MoELayer cannot be set, as its memory and its kernel are made for "
+                f"the one that it has: make a MoELayer with the other {name}, and load this one's "
+                "state dict"
+            )
         super().__setattr__(self._named(name), value)
 
     def __delattr__(self, name: str) -> None:

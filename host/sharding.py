@@ -8,6 +8,7 @@ layer only shapes.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,11 +70,35 @@ def whole(local: Tensor, experts: int, device: torch.device, group: ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
+    _tell_safetensors()
     kind = device.type if local.is_meta else local.device.type
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, kind)  # type: ignore[arg-type]
     shape = torch.Size((experts, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _tell_safetensors() -> None:
+    """Lets safetensors say what to save, where it would say that a DTensor has no memory."""
+    module: Any = sys.modules.get("safetensors.torch")
+    address = getattr(module, "storage_ptr", None)
+    if address is None or hasattr(address, "__wrapped__"):
+        return
+
+    @functools.wraps(address)
+    def storage_ptr(tensor: Tensor) -> int:
+        if is_dtensor(tensor):
+            raise RuntimeError(
+                f"safetensors reads memory, and a DTensor of shape {list(tensor.shape)} is in that "
+                "of several ranks: save full_tensor() of each, or what torch.distributed.checkpoint"
+                ".state_dict.get_model_state_dict returns with StateDictOptions("
+                "full_state_dict=True), both called on all ranks; or to_local() in a file of each "
+                "rank's own"
+            )
+        found: int = address(tensor)
+        return found
+
+    module.storage_ptr = storage_ptr
 
 
 def is_dtensor(tensor: Tensor) -> bool:

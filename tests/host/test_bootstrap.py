@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -234,6 +234,47 @@ def test_processes_with_torchruns_variables_meet_again_and_again() -> None:
             return first + second.control.allgather(10) + third.control.allgather(20)
 
     assert init_in_processes(meet, 3) == [[0, 1, 2] + [10] * 3 + [20] * 3] * 3
+
+
+CHILD = """
+import moeos
+try:
+    with moeos.init("twin", deadline=0.5) as world:
+        print(world.size)
+except moeos.PeerTimeout as error:
+    print(error)
+"""
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+
+
+def test_a_program_that_a_rank_starts_is_that_rank_and_its_start_counts() -> None:
+    def child(without: Sequence[str]) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name not in without}
+        program = [sys.executable, "-c", CHILD]
+        return subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def rank_main(world: moeos.World) -> list[str]:
+        said = []
+        if world.rank == 0:
+            children = [child(OF_TORCHRUN), child(())]
+            said = [one.communicate()[0].strip() for one in children]
+        world.control.barrier()
+        world.close()
+        with pytest.raises(PeerTimeout) as raised:
+            moeos.init("twin", deadline=2.0)
+        return [*said, str(raised.value)]
+
+    agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(agent.port)}
+    outcomes = init_in_processes(rank_main, 2, lambda rank: os.environ.update(served), 50.0)
+    (alone, waited, first), (second,) = outcomes
+    assert alone == "1"
+    assert "rank 0 of 2 waited 0.5 s" in waited
+    assert (
+        "over this store this is world 3 of rank 0, and world 2 of rank 1: where a start" in first
+    )
+    for said in (first, second):
+        assert "a process that a rank has started with its own environment begins worlds as" in said
 
 
 def test_ranks_on_different_hosts_are_refused_alike_on_all_ranks() -> None:

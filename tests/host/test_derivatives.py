@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, func
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moeos import MoELayer, World, virtual
 from tests.layers import config, draw_call, draw_given_call, draw_weights
@@ -103,6 +104,23 @@ def test_a_compiled_layer_raises_alike(backend: str) -> None:
         batched = torch.compile(lambda x: func.vmap(layer)(x), backend=backend)
         with pytest.raises(RuntimeError, match=VMAP):
             batched(torch.stack([X, X]))
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_functionalize_of_a_layer_raises_with_what_works() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world)
+        for call in (
+            lambda: func.functionalize(layer)(X),
+            lambda: func.functionalize(layer)(GIVEN.x, GIVEN.ids, GIVEN.weights),
+            lambda: func.functionalize(lambda x: layer(x, out=torch.empty_like(x)))(X),
+            lambda: make_fx(func.functionalize(layer))(X),
+        ):
+            with pytest.raises(RuntimeError, match=r"^MoELayer cannot be used in torch\.func\.fun"):
+                call()
+        traced = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(traced(X), layer(X))
 
     virtual.run(rank_main, ranks=1)
 

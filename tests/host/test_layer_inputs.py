@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,16 @@ import pytest
 import torch
 from torch.nn.utils import parametrize, prune
 
-from moeos import ConfigMismatch, MoELayer, NumericalError, PeerTimeout, World, values, virtual
+from moeos import (
+    ConfigMismatch,
+    Experts,
+    MoELayer,
+    NumericalError,
+    PeerTimeout,
+    World,
+    values,
+    virtual,
+)
 from moeos.config import Routing, Scoring
 from moeos.engines.twin import sizes_of
 from moeos.layer import Gate
@@ -336,6 +347,32 @@ def test_a_tensor_of_the_router_that_lies_beside_it_is_refused(field: str) -> No
             setattr(layer, field, parameter(EXPERTS))
         with pytest.raises(ValueError, match=f"gate.{place}"):
             layer.register_buffer(field, torch.ones(EXPERTS))
+
+    virtual.run(rank_main, ranks=1)
+
+
+def test_what_a_layer_was_made_with_cannot_be_set() -> None:
+    weights = draw_weights(CFG)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world)
+        experts = Experts(CFG, world)
+        other = dataclasses.replace(CFG, top_k=1)
+        for name, value in (("cfg", other), ("cfg", CFG), ("world", world)):
+            with pytest.raises(
+                AttributeError, match=rf"^{name} of a MoELayer cannot be set, .*: mak"
+            ):
+                setattr(layer, name, value)
+            with pytest.raises(
+                AttributeError, match=rf"^{name} of Experts cannot be set, .*: make"
+            ):
+                setattr(experts, name, value)
+        assert layer.cfg is experts.cfg is CFG
+        back = pickle.loads(pickle.dumps(layer)).bind(world)
+        copied = copy.deepcopy(layer)
+        call = draw_call(CFG, 9, 0)
+        for one in (layer, back, copied):
+            assert_matches(weights, call, call(one))
 
     virtual.run(rank_main, ranks=1)
 

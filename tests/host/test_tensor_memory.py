@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, func, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from moeos import Experts, MoELayer, World, virtual
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
+from tests.process_group import ranks_of_torch
 from tests.processes import ForkedRanks
 
 CFG = config(max_tokens=32)
@@ -258,6 +261,45 @@ def test_tensors_of_other_layouts_are_refused_by_name(name: str, what: str) -> N
             layer(**call)
 
     virtual.run(rank_main, ranks=1)
+
+
+def test_dtensors_are_refused_by_name_alike_on_all_ranks() -> None:
+    def rank_main(world: World) -> bool:
+        mesh = init_device_mesh("cpu", (world.size,))
+        layer = WEIGHTS.layer(world)
+        mine = WEIGHTS.of_rank(world.rank, world.size)
+        experts = Experts(CFG, world)
+        given = {"x": GIVEN.x, "topk_ids": GIVEN.ids, "topk_weights": GIVEN.weights}
+        calls: dict[str, Callable[[Tensor], object]] = {
+            **{name: functools.partial(_call_with, layer, given, name) for name in given},
+            "tokens": functools.partial(_call_with, layer, {**given, "tokens": TOKENS}, "tokens"),
+            "out": functools.partial(_call_with, layer, {**given, "out": GIVEN.x.clone()}, "out"),
+            "w1": lambda w1: experts(GIVEN.x, GIVEN.ids, GIVEN.weights, w1, mine.w2),
+            "gate.weight": lambda gate: func.functional_call(
+                layer, {"gate.weight": gate}, (GIVEN.x,)
+            ),
+        }
+        tensors = {
+            **given,
+            "tokens": TOKENS,
+            "out": GIVEN.x,
+            "w1": mine.w1,
+            "gate.weight": mine.gate,
+        }
+        for name, call in calls.items():
+            for placement in (Replicate(), Shard(0)):
+                dtensor = DTensor.from_local(tensors[name], mesh, [placement], run_check=False)
+                said = rf"^{name} is a DTensor, .*: pass {name}\.to_local\(\), or {name}\.full"
+                with pytest.raises(TypeError, match=said):
+                    call(dtensor)
+        assert_matches(WEIGHTS, GIVEN, GIVEN(layer))
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def _call_with(layer: MoELayer, given: dict[str, Any], name: str, tensor: Tensor) -> object:
+    return layer(**{**given, name: tensor})
 
 
 def test_experts_ask_the_same_of_their_callers_weights() -> None:
