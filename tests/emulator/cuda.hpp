@@ -49,12 +49,7 @@ inline void __nanosleep(unsigned) { emulator::yield(); }
 inline void __syncthreads() { emulator::block_barrier(0, emulator::block_threads()); }
 inline void __syncwarp() { emulator::exchange("__syncwarp", 0); }
 inline unsigned __ballot_sync(unsigned, bool predicate) {
-  const auto* values = emulator::exchange("a ballot", predicate ? 1 : 0);
-  unsigned bits = 0;
-  for (unsigned i = 0; i < emulator::kLanes; ++i) {
-    bits |= static_cast<unsigned>(values[i]) << i;
-  }
-  return bits;
+  return static_cast<unsigned>(emulator::exchange("a ballot", predicate ? 1 : 0)[emulator::kLanes]);
 }
 inline int __all_sync(unsigned mask, bool predicate) {
   return __ballot_sync(mask, predicate) == 0xFFFFFFFFU ? 1 : 0;

@@ -39,6 +39,10 @@ namespace emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = 128 << 10;
+// Stacks begin at other places of their pages, or those of a warp would push each other out of a
+// few sets of the processor's cache.
+constexpr std::size_t kStackShift = 17 * 64;
+constexpr unsigned kStackShifts = 61;
 constexpr unsigned long long kTickNs = 100;  // a turn of all warps
 constexpr unsigned kTurnMost = 64;           // runs of a lane in a turn of its warp
 constexpr unsigned kSkipOneIn = 32;          // of the runs that lanes could make, on average
@@ -66,7 +70,7 @@ struct Warp {
   Block* block = nullptr;
   std::vector<Lane> lanes;
   unsigned left = 0;  // of them
-  unsigned long long values[2][kLanes] = {};
+  unsigned long long values[2][kLanes + 1] = {};
   const char* what = nullptr;  // the collective that lanes are waiting in
   unsigned arrived = 0;
   unsigned long long generation = 0;
@@ -178,7 +182,8 @@ void lane_main() {
 }
 
 void make_lane(Lane& lane, unsigned number) {
-  auto* top = reinterpret_cast<void**>(grid->stacks + (std::size_t{number} + 1) * kStackBytes);
+  const std::size_t end = (std::size_t{number} + 1) * kStackBytes;
+  auto* top = reinterpret_cast<void**>(grid->stacks + end - number % kStackShifts * kStackShift);
   *--top = nullptr;  // alignment: the stack is as behind a call
   *--top = reinterpret_cast<void*>(&lane_main);
   for (int i = 0; i < 6; ++i) {
@@ -315,17 +320,19 @@ void yield() { wait_while("a pause", grid->tick, grid->tick); }
 const unsigned long long* exchange(const char* what, unsigned long long value) {
   Warp& warp = *running().warp;
   const unsigned lane = running().thread % kLanes;
+  const unsigned long long generation = warp.generation;
+  unsigned long long* values = warp.values[generation & 1];
   if (warp.arrived == 0) {
     warp.what = what;
+    values[kLanes] = 0;
   } else if (warp.what != what && std::strcmp(warp.what, what) != 0) {
     fault(std::string("meets ") + what + " where other lanes of its warp wait in " + warp.what);
   }
   if (warp.left != 0) {
     fault(std::string("waits in ") + what + " for a lane that has left");
   }
-  const unsigned long long generation = warp.generation;
-  unsigned long long* values = warp.values[generation & 1];
   values[lane] = value;
+  values[kLanes] |= (value & 1) << lane;
   warp.arrived |= 1U << lane;
   if (warp.arrived == 0xFFFFFFFFU) {
     warp.arrived = 0;

@@ -49,7 +49,8 @@ void wait_until(const char* what, const std::function<bool()>& ready, const void
 /// Lets all others have a turn.
 void yield();
 
-/// What the 32 lanes of the warp bring to a collective, once all of them are there.
+/// What the 32 lanes of the warp bring to a collective, once all of them are there; behind it, the
+/// lanes that have brought an odd number.
 const unsigned long long* exchange(const char* what, unsigned long long value);
 
 /// Threads of the running block.
