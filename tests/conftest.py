@@ -73,9 +73,9 @@ NICE = 5
 core. They wait for each other half of the time, and leave more than a core to the others."""
 
 
-def place_of(node: str) -> int:
-    """Where a test's group stands in the order in which groups are begun."""
-    file = file_of(node)
+@functools.cache
+def place_of(file: Path) -> int:
+    """Where a file's group stands in the order in which groups are begun."""
     groups = [ONE_BY_ONE, PROGRAMS, *((one,) for one in LONG)]
     return next((i for i, one in enumerate(groups) if is_below(file, one)), len(groups))
 
@@ -95,11 +95,16 @@ def is_below(file: Path, folders: tuple[str, ...]) -> bool:
 
 def file_of(node: str) -> Path:
     """A test's file, below this folder."""
-    return Path(node.split("::")[0]).relative_to(TESTS.name)
+    return below_tests(node.split("::")[0])
+
+
+@functools.cache
+def below_tests(file: str) -> Path:
+    return Path(file).relative_to(TESTS.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: place_of(item.nodeid))
+    items.sort(key=lambda item: place_of(file_of(item.nodeid)))
 
 
 @pytest.hookimpl(tryfirst=True)
