@@ -6,6 +6,7 @@ Holds no test.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,19 @@ def all_but(always: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 def spread(step: int, cases: Sequence[Any]) -> list[Any]:
     """The same, where each `step`-th case runs always."""
     return [case if place % step == 0 else at_night(case) for place, case in enumerate(cases)]
+
+
+def covering(*values: Iterable[Any]) -> list[Any]:
+    """All combinations of values, of which each pair of two values runs always, in some of them.
+
+    The last ones are the fewest.
+    """
+    numbered = [[*enumerate(one)] for one in values]
+    step = len(numbered[-1])
+    return [
+        case if sum(places) % step == 0 else at_night(case)
+        for places, case in (zip(*drawn, strict=True) for drawn in itertools.product(*numbered))
+    ]
 
 
 def at_night(case: Any) -> Any:

@@ -97,7 +97,8 @@ def _compiled_gpu() -> tuple[tempfile.TemporaryDirectory[str], Path, Path]:
     library below them, a third of a kernel's compilation; and their folder, while we run."""
     folder = tempfile.TemporaryDirectory(prefix="moeos-emulator-")
     gpu, cuda = Path(folder.name) / "gpu.o", Path(folder.name) / "cuda.hpp"
-    _compile(["-O2", *_OPTIONS, "-c", "tests/emulator/gpu.cpp", "-o", str(gpu)])
+    arguments = ["-O2", *_OPTIONS, "-c", "tests/emulator/gpu.cpp", "-o", str(gpu)]
+    keep(gpu, [*_OPTIONS, "gpu"], ["tests/emulator"], functools.partial(_compile, arguments))
     # Only cuda.hpp.gch is there, so that one which does not fit is an error.
     _compile([*_LAYER_OPTIONS, "-x", "c++-header", _CUDA, "-o", f"{cuda}.gch"])
     return folder, gpu, cuda

@@ -342,10 +342,10 @@ def test_a_tokens_output_does_not_depend_on_how_many_others_there_are(
     name: str, libraries: Libraries
 ) -> None:
     layer, emulated = emulate(name, libraries)
-    drawn = draw_call(layer.cfg, layer.cfg.max_tokens, 7)
+    drawn = draw_call(layer.cfg, 66, 7)
     whole = dataclasses.replace(drawn, x=2 * drawn.x)  # larger logits, whose last bits count
     y = emulated([whole], 0)[0]
-    for tokens in (40, 31, 1):  # other blocks than 130 tokens have, and other parts of a block
+    for tokens in (31, 1):  # other blocks than 66 tokens have, and other parts of a block
         few = dataclasses.replace(whole, x=whole.x[:tokens].clone())
         assert torch.equal(emulated([few], tokens)[0], y[:tokens]), tokens
 
@@ -511,9 +511,20 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", all_but([name for name in FAULTS if FAULTS[name].layer in IN_EVERY_RUN], FAULTS)
+FOUND_IN_EVERY_RUN = (
+    "boxes_share_a_place",
+    "segments_results_lie_apart",
+    "halves_load_whole_weights",
+    "segments_share_a_place",
+    "awaited_rows_lie_elsewhere",
+    "first_chunks_have_no_courier",
+    "lanes_decide_alone",
+    "unsent_tokens_are_listed_with_gaps",
 )
+"""Faults that few calls show: of loads, of products, of the device OS, and of lanes."""
+
+
+@pytest.mark.parametrize("name", all_but(FOUND_IN_EVERY_RUN, FAULTS))
 def test_a_planted_fault_is_noticed(
     name: str, libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

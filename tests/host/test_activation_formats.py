@@ -32,6 +32,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import covering
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -78,15 +79,15 @@ def by_caller(x: Tensor, cfg: moeos.MoEConfig = WEIGHTS.cfg) -> Call:
 # --- what is computed ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
-)
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("name", FP8)
+RANKS = [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "rule", "world"), covering(FP8, RULES, RANKS))
 def test_every_token_has_what_the_reference_makes_of_the_codes(
-    name: str, rules: dict[str, Any], ranks: int, dtype: torch.dtype
+    name: str, rule: str, world: tuple[int, torch.dtype]
 ) -> None:
-    changes = {**CODED, "weight_format": name, "dtype": dtype, "experts": 12, **rules}
+    ranks, dtype = world
+    changes = {**CODED, "weight_format": name, "dtype": dtype, "experts": 12, **RULES[rule]}
     weights = draw_weights(config(**changes), seed=ranks)
     calls = [
         [

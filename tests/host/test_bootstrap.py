@@ -19,6 +19,7 @@ import moeos
 from moeos.bootstrap import choose_backend
 from moeos.errors import ConfigMismatch, PeerTimeout
 from moeos.launchers import Launch, detect
+from tests.nightly import at_night
 from tests.processes import (
     ForkedRanks,
     free_port,
@@ -328,7 +329,7 @@ with moeos.init(deadline=100.0) as world:
 """
 
 
-@pytest.mark.parametrize("launch", [mpirun, torchrun])
+@pytest.mark.parametrize("launch", [mpirun, at_night(torchrun)])
 def test_ranks_started_by_a_launcher_share_one_heap(launch: Callable[[int, str], Any]) -> None:
     ended = launch(4, PROGRAM)
     assert ended.returncode == 0, ended.stderr
@@ -352,6 +353,7 @@ def test_ranks_of_mpirun_on_one_host_do_not_start_mpi() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.nightly
 def test_mpirun_without_mpi4py_needs_an_address_and_says_so() -> None:
     program = WITHOUT_MPI4PY + PROGRAM
     ended = mpirun(2, program)

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from tests.nightly import at_night
 from tests.processes import launched, mpirun, torchrun
 
 PROGRAM = """
@@ -43,7 +44,7 @@ def test_mpirun_that_lets_the_others_go_on_shows_the_sentence() -> None:
     assert SENTENCE.search(ended.stderr), ended.stderr
 
 
-@pytest.mark.parametrize("ignores", [False, True], ids=["as it is", "SIGTERM ignored"])
+@pytest.mark.parametrize("ignores", [at_night(False), True], ids=["as it is", "SIGTERM ignored"])
 def test_torchrun_names_the_killed_rank_and_ranks_without_sigterm_say_the_sentence(
     ignores: bool,
 ) -> None:

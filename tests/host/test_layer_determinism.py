@@ -18,6 +18,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import covering
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
@@ -99,9 +100,9 @@ def test_repeated_runs_give_the_same_bits(name: str) -> None:
         assert_same(run(weights, calls, ONE_PROCESSOR), first)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks_per_node", [None, 1, 2], ids=["direct", "remote", "mixed"])
-@pytest.mark.parametrize("split_os", [False, True], ids=["one-thread", "split-os"])
+@pytest.mark.parametrize(
+    ("name", "ranks_per_node", "split_os"), covering(CASES, [None, 1, 2], [False, True])
+)
 def test_any_number_of_processors_gives_the_same_bits(
     name: str, split_os: bool, ranks_per_node: int | None
 ) -> None:

@@ -15,6 +15,7 @@ from moeos import MoEConfig, TwinOptions, World, virtual
 from moeos.activations import Activation
 from moeos.config import GroupScore, Scoring
 from moeos.formats import FORMATS
+from tests.fuzz.outcomes import MULTIPLE
 from tests.layers import (
     PREFERENCES,
     Call,
@@ -123,7 +124,7 @@ def runs(draw: st.DrawFn) -> tuple[MoEConfig, list[list[dict[str, Any]]], dict[s
 
 
 @settings(
-    max_examples=60,
+    max_examples=20 * min(3, MULTIPLE),
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from tests.nightly import all_but
 from tests.processes import ROOT
 
 UNSHARE = ["unshare", "--mount", "--propagation", "private", "sh", "-ec"]
@@ -35,10 +36,15 @@ MACHINES = {
     "if mountpoint -q /tmp; then mount -o remount,bind,ro /tmp; fi; "
     "! touch /tmp/written 2>/dev/null",
 }
-machines = pytest.mark.parametrize("machine", MACHINES.values(), ids=[*MACHINES])
+
+
+def machines(in_every_run: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("machine", all_but([in_every_run], MACHINES))
+
 
 PROCESSES = """
 from tests.layers import assert_matches, config, draw_call, draw_weights
+from tests.nightly import all_but
 from tests.processes import ForkedRanks, free_port, torchrun_environment
 import moeos, os
 cfg = config(max_tokens=4096)  # its heap takes several MiB
@@ -58,7 +64,15 @@ COMMAND = "from moeos_command import main; main()"
 
 def on(machine: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*UNSHARE, f'{machine}; exec "$@"', "sh", sys.executable, "-c", program, *arguments],
+        [
+            *UNSHARE,
+            f'{MACHINES[machine]}; exec "$@"',
+            "sh",
+            sys.executable,
+            "-c",
+            program,
+            *arguments,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -67,13 +81,13 @@ def on(machine: str, program: str, *arguments: str) -> subprocess.CompletedProce
     )
 
 
-@machines
+@machines("1 MiB")
 def test_layers_of_processes_are_right(machine: str) -> None:
     ended = on(machine, PROCESSES)
     assert (ended.returncode, ended.stdout) == (0, "['right', 'right']\n"), ended.stderr
 
 
-@machines
+@machines("read-only")
 def test_virtual_ranks_of_the_command_are_right(machine: str) -> None:
     demo = str(ROOT / "configs" / "demo.toml")
     arguments = ["run", demo, "--virtual-ranks", "2", "--iterations", "1", "--backend", "twin"]

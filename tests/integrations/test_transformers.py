@@ -36,6 +36,7 @@ from tests.integrations.families_of_transformers import (
     experts_classes,
     experts_of,
 )
+from tests.nightly import at_night
 from tests.processes import ROOT, free_port, torchrun_environment
 from tests.tiny_models import TINY, make
 
@@ -302,7 +303,7 @@ def stopped_at(opcode: int, module: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["", "local parts"])
+@pytest.mark.parametrize("local", [at_night(False), True], ids=["", "local parts"])
 def test_a_move_that_is_interrupted_leaves_a_module_that_is_right(local: bool) -> None:
     fresh = gpt_oss()
     tokens = tokens_for(fresh, rows=2)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moeos.cli import streams
+from tests.nightly import at_night
 from tests.processes import MOEOS, ROOT
 
 PLAN = ["plan", str(ROOT / "configs" / "demo.toml")]
@@ -29,7 +30,9 @@ def run(arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("arguments", [PLAN, RUN, ["--help"]], ids=lambda found: found[0])
+@pytest.mark.parametrize(
+    "arguments", [PLAN, at_night(RUN), at_night(["--help"])], ids=lambda found: found[0]
+)
 def test_a_reader_that_leaves_is_a_quiet_end(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as `| head -1` does once it has its line
@@ -39,7 +42,7 @@ def test_a_reader_that_leaves_is_a_quiet_end(arguments: list[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [PLAN, ["--help"]], ids=lambda found: found[0])
+@pytest.mark.parametrize("arguments", [PLAN, at_night(["--help"])], ids=lambda found: found[0])
 def test_a_full_disk_is_named(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         ended = run(arguments, stdout=full)
@@ -51,7 +54,8 @@ def test_streams_that_are_closed_are_done_without() -> None:
     def close() -> None:
         os.close(1)
 
-    assert (run(PLAN, preexec_fn=close).returncode, run(PLAN, preexec_fn=close).stderr) == (0, "")
+    ended = run(PLAN, preexec_fn=close)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_message_does_not_go_to_stdout_where_stderr_is_closed() -> None:
@@ -65,7 +69,9 @@ def test_a_message_does_not_go_to_stdout_where_stderr_is_closed() -> None:
     assert (ended.returncode, ended.stdout) == (2, b"")
 
 
-@pytest.mark.parametrize("arguments", [PLAN, ["compile", "--help"]], ids=lambda found: found[0])
+@pytest.mark.parametrize(
+    "arguments", [PLAN, at_night(["compile", "--help"])], ids=lambda found: found[0]
+)
 def test_a_terminal_that_knows_ascii_alone_is_given_ascii(arguments: list[str]) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     ended = run(arguments, stdout=subprocess.PIPE, env=environment)

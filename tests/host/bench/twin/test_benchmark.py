@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from moeos.bench.report import report
 from moeos.bench.twin import benchmark
 from moeos.bench.twin.conductor import Outcome
+from tests.nightly import at_night
 from tests.processes import ROOT
 
 TINY = """
@@ -136,8 +137,8 @@ def test_the_cost_of_a_task_is_the_slope_over_tasks_and_the_rest_is_the_calls() 
     ("rounds", "option", "said"),
     [
         (8, [], "iterations is 8; allowed: at least 9"),
-        (9, ["--ranks", "0"], "world_size is 0; it must be at least 1"),
-        (9, ["--json", "/nowhere/out.json"], "--json is /nowhere/out.json"),
+        at_night((9, ["--ranks", "0"], "world_size is 0; it must be at least 1")),
+        at_night((9, ["--json", "/nowhere/out.json"], "--json is /nowhere/out.json")),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_started(

@@ -156,6 +156,7 @@ def test_the_payload_is_that_of_the_routing(results: dict[str, Any]) -> None:
         assert found["payload_efficiency"] == pytest.approx((rows + pairs) / padded)
 
 
+@pytest.mark.nightly
 def test_the_same_arguments_once_more_print_the_same_tables(out: Path) -> None:
     ended = evaluate(out)
     assert ended.returncode == 0, ended.stderr

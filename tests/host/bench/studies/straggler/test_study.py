@@ -212,6 +212,7 @@ def test_what_all_ranks_refuse_is_said_once(folder: Path) -> None:
     assert said == ["moeos: none: No such file or directory"]
 
 
+@pytest.mark.nightly
 def test_experts_that_no_rank_can_hold_equally_are_refused_once(folder: Path) -> None:
     ended = run_study(folder / "tiny.toml", "--out", folder / "x.json", ranks=3)
     assert ended.returncode != 0
@@ -235,6 +236,7 @@ def test_plots_without_matplotlib_are_refused_before_the_first_step(
         virtual.run(lambda world: study.prepare(world, options), 2)
 
 
+@pytest.mark.nightly
 def test_help_is_shown_once_by_all_ranks() -> None:
     ended = run_study("--help")
     assert ended.returncode == 0
