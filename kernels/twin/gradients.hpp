@@ -49,7 +49,8 @@ class GradientKernels {
         more_(more),
         router_(rank.geometry(), shape, operands, rank.memory, rank.rank, scratch),
         map_(rank.geometry(), rank.memory, call) {
-    MOEOS_CHECK(operands.topk_ids != nullptr && operands.topk_weights != nullptr);
+    MOEOS_CHECK(operands.topk_ids != nullptr);
+    MOEOS_CHECK(operands.topk_weights != nullptr || call.tokens == 0);
     MOEOS_CHECK(rank.geometry().sent_bytes == rows_.sent_bytes());
     MOEOS_CHECK(rank.geometry().hidden_bytes == rows_.kept_bytes());
   }

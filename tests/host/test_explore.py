@@ -19,7 +19,7 @@ from moeos import _twin, explore
 from moeos.explore import SCENARIOS, STRATEGIES, Found, Wrong
 
 SEEDS = 340
-"""Of which each is run in all scenarios and strategies: 4080 runs."""
+"""Of which each is run in all scenarios and strategies: 4760 runs."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,15 @@ def test_runs_without_a_fault_end_well(found: Found) -> None:
         tally = found.tallies[name]
         assert tally.failed == 0
         assert tally.calls > 3 * tally.runs  # three calls of each rank
+
+
+def test_calls_of_gradients_end_well_but_for_a_fault(found: Found) -> None:
+    tally = found.tallies["backward"]
+    assert tally.calls > 3 * tally.runs
+    assert 0 < tally.faults < tally.runs
+    assert tally.failed > 0
+    assert tally.latency < 1.6
+    assert {"COUNTS_LATE", "ROWS_LATE", "RETURNS_LATE"} <= set(tally.endings)
 
 
 def test_every_fault_ends_soon_after_its_deadline(found: Found) -> None:
@@ -89,7 +98,7 @@ def test_processes_side_by_side_try_different_seeds(monkeypatch: pytest.MonkeyPa
         return outcome
 
     monkeypatch.setattr(explore, "run", run)
-    found = explore.explore_side_by_side(10, seconds=1.5, jobs=3)
+    found = explore.explore_side_by_side(10, seconds=6.0, jobs=3)
     assert sorted((wrong.seed, wrong.text) for wrong in found.wrong) == [
         (seed, f"seed {seed}") for seed in range(10, 14)
     ]

@@ -154,7 +154,12 @@ def gemm_sources() -> list[Path]:
     return [source for source in sources if on_x86 or source.name not in INSTRUCTION_SETS]
 
 
-TWIN_SOURCES = [TWIN / "forward.cpp", TWIN / "crew.cpp", TWIN / "explore" / "random_world.cpp"]
+TWIN_SOURCES = [
+    TWIN / "forward.cpp",
+    TWIN / "crew.cpp",
+    TWIN / "explore" / "random_world.cpp",
+    TWIN / "explore" / "gradient_world.cpp",
+]
 Build = Callable[[str, str], Path]
 
 
@@ -259,6 +264,7 @@ EXPLORE_SOURCES = [
     TWIN / "crew.cpp",
     TWIN / "explore" / "explore.cpp",
     TWIN / "explore" / "random_world.cpp",
+    TWIN / "explore" / "gradient_world.cpp",
     TWIN / "explore" / "hostile_nic.cpp",
     TWIN / "explore" / "schedule.cpp",
     TESTS / "test_explore.cpp",

@@ -19,6 +19,7 @@ _SCENARIOS = {
     "stall": "a rank stands still",
     "damage": "a word is overwritten",
     "late": "ranks begin calls late",
+    "backward": "one of these, and calls are of gradients",
 }
 
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/twin/explore/gradient_world.hpp"
 #include "kernels/twin/explore/hostile_nic.hpp"
 #include "kernels/twin/explore/random_world.hpp"
 
@@ -20,6 +21,14 @@ namespace {
 
 constexpr u32 kCalls = 3;
 constexpr u64 kPointsMost = 20'000'000;  // of a run; the longest seen take a tenth of it
+
+RandomWorld draw_small_world(Random& random, bool gradients) {
+  RandomWorld world = draw_world(random, Extent::fibers);
+  if (gradients) {
+    make_gradient_world(world);
+  }
+  return world;
+}
 
 /// A word that peers or actors write, and what to put there.
 struct Damage {
@@ -156,22 +165,27 @@ class Run {
  public:
   Run(u64 seed, Strategy strategy, Scenario scenario)
       : random_(seed),
-        scenario_(scenario),
-        world_(draw_world(random_, Extent::fibers)),
+        gradients_(scenario == Scenario::backward),
+        scenario_(gradients_ ? static_cast<Scenario>(seed % static_cast<u32>(scenario)) : scenario),
+        world_(draw_small_world(random_, gradients_)),
         experts_(draw_experts(random_, world_)),
         heaps_(world_.geometry),
         schedule_(seed, strategy),
-        fault_(schedule_, scenario, world_, draw(random_, 0, kFaultAtMost)) {
+        fault_(schedule_, scenario_, world_, draw(random_, 0, kFaultAtMost)) {
     const Geometry& g = world_.geometry;
     schedule_.attach(&fault_);
     failures_.resize(g.world);
     failed_at_ns_.resize(g.world);
     calls_.resize(g.world);
+    call_gradients_.resize(g.world);
     const bool with_nic =
-        scenario == Scenario::nic || (scenario != Scenario::quiet && draw(random_, 0, 1) == 1);
+        scenario_ == Scenario::nic || (scenario_ != Scenario::quiet && draw(random_, 0, 1) == 1);
     for (u32 p = 0; p < g.world; ++p) {
       for (u32 call = 0; call < kCalls; ++call) {
         calls_[p].push_back(draw_call(random_, world_));
+        if (gradients_) {
+          call_gradients_[p].push_back(draw_gradients(random_, world_, calls_[p].back()));
+        }
       }
       Nic* nic = nullptr;
       if (with_nic) {
@@ -235,13 +249,26 @@ class Run {
   void make_calls() {
     const u32 world = world_.geometry.world;
     std::vector<u32> made(world, 0);
+    sums_.clear();
+    for (u32 p = 0; p < world; ++p) {
+      sums_.push_back(no_sums(world_, experts_, p));
+    }
+    right_sums_ = no_sums(experts_);
     for (u32 p = 0; p < world; ++p) {
       failures_[p] = Failure{};
       schedule_.spawn(p, [this, p, &made] {
-        for (RankCall& call : calls_[p]) {
+        for (u32 number = 0; number < kCalls; ++number) {
+          RankCall& call = calls_[p][number];
           be_late(p);
           std::fill(call.out.begin(), call.out.end(), NAN);
-          const Operands operands = operands_of(world_, experts_, p, call);
+          Operands operands = operands_of(world_, experts_, p, call);
+          GradientOperands its{};
+          if (gradients_) {
+            CallGradients& gradients = call_gradients_[p][number];
+            std::fill(gradients.d_topk_weights.begin(), gradients.d_topk_weights.end(), NAN);
+            its = gradients_of(gradients, sums_[p]);
+            operands.gradients = &its;
+          }
           failures_[p] = ranks_[p]->forward(operands, call.tokens, world_.geometry.capacity);
           if (failures_[p].kind != FailureKind::none) {
             failed_at_ns_[p] = schedule_.now_ns();
@@ -261,6 +288,12 @@ class Run {
         complain(p, "puts more than a window");
       }
     }
+    if (gradients_ && std::ranges::all_of(made, [](u32 calls) { return calls == kCalls; })) {
+      const double error = error_of_sums(world_, experts_, sums_, right_sums_);
+      if (!(error < kErrorMost)) {
+        complain(0, "or another gives a wrong result of weights, error " + std::to_string(error));
+      }
+    }
   }
 
   /// In a rank's fiber, before a call: now and then it begins later than it could.
@@ -275,7 +308,9 @@ class Run {
   /// What came of a rank's calls, of which the first `made` ended well.
   void judge(u32 rank, u32 made) {
     for (u32 call = 0; call < made; ++call) {
-      const double error = largest_error(world_, experts_, calls_[rank][call]);
+      const double error = gradients_ ? error_of_call(world_, experts_, calls_[rank][call],
+                                                      call_gradients_[rank][call], right_sums_)
+                                      : largest_error(world_, experts_, calls_[rank][call]);
       if (!(error < kErrorMost)) {
         complain(rank, "gives a wrong result in call " + std::to_string(call + 1) + ", error " +
                            std::to_string(error));
@@ -319,6 +354,7 @@ class Run {
   }
 
   Random random_;
+  bool gradients_;  // calls are of gradients
   Scenario scenario_;
   RandomWorld world_;
   Experts experts_;
@@ -327,6 +363,9 @@ class Run {
   Fault fault_;
   std::vector<std::unique_ptr<HostileNic>> nics_;
   std::vector<std::vector<RankCall>> calls_;
+  std::vector<std::vector<CallGradients>> call_gradients_;
+  std::vector<WeightSums<float>> sums_;
+  WeightSums<double> right_sums_;
   std::vector<Failure> failures_;
   std::vector<u64> failed_at_ns_;
   std::vector<std::unique_ptr<TwinRank>> ranks_;

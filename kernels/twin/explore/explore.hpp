@@ -20,8 +20,9 @@ enum class Scenario : u32 {
   stall = 3,   ///< a rank stands still for up to three deadlines: the same, or all is right
   damage = 4,  ///< a word of a heap or of a rank's queues is overwritten: an error, or all is right
   late = 5,    ///< ranks begin calls late, by up to a tenth of the deadline: every result is right
+  backward = 6,  ///< calls are of gradients, and one of the other scenarios, which the seed decides
 };
-inline constexpr u32 kScenarios = 6;
+inline constexpr u32 kScenarios = 7;
 
 struct Outcome {
   std::string wrong;  // what must not have happened, or ""

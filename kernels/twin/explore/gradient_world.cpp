@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls of gradients in random worlds. See gradient_world.hpp.
+#include "kernels/twin/explore/gradient_world.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include "kernels/twin/gradient_rows.hpp"
+
+namespace moeos::twin {
+
+namespace {
+
+std::vector<float> draw_numbers(Random& random, u64 count) {
+  std::normal_distribution<float> normal;
+  std::vector<float> numbers(count);
+  for (float& number : numbers) {
+    number = normal(random);
+  }
+  return numbers;
+}
+
+/// The largest difference, by the largest of what is right, or 1: sums of large products cancel.
+/// Infinite for what is no number.
+double error_of(const float* found, const double* right, u64 count) {
+  double worst = 0.0;
+  double largest = 1.0;
+  for (u64 i = 0; i < count; ++i) {
+    const double error = std::fabs(found[i] - right[i]);
+    worst = std::isnan(error) ? INFINITY : std::fmax(worst, error);
+    largest = std::fmax(largest, std::fabs(right[i]));
+  }
+  return worst / largest;
+}
+
+void add(const float* from, u64 count, float* to) {
+  std::transform(from, from + count, to, to, std::plus<float>());
+}
+
+/// One pair's, by the definition: adds to the gradient of x and to those of weights, and returns
+/// that of the pair's weight.
+double add_pair(const RandomWorld& world, const Experts& experts, u32 expert, const float* x,
+                const float* d_out, double weight, double* d_x, WeightSums<double>& d_weights) {
+  const u32 hidden = world.shape.hidden;
+  const u32 inner = world.shape.intermediate;
+  const u32 rows = world.shape.w1_rows();
+  const bool gated = world.shape.gated();
+  double d_weight = 0.0;
+  for (u32 i = 0; i < inner; ++i) {
+    const u64 gate_row = (u64{rows} * expert + i) * hidden;
+    const u64 up_row = (u64{rows} * expert + inner + i) * hidden;
+    double gate = 0.0;
+    double up = 0.0;
+    double d_value = 0.0;
+    for (u32 h = 0; h < hidden; ++h) {
+      gate += double{x[h]} * experts.w1[gate_row + h];
+      up += gated ? double{x[h]} * experts.w1[up_row + h] : 0.0;
+      d_value += double{d_out[h]} * experts.w2[(u64{hidden} * expert + h) * inner + i];
+    }
+    const double share = 1.0 / (1.0 + std::exp(-gate));
+    const double value = gated ? gate * share * up : std::fmax(gate, 0.0);
+    const double by_gate = gated ? share * (1.0 + gate * (1.0 - share)) * up : gate > 0.0;
+    d_weight += d_value * value;
+    const double d_gate = weight * d_value * by_gate;
+    const double d_up = gated ? weight * d_value * gate * share : 0.0;
+    for (u32 h = 0; h < hidden; ++h) {
+      d_x[h] += d_gate * experts.w1[gate_row + h];
+      d_weights.w1[gate_row + h] += d_gate * x[h];
+      if (gated) {
+        d_x[h] += d_up * experts.w1[up_row + h];
+        d_weights.w1[up_row + h] += d_up * x[h];
+      }
+      d_weights.w2[(u64{hidden} * expert + h) * inner + i] += weight * value * d_out[h];
+    }
+  }
+  return d_weight;
+}
+
+}  // namespace
+
+void make_gradient_world(RandomWorld& world) {
+  LayerShape& shape = world.shape;
+  Geometry& g = world.geometry;
+  shape.weight_format = WeightFormat::plain;
+  shape.activation_format = ActivationFormat::plain;
+  shape.shared_experts = shape.shared_intermediate = 0;
+  shape.shared_gate = false;
+  g.shared_bytes = g.shared0_parts = g.shared0_narrow_parts = 0;
+  g.narrow_rows = g.gemm0_narrow_parts = g.gemm1_narrow_parts = 0;
+  const GradientRows rows(g, shape, Element::kFloat32);
+  g.row_bytes = g.sent_bytes = rows.sent_bytes();
+  g.hidden_bytes = rows.kept_bytes();
+  g.alters_rows = 1;
+  g.between_rows = 0;
+  world.settings.gradients = true;
+}
+
+CallGradients draw_gradients(Random& random, const RandomWorld& world, const RankCall& call) {
+  return {draw_numbers(random, u64{call.tokens} * world.shape.hidden),
+          std::vector<float>(call.weights.size(), NAN)};
+}
+
+WeightSums<float> no_sums(const RandomWorld& world, const Experts& experts, u32 rank) {
+  const Geometry& g = world.geometry;
+  const u64 own = g.first_expert(rank + 1) - g.first_expert(rank);
+  return {std::vector<float>(own * (experts.w1.size() / g.routed_experts())),
+          std::vector<float>(own * (experts.w2.size() / g.routed_experts()))};
+}
+
+WeightSums<double> no_sums(const Experts& experts) {
+  return {std::vector<double>(experts.w1.size()), std::vector<double>(experts.w2.size())};
+}
+
+GradientOperands gradients_of(CallGradients& gradients, WeightSums<float>& sums) {
+  return {gradients.d_out.data(), gradients.d_topk_weights.data(),
+          sums.w1.data(),         nullptr,
+          sums.w2.data(),         nullptr};
+}
+
+double error_of_call(const RandomWorld& world, const Experts& experts, const RankCall& call,
+                     const CallGradients& gradients, WeightSums<double>& right) {
+  const Geometry& g = world.geometry;
+  const u32 hidden = world.shape.hidden;
+  std::vector<u32> used(g.experts, 0);
+  double worst = 0.0;
+  for (u32 token = 0; token < call.tokens; ++token) {
+    std::vector<double> d_x(hidden, 0.0);
+    std::vector<double> d_topk(g.top_k, 0.0);
+    const u64 first = u64{token} * hidden;
+    for (u32 j = 0; j < g.top_k; ++j) {
+      const u32 pair = token * g.top_k + j;
+      const i32 expert = call.ids[pair];
+      if (expert >= 0 && used[expert]++ < g.capacity) {
+        d_topk[j] = add_pair(world, experts, static_cast<u32>(expert), &call.x[first],
+                             &gradients.d_out[first], call.weights[pair], d_x.data(), right);
+      }
+    }
+    worst = std::fmax(worst, error_of(&call.out[first], d_x.data(), hidden));
+    worst = std::fmax(
+        worst, error_of(&gradients.d_topk_weights[u64{token} * g.top_k], d_topk.data(), g.top_k));
+  }
+  return worst;
+}
+
+double error_of_sums(const RandomWorld& world, const Experts& experts,
+                     const std::vector<WeightSums<float>>& found, const WeightSums<double>& right) {
+  const Geometry& g = world.geometry;
+  const u64 of_expert1 = experts.w1.size() / g.routed_experts();
+  const u64 of_expert2 = experts.w2.size() / g.routed_experts();
+  WeightSums<float> sums{std::vector<float>(experts.w1.size()),
+                         std::vector<float>(experts.w2.size())};
+  const PlaceTable& table = world.settings.table;
+  for (u32 expert = 0; expert < g.routed_experts(); ++expert) {
+    const u32 first = g.placed() ? table.from[expert] : expert;
+    const u32 end = g.placed() ? table.from[expert + 1] : expert + 1;
+    for (u32 i = first; i < end; ++i) {
+      const u32 place = g.placed() ? table.places[i] : i;
+      const u32 rank = g.owner_of(place);
+      const u32 local = place - g.first_expert(rank);
+      add(&found[rank].w1[local * of_expert1], of_expert1, &sums.w1[expert * of_expert1]);
+      add(&found[rank].w2[local * of_expert2], of_expert2, &sums.w2[expert * of_expert2]);
+    }
+  }
+  return std::fmax(error_of(sums.w1.data(), right.w1.data(), sums.w1.size()),
+                   error_of(sums.w2.data(), right.w2.data(), sums.w2.size()));
+}
+
+}  // namespace moeos::twin
