@@ -96,7 +96,7 @@ class CallGate:
                 raise RuntimeError(self._closed_during()) from error
             raise
         finally:
-            if program_end.begun():
+            if program_end.begun:
                 stop_at_the_end()
 
     @property
@@ -178,5 +178,5 @@ def stop_at_the_end() -> None:
 
     Threads that come to a closed gate or leave any do so, and those that make or end worlds.
     """
-    if _lasting() is None and program_end.begun():
+    if _lasting() is None and program_end.begun:
         program_end.stand_still()

@@ -16,7 +16,8 @@ _LOOK = 0.001  # seconds from one look at what threads do to the next
 _STILL = 0.05  # seconds in which a thread that goes on at all is seen elsewhere
 _PATIENCE = 1.0  # seconds in which threads that go on come to a wait of ours
 
-_begun = False
+begun = False
+"""Whether the program ends: a name and no function, for each call of a layer looks at it."""
 _known: set[int] = set()  # threads that have come by, and may again
 _standing: set[int] = set()
 
@@ -30,13 +31,8 @@ class Visitor(threading.local):
 
 def begin() -> None:
     """The program ends."""
-    global _begun
-    _begun = True
-
-
-def begun() -> bool:
-    """Whether the program ends."""
-    return _begun
+    global begun
+    begun = True
 
 
 def stand_still() -> None:

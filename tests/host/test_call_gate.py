@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 
-from moeos import call_gate
+from moeos import call_gate, program_end
 from moeos.call_gate import CallGate
 
 FAR = 60.0  # seconds: longer than any of this takes
@@ -261,10 +261,13 @@ def test_the_end_of_the_interpreter_within_a_call_is_not_replaced() -> None:
         closed_inside(SystemExit(3))
 
 
-def test_at_the_end_of_the_program_threads_stand_still_and_the_gate_counts_as_left() -> None:
+def test_at_the_end_of_the_program_threads_stand_still_and_the_gate_counts_as_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate, notes = CallGate(0), list[str]()
     visitors = [queued(gate, notes, str(number)) for number in range(3)]
-    gate.close(parking=True)
+    monkeypatch.setattr(program_end, "begun", True)
+    gate.close()
     visitors[0].let_go.set()
     assert gate.wait_until_left(FAR)
     visitors.append(Visitor(gate, notes, "late"))

@@ -204,4 +204,4 @@ def test_programs_end_with_their_own_status_beside_threads_that_make(
 
 
 def test_the_end_does_not_begin_by_itself() -> None:
-    assert not program_end.begun()
+    assert not program_end.begun
