@@ -203,6 +203,7 @@ class KernelShape:
             "window_rows": _runtime.WINDOW_BYTES // sent,
             "alters_rows": 1,
             "between_rows": 0,  # what is kept between the products is read when the call is over
+            "ring_rows": 0,  # as the twin's
         }
         return layer_sizes(
             cfg,

@@ -51,7 +51,7 @@ class SharedHeap:
         shapes = (*self.shapes, sizes)
         words = _words_end(shapes)
         wide = max(shape.sent_bytes for shape in shapes)
-        stride = max(shape.cell_rows * shape.sent_bytes for shape in shapes)
+        stride = max(shape.cell_places * shape.sent_bytes for shape in shapes)
         if len({shape.sent_bytes for shape in shapes}) > 1:
             # A shape's cells are whole rows of its own, so they begin up to so much earlier than
             # another shape's.

@@ -155,7 +155,7 @@ void check_fits(const Geometry& geometry) {
   limit(u64{world} * geometry.cell_rows(), std::numeric_limits<u32>::max(),
         "the number of rows of all cells");
   limit(u64{geometry.result_rows()} + geometry.shared_results() +
-            (geometry.stages_apart() ? u64{world} * geometry.cell_rows() : 0),
+            (geometry.stages_apart() ? u64{world} * geometry.cell_places() : 0),
         std::numeric_limits<u32>::max(), "the number of results, with those for other nodes");
   limit(geometry.tiles_max() + geometry.shared_tiles(geometry.max_tokens), ReadyWord::kTasks,
         "the number of tiles");
@@ -365,6 +365,7 @@ NB_MODULE(_runtime, module) {
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })
       .def_prop_ro("cell_rows", [](const Sizes& s) { return s.geometry.cell_rows(); })
       .def_prop_ro("cell_rows_used", [](const Sizes& s) { return s.geometry.cell_rows_used(); })
+      .def_prop_ro("cell_places", [](const Sizes& s) { return s.geometry.cell_places(); })
       .def_prop_ro("chunks", [](const Sizes& s) { return s.geometry.chunks(); })
       .def_prop_ro("window", [](const Sizes& s) { return s.geometry.window(); })
       .def(

@@ -14,6 +14,8 @@
 
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
+#include "runtime/grace_time.hpp"
+#include "runtime/kept_parts.hpp"
 #include "runtime/known_parts.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/planted.hpp"
@@ -110,11 +112,14 @@ class ArrivalsSubscriber {
   }
 
   /// Missing is the first chunk that was announced and has not come. One that has come, and that
-  /// our couriers have not completed, is no peer's fault.
-  Answer answer(Failure& failure) const {
-    return flags_.answer(
+  /// our couriers have not completed, is no peer's fault. Nor may one be that a peer cannot send,
+  /// because a third rank is late: then that peer will say so, or our own couriers' wait does.
+  Answer answer(Failure& failure) {
+    const Answer rows = flags_.answer(
         [this](u32 source, u32 rows) { return !in_place_ && !rank_.deduplicates(source, rows); },
         failure);
+    const bool late = rows == Answer::missing && first_before_kept(rank_, call_).rows() == 0;
+    return grace_time_.answer(late, kept_links(rank_.geometry()), rank_.deadline_ns);
   }
 
  private:
@@ -140,7 +145,8 @@ class ArrivalsSubscriber {
       return reserve_slots();
     }
     const Shape shape = look_at_shape();
-    if (!shape.up_front || (posted_ > 0 && !geometry.plans_rest(shape.tiles)) || !plan_.fits()) {
+    if (!shape.up_front || (posted_ > 0 && !geometry.plans_rest(shape.tiles)) || !plan_.fits() ||
+        some_overflow()) {
       leave_to_rows();
       return false;
     }
@@ -241,6 +247,16 @@ class ArrivalsSubscriber {
     return !combines_unsent(call_) || rank_.geometry().may_await(call_.tokens) ||
            agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->published)) !=
                known_parts(rank_.geometry(), call_);
+  }
+
+  /// Whether a source has more rows for this rank than places: it waits for what is computed of the
+  /// first ones, so no processor may wait for the last ones.
+  bool some_overflow() const {
+    bool some = false;
+    for (u32 source = P::lane(); source < rank_.geometry().world; source += P::kLanes) {
+      some = some || rank_.geometry().overflows(rank_.os->rows_received(source));
+    }
+    return P::ballot(some) != 0;
   }
 
   bool no_rows() const {
@@ -437,9 +453,10 @@ class ArrivalsSubscriber {
   bool in_place_;                       // no rows come
   Planned planned_ = Planned::unknown;  // what others have been told
   Left left_ = Left::open;
-  u32 posted_ = 0;         // tiles
-  u32 in_mailbox_ = 0;     // of these; the others have been handed out
-  bool news_ = false;      // rows have come since tiles were made
+  u32 posted_ = 0;      // tiles
+  u32 in_mailbox_ = 0;  // of these; the others have been handed out
+  bool news_ = false;   // rows have come since tiles were made
+  GraceTime<P> grace_time_;
   u64 counted_since_ = 0;  // when this rank's own counts were seen here
   u64 starving_since_ = 0;
   u32 packed_at_once_ = 1;  // experts, the next time

@@ -8,7 +8,12 @@
 // processor block has a courier beside its products (Geometry::couriers): a processor that sent
 // would wait for the links. A machine with one warp a processor lets processors do it, before all
 // other parts. Chunks that have landed are listed as they come (landings_subscriber.hpp), and go
-// before: their tiles wait. May not know: how rows are copied.
+// before: their tiles wait.
+//
+// A source may send a rank more rows than its cell there has places (Geometry::rings_cells). Then a
+// chunk goes when the one that had its places is back. A courier whose part must wait for that
+// keeps it, and takes no other part of Dispatch meanwhile; but it does not wait itself, so chunks
+// are made whole, and a processor computes. May not know: how rows are copied.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -129,18 +134,40 @@ class Courier {
     if (all_sent_ || left_ || !knows_parts()) {
       return false;
     }
-    // Relaxed: a ticket publishes nothing, and who takes it has acquired the whole list.
-    const u32 taken = by_one_lane<P>([this] {
-      return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_taken.value, 1U);
-    });
+    const u32 taken = kept_ != kNone ? kept_ : next_ticket();
+    kept_ = kNone;
     all_sent_ = taken >= parts_;
-    if (all_sent_) {
+    if (all_sent_ || !find(rank_.memory.dispatch_list, taken, part)) {
       return false;
     }
-    if (!find(rank_.memory.dispatch_list, taken, part)) {
+    if (!has_places(part)) {
+      kept_ = MOEOS_PLANTED(kept_parts_are_lost) ? kNone : taken;
       return false;
     }
     part.end_with(rows_sent(part.peer));
+    return true;
+  }
+
+  u32 next_ticket() const {
+    // Relaxed: a ticket publishes nothing, and who takes it has acquired the whole list.
+    return by_one_lane<P>([this] {
+      return P::template add_relaxed<Scope::device>(&state_.dispatch_parts_taken.value, 1U);
+    });
+  }
+
+  /// Whether nothing else is in the places of a part's rows: the chunk that had them is back.
+  bool has_places(const CourierPart& part) const {
+    const Geometry& geometry = rank_.geometry();
+    const u32 chunk = part.chunk(geometry);
+    if (!geometry.replaces_rows(chunk) || MOEOS_PLANTED(places_of_cells_are_not_awaited)) {
+      return true;
+    }
+    const u32* const back = rank_.memory.chunk_back(part.peer, chunk - geometry.ring_chunks());
+    if (agreed<P>(P::template poll<Scope::device>(back)) != seal(call_.epoch)) {
+      return false;
+    }
+    // Pairs with ReturnsSubscriber::take_in: the peer has read those rows.
+    P::template acquire_fence<Scope::device>();
     return true;
   }
 
@@ -210,6 +237,7 @@ class Courier {
   Tally& tally_;
   u32 parts_ = kNone;     // not known yet
   u32 rows_of_lane_ = 0;  // for the peer whose number this lane has
+  u32 kept_ = kNone;      // the ticket of a part that waits for places
   bool all_sent_;  // every part of Dispatch has been taken, or all are tokens (token_dispatch.hpp)
   bool replicates_;    // there may be chunks to complete
   bool left_ = false;  // the call has failed

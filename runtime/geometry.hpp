@@ -40,8 +40,8 @@ struct Geometry {
   /// The rank of an expert, or of a place.
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
 
-  /// Rows of one cell. A token reaches an expert once, so a source sends a rank at most min(k, X)
-  /// rows a token.
+  /// Rows of one cell, as they are numbered. A token reaches an expert once, so a source sends a
+  /// rank at most min(k, X) rows a token.
   constexpr u32 cell_rows() const {
     const u32 all_experts_full = local_experts() * capacity;
     return row_map == RowMap::capacity
@@ -52,6 +52,39 @@ struct Geometry {
   constexpr u32 cell_rows_used() const {
     return minimum(max_tokens * minimum(top_k, local_experts()), local_experts() * capacity);
   }
+
+  // --- Cells as rings (docs/memory.md) ---
+
+  /// Whether a cell has places for fewer rows than a source may send. Not of a rank alone, nor of
+  /// the thesis' layout.
+  constexpr bool rings_cells() const {
+    return ring_rows != 0 && world > 1 && row_map == RowMap::ragged &&
+           ring_places() + ring_tail() < cell_rows();
+  }
+  /// Places that a cell's rows use in turn, whole chunks: row n has place n % ring_places(). More
+  /// than rows of a tile that is not full and of a chunk, so that these never fill the ring.
+  constexpr u32 ring_places() const {
+    return align_up(maximum(ring_rows, tile_rows + chunk_rows), chunk_rows);
+  }
+  /// Places behind them. A tile's rows lie side by side, so one that begins before the ring's end
+  /// goes on here: the first rows of each turn but the first one lie here, too.
+  constexpr u32 ring_tail() const { return align_up(tile_rows, chunk_rows); }
+  constexpr u32 ring_chunks() const { return ring_places() / chunk_rows; }
+  /// Rows of one cell, as they have places.
+  constexpr u32 cell_places() const {
+    return rings_cells() ? ring_places() + ring_tail() : cell_rows();
+  }
+  constexpr u32 place_of(u32 row) const { return rings_cells() ? row % ring_places() : row; }
+  /// Whether a source with so many rows for a rank uses places again.
+  constexpr bool overflows(u32 rows) const { return rings_cells() && rows > ring_places(); }
+  /// Whether a chunk's rows have places that those of a chunk before have had: the one by so many
+  /// before it, ring_chunks().
+  constexpr bool replaces_rows(u32 chunk) const { return rings_cells() && chunk >= ring_chunks(); }
+  /// Whether they lie behind the ring, too.
+  constexpr bool lies_twice(u32 chunk) const {
+    return replaces_rows(chunk) && place_of(chunk * chunk_rows) < ring_tail();
+  }
+
   /// Rows of results that come back to a rank in one call, at most: its pairs', side by side; in
   /// the thesis' layout a cell of each rank that computes them.
   constexpr u32 result_rows() const {
@@ -77,7 +110,10 @@ struct Geometry {
   /// reads and clears the lower half.
   constexpr u32 signal_bytes() const { return remote != 0 ? sizeof(u64) : sizeof(u32); }
   /// Rows under way to a remote peer, at most. What is sent at once always fits.
-  constexpr u32 window() const { return maximum(window_rows, maximum(chunk_rows, tile_rows)); }
+  constexpr u32 window() const {
+    const u32 chunk = rings_cells() ? 2 * chunk_rows : chunk_rows;  // which may be put twice
+    return maximum(window_rows, maximum(chunk, tile_rows));
+  }
   /// Requests to one remote peer in one call: its chunks, and the segments of tiles that it owns,
   /// of which each has a row and each tile at most kMaxSegments.
   constexpr u32 outbox_words() const {
@@ -88,13 +124,16 @@ struct Geometry {
   /// Whether a result for a remote peer is too long for the place of its row. It is staged in a
   /// place of its own then.
   constexpr bool stages_apart() const { return remote != 0 && sent_bytes < row_bytes; }
-  constexpr u32 staged_results() const { return stages_apart() ? world * cell_rows() : 0; }
+  constexpr u32 staged_results() const { return stages_apart() ? world * cell_places() : 0; }
 
   // --- Tokens that are sent once (landings_subscriber.hpp) ---
 
   constexpr bool deduplicates_any() const { return dedup_rows != 0; }
-  /// Whether so many rows for a direct peer are that many.
-  constexpr bool deduplicates(u32 rows) const { return deduplicates_any() && rows >= dedup_rows; }
+  /// Whether so many rows for a direct peer are that many; and have a place each, since the row
+  /// that a token came with must still be there.
+  constexpr bool deduplicates(u32 rows) const {
+    return deduplicates_any() && rows >= dedup_rows && !overflows(rows);
+  }
   /// Chunks of so many rows, of a source that sends its tokens once, that are completed here.
   constexpr u32 chunks_replicated(u32 rows) const {
     return ceil_div(rows, chunk_rows) - minimum(ceil_div(rows, chunk_rows), dedup_after);
@@ -109,16 +148,19 @@ struct Geometry {
     return 2.0 * world * (1.0 - elsewhere) <= top_k;
   }
   /// Rows of a source for which it can say where they come from, and chunks that can be made here.
-  constexpr u32 origins() const { return deduplicates_any() ? cell_rows_used() : 0; }
+  constexpr u32 origins() const {
+    return deduplicates_any() ? minimum(cell_rows_used(), cell_places()) : 0;
+  }
   constexpr u32 replications_max() const { return deduplicates_any() ? world * chunks() : 0; }
 
   // --- Dispatch by token (token_dispatch.hpp) ---
 
   /// Whether the parts of a call's Dispatch are tokens. Not of one that could take its tokens once
-  /// to a peer.
+  /// to a peer, or use places of a cell again: those parts wait for none.
   constexpr bool dispatches_tokens(u32 tokens) const {
     return dispatch_tokens != 0 && tokens <= u64{dispatch_tokens} * processors &&
-           !deduplicates(tokens * minimum(top_k, local_experts()));
+           !deduplicates(tokens * minimum(top_k, local_experts())) &&
+           !overflows(tokens * minimum(top_k, local_experts()));
   }
   /// Tokens of a part, then: each processor has one at most.
   constexpr u32 tokens_of_part(u32 tokens) const {

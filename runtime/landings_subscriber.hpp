@@ -17,6 +17,8 @@
 
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
+#include "runtime/grace_time.hpp"
+#include "runtime/kept_parts.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/task.hpp"
@@ -69,8 +71,13 @@ class LandingsSubscriber {
     return landed_ != landed_before || counted;
   }
 
-  /// Missing is the first chunk that was announced and has not come.
-  Answer answer(Failure& failure) const { return flags_.answer(deduplicating(), failure); }
+  /// Missing is the first chunk that was announced and has not come, unless a third rank may be the
+  /// reason, as in ArrivalsSubscriber.
+  Answer answer(Failure& failure) {
+    const bool late = flags_.answer(deduplicating(), failure) == Answer::missing &&
+                      first_before_kept(rank_, call_).rows() == 0;
+    return grace_time_.answer(late, kept_links(rank_.geometry()), rank_.deadline_ns);
+  }
 
  private:
   /// Of a source that sends us so many rows: whether each of its tokens comes once.
@@ -131,6 +138,7 @@ class LandingsSubscriber {
   CallState& state_;
   const Call& call_;
   ChunkFlags<P> flags_;
+  GraceTime<P> grace_time_;
   u32 landed_ = 0;   // chunks
   u32 all_ = kNone;  // that there will be, once all counts are here
   u32 listed_ = 0;   // of those that have landed

@@ -34,7 +34,7 @@ struct HeapPlace {
   u64 words_at;
   u64 rows_at;  // of the first cell
   u64 results_at;
-  u32 stride_rows;  // from one cell to the next, at least Geometry::cell_rows()
+  u32 stride_rows;  // from one cell to the next, at least Geometry::cell_places()
 };
 
 class Layout {
@@ -65,7 +65,7 @@ class Layout {
 
   /// Where a shape lies in a heap that it has for itself.
   static constexpr HeapPlace alone(const Geometry& geometry) {
-    HeapPlace place{0, 0, 0, geometry.cell_rows()};
+    HeapPlace place{0, 0, 0, geometry.cell_places()};
     const Layout nowhere(geometry, place);
     place.words_at = nowhere.header_;
     place.rows_at = nowhere.header_ + nowhere.words_;
@@ -147,11 +147,14 @@ class Layout {
     return number;
   }
 
-  /// A row of those that rank p sends, by its place among rows(), those of all cells.
+  /// A row of those that rank p sends, by its place among rows(), those of all cells. Behind it,
+  /// and so not by their own places, lie the tile's next rows that p sends.
   constexpr u32 row_index(u32 p, u32 row_number) const {
     MOEOS_CHECK(p < geometry().world && row_number < geometry().cell_rows());
-    return p * place_.stride_rows + row_number;
+    return p * place_.stride_rows + geometry().place_of(row_number);
   }
+  /// From a row of a cell to where it lies behind the ring, if it does (Geometry::lies_twice).
+  constexpr u64 ring_bytes() const { return u64{geometry().ring_places()} * geometry().sent_bytes; }
   constexpr u64 row_at(u32 index) const {
     return place_.rows_at + u64{index} * geometry().sent_bytes;
   }
@@ -182,11 +185,12 @@ class Layout {
     const u32 behind = close ? row_number % geometry().chunk_rows : 0;
     return result(first + row_number - behind) + u64{behind} * geometry().sent_bytes;
   }
-  /// The same of the result of a row that p has sent.
+  /// The same of the result of a row that p has sent, behind which those of the tile's next rows
+  /// lie.
   constexpr u64 staged_result(u32 p, u32 row_number) const {
-    return geometry().stages_apart()
-               ? result(results() - (cells() - p) * geometry().cell_rows() + row_number)
-               : cell_row(p, row_number);
+    return geometry().stages_apart() ? result(results() - (cells() - p) * geometry().cell_places() +
+                                              geometry().place_of(row_number))
+                                     : cell_row(p, row_number);
   }
   /// `packed`: where they begin if results are packed; the owner knows, and tells p (base()).
   constexpr u32 first_result(u32 p, u32 packed) const {

@@ -127,6 +127,10 @@ class RankMemory {
   u32* replicated_flag(u32 source, u32 chunk) const {
     return replicated + u64{source} * geometry_.get().chunks() + chunk;
   }
+  /// Where it says that a chunk for a peer is back, of calls that use places of a cell again.
+  u32* chunk_back(u32 peer, u32 chunk) const {
+    return chunks_back + u64{peer} * geometry_.get().chunks() + chunk;
+  }
   /// Rows that `source` sends us in this call; valid once its counts are known.
   u32 rows_received(u32 source) const {
     return receive_starts(source)[geometry_.get().local_experts()];
@@ -170,6 +174,8 @@ class RankMemory {
   u64* replication_list = nullptr;  // ReadyWords: what they take besides
   u32* replicated = nullptr;        // [source][chunk]: the epoch, sealed, in which a chunk of a
                                     // source that sends its tokens once was last complete
+  u32* chunks_back = nullptr;       // [peer][chunk]: the epoch, sealed, in which its results were
+                                    // last here; where cells are rings
 
   // Completion counters; who completes a chunk, a block or a tile sets its counter back to zero. Of
   // a first GEMM that processors wait for, who completes the second one does.
@@ -264,6 +270,7 @@ class RankMemory {
     take(dispatch_list, geometry.dispatch_parts_max());
     take(replication_list, geometry.replications_max());
     take(replicated, geometry.replications_max());
+    take(chunks_back, geometry.rings_cells() ? world * geometry.chunks() : 0);
     take(chunk_rows_done, world * geometry.chunks());
     take(route_parts_done, blocks);
     const u64 tiles = geometry.tiles_max() + geometry.shared_tiles(geometry.max_tokens);

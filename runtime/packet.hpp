@@ -37,6 +37,14 @@ u8* outgoing_row(const Rank<P>& rank, u32 peer, u32 row) {
   return staged_row(rank, peer, row);
 }
 
+/// Whether this rank writes a chunk's rows twice, the second time by Layout::ring_bytes() further
+/// on. Of a remote peer's, the second time is a put (put_chunk).
+template <Platform P>
+bool writes_twice(const Rank<P>& rank, u32 peer, u32 chunk) {
+  return rank.geometry().lies_twice(chunk) && !MOEOS_PLANTED(tails_stay_old) &&
+         (!P::kRemotePeers || rank.platform.peer(peer) != nullptr);
+}
+
 /// Where the results that this rank computes for `owner` begin there, as Layout::result counts
 /// them. Waits for the owner's word, which it sends behind its counts: so not for long, and no
 /// longer than the call lasts; then the answer is any. One lane; others may ask of other owners.
@@ -216,7 +224,8 @@ void count_dispatch(const Rank<P>& rank, const Call& call) {
                                            1U);
 }
 
-/// Puts a chunk's staged rows, then its flag, to a remote peer. One warp.
+/// Puts a chunk's staged rows, twice if they lie behind the ring, too, then its flag, to a remote
+/// peer. One warp.
 template <Platform P>
 void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32 peer, u32 chunk) {
   const Geometry& geometry = rank.geometry();
@@ -236,8 +245,12 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
     if (sent + run < rows) {
       rank.platform.put(peer, to, from, bytes);
     } else {
-      if (sent > 0 && !MOEOS_PLANTED(flag_overtakes_earlier_runs)) {
-        rank.platform.order_puts();  // the flag speaks for the runs before, too
+      const bool twice = geometry.lies_twice(chunk);
+      if (twice && !MOEOS_PLANTED(tails_stay_old)) {
+        rank.platform.put(peer, to + rank.layout.ring_bytes(), from, bytes);
+      }
+      if ((sent > 0 || twice) && !MOEOS_PLANTED(flag_overtakes_earlier_runs)) {
+        rank.platform.order_puts();  // the flag speaks for what was put before, too
       }
       rank.platform.put_signal(peer, to, from, bytes, rank.layout.arrived(rank.rank, chunk),
                                SignalOp::set, seal(call.epoch));
@@ -318,10 +331,10 @@ void put_results(const Rank<P>& rank, u32 epoch, u32 local_expert, const Segment
   if (agreed<P>(rank.leaving(epoch))) {
     return;  // it may be any, and the owner's call would end well with results in wrong places
   }
+  const u8* staged = rank.heap + rank.layout.staged_result(owner, segment.first_row);
   for_each_run(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
-    const u32 row = segment.first_row + offset;
-    rank.platform.put_signal(owner, rank.layout.result(first + row),
-                             rank.heap + rank.layout.staged_result(owner, row),
+    rank.platform.put_signal(owner, rank.layout.result(first + segment.first_row + offset),
+                             staged + u64{offset} * rank.geometry().row_bytes,
                              u64{rows} * rank.geometry().row_bytes,
                              rank.layout.returned(rank.rank, chunk), SignalOp::add, seal(rows));
   });

@@ -12,6 +12,7 @@
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
 #include "runtime/grace_time.hpp"
+#include "runtime/kept_parts.hpp"
 #include "runtime/os_memory.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
@@ -99,23 +100,27 @@ class ReturnsSubscriber {
   }
 
   /// Missing is the first of this warp's chunks that is not back. Nothing is as long as our own
-  /// processors have not sent all of them: then it is not the peers who are late. A peer whose call
+  /// processors have not sent all of them: then it is not the peers who are late; unless all that
+  /// they can send has been, and what is left waits for places of a cell. A peer whose call
   /// is planned up front may wait for rows of another, which is late then.
   Answer answer(Failure& failure) {
     u32 first = 0;
     while (first < awaited_ && chunks_awaited_[first].rows() == 0) {  // back (watch)
       ++first;
     }
-    const bool late = routed_ && all_sent() && first < awaited_;
+    const SentChunk before = first_before_kept(rank_, call_);
+    const bool keeps = before.rows() != 0;
+    const bool late = keeps || (routed_ && all_sent() && first < awaited_);
     if (late) {
-      const SentChunk chunk = chunks_awaited_[first];
+      const SentChunk chunk = keeps ? before : chunks_awaited_[first];
       failure.kind = FailureKind::returns_late;
       failure.peer = peer_of(chunk);
       failure.chunk = chunk_of(chunk);
       failure.expected = chunk.rows();
       failure.seen = open(P::template load_relaxed<Scope::system>(credit(chunk)));
     }
-    return grace_time_.answer(late, rank_.geometry().world <= 2 ? 0 : 1, rank_.deadline_ns);
+    const u32 links = keeps || rank_.geometry().world <= 2 ? 0 : 1 + kept_links(rank_.geometry());
+    return grace_time_.answer(late, links, rank_.deadline_ns);
   }
 
  private:
@@ -261,6 +266,7 @@ class ReturnsSubscriber {
 #pragma unroll 1
       for (u32 i = 0; i < end; ++i) {
         const u32 rows = P::broadcast(rows_of_lane, i);
+        overflows_ = overflows_ || geometry.overflows(rows);
         const u32 chunks = ceil_div(rows, geometry.chunk_rows);
         const u32 first = (index_ + kWarps - before % kWarps) % kWarps;
         const u32 mine = first < chunks ? ceil_div(chunks - first, kWarps) : 0;
@@ -338,9 +344,19 @@ class ReturnsSubscriber {
       P::template publish_fence<Scope::block>();
     }
     P::sync_lanes();
+    if (overflows_) {
+      // ... which says that the peer has read their rows, and, by way of chunks_back, to the
+      // couriers that wait for their places.
+      P::template publish_fence<Scope::device>();
+    }
     const u64 now = P::now_ns();
     for (u32 i = P::lane(); i < found_; i += P::kLanes) {
       const SentChunk chunk = chunks_found_[i];
+      if (overflows_) {
+        // Publishes, behind the fence, to couriers, which poll this word and fence (has_places).
+        P::template publish<Scope::device>(rank_.memory.chunk_back(peer_of(chunk), chunk_of(chunk)),
+                                           seal(call_.epoch));
+      }
       // Ready for the next call. The peer adds to it again only after rows of our next call have
       // reached it, and those are published by releases that follow this call's end.
       P::template store_relaxed<Scope::system>(credit(chunk), 0U);
@@ -460,6 +476,7 @@ class ReturnsSubscriber {
   u32 first_ready_;            // this warp's first place in ready_tokens
   bool routed_ = false;
   bool unsent_handed_out_ = false;
+  bool overflows_ = false;  // some peer gets more rows than its cell has places
   GraceTime<P> grace_time_;
   bool handed_out_up_front_ = false;  // all tokens: processors wait for their rows
   u32 awaited_ = 0;                   // chunks that were not back at the last look

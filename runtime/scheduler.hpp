@@ -314,11 +314,27 @@ class Scheduler {
     return P::ballot(many) == 0;
   }
 
-  /// Whether links have room for what second GEMMs return: all rows have left, or they are few.
+  /// Whether this rank sends some peer more rows than its cell there has places, which it knows as
+  /// the last. Then so do others, perhaps to this one, and wait for what second GEMMs return.
+  bool returns_are_awaited() const {
+    const Geometry& geometry = rank_.geometry();
+    if (!geometry.rings_cells()) {
+      return false;
+    }
+    P::template acquire_fence<Scope::device>();  // as there
+    bool overflows = false;
+    for (u32 peer = P::lane(); peer < geometry.world; peer += P::kLanes) {
+      overflows = overflows || geometry.overflows(rank_.memory.rows_sent(peer));
+    }
+    return P::ballot(overflows) != 0;
+  }
+
+  /// Whether links have room for what second GEMMs return: all rows have left, or they are few; or
+  /// whether that goes before.
   bool may_return() {
     if (sending_ && routed_ && !links_looked_at_) {
       links_looked_at_ = true;
-      links_have_room_ = rows_are_few();
+      links_have_room_ = returns_are_awaited() || rows_are_few();
     }
     return !sending_ || links_have_room_;
   }

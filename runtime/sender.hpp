@@ -9,7 +9,7 @@
 // runs on several nodes died of incast).
 //
 // A window always opens again: rows are echoed as soon as they have landed, by an actor that waits
-// for nothing, into buffers that hold all rows of a call, so it does not matter what the peer's
+// for nothing, into places that are free when a row is sent, so it does not matter what the peer's
 // processors do. And nobody needs the echo of a peer whose call is over: it ends with all that was
 // put to it. May not know: how rows are computed, what becomes of them at the peer.
 #pragma once
@@ -145,7 +145,8 @@ class Sender {
     Segment segment{};
     u32 rows = 0;
     if (dispatch) {
-      rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), word.task());
+      const u32 times = rank_.geometry().lies_twice(word.task()) ? 2 : 1;
+      rows = rows_in_chunk(rank_.geometry(), rank_.memory.rows_sent(peer), word.task()) * times;
     } else {
       const Task& task = rank_.memory.tasks[word.task()];
       if (!is_intact(task)) {

@@ -12,8 +12,11 @@
 // A tile is made when there are places for its rows between the two GEMMs. Where these are fewer
 // than a call may have rows (Geometry::reuses_places), they are used in turn, as those of a ring:
 // the next tile takes those behind the last one's, once the tiles that had them have been
-// multiplied. No tile that is made waits for one that is not, so there is no circle of waits. May
-// not know: flags, queues, how a tile is computed.
+// multiplied. No tile that is made waits for one that is not, so there is no circle of waits.
+//
+// A source that has more rows for this rank than places in its cell waits for its own rows to be
+// computed (courier.hpp). So none of them waits for another source: what is left of it is a tile of
+// its own. May not know: flags, queues, how a tile is computed.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -140,6 +143,7 @@ class TilePlan {
     u32 full = 0;          // full tiles of one source each, of rows that are here and in no tile
     u32 more = 0;          // such rows beyond these tiles
     u32 padded = 0;        // all rows that are announced, each source's padded
+    bool apart = false;    // some source's remainder waits for no other (is_apart)
     bool complete = true;  // all are announced, and here
   };
   /// What tiles of one expert add up to.
@@ -233,6 +237,7 @@ class TilePlan {
           waiting == fullest.more_than && as_many + P::lanes_before(ties) < fullest.of_as_many;
       as_many += P::count(ties);
       bool merge = complete || (open && (waiting > fullest.more_than || tie));
+      bool apart = open && !merge && rows.apart;
       const bool narrow = rows.padded <= geometry.narrow_rows;
       MOEOS_CHECK(rows.full == 0 || !narrow);
       u32 full = open ? rows.full : 0;
@@ -242,12 +247,12 @@ class TilePlan {
         fed = P::broadcast(before + mine, P::kLanes - 1);
         const bool feeds = before * geometry.gemm0_parts < parts;
         all_fed = all_fed && P::ballot(mine > 0 && !complete && !feeds) == 0;
-        full = merge ? full : feeds ? mine : 0;
+        full = merge || apart ? full : feeds ? mine : 0;
       }
-      bool merges = merge && rows.more > 0;
+      bool merges = (merge && rows.more > 0) || apart;
       Extent extent{full, full * geometry.tile_rows};
       if (merges) {
-        const Extent merged = merge_sources<false>(expert, narrow, 0, 0);
+        const Extent merged = merge_sources<false>(expert, apart, narrow, 0, 0);
         extent = {full + merged.tiles, extent.rows + merged.rows};
       }
       if (geometry.reuses_places() && !up_front_) {
@@ -257,6 +262,7 @@ class TilePlan {
         held_back_ = P::ballot(!all) != 0 || held_back_;
         complete = all && complete;
         merge = all && merge;
+        apart = all && apart;
         merges = all && merges;
         full = all ? full : minimum(full, room / geometry.tile_rows);
         extent = all ? extent : Extent{full, full * geometry.tile_rows};
@@ -266,12 +272,12 @@ class TilePlan {
       const Extent begin{tiles_ + tiles - extent.tiles, results_ + results - extent.rows};
       write_full_tiles(first, full, begin);
       if (merges) {
-        merge_sources<true>(expert, narrow, begin.tiles + full,
+        merge_sources<true>(expert, apart, narrow, begin.tiles + full,
                             begin.rows + full * geometry.tile_rows);
       }
       P::sync_lanes();  // all lanes have read what is in tiles already
-      if (merge || full > 0) {
-        take(expert, full, merge);
+      if (merge || apart || full > 0) {
+        take(expert, full, merge, apart);
       }
       if (complete) {
         os_.packed[expert] = 1;
@@ -300,6 +306,7 @@ class TilePlan {
       rows.full += here / geometry.tile_rows;
       rows.more += here % geometry.tile_rows;
       rows.padded += align_up(announced, Geometry::kSegmentAlign);
+      rows.apart = rows.apart || is_apart(source, expert);
       rows.complete = rows.complete && here + taken(source, expert) == announced;
     }
     return rows;
@@ -316,18 +323,33 @@ class TilePlan {
     return minimum(maximum(arrived, start), starts[expert + 1]) - start - taken(source, expert);
   }
 
+  /// Whether what is left of a source's rows of an expert, less than a tile, waits for no other
+  /// source's: all of these rows are here, and there are more rows for this rank than places.
+  bool is_apart(u32 source, u32 expert) const {
+    const Geometry& geometry = layout_.geometry();
+    if (!geometry.rings_cells() || os_.rows_arrived[source] == kNone) {
+      return false;
+    }
+    const u32* starts = os_.receive_starts(source);
+    return geometry.overflows(os_.rows_received(source)) &&
+           os_.rows_arrived[source] >= starts[expert + 1] &&
+           ready(source, expert) % geometry.tile_rows != 0;
+  }
+
   u32& taken(u32 source, u32 expert) const {
     return os_.taken[source * layout_.geometry().local_experts() + expert];
   }
 
   /// Notes that the rows of an expert that are here are in tiles, or of these those of so many full
-  /// tiles, the first sources' first.
-  void take(u32 expert, u32 full, bool all) const {
+  /// tiles, the first sources' first; `apart`: then these are all, and also what merge_sources
+  /// made.
+  void take(u32 expert, u32 full, bool all, bool apart) const {
     const u32 tile_rows = layout_.geometry().tile_rows;
     for (u32 source = 0; source < layout_.geometry().world; ++source) {
       const u32 here = ready(source, expert);
       const u32 tiles = minimum(here / tile_rows, full);
-      taken(source, expert) += all ? here : tiles * tile_rows;
+      const bool whole = all || (apart && is_apart(source, expert));
+      taken(source, expert) += whole ? here : tiles * tile_rows;
       full -= tiles;
     }
   }
@@ -363,8 +385,9 @@ class TilePlan {
 
   /// One lane: goes through the tiles that the remainders of an expert's sources make, and writes
   /// their descriptors from tile number `tile` and result row `result` on, or only adds up.
+  /// `apart`: only of those that wait for no other source, each in a tile of its own.
   template <bool kWrite>
-  Extent merge_sources(u32 expert, bool narrow, u32 tile, u32 result) const {
+  Extent merge_sources(u32 expert, bool apart, bool narrow, u32 tile, u32 result) const {
     const Geometry& geometry = layout_.geometry();
     const u32 align = geometry.segment_align_of(narrow);
     Extent extent;
@@ -383,6 +406,9 @@ class TilePlan {
       segments = rows = padded = words = 0;
     };
     for (u32 source = 0; source < geometry.world; ++source) {
+      if (apart && !is_apart(source, expert)) {
+        continue;
+      }
       const u32 here = ready(source, expert);
       u32 slot = taken(source, expert) + here - here % geometry.tile_rows;
       for (u32 left = here % geometry.tile_rows; left > 0;) {
@@ -400,6 +426,9 @@ class TilePlan {
         padded += align_up(fitting, align);
         slot += fitting;
         left -= fitting;
+      }
+      if (apart) {
+        finish();
       }
     }
     if (segments > 0) {

@@ -50,9 +50,14 @@ u32 copy_rows(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& k
   begun += wait_for_links(rank, call, [&](u32 peer) {
     return peer == part.peer ? u64{count} * rank.geometry().sent_bytes : 0;
   });
+  const bool twice = writes_twice(rank, part.peer, part.chunk(rank.geometry()));
   for (u32 i = 0; i < count; ++i) {
-    kernels.copy_row(going[i].pair / rank.geometry().top_k,
-                     outgoing_row(rank, part.peer, going[i].number));
+    const u32 token = going[i].pair / rank.geometry().top_k;
+    u8* const place = outgoing_row(rank, part.peer, going[i].number);
+    kernels.copy_row(token, place);
+    if (twice) {
+      kernels.copy_row(token, place + rank.layout.ring_bytes());
+    }
   }
   return count;
 }

@@ -74,7 +74,7 @@ def rank_memory(
     node = ranks if ranks_per_node is None else ranks_per_node
     sizes = _sizes_of(cfg, ranks, backend, processors, virtual, remote=node < ranks)
     heap = SharedHeap().with_shape(sizes).size
-    cells = sizes.cells * sizes.cell_rows * sizes.sent_bytes
+    cells = sizes.cells * sizes.cell_places * sizes.sent_bytes
     return RankMemory(
         layers=layers,
         workspace={

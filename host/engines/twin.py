@@ -103,7 +103,8 @@ def gradient_sizes_of(
         "hidden_bytes": kept,
         "window_rows": _runtime.WINDOW_BYTES // sent,
         "alters_rows": 1,
-        "between_rows": 0,  # what is kept between the products is read when the call is over
+        "between_rows": 0,  # what is kept between the products is read when the call is over,
+        "ring_rows": 0,  # and so are the rows
     }
     return sizes_of(routed, *place, rows=rows)
 

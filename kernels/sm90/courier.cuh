@@ -297,12 +297,16 @@ inline void run_courier(const RankArguments& arguments, u32 index, Shared& share
     begun_ns += wait_for_links(rank, call, [&](u32 peer) {
       return part.sends() && peer == part.peer ? u64{rows} * kGeometry.sent_bytes : 0;
     });
-    if (!part.sends() || kAltersRows) {
+    const u32 chunk = part.chunk(kGeometry);
+    if (!part.sends() || kAltersRows || kGeometry.replaces_rows(chunk)) {
       // Rows that peers, or Route, have written, acquired with the part; they are read by the async
-      // proxy.
+      // proxy. Or rows that a peer has read, in whose places it writes.
       fence_proxy_async();
     }
     line.copy(copy.source, copy.destination, rows);
+    if (part.sends() && writes_twice(rank, part.peer, chunk)) {
+      line.copy(copy.source, copy.destination + rank.layout.ring_bytes(), rows);
+    }
     const u64 stored_ns = Machine::now_ns();
     const bool announced = courier.complete(part, rows, stored_ns - begun_ns);
     if (kTraced && Machine::lane() == 0) {

@@ -188,7 +188,7 @@ NB_MODULE(_twin, module) {
           [](TwinRank* self, const Sizes& sizes, u32 rank, std::shared_ptr<TwinShared> shared,
              u64 words_at, u64 rows_at, u64 results_at, u32 stride_rows, double deadline,
              bool split_os, double jitter_us, u64 jitter_seed, u32 ranks_per_node, bool gradients) {
-            require(rank < sizes.geometry.world && stride_rows >= sizes.geometry.cell_rows(),
+            require(rank < sizes.geometry.world && stride_rows >= sizes.geometry.cell_places(),
                     "the cells of a heap are too small");
             new (self) TwinRank(
                 sizes.geometry, sizes.shape, rank,

@@ -181,7 +181,7 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
             settings.deadline_ns},
       places_(map_zeroed(settings.gradients ? u64{rank_.layout.rows()} * sizeof(u32) : u64{0})) {
   // What is kept of rows is read when the call is over.
-  MOEOS_CHECK(!settings.gradients || !geometry.reuses_places());
+  MOEOS_CHECK(!settings.gradients || (!geometry.reuses_places() && !geometry.rings_cells()));
   if (*rank_.memory.epoch == 0) {
     *rank_.memory.epoch = 1;
   }

@@ -322,11 +322,11 @@ class TwinKernels {
     float* panel = scratch_.panels.get();
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];
+      const u8* const first = arrived_row(rank_, segment.source, segment.first_row);
       for (u32 row = 0; row < segment.rows; row += kPanelRows) {
-        const u8* from =
-            rank_.heap + rank_.layout.cell_row(segment.source, segment.first_row + row);
-        const u32 rows = minimum(kPanelRows, segment.rows - row);
         const u32 stride = rank_.geometry().sent_bytes;
+        const u8* from = first + u64{row} * stride;
+        const u32 rows = minimum(kPanelRows, segment.rows - row);
         if (shape_.codes_rows()) {
           pack_codes(from, stride, rows, shape_.hidden, kTokenGroup, panel);
         } else {

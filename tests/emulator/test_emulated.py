@@ -53,6 +53,7 @@ class Emulated:
     large_experts: bool = False
     plans_up_front: bool = True
     between_rows: int | None = None
+    ring_rows: int | None = None
 
 
 def _layer(
@@ -63,11 +64,14 @@ def _layer(
     large_experts: bool = False,
     plans_up_front: bool = True,
     between_rows: int | None = None,
+    ring_rows: int | None = None,
     **changes: object,
 ) -> Emulated:
     sizes = {"hidden": 256, "intermediate": 256, "experts": 8, "top_k": 2, "max_tokens": 100}
     cfg = config(**{"dtype": torch.bfloat16, **sizes, **changes})
-    return Emulated(cfg, ranks, processors, calls, large_experts, plans_up_front, between_rows)
+    return Emulated(
+        cfg, ranks, processors, calls, large_experts, plans_up_front, between_rows, ring_rows
+    )
 
 
 LAYERS = {
@@ -138,6 +142,16 @@ LAYERS = {
         shared_experts=1,
         shared_intermediate=64,
         between_rows=1,  # so as few as may be, two tiles
+    ),
+    "cells as rings": _layer(
+        2,
+        3,
+        6,
+        experts=4,
+        top_k=3,
+        max_tokens=260,
+        intermediate=64,
+        ring_rows=1,  # so as few places as may be: those of 160 rows, and a tail
     ),
     "an fp32 router": _layer(1, 2, 2, top_k=3, router_dtype=torch.float32),
     "an fp32 router of many experts, in slices": _layer(
@@ -239,6 +253,7 @@ IN_EVERY_RUN = (
     "long rows, a router in slices",
     "eight ranks, capacity",
     "places between the products used in turn",
+    "cells as rings",
     "an fp32 router of float16 tokens, in slices",
     "groups",
 )
@@ -263,6 +278,7 @@ class Libraries:
                 large_experts=layer.large_experts,
                 plans_up_front=layer.plans_up_front,
                 between_rows=layer.between_rows,
+                ring_rows=layer.ring_rows,
             )
         return self._made[name]
 

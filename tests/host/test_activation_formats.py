@@ -264,7 +264,7 @@ def test_codes_take_less_of_the_heap_and_of_what_lies_between() -> None:
     assert ours.intermediate_bytes < 0.6 * theirs.intermediate_bytes
     # Behind a network results are staged in a place of their own.
     far = twin.sizes_of(coded, 4, 1, remote=True)
-    assert far.result_bytes == ours.result_bytes + 4 * ours.cell_rows * ours.row_bytes
+    assert far.result_bytes == ours.result_bytes + 4 * ours.cell_places * ours.row_bytes
 
 
 @pytest.mark.parametrize("name", FP8)

@@ -139,7 +139,7 @@ def test_a_larger_layer_moves_all_others_to_larger_buffers_and_frees_the_old_one
             rows = sizes.cells * place.stride_rows + sizes.tile_rows
             assert place.rows_at + rows * sizes.sent_bytes <= place.results_at
             assert place.results_at + sizes.result_bytes <= len(heap)
-            assert place.stride_rows >= sizes.cell_rows
+            assert place.stride_rows >= sizes.cell_places
             ends.append((place.words_at, place.words_at + sizes.words_bytes))
             assert ends[-1][1] <= place.rows_at
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))

@@ -111,6 +111,8 @@ READS_NO_ROW = "assertion violated (row[...]==call)"
 READS_NO_PRODUCT = "assertion violated (inner[...]==call)"
 READS_NO_RESULT = "assertion violated (result[...]==call)"
 OVERWRITES_PLACE = "assertion violated ((reader[...]==255)||(reader[...]==tile))"  # NONE
+REPLACES_ROW = "assertion violated  !(needed[...])"
+READS_OLD_ROW = "assertion violated (at[...]==(1+row))"
 BEYOND_WINDOW = "assertion violated (...bytes_under_way[...<=1)"
 
 THREE_CALLS = ("RANKS=2", "EPOCHS=3")
@@ -192,6 +194,8 @@ WORLDS = [
     world("a pool of two rows, a processor, parts", "pool", 300_000, "PROCESSORS=1"),
     world("a pool of two rows, four tiles", "pool", 200_000, "TILES=4", "PARTS=1"),
     world("a pool of two rows, three tiles", "pool", 50_000, "PARTS=1"),
+    world("2 ranks, rings of two rows", "rings", 100_000),
+    world("2 ranks, rings of two rows, two couriers", "rings", 1_000_000, "COURIERS=2", "COARSE"),
     world("3 ranks, two failures", "abort", 400_000, "FAILURES=2"),
     world("3 ranks, one dies", "abort", 500_000, "FAILURES=2", "DEATHS=1"),
     world(
@@ -321,6 +325,10 @@ MUTATIONS = [
         *("PROCESSORS_AWAIT_PLACES", "PROCESSORS=1", "PARTS=1"),
     ),
     mutation("places that stay taken", "pool", DEADLOCK, "PLACES_STAY_TAKEN"),
+    mutation("rows that do not wait for their places", "rings", REPLACES_ROW, "PLACES_NOT_AWAITED"),
+    mutation("rows behind a ring that stay old", "rings", READS_OLD_ROW, "TAILS_STAY_OLD"),
+    mutation("remainders that wait for all sources", "rings", DEADLOCK, "REMAINDERS_WAIT"),
+    mutation("a ring planned up front", "rings", DEADLOCK, "PLANNED_UP_FRONT"),
     mutation(
         "a flag without its release", "exchange", READS_WRONG_ROW, "FLAG_RELAXED", *THREE_CALLS
     ),

@@ -138,6 +138,40 @@ bool whole_plans_fit() {
   return fit && geometry.tiles_in_halves(3) == 0;
 }
 
+/// Whether rows of a tile, wherever it begins, lie side by side in a cell that is a ring, and those
+/// of chunks that are not `ring_chunks()` apart share no place.
+bool rings_hold_tiles(u32 ring_rows, u32 tile_rows) {
+  Geometry geometry{};
+  geometry.world = 3;
+  geometry.experts = 6;
+  geometry.top_k = 2;
+  geometry.max_tokens = geometry.capacity = 1000;
+  geometry.chunk_rows = 32;
+  geometry.tile_rows = tile_rows;
+  geometry.ring_rows = ring_rows;
+  const u32 rows = geometry.cell_rows();
+  const u32 places = geometry.ring_places();
+  bool right = geometry.rings_cells() && places >= ring_rows && places % 32 == 0 &&
+               geometry.cell_places() < rows && geometry.overflows(places + 1) &&
+               !geometry.overflows(places) && !geometry.replaces_rows(geometry.ring_chunks() - 1) &&
+               geometry.replaces_rows(geometry.ring_chunks());
+  std::vector<u32> at(geometry.cell_places(), 0);
+  for (u32 row = 0; row < rows; ++row) {
+    at[geometry.place_of(row)] = row;
+    if (geometry.lies_twice(row / geometry.chunk_rows)) {
+      at[places + geometry.place_of(row)] = row;
+    }
+    for (u32 first = row - std::min(row, tile_rows - 1); right && first <= row; ++first) {
+      right = at[geometry.place_of(first) + row - first] == row;
+    }
+  }
+  geometry.world = 1;
+  right = right && !geometry.rings_cells();
+  geometry.world = 3;
+  geometry.row_map = moeos::RowMap::capacity;
+  return right && !geometry.rings_cells() && geometry.cell_places() == geometry.cell_rows();
+}
+
 /// Whether the words of all parts of a cell of `rows` rows, in chunks or in pieces, say which rows
 /// of which peer's they are, in a world that has as many chunks as there may be.
 bool words_say_their_rows(u32 rows) {
@@ -180,6 +214,14 @@ int main() {
     if (!words_say_their_rows(rows)) {
       std::printf("a word of a cell of %u rows stands for other rows than it says\n", rows);
       return 1;
+    }
+  }
+  for (const u32 ring_rows : {1U, 200U, 512U}) {
+    for (const u32 tile_rows : {16U, 128U}) {
+      if (!rings_hold_tiles(ring_rows, tile_rows)) {
+        std::printf("a ring of %u rows does not hold tiles of %u\n", ring_rows, tile_rows);
+        return 1;
+      }
     }
   }
   if (!whole_plans_fit()) {

@@ -27,11 +27,12 @@ constexpr u32 kSources = 3;
 constexpr u32 kExperts = 2;  // of this rank
 constexpr u32 kEpoch = 3;
 
-/// `between_rows`: as Geometry's.
-Geometry geometry_of(u32 large_experts, u32 between_rows) {
+/// `between_rows`, `ring_rows`: as Geometry's.
+Geometry geometry_of(u32 large_experts, u32 between_rows, u32 ring_rows) {
   Geometry g = small_geometry(kSources, kSources * kExperts, 600);
   g.large_experts = large_experts;
   g.between_rows = between_rows;
+  g.ring_rows = ring_rows;
   return g;
 }
 
@@ -41,8 +42,9 @@ using Sent = std::array<u32, kExperts>;
 /// A rank's arrivals, of which nobody computes anything. All counts have come, and no row.
 class Arrivals {
  public:
-  Arrivals(u32 large_experts, const std::array<Sent, kSources>& sent, u32 between_rows = 0)
-      : geometry_(geometry_of(large_experts, between_rows)),
+  Arrivals(u32 large_experts, const std::array<Sent, kSources>& sent, u32 between_rows = 0,
+           u32 ring_rows = 0)
+      : geometry_(geometry_of(large_experts, between_rows, ring_rows)),
         layout_(geometry_),
         tasks_(geometry_, memory_.take(RankMemory::bytes(geometry_))),
         os_(geometry_, memory_.take(OsMemory::bytes(geometry_))),
@@ -293,6 +295,40 @@ void a_call_fits_whose_tiles_have_places_of_their_own() {
   expect(Arrivals(kSmall, kTwoTilesEach).fits(), "any fits where places are not used again");
 }
 
+/// Of a source that uses places of its cell again, less than a tile is left that is in none,
+/// whatever other sources do.
+void what_is_left_of_a_ring_waits_for_no_other_source() {
+  for (const u32 large_experts : {kSmall, kLarge}) {
+    for (const u32 between_rows : {0U, 3 * kTileRows}) {
+      Arrivals arrivals(large_experts, {Sent{300, 200}, {10, 10}, {20, 20}}, between_rows, 320);
+      expect(arrivals.geometry().overflows(500) && !arrivals.geometry().overflows(320), "a ring");
+      arrivals.arrive(0, 299);
+      arrivals.news(1);
+      arrivals.no_news(1);
+      expect(arrivals.tiles() == 2, "two full tiles; of the third one a row is not here");
+      arrivals.multiply(0);
+      arrivals.multiply(1);
+      arrivals.arrive(0, 320);
+      expect(arrivals.news(0) && arrivals.tiles() == 3, "what is left of an expert");
+      const Task& left = arrivals.tile(2);
+      expect(left.rows == 44 && left.segment_count == 1 && left.segments[0].first_row == 256 &&
+                 is_intact(left),
+             "is a tile of its own");
+      arrivals.arrive(1, 20);
+      arrivals.arrive(2, 10);
+      arrivals.news(0);
+      expect(arrivals.tiles() == 3, "rows of others wait for each other");
+      arrivals.arrive(2, 20);
+      arrivals.news(0);
+      expect(arrivals.tiles() == 4 && arrivals.tile(3).rows == 30, "and are merged");
+    }
+  }
+  Arrivals arrivals(kSmall, {Sent{300, 20}, {10, 10}, {20, 20}}, 0, 320);
+  arrivals.arrive(0, 320);
+  arrivals.news();
+  expect(arrivals.tiles() == 2, "all rows of this source have a place, and so they are merged");
+}
+
 }  // namespace
 
 int main() {
@@ -315,6 +351,7 @@ int main() {
     }
   }
   a_call_fits_whose_tiles_have_places_of_their_own();
+  what_is_left_of_a_ring_waits_for_no_other_source();
   std::printf("test_tile_plan: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }

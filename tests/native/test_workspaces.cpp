@@ -47,7 +47,7 @@ struct Plan {
       places.push_back(HeapPlace{words, 0, 0, 0});
       words += Layout(g).words_bytes();
       wide = std::max<u64>(wide, g.sent_bytes);
-      stride = std::max<u64>(stride, u64{g.cell_rows()} * g.sent_bytes);
+      stride = std::max<u64>(stride, u64{g.cell_places()} * g.sent_bytes);
       tail = std::max<u64>(tail, u64{g.tile_rows} * g.sent_bytes);
       results = std::max<u64>(results, u64{Layout(g).results()} * g.row_bytes);
       between = std::max(between, g.between_bytes());

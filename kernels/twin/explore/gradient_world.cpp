@@ -93,6 +93,7 @@ void make_gradient_world(RandomWorld& world) {
   g.hidden_bytes = rows.kept_bytes();
   g.alters_rows = 1;
   g.between_rows = 0;
+  g.ring_rows = 0;
   world.settings.gradients = true;
 }
 

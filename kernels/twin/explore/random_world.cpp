@@ -309,6 +309,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
     draw_table(aside, world);
   }
   g.between_rows = draw(aside, 0, 1) == 0 ? 0 : draw(aside, 1, small ? 100 : 400);
+  g.ring_rows = draw(aside, 0, 1) == 0 ? 0 : draw(aside, 1, small ? 20 : 200);
   return world;
 }
 
