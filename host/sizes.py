@@ -24,6 +24,8 @@ MAX_RANKS = 2**16 - 1
 """Of a world: the runtime numbers a row's source in 16 bits."""
 _MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
 _BETWEEN_SHARES = 2  # of even routing, that have places between the GEMMs
+_RING_SHARES = 2  # of even routing, that have places in a cell
+_RING_TILES = 4  # at least so many
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
 hold the weights of two beside each other. (A gated one's are half as many more.)"""
@@ -62,6 +64,7 @@ def layer_sizes(
             **cut,
             **_once(cfg, world_size, local, cut),
             "between_rows": _between_rows(cfg, world_size, local, cut["tile_rows"]),
+            "ring_rows": _ring_rows(cfg, world_size, local, cut["tile_rows"]),
             "world": world_size,
             "experts": world_size * places if places > 0 else cfg.experts,
             "placed_experts": cfg.experts if places > 0 else 0,
@@ -202,6 +205,15 @@ def _between_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -
     pairs = world_size * cfg.max_tokens
     rows = _BETWEEN_SHARES * -(-pairs * cfg.slots * local // max(cfg.experts, local))
     return 0 if pairs * min(cfg.slots, local) <= rows else rows + local * tile_rows
+
+
+def _ring_rows(cfg: MoEConfig, world_size: int, local: int, tile_rows: int) -> int:
+    """Geometry's `ring_rows`: places for twice the rows that even routing has for a rank, but for
+    some tiles at least. A source with more uses places again. None where none can have more.
+    """
+    even = -(-cfg.max_tokens * cfg.slots * local // max(cfg.experts, local))
+    rows = max(_RING_SHARES * even, _RING_TILES * tile_rows)
+    return 0 if cfg.max_tokens * min(cfg.slots, local) <= rows else rows
 
 
 def _once(cfg: MoEConfig, world_size: int, local: int, cut: Mapping[str, int]) -> dict[str, int]:

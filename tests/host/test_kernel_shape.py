@@ -165,12 +165,12 @@ def test_few_tokens_are_spread_as_many_by_a_courier_as_have_lanes_and_rows_that_
 @pytest.mark.parametrize(
     ("name", "ranks", "tokens", "gib", "between"),
     [
-        ("qwen3-30b-a3b", 8, 8192, 2.45, 0.20),
-        ("deepseek-v3", 64, 4096, 14.7, 0.26),
+        ("qwen3-30b-a3b", 8, 8192, 0.95, 0.20),
+        ("deepseek-v3", 64, 4096, 1.68, 0.26),
         ("deepseek-v3", 512, 512, 3.81, 0.26),  # pieces of 4096
     ],
 )
-def test_what_lies_between_the_products_does_not_grow_with_the_world(
+def test_what_a_rank_holds_hardly_grows_with_the_world(
     name: str, ranks: int, tokens: int, gib: float, between: float
 ) -> None:
     cfg = MoEConfig.from_toml(ROOT / "configs" / f"{name}.toml")
@@ -190,6 +190,21 @@ def test_worlds_of_two_have_places_between_the_products_for_every_row(
     share = -(-ranks * cfg.max_tokens * cfg.top_k * local // cfg.experts)
     assert sizes.between_rows == (0 if ranks <= 2 else 2 * share + 128 * local)
     assert sizes.intermediate_rows >= min(sizes.between_rows, ranks * cfg.max_tokens)
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(1, 128), (2, 64), (3, 43), (4, 32), (128, 1)])
+def test_worlds_of_two_have_places_in_cells_for_every_row(ranks: int, local: int) -> None:
+    cfg = MoEConfig.from_toml(ROOT / "configs" / "qwen3-30b-a3b.toml")
+    sizes = KernelShape(cfg=cfg, world_size=ranks, processors=131).sizes
+    most = cfg.max_tokens * min(cfg.top_k, local)
+    twice = 2 * -(-cfg.max_tokens * cfg.top_k * local // cfg.experts)
+    assert sizes.cell_rows == most
+    assert sizes.ring_rows == (0 if ranks <= 2 else max(twice, 4 * 128))
+    assert sizes.cell_places == (most if ranks <= 2 else align(sizes.ring_rows, 32) + 128)
+
+
+def align(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def test_experts_are_large_where_a_cache_cannot_hold_those_of_two() -> None:
