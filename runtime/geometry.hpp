@@ -8,6 +8,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/planted.hpp"
 
 namespace moeos {
 
@@ -82,7 +83,8 @@ struct Geometry {
   constexpr bool replaces_rows(u32 chunk) const { return rings_cells() && chunk >= ring_chunks(); }
   /// Whether they lie behind the ring, too.
   constexpr bool lies_twice(u32 chunk) const {
-    return replaces_rows(chunk) && place_of(chunk * chunk_rows) < ring_tail();
+    return replaces_rows(chunk) && place_of(chunk * chunk_rows) < ring_tail() &&
+           !MOEOS_PLANTED(tails_stay_old);
   }
 
   /// Rows of results that come back to a rank in one call, at most: its pairs', side by side; in

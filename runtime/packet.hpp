@@ -41,7 +41,7 @@ u8* outgoing_row(const Rank<P>& rank, u32 peer, u32 row) {
 /// on. Of a remote peer's, the second time is a put (put_chunk).
 template <Platform P>
 bool writes_twice(const Rank<P>& rank, u32 peer, u32 chunk) {
-  return rank.geometry().lies_twice(chunk) && !MOEOS_PLANTED(tails_stay_old) &&
+  return rank.geometry().lies_twice(chunk) &&
          (!P::kRemotePeers || rank.platform.peer(peer) != nullptr);
 }
 
@@ -246,7 +246,7 @@ void put_chunk(const Rank<P>& rank, const Call& call, const RoutingMap& map, u32
       rank.platform.put(peer, to, from, bytes);
     } else {
       const bool twice = geometry.lies_twice(chunk);
-      if (twice && !MOEOS_PLANTED(tails_stay_old)) {
+      if (twice) {
         rank.platform.put(peer, to + rank.layout.ring_bytes(), from, bytes);
       }
       if ((sent > 0 || twice) && !MOEOS_PLANTED(flag_overtakes_earlier_runs)) {

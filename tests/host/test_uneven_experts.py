@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from moeos import Experts, MoEConfig, MoELayer, TwinOptions, World, virtual
 from moeos.checkpoints import load_block
+from moeos.state_names import state_name
 from tests.host.test_checkpoint import config as hf_config
 from tests.host.test_checkpoint import fused_names, mixtral_names, split_names
 from tests.layers import (
@@ -238,7 +239,7 @@ def test_a_checkpoint_is_read_by_other_numbers_of_ranks(weight_format: Any, tmp_
         state = weights.layer(world).state_dict()
         for name, every in tensors(weights).items():
             if name != "gate.weight":
-                held = state[name]
+                held = state[state_name(cfg, name)]
                 assert isinstance(held, DTensor)
                 assert held.shape == every.shape
                 assert held.stride() == every.stride()

@@ -126,7 +126,7 @@ class Arrivals {
     }
   }
   /// Of whom rows are missing; kNone: of nobody.
-  u32 late_source() const {
+  u32 late_source() {
     moeos::Failure failure{};
     const bool late = subscriber_->answer(failure) == moeos::Answer::missing;
     return late ? failure.peer : moeos::kNone;
