@@ -73,6 +73,10 @@ class FailureKind(enum.IntEnum):
 
     CALL_DIFFERS = 24
 
+    SUMS_LATE = 25
+
+    INPUTS_DIFFER = 26
+
 class Failure:
     """What ended a call before its time; host/failure.py has the sentences."""
 
@@ -179,6 +183,10 @@ class Sizes:
     @property
     def shared0_narrow_parts(self) -> int: ...
     @property
+    def slices(self) -> int: ...
+    @property
+    def sums_everywhere(self) -> int: ...
+    @property
     def geometry_text(self) -> str: ...
     @property
     def shape_text(self) -> str: ...
@@ -188,6 +196,8 @@ class Sizes:
     def header_bytes(self) -> int: ...
     @property
     def words_bytes(self) -> int: ...
+    @property
+    def sums_bytes(self) -> int: ...
     @property
     def memory_bytes(self) -> int: ...
     @property

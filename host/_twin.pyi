@@ -60,12 +60,15 @@ class Rank:
         jitter_seed: int,
         ranks_per_node: int,
         gradients: bool,
+        slice_number: int,
+        peers: Sequence[int],
     ) -> None: ...
     def forward(
         self,
         *,
         records: Records,
         identity: int,
+        inputs: int,
         bfloat16: bool,
         tokens: int,
         pair_limit: int,

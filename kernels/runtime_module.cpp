@@ -179,6 +179,12 @@ void check_fits(const Geometry& geometry) {
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
   static_assert(u64{SentChunk::kNumbers} * Geometry::kQuartersOfChunk * 2 <= ReadyWord::kNumbers);
   limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
+  if (geometry.sliced()) {
+    require(geometry.remote == 0, "no rank that holds a slice of an expert has remote peers");
+    limit(geometry.ranks(), std::numeric_limits<u16>::max(), "the world's size", "it");
+    limit(geometry.sum_groups_most(), (1U << 16) - 1, "the number of groups of tokens",
+          "max_tokens");
+  }
   if (geometry.deduplicates_any()) {
     limit(world, ReadyWord::kParts, "the world's size");
   }
@@ -209,7 +215,7 @@ nb::dict offsets_of(const Sizes& sizes) {
   offsets["abort_word"] = layout.abort_word();
   offsets["failures"] = layout.failure(0);
   offsets["put_failures"] = layout.put_failure(0);
-  offsets["put_failures_end"] = layout.put_failure(sizes.geometry.world);
+  offsets["put_failures_end"] = layout.put_failure(sizes.geometry.ranks());
   offsets["epoch"] = offset(memory.epoch);
   offsets["tallies"] = offset(memory.tallies);
   offsets["record"] = offset(memory.record);
@@ -339,6 +345,7 @@ NB_MODULE(_runtime, module) {
       .def_prop_ro("heap_bytes", [](const Sizes& s) { return Layout(s.geometry).bytes(); })
       .def_prop_ro("header_bytes", [](const Sizes& s) { return Layout(s.geometry).header_bytes(); })
       .def_prop_ro("words_bytes", [](const Sizes& s) { return Layout(s.geometry).words_bytes(); })
+      .def_prop_ro("sums_bytes", [](const Sizes& s) { return Layout(s.geometry).sums_bytes(); })
       .def_prop_ro("memory_bytes", [](const Sizes& s) { return RankMemory::bytes(s.geometry); })
       .def_prop_ro("control_bytes",
                    [](const Sizes& s) { return RankMemory::bytes_of_parts(s.geometry).control; })

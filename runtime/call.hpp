@@ -19,6 +19,7 @@ struct Call {
                       // caller)
   u32 identity;  // what the host says of this call; equal on all ranks, or the call fails. 0 where
                  // nobody has said
+  u32 inputs = 0;  // what it says of x and the routing; equal on all that hold slices (slices.hpp)
 };
 
 /// Whether the call has a Combine of tokens that sent no row, before all others.

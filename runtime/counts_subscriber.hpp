@@ -72,10 +72,11 @@ class CountsSubscriber {
   /// (ReturnsSubscriber::answer); or, if several have not, for counts of one that is late. Of two
   /// ranks there is nobody else.
   Answer answer(Failure& failure) {
+    const Geometry& geometry = rank_.geometry();
     const u32 late = missing(failure);
-    const u32 links = MOEOS_PLANTED(waiting_ranks_are_blamed) || rank_.geometry().world <= 2 ? 0
-                      : late > 1                                                             ? 4
-                                                                                             : 2;
+    const u32 links = MOEOS_PLANTED(waiting_ranks_are_blamed) || geometry.ranks() <= 2 ? 0
+                      : late > 1                                                       ? 4
+                                                                                       : 2;
     return grace_time_.answer(late > 0, links, rank_.deadline_ns);
   }
 
@@ -125,7 +126,7 @@ class CountsSubscriber {
   u64 look_at_call(u32 source) const {
     // As a count: it publishes nothing but itself.
     return open(P::template load_relaxed<Scope::system>(
-        rank_.template here<u64>(rank_.layout.call_of(call_.epoch, source))));
+        rank_.template here<u64>(rank_.layout.call_of(call_.epoch, rank_.everywhere(source)))));
   }
 
   /// Notes which sources of a group, one a lane, make our call; one that makes another ends it.

@@ -41,6 +41,31 @@ struct Geometry {
   /// The rank of an expert, or of a place.
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
 
+  // --- Slices of experts (slices.hpp) ---
+
+  constexpr bool sliced() const { return slices > 1; }
+  /// Ranks that exchange anything: `world` of them for each slice.
+  constexpr u32 ranks() const { return sliced() ? world * slices : world; }
+  /// Groups of an owner's tokens, at least: with as many tokens, each has a group of its own.
+  static constexpr u32 kSumGroups = 64;
+  /// Tokens of a group, at most.
+  constexpr u32 sum_group_most() const {
+    return maximum(1U, minimum(kCombineTokens, kCombinePairs / maximum(1U, slices)));
+  }
+  /// Groups of one owner, at most: groups grow by a token whenever kSumGroups of them are full.
+  constexpr u32 sum_groups_most() const {
+    const u32 owned = sliced() ? ceil_div(max_tokens, slices) : 0;
+    return maximum(minimum(owned, 2 * kSumGroups), ceil_div(owned, sum_group_most()));
+  }
+  /// Of all owners.
+  constexpr u32 sum_groups_all() const { return sliced() ? slices * sum_groups_most() : 0; }
+  /// Rows of partial sums that a rank gets, at most. Where only owners add up, another rank may be
+  /// at its next call while they do: so two calls' lie beside each other.
+  constexpr u32 partial_rows() const { return sliced() ? partial_rounds() * owned_rows() : 0; }
+  constexpr u32 partial_rounds() const { return sums_everywhere != 0 ? 1 : 2; }
+  /// Rows of sums that owners send here.
+  constexpr u32 total_rows() const { return sliced() && sums_everywhere != 0 ? owned_rows() : 0; }
+
   /// Rows of one cell, as they are numbered. A token reaches an expert once, so a source sends a
   /// rank at most min(k, X) rows a token.
   constexpr u32 cell_rows() const {
@@ -460,10 +485,12 @@ struct Geometry {
   /// (descriptor, part) words that the ready ring can hold in one call.
   constexpr u64 parts_max() const {
     return u64{route_parts_max()} + u64{shared_parts_max()} + u64{tiles_max()} * tile_parts_max() +
-           u64{max_tokens} + route_blocks();
+           u64{max_tokens} + route_blocks() + sum_groups_all();
   }
 
  private:
+  /// As many for each slice as it may own tokens.
+  constexpr u32 owned_rows() const { return slices * ceil_div(max_tokens, slices); }
   constexpr u32 half_block() const { return maximum(1U, route_tokens / 2); }
   constexpr bool halves_blocks(u32 tokens) const {
     return ceil_div(tokens, half_block()) <= processors;

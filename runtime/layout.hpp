@@ -51,8 +51,8 @@ class Layout {
       return begin;
     };
     abort_ = reserve(sizeof(u64));
-    failures_ = reserve(u64{geometry.world} * (kCacheLine + kPutWords * sizeof(u64)));
-    calls_ = reserve(u64{2} * geometry.world * sizeof(u64));
+    failures_ = reserve(u64{geometry.ranks()} * (kCacheLine + kPutWords * sizeof(u64)));
+    calls_ = reserve(u64{2} * geometry.ranks() * sizeof(u64));
     header_ = offset;
     offset = 0;  // from words_at on
     counts_ = reserve(u64{2} * geometry.world * geometry.local_experts() * sizeof(u64));
@@ -60,6 +60,12 @@ class Layout {
     arrived_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
     returned_ = reserve(u64{geometry.world} * geometry.chunks() * geometry.signal_bytes());
     origins_ = reserve(u64{geometry.world} * geometry.origins() * sizeof(u32));
+    if (geometry.sliced()) {
+      inputs_ = reserve(u64{2} * geometry.slices * sizeof(u64));
+      partial_flags_ = reserve(u64{2} * geometry.sum_groups_all() * sizeof(u32));
+      total_flags_ = reserve(u64{2} * geometry.sum_groups_all() * sizeof(u32));
+      sums_ = reserve(sums_bytes());
+    }
     words_ = offset;
   }
 
@@ -76,8 +82,13 @@ class Layout {
   constexpr u64 bytes() const { return align_up(result(results()), u64{kCacheLine}); }
   /// Of the words that all shapes of a world share.
   constexpr u64 header_bytes() const { return header_; }
-  /// Of this shape's own words.
+  /// Of this shape's own words, with its sums of slices.
   constexpr u64 words_bytes() const { return words_; }
+  /// Of these sums: rows, but of one shape each, so that a peer at the next call, of another shape,
+  /// writes none that is still read.
+  constexpr u64 sums_bytes() const {
+    return (u64{geometry().partial_rows()} + geometry().total_rows()) * geometry().row_bytes;
+  }
   /// Of all cells. A tile may read past the last segment of the last cell: rows whose result nobody
   /// keeps.
   constexpr u64 row_bytes() const {
@@ -103,8 +114,35 @@ class Layout {
   /// `epoch << 32 | identity`, sealed, of the call that p makes (Call::identity). Two parities,
   /// because p may be one call ahead.
   constexpr u64 call_of(u32 epoch, u32 p) const {
-    return calls_ + (u64{epoch & 1} * geometry().world + p) * sizeof(u64);
+    return calls_ + (u64{epoch & 1} * geometry().ranks() + p) * sizeof(u64);
   }
+
+  // Of ranks that hold slices of the same experts (slices.hpp). Flags are the epoch, sealed.
+
+  /// `epoch << 32 | inputs_of`, sealed, of the call that slice s makes.
+  constexpr u64 inputs(u32 epoch, u32 s) const {
+    return words(inputs_) + (u64{epoch & 1} * geometry().slices + s) * sizeof(u64);
+  }
+  /// Slice s has sent its partial sums of a group of this rank's tokens.
+  constexpr u64 partial_flag(u32 epoch, u32 s, u32 group) const {
+    return words(partial_flags_) + flag_index(epoch, s, group) * sizeof(u32);
+  }
+  /// Slice s has sent the sums of a group of its tokens.
+  constexpr u64 total_flag(u32 epoch, u32 s, u32 group) const {
+    return words(total_flags_) + flag_index(epoch, s, group) * sizeof(u32);
+  }
+  /// A row of sums, by its number: slice s's partial sum of the nth of this rank's tokens ...
+  constexpr u32 partial_row(u32 epoch, u32 s, u32 nth) const {
+    const u32 each = ceil_div(geometry().max_tokens, geometry().slices);
+    MOEOS_CHECK(s < geometry().slices && nth < each);
+    return (epoch % geometry().partial_rounds() * geometry().slices + s) * each + nth;
+  }
+  /// ... or the sum of a token that another owns.
+  constexpr u32 total_row(u32 token) const {
+    MOEOS_CHECK(token < geometry().total_rows());
+    return geometry().partial_rows() + token;
+  }
+  constexpr u64 sum_at(u32 row) const { return words(sums_) + u64{row} * geometry().row_bytes; }
 
   /// `epoch << 32 | rows`, sealed, that p sends to local expert e. Two parities, because p may be
   /// one call ahead.
@@ -214,7 +252,12 @@ class Layout {
   static constexpr u32 kPutWords = 3;  // of each remote rank, behind the failures
 
   constexpr u64 put_words(u32 kind) const {
-    return failures_ + u64{geometry().world} * (kCacheLine + kind * sizeof(u64));
+    return failures_ + u64{geometry().ranks()} * (kCacheLine + kind * sizeof(u64));
+  }
+  constexpr u64 flag_index(u32 epoch, u32 s, u32 group) const {
+    MOEOS_CHECK(s < geometry().slices && group < geometry().sum_groups_most());
+    return u64{epoch & 1} * geometry().sum_groups_all() + u64{s} * geometry().sum_groups_most() +
+           group;
   }
   constexpr u64 words(u64 offset) const { return place_.words_at + offset; }
 
@@ -230,6 +273,10 @@ class Layout {
   u64 arrived_ = 0;
   u64 returned_ = 0;
   u64 origins_ = 0;
+  u64 inputs_ = 0;
+  u64 partial_flags_ = 0;
+  u64 total_flags_ = 0;
+  u64 sums_ = 0;
   u64 words_ = 0;
 };
 

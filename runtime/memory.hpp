@@ -188,6 +188,7 @@ class RankMemory {
   u32* shared_tiles_done = nullptr;  // tiles of tokens
   u32* shared_results_here = nullptr;  // the epoch, sealed, in which all of them last were
   float* shared_weight = nullptr;      // [token]: of the shared experts' result, where it has one
+  u32* partials_done = nullptr;        // [owner][group]: tokens whose partial sums have been sent
 
   // Routing (routing_map.hpp): what Route wrote for each pair and each block of tokens.
   u8* kept_sums = nullptr;     // [token][kept_bytes]: of logits
@@ -280,6 +281,7 @@ class RankMemory {
     take(shared_tiles_done, geometry.shares() ? 1 : 0);
     take(shared_results_here, geometry.shares() ? 1 : 0);
     take(shared_weight, geometry.shared_results());
+    take(partials_done, geometry.sum_groups_all());
     take(kept_sums, u64{geometry.max_tokens} * geometry.kept_bytes);
     take(pair_expert, geometry.pairs());
     take(choices, geometry.plans_itself() ? Geometry::kInPlacePairs : 0);

@@ -18,6 +18,7 @@
 #include "runtime/routing_finish.hpp"
 #include "runtime/scheduler.hpp"
 #include "runtime/sender.hpp"
+#include "runtime/sums_subscriber.hpp"
 #include "runtime/team.hpp"
 #include "runtime/trace.hpp"
 
@@ -91,19 +92,29 @@ inline constexpr u32 kAskArrivals = 3;
 inline constexpr u32 kAskReturns = 4;  // and as many behind it as count returned rows
 template <Platform P>
 inline constexpr u32 kAskSender = kAskReturns + P::kReturnsSubscribers;  // the first
+/// In its place where experts are sliced, which no rank with remote peers has.
+template <Platform P>
+inline constexpr u32 kAskSums = kAskSender<P>;
 
 /// The warp that answers an inquiry (run_os_warp).
 template <Platform P>
-constexpr u32 warp_asked(u32 inquiry) {
-  return inquiry <= kAskLandings   ? 1
+constexpr u32 warp_asked(const Geometry& geometry, u32 inquiry) {
+  return inquiry <= kAskLandings || (geometry.sliced() && inquiry == kAskSums<P>) ? 1
          : inquiry == kAskArrivals ? 2
                                    : kFirstReturnsSubscriber + inquiry - kAskReturns;
+}
+
+/// What whoever answers it does, as host/failure.py numbers it: all returns subscribers the same.
+template <Platform P>
+constexpr u32 what_is_asked(const Geometry& geometry, u32 inquiry) {
+  const u32 behind_returns = geometry.sliced() ? kAskReturns + 2 : kAskReturns + 1;
+  return inquiry < kAskSender<P> ? minimum(inquiry, kAskReturns) : behind_returns;
 }
 
 /// As the inquiry: all who could name what is missing have passed it on.
 template <Platform P>
 constexpr u32 inquiry_unanswered(const Geometry& geometry) {
-  return kAskSender<P> + (geometry.remote != 0 ? 1 : 0);
+  return kAskSender<P> + (geometry.remote != 0 || geometry.sliced() ? 1 : 0);
 }
 
 /// `turn`: this actor's.
@@ -191,8 +202,8 @@ bool call_over(const Rank<P>& rank, const Call& call, Scheduler<P>& scheduler, W
   }
   if (unanswered.too_long(stands, rank.deadline_ns)) {
     Failure failure = failure_of(rank, call, FailureKind::actor_silent, Actor::scheduler);
-    failure.chunk = warp_asked<P>(stands);
-    failure.seen = minimum(stands, stands < kAskSender<P> ? kAskReturns : kAskReturns + 1);
+    failure.chunk = warp_asked<P>(rank.geometry(), stands);
+    failure.seen = what_is_asked<P>(rank.geometry(), stands);
     failure.waited_ns = (1 + Unanswered<P>::kDeadlines) * rank.deadline_ns;
     rank.fail(failure);
     return true;
@@ -237,6 +248,7 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
   ArrivalsSubscriber<P> arrivals(rank, call);
   ReturnsSubscriber<P> returns(rank, call, 0);
   Sender<P> sender(rank, call, 0);
+  SumsSubscriber<P> sums(rank, call);
   Trace<P> of_scheduler = trace_of(rank, TraceKind::schedule);
   Trace<P> of_counts = trace_of(rank, TraceKind::counts);
   Trace<P> of_arrivals = trace_of(rank, TraceKind::arrivals);
@@ -253,11 +265,13 @@ void run_os_block(const Rank<P>& rank, const Call& call) {
     progress = traced_step(rank, arrivals, TraceKind::arrivals, of_arrivals) || progress;
     progress = traced_step(rank, returns, TraceKind::returns, of_returns) || progress;
     progress = sender.step() || progress;
+    progress = sums.step() || progress;
     answer_inquiry(rank, call, counts, kAskCounts);
     answer_inquiry(rank, call, landings, kAskLandings);
     answer_inquiry(rank, call, arrivals, kAskArrivals);
     answer_inquiry(rank, call, returns, kAskReturns);
     answer_inquiry(rank, call, sender, rank.geometry().remote != 0 ? kAskSender<P> : kNeverAsked);
+    answer_inquiry(rank, call, sums, rank.geometry().sliced() ? kAskSums<P> : kNeverAsked);
     wait_unless(progress, watch, idle);
   }
   returns.leave();
@@ -289,6 +303,7 @@ __attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, cons
   if (warp == 1) {
     CountsSubscriber<P> counts(rank, call);
     LandingsSubscriber<P> landings(rank, call);
+    SumsSubscriber<P> sums(rank, call);
     Trace<P> trace = trace_of(rank, TraceKind::counts);
     bool begun = call.tokens > 0;  // by Route
     run_watcher(rank, call, counts, kAskCounts, [&] {
@@ -296,6 +311,11 @@ __attribute__((always_inline)) inline void run_os_warp(const Rank<P>& rank, cons
       const bool counted = traced_step(rank, counts, TraceKind::counts, trace);
       const bool listed = landings.step();
       answer_inquiry(rank, call, landings, kAskLandings);
+      if (rank.geometry().sliced()) {
+        const bool summed = sums.step();
+        answer_inquiry(rank, call, sums, kAskSums<P>);
+        return counted || listed || summed;
+      }
       return counted || listed;
     });
   } else if (warp == 2) {

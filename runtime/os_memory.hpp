@@ -91,6 +91,10 @@ class OsMemory {
     take(chunks_awaited, geometry.chunks_sent_max() + kReturnsSubscribersMax);
     take(chunks_found, kReturnsSubscribersMax * kFoundMost);
     take(rows_back, ceil_div(geometry.max_tokens, kTokensPerWord));
+    if (geometry.sliced()) {
+      take(slices_heard, geometry.slices);
+      take(sums_awaited, geometry.sum_groups_all());
+    }
     if (geometry.remote != 0) {
       take(outbox_next, kSendersMax * world);
     }
@@ -136,6 +140,10 @@ class OsMemory {
   static constexpr u32 kFoundMost = 512;
   SentChunk* chunks_found = nullptr;  // [subscriber][kFoundMost]: back, and not counted yet
   u32* rows_back = nullptr;  // [token / 2]: half a word for each token: its rows that are back
+
+  // Slices of experts; null when there are none.
+  u32* slices_heard = nullptr;  // [slice]: 1 once it has said which call it makes
+  u32* sums_awaited = nullptr;  // groups whose sums are not here: owner << 16 | group
 
   // Remote peers; null when there are none.
   static constexpr u32 kSendersMax = 8;

@@ -11,6 +11,7 @@
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
+#include "runtime/slices.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 
@@ -107,6 +108,64 @@ u8* arrived_row(const Rank<P>& rank, u32 source, u32 row) {
   return rank.heap + rank.layout.cell_row(source, row);
 }
 
+/// Which row a token's partial sum of this rank is, counted through those of all owners.
+template <Platform P>
+u32 place_of_partial(const Rank<P>& rank, const Call& call, u32 token) {
+  const Geometry& geometry = rank.geometry();
+  const u32 owner = owner_of_token(geometry, call.tokens, token);
+  const u32 nth = token - tokens_owned(geometry, call.tokens, owner).first;
+  return owner * geometry.partial_rows() + rank.layout.partial_row(call.epoch, rank.slice, nth);
+}
+
+/// Where this rank writes it: at its owner.
+template <Platform P>
+u8* outgoing_partial(const Rank<P>& rank, u32 place) {
+  const u32 rows = rank.geometry().partial_rows();
+  return rank.platform.peer(rank.peer_of_slice(place / rows)) + rank.layout.sum_at(place % rows);
+}
+
+/// Where the owner of a token writes its sum for the nth slice behind its own.
+template <Platform P>
+u8* outgoing_total(const Rank<P>& rank, u32 nth, u32 token) {
+  return rank.platform.peer(nth * rank.geometry().world + rank.rank) +
+         rank.layout.sum_at(rank.layout.total_row(token));
+}
+
+/// Which rows a Combine adds up for a token, of those that sum_at() has: the nth of so many as
+/// sums_of() says. `token`: its number, or of its owner's.
+constexpr u32 sums_of(const Geometry& geometry, Summands summands) {
+  return summands == Summands::slices ? geometry.slices : 1;
+}
+template <Platform P>
+u32 sum_row(const Rank<P>& rank, const Call& call, Summands summands, u32 token, u32 nth) {
+  const u32 first = tokens_owned(rank.geometry(), call.tokens, rank.slice).first;
+  return summands == Summands::slices ? rank.layout.partial_row(call.epoch, nth, token - first)
+                                      : rank.layout.total_row(token);
+}
+
+/// Announces a group of tokens whose partial sums this rank has sent to their owner. One lane,
+/// behind order_rows.
+template <Platform P>
+void send_partials(const Rank<P>& rank, const Call& call, u32 owner, u32 group) {
+  // Publishes the group's partial sums to the owner's subscriber, which polls this word and fences.
+  P::template publish<Scope::system>(
+      reinterpret_cast<u32*>(rank.platform.peer(rank.peer_of_slice(owner)) +
+                             rank.layout.partial_flag(call.epoch, rank.slice, group)),
+      seal(call.epoch));
+}
+
+/// Announces the sums of a group of this rank's tokens to all slices. One lane, behind order_rows.
+template <Platform P>
+void send_totals(const Rank<P>& rank, const Call& call, u32 group) {
+  for (u32 nth = 1; nth < rank.geometry().slices; ++nth) {
+    // As of partial sums.
+    P::template publish<Scope::system>(
+        reinterpret_cast<u32*>(rank.platform.peer(nth * rank.geometry().world + rank.rank) +
+                               rank.layout.total_flag(call.epoch, rank.slice, group)),
+        seal(call.epoch));
+  }
+}
+
 /// Writes a word into `peer`'s heap. It carries its own epoch and publishes nothing but itself:
 /// relaxed is enough.
 template <Platform P>
@@ -129,7 +188,7 @@ void send_count(const Rank<P>& rank, const Call& call, u32 peer, u32 local_exper
 /// Tells `peer` which call this rank makes.
 template <Platform P>
 void send_identity(const Rank<P>& rank, const Call& call, u32 peer) {
-  send_word(rank, peer, rank.layout.call_of(call.epoch, rank.rank),
+  send_word(rank, peer, rank.layout.call_of(call.epoch, rank.everywhere(rank.rank)),
             count_word(call.epoch, call.identity));
 }
 

@@ -22,7 +22,9 @@
 #include "runtime/rank.hpp"
 #include "runtime/routing_finish.hpp"
 #include "runtime/single_rank_plan.hpp"
+#include "runtime/slices.hpp"
 #include "runtime/small_batch_plan.hpp"
+#include "runtime/sums.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/trace.hpp"
@@ -41,7 +43,7 @@ bool get_task(const Rank<P>& rank, const Call& call, ReadyWord word, Task& to) {
   }
   if (P::lane() == 0) {
     if (kind == TaskKind::combine) {
-      to = combine_task(word);
+      to = rank.geometry().sliced() ? combine_task_of_slices(word) : combine_task(word);
     } else if (kind == TaskKind::gemm1) {
       become_gemm1(to, rank.geometry(), word.half_width());
     }
@@ -230,6 +232,13 @@ class Processor : Pace<P> {
         break;
       case TaskKind::combine:
         P::sync_lanes();
+        if (rank_.geometry().sliced()) {
+          const u64 sent = announce_sums(rank_, call_, task, combined);
+          if (P::lane() == 0) {
+            note<P>(tally_.row_bytes_to_peers, sent);
+          }
+          P::sync_lanes();
+        }
         if (P::lane() == 0) {
           if (task.rows == 0) {
             // Publishes token_rows of a block to the returns subscriber.

@@ -25,6 +25,7 @@ struct Rank {
   u8* heap;            // this rank's symmetric heap
   u32 rank;
   u64 deadline_ns;
+  u32 slice = 0;  // of the experts: which one this rank holds
 
   const Geometry& geometry() const { return layout.geometry(); }
 
@@ -40,6 +41,21 @@ struct Rank {
     return chunk >= geometry().dedup_after && deduplicates(peer, rows);
   }
 
+  // Where experts are sliced, `world` ranks hold each slice: those of slice s have the numbers from
+  // s * world on in the world. `rank` and all that is called a peer count from this rank's slice
+  // on: the ranks of its slice come first, and so dispatch knows of no others.
+
+  /// The number of a peer in the whole world.
+  u32 everywhere(u32 peer) const {
+    const Geometry& all = geometry();
+    return all.sliced() ? (slice * all.world + peer) % all.ranks() : peer;
+  }
+  /// The peer that holds slice s of what this rank holds a slice of.
+  u32 peer_of_slice(u32 s) const {
+    const Geometry& all = geometry();
+    return (s + all.slices - slice) % all.slices * all.world + rank;
+  }
+
   template <class T>
   T* here(u64 offset) const {
     return reinterpret_cast<T*>(heap + offset);
@@ -47,8 +63,9 @@ struct Rank {
 
   /// Whether a call must be left: polled by everyone who waits.
   bool leaving(u32 epoch) const { return aborted<P>(layout, heap, epoch); }
+  /// Its peer is one of this rank's; what is told has its number in the whole world.
   void fail(const Failure& failure) const {
-    raise_everywhere(platform, layout, heap, memory.failure_claimed(), failure);
+    raise_everywhere(platform, layout, heap, memory.failure_claimed(), failure, everywhere(0));
   }
 };
 
@@ -67,7 +84,7 @@ Failure failure_of(const Rank<P>& rank, const Call& call, FailureKind kind, Acto
   Failure failure{};
   failure.kind = kind;
   failure.actor = actor;
-  failure.rank = rank.rank;
+  failure.rank = rank.everywhere(rank.rank);
   failure.peer = kNone;
   failure.expert = kNone;
   failure.chunk = kNone;

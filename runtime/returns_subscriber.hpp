@@ -119,7 +119,7 @@ class ReturnsSubscriber {
       failure.expected = chunk.rows();
       failure.seen = open(P::template load_relaxed<Scope::system>(credit(chunk)));
     }
-    const u32 links = keeps || rank_.geometry().world <= 2 ? 0 : 1 + kept_links(rank_.geometry());
+    const u32 links = keeps || rank_.geometry().ranks() <= 2 ? 0 : 1 + kept_links(rank_.geometry());
     return grace_time_.answer(late, links, rank_.deadline_ns);
   }
 

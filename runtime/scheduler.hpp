@@ -12,6 +12,7 @@
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
+#include "runtime/slices.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 
@@ -75,9 +76,9 @@ class Scheduler {
   bool leaving() const { return leaving_; }
 
   /// Whether the call is over for this rank, by what the last sweep saw: counts seen from all
-  /// peers, every received row returned, every token combined, and every processor back at the ring
-  /// (so that all have read this call's epoch). Each of these stays so once it is. Without rows
-  /// nobody need say how tiles are made.
+  /// peers, every received row returned, every token combined (combines_of), and every processor
+  /// back at the ring (so that all have read this call's epoch). Each of these stays so once it is.
+  /// Without rows nobody need say how tiles are made.
   ///
   /// And every returns subscriber has listed its chunks. Where processors wait for rows themselves
   /// nothing else would need all of these warps, and one that has not looked since the call was
@@ -91,7 +92,8 @@ class Scheduler {
     return routed_ &&
            (listed == P::kReturnsSubscribers ||
             (listed > 0 && MOEOS_PLANTED(calls_end_with_one_list)) || call_.tokens == 0) &&
-           (planned_ || expected == 0) && returned_ == expected && combined_ == call_.tokens &&
+           (planned_ || expected == 0) && returned_ == expected &&
+           combined_ == combines_of(rank_.geometry(), call_, rank_.slice) &&
            claimed_ == published_ + rank_.geometry().processors;
   }
 

@@ -40,7 +40,8 @@ struct alignas(kCacheLine) Task {
   u8 segment_count;  // GEMMs
   u16 parts;         // how many ready words this descriptor is handed out in
   u32 epoch;         // the call it belongs to: a reader checks it against its own
-  u32 local_expert;  // GEMMs: whose weights; see is_shared()
+  u32 local_expert;  // GEMMs: whose weights; see is_shared(). Combine: what is added up, as
+                     // Summands (slices.hpp)
   u32 tile;          // GEMMs: index of the row tile, for its completion counter
   u32 rows;          // GEMMs: rows of the tile that count; combine: tokens, or 0 for those of a
                      // block that sent no row

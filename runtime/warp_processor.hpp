@@ -15,6 +15,7 @@
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
 #include "runtime/row_tasks.hpp"
+#include "runtime/slices.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/token_dispatch.hpp"
@@ -27,11 +28,18 @@ template <class K>
 concept Kernels = requires(K& kernels, const Task& task, u32 index, const u8* from, u8* row) {
   kernels.copy_row(index, row);      // the token's row of x, to its place in a cell
   kernels.replicate_row(from, row);  // a row of a cell, to another place there
-  kernels.combine(index);  // a token whose rows are all back, or that sent none, to its output row
+  // A token whose rows are all back, or that sent none, to its output row; of slices, to its owner.
+  kernels.combine(index);
   // block of tokens -> first token with logits that are not finite, or kNone
   { kernels.route(index) } -> SameAs<u32>;
   kernels.gemm0(task, index);  // tile, N-part
   kernels.gemm1(task, index);
+};
+
+/// And where experts are sliced.
+template <class K>
+concept SlicedKernels = requires(K& kernels, const Task& task, u32 index) {
+  kernels.add_slices(task, index);  // a token's sums over slices, to its output row
 };
 
 /// Copies the rows of a part of Dispatch to the cell of the rank that owns their experts (or to its
@@ -81,6 +89,14 @@ u32 replicate_rows(const Rank<P>& rank, const Call& call, K& kernels, const Cour
 template <Platform P, Kernels K>
 u32 combine_tokens(const Rank<P>& rank, const Call& call, const RoutingMap& map, K& kernels,
                    const Task& task) {
+  if constexpr (SlicedKernels<K>) {
+    if (summands_of(rank.geometry(), task) != Summands::pairs) {
+      for (u32 i = 0; i < task.rows; ++i) {
+        kernels.add_slices(task, task.first_ready + i);
+      }
+      return task.rows;
+    }
+  }
   if (task.rows > 0) {
     for (u32 i = 0; i < task.rows; ++i) {
       // Acquired with the part's word.

@@ -81,10 +81,16 @@ void raise_word(const Layout& layout, u8* holder_heap, u64 word) {
   }
 }
 
-/// Writes `failure` into a heap that can be written directly, and raises its abort word.
+/// Writes `failure` into a heap that can be written directly, and raises its abort word. `first`:
+/// where experts are sliced, the number of the rank that is the first peer of the one that fails
+/// (Rank::everywhere); its record names a peer by its number, too.
 template <Platform P>
-void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure) {
-  *reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank)) = failure;
+void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure, u32 first) {
+  auto* record = reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank));
+  *record = failure;
+  if (layout.geometry().sliced() && failure.peer != kNone) {
+    record->peer = (first + failure.peer) % layout.geometry().ranks();
+  }
   raise_word<P>(layout, holder_heap, abort_word_of(failure));
 }
 
@@ -102,10 +108,11 @@ void take_in_failures(const Layout& layout, u8* own_heap) {
 }
 
 /// Raises a failure here and, best effort, at every direct peer. `claimed` is this rank's word that
-/// lets only its first failing actor write, so that a record is never written twice.
+/// lets only its first failing actor write, so that a record is never written twice. `first`: where
+/// experts are sliced, the number of the rank that is its first peer (Rank::everywhere).
 template <Platform P>
 void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32* claimed,
-                      const Failure& failure) {
+                      const Failure& failure, u32 first) {
   // Publishes nothing: it only elects the writer among this rank's actors.
   if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U)) {
     return;
@@ -113,10 +120,14 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
   // Here first. One copy of the code: there is one of this loop wherever an actor may fail, and an
   // actor's speed depends on how far apart its own code lies.
 #pragma unroll 1
-  for (u32 n = 0; n < layout.geometry().world; ++n) {
-    u8* heap = n == 0 ? own_heap : platform.peer((failure.rank + n) % layout.geometry().world);
+  for (u32 n = 0; n < layout.geometry().ranks(); ++n) {
+    const u32 number = (failure.rank + n) % layout.geometry().ranks();
+    const u32 peer = layout.geometry().sliced()
+                         ? (number + layout.geometry().ranks() - first) % layout.geometry().ranks()
+                         : number;
+    u8* heap = n == 0 ? own_heap : platform.peer(peer);
     if (!P::kRemotePeers || heap != nullptr) {
-      raise_at<P>(layout, heap, failure);
+      raise_at<P>(layout, heap, failure, first);
     }
   }
 }

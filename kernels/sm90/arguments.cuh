@@ -63,11 +63,12 @@ struct RankArguments : TensorMaps {
   // Of the workspace, for layers of this shape.
   u8* heap;
   MemoryParts<u8*> memory;
-  u8* const* peers;  // [2][P]: heaps that this GPU addresses, or null; what puts go to
+  u8* const* peers;  // [2][P]: heaps that this GPU addresses, or null; what puts go to. As this
+                     // rank counts its peers
   u8* intermediate_rows;
   HeapPlace place;
   // Of the layer.
-  u32 rank;
+  u32 rank;               // in the whole world (Rank::everywhere)
   Failure* host_failure;  // in the host's memory: see host_failure.cuh
   u64 deadline_ns;
   u64 code;  // where the kernel's instructions lie, and how many bytes; or 0 and 0
@@ -111,8 +112,9 @@ inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os,
           RankMemory(kGeometry, memory),
           os,
           mine.heap,
-          mine.rank,
-          mine.deadline_ns};
+          kSliced ? mine.rank % kGeometry.world : mine.rank,
+          mine.deadline_ns,
+          kSliced ? mine.rank / kGeometry.world : 0};
 }
 inline RankMemory rank_memory(const RankArguments& mine) {
   return RankMemory(kGeometry, mine.memory);

@@ -71,15 +71,22 @@ struct PairRow {
   float weight;
 };
 
-/// Rows that are added up for a token, at most.
-inline constexpr u32 kSummands = kGeometry.top_k + (kShares ? 1 : 0);
+/// Rows that are added up for a token: of its experts; and of any Combine, at most.
+inline constexpr u32 kExpertSummands = kGeometry.top_k + (kShares ? 1 : 0);
+inline constexpr u32 kSummands =
+    kSliced ? maximum(kExpertSummands, kGeometry.slices) : kExpertSummands;
+/// Tokens of a Combine part, at most.
+inline constexpr u32 kCombined =
+    kSliced ? maximum(kGeometry.combine_tokens(kGeometry.max_tokens), kGeometry.sum_group_most())
+            : kGeometry.combine_tokens(kGeometry.max_tokens);
 
-/// What a Combine part sums: tokens that have sent rows.
+/// What a Combine part sums: tokens that have sent rows, or sums of them over slices.
 struct CombineRows {
-  static constexpr u32 kTokens = kGeometry.combine_tokens(kGeometry.max_tokens);
+  static constexpr u32 kTokens = kCombined;
   static constexpr u32 kRows = kTokens * kSummands;
-  u32 token[kTokens];
-  PairRow row[kRows];  // [token of the part * kSummands + j]: its pairs', then the shared experts'
+  u32 token[kTokens];  // or, of one whose sum is a partial one, its place (place_of_partial)
+  PairRow row[kRows];  // [token of the part * kSummands + j]: its pairs', then the shared experts',
+                       // then none; or those of slices
 };
 
 /// A claimed part, whose descriptor lies in Shared::tasks; `word` of epoch 0 means: leave.

@@ -26,6 +26,15 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
+// Inlined, however long: a kernel that calls a function has a stack. Of a rank alone on its GPU a
+// whole block is, too. Where several share one, the compiler must choose itself, or some spill half
+// a KB.
+#if MOEOS_VIRTUAL_RANKS == 1
+#define MOEOS_BLOCK __attribute__((always_inline)) inline
+#else
+#define MOEOS_BLOCK inline
+#endif
+
 /// Hands a part that has been fetched to the block's other warps; a word of epoch 0 makes them
 /// leave.
 inline void fill_slot(Slot& slot, ReadyWord word, Stamps& stamps, u64 claimed_ns) {
@@ -44,9 +53,9 @@ inline void fill_slot(Slot& slot, ReadyWord word, Stamps& stamps, u64 claimed_ns
 /// Finds the part of a ticket and its descriptor, and waits for its inputs if they may not be here.
 /// Looks up where its rows lie or its results go, while the block is at the part before. False:
 /// leave.
-inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                       const RoutingMap& map, Processor<Machine>& processor, u32 ticket, Task& task,
-                       Slot& slot, Stamps& stamps) {
+MOEOS_BLOCK bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank,
+                            const Call& call, const RoutingMap& map, Processor<Machine>& processor,
+                            u32 ticket, Task& task, Slot& slot, Stamps& stamps) {
   ReadyWord word;
   const auto nothing = [] { return false; };
   bool more = processor.claim(ticket, word, task, nothing);
@@ -57,7 +66,7 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
   }
   if (more) {
     find_results(arguments, rank, task, slot);
-    look_up_rows(arguments, rank, map, task, slot.rows);
+    look_up_rows(arguments, rank, call, map, task, slot.rows);
     if (kGeometry.up_front_rows != 0 && waits_for_inputs(task)) {
       // Of this part alone: else the addresses below would take registers for all parts.
       const Rank<Machine> here = rank_of_look(arguments);
@@ -68,6 +77,9 @@ inline bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank
       const RoutingMap routed(kGeometry, here.memory, call);
       more = processor.await(Inputs<Machine>(here, call, routed, task, found), nothing);
       claimed_ns = trace_time<Machine>(kGeometry);
+    }
+    if constexpr (kSliced) {
+      note_partials(arguments, call, task, slot.rows);
     }
   }
   fill_slot(slot, more ? word : ReadyWord(), stamps, claimed_ns);
@@ -96,8 +108,8 @@ inline u32 take_ticket(const RankArguments& arguments, const Call& call) {
 
 /// Keeps the block's slots filled: claims a part when the loads of the one before are nearly all
 /// under way. Leaves last.
-inline void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank, const Call& call,
-                      Processor<Machine>& processor, Shared& shared) {
+MOEOS_BLOCK void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
+                           const Call& call, Processor<Machine>& processor, Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
   RingPosition<1> claim;
@@ -295,7 +307,7 @@ inline void run_consumers(const RankArguments& arguments, const Call& call, u32 
       if (kind == TaskKind::route) {
         run_route(arguments, call, index, slot, task, shared, stage);
       } else {
-        sum_tokens(arguments, task, slot.rows, shared, stage);
+        sum_tokens(arguments, call, task, slot.rows, shared, stage);
       }
       stamp_computed(shared, place);
       named_barrier(kConsumersBarrier, kConsumerThreads);
@@ -323,15 +335,6 @@ inline void prefetch_code(const RankArguments& first_rank) {
     prefetch_bytes(first_rank.code + first, static_cast<u32>(bytes));
   }
 }
-
-// Inlined, however long: a kernel that calls a function has a stack. Of a rank alone on its GPU a
-// whole block is, too. Where several share one, the compiler must choose itself, or some spill half
-// a KB.
-#if MOEOS_VIRTUAL_RANKS == 1
-#define MOEOS_BLOCK __attribute__((always_inline)) inline
-#else
-#define MOEOS_BLOCK inline
-#endif
 
 __attribute__((always_inline)) inline void run_processor_roles(const RankArguments& arguments,
                                                                const Call& call, u32 index,

@@ -12,6 +12,7 @@
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/planted.hpp"
 #include "runtime/row_tasks.hpp"
+#include "runtime/slices.hpp"
 
 namespace moeos::sm90 {
 
@@ -62,24 +63,67 @@ inline PairRow shared_summand_of(const Rank<Machine>& rank, u32 token) {
   return {rank.layout.shared_result(token), weight};
 }
 
+/// The fetch warp, of a part's tokens that it has looked up: notes where their partial sums go, and
+/// that slices add no rows to these.
+inline void note_partials(const RankArguments& arguments, const Call& call, const Task& task,
+                          CombineRows& rows) {
+  static_assert(CombineRows::kTokens <= Machine::kLanes);
+  if (task.kind != TaskKind::combine || summands_of(kGeometry, task) != Summands::pairs) {
+    return;
+  }
+  __syncwarp();  // the lanes have noted them
+  // Of this look alone: else addresses take registers for all parts.
+  const Rank<Machine> here = rank_of_look(arguments);
+  Call its = call;
+  its.tokens = Machine::opaque(call.tokens);
+  if (Machine::lane() < task.rows) {
+    u32& token = rows.token[Machine::lane()];
+    token = place_of_partial(here, its, token);
+#pragma unroll 1
+    for (u32 j = kExpertSummands; j < kSummands; ++j) {
+      rows.row[Machine::lane() * kSummands + j] = {kNone, 0.0F};
+    }
+  }
+}
+
+/// The fetch warp, of tokens whose sums over slices are here.
+inline void look_up_sums(const RankArguments& arguments, const Call& call, const Task& task,
+                         CombineRows& rows) {
+  const Summands summands = summands_of(kGeometry, task);
+  const Rank<Machine> rank = rank_of_look(arguments);
+#pragma unroll 1
+  for (u32 i = Machine::lane(); i < task.rows * kSummands; i += Machine::kLanes) {
+    const u32 token = task.first_ready + i / kSummands;
+    const u32 nth = i % kSummands;
+    const bool there = nth < sums_of(kGeometry, summands);
+    rows.row[i] = {there ? sum_row(rank, call, summands, token, nth) : kNone, 1.0F};
+    rows.token[i / kSummands] = token;
+  }
+}
+
 /// The fetch warp: where a part's rows lie, all of them at once, because a round trip to memory
 /// takes longer than a token's rows do. Not of rows that are awaited.
 inline void look_up_rows(const RankArguments& arguments, const Rank<Machine>& rank,
-                         const RoutingMap& map, const Task& task, CombineRows& rows) {
-  const u32 summands = task.rows * kSummands;
+                         const Call& call, const RoutingMap& map, const Task& task,
+                         CombineRows& rows) {
+  const u32 summands = task.rows * kExpertSummands;
   if (task.kind != TaskKind::combine || summands == 0 || task.awaits != 0) {
     return;
   }
   MOEOS_CHECK(task.rows <= CombineRows::kTokens);
+  if (summands_of(kGeometry, task) != Summands::pairs) {
+    look_up_sums(arguments, call, task, rows);
+    return;
+  }
   // Of shared experts by an address of this look: else it is kept for all parts.
   const Rank<Machine> here = kShares ? rank_of_look(arguments) : rank;
 #pragma unroll
-  for (u32 first = 0; first < CombineRows::kRows; first += Machine::kLanes) {
+  for (u32 first = 0; first < CombineRows::kTokens * kExpertSummands; first += Machine::kLanes) {
     // Nothing is conditional but what is stored, so that all loads are under way together.
     const u32 i = minimum(first + Machine::lane(), summands - 1);
     // Acquired with the part's word.
-    const u32 token = rank.memory.ready_tokens[task.first_ready + i / kSummands];
-    const u32 j = i % kSummands;
+    const u32 token = rank.memory.ready_tokens[task.first_ready + i / kExpertSummands];
+    const u32 j = i % kExpertSummands;
     const u32 pair = token * kGeometry.top_k + minimum(j, kGeometry.top_k - 1);
     const u32 row = rank.memory.pair_row[pair];  // of a pair that was not sent, anything
     PairRow summand = summand_of(
@@ -89,9 +133,9 @@ inline void look_up_rows(const RankArguments& arguments, const Rank<Machine>& ra
       summand = j < kGeometry.top_k ? summand : shared;
     }
     if (first + Machine::lane() < summands) {
-      rows.row[i] = summand;
+      rows.row[kSummands == kExpertSummands ? i : i / kExpertSummands * kSummands + j] = summand;
       if (j == 0) {
-        rows.token[i / kSummands] = token;
+        rows.token[i / kExpertSummands] = token;
       }
     }
   }
@@ -161,7 +205,8 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
     }
     __syncwarp();
     if (row != kNone) {
-      const u8* from = rank.heap + rank.layout.result(row);
+      const bool of_slices = summands_of(kGeometry, task) != Summands::pairs;
+      const u8* from = rank.heap + (of_slices ? rank.layout.sum_at(row) : rank.layout.result(row));
       if (kShape.zero_experts > 0 && row == kOwnRow) {
         from = arguments.x_rows + u64{slot.rows.token[piece / kPieces]} * kOutputBytes;
       }
@@ -220,8 +265,37 @@ inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) 
   return packed(sum);
 }
 
+/// A byte of where the sum of a token goes that has no rows.
+inline uint4* unsent_at(const RankArguments& arguments, const Call& call, u32 token, u32 byte) {
+  if constexpr (kSliced) {
+    const Rank<Machine> rank = rank_of(arguments, nullptr);
+    u8* row = outgoing_partial(rank, place_of_partial(rank, call, token));
+    return reinterpret_cast<uint4*>(row + byte);
+  }
+  return output_at(arguments, token, byte);
+}
+
+/// Some bytes of a token's sum, the nth of a part, to where they go.
+inline void store_sum(const RankArguments& arguments, const Task& task, const CombineRows& rows,
+                      u32 nth, u32 byte, uint4 sum) {
+  if constexpr (kSliced) {
+    const Summands summands = summands_of(kGeometry, task);
+    const Rank<Machine> rank = rank_of(arguments, nullptr);
+    if (summands == Summands::pairs) {
+      *reinterpret_cast<uint4*>(outgoing_partial(rank, rows.token[nth]) + byte) = sum;
+      return;
+    }
+    if (kGeometry.sums_everywhere != 0 && summands == Summands::slices) {
+      for (u32 other = 1; other < kGeometry.slices; ++other) {
+        *reinterpret_cast<uint4*>(outgoing_total(rank, other, rows.token[nth]) + byte) = sum;
+      }
+    }
+  }
+  *output_at(arguments, rows.token[nth], byte) = sum;
+}
+
 /// The consumers' side, of tokens that have no rows.
-inline void write_unsent(const RankArguments& arguments, Shared& shared,
+inline void write_unsent(const RankArguments& arguments, const Call& call, Shared& shared,
                          RingPosition<kStages>& stage) {
   constexpr u32 kVectors = kOutputBytes / kVectorBytes;
   shared.stage_full[stage.index].wait(stage.parity);
@@ -230,7 +304,7 @@ inline void write_unsent(const RankArguments& arguments, Shared& shared,
   for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < vectors; i += kConsumerThreads) {
     const u32 token = list.token[i / kVectors];
     const u32 byte = i % kVectors * kVectorBytes;
-    *output_at(arguments, token, byte) = unsent_output(arguments, token, byte);
+    *unsent_at(arguments, call, token, byte) = unsent_output(arguments, token, byte);
   }
   release_read_stage(shared, stage.index);
   stage.advance();
@@ -253,10 +327,10 @@ inline void take_weight_gradients(const RankArguments& arguments, const Task& ta
 
 /// The consumers' side: each token's rows, weighted and summed in the order j = 0 ... k-1 in fp32
 /// (thesis eq. 5.2), rounded once.
-inline void sum_tokens(const RankArguments& arguments, const Task& task, const CombineRows& rows,
-                       Shared& shared, RingPosition<kStages>& stage) {
+inline void sum_tokens(const RankArguments& arguments, const Call& call, const Task& task,
+                       const CombineRows& rows, Shared& shared, RingPosition<kStages>& stage) {
   if (task.rows == 0) {
-    write_unsent(arguments, shared, stage);
+    write_unsent(arguments, call, shared, stage);
   }
   if constexpr (kGradients) {
     static_assert(!kGradients || kSummands == kGeometry.top_k);
@@ -283,7 +357,7 @@ inline void sum_tokens(const RankArguments& arguments, const Task& task, const C
       }
       const u32 byte = (first + nth) % kPieces * kPieceBytes + at;
       if (byte < kOutputBytes) {
-        *output_at(arguments, rows.token[token], byte) = packed(sum);
+        store_sum(arguments, task, rows, token, byte, packed(sum));
       }
     }
     release_read_stage(shared, stage.index);

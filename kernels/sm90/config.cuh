@@ -27,9 +27,9 @@ using Transport = cuda::MappedTransport;
 using Transport = cuda::NvshmemTransport;
 #endif
 #if MOEOS_FAULTS
-using Machine = WithFaults<cuda::Machine<Transport, kGeometry.world>>;
+using Machine = WithFaults<cuda::Machine<Transport, kGeometry.ranks()>>;
 #else
-using Machine = cuda::Machine<Transport, kGeometry.world>;
+using Machine = cuda::Machine<Transport, kGeometry.ranks()>;
 #endif
 
 inline constexpr LayerShape kShape{MOEOS_SHAPE};
@@ -94,6 +94,9 @@ static_assert((kGeometry.alters_rows != 0) == kAltersRows);
 /// Bytes of a token's row of the output, and of each row that is added up for it.
 inline constexpr u32 kOutputBytes = kGradients ? kShape.hidden * 2 : kGeometry.row_bytes;
 inline constexpr bool kShares = kShape.shared_experts > 0;
+/// Whether ranks hold slices of experts, so that Combine adds up what several make of a token.
+inline constexpr bool kSliced = kGeometry.sliced();
+static_assert(!kSliced || kShape.zero_experts == 0, "each slice would add the token itself");
 /// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh);
 /// and whether the shared experts' are.
 inline constexpr WeightFormat kFormat = kShape.weight_format;

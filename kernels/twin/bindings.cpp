@@ -82,7 +82,7 @@ class Signals {
 
 /// A call of a rank; raises what a signal's handler has raised meanwhile.
 Failure run_call(TwinRank& rank, TwinRecords& records, const Operands& operands, u32 tokens,
-                 u32 pair_limit, u32 identity) {
+                 u32 pair_limit, u32 identity, u32 inputs = 0) {
   Signals signals;
   std::function<bool()> must_leave;
   if (Signals::come_to_this_thread()) {
@@ -91,7 +91,7 @@ Failure run_call(TwinRank& rank, TwinRecords& records, const Operands& operands,
   Failure failure;
   {
     const nb::gil_scoped_release release;
-    failure = rank.forward(records, operands, tokens, pair_limit, identity, must_leave);
+    failure = rank.forward(records, operands, tokens, pair_limit, identity, inputs, must_leave);
   }
   signals.raise_again();
   return failure;
@@ -187,30 +187,36 @@ NB_MODULE(_twin, module) {
           "__init__",
           [](TwinRank* self, const Sizes& sizes, u32 rank, std::shared_ptr<TwinShared> shared,
              u64 words_at, u64 rows_at, u64 results_at, u32 stride_rows, double deadline,
-             bool split_os, double jitter_us, u64 jitter_seed, u32 ranks_per_node, bool gradients) {
+             bool split_os, double jitter_us, u64 jitter_seed, u32 ranks_per_node, bool gradients,
+             u32 slice_number, const std::vector<u32>& peers) {
             require(rank < sizes.geometry.world && stride_rows >= sizes.geometry.cell_places(),
                     "the cells of a heap are too small");
-            new (self) TwinRank(
-                sizes.geometry, sizes.shape, rank,
-                HeapPlace{words_at, rows_at, results_at, stride_rows}, std::move(shared),
-                TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us, jitter_seed,
-                             ranks_per_node, FaultPlan{}, PlaceTable{}, gradients});
+            require(peers.size() == (sizes.geometry.sliced() ? sizes.geometry.ranks() : 0) &&
+                        slice_number < maximum(1U, sizes.geometry.slices),
+                    "where experts are sliced a rank has a slice, and each peer a heap");
+            new (self)
+                TwinRank(sizes.geometry, sizes.shape, rank,
+                         HeapPlace{words_at, rows_at, results_at, stride_rows}, std::move(shared),
+                         TwinSettings{static_cast<u64>(deadline * 1e9), split_os, jitter_us,
+                                      jitter_seed, ranks_per_node, FaultPlan{}, PlaceTable{},
+                                      gradients, slice_number, peers});
           },
           nb::kw_only(), "sizes"_a, "rank"_a, "shared"_a, "words_at"_a, "rows_at"_a, "results_at"_a,
           "stride_rows"_a, "deadline"_a, "split_os"_a, "jitter_us"_a, "jitter_seed"_a,
-          "ranks_per_node"_a, "gradients"_a)
+          "ranks_per_node"_a, "gradients"_a, "slice_number"_a, "peers"_a)
       .def(
           "forward",
-          [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,
-             u32 pair_limit, std::uintptr_t x, std::uintptr_t x_scale, std::uintptr_t gate,
-             std::uintptr_t selection_bias, std::uintptr_t router_bias, std::uintptr_t expert_scale,
-             std::uintptr_t topk_ids, std::uintptr_t topk_weights, std::uintptr_t w1,
-             std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2, std::uintptr_t w1_scale,
-             std::uintptr_t w2_scale, std::uintptr_t w1_scale_2, std::uintptr_t w2_scale_2,
-             std::uintptr_t shared_w1, std::uintptr_t shared_w2, std::uintptr_t shared_gate,
-             std::uintptr_t shared_w1_scale, std::uintptr_t shared_w2_scale,
-             std::uintptr_t shared_w1_scale_2, std::uintptr_t shared_w2_scale_2, std::uintptr_t out,
-             std::uintptr_t chosen_ids, std::uintptr_t chosen_weights) {
+          [](TwinRank& self, TwinRecords& records, u32 identity, u32 inputs, bool bfloat16,
+             u32 tokens, u32 pair_limit, std::uintptr_t x, std::uintptr_t x_scale,
+             std::uintptr_t gate, std::uintptr_t selection_bias, std::uintptr_t router_bias,
+             std::uintptr_t expert_scale, std::uintptr_t topk_ids, std::uintptr_t topk_weights,
+             std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2,
+             std::uintptr_t w1_scale, std::uintptr_t w2_scale, std::uintptr_t w1_scale_2,
+             std::uintptr_t w2_scale_2, std::uintptr_t shared_w1, std::uintptr_t shared_w2,
+             std::uintptr_t shared_gate, std::uintptr_t shared_w1_scale,
+             std::uintptr_t shared_w2_scale, std::uintptr_t shared_w1_scale_2,
+             std::uintptr_t shared_w2_scale_2, std::uintptr_t out, std::uintptr_t chosen_ids,
+             std::uintptr_t chosen_weights) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
                                     reinterpret_cast<const float*>(x_scale),
@@ -238,12 +244,12 @@ NB_MODULE(_twin, module) {
                                     reinterpret_cast<void*>(out),
                                     reinterpret_cast<i32*>(chosen_ids),
                                     reinterpret_cast<float*>(chosen_weights)};
-            return run_call(self, records, operands, tokens, pair_limit, identity);
+            return run_call(self, records, operands, tokens, pair_limit, identity, inputs);
           },
-          nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
-          "x_scale"_a, "gate"_a, "selection_bias"_a, "router_bias"_a, "expert_scale"_a,
-          "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "w1_scale"_a,
-          "w2_scale"_a, "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a,
+          nb::kw_only(), "records"_a, "identity"_a, "inputs"_a, "bfloat16"_a, "tokens"_a,
+          "pair_limit"_a, "x"_a, "x_scale"_a, "gate"_a, "selection_bias"_a, "router_bias"_a,
+          "expert_scale"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a,
+          "w1_scale"_a, "w2_scale"_a, "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a,
           "shared_gate"_a, "shared_w1_scale"_a, "shared_w2_scale"_a, "shared_w1_scale_2"_a,
           "shared_w2_scale_2"_a, "out"_a, "chosen_ids"_a, "chosen_weights"_a)
       .def(

@@ -160,6 +160,19 @@ std::vector<u32> TwinRecords::rows_received(u32 source) const {
   return rows;
 }
 
+namespace {
+
+/// Heaps in another order; in theirs, if there is none.
+std::vector<u8*> heaps_of(const std::vector<u8*>& heaps, const std::vector<u32>& order) {
+  std::vector<u8*> ordered;
+  for (const u32 rank : order) {
+    ordered.push_back(heaps[rank]);
+  }
+  return order.empty() ? heaps : ordered;
+}
+
+}  // namespace
+
 TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
                    const HeapPlace& place, std::shared_ptr<TwinShared> shared,
                    const TwinSettings& settings)
@@ -172,13 +185,15 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
       coded_rows_(
           map_zeroed(shape.codes_rows() ? u64{geometry.max_tokens} * geometry.sent_bytes : u64{0})),
       os_(geometry_, os_memory_.get()),
-      rank_{Machine(shared_->heaps_.data(), rank, settings.ranks_per_node, shared_->nic_),
+      peers_(heaps_of(shared_->heaps_, settings.peers)),
+      rank_{Machine(peers_.data(), rank, settings.ranks_per_node, shared_->nic_),
             Layout(geometry_, place),
             memory_of(nullptr),
             &os_,
-            shared_->heaps_[rank],
+            peers_[rank],
             rank,
-            settings.deadline_ns},
+            settings.deadline_ns,
+            settings.slice},
       places_(map_zeroed(settings.gradients ? u64{rank_.layout.rows()} * sizeof(u32) : u64{0})) {
   // What is kept of rows is read when the call is over.
   MOEOS_CHECK(!settings.gradients || (!geometry.reuses_places() && !geometry.rings_cells()));
@@ -202,7 +217,8 @@ TwinRank::TwinRank(const Geometry& geometry, const LayerShape& shape, u32 rank,
                    std::vector<u8*> heaps, const TwinSettings& settings, const MakeCrew& make_crew,
                    Nic* nic)
     : TwinRank(geometry, shape, rank, Layout::alone(geometry),
-               std::make_shared<TwinShared>(rank, std::move(heaps), Layout(geometry).bytes(),
+               std::make_shared<TwinShared>(settings.peers.empty() ? rank : settings.peers[rank],
+                                            std::move(heaps), Layout(geometry).bytes(),
                                             RankMemory::bytes_of_parts(geometry).control,
                                             geometry.between_bytes(), make_crew, nic),
                settings) {
@@ -223,7 +239,8 @@ u32 TwinRank::workers() const {
 void TwinRank::install_jitter(u32 thread_index, u32 epoch) {
   if (settings_.jitter_us > 0.0) {
     thread_local std::unique_ptr<Jitter> jitter;
-    std::seed_seq seed{settings_.jitter_seed, u64{rank_.rank}, u64{thread_index}, u64{epoch}};
+    const u64 rank = rank_.everywhere(rank_.rank);
+    std::seed_seq seed{settings_.jitter_seed, rank, u64{thread_index}, u64{epoch}};
     u32 drawn[1];
     seed.generate(drawn, drawn + 1);
     jitter = std::make_unique<Jitter>(settings_.jitter_us, drawn[0]);
@@ -264,11 +281,12 @@ void TwinRank::add_weight_gradients(const Rank<Machine>& rank, const Operands& o
 
 Failure TwinRank::forward(const Operands& operands, u32 tokens, u32 pair_limit,
                           const std::function<bool()>& must_leave) {
-  return forward(*own_records_, operands, tokens, pair_limit, 0, must_leave);
+  return forward(*own_records_, operands, tokens, pair_limit, 0, 0, must_leave);
 }
 
 Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 tokens,
-                          u32 pair_limit, u32 identity, const std::function<bool()>& must_leave) {
+                          u32 pair_limit, u32 identity, u32 inputs,
+                          const std::function<bool()>& must_leave) {
   const Geometry& geometry = rank_.geometry();
   MOEOS_CHECK(settings_.gradients == (operands.gradients != nullptr));
   // Publishes nothing: calls follow each other by whatever orders their threads.
@@ -285,7 +303,8 @@ Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 to
   }
   const bool may_be_unsent =
       operands.topk_ids != nullptr || pair_limit < geometry.max_tokens || shape_.zero_experts > 0;
-  const Call call{*mine.memory.epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U, identity};
+  const Call call{*mine.memory.epoch,      tokens,   pair_limit,
+                  may_be_unsent ? 1U : 0U, identity, inputs};
   begin_call(mine, call);
   in_flight_ = CallInFlight{mine, call, &operands};
   shared_->share_ = [this](u32 worker) { do_share(worker); };

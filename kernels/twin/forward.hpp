@@ -36,10 +36,12 @@ struct TwinSettings {
   bool split_os;     // a thread for each warp of the OS block, instead of one for all
   double jitter_us;  // random delays up to this at atomic accesses; 0: none
   u64 jitter_seed;
-  u32 ranks_per_node;      // peers of other nodes are remote
-  FaultPlan faults = {};   // of a layer that shares nothing, as
-  PlaceTable table = {};   // its experts' places are
-  bool gradients = false;  // its calls are of gradients
+  u32 ranks_per_node;           // peers of other nodes are remote
+  FaultPlan faults = {};        // of a layer that shares nothing, as
+  PlaceTable table = {};        // its experts' places are
+  bool gradients = false;       // its calls are of gradients
+  u32 slice = 0;                // of the experts, where these are sliced; then
+  std::vector<u32> peers = {};  // [Geometry::ranks()]: whose heap each peer's is (Rank::everywhere)
 };
 
 /// Zeroed memory of this process, whose pages come when they are first written.
@@ -127,11 +129,12 @@ class TwinRank {
 
   /// Runs one call of a layer, which is of gradients if the settings say so, and returns when this
   /// rank's part in it is over. The failure's kind is `none` when all went well; after any other,
-  /// only reset() makes the rank usable again. `identity`: of the call (Call::identity).
+  /// only reset() makes the rank usable again. `identity`, `inputs`: of the call
+  /// (Call).
   /// `must_leave` is asked now and then while this thread waits, soon after a signal has come to
   /// it; once it says so, this rank and its peers are made to leave, and it is asked no more.
   Failure forward(TwinRecords& records, const Operands& operands, u32 tokens, u32 pair_limit,
-                  u32 identity, const std::function<bool()>& must_leave = {});
+                  u32 identity, u32 inputs, const std::function<bool()>& must_leave = {});
   /// Of the layer that shares nothing.
   Failure forward(const Operands& operands, u32 tokens, u32 pair_limit,
                   const std::function<bool()>& must_leave = {});
@@ -172,6 +175,7 @@ class TwinRank {
   Mapped os_memory_;
   Mapped coded_rows_;  // of a call's tokens, where they are sent as codes
   OsMemory os_;
+  std::vector<u8*> peers_;  // their heaps, where experts are sliced
   Rank<Machine> rank_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   Mapped places_;                                                   // of gradients: as the next

@@ -18,6 +18,7 @@
 #include "runtime/platform/twin/platform.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
+#include "runtime/slices.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos::twin {
@@ -177,9 +178,31 @@ class TwinKernels {
         sum[n] += weight * values[n];
       }
     }
-    store(
-        operands_.element, sum, shape_.hidden,
-        static_cast<u8*>(operands_.out) + u64{token} * shape_.hidden * size_of(operands_.element));
+    store(operands_.element, sum, shape_.hidden,
+          geometry.sliced() ? outgoing_partial(rank_, place_of_partial(rank_, call_, token))
+                            : output_row(token));
+  }
+
+  /// The token's sums over slices, added up in their order in fp32, rounded once: to this rank's
+  /// output and, if they were not its owner's, to all others'.
+  void add_slices(const Task& task, u32 token) {
+    const Geometry& geometry = rank_.geometry();
+    const Summands summands = summands_of(geometry, task);
+    float* sum = scratch_.row.get();
+    std::fill(sum, sum + shape_.hidden, 0.0F);
+    for (u32 nth = 0; nth < sums_of(geometry, summands); ++nth) {
+      const ConstElements values(
+          operands_.element,
+          rank_.heap + rank_.layout.sum_at(sum_row(rank_, call_, summands, token, nth)));
+      for (u32 n = 0; n < shape_.hidden; ++n) {
+        sum[n] += values[n];
+      }
+    }
+    store(operands_.element, sum, shape_.hidden, output_row(token));
+    const bool to_all = summands == Summands::slices && geometry.sums_everywhere != 0;
+    for (u32 nth = 1; to_all && nth < geometry.slices; ++nth) {
+      store(operands_.element, sum, shape_.hidden, outgoing_total(rank_, nth, token));
+    }
   }
 
  private:
@@ -335,6 +358,11 @@ class TwinKernels {
         panel += panel_floats(shape_.hidden);
       }
     }
+  }
+
+  u8* output_row(u32 token) const {
+    return static_cast<u8*>(operands_.out) +
+           u64{token} * shape_.hidden * size_of(operands_.element);
   }
 
   /// What multiplies a token before its experts do.

@@ -23,12 +23,14 @@ using moeos::Geometry;
 using moeos::i32;
 using moeos::u32;
 using moeos::u64;
-using moeos::twin::draw_call;
+using moeos::twin::draw_calls;
 using moeos::twin::draw_experts;
+using moeos::twin::draw_slices;
 using moeos::twin::draw_world;
 using moeos::twin::Experts;
 using moeos::twin::Extent;
 using moeos::twin::Heaps;
+using moeos::twin::holder_of;
 using moeos::twin::kErrorMost;
 using moeos::twin::largest_error;
 using moeos::twin::Operands;
@@ -36,29 +38,26 @@ using moeos::twin::operands_of;
 using moeos::twin::Random;
 using moeos::twin::RandomWorld;
 using moeos::twin::RankCall;
+using moeos::twin::settings_of;
 using moeos::twin::TwinRank;
 
 bool run_world(u64 seed) {
   constexpr u32 kCalls = 6;
   Random random(seed);
-  const RandomWorld world = draw_world(random, Extent::threads);
+  RandomWorld world = draw_world(random, Extent::threads);
+  draw_slices(random, world, 2);
   const Geometry& g = world.geometry;
   const Experts experts = draw_experts(random, world);
-  std::vector<std::vector<RankCall>> calls(g.world);
-  for (auto& rank_calls : calls) {
-    for (u32 c = 0; c < kCalls; ++c) {
-      rank_calls.push_back(draw_call(random, world));
-    }
-  }
+  std::vector<std::vector<RankCall>> calls = draw_calls(random, world, kCalls);
   const Heaps heaps(g);
   std::vector<std::unique_ptr<TwinRank>> ranks;
-  for (u32 p = 0; p < g.world; ++p) {
-    ranks.push_back(
-        std::make_unique<TwinRank>(g, world.shape, p, heaps.addresses(), world.settings));
+  for (u32 p = 0; p < g.ranks(); ++p) {
+    ranks.push_back(std::make_unique<TwinRank>(g, world.shape, holder_of(world, p),
+                                               heaps.addresses(), settings_of(world, p)));
   }
-  std::vector<Failure> failures(g.world);
+  std::vector<Failure> failures(g.ranks());
   std::vector<std::thread> threads;
-  for (u32 p = 0; p < g.world; ++p) {
+  for (u32 p = 0; p < g.ranks(); ++p) {
     threads.emplace_back([&, p] {
       for (RankCall& call :
            calls[p]) {  // no barrier between calls: ranks run as far ahead as the protocol allows
@@ -74,7 +73,7 @@ bool run_world(u64 seed) {
     thread.join();
   }
   bool good = true;
-  for (u32 p = 0; p < g.world; ++p) {
+  for (u32 p = 0; p < g.ranks(); ++p) {
     if (failures[p].kind != FailureKind::none) {
       std::printf(
           "seed %llu: rank %u failed with kind %u: peer %u expert %d chunk %d epoch %u expected "
@@ -86,7 +85,7 @@ bool run_world(u64 seed) {
       continue;
     }
     for (u32 c = 0; c < kCalls; ++c) {
-      const double error = largest_error(world, experts, calls[p][c]);
+      const double error = largest_error(world, experts, calls[p][c], p);
       if (!(error < kErrorMost)) {
         std::printf(
             "seed %llu: rank %u call %u: error %g (world %u experts %u k %u tokens %u of %u)\n",

@@ -121,7 +121,7 @@ bool run_workspace(u64 seed) {
         RankCall& call = calls[p][c];
         const Operands operands = operands_of(shapes[s], experts[s], p, call);
         failures[p] = ranks[p]->layers[s]->forward(*ranks[p]->records[s], operands, call.tokens,
-                                                   shapes[s].geometry.capacity, s + 1);
+                                                   shapes[s].geometry.capacity, s + 1, 0);
         if (failures[p].kind != FailureKind::none) {
           return;
         }

@@ -22,11 +22,9 @@ namespace {
 constexpr u32 kCalls = 3;
 constexpr u64 kPointsMost = 20'000'000;  // of a run; the longest seen take a tenth of it
 
-RandomWorld draw_small_world(Random& random, bool gradients) {
+RandomWorld draw_gradient_world(Random& random) {
   RandomWorld world = draw_world(random, Extent::fibers);
-  if (gradients) {
-    make_gradient_world(world);
-  }
+  make_gradient_world(world);
   return world;
 }
 
@@ -56,7 +54,7 @@ class Fault : public Device {
     }
     happened_ = true;
     at_ns_ = schedule_.now_ns();
-    rank_ = draw(random, 0, world_.geometry.world - 1);
+    rank_ = draw(random, 0, world_.geometry.ranks() - 1);
     std::ostringstream said;
     if (scenario_ == Scenario::die) {
       schedule_.stop(rank_);
@@ -160,6 +158,12 @@ class Fault : public Device {
   std::string text_ = "no fault";
 };
 
+RandomWorld draw_world_of_slices(Random& random) {
+  RandomWorld world = draw_world(random, Extent::fibers);
+  draw_slices(random, world, 1);
+  return world;
+}
+
 /// A world, its calls, and what came of them.
 class Run {
  public:
@@ -167,26 +171,30 @@ class Run {
       : random_(seed),
         gradients_(scenario == Scenario::backward),
         scenario_(gradients_ ? static_cast<Scenario>(seed % static_cast<u32>(scenario)) : scenario),
-        world_(draw_small_world(random_, gradients_)),
+        world_(gradients_ ? draw_gradient_world(random_) : draw_world_of_slices(random_)),
         experts_(draw_experts(random_, world_)),
         heaps_(world_.geometry),
         schedule_(seed, strategy),
         fault_(schedule_, scenario_, world_, draw(random_, 0, kFaultAtMost)) {
     const Geometry& g = world_.geometry;
     schedule_.attach(&fault_);
-    failures_.resize(g.world);
-    failed_at_ns_.resize(g.world);
-    calls_.resize(g.world);
-    call_gradients_.resize(g.world);
+    failures_.resize(g.ranks());
+    failed_at_ns_.resize(g.ranks());
     const bool with_nic =
         scenario_ == Scenario::nic || (scenario_ != Scenario::quiet && draw(random_, 0, 1) == 1);
-    for (u32 p = 0; p < g.world; ++p) {
-      for (u32 call = 0; call < kCalls; ++call) {
-        calls_[p].push_back(draw_call(random_, world_));
-        if (gradients_) {
+    if (gradients_) {
+      calls_.resize(g.world);
+      call_gradients_.resize(g.world);
+      for (u32 p = 0; p < g.world; ++p) {
+        for (u32 call = 0; call < kCalls; ++call) {
+          calls_[p].push_back(draw_call(random_, world_));
           call_gradients_[p].push_back(draw_gradients(random_, world_, calls_[p].back()));
         }
       }
+    } else {
+      calls_ = draw_calls(random_, world_, kCalls);
+    }
+    for (u32 p = 0; p < g.ranks(); ++p) {
       Nic* nic = nullptr;
       if (with_nic) {
         nics_.push_back(
@@ -197,8 +205,9 @@ class Run {
       const auto make_crew = [this, p](u32 workers, std::function<void(u32)> share) {
         return std::make_unique<FiberCrew>(schedule_, p, workers, std::move(share));
       };
-      ranks_.push_back(std::make_unique<TwinRank>(g, world_.shape, p, heaps_.addresses(),
-                                                  world_.settings, make_crew, nic));
+      ranks_.push_back(std::make_unique<TwinRank>(g, world_.shape, holder_of(world_, p),
+                                                  heaps_.addresses(), settings_of(world_, p),
+                                                  make_crew, nic));
     }
     fault_.watch(ranks_, heaps_);
   }
@@ -211,7 +220,7 @@ class Run {
     }
     Outcome outcome{};
     outcome.wrong = wrong_;
-    outcome.world = world_.geometry.world;
+    outcome.world = world_.geometry.ranks();
     outcome.calls = right_;
     outcome.failed = first_failed_;
     outcome.kinds = kinds_;
@@ -247,7 +256,7 @@ class Run {
 
   /// All ranks' calls, one after the other and without a barrier.
   void make_calls() {
-    const u32 world = world_.geometry.world;
+    const u32 world = world_.geometry.ranks();
     std::vector<u32> made(world, 0);
     sums_.clear();
     for (u32 p = 0; p < world; ++p) {
@@ -310,7 +319,7 @@ class Run {
     for (u32 call = 0; call < made; ++call) {
       const double error = gradients_ ? error_of_call(world_, experts_, calls_[rank][call],
                                                       call_gradients_[rank][call], right_sums_)
-                                      : largest_error(world_, experts_, calls_[rank][call]);
+                                      : largest_error(world_, experts_, calls_[rank][call], rank);
       if (!(error < kErrorMost)) {
         complain(rank, "gives a wrong result in call " + std::to_string(call + 1) + ", error " +
                            std::to_string(error));

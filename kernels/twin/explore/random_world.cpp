@@ -9,6 +9,8 @@
 #include <numeric>
 #include <system_error>
 
+#include "runtime/slices.hpp"
+
 namespace moeos::twin {
 
 namespace {
@@ -202,19 +204,23 @@ void draw_table(Random& random, RandomWorld& world) {
   g.experts = g.world * each;
 }
 
+u32 slices_of(const RandomWorld& world) { return maximum(1U, world.geometry.slices); }
+
 /// Values of all experts, as ranks hold them.
 template <class T>
 std::vector<T> held(const RandomWorld& world, const std::vector<T>& all) {
   const Geometry& g = world.geometry;
-  const u64 size = all.size() / g.routed_experts();
-  std::vector<T> values(g.expert_places() * size);
+  const u64 experts = g.routed_experts();
+  const u64 size = all.size() / (experts * slices_of(world));
+  std::vector<T> values(slices_of(world) * g.expert_places() * size);
   const PlaceTable& table = world.settings.table;
-  for (u32 expert = 0; expert < g.routed_experts(); ++expert) {
-    const u32 first = g.placed() ? table.from[expert] : expert;
-    const u32 end = g.placed() ? table.from[expert + 1] : expert + 1;
-    for (u32 i = first; i < end; ++i) {
-      const u32 place = g.placed() ? table.places[i] : i;
-      std::copy_n(all.data() + expert * size, size, values.data() + place * size);
+  for (u64 n = 0; n < slices_of(world) * experts; ++n) {  // slice by slice
+    const u64 expert = n % experts;
+    const u64 first = g.placed() ? table.from[expert] : expert;
+    const u64 end = g.placed() ? table.from[expert + 1] : expert + 1;
+    for (u64 i = first; i < end; ++i) {
+      const u64 place = n / experts * g.expert_places() + (g.placed() ? table.places[i] : i);
+      std::copy_n(all.data() + n * size, size, values.data() + place * size);
     }
   }
   return values;
@@ -313,11 +319,37 @@ RandomWorld draw_world(Random& random, Extent extent) {
   return world;
 }
 
+void draw_slices(const Random& random, RandomWorld& world, u32 holders_most) {
+  Geometry& g = world.geometry;
+  Random aside = random;
+  if (g.remote != 0 || g.placed() || draw(aside, 0, 1) != 0) {
+    return;
+  }
+  g.world = minimum(g.world, holders_most);
+  g.slices = draw(aside, 2, 4 / g.world);
+  g.sums_everywhere = draw(aside, 0, 1);
+  world.settings.ranks_per_node = g.ranks();
+}
+
+u32 holder_of(const RandomWorld& world, u32 rank) { return rank % world.geometry.world; }
+
+TwinSettings settings_of(const RandomWorld& world, u32 rank) {
+  const Geometry& g = world.geometry;
+  TwinSettings settings = world.settings;
+  settings.slice = rank / g.world;
+  for (u32 peer = 0; g.sliced() && peer < g.ranks(); ++peer) {
+    settings.peers.push_back((settings.slice * g.world + peer) % g.ranks());
+  }
+  return settings;
+}
+
 Experts draw_experts(Random& random, const RandomWorld& world) {
-  const u64 experts = world.geometry.routed_experts();
+  const u64 slices = slices_of(world);
+  const u64 routed = world.geometry.routed_experts();
+  const u64 experts = routed * slices;
   const LayerShape& shape = world.shape;
-  const u64 shared = u64{shape.shared_experts} * shape.shared_intermediate;
-  Experts drawn{draw_floats(random, experts * shape.hidden, 1.0F),
+  const u64 shared = slices * shape.shared_experts * shape.shared_intermediate;
+  Experts drawn{draw_floats(random, routed * shape.hidden, 1.0F),
                 draw_floats(random, experts * shape.w1_rows() * shape.hidden, 0.3F),
                 draw_floats(random, experts * shape.hidden * shape.intermediate, 0.3F),
                 draw_floats(random, shared * shape.w1_rows_of(1) * shape.hidden, 0.3F),
@@ -335,11 +367,12 @@ Experts draw_experts(Random& random, const RandomWorld& world) {
     drawn.held_w2_codes = held(world, draw_codes(aside, shape.weight_format, experts, shape.hidden,
                                                  shape.intermediate, drawn.w2));
     if (shape.shared_weight_format != WeightFormat::plain) {
-      drawn.shared_w1_codes =
-          draw_codes(aside, shape.shared_weight_format, shape.shared_experts * shape.w1_rows_of(1),
-                     shape.shared_intermediate, shape.hidden, drawn.shared_w1);
-      drawn.shared_w2_codes = draw_codes(aside, shape.shared_weight_format, shape.shared_experts,
-                                         shape.hidden, shape.shared_intermediate, drawn.shared_w2);
+      drawn.shared_w1_codes = draw_codes(aside, shape.shared_weight_format,
+                                         slices * shape.shared_experts * shape.w1_rows_of(1),
+                                         shape.shared_intermediate, shape.hidden, drawn.shared_w1);
+      drawn.shared_w2_codes =
+          draw_codes(aside, shape.shared_weight_format, slices * shape.shared_experts, shape.hidden,
+                     shape.shared_intermediate, drawn.shared_w2);
     }
   }
   drawn.held_w1 = held(world, drawn.w1);
@@ -370,47 +403,71 @@ RankCall draw_call(Random& random, const RandomWorld& world) {
   return call;
 }
 
+std::vector<std::vector<RankCall>> draw_calls(Random& random, const RandomWorld& world, u32 calls) {
+  std::vector<std::vector<RankCall>> drawn(world.geometry.ranks());
+  for (u32 rank = 0; rank < drawn.size(); ++rank) {
+    for (u32 call = 0; call < calls && rank < world.geometry.world; ++call) {
+      drawn[rank].push_back(draw_call(random, world));
+    }
+    if (rank >= world.geometry.world) {
+      drawn[rank] = drawn[holder_of(world, rank)];
+    }
+  }
+  return drawn;
+}
+
 Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank, RankCall& call) {
   static const i32 kNobody = -1;  // routing is given even where there is no token
   const LayerShape& shape = world.shape;
   // Of what experts have, the part of this rank's.
   const Geometry& g = world.geometry;
-  const auto own = [&g, rank](const auto& all) { return all.data() + all.size() / g.world * rank; };
+  const auto own = [&g, rank](const auto& all) {
+    return all.data() + all.size() / g.ranks() * rank;
+  };
+  const u32 slice = rank / g.world;
+  const auto of_slice = [&](const auto& all) {
+    return all.data() + all.size() / slices_of(world) * slice;
+  };
   // What a matrix is read from: its numbers, or its codes.
   const auto read = [](WeightFormat format, const auto* numbers, const auto* codes) {
     return format == WeightFormat::plain ? static_cast<const void*>(numbers) : codes;
   };
   const WeightFormat format = shape.weight_format;
   const WeightFormat shared = shape.shared_weight_format;
-  return Operands{
-      .element = Element::kFloat32,
-      .x = call.x.data(),
-      .gate = experts.gate.data(),
-      .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
-      .topk_weights = call.weights.data(),
-      .w1 = read(format, own(experts.held_w1), own(experts.held_w1_codes.codes)),
-      .w2 = read(format, own(experts.held_w2), own(experts.held_w2_codes.codes)),
-      .w1_scale = own(experts.held_w1_codes.scales),
-      .w2_scale = own(experts.held_w2_codes.scales),
-      .w1_scale_2 = own(experts.held_w1_codes.scales_2),
-      .w2_scale_2 = own(experts.held_w2_codes.scales_2),
-      .shared_w1 = read(shared, experts.shared_w1.data(), experts.shared_w1_codes.codes.data()),
-      .shared_w2 = read(shared, experts.shared_w2.data(), experts.shared_w2_codes.codes.data()),
-      .shared_gate = experts.shared_gate.data(),
-      .shared_w1_scale = experts.shared_w1_codes.scales.data(),
-      .shared_w2_scale = experts.shared_w2_codes.scales.data(),
-      .shared_w1_scale_2 = experts.shared_w1_codes.scales_2.data(),
-      .shared_w2_scale_2 = experts.shared_w2_codes.scales_2.data(),
-      .out = call.out.data()};
+  return Operands{.element = Element::kFloat32,
+                  .x = call.x.data(),
+                  .gate = experts.gate.data(),
+                  .topk_ids = call.ids.empty() ? &kNobody : call.ids.data(),
+                  .topk_weights = call.weights.data(),
+                  .w1 = read(format, own(experts.held_w1), own(experts.held_w1_codes.codes)),
+                  .w2 = read(format, own(experts.held_w2), own(experts.held_w2_codes.codes)),
+                  .w1_scale = own(experts.held_w1_codes.scales),
+                  .w2_scale = own(experts.held_w2_codes.scales),
+                  .w1_scale_2 = own(experts.held_w1_codes.scales_2),
+                  .w2_scale_2 = own(experts.held_w2_codes.scales_2),
+                  .shared_w1 = read(shared, of_slice(experts.shared_w1),
+                                    of_slice(experts.shared_w1_codes.codes)),
+                  .shared_w2 = read(shared, of_slice(experts.shared_w2),
+                                    of_slice(experts.shared_w2_codes.codes)),
+                  .shared_gate = experts.shared_gate.data(),
+                  .shared_w1_scale = of_slice(experts.shared_w1_codes.scales),
+                  .shared_w2_scale = of_slice(experts.shared_w2_codes.scales),
+                  .shared_w1_scale_2 = of_slice(experts.shared_w1_codes.scales_2),
+                  .shared_w2_scale_2 = of_slice(experts.shared_w2_codes.scales_2),
+                  .out = call.out.data()};
 }
 
 /// The layer's definition, in double precision, one pair at a time.
-double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call) {
+double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call,
+                     u32 rank) {
   const Geometry& g = world.geometry;
   const u32 hidden = world.shape.hidden;
   std::vector<u32> used(g.routed_experts(), 0);
   double worst = 0.0;
-  for (u32 token = 0; token < call.tokens; ++token) {
+  const bool scatters = g.sliced() && g.sums_everywhere == 0;
+  const TokenRange own =
+      scatters ? tokens_owned(g, call.tokens, rank / g.world) : TokenRange{0, call.tokens};
+  for (u32 token = 0; token < own.end; ++token) {
     const float* x = &call.x[u64{token} * hidden];
     std::vector<double> sum(hidden, 0.0);
     std::vector<double> doubt(hidden, 0.0);
@@ -419,20 +476,22 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
       if (expert < 0 || used[expert]++ >= g.capacity) {
         continue;
       }
-      add_mlp(world.shape, experts.w1, experts.w2, static_cast<u32>(expert),
-              world.shape.intermediate, world.shape.codes_rows(), call.weights[token * g.top_k + j],
-              x, sum, doubt);
+      for (u32 slice = 0; slice < slices_of(world); ++slice) {
+        add_mlp(world.shape, experts.w1, experts.w2,
+                slice * g.routed_experts() + static_cast<u32>(expert), world.shape.intermediate,
+                world.shape.codes_rows(), call.weights[token * g.top_k + j], x, sum, doubt);
+      }
     }
     double logit = 0.0;
     for (u32 h = 0; h < experts.shared_gate.size(); ++h) {
       logit += double{x[h]} * experts.shared_gate[h];
     }
     const double weight = world.shape.shared_gate ? 1.0 / (1.0 + std::exp(-logit)) : 1.0;
-    for (u32 n = 0; n < world.shape.shared_experts; ++n) {
+    for (u32 n = 0; n < slices_of(world) * world.shape.shared_experts; ++n) {
       add_mlp(world.shape, experts.shared_w1, experts.shared_w2, n, world.shape.shared_intermediate,
               false, weight, x, sum, doubt);
     }
-    for (u32 h = 0; h < hidden; ++h) {
+    for (u32 h = 0; token >= own.first && h < hidden; ++h) {
       const double difference = std::fabs(sum[h] - call.out[u64{token} * hidden + h]) - doubt[h];
       const double error = difference / (1.0 + std::fabs(sum[h]));
       worst = std::isnan(error) ? INFINITY : std::fmax(worst, error);
@@ -441,7 +500,7 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
   return worst;
 }
 
-Heaps::Heaps(const Geometry& geometry) : Heaps(geometry.world, Layout(geometry).bytes()) {}
+Heaps::Heaps(const Geometry& geometry) : Heaps(geometry.ranks(), Layout(geometry).bytes()) {}
 
 Heaps::Heaps(u32 ranks, u64 bytes) : bytes_(bytes) {
   for (u32 p = 0; p < ranks; ++p) {

@@ -30,14 +30,23 @@ struct RandomWorld {
 };
 RandomWorld draw_world(Random& random, Extent extent);
 
+/// Now and then cuts a world's experts into slices, each of them as large as an expert was, and
+/// held by so many ranks at most; `random` stays as it is. For who runs Geometry::ranks() ranks,
+/// with what the next two say.
+void draw_slices(const Random& random, RandomWorld& world, u32 holders_most);
+/// Of a rank of all: its number among those that hold its slice, and what it is told.
+u32 holder_of(const RandomWorld& world, u32 rank);
+TwinSettings settings_of(const RandomWorld& world, u32 rank);
+
 /// Matrices of weights in a format; all empty where weights are plain.
 struct Codes {
   std::vector<u8> codes, scales;
   std::vector<float> scales_2;
 };
 
-/// All experts' weights, and the shared ones'. With a format matrices are the numbers of codes.
-/// What ranks hold has an expert's values in each of its places, and zeros in those without one.
+/// All experts' weights, and the shared ones'; of slices those of the first one, then of the next.
+/// With a format matrices are the numbers of codes. What ranks hold has an expert's values in each
+/// of its places, and zeros in those without one.
 struct Experts {
   std::vector<float> gate, w1, w2, shared_w1, shared_w2, shared_gate;
   std::vector<float> held_w1, held_w2;
@@ -52,13 +61,16 @@ struct RankCall {
   std::vector<i32> ids;
 };
 RankCall draw_call(Random& random, const RandomWorld& world);
+/// [rank][call]: so many calls of each rank of all; those of ranks with the same tokens are alike.
+std::vector<std::vector<RankCall>> draw_calls(Random& random, const RandomWorld& world, u32 calls);
 
 /// What rank `rank` hands to TwinRank::forward.
 Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank, RankCall& call);
 
 /// By how much the largest element of `call.out` is wrong: |difference| / (1 + |right value|);
-/// infinite for a value that is not a number.
-double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call);
+/// infinite for a value that is not a number. Of slices rank `rank` may write some tokens alone.
+double largest_error(const RandomWorld& world, const Experts& experts, const RankCall& call,
+                     u32 rank = 0);
 inline constexpr double kErrorMost = 1e-4;  // in float32
 
 /// The symmetric heaps of a world, zeroed.

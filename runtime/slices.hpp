@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which of the ranks that hold slices of the same experts adds up which tokens.
+//
+// These ranks have the same tokens. Each makes a partial sum of every token, over its slices of the
+// token's experts. A token's owner adds up the partial sums of all slices, in their order. May not
+// know: flags, rows, who runs parts.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/call.hpp"
+#include "runtime/geometry.hpp"
+#include "runtime/task.hpp"
+
+namespace moeos {
+
+/// What a part of Combine adds up.
+enum class Summands : u32 {
+  pairs,   ///< a token's rows of its experts here: its output or, of slices, its partial sum
+  slices,  ///< a token's partial sums of all slices: its output
+  total,   ///< a token's output, which its owner has sent
+};
+
+/// Tokens of one owner, at most: by torch.chunk's rule the first ones have as many each.
+constexpr u32 tokens_owned_most(const Geometry& geometry, u32 tokens) {
+  return ceil_div(tokens, geometry.slices);
+}
+constexpr TokenRange tokens_owned(const Geometry& geometry, u32 tokens, u32 slice) {
+  const u32 each = tokens_owned_most(geometry, tokens);
+  return {minimum(tokens, slice * each), minimum(tokens, (slice + 1) * each)};
+}
+constexpr u32 owner_of_token(const Geometry& geometry, u32 tokens, u32 token) {
+  return token / tokens_owned_most(geometry, tokens);
+}
+
+/// An owner's tokens are announced and added up in groups, of which each has a flag. Small ones
+/// where there are few tokens, so that many processors have some. All ranks cut them alike.
+constexpr u32 sum_group_tokens(const Geometry& geometry, u32 tokens) {
+  const u32 each = tokens_owned_most(geometry, tokens) / Geometry::kSumGroups;
+  return maximum(1U, minimum(each, geometry.sum_group_most()));
+}
+constexpr u32 sum_groups(const Geometry& geometry, u32 tokens, u32 owner) {
+  const TokenRange owned = tokens_owned(geometry, tokens, owner);
+  return ceil_div(owned.end - owned.first, sum_group_tokens(geometry, tokens));
+}
+constexpr TokenRange tokens_of_group(const Geometry& geometry, u32 tokens, u32 owner, u32 group) {
+  const TokenRange owned = tokens_owned(geometry, tokens, owner);
+  const u32 each = sum_group_tokens(geometry, tokens);
+  const u32 first = owned.first + group * each;
+  return {minimum(owned.end, first), minimum(owned.end, first + each)};
+}
+/// A token's group among its owner's.
+constexpr u32 group_of_token(const Geometry& geometry, u32 tokens, u32 token) {
+  const u32 owner = owner_of_token(geometry, tokens, token);
+  return (token - tokens_owned(geometry, tokens, owner).first) / sum_group_tokens(geometry, tokens);
+}
+
+/// Groups whose Combine this rank runs when their rows are here: of its own tokens and, where all
+/// get the sums, of all others.
+constexpr u32 sum_parts(const Geometry& geometry, u32 tokens, u32 slice) {
+  u32 parts = 0;
+  for (u32 owner = 0; owner < geometry.slices; ++owner) {
+    const bool here = owner == slice || geometry.sums_everywhere != 0;
+    parts += here ? sum_groups(geometry, tokens, owner) : 0;
+  }
+  return parts;
+}
+
+/// What a call counts before it may end (CallState::tokens_combined): its tokens; of slices the
+/// tokens whose sums are written here, too, and 1 when all slices have said that they make it.
+constexpr u32 combines_of(const Geometry& geometry, const Call& call, u32 slice) {
+  if (!geometry.sliced()) {
+    return call.tokens;
+  }
+  const TokenRange owned = tokens_owned(geometry, call.tokens, slice);
+  const u32 sums = geometry.sums_everywhere != 0 ? call.tokens : owned.end - owned.first;
+  return call.tokens + sums + 1;
+}
+
+/// What slices tell each other of a call's inputs, which must be equal: what the host says of them,
+/// and their number of tokens.
+constexpr u32 inputs_of(const Call& call) { return call.inputs + call.tokens; }
+
+static_assert(Geometry::kCombineTokens < ReadyWord::kParts / 4);
+/// The word of a Combine of a group's tokens.
+constexpr ReadyWord sums_word(u32 epoch, Summands summands, TokenRange tokens) {
+  MOEOS_CHECK(tokens.first < tokens.end);
+  return ReadyWord(epoch, TaskKind::combine, tokens.first,
+                   static_cast<u32>(summands) * ReadyWord::kParts / 4 + tokens.end - tokens.first);
+}
+/// What a processor makes of it, or of any other word of Combine.
+constexpr Task combine_task_of_slices(ReadyWord word) {
+  Task task = combine_task(word);
+  task.rows = word.part() % (ReadyWord::kParts / 4);
+  task.local_expert = word.part() / (ReadyWord::kParts / 4);
+  return task;
+}
+
+/// What a Combine's part adds up. Where experts are whole it is known without a look.
+constexpr Summands summands_of(const Geometry& geometry, const Task& task) {
+  return geometry.sliced() ? static_cast<Summands>(task.local_expert) : Summands::pairs;
+}
+
+}  // namespace moeos

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What follows from a Combine's end where experts are sliced: its sums are announced to whoever
+// adds them up, or writes them.
+//
+// May not know: how sums are made, who waits for them.
+#pragma once
+
+#include "runtime/base.hpp"
+#include "runtime/packet.hpp"
+#include "runtime/rank.hpp"
+#include "runtime/slices.hpp"
+#include "runtime/team.hpp"
+
+namespace moeos {
+
+/// Counts a token whose partial sum is at its owner; the last one of its group announces the group.
+/// One lane; others may count other tokens.
+template <Platform P>
+void count_partial(const Rank<P>& rank, const Call& call, u32 token) {
+  const Geometry& geometry = rank.geometry();
+  const u32 owner = owner_of_token(geometry, call.tokens, token);
+  const u32 group = group_of_token(geometry, call.tokens, token);
+  const TokenRange tokens = tokens_of_group(geometry, call.tokens, owner, group);
+  u32* const done = &rank.memory.partials_done[u64{owner} * geometry.sum_groups_most() + group];
+  if (lane_completes<P>(done, 1, tokens.end - tokens.first)) {
+    order_rows<P>(true);  // those of others that have counted theirs
+    send_partials(rank, call, owner, group);
+  }
+}
+
+/// Announces what a Combine's part has sent to other ranks. One warp, behind all that has written
+/// its rows. Returns their bytes.
+template <Platform P>
+u64 announce_sums(const Rank<P>& rank, const Call& call, const Task& task, u32 combined) {
+  const Geometry& geometry = rank.geometry();
+  const u64 bytes = u64{combined} * geometry.row_bytes;
+  const Summands summands = summands_of(geometry, task);
+  if (summands == Summands::total || (summands == Summands::slices && !geometry.sums_everywhere)) {
+    return 0;
+  }
+  order_rows<P>(true);  // each lane: it counts tokens
+  if (summands == Summands::slices) {
+    if (P::lane() == 0) {
+      send_totals(rank, call, group_of_token(geometry, call.tokens, task.first_ready));
+    }
+    return bytes * (geometry.slices - 1);
+  }
+#pragma unroll 1
+  for (u32 i = P::lane(); i < task.rows; i += P::kLanes) {
+    count_partial(
+        rank, call,
+        task.awaits != 0 ? task.first_ready + i : rank.memory.ready_tokens[task.first_ready + i]);
+  }
+  if (task.rows == 0) {  // those of a block that have sent no row, as find_unsent has noted
+    const TokenRange tokens = tokens_of_block(geometry, call, task.first_ready);
+#pragma unroll 1
+    for (u32 token = tokens.first + P::lane(); token < tokens.end; token += P::kLanes) {
+      if (rank.memory.token_rows[token] == 0) {
+        count_partial(rank, call, token);
+      }
+    }
+  }
+  return bytes;
+}
+
+}  // namespace moeos
