@@ -40,11 +40,17 @@ def require_placement(placement: object) -> None:
 
 
 def agree(
-    cfg: MoEConfig, world: World, place: tuple[int, int], what: str, placement: Placement
+    cfg: MoEConfig,
+    world: World,
+    place: tuple[int, int],
+    what: str,
+    placement: Placement,
+    holders: int = 0,
 ) -> bool:
     """Checks that all ranks make the same: `what`, such as "Experts", of the same config, with
     experts in the same places.
 
+    `holders`: ranks among which whole experts, or one slice of each, are shared out; 0: all.
     `place`: the rank, and the number of ranks, whose weights this rank holds. Raises alike on all
     ranks: `ConfigMismatch`, or `ValueError` where a rank holds another's weights or the placement
     does not fit.
@@ -66,7 +72,7 @@ def agree(
                 "a layer with MoELayer(cfg, world) and load a state dict"
             )
     _require_same_places([table for _, _, _, _, table in told])
-    placement.require_fits(cfg, world.size)
+    placement.require_fits(cfg, holders or world.size)
     return any(
         known not in (None, right) for right, (_, _, known, _, _) in zip(places, told, strict=True)
     )

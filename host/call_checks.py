@@ -192,6 +192,20 @@ def expected_shared(cfg: MoEConfig) -> tuple[Expected | None, ...]:
     )
 
 
+def check_scattered(tokens: object, out: object, pieces: int) -> None:
+    """Raises for what a call of a layer with output='scattered' cannot have."""
+    for name, value, absent in (
+        ("tokens", tokens, None),
+        ("out", out, None),
+        ("pieces", pieces, 1),
+    ):
+        if value is not absent and value != absent:
+            raise ValueError(
+                f"{name} is given, and output is 'scattered': each rank returns its part of the "
+                f"rows of x. Leave {name} out, or make the layer with output='replicated'"
+            )
+
+
 def rows_of(
     cfg: MoEConfig, device: torch.device, x: object, pieces: int = 1, *, coded: bool = False
 ) -> torch.Tensor:

@@ -22,10 +22,12 @@ from moeos import (
 )
 from moeos.call_checks import Expected
 from moeos.config import MoEConfig
+from moeos.control import name_ranks
 from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
 from moeos.known_tensors import KnownTensors
 from moeos.placement import Placement
+from moeos.slicing import Output, Parallel, Slicing, digest, slicing_of
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, require_workspace
 from moeos.world import World
@@ -66,6 +68,9 @@ class Experts:
     its calls write belongs to `workspace`, the world's own by default. Experts lie where
     `placement` says, in order by default: see `moeos.Placement`.
 
+    With `parallel="tensor"` each rank has a slice of every expert, and all pass the same tokens
+    and routing: see `MoELayer`.
+
     Raises:
         ConfigMismatch: the ranks' configs or placements differ; the same error on all of them.
         ValueError: a size does not fit, or the config has shared experts or rounding, which a
@@ -79,6 +84,8 @@ class Experts:
         workspace: Workspace | None = None,
         *,
         placement: Placement | None = None,
+        parallel: Parallel = "expert",
+        output: Output = "replicated",
     ) -> None:
         agreement.require_config(cfg)
         agreement.require_placement(placement)
@@ -97,16 +104,22 @@ class Experts:
         agreement.require_world(world)
         require_workspace(workspace, world)
         # Layers are made one after the other, whichever threads make them.
-        placement = placement or Placement.chunk(cfg.experts, world.size)
-        world.gate.run(lambda: self._make(cfg, world, workspace, placement))
+        slicing = slicing_of(parallel, output, world.size)
+        placement = placement_of(cfg, world, placement, slicing)
+        world.gate.run(lambda: self._make(cfg, world, workspace, placement, slicing))
 
     @classmethod
     def agreed(
-        cls, cfg: MoEConfig, world: World, workspace: Workspace | None, placement: Placement
+        cls,
+        cfg: MoEConfig,
+        world: World,
+        workspace: Workspace | None,
+        placement: Placement,
+        slicing: Slicing,
     ) -> Experts:
         """Experts for who is in the world's gate and has the ranks' agreement. Collective."""
         made = cls.__new__(cls)
-        made._start(cfg, world, workspace, placement)
+        made._start(cfg, world, workspace, placement, slicing)
         return made
 
     def __call__(
@@ -141,7 +154,8 @@ class Experts:
                 `cfg.experts_of(rank, P)`, or of `placement.ranks[rank]`. A rank without experts
                 passes a tensor of none.
             w2: [X, H, I], likewise.
-            b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise.
+            b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise. With `parallel="tensor"` X is
+                E and I is I / P, as `MoELayer` has them, and b2 is whole: it is added once.
             w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
                 and w2, which then are codes, as `MoELayer` has them.
             x_scale, tokens, out, pieces: as of `MoELayer.forward`.
@@ -191,6 +205,34 @@ class Experts:
         `moeos.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`;
         `weigh`: the gate weighs the caller's ids; `holder`: of the tensors, where it is a module.
         """
+        scatters = not self.slicing.everywhere
+        if scatters:
+            call_checks.check_scattered(tokens, out, pieces)
+        y = self._run(
+            *(caller, order, x, topk_ids, topk_weights, tokens, own, out, pieces, weigh, holder),
+            x_scale,
+        )
+        if not scatters:
+            return y
+        rows = y.view(-1, self.cfg.hidden)
+        mine = self.slicing.tokens_of(self.world.rank, rows.shape[0])
+        return rows[mine.start : mine.stop]
+
+    def _run(
+        self,
+        caller: Caller,
+        order: torch.Tensor,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        own: tuple[torch.Tensor | None, ...],
+        out: torch.Tensor | None,
+        pieces: int,
+        weigh: bool,
+        holder: torch.nn.Module | None,
+        x_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
         cfg, device = self.cfg, self.device
         if type(pieces) is not int or pieces != 1:
             call_checks.check_pieces(pieces)
@@ -298,6 +340,19 @@ class Experts:
             torch.autograd.graph.increment_version(out)
         return out
 
+    def check_inputs(self, *given: torch.Tensor | None, **named: torch.Tensor) -> None:
+        """As `MoELayer.check_inputs`, of x, topk_ids and topk_weights."""
+        names = ("x", "topk_ids", "topk_weights")
+        equal = {**dict(zip(names, given, strict=False)), **named}
+        mine = digest({name: None if one is None else one.cpu() for name, one in equal.items()})
+        told = self.world.control.allgather(mine, "the comparison of the ranks' inputs")
+        unlike = [rank for rank, other in enumerate(told) if other != told[0]]
+        if unlike:
+            raise ValueError(
+                f"x, the routing or the gate of {name_ranks(unlike)} differ from those of rank 0; "
+                "with parallel='tensor' they must be equal on all ranks"
+            )
+
     def stats(self) -> dict[str, Any]:
         """As `MoELayer.stats`: of the last call of these experts, whoever has made it."""
         stats = self._settled().stats()
@@ -355,29 +410,45 @@ class Experts:
         super().__setattr__(name, value)
 
     def _make(
-        self, cfg: MoEConfig, world: World, workspace: Workspace | None, placement: Placement
+        self,
+        cfg: MoEConfig,
+        world: World,
+        workspace: Workspace | None,
+        placement: Placement,
+        slicing: Slicing,
     ) -> None:
-        agreement.agree(cfg, world, (world.rank, world.size), "Experts", placement)
-        check_supported(cfg, world)
-        self._start(cfg, world, workspace, placement)
+        place, holders = (world.rank, world.size), slicing.holders(world.size)
+        agreement.agree(cfg, world, place, f"Experts({slicing.name})", placement, holders)
+        check_supported(slicing.cut(cfg), world)
+        self._start(cfg, world, workspace, placement, slicing)
 
     def _start(
-        self, cfg: MoEConfig, world: World, workspace: Workspace | None, placement: Placement
+        self,
+        cfg: MoEConfig,
+        world: World,
+        workspace: Workspace | None,
+        placement: Placement,
+        slicing: Slicing,
     ) -> None:
         """Collective, in the world's gate."""
         self.cfg = cfg
         self.placement = placement
+        self.slicing = slicing
         self.world = world
-        self.workspace = world.workspace if workspace is None else workspace
+        own = world.sliced_workspace if slicing.cuts else world.workspace
+        self.workspace = own if workspace is None else workspace
+        cut = slicing.cut(cfg)
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
             table = None if placement.in_order else placement
             self.can_be_placed = table is not None
-            self.engine: Engine = engine_class(world)(cfg, world, self.workspace.shared, table)
+            self.engine: Engine = engine_class(world)(
+                cut, world, self.workspace.shared, table, slicing
+            )
             self.key = custom_op.register(self.engine, self.device)
-        local = len(placement.experts_of(world.rank))
-        weights = call_checks.expected_weights(cfg, local)
-        scales = call_checks.expected_scales(cfg, local)
+        local = len(placement.experts_of(slicing.holder(world.rank)))
+        weights = call_checks.expected_weights(cut, local)
+        scales = call_checks.expected_scales(cut, local)
         self._order = custom_op.order_on(self.device)
         self._known: dict[str, KnownTensors] = {}
         self._caller = Caller(
@@ -400,6 +471,22 @@ class Experts:
             self.engine.require_open()
             cuda_wait.synchronize(self.device)
         return self.engine
+
+
+def placement_of(
+    cfg: MoEConfig, world: World, placement: Placement | None, slicing: Slicing
+) -> Placement:
+    """Where experts, or their slices, lie.
+
+    Raises `ValueError` for a placement of slices, and what `Slicing.cut` raises.
+    """
+    slicing.cut(cfg)
+    if placement is not None and slicing.cuts:
+        raise ValueError(
+            "placement is given, and parallel is 'tensor': each rank holds a slice of every "
+            "expert. Leave it out, or pass parallel='expert'"
+        )
+    return placement or Placement.chunk(cfg.experts, slicing.holders(world.size))
 
 
 def device_of(world: World) -> torch.device:

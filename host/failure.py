@@ -131,6 +131,7 @@ _OS_ACTORS = {
     3: "watches rows arrive",
     4: "watches results return",
     5: "tells remote peers what has landed",
+    6: "watches sums of slices",
 }
 """As an inquiry goes round (`runtime/os.hpp`); of several returns subscribers all are 4."""
 
@@ -149,6 +150,13 @@ def _owed(f: Failure) -> str | None:
         )
     if f.kind == FailureKind.RETURNS_LATE:
         return f"results of chunk {f.chunk}: {f.seen} of {f.expected} rows have come back"
+    if f.kind == FailureKind.SUMS_LATE:
+        tokens = f"tokens {f.chunk} to {f.expected - 1}"
+        return (
+            f"word of its call: it has not made call {f.epoch}",
+            f"its partial sums of {tokens}, for which rank {f.rank} adds them up",
+            f"the sums of {tokens}, which it adds up",
+        )[f.seen]
     if f.kind == FailureKind.ECHO_LATE:
         return (
             f"word of {f.seen} rows that were put to it over the network, where {f.expected} may "
@@ -167,6 +175,8 @@ def _wrong_input(f: Failure) -> str | None:
             f"topk_ids[{f.chunk}, {f.expected}] is {value}, which is in that row before (an expert "
             "may appear only once in a row),"
         )
+    if f.kind == FailureKind.INPUTS_DIFFER:
+        return f"x, the routing or the number of tokens of rank {f.peer} differ from those"
     if f.kind == FailureKind.TOKEN_COUNT_WRONG:
         return f"tokens is {value}, which is not from 0 to {f.expected}, the rows of x,"
     return None

@@ -17,6 +17,7 @@ import torch
 from moeos import _runtime
 from moeos.config import MoEConfig
 from moeos.sizes import CHUNK_ROWS, layer_sizes, parts, sent_bytes, shared_cut
+from moeos.slicing import WHOLE, Slicing
 
 ARCHITECTURES = ("sm_90a",)
 """What kernels can be compiled for: Hopper, whose own instructions they use."""
@@ -67,12 +68,13 @@ class KernelShape:
 
     Attributes:
         cfg: the layer.
-        world_size: P.
+        world_size: P; where experts are sliced, the ranks that hold one slice of all.
         processors: blocks of each rank that run tasks; all but one of its share of the grid.
         virtual_ranks: ranks in one launch: 1, or P when all of them share one GPU.
         transport: how those peers are reached whose memory is not written directly.
         trace_events: events that each actor notes of a call, at most; 0 compiles none of it in.
         places: the most experts of a rank, where a table says which; 0: they lie in order.
+        slicing: how experts are cut; `cfg` is that of one slice.
         faults: whether it does what a fault plan asks of it (runtime/faults.hpp); otherwise it has
             no code for that.
         arch: one of `ARCHITECTURES`.
@@ -89,6 +91,7 @@ class KernelShape:
     transport: Transport = "none"
     trace_events: int = 0
     places: int = 0
+    slicing: Slicing = WHOLE
     faults: bool = False
     arch: str = ARCHITECTURES[0]
     gradients: bool = False
@@ -99,13 +102,24 @@ class KernelShape:
         if self.arch not in ARCHITECTURES:
             allowed = ", ".join(ARCHITECTURES)
             raise ValueError(f"arch is {self.arch!r}; kernels can be compiled for {allowed}")
-        if self.virtual_ranks not in (1, self.world_size):
+        ranks = self.world_size * self.slicing.slices
+        if self.virtual_ranks not in (1, ranks):
             raise ValueError(
-                f"virtual_ranks is {self.virtual_ranks}; allowed: 1, or all {self.world_size} ranks"
+                f"virtual_ranks is {self.virtual_ranks}; allowed: 1, or all {ranks} ranks"
             )
         if self.transport not in get_args(Transport):
             allowed = ", ".join(map(repr, get_args(Transport)))
             raise ValueError(f"transport is {self.transport!r}; allowed: {allowed}")
+        if self.slicing.cuts and self.slicing.slices > MAX_TOP_K:
+            raise ValueError(
+                f"{self.slicing.slices} ranks hold slices of the same experts; on the GPU at most "
+                f"{MAX_TOP_K} are allowed: use fewer ranks, or parallel='expert'"
+            )
+        if self.slicing.cuts and self.transport != "none":
+            raise ValueError(
+                "parallel is 'tensor', and some ranks are reached over a network, which slices of "
+                "experts are not: use the GPUs of one host, or parallel='expert'"
+            )
         places = self.world_size * self.places
         if places > MAX_EXPERTS:
             raise ValueError(
@@ -165,6 +179,7 @@ class KernelShape:
             remote=self.transport != "none",
             trace_events=self.trace_events,
             places=self.places,
+            rows=self.slicing.sizes(),
         )
 
     def _gradient_sizes(self) -> _runtime.Sizes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -28,9 +29,10 @@ from moeos import (
     wrappers,
 )
 from moeos.config import MoEConfig
-from moeos.experts import Caller, Experts, check_supported, device_of
+from moeos.experts import Caller, Experts, check_supported, device_of, placement_of
 from moeos.formats import quantize_matrix
 from moeos.placement import Placement
+from moeos.slicing import Output, Parallel, slicing_of
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, in_gates, require_workspace
 from moeos.world import World
@@ -51,6 +53,10 @@ _COMPUTED_WITH = (*call_checks.WEIGHTS, *call_checks.SHARED)
 _EQUAL = (*call_checks.SHARED, *call_checks.SHARED_SCALES)
 """What is equal on all ranks, as the gate is."""
 _SMALL_FLOATS = (torch.float8_e4m3fn,)
+_SLICE = re.compile(r"([0-9]+)of([0-9]+)")
+"""Behind a tensor's name in a state dict: which slice of it, of how many."""
+_HALVED = ("w1", "b1", "shared_w1")
+"""What names of tensors begin with that have a gate's rows and up rows."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By their bytes."""
 
@@ -160,6 +166,12 @@ class MoELayer(nn.Module):
     format has it in its name: w1_mxfp4, w1_scale_mxfp4, shared_w1_fp8_block128. `layer.w1` is
     w1_mxfp4, too. So nothing that pairs tensors by name takes one format for another.
 
+    With `parallel="tensor"` all ranks have the same tokens and routing, and each has a slice of
+    every expert, of I / P: w1 [E, 2I/P, H] (this rank's gate rows, then its up rows), w2
+    [E, H, I/P], b1 alike, b2 whole; shared experts likewise. With `output="replicated"` each rank
+    returns all tokens, with the same bits; with "scattered" its part of the rows, by the rule of
+    `torch.chunk`. docs/tensor_parallel.md has more.
+
     Raises:
         ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of
             them.
@@ -177,6 +189,8 @@ class MoELayer(nn.Module):
         *,
         init: bool = True,
         placement: Placement | None = None,
+        parallel: Parallel = "expert",
+        output: Output = "replicated",
     ) -> None:
         super().__init__()
         agreement.require_config(cfg)
@@ -184,7 +198,8 @@ class MoELayer(nn.Module):
         agreement.require_world(world)
         require_workspace(workspace, world)
         self._place = (world.rank, world.size)
-        self._placement = placement or Placement.chunk(cfg.experts, world.size)
+        self._slicing = slicing_of(parallel, output, world.size)
+        self._placement = placement_of(cfg, world, placement, self._slicing)
         self.experts = None
         # Layers are made one after the other, whichever threads make them.
         world.gate.run(lambda: self._make(cfg, world, workspace, init))
@@ -199,6 +214,8 @@ class MoELayer(nn.Module):
         ignore: Sequence[str] = (),
         workspace: Workspace | None = None,
         placement: Placement | None = None,
+        parallel: Parallel = "expert",
+        output: Output = "replicated",
     ) -> MoELayer:
         """A layer with the weights of a block of a Hugging Face model, such as Mixtral's.
 
@@ -211,12 +228,18 @@ class MoELayer(nn.Module):
         errors it raises. Where only another rank cannot read its experts, `ValueError` names it.
         Errors of calls name the layer by `prefix`.
         """
-        layer = cls(cfg, world, workspace, init=False, placement=placement)
+        layer = cls(
+            *(cfg, world, workspace),
+            init=False,
+            placement=placement,
+            parallel=parallel,
+            output=output,
+        )
+        slicing = layer._slicing
         error: Exception | None = None
         try:
-            block = checkpoints.load_block(
-                cfg, state_dict, prefix, world.rank, world.size, ignore, placement
-            )
+            place = slicing.holder(world.rank), slicing.holders(world.size)
+            block = checkpoints.load_block(cfg, state_dict, prefix, *place, ignore, placement)
             if not layer.placement.in_order:
                 layer._name_experts(block, "")
             layer.load_state_dict(block)
@@ -444,6 +467,20 @@ class MoELayer(nn.Module):
         """Which ranks hold which experts."""
         return self._placement if self.experts is None else self.experts.placement
 
+    def check_inputs(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+    ) -> None:
+        """With `parallel="tensor"`: compares what must be equal on all ranks, the gate too.
+        Collective, and no call. It waits for these tensors, and is meant for a search: the twin
+        compares them in each call.
+
+        Raises `ValueError`, on all ranks, with those that differ from rank 0.
+        """
+        self._bound().check_inputs(x, topk_ids, topk_weights, **self.gate.state_dict())
+
     def stats(self) -> dict[str, Any]:
         """What this rank did in its last call, and when: the fields of `moeos.counters.CallStats`,
         and its `bytes_to_peers` and `busy_share`. Waits for the calls so far.
@@ -538,16 +575,17 @@ class MoELayer(nn.Module):
     def _make(self, cfg: MoEConfig, world: World, workspace: Workspace | None, init: bool) -> None:
         """Parameters and what computes with them. Collective, in the world's gate."""
         kind = "MoELayer" if init else "MoELayer(init=False)"
-        apart = agreement.agree(cfg, world, self._place, kind, self.placement)
+        apart = self._agree(cfg, world, kind)
         local = len(self._own())
+        whole, cfg = cfg, self._slicing.cut(cfg)
         check_supported(cfg, world)
-        self.cfg = cfg
+        self.cfg = whole
         self._names = tuple(state_names.state_name(cfg, name) for name in state_names.OWN)
         self._caller = Caller(
             "MoELayer",
             (
                 *call_checks.expected_weights(cfg, local),
-                *call_checks.expected_router(cfg),
+                *call_checks.expected_router(whole),
                 *call_checks.expected_shared(cfg),
                 *call_checks.expected_scales(cfg, local),
                 *call_checks.expected_shared_scales(cfg),
@@ -557,7 +595,7 @@ class MoELayer(nn.Module):
             any_ids=False,
         )
         with torch.device("meta") if _weights_are_meta() else device_of(world):
-            self.gate = Gate(cfg)
+            self.gate = Gate(whole)
             self.w1: nn.Parameter
             self.w2: nn.Parameter
             w1, b1, w2, b2 = map(_parameter_like, call_checks.expected_weights(cfg, local))
@@ -579,14 +617,20 @@ class MoELayer(nn.Module):
 
     def _agree_and_use(self, world: World, kind: str, workspace: Workspace | None) -> None:
         """`_use` when the ranks agree that they make this kind of layer of it. Collective."""
-        apart = agreement.agree(self.cfg, world, self._place, kind, self.placement)
-        self._use(world, apart, workspace)
+        self._use(world, self._agree(self.cfg, world, kind), workspace)
+
+    def _agree(self, cfg: MoEConfig, world: World, kind: str) -> bool:
+        """See `agreement.agree`."""
+        slicing = self._slicing
+        kind += f" with {slicing.name}" if slicing.cuts else ""
+        holders = slicing.holders(world.size)
+        return agreement.agree(cfg, world, self._place, kind, self.placement, holders)
 
     def _use(self, world: World, apart: bool, workspace: Workspace | None) -> None:
         """Makes this layer one of `world`. Collective. `apart`: see `agreement.agree`."""
         self.world = world
         self._apart = apart
-        self.experts = Experts.agreed(self.cfg, world, workspace, self.placement)
+        self.experts = Experts.agreed(self.cfg, world, workspace, self.placement, self._slicing)
         self._device = self.experts.device
         # A buffer, since `torch.export` lets a graph write nothing else; but what is done to the
         # layer's buffers is not done to this one, which all layers share.
@@ -621,9 +665,8 @@ class MoELayer(nn.Module):
             if self.gate.bias is not None:
                 self.gate.bias.zero_()
             if self.cfg.shared_weight_format is None:
-                for shared in (self.shared_w1, self.shared_w2):
-                    if shared is not None:
-                        _fill_uniform(shared, generator)
+                for name in ("shared_w1", "shared_w2"):
+                    self._fill(name, generator)
             else:
                 for mlp in range(self.cfg.shared_experts):
                     for name in ("shared_w1", "shared_w2"):
@@ -641,18 +684,42 @@ class MoELayer(nn.Module):
     def _fill_matrix(self, name: str, local: int, generator: torch.Generator) -> None:
         """Draws an expert's w1 or w2, or a shared one's."""
         cfg, weight = self.cfg, getattr(self, name)[local]
-        if cfg.weight_format is None:
+        if cfg.weight_format is None and not self._slicing.cuts:
             _fill_uniform(weight, generator)
             return
-        rows, columns = {
-            "w1": (cfg.w1_rows, cfg.hidden),
-            "w2": (cfg.hidden, cfg.intermediate),
-            "shared_w1": (cfg.shared_w1_rows, cfg.hidden),
-            "shared_w2": (cfg.hidden, cfg.shared_intermediate),
-        }[name]
-        drawn = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
+        drawn = self._drawn(name, weight.device, generator)
+        if cfg.weight_format is None:
+            weight.copy_(drawn)
+        else:
+            self.set_matrix(name, local, drawn)
+
+    def _fill(self, name: str, generator: torch.Generator) -> None:
+        """Draws a shared matrix of all shared experts."""
+        shared = getattr(self, name)
+        if shared is None:
+            return
+        if self._slicing.cuts:
+            shape = (self.cfg.shared_experts,)
+            shared.copy_(self._drawn(name, shared.device, generator, shape))
+        else:
+            _fill_uniform(shared, generator)
+
+    def _drawn(
+        self,
+        name: str,
+        device: torch.device,
+        generator: torch.Generator,
+        leading: tuple[int, ...] = (),
+    ) -> torch.Tensor:
+        """This rank's part of whole matrices [*leading, R, C] that are drawn, in fp32."""
+        whole, cut = _shapes_of(self.cfg)[name], _shapes_of(self._slicing.cut(self.cfg))[name]
+        drawn = torch.empty(*leading, *whole, dtype=torch.float32, device=device)
         _fill_uniform(drawn, generator)
-        self.set_matrix(name, local, drawn)
+        every = drawn.view(-1, *whole)
+        of_all, of_part = (torch.Size((every.shape[0], *shape)) for shape in (whole, cut))
+        halves = self.cfg.halves if name.endswith("w1") else 1
+        mine = self._slicing.part(every, of_all, of_part, halves, self._place[0])
+        return mine.view(*leading, *cut) if leading else mine[0]
 
     def set_matrix(self, name: str, local: int, numbers: torch.Tensor) -> None:
         """Makes `numbers` [R, C], of any floating dtype, the w1 or w2 of this rank's expert
@@ -723,6 +790,9 @@ class MoELayer(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._slicing.cuts:
+            self._name_slices(destination, prefix)
+            return
         if not self.placement.in_order:
             self._name_experts(destination, prefix)
             return
@@ -743,9 +813,14 @@ class MoELayer(nn.Module):
         """Of the parameters that each rank holds for its own experts."""
         return [state_names.state_name(self.cfg, name) for name in wrappers.EXPERTS]
 
+    def _holding(self) -> tuple[int, int]:
+        """Which of the ranks this one is that share out experts, and how many they are."""
+        rank, ranks = self._place
+        return self._slicing.holder(rank), self._slicing.holders(ranks)
+
     def _own(self) -> Sequence[int]:
         """This rank's experts."""
-        return self.placement.experts_of(self._place[0])
+        return self.placement.experts_of(self._holding()[0])
 
     def _name_experts(self, state: dict[str, Any], prefix: str) -> None:
         """Gives each expert in a state dict tensors of its own, such as w1.3 in place of w1.
@@ -758,17 +833,69 @@ class MoELayer(nn.Module):
             for local, expert in enumerate(() if held is None else self._own()):
                 state[f"{prefix}{name}.{expert}"] = held[local]
 
+    def _name_slices(self, state: dict[str, Any], prefix: str) -> None:
+        """Gives this rank's slices in a state dict names of their own, such as w1.0of2 for w1.
+
+        So a checkpoint has the slices of all ranks. What is equal on all ranks keeps its name.
+        """
+        mine = self._slicing.slice_of(self._place[0])
+        for name, whole in self._expected_of(self.cfg).items():
+            key = self._key(prefix, name)
+            held = state.get(key)
+            if held is not None and held.shape != whole.shape:
+                state[f"{key}.{mine}of{self._slicing.slices}"] = state.pop(key)
+
+    def _join_slices(self, taken: dict[str, Any], prefix: str) -> None:
+        """Makes of slices, such as w1.0of2 and w1.1of2, a whole w1, where all are there; or takes
+        this rank's own. Others stay, and PyTorch names them.
+        """
+        slicing = self._slicing
+        for name, whole in self._expected_of(self.cfg).items():
+            joined = self._key(prefix, name)
+            begin = joined + "."
+            found = {
+                tuple(map(int, match.groups())): key
+                for key in taken
+                if key.startswith(begin) and (match := _SLICE.fullmatch(key[len(begin) :]))
+            }
+            for count in sorted({of for _, of in found}):
+                keys = [found.get((number, count)) for number in range(count)]
+                own = keys[slicing.slice_of(self._place[0])] if count == slicing.slices else None
+                if own is not None and slicing.cuts:
+                    taken[joined] = taken[own]
+                elif None not in keys:
+                    parts = [sharding.everything(key, taken[key]) for key in keys if key]
+                    halves = self.cfg.halves if name.startswith(_HALVED) else 1
+                    every = torch.Size((parts[0].shape[0], *whole.shape[1:]))  # of all experts
+                    taken[joined] = slicing.joined(parts, every, halves)
+                else:
+                    continue
+                for key in filter(None, keys):
+                    taken.pop(key, None)
+                break
+
+    def _cut(self, name: str, given: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a whole tensor of its experts, or of the shared ones; what has the
+        shape of a slice already is one.
+        """
+        whole, part = self._expected_of(self.cfg)[name].shape, self._expected()[name].shape
+        if given.shape != whole or whole == part:
+            return given
+        halves = self.cfg.halves if name.startswith(_HALVED) else 1
+        return self._slicing.part(given, whole, part, halves, self._place[0])
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """What PyTorch's functions of distributed state dicts ask a module that has it: none.
 
-        Raises `RuntimeError` unless experts lie in order: a full state dict would be that of one
-        rank, whose experts are not all.
+        Raises `RuntimeError` unless experts lie whole and in order: a full state dict would be that
+        of one rank, whose experts are not all.
         """
-        if self.placement.in_order:
+        if self.placement.in_order and not self._slicing.cuts:
             return {}
+        made = "parallel='tensor'" if self._slicing.cuts else "a placement"
         raise RuntimeError(
-            "get_model_state_dict and its like would keep one rank's experts of a MoELayer with a "
-            "placement: save model.state_dict() by torch.distributed.checkpoint.save, which keeps "
+            "get_model_state_dict and its like would keep one rank's experts of a MoELayer with "
+            f"{made}: save model.state_dict() by torch.distributed.checkpoint.save, which keeps "
             "all, and load with load_state_dict"
         )
 
@@ -831,9 +958,18 @@ class MoELayer(nn.Module):
             self._own(),
             self.cfg.experts,
             each,
-            *self._place,
+            *self._holding(),
             in_order=self.placement.in_order,
         )
+
+    def _mine_of(self, key: str, name: str, given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """What this rank takes of its experts' tensor in a state dict."""
+        if not self._slicing.cuts:
+            return self._of_this_rank(key, given, own.shape[1:])
+        given = sharding.everything(key, given)
+        each = self._expected_of(self.cfg)[name].shape[1:]
+        each = each if given.shape[1:] == each else own.shape[1:]
+        return self._cut(name, self._of_this_rank(key, given, each))
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *others: Any
@@ -845,6 +981,7 @@ class MoELayer(nn.Module):
         if refused:  # and not missing once more
             named = {prefix + name: self._parameters.get(name) for name in self._names}
             taken = {key: kept for key, kept in named.items() if kept is not None} | taken
+        self._join_slices(taken, prefix)
         joined = self._join_experts(taken, prefix, errors)
         for name in wrappers.EXPERTS:
             own, key = self._tensor_of(name), self._key(prefix, name)
@@ -855,7 +992,7 @@ class MoELayer(nn.Module):
                 self._require_loadable(key, name, given.dtype)
                 if key in joined:
                     continue
-                mine = self._of_this_rank(key, given, own.shape[1:])
+                mine = self._mine_of(key, name, given, own)
             except ValueError as error:
                 errors.append(str(error))
                 mine = own  # neither missing nor of a wrong shape once more
@@ -868,7 +1005,9 @@ class MoELayer(nn.Module):
             given = taken.get(key)
             if not isinstance(given, torch.Tensor):
                 continue
-            taken[key] = sharding.everything(key, given)
+            whole = sharding.everything(key, given)
+            cuts = shared is not None and self._slicing.cuts
+            taken[key] = self._cut(name, whole) if cuts else whole
             if shared is not None:
                 try:
                     self._require_loadable(key, name, given.dtype)
@@ -890,12 +1029,16 @@ class MoELayer(nn.Module):
 
     def _expected(self) -> dict[str, call_checks.Expected]:
         """What the parameters are to be, but the router's."""
+        return self._expected_of(self._slicing.cut(self.cfg))
+
+    def _expected_of(self, cfg: MoEConfig) -> dict[str, call_checks.Expected]:
+        """The same with the sizes of a config."""
         local = len(self._own())
         every = (
-            *call_checks.expected_weights(self.cfg, local),
-            *call_checks.expected_scales(self.cfg, local),
-            *call_checks.expected_shared(self.cfg),
-            *call_checks.expected_shared_scales(self.cfg),
+            *call_checks.expected_weights(cfg, local),
+            *call_checks.expected_scales(cfg, local),
+            *call_checks.expected_shared(cfg),
+            *call_checks.expected_shared_scales(cfg),
         )
         return {wanted.name: wanted for wanted in every if wanted is not None}
 
@@ -955,6 +1098,16 @@ class MoELayer(nn.Module):
             "MoELayer cannot be used in nn.DataParallel, whose one process calls copies of it on "
             "several devices: start a process for each device, with torchrun or mpirun"
         )
+
+
+def _shapes_of(cfg: MoEConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of an expert's matrices, and of a shared one's."""
+    return {
+        "w1": (cfg.w1_rows, cfg.hidden),
+        "w2": (cfg.hidden, cfg.intermediate),
+        "shared_w1": (cfg.shared_w1_rows, cfg.hidden),
+        "shared_w2": (cfg.hidden, cfg.shared_intermediate),
+    }
 
 
 def _require_gate(gate: nn.Module | None) -> nn.Module:

@@ -172,7 +172,7 @@ class World:
         self._heaps: dict[int, SymmetricHeap] = {}
         self._layers = 0
         self.layer_names: dict[int, str] = {}
-        self._workspace: Workspace | None = None
+        self._own_workspaces: dict[bool, Workspace] = {}  # of layers in slices, and of others
         self._workspaces: list[weakref.ref[Workspace]] = []
         self._closed = False
         settle()
@@ -180,7 +180,7 @@ class World:
         # Each is held by one thread at a time, and none for long but `_closing`, in which a close
         # waits for calls and for layers that are being made. So those never wait for it.
         self._lock = threading.RLock()  # `_closed`, and the control plane's abort
-        self._making = threading.RLock()  # `_workspace`
+        self._making = threading.RLock()  # `_own_workspaces`
         self._closing = threading.RLock()
         _worlds[id(self)] = self
         stop_at_the_end()  # which finds this world, or has begun
@@ -226,12 +226,20 @@ class World:
     @property
     def workspace(self) -> Workspace:
         """What its layers share, unless they are made with another; made when it is first used."""
+        return self._own_workspace(sliced=False)
+
+    @property
+    def sliced_workspace(self) -> Workspace:
+        """The same of layers with parallel='tensor', which share one with no others."""
+        return self._own_workspace(sliced=True)
+
+    def _own_workspace(self, *, sliced: bool) -> Workspace:
         from moeos.workspace import Workspace  # which knows worlds
 
         with self._making:
-            if self._workspace is None:
-                self._workspace = Workspace(self)
-            return self._workspace
+            if sliced not in self._own_workspaces:
+                self._own_workspaces[sliced] = Workspace(self)
+            return self._own_workspaces[sliced]
 
     def note_workspace(self, workspace: Workspace) -> int:
         """The number of a workspace that is being made: 0 for this world's first."""

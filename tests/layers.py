@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, MoELayer, Placement, Workspace, World, reference
+from moeos import MoEConfig, MoELayer, Placement, Workspace, World, call_checks, reference
+from moeos.call_checks import Expected
 from moeos.formats import TOKEN_GROUP, WeightFormat, dequantize, quantize_matrix, quantize_rows
+from moeos.slicing import Output, Parallel, Slicing
 from moeos.state_names import state_name
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
@@ -103,6 +105,22 @@ class Weights:
             **{name: None if part is None else part[mine] for name, part in self.scales().items()},
         )
 
+    def of_slice(self, slicing: Slicing, rank: int) -> Weights:
+        """One rank's slices of all experts, and of the shared ones; b2 where the rank adds it."""
+        cut = slicing.cut(self.cfg)
+        expected = [
+            {wanted.name: wanted.shape for wanted in expected_of(cfg) if wanted is not None}
+            for cfg in (self.cfg, cut)
+        ]
+        mine: dict[str, Any] = {}
+        for name, whole in expected[0].items():
+            halves = self.cfg.halves if name.removeprefix("shared_")[1] == "1" else 1
+            part = slicing.part(getattr(self, name), whole, expected[1][name], halves, rank)
+            mine[name] = part.contiguous()
+        if self.b2 is not None and not slicing.adds_bias(rank):
+            mine["b2"] = torch.zeros_like(self.b2)
+        return dataclasses.replace(self, cfg=cut, **mine)
+
     def scales(self) -> dict[str, Tensor | None]:
         """Of w1 and w2 that are codes."""
         names = ("w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
@@ -127,10 +145,15 @@ class Weights:
         world: World,
         workspace: Workspace | None = None,
         placement: Placement | None = None,
+        parallel: Parallel = "expert",
+        output: Output = "replicated",
     ) -> MoELayer:
         """A layer of `world` with this rank's part of the weights. Collective."""
-        layer = MoELayer(self.cfg, world, workspace, placement=placement)
-        mine = self.of_rank(world.rank, world.size) if placement is None else self
+        layer = MoELayer(
+            self.cfg, world, workspace, placement=placement, parallel=parallel, output=output
+        )
+        whole = placement is not None or parallel == "tensor"
+        mine = self if whole else self.of_rank(world.rank, world.size)
         parts = {
             "gate.weight": mine.gate,
             "gate.selection_bias": mine.selection_bias,
@@ -207,6 +230,16 @@ class Weights:
         if self.cfg.router_dtype is not None:
             return self.margin_in_errors(call.x) > 1
         return self.routed(call).margin >= NEAR_TIE
+
+
+def expected_of(cfg: MoEConfig) -> list[Expected | None]:
+    """All tensors of a layer's experts, and of shared ones."""
+    return [
+        *call_checks.expected_weights(cfg, cfg.experts),
+        *call_checks.expected_scales(cfg, cfg.experts),
+        *call_checks.expected_shared(cfg),
+        *call_checks.expected_shared_scales(cfg),
+    ]
 
 
 def draw_weights(cfg: MoEConfig, seed: int = 0, preference: Tensor | None = None) -> Weights:

@@ -13,6 +13,7 @@ from moeos import tensor_memory
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
 from moeos.placement import Placement
+from moeos.slicing import WHOLE, Slicing
 from moeos.tracing import RankTrace
 from moeos.world import SharedMemory, World
 
@@ -132,8 +133,9 @@ class Engine(Protocol):
         world: World,
         shared: SharedMemory,
         placement: Placement | None = None,
+        slicing: Slicing = WHOLE,
     ) -> None:
-        """`placement`: where experts lie; None: in order."""
+        """`placement`: where experts lie; None: in order. `slicing`: `cfg` is that of one slice."""
 
     @property
     def number(self) -> int:

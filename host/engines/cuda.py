@@ -38,6 +38,7 @@ from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
 from moeos.placement import Placement
+from moeos.slicing import WHOLE, Slicing
 from moeos.tracing import RankTrace
 from moeos.world import SharedMemory, World
 
@@ -96,9 +97,12 @@ class CudaEngine:
         world: World,
         shared: SharedMemory,
         placement: Placement | None = None,
+        slicing: Slicing = WHOLE,
     ) -> None:
         assert isinstance(shared, CudaWorkspace)
         self._world = world
+        self._slicing = slicing
+        self._no_bias: torch.Tensor | None = None  # zeros in place of b2, where another adds it
         self._placement = placement
         self._shared = shared
         self._number = world.number_layer()
@@ -117,15 +121,16 @@ class CudaEngine:
             self.report = kernel.report
             sizes = self._shape.sizes
             self._offsets = sizes.offsets
-            key = (cfg, self._shape.places)
-            mine = self._mine = shared.admit(key, sizes, peers, self._device)
+            key = (cfg, self._shape.places, slicing)
+            mine = self._mine = shared.admit(key, sizes, peers, self._device, slicing)
             self._launches = shared.on_gpu.launches
             held = self._holdings = CudaHoldings(shared, self._faults, self._offsets, placement)
             world.hold(self, held)
             held.records = self._agree(lambda: self._zeros(sizes.records_bytes), "a layer's memory")
             held.clear(again=False)
             held.arguments = ArgumentPacker(
-                cfg, sizes, world.rank, world.deadline, shared.failure.address, held.records
+                *(cfg, sizes, slicing.number(world.rank, world.size)),
+                *(world.deadline, shared.failure.address, held.records),
             )
             arguments = held.arguments
             arguments.use(shared.buffers(mine))
@@ -160,6 +165,8 @@ class CudaEngine:
 
     def no_backward(self) -> str | None:
         """See `Engine.no_backward`."""
+        if self._slicing.cuts:
+            return self._slicing.no_backward
         remote = self._shape.transport != "none"
         placed = self._placement is not None
         return cuda_gradients.why_none(self._shape.cfg, placed=placed, remote=remote)
@@ -361,6 +368,8 @@ class CudaEngine:
         """Launches a piece of a call; the engine's device is the current one."""
         if self._faults.late:
             self._faults.before_call()
+        if self._slicing.cuts and not self._slicing.adds_bias(self._world.rank):
+            tensors = self._without_b2(tensors)
         self._last = self._shape
         self._holdings.arguments.pack(tensors, identity)
         self._start(self._holdings, identity)
@@ -378,6 +387,14 @@ class CudaEngine:
         self._launch(
             held.kernel, held.launch, torch._C._cuda_getCurrentRawStream(self._device.index)
         )
+
+    def _without_b2(self, tensors: CallTensors) -> CallTensors:
+        """The call with zeros for b2, which the rank of another slice adds."""
+        if tensors.b2 is None:
+            return tensors
+        if self._no_bias is None:
+            self._no_bias = torch.zeros_like(tensors.b2)
+        return tensors._replace(b2=self._no_bias)
 
     def _launch(self, kernel: LoadedKernel, launch: Launch, stream: int) -> None:
         """Launches a call behind the world's last one, whose stream it mostly shares."""
@@ -437,12 +454,13 @@ class CudaEngine:
         self._faults = LayerFaults(world.faults, world.rank, self._number, processors, pinned=True)
         shape = KernelShape(
             cfg=cfg,
-            world_size=world.size,
+            world_size=self._slicing.holders(world.size),
             processors=processors,
             virtual_ranks=ranks,
             transport=peers.transport,
             trace_events=self._world.trace_events,
             places=0 if self._placement is None else self._placement.most,
+            slicing=self._slicing,
             faults=self._faults.on_device,
         )
         shape.sizes  # noqa: B018 - raises if a bound does not fit

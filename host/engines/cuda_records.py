@@ -123,7 +123,7 @@ def stats_of(
         noted("peer_records", counters.PEER, shape.world_size),
         sent[:, -1].tolist(),
         received.diff(dim=1).tolist(),
-        len(experts_of(shape.cfg, rank, shape.world_size, placement)),
+        len(experts_of(shape.cfg, shape.slicing.holder(rank), shape.world_size, placement)),
         shape.sizes.sent_bytes,
         shape.sizes.row_bytes,
     )

@@ -26,6 +26,7 @@ from moeos.engines.cuda_peers import Peers
 from moeos.engines.cuda_shared import SharedOnGpu
 from moeos.nvshmem_heap import finish_puts
 from moeos.shared_heap import SharedHeap
+from moeos.slicing import WHOLE, Slicing
 from moeos.world import World
 
 Value = TypeVar("Value")
@@ -83,6 +84,7 @@ class CudaWorkspace:
     failure: cuda_records.HostFailure
     on_gpu: SharedOnGpu
     _peers: Peers
+    _slicing: Slicing
     _device: torch.device
     _offsets: dict[str, int]
     _abort_stream: torch.cuda.Stream
@@ -101,13 +103,20 @@ class CudaWorkspace:
         self._lock = threading.Lock()  # nothing is given back while an abort writes into heaps
 
     def admit(
-        self, key: object, sizes: _runtime.Sizes, peers: Peers, device: torch.device
+        self,
+        key: object,
+        sizes: _runtime.Sizes,
+        peers: Peers,
+        device: torch.device,
+        slicing: Slicing = WHOLE,
     ) -> CudaShape:
         """Makes room for a layer on the current device; `key`: what says its shape. Collective, in
         the world's gate.
 
-        Raises what `agreement.agree_workspace` raises, and what a heap raises.
+        Raises what `agreement.agree_workspace` raises, what a heap raises, and `ValueError` where
+        experts of the workspace's other layers are cut otherwise.
         """
+        slicing.require_alike([] if self._now is None else [self._slicing])
         now = self._now
         found = self._shapes.get(key)
         plan = SharedHeap() if now is None else now.plan
@@ -122,7 +131,7 @@ class CudaWorkspace:
         if found is not None:
             return found
         if now is None:
-            self._start(sizes, peers, device)
+            self._start(sizes, peers, device, slicing)
         every = [*(shape.sizes for shape in self._shapes.values()), sizes]
         if agreed.grows:
             del now  # or it would keep what is given back
@@ -254,9 +263,12 @@ class CudaWorkspace:
             self._lock.release()
         return True
 
-    def _start(self, sizes: _runtime.Sizes, peers: Peers, device: torch.device) -> None:
+    def _start(
+        self, sizes: _runtime.Sizes, peers: Peers, device: torch.device, slicing: Slicing
+    ) -> None:
         """Collective."""
         self._peers = peers
+        self._slicing = slicing
         self._device = device
         self._offsets = sizes.offsets  # those in a heap and in control are of all shapes
         self._abort_stream = torch.cuda.Stream()
@@ -283,7 +295,7 @@ class CudaWorkspace:
                 tables=[self._zeros(sizes.tables_bytes) for sizes in shapes],
                 # Zeros, as the second product reads rows that no tile of this call has written.
                 between=self._zeros(between),
-                peers=torch.tensor(self._peers.table(heap), device=self._device),
+                peers=torch.tensor(self._table(heap), device=self._device),
             )
 
         try:
@@ -307,6 +319,12 @@ class CudaWorkspace:
             self.on_gpu.free_heap(old.heap)
             del old
             torch.cuda.empty_cache()  # or torch keeps what others could not use
+
+    def _table(self, heap: DeviceHeap) -> list[int]:
+        """`Peers.table`, as the runtime counts peers."""
+        ways = self._peers.table(heap)
+        world = self._live_world()
+        return [ways[peer] for peer in self._slicing.peers(world.rank, world.size)] or ways
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)

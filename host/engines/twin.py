@@ -25,6 +25,7 @@ from moeos.faults import LayerFaults
 from moeos.formats import exponent_value
 from moeos.placement import Placement, experts_of
 from moeos.sizes import layer_sizes, parts, shared_cut
+from moeos.slicing import WHOLE, Slicing, digest
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import SharedMemory, World
 
@@ -137,14 +138,20 @@ class TwinEngine:
         world: World,
         shared: SharedMemory,
         placement: Placement | None = None,
+        slicing: Slicing = WHOLE,
     ) -> None:
         assert isinstance(shared, TwinWorkspace)
         self._cfg = cfg
         self._world = world
         self._placement = placement
+        self._slicing = slicing
+        self._holders = slicing.holders(world.size)
         remote = not all(map(world.near, range(world.size)))
         places = 0 if placement is None else placement.most
-        sizes = sizes_of(cfg, world.size, world.processors, remote, world.trace_events, places)
+        rows = slicing.sizes()
+        sizes = sizes_of(
+            cfg, self._holders, world.processors, remote, world.trace_events, places, rows
+        )
         self._sizes = sizes
         self._number = world.number_layer()
         self._faults = LayerFaults(
@@ -153,7 +160,7 @@ class TwinEngine:
         self._shared = shared
         self._holdings = TwinHoldings(shared, self._faults)
         world.hold(self, self._holdings)
-        self._shape: TwinShape = shared.admit((cfg, places), sizes)
+        self._shape: TwinShape = shared.admit((cfg, places, slicing), sizes, slicing=slicing)
         self._gradients: TwinShape | None = None  # made when they are first asked for
         self._last = sizes  # of the last call
         self._holdings.hold_records(self._shape.sizes, placement)
@@ -184,6 +191,8 @@ class TwinEngine:
 
     def no_backward(self) -> str | None:
         """See `Engine.no_backward`."""
+        if self._slicing.cuts:
+            return self._slicing.no_backward
         if self._placement is None or not self._placement.replicated:
             return None
         return (
@@ -231,7 +240,7 @@ class TwinEngine:
             sizes = gradient_sizes_of(
                 self._cfg, world.size, world.processors, remote, world.trace_events, places
             )
-            self._gradients = self._shared.admit((self._cfg, places), sizes, gradients=True)
+            self._gradients = self._shared.admit((self._cfg, places, WHOLE), sizes, gradients=True)
 
     def _record(self, tensors: CallTensors) -> Recording:
         checked = self._checked(tensors)
@@ -295,8 +304,23 @@ class TwinEngine:
             world = self._world
             raise exception_of(failure, world.rank, identity, world.layer_names, world.group)
 
+    def _inputs(self, tensors: CallTensors, tokens: int) -> int:
+        """What ranks with slices of the same experts compare: a digest of what must be equal."""
+        if not self._slicing.cuts:
+            return 0
+        given = (tensors.x, tensors.x_scale, tensors.topk_ids, tensors.topk_weights)
+        names = ("x", "x_scale", "topk_ids", "topk_weights")
+        equal = {
+            name: None if tensor is None else tensor[:tokens]
+            for name, tensor in zip(names, given, strict=True)
+        }
+        for name in ("gate", "selection_bias", "router_bias", "expert_scale"):
+            equal[name] = getattr(tensors, name)
+        return digest(equal)
+
     def _stats(self) -> CallStats:
         records = self._live()
+        holder = self._slicing.holder(self._world.rank)
         tallies, record, peers = records.counters()
         return counters.read(
             self._world.rank,
@@ -305,8 +329,8 @@ class TwinEngine:
             numpy.frombuffer(record, counters.RECORD),
             numpy.frombuffer(peers, counters.PEER),
             records.rows_sent(),
-            [records.rows_received(source) for source in range(self._world.size)],
-            len(experts_of(self._cfg, self._world.rank, self._world.size, self._placement)),
+            [records.rows_received(source) for source in range(self._holders)],
+            len(experts_of(self._cfg, holder, self._holders, self._placement)),
             self._last.sent_bytes,
             self._last.row_bytes,
         )
@@ -319,7 +343,7 @@ class TwinEngine:
             self._world.rank,
             numpy.frombuffer(counts, numpy.uint32),
             numpy.frombuffer(events, EVENT).reshape(actors, -1),
-            numpy.array([records.rows_received(source) for source in range(self._world.size)]),
+            numpy.array([records.rows_received(source) for source in range(self._holders)]),
             self._sizes.chunk_rows,
             experts=() if self._placement is None else self._placement.ranks[self._world.rank],
         )
@@ -364,6 +388,7 @@ class TwinEngine:
         failure = rank.forward(
             records=records,
             identity=identity,
+            inputs=self._inputs(tensors, tokens),
             bfloat16=cfg.dtype == torch.bfloat16,
             tokens=tokens,
             pair_limit=cfg.max_tokens if capacity is None else capacity,
@@ -378,7 +403,7 @@ class TwinEngine:
             w1=tensors.w1.data_ptr(),
             b1=_address(tensors.b1),
             w2=tensors.w2.data_ptr(),
-            b2=_address(tensors.b2),
+            b2=_address(tensors.b2) if self._slicing.adds_bias(self._world.rank) else 0,
             w1_scale=_address(tensors.w1_scale),
             w2_scale=_address(tensors.w2_scale),
             w1_scale_2=_address(tensors.w1_scale_2),

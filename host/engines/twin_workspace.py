@@ -18,6 +18,7 @@ from moeos.control import raise_together
 from moeos.heap import SymmetricHeap
 from moeos.held_signals import HeldSignals
 from moeos.shared_heap import SharedHeap
+from moeos.slicing import WHOLE, Slicing
 from moeos.thread_limits import no_thread
 from moeos.world import World
 
@@ -32,6 +33,7 @@ class TwinShape:
 
     sizes: _runtime.Sizes
     gradients: bool
+    slicing: Slicing
     rank: _twin.Rank | None = None
 
 
@@ -53,12 +55,21 @@ class TwinWorkspace:
         # it then finds either heap whole.
         self._lock = threading.RLock()
 
-    def admit(self, key: object, sizes: _runtime.Sizes, *, gradients: bool = False) -> TwinShape:
+    def admit(
+        self,
+        key: object,
+        sizes: _runtime.Sizes,
+        *,
+        gradients: bool = False,
+        slicing: Slicing = WHOLE,
+    ) -> TwinShape:
         """Makes room for a layer's calls: forward, or of gradients; `key`: what says its shape.
         Collective, in the world's gate.
 
-        Raises what `agreement.agree_workspace` raises, and what a heap raises.
+        Raises what `agreement.agree_workspace` raises, what a heap raises, and `ValueError` where
+        experts of the workspace's other layers are cut otherwise.
         """
+        slicing.require_alike([shape.slicing for shape in self._shapes.values()])
         key = (key, gradients)
         found = self._shapes.get(key)
         plan, between = self._plan, self._between
@@ -70,7 +81,7 @@ class TwinWorkspace:
         grows = agreement.agree_workspace(self._live_world(), mine).grows
         if found is not None:
             return found
-        shape = TwinShape(sizes, gradients)
+        shape = TwinShape(sizes, gradients, slicing)
         shapes = {**self._shapes, key: shape}
         if grows:
             self.gate.run(lambda: self._grow(plan, between, shapes), within=True)
@@ -192,7 +203,7 @@ class TwinWorkspace:
             made.append(
                 _twin.Rank(
                     sizes=shape.sizes,
-                    rank=world.rank,
+                    rank=shape.slicing.holder(world.rank),
                     shared=shared,
                     words_at=place.words_at,
                     rows_at=place.rows_at,
@@ -204,6 +215,8 @@ class TwinWorkspace:
                     jitter_seed=options.jitter_seed,
                     ranks_per_node=world.ranks_per_node or world.size,
                     gradients=shape.gradients,
+                    slice_number=shape.slicing.slice_of(world.rank),
+                    peers=shape.slicing.peers(world.rank, world.size),
                 )
             )
         return made

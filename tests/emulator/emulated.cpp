@@ -77,7 +77,8 @@ RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank
   const HeapPlace shared{t.words_at, t.rows_at, t.results_at, static_cast<u32>(t.stride_rows)};
   const HeapPlace place = t.stride_rows == 0 ? Layout::alone(kGeometry) : shared;
   const Layout layout(kGeometry, place);
-  const u64 experts = kGeometry.first_expert(rank + 1) - kGeometry.first_expert(rank);
+  const u32 holder = rank % kGeometry.world;
+  const u64 experts = kGeometry.first_expert(holder + 1) - kGeometry.first_expert(holder);
   RankArguments a{};
   if (t.rows > 0) {
     a.x = map_of(t.x, t.rows, kShape.hidden, kRouteRows);
@@ -238,18 +239,21 @@ const char* emulated_barriers() {
 /// warp that is, or null.
 int emulated_call(const RankTensors* ranks, u64 launches, u64 apart_ns, u64 seed, u64 deadline_ns,
                   u64 limit_ns, const emulator::Starved* starved, char* said, u64 said_bytes) {
-  std::vector<u8*> heaps;
+  // Of each rank, as it counts its peers: from the first with its slice on (Rank::everywhere).
+  std::vector<u8*> heaps[kVirtualRanks];
   for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
-    heaps.push_back(ranks[rank].heap);
+    const u32 first = kSliced ? rank / kGeometry.world * kGeometry.world : 0;
+    for (u32 peer = 0; peer < 2 * kVirtualRanks; ++peer) {
+      heaps[rank].push_back(ranks[(first + peer) % kVirtualRanks].heap);
+    }
   }
-  heaps.insert(heaps.end(), heaps.begin(), heaps.end());
   const auto arguments = std::make_unique<Launch[]>(launches);
   std::vector<std::function<void()>> kernels;
   const u64 begin_ns = emulator::kBeginNs;
   for (u64 launch = 0; launch < launches; ++launch) {
     for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
       arguments[launch].ranks[rank] =
-          arguments_of(ranks[launch * kVirtualRanks + rank], heaps.data(), rank, deadline_ns);
+          arguments_of(ranks[launch * kVirtualRanks + rank], heaps[rank].data(), rank, deadline_ns);
     }
     kernels.emplace_back([&arguments, launch, begin_ns, apart_ns] {
       while (emulator::now_ns() < begin_ns + launch * apart_ns) {

@@ -26,6 +26,7 @@ from moeos.counters import CallStats
 from moeos.engines import cuda_records
 from moeos.kernel_shape import KernelShape
 from moeos.shared_heap import SharedHeap
+from moeos.slicing import WHOLE, Slicing
 from tests.compiled import keep
 from tests.layers import (
     Call,
@@ -117,6 +118,7 @@ def build(
     ring_rows: int | None = None,
     places: int = 0,
     gradients: bool = False,
+    slicing: Slicing = WHOLE,
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
@@ -125,13 +127,15 @@ def build(
     time are planned up front. `between_rows`, `ring_rows`: Geometry's, if not the layer's.
     `places`: of a rank, where a table says which experts they have.
     `gradients`: the kernel of calls of gradients.
+    `slicing`: how experts are cut.
     """
     shape = KernelShape(
-        cfg=cfg,
-        world_size=ranks,
+        cfg=slicing.cut(cfg),
+        world_size=slicing.holders(ranks),
         processors=processors,
         virtual_ranks=ranks,
         places=places,
+        slicing=slicing,
         faults=faults,
         gradients=gradients,
     )
@@ -170,7 +174,8 @@ def _with_size(geometry: str, name: str, value: int) -> str:
 
 class EmulatedLayer:
     """All ranks of a layer on one emulated GPU; `plans`: of each, what `LayerFaults` packs;
-    `placement`: where experts lie, of a kernel that was built for as many places.
+    `placement`: where experts lie, of a kernel that was built for as many places; `slicing`: how
+    they are cut, of one that was built so.
 
     `patience`: so many times the deadline, and the time in which a launch must end.
 
@@ -186,8 +191,10 @@ class EmulatedLayer:
         plans: Sequence[bytes] = (),
         patience: int = 1,
         placement: Placement | None = None,
+        slicing: Slicing = WHOLE,
     ) -> None:
         self._placement = placement
+        self._slicing = slicing
         self.any_ids = False
         self._patience = patience
         self._library = ctypes.CDLL(str(library))
@@ -289,6 +296,8 @@ class EmulatedLayer:
     def _record(self, rank: int, call: Call, out: Tensor, kept: list[Tensor]) -> list[int]:
         """RankTensors of a rank's launch; `kept` must live as long as it runs."""
         w = self._weights.of_rank(rank, self._ranks, self._placement)
+        if self._slicing.cuts:
+            w = self._weights.of_slice(self._slicing, rank)
         tensors = {
             "heap": self._heaps[rank],
             "control": self._control[rank],
@@ -335,10 +344,11 @@ class EmulatedLayer:
     def stats(self, rank: int, processors: int) -> CallStats:
         """What a rank counted in the last call; `processors`: that the kernel was built with."""
         shape = KernelShape(
-            cfg=self._weights.cfg,
-            world_size=self._ranks,
+            cfg=self._slicing.cut(self._weights.cfg),
+            world_size=self._slicing.holders(self._ranks),
             processors=processors,
             virtual_ranks=self._ranks,
+            slicing=self._slicing,
             places=0 if self._placement is None else self._placement.most,
         )
         return cuda_records.stats_of(

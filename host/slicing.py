@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a layer's experts are cut over ranks that have the same tokens: tensor parallelism.
+
+It knows which part of a tensor a rank holds, and which tokens' sums it writes. It knows nothing of
+engines or of how ranks talk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+
+from moeos.config import MoEConfig
+from moeos.formats import FORMATS, HIDDEN_GROUP
+
+Parallel = Literal["expert", "tensor"]
+"""What ranks share out: whole experts, or slices of each."""
+
+Output = Literal["replicated", "scattered"]
+"""Which tokens a rank of a layer in slices returns: all, or its part."""
+
+_CUT = {"intermediate": "weight_format", "shared_intermediate": "shared_weight_format"}
+"""Sizes that are cut, and the formats whose blocks must not be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slicing:
+    """Into how many slices the experts of a layer are cut, one for each rank.
+
+    Attributes:
+        slices: 1: experts are whole, and ranks hold different ones.
+        everywhere: whether each rank returns all tokens.
+    """
+
+    slices: int = 1
+    everywhere: bool = True
+
+    @property
+    def cuts(self) -> bool:
+        """Whether experts are cut at all."""
+        return self.slices > 1
+
+    @property
+    def name(self) -> str:
+        """What errors and agreements call a layer that is cut so; nothing where none is."""
+        if not self.cuts:
+            return ""
+        output = "replicated" if self.everywhere else "scattered"
+        return f"parallel='tensor', output={output!r}"
+
+    def holders(self, ranks: int) -> int:
+        """Of so many ranks, those that hold all experts of one slice together."""
+        return ranks // self.slices
+
+    def holder(self, rank: int) -> int:
+        """Which of them a rank is."""
+        return rank // self.slices
+
+    def slice_of(self, rank: int) -> int:
+        """Which slice a rank holds."""
+        return rank % self.slices
+
+    def peers(self, rank: int, ranks: int) -> list[int]:
+        """All ranks as the runtime counts them from this one on: first those of its slice."""
+        if not self.cuts:
+            return []
+        holders = self.holders(ranks)
+        numbers = [(self.slice_of(rank) * holders + peer) % ranks for peer in range(ranks)]
+        return [number % holders * self.slices + number // holders for number in numbers]
+
+    def number(self, rank: int, ranks: int) -> int:
+        """A rank's number as the runtime has it: ranks with one slice follow each other."""
+        return self.slice_of(rank) * self.holders(ranks) + self.holder(rank)
+
+    def tokens_of(self, rank: int, rows: int) -> range:
+        """The tokens whose sums this rank writes, of so many."""
+        if self.everywhere:
+            return range(rows)
+        each = -(-rows // self.slices)
+        mine = self.slice_of(rank)
+        return range(min(rows, each * mine), min(rows, each * (mine + 1)))
+
+    def require_alike(self, others: Sequence[Slicing]) -> None:
+        """Raises `ValueError` unless layers that are cut so may share a workspace with these.
+
+        Which rank writes a row of a heap, and when, differs between layers with other slices.
+        """
+        for other in others:
+            if other.slices != self.slices:
+                raise ValueError(
+                    f"the workspace has layers with parallel={other.parallel!r}, and this one has "
+                    f"parallel={self.parallel!r}: pass workspace=moeos.Workspace(world), which "
+                    "layers of one kind share"
+                )
+
+    @property
+    def no_backward(self) -> str:
+        """Why a layer that is cut so has none, behind "has no backward"."""
+        return " with parallel='tensor', but with parallel='expert' alone"
+
+    @property
+    def parallel(self) -> Parallel:
+        """The argument that says it."""
+        return "tensor" if self.cuts else "expert"
+
+    def adds_bias(self, rank: int) -> bool:
+        """Whether a rank adds b2, which all have whole: one does, to its partial sums."""
+        return self.slice_of(rank) == 0
+
+    def sizes(self) -> dict[str, int]:
+        """Fields of runtime/geometry.def."""
+        return {"slices": self.slices, "sums_everywhere": int(self.everywhere)} if self.cuts else {}
+
+    def cut(self, cfg: MoEConfig) -> MoEConfig:
+        """The config of one slice, as an engine has it.
+
+        Raises `ValueError` where a size does not divide, or the layer has what slices have not.
+        """
+        if not self.cuts:
+            return cfg
+        for name, unlike in (("zero_experts", 0), ("rounding", None)):
+            value = getattr(cfg, name)
+            if value != unlike:
+                raise ValueError(
+                    f"{name} is {value!r}; a layer with parallel='tensor' has none: set "
+                    f"{name}={unlike!r}, or make it with parallel='expert'"
+                )
+        sizes = {}
+        for name, of_format in _CUT.items():
+            size = getattr(cfg, name)
+            block = _block(getattr(cfg, of_format), cfg, name)
+            if size % (self.slices * block):
+                blocks = "" if block == 1 else f", in blocks of {block}"
+                raise ValueError(
+                    f"{name} is {size}; {self.slices} ranks with parallel='tensor' take equal "
+                    f"slices of it{blocks}: it must be a multiple of {self.slices * block}. Use "
+                    "as many ranks as divide it, or parallel='expert'"
+                )
+            sizes[name] = size // self.slices
+        return dataclasses.replace(cfg, **sizes)
+
+    def part(
+        self, tensor: torch.Tensor, whole: torch.Size, part: torch.Size, halves: int, rank: int
+    ) -> torch.Tensor:
+        """This rank's part of a tensor of shape `whole`: of shape `part`, a view where it can be.
+
+        The dimension by which they differ is cut, and each of its `halves` alone.
+        """
+        if whole == part:
+            return tensor
+        [dim] = [at for at, (all_, own) in enumerate(zip(whole, part, strict=True)) if all_ != own]
+        count = halves if dim == 1 else 1
+        each = part[dim] // count
+        apart = tensor.unflatten(dim, (count, whole[dim] // count))
+        mine = self.slice_of(rank)
+        cut: torch.Tensor = apart.narrow(dim + 1, mine * each, each).flatten(dim, dim + 1)
+        return cut
+
+    def joined(self, parts: Sequence[torch.Tensor], whole: torch.Size, halves: int) -> torch.Tensor:
+        """The tensor of shape `whole` of which these are the parts, by slice."""
+        part = parts[0].shape
+        if part == whole:
+            return parts[0]
+        [dim] = [at for at, (all_, own) in enumerate(zip(whole, part, strict=True)) if all_ != own]
+        count = halves if dim == 1 else 1
+        apart = [tensor.unflatten(dim, (count, part[dim] // count)) for tensor in parts]
+        return torch.cat(apart, dim + 1).flatten(dim, dim + 1)
+
+
+WHOLE = Slicing()
+"""Of a layer whose ranks hold whole experts."""
+
+
+def slicing_of(parallel: object, output: object, ranks: int) -> Slicing:
+    """What a layer's arguments say, of a world of so many ranks.
+
+    Raises `ValueError` for others than are known.
+    """
+    if parallel == "sharded_tokens":
+        raise ValueError(
+            "parallel is 'sharded_tokens', which is not built: gather the tokens of all ranks, and "
+            "make the layer with parallel='tensor' and output='scattered'"
+        )
+    if parallel not in get_args(Parallel):
+        raise ValueError(f"parallel is {parallel!r}; it must be 'expert' or 'tensor'")
+    if output not in get_args(Output):
+        raise ValueError(f"output is {output!r}; it must be 'replicated' or 'scattered'")
+    if parallel == "expert":
+        if output != "replicated":
+            raise ValueError(
+                f"output is {output!r}; with parallel='expert' each rank returns its own tokens: "
+                "leave it out, or pass parallel='tensor'"
+            )
+        return WHOLE
+    return Slicing(ranks, everywhere=output == "replicated")
+
+
+def digest(tensors: Mapping[str, torch.Tensor | None]) -> int:
+    """32 bits that differ where tensors on the CPU do; 0 of none is no special number."""
+    number = 0
+    for name, tensor in tensors.items():
+        number = zlib.crc32(name.encode(), number)
+        if tensor is not None and tensor.numel() > 0:
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            number = zlib.crc32(flat.numpy().tobytes(), number)
+    return number
+
+
+def _block(format_name: str | None, cfg: MoEConfig, name: str) -> int:
+    """Columns of w2 of which a slice has all or none: those with a scale in common."""
+    least = 8  # as any I
+    if format_name is not None:
+        row = FORMATS[format_name]
+        least = max(row.columns or 1, row.multiple)
+    if name == "intermediate" and cfg.activation_format is not None:
+        least = max(least, HIDDEN_GROUP)
+    return least
