@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in slices on several GPUs: `torchrun --nproc-per-node 2 -m tests.gpu.slices`.
+
+Every rank draws the whole layer and the same tokens, and compares its outputs with the float64
+reference. `test_slices.py` starts it where there are several GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import moeos
+from moeos import MoEConfig, World
+from moeos.slicing import Output, Slicing
+from tests.gpu.cases import (
+    DEADLINE,
+    assert_matches,
+    call_on_gpu,
+    draw_routed_call,
+    draw_weights_on_gpu,
+)
+from tests.layers import Call, Weights, config, draw_given_call
+
+CALLS = 300
+CFG = config(
+    **{"dtype": torch.bfloat16, "hidden": 1024, "intermediate": 1024, "experts": 32, "top_k": 4},
+    **{"max_tokens": 2048, "bias": True},
+)
+LAYERS = {
+    "plain": CFG,
+    "shared experts": dataclasses.replace(
+        CFG, shared_experts=1, shared_intermediate=512, shared_gate=True
+    ),
+    "FP8": dataclasses.replace(
+        CFG, bias=False, weight_format="fp8_block128", activation_format="fp8_group128"
+    ),
+}
+TOKENS = (2048, 1, 8, 0, 131, 700)
+
+
+def main() -> None:
+    """Runs every check; all ranks run the same ones."""
+    with moeos.init("cuda", deadline=DEADLINE) as world:
+        for name, cfg in LAYERS.items():
+            check(name, cfg, world)
+        check_graphs(world)
+        if world.rank == 0:
+            print("slices are right", flush=True)
+
+
+def calls_of(weights: Weights) -> list[Call]:
+    """The same on all ranks: routed by the layer, and by the caller."""
+    calls = [draw_routed_call(weights, tokens, tokens) for tokens in TOKENS]
+    given = [draw_given_call(weights.cfg, tokens, tokens, unused=0.3) for tokens in (3, 600)]
+    return calls + [call_on_gpu(call) for call in given]
+
+
+def check(name: str, cfg: MoEConfig, world: World) -> None:
+    """A layer with either output is the reference's, and the same in all runs."""
+    weights = draw_weights_on_gpu(cfg)
+    calls = calls_of(weights)
+    outputs: tuple[Output, ...] = ("replicated", "scattered")
+    for output in outputs:
+        layer = weights.layer(world, parallel="tensor", output=output)
+        slicing = Slicing(world.size, everywhere=output == "replicated")
+        for call in calls:
+            layer.check_inputs(call.x, call.ids, call.weights)
+            y = layer(call.x, call.ids, call.weights)
+            layer.check()
+            mine = slicing.tokens_of(world.rank, len(call.x))
+            what = f"{name}, {output}, {len(call.x)} tokens"
+            assert y.shape == (len(mine), cfg.hidden), what
+            every = world.control.allgather(y.cpu(), what)
+            if output == "replicated":
+                assert all(torch.equal(other, every[0]) for other in every), what
+                every = every[:1]
+            whole = torch.cat(every)
+            assert_matches(weights, call, whole.to(call.x.device), what)
+        first = layer(calls[0].x)
+        for _ in range(CALLS):  # back to back, few and many tokens
+            layer(calls[1].x)
+            again = layer(calls[0].x)
+        layer.check()
+        assert torch.equal(again, first), f"{name}, {output}"
+    with pytest.raises(ValueError, match="differ from those of rank 0"):
+        layer.check_inputs(calls[0].x + world.rank)
+
+
+def check_graphs(world: World) -> None:
+    """A captured call is replayed with other tokens."""
+    weights = draw_weights_on_gpu(CFG)
+    layer = weights.layer(world, parallel="tensor")
+    call, other = (draw_routed_call(weights, 64, seed) for seed in (1, 2))
+    x = call.x.clone()
+    layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    for given in (other, call):
+        x.copy_(given.x)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_matches(weights, given, y, "a replay")
+    layer.check()
+
+
+if __name__ == "__main__":
+    main()
