@@ -170,7 +170,7 @@ class Experts:
 
         When an error raises, and what a call on the GPU waits for, is as with `MoELayer.forward`.
         """
-        return self.run(
+        y = self.run(
             self._caller,
             self._order,
             x,
@@ -185,6 +185,7 @@ class Experts:
             pieces,
             x_scale=x_scale,
         )
+        return self.own_rows(y) if self.scatters else y
 
     def run(
         self,
@@ -205,34 +206,8 @@ class Experts:
         `moeos.custom_op`; `own`: the tensors that are not of its tokens, as `caller.expected`;
         `weigh`: the gate weighs the caller's ids; `holder`: of the tensors, where it is a module.
         """
-        scatters = not self.slicing.everywhere
-        if scatters:
+        if self.scatters:
             call_checks.check_scattered(tokens, out, pieces)
-        y = self._run(
-            *(caller, order, x, topk_ids, topk_weights, tokens, own, out, pieces, weigh, holder),
-            x_scale,
-        )
-        if not scatters:
-            return y
-        rows = y.view(-1, self.cfg.hidden)
-        mine = self.slicing.tokens_of(self.world.rank, rows.shape[0])
-        return rows[mine.start : mine.stop]
-
-    def _run(
-        self,
-        caller: Caller,
-        order: torch.Tensor,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        tokens: torch.Tensor | None,
-        own: tuple[torch.Tensor | None, ...],
-        out: torch.Tensor | None,
-        pieces: int,
-        weigh: bool,
-        holder: torch.nn.Module | None,
-        x_scale: torch.Tensor | None,
-    ) -> torch.Tensor:
         cfg, device = self.cfg, self.device
         if type(pieces) is not int or pieces != 1:
             call_checks.check_pieces(pieces)
@@ -340,6 +315,12 @@ class Experts:
             torch.autograd.graph.increment_version(out)
         return out
 
+    def own_rows(self, y: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of an output, where they are scattered."""
+        rows = y.view(-1, self.cfg.hidden)
+        mine = self.slicing.tokens_of(self.world.rank, rows.shape[0])
+        return rows[mine.start : mine.stop]
+
     def check_inputs(self, *given: torch.Tensor | None, **named: torch.Tensor) -> None:
         """As `MoELayer.check_inputs`, of x, topk_ids and topk_weights."""
         names = ("x", "topk_ids", "topk_weights")
@@ -434,6 +415,7 @@ class Experts:
         self.cfg = cfg
         self.placement = placement
         self.slicing = slicing
+        self.scatters = not slicing.everywhere
         self.world = world
         own = world.sliced_workspace if slicing.cuts else world.workspace
         self.workspace = own if workspace is None else workspace

@@ -346,7 +346,7 @@ class MoELayer(nn.Module):
         rounds = self.cfg.rounding is not None
         if rounds and topk_ids is None and topk_weights is None and x_scale is None and not weigh:
             topk_ids, topk_weights = self._route(x, tokens, pieces, tensors)
-        return experts.run(
+        y = experts.run(
             self._caller,
             order,
             x,
@@ -360,6 +360,7 @@ class MoELayer(nn.Module):
             self,
             x_scale,
         )
+        return experts.own_rows(y) if experts.scatters else y
 
     def _route(
         self,

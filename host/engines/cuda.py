@@ -102,6 +102,7 @@ class CudaEngine:
         assert isinstance(shared, CudaWorkspace)
         self._world = world
         self._slicing = slicing
+        self._adds_bias = not slicing.cuts or slicing.adds_bias(world.rank)
         self._no_bias: torch.Tensor | None = None  # zeros in place of b2, where another adds it
         self._placement = placement
         self._shared = shared
@@ -368,7 +369,7 @@ class CudaEngine:
         """Launches a piece of a call; the engine's device is the current one."""
         if self._faults.late:
             self._faults.before_call()
-        if self._slicing.cuts and not self._slicing.adds_bias(self._world.rank):
+        if not self._adds_bias:
             tensors = self._without_b2(tensors)
         self._last = self._shape
         self._holdings.arguments.pack(tensors, identity)

@@ -23,6 +23,7 @@ from moeos.engines.cuda_records import HostFailure
 from moeos.engines.cuda_workspace import CudaWorkspace
 from moeos.faults import LayerFaults
 from moeos.placement import Placement
+from moeos.slicing import Slicing
 from moeos.world import SharedMemory
 from tests.host import test_cuda_arguments
 from tests.layers import config
@@ -46,9 +47,15 @@ class StandInEngine(CudaEngine):
     """The engine of a layer, made without a device. Attributes: `launches`, streams."""
 
     def __init__(
-        self, cfg: MoEConfig, world: World, shared: SharedMemory, placement: Placement | None
+        self,
+        cfg: MoEConfig,
+        world: World,
+        shared: SharedMemory,
+        placement: Placement | None,
+        slicing: Slicing,
     ) -> None:
         assert placement is None
+        self._adds_bias = not slicing.cuts
         self.launches: list[int] = []
         self._world = world
         self._shared = cast(Any, SimpleNamespace(closed=False, failure=StandInFailure()))
