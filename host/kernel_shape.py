@@ -16,7 +16,15 @@ import torch
 
 from moeos import _runtime
 from moeos.config import MoEConfig
-from moeos.sizes import CHUNK_ROWS, layer_sizes, parts, sent_bytes, shared_cut
+from moeos.sizes import (
+    CHUNK_ROWS,
+    layer_sizes,
+    of_gradients,
+    parts,
+    routed_alone,
+    sent_bytes,
+    shared_cut,
+)
 from moeos.slicing import WHOLE, Slicing
 
 ARCHITECTURES = ("sm_90a",)
@@ -30,6 +38,8 @@ MAX_TOP_K = 32
 MAX_GROUPS = 32
 """A lane of a warp keeps the score of an expert group."""
 
+_Cut = tuple[MoEConfig, dict[str, int], dict[str, int]]
+"""Of calls: their layer, how their work is cut, and fields of Geometry that are not the layer's."""
 Transport = Literal["none", "mapped", "nvshmem"]
 """How remote peers are reached: there are none; by stores into heaps that this GPU addresses (of
 virtual ranks); by NVSHMEM."""
@@ -41,9 +51,9 @@ _NARROW_ROWS = 64
 _WEIGHT_BOX_ROWS = 128  # where no part reaches beyond them
 ORDERED_ROWS = 32
 """Rows of weights that lie in a box in an order of their own; a smaller box has no more."""
-_VALUE_COLUMNS = 128
+VALUE_COLUMNS = 128
 """Of a part of the first product of a call of gradients."""
-_DEPTH = 64
+DEPTH = 64
 """Columns of a kept row are a multiple: kTileDepth."""
 _CHOICE_BYTES = 8  # of a slot of a token, in a row that is sent
 _FEW_TOKENS = 512  # a layer for at most so many in a call is one for few
@@ -145,8 +155,20 @@ class KernelShape:
 
         Raises `ValueError` when a bound does not fit the runtime's words.
         """
-        if self.gradients:
-            return self._gradient_sizes()
+        cfg, cut, rows = self._cut_of_gradients() if self.gradients else self._cut_of_calls()
+        return layer_sizes(
+            cfg,
+            self.world_size,
+            self.processors,
+            cut,
+            couriers=self.couriers,
+            remote=self.transport != "none",
+            trace_events=self.trace_events,
+            places=self.places,
+            rows=rows,
+        )
+
+    def _cut_of_calls(self) -> _Cut:
         cfg = self.cfg
         wide_columns = (_gemm0_columns(cfg), _tile_columns(cfg))
         narrow_columns = (narrow_gemm0_columns(cfg), _NARROW_COLUMNS)
@@ -164,37 +186,23 @@ class KernelShape:
             # Rows of any number lie next to those of another source. They take more boxes to load,
             # for which there are too few lanes where weights have small ones.
             "segment_align": 1 if has_whole_parts(cfg) else _runtime.SEGMENT_ALIGN,
-            "dedup_rows": _dedup_rows(cfg),
+            "dedup_rows": _dedup_rows(cfg, sent_bytes(cfg)),
             "dedup_after": _dedup_after(cfg, self.world_size),
             "dispatch_tokens": _dispatch_tokens(cfg),
             "up_front_rows": _NARROW_ROWS,
             **shared_cut(cfg, wide_columns[0], narrow_columns[0]),
         }
-        return layer_sizes(
-            cfg,
-            self.world_size,
-            self.processors,
-            cut,
-            couriers=self.couriers,
-            remote=self.transport != "none",
-            trace_events=self.trace_events,
-            places=self.places,
-            rows=self.slicing.sizes(),
-        )
+        return cfg, cut, self.slicing.sizes()
 
-    def _gradient_sizes(self) -> _runtime.Sizes:
-        """Those of a call of gradients: of routed experts alone, and without narrow tiles.
-
-        A row comes back in the place of one that is sent, so both have as many bytes. Offsets of
-        their parts: kernels/sm90/gradient_rows.cuh.
+    def _cut_of_gradients(self) -> _Cut:
+        """Of routed experts alone, and without narrow tiles. What parts a row has:
+        kernels/sm90/gradient_rows.cuh, which checks these bytes.
         """
-        cfg = dataclasses.replace(
-            self.cfg, shared_experts=0, shared_intermediate=0, shared_gate=False
-        )
+        cfg = routed_alone(self.cfg)
         size = cfg.dtype.itemsize
         hidden = cfg.hidden * size
-        columns = -(-cfg.intermediate // _DEPTH) * _DEPTH
-        gemm0_parts, gemm1_parts = parts(cfg, _VALUE_COLUMNS, _STAGE_COLUMNS)
+        columns = -(-cfg.intermediate // DEPTH) * DEPTH
+        gemm0_parts, gemm1_parts = parts(cfg, VALUE_COLUMNS, _STAGE_COLUMNS)
         sent = _align(2 * hidden + cfg.slots * _CHOICE_BYTES)
         kept = _align((3 if cfg.gated else 2) * columns * size + 4 * gemm0_parts + 4)
         if self.world_size > 1:  # a peer may send again before weights have their gradients
@@ -207,30 +215,11 @@ class KernelShape:
             "gemm0_parts": gemm0_parts,
             "gemm1_parts": gemm1_parts,
             "segment_align": _runtime.SEGMENT_ALIGN,
-            "dedup_rows": max(1, ONCE_BYTES // sent) if cfg.max_tokens >= DEDUP_TOKENS else 0,
+            "dedup_rows": _dedup_rows(cfg, sent),
             "dedup_after": _dedup_after(cfg, self.world_size),
             "up_front_rows": _NARROW_ROWS,
         }
-        rows = {
-            "row_bytes": sent,
-            "sent_bytes": sent,
-            "hidden_bytes": kept,
-            "window_rows": _runtime.WINDOW_BYTES // sent,
-            "alters_rows": 1,
-            "between_rows": 0,  # what is kept between the products is read when the call is over
-            "ring_rows": 0,  # as the twin's
-        }
-        return layer_sizes(
-            cfg,
-            self.world_size,
-            self.processors,
-            cut,
-            couriers=self.couriers,
-            remote=self.transport != "none",
-            trace_events=self.trace_events,
-            places=self.places,
-            rows=rows,
-        )
+        return cfg, cut, of_gradients(sent, kept)
 
 
 def check_supported(cfg: MoEConfig) -> None:
@@ -299,11 +288,11 @@ def weight_box_rows(cfg: MoEConfig) -> int:
     return min(_WEIGHT_BOX_ROWS, _gemm0_columns(cfg)) if has_whole_parts(cfg) else ORDERED_ROWS
 
 
-def _dedup_rows(cfg: MoEConfig) -> int:
-    """Geometry's `dedup_rows`."""
+def _dedup_rows(cfg: MoEConfig, row_bytes: int) -> int:
+    """Geometry's `dedup_rows`, of rows with so many bytes as they are sent."""
     if cfg.max_tokens < DEDUP_TOKENS:
         return 0
-    return max(1, ONCE_BYTES // sent_bytes(cfg))
+    return max(1, ONCE_BYTES // row_bytes)
 
 
 def _dedup_after(cfg: MoEConfig, world_size: int) -> int:

@@ -7,6 +7,7 @@ have its fields. It knows nothing of engines or compilers; these say how they cu
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import get_args
@@ -29,6 +30,28 @@ _RING_TILES = 4  # at least so many
 LARGE_EXPERT = 20 << 20
 """An expert whose two matrices have more bytes is a large one: a GPU's L2 cache of 50 MiB does not
 hold the weights of two beside each other. (A gated one's are half as many more.)"""
+
+
+def routed_alone(cfg: MoEConfig) -> MoEConfig:
+    """The layer without its shared experts."""
+    return dataclasses.replace(cfg, shared_experts=0, shared_intermediate=0, shared_gate=False)
+
+
+def of_gradients(sent: int, kept: int) -> dict[str, int]:
+    """Fields of Geometry that a call of gradients has of its own: bytes of a row that is sent, and
+    of one that is kept between the products.
+
+    A row comes back in the place of one that is sent, so both have as many bytes.
+    """
+    return {
+        "row_bytes": sent,
+        "sent_bytes": sent,
+        "hidden_bytes": kept,
+        "window_rows": _runtime.WINDOW_BYTES // sent,
+        "alters_rows": 1,
+        "between_rows": 0,  # what is kept between the products is read when the call is over,
+        "ring_rows": 0,  # and so are the rows
+    }
 
 
 def layer_sizes(

@@ -32,7 +32,7 @@ from moeos.engines.cuda_gradients import CudaGradients
 from moeos.engines.cuda_kernel import Launch, LoadedKernel
 from moeos.engines.cuda_peers import Peers
 from moeos.engines.cuda_workspace import CudaWorkspace
-from moeos.engines.pieces import pieces_of
+from moeos.engines.pieces import gradient_pieces_of, pieces_of
 from moeos.failure import different_calls, exception_of
 from moeos.faults import LayerFaults
 from moeos.jit import Kernel
@@ -312,7 +312,9 @@ class CudaEngine:
         with torch.cuda.device(self._device):
             tensors.d_topk_weights.zero_()
             tensors.d_x[tensors.tokens :].zero_()
-            for piece in cuda_gradients.pieces_of(tensors, self._shape.cfg.max_tokens):
+            for piece in gradient_pieces_of(tensors, self._shape.cfg.max_tokens):
+                if adds:
+                    piece = cuda_gradients.with_own_weights(piece)
                 self._gradient_piece(made, piece, identity)
                 if adds:
                     cuda_gradients.add_weights(tensors, piece)

@@ -43,11 +43,12 @@ _PARAMETER_FIELDS = (
     *("shared_w1_scale", "shared_w2_scale", "shared_w1_scale_2", "shared_w2_scale_2"),
     *("shared_w1", "shared_w2", "shared_gate"),
 )
-_MAP_BYTES = 128
-_CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-_INTERMEDIATE_BOX_ROWS = tuple(n for n in _CELL_BOX_ROWS if n >= _runtime.SEGMENT_ALIGN)
+MAP_BYTES = 128
+CELL_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Heights of boxes of rows that may be of any number."""
+_INTERMEDIATE_BOX_ROWS = tuple(n for n in CELL_BOX_ROWS if n >= _runtime.SEGMENT_ALIGN)
 _MAPS = (
-    *("x", "x_row", "gate", *("cells",) * len(_CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
+    *("x", "x_row", "gate", *("cells",) * len(CELL_BOX_ROWS), "w1", "w1_narrow", "w2"),
     *("intermediate",) * len(_INTERMEDIATE_BOX_ROWS),
     *("shared_w1", "shared_w1_narrow", "shared_w2", "shared_gate", "shared_between"),
 )
@@ -62,16 +63,16 @@ _PARAMETERS = struct.Struct("<13Q")
 # identity, x_scale_is_exponent
 _CALL = struct.Struct("<6Q6I")
 
-_X_AT = _MAPS.index("x") * _MAP_BYTES  # that map and the next
-_GATE_AT = _MAPS.index("gate") * _MAP_BYTES
-_WEIGHTS_AT = _MAPS.index("w1") * _MAP_BYTES  # three maps
-_SHARED_AT = _MAPS.index("shared_w1") * _MAP_BYTES  # four maps
-_LAYER_AT = len(_MAPS) * _MAP_BYTES
+_X_AT = _MAPS.index("x") * MAP_BYTES  # that map and the next
+_GATE_AT = _MAPS.index("gate") * MAP_BYTES
+_WEIGHTS_AT = _MAPS.index("w1") * MAP_BYTES  # three maps
+_SHARED_AT = _MAPS.index("shared_w1") * MAP_BYTES  # four maps
+_LAYER_AT = len(_MAPS) * MAP_BYTES
 _CODE_AT = _LAYER_AT + _LAYER.size
 _PARAMETERS_AT = _CODE_AT + _CODE.size
 _CALL_AT = _PARAMETERS_AT + _PARAMETERS.size
-_MAP_ALIGNMENT = 64
-RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+MAP_ALIGNMENT = 64
+RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
 
 _BOX_BYTES = 128  # of a box's row, one row of a stage
@@ -158,7 +159,7 @@ class ArgumentPacker:
         """Has the next calls use these buffers, which live as long as they are used."""
         cfg, sizes, place = self._cfg, self._sizes, buffers.place
         heap, between = buffers.heap.data_ptr(), buffers.between.data_ptr()
-        for index, rows in enumerate(_CELL_BOX_ROWS):
+        for index, rows in enumerate(CELL_BOX_ROWS):
             count = sizes.cells * place.stride_rows
             cell_map = self.encode(
                 "the heap",
@@ -361,7 +362,7 @@ class ArgumentPacker:
         return Box(rows, self._cfg.dtype, ordered=ordered)
 
     def _place(self, index: int, tensor_map: bytes) -> None:
-        self._bytes[index * _MAP_BYTES : (index + 1) * _MAP_BYTES] = tensor_map
+        self._bytes[index * MAP_BYTES : (index + 1) * MAP_BYTES] = tensor_map
 
     def map_of(self, name: str, matrix: Tensor, columns: int, box: Box) -> bytes:
         """The tensor map of a contiguous tensor whose last dimension has `columns` elements."""

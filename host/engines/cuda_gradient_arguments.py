@@ -16,25 +16,27 @@ from torch import Tensor
 from moeos import _runtime
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors, GradientTensors
-from moeos.engines.cuda_arguments import RECORD_BYTES, ArgumentPacker, Box, RankBuffers
-from moeos.kernel_shape import ORDERED_ROWS
+from moeos.engines.cuda_arguments import (
+    CELL_BOX_ROWS,
+    MAP_ALIGNMENT,
+    MAP_BYTES,
+    RECORD_BYTES,
+    ArgumentPacker,
+    Box,
+    RankBuffers,
+)
+from moeos.kernel_shape import DEPTH, ORDERED_ROWS, VALUE_COLUMNS
 
-_MAP_BYTES = 128
-_BOX_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _MAPS = (
-    *("rows",) * len(_BOX_ROWS),
-    *("d_hidden",) * len(_BOX_ROWS),
+    *("rows",) * len(CELL_BOX_ROWS),
+    *("d_hidden",) * len(CELL_BOX_ROWS),
     *("values", "inputs", "w1", "w1_ordered", "w2"),
 )
 # d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2, blocks
 _CALL = struct.Struct("<7QI")
-_CALL_AT = RECORD_BYTES + len(_MAPS) * _MAP_BYTES
-_MAP_ALIGNMENT = 64
-GRADIENT_RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+_CALL_AT = RECORD_BYTES + len(_MAPS) * MAP_BYTES
+GRADIENT_RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
-
-_DEPTH = 64  # rows of a box of what has its rows as depth
-_VALUE_COLUMNS = 128
 
 
 class GradientPacker:
@@ -75,20 +77,20 @@ class GradientPacker:
         between = buffers.between.data_ptr()
         of_cells = sizes.cells * buffers.place.stride_rows
         kept = sizes.world * sizes.cell_rows_used
-        columns = -(-cfg.intermediate // _DEPTH) * _DEPTH
+        columns = -(-cfg.intermediate // DEPTH) * DEPTH
         halves = 2 if cfg.gated else 1
-        for index, rows in enumerate(_BOX_ROWS):
+        for index, rows in enumerate(CELL_BOX_ROWS):
             in_cells = self._rows(cells, of_cells, 2 * cfg.hidden, rows, sizes.sent_bytes)
             self._place(_MAPS.index("rows") + index, in_cells)
             factor = between + columns * size
             d_hidden = self._rows(factor, kept, halves * columns, rows, sizes.hidden_bytes)
             self._place(_MAPS.index("d_hidden") + index, d_hidden)
-        values = self._rows(between, kept, columns, _DEPTH, sizes.hidden_bytes)
+        values = self._rows(between, kept, columns, DEPTH, sizes.hidden_bytes)
         self._place(_MAPS.index("values"), values)
-        inputs = self._rows(cells, of_cells, 2 * cfg.hidden, _DEPTH, sizes.sent_bytes)
+        inputs = self._rows(cells, of_cells, 2 * cfg.hidden, DEPTH, sizes.sent_bytes)
         if sizes.world > 1:  # copies, behind all else
             copies = between + sizes.hidden_bytes - 2 * cfg.hidden * size
-            inputs = self._rows(copies, kept, 2 * cfg.hidden, _DEPTH, sizes.hidden_bytes)
+            inputs = self._rows(copies, kept, 2 * cfg.hidden, DEPTH, sizes.hidden_bytes)
         self._place(_MAPS.index("inputs"), inputs)
 
     def pack(self, tensors: GradientTensors, sent: Tensor, identity: int) -> None:
@@ -122,11 +124,11 @@ class GradientPacker:
 
     def _pack_weights(self, w1: Tensor, w2: Tensor) -> None:
         cfg, packer = self._cfg, self._of_rank
-        groups = _DEPTH if cfg.intermediate % _DEPTH == 0 else ORDERED_ROWS
+        groups = DEPTH if cfg.intermediate % DEPTH == 0 else ORDERED_ROWS
         boxes = {
-            "w1": (w1, cfg.hidden, Box(_VALUE_COLUMNS, cfg.dtype)),
+            "w1": (w1, cfg.hidden, Box(VALUE_COLUMNS, cfg.dtype)),
             "w1_ordered": (w1, cfg.hidden, Box(groups, cfg.dtype, ordered=True)),
-            "w2": (w2, cfg.intermediate, Box(_DEPTH, cfg.dtype)),
+            "w2": (w2, cfg.intermediate, Box(DEPTH, cfg.dtype)),
         }
         for name, (matrix, columns, box) in boxes.items():
             self._place(_MAPS.index(name), packer.map_of(name[:2], matrix, columns, box))
@@ -136,8 +138,8 @@ class GradientPacker:
         return self._of_rank.encode("the heap", address, rows, columns, box, row_bytes)
 
     def _place(self, index: int, tensor_map: bytes) -> None:
-        at = RECORD_BYTES + index * _MAP_BYTES
-        self._bytes[at : at + _MAP_BYTES] = tensor_map
+        at = RECORD_BYTES + index * MAP_BYTES
+        self._bytes[at : at + MAP_BYTES] = tensor_map
 
 
 def weight_dtype(cfg: MoEConfig, pieces: int) -> torch.dtype:

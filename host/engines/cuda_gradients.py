@@ -7,9 +7,6 @@ It knows bytes and kernels, and nothing of ranks or of the order of launches.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-
 import numpy
 import torch
 from torch import Tensor
@@ -21,6 +18,7 @@ from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, Gradien
 from moeos.engines.cuda_kernel import Launch, LoadedKernel
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
+from moeos.sizes import routed_alone
 
 
 def why_none(cfg: MoEConfig, *, placed: bool, remote: bool) -> str | None:
@@ -61,9 +59,7 @@ class CudaGradients:
                 f"for each rank and the host packs {GRADIENT_RECORD_BYTES}: the installation mixes "
                 "versions"
             )
-        cfg = dataclasses.replace(
-            shape.cfg, shared_experts=0, shared_intermediate=0, shared_gate=False
-        )
+        cfg = routed_alone(shape.cfg)
         self.shape = shape
         self.kernel: LoadedKernel | None = None
         self.arguments = GradientPacker(
@@ -89,33 +85,17 @@ class CudaGradients:
 _OF_WEIGHTS = ("d_w1", "d_b1", "d_w2", "d_b2")
 
 
-def pieces_of(tensors: GradientTensors, most: int) -> Iterator[GradientTensors]:
-    """The calls of at most so many tokens each, in order. Where there are several, each has memory
-    of its own for gradients of weights: see `add_weights`.
+def with_own_weights(piece: GradientTensors) -> GradientTensors:
+    """The same with memory of its own for gradients of weights, in the dtype in which a launch
+    writes them.
     """
-    if tensors.pieces == 1:
-        most = tensors.tokens
-    for number in range(tensors.pieces):
-        first = min(tensors.tokens, number * most)
-        end = min(tensors.tokens, first + most)
-        piece = tensors._replace(
-            x=tensors.x[first:end],
-            d_out=tensors.d_out[first:end],
-            topk_ids=tensors.topk_ids[first:end],
-            topk_weights=tensors.topk_weights[first:end],
-            tokens=end - first,
-            d_x=tensors.d_x[first:end],
-            d_topk_weights=tensors.d_topk_weights[first:end],
-        )
-        if tensors.pieces > 1:
-            dtype = tensors.x.dtype
-            piece = piece._replace(
-                d_w1=_empty_like(tensors.d_w1, dtype),
-                d_b1=_empty_like(tensors.d_b1, dtype),
-                d_w2=_empty_like(tensors.d_w2, dtype),
-                d_b2=_empty_like(tensors.d_b2, dtype),
-            )
-        yield piece
+    dtype = piece.x.dtype
+    return piece._replace(
+        d_w1=_empty_like(piece.d_w1, dtype),
+        d_b1=_empty_like(piece.d_b1, dtype),
+        d_w2=_empty_like(piece.d_w2, dtype),
+        d_b2=_empty_like(piece.d_b2, dtype),
+    )
 
 
 def _empty_like(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moeos.engines.base import CallTensors
+from moeos.engines.base import CallTensors, GradientTensors
 
 
 def pieces_of(call: CallTensors, most: int) -> Iterator[CallTensors]:
@@ -31,6 +31,26 @@ def pieces_of(call: CallTensors, most: int) -> Iterator[CallTensors]:
             tokens=None
             if call.tokens is None
             else _tokens_of(call.tokens, first, end, number, call.pieces),
+        )
+
+
+def gradient_pieces_of(tensors: GradientTensors, most: int) -> Iterator[GradientTensors]:
+    """The `tensors.pieces` calls of gradients of at most so many tokens each, in order. All of them
+    have the same memory for gradients of weights.
+    """
+    if tensors.pieces == 1:
+        most = tensors.tokens
+    for number in range(tensors.pieces):
+        first = min(tensors.tokens, number * most)
+        end = min(tensors.tokens, first + most)
+        yield tensors._replace(
+            x=tensors.x[first:end],
+            d_out=tensors.d_out[first:end],
+            topk_ids=tensors.topk_ids[first:end],
+            topk_weights=tensors.topk_weights[first:end],
+            tokens=end - first,
+            d_x=tensors.d_x[first:end],
+            d_topk_weights=tensors.d_topk_weights[first:end],
         )
 
 

@@ -8,7 +8,6 @@ own.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import numpy
@@ -18,13 +17,13 @@ from moeos import _runtime, _twin, calls, counters, tracing, values
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
 from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory
-from moeos.engines.pieces import pieces_of
+from moeos.engines.pieces import gradient_pieces_of, pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.formats import exponent_value
 from moeos.placement import Placement, experts_of
-from moeos.sizes import layer_sizes, parts, shared_cut
+from moeos.sizes import layer_sizes, of_gradients, parts, routed_alone, shared_cut
 from moeos.slicing import WHOLE, Slicing, digest
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
 from moeos.world import SharedMemory, World
@@ -91,23 +90,11 @@ def gradient_sizes_of(
     trace_events: int = 0,
     places: int = 0,
 ) -> _runtime.Sizes:
-    """The same of its calls of gradients, which are of routed experts alone.
-
-    A row comes back in the place of one that is sent, so both have as many bytes.
-    """
-    routed = dataclasses.replace(cfg, shared_experts=0, shared_intermediate=0, shared_gate=False)
+    """The same of its calls of gradients, which are of routed experts alone."""
+    routed = routed_alone(cfg)
     place = (world_size, processors, remote, trace_events, places)
     sent, kept = _twin.gradient_row_bytes(sizes_of(routed, *place), cfg.dtype == torch.bfloat16)
-    rows = {
-        "row_bytes": sent,
-        "sent_bytes": sent,
-        "hidden_bytes": kept,
-        "window_rows": _runtime.WINDOW_BYTES // sent,
-        "alters_rows": 1,
-        "between_rows": 0,  # what is kept between the products is read when the call is over,
-        "ring_rows": 0,  # and so are the rows
-    }
-    return sizes_of(routed, *place, rows=rows)
+    return sizes_of(routed, *place, rows=of_gradients(sent, kept))
 
 
 class TwinEngine:
@@ -265,38 +252,34 @@ class TwinEngine:
         rank = shape.rank
         assert rank is not None  # only the end of the workspace ends it
         identity = calls.identity(self._number, tensors.pieces, backward=True)
-        rows = tensors.x.shape[0]
-        for number in range(tensors.pieces):
-            first = min(rows, number * cfg.max_tokens)
-            end = rows if tensors.pieces == 1 else min(rows, first + cfg.max_tokens)
-            tokens = min(max(0, tensors.tokens - first), end - first)
-            capacity = cfg.capacity(tokens)
+        for piece in gradient_pieces_of(tensors, cfg.max_tokens):
+            capacity = cfg.capacity(piece.tokens)
             self._faults.before_call()
             self._last = shape.sizes
             failure = rank.backward(
                 records=records,
                 identity=identity,
                 bfloat16=cfg.dtype == torch.bfloat16,
-                tokens=tokens,
+                tokens=piece.tokens,
                 pair_limit=cfg.max_tokens if capacity is None else capacity,
-                x=tensors.x[first:].data_ptr(),
-                d_out=tensors.d_out[first:].data_ptr(),
-                topk_ids=_given(tensors.topk_ids[first:]),
-                topk_weights=_given(tensors.topk_weights[first:]),
-                w1=tensors.w1.data_ptr(),
-                b1=_address(tensors.b1),
-                w2=tensors.w2.data_ptr(),
-                b2=_address(tensors.b2),
-                d_x=tensors.d_x[first:].data_ptr(),
-                d_topk_weights=tensors.d_topk_weights[first:].data_ptr(),
-                d_w1=_address(tensors.d_w1),
-                d_b1=_address(tensors.d_b1),
-                d_w2=_address(tensors.d_w2),
-                d_b2=_address(tensors.d_b2),
+                x=piece.x.data_ptr(),
+                d_out=piece.d_out.data_ptr(),
+                topk_ids=_given(piece.topk_ids),
+                topk_weights=_given(piece.topk_weights),
+                w1=piece.w1.data_ptr(),
+                b1=_address(piece.b1),
+                w2=piece.w2.data_ptr(),
+                b2=_address(piece.b2),
+                d_x=piece.d_x.data_ptr(),
+                d_topk_weights=piece.d_topk_weights.data_ptr(),
+                d_w1=_address(piece.d_w1),
+                d_b1=_address(piece.d_b1),
+                d_w2=_address(piece.d_w2),
+                d_b2=_address(piece.d_b2),
             )
             self._require_well(failure, identity)
-            tensors.d_x[first + tokens : end].zero_()
-            tensors.d_topk_weights[first + tokens : end].zero_()
+        tensors.d_x[tensors.tokens :].zero_()
+        tensors.d_topk_weights[tensors.tokens :].zero_()
 
     def _require_well(self, failure: _runtime.Failure, identity: int) -> None:
         """Raises what went wrong in a call, if something did."""

@@ -158,6 +158,16 @@ struct Shared {
 
 static_assert(sizeof(Shared) <= 232448, "shared memory of a block on sm_90");
 
+/// Notes when the consumers have a part's results.
+inline void stamp_computed(Shared& shared, u32 slot) {
+  if constexpr (kTraced) {
+    if (threadIdx.x == kFirstConsumerWarp * 32) {
+      shared.stamps[slot].computed_ns = Machine::now_ns();
+    }
+    __syncwarp();
+  }
+}
+
 /// A consumer warp has used a stage, or does without it. Every warp says so for itself: one that
 /// lags behind the others of its group must not find the stage two phases on.
 inline void release_stage(Shared& shared, u32 index) {

@@ -18,16 +18,6 @@ inline constexpr u32 kHalfSums = kValueColumns / 2;  // accumulators of 128 colu
 inline constexpr u32 kFirstSums = kHalves * kHalfSums;
 inline constexpr u32 kSecondSums = kTileColumns / 2;
 
-/// Notes when the consumers have a part's results.
-inline void stamp_computed(Shared& shared, u32 slot) {
-  if constexpr (kTraced) {
-    if (threadIdx.x == kFirstConsumerWarp * 32) {
-      shared.stamps[slot].computed_ns = Machine::now_ns();
-    }
-    __syncwarp();
-  }
-}
-
 /// d += the warpgroup's rows times weights whose rows are the depth, over so many steps.
 template <u32 kRegisters>
 inline void multiply_by_columns(float (&d)[kRegisters], u32 steps, u32 group, Shared& shared,

@@ -14,16 +14,6 @@
 
 namespace moeos::sm90 {
 
-/// Notes when the consumers have a part's results.
-inline void stamp_computed(Shared& shared, u32 slot) {
-  if constexpr (kTraced) {
-    if (threadIdx.x == kFirstConsumerWarp * 32) {
-      shared.stamps[slot].computed_ns = Machine::now_ns();
-    }
-    __syncwarp();
-  }
-}
-
 /// Of a part whose rows and weights are codes.
 template <const Product& kProduct>
 inline void compute_coded(const RankArguments& arguments, const Slot& slot, ReadyWord word,

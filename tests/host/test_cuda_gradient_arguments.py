@@ -10,7 +10,8 @@ from moeos import cuda_driver
 from moeos.engines.base import GradientTensors
 from moeos.engines.cuda_arguments import RECORD_BYTES
 from moeos.engines.cuda_gradient_arguments import _MAPS, GradientPacker
-from moeos.engines.cuda_gradients import add_weights, pieces_of
+from moeos.engines.cuda_gradients import add_weights, with_own_weights
+from moeos.engines.pieces import gradient_pieces_of
 from moeos.kernel_shape import KernelShape
 from tests.host.test_cuda_arguments import MAP_WORDS, PLACE, RECORDS, Driver, buffers_of
 from tests.layers import config
@@ -85,7 +86,7 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
 def test_pieces_are_added_up() -> None:
     tensors = tensors_of(5, pieces=3)
     counts = []
-    for piece in pieces_of(tensors, 2):
+    for piece in map(with_own_weights, gradient_pieces_of(tensors, 2)):
         assert piece.d_w1 is not None
         assert piece.d_w2 is not None
         assert piece.d_w1.dtype == CFG.dtype

@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import moeos
-from moeos.bench.gpu.in_turn import FLUSHED_TOKENS, InTurn
+from moeos.bench.gpu.in_turn import InTurn
 from moeos.bench.studies import options
 
 TOKENS = (512, 2048, 8192)
-ROUNDS, WARM_UP = 30, 5
 AGREES = 0.03
 """Relative distance that the gradients of both may have: each rounds to BF16 on its way."""
 
@@ -72,17 +71,13 @@ def _measure_tokens(
             y = forward()
         return lambda: torch.autograd.grad(y, wanted, d_out, retain_graph=True)
 
-    def timed(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-        flushed = tokens <= FLUSHED_TOKENS
-        return clock.time(ways, flushed=flushed, warm_up_rounds=WARM_UP, rounds=ROUNDS)
-
     ways = {"layer": backward_of(ours)}
     if world.size == 1 and cfg.activation == "swiglu" and not cfg.bias:
         ways["grouped_mm"] = backward_of(lambda: grouped(x, ids, weights, layer.w1, layer.w2))
     distances = _distances([way() for way in ways.values()])
     if any(distance > AGREES for distance in distances):
         raise ValueError(f"rank {world.rank}: relative distances {distances} at {tokens} tokens")
-    times = timed(ways)
+    times = options.timed(clock, tokens, ways)
     matrices = 3 if cfg.gated else 2
     flops = 2 * 2 * matrices * tokens * cfg.top_k * cfg.hidden * cfg.intermediate
     rates = {name: flops / time["median"] / 1e12 for name, time in times.items()}
@@ -94,7 +89,7 @@ def _measure_tokens(
         "distances": distances,
         "seconds": times,
         "tflops": rates,
-        "forward_seconds": timed({"layer": ours}),
+        "forward_seconds": options.timed(clock, tokens, {"layer": ours}),
     }
 
 

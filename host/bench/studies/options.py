@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import moeos
-from moeos.bench.gpu.in_turn import InTurn
+from moeos.bench.gpu.in_turn import FLUSHED_TOKENS, InTurn
 from moeos.commands import machine, provenance
 
+ROUNDS, WARM_UP = 30, 5
 _DEADLINE = 900.0  # seconds; the compiler's time counts
 
 Measure = Callable[[moeos.MoEConfig, moeos.World, InTurn], list[dict[str, Any]]]
@@ -48,6 +50,20 @@ def run(
             if world.rank == 0:
                 text = json.dumps(_document(name, world.size, layers), indent=1)
                 chosen.out.write_text(text + "\n")
+
+
+def timed(clock: InTurn, tokens: int, ways: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Seconds of ways to compute so many tokens, in turn. Collective."""
+    flushed = tokens <= FLUSHED_TOKENS
+    return clock.time(ways, flushed=flushed, warm_up_rounds=WARM_UP, rounds=ROUNDS)
+
+
+def require_equal(names: str, tokens: int, one: Tensor, other: Tensor, agrees: float) -> float:
+    """The relative distance of two outputs. Raises `ValueError` if it is above `agrees`."""
+    distance = float((one.float() - other.float()).norm() / other.float().norm())
+    if distance > agrees:
+        raise ValueError(f"{names}: relative distance {distance} at {tokens} tokens")
+    return distance
 
 
 def _document(name: str, ranks: int, layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ times and compares; whether the values are right is the tests' affair.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,11 @@ import torch
 from torch.nn.functional import linear, silu
 
 import moeos
-from moeos.bench.gpu.in_turn import FLUSHED_TOKENS, InTurn
+from moeos.bench.gpu.in_turn import InTurn
 from moeos.bench.studies import options
+from moeos.sizes import routed_alone
 
 TOKENS = (1, 8, 128, 512, 2048, 4096)
-ROUNDS, WARM_UP = 30, 5
 AGREES = 0.02
 """Relative distance that the layer and PyTorch's sum may have: each rounds to BF16."""
 
@@ -53,7 +52,7 @@ def contestants(
 def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dict[str, Any]]:
     """Every token count of one layer. Collective."""
     layer = moeos.MoELayer(cfg, world)
-    plain = dataclasses.replace(cfg, shared_experts=0, shared_intermediate=0, shared_gate=False)
+    plain = routed_alone(cfg)
     routed = moeos.MoELayer(plain, world, init=False)
     for name in ("w1", "w2", "gate"):
         setattr(routed, name, getattr(layer, name))
@@ -62,13 +61,9 @@ def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dic
         generator = torch.Generator("cuda").manual_seed(1000 * tokens + world.rank)
         x = torch.randn(tokens, cfg.hidden, device="cuda", generator=generator).to(cfg.dtype)
         ways = contestants(layer, routed, x)
-        inside, outside = ways["inside"]().float(), ways["PyTorch's"]().float()
-        distance = float((inside - outside).norm() / outside.norm())
-        if distance > AGREES:
-            raise ValueError(f"rank {world.rank}: relative distance {distance} at {tokens} tokens")
-        times = clock.time(
-            ways, flushed=tokens <= FLUSHED_TOKENS, warm_up_rounds=WARM_UP, rounds=ROUNDS
-        )
+        outputs = ways["inside"](), ways["PyTorch's"]()
+        distance = options.require_equal(f"rank {world.rank}", tokens, *outputs, AGREES)
+        times = options.timed(clock, tokens, ways)
         found.append({"tokens": tokens, "distance": distance, "seconds": times})
     return found
 

@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch.nn.functional import silu
 
 import moeos
-from moeos.bench.gpu.in_turn import FLUSHED_TOKENS, InTurn
+from moeos.bench.gpu.in_turn import InTurn
 from moeos.bench.studies import options
 
 TOKENS = (8, 128, 4096, 16384)
-ROUNDS, WARM_UP = 30, 5
 AGREES = 0.02
 """Relative distance that both may have: each rounds to BF16."""
 
@@ -93,13 +92,9 @@ def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dic
         mine = functools.partial(experts, x, ids, weights, w1, w2)
         theirs = functools.partial(baseline, x, ids, weights, w1, w2, clock.group)
         ways = {"moeos": replayed(mine), "EE": replayed(theirs)}
-        ours, others = ways["moeos"]().float(), ways["EE"]().float()
-        distance = float((ours - others).norm() / others.norm())
-        if distance > AGREES:
-            raise ValueError(f"rank {world.rank}: relative distance {distance} at {tokens} tokens")
-        times = clock.time(
-            ways, flushed=tokens <= FLUSHED_TOKENS, warm_up_rounds=WARM_UP, rounds=ROUNDS
-        )
+        outputs = ways["moeos"](), ways["EE"]()
+        distance = options.require_equal(f"rank {world.rank}", tokens, *outputs, AGREES)
+        times = options.timed(clock, tokens, ways)
         found.append({"tokens": tokens, "distance": distance, "seconds": times})
     return found
 
