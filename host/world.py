@@ -337,6 +337,9 @@ class World:
         if not self._home.here:
             return
         stop_at_the_end()
+        self._interrupt(reason)
+
+    def _interrupt(self, reason: str) -> None:
         for holdings in list(self._holdings.values()):
             holdings.interrupt(reason)
 
@@ -402,7 +405,7 @@ class World:
             gate.close()
         if any(gate.busy for gate in gates):
             self.control.abort(reason)
-            self.interrupt(reason)
+            self._interrupt(reason)  # and stands nowhere still: the program's end waits for a close
         return gates
 
     def __enter__(self) -> World:

@@ -121,11 +121,18 @@ def work():
 
 
 def test_a_close_beside_a_call_of_a_third_thread_ends_as_well() -> None:
+    """The close has begun when the end begins, and makes the call end behind that."""
     assert_ends_well(
         """
-hold = moeos.faults.Fault(kind="delay", rank=0, call=1, stage="start", seconds=1.0)
-world = moeos.init(backend="twin", faults=moeos.faults.FaultPlan(faults=(hold,)))
+from moeos.engines.twin import TwinEngine
+world = moeos.init(backend="twin")
 layer = moeos.MoELayer(cfg, world)
+ends = threading.Event()
+begins = moeos.program_end.begin
+moeos.program_end.begin = lambda: (begins(), ends.set())
+make_leave = world._make_leave
+forward = TwinEngine._forward
+TwinEngine._forward = lambda engine, tensors: (ends.wait(), forward(engine, tensors))
 
 def call():
     try:
@@ -133,10 +140,16 @@ def call():
     finally:
         done.append("went on")
 
-def work():
-    threading.Thread(target=call, daemon=True).start()
-    time.sleep(0.3)
+def leave_at_the_end(reason):
     begun.set()
+    ends.wait()
+    return make_leave(reason)
+
+def work():
+    world._make_leave = leave_at_the_end
+    threading.Thread(target=call, daemon=True).start()
+    while not any(gate.busy for gate in world._gates()):
+        time.sleep(0.001)
     world.close()
 """,
         "[]\n",
