@@ -38,7 +38,7 @@ class CallStats:
         expert_pairs: pairs that each expert of this rank computed.
         tasks: parts run, by kind: route, dispatch, replicate, gemm0, gemm1, combine.
         row_bytes_to_peers: bytes of rows written into other ranks' memory, both directions of the
-            layer. A row that lies twice in a cell (docs/memory.md, "Cells as rings") counts once.
+            layer; one that lies twice in a cell (docs/memory.md, "Cells as rings") counts once.
         row_bytes_by_peer: [P] the same by rank; 0 for this one.
         count_bytes_to_peers: bytes of row counts, and of the words that say which call it is.
         flag_bytes_to_peers: bytes of arrival flags, of credits for returned rows and, where tokens

@@ -25,7 +25,7 @@ from moeos._runtime import FailureKind
 SCENARIOS = ("quiet", "nic", "die", "stall", "damage", "late", "backward")
 """`moeos::twin::Scenario`: nothing; a network card that reorders and delays puts between fences; a
 rank that stops; one that stands still for a while; a word of the protocol that is overwritten;
-ranks that begin calls later than others; one of these with calls of gradients."""
+ranks that begin calls later than others. The last is one of these with calls of gradients."""
 
 STRATEGIES = ("random", "priority")
 """`moeos::twin::Strategy`: who goes on is drawn at each access, or by priorities that change seldom

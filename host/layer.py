@@ -167,10 +167,10 @@ class MoELayer(nn.Module):
     w1_mxfp4, too. So nothing that pairs tensors by name takes one format for another.
 
     With `parallel="tensor"` all ranks have the same tokens and routing, and each has a slice of
-    every expert, of I / P: w1 [E, 2I/P, H] (this rank's gate rows, then its up rows), w2
-    [E, H, I/P], b1 alike, b2 whole; shared experts likewise. With `output="replicated"` each rank
-    returns all tokens, with the same bits; with "scattered" its part of the rows, by the rule of
-    `torch.chunk`. docs/tensor_parallel.md has more.
+    every expert, of I / P. So w1 is [E, 2I/P, H] (this rank's gate rows, then its up rows), w2 is
+    [E, H, I/P], b1 is cut as w1 is, and b2 is whole; shared experts likewise. With
+    `output="replicated"` each rank returns all tokens, with the same bits; with "scattered" its
+    part of the rows, by the rule of `torch.chunk`. docs/tensor_parallel.md has more.
 
     Raises:
         ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of
@@ -305,8 +305,8 @@ class MoELayer(nn.Module):
 
         Shapes, dtypes and devices are checked before anything is sent. On the twin values are as
         well, and the call itself raises the errors of the protocol. A call on the GPU launches one
-        kernel a piece and waits for nothing: wrong ids, a wrong S, logits that are not finite and
-        late peers end it, on all ranks and without a defined output, and raise on each rank in its
+        kernel a piece and waits for nothing. Wrong ids, a wrong S, logits that are not finite and
+        late peers end it, on all ranks and without a defined output. They raise on each rank in its
         next call that finds them known, or in `check`, until all ranks call `reset`. The kernel
         takes ids of both widths and weights of 32 and 16 bits as they are; for other strides and
         float64 PyTorch copies them first, with kernels of its own.
