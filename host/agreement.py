@@ -12,6 +12,7 @@ from moeos import sharding
 from moeos.config import MoEConfig, digest_differences
 from moeos.errors import ConfigMismatch, PeerTimeout, said
 from moeos.placement import Placement, differences
+from moeos.slicing import WHOLE, Slicing
 from moeos.world import World
 
 _MAX_TOLD = 2000  # characters of a rank's error that the others are told
@@ -45,12 +46,11 @@ def agree(
     place: tuple[int, int],
     what: str,
     placement: Placement,
-    holders: int = 0,
+    slicing: Slicing = WHOLE,
 ) -> bool:
     """Checks that all ranks make the same: `what`, such as "Experts", of the same config, with
-    experts in the same places.
+    experts in the same places, and cut alike.
 
-    `holders`: ranks among which whole experts, or one slice of each, are shared out; 0: all.
     `place`: the rank, and the number of ranks, whose weights this rank holds. Raises alike on all
     ranks: `ConfigMismatch`, or `ValueError` where a rank holds another's weights or the placement
     does not fit.
@@ -59,7 +59,8 @@ def agree(
         whether torch.distributed knows some rank by another number, so that a DTensor would mix
         them up.
     """
-    mine = (cfg.digest(), place, sharding.process_group_place(), what, placement.digest())
+    kind = f"{what} with {slicing.name}" if slicing.cuts else what
+    mine = (cfg.digest(), place, sharding.process_group_place(), kind, placement.digest())
     told = world.control.allgather(mine, "the comparison of the ranks' configs")
     _require_one_kind([kind for _, _, _, kind, _ in told])
     _require_equal([digest for digest, _, _, _, _ in told])
@@ -72,7 +73,7 @@ def agree(
                 "a layer with MoELayer(cfg, world) and load a state dict"
             )
     _require_same_places([table for _, _, _, _, table in told])
-    placement.require_fits(cfg, holders or world.size)
+    placement.require_fits(cfg, slicing.holders(world.size))
     return any(
         known not in (None, right) for right, (_, _, known, _, _) in zip(places, told, strict=True)
     )

@@ -398,8 +398,7 @@ class Experts:
         placement: Placement,
         slicing: Slicing,
     ) -> None:
-        place, holders = (world.rank, world.size), slicing.holders(world.size)
-        agreement.agree(cfg, world, place, f"Experts({slicing.name})", placement, holders)
+        agreement.agree(cfg, world, (world.rank, world.size), "Experts", placement, slicing)
         check_supported(slicing.cut(cfg), world)
         self._start(cfg, world, workspace, placement, slicing)
 

@@ -622,10 +622,7 @@ class MoELayer(nn.Module):
 
     def _agree(self, cfg: MoEConfig, world: World, kind: str) -> bool:
         """See `agreement.agree`."""
-        slicing = self._slicing
-        kind += f" with {slicing.name}" if slicing.cuts else ""
-        holders = slicing.holders(world.size)
-        return agreement.agree(cfg, world, self._place, kind, self.placement, holders)
+        return agreement.agree(cfg, world, self._place, kind, self.placement, self._slicing)
 
     def _use(self, world: World, apart: bool, workspace: Workspace | None) -> None:
         """Makes this layer one of `world`. Collective. `apart`: see `agreement.agree`."""

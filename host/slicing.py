@@ -46,11 +46,9 @@ class Slicing:
 
     @property
     def name(self) -> str:
-        """What errors and agreements call a layer that is cut so; nothing where none is."""
-        if not self.cuts:
-            return ""
+        """What errors and agreements call a layer that is cut so."""
         output = "replicated" if self.everywhere else "scattered"
-        return f"parallel='tensor', output={output!r}"
+        return f"parallel={self.parallel!r}, output={output!r}"
 
     def holders(self, ranks: int) -> int:
         """Of so many ranks, those that hold all experts of one slice together."""
