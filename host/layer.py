@@ -235,11 +235,10 @@ class MoELayer(nn.Module):
             parallel=parallel,
             output=output,
         )
-        slicing = layer._slicing
         error: Exception | None = None
         try:
-            place = slicing.holder(world.rank), slicing.holders(world.size)
-            block = checkpoints.load_block(cfg, state_dict, prefix, *place, ignore, placement)
+            holding = layer._holding()
+            block = checkpoints.load_block(cfg, state_dict, prefix, *holding, ignore, placement)
             if not layer.placement.in_order:
                 layer._name_experts(block, "")
             layer.load_state_dict(block)
@@ -664,7 +663,9 @@ class MoELayer(nn.Module):
                 self.gate.bias.zero_()
             if self.cfg.shared_weight_format is None:
                 for name in ("shared_w1", "shared_w2"):
-                    self._fill(name, generator)
+                    shared = self._tensor_of(name)
+                    if shared is not None:
+                        shared.copy_(self._drawn(name, self.cfg.shared_experts, generator))
             else:
                 for mlp in range(self.cfg.shared_experts):
                     for name in ("shared_w1", "shared_w2"):
@@ -681,43 +682,24 @@ class MoELayer(nn.Module):
 
     def _fill_matrix(self, name: str, local: int, generator: torch.Generator) -> None:
         """Draws an expert's w1 or w2, or a shared one's."""
-        cfg, weight = self.cfg, getattr(self, name)[local]
-        if cfg.weight_format is None and not self._slicing.cuts:
-            _fill_uniform(weight, generator)
-            return
-        drawn = self._drawn(name, weight.device, generator)
-        if cfg.weight_format is None:
-            weight.copy_(drawn)
+        [drawn] = self._drawn(name, 1, generator)
+        if self.cfg.weight_format is None:
+            getattr(self, name)[local].copy_(drawn)
         else:
             self.set_matrix(name, local, drawn)
 
-    def _fill(self, name: str, generator: torch.Generator) -> None:
-        """Draws a shared matrix of all shared experts."""
-        shared = getattr(self, name)
-        if shared is None:
-            return
-        if self._slicing.cuts:
-            shape = (self.cfg.shared_experts,)
-            shared.copy_(self._drawn(name, shared.device, generator, shape))
-        else:
-            _fill_uniform(shared, generator)
+    def _drawn(self, name: str, count: int, generator: torch.Generator) -> torch.Tensor:
+        """This rank's part of so many whole matrices that are drawn, in fp32."""
+        whole, part = (
+            torch.Size((count, *_shapes_of(cfg)[name]))
+            for cfg in (self.cfg, self._slicing.cut(self.cfg))
+        )
+        drawn = _uniform(whole, generator)
+        return self._slicing.part(drawn, whole, part, self._halves(name), self._place[0])
 
-    def _drawn(
-        self,
-        name: str,
-        device: torch.device,
-        generator: torch.Generator,
-        leading: tuple[int, ...] = (),
-    ) -> torch.Tensor:
-        """This rank's part of whole matrices [*leading, R, C] that are drawn, in fp32."""
-        whole, cut = _shapes_of(self.cfg)[name], _shapes_of(self._slicing.cut(self.cfg))[name]
-        drawn = torch.empty(*leading, *whole, dtype=torch.float32, device=device)
-        _fill_uniform(drawn, generator)
-        every = drawn.view(-1, *whole)
-        of_all, of_part = (torch.Size((every.shape[0], *shape)) for shape in (whole, cut))
-        halves = self.cfg.halves if name.endswith("w1") else 1
-        mine = self._slicing.part(every, of_all, of_part, halves, self._place[0])
-        return mine.view(*leading, *cut) if leading else mine[0]
+    def _halves(self, name: str) -> int:
+        """Of a tensor with gates and ups 2, of which each is cut alone."""
+        return self.cfg.halves if name.startswith(_HALVED) else 1
 
     def set_matrix(self, name: str, local: int, numbers: torch.Tensor) -> None:
         """Makes `numbers` [R, C], of any floating dtype, the w1 or w2 of this rank's expert
@@ -727,8 +709,7 @@ class MoELayer(nn.Module):
         cfg = self.cfg
         assert cfg.weight_format is not None
         with torch.no_grad():
-            halves = cfg.halves if name.endswith("w1") else 1
-            parts = quantize_matrix(numbers, cfg.weight_format, halves)
+            parts = quantize_matrix(numbers, cfg.weight_format, self._halves(name))
             for end, part in zip(("", "_scale", "_scale_2"), parts, strict=True):
                 if part is not None:
                     getattr(self, name + end)[local].copy_(part)
@@ -863,9 +844,8 @@ class MoELayer(nn.Module):
                     taken[joined] = taken[own]
                 elif None not in keys:
                     parts = [sharding.everything(key, taken[key]) for key in keys if key]
-                    halves = self.cfg.halves if name.startswith(_HALVED) else 1
                     every = torch.Size((parts[0].shape[0], *whole.shape[1:]))  # of all experts
-                    taken[joined] = slicing.joined(parts, every, halves)
+                    taken[joined] = slicing.joined(parts, every, self._halves(name))
                 else:
                     continue
                 for key in filter(None, keys):
@@ -879,8 +859,7 @@ class MoELayer(nn.Module):
         whole, part = self._expected_of(self.cfg)[name].shape, self._expected()[name].shape
         if given.shape != whole or whole == part:
             return given
-        halves = self.cfg.halves if name.startswith(_HALVED) else 1
-        return self._slicing.part(given, whole, part, halves, self._place[0])
+        return self._slicing.part(given, whole, part, self._halves(name), self._place[0])
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """What PyTorch's functions of distributed state dicts ask a module that has it: none.
@@ -1170,6 +1149,11 @@ def _stacked(single: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _fill_uniform(weight: torch.Tensor, generator: torch.Generator) -> None:
-    bound = weight.shape[-1] ** -0.5
-    drawn = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
+    weight.copy_(_uniform(weight.shape, generator))
+
+
+def _uniform(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """fp32 numbers within the inverse square root of the inputs, where the generator draws them."""
+    bound = shape[-1] ** -0.5
+    drawn = torch.empty(shape, dtype=torch.float32, device=generator.device)
+    return drawn.uniform_(-bound, bound, generator=generator)

@@ -146,12 +146,11 @@ class Slicing:
     ) -> torch.Tensor:
         """This rank's part of a tensor of shape `whole`: of shape `part`, a view where it can be.
 
-        The dimension by which they differ is cut, and each of its `halves` alone.
+        `halves`: of rows, of which each is cut alone.
         """
         if whole == part:
             return tensor
-        [dim] = [at for at, (all_, own) in enumerate(zip(whole, part, strict=True)) if all_ != own]
-        count = halves if dim == 1 else 1
+        dim, count = _cut_dimension(whole, part, halves)
         each = part[dim] // count
         apart = tensor.unflatten(dim, (count, whole[dim] // count))
         mine = self.slice_of(rank)
@@ -163,8 +162,7 @@ class Slicing:
         part = parts[0].shape
         if part == whole:
             return parts[0]
-        [dim] = [at for at, (all_, own) in enumerate(zip(whole, part, strict=True)) if all_ != own]
-        count = halves if dim == 1 else 1
+        dim, count = _cut_dimension(whole, part, halves)
         apart = [tensor.unflatten(dim, (count, part[dim] // count)) for tensor in parts]
         return torch.cat(apart, dim + 1).flatten(dim, dim + 1)
 
@@ -206,6 +204,14 @@ def digest(tensors: Mapping[str, torch.Tensor | None]) -> int:
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
             number = zlib.crc32(flat.numpy().tobytes(), number)
     return number
+
+
+def _cut_dimension(whole: torch.Size, part: torch.Size, halves: int) -> tuple[int, int]:
+    """The dimension by which a tensor of experts and a slice of it differ, and how many pieces of
+    it are cut alone: rows come in halves.
+    """
+    [dim] = [at for at, (all_, own) in enumerate(zip(whole, part, strict=True)) if all_ != own]
+    return dim, halves if dim == 1 else 1
 
 
 def _block(format_name: str | None, cfg: MoEConfig, name: str) -> int:
