@@ -248,10 +248,12 @@ class Experts:
         call_checks.check_tangents(caller.name, x, x_scale, topk_weights, out, *own)
         routing = (ids, weights, tokens, x_scale)
         if trains:
-            has_main_grad = main_grads.found(dict(zip(call_checks.OWN, own, strict=True)))
-            if at_once or has_main_grad or not isinstance(self.engine, TwinEngine):
+            with_main = tuple(main_grads.found(dict(zip(call_checks.OWN, own, strict=True))))
+            if at_once or with_main or not isinstance(self.engine, TwinEngine):
                 call_checks.check_memory(rows, routing, own)
-                asked = gradients.How(self.engine, cfg, ids, tokens, caller.any_ids, pieces)
+                asked = gradients.How(
+                    *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, with_main)
+                )
                 trained = gradients.call(asked, rows, weights, own)
             else:
                 trained = gradient_operators.call(

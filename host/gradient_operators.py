@@ -28,7 +28,7 @@ from moeos.gradients import How, Kept
 _NAMES = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
 """What `moeos::backward` returns gradients of. Formats have none."""
 custom_op.library.define(
-    f"record({custom_op.TENSORS}, *, int slots, bool any_ids=False, int pieces=1) -> "
+    f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots) -> "
     "(Tensor out, Tensor topk_ids, Tensor topk_weights, Tensor tokens)"
 )
 custom_op.library.define(
@@ -63,11 +63,13 @@ _last: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 
 
 class _Asked(NamedTuple):
-    """The keyword arguments of `moeos::record`."""
+    """The keyword arguments of `moeos::record`. The dispatcher leaves away what is as the schema
+    has it.
+    """
 
     slots: int
-    any_ids: bool
-    pieces: int
+    any_ids: bool = False
+    pieces: int = 1
 
 
 class _Differentiable(torch.autograd.Function):
@@ -119,21 +121,16 @@ order, key, x and the routing, and a call's own tensors.
 
 def _differentiate(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> Any:
     if torch.is_grad_enabled() and call_checks.wants_gradient(x, *others):
-        return _Differentiable.apply(_asked(**how), order, key, x, *others)  # type: ignore[no-untyped-call]
+        return _Differentiable.apply(_Asked(**how), order, key, x, *others)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return record(order, key, x, *others, **how)
-
-
-def _asked(slots: int, any_ids: bool = False, pieces: int = 1) -> _Asked:
-    """The dispatcher leaves away what is as the schema has it."""
-    return _Asked(slots, any_ids, pieces)
 
 
 @_disable_dynamo
 def _run(
     order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    asked = _asked(**how)
+    asked = _Asked(**how)
     ids, weights, tokens, *own = others
     out, recording = gradients.record(
         _how(key, asked.pieces, ids, tokens, any_ids=asked.any_ids), x, weights, own
@@ -199,7 +196,7 @@ def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What tracing needs to know of a call."""
-    slots = (x.shape[0], _asked(**how).slots)
+    slots = (x.shape[0], _Asked(**how).slots)
     return (
         torch.empty_like(x),
         x.new_empty(slots, dtype=torch.int32),
@@ -214,15 +211,13 @@ def _describe_backward(
     d_out: Tensor,
     ids: Tensor,
     used: Tensor,
-    tokens: Tensor,
-    own: Sequence[Tensor | None],
-    after: Tensor | None,
-    *,
+    *others: Any,
     wanted: Sequence[bool],
     dtype_of_weights: torch.dtype | None = None,
-    pieces: int = 1,
+    **how: Any,
 ) -> tuple[Tensor, ...]:
     """What tracing needs to know of a backward."""
+    _, own, _ = others
     weights = used.to(dtype_of_weights or used.dtype)
     return (
         *(

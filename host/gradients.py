@@ -32,7 +32,9 @@ PLACE = {name: _OWN + number for number, name in enumerate(call_checks.OWN)}
 
 
 class How(NamedTuple):
-    """A call, but for the tensors that may have a gradient; see `CallTensors`."""
+    """A call, but for the tensors that may have a gradient; see `CallTensors`. `with_main`: which
+    of its own have a `main_grad`, as `main_grads.found` has found.
+    """
 
     engine: Engine
     cfg: MoEConfig
@@ -40,6 +42,7 @@ class How(NamedTuple):
     tokens: Tensor | None
     any_ids: bool
     pieces: int
+    with_main: tuple[str, ...] = ()
 
 
 class Kept(NamedTuple):
@@ -138,9 +141,8 @@ def derive(
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: How, x: Tensor, weights: Tensor | None, *own: Tensor) -> Tensor:
-        named = dict(zip(call_checks.OWN, own, strict=True))
         # Looked at before anything is sent, and again in backward. Saved tensors may be copies.
-        ctx.with_main = {name: named[name] for name in main_grads.found(named)}
+        ctx.with_main = {name: own[PLACE[name] - _OWN] for name in how.with_main}
         out, recording = record(how, x, weights, own)
         ctx.how, ctx.tokens = how, recording.tokens
         ctx.dtype_of_weights = None if weights is None else weights.dtype

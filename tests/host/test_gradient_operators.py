@@ -15,15 +15,14 @@ from moeos import MoELayer, World, gradient_operators, reference, virtual
 from moeos.engines.base import CallTensors, GradientTensors, Recording
 from moeos.engines.twin import TwinEngine
 from tests.layers import config, draw_call, draw_given_call, draw_weights
+from tests.nightly import at_night
 
 CFG = config(bias=True, router_bias=True, shared_experts=1, shared_intermediate=32)
 WEIGHTS = draw_weights(CFG)
 OTHERS = draw_weights(CFG, 1)
 
 backends = pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-quick_backends = pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
-)
+quick_backends = pytest.mark.parametrize("backend", ["eager", "aot_eager", at_night("inductor")])
 
 Calls = list[tuple[str, int, int]]
 """Direction, number of the layer, rows."""
@@ -273,9 +272,9 @@ def test_the_operators_are_as_their_schemas_and_fakes_say() -> None:
         torch.library.opcheck(gradient_operators.record, asked, how, test_utils=checks)
         y, ids, weights, tokens = gradient_operators.record(*asked, **how)
         kept = (key, given.x, torch.ones_like(y), ids, weights, tokens, own, None)
-        rest = {"wanted": [True] * 7 + [False, False, False] + [True] * 2 + [False]}
-        rest["wanted"][6] = False  # of the gate, where the caller weighs
-        rest["dtype_of_weights"] = torch.float32
+        of_gate = [False] * 4  # the caller weighs
+        wanted = [True] * 6 + of_gate + [True] * 2 + [False]
+        rest = {"wanted": wanted, "dtype_of_weights": torch.float32}
         torch.library.opcheck(gradient_operators.backward, kept, rest, test_utils=checks)
 
     virtual.run(rank_main, ranks=1)
