@@ -44,7 +44,6 @@ def machines(in_every_run: str) -> pytest.MarkDecorator:
 
 PROCESSES = """
 from tests.layers import assert_matches, config, draw_call, draw_weights
-from tests.nightly import all_but
 from tests.processes import ForkedRanks, free_port, torchrun_environment
 import moeos, os
 cfg = config(max_tokens=4096)  # its heap takes several MiB
