@@ -32,6 +32,7 @@ from moeos.cli.text import read_documents
 from moeos.cli.totals import Totals
 from moeos.cli.workload import GivenTokens, RandomTokens, TextTokens, Workload, generator_of
 from moeos.commands import failures, machine, output
+from moeos.commands.options import Backend, Deadline, VirtualRanks
 from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.commands.settings import RunSettings, check_tokens, read_settings
 from moeos.metrics import Metrics
@@ -133,13 +134,9 @@ def run(
         list[str] | None,
         typer.Option(help="A document whose bytes are the tokens, or a pattern; repeatable."),
     ] = None,
-    deadline: Annotated[
-        float, typer.Option(help="Seconds after which a wait for another rank fails.")
-    ] = 30.0,
-    backend: Annotated[str, typer.Option(help=f"{', '.join(moeos.bootstrap.BACKENDS)}.")] = "auto",
-    virtual_ranks: Annotated[
-        int | None, typer.Option(help="Ranks of this one process, on its cores or its GPU.")
-    ] = None,
+    deadline: Deadline = 30.0,
+    backend: Backend = "auto",
+    virtual_ranks: VirtualRanks = None,
     seed: Annotated[int, typer.Option(help="Of weights, random tokens and token counts.")] = 0,
     json_file: Annotated[
         Path | None,

@@ -23,6 +23,7 @@ from moeos.cli import trace_report, worlds
 from moeos.cli.cold_start import ColdStart
 from moeos.cli.workload import Batch, RandomTokens, generator_of
 from moeos.commands import failures, machine, output, provenance
+from moeos.commands.options import Backend, Deadline, VirtualRanks
 from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.commands.settings import check_tokens, read_settings
 from moeos.timeline import causes, chrome, files, gathering, picture
@@ -79,10 +80,8 @@ def trace(
     experts: Annotated[
         int | None, typer.Option(help="Of all ranks together; else as the config says.")
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Ranks of this one process, on its cores or its GPU.")
-    ] = None,
-    backend: Annotated[str, typer.Option(help=f"{', '.join(moeos.bootstrap.BACKENDS)}.")] = "auto",
+    ranks: VirtualRanks = None,
+    backend: Backend = "auto",
     calls: Annotated[
         int, typer.Option(help="Calls with the same tokens before the one that is traced.")
     ] = 3,
@@ -97,9 +96,7 @@ def trace(
     routing: Annotated[str, typer.Option(help=f"A pattern: {PATTERNS}.")] = "uniform",
     seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
     events: Annotated[int, typer.Option(help="Room for events of each actor.")] = 4096,
-    deadline: Annotated[
-        float, typer.Option(help="Seconds after which a wait for another rank fails.")
-    ] = 30.0,
+    deadline: Deadline = 30.0,
 ) -> None:
     """Says what each processor, the scheduler and the subscribers did in a call, and when."""
     options = TraceOptions(

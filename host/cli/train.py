@@ -28,6 +28,7 @@ from moeos import drawing
 from moeos.cli.tensors import piece
 from moeos.cli.text import read_documents
 from moeos.commands import failures, machine, output, process_group
+from moeos.commands.options import Backend, Deadline
 from moeos.commands.settings import read_settings
 from moeos.experts import device_of
 from moeos.language import curve, saved
@@ -97,10 +98,8 @@ def train(
     plot: Annotated[
         Path | None, typer.Option(help="Draws the losses into this PNG file; needs matplotlib.")
     ] = None,
-    backend: Annotated[str, typer.Option(help=f"{', '.join(moeos.bootstrap.BACKENDS)}.")] = "auto",
-    deadline: Annotated[
-        float, typer.Option(help="Seconds after which a wait for another rank fails.")
-    ] = 30.0,
+    backend: Backend = "auto",
+    deadline: Deadline = 30.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help=output.JSON_HELP.format("losses of all steps"))
     ] = None,

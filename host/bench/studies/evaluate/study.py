@@ -34,6 +34,7 @@ from moeos.bench.studies import ranks
 from moeos.bench.studies.contestants import Baseline, clock_of, compare, tokens_of
 from moeos.bench.studies.evaluate.document import Case, Document
 from moeos.commands import failures, machine, output, process_group, provenance
+from moeos.commands.options import Backend
 
 MOST_ROUNDS = 100_000
 
@@ -79,7 +80,7 @@ def main(
     ] = thesis.INTERMEDIATE,
     rounds: Annotated[int, typer.Option(help="Measured calls of each layer in a case.")] = 20,
     warm_up: Annotated[int, typer.Option(help="Calls of each before them.")] = 5,
-    backend: Annotated[str, typer.Option(help=f"{', '.join(moeos.bootstrap.BACKENDS)}.")] = "auto",
+    backend: Backend = "auto",
     seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
 ) -> None:
     """Measures moeos and a bulk-synchronous layer in the cases of the thesis' evaluation."""

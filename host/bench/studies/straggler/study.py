@@ -30,6 +30,7 @@ from moeos.bench.studies.straggler import scenarios
 from moeos.bench.studies.straggler.links import LimitedAllToAll, Nodes
 from moeos.bench.studies.straggler.scenarios import Scenario
 from moeos.commands import failures, machine, output, process_group, provenance
+from moeos.commands.options import Backend
 from moeos.commands.settings import check_tokens, read_settings
 from moeos.engines.twin import sizes_of
 from moeos.faults import SlowProcessor
@@ -71,7 +72,7 @@ def main(
     tokens: Annotated[
         int | None, typer.Option(help="Of each rank and step; else as the config says.")
     ] = None,
-    backend: Annotated[str, typer.Option(help=f"{', '.join(moeos.bootstrap.BACKENDS)}.")] = "auto",
+    backend: Backend = "auto",
     nodes: Annotated[
         int, typer.Option(help="Nodes of equally many ranks; other nodes are reached by puts.")
     ] = 1,
