@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -135,7 +134,7 @@ def execute(options: TrainOptions) -> int:
 
 def _train(world: moeos.World, options: TrainOptions) -> int:
     plan = failures.agree(world, lambda: _prepare(world, options), "the input of the training")
-    with _process_group(world):
+    with process_group.over(world):  # by which gradients and checkpoints go
         trained, stock = _make(world, plan, options)
         speaks = world.rank == 0
         if speaks:
@@ -231,17 +230,6 @@ def _resumed(options: TrainOptions, fresh: History, steps: int) -> History:
     if len(found.losses) >= steps:
         raise ValueError(f"steps is {steps}, in all; {where} has made {len(found.losses)}")
     return found
-
-
-@contextlib.contextmanager
-def _process_group(world: moeos.World) -> Iterator[None]:
-    """torch.distributed, by which gradients and checkpoints go."""
-    group = process_group.start(world)
-    try:
-        yield
-    finally:
-        if group is not None:
-            dist.destroy_process_group()
 
 
 def _make(world: moeos.World, plan: _Plan, options: TrainOptions) -> tuple[Trainer, Trainer | None]:

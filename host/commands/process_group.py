@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,6 +16,17 @@ import moeos
 
 PATIENCE = timedelta(seconds=120)
 """After which a collective fails."""
+
+
+@contextlib.contextmanager
+def over(world: moeos.World) -> Iterator[dist.ProcessGroup | None]:
+    """The group that `start` makes, for as long as the block runs. Collective."""
+    group = start(world)
+    try:
+        yield group
+    finally:
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def start(world: moeos.World) -> dist.ProcessGroup | None:

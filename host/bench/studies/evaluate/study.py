@@ -121,12 +121,8 @@ def _run(world: moeos.World, options: EvaluationOptions) -> int:
     mine = None if document is None else document.open_cases()
     cases = world.control.allgather(mine, "the cases")[0]
     if cases:
-        group = process_group.start(world)
-        try:
+        with process_group.over(world) as group:
             _Evaluation(world, options, group).run(cases, document)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
     if document is not None:
         report.print_tables(document.content)
     return failures.DONE

@@ -143,12 +143,8 @@ class _Step:
 
 def _run(world: moeos.World, options: StudyOptions) -> int:
     plan = failures.agree(world, lambda: prepare(world, options), "the input of the study")
-    group = process_group.start(world)
-    try:
+    with process_group.over(world) as group:
         found = _Study(world, options, plan, group).run()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     if world.rank != 0:
         return failures.DONE
     document = _about(world, options, plan) | found
