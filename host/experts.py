@@ -7,6 +7,7 @@ world. It knows no parameters, no router, and nothing of heaps, tasks or how ran
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -323,10 +324,15 @@ class Experts:
         mine = self.slicing.tokens_of(self.world.rank, rows.shape[0])
         return rows[mine.start : mine.stop]
 
-    def check_inputs(self, *given: torch.Tensor | None, **named: torch.Tensor) -> None:
-        """As `MoELayer.check_inputs`, of x, topk_ids and topk_weights."""
-        names = ("x", "topk_ids", "topk_weights")
-        equal = {**dict(zip(names, given, strict=False)), **named}
+    def check_inputs(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        gate: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """As `MoELayer.check_inputs`; `gate`: the router's tensors by their names."""
+        equal = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, **(gate or {})}
         mine = digest({name: None if one is None else one.cpu() for name, one in equal.items()})
         told = self.world.control.allgather(mine, "the comparison of the ranks' inputs")
         unlike = [rank for rank, other in enumerate(told) if other != told[0]]

@@ -479,7 +479,7 @@ class MoELayer(nn.Module):
 
         Raises `ValueError`, on all ranks, with those that differ from rank 0.
         """
-        self._bound().check_inputs(x, topk_ids, topk_weights, **self.gate.state_dict())
+        self._bound().check_inputs(x, topk_ids, topk_weights, self.gate.state_dict())
 
     def stats(self) -> dict[str, Any]:
         """What this rank did in its last call, and when: the fields of `moeos.counters.CallStats`,

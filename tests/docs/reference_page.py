@@ -42,6 +42,7 @@ NOT_FOR_CALLERS = {
     "moeos.experts.Experts.place": "MoELayer.replace has moved the weights",
     "moeos.experts.Experts.settle": "MoELayer.replace waits",
     "moeos.experts.Experts.run": "a MoELayer calls its experts",
+    "moeos.experts.Experts.own_rows": "calls return them",
     "moeos.faults.LayerFaults": "what an engine makes of a plan",
     "moeos.faults.plan_of": "how init and virtual.run find a world's plan",
     "moeos.faults.FaultPlan.check_ranks": "init and virtual.run check the plan that they are given",

@@ -202,6 +202,25 @@ def test_ranks_whose_tokens_differ_are_named(what: str) -> None:
         virtual.run(run, 2)
 
 
+def test_inputs_are_compared_without_a_call() -> None:
+    cfg = config(**SIZES)
+    weights = draw_weights(cfg)
+    given = draw_given_call(cfg, 20, 0)
+
+    def run(world: World) -> None:
+        layer = weights.layer(world, parallel="tensor")
+        layer.check_inputs(given.x, given.ids, given.weights)
+        layer.check_inputs(given.x)
+        with pytest.raises(ValueError, match="the gate of rank 2 differ from those of rank 0"):
+            layer.check_inputs(given.x + world.rank // 2)
+        if world.rank == 1:
+            layer.gate.weight.data[0, 0] += 1
+        with pytest.raises(ValueError, match="the gate of rank 1 differ from those of rank 0"):
+            layer.check_inputs(given.x)
+
+    virtual.run(run, 3)
+
+
 def test_a_late_rank_is_named() -> None:
     cfg = config(**SIZES)
     weights = draw_weights(cfg)
