@@ -100,7 +100,7 @@ def numbers_of(layer: MoELayer, name: str, which: slice) -> torch.Tensor:
     if scale is None:
         return weight.float()
     assert cfg.weight_format is not None
-    halves = cfg.halves if name.endswith("w1") else 1
+    halves = layer._halves(name)
     return dequantize(weight, scale, scale_2, cfg.weight_format, halves, torch.float32)
 
 
