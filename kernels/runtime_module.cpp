@@ -181,8 +181,8 @@ void check_fits(const Geometry& geometry) {
   limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
   if (geometry.sliced()) {
     require(geometry.remote == 0, "no rank that holds a slice of an expert has remote peers");
-    limit(geometry.ranks(), std::numeric_limits<u16>::max(), "the world's size", "it");
-    limit(geometry.sum_groups_most(), (1U << 16) - 1, "the number of groups of tokens",
+    limit(geometry.ranks(), SumGroup::kOwnersMost, "the world's size", "it");
+    limit(geometry.sum_groups_most(), SumGroup::kGroupsMost, "the number of groups of tokens",
           "max_tokens");
   }
   if (geometry.deduplicates_any()) {

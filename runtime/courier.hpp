@@ -12,8 +12,8 @@
 //
 // A source may send a rank more rows than its cell there has places (Geometry::rings_cells). Then a
 // chunk goes when the one that had its places is back. A courier whose part must wait for that
-// keeps it, and takes no other part of Dispatch meanwhile; but it does not wait itself, so chunks
-// are made whole, and a processor computes. May not know: how rows are copied.
+// keeps it, and takes no other part of Dispatch meanwhile; but it does not wait itself, so it
+// completes chunks, and a processor computes. May not know: how rows are copied.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -162,7 +162,7 @@ class Courier {
     if (!geometry.replaces_rows(chunk) || MOEOS_PLANTED(places_of_cells_are_not_awaited)) {
       return true;
     }
-    const u32* const back = rank_.memory.chunk_back(part.peer, chunk - geometry.ring_chunks());
+    const u32* const back = rank_.memory.chunk_back(part.peer, geometry.replaced_chunk(chunk));
     if (agreed<P>(P::template poll<Scope::device>(back)) != seal(call_.epoch)) {
       return false;
     }

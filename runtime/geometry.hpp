@@ -46,6 +46,9 @@ struct Geometry {
   constexpr bool sliced() const { return slices > 1; }
   /// Ranks that exchange anything: `world` of them for each slice.
   constexpr u32 ranks() const { return sliced() ? world * slices : world; }
+  /// Of so many tokens, those that one slice owns, at most: by torch.chunk's rule the first ones
+  /// have as many each.
+  constexpr u32 tokens_owned_most(u32 tokens) const { return ceil_div(tokens, slices); }
   /// Groups of an owner's tokens, at least: with as many tokens, each has a group of its own.
   static constexpr u32 kSumGroups = 64;
   /// Tokens of a group, at most.
@@ -54,7 +57,7 @@ struct Geometry {
   }
   /// Groups of one owner, at most: groups grow by a token whenever kSumGroups of them are full.
   constexpr u32 sum_groups_most() const {
-    const u32 owned = sliced() ? ceil_div(max_tokens, slices) : 0;
+    const u32 owned = sliced() ? tokens_owned_most(max_tokens) : 0;
     return maximum(minimum(owned, 2 * kSumGroups), ceil_div(owned, sum_group_most()));
   }
   /// Of all owners.
@@ -103,9 +106,9 @@ struct Geometry {
   constexpr u32 place_of(u32 row) const { return rings_cells() ? row % ring_places() : row; }
   /// Whether a source with so many rows for a rank uses places again.
   constexpr bool overflows(u32 rows) const { return rings_cells() && rows > ring_places(); }
-  /// Whether a chunk's rows have places that those of a chunk before have had: the one by so many
-  /// before it, ring_chunks().
+  /// Whether a chunk's rows have places that those of a chunk before it have had; and of which one.
   constexpr bool replaces_rows(u32 chunk) const { return rings_cells() && chunk >= ring_chunks(); }
+  constexpr u32 replaced_chunk(u32 chunk) const { return chunk - ring_chunks(); }
   /// Whether they lie behind the ring, too.
   constexpr bool lies_twice(u32 chunk) const {
     return replaces_rows(chunk) && place_of(chunk * chunk_rows) < ring_tail() &&
@@ -490,7 +493,7 @@ struct Geometry {
 
  private:
   /// As many for each slice as it may own tokens.
-  constexpr u32 owned_rows() const { return slices * ceil_div(max_tokens, slices); }
+  constexpr u32 owned_rows() const { return slices * tokens_owned_most(max_tokens); }
   constexpr u32 half_block() const { return maximum(1U, route_tokens / 2); }
   constexpr bool halves_blocks(u32 tokens) const {
     return ceil_div(tokens, half_block()) <= processors;

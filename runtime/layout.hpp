@@ -133,7 +133,7 @@ class Layout {
   }
   /// A row of sums, by its number: slice s's partial sum of the nth of this rank's tokens ...
   constexpr u32 partial_row(u32 epoch, u32 s, u32 nth) const {
-    const u32 each = ceil_div(geometry().max_tokens, geometry().slices);
+    const u32 each = geometry().tokens_owned_most(geometry().max_tokens);
     MOEOS_CHECK(s < geometry().slices && nth < each);
     return (epoch % geometry().partial_rounds() * geometry().slices + s) * each + nth;
   }

@@ -29,6 +29,25 @@ class SentChunk {
   u32 bits_ = 0;
 };
 
+/// A group of tokens of one owner, of those that hold slices of the same experts (slices.hpp).
+class SumGroup {
+ public:
+  static constexpr u32 kGroupBits = 16;
+  /// Groups of an owner, and owners, at most.
+  static constexpr u32 kGroupsMost = (1U << kGroupBits) - 1;
+  static constexpr u32 kOwnersMost = (1U << (32 - kGroupBits)) - 1;
+
+  constexpr SumGroup() = default;
+  constexpr SumGroup(u32 owner, u32 group) : bits_(owner << kGroupBits | group) {
+    MOEOS_CHECK(owner < kOwnersMost && group < kGroupsMost);
+  }
+  constexpr u32 owner() const { return bits_ >> kGroupBits; }
+  constexpr u32 group() const { return bits_ & ((1U << kGroupBits) - 1); }
+
+ private:
+  u32 bits_ = 0;
+};
+
 /// What the OS block looks up of a tile: half a word, because a call may have many.
 class TileFacts {
  public:
@@ -142,8 +161,8 @@ class OsMemory {
   u32* rows_back = nullptr;  // [token / 2]: half a word for each token: its rows that are back
 
   // Slices of experts; null when there are none.
-  u32* slices_heard = nullptr;  // [slice]: 1 once it has said which call it makes
-  u32* sums_awaited = nullptr;  // groups whose sums are not here: owner << 16 | group
+  u32* slices_heard = nullptr;       // [slice]: 1 once it has said which call it makes
+  SumGroup* sums_awaited = nullptr;  // groups whose sums are not here
 
   // Remote peers; null when there are none.
   static constexpr u32 kSendersMax = 8;

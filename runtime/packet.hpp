@@ -127,15 +127,15 @@ u8* outgoing_partial(const Rank<P>& rank, u32 place) {
 /// Where the owner of a token writes its sum for the nth slice behind its own.
 template <Platform P>
 u8* outgoing_total(const Rank<P>& rank, u32 nth, u32 token) {
-  return rank.platform.peer(nth * rank.geometry().world + rank.rank) +
+  return rank.platform.peer(rank.peer_behind(nth)) +
          rank.layout.sum_at(rank.layout.total_row(token));
 }
 
-/// Which rows a Combine adds up for a token, of those that sum_at() has: the nth of so many as
-/// sums_of() says. `token`: its number, or of its owner's.
+/// How many rows of sums a Combine adds up for a token.
 constexpr u32 sums_of(const Geometry& geometry, Summands summands) {
   return summands == Summands::slices ? geometry.slices : 1;
 }
+/// Which row, as Layout::sum_at counts them, is the nth of these.
 template <Platform P>
 u32 sum_row(const Rank<P>& rank, const Call& call, Summands summands, u32 token, u32 nth) {
   const u32 first = tokens_owned(rank.geometry(), call.tokens, rank.slice).first;
@@ -158,9 +158,9 @@ void send_partials(const Rank<P>& rank, const Call& call, u32 owner, u32 group) 
 template <Platform P>
 void send_totals(const Rank<P>& rank, const Call& call, u32 group) {
   for (u32 nth = 1; nth < rank.geometry().slices; ++nth) {
-    // As of partial sums.
+    // Publishes the group's sums, in the same way, to that slice's subscriber.
     P::template publish<Scope::system>(
-        reinterpret_cast<u32*>(rank.platform.peer(nth * rank.geometry().world + rank.rank) +
+        reinterpret_cast<u32*>(rank.platform.peer(rank.peer_behind(nth)) +
                                rank.layout.total_flag(call.epoch, rank.slice, group)),
         seal(call.epoch));
   }
@@ -207,9 +207,9 @@ void tell_choice(const RankMemory& memory, u32 epoch, u32 pair, u32 expert) {
 }
 
 /// Orders rows, or results, that are where they go before the words that announce them, which are
-/// sent behind it: flags (send_chunk), credits (return_rows), requests (post_request). Pairs with
-/// whoever polls these and fences. `elsewhere`: some are at other ranks; ours are on this device,
-/// for which a narrower fence does, and takes less.
+/// sent behind it: flags (send_chunk, send_partials, send_totals), credits (return_rows), requests
+/// (post_request). Pairs with whoever polls these and fences. `elsewhere`: some are at other ranks;
+/// ours are on this device, for which a narrower fence does, and takes less.
 template <Platform P>
 void order_rows(bool elsewhere) {
   if (elsewhere) {

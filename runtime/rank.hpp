@@ -50,10 +50,11 @@ struct Rank {
     const Geometry& all = geometry();
     return all.sliced() ? (slice * all.world + peer) % all.ranks() : peer;
   }
-  /// The peer that holds slice s of what this rank holds a slice of.
+  /// The peer that holds the nth slice behind this rank's of what this rank holds a slice of.
+  u32 peer_behind(u32 nth) const { return nth * geometry().world + rank; }
+  /// The peer that holds slice s of it.
   u32 peer_of_slice(u32 s) const {
-    const Geometry& all = geometry();
-    return (s + all.slices - slice) % all.slices * all.world + rank;
+    return peer_behind((s + geometry().slices - slice) % geometry().slices);
   }
 
   template <class T>
@@ -65,7 +66,13 @@ struct Rank {
   bool leaving(u32 epoch) const { return aborted<P>(layout, heap, epoch); }
   /// Its peer is one of this rank's; what is told has its number in the whole world.
   void fail(const Failure& failure) const {
-    raise_everywhere(platform, layout, heap, memory.failure_claimed(), failure, everywhere(0));
+    if (geometry().sliced()) {
+      Failure told = failure;
+      told.peer = failure.peer == kNone ? kNone : everywhere(failure.peer);
+      raise_everywhere(platform, layout, heap, memory.failure_claimed(), told, rank);
+    } else {
+      raise_everywhere(platform, layout, heap, memory.failure_claimed(), failure, rank);
+    }
   }
 };
 
@@ -117,6 +124,31 @@ u32 take_slots(const Rank<P>& rank, const Call& call, Actor actor, u32* tickets,
   failure.seen = first + slots;
   rank.fail(failure);
   return kNone;
+}
+
+/// Whether a word in which a peer says something of its call (count_word) is here, and says what
+/// ours does. Any other one of this call ends it, as a failure of that kind.
+template <Platform P>
+bool makes_our_call(const Rank<P>& rank, const Call& call, u32 peer, u64 word, u32 ours,
+                    FailureKind kind) {
+  const u32 epoch = static_cast<u32>(word >> 32);
+  if (word == 0 || epoch < call.epoch) {
+    return false;
+  }
+  const u32 its = static_cast<u32>(word);
+  if (epoch == call.epoch && its == ours) {
+    return true;
+  }
+  Failure failure = failure_of(rank, call, kind, Actor::subscriber);
+  failure.peer = peer;
+  failure.expected = ours;
+  failure.seen = its;
+  if (epoch > call.epoch) {  // nobody can be so far ahead
+    failure.kind = FailureKind::count_damaged;
+    failure.seen = word;
+  }
+  rank.fail(failure);
+  return false;
 }
 
 /// Ends the call because a queue's word, or a descriptor, is not what was written there

@@ -323,7 +323,8 @@ class Scheduler {
     if (!geometry.rings_cells()) {
       return false;
     }
-    P::template acquire_fence<Scope::device>();  // as there
+    // Pairs with finish_routing, as in rows_are_few.
+    P::template acquire_fence<Scope::device>();
     bool overflows = false;
     for (u32 peer = P::lane(); peer < geometry.world; peer += P::kLanes) {
       overflows = overflows || geometry.overflows(rank_.memory.rows_sent(peer));

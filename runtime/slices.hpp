@@ -20,22 +20,19 @@ enum class Summands : u32 {
   total,   ///< a token's output, which its owner has sent
 };
 
-/// Tokens of one owner, at most: by torch.chunk's rule the first ones have as many each.
-constexpr u32 tokens_owned_most(const Geometry& geometry, u32 tokens) {
-  return ceil_div(tokens, geometry.slices);
-}
+/// The tokens of one owner, and a token's owner.
 constexpr TokenRange tokens_owned(const Geometry& geometry, u32 tokens, u32 slice) {
-  const u32 each = tokens_owned_most(geometry, tokens);
+  const u32 each = geometry.tokens_owned_most(tokens);
   return {minimum(tokens, slice * each), minimum(tokens, (slice + 1) * each)};
 }
 constexpr u32 owner_of_token(const Geometry& geometry, u32 tokens, u32 token) {
-  return token / tokens_owned_most(geometry, tokens);
+  return token / geometry.tokens_owned_most(tokens);
 }
 
 /// An owner's tokens are announced and added up in groups, of which each has a flag. Small ones
 /// where there are few tokens, so that many processors have some. All ranks cut them alike.
 constexpr u32 sum_group_tokens(const Geometry& geometry, u32 tokens) {
-  const u32 each = tokens_owned_most(geometry, tokens) / Geometry::kSumGroups;
+  const u32 each = geometry.tokens_owned_most(tokens) / Geometry::kSumGroups;
   return maximum(1U, minimum(each, geometry.sum_group_most()));
 }
 constexpr u32 sum_groups(const Geometry& geometry, u32 tokens, u32 owner) {
@@ -54,17 +51,6 @@ constexpr u32 group_of_token(const Geometry& geometry, u32 tokens, u32 token) {
   return (token - tokens_owned(geometry, tokens, owner).first) / sum_group_tokens(geometry, tokens);
 }
 
-/// Groups whose Combine this rank runs when their rows are here: of its own tokens and, where all
-/// get the sums, of all others.
-constexpr u32 sum_parts(const Geometry& geometry, u32 tokens, u32 slice) {
-  u32 parts = 0;
-  for (u32 owner = 0; owner < geometry.slices; ++owner) {
-    const bool here = owner == slice || geometry.sums_everywhere != 0;
-    parts += here ? sum_groups(geometry, tokens, owner) : 0;
-  }
-  return parts;
-}
-
 /// What a call counts before it may end (CallState::tokens_combined): its tokens; of slices the
 /// tokens whose sums are written here, too, and 1 when all slices have said that they make it.
 constexpr u32 combines_of(const Geometry& geometry, const Call& call, u32 slice) {
@@ -80,18 +66,20 @@ constexpr u32 combines_of(const Geometry& geometry, const Call& call, u32 slice)
 /// and their number of tokens.
 constexpr u32 inputs_of(const Call& call) { return call.inputs + call.tokens; }
 
-static_assert(Geometry::kCombineTokens < ReadyWord::kParts / 4);
-/// The word of a Combine of a group's tokens.
+/// In place of a part's number, the word of a Combine of a group's tokens has what is added up, as
+/// Summands, times this, and how many tokens these are.
+inline constexpr u32 kTokensOfSums = ReadyWord::kParts / 4;
+static_assert(Geometry::kCombineTokens < kTokensOfSums);
 constexpr ReadyWord sums_word(u32 epoch, Summands summands, TokenRange tokens) {
   MOEOS_CHECK(tokens.first < tokens.end);
   return ReadyWord(epoch, TaskKind::combine, tokens.first,
-                   static_cast<u32>(summands) * ReadyWord::kParts / 4 + tokens.end - tokens.first);
+                   static_cast<u32>(summands) * kTokensOfSums + tokens.end - tokens.first);
 }
 /// What a processor makes of it, or of any other word of Combine.
 constexpr Task combine_task_of_slices(ReadyWord word) {
   Task task = combine_task(word);
-  task.rows = word.part() % (ReadyWord::kParts / 4);
-  task.local_expert = word.part() / (ReadyWord::kParts / 4);
+  task.rows = word.part() % kTokensOfSums;
+  task.local_expert = word.part() / kTokensOfSums;
   return task;
 }
 

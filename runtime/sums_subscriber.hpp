@@ -38,7 +38,7 @@ class SumsSubscriber {
       const bool here = owner == rank.slice || geometry.sums_everywhere != 0;
       const u32 groups = here ? sum_groups(geometry, call.tokens, owner) : 0;
       for (u32 group = P::lane(); group < groups; group += P::kLanes) {
-        rank.os->sums_awaited[awaited_ + group] = owner << kGroupBits | group;
+        rank.os->sums_awaited[awaited_ + group] = SumGroup(owner, group);
       }
       awaited_ += groups;
     }
@@ -65,9 +65,6 @@ class SumsSubscriber {
 
  private:
   static constexpr u32 kLooks = P::kLanes == 1 ? 1 : 4;  // of a lane, in a step
-  static constexpr u32 kGroupBits = 16;
-  static constexpr u32 owner_of(u32 entry) { return entry >> kGroupBits; }
-  static constexpr u32 group_of(u32 entry) { return entry & ((1U << kGroupBits) - 1); }
 
   /// What is owed, as a failure of kind sums_late has it (failure_kinds.def).
   static constexpr u32 kCall = 0;
@@ -100,6 +97,7 @@ class SumsSubscriber {
         rank_.template here<u64>(rank_.layout.call_of(call_.epoch, number))));
   }
   u64 inputs_of_slice(u32 s) const {
+    // Pairs with tell_all, where a fence follows (hear).
     return open(P::template poll<Scope::system>(
         rank_.template here<u64>(rank_.layout.inputs(call_.epoch, s))));
   }
@@ -117,8 +115,11 @@ class SumsSubscriber {
       if (s < slices && rank_.os->slices_heard[s] == 0) {
         const u64 call = call_of(s);
         const u64 inputs = inputs_of_slice(s);
-        news = compare(s, call, call_.identity, FailureKind::call_differs) &&
-               compare(s, inputs, inputs_of(call_), FailureKind::inputs_differ);
+        const u32 peer = rank_.peer_of_slice(s);
+        news =
+            makes_our_call(rank_, call_, peer, call, call_.identity, FailureKind::call_differs) &&
+            makes_our_call(rank_, call_, peer, inputs, inputs_of(call_),
+                           FailureKind::inputs_differ);
         rank_.os->slices_heard[s] = news ? 1 : 0;  // this warp alone writes and reads it
       }
       heard_ += P::count(P::ballot(news));
@@ -136,33 +137,13 @@ class SumsSubscriber {
     return heard_ != before;
   }
 
-  /// Whether a word of slice s is here and says what ours does; another one ends the call.
-  bool compare(u32 s, u64 word, u32 ours, FailureKind kind) const {
-    const u32 epoch = static_cast<u32>(word >> 32);
-    if (word == 0 || epoch < call_.epoch) {
-      return false;
-    }
-    if (epoch == call_.epoch && static_cast<u32>(word) == ours) {
-      return true;
-    }
-    // Nobody can be so far ahead.
-    const bool ahead = epoch > call_.epoch;
-    Failure failure =
-        failure_of(rank_, call_, ahead ? FailureKind::count_damaged : kind, Actor::subscriber);
-    failure.peer = rank_.peer_of_slice(s);
-    failure.expected = ours;
-    failure.seen = ahead ? word : static_cast<u32>(word);
-    rank_.fail(failure);
-    return false;
-  }
-
-  /// Whether a flag is this call's.
+  /// Whether a flag is this call's. Without a fence, which follows before rows are read (hand_out).
   bool is_here(u64 offset) const {
     return P::template poll<Scope::system>(rank_.template here<u32>(offset)) == seal(call_.epoch);
   }
-  bool is_ready(u32 entry) const {
-    const u32 owner = owner_of(entry);
-    const u32 group = group_of(entry);
+  bool is_ready(SumGroup entry) const {
+    const u32 owner = entry.owner();
+    const u32 group = entry.group();
     if (owner != rank_.slice) {
       return is_here(rank_.layout.total_flag(call_.epoch, owner, group));
     }
@@ -193,7 +174,7 @@ class SumsSubscriber {
     u32 kept = turn_;
     for (u32 first = turn_; first < end; first += P::kLanes) {
       const bool there = first + P::lane() < end;
-      const u32 entry = rank_.os->sums_awaited[there ? first + P::lane() : first];
+      const SumGroup entry = rank_.os->sums_awaited[there ? first + P::lane() : first];
       const bool ready = is_ready(entry) && there;
       const u32 all_ready = P::ballot(ready);
       const u32 all_kept = P::ballot(there && !ready);
@@ -218,16 +199,16 @@ class SumsSubscriber {
     return gone != 0;
   }
 
-  void hand_out(u32 entry, bool ready, u32 all_ready) const {
+  void hand_out(SumGroup entry, bool ready, u32 all_ready) const {
     // Pairs with send_partials and send_totals, and publishes what they did to the processors.
     P::template acquire_fence<Scope::system>();
     P::sync_lanes();
     P::template publish_fence<Scope::device>();
     const u32 first = take_ring_slots(rank_, call_, Actor::subscriber, P::count(all_ready));
     if (first != kNone && ready) {
-      const u32 owner = owner_of(entry);
+      const u32 owner = entry.owner();
       const TokenRange tokens =
-          tokens_of_group(rank_.geometry(), call_.tokens, owner, group_of(entry));
+          tokens_of_group(rank_.geometry(), call_.tokens, owner, entry.group());
       fill_ring_slot(rank_, first + P::lanes_before(all_ready),
                      sums_word(call_.epoch,
                                owner == rank_.slice ? Summands::slices : Summands::total, tokens));
@@ -259,11 +240,12 @@ class SumsSubscriber {
     const Geometry& geometry = rank_.geometry();
     bool found = false;
     for (u32 i = 0; i < awaited_; ++i) {
-      const u32 owner = owner_of(rank_.os->sums_awaited[i]);
-      const u32 group = group_of(rank_.os->sums_awaited[i]);
+      const u32 owner = rank_.os->sums_awaited[i].owner();
+      const u32 group = rank_.os->sums_awaited[i].group();
       const TokenRange tokens = tokens_of_group(geometry, call_.tokens, owner, group);
       const u64 ours = rank_.layout.partial_flag(call_.epoch, rank_.slice, group);
       const u8* its = rank_.platform.peer(rank_.peer_of_slice(owner));
+      // Our own flag, where its owner looks for it; nothing is read because of it.
       if (P::template poll<Scope::system>(reinterpret_cast<const u32*>(its + ours)) !=
           seal(call_.epoch)) {
         continue;

@@ -68,7 +68,7 @@ void raise_word(const Layout& layout, u8* holder_heap, u64 word) {
   auto* abort_word = reinterpret_cast<u64*>(holder_heap + layout.abort_word());
   u64 seen = P::template load_relaxed<Scope::system>(abort_word);
   // Each turn means that another rank's failure of an earlier call was written in between: at most
-  // `world` turns.
+  // as many turns as ranks.
   while (
       seen == 0 ||
       (seen >> 32 > word >> 32 && (word >> 32 != 0 || MOEOS_PLANTED(giving_up_hides_failures))) ||
@@ -81,16 +81,10 @@ void raise_word(const Layout& layout, u8* holder_heap, u64 word) {
   }
 }
 
-/// Writes `failure` into a heap that can be written directly, and raises its abort word. `first`:
-/// where experts are sliced, the number of the rank that is the first peer of the one that fails
-/// (Rank::everywhere); its record names a peer by its number, too.
+/// Writes `failure` into a heap that can be written directly, and raises its abort word.
 template <Platform P>
-void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure, u32 first) {
-  auto* record = reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank));
-  *record = failure;
-  if (layout.geometry().sliced() && failure.peer != kNone) {
-    record->peer = (first + failure.peer) % layout.geometry().ranks();
-  }
+void raise_at(const Layout& layout, u8* holder_heap, const Failure& failure) {
+  *reinterpret_cast<Failure*>(holder_heap + layout.failure(failure.rank)) = failure;
   raise_word<P>(layout, holder_heap, abort_word_of(failure));
 }
 
@@ -108,11 +102,11 @@ void take_in_failures(const Layout& layout, u8* own_heap) {
 }
 
 /// Raises a failure here and, best effort, at every direct peer. `claimed` is this rank's word that
-/// lets only its first failing actor write, so that a record is never written twice. `first`: where
-/// experts are sliced, the number of the rank that is its first peer (Rank::everywhere).
+/// lets only its first failing actor write, so that a record is never written twice. `own`: this
+/// rank among its peers, as Rank::rank.
 template <Platform P>
 void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32* claimed,
-                      const Failure& failure, u32 first) {
+                      const Failure& failure, u32 own) {
   // Publishes nothing: it only elects the writer among this rank's actors.
   if (!P::template compare_exchange_release<Scope::device>(claimed, 0U, 1U)) {
     return;
@@ -121,13 +115,9 @@ void raise_everywhere(const P& platform, const Layout& layout, u8* own_heap, u32
   // actor's speed depends on how far apart its own code lies.
 #pragma unroll 1
   for (u32 n = 0; n < layout.geometry().ranks(); ++n) {
-    const u32 number = (failure.rank + n) % layout.geometry().ranks();
-    const u32 peer = layout.geometry().sliced()
-                         ? (number + layout.geometry().ranks() - first) % layout.geometry().ranks()
-                         : number;
-    u8* heap = n == 0 ? own_heap : platform.peer(peer);
+    u8* heap = n == 0 ? own_heap : platform.peer((own + n) % layout.geometry().ranks());
     if (!P::kRemotePeers || heap != nullptr) {
-      raise_at<P>(layout, heap, failure, first);
+      raise_at<P>(layout, heap, failure);
     }
   }
 }

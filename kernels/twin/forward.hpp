@@ -129,10 +129,9 @@ class TwinRank {
 
   /// Runs one call of a layer, which is of gradients if the settings say so, and returns when this
   /// rank's part in it is over. The failure's kind is `none` when all went well; after any other,
-  /// only reset() makes the rank usable again. `identity`, `inputs`: of the call
-  /// (Call).
-  /// `must_leave` is asked now and then while this thread waits, soon after a signal has come to
-  /// it; once it says so, this rank and its peers are made to leave, and it is asked no more.
+  /// only reset() makes the rank usable again. `identity`, `inputs`: as Call's. `must_leave` is
+  /// asked now and then while this thread waits, soon after a signal has come to it; once it says
+  /// so, this rank and its peers are made to leave, and it is asked no more.
   Failure forward(TwinRecords& records, const Operands& operands, u32 tokens, u32 pair_limit,
                   u32 identity, u32 inputs, const std::function<bool()>& must_leave = {});
   /// Of the layer that shares nothing.

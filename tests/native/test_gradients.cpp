@@ -6,12 +6,12 @@
 //
 // Usage: test_gradients SEED WORLDS. Prints what failed and exits with 1.
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include "kernels/twin/explore/gradient_world.hpp"
+#include "tests/native/worlds.hpp"
 
 namespace {
 
@@ -82,16 +82,5 @@ bool run_world(u64 seed) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 3) {
-    std::fprintf(stderr, "usage: %s SEED WORLDS\n", arguments[0]);
-    return 2;
-  }
-  const u64 first = std::strtoull(arguments[1], nullptr, 10);
-  const u64 worlds = std::strtoull(arguments[2], nullptr, 10);
-  u64 failed = 0;
-  for (u64 seed = first; seed < first + worlds; ++seed) {
-    failed += run_world(seed) ? 0 : 1;
-  }
-  std::printf("%llu worlds, %llu failed\n", worlds, failed);
-  return failed == 0 ? 0 : 1;
+  return moeos::run_seeds(count, arguments, "worlds", run_world);
 }

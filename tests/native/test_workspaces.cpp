@@ -6,12 +6,12 @@
 // Usage: test_workspaces SEED WORKSPACES. Prints what failed and exits with 1.
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include "kernels/twin/explore/random_world.hpp"
+#include "tests/native/worlds.hpp"
 
 namespace {
 
@@ -154,16 +154,5 @@ bool run_workspace(u64 seed) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 3) {
-    std::fprintf(stderr, "usage: %s SEED WORKSPACES\n", arguments[0]);
-    return 2;
-  }
-  const u64 first = std::strtoull(arguments[1], nullptr, 10);
-  const u64 workspaces = std::strtoull(arguments[2], nullptr, 10);
-  u64 failed = 0;
-  for (u64 seed = first; seed < first + workspaces; ++seed) {
-    failed += run_workspace(seed) ? 0 : 1;
-  }
-  std::printf("%llu workspaces, %llu failed\n", workspaces, failed);
-  return failed == 0 ? 0 : 1;
+  return moeos::run_seeds(count, arguments, "workspaces", run_workspace);
 }

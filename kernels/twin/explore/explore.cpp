@@ -22,9 +22,14 @@ namespace {
 constexpr u32 kCalls = 3;
 constexpr u64 kPointsMost = 20'000'000;  // of a run; the longest seen take a tenth of it
 
-RandomWorld draw_gradient_world(Random& random) {
+/// A world whose calls are of gradients, or whose experts may be cut into slices.
+RandomWorld draw_explored(Random& random, bool gradients) {
   RandomWorld world = draw_world(random, Extent::fibers);
-  make_gradient_world(world);
+  if (gradients) {
+    make_gradient_world(world);
+  } else {
+    draw_slices(random, world, 1);
+  }
   return world;
 }
 
@@ -126,7 +131,7 @@ class Fault : public Device {
         return Damage{"an origin", heap + layout.origin(source, early(g.origins())), sizeof(u32),
                       low};
       case 8:
-        return Damage{"a word of the list of chunks to make whole",
+        return Damage{"a word of the list of chunks to complete",
                       reinterpret_cast<u8*>(&memory.replication_list[early(g.replications_max())]),
                       sizeof(u64), bits};
       case 9:
@@ -158,20 +163,15 @@ class Fault : public Device {
   std::string text_ = "no fault";
 };
 
-RandomWorld draw_world_of_slices(Random& random) {
-  RandomWorld world = draw_world(random, Extent::fibers);
-  draw_slices(random, world, 1);
-  return world;
-}
-
 /// A world, its calls, and what came of them.
 class Run {
  public:
   Run(u64 seed, Strategy strategy, Scenario scenario)
       : random_(seed),
         gradients_(scenario == Scenario::backward),
-        scenario_(gradients_ ? static_cast<Scenario>(seed % static_cast<u32>(scenario)) : scenario),
-        world_(gradients_ ? draw_gradient_world(random_) : draw_world_of_slices(random_)),
+        scenario_(gradients_ ? static_cast<Scenario>(seed % static_cast<u32>(Scenario::backward))
+                             : scenario),
+        world_(draw_explored(random_, gradients_)),
         experts_(draw_experts(random_, world_)),
         heaps_(world_.geometry),
         schedule_(seed, strategy),

@@ -12,15 +12,6 @@ namespace moeos::twin {
 
 namespace {
 
-std::vector<float> draw_numbers(Random& random, u64 count) {
-  std::normal_distribution<float> normal;
-  std::vector<float> numbers(count);
-  for (float& number : numbers) {
-    number = normal(random);
-  }
-  return numbers;
-}
-
 /// The largest difference, by the largest of what is right, or 1: sums of large products cancel.
 /// Infinite for what is no number.
 double error_of(const float* found, const double* right, u64 count) {
@@ -98,7 +89,7 @@ void make_gradient_world(RandomWorld& world) {
 }
 
 CallGradients draw_gradients(Random& random, const RandomWorld& world, const RankCall& call) {
-  return {draw_numbers(random, u64{call.tokens} * world.shape.hidden),
+  return {draw_floats(random, u64{call.tokens} * world.shape.hidden, 1.0F),
           std::vector<float>(call.weights.size(), NAN)};
 }
 
@@ -151,12 +142,8 @@ double error_of_sums(const RandomWorld& world, const Experts& experts,
   const u64 of_expert2 = experts.w2.size() / g.routed_experts();
   WeightSums<float> sums{std::vector<float>(experts.w1.size()),
                          std::vector<float>(experts.w2.size())};
-  const PlaceTable& table = world.settings.table;
   for (u32 expert = 0; expert < g.routed_experts(); ++expert) {
-    const u32 first = g.placed() ? table.from[expert] : expert;
-    const u32 end = g.placed() ? table.from[expert + 1] : expert + 1;
-    for (u32 i = first; i < end; ++i) {
-      const u32 place = g.placed() ? table.places[i] : i;
+    for (const u32 place : places_of(world, expert)) {
       const u32 rank = g.owner_of(place);
       const u32 local = place - g.first_expert(rank);
       add(&found[rank].w1[local * of_expert1], of_expert1, &sums.w1[expert * of_expert1]);

@@ -15,15 +15,6 @@ namespace moeos::twin {
 
 namespace {
 
-std::vector<float> draw_floats(Random& random, u64 count, float scale) {
-  std::normal_distribution<float> normal(0.0F, scale);
-  std::vector<float> values(count);
-  for (float& value : values) {
-    value = normal(random);
-  }
-  return values;
-}
-
 /// Draws a code, and appends it to `codes` or puts it into the upper half of their last byte.
 float draw_code(Random& random, WeightFormat format, bool upper, std::vector<u8>& codes) {
   u32 code = draw(random, 0, is_fp8(format) ? 255 : 15);
@@ -213,13 +204,9 @@ std::vector<T> held(const RandomWorld& world, const std::vector<T>& all) {
   const u64 experts = g.routed_experts();
   const u64 size = all.size() / (experts * slices_of(world));
   std::vector<T> values(slices_of(world) * g.expert_places() * size);
-  const PlaceTable& table = world.settings.table;
   for (u64 n = 0; n < slices_of(world) * experts; ++n) {  // slice by slice
-    const u64 expert = n % experts;
-    const u64 first = g.placed() ? table.from[expert] : expert;
-    const u64 end = g.placed() ? table.from[expert + 1] : expert + 1;
-    for (u64 i = first; i < end; ++i) {
-      const u64 place = n / experts * g.expert_places() + (g.placed() ? table.places[i] : i);
+    for (const u32 its : places_of(world, static_cast<u32>(n % experts))) {
+      const u64 place = n / experts * g.expert_places() + its;
       std::copy_n(all.data() + n * size, size, values.data() + place * size);
     }
   }
@@ -317,6 +304,23 @@ RandomWorld draw_world(Random& random, Extent extent) {
   g.between_rows = draw(aside, 0, 1) == 0 ? 0 : draw(aside, 1, small ? 100 : 400);
   g.ring_rows = draw(aside, 0, 1) == 0 ? 0 : draw(aside, 1, small ? 20 : 200);
   return world;
+}
+
+std::vector<float> draw_floats(Random& random, u64 count, float deviation) {
+  std::normal_distribution<float> normal(0.0F, deviation);
+  std::vector<float> values(count);
+  for (float& value : values) {
+    value = normal(random);
+  }
+  return values;
+}
+
+std::vector<u32> places_of(const RandomWorld& world, u32 expert) {
+  if (!world.geometry.placed()) {
+    return {expert};
+  }
+  const PlaceTable& table = world.settings.table;
+  return {table.places.begin() + table.from[expert], table.places.begin() + table.from[expert + 1]};
 }
 
 void draw_slices(const Random& random, RandomWorld& world, u32 holders_most) {

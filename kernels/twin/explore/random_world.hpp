@@ -30,6 +30,9 @@ struct RandomWorld {
 };
 RandomWorld draw_world(Random& random, Extent extent);
 
+/// Normally distributed numbers, of so large a deviation.
+std::vector<float> draw_floats(Random& random, u64 count, float deviation);
+
 /// Now and then cuts a world's experts into slices, each of them as large as an expert was, and
 /// held by so many ranks at most; `random` stays as it is. For who runs Geometry::ranks() ranks,
 /// with what the next two say.
@@ -37,6 +40,9 @@ void draw_slices(const Random& random, RandomWorld& world, u32 holders_most);
 /// Of a rank of all: its number among those that hold its slice, and what it is told.
 u32 holder_of(const RandomWorld& world, u32 rank);
 TwinSettings settings_of(const RandomWorld& world, u32 rank);
+
+/// An expert's places, of those of all ranks that hold a slice.
+std::vector<u32> places_of(const RandomWorld& world, u32 expert);
 
 /// Matrices of weights in a format; all empty where weights are plain.
 struct Codes {
