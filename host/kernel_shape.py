@@ -120,7 +120,7 @@ class KernelShape:
         if self.transport not in get_args(Transport):
             allowed = ", ".join(map(repr, get_args(Transport)))
             raise ValueError(f"transport is {self.transport!r}; allowed: {allowed}")
-        if self.slicing.cuts and self.slicing.slices > MAX_TOP_K:
+        if self.slicing.slices > MAX_TOP_K:
             raise ValueError(
                 f"{self.slicing.slices} ranks hold slices of the same experts; on the GPU at most "
                 f"{MAX_TOP_K} are allowed: use fewer ranks, or parallel='expert'"

@@ -23,11 +23,12 @@ from moeos.counters import CallStats
 from moeos.engines import cuda_chain, cuda_clock, cuda_gradients, cuda_records, cuda_wait
 from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory
 from moeos.engines.cuda_arguments import (
+    ADDRESS_ALIGNMENT,
     RECORD_BYTES,
     WEIGHT_TYPES,
     ArgumentPacker,
 )
-from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, weight_dtype
+from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, GradientPacker
 from moeos.engines.cuda_gradients import CudaGradients
 from moeos.engines.cuda_kernel import Launch, LoadedKernel
 from moeos.engines.cuda_peers import Peers
@@ -38,6 +39,7 @@ from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
 from moeos.placement import Placement
+from moeos.sizes import routed_alone
 from moeos.slicing import WHOLE, Slicing
 from moeos.tracing import RankTrace
 from moeos.world import SharedMemory, World
@@ -102,7 +104,7 @@ class CudaEngine:
         assert isinstance(shared, CudaWorkspace)
         self._world = world
         self._slicing = slicing
-        self._adds_bias = not slicing.cuts or slicing.adds_bias(world.rank)
+        self._adds_bias = slicing.adds_bias(world.rank)
         self._no_bias: torch.Tensor | None = None  # zeros in place of b2, where another adds it
         self._placement = placement
         self._shared = shared
@@ -129,20 +131,13 @@ class CudaEngine:
             world.hold(self, held)
             held.records = self._agree(lambda: self._zeros(sizes.records_bytes), "a layer's memory")
             held.clear(again=False)
-            held.arguments = ArgumentPacker(
-                *(cfg, sizes, slicing.number(world.rank, world.size)),
-                *(world.deadline, shared.failure.address, held.records),
-            )
-            arguments = held.arguments
+            arguments = held.arguments = self._packer(cfg, sizes)
             arguments.use(shared.buffers(mine))
             shared.add(held, held.clear, lambda: arguments.use(shared.buffers(mine)))
             held.kernel = self._agree(
-                lambda: self._load(kernel, mine.kernels), "the loading of the kernel"
+                lambda: self._load(kernel, self._shape, mine.kernels), "the loading of the kernel"
             )
-            record = arguments.record
-            held.launch = Launch(
-                numpy.tile(record, self._shape.virtual_ranks) if self._virtual else record
-            )
+            held.launch = Launch.of_ranks(arguments.record, self._shape.virtual_ranks)
             if held.kernel is not None:
                 arguments.pack_code(*held.kernel.code)
             torch.cuda.synchronize()
@@ -176,10 +171,9 @@ class CudaEngine:
         self, parameter: torch.Tensor, pieces: int, main_grad: torch.Tensor | None
     ) -> torch.Tensor:
         """See `Engine.room_for_sums`: one launch writes all of it; several are added up in fp32."""
-        dtype = weight_dtype(self._shape.cfg, pieces)
         if pieces == 1:
-            return torch.empty_like(parameter, dtype=dtype)
-        return torch.zeros_like(parameter, dtype=dtype)
+            return torch.empty_like(parameter, dtype=self._shape.cfg.dtype)
+        return torch.zeros_like(parameter, dtype=torch.float32)
 
     def record(self, tensors: CallTensors) -> Recording:
         """See `Engine.record`. Waits for a number of tokens that the device knows."""
@@ -246,7 +240,7 @@ class CudaEngine:
         return tensors
 
     def _make_gradients(self) -> None:
-        held, world = self._holdings, self._world
+        held = self._holdings
         if held.gradients is not None:
             return
         with torch.cuda.device(self._device):
@@ -259,17 +253,13 @@ class CudaEngine:
             blocks = torch.cuda.get_device_properties(self._device).multi_processor_count
 
             def make() -> CudaGradients:
-                made = CudaGradients(
-                    shape,
-                    kernel,
-                    world.rank,
-                    world.deadline,
-                    self._shared.failure.address,
-                    held.records,
-                    blocks,
+                loaded = self._load(kernel, shape, mine.kernels)
+                of_weights = LoadedKernel(
+                    kernel, blocks, False, name=jit.WEIGHT_GRADIENTS, cooperative=False
                 )
-                made.kernel = self._load(kernel, mine.kernels, jit.BACKWARD, GRADIENT_RECORD_BYTES)
-                return made
+                cfg, sizes = routed_alone(shape.cfg), shape.sizes
+                packer = GradientPacker(cfg, sizes, self._packer(cfg, sizes), blocks)
+                return CudaGradients(shape, packer, loaded, of_weights)
 
             made = self._agree(make, "the loading of the kernel of gradients")
             arguments = made.arguments
@@ -305,7 +295,7 @@ class CudaEngine:
         if self._shared.closed:
             self._shared.require_open()  # which raises: the buffers may be gone
         require_memory(tensors)  # which may be gone since the forward call
-        if tensors.d_out.data_ptr() % 16 != 0:
+        if tensors.d_out.data_ptr() % ADDRESS_ALIGNMENT != 0:
             tensors = tensors._replace(d_out=tensors.d_out.clone())
         identity = calls.identity(self._number, tensors.pieces, backward=True)
         adds = tensors.pieces > 1
@@ -327,7 +317,7 @@ class CudaEngine:
         sent = torch.empty((piece.tokens, sent_bytes), dtype=torch.uint8, device=self._device)
         made.arguments.pack(piece, sent, identity)
         self._start(made, identity)
-        if piece.d_w1 is not None or piece.d_w2 is not None or self._wants_biases(piece):
+        if cuda_gradients.wants_weights(piece):
             made.make_weights(torch._C._cuda_getCurrentRawStream(self._device.index))
             self._note_more()
 
@@ -336,10 +326,6 @@ class CudaEngine:
         if not torch._C._cuda_isCurrentStreamCapturing():
             stream = torch._C._cuda_getCurrentRawStream(self._device.index)
             self._launches.launched(stream, lives=cuda_chain.lives(self._device.index))
-
-    @staticmethod
-    def _wants_biases(piece: GradientTensors) -> bool:
-        return piece.d_b1 is not None or piece.d_b2 is not None
 
     def _first_failure(self) -> _runtime.Failure | None:
         cuda_wait.synchronize(self._device)
@@ -472,14 +458,23 @@ class CudaEngine:
     def _zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
+    def _packer(self, cfg: MoEConfig, sizes: _runtime.Sizes) -> ArgumentPacker:
+        """Of what this rank's launches of the layer are given."""
+        world = self._world
+        return ArgumentPacker(
+            cfg,
+            sizes,
+            self._slicing.number(world.rank, world.size),
+            world.deadline,
+            self._shared.failure.address,
+            self._holdings.records,
+        )
+
     def _load(
-        self,
-        kernel: Kernel,
-        kernels: dict[bytes, LoadedKernel],
-        name: str = jit.KERNEL,
-        record_bytes: int = RECORD_BYTES,
+        self, kernel: Kernel, shape: KernelShape, kernels: dict[bytes, LoadedKernel]
     ) -> LoadedKernel | None:
         """The kernel, which layers of one shape share: `kernels` has those of this shape."""
+        record_bytes = GRADIENT_RECORD_BYTES if shape.gradients else RECORD_BYTES
         if kernel.report.argument_bytes != record_bytes:
             raise RuntimeError(
                 f"the kernel takes {kernel.report.argument_bytes} bytes of arguments for each rank "
@@ -488,7 +483,8 @@ class CudaEngine:
         if self._virtual and self._world.rank != 0:
             return None
         if kernel.cubin not in kernels:
-            blocks = (self._shape.processors + 1) * self._shape.virtual_ranks
+            blocks = (shape.processors + 1) * shape.virtual_ranks
+            name = jit.kernel_name(shape)
             kernels[kernel.cubin] = LoadedKernel(kernel, blocks, self._by_nvshmem, name=name)
         return kernels[kernel.cubin]
 

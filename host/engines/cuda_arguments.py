@@ -82,7 +82,8 @@ _TOKEN_BOX_ROWS = 64  # of tokens between the shared experts' products
 _SHARED_GATE_ROWS = 8  # of their gate, which has one
 
 _ROWS_TOGETHER = 8  # rows at whose multiples such a box may begin
-_ADDRESS_ALIGNMENT = 16
+ADDRESS_ALIGNMENT = 16
+"""Of what tensor maps and vectors of a kernel begin with."""
 
 
 class Box(NamedTuple):
@@ -247,10 +248,10 @@ class ArgumentPacker:
         rows = x.shape[0]
         if rows > 0:
             x_at, out_at = x.data_ptr(), out.data_ptr()
-            if out_at % _ADDRESS_ALIGNMENT != 0:
+            if out_at % ADDRESS_ALIGNMENT != 0:
                 raise ValueError(
                     f"out lies at address {out_at:#x}; it must be a multiple of "
-                    f"{_ADDRESS_ALIGNMENT}: leave it away, and copy what is returned"
+                    f"{ADDRESS_ALIGNMENT}: leave it away, and copy what is returned"
                 )
             place = (x_at, rows, x_scale is None)
             if self._x != place:
@@ -383,10 +384,10 @@ class ArgumentPacker:
         row_bytes: int | None = None,
     ) -> bytes:
         """`row_bytes`: from one row to the next; None: rows lie side by side."""
-        if address % _ADDRESS_ALIGNMENT != 0:
+        if address % ADDRESS_ALIGNMENT != 0:
             raise ValueError(
                 f"{name} lies at address {address:#x}; it must be a multiple of "
-                f"{_ADDRESS_ALIGNMENT}: pass a copy, {name}.clone()"
+                f"{ADDRESS_ALIGNMENT}: pass a copy, {name}.clone()"
             )
         driver = self._driver
         kind = driver.CUtensorMapDataType

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 
 import numpy
-import torch
 from torch import Tensor
 
 from moeos import _runtime
@@ -40,7 +39,12 @@ GRADIENT_RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGN
 
 
 class GradientPacker:
-    """Packs one rank's records, all in one place; arguments as of `ArgumentPacker`.
+    """Packs one rank's records, all in one place.
+
+    Args:
+        cfg: the layer without its shared experts.
+        of_rank: packs what stands before: of the same layer and sizes, and nobody else's.
+        blocks: of the launch that makes the gradients of weights.
 
     Attributes:
         record: uint8 [GRADIENT_RECORD_BYTES], what `pack` has made; the next `pack` changes it.
@@ -50,17 +54,13 @@ class GradientPacker:
         self,
         cfg: MoEConfig,
         sizes: _runtime.Sizes,
-        rank: int,
-        deadline: float,
-        host_failure: int,
-        records: Tensor,
+        of_rank: ArgumentPacker,
         blocks: int,
     ) -> None:
         self._cfg = cfg
         self._sizes = sizes
+        self._of_rank = of_rank
         self._blocks = blocks
-        self._world = sizes.world
-        self._of_rank = ArgumentPacker(cfg, sizes, rank, deadline, host_failure, records)
         self._weights: tuple[int, int] | None = None  # the addresses that are packed
         self.record = numpy.zeros(GRADIENT_RECORD_BYTES, dtype=numpy.uint8)
         self._bytes = memoryview(self.record)  # type: ignore[arg-type]
@@ -140,8 +140,3 @@ class GradientPacker:
     def _place(self, index: int, tensor_map: bytes) -> None:
         at = RECORD_BYTES + index * MAP_BYTES
         self._bytes[at : at + MAP_BYTES] = tensor_map
-
-
-def weight_dtype(cfg: MoEConfig, pieces: int) -> torch.dtype:
-    """In which experts' gradients are added up: a launch's are written as they are."""
-    return cfg.dtype if pieces == 1 else torch.float32

@@ -7,18 +7,15 @@ It knows bytes and kernels, and nothing of ranks or of the order of launches.
 
 from __future__ import annotations
 
-import numpy
 import torch
 from torch import Tensor
 
-from moeos import _runtime, jit
+from moeos import _runtime
 from moeos.config import MoEConfig
 from moeos.engines.base import GradientTensors
-from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, GradientPacker
+from moeos.engines.cuda_gradient_arguments import GradientPacker
 from moeos.engines.cuda_kernel import Launch, LoadedKernel
-from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
-from moeos.sizes import routed_alone
 
 
 def why_none(cfg: MoEConfig, *, placed: bool, remote: bool) -> str | None:
@@ -38,6 +35,9 @@ def why_none(cfg: MoEConfig, *, placed: bool, remote: bool) -> str | None:
 class CudaGradients:
     """One layer's calls of gradients on one rank.
 
+    Args:
+        of_weights: the kernel of the launch behind a call.
+
     Attributes:
         shape: what its kernel is compiled for.
         arguments, launch, kernel: as those of `CudaHoldings`.
@@ -46,32 +46,16 @@ class CudaGradients:
     def __init__(
         self,
         shape: KernelShape,
-        kernel: Kernel,
-        rank: int,
-        deadline: float,
-        host_failure: int,
-        records: Tensor,
-        blocks: int,
+        arguments: GradientPacker,
+        kernel: LoadedKernel | None,
+        of_weights: LoadedKernel,
     ) -> None:
-        if kernel.report.argument_bytes != GRADIENT_RECORD_BYTES:
-            raise RuntimeError(
-                f"the kernel of gradients takes {kernel.report.argument_bytes} bytes of arguments "
-                f"for each rank and the host packs {GRADIENT_RECORD_BYTES}: the installation mixes "
-                "versions"
-            )
-        cfg = routed_alone(shape.cfg)
         self.shape = shape
-        self.kernel: LoadedKernel | None = None
-        self.arguments = GradientPacker(
-            cfg, shape.sizes, rank, deadline, host_failure, records, blocks
-        )
-        record = self.arguments.record
-        together = shape.virtual_ranks > 1
-        self.launch = Launch(numpy.tile(record, shape.virtual_ranks) if together else record)
-        self._of_weights = LoadedKernel(
-            kernel, blocks, False, name=jit.WEIGHT_GRADIENTS, cooperative=False
-        )
-        self._own = Launch(record)  # of this rank alone
+        self.arguments = arguments
+        self.kernel = kernel
+        self.launch = Launch.of_ranks(arguments.record, shape.virtual_ranks)
+        self._of_weights = of_weights
+        self._own = Launch(arguments.record)  # of this rank alone
 
     def make_weights(self, stream: int) -> None:
         """Launches what makes the gradients of weights, behind the call that was packed last."""
@@ -83,6 +67,11 @@ class CudaGradients:
 
 
 _OF_WEIGHTS = ("d_w1", "d_b1", "d_w2", "d_b2")
+
+
+def wants_weights(piece: GradientTensors) -> bool:
+    """Whether any gradients of weights are wanted."""
+    return any(getattr(piece, name) is not None for name in _OF_WEIGHTS)
 
 
 def with_own_weights(piece: GradientTensors) -> GradientTensors:

@@ -33,6 +33,11 @@ class Launch:
         self._pointers = numpy.array([arguments.ctypes.data], dtype=numpy.uint64)
         self.pointers_at: int = self._pointers.ctypes.data
 
+    @classmethod
+    def of_ranks(cls, record: NDArray[numpy.uint8], ranks: int) -> Launch:
+        """Of one rank, whose record stays where it is; or with room for those of several."""
+        return cls(record if ranks == 1 else numpy.tile(record, ranks))
+
 
 class LoadedKernel:
     """A kernel on the current device, and what its launches have in common.

@@ -28,6 +28,14 @@ inline float divisor(float u) {
   return 1.0F + exp2f(fminf(-2.0F * kLog2E * u, kMost));
 }
 
+/// sigmoid(2u) of both.
+inline float2 shares(float2 u) {
+  const float first = divisor(u.x);
+  const float second = divisor(u.y);
+  const float inverse = __fdividef(1.0F, first * second);
+  return make_float2(second * inverse, first * inverse);
+}
+
 /// x sigmoid(2u) of both. Where an x is a NaN so is its result, and the other's is not.
 template <class Type>
 inline float2 damp(float2 x, float2 u) {
@@ -35,10 +43,8 @@ inline float2 damp(float2 x, float2 u) {
     const float2 half = make_float2(0.5F * x.x, 0.5F * x.y);
     return make_float2(half.x * rough_tanh(u.x) + half.x, half.y * rough_tanh(u.y) + half.y);
   } else {
-    const float first = divisor(u.x);
-    const float second = divisor(u.y);
-    const float inverse = __fdividef(1.0F, first * second);
-    return make_float2(x.x * (second * inverse), x.y * (first * inverse));
+    const float2 s = shares(u);
+    return make_float2(x.x * s.x, x.y * s.y);
   }
 }
 

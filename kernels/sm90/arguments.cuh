@@ -123,14 +123,13 @@ inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os) {
   return rank_of(mine, os, mine.memory);
 }
 
-/// Asks for the maps' descriptors, for which a block's first load of each would wait otherwise. One
-/// warp.
-inline void prefetch_maps(const TensorMaps& maps) {
-  constexpr u32 kMaps =
-      (sizeof(ForwardMaps) + (kShares ? sizeof(SharedMaps) : 0)) / sizeof(TensorMap);
+/// Asks for the descriptors of so many maps that follow each other, for which a block's first load
+/// of each would wait otherwise. One warp.
+template <u32 kMaps>
+inline void prefetch_maps(const TensorMap* maps) {
   static_assert(kMaps <= Machine::kLanes);
   if (Machine::lane() < kMaps) {
-    prefetch(reinterpret_cast<const TensorMap*>(&maps)[Machine::lane()]);
+    prefetch(maps[Machine::lane()]);
   }
 }
 

@@ -15,21 +15,7 @@ struct GradientLaunch {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moeos_backward(const __grid_constant__ GradientLaunch arguments) {
-  const u32 rank = kVirtualRanks == 1 ? 0 : blockIdx.x / kBlocks;
-  const RankArguments& mine = arguments.ranks[rank];
-  const u32 index = blockIdx.x - rank * kBlocks;
-  if (threadIdx.x == kCompleteWarp * 32) {  // which has nothing else to do yet
-    prefetch_code(arguments.ranks[0]);
-  }
-  if (index < kGeometry.processors) {
-    run_processor_block(mine, index, *reinterpret_cast<Shared*>(dynamic_shared_memory()));
-  } else {
-    run_os(mine, *reinterpret_cast<OsShared*>(dynamic_shared_memory()));
-  }
-  __syncthreads();  // no warp of this block is in the call any more
-  if (threadIdx.x == 0) {
-    depart<Machine>(rank_memory(mine));
-  }
+  run_block(arguments);
 }
 
 /// Of one rank, whose call of gradients is the last one that wrote its records.

@@ -52,13 +52,22 @@ inline void cut_rows(const TensorMap (&maps)[kSizes], u32 first, u32 rows, u32 p
   box.place = place + (MOEOS_PLANTED(boxes_share_a_place) ? 0 : before * kSwizzleBytes);
 }
 
-/// The load warp: fills the stages with a part's operands, `bytes` bytes in each. One lane waits;
-/// each loads its box, from place_at(step) on: row and column. The next part is claimed on the way.
+/// Steps of a part, of which there are `all`, from `first` to before `end`.
+struct Steps {
+  u32 first;
+  u32 end;
+  u32 all;
+};
+
+/// The load warp: fills the stages of some steps with a part's operands, `bytes` bytes in each. One
+/// lane waits; each loads its box, from place_at(step) on: row and column. The next part is claimed
+/// on the way.
 template <class PlaceAt>
-inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, PlaceAt place_at) {
-  for (u32 step = 0; step < steps; ++step, loader.advance()) {
+inline void fill_stages(const Steps& steps, u32 bytes, const Box& box, Loader& loader,
+                        PlaceAt place_at) {
+  for (u32 step = steps.first; step < steps.end; ++step, loader.advance()) {
     if (Machine::lane() == 0) {
-      if (steps - step == minimum(steps, kClaimSteps)) {
+      if (steps.all - step == minimum(steps.all, kClaimSteps)) {
         loader.let_claim();
       }
       loader.wait();
@@ -74,6 +83,11 @@ inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, Pl
       load_box(*box.map, to, loader.full(), row, column);
     }
   }
+}
+/// All steps of a part.
+template <class PlaceAt>
+inline void fill_stages(u32 steps, u32 bytes, const Box& box, Loader& loader, PlaceAt place_at) {
+  fill_stages(Steps{0, steps, steps}, bytes, box, loader, place_at);
 }
 
 }  // namespace moeos::sm90

@@ -4,7 +4,7 @@
 //
 // Launched cooperatively, because actors of different blocks wait for each other. With virtual
 // ranks the grid is divided equally among them. An image (forward.cu, backward.cu) includes first
-// what its products are: load_tile, compute_tile, prefetch_maps. May not know: what is multiplied.
+// what its products are: prefetch_maps, load_tile, compute_tile. May not know: what is multiplied.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
@@ -26,13 +26,14 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-// Inlined, however long: a kernel that calls a function has a stack. Of a rank alone on its GPU a
-// whole block is, too. Where several share one, the compiler must choose itself, or some spill half
-// a KB.
+// Inlined, however long: a kernel that calls a function has a stack, and keeps registers there.
+#define MOEOS_INLINED __attribute__((always_inline)) inline
+// Where several ranks share a GPU, what the OS block does is a function, and needs no stack. Inlined
+// it would take registers of what processors do, which needs one then.
 #if MOEOS_VIRTUAL_RANKS == 1
-#define MOEOS_BLOCK __attribute__((always_inline)) inline
+#define MOEOS_OS_BLOCK MOEOS_INLINED
 #else
-#define MOEOS_BLOCK inline
+#define MOEOS_OS_BLOCK __attribute__((noinline)) inline
 #endif
 
 /// Hands a part that has been fetched to the block's other warps; a word of epoch 0 makes them
@@ -53,9 +54,10 @@ inline void fill_slot(Slot& slot, ReadyWord word, Stamps& stamps, u64 claimed_ns
 /// Finds the part of a ticket and its descriptor, and waits for its inputs if they may not be here.
 /// Looks up where its rows lie or its results go, while the block is at the part before. False:
 /// leave.
-MOEOS_BLOCK bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank,
-                            const Call& call, const RoutingMap& map, Processor<Machine>& processor,
-                            u32 ticket, Task& task, Slot& slot, Stamps& stamps) {
+MOEOS_INLINED bool fetch_part(const RankArguments& arguments, const Rank<Machine>& rank,
+                              const Call& call, const RoutingMap& map,
+                              Processor<Machine>& processor, u32 ticket, Task& task, Slot& slot,
+                              Stamps& stamps) {
   ReadyWord word;
   const auto nothing = [] { return false; };
   bool more = processor.claim(ticket, word, task, nothing);
@@ -108,8 +110,8 @@ inline u32 take_ticket(const RankArguments& arguments, const Call& call) {
 
 /// Keeps the block's slots filled: claims a part when the loads of the one before are nearly all
 /// under way. Leaves last.
-MOEOS_BLOCK void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
-                           const Call& call, Processor<Machine>& processor, Shared& shared) {
+MOEOS_INLINED void run_fetch(const RankArguments& arguments, const Rank<Machine>& rank,
+                             const Call& call, Processor<Machine>& processor, Shared& shared) {
   const RoutingMap map(rank.geometry(), rank.memory, call);
   RingPosition<kSlots> at;
   RingPosition<1> claim;
@@ -336,9 +338,8 @@ inline void prefetch_code(const RankArguments& first_rank) {
   }
 }
 
-__attribute__((always_inline)) inline void run_processor_roles(const RankArguments& arguments,
-                                                               const Call& call, u32 index,
-                                                               Shared& shared) {
+MOEOS_INLINED void run_processor_roles(const RankArguments& arguments, const Call& call, u32 index,
+                                       Shared& shared) {
   const u32 warp = threadIdx.x / 32;
   if (warp >= kFirstConsumerWarp) {
     raise_registers<kConsumerRegisters>();
@@ -395,7 +396,7 @@ inline bool os_attends(const RankArguments& mine, const Call& call) {
   return false;
 }
 
-MOEOS_BLOCK void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
+MOEOS_INLINED void run_processor_block(const RankArguments& mine, u32 index, Shared& shared) {
   if (threadIdx.x == 0) {
     shared.call = attended_call(mine, index);
   }
@@ -428,7 +429,7 @@ MOEOS_BLOCK void run_processor_block(const RankArguments& mine, u32 index, Share
   }
 }
 
-MOEOS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
+MOEOS_OS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
   const u32 warp = threadIdx.x / 32;
   // What a call starts from is not what another block left in this memory: clear it.
   for (u32 i = threadIdx.x; i < OsMemory::bytes(kGeometry) / 4; i += kThreads) {
@@ -456,6 +457,26 @@ MOEOS_BLOCK void run_os(const RankArguments& mine, OsShared& shared) {
   }
   if (warp == 0) {
     show_failure(mine, rank, call);
+  }
+}
+
+/// What a block of a launch does: as its rank's processor, or as its OS block.
+template <class Launch>
+MOEOS_INLINED void run_block(const Launch& arguments) {
+  const u32 rank = kVirtualRanks == 1 ? 0 : blockIdx.x / kBlocks;
+  const RankArguments& mine = arguments.ranks[rank];
+  const u32 index = blockIdx.x - rank * kBlocks;
+  if (threadIdx.x == kCompleteWarp * 32) {  // which has nothing else to do yet
+    prefetch_code(arguments.ranks[0]);
+  }
+  if (index < kGeometry.processors) {
+    run_processor_block(mine, index, *reinterpret_cast<Shared*>(dynamic_shared_memory()));
+  } else {
+    run_os(mine, *reinterpret_cast<OsShared*>(dynamic_shared_memory()));
+  }
+  __syncthreads();  // no warp of this block is in the call any more
+  if (threadIdx.x == 0) {
+    depart<Machine>(rank_memory(mine));
   }
 }
 

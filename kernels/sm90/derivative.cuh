@@ -16,14 +16,6 @@ struct Slopes {
   float2 slope;
 };
 
-/// sigmoid(2u) of both.
-inline float2 shares(float2 u) {
-  const float first = divisor(u.x);
-  const float second = divisor(u.y);
-  const float inverse = __fdividef(1.0F, first * second);
-  return make_float2(second * inverse, first * inverse);
-}
-
 /// x s, and s + x s', of a share s = sigmoid(2u(x)) and twice the derivative of u.
 inline Slopes damped(float2 x, float2 u, float2 twice) {
   const float2 s = shares(u);

@@ -28,6 +28,9 @@ inline constexpr u32 kValueBoxes = kValueColumns / kBoxColumns;
 static_assert(kGeometry.segment_align == Geometry::kSegmentAlign &&
               kWeightLanes + padded_boxes(kTileRows) <= Machine::kLanes);
 static_assert(kValueBoxes + kHalves <= kWeightLanes);
+// What the host has made of the parts' columns.
+static_assert(kGeometry.gemm0_parts == ceil_div(kShape.intermediate, kValueColumns) &&
+              kGeometry.gemm1_parts == ceil_div(kShape.hidden, kTileColumns));
 
 /// This lane's box of rows: from a cell in a first product, else from kept rows.
 inline Box find_gradient_rows(const GradientArguments& arguments, const Layout& layout,
@@ -51,45 +54,40 @@ inline Box find_gradient_rows(const GradientArguments& arguments, const Layout& 
   return box;
 }
 
-/// What a lane loads in a step.
-struct GradientBox {
-  const TensorMap* map = nullptr;  // none: nothing
-  u32 row = 0;
-  u32 column = 0;
-  u32 place = 0;  // in the stage
-  bool ordered = false;
-};
-
-/// A box of weights in a step of the first product.
-inline GradientBox first_weights(const GradientArguments& arguments, const Task& task, u32 part,
-                                 u32 lane, u32 step) {
-  const u32 first = part * kValueColumns;
-  if (step < kHiddenSteps) {
-    if (lane >= kValueBoxes) {
-      return {};
-    }
-    return {&arguments.gradients.w2, task.local_expert * kShape.hidden + step * kDepthRows,
-            first + lane * kBoxColumns, kWeightsPlace + lane * kColumnsBoxBytes, false};
+/// Boxes of weights of the first product, in its turn over gradients of the output: depth rows.
+inline Box find_w2(const GradientArguments& arguments, const Task& task, u32 part, u32 lane) {
+  Box box;
+  if (lane < kValueBoxes) {
+    box.map = &arguments.gradients.w2;
+    box.row = task.local_expert * kShape.hidden;
+    box.column = part * kValueColumns + lane * kBoxColumns;
+    box.place = kWeightsPlace + lane * kColumnsBoxBytes;
   }
-  if (lane >= kHalves) {
-    return {};
-  }
-  return {&arguments.gradients.w1,
-          task.local_expert * kShape.w1_rows() + lane * kShape.intermediate + first,
-          (step - kHiddenSteps) * kTileDepth, kWeightsPlace + lane * kValueColumns * kSwizzleBytes,
-          false};
+  return box;
 }
-
-/// And of the second one: rows of w1 in the order of kept columns.
-inline GradientBox second_weights(const GradientArguments& arguments, const Task& task, u32 part,
-                                  u32 lane, u32 step) {
-  const u32 half = step / kHalfSteps;
+/// And in its turn over x: gate rows, and up rows.
+inline Box find_w1(const GradientArguments& arguments, const Task& task, u32 part, u32 lane) {
+  Box box;
+  if (lane < kHalves) {
+    box.map = &arguments.gradients.w1;
+    box.row =
+        task.local_expert * kShape.w1_rows() + lane * kShape.intermediate + part * kValueColumns;
+    box.place = kWeightsPlace + lane * kValueColumns * kSwizzleBytes;
+  }
+  return box;
+}
+/// Those of the second product: rows of w1 in the order of kept columns.
+inline Box find_ordered_w1(const GradientArguments& arguments, const Task& task, u32 part,
+                           u32 lane) {
+  const u32 nth = lane / kGroupBoxes;
   const u32 group = lane % kGroupBoxes * kDepthBoxRows;
-  return {&arguments.gradients.w1_ordered,
-          task.local_expert * kShape.w1_rows() + half * kShape.intermediate +
-              (step - half * kHalfSteps) * kDepthRows + group,
-          part * kTileColumns + lane / kGroupBoxes * kBoxColumns,
-          kWeightsPlace + lane / kGroupBoxes * kColumnsBoxBytes + group * kSwizzleBytes, true};
+  Box box;
+  box.map = &arguments.gradients.w1_ordered;
+  box.of_weights = true;
+  box.row = task.local_expert * kShape.w1_rows() + group;
+  box.column = part * kTileColumns + nth * kBoxColumns;
+  box.place = kWeightsPlace + nth * kColumnsBoxBytes + group * kSwizzleBytes;
+  return box;
 }
 
 /// Steps of a part; none of a tile of no rows.
@@ -98,50 +96,47 @@ inline u32 gradient_steps(const Task& task) {
   return task.padded_rows == 0 ? 0 : steps;
 }
 
+/// The load warp, before its first part.
+inline void prefetch_maps(const RankArguments& given) {
+  prefetch_maps<sizeof(GradientMaps) / sizeof(TensorMap)>(
+      reinterpret_cast<const TensorMap*>(&of_gradients(given).gradients));
+}
+
 /// The load warp: a part's operands, step by step.
 inline void load_tile(const RankArguments& given, const Layout& layout, const Task& task, u32 part,
                       Loader& loader) {
   const GradientArguments& arguments = of_gradients(given);
   const u32 lane = Machine::lane();
-  const bool first = task.kind == TaskKind::gemm0;
   const u32 steps = gradient_steps(task);
+  const bool of_rows = lane >= kWeightLanes;
   Box rows;
-  if (lane >= kWeightLanes) {
+  if (of_rows) {
     rows = find_gradient_rows(arguments, layout, task, lane - kWeightLanes);
   }
-  for (u32 step = 0; step < steps; ++step, loader.advance()) {
-    const bool of_d_out = first && step < kHiddenSteps;
-    if (lane == 0) {
-      if (steps - step == minimum(steps, kClaimSteps)) {
-        loader.let_claim();
-      }
-      loader.wait();
-      const u32 weight_rows =
-          !first || !of_d_out ? (first ? kHalves * kValueColumns : kTileColumns) : kValueColumns;
-      loader.full().arrive_expecting((task.padded_rows + weight_rows) * kSwizzleBytes);
-    }
-    __syncwarp();
-    u8* const to = reinterpret_cast<u8*>(&loader.stage());
-    if (lane >= kWeightLanes) {
-      if (rows.map != nullptr) {
-        const u32 column = first ? (of_d_out ? kShape.hidden + step * kTileDepth
-                                             : (step - kHiddenSteps) * kTileDepth)
-                                 : step * kTileDepth;
-        load_box(*rows.map, to + rows.place, loader.full(), rows.row, column);
-      }
-      continue;
-    }
-    const GradientBox box = first ? first_weights(arguments, task, part, lane, step)
-                                  : second_weights(arguments, task, part, lane, step);
-    if (box.map == nullptr) {
-      continue;
-    }
-    if (box.ordered) {
-      load_weights(*box.map, to + box.place, loader.full(), box.row, box.column,
-                   CachePolicy::normal);
-    } else {
-      load_box(*box.map, to + box.place, loader.full(), box.row, box.column);
-    }
+  const auto fill = [&](u32 first, u32 end, const Box& weights, u32 weight_rows, auto place_at) {
+    fill_stages(Steps{first, end, steps}, (task.padded_rows + weight_rows) * kSwizzleBytes,
+                of_rows ? rows : weights, loader, place_at);
+  };
+  if (task.kind == TaskKind::gemm0) {
+    const u32 turn = steps / 2;
+    const Box w2 = find_w2(arguments, task, part, lane);
+    fill(0, turn, w2, kValueColumns, [&](u32 step) {
+      return of_rows ? BoxPlace{rows.row, kShape.hidden + step * kTileDepth}
+                     : BoxPlace{w2.row + step * kDepthRows, w2.column};
+    });
+    const Box w1 = find_w1(arguments, task, part, lane);
+    fill(turn, steps, w1, kHalves * kValueColumns, [&](u32 step) {
+      return BoxPlace{of_rows ? rows.row : w1.row, (step - turn) * kTileDepth};
+    });
+  } else {
+    const Box w1 = find_ordered_w1(arguments, task, part, lane);
+    fill(0, steps, w1, kTileColumns, [&](u32 step) {
+      const u32 half = step / kHalfSteps;
+      return of_rows ? BoxPlace{rows.row, step * kTileDepth}
+                     : BoxPlace{w1.row + half * kShape.intermediate +
+                                    (step - half * kHalfSteps) * kDepthRows,
+                                w1.column};
+    });
   }
 }
 

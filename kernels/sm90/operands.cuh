@@ -114,6 +114,14 @@ inline void find_weights(const RankArguments& arguments, const Task& task, u32 p
   box.place = place + first * weight_row_bytes_of(task, part);
 }
 
+/// The load warp, before its first part.
+inline void prefetch_maps(const RankArguments& arguments) {
+  constexpr u32 kMaps =
+      (sizeof(ForwardMaps) + (kShares ? sizeof(SharedMaps) : 0)) / sizeof(TensorMap);
+  prefetch_maps<kMaps>(
+      reinterpret_cast<const TensorMap*>(&static_cast<const TensorMaps&>(arguments)));
+}
+
 /// A GEMM part's operands.
 inline void load_tile(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 part, Loader& loader) {

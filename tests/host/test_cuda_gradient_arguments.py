@@ -8,7 +8,7 @@ import torch
 
 from moeos import cuda_driver
 from moeos.engines.base import GradientTensors
-from moeos.engines.cuda_arguments import RECORD_BYTES
+from moeos.engines.cuda_arguments import RECORD_BYTES, ArgumentPacker
 from moeos.engines.cuda_gradient_arguments import _MAPS, GradientPacker
 from moeos.engines.cuda_gradients import add_weights, with_own_weights
 from moeos.engines.pieces import gradient_pieces_of
@@ -54,7 +54,8 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
     monkeypatch.setattr(cuda_driver, "load", Driver)
     shape = KernelShape(cfg=CFG, world_size=ranks, processors=4, gradients=True)
     sizes = shape.sizes
-    packer = GradientPacker(CFG, sizes, 0, 1.0, 0, RECORDS, BLOCKS)
+    of_rank = ArgumentPacker(CFG, sizes, 0, 1.0, 0, RECORDS)
+    packer = GradientPacker(CFG, sizes, of_rank, BLOCKS)
     buffers = buffers_of()
     packer.use(buffers)
     tensors = tensors_of(3)
