@@ -28,8 +28,8 @@ static_assert(Platform<Machine>);
 
 // Inlined, however long: a kernel that calls a function has a stack, and keeps registers there.
 #define MOEOS_INLINED __attribute__((always_inline)) inline
-// Where several ranks share a GPU, what the OS block does is a function, and needs no stack. Inlined
-// it would take registers of what processors do, which needs one then.
+// Where several ranks share a GPU, what the OS block does is a function, and needs no stack.
+// Inlined it would take registers of what processors do, which needs one then.
 #if MOEOS_VIRTUAL_RANKS == 1
 #define MOEOS_OS_BLOCK MOEOS_INLINED
 #else
