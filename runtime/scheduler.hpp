@@ -306,6 +306,8 @@ class Scheduler {
     if (geometry.large_experts != 0 || !geometry.deduplicates_any() || !geometry.dedup_halves()) {
       return false;
     }
+    // Pairs with finish_routing: how many rows go to each peer. The sweep has read `routed`.
+    P::template acquire_fence<Scope::device>();
     bool many = false;
     for (u32 peer = P::lane(); peer < geometry.world; peer += P::kLanes) {
       const u32 rows = rank_.memory.rows_sent(peer);
@@ -321,6 +323,8 @@ class Scheduler {
     if (!geometry.rings_cells()) {
       return false;
     }
+    // Pairs with finish_routing, as in rows_are_few.
+    P::template acquire_fence<Scope::device>();
     bool overflows = false;
     for (u32 peer = P::lane(); peer < geometry.world; peer += P::kLanes) {
       overflows = overflows || geometry.overflows(rank_.memory.rows_sent(peer));
@@ -333,8 +337,6 @@ class Scheduler {
   bool may_return() {
     if (sending_ && routed_ && !links_looked_at_) {
       links_looked_at_ = true;
-      // Pairs with finish_routing: how many rows go to each peer. The sweep has read `routed`.
-      P::template acquire_fence<Scope::device>();
       links_have_room_ = returns_are_awaited() || rows_are_few();
     }
     return !sending_ || links_have_room_;

@@ -53,7 +53,7 @@ NOTHING_BEHIND = "publishes nothing but the word itself; the twin's puts have no
 NOT_NOTICED = {
     "ArrivalsSubscriber::decide, release": "what it publishes are numbers in atomic words",
     "Scheduler::step, acquire": "the same",
-    "Scheduler::may_return, acquire": "the sweep's fetch orders it, unless tiles were left over",
+    "Scheduler::returns_are_awaited, acquire": "a fetch orders it, unless tiles were left over",
     "LandingsSubscriber::count_all, acquire": "the look at flags before has acquired this word",
     "ReturnsSubscriber::ReturnsSubscriber, release": "the twin has one returns subscriber",
     "Sender::step, release": "for the network, which reads on this actor's behalf",
