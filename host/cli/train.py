@@ -56,6 +56,7 @@ class TrainOptions:
     steps: int | None = None
     seed: int | None = None
     save: Path | None = None
+    save_every: int | None = None
     resume: Path | None = None
     plot: Path | None = None
     backend: str = "auto"
@@ -90,6 +91,9 @@ def train(
     save: Annotated[
         Path | None, typer.Option(help="Folder into which the run is written after its last step.")
     ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps after which --save is written each time, too.")
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(help="Folder of a saved run that goes on, also on other ranks."),
@@ -113,6 +117,7 @@ def train(
         steps=steps,
         seed=seed,
         save=save,
+        save_every=save_every,
         resume=resume,
         plot=plot,
         backend=backend,
@@ -148,11 +153,16 @@ def _train(world: moeos.World, options: TrainOptions) -> int:
                 if stock is not None:
                     history.references.append(stock.step(step, pieces, SEQUENCES * LENGTH))
                     advance(step, loss, history.references[-1])
-        if options.save is not None:
-            saved.save(options.save, history, trained, stock)
+                if options.save is not None and _is_saved(options, step + 1, plan.steps):
+                    saved.save(options.save, history, trained, stock)
     close = _conclude(world, plan, options) if speaks else True
     close = world.control.allgather(close, "the verdict of the training")[0]
     return failures.DONE if close else failures.ABOVE_TOLERANCE
+
+
+def _is_saved(options: TrainOptions, done: int, steps: int) -> bool:
+    """Whether the run is written behind so many steps."""
+    return done == steps or (options.save_every is not None and done % options.save_every == 0)
 
 
 def _prepare(world: moeos.World, options: TrainOptions) -> _Plan:
@@ -171,6 +181,11 @@ def _prepare(world: moeos.World, options: TrainOptions) -> _Plan:
     seed = 0 if options.seed is None else options.seed
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"--seed is {seed}; allowed: 0 to {MAX_SEED}")
+    if options.save_every is not None:
+        if options.save is None:
+            raise ValueError(f"--save-every is {options.save_every}; --save names no folder")
+        if options.save_every < 1:
+            raise ValueError(f"--save-every is {options.save_every}; it must be at least 1")
     if not settings.text:
         raise ValueError(f"{options.config}: [run] has no text, from which the model learns")
     text = read_documents(settings.text, options.config.parent)
@@ -249,7 +264,7 @@ def _make(world: moeos.World, plan: _Plan, options: TrainOptions) -> tuple[Train
     trained = Trainer(model, world)
     beside = Trainer(stock.to(device), None) if world.rank == 0 else None
     if options.resume is not None:
-        saved.load(options.resume, trained, beside)
+        saved.load(options.resume, plan.history, trained, beside)
     return trained, beside
 
 

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run on disk: a folder from which any number of ranks can go on.
 
-The model and its optimizer lie there as a checkpoint of torch.distributed, which has all experts
-once. The stock model, which rank 0 alone has, and what is known of the run lie beside it. The last
-file that is written says that the folder is complete. It knows nothing of how a step is made.
+Within it is a folder of one step. There the model and its optimizer lie as a checkpoint of
+torch.distributed, which has all experts once, and the stock model, which rank 0 alone has. What is
+known of the run is the last file that is written: it says which step counts. So a run that ends
+amid a save can go on from the save before. It knows nothing of how a step is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,11 @@ from moeos.language.trainer import Trainer
 
 _COMPLETE = "run.json"
 _STOCK = "stock.pt"
+_STEP = re.compile(r"step-\d+")
 _ALONE = "torch.distributed is disabled"
 """How a warning begins that one process gets where it saves without a group."""
+_AGAIN = "Detected an existing checkpoint"
+"""And one where a run has ended amid this save."""
 
 
 @dataclasses.dataclass
@@ -52,35 +58,43 @@ def read_history(folder: Path) -> History:
     """
     path = folder / _COMPLETE
     try:
-        return History(**files.read_json(path))
+        history = History(**files.read_json(path))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{folder} holds no complete run: there is no {path}") from None
     except TypeError as error:
         raise ValueError(f"{path} does not tell of a run: {error}") from None
+    step = _step_of(folder, history)
+    if not step.is_dir():
+        raise ValueError(f"{folder} holds no complete run: there is no {step}")
+    return history
 
 
 def save(folder: Path, history: History, trained: Trainer, stock: Trainer | None) -> None:
-    """Writes a run. Collective; `stock` is rank 0's.
+    """Writes a run in place of the one that the folder holds. Collective; `stock` is rank 0's.
 
-    What another run has left in the folder does not count from now on.
+    The one before counts until this one is complete, unless it is of the same step.
     """
-    if stock is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    step = _step_of(folder, history)
+    if stock is not None and not _holds_another(folder, step):
         (folder / _COMPLETE).unlink(missing_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _ALONE)
-        state_dict_saver.save(_state_of(trained), checkpoint_id=folder)
+        warnings.filterwarnings("ignore", f"{_ALONE}|{_AGAIN}")
+        state_dict_saver.save(_state_of(trained), checkpoint_id=step)
     if stock is not None:
-        torch.save([stock.model.state_dict(), stock.optimizer.state_dict()], folder / _STOCK)
+        torch.save([stock.model.state_dict(), stock.optimizer.state_dict()], step / _STOCK)
         files.replace(folder / _COMPLETE, json.dumps(dataclasses.asdict(history), indent=1) + "\n")
+        for other in folder.iterdir():
+            if other != step and _STEP.fullmatch(other.name):
+                shutil.rmtree(other)
 
 
-def load(folder: Path, trained: Trainer, stock: Trainer | None) -> None:
+def load(folder: Path, history: History, trained: Trainer, stock: Trainer | None) -> None:
     """Reads what `save` wrote into models and optimizers of the same shapes. Collective."""
+    step = _step_of(folder, history)
     state = _state_of(trained)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _ALONE)
-        state_dict_loader.load(state, checkpoint_id=folder)
+        state_dict_loader.load(state, checkpoint_id=step)
     set_state_dict(
         trained.model,
         trained.optimizer,
@@ -88,9 +102,21 @@ def load(folder: Path, trained: Trainer, stock: Trainer | None) -> None:
         optim_state_dict=state["optimizer"],
     )
     if stock is not None:
-        model, optimizer = torch.load(folder / _STOCK, map_location="cpu", weights_only=True)
+        model, optimizer = torch.load(step / _STOCK, map_location="cpu", weights_only=True)
         stock.model.load_state_dict(model)
         stock.optimizer.load_state_dict(optimizer)
+
+
+def _holds_another(folder: Path, step: Path) -> bool:
+    """Whether a complete run of another step lies in the folder."""
+    try:
+        return _step_of(folder, read_history(folder)) != step
+    except ValueError:
+        return False
+
+
+def _step_of(folder: Path, history: History) -> Path:
+    return folder / f"step-{len(history.losses)}"
 
 
 def _state_of(trained: Trainer) -> dict[str, Any]:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from moeos import reference
+from moeos import files, reference
 from moeos.language import saved
 from moeos.language.batches import SEQUENCES, batch
 from moeos.language.model import BYTES, LENGTH, LanguageModel
 from moeos.language.saved import History
 from moeos.language.stock import StockMixture
+from moeos.language.trainer import Trainer
 from tests.layers import config
 
 
@@ -67,4 +69,52 @@ def test_a_folder_that_holds_no_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"run\.json does not tell of a run: .*'layer'"):
         saved.read_history(tmp_path)
     (tmp_path / "run.json").write_text('{"seed": 1, "layer": "{}", "text": 5, "losses": [2.0]}')
+    with pytest.raises(ValueError, match=r"holds no complete run: there is no .*step-1$"):
+        saved.read_history(tmp_path)
+    (tmp_path / "step-1").mkdir()
     assert saved.read_history(tmp_path) == History(1, "{}", 5, [2.0])
+
+
+def test_a_save_that_ends_early_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainer() -> Trainer:
+        mixture = StockMixture(16, 8, 4, 2, torch.float32)
+        return Trainer(LanguageModel(16, [mixture], torch.float32), None)
+
+    one, other, folder = trainer(), trainer(), tmp_path / "run"
+
+    def save(steps: int) -> None:
+        saved.save(folder, History(1, "{}", 5, [2.0] * steps), one, other)
+
+    def numbers() -> list[Tensor]:
+        return [tensor.clone() for tensor in one.model.state_dict().values()]
+
+    one.step(0, batch(torch.arange(100, dtype=torch.uint8), 0, 0), SEQUENCES * LENGTH)
+    before = numbers()
+    (folder / "step-4").mkdir(parents=True)  # of a run that has ended amid a save
+    save(2)
+    assert sorted(path.name for path in folder.iterdir()) == ["run.json", "step-2"]
+    one.step(1, batch(torch.arange(100, dtype=torch.uint8), 0, 1), SEQUENCES * LENGTH)
+
+    def end(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "replace", end)
+        with pytest.raises(KeyboardInterrupt):
+            save(4)
+    found = saved.read_history(folder)
+    assert len(found.losses) == 2
+    after = numbers()
+    saved.load(folder, found, one, other)
+    assert all(map(torch.equal, numbers(), before))
+    assert not all(map(torch.equal, after, before))
+    with monkeypatch.context() as patch:  # the same step again: that of before is overwritten
+        patch.setattr(files, "replace", end)
+        with pytest.raises(KeyboardInterrupt):
+            save(2)
+    with pytest.raises(ValueError, match="holds no complete run"):
+        saved.read_history(folder)
+    save(3)
+    assert sorted(path.name for path in folder.iterdir()) == ["run.json", "step-3"]

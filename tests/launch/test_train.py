@@ -26,6 +26,22 @@ def backward(loss, *arguments, **named):
 torch.Tensor.backward = backward
 """
 
+KILLED_AMID_STEP_6 = """
+import os
+import signal
+import torch.distributed
+from moeos.language.trainer import Trainer
+
+right = Trainer.step
+
+def step(trainer, number, *arguments):
+    if number == 5 and trainer._world is not None and torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return right(trainer, number, *arguments)
+
+Trainer.step = step
+"""
+
 
 def told(path: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(path.read_text())
@@ -63,6 +79,22 @@ def test_four_ranks_keep_to_stock_pytorch_and_two_of_them_go_on(tmp_path: Path) 
     assert rest["losses"][:6] == half["losses"]
     assert rest["references"] == whole["references"]
     assert largest_difference(rest) <= 1e-5
+
+
+def test_a_run_that_is_killed_goes_on_from_its_last_save_on_other_ranks(tmp_path: Path) -> None:
+    folder, path = tmp_path / "run", tmp_path / "losses.json"
+    asked = ("train", CONFIG, "--steps", "8", "--save", str(folder), "--save-every", "2")
+    ended = mpirun(2, KILLED_AMID_STEP_6 + MOEOS, *asked)
+    assert ended.returncode not in (0, 1, 2)
+    saved = told(folder / "run.json")
+    assert len(saved["losses"]) == 4
+    ended = mpirun(3, MOEOS, *asked, "--resume", str(folder), "--json", str(path))
+    assert ended.returncode == 0, ended.stderr
+    rest = told(path)
+    assert rest["losses"][:4] == saved["losses"]
+    assert len(rest["losses"]) == 8
+    assert largest_difference(rest) <= 1e-5  # the stock model goes on, too, in one process
+    assert sorted(one.name for one in folder.iterdir()) == ["run.json", "step-8"]
 
 
 def test_torchrun_trains_in_bfloat16(tmp_path: Path) -> None:

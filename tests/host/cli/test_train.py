@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moeos.language import saved
+from moeos.language.trainer import Trainer
 from tests.host.cli.commands import invoke
 
 CONFIG = """
@@ -64,6 +67,30 @@ def test_one_rank_trains_saves_and_goes_on(config: Path, tmp_path: Path) -> None
     )
 
 
+def test_a_run_that_ends_early_goes_on_from_its_last_save(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    asked = ("--steps", 7, "--json", "-")
+    code, whole, err = trained(config, *asked)
+    assert code == 0, err
+    step = Trainer.step
+
+    def ends(trainer: Trainer, number: int, *arguments: Any) -> float:
+        if number == 5:
+            raise RuntimeError("the machine is taken away")
+        return step(trainer, number, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", ends)
+        assert trained(config, *asked, "--save", folder, "--save-every", 2)[0] == 3
+    assert len(saved.read_history(folder).losses) == 4
+    code, rest, err = trained(config, *asked, "--resume", folder)
+    assert code == 0, err
+    for name in ("losses", "references"):
+        assert json.loads(rest)[name] == json.loads(whole)[name]
+
+
 def test_a_run_goes_on_as_what_it_was(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert trained(config, "--steps", 2, "--save", folder)[0] == 0
@@ -101,6 +128,14 @@ def test_a_run_goes_on_as_what_it_was(config: Path, tmp_path: Path) -> None:
 def test_a_config_that_cannot_train_is_refused(config: Path, old: str, new: str, said: str) -> None:
     config.write_text(CONFIG.replace(old, new))
     assert said in refused(config)
+
+
+def test_saves_amid_a_run_need_a_folder_and_a_distance(config: Path, tmp_path: Path) -> None:
+    assert refused(config, "--save-every", 2) == "--save-every is 2; --save names no folder"
+    assert refused(config, "--save-every", 0, "--save", tmp_path / "run") == (
+        "--save-every is 0; it must be at least 1"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_seed_and_a_plot_that_cannot_be_are_refused(config: Path, tmp_path: Path) -> None:
