@@ -99,7 +99,16 @@ class _Differentiable(torch.autograd.Function):
                 wanted[number] &= name not in call_checks.ROUTER
         graph = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
         *derived, before = backward(
-            *(key, x, d_outs[0], ids, used, tokens, own, graph and _last.get(graph)),
+            *(
+                key,
+                x,
+                gradients.received(d_outs[0]),
+                ids,
+                used,
+                tokens,
+                own,
+                graph and _last.get(graph),
+            ),
             wanted=wanted,
             dtype_of_weights=ctx.dtype_of_weights,
             pieces=ctx.pieces,
@@ -159,7 +168,7 @@ def _run_backward(
     dtype_of_weights: torch.dtype | None = None,
     pieces: int = 1,
 ) -> tuple[Tensor, ...]:
-    kept = Kept(x, d_out.contiguous(), ids, used, int(tokens.item()), dtype_of_weights)
+    kept = Kept(x, d_out, ids, used, int(tokens.item()), dtype_of_weights)
     rest = (False,) * (len(own) + 2 - len(wanted))
     with _autograd():
         found = gradients.derive(_how(key, pieces), kept, own, (False, *wanted, *rest))

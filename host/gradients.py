@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from moeos import call_checks, custom_op, main_grads
+from moeos import call_checks, custom_op, main_grads, tensor_memory
 from moeos.activations import Curve
 from moeos.config import MoEConfig
 from moeos.engines.base import CallTensors, Engine, GradientTensors
@@ -155,13 +155,22 @@ class _Call(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         main = main_grads.found(ctx.with_main)
         ids, used, x, *own = ctx.saved_tensors
-        kept = Kept(x, d_outs[0].contiguous(), ids, used, ctx.tokens, ctx.dtype_of_weights)
+        kept = Kept(x, received(d_outs[0]), ids, used, ctx.tokens, ctx.dtype_of_weights)
         found: dict[int, Tensor | None] = {**derive(ctx.how, kept, own, wanted, main)}
         for name, main_grad in main.items():
             gradient = found.get(PLACE[name])  # the gate has none where the caller routes
             if gradient is not None:
                 found[PLACE[name]] = main_grads.add(ctx.with_main[name], main_grad, gradient)
         return tuple(found.get(place) for place in range(len(wanted)))
+
+
+def received(d_out: Tensor) -> Tensor:
+    """The gradient of an output as an engine reads it. Autograd has seen to its shape, its dtype
+    and its device, but it may be sparse, or a lazy negative of its memory.
+    """
+    if d_out.layout != torch.strided:
+        d_out = d_out.to_dense()
+    return tensor_memory.without_laziness(d_out).contiguous()
 
 
 def check_first_derivative() -> None:

@@ -5,6 +5,7 @@ routing, its ranks and its calls' order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -566,6 +567,42 @@ def test_steps_of_an_optimizer_are_those_of_the_reference() -> None:
         for rank, loss in enumerate(losses):
             assert found[rank][step] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert found[0][-1] < found[0][0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda gradient: gradient.double(),
+        lambda gradient: gradient.mT.contiguous().mT,
+        lambda gradient: gradient.to_sparse(),
+        lambda gradient: torch._neg_view(-gradient),
+        lambda gradient: torch._efficientzerotensor(gradient.shape),
+        lambda gradient: torch.full((1, 1), 3.0).expand(gradient.shape),
+    ],
+    ids=["double", "strides", "sparse", "lazy negative", "lazy zeros", "one number"],
+)
+@pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
+def test_the_gradient_of_an_output_may_lie_in_memory_in_any_way(
+    given: Callable[[Tensor], Tensor], watched: bool
+) -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    x = draw_call(cfg, 10, 0).x
+    gradient = drawn(draw_call(cfg, 10, 0), 0)
+    dense = given(gradient).to_dense() * torch.ones(()) + torch.zeros(())
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        found = []
+        for one in (dense.to(x.dtype), given(gradient)):
+            leaf = x.clone().requires_grad_()
+            with torch.autograd.profiler.profile() if watched else contextlib.nullcontext():
+                layer(leaf).backward(one)
+            assert leaf.grad is not None
+            found.append(leaf.grad)
+        assert torch.equal(*found)
+
+    virtual.run(rank_main, ranks=1)
 
 
 # --- What is refused ----------------------------------------------------------------------------
