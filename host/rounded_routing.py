@@ -58,6 +58,7 @@ def route(
                 cfg.rounding_tile,
                 slots=cfg.slots,
                 tokens=None if tokens is None else tokens - first,
+                summed=scores.detach()[first : first + cfg.max_tokens],
             )
             for first in range(0, len(rows), cfg.max_tokens)
         ]

@@ -24,6 +24,7 @@ def round_tokens(
     *,
     slots: int | None = None,
     tokens: Tensor | None = None,
+    summed: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """The experts of each token, so that each expert has a multiple of `tile` tokens (SonicMoE,
@@ -37,7 +38,8 @@ def round_tokens(
         NR-f: above if f' is nearer.
         SR-f: above with a probability of (f mod tile) / tile.
         NR-s: above with a probability of (s - s0) / (s1 - s0): s is the sum of the scores of its
-            tokens, and s0 and s1 are those with the multiple below and above.
+            tokens, and s0 and s1 are those with the multiple below and above. So s is what the sum
+            is afterwards, in the mean.
         Balance-f: so that the sum over experts 0 to e differs by at most half a tile, for each e,
             but for experts that cannot get f'.
         UP: above.
@@ -59,6 +61,8 @@ def round_tokens(
         slots: the most experts of a token afterwards, k to E. None: E.
         tokens: int32 or int64, one element: only so many tokens, from the first on, take part, and
             the others get no expert. None: all.
+        summed: like `scores`, what NR-s sums up: those without a selection bias, where `scores`
+            have one. Negative numbers count as 0. None: `scores`.
         generator: draws the numbers; on the device of `scores`. None: PyTorch's own.
 
     Returns:
@@ -68,8 +72,9 @@ def round_tokens(
         TypeError: scores or ids have another kind of dtype.
         ValueError: a value or a shape is not as above.
     """
-    slots = _checked(scores, topk_ids, rounding, tile, slots)
+    slots = _checked(scores, topk_ids, rounding, tile, slots, summed)
     count, experts = scores.shape
+    summed = scores if summed is None else summed
     ids = topk_ids.long()
     scores = scores.detach().masked_fill(scores == 0, 0.0)  # 0 and -0 are equal
     device = scores.device
@@ -92,7 +97,7 @@ def round_tokens(
     below = found - found % tile
     above = below + tile * (found != below)
     can_rise = (above <= most) & (above != below)
-    rises = _rises(rounding, tile, found, below, above, can_rise, scores, order, generator)
+    rises = _rises(rounding, tile, found, below, above, can_rise, summed, order, generator)
     position = rows.unsqueeze(1)
     lower = _by_token(order, position < below)
     if slots == experts:
@@ -108,7 +113,12 @@ def round_tokens(
 
 
 def _checked(
-    scores: Tensor, topk_ids: Tensor, rounding: object, tile: int, slots: int | None
+    scores: Tensor,
+    topk_ids: Tensor,
+    rounding: object,
+    tile: int,
+    slots: int | None,
+    summed: Tensor | None,
 ) -> int:
     """Raises what is wrong with arguments; the slots of a token."""
     if not scores.is_floating_point():
@@ -123,6 +133,10 @@ def _checked(
     if topk_ids.dim() != 2 or len(topk_ids) != count or topk_ids.shape[1] > experts:
         raise ValueError(
             f"topk_ids is {list(topk_ids.shape)}; it must be [{count}, k], k at most {experts}"
+        )
+    if summed is not None and summed.shape != scores.shape:
+        raise ValueError(
+            f"summed is {list(summed.shape)}; it must be as scores, {list(scores.shape)}"
         )
     if rounding not in get_args(Rounding):
         allowed = ", ".join(get_args(Rounding))
@@ -145,7 +159,7 @@ def _rises(
     below: Tensor,
     above: Tensor,
     can_rise: Tensor,
-    scores: Tensor,
+    summed: Tensor,
     order: Tensor,
     generator: torch.Generator | None,
 ) -> Tensor:
@@ -166,8 +180,8 @@ def _rises(
     drawn = torch.rand(len(found), dtype=torch.float64, device=found.device, generator=generator)
     if rounding == "SR-f":
         return can_rise & (drawn * tile < rest)
-    best_first = scores.double().gather(0, order)
-    position = torch.arange(len(scores), device=scores.device).unsqueeze(1)
+    best_first = summed.detach().double().clamp_min(0.0).gather(0, order)
+    position = torch.arange(len(summed), device=summed.device).unsqueeze(1)
 
     def total(first: Tensor, end: Tensor) -> Tensor:
         among = (position >= first) & (position < end)

@@ -100,6 +100,23 @@ def test_pytorchs_seed_decides_what_is_drawn(way: Any) -> None:
     assert first == third != second
 
 
+def test_a_selection_bias_has_no_part_in_the_scores_that_chance_goes_by() -> None:
+    """It makes what is chosen by negative, and negative sums are no chances."""
+    cfg = rounding_config(rounding="NR-s", scoring="sigmoid", selection_bias=True)
+    weights = draw_weights(cfg, 1)
+    gates = [
+        gate_of(weights)._replace(selection_bias=torch.full((cfg.experts,), bias))
+        for bias in (0.0, -8.0)
+    ]
+    for seed in range(20):
+        x = draw_call(cfg, 60, seed).x
+        found = []
+        for gate in gates:
+            torch.manual_seed(seed)
+            found.append(route(cfg, gate, x, None, rounds=True)[0])
+        assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("scoring", get_args(Scoring))
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("biased", [False, True])

@@ -168,6 +168,40 @@ def test_chance_follows_the_share_of_the_last_tile(way: Any) -> None:
     assert up / times == pytest.approx(share, abs=0.09)  # four deviations
 
 
+@settings(deadline=None, max_examples=100)
+@given(call=calls(), negative=st.booleans())
+def test_what_is_drawn_decides_by_the_share_of_the_last_tile(
+    call: dict[str, Any], negative: bool
+) -> None:
+    call = call | {"slots": None}
+    scores, ids, tile = call["scores"], call["topk_ids"], call["tile"]
+    count, experts = scores.shape
+    tokens = count if call["tokens"] is None else call["tokens"]
+    if tokens < tile:
+        return
+    summed = scores - 0.5 * negative
+    drawn = torch.rand(
+        experts, dtype=torch.float64, generator=torch.Generator().manual_seed(call["seed"])
+    ).tolist()
+    own_first = by_hand(scores, ids, tile, [True] * experts, tokens)
+    before = counts(ids[:tokens], experts)
+    expected: dict[Rounding, list[bool]] = {"SR-f": [], "NR-s": []}
+    for expert, (was, above) in enumerate(zip(before, own_first, strict=True)):
+        below = by_hand(scores, ids, tile, [False] * experts, tokens)[expert]
+        own = {t for t in range(tokens) if expert in ids[t].tolist()}
+        s0, s, s1 = (
+            sum(max(float(summed[t, expert]), 0.0) for t in some) for some in (below, own, above)
+        )
+        can = was % tile != 0 and len(above) % tile == 0
+        expected["SR-f"].append(can and drawn[expert] < (was % tile) / tile)
+        expected["NR-s"].append(can and s > s0 and drawn[expert] < (s - s0) / (s1 - s0))
+    for way, rises in expected.items():
+        found = counts(rounded(call, rounding=way, summed=summed)[:tokens], experts)
+        assert [now > was for was, now in zip(before, found, strict=True)] == rises
+    equal = [rounded(call, rounding=way, summed=torch.ones_like(scores)) for way in expected]
+    assert torch.equal(*equal)  # the share of equal scores is that of tokens
+
+
 @pytest.mark.parametrize("way", ["SR-f", "NR-s"])
 def test_pytorchs_own_seed_decides_without_a_generator(way: Any) -> None:
     scores = torch.rand(64, 16, generator=torch.Generator().manual_seed(3))
@@ -208,6 +242,7 @@ def test_experts_take_tokens_with_a_free_slot_the_lowest_first() -> None:
         ({"tile": 0}, "tile is 0"),
         ({"slots": 1}, "slots is 1; it must be 2, those of topk_ids, to 3"),
         ({"slots": 4}, "slots is 4"),
+        ({"summed": torch.ones(3, 4)}, r"summed is \[3, 4\]; it must be as scores, \[4, 3\]"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], error: str) -> None:
