@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from moeos import tensor_memory
 
@@ -19,7 +20,7 @@ def found(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The `main_grad` of those that have one and want a gradient, by their names.
 
     Raises `TypeError` or `ValueError` for one that is not contiguous of its parameter's shape and
-    device, and of fp32 or the parameter's dtype.
+    device, and of fp32 or the parameter's dtype. Breaks the graph of a compiler where there is one.
     """
     kept = {}
     for name, parameter in named.items():
@@ -27,6 +28,11 @@ def found(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
             continue
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is not None:
+            if is_compiling():
+                torch._dynamo.graph_break(
+                    msg=f"{name} has a main_grad, and no graph of torch.compile adds to one: leave "
+                    "fullgraph=True away, and the graph breaks at the layer, whose backward does"
+                )
             _check(f"main_grad of {name}", main_grad, parameter)
             kept[name] = main_grad
     return kept

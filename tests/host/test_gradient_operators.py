@@ -219,6 +219,24 @@ def test_a_main_grad_is_added_to_where_the_graph_breaks() -> None:
     virtual.run(rank_main, ranks=1)
 
 
+def test_a_main_grad_in_one_whole_graph_is_refused_by_name() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world).requires_grad_()
+        x = draw_call(CFG, 20, 0).x
+        traced = compiled(layer, "aot_eager")
+        traced(x).sum().backward()
+        expected = taken(x, layer)
+        layer.w2.main_grad = torch.zeros_like(layer.w2)  # the graph is not used again
+        said = r"Message: w2 has a main_grad, .*leave fullgraph=True away"
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=said):
+            traced(x)
+        del layer.w2.main_grad
+        traced(x).sum().backward()
+        assert_alike(taken(x, layer), expected)
+
+    virtual.run(rank_main, ranks=1)
+
+
 def test_a_mode_of_dispatch_sees_operators() -> None:
     """The gate and the shared experts are derived by autograd within one of them."""
 

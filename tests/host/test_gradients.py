@@ -21,6 +21,7 @@ from moeos import (
     PeerTimeout,
     Placement,
     TwinOptions,
+    Workspace,
     World,
     reference,
     rounded_routing,
@@ -678,18 +679,74 @@ def test_a_layer_of_codes_has_no_backward(field: dict[str, Any]) -> None:
     virtual.run(rank_main, ranks=1)
 
 
-def test_weights_that_have_changed_since_are_found() -> None:
-    cfg = config()
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_tensors_that_have_changed_since_are_found(compiled: bool) -> None:
+    cfg = config(bias=True, router_bias=True, shared_experts=1, shared_intermediate=32)
     weights = draw_weights(cfg)
 
     def rank_main(world: World) -> None:
         layer = weights.layer(world).requires_grad_()
-        y = layer(draw_call(cfg, 10, 0).x)
-        with torch.no_grad():
-            layer.w2.mul_(2.0)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
+        program = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
+        leaves = dict(layer.named_parameters())
+        assert len(leaves) == 8
+        for name in (*leaves, "x"):
+            x = draw_call(cfg, 10, 0).x
+            y = program(x)
+            with torch.no_grad():
+                leaves.get(name, x).mul_(2.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
 
+    torch._dynamo.reset()
+    virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("changed", ["ids", "weights"])
+def test_routing_that_has_changed_since_is_found_or_was_copied(
+    changed: str, dtype: torch.dtype
+) -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    call = draw_given_call(cfg, 10, 0)
+    assert call.ids is not None
+    assert call.weights is not None
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_()
+        given = {"ids": call.ids.to(dtype), "weights": call.weights.clone()}
+        layer(call.x, *given.values()).sum().backward()
+        expected = layer.w1.grad
+        layer.zero_grad()
+        y = layer(call.x, *given.values()).sum()
+        given[changed].zero_()
+        if (changed, dtype) == ("ids", torch.int64):  # calls take int32
+            y.backward()
+            assert torch.equal(layer.w1.grad, expected)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+
+    virtual.run(rank_main, ranks=1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_backward_behind_a_closed_workspace_says_so(compiled: bool) -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        workspace = Workspace(world)
+        layer = weights.layer(world, workspace=workspace).requires_grad_()
+        program = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
+        x = draw_call(cfg, 10, 0).x
+        y, other = program(x), weights.layer(world)(x.clone().requires_grad_())
+        workspace.close()
+        with pytest.raises(RuntimeError, match="the workspace of this layer is closed"):
+            y.sum().backward()
+        other.sum().backward()  # of the world's own
+
+    torch._dynamo.reset()
     virtual.run(rank_main, ranks=1)
 
 
