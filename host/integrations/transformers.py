@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,20 +146,70 @@ class MoeosEP(EPImplementation):
         ranks = self.tp_mesh.size()
         if ranks == 1:
             return _call(self._module, group, hidden_states, top_k_index, top_k_weights)
-        rows = hidden_states.shape[0]
-        first, end, most = shared.part(rows, self.tp_mesh.get_local_rank(), ranks)
-        _require_room(self._module, most)
-        mine = hidden_states.new_zeros(most, hidden_states.shape[-1])
-        mine[: end - first] = _call(
+        part = _Part.of(self.tp_mesh, hidden_states.shape[0])
+        _require_room(self._module, part.most)
+        mine: Tensor = _call(
             self._module,
             group,
-            hidden_states[first:end],
-            top_k_index[first:end],
-            top_k_weights[first:end],
+            _Own.apply(part, hidden_states),
+            part.own(top_k_index),
+            _Own.apply(part, top_k_weights),
         )
-        whole = mine.new_empty(ranks, most, mine.shape[-1])
-        all_gather(list(whole.unbind()), mine, group=self.tp_mesh.get_group())
-        return whole.flatten(0, 1)[:rows]
+        whole: Tensor = _Whole.apply(part, mine)
+        return whole
+
+
+class _Part(NamedTuple):
+    """Which rows of a batch that ranks share are this rank's; no rank has more than `most`."""
+
+    group: Any
+    ranks: int
+    rows: int
+    first: int
+    end: int
+    most: int
+
+    @classmethod
+    def of(cls, mesh: Any, rows: int) -> _Part:
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+        return cls(mesh.get_group(), ranks, rows, *shared.part(rows, rank, ranks))
+
+    def own(self, whole: Tensor) -> Tensor:
+        return whole[self.first : self.end]
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """The rows of all ranks. Collective."""
+        padded = mine.new_zeros(self.most, mine.shape[-1])
+        padded[: self.end - self.first] = mine
+        whole = padded.new_empty(self.ranks, *padded.shape)
+        all_gather(list(whole.unbind()), padded, group=self.group)
+        return whole.flatten(0, 1)[: self.rows]
+
+
+class _Own(torch.autograd.Function):
+    """This rank's rows of what ranks share. Backward gathers the gradient of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, whole: Tensor) -> Tensor:
+        ctx.part = part
+        return part.own(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.part.gather(gradients[0])
+
+
+class _Whole(torch.autograd.Function):
+    """All rows, of which each rank has some. The ranks go on alike, so each has the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, mine: Tensor) -> Tensor:
+        ctx.part = part
+        return part.gather(mine)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.part.own(gradients[0])
 
 
 class _Ready:
@@ -186,15 +236,8 @@ def _not_ready() -> None:
 
 def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The experts' weighted sum for each token of x [S, H]. Collective over `group`."""
-    has_gradient = group is None and not transformers_weights.is_in_turn(module)
-    if not has_gradient and call_checks.wants_gradient(x, weights, *module.parameters()):
-        raise shared.refusal(
-            _where(module),
-            "a gradient of the experts",
-            "asked for",
-            "one process does, of experts whose gates come before their ups; or a call under "
-            "torch.no_grad()",
-        )
+    if call_checks.wants_gradient(x, weights, *module.parameters()):
+        _require_gradients(module, group)
     own = getattr(module, transformers_weights.names_of(module)[0])
     dtype = x.dtype if transformers_formats.is_coded(own) else own.dtype
     key = (_options, ids.shape[-1], dtype, own.dtype, own.device)
@@ -215,6 +258,20 @@ def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     with _device_of(x):
         y = experts(x, ids, weights, *ready.weights_of(module), pieces=pieces)
     return y.to(x.dtype)
+
+
+def _require_gradients(module: Any, group: Any) -> None:
+    """`ValueError` for a module whose experts have none, or would have them in other parameters."""
+    works = None
+    if transformers_weights.is_in_turn(module):
+        works = "experts whose gates come before their ups do; or a call under torch.no_grad()"
+    elif group is not None and not transformers_weights.is_in_place(module):
+        works = (
+            "a first call under torch.no_grad() does, before the optimizer is made: the parameters "
+            "of transposed experts are put in the place of others then"
+        )
+    if works is not None:
+        raise shared.refusal(_where(module), "a gradient of the experts", "asked for", works)
 
 
 def _device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:

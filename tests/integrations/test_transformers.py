@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -536,6 +537,17 @@ def test_a_gradient_of_gates_and_ups_in_turn_is_refused() -> None:
         by(module, "moeos", *tokens_for(module))
 
 
+def test_a_gradient_of_experts_whose_parameters_a_first_call_replaces_is_refused() -> None:
+    """With ranks, as `test_ranks_that_share_the_experts_have_the_gradients_of_one` has them: the
+    optimizer has the parameters of before."""
+    from transformers.models.aria.modeling_aria import AriaExperts
+
+    module = experts_of(AriaExperts)
+    module.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"AriaExperts: a gradient .*before the optimizer is made"):
+        adapter._call(module, object(), *tokens_for(module))
+
+
 def test_the_lines_of_the_page_switch_moeos_on() -> None:
     page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     section = page.split("## transformers\n")[1].split("\n## ")[0]
@@ -629,6 +641,40 @@ def test_ranks_that_share_the_experts_answer_as_one_does(
         assert reference.relative_error(ours, logits[rows]) <= LIMIT
         assert torch.equal(torch.from_numpy(outcome["tokens"]), tokens[rows])
         assert outcome["worlds"] == {ranks}
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+@pytest.mark.parametrize("rows", [4, at_night(1)])
+def test_ranks_that_share_the_experts_have_the_gradients_of_one(
+    rows: int, distinct: bool, tmp_path: Path
+) -> None:
+    """A batch that all have, or of which each has a part: then FSDP takes the mean."""
+    ranks = 2
+    model, ids = tiny("qwen3_moe", num_hidden_layers=2, **PARALLEL), prompt(rows * ranks)
+    model.save_pretrained(tmp_path)
+    cls = type(model)
+    model.requires_grad_(True)(input_ids=ids, labels=ids).loss.backward()
+    sizes = {"fsdp_size" if distinct else "tp_size": ranks, "ep_size": ranks}
+
+    def live(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
+        adapter.register(max_tokens=MAX_TOKENS, deadline=60.0)
+        config = DistributedConfig(ep_implementation="moeos", **sizes)
+        model = cls.from_pretrained(tmp_path, distributed_config=config).requires_grad_(True)
+        mine = ids[rank * rows : (rank + 1) * rows] if distinct else ids
+        model(input_ids=mine, labels=mine).loss.backward()
+        found: dict[str, Any] = {name: one.grad for name, one in model.named_parameters()}
+        return {
+            name: (one.full_tensor() if isinstance(one, DTensor) else one).numpy()
+            for name, one in found.items()
+        }
+
+    for found in in_processes(live, ranks, 120.0):
+        assert isinstance(found, dict), found
+        for name, weight in model.named_parameters():
+            gradient = torch.from_numpy(found[name])
+            assert reference.relative_error(gradient, weight.grad) <= LIMIT, name
 
 
 def test_ranks_refuse_a_batch_that_is_too_long_alike_and_say_what_works(tmp_path: Path) -> None:
