@@ -151,11 +151,11 @@ class MoeosEP(EPImplementation):
         mine: Tensor = _call(
             self._module,
             group,
-            _Own.apply(part, hidden_states),
+            _Own.apply(part, hidden_states),  # type: ignore[no-untyped-call]
             part.own(top_k_index),
-            _Own.apply(part, top_k_weights),
+            _Own.apply(part, top_k_weights),  # type: ignore[no-untyped-call]
         )
-        whole: Tensor = _Whole.apply(part, mine)
+        whole: Tensor = _Whole.apply(part, mine)  # type: ignore[no-untyped-call]
         return whole
 
 

@@ -52,8 +52,8 @@ EXCUSED = {
     "launch/test tests/host/test_layer.py -k 'test_activations and relu' "
     "--numprocesses 0": "installs, and runs tests",
     "launch/train": "installs, and takes a minute: tests/launch/test_train.py trains",
-    "RANKS=2 LAUNCHER=torchrun launch/train --steps 60 --save build/run --save-every 20": "installs",
-    "launch/train --steps 100 --resume build/run": "installs",
+    "RANKS=2 LAUNCHER=torchrun launch/train --steps 60 --save build/run": "installs",
+    "launch/train --steps 100 --resume build/run --save build/run --save-every 20": "installs",
     "launch/bench twin": "installs, and takes minutes",
     "launch/bench gpu --out results.json": "needs a GPU",
     "mkdir plots": "makes room for the plots of the next",

@@ -229,6 +229,32 @@ def test_steps_of_an_optimizer_are_those_of_the_reference(ranks: int) -> None:
     assert all(error < 1e-5 for errors in on_ranks(live, ranks) for error in errors)
 
 
+def test_the_norm_of_gradients_is_that_of_all_ranks_experts() -> None:
+    """As torchtitan takes it, of DTensors over the expert-parallel mesh: all ranks clip alike."""
+    ranks = 2
+
+    def live(rank: int) -> tuple[float, float]:
+        tensors = Tensors(config())
+        experts = built(tensors, {"deadline": 60.0})
+        sharded(experts, init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
+        every = [(tensors.draw(12, HIDDEN), *tensors.routing(12)) for _ in range(ranks)]
+        call(experts, *every[rank]).square().mean().backward()
+        norm: Any = torch.nn.utils.get_total_norm(
+            [weight.grad for weight in experts.inner_experts.parameters()]
+        )
+        w1, w2 = (whole.double().requires_grad_() for whole in (tensors.w1, tensors.w2))
+        gate = torch.zeros(EXPERTS, HIDDEN)
+        for x, ids, scores in every:
+            reference.moe(x, gate, w1, w2, tensors.cfg, ids, scores).square().mean().backward()
+        expected = torch.nn.utils.get_total_norm([w1.grad, w2.grad])
+        return float(norm.full_tensor()), float(expected)
+
+    found = on_ranks(live, ranks)
+    assert found[0][0] == found[1][0]
+    for norm, expected in found:
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
 def test_weights_that_change_between_a_call_and_its_backward_are_found() -> None:
     def live(rank: int) -> bool:
         tensors = Tensors(config())
