@@ -40,6 +40,11 @@ def require_placement(placement: object) -> None:
         )
 
 
+def kind_of(what: str, placement: Placement, *, placed: bool) -> str:
+    """What a rank makes, as `agree` compares it. `placed`: see `moeos.experts.Experts.agreed`."""
+    return f"{what} with a placement" if placed and placement.in_order else what
+
+
 def agree(
     cfg: MoEConfig,
     world: World,

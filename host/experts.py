@@ -106,8 +106,9 @@ class Experts:
         require_workspace(workspace, world)
         # Layers are made one after the other, whichever threads make them.
         slicing = slicing_of(parallel, output, world.size)
+        placed = placement is not None
         placement = placement_of(cfg, world, placement, slicing)
-        world.gate.run(lambda: self._make(cfg, world, workspace, placement, slicing))
+        world.gate.run(lambda: self._make(cfg, world, workspace, placement, slicing, placed))
 
     @classmethod
     def agreed(
@@ -117,10 +118,14 @@ class Experts:
         workspace: Workspace | None,
         placement: Placement,
         slicing: Slicing,
+        placed: bool,
     ) -> Experts:
-        """Experts for who is in the world's gate and has the ranks' agreement. Collective."""
+        """Experts for who is in the world's gate and has the ranks' agreement. Collective.
+
+        `placed`: whether `place` may say later that experts lie elsewhere.
+        """
         made = cls.__new__(cls)
-        made._start(cfg, world, workspace, placement, slicing)
+        made._start(cfg, world, workspace, placement, slicing, placed)
         return made
 
     def __call__(
@@ -405,10 +410,12 @@ class Experts:
         workspace: Workspace | None,
         placement: Placement,
         slicing: Slicing,
+        placed: bool,
     ) -> None:
-        agreement.agree(cfg, world, (world.rank, world.size), "Experts", placement, slicing)
+        kind = agreement.kind_of("Experts", placement, placed=placed)
+        agreement.agree(cfg, world, (world.rank, world.size), kind, placement, slicing)
         check_supported(slicing.cut(cfg), world)
-        self._start(cfg, world, workspace, placement, slicing)
+        self._start(cfg, world, workspace, placement, slicing, placed)
 
     def _start(
         self,
@@ -417,6 +424,7 @@ class Experts:
         workspace: Workspace | None,
         placement: Placement,
         slicing: Slicing,
+        placed: bool,
     ) -> None:
         """Collective, in the world's gate."""
         self.cfg = cfg
@@ -429,8 +437,8 @@ class Experts:
         cut = slicing.cut(cfg)
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
-            table = None if placement.in_order else placement
-            self.can_be_placed = table is not None
+            table = placement if placed else None
+            self.can_be_placed = placed
             self.engine: Engine = engine_class(world)(
                 cut, world, self.workspace.shared, table, slicing
             )

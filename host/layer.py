@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from moeos import (
     checkpoints,
     custom_op,
     moving,
+    replacing,
     rounded_routing,
     sharding,
     state_names,
@@ -38,8 +39,8 @@ from moeos.workspace import Workspace, in_gates, require_workspace
 from moeos.world import World
 
 _SEED_BITS = 62
-_OF_THE_WORLD = ("world", "experts", "_order")
-"""What a layer has from its world, and a copy or a pickle has not from the layer."""
+_OF_THE_WORLD = ("world", "experts", "_order", "_given")
+"""What a layer has from its world or its memory, and a copy or a pickle has not from the layer."""
 _MADE_WITH = ("cfg", "world")
 """What a layer keeps as long as it lives in a world."""
 _OF_THE_GATE = {
@@ -199,6 +200,8 @@ class MoELayer(nn.Module):
         require_workspace(workspace, world)
         self._place = (world.rank, world.size)
         self._slicing = slicing_of(parallel, output, world.size)
+        self._placed = placement is not None
+        self._given = replacing.Given()
         self._placement = placement_of(cfg, world, placement, self._slicing)
         self.experts = None
         # Layers are made one after the other, whichever threads make them.
@@ -402,38 +405,55 @@ class MoELayer(nn.Module):
         world.gate.run(lambda: self._agree_and_use(world, "MoELayer.bind", None))
         return self
 
-    def replace(self, placement: Placement) -> None:
+    def replace(
+        self, placement: Placement, *, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
         """Moves experts between ranks, so that they lie as `placement` says. Collective: all ranks
         call it, and none is in a call.
 
         Parameters keep their memory, so that captured graphs and `torch.compile` go on; what they
         hold are the experts of `placement.ranks[rank]`. Until all ranks have theirs, nothing has
-        changed. Each rank needs memory for as many experts besides. Between processes experts are
-        sent by torch.distributed, over NVLink or a network where it uses NCCL. What an optimizer
-        keeps of experts does not move.
+        changed. Each rank needs memory for as much besides. Between processes experts are sent by
+        torch.distributed, over NVLink or a network where it uses NCCL.
+
+        A `grad` and a `main_grad` move with their experts, and what `optimizers` keep of them. A
+        step of another optimizer that keeps something of them raises. Other layers with the same
+        tensors move, too. What a state dict has of experts gets memory of its own, so that it
+        stays as it was.
 
         Raises:
-            TypeError: it is no placement.
-            ConfigMismatch: ranks pass different ones; the same error on all of them.
+            TypeError: it is no placement, or `optimizers` no sequence of them.
+            ConfigMismatch: ranks pass different ones, or have unlike gradients or states; the same
+                error on all of them.
             ValueError: it does not fit, or a rank would have more or fewer experts than now; the
-                same on all ranks.
+                same on all ranks. A tensor is not as the layer was made, or in the memory of a
+                layer that cannot move with this one.
             RuntimeError: the layer was made without a placement, has no world, or its processes
                 have no process group.
         """
-        experts = self._bound()
+        self._bound()
         agreement.require_placement(placement)
         if placement is None:
             raise TypeError("placement is None; it must be a moeos.Placement")
-        in_gates(self.world, [experts.workspace], lambda: self._replace(experts, placement))
+        passed = replacing.require_optimizers(optimizers)
+        family = replacing.Family.of(self)
+        in_gates(self.world, family.workspaces, lambda: self._replace(placement, family, passed))
 
-    def _replace(self, experts: Experts, placement: Placement) -> None:
-        """Collective, in the gates of the world and of the workspace: nobody makes a call."""
+    def _replace(
+        self,
+        placement: Placement,
+        family: replacing.Family,
+        passed: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Collective, in the gates of the world and of the workspaces: nobody makes a call."""
         world, old = self.world, self.placement
         agreement.agree(self.cfg, world, self._place, "MoELayer.replace", placement)
+        experts = self._bound()
         if not experts.can_be_placed:
             raise RuntimeError(
-                "the layer was made with its experts in order, and its kernel knows no other "
-                "place: make it with MoELayer(cfg, world, placement=...)"
+                "the layer was made without a placement, and its kernel knows no other place of "
+                "its experts than their order: make it with MoELayer(cfg, world, placement=...), "
+                f"moeos.Placement.chunk({self.cfg.experts}, {world.size}) for that order"
             )
         for rank, (before, after) in enumerate(zip(old.ranks, placement.ranks, strict=True)):
             if len(before) != len(after):
@@ -444,23 +464,36 @@ class MoELayer(nn.Module):
                 )
         moving.require_way(world)
         error: Exception | None = None
+        what = "the experts of its new placement"
+        held: dict[str, torch.Tensor] = {}
         made: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            held = {
-                name: own.detach()
-                for name in wrappers.EXPERTS
-                if (own := self._tensor_of(name)) is not None
-            }
+        apart: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What is written in inference mode would not be seen by a backward that is to come.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                experts.engine.require_open()
+                held = family.held(passed)
+                made = moving.room(held)
+                apart = [(one, one.clone()) for one in family.given(held)]
+            except Exception as raised:  # what does not fit, no memory
+                error = raised
+            agreement.require_on_all(world, error, what)
+            together = family.agreed(held)
             try:
                 experts.settle()
-                made = moving.moved(held, old, placement, world)
+                moving.fill(made, held, old, placement, world)
                 experts.settle()  # others may be copying from here
-            except Exception as raised:  # no memory, a lost peer
+            except Exception as raised:  # a lost peer
                 error = raised
-            agreement.require_on_all(world, error, "the experts of its new placement")
+            agreement.require_on_all(world, error, what)
+            for given, its in apart:
+                given.data = its
             for name, tensor in made.items():
-                held[name].copy_(tensor)
-        experts.place(placement)
+                with torch.inference_mode(held[name].is_inference()):
+                    held[name].copy_(tensor)
+        for each in together:
+            each.place(placement)
+        family.moved(old, passed)
 
     @property
     def placement(self) -> Placement:
@@ -563,6 +596,7 @@ class MoELayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.experts = None
+        self._given = replacing.Given()
         for wanted in self._expected().values():
             own = self._tensor_of(wanted.name)
             if own is None or own.dtype != torch.uint8:
@@ -621,13 +655,16 @@ class MoELayer(nn.Module):
 
     def _agree(self, cfg: MoEConfig, world: World, kind: str) -> bool:
         """See `agreement.agree`."""
+        kind = agreement.kind_of(kind, self.placement, placed=self._placed)
         return agreement.agree(cfg, world, self._place, kind, self.placement, self._slicing)
 
     def _use(self, world: World, apart: bool, workspace: Workspace | None) -> None:
         """Makes this layer one of `world`. Collective. `apart`: see `agreement.agree`."""
         self.world = world
         self._apart = apart
-        self.experts = Experts.agreed(self.cfg, world, workspace, self.placement, self._slicing)
+        self.experts = Experts.agreed(
+            *(self.cfg, world, workspace, self.placement, self._slicing, self._placed)
+        )
         self._device = self.experts.device
         # A buffer, since `torch.export` lets a graph write nothing else; but what is done to the
         # layer's buffers is not done to this one, which all layers share.
@@ -774,11 +811,21 @@ class MoELayer(nn.Module):
             return
         if not self.placement.in_order:
             self._name_experts(destination, prefix)
-            return
+        else:
+            for name in self._names_of_experts():
+                local = destination.get(prefix + name)
+                if local is not None:
+                    destination[prefix + name] = self._of_all_ranks(local)
+        if self._placed:
+            self._given.add(self._given_to(destination, prefix))
+
+    def _given_to(self, state: Mapping[str, Any], prefix: str) -> Iterator[torch.Tensor]:
+        """The tensors of experts that a state dict has, of a DTensor what it has here."""
         for name in self._names_of_experts():
-            local = destination.get(prefix + name)
-            if local is not None:
-                destination[prefix + name] = self._of_all_ranks(local)
+            keys = [f"{prefix}{name}.{expert}" for expert in self._own()]
+            for key in (prefix + name, *keys):
+                if key in state:
+                    yield sharding.local_part(state[key])
 
     def _tensor_of(self, name: str) -> nn.Parameter | None:
         """The parameter that a call knows as `name`, one of `state_names.OWN`."""

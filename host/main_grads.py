@@ -33,7 +33,7 @@ def found(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
                     msg=f"{name} has a main_grad, and no graph of torch.compile adds to one: leave "
                     "fullgraph=True away, and the graph breaks at the layer, whose backward does"
                 )
-            _check(f"main_grad of {name}", main_grad, parameter)
+            check(f"main_grad of {name}", main_grad, parameter)
             kept[name] = main_grad
     return kept
 
@@ -57,7 +57,8 @@ def add(parameter: Tensor, main_grad: Tensor, gradient: Tensor) -> Tensor | None
     return torch.zeros_like(parameter) if zeros else torch.empty_like(parameter)
 
 
-def _check(what: str, main_grad: object, parameter: Tensor) -> None:
+def check(what: str, main_grad: object, parameter: Tensor) -> None:
+    """Raises `TypeError` or `ValueError` as `found` does."""
     main_grad = tensor_memory.require_dense(what, main_grad)
     if main_grad.shape != parameter.shape:
         raise ValueError(

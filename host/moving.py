@@ -50,16 +50,25 @@ def require_way(world: World) -> None:
         )
 
 
-def moved(
-    held: Mapping[str, Tensor], old: Placement, new: Placement, world: World
-) -> dict[str, Tensor]:
-    """This rank's experts as `new` has them, in memory of their own. Collective.
+def room(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Memory for as much. Apart from `fill`, since a rank may have too little."""
+    return {name: tensor.new_empty(tensor.shape) for name, tensor in held.items()}
 
-    `held`: [X, ...] by name, as `old` has them. Nobody may change them until all ranks are back.
+
+def fill(
+    made: Mapping[str, Tensor],
+    held: Mapping[str, Tensor],
+    old: Placement,
+    new: Placement,
+    world: World,
+) -> None:
+    """Writes to `made` this rank's experts as `new` has them. Collective.
+
+    `held`: [X, ...] by name, as `old` has them, of the same names on all ranks with experts. Nobody
+    may change them until all ranks are back.
     """
     rank = world.rank
     before, own = old.ranks[rank], new.ranks[rank]
-    made = {name: tensor.new_empty((len(own), *tensor.shape[1:])) for name, tensor in held.items()}
     for local, expert in enumerate(own):
         if expert in before:
             for name, tensor in held.items():
@@ -71,7 +80,7 @@ def moved(
                 at = old.ranks[move.source].index(move.expert)
                 for name, tensor in made.items():
                     tensor[own.index(move.expert)].copy_(every[move.source][name][at])
-        return made
+        return
     group = _group_of(world)
     assert group is not None  # require_way
     operations: list[dist.P2POp] = []
@@ -89,7 +98,6 @@ def moved(
     if operations:
         for request in dist.batch_isend_irecv(operations):
             request.wait()
-    return made
 
 
 def _group_of(world: World) -> dist.ProcessGroup | None:

@@ -4,7 +4,7 @@
 A moment lies as its parameter does: plain, with this rank's experts, under a name that all ranks
 have. A checkpoint that saw it so would keep one rank's of it, and give that to all. So a state dict
 holds what it holds of a layer: DTensors, sharded over the experts. This file knows optimizers, and
-of a layer only which parameters are its experts, and how it converts them.
+of a layer only which parameters are its experts, where they lie, and how it converts them.
 
 An optimizer knows no layers, and PyTorch has no hook for the state dicts of all optimizers. So the
 two methods of `torch.optim.Optimizer` are wrapped, once, when the first layer is made.
@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moeos import sharding
+from moeos.placement import Placement
 
 if TYPE_CHECKING:
     from moeos.layer import MoELayer
@@ -32,6 +34,28 @@ class Held(NamedTuple):
     layer: MoELayer
     name: str
 
+
+class Behind(NamedTuple):
+    """A state that did not move when its parameter's experts did.
+
+    Attributes:
+        layer: whose parameter it is.
+        name: of the parameter.
+        parameter: it.
+        state: what the optimizer keeps of it.
+        placement: where experts lay when the optimizer wrote it.
+    """
+
+    layer: weakref.ref[MoELayer]
+    name: str
+    parameter: Tensor
+    state: Any
+    placement: Placement
+
+
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_behind: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Behind]]
+_behind = weakref.WeakKeyDictionary()
 
 HeldById = dict[int, Held]
 Convert = Callable[[Held, Tensor, str, Tensor], Tensor]
@@ -50,9 +74,80 @@ def install(held: Callable[[], HeldById]) -> None:
     @functools.wraps(load_state_dict)
     def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, _converted(self, state_dict, held(), _of_this_rank))
+        _stepped.add(self)
 
     Optimizer.state_dict = save  # type: ignore[method-assign]
     Optimizer.load_state_dict = load  # type: ignore[method-assign]
+
+
+def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raises `RuntimeError`, before its step, where it keeps of some expert what is another's."""
+    _stepped.add(optimizer)
+    for one in _behind.get(optimizer, ()):
+        if _is_of_others(optimizer, one):
+            raise RuntimeError(_told(optimizer, one))
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> dict[str, Tensor]:
+    """What it keeps of experts, of which each has a part: tensors [X, ...] by their names.
+
+    Raises `ValueError` for a tensor of another shape, whose parts nobody knows, and `RuntimeError`
+    for a state that is of other experts.
+    """
+    for one in _behind.get(optimizer, ()):
+        if one.parameter is parameter and _is_of_others(optimizer, one):
+            raise RuntimeError(_told(optimizer, one))
+    found: dict[str, Tensor] = {}
+
+    def add(name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() > 0 and len(tensor) == len(parameter):
+            found[name] = tensor.detach()
+        elif tensor.numel() > 1:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, and this rank {len(parameter)} experts: "
+                "what of it is of which cannot be told. Clear it before experts move "
+                "(optimizer.state.pop(parameter))"
+            )
+        return tensor
+
+    _each_tensor(f"state of {name}", optimizer.state.get(parameter, {}), add)
+    return found
+
+
+def left_behind(
+    layer: MoELayer,
+    name: str,
+    parameter: Tensor,
+    old: Placement,
+    moved: Collection[torch.optim.Optimizer],
+) -> None:
+    """Remembers of all optimizers but those that `moved` what they keep of a parameter, which is
+    of experts where `old` has them. Their next step raises.
+    """
+    for optimizer in list(_stepped):
+        state = optimizer.state.get(parameter)
+        known = _behind.get(optimizer, [])
+        kept = [one for one in known if one.parameter is not parameter]
+        if state and not any(optimizer is one for one in moved):
+            again = [one for one in known if one.parameter is parameter and one.state is state]
+            kept += again or [Behind(weakref.ref(layer), name, parameter, state, old)]
+        if known or kept:
+            _behind[optimizer] = kept
+
+
+def _is_of_others(optimizer: torch.optim.Optimizer, one: Behind) -> bool:
+    """Whether it has that state still, and the experts lie elsewhere."""
+    layer, state = one.layer(), optimizer.state.get(one.parameter)
+    return layer is not None and state is one.state and layer.placement != one.placement
+
+
+def _told(optimizer: torch.optim.Optimizer, one: Behind) -> str:
+    return (
+        f"{type(optimizer).__name__} keeps of {one.name} what is of other experts, since "
+        "layer.replace has moved them: pass it to replace, which then moves that, too "
+        "(layer.replace(placement, optimizers=[optimizer])); or start anew with "
+        "optimizer.state.clear()"
+    )
 
 
 def _converted(

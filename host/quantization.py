@@ -67,9 +67,8 @@ def quantize(
             "the layer was read from a pickle and has no world: call layer.bind(world) first"
         )
     _require_values(layer, layer.experts.device)
-    made = MoELayer(
-        made_of, layer.world, layer.experts.workspace, init=False, placement=layer.placement
-    )
+    placement = layer.placement if layer.experts.can_be_placed else None
+    made = MoELayer(made_of, layer.world, layer.experts.workspace, init=False, placement=placement)
     if made.w1.device != layer.w1.device:
         raise ValueError(
             f"quantize makes tensors on {made.w1.device}, and the layer's are on "

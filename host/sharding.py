@@ -110,6 +110,16 @@ def is_dtensor(tensor: Tensor) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
+def local_part(tensor: Any) -> Tensor:
+    """The very tensor that a DTensor has on this rank; another tensor itself."""
+    if not is_dtensor(tensor):
+        plain: Tensor = tensor
+        return plain
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local
+
+
 def is_cut(tensor: Any) -> bool:
     """Whether it is a DTensor of which this rank may hold a part only."""
     return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)

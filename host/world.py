@@ -68,7 +68,13 @@ class Holdings(Protocol):
 
 
 class SharedMemory(Holdings, Protocol):
-    """What the layers of a workspace share on one rank, as an engine has it."""
+    """What the layers of a workspace share on one rank, as an engine has it.
+
+    Attributes:
+        closed: whether no call can begin any more.
+    """
+
+    closed: bool
 
     def require_open(self) -> None:
         """Raises `RuntimeError` if it is closed."""

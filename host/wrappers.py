@@ -48,13 +48,13 @@ def protect(layer: MoELayer) -> None:
     """Makes wrappers of models that hold `layer`, whenever they are made, leave its experts
     alone.
     """
+    _layers[id(layer)] = layer
     if not torch.distributed.is_available():
         return
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     registry = layer.__dict__.setdefault(REGISTRY_KEY, {})
     registry.setdefault("replicate", RegistryItem())
-    _layers[id(layer)] = layer
     _install()
 
 
@@ -85,6 +85,7 @@ def _install() -> None:
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_zero)
+    register_optimizer_step_pre_hook(optimizers.before_step)
     optimizers.install(experts_held)
 
 
@@ -99,21 +100,25 @@ def _shared_codes() -> Iterator[int]:
     """What shared experts have in a format, by `id`: it is equal on all ranks and never trained,
     and gloo would not send 8-bit floats.
     """
-    for one in _layers.valuerefs():
-        layer = one()
-        if layer is not None and layer.cfg.shared_weight_format is not None:
+    for layer in layers():
+        if layer.cfg.shared_weight_format is not None:
             for name in _SHARED:
                 tensor = layer._tensor_of(name)
                 if tensor is not None:
                     yield id(tensor)
 
 
+def layers() -> list[MoELayer]:
+    """All that somebody holds, and copies of them."""
+    references = _layers.valuerefs()  # a list: other threads make layers
+    return [layer for one in references if (layer := one()) is not None]
+
+
 def experts_held() -> dict[int, Held]:
     """The parameters of all layers' experts, by `id`."""
     return {
         id(tensor): Held(layer, name)
-        for one in _layers.valuerefs()  # a list: other threads make layers
-        if (layer := one()) is not None
+        for layer in layers()
         for name in EXPERTS
         if (tensor := layer._tensor_of(name)) is not None
     }
