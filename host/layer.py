@@ -11,7 +11,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from moeos.slicing import Output, Parallel, slicing_of
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, in_gates, require_workspace
 from moeos.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _SEED_BITS = 62
 _OF_THE_WORLD = ("world", "experts", "_order", "_given")
@@ -809,7 +812,8 @@ class MoELayer(nn.Module):
         if self._slicing.cuts:
             self._name_slices(destination, prefix)
             return
-        if not self.placement.in_order:
+        # A tensor [X, ...] does not say whose experts it has, and experts may move.
+        if not self.placement.in_order or (self._placed and self._group() is None):
             self._name_experts(destination, prefix)
         else:
             for name in self._names_of_experts():
@@ -967,12 +971,17 @@ class MoELayer(nn.Module):
                 "told from another's: make the layer without one, or give the optimizer the "
                 "model's other parameters"
             )
+        group = self._group()
+        if group is None:
+            return local
+        return sharding.whole(local, self.cfg.experts, self._device, group)
+
+    def _group(self) -> ProcessGroup | None:
+        """What torch.distributed has of the ranks of the world, if it has them."""
         known = None if self.experts is None else self.world.group
         group = None if known is None else sharding.found_again(known)
         is_default = not self._apart and sharding.process_group_place() == self._place
-        if group is None and not is_default:
-            return local
-        return sharding.whole(local, self.cfg.experts, self._device, group)
+        return sharding.default_group() if group is None and is_default else group
 
     def _of_this_rank(self, name: str, given: torch.Tensor, each: torch.Size) -> torch.Tensor:
         """What this rank holds of what `sharding.part` takes; `each`: the shape of an expert's."""

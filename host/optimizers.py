@@ -178,7 +178,13 @@ def _each_tensor(name: str, value: Any, made: Callable[[str, Tensor], Tensor]) -
 
 def _of_all_ranks(holder: Held, parameter: Tensor, name: str, local: Tensor) -> Tensor:
     if local.dim() > 0 and len(local) == len(parameter):
-        return holder.layer._of_all_ranks(local)
+        layer = holder.layer
+        made = layer._of_all_ranks(local)
+        if layer._placed:
+            if made is local:  # which keeps its memory
+                made = local.detach()
+            layer._given.add([sharding.local_part(made)])
+        return made
     if local.numel() > 1 and sharding.process_group_place() is not None:
         warnings.warn(
             f"{name} in an optimizer's state has shape {list(local.shape)}, and this rank "
@@ -191,7 +197,9 @@ def _of_all_ranks(holder: Held, parameter: Tensor, name: str, local: Tensor) -> 
 
 def _of_this_rank(holder: Held, parameter: Tensor, name: str, given: Tensor) -> Tensor:
     every = given.dim() == parameter.dim() and len(given) == holder.layer.cfg.experts
-    if not (every or sharding.is_dtensor(given)):
+    in_order = holder.layer.placement.in_order
+    of_some = not in_order and given.dim() > 0 and len(given) == len(parameter)
+    if not (every or of_some or sharding.is_dtensor(given)):
         return given
     mine = holder.layer._of_this_rank(name, given, given.shape[1:])
     # The optimizer keeps this tensor, which must not keep all ranks' alive.

@@ -61,18 +61,24 @@ def process_group_place() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
-def whole(local: Tensor, experts: int, device: torch.device, group: ProcessGroup | None) -> Tensor:
+def default_group() -> ProcessGroup:
+    """That of all processes, of a torch.distributed that is initialised."""
+    group: ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+    return group
+
+
+def whole(local: Tensor, experts: int, device: torch.device, group: ProcessGroup) -> Tensor:
     """The DTensor [E, ...] of which each rank of a group holds its `local` [its experts, ...].
 
     Both have the same memory. Sends nothing. `experts`: E; `device`: where it lies once it has
-    values; `group`: None is the default one.
+    values.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     _tell_safetensors()
     kind = device.type if local.is_meta else local.device.type
-    mesh = DeviceMesh.from_group(group or dist.group.WORLD, kind)  # type: ignore[arg-type]
+    mesh = DeviceMesh.from_group(group, kind)
     shape = torch.Size((experts, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -185,9 +191,10 @@ def part(
     """What `rank` of `ranks` holds of a DTensor or a tensor with all experts [E, ...].
 
     `own`: its experts, of which each has the shape `each`; `experts`: E; `in_order`: whether ranks
-    hold what `MoEConfig.experts_of` says. A plain tensor of as many experts as its own, and not of
-    all, is taken for them. Memory is shared where it can be. Of experts in order, a DTensor that is
-    sharded over the experts of `ranks` ranks is taken as it lies; for others see `everything`.
+    hold what `MoEConfig.experts_of` says. Then a plain tensor of as many experts as its own, and
+    not of all, is taken for them. Memory is shared where it can be. Of experts in order, a DTensor
+    that is sharded over the experts of `ranks` ranks is taken as it lies; for others see
+    `everything`.
 
     Raises `ValueError` for other shapes, and for a DTensor that another rank has written.
     """
@@ -200,6 +207,12 @@ def part(
         )
     mine: Tensor
     if not is_dtensor(tensor):
+        if not in_order and own and tensor.shape != every:
+            raise ValueError(
+                f"{name} has {len(tensor)} experts and does not say which; those of rank {rank} "
+                f"lie out of order, {[*own]}: pass all experts, {list(every)}, or each one as its "
+                f"own tensor, such as {name}.{own[0]}"
+            )
         whole_is_own = tensor.shape == every and not isinstance(own, range)
         mine = tensor if tensor.shape == local and not whole_is_own else rows_of(tensor, own)
         return mine

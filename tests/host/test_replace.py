@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import moeos
 from moeos import ConfigMismatch, MoELayer, Placement, World, moving, virtual
@@ -248,7 +249,9 @@ def shares(layer: MoELayer, other: MoELayer, way: str, names: Any = NAMES) -> No
         other.gate.weight.copy_(layer.gate.weight)
     for name in names:
         own = getattr(layer, name)
-        setattr(other, name, own if way == "same" else nn.Parameter(own.detach(), own.requires_grad))
+        setattr(
+            other, name, own if way == "same" else nn.Parameter(own.detach(), own.requires_grad)
+        )
 
 
 @pytest.mark.parametrize("way", ["same", "memory"])
@@ -385,6 +388,77 @@ def test_a_checkpoint_of_a_state_dict_from_before_is_right(tmp_path: Path) -> No
             right(layer)
 
     in_processes(rank_main)
+
+
+def test_a_state_dict_of_experts_in_order_says_which_they_are() -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world, placement=ORDERED)
+        state = layer.state_dict()
+        for placement in (SHUFFLED, ORDERED):
+            layer.replace(placement)
+            every: dict[str, Tensor] = {}
+            for its in world.control.allgather(state):
+                every |= its
+            for other in (None, ORDERED, TURNED):
+                made = MoELayer(CFG, world, placement=other)
+                made.load_state_dict(every)
+                right(made)
+        local = {"w1": layer.w1.detach(), "gate.weight": layer.gate.weight}
+        layer.replace(SHUFFLED)
+        own = list(SHUFFLED.ranks[world.rank])
+        sentence = (
+            rf"w1 has 3 experts and does not say which; .* out of order, \[{own[0]}, {own[1]}, "
+            rf".*such as w1.{own[0]}"
+        )
+        with pytest.raises(RuntimeError, match=sentence):
+            layer.load_state_dict(local, strict=False)
+        right(layer)
+
+    in_virtual_ranks(rank_main)
+
+
+@pytest.mark.parametrize("run", [in_virtual_ranks, in_processes])
+def test_the_state_dict_of_an_optimizer_from_before_stays_as_it_was(
+    run: Callable[..., None],
+) -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world, placement=ORDERED).requires_grad_()
+        optimizer = Factored([layer.w1])
+        layer.w1.grad = of_experts(layer.w1, ORDERED, world.rank)
+        optimizer.step()
+        before = optimizer.state_dict()
+        layer.replace(TURNED, optimizers=[optimizer])
+        wanted = of_experts(layer.w1, TURNED, world.rank).sum(-1)
+        assert torch.equal(optimizer.state[layer.w1]["rows"], wanted)
+        if run is in_virtual_ranks:
+            with pytest.raises(ValueError, match="rows has 3 experts and does not say which"):
+                optimizer.load_state_dict(before)
+        else:
+            optimizer.load_state_dict(before)
+            assert torch.equal(optimizer.state[layer.w1]["rows"], wanted)
+            assert torch.equal(optimizer.state[layer.w1]["more"]["list"][0].sum(-1), wanted)
+        layer.replace(ORDERED, optimizers=[optimizer])
+        optimizer.load_state_dict(before)
+        wanted = of_experts(layer.w1, ORDERED, world.rank).sum(-1)
+        assert torch.equal(optimizer.state[layer.w1]["rows"], wanted)
+
+    run(rank_main)
+
+
+def test_an_average_of_a_model_moves_as_the_model_does() -> None:
+    def rank_main(world: World) -> None:
+        model = nn.Sequential(WEIGHTS.layer(world, placement=SHUFFLED))
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        with torch.no_grad():
+            model[0].w1.mul_(0.0)  # type: ignore[operator, union-attr]
+        for one in (model[0], average.module[0]):
+            one.replace(TURNED)  # type: ignore[operator]
+        average.update_parameters(model)
+        for local, expert in enumerate(TURNED.ranks[world.rank]):
+            assert torch.equal(average.module[0].w1[local], WEIGHTS.w1[expert] / 2)
+
+    in_virtual_ranks(rank_main)
 
 
 # --- Experts in order, and what one rank lacks --------------------------------------------------
