@@ -452,6 +452,11 @@ class MoELayer(nn.Module):
         world, old = self.world, self.placement
         agreement.agree(self.cfg, world, self._place, "MoELayer.replace", placement)
         experts = self._bound()
+        if self._slicing.cuts:
+            raise RuntimeError(
+                "parallel is 'tensor': each rank holds a slice of every expert, and none can move. "
+                "Make the layer with parallel='expert' and a placement"
+            )
         if not experts.can_be_placed:
             raise RuntimeError(
                 "the layer was made without a placement, and its kernel knows no other place of "

@@ -127,13 +127,15 @@ class Family(NamedTuple):
         for name, parameter in self._parameters():
             if parameter.grad is not None:
                 what = f"the gradient of {name}"
-                held[what] = tensor_memory.require_dense(what, parameter.grad).detach()
+                held[what] = _writable(what, parameter.grad, parameter)
             main_grad = getattr(parameter, "main_grad", None)
             if main_grad is not None:
                 main_grads.check(f"main_grad of {name}", main_grad, parameter)
                 held[f"main_grad of {name}"] = main_grad
             for number, optimizer in enumerate(passed):
-                held |= optimizers.state_of(optimizer, parameter, f"{name} in optimizers[{number}]")
+                what = f"{name} in optimizers[{number}]"
+                for key, tensor in optimizers.state_of(optimizer, parameter, what).items():
+                    held[key] = _writable(key, tensor, parameter)
         return held
 
     def given(self, held: dict[str, Tensor]) -> list[Tensor]:
@@ -196,6 +198,25 @@ def _named(layer: MoELayer) -> list[tuple[str, Tensor]]:
     """The parameters of a layer's experts, by the names that calls have for them."""
     every = [(name, layer._tensor_of(name)) for name in wrappers.EXPERTS]
     return [(name, tensor) for name, tensor in every if tensor is not None]
+
+
+def _writable(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The tensor's memory. Raises `TypeError` or `ValueError` unless it can be sent as that of the
+    parameter, and each element be written alone.
+    """
+    tensor_memory.require_dense(name, tensor)
+    if tensor.device != parameter.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, and its parameter on {parameter.device}: experts move "
+            "where both are on one device"
+        )
+    tensor_memory.require_memory(name, tensor)
+    if tensor.numel() > 0 and tensor_memory.extent(tensor) < tensor.nbytes:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}, so that elements share memory, and cannot be "
+            f"written: make it {name}.clone()"
+        )
+    return tensor.detach()
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

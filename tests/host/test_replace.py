@@ -105,6 +105,28 @@ def test_a_gradient_that_some_ranks_have_is_refused_on_all_and_nothing_changes()
     in_virtual_ranks(rank_main)
 
 
+@pytest.mark.parametrize(
+    ("gradient", "error", "sentence"),
+    [
+        (lambda w1: torch.ones(1).expand(w1.shape), ValueError, "strides .* share memory"),
+        (lambda w1: torch.ones_like(w1).to_sparse(), ValueError, "layout torch.sparse_coo"),
+    ],
+)
+def test_a_gradient_that_cannot_be_written_is_refused_and_nothing_changes(
+    gradient: Any, error: Any, sentence: str
+) -> None:
+    def rank_main(world: World) -> None:
+        layer = WEIGHTS.layer(world, placement=SHUFFLED).requires_grad_()
+        layer.w1.grad = gradient(layer.w1)
+        with pytest.raises(error, match=f"the gradient of w1 has {sentence}"):
+            layer.replace(TURNED)
+        assert layer.placement == SHUFFLED
+        layer.w1.grad = None
+        right(layer)
+
+    in_virtual_ranks(rank_main)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_backward_of_a_call_before_raises_and_one_after_is_right(mode: Any) -> None:
     def rank_main(world: World) -> None:
@@ -222,6 +244,7 @@ def test_an_optimizer_that_was_not_passed_takes_no_step() -> None:
         ([3], TypeError, "optimizers is a list of int; it must be a sequence of torch.optim"),
         (None, TypeError, "optimizers is a NoneType; it must be a sequence of torch.optim"),
         ("flat", ValueError, r"state of w1 in optimizers\[0\].rows has shape .*, and this rank 3"),
+        ("meta", ValueError, r"state of w1 in optimizers\[0\].rows is on meta, and its parameter"),
     ],
 )
 def test_what_cannot_move_as_an_optimizers_state_is_refused_by_name(
@@ -230,8 +253,12 @@ def test_what_cannot_move_as_an_optimizers_state_is_refused_by_name(
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world, placement=SHUFFLED).requires_grad_()
         optimizer = Factored([layer.w1])
-        optimizer.state[layer.w1]["rows"] = torch.zeros(layer.w1.numel())
-        given = {"one": optimizer, "flat": [optimizer]}.get(str(passed), passed)
+        shape = [3, 5] if passed == "meta" else [layer.w1.numel()]
+        device = "meta" if passed == "meta" else "cpu"
+        optimizer.state[layer.w1]["rows"] = torch.zeros(shape, device=device)
+        given = {"one": optimizer, "flat": [optimizer], "meta": [optimizer]}.get(
+            str(passed), passed
+        )
         with pytest.raises(error, match=sentence):
             layer.replace(TURNED, optimizers=given)
         assert layer.placement == SHUFFLED
@@ -536,6 +563,15 @@ def test_weights_without_values_do_not_move() -> None:
         with pytest.raises(ValueError, match="w1 has no values, as it is on the meta device"):
             layer.replace(MOVED)
         assert layer.placement == COPIES
+
+    in_virtual_ranks(rank_main)
+
+
+def test_slices_of_experts_do_not_move() -> None:
+    def rank_main(world: World) -> None:
+        layer = MoELayer(CFG, world, parallel="tensor")
+        with pytest.raises(RuntimeError, match="parallel is 'tensor': each rank holds a slice"):
+            layer.replace(SHUFFLED)
 
     in_virtual_ranks(rank_main)
 
