@@ -329,12 +329,16 @@ with moeos.init(deadline=100.0) as world:
 """
 
 
-@pytest.mark.parametrize("launch", [mpirun, at_night(torchrun)])
-def test_ranks_started_by_a_launcher_share_one_heap(launch: Callable[[int, str], Any]) -> None:
-    ended = launch(4, PROGRAM)
+@pytest.mark.parametrize(
+    ("launch", "ranks"), [(mpirun, 2), at_night((mpirun, 4)), at_night((torchrun, 4))]
+)
+def test_ranks_of_one_host_share_a_heap_without_mpi(
+    launch: Callable[[int, str], Any], ranks: int
+) -> None:
+    ended = launch(ranks, PROGRAM + "import sys; assert 'mpi4py.MPI' not in sys.modules")
     assert ended.returncode == 0, ended.stderr
-    said = sorted(re.findall(r"\[rank . of 4\]", ended.stdout))
-    assert said == [f"[rank {rank} of 4]" for rank in range(4)]
+    said = sorted(re.findall(rf"\[rank . of {ranks}\]", ended.stdout))
+    assert said == [f"[rank {rank} of {ranks}]" for rank in range(ranks)]
 
 
 WITHOUT_MPI4PY = "import sys; sys.modules['mpi4py'] = None\n"
@@ -343,14 +347,9 @@ ON_SEVERAL_HOSTS = "import os; del os.environ['OMPI_COMM_WORLD_LOCAL_SIZE']\n"
 
 
 def test_ranks_of_mpirun_on_several_hosts_meet_by_mpi() -> None:
-    ended = mpirun(3, ON_SEVERAL_HOSTS + PROGRAM + "import sys; assert 'mpi4py.MPI' in sys.modules")
+    ended = mpirun(2, ON_SEVERAL_HOSTS + PROGRAM + "import sys; assert 'mpi4py.MPI' in sys.modules")
     assert ended.returncode == 0, ended.stderr
-    assert len(re.findall(r"\[rank . of 3\]", ended.stdout)) == 3
-
-
-def test_ranks_of_mpirun_on_one_host_do_not_start_mpi() -> None:
-    ended = mpirun(2, PROGRAM + "import sys; assert 'mpi4py.MPI' not in sys.modules")
-    assert ended.returncode == 0, ended.stderr
+    assert len(re.findall(r"\[rank . of 2\]", ended.stdout)) == 2
 
 
 @pytest.mark.nightly

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo under mpirun: four processes, one table, one verdict, and one voice."""
+"""The demo under mpirun: some processes, one table, one verdict, and one voice."""
 
 import json
 import re
 from pathlib import Path
 
+import pytest
+
+from tests.nightly import all_but
 from tests.processes import MOEOS, ROOT, mpirun
 
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -21,24 +24,25 @@ moeos.MoELayer.forward = forward
 """
 
 
-def test_four_ranks_run_a_layer_on_documents_and_match_the_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", all_but([2], [2, 4]))
+def test_ranks_run_a_layer_on_documents_and_match_the_reference(size: int, tmp_path: Path) -> None:
     path = tmp_path / "demo.json"
-    ended = mpirun(4, MOEOS, "run", DEMO, "--iterations", "5", "--json", str(path))
+    ended = mpirun(size, MOEOS, "run", DEMO, "--iterations", "5", "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.rstrip().splitlines()
     assert re.fullmatch(r"max relative error \d\.\de-\d\d \(tolerance 8\.0e-03\)", lines[-1])
     assert sum("max relative error" in line for line in lines) == 1
-    assert all(f"rank {rank}" in ended.stdout for rank in range(4))
+    assert all(f"rank {rank}" in ended.stdout for rank in range(size))
 
     document = json.loads(path.read_text())
     ranks = document["by_rank"]
-    assert document["ranks"] == 4
+    assert document["ranks"] == size
     assert 0 < document["max_relative_error"] <= 8e-3
     sent = [rank["pairs_sent"] for rank in ranks]
     received = [rank["pairs_received"] for rank in ranks]
     assert sent == [list(column) for column in zip(*received, strict=True)]
     assert [2 * sum(rank["tokens"]) for rank in ranks] == [sum(pairs) for pairs in sent]
-    assert len({tuple(rank["tokens"]) for rank in ranks}) == 4  # each rank draws its own
+    assert len({tuple(rank["tokens"]) for rank in ranks}) == size  # each rank draws its own
     for rank in ranks:
         assert rank["check"]["checked"] + rank["check"]["near_ties"] == sum(rank["tokens"])
 
