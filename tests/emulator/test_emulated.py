@@ -54,6 +54,11 @@ class Emulated:
     plans_up_front: bool = True
     between_rows: int | None = None
     ring_rows: int | None = None
+    first_seed: int = 0
+
+    @property
+    def seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.calls)
 
 
 def _layer(
@@ -65,12 +70,21 @@ def _layer(
     plans_up_front: bool = True,
     between_rows: int | None = None,
     ring_rows: int | None = None,
+    first_seed: int = 0,
     **changes: object,
 ) -> Emulated:
     sizes = {"hidden": 256, "intermediate": 256, "experts": 8, "top_k": 2, "max_tokens": 100}
     cfg = config(**{"dtype": torch.bfloat16, **sizes, **changes})
     return Emulated(
-        cfg, ranks, processors, calls, large_experts, plans_up_front, between_rows, ring_rows
+        cfg,
+        ranks,
+        processors,
+        calls,
+        large_experts,
+        plans_up_front,
+        between_rows,
+        ring_rows,
+        first_seed,
     )
 
 
@@ -215,6 +229,7 @@ LAYERS = {
         top_groups=7,
         max_tokens=60,
         intermediate=64,
+        first_seed=4,  # the first of which the layer routes tokens
     ),
     "groups of one expert": _layer(
         1, 2, 2, experts=24, top_k=3, expert_groups=24, top_groups=5, scoring="sigmoid"
@@ -231,6 +246,7 @@ LAYERS = {
         selection_bias=True,
         activation="gelu",
         dtype=torch.float16,
+        first_seed=4,  # as above
     ),
 }
 
@@ -344,7 +360,7 @@ def test_outputs_are_those_of_the_reference(name: str, libraries: Libraries) -> 
     weights = draw_weights(layer.cfg)
     if layer.cfg.router_dtype is not None:
         weights = pair_experts(weights)
-    run(layer, libraries[name], weights, range(layer.calls))
+    run(layer, libraries[name], weights, layer.seeds)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from moeos.kernel_shape import KernelShape
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.gradients import OF_EXPERTS, Gradients, assert_match, drawn
 from tests.layers import PREFERENCES, Call, Weights, config, draw_given_call, draw_weights
+from tests.nightly import all_but
 
 PROCESSORS = 3
 PATIENCE = 40
@@ -123,7 +124,15 @@ def check(
     assert_match(weights, calls, found, wanted)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+IN_EVERY_RUN = (
+    "gated, parts that are not whole",
+    "float16, biases, a limit",
+    "two ranks, a capacity, gelu",
+)
+"""Each activation's kind and each type, with biases and without, of one rank and of two."""
+
+
+@pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
 def test_gradients_are_the_references(name: str, tmp_path: Path) -> None:
     changes, ranks = LAYERS[name]
     emulated = made(config(**{**_SMALL, **changes}), ranks, tmp_path)
