@@ -15,13 +15,14 @@ from moeos import MoELayer, World, gradient_operators, reference, virtual
 from moeos.engines.base import CallTensors, GradientTensors, Recording
 from moeos.engines.twin import TwinEngine
 from tests.layers import config, draw_call, draw_given_call, draw_weights
-from tests.nightly import at_night
+from tests.nightly import all_but, at_night
 
 CFG = config(bias=True, router_bias=True, shared_experts=1, shared_intermediate=32)
 WEIGHTS = draw_weights(CFG)
 OTHERS = draw_weights(CFG, 1)
 
-backends = pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+OF_X = [("eager", True), ("aot_eager", False), ("inductor", True)]
+"""Of which each runs always: a backend, and whether x has a gradient."""
 quick_backends = pytest.mark.parametrize("backend", ["eager", "aot_eager", at_night("inductor")])
 
 Calls = list[tuple[str, int, int]]
@@ -94,8 +95,9 @@ def test_a_compiled_model_has_the_gradients_of_the_model(backend: str) -> None:
     virtual.run(rank_main, ranks=2, deadline=120.0)  # one thread compiles at a time
 
 
-@backends
-@pytest.mark.parametrize("of_x", [True, False], ids=["with x", "without x"])
+@pytest.mark.parametrize(
+    ("backend", "of_x"), all_but(OF_X, [*OF_X, *((name, not of_x) for name, of_x in OF_X)])
+)
 def test_backwards_are_neither_dropped_nor_reordered(
     backend: str, of_x: bool, calls: Calls
 ) -> None:

@@ -32,7 +32,7 @@ SENTENCE = re.compile(r"PeerTimeout: rank \d.* waited 10\.0 s in call 2 for rank
 
 
 def test_mpirun_ends_the_others_and_names_the_killed_rank_itself() -> None:
-    ended = mpirun(3, PROGRAM)
+    ended = mpirun(2, PROGRAM)
     assert ended.returncode != 0
     assert "process rank 1" in ended.stderr
     assert "signal 9 (Killed)" in ended.stderr
@@ -40,7 +40,7 @@ def test_mpirun_ends_the_others_and_names_the_killed_rank_itself() -> None:
 
 
 def test_mpirun_that_lets_the_others_go_on_shows_the_sentence() -> None:
-    ended = launched(["mpirun", "--continuous", "-n", "3"], PROGRAM)
+    ended = launched(["mpirun", "--continuous", "-n", "2"], PROGRAM)
     assert SENTENCE.search(ended.stderr), ended.stderr
 
 
@@ -48,7 +48,7 @@ def test_mpirun_that_lets_the_others_go_on_shows_the_sentence() -> None:
 def test_torchrun_names_the_killed_rank_and_ranks_without_sigterm_say_the_sentence(
     ignores: bool,
 ) -> None:
-    ended = torchrun(3, PROGRAM, *["ignore"] * ignores)
+    ended = torchrun(2, PROGRAM, *["ignore"] * ignores)
     assert ended.returncode != 0
     assert "Signal 9 (SIGKILL) received by PID" in ended.stderr
     assert bool(SENTENCE.search(ended.stderr)) == ignores, ended.stderr

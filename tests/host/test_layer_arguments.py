@@ -24,6 +24,7 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
+from tests.nightly import at_night
 
 CFG = config(max_tokens=32, bias=True, selection_bias=True)
 WEIGHTS = draw_weights(CFG)
@@ -395,7 +396,7 @@ def nothing_compiled() -> None:
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", at_night("inductor")])
 def test_all_of_it_is_traced_without_a_break(backend: str) -> None:
     call = draw_given_call(CFG, 90, 0)
     batch = call.x.view(9, 10, -1)

@@ -124,7 +124,7 @@ def runs(draw: st.DrawFn) -> tuple[MoEConfig, list[list[dict[str, Any]]], dict[s
 
 
 @settings(
-    max_examples=20 * min(3, MULTIPLE),
+    max_examples=12 * min(5, MULTIPLE),
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import at_night
 from tests.processes import ROOT
 
 HEAD = '''
@@ -62,11 +63,6 @@ def assert_ends_well(body: str, folder: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
-methods = pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-most_methods = pytest.mark.parametrize(
-    "method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.nightly)]
-)
-
 POOLS = """
 if __name__ == "__main__":
     context = multiprocessing.get_context({method!r})
@@ -74,13 +70,13 @@ if __name__ == "__main__":
         layer = moeos.MoELayer(cfg, world)
         x = torch.randn(50, 64).bfloat16()
         y = layer(x)
-        with context.Pool(2) as pool:
+        with context.Pool({workers}) as pool:
             assert pool.map(own_layer, range(4)) == [0, 1, 2, 3]
             if {method!r} == "fork":
                 assert pool.map(parents_layer, range(4)) == [True] * 4
             pool.close()
             pool.join()
-        with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+        with concurrent.futures.ProcessPoolExecutor({workers}, mp_context=context) as executor:
             assert list(executor.map(own_layer, range(4))) == [0, 1, 2, 3]
         process = context.Process(target=own_layer, args=(0,))
         process.start()
@@ -91,11 +87,12 @@ if __name__ == "__main__":
 """
 
 
-@most_methods
+@pytest.mark.parametrize("method", ["fork", "spawn", at_night("forkserver")])
 def test_processes_of_a_pool_make_worlds_of_their_own_beside_the_parents(
     method: str, tmp_path: Path
 ) -> None:
-    assert_ends_well(POOLS.format(method=method), tmp_path)
+    workers = 2 if method == "fork" else 1  # each of the others imports PyTorch for itself
+    assert_ends_well(POOLS.format(method=method, workers=workers), tmp_path)
 
 
 LOADERS = """
@@ -117,7 +114,7 @@ if __name__ == "__main__":
 """
 
 
-@methods
+@pytest.mark.parametrize("method", ["fork", at_night("spawn"), "forkserver"])
 @pytest.mark.parametrize(
     "stays",
     [

@@ -36,7 +36,7 @@ def test_the_script_and_the_package_start_the_same_command(start: list[str]) -> 
 
 
 def test_help_is_shown_once_by_all_ranks() -> None:
-    ended = torchrun(3, MOEOS, "run", "--help")
+    ended = torchrun(2, MOEOS, "run", "--help")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("Usage: ") == 1
 
