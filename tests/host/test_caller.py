@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import FrameType
 
 import pytest
@@ -28,8 +27,10 @@ def test_what_a_function_returns_or_raises_comes_back() -> None:
     assert calls.result(threading.get_ident) != threading.get_ident()
     with pytest.raises(LookupError, match="of the function"):
         calls.result(fail)
+    leave = threading.Event()
     with pytest.raises(concurrent.futures.TimeoutError):
-        calls.result(lambda: time.sleep(0.05), 0.001)
+        calls.result(leave.wait, 0.001)
+    leave.set()
     calls.close()
 
 
@@ -85,6 +86,7 @@ import concurrent.futures, os, threading, time
 from moeos import caller
 
 caller._PATIENCE = {patience}
+given_up = threading.Event()
 def call():
     {call}
     os.write(1, b"came back")
@@ -92,13 +94,14 @@ try:
     caller.Caller("given up").result(call, 0.1)
 except concurrent.futures.TimeoutError:
     os.write(1, b"given up, ")
+    given_up.set()
 """
 
 
 @pytest.mark.parametrize(
     ("call", "patience", "said"),
     [
-        ("time.sleep(1)", 30.0, "given up, came back"),
+        ("given_up.wait(); time.sleep(0.5)", 30.0, "given up, came back"),
         ("threading.Event().wait()", 0.2, "given up, "),
     ],
     ids=["a call that returns", "one that never does"],

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,14 +56,17 @@ def failed_call(call: Callable[[], object]) -> tuple[str, float]:
 @ways
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_never_calls_is_named_at_the_deadline(absent: int, way: Way) -> None:
+    all_failed = threading.Barrier(4)
+
     def rank_main(world: World) -> tuple[str, float]:
         layer = WEIGHTS.layer(world)
         CALLS[world.rank](layer)
         world.control.barrier()
-        if world.rank == absent:
-            time.sleep(2 * DEADLINE)
-            return "", DEADLINE
-        return failed_call(lambda: CALLS[world.rank](layer))
+        found = "", DEADLINE
+        if world.rank != absent:
+            found = failed_call(lambda: CALLS[world.rank](layer))
+        all_failed.wait(60)
+        return found
 
     results = virtual.run(rank_main, ranks=4, deadline=DEADLINE, **way)
     for rank, (message, seconds) in enumerate(results):
@@ -74,11 +78,16 @@ def test_a_rank_that_never_calls_is_named_at_the_deadline(absent: int, way: Way)
 
 
 def test_a_rank_that_calls_after_the_others_gave_up_is_told_why() -> None:
+    gave_up = threading.Barrier(4)
+
     def rank_main(world: World) -> str:
         layer = WEIGHTS.layer(world)
         if world.rank == 3:
-            time.sleep(2 * DEADLINE)
-        return failed_call(lambda: CALLS[world.rank](layer))[0]
+            gave_up.wait(60)
+        message, _ = failed_call(lambda: CALLS[world.rank](layer))
+        if world.rank != 3:
+            gave_up.wait(60)
+        return message
 
     messages = virtual.run(rank_main, ranks=4, deadline=DEADLINE)
     assert all("for rank 3" in message for message in messages)
@@ -260,13 +269,13 @@ def test_started_programs_end_with_the_sentence_when_one_never_calls() -> None:
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
-            env={**os.environ, **torchrun_environment(rank, 3, port)},
+            env={**os.environ, **torchrun_environment(rank, 2, port)},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(3)
+        for rank in range(2)
     ]
     try:
         printed = [program.communicate(timeout=60)[1] for program in programs]
@@ -274,8 +283,7 @@ def test_started_programs_end_with_the_sentence_when_one_never_calls() -> None:
         for program in programs:
             program.kill()
             program.wait()
-    assert [program.returncode for program in programs] == [1, 0, 1]
-    for rank in (0, 2):
-        assert "moeos.errors.PeerTimeout: rank" in printed[rank], printed[rank]
-        assert "for rank 1, which owes its row count" in printed[rank]
+    assert [program.returncode for program in programs] == [1, 0]
+    assert "moeos.errors.PeerTimeout: rank" in printed[0], printed[0]
+    assert "for rank 1, which owes its row count" in printed[0]
     assert shared_memory() == before

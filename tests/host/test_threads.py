@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -175,7 +176,8 @@ def closed_beside(world: World, layer: MoELayer, threads: int) -> list[BaseExcep
     for worker in workers:
         worker.start()
     begun.wait(FAR)
-    time.sleep(0.01)
+    while not any(gate.busy for gate in world._gates()):  # till one is in a call
+        time.sleep(0.001)
     world.close()
     for worker in workers:
         worker.join(FAR)
@@ -334,15 +336,17 @@ def test_programs_end_with_their_own_status_beside_calls_of_daemon_threads(attem
 def test_a_program_that_ends_in_a_call_which_waits_for_a_peer_tells_the_peer() -> None:
     """Rank 0 calls on a daemon thread and ends; rank 1 calls when it has."""
     port = free_port()
+    over = multiprocessing.get_context("fork").Event()
 
     def rank_main(rank: int) -> object:
         os.environ.update(torchrun_environment(rank, 2, port))
         if rank == 0:
             found = ended(AT_THE_END, "2", **torchrun_environment(rank, 2, port))
+            over.set()
             return found.returncode, found.stdout, found.stderr
         with moeos.init(backend="twin", deadline=100.0) as world:  # as of AT_THE_END
             layer = MoELayer(config(max_tokens=128), world)
-            time.sleep(3.0)
+            assert over.wait(FAR)
             layer(torch.randn(128, 64))
         return None
 

@@ -36,12 +36,14 @@ for shape, does in plan.items():
     if rank == 0:
         out.with_suffix(".new").write_text(json.dumps(document))
         out.with_suffix(".new").replace(out)
+    while does in ("fail", "exit") and rank == last:  # when rank 0 has written what is measured
+        if json.loads(out.read_text()).get("measuring", {}).get("shape") == shape:
+            break
+        time.sleep(0.001)
     if does == "fail" and rank == last:
-        time.sleep(0.5)
         pathlib.Path(order["failure"]).write_text("RuntimeError: broke")
         sys.exit(1)
     if does == "exit" and rank == last:
-        time.sleep(0.5)
         sys.exit(9)
     if does != "measure":
         time.sleep(60)
