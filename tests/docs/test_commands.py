@@ -106,7 +106,7 @@ def executed(words: list[str]) -> str:
                 capture_output=True,
                 text=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
-                timeout=60,
+                timeout=200,
                 check=False,
             )
             code, out, err = ended.returncode, ended.stdout, ended.stderr

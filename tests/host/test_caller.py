@@ -115,7 +115,7 @@ def test_the_end_of_a_program_waits_a_while_for_what_was_given_up(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=25,
+        timeout=200,
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, said, "")

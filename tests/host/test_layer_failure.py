@@ -278,7 +278,7 @@ def test_started_programs_end_with_the_sentence_when_one_never_calls() -> None:
         for rank in range(2)
     ]
     try:
-        printed = [program.communicate(timeout=60)[1] for program in programs]
+        printed = [program.communicate(timeout=200)[1] for program in programs]
     finally:
         for program in programs:
             program.kill()

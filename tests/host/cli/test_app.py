@@ -30,7 +30,7 @@ def test_without_a_command_it_shows_its_help() -> None:
 @pytest.mark.parametrize("start", [["-c", MOEOS], ["-m", "moeos"]], ids=["script", "package"])
 def test_the_script_and_the_package_start_the_same_command(start: list[str]) -> None:
     ended = subprocess.run(
-        [sys.executable, *start, "--version"], capture_output=True, text=True, timeout=60
+        [sys.executable, *start, "--version"], capture_output=True, text=True, timeout=200
     )
     assert (ended.returncode, ended.stdout) == (0, f"moeos {moeos.__version__}\n")
 
@@ -46,7 +46,7 @@ def test_help_is_shown_where_a_launchers_variables_make_no_sense() -> None:
         [sys.executable, "-c", MOEOS, "run", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env={**os.environ, "RANK": "1", "WORLD_SIZE": "many", "MASTER_ADDR": "here"},
     )
     assert ended.returncode == 0
