@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from moeos.records import dtype_of
+from moeos.slicing import Slicing
 from moeos.tracing import TASK_KINDS
 
 STAGES = ("route", "dispatch", "replicate", "gemm0", "gemm1", "combine")
@@ -104,6 +106,31 @@ class CallStats:
         return self.busy_seconds / (self.processors * self.seconds) if self.seconds else None
 
 
+def of_slices(
+    stats: CallStats, slicing: Slicing, rank: int, ranks: int, row_bytes: int
+) -> CallStats:
+    """The counters of a rank whose experts are cut, of all ranks of its world.
+
+    `stats` has lists of the ranks of its slice, with which alone it exchanges rows. To the others
+    it sends sums of `row_bytes`.
+    """
+    if not slicing.sums:
+        return stats
+    peers = slicing.same_slice(rank, ranks)
+    lists: dict[str, Any] = {}  # by field: what the others have, and then what the peers have
+    for name in ("pairs_sent", "rows_sent", "pairs_received", "row_bytes_by_peer"):
+        lists[name] = [0] * ranks
+    lists |= {"waited_for": [0.0] * ranks, "rows_before_counts": [0] * ranks}
+    for name in ("counts_after", "rows_after", "results_after"):
+        lists[name] = [None] * ranks
+    for name, values in lists.items():
+        for peer, value in zip(peers, getattr(stats, name), strict=True):
+            values[peer] = value
+    for peer, sums in enumerate(slicing.sums_sent(rank, ranks, stats.tokens)):
+        lists["row_bytes_by_peer"][peer] += sums * row_bytes
+    return dataclasses.replace(stats, **lists)
+
+
 def read(
     rank: int,
     tallies: NDArray[numpy.void],
@@ -119,6 +146,7 @@ def read(
     """A rank's counters out of its memory.
 
     Args:
+        rank: its number among the P that share out experts.
         tallies: [processors, then couriers, then the OS block] of `TALLY`.
         processors: how many of them are processors'.
         record: [1] of `RECORD`.

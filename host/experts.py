@@ -432,18 +432,18 @@ class Experts:
         self.slicing = slicing
         self.scatters = not slicing.everywhere
         self.world = world
-        own = world.sliced_workspace if slicing.cuts else world.workspace
+        own = world.sliced_workspace if slicing.sums else world.workspace
         self.workspace = own if workspace is None else workspace
         cut = slicing.cut(cfg)
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
-            table = placement if placed else None
+            table = placement if placed or not placement.in_order else None
             self.can_be_placed = placed
             self.engine: Engine = engine_class(world)(
                 cut, world, self.workspace.shared, table, slicing
             )
             self.key = custom_op.register(self.engine, self.device)
-        local = len(placement.experts_of(slicing.holder(world.rank)))
+        local = len(placement.experts_of(slicing.place(world.rank, world.size)[0]))
         weights = call_checks.expected_weights(cut, local)
         scales = call_checks.expected_scales(cut, local)
         self._order = custom_op.order_on(self.device)
@@ -480,10 +480,10 @@ def placement_of(
     slicing.cut(cfg)
     if placement is not None and slicing.cuts:
         raise ValueError(
-            "placement is given, and parallel is 'tensor': each rank holds a slice of every "
-            "expert. Leave it out, or pass parallel='expert'"
+            f"placement is given, and parallel is {slicing.parallel!r}: each rank holds a slice of "
+            "every expert. Leave it out, or pass parallel='expert'"
         )
-    return placement or Placement.chunk(cfg.experts, slicing.holders(world.size))
+    return placement or slicing.placement(cfg.experts, world.size)
 
 
 def device_of(world: World) -> torch.device:

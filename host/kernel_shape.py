@@ -112,7 +112,7 @@ class KernelShape:
         if self.arch not in ARCHITECTURES:
             allowed = ", ".join(ARCHITECTURES)
             raise ValueError(f"arch is {self.arch!r}; kernels can be compiled for {allowed}")
-        ranks = self.world_size * self.slicing.slices
+        ranks = self.world_size * (self.slicing.slices if self.slicing.sums else 1)
         if self.virtual_ranks not in (1, ranks):
             raise ValueError(
                 f"virtual_ranks is {self.virtual_ranks}; allowed: 1, or all {ranks} ranks"
@@ -120,21 +120,34 @@ class KernelShape:
         if self.transport not in get_args(Transport):
             allowed = ", ".join(map(repr, get_args(Transport)))
             raise ValueError(f"transport is {self.transport!r}; allowed: {allowed}")
+        pairs = self.slicing.pairs(self.cfg) + (self.cfg.shared_experts > 0)
+        if pairs > MAX_TOP_K and self.slicing.apart:
+            raise ValueError(
+                f"a token has {pairs} rows, of {self.slicing.slices} slices of each of its experts "
+                f"and of shared ones; on the GPU at most {MAX_TOP_K} are allowed: use fewer ranks, "
+                "or parallel='expert'"
+            )
         if self.slicing.slices > MAX_TOP_K:
             raise ValueError(
                 f"{self.slicing.slices} ranks hold slices of the same experts; on the GPU at most "
                 f"{MAX_TOP_K} are allowed: use fewer ranks, or parallel='expert'"
             )
-        if self.slicing.cuts and self.transport != "none":
+        if self.slicing.sums and self.transport != "none":
             raise ValueError(
                 "parallel is 'tensor', and some ranks are reached over a network, which slices of "
                 "experts are not: use the GPUs of one host, or parallel='expert'"
             )
         places = self.world_size * self.places
         if places > MAX_EXPERTS:
+            apart = self.slicing.apart
+            what, remedy = (
+                ("slices of experts have", "use fewer ranks, or parallel='expert'")
+                if apart
+                else ("placement has", "give the fullest rank fewer experts")
+            )
             raise ValueError(
-                f"placement has {places} places, {self.places} on each of {self.world_size} ranks; "
-                f"on the GPU at most {MAX_EXPERTS} are allowed: give the fullest rank fewer experts"
+                f"{what} {places} places, {self.places} on each of {self.world_size} ranks; "
+                f"on the GPU at most {MAX_EXPERTS} are allowed: {remedy}"
             )
         if self.processors < 1:
             raise ValueError(f"processors is {self.processors}; a rank needs at least 1")
@@ -188,11 +201,11 @@ class KernelShape:
             "segment_align": 1 if has_whole_parts(cfg) else _runtime.SEGMENT_ALIGN,
             "dedup_rows": _dedup_rows(cfg, sent_bytes(cfg)),
             "dedup_after": _dedup_after(cfg, self.world_size),
-            "dispatch_tokens": _dispatch_tokens(cfg),
+            "dispatch_tokens": _dispatch_tokens(cfg, self.slicing.pairs(cfg)),
             "up_front_rows": _NARROW_ROWS,
             **shared_cut(cfg, wide_columns[0], narrow_columns[0]),
         }
-        return cfg, cut, self.slicing.sizes()
+        return cfg, cut, self.slicing.sizes(cfg)
 
     def _cut_of_gradients(self) -> _Cut:
         """Of routed experts alone, and without narrow tiles. What parts a row has:
@@ -304,14 +317,14 @@ def _dedup_after(cfg: MoEConfig, world_size: int) -> int:
     return math.ceil(tiles * _TILE_ROWS / (world_size * CHUNK_ROWS))
 
 
-def _dispatch_tokens(cfg: MoEConfig) -> int:
+def _dispatch_tokens(cfg: MoEConfig, pairs: int) -> int:
     """Geometry's `dispatch_tokens`: as many as a warp has lanes for, unless their rows are so long
-    that the first tiles would wait for the last ones'.
+    that the first tiles would wait for the last ones'. `pairs`: of a token.
     """
     if cfg.apply_router_weight_on_input or cfg.activation_format is not None:
         return 0  # such rows are loaded before what is sent of them is made
     row_bytes = cfg.hidden * cfg.dtype.itemsize
-    return max(1, min(MAX_TOP_K, _TOKEN_DISPATCH_BYTES // row_bytes) // cfg.slots)
+    return max(1, min(MAX_TOP_K, _TOKEN_DISPATCH_BYTES // row_bytes) // pairs)
 
 
 def _route_slices(cfg: MoEConfig) -> int:

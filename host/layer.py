@@ -174,7 +174,9 @@ class MoELayer(nn.Module):
     every expert, of I / P. So w1 is [E, 2I/P, H] (this rank's gate rows, then its up rows), w2 is
     [E, H, I/P], b1 is cut as w1 is, and b2 is whole; shared experts likewise. With
     `output="replicated"` each rank returns all tokens, with the same bits; with "scattered" its
-    part of the rows, by the rule of `torch.chunk`. docs/tensor_parallel.md has more.
+    part of the rows, by the rule of `torch.chunk`. With `parallel="sharded_tokens"` each rank has
+    tokens of its own, and returns these; experts are cut in the same way, and shared experts are
+    not. docs/tensor_parallel.md has more.
 
     Raises:
         ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of
@@ -245,7 +247,7 @@ class MoELayer(nn.Module):
         try:
             holding = layer._holding()
             block = checkpoints.load_block(cfg, state_dict, prefix, *holding, ignore, placement)
-            if not layer.placement.in_order:
+            if placement is not None and not placement.in_order:
                 layer._name_experts(block, "")
             layer.load_state_dict(block)
         except Exception as raised:
@@ -855,7 +857,7 @@ class MoELayer(nn.Module):
 
     def _own(self) -> Sequence[int]:
         """This rank's experts."""
-        return self.placement.experts_of(self._holding()[0])
+        return self.placement.experts_of(self._slicing.place(*self._place)[0])
 
     def _name_experts(self, state: dict[str, Any], prefix: str) -> None:
         """Gives each expert in a state dict tensors of its own, such as w1.3 in place of w1.
@@ -884,8 +886,9 @@ class MoELayer(nn.Module):
         """Makes of slices, such as w1.0of2 and w1.1of2, a whole w1, where all are there; or takes
         this rank's own. Others stay, and PyTorch names them.
         """
-        slicing = self._slicing
+        slicing, held = self._slicing, self._expected()
         for name, whole in self._expected_of(self.cfg).items():
+            is_cut = held[name].shape != whole.shape
             joined = self._key(prefix, name)
             begin = joined + "."
             found = {
@@ -896,7 +899,7 @@ class MoELayer(nn.Module):
             for count in sorted({of for _, of in found}):
                 keys = [found.get((number, count)) for number in range(count)]
                 own = keys[slicing.slice_of(self._place[0])] if count == slicing.slices else None
-                if own is not None and slicing.cuts:
+                if own is not None and is_cut:
                     taken[joined] = taken[own]
                 elif None not in keys:
                     parts = [sharding.everything(key, taken[key]) for key in keys if key]
@@ -925,7 +928,8 @@ class MoELayer(nn.Module):
         """
         if self.placement.in_order and not self._slicing.cuts:
             return {}
-        made = "parallel='tensor'" if self._slicing.cuts else "a placement"
+        cut = self._slicing.cuts
+        made = f"parallel={self._slicing.parallel!r}" if cut else "a placement"
         raise RuntimeError(
             "get_model_state_dict and its like would keep one rank's experts of a MoELayer with "
             f"{made}: save model.state_dict() by torch.distributed.checkpoint.save, which keeps "

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a layer's experts are cut over ranks that have the same tokens: tensor parallelism.
+"""How a layer's experts are cut over ranks: tensor parallelism, with the same tokens on all ranks
+or with tokens of each rank's own.
 
 It knows which part of a tensor a rank holds, and which tokens' sums it writes. It knows nothing of
 engines or of how ranks talk.
@@ -16,15 +17,20 @@ import torch
 
 from moeos.config import MoEConfig
 from moeos.formats import FORMATS, HIDDEN_GROUP
+from moeos.placement import Placement
 
-Parallel = Literal["expert", "tensor"]
-"""What ranks share out: whole experts, or slices of each."""
+Parallel = Literal["expert", "tensor", "sharded_tokens"]
+"""What ranks share out: whole experts, or slices of each. With "tensor" they have the same tokens.
+"""
+
+PARALLELS: tuple[Parallel, ...] = get_args(Parallel)
 
 Output = Literal["replicated", "scattered"]
 """Which tokens a rank of a layer in slices returns: all, or its part."""
 
 _CUT = {"intermediate": "weight_format", "shared_intermediate": "shared_weight_format"}
-"""Sizes that are cut, and the formats whose blocks must not be."""
+"""Sizes that are cut, and the formats whose blocks must not be. Where tokens are sharded, so are
+those of shared experts, which are whole then."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +39,13 @@ class Slicing:
 
     Attributes:
         slices: 1: experts are whole, and ranks hold different ones.
-        everywhere: whether each rank returns all tokens.
+        everywhere: whether each rank returns all tokens that it has been given.
+        apart: whether the ranks have tokens of their own.
     """
 
     slices: int = 1
     everywhere: bool = True
+    apart: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -45,8 +53,15 @@ class Slicing:
         return self.slices > 1
 
     @property
+    def sums(self) -> bool:
+        """Whether ranks with the same tokens add up each other's sums."""
+        return self.cuts and not self.apart
+
+    @property
     def name(self) -> str:
         """What errors and agreements call a layer that is cut so."""
+        if self.apart:
+            return f"parallel={self.parallel!r}"
         output = "replicated" if self.everywhere else "scattered"
         return f"parallel={self.parallel!r}, output={output!r}"
 
@@ -62,22 +77,57 @@ class Slicing:
         """Which slice a rank holds."""
         return rank % self.slices
 
+    def place(self, rank: int, ranks: int) -> tuple[int, int]:
+        """A rank's number among those that have tokens of their own, and how many they are."""
+        if self.apart:
+            return rank, ranks
+        return self.holder(rank), self.holders(ranks)
+
+    def placement(self, experts: int, ranks: int) -> Placement:
+        """Where experts, or their slices, lie among the ranks that have tokens of their own."""
+        whole = Placement.chunk(experts, self.holders(ranks))
+        if not self.apart:
+            return whole
+        return Placement(tuple(whole.ranks[self.holder(rank)] for rank in range(ranks)))
+
     def peers(self, rank: int, ranks: int) -> list[int]:
         """All ranks as the runtime counts them from this one on: first those of its slice."""
-        if not self.cuts:
+        if not self.sums:
             return []
         holders = self.holders(ranks)
         numbers = [(self.slice_of(rank) * holders + peer) % ranks for peer in range(ranks)]
         return [number % holders * self.slices + number // holders for number in numbers]
 
     def number(self, rank: int, ranks: int) -> int:
-        """A rank's number as the runtime has it: ranks with one slice follow each other."""
+        """A rank's number as the runtime has it: ranks with one slice follow each other, where they
+        have the same tokens as others.
+        """
+        if not self.sums:
+            return rank
         return self.slice_of(rank) * self.holders(ranks) + self.holder(rank)
+
+    def same_slice(self, rank: int, ranks: int) -> list[int]:
+        """The ranks with which this one shares out the experts: those of its slice, in order."""
+        return list(range(self.slice_of(rank), ranks, self.slices))
+
+    def sums_sent(self, rank: int, ranks: int, tokens: int) -> list[int]:
+        """By rank, the rows of sums that this one sends there in a call of so many tokens: partial
+        sums to their owner and, where each rank returns all tokens, the sums of its own to all.
+        """
+        sums = len(self._owned(rank, tokens)) if self.everywhere else 0
+        return [
+            len(self._owned(peer, tokens)) + sums
+            if self.sums and self.holder(peer) == self.holder(rank) and peer != rank
+            else 0
+            for peer in range(ranks)
+        ]
 
     def tokens_of(self, rank: int, rows: int) -> range:
         """The tokens whose sums this rank writes, of so many."""
-        if self.everywhere:
-            return range(rows)
+        return range(rows) if self.everywhere else self._owned(rank, rows)
+
+    def _owned(self, rank: int, rows: int) -> range:
+        """Those whose partial sums it adds up."""
         each = -(-rows // self.slices)
         mine = self.slice_of(rank)
         return range(min(rows, each * mine), min(rows, each * (mine + 1)))
@@ -88,7 +138,7 @@ class Slicing:
         Which rank writes a row of a heap, and when, differs between layers with other slices.
         """
         for other in others:
-            if other.slices != self.slices:
+            if (other.sums, other.sums and other.slices) != (self.sums, self.sums and self.slices):
                 raise ValueError(
                     f"the workspace has layers with parallel={other.parallel!r}, and this one has "
                     f"parallel={self.parallel!r}: pass workspace=moeos.Workspace(world), which "
@@ -98,20 +148,30 @@ class Slicing:
     @property
     def no_backward(self) -> str:
         """Why a layer that is cut so has none, behind "has no backward"."""
-        return " with parallel='tensor', but with parallel='expert' alone"
+        return f" with parallel={self.parallel!r}, but with parallel='expert'"
 
     @property
     def parallel(self) -> Parallel:
         """The argument that says it."""
-        return "tensor" if self.cuts else "expert"
+        if not self.cuts:
+            return "expert"
+        return "sharded_tokens" if self.apart else "tensor"
 
     def adds_bias(self, rank: int) -> bool:
         """Whether a rank adds b2, which all have whole: one does, to its partial sums."""
         return self.slice_of(rank) == 0
 
-    def sizes(self) -> dict[str, int]:
-        """Fields of runtime/geometry.def."""
-        return {"slices": self.slices, "sums_everywhere": int(self.everywhere)} if self.cuts else {}
+    def pairs(self, cfg: MoEConfig) -> int:
+        """Of a token, at most: one with each slice of an expert, where each is another pair."""
+        return cfg.slots * (self.slices if self.apart else 1)
+
+    def sizes(self, cfg: MoEConfig) -> dict[str, int]:
+        """Fields of runtime/geometry.def that differ from those of whole experts."""
+        if not self.cuts:
+            return {}
+        if self.apart:
+            return {"pair_slices": self.slices, "top_k": self.pairs(cfg)}
+        return {"slices": self.slices, "sums_everywhere": int(self.everywhere)}
 
     def cut(self, cfg: MoEConfig) -> MoEConfig:
         """The config of one slice, as an engine has it.
@@ -124,19 +184,21 @@ class Slicing:
             value = getattr(cfg, name)
             if value != unlike:
                 raise ValueError(
-                    f"{name} is {value!r}; a layer with parallel='tensor' has none: set "
+                    f"{name} is {value!r}; a layer with parallel={self.parallel!r} has none: set "
                     f"{name}={unlike!r}, or make it with parallel='expert'"
                 )
         sizes = {}
         for name, of_format in _CUT.items():
+            if self.apart and name != "intermediate":
+                continue
             size = getattr(cfg, name)
             block = _block(getattr(cfg, of_format), cfg, name)
             if size % (self.slices * block):
                 blocks = "" if block == 1 else f", in blocks of {block}"
                 raise ValueError(
-                    f"{name} is {size}; {self.slices} ranks with parallel='tensor' take equal "
-                    f"slices of it{blocks}: it must be a multiple of {self.slices * block}. Use "
-                    "as many ranks as divide it, or parallel='expert'"
+                    f"{name} is {size}; {self.slices} ranks with parallel={self.parallel!r} take "
+                    f"equal slices of it{blocks}: it must be a multiple of {self.slices * block}. "
+                    "Use as many ranks as divide it, or parallel='expert'"
                 )
             sizes[name] = size // self.slices
         return dataclasses.replace(cfg, **sizes)
@@ -157,6 +219,17 @@ class Slicing:
         cut: torch.Tensor = apart.narrow(dim + 1, mine * each, each).flatten(dim, dim + 1)
         return cut
 
+    def write_part(self, own: torch.Tensor, whole: torch.Tensor, halves: int, rank: int) -> None:
+        """Copies this rank's part of a tensor into the whole one."""
+        if own.shape == whole.shape:
+            whole.copy_(own)
+            return
+        dim, count = _cut_dimension(whole.shape, own.shape, halves)
+        each = own.shape[dim] // count
+        apart = whole.unflatten(dim, (count, whole.shape[dim] // count))
+        part = apart.narrow(dim + 1, self.slice_of(rank) * each, each)
+        part.copy_(own.unflatten(dim, (count, each)))
+
     def joined(self, parts: Sequence[torch.Tensor], whole: torch.Size, halves: int) -> torch.Tensor:
         """The tensor of shape `whole` of which these are the parts, by slice."""
         part = parts[0].shape
@@ -176,23 +249,19 @@ def slicing_of(parallel: object, output: object, ranks: int) -> Slicing:
 
     Raises `ValueError` for others than are known.
     """
-    if parallel == "sharded_tokens":
-        raise ValueError(
-            "parallel is 'sharded_tokens', which is not built: gather the tokens of all ranks, and "
-            "make the layer with parallel='tensor' and output='scattered'"
-        )
-    if parallel not in get_args(Parallel):
-        raise ValueError(f"parallel is {parallel!r}; it must be 'expert' or 'tensor'")
+    if parallel not in PARALLELS:
+        allowed = " or ".join(map(repr, PARALLELS))
+        raise ValueError(f"parallel is {parallel!r}; it must be {allowed}")
     if output not in get_args(Output):
         raise ValueError(f"output is {output!r}; it must be 'replicated' or 'scattered'")
-    if parallel == "expert":
-        if output != "replicated":
-            raise ValueError(
-                f"output is {output!r}; with parallel='expert' each rank returns its own tokens: "
-                "leave it out, or pass parallel='tensor'"
-            )
-        return WHOLE
-    return Slicing(ranks, everywhere=output == "replicated")
+    if parallel != "tensor" and output != "replicated":
+        raise ValueError(
+            f"output is {output!r}; with parallel={parallel!r} each rank returns its own tokens: "
+            "leave it out, or pass parallel='tensor'"
+        )
+    if parallel == "expert" or ranks == 1:
+        return Slicing(everywhere=output == "replicated")
+    return Slicing(ranks, everywhere=output == "replicated", apart=parallel == "sharded_tokens")
 
 
 def digest(tensors: Mapping[str, torch.Tensor | None]) -> int:

@@ -7,12 +7,14 @@ It knows nothing of files or pictures.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
 from moeos import _runtime
 from moeos.records import dtype_of
+from moeos.slicing import Slicing
 
 KINDS = tuple(_runtime.trace_kinds())
 """The parts of tasks, then the steps of the OS block's actors."""
@@ -55,6 +57,23 @@ class RankTrace:
     def processors(self) -> int:
         """How many processors the rank has."""
         return len(self.events) - len(OS_ACTORS)
+
+
+def of_slices(trace: RankTrace, slicing: Slicing, ranks: int, experts: Sequence[int]) -> RankTrace:
+    """The trace of a rank whose experts are cut, of all ranks of its world.
+
+    `trace` knows the ranks of its slice by their places among them. `experts`: of this rank.
+    """
+    if not slicing.sums:
+        return trace
+    peers = slicing.same_slice(trace.rank, ranks)
+    received = numpy.zeros((ranks, trace.received.shape[1]), numpy.int64)
+    received[peers] = trace.received
+    numbers = numpy.array(peers, EVENT["peer"])
+    for events in trace.events:
+        known = events["peer"] < len(peers)  # others have none
+        events["peer"][known] = numbers[events["peer"][known]]
+    return dataclasses.replace(trace, received=received, experts=tuple(experts))
 
 
 def read(

@@ -30,6 +30,7 @@
 #include "runtime/memory.hpp"
 #include "runtime/os_memory.hpp"
 #include "runtime/records.hpp"
+#include "runtime/slices.hpp"
 #include "runtime/task.hpp"
 #include "runtime/watchdog.hpp"
 
@@ -147,8 +148,10 @@ void check_fits(const Geometry& geometry) {
   require(world > 0 && geometry.experts > 0, "a world has a rank, and a layer an expert");
   limit(world, std::numeric_limits<u16>::max(), "the world's size", "it");
   require(!geometry.placed() || geometry.experts % world == 0, "each rank has as many places");
+  require(geometry.top_k % geometry.pairs_of_choice() == 0, "each choice has as many pairs");
+  require(geometry.pair_slices == 0 || geometry.placed(), "a table says where slices are");
   const u32 local_experts = geometry.local_experts();
-  limit(u64{world} * geometry.max_tokens * minimum(geometry.top_k, local_experts),
+  limit(u64{world} * geometry.max_tokens * geometry.rows_of_token(),
         std::numeric_limits<u32>::max() / 2, "the number of rows that a rank can receive");
   limit(u64{local_experts} * geometry.capacity, std::numeric_limits<u32>::max() / 2,
         "the number of rows of a cell");
@@ -308,6 +311,7 @@ NB_MODULE(_runtime, module) {
   module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
   module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
   module.attr("WINDOW_BYTES") = Geometry::kWindowBytes;
+  module.attr("TOKENS_OF_SUMS") = kTokensOfSums;
   module.attr("FAULTS") = u32{kFaultsMost};
 
   module.def("task_kinds", &task_kinds, "Kinds of tasks, in the order of TaskKind.");
@@ -407,7 +411,13 @@ NB_MODULE(_runtime, module) {
           "tokens"_a)
       .def(
           "combine_tokens",
-          [](const Sizes& s, u32 tokens) { return s.geometry.combine_tokens(tokens); }, "tokens"_a);
+          [](const Sizes& s, u32 tokens) { return s.geometry.combine_tokens(tokens); }, "tokens"_a)
+      .def(
+          "sum_groups",
+          [](const Sizes& s, u32 tokens, u32 owner) {
+            return sum_groups(s.geometry, tokens, owner);
+          },
+          "tokens"_a, "owner"_a);
 }
 
 }  // namespace moeos

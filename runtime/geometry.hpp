@@ -41,6 +41,13 @@ struct Geometry {
   /// The rank of an expert, or of a place.
   constexpr u32 owner_of(u32 expert) const { return expert / local_experts(); }
 
+  /// Pairs of a token with an expert that it chooses: they follow each other, one for each slice.
+  constexpr u32 pairs_of_choice() const { return maximum(1U, pair_slices); }
+  /// Experts that a token chooses.
+  constexpr u32 choices() const { return top_k / pairs_of_choice(); }
+  /// Rows that a token has at one rank, at most: a rank has no two slices of an expert.
+  constexpr u32 rows_of_token() const { return minimum(choices(), local_experts()); }
+
   // --- Slices of experts (slices.hpp) ---
 
   constexpr bool sliced() const { return slices > 1; }
@@ -69,17 +76,15 @@ struct Geometry {
   /// Rows of sums that owners send here.
   constexpr u32 total_rows() const { return sliced() && sums_everywhere != 0 ? owned_rows() : 0; }
 
-  /// Rows of one cell, as they are numbered. A token reaches an expert once, so a source sends a
-  /// rank at most min(k, X) rows a token.
+  /// Rows of one cell, as they are numbered.
   constexpr u32 cell_rows() const {
     const u32 all_experts_full = local_experts() * capacity;
-    return row_map == RowMap::capacity
-               ? all_experts_full
-               : minimum(max_tokens * minimum(top_k, local_experts()), all_experts_full);
+    return row_map == RowMap::capacity ? all_experts_full
+                                       : minimum(max_tokens * rows_of_token(), all_experts_full);
   }
   /// Rows that can ever arrive in one cell in one call, whatever the row map.
   constexpr u32 cell_rows_used() const {
-    return minimum(max_tokens * minimum(top_k, local_experts()), local_experts() * capacity);
+    return minimum(max_tokens * rows_of_token(), local_experts() * capacity);
   }
 
   // --- Cells as rings (docs/memory.md) ---
@@ -189,8 +194,7 @@ struct Geometry {
   /// to a peer, or use places of a cell again: those parts wait for none.
   constexpr bool dispatches_tokens(u32 tokens) const {
     return dispatch_tokens != 0 && tokens <= u64{dispatch_tokens} * processors &&
-           !deduplicates(tokens * minimum(top_k, local_experts())) &&
-           !overflows(tokens * minimum(top_k, local_experts()));
+           !deduplicates(tokens * rows_of_token()) && !overflows(tokens * rows_of_token());
   }
   /// Tokens of a part, then: each processor has one at most.
   constexpr u32 tokens_of_part(u32 tokens) const {

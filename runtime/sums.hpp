@@ -14,9 +14,9 @@
 namespace moeos {
 
 /// Counts a token whose partial sum is at its owner; the last one of its group announces the group.
-/// One lane; others may count other tokens.
+/// One lane; others may count other tokens. Returns whether the owner is another rank.
 template <Platform P>
-void count_partial(const Rank<P>& rank, const Call& call, u32 token) {
+bool count_partial(const Rank<P>& rank, const Call& call, u32 token) {
   const Geometry& geometry = rank.geometry();
   const u32 owner = owner_of_token(geometry, call.tokens, token);
   const u32 group = group_of_token(geometry, call.tokens, token);
@@ -26,6 +26,7 @@ void count_partial(const Rank<P>& rank, const Call& call, u32 token) {
     order_rows<P>(true);  // those of others that have counted theirs
     send_partials(rank, call, owner, group);
   }
+  return owner != rank.slice;
 }
 
 /// Announces what a Combine's part has sent to other ranks. One warp, behind all that has written
@@ -33,7 +34,6 @@ void count_partial(const Rank<P>& rank, const Call& call, u32 token) {
 template <Platform P>
 u64 announce_sums(const Rank<P>& rank, const Call& call, const Task& task, u32 combined) {
   const Geometry& geometry = rank.geometry();
-  const u64 bytes = u64{combined} * geometry.row_bytes;
   const Summands summands = summands_of(geometry, task);
   if (summands == Summands::total || (summands == Summands::slices && !geometry.sums_everywhere)) {
     return 0;
@@ -43,11 +43,12 @@ u64 announce_sums(const Rank<P>& rank, const Call& call, const Task& task, u32 c
     if (P::lane() == 0) {
       send_totals(rank, call, group_of_token(geometry, call.tokens, task.first_ready));
     }
-    return bytes * (geometry.slices - 1);
+    return u64{combined} * geometry.row_bytes * (geometry.slices - 1);
   }
+  u32 sent = 0;  // by this lane, to others
 #pragma unroll 1
   for (u32 i = P::lane(); i < task.rows; i += P::kLanes) {
-    count_partial(
+    sent += count_partial(
         rank, call,
         task.awaits != 0 ? task.first_ready + i : rank.memory.ready_tokens[task.first_ready + i]);
   }
@@ -56,11 +57,11 @@ u64 announce_sums(const Rank<P>& rank, const Call& call, const Task& task, u32 c
 #pragma unroll 1
     for (u32 token = tokens.first + P::lane(); token < tokens.end; token += P::kLanes) {
       if (rank.memory.token_rows[token] == 0) {
-        count_partial(rank, call, token);
+        sent += count_partial(rank, call, token);
       }
     }
   }
-  return bytes;
+  return u64{P::broadcast(P::inclusive_scan(sent), P::kLanes - 1)} * geometry.row_bytes;
 }
 
 }  // namespace moeos

@@ -6,6 +6,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/records.hpp"
+#include "runtime/slices.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos {
@@ -47,6 +48,9 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
     event.part = task.rows == 0 ? task.first_ready : task.first_ready / geometry.max_tokens;
     event.place = task.rows == 0 ? kNone : task.first_ready;
     event.rows = done;
+    if (summands_of(geometry, task) != Summands::pairs) {
+      event.part = word.part();
+    }
   }
   return event;
 }

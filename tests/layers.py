@@ -152,7 +152,7 @@ class Weights:
         layer = MoELayer(
             self.cfg, world, workspace, placement=placement, parallel=parallel, output=output
         )
-        whole = placement is not None or parallel == "tensor"
+        whole = placement is not None or parallel != "expert"
         mine = self if whole else self.of_rank(world.rank, world.size)
         parts = {
             "gate.weight": mine.gate,

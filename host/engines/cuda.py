@@ -443,7 +443,7 @@ class CudaEngine:
         self._faults = LayerFaults(world.faults, world.rank, self._number, processors, pinned=True)
         shape = KernelShape(
             cfg=cfg,
-            world_size=self._slicing.holders(world.size),
+            world_size=self._slicing.place(world.rank, world.size)[1],
             processors=processors,
             virtual_ranks=ranks,
             transport=peers.transport,

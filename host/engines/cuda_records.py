@@ -115,18 +115,22 @@ def stats_of(
     sent, received = (
         _starts(records, offsets[name], shape) for name in ("send_start", "receive_start")
     )
-    return counters.read(
-        rank,
+    slicing = shape.slicing
+    ranks = shape.world_size * (slicing.slices if slicing.sums else 1)
+    place, _ = slicing.place(rank, ranks)
+    stats = counters.read(
+        place,
         noted("tallies", counters.TALLY, shape.processors + shape.couriers + 1),
         shape.processors,
         noted("record", counters.RECORD, 1),
         noted("peer_records", counters.PEER, shape.world_size),
         sent[:, -1].tolist(),
         received.diff(dim=1).tolist(),
-        len(experts_of(shape.cfg, shape.slicing.holder(rank), shape.world_size, placement)),
+        len(experts_of(shape.cfg, place, shape.world_size, placement)),
         shape.sizes.sent_bytes,
         shape.sizes.row_bytes,
     )
+    return counters.of_slices(stats, slicing, rank, ranks, shape.sizes.row_bytes)
 
 
 def trace_of(
@@ -152,9 +156,13 @@ def trace_of(
     received = starts.diff(dim=1).numpy()
     chunk_rows = shape.sizes.chunk_rows
     experts = () if placement is None else placement.ranks[rank]
-    return tracing.read(
+    trace = tracing.read(
         rank, counts, events, received, chunk_rows, couriers=shape.couriers, experts=experts
     )
+    slicing = shape.slicing
+    ranks = shape.world_size * (slicing.slices if slicing.sums else 1)
+    own = experts_of(shape.cfg, slicing.place(rank, ranks)[0], shape.world_size, placement)
+    return tracing.of_slices(trace, slicing, ranks, own)
 
 
 def write_table(records: Tensor, offsets: dict[str, int], placement: Placement) -> None:

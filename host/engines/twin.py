@@ -89,12 +89,14 @@ def gradient_sizes_of(
     remote: bool = False,
     trace_events: int = 0,
     places: int = 0,
+    rows: Mapping[str, int] | None = None,
 ) -> _runtime.Sizes:
     """The same of its calls of gradients, which are of routed experts alone."""
     routed = routed_alone(cfg)
     place = (world_size, processors, remote, trace_events, places)
-    sent, kept = _twin.gradient_row_bytes(sizes_of(routed, *place), cfg.dtype == torch.bfloat16)
-    return sizes_of(routed, *place, rows=of_gradients(sent, kept))
+    plain = sizes_of(routed, *place, rows)
+    sent, kept = _twin.gradient_row_bytes(plain, cfg.dtype == torch.bfloat16)
+    return sizes_of(routed, *place, {**(rows or {}), **of_gradients(sent, kept)})
 
 
 class TwinEngine:
@@ -132,10 +134,10 @@ class TwinEngine:
         self._world = world
         self._placement = placement
         self._slicing = slicing
-        self._holders = slicing.holders(world.size)
+        self._place, self._holders = slicing.place(world.rank, world.size)
         remote = not all(map(world.near, range(world.size)))
         places = 0 if placement is None else placement.most
-        rows = slicing.sizes()
+        rows = slicing.sizes(cfg)
         sizes = sizes_of(
             cfg, self._holders, world.processors, remote, world.trace_events, places, rows
         )
@@ -178,8 +180,10 @@ class TwinEngine:
 
     def no_backward(self) -> str | None:
         """See `Engine.no_backward`."""
-        if self._slicing.cuts:
+        if self._slicing.sums:
             return self._slicing.no_backward
+        if self._slicing.cuts:
+            return None
         if self._placement is None or not self._placement.replicated:
             return None
         return (
@@ -224,10 +228,12 @@ class TwinEngine:
             world = self._world
             remote = bool(self._sizes.remote)
             places = 0 if self._placement is None else self._placement.most
+            rows = self._slicing.sizes(self._cfg)
             sizes = gradient_sizes_of(
-                self._cfg, world.size, world.processors, remote, world.trace_events, places
+                *(self._cfg, world.size, world.processors, remote, world.trace_events, places, rows)
             )
-            self._gradients = self._shared.admit((self._cfg, places, WHOLE), sizes, gradients=True)
+            key = (self._cfg, places, self._slicing)
+            self._gradients = self._shared.admit(key, sizes, gradients=True)
 
     def _record(self, tensors: CallTensors) -> Recording:
         checked = self._checked(tensors)
@@ -269,7 +275,7 @@ class TwinEngine:
                 w1=piece.w1.data_ptr(),
                 b1=_address(piece.b1),
                 w2=piece.w2.data_ptr(),
-                b2=_address(piece.b2),
+                b2=_address(piece.b2) if self._slicing.adds_bias(self._world.rank) else 0,
                 d_x=piece.d_x.data_ptr(),
                 d_topk_weights=piece.d_topk_weights.data_ptr(),
                 d_w1=_address(piece.d_w1),
@@ -289,7 +295,7 @@ class TwinEngine:
 
     def _inputs(self, tensors: CallTensors, tokens: int) -> int:
         """What ranks with slices of the same experts compare: a digest of what must be equal."""
-        if not self._slicing.cuts:
+        if not self._slicing.sums:
             return 0
         given = (tensors.x, tensors.x_scale, tensors.topk_ids, tensors.topk_weights)
         names = ("x", "x_scale", "topk_ids", "topk_weights")
@@ -303,26 +309,29 @@ class TwinEngine:
 
     def _stats(self) -> CallStats:
         records = self._live()
-        holder = self._slicing.holder(self._world.rank)
         tallies, record, peers = records.counters()
-        return counters.read(
-            self._world.rank,
+        stats = counters.read(
+            self._place,
             numpy.frombuffer(tallies, counters.TALLY),
             self._world.processors,
             numpy.frombuffer(record, counters.RECORD),
             numpy.frombuffer(peers, counters.PEER),
             records.rows_sent(),
             [records.rows_received(source) for source in range(self._holders)],
-            len(experts_of(self._cfg, holder, self._holders, self._placement)),
+            len(experts_of(self._cfg, self._place, self._holders, self._placement)),
             self._last.sent_bytes,
             self._last.row_bytes,
+        )
+        world = self._world
+        return counters.of_slices(
+            stats, self._slicing, world.rank, world.size, self._last.row_bytes
         )
 
     def _trace(self) -> RankTrace:
         records = self._live()
         counts, events = records.trace()
         actors = self._world.processors + len(OS_ACTORS)
-        return tracing.read(
+        trace = tracing.read(
             self._world.rank,
             numpy.frombuffer(counts, numpy.uint32),
             numpy.frombuffer(events, EVENT).reshape(actors, -1),
@@ -330,6 +339,8 @@ class TwinEngine:
             self._sizes.chunk_rows,
             experts=() if self._placement is None else self._placement.ranks[self._world.rank],
         )
+        own = experts_of(self._cfg, self._place, self._holders, self._placement)
+        return tracing.of_slices(trace, self._slicing, self._world.size, own)
 
     def _checked(self, tensors: CallTensors) -> CallTensors:
         """The call with routing as the twin reads it. Raises for values that cannot be, and for

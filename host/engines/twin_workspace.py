@@ -203,7 +203,7 @@ class TwinWorkspace:
             made.append(
                 _twin.Rank(
                     sizes=shape.sizes,
-                    rank=shape.slicing.holder(world.rank),
+                    rank=shape.slicing.place(world.rank, world.size)[0],
                     shared=shared,
                     words_at=place.words_at,
                     rows_at=place.rows_at,
@@ -215,7 +215,7 @@ class TwinWorkspace:
                     jitter_seed=options.jitter_seed,
                     ranks_per_node=world.ranks_per_node or world.size,
                     gradients=shape.gradients,
-                    slice_number=shape.slicing.slice_of(world.rank),
+                    slice_number=shape.slicing.slice_of(world.rank) if shape.slicing.sums else 0,
                     peers=shape.slicing.peers(world.rank, world.size),
                 )
             )

@@ -71,6 +71,12 @@ def get_total_norm(
                     f"{holder.name} is of a layer of {holder.layer.world}, and world is {world}: "
                     "pass the world of the layers"
                 )
+            if holder.layer.experts is not None and holder.layer.experts.slicing.cuts:
+                raise ValueError(
+                    f"{holder.name} is of a layer with slices of experts, of whose gradients some "
+                    "are on one rank and others on all: sum them up yourself, or train with "
+                    "parallel='expert'"
+                )
             if holder.layer.placement.replicated:
                 raise ValueError(
                     f"{holder.name} is of a layer with replicas of experts, whose gradients are "

@@ -14,30 +14,31 @@
 
 namespace moeos::sm90 {
 
-/// The id that the caller gave a pair; -1 means an unused slot, as do others that are no expert if
-/// the call says so.
-inline i64 given_id(const RankArguments& arguments, u32 pair) {
-  const i64 id = arguments.ids_wide != 0 ? static_cast<const i64*>(arguments.topk_ids)[pair]
-                                         : static_cast<const i32*>(arguments.topk_ids)[pair];
+/// The id that the caller gave a choice; -1 means an unused slot, as do others that are no expert
+/// if the call says so.
+inline i64 given_id(const RankArguments& arguments, u32 choice) {
+  const i64 id = arguments.ids_wide != 0 ? static_cast<const i64*>(arguments.topk_ids)[choice]
+                                         : static_cast<const i32*>(arguments.topk_ids)[choice];
   const bool expert = id >= 0 && id < i64{kRouterRows};
   return arguments.any_ids != 0 && !expert ? -1 : id;
 }
 
-inline float given_weight(const RankArguments& arguments, u32 pair) {
+inline float given_weight(const RankArguments& arguments, u32 choice) {
   if (arguments.weight_type == WeightType::float32) {
-    return static_cast<const float*>(arguments.topk_weights)[pair];
+    return static_cast<const float*>(arguments.topk_weights)[choice];
   }
-  const u32 bits = static_cast<const u16*>(arguments.topk_weights)[pair];
+  const u32 bits = static_cast<const u16*>(arguments.topk_weights)[choice];
   return arguments.weight_type == WeightType::bfloat16 ? Bfloat16::low(bits) : Float16::low(bits);
 }
 
-/// What is wrong with a pair's id: it is no expert, or the token has it in an earlier slot.
-inline FailureKind given_fault(const RankArguments& arguments, u32 pair, i64 id) {
+/// What is wrong with a choice's id: it is no expert, or the token has it in an earlier slot.
+inline FailureKind given_fault(const RankArguments& arguments, u32 choice, i64 id) {
   if (id < -1 || id >= i64{kRouterRows}) {
     return FailureKind::id_no_expert;
   }
   bool repeated = false;
-  for (u32 before = pair / kGeometry.top_k * kGeometry.top_k; id >= 0 && before < pair; ++before) {
+  constexpr u32 kChoices = kGeometry.choices();
+  for (u32 before = choice / kChoices * kChoices; id >= 0 && before < choice; ++before) {
     repeated = repeated || given_id(arguments, before) == id;
   }
   return repeated ? FailureKind::id_repeated : FailureKind::none;
@@ -50,8 +51,9 @@ inline void copy_given_routing(const RankArguments& arguments, const RankMemory&
                                u32 end, u32 told, u32* bad_token) {
   for (u32 pair = first * kGeometry.top_k + threadIdx.x % kConsumerThreads;
        pair < end * kGeometry.top_k; pair += kConsumerThreads) {
-    const i64 id = given_id(arguments, pair);
-    const bool wrong = given_fault(arguments, pair, id) != FailureKind::none;
+    const u32 choice = pair / kPairsOfChoice;
+    const i64 id = given_id(arguments, choice);
+    const bool wrong = given_fault(arguments, choice, id) != FailureKind::none;
     const u32 expert = wrong || id < 0 ? kNone : static_cast<u32>(id);
     const bool weighed = !kWeighsGiven || arguments.topk_weights != nullptr;
     memory.pair_expert[pair] = weighed ? place_of(arguments, memory, pair, expert) : expert;
@@ -60,7 +62,7 @@ inline void copy_given_routing(const RankArguments& arguments, const RankMemory&
     }
     if (weighed) {
       const bool is_slot = kShape.zero_experts > 0 && expert == kNone;
-      memory.pair_weight[pair] = is_slot ? 0.0F : given_weight(arguments, pair);
+      memory.pair_weight[pair] = is_slot ? 0.0F : given_weight(arguments, choice);
     }
     if (wrong) {
       atomicMin(bad_token, pair / kGeometry.top_k);
@@ -73,12 +75,12 @@ inline void copy_given_routing(const RankArguments& arguments, const RankMemory&
 inline bool reject_given_routing(const RankArguments& arguments, Processor<Machine>& processor,
                                  u32 token) {
   const u32 lane = Machine::lane();
-  const u32 pair = token * kGeometry.top_k + lane;
+  const u32 choice = token * kGeometry.choices() + lane;
   i64 id = 0;
   FailureKind fault = FailureKind::none;
-  if (lane < kGeometry.top_k) {
-    id = given_id(arguments, pair);
-    fault = given_fault(arguments, pair, id);
+  if (lane < kGeometry.choices()) {
+    id = given_id(arguments, choice);
+    fault = given_fault(arguments, choice, id);
   }
   const u32 wrong = Machine::ballot(fault != FailureKind::none);
   if (wrong != 0 && lane == Machine::first_lane(wrong)) {

@@ -16,6 +16,7 @@ namespace moeos::sm90 {
 
 static_assert(kGeometry.top_k <= Machine::kLanes, "each choice of a token has a lane");
 
+inline constexpr u32 kPairsOfChoice = kGeometry.pairs_of_choice();
 inline constexpr float kLeast = -1e30F;  // two of them are above minus infinity
 
 /// Logits of a token that one lane has.
@@ -32,7 +33,7 @@ inline u32 real_expert(u32 expert) {
 inline u32 place_of(const RankArguments& arguments, const RankMemory& memory, u32 pair,
                     u32 expert) {
   if constexpr (kGeometry.placed()) {
-    return place_of_pair(kGeometry, memory, arguments.rank, pair / kGeometry.top_k, expert);
+    return place_of_pair(kGeometry, memory, arguments.rank, pair, expert);
   }
   return real_expert(expert);
 }
@@ -65,7 +66,7 @@ class Token {
  public:
   /// Chooses the experts of `token`, whose logits logit_of(expert) has; false when they are not
   /// finite. `told`: the epoch of a call whose processors are told at once, or 0. Lane n writes the
-  /// nth choice.
+  /// token's nth pair.
   template <class LogitOf>
   static bool choose(LogitOf logit_of, const RankArguments& arguments, const RankMemory& memory,
                      u32 token, u32 told) {
@@ -84,11 +85,11 @@ class Token {
       close_groups(choices);
     }
     const u32 lane = Machine::lane();
-    u32 expert = 0;  // this lane's choice
+    u32 expert = 0;  // of this lane's pair
 #pragma unroll 1
-    for (u32 nth = 0; nth < kGeometry.top_k; ++nth) {
+    for (u32 nth = 0; nth < kGeometry.choices(); ++nth) {
       const u32 best = take_best(choices);
-      expert = lane == nth ? best : expert;
+      expert = lane / kPairsOfChoice == nth ? best : expert;
     }
     const bool has_one = lane < kGeometry.top_k;
     const u32 pair = token * kGeometry.top_k + lane;
@@ -120,6 +121,9 @@ class Token {
   }
 
  private:
+  /// Whether a lane has another pair of the choice that the lane before has.
+  static bool lane_repeats() { return Machine::lane() % kPairsOfChoice != 0; }
+
   /// Whether scores need the sum of all exponentials: not where logits choose, and weights are
   /// shares.
   static constexpr bool kSumsExponentials =
@@ -218,7 +222,7 @@ class Token {
     if constexpr (kShape.renormalize) {
       const float top = from_ordered(__reduce_max_sync(~0U, used ? ordered(logit) : kChosen));
       weight = used ? rule.share(logit, top) : 0.0F;
-      const float sum = sum_of_lanes(weight);
+      const float sum = sum_of_lanes(kPairsOfChoice > 1 && lane_repeats() ? 0.0F : weight);
       factor *= sum > 0.0F ? 1.0F / sum : 1.0F;  // 0: no pair is used
     } else {
       weight = used ? rule.score(logit) : 0.0F;

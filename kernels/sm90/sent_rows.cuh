@@ -15,12 +15,12 @@
 
 namespace moeos::sm90 {
 
-static_assert(!kShape.weight_on_input || kGeometry.top_k == 1, "a token has one weight");
+static_assert(!kShape.weight_on_input || kGeometry.choices() == 1, "a token has one weight");
 static_assert(kGeometry.sent_bytes <= kGeometry.row_bytes && kGeometry.row_bytes % 16 == 0);
 
 /// What multiplies a token's row.
 inline float weight_on_input(const RankMemory& memory, u32 token) {
-  return kShape.weight_on_input ? memory.pair_weight[token] : 1.0F;  // of its only pair
+  return kShape.weight_on_input ? memory.pair_weight[token * kGeometry.top_k] : 1.0F;
 }
 
 /// Eight elements of x.

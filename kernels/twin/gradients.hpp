@@ -69,7 +69,7 @@ class GradientKernels {
     if (shape_.weight_on_input) {
       float* row = scratch_.row.get();
       for (u32 n = 0; n < shape_.hidden; ++n) {
-        row[n] = rank_.memory.pair_weight[token] * x[first + n];
+        row[n] = rank_.memory.pair_weight[token * rows_.top_k] * x[first + n];
       }
       store(operands_.element, row, shape_.hidden, destination);
     } else {
@@ -149,11 +149,12 @@ class GradientKernels {
     for (u32 j = 0; j < rows_.top_k; ++j) {
       const u32 pair = token * rows_.top_k + j;
       const float weight = rank_.memory.pair_weight[pair];
-      float& d_weight = gradients_.d_topk_weights[pair];
-      d_weight = 0.0F;
+      const u32 pairs = rank_.geometry().pairs_of_choice();
+      float& d_weight = gradients_.d_topk_weights[pair / pairs];
+      d_weight = j % pairs == 0 ? 0.0F : d_weight;
       if (!map_.sent(pair)) {
         // Of a zero expert, whose output is the token; else of nothing.
-        const i32 expert = operands_.topk_ids[pair];
+        const i32 expert = operands_.topk_ids[pair / pairs];
         const bool zero =
             expert >= 0 && static_cast<u32>(expert) >= rank_.geometry().routed_experts();
         for (u32 n = 0; zero && n < shape_.hidden; ++n) {
@@ -168,7 +169,9 @@ class GradientKernels {
         sum[n] += weight * d_x[n];
       }
       if (!shape_.weight_on_input) {
-        std::memcpy(&d_weight, row + rows_.d_weight_at(), sizeof(d_weight));
+        float of_pair;
+        std::memcpy(&of_pair, row + rows_.d_weight_at(), sizeof(of_pair));
+        d_weight += of_pair;
       }
       for (u32 n = 0; shape_.weight_on_input && n < shape_.hidden; ++n) {
         d_weight += x[first + n] * d_x[n];

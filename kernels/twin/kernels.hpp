@@ -367,8 +367,9 @@ class TwinKernels {
 
   /// What multiplies a token before its experts do.
   float weight_on_input(u32 token) const {
-    MOEOS_CHECK(!shape_.weight_on_input || rank_.geometry().top_k == 1);
-    return shape_.weight_on_input ? rank_.memory.pair_weight[token] : 1.0F;
+    const Geometry& geometry = rank_.geometry();
+    MOEOS_CHECK(!shape_.weight_on_input || geometry.choices() == 1);
+    return shape_.weight_on_input ? rank_.memory.pair_weight[token * geometry.top_k] : 1.0F;
   }
   /// A token in fp32, times a weight; of this processor until the next.
   const float* read_token(u32 token, float weight) {

@@ -6,6 +6,7 @@
 // not know: slots, rows, flags.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -68,10 +69,11 @@ class Router {
 
   void copy_given(u32 first, u32 end) {
     for (u32 pair = first * geometry_.top_k; pair < end * geometry_.top_k; ++pair) {
-      const i32 expert = operands_.topk_ids[pair];
+      const u32 choice = pair / geometry_.pairs_of_choice();
+      const i32 expert = operands_.topk_ids[choice];
       memory_.pair_expert[pair] = expert < 0 ? kNone : static_cast<u32>(expert);
       memory_.pair_weight[pair] =
-          expert < 0 || operands_.topk_weights == nullptr ? 0.0F : operands_.topk_weights[pair];
+          expert < 0 || operands_.topk_weights == nullptr ? 0.0F : operands_.topk_weights[choice];
     }
     if (operands_.topk_weights != nullptr) {
       place_pairs(first * geometry_.top_k, end * geometry_.top_k);
@@ -83,7 +85,7 @@ class Router {
   void place_pairs(u32 first_pair, u32 end_pair) {
     for (u32 pair = first_pair; pair < end_pair; ++pair) {
       u32& expert = memory_.pair_expert[pair];
-      expert = place_of_pair(geometry_, memory_, rank_, pair / geometry_.top_k, expert);
+      expert = place_of_pair(geometry_, memory_, rank_, pair, expert);
     }
   }
 
@@ -172,10 +174,11 @@ class Router {
     if (shape_.expert_groups > 1) {
       exclude_groups(choice);
     }
-    for (u32 j = 0; j < geometry_.top_k; ++j) {
+    const u32 pairs = geometry_.pairs_of_choice();
+    for (u32 j = 0; j < geometry_.choices(); ++j) {
       const u32 best = best_of(choice, rows_);
       choice[best] = kExcluded;
-      memory_.pair_expert[first_pair + j] = best;
+      std::fill_n(memory_.pair_expert + first_pair + j * pairs, pairs, best);
     }
   }
 
@@ -184,26 +187,29 @@ class Router {
     const float* scores = scratch_.scores.get();
     const u32* experts = memory_.pair_expert + first_pair;
     float* weights = memory_.pair_weight + first_pair;
+    const u32 pairs = geometry_.pairs_of_choice();
     float top = kExcluded;
-    for (u32 j = 0; j < geometry_.top_k; ++j) {
+    for (u32 j = 0; j < geometry_.top_k; j += pairs) {
       top = experts[j] == kNone ? top : maximum(top, logits[experts[j]]);
     }
     float sum = 0.0F;
-    for (u32 j = 0; j < geometry_.top_k; ++j) {
+    for (u32 j = 0; j < geometry_.top_k; j += pairs) {
       weights[j] = experts[j] == kNone  ? 0.0F
                    : shape_.renormalize ? share(logits[experts[j]], top)
                                         : scores[experts[j]];
       sum += weights[j];
     }
     const float part = shape_.renormalize && sum > 0.0F ? 1.0F / sum : 1.0F;  // 0: no pair is used
-    for (u32 j = 0; j < geometry_.top_k; ++j) {
+    for (u32 j = 0; j < geometry_.top_k; j += pairs) {
       if (experts[j] != kNone) {
         weights[j] = weights[j] * part * shape_.routed_scaling * scale_of(experts[j]);
       }
-    }
-    for (u32 j = 0; operands_.chosen_ids != nullptr && j < geometry_.top_k; ++j) {
-      operands_.chosen_ids[first_pair + j] = static_cast<i32>(experts[j]);  // kNone is -1
-      operands_.chosen_weights[first_pair + j] = weights[j];
+      std::fill_n(weights + j, pairs, weights[j]);
+      if (operands_.chosen_ids != nullptr) {
+        const u32 choice = (first_pair + j) / pairs;
+        operands_.chosen_ids[choice] = static_cast<i32>(experts[j]);  // kNone is -1
+        operands_.chosen_weights[choice] = weights[j];
+      }
     }
     place_pairs(first_pair, first_pair + geometry_.top_k);
   }

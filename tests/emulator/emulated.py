@@ -131,7 +131,7 @@ def build(
     """
     shape = KernelShape(
         cfg=slicing.cut(cfg),
-        world_size=slicing.holders(ranks),
+        world_size=slicing.place(0, ranks)[1],
         processors=processors,
         virtual_ranks=ranks,
         places=places,
@@ -345,7 +345,7 @@ class EmulatedLayer:
         """What a rank counted in the last call; `processors`: that the kernel was built with."""
         shape = KernelShape(
             cfg=self._slicing.cut(self._weights.cfg),
-            world_size=self._slicing.holders(self._ranks),
+            world_size=self._slicing.place(0, self._ranks)[1],
             processors=processors,
             virtual_ranks=self._ranks,
             slicing=self._slicing,

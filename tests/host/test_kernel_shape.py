@@ -13,6 +13,7 @@ import torch
 from moeos import MoEConfig, World, kernel_shape
 from moeos.experts import check_supported
 from moeos.kernel_shape import KernelShape, route_columns
+from moeos.slicing import Slicing
 from tests.gpu.cases import LARGE_EXPERTS
 from tests.host.kernel_shapes import LAYER, shape
 from tests.processes import ROOT
@@ -62,6 +63,14 @@ def test_the_gpu_has_1024_experts_and_32_choices(changes: dict[str, Any]) -> Non
         ({"virtual_ranks": 3}, "virtual_ranks is 3; allowed: 1, or all 2"),
         ({"processors": 0}, "processors is 0"),
         ({"places": 513}, "placement has 1026 places, 513 on each of 2 ranks; .* at most 1024"),
+        (
+            {"places": 513, "slicing": Slicing(2, apart=True)},
+            "slices of experts have 1026 places, .* use fewer ranks",
+        ),
+        (
+            {"world_size": 33, "slicing": Slicing(33, apart=True)},
+            "a token has .* rows, of 33 slices of each of its experts .* at most 32",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

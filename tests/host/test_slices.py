@@ -251,6 +251,24 @@ def test_a_rank_that_computes_late_is_named(output: Output) -> None:
         virtual.run(run, 2, deadline=0.5, faults=plan)
 
 
+def test_each_rank_counts_what_it_sends_to_all() -> None:
+    cfg = config(**SIZES)
+    weights = draw_weights(cfg)
+    call = draw_call(cfg, 20, 0)
+
+    def run(world: World) -> dict[str, Any]:
+        layer = weights.layer(world, parallel="tensor", output="scattered")
+        layer(call.x)
+        return layer.stats()
+
+    for rank, stats in enumerate(virtual.run(run, 3)):
+        assert stats["pairs_sent"] == [40 if peer == rank else 0 for peer in range(3)]
+        rows = [0 if peer == rank else (7, 7, 6)[peer] for peer in range(3)]
+        assert stats["row_bytes_by_peer"] == [4 * cfg.hidden * n for n in rows]
+        assert stats["row_bytes_to_peers"] == sum(stats["row_bytes_by_peer"])
+        assert len(stats["counts_after"]) == len(stats["waited_for"]) == 3
+
+
 def test_layers_are_usable_after_a_reset() -> None:
     cfg = config(**SIZES)
     weights = draw_weights(cfg)
@@ -298,8 +316,7 @@ def test_state_dicts_have_slices_and_whole_tensors_are_cut() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"parallel": "sharded_tokens"}, "not built: gather the tokens"),
-    ({}, {"parallel": "pipeline"}, "it must be 'expert' or 'tensor'"),
+    ({}, {"parallel": "pipeline"}, "it must be 'expert' or 'tensor' or 'sharded_tokens'"),
     ({}, {"parallel": "tensor", "output": "summed"}, "'replicated' or 'scattered'"),
     ({}, {"output": "scattered"}, "with parallel='expert' each rank returns its own tokens"),
     ({"zero_experts": 2}, {"parallel": "tensor"}, "set zero_experts=0"),
