@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -104,6 +105,7 @@ class Checker:
     def compare(self) -> CheckResult:
         """The errors of all calls that were kept. Collective: weights are shown to all ranks."""
         weights = share_weights(self._layer)
+        shared = {name: weights.get(name, own) for name, own in self._shared.items()}
         samples = self._samples
         cfg = dataclasses.replace(self._layer.cfg, capacity_factor=None, row_map=None)  # see keep
         expected = reference.moe(
@@ -117,7 +119,7 @@ class Checker:
             b1=weights.get("b1"),
             b2=weights.get("b2"),
             **self._rules,
-            **self._shared,
+            **shared,
         ).split([len(sample.x) for sample in samples])
         errors = [
             reference.relative_error(sample.out, rows)
@@ -128,9 +130,10 @@ class Checker:
 
 
 def share_weights(layer: MoELayer) -> dict[str, Tensor]:
-    """The weights of all experts, in the layer's dtype: w1 and w2, b1 and b2 where it has them.
-    Those of a format are what their codes stand for. Where an activation format multiplies codes by
-    codes, nothing rounds them to that dtype: they are float32.
+    """The weights of all experts, in the layer's dtype: w1 and w2, b1 and b2 where it has them, and
+    shared_w1 and shared_w2 where they are cut. Those of a format are what their codes stand for.
+    Where an activation format multiplies codes by codes, nothing rounds them to that dtype: they
+    are float32.
 
     Collective. Each rank copies its own into rank 0's part of a new heap in this machine's memory,
     and all see them there: one copy for all ranks. It is gone when the world is closed.
@@ -138,35 +141,49 @@ def share_weights(layer: MoELayer) -> dict[str, Tensor]:
     world = layer.world
     cfg = layer.cfg
     shapes: dict[str, tuple[int, ...]] = {
-        "w1": (cfg.w1_rows, cfg.hidden),
-        "w2": (cfg.hidden, cfg.intermediate),
+        "w1": (cfg.experts, cfg.w1_rows, cfg.hidden),
+        "w2": (cfg.experts, cfg.hidden, cfg.intermediate),
     }
     if cfg.bias:
-        shapes |= {"b1": (cfg.w1_rows,), "b2": (cfg.hidden,)}
+        shapes |= {"b1": (cfg.experts, cfg.w1_rows), "b2": (cfg.experts, cfg.hidden)}
+    if layer.experts is not None and layer.experts.slicing.sums and cfg.shared_experts > 0:
+        count, inner = cfg.shared_experts, cfg.shared_intermediate
+        shapes["shared_w1"] = (count, cfg.shared_w1_rows, cfg.hidden)
+        shapes["shared_w2"] = (count, cfg.hidden, inner)
     numbers = cfg.dtype if cfg.activation_format is None else torch.float32
-    dtypes = {name: numbers if name in ("w1", "w2") else cfg.dtype for name in shapes}
-    sizes = {
-        name: math.prod(shape) * cfg.experts * dtypes[name].itemsize
-        for name, shape in shapes.items()
-    }
+    dtypes = {name: cfg.dtype if name in ("b1", "b2") else numbers for name in shapes}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     heap = world.allocate_heap(sum(size + _ALIGNMENT for size in sizes.values()))
     address = heap.addresses[0]
     every: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         memory = (ctypes.c_byte * sizes[name]).from_address(address)
-        experts = torch.frombuffer(memory, dtype=dtypes[name]).view(cfg.experts, *shape)
-        for local, expert in enumerate(cfg.experts_of(world.rank, world.size)):
-            experts[expert].copy_(_numbers(layer, name, local))
+        experts = torch.frombuffer(memory, dtype=dtypes[name]).view(shape)
+        _write_own(layer, name, experts)
         every[name] = experts
         address += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
     world.control.barrier()
     return every
 
 
+def _write_own(layer: MoELayer, name: str, every: Tensor) -> None:
+    """Puts what this rank has of a tensor, in numbers, where it belongs in that of all experts."""
+    assert layer.experts is not None  # `Checker` has one of a world
+    slicing, world = layer.experts.slicing, layer.world
+    own: Sequence[int] = range(len(every))  # shared experts, which all ranks have
+    if name not in call_checks.SHARED:
+        own = layer.placement.experts_of(slicing.place(world.rank, world.size)[0])
+    for local, expert in enumerate(own):
+        mine = _numbers(layer, name, local).unsqueeze(0)
+        slicing.write_part(mine, every[expert : expert + 1], layer._halves(name), world.rank)
+
+
 def _numbers(layer: MoELayer, name: str, expert: int) -> Tensor:
     """What one of this rank's experts has under a name, in numbers."""
     weight: Tensor = getattr(layer, name).detach()
-    if layer.cfg.weight_format is None or name not in ("w1", "w2"):
+    of_shared = name in call_checks.SHARED
+    format_name = layer.cfg.shared_weight_format if of_shared else layer.cfg.weight_format
+    if format_name is None or name in ("b1", "b2"):
         return weight[expert]
     return numbers_of(layer, name, slice(expert, expert + 1))[0]
 

@@ -22,6 +22,7 @@ from moeos.call_checks import (
 )
 from moeos.config import MoEConfig, RowMap
 from moeos.engines.twin import sizes_of
+from moeos.slicing import WHOLE, Slicing
 
 H200_BLOCKS = 132
 """Streaming multiprocessors of an H100 or H200, one block each."""
@@ -63,7 +64,7 @@ class Work:
     many differ by a few rows; those with fewer compute less.
 
     Attributes:
-        tokens: S, of every rank.
+        tokens: S, of every rank; where experts are sliced the same ones.
         pairs_sent, pairs_received: to and from all ranks, this one included.
         tiles: row tiles of pairs.
         tasks: pieces of work by kind, as `CallStats.tasks` counts them.
@@ -75,11 +76,14 @@ class Work:
         weight_bytes: weights of the experts that have rows, read once.
         dispatch_bytes: rows to other ranks, each as long as it is sent (`moeos.sizes.sent_bytes`);
             of a token, one to each rank where a call has many for it.
-        combine_bytes: result rows returned to other ranks.
+        combine_bytes: result rows returned to other ranks; where experts are sliced, partial sums
+            of other ranks' tokens, and the sums of this rank's to all.
         count_bytes: to each other rank 8 for each of its X places of an expert, for which call the
-            rank makes, and, if it has tokens, for where results go.
+            rank makes, and, if it has tokens, for where results go. Where experts are sliced, 8 for
+            which call it is and 8 for of what.
         flag_bytes: 4 for each chunk sent to another rank, for each chunk that a tile's segment of
             another rank's rows touches, and for each pair sent to a rank that gets tokens once.
+            Where experts are sliced, for each group of tokens whose sums are sent.
         bytes_by_peer: all four to each rank, and 0 to rank 0 itself.
     """
 
@@ -126,7 +130,7 @@ class Work:
         return seconds
 
 
-def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
+def sizes_by_row_map(cfg: MoEConfig, ranks: int, slicing: Slicing = WHOLE) -> dict[RowMap, Sizes]:
     """The sizes with each row map, for a rank with one processor.
 
     Raises:
@@ -135,7 +139,8 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
     """
     found: dict[RowMap, Sizes] = {}
     for row_map in get_args(RowMap):
-        sizes = sizes_of(dataclasses.replace(cfg, row_map=row_map), ranks, processors=1)
+        cut = slicing.cut(dataclasses.replace(cfg, row_map=row_map))
+        sizes = _sizes_of(cut, ranks, slicing)
         found[row_map] = Sizes(
             heap_bytes=sizes.heap_bytes,
             memory_bytes=sizes.memory_bytes,
@@ -148,10 +153,11 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int) -> dict[RowMap, Sizes]:
     return found
 
 
-def weight_bytes_per_rank(cfg: MoEConfig, ranks: int) -> int:
+def weight_bytes_per_rank(cfg: MoEConfig, ranks: int, slicing: Slicing = WHOLE) -> int:
     """Gate, w1 and w2 with their scales, and b1, b2 and shared experts where the layer has them, of
-    a rank with the most experts.
+    a rank with the most experts, or slices of them.
     """
+    cfg, ranks = slicing.cut(cfg), slicing.holders(ranks)
     router = cfg.experts * cfg.hidden * cfg.gate_dtype.itemsize
     return router + cfg.experts_per_rank(ranks) * _expert_bytes(cfg) + _shared_bytes(cfg)
 
@@ -173,7 +179,7 @@ def even_routing(cfg: MoEConfig, source: int, experts: range, tokens: int) -> li
     ]
 
 
-def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
+def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -> Work:
     """What a call costs with even routing and S = `tokens` on every rank.
 
     Tiles and what follows from them are those of a call in which no tile is packed early because
@@ -187,10 +193,13 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     Raises:
         ValueError: `tokens` is not 0 to max_tokens, or there are too few or too many ranks.
     """
+    if slicing.sums:
+        return _work_of_slice(cfg, ranks, tokens, slicing)
     if not 0 <= tokens <= cfg.max_tokens:
         raise ValueError(f"tokens is {tokens}; allowed: 0 to max_tokens, {cfg.max_tokens}")
-    local = cfg.experts_per_rank(ranks)
-    sizes = sizes_of(dataclasses.replace(cfg, row_map="ragged"), ranks, processors=1)
+    cfg, holders = slicing.cut(cfg), slicing.holders(ranks)
+    local = cfg.experts_per_rank(holders)
+    sizes = _sizes_of(dataclasses.replace(cfg, row_map="ragged"), ranks, slicing)
     capacity = cfg.capacity(tokens)
 
     def rows(source: int, experts: range) -> list[int]:
@@ -198,7 +207,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
         return wanted if capacity is None else [min(n, capacity) for n in wanted]
 
     sent = rows(0, range(cfg.experts))
-    held = [cfg.experts_of(peer, ranks) for peer in range(ranks)]
+    held = [cfg.experts_of(slicing.holder(peer), holders) for peer in range(ranks)]
     to_rank = [sum(sent[own.start : own.stop]) for own in held]
     chunks_to_rank = [-(-n // sizes.chunk_rows) for n in to_rank]
     if sizes.dispatches_tokens(tokens):
@@ -248,7 +257,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
     # processors wait for tokens' rows themselves, which they do for all tokens.
     may_drop = capacity is not None and capacity < cfg.max_tokens
     awaited = sizes.may_await(tokens)
-    complete = tokens if awaited else -(-sum(to_rank) // cfg.top_k)  # tokens with a row, at least
+    with_rows = -(-sum(to_rank) // slicing.pairs(cfg))  # tokens with a row, at least
+    complete = tokens if awaited else with_rows
     looks = sizes.route_blocks(tokens) if may_drop and not awaited else 0
     return Work(
         tokens=tokens,
@@ -281,6 +291,32 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int) -> Work:
             ),
         ),
     )
+
+
+def _work_of_slice(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) -> Work:
+    """Of a rank with a slice of each expert: it does what a rank alone does, and sends sums."""
+    cut = slicing.cut(cfg)
+    alone = work_of(cut, slicing.holders(ranks), tokens)
+    sizes = _sizes_of(cut, ranks, slicing)
+    groups = [sizes.sum_groups(tokens, owner) for owner in range(ranks)]
+    rows = [n * cfg.hidden * cfg.dtype.itemsize for n in slicing.sums_sent(0, ranks, tokens)]
+    flags = [0, *(4 * (groups[0] + its) for its in groups[1:])]
+    counts = [0] + [2 * 8] * (ranks - 1)
+    return dataclasses.replace(
+        alone,
+        tasks={**alone.tasks, "combine": alone.tasks["combine"] + sum(groups)},
+        combine_bytes=sum(rows),
+        count_bytes=sum(counts),
+        flag_bytes=sum(flags),
+        bytes_by_peer=tuple(map(sum, zip(rows, counts, flags, strict=True))),
+    )
+
+
+def _sizes_of(cut: MoEConfig, ranks: int, slicing: Slicing) -> _runtime.Sizes:
+    """Of a rank with one processor of the twin; `cut`: the config of one slice."""
+    _, world = slicing.place(0, ranks)
+    places = cut.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
+    return sizes_of(cut, world, processors=1, places=places, rows=slicing.sizes(cut))
 
 
 def expert_rate(cfg: MoEConfig) -> float:

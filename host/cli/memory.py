@@ -16,6 +16,7 @@ from moeos.config import MoEConfig
 from moeos.engines import twin
 from moeos.kernel_shape import KernelShape, Transport
 from moeos.shared_heap import SharedHeap
+from moeos.slicing import WHOLE, Slicing
 from moeos.world import Backend
 
 GPUS: dict[str, int] = {"H100": 85_000_000_000, "H200": 150_109_880_320}
@@ -30,8 +31,9 @@ class RankMemory:
         layers: how many.
         workspace: what all of them share, by kind, and their records, as `World.memory` has it.
         heap: the parts of its heap: cells of tokens; results of this rank's rows; results for
-            ranks of other nodes until they are put, where these have places of their own; words,
-            and the room for those of other shapes.
+            ranks of other nodes until they are put, where these have places of their own; partial
+            sums and sums of tokens, where experts are sliced; words, and the room for those of
+            other shapes.
         weights: gates and experts, with their biases.
     """
 
@@ -60,6 +62,7 @@ def rank_memory(
     processors: int,
     virtual: bool = False,
     ranks_per_node: int | None = None,
+    slicing: Slicing = WHOLE,
 ) -> RankMemory:
     """What `layers` layers of one config, which share a workspace, take of one rank.
 
@@ -67,12 +70,13 @@ def rank_memory(
         processors: of the rank: threads of the twin, or blocks of the GPU but the OS block.
         virtual: whether the ranks share one process, and so one GPU.
         ranks_per_node: ranks that reach each other's memory directly; None for all of them.
+        slicing: how experts are cut.
 
     Raises:
         ValueError: the machine does not have such a layer, or a bound does not fit.
     """
     node = ranks if ranks_per_node is None else ranks_per_node
-    sizes = _sizes_of(cfg, ranks, backend, processors, virtual, remote=node < ranks)
+    sizes = _sizes_of(cfg, ranks, backend, processors, virtual, node < ranks, slicing)
     heap = SharedHeap().with_shape(sizes).size
     cells = sizes.cells * sizes.cell_places * sizes.sent_bytes
     return RankMemory(
@@ -87,9 +91,10 @@ def rank_memory(
             "cells": cells,
             "results": sizes.result_bytes - sizes.staged_bytes,
             "staged": sizes.staged_bytes,
-            "words": heap - cells - sizes.result_bytes,
+            "sums": sizes.sums_bytes,
+            "words": heap - cells - sizes.result_bytes - sizes.sums_bytes,
         },
-        weights=layers * estimate.weight_bytes_per_rank(cfg, ranks),
+        weights=layers * estimate.weight_bytes_per_rank(cfg, ranks, slicing),
     )
 
 
@@ -108,18 +113,29 @@ def require(needed: Mapping[str, int], available: int, where: str, advice: str) 
 
 
 def _sizes_of(
-    cfg: MoEConfig, ranks: int, backend: Backend, processors: int, virtual: bool, remote: bool
+    cfg: MoEConfig,
+    ranks: int,
+    backend: Backend,
+    processors: int,
+    virtual: bool,
+    remote: bool,
+    slicing: Slicing,
 ) -> _runtime.Sizes:
+    cut, (_, world) = slicing.cut(cfg), slicing.place(0, ranks)
+    local = cfg.experts_per_rank(slicing.holders(ranks)) if slicing.apart else 0
+    rows = slicing.sizes(cut)
     if backend == "twin":
-        return twin.sizes_of(cfg, ranks, processors, remote)
+        return twin.sizes_of(cut, world, processors, remote, places=local, rows=rows)
     transport: Transport = "none"
     if remote:
         transport = "mapped" if virtual else "nvshmem"
     shape = KernelShape(
-        cfg=cfg,
-        world_size=ranks,
+        cfg=cut,
+        world_size=world,
+        places=local,
         processors=processors,
         virtual_ranks=ranks if virtual else 1,
         transport=transport,
+        slicing=slicing,
     )
     return shape.sizes

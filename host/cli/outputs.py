@@ -19,10 +19,14 @@ _PIECE_BYTES = 1 << 19  # of one exchange, which takes up to MAX_PAYLOAD_BYTES w
 
 
 class Outputs:
-    """One rank's tokens and outputs: of the last call, or of every row of a file of `rows`."""
+    """One rank's tokens and outputs: of the last call, or of every row of a file of `rows`.
 
-    def __init__(self, rows: int | None) -> None:
+    `speaks`: whether they belong into the file, where another rank's may be the same.
+    """
+
+    def __init__(self, rows: int | None, *, speaks: bool = True) -> None:
         self._rows = rows
+        self._speaks = speaks
         self._x = self._y = torch.empty(0)
 
     def keep(self, batch: Batch, out: Tensor) -> None:
@@ -40,7 +44,8 @@ class Outputs:
 
         Raises `OSError`, on rank 0, if the file cannot be written.
         """
-        every = {"x": _gather(world, self._x), "y": _gather(world, self._y)}
+        own = (self._x, self._y) if self._speaks else (self._x[:0], self._y[:0])
+        every = dict(zip(("x", "y"), (_gather(world, rows) for rows in own), strict=True))
         if world.rank == 0:
             write_tensors(path, every)
 

@@ -26,7 +26,9 @@ from moeos.cli.estimate import (
 )
 from moeos.cli.memory import RankMemory
 from moeos.commands import failures, machine, output
+from moeos.commands.options import ParallelOption
 from moeos.config import MoEConfig, RowMap
+from moeos.slicing import WHOLE, Slicing, slicing_of
 from moeos.world import Backend
 
 _SIZE_ROWS = (
@@ -44,6 +46,7 @@ _HEAP_PARTS = {
     "cells": "cells of tokens",
     "results": "results",
     "staged": "results until they are put",
+    "sums": "sums of tokens",
     "words": "words",
 }
 
@@ -53,6 +56,7 @@ MAX_LAYERS = 1 << 16
 def plan(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer.")],
     ranks: Annotated[int, typer.Option(help="Ranks of the world.")] = 8,
+    parallel: ParallelOption = "expert",
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of each rank in a call; else max_tokens.")
     ] = None,
@@ -75,6 +79,7 @@ def plan(
     options = PlanOptions(
         config=config,
         ranks=ranks,
+        parallel=parallel,
         tokens=tokens,
         layers=layers,
         ranks_per_node=ranks_per_node,
@@ -90,6 +95,7 @@ class PlanOptions:
 
     config: Path
     ranks: int = 8
+    parallel: str = "expert"
     tokens: int | None = None
     layers: int = 1
     ranks_per_node: int | None = None
@@ -136,11 +142,17 @@ def execute(options: PlanOptions) -> int:
             )
         if not 0 < options.network < math.inf:
             raise ValueError(f"--network is {options.network:g}; it must be GB/s, above 0")
-    sizes = estimate.sizes_by_row_map(cfg, ranks)
-    weights = estimate.weight_bytes_per_rank(cfg, ranks)
+    slicing = slicing_of(options.parallel, "replicated", ranks)
+    if slicing.cuts and options.node < ranks:
+        raise ValueError(
+            f"--ranks-per-node is {options.node}, and --parallel {options.parallel} has no peers "
+            "over a network: leave it out, or plan --parallel expert"
+        )
+    sizes = estimate.sizes_by_row_map(cfg, ranks, slicing)
+    weights = estimate.weight_bytes_per_rank(cfg, ranks, slicing)
     tokens = cfg.max_tokens if options.tokens is None else options.tokens
-    work = estimate.work_of(cfg, ranks, tokens)
-    backend, why = _backend_of(cfg)
+    work = estimate.work_of(cfg, ranks, tokens, slicing)
+    backend, why = _backend_of(slicing.cut(cfg))
     needed = memory.rank_memory(
         cfg,
         ranks,
@@ -148,12 +160,14 @@ def execute(options: PlanOptions) -> int:
         backend=backend,
         processors=H200_BLOCKS - 1 if backend == "cuda" else 1,
         ranks_per_node=options.ranks_per_node,
+        slicing=slicing,
     )
     places = memory.GPUS | {f"here: {name}": size for name, size in machine.gpu_memory().items()}
     if options.json_file is not None:
         document = {
             "config": json.loads(cfg.digest()),
             "ranks": ranks,
+            "parallel": slicing.parallel,
             "ranks_per_node": options.ranks_per_node,
             "layers": layers,
             "backend": backend,
@@ -173,9 +187,9 @@ def execute(options: PlanOptions) -> int:
             "floor_seconds": work.floors(options.node, options.network_rate),
         }
         output.write_json(options.json_file, document)
-    _print_sizes(cfg, options.config, ranks, weights, sizes)
+    _print_sizes(cfg, options.config, ranks, weights, sizes, slicing)
     _print_memory(needed, backend, why, options, places)
-    _print_work(work, options.node)
+    _print_work(work, options.node, slicing)
     _print_floors(work, options)
     if cfg.dtype == torch.float32:
         print("the layer is float32: its GEMMs are slower than the BF16 rate above")
@@ -197,20 +211,23 @@ def _print_sizes(
     ranks: int,
     weights: int,
     sizes: Mapping[RowMap, Sizes],
+    slicing: Slicing,
 ) -> None:
     made = output.table(*sizes)
     for label, name, write in _SIZE_ROWS:
         made.add_row(label, *(write(getattr(found, name)) for found in sizes.values()))
     print(
-        f"{config}: {_holders(cfg, ranks)}, {output.size(weights)} of weights a rank\n\n"
+        f"{config}: {_holders(cfg, ranks, slicing)}, {output.size(weights)} of weights a rank\n\n"
         f"what a rank needs for up to {cfg.max_tokens} tokens and any routing, by row map:",
         flush=True,
     )
     output.tables(len(sizes)).print(made)
 
 
-def _holders(cfg: MoEConfig, ranks: int) -> str:
+def _holders(cfg: MoEConfig, ranks: int, slicing: Slicing) -> str:
     """How many experts ranks hold, in words."""
+    if slicing.cuts:
+        return f"{ranks} ranks with a slice of each of {cfg.experts} experts"
     held = collections.Counter(len(cfg.experts_of(rank, ranks)) for rank in range(ranks))
     if len(held) == 1:
         return f"{ranks} ranks with {max(held)} of {cfg.experts} experts each"
@@ -259,7 +276,7 @@ def _print_memory(
         print(f"{name}: {verdict}, {share}", flush=True)
 
 
-def _print_work(work: Work, node: int) -> None:
+def _print_work(work: Work, node: int, slicing: Slicing = WHOLE) -> None:
     made = output.table("a rank")
     made.add_row("pairs sent", output.count(work.pairs_sent))
     made.add_row("pairs received", output.count(work.pairs_received))
@@ -276,17 +293,20 @@ def _print_work(work: Work, node: int) -> None:
     made.add_row("weights read", output.size(work.weight_bytes))
     made.add_section()
     made.add_row("dispatched to peers", output.size(work.dispatch_bytes))
-    made.add_row("returned to peers", output.size(work.combine_bytes))
+    sent = "sums of tokens to peers" if slicing.cuts else "returned to peers"
+    made.add_row(sent, output.size(work.combine_bytes))
     made.add_row("counts to peers", output.size(work.count_bytes))
     made.add_row("flags to peers", output.size(work.flag_bytes))
     far, all_bytes = work.bytes_over_network(node), sum(work.bytes_by_peer)
     if far > 0:
         made.add_row("over the network", f"{output.size(far)}, {100 * far / all_bytes:.3g} %")
-    print(
-        f"\na call with {work.tokens} tokens a rank and even routing; a token's experts are "
-        "neighbours,\nso that the least is dispatched:",
-        flush=True,
+    what = (
+        "the same on all ranks, and even routing:"
+        if slicing.cuts
+        else "a rank and even routing; a token's experts are neighbours,\n"
+        "so that the least is dispatched:"
     )
+    print(f"\na call with {work.tokens} tokens {what}", flush=True)
     output.tables(1).print(made)
 
 

@@ -32,10 +32,11 @@ from moeos.cli.text import read_documents
 from moeos.cli.totals import Totals
 from moeos.cli.workload import GivenTokens, RandomTokens, TextTokens, Workload, generator_of
 from moeos.commands import failures, machine, output
-from moeos.commands.options import Backend, Deadline, VirtualRanks
+from moeos.commands.options import Backend, Deadline, ParallelOption, VirtualRanks
 from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.commands.settings import RunSettings, check_tokens, read_settings
 from moeos.metrics import Metrics
+from moeos.slicing import Slicing, slicing_of
 
 MAX_ITERATIONS = 10_000
 """The most calls of one run: each rank reports the numbers of each."""
@@ -48,6 +49,7 @@ class RunOptions:
     """What the command line says; None where the config decides."""
 
     config: Path
+    parallel: str = "expert"
     tokens: int | None = None
     iterations: int | None = None
     routing: str | None = None
@@ -77,9 +79,11 @@ class _Plan:
         source: the workload in words.
         rows: of --input on this rank, or None.
         weights: of a Hugging Face block, or None for those that the layer draws.
+        slicing: how experts are cut. Ranks with slices of the same ones have the same tokens.
     """
 
     cfg: moeos.MoEConfig
+    slicing: Slicing
     tokens: int
     calls: int
     varies: bool
@@ -92,6 +96,7 @@ class _Plan:
 
 def run(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer, with a table [run].")],
+    parallel: ParallelOption = "expert",
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -154,6 +159,7 @@ def run(
     """
     options = RunOptions(
         config=config,
+        parallel=parallel,
         tokens=tokens,
         iterations=iterations,
         routing=routing,
@@ -196,10 +202,14 @@ def _run(world: moeos.World, options: RunOptions) -> int:
     torch.manual_seed(options.seed)
     layer = failures.agree(world, lambda: _make_layer(plan, world, options), "the layer")
 
-    totals = Totals(layer.cfg.experts_of(world.rank, world.size))
+    place, _ = plan.slicing.place(world.rank, world.size)
+    totals = Totals(layer.placement.experts_of(place))
     metrics = None if options.prometheus is None else Metrics(world.rank)
     checker = Checker(layer, plan.calls) if options.check else None
-    outputs = None if options.output_file is None else Outputs(plan.rows)
+    outputs = None
+    if options.output_file is not None:
+        first = plan.slicing.apart or plan.slicing.slice_of(world.rank) == 0
+        outputs = Outputs(plan.rows, speaks=first)
     for _ in _progress(range(plan.calls), "calls of the layer", visible=speaks):
         tokens = plan.tokens
         if plan.varies:
@@ -234,12 +244,15 @@ def _run(world: moeos.World, options: RunOptions) -> int:
 
 def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     cfg = moeos.MoEConfig.from_toml(options.config)
+    slicing = slicing_of(options.parallel, "replicated", world.size)
+    slicing.cut(cfg)  # which raises where a size does not divide
     settings = read_settings(options.config)
     output.check_writable(options.json_file)
     output.check_writable(options.output_file, "--output")
     if options.prometheus is not None:
         output.check_folder(options.prometheus, "--prometheus")
-    generator = generator_of(options.seed, world.rank)
+    place = slicing.place(world.rank, world.size)
+    generator = generator_of(options.seed, place[0])
     if options.prefix and options.weights is None:
         raise ValueError(f"--prefix is {options.prefix!r}; it needs --weights")
     if options.ignore and options.weights is None:
@@ -247,7 +260,7 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     calls = settings.iterations if options.iterations is None else options.iterations
     if not 1 <= calls <= MAX_ITERATIONS:
         raise ValueError(f"iterations is {calls}; allowed: 1 to {MAX_ITERATIONS}")
-    workload, source, rows = _workload(cfg, world, options, settings, generator)
+    workload, source, rows = _workload(cfg, place, options, settings, generator)
     tokens = next(
         given
         for given in (options.tokens, rows, settings.tokens, cfg.max_tokens)
@@ -264,17 +277,20 @@ def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
         )
     varies = settings.vary_tokens and rows is None
     weights = None if options.weights is None else open_tensors(options.weights)
-    return _Plan(cfg, tokens, calls, varies, workload, source, generator, rows, weights)
+    return _Plan(cfg, slicing, tokens, calls, varies, workload, source, generator, rows, weights)
 
 
 def _workload(
     cfg: moeos.MoEConfig,
-    world: moeos.World,
+    place: tuple[int, int],
     options: RunOptions,
     settings: RunSettings,
     generator: torch.Generator,
 ) -> tuple[Workload, str, int | None]:
-    """Where tokens come from, in words as well, and how many a file has for this rank."""
+    """Where tokens come from, in words as well, and how many a file has for this rank.
+
+    `place`: its number among the ranks that have tokens of their own, and how many they are.
+    """
     chosen = [
         name
         for name, value in (
@@ -287,7 +303,7 @@ def _workload(
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} are given; choose one source of tokens")
     if options.input_file is not None:
-        rows = read_rows(options.input_file, cfg.hidden, world.rank, world.size)
+        rows = read_rows(options.input_file, cfg.hidden, *place)
         source = f"tokens from {options.input_file}{_conversion(rows.dtype, cfg.dtype)}"
         return GivenTokens(cfg, rows), source, len(rows)
     if options.routing is None and (options.input_text or settings.text):
@@ -295,12 +311,12 @@ def _workload(
             text = read_documents(options.input_text, Path())
         else:
             text = read_documents(settings.text, options.config.parent)
-        mine = text[slice(*piece(len(text), world.rank, world.size))]
+        mine = text[slice(*piece(len(text), *place))]
         return TextTokens(cfg, mine), f"tokens from {len(text)} bytes of text", None
     name = options.routing or "uniform"
     pattern = parse_pattern(name)
-    check_pattern(pattern, cfg, world.size)
-    return RandomTokens(cfg, world.size, pattern, generator), f"random tokens, {name} routing", None
+    check_pattern(pattern, cfg, place[1])
+    return RandomTokens(cfg, place[1], pattern, generator), f"random tokens, {name} routing", None
 
 
 def _conversion(given: torch.dtype, wanted: torch.dtype) -> str:
@@ -313,9 +329,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _make_layer(plan: _Plan, world: moeos.World, options: RunOptions) -> moeos.MoELayer:
+    parallel = plan.slicing.parallel
     if plan.weights is None:
-        return moeos.MoELayer(plan.cfg, world)
-    return moeos.MoELayer.from_hf(plan.cfg, world, plan.weights, options.prefix, options.ignore)
+        return moeos.MoELayer(plan.cfg, world, parallel=parallel)
+    return moeos.MoELayer.from_hf(
+        *(plan.cfg, world, plan.weights, options.prefix, options.ignore), parallel=parallel
+    )
 
 
 def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> None:
@@ -332,6 +351,7 @@ def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> Non
         processors=machine.processors_of(world),
         virtual=world.control.shares_memory and world.size > 1,
         ranks_per_node=world.ranks_per_node,
+        slicing=plan.slicing,
     )
     if world.backend == "cuda":
         memory.require(
@@ -350,7 +370,8 @@ def _require_memory(world: moeos.World, plan: _Plan, options: RunOptions) -> Non
     # The check takes what codes mean.
     dtype = plan.cfg.dtype if plan.cfg.activation_format is None else torch.float32
     plain = dataclasses.replace(plan.cfg.in_numbers(), dtype=dtype)
-    checked = sharing * estimate.weight_bytes_per_rank(plain, world.size) if options.check else 0
+    of_rank = estimate.weight_bytes_per_rank(plain, world.size, plan.slicing)
+    checked = sharing * of_rank if options.check else 0
     memory.require(
         {"weights": sharing * needed.weights, "weights for the check": checked},
         host_memory.available(),
@@ -373,8 +394,9 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
         stored += ", shared ones too"
     if cfg.activation_format is not None:
         stored += f", tokens in {cfg.activation_format}"
+    sliced = ", with a slice of each expert" if plan.slicing.cuts else ""
     print(
-        f"{ranks} on the {world.backend}, {processors} each\n"
+        f"{ranks} on the {world.backend}, {processors} each{sliced}\n"
         f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "
         f"{cfg.intermediate}{shared if cfg.shared_experts else ''}, {cfg.activation}, "
         f"{_name(cfg.dtype)}{stored}\n"
@@ -408,6 +430,7 @@ def _conclude(
             "config": json.loads(plan.cfg.digest()),
             "backend": world.backend,
             "ranks": world.size,
+            "parallel": plan.slicing.parallel,
             "processors": machine.processors_of(world),
             "source": plan.source,
             "calls": plan.calls,

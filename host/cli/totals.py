@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 _SUMS = (
@@ -27,7 +28,7 @@ class Totals:
         seconds: that each call took on this rank, waiting for the other ranks included.
     """
 
-    experts: range
+    experts: Sequence[int]
     tokens: list[int] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     pairs_sent: list[int] = dataclasses.field(default_factory=list)

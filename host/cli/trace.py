@@ -23,9 +23,10 @@ from moeos.cli import trace_report, worlds
 from moeos.cli.cold_start import ColdStart
 from moeos.cli.workload import Batch, RandomTokens, generator_of
 from moeos.commands import failures, machine, output, provenance
-from moeos.commands.options import Backend, Deadline, VirtualRanks
+from moeos.commands.options import Backend, Deadline, ParallelOption, VirtualRanks
 from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.commands.settings import check_tokens, read_settings
+from moeos.slicing import slicing_of
 from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import CallTrace
 from moeos.tracing import MAX_EVENTS, RankTrace
@@ -48,6 +49,7 @@ class TraceOptions:
     tokens: int | None = None
     experts: int | None = None
     ranks: int | None = None
+    parallel: str = "expert"
     backend: str = "auto"
     calls: int = 3
     cold: bool = False
@@ -81,6 +83,7 @@ def trace(
         int | None, typer.Option(help="Of all ranks together; else as the config says.")
     ] = None,
     ranks: VirtualRanks = None,
+    parallel: ParallelOption = "expert",
     backend: Backend = "auto",
     calls: Annotated[
         int, typer.Option(help="Calls with the same tokens before the one that is traced.")
@@ -110,6 +113,7 @@ def trace(
         tokens=tokens,
         experts=experts,
         ranks=ranks,
+        parallel=parallel,
         backend=backend,
         calls=calls,
         cold=cold,
@@ -148,7 +152,10 @@ def execute(options: TraceOptions) -> int:
 def _run(world: moeos.World, options: TraceOptions) -> int:
     cfg, batch = failures.agree(world, lambda: _prepare(world, options), "the input of the call")
     torch.manual_seed(options.seed)
-    layer = failures.agree(world, lambda: moeos.MoELayer(cfg, world), "the layer")
+    parallel = slicing_of(options.parallel, "replicated", world.size).parallel
+    layer = failures.agree(
+        world, lambda: moeos.MoELayer(cfg, world, parallel=parallel), "the layer"
+    )
     given = batch.on(layer.w1.device)
     cold_start = ColdStart(world) if options.cold else None
     for _ in range(options.calls):
@@ -179,6 +186,7 @@ def _about(
         "commit": provenance.commit(),
         "config": json.loads(cfg.digest()),
         "backend": world.backend,
+        "parallel": options.parallel,
         "tokens": tokens,
         "calls_before": options.calls,
         "cold": options.cold,
@@ -200,11 +208,14 @@ def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig
     if options.cold and world.backend != "cuda":
         raise ValueError(f"--cold empties a GPU's L2 cache, which backend {world.backend} lacks")
     pattern = parse_pattern(options.routing)
-    check_pattern(pattern, cfg, world.size)
+    slicing = slicing_of(options.parallel, "replicated", world.size)
+    slicing.cut(cfg)  # which raises where a size does not divide
+    place, places = slicing.place(world.rank, world.size)
+    check_pattern(pattern, cfg, places)
     tokens = settings.tokens if options.tokens is None else options.tokens
     tokens = cfg.max_tokens if tokens is None else tokens
     check_tokens(tokens, cfg)
-    workload = RandomTokens(cfg, world.size, pattern, generator_of(options.seed, world.rank))
+    workload = RandomTokens(cfg, places, pattern, generator_of(options.seed, place))
     return cfg, workload.draw(tokens)
 
 

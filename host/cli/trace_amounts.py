@@ -21,6 +21,7 @@ from moeos.cli.estimate import (
 )
 from moeos.config import DTYPES, MoEConfig
 from moeos.sizes import sent_bytes
+from moeos.slicing import WHOLE, Slicing, slicing_of
 from moeos.timeline import weights
 from moeos.timeline.call import COURIERS, DISPATCH, GEMM0, GEMM1, CallTrace, kind_name
 from moeos.timeline.summary import Stage
@@ -67,11 +68,12 @@ def work_of(
 ) -> dict[str, Amount]:
     """Of each stage: the router's and the GEMMs' FLOPs, against the dense rate of such products;
     the rows that Dispatch and Replicate copy and that Combine reads, in bytes, against the
-    memory's. Rows that only pad a tile do not count.
+    memory's. Rows that only pad a tile do not count. Where experts are sliced, each rank does its
+    part of them for all tokens, and Combine reads partial sums and sums, too.
 
     Without what is copied where parts are missing; empty where `about` does not say what ran.
     """
-    cfg = _config_of(about)
+    cfg = _config_of(about, len(call.ranks))
     if cfg is None:
         return {}
     rows = sum(int(trace.received.sum()) for trace in call.ranks)
@@ -94,7 +96,11 @@ def work_of(
         "route": (2 * tokens * cfg.experts * cfg.hidden * by_gate, "FLOP", H200_GEMM_FLOPS),
         "gemm0": products(cfg.w1_rows, first),
         "gemm1": products(cfg.intermediate, n * cfg.shared_intermediate),
-        "combine": ((rows + tokens * shared) * row_bytes, "B", H200_MEMORY_BYTES),
+        "combine": (
+            (rows + tokens * shared + _sums_read(about, len(call.ranks))) * row_bytes,
+            "B",
+            H200_MEMORY_BYTES,
+        ),
     }
     if call.planned_up_front:
         for kind in COURIERS:
@@ -111,19 +117,25 @@ def to_peers_of(
     call: CallTrace, stages: Sequence[Stage], about: Mapping[str, Any]
 ) -> dict[str, Amount]:
     """Rows that Dispatch sends to other ranks, and results that Gemm1 returns to them, in bytes,
-    against a link's rate. Without the former where parts are missing; empty for one rank, and where
-    `about` does not say what ran.
+    against a link's rate; where experts are sliced, the sums that Combine sends. Without the
+    rows where parts are missing; empty for one rank, and where `about` does not say what ran.
     """
-    cfg = _config_of(about)
-    if cfg is None or len(call.ranks) == 1:
+    ranks = len(call.ranks)
+    cfg = _config_of(about, ranks)
+    if cfg is None or ranks == 1:
         return {}
     received = [trace.received.sum(axis=1) for trace in call.ranks]
     rows = {"gemm1": sum(int(of.sum() - of[rank]) for rank, of in enumerate(received))}
-    if call.planned_up_front:
+    slicing = _slicing_of(about, ranks)
+    if slicing.sums:
+        sent = [slicing.sums_sent(rank, ranks, about["tokens"]) for rank in range(ranks)]
+        rows = {"combine": sum(map(sum, sent))}
+    elif call.planned_up_front:
         parts = call.parts
         there = (parts["kind"] == DISPATCH) & (parts["peer"] != parts["rank"])
         rows["dispatch"] = int(parts["carried"][there].sum())
-    row_bytes = {"dispatch": sent_bytes(cfg), "gemm1": cfg.hidden * cfg.dtype.itemsize}
+    result = cfg.hidden * cfg.dtype.itemsize
+    row_bytes = {"dispatch": sent_bytes(cfg), "gemm1": result, "combine": result}
     return {
         stage.kind: _amount(
             rows[stage.kind] * row_bytes[stage.kind],
@@ -142,7 +154,7 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
 
     Empty where `about` does not say what ran, or parts are missing.
     """
-    cfg = _config_of(about)
+    cfg = _config_of(about, len(call.ranks))
     if cfg is None or not call.planned_up_front:
         return {}
     of_each = expert_bytes_by_name(cfg)
@@ -153,7 +165,18 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
     return weights.replay(call, sums, CACHE_BYTES)
 
 
-def _config_of(about: Mapping[str, Any]) -> MoEConfig | None:
+def _slicing_of(about: Mapping[str, Any], ranks: int) -> Slicing:
+    """Who wrote before experts were sliced did not say how."""
+    return slicing_of(about.get("parallel", WHOLE.parallel), "replicated", ranks)
+
+
+def _sums_read(about: Mapping[str, Any], ranks: int) -> int:
+    """Rows of partial sums that all owners add up, and of sums that all others copy."""
+    return about["tokens"] * (2 * ranks - 1) if _slicing_of(about, ranks).sums else 0
+
+
+def _config_of(about: Mapping[str, Any], ranks: int) -> MoEConfig | None:
+    """Of what each of so many ranks computes: where experts are sliced, of one slice."""
     if not {"config", "tokens", "routing"} <= about.keys():
         return None
     fields = dict(about["config"])
@@ -165,7 +188,7 @@ def _config_of(about: Mapping[str, Any]) -> MoEConfig | None:
     for name, own in (("swiglu_alpha", formula.alpha), ("swiglu_limit", formula.limit)):
         if fields.get(name) == own:
             fields[name] = None
-    return MoEConfig(**fields)
+    return _slicing_of(about, ranks).cut(MoEConfig(**fields))
 
 
 def _amount(total: int, unit: str, limit: float, stage: Stage, ranks: int) -> Amount:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have: those that say which world a command makes."""
+"""Options that several commands have: which world they make, and what its ranks share out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from typing import Annotated
 import typer
 
 from moeos.bootstrap import BACKENDS
+from moeos.slicing import PARALLELS
 
 Backend = Annotated[str, typer.Option(help=f"{', '.join(BACKENDS)}.")]
+ParallelOption = Annotated[
+    str,
+    typer.Option(
+        "--parallel",
+        help=f"What ranks share out, whole experts or slices of each: {', '.join(PARALLELS)}.",
+    ),
+]
 Deadline = Annotated[float, typer.Option(help="Seconds after which a wait for another rank fails.")]
 VirtualRanks = Annotated[
     int | None, typer.Option(help="Ranks of this one process, on its cores or its GPU.")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import NDArray
 
+from moeos import _runtime
 from moeos.timeline.call import (
     COMBINE,
     DISPATCH,
@@ -69,6 +70,7 @@ def find(call: CallTrace) -> Causes:
       processor waited itself; or, if that was later, the last Combine part of tokens without rows,
       for all of which the subscribers wait. The events do not say which rows a token has, nor which
       step posted what: so of these two only the latter is certain.
+    * Combine of sums over slices: nothing. Which parts made a partial sum, no event says.
     """
     finder = _Finder(call)
     if call.planned_up_front:
@@ -232,6 +234,7 @@ class _Finder:
         if incomplete or not len(steps) or not returned:
             return
         column = self._column
+        combines = [i for i in combines if column["part"][i] < _runtime.TOKENS_OF_SUMS]
         unsent = self._last_stored([i for i in combines if column["place"][i] == NONE])
         first_stored = min(returned, key=column["stored"].__getitem__)
         visible = [column["visible"][i] for i in returned]

@@ -13,6 +13,7 @@ import torch
 from moeos import MoEConfig, MoELayer, World, virtual
 from moeos.cli.estimate import even_routing, pack_tiles, weight_bytes_per_rank, work_of
 from moeos.engines.twin import sizes_of
+from moeos.slicing import Slicing
 from tests.layers import config
 
 CODES: dict[str, Any] = {
@@ -83,6 +84,56 @@ def test_a_call_does_what_the_estimate_says(
     of_kinds = work.dispatch_bytes + work.combine_bytes + work.count_bytes + work.flag_bytes
     assert sum(work.bytes_by_peer) == of_kinds
     assert len(work.bytes_by_peer) == ranks
+
+
+@pytest.mark.parametrize("tokens", [0, 5, 100])
+@pytest.mark.parametrize("changes", [{}, {"shared_experts": 2, "shared_intermediate": 48}], ids=str)
+def test_a_rank_with_slices_does_what_the_estimate_says(
+    tokens: int, changes: dict[str, Any]
+) -> None:
+    cfg, slicing = config(**changes), Slicing(3)
+    x = torch.randn(tokens, cfg.hidden)
+
+    def run(world: World) -> SimpleNamespace:
+        layer = MoELayer(cfg, world, parallel="tensor")
+        layer(x)
+        return SimpleNamespace(**layer.stats())
+
+    every, work = virtual.run(run, 3), work_of(cfg, 3, tokens, slicing)
+    stats = every[0]
+    assert work.pairs_sent == sum(stats.pairs_sent) == stats.pairs_sent[0]
+    assert work.pairs_received == sum(stats.pairs_received)
+    assert work.tasks["route"] == stats.tasks["route"]
+    assert work.tasks["combine"] <= stats.tasks["combine"]
+    assert work.combine_bytes == stats.row_bytes_to_peers == sum(stats.row_bytes_by_peer)
+    assert [s.row_bytes_by_peer[s.rank] for s in map(_with_rank, range(3), every)] == [0, 0, 0]
+    of_kinds = work.combine_bytes + work.count_bytes + work.flag_bytes
+    assert sum(work.bytes_by_peer) == of_kinds
+
+
+@pytest.mark.parametrize("tokens", [0, 5, 100])
+def test_a_rank_with_slices_and_its_own_tokens_does_what_the_estimate_says(tokens: int) -> None:
+    cfg, slicing = config(), Slicing(3, apart=True)
+    pairs = torch.arange(3 * tokens * cfg.top_k) % cfg.experts
+    ids = pairs.view(3, tokens, cfg.top_k)
+
+    def run(world: World) -> SimpleNamespace:
+        layer = MoELayer(cfg, world, parallel="sharded_tokens")
+        x, weights = torch.zeros(tokens, cfg.hidden), torch.ones(tokens, cfg.top_k)
+        layer(x, ids[world.rank], weights)
+        return SimpleNamespace(**layer.stats())
+
+    stats, work = virtual.run(run, 3)[0], work_of(cfg, 3, tokens, slicing)
+    assert work.pairs_sent == sum(stats.pairs_sent) == 3 * tokens * cfg.top_k
+    assert work.pairs_received == sum(stats.pairs_received)
+    assert work.dispatch_bytes + work.combine_bytes == stats.row_bytes_to_peers
+    assert work.count_bytes == stats.count_bytes_to_peers
+    for kind in ("gemm0", "gemm1", "combine"):
+        assert work.tasks[kind] <= stats.tasks[kind]
+
+
+def _with_rank(rank: int, stats: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, **vars(stats))
 
 
 def test_without_early_tiles_even_tiles_padding_and_flags_are_exact() -> None:

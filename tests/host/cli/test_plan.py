@@ -14,6 +14,8 @@ import pytest
 from moeos import MoEConfig, MoELayer, World, virtual
 from moeos.engines.twin import sizes_of
 from moeos.kernel_shape import KernelShape
+from moeos.shared_heap import SharedHeap
+from moeos.slicing import Slicing
 from moeos.world import TwinOptions
 from tests.host.cli import commands
 from tests.processes import ROOT
@@ -71,6 +73,34 @@ def test_ranks_that_do_not_divide_the_experts_have_a_plan(ranks: int, held: str)
     code, out, err = invoke(QWEN, "--ranks", ranks, "--tokens", 64)
     assert (code, err) == (0, "")
     assert held in " ".join(out.split())
+
+
+def test_experts_that_are_sliced_have_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, out, err = invoke(QWEN, "--ranks", 4, "--parallel", "tensor", "--json", path)
+    assert (code, err) == (0, "")
+    assert "4 ranks with a slice of each of 128 experts" in " ".join(out.split())
+    assert "sums of tokens" in out
+    plan = json.loads(path.read_text())
+    cfg = MoEConfig.from_toml(QWEN)
+    sliced = KernelShape(
+        cfg=Slicing(4).cut(cfg), world_size=1, processors=131, slicing=Slicing(4)
+    ).sizes
+    assert plan["memory"]["heap"] == SharedHeap().with_shape(sliced).size
+    assert sum(plan["heap"].values()) == plan["memory"]["heap"]
+    assert plan["heap"]["sums"] == 2 * cfg.max_tokens * cfg.hidden * 2
+    invoke(QWEN, "--ranks", 4, "--json", path)
+    whole = json.loads(path.read_text())
+    assert plan["weight_bytes"] == whole["weight_bytes"]
+    assert 4 * plan["call"]["expert_flops"] == whole["call"]["expert_flops"]  # of 4 ranks' tokens
+    # As a reduce-scatter and an all-gather.
+    assert plan["call"]["combine_bytes"] == 2 * cfg.max_tokens * 3 // 4 * cfg.hidden * 2
+
+
+def test_a_plan_of_slices_is_that_of_one_node() -> None:
+    code, _, err = invoke(QWEN, "--ranks-per-node", 4, "--parallel", "tensor")
+    assert code == 2
+    assert "--parallel tensor has no peers over a network" in err
 
 
 def test_a_layer_that_the_runtime_cannot_number_is_refused(tmp_path: Path) -> None:

@@ -136,6 +136,51 @@ def test_virtual_ranks_are_ranks_of_one_process(config: Path) -> None:
     assert all(rank["check"]["checked"] >= 119 for rank in document["by_rank"])
 
 
+@pytest.mark.parametrize("parallel", ["tensor", "sharded_tokens"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "bias = true\n",
+        "shared_experts = 2\nshared_intermediate = 24\nshared_gate = true\n",
+        'weight_format = "fp8_channel"\nactivation = "gelu"\n',
+    ],
+)
+def test_experts_may_be_sliced(rules: str, parallel: str, tmp_path: Path) -> None:
+    path = tmp_path / "layer.toml"
+    path.write_text(CONFIG.replace("48", "96") + rules + "[run]\ntokens = 40\nvary_tokens = true\n")
+    document = results(path, "--virtual-ranks", 3, "--parallel", parallel)
+    assert document["max_relative_error"] <= document["tolerance"]
+    assert document["parallel"] == parallel
+    tokens = [rank["tokens"] for rank in document["by_rank"]]
+    assert (tokens[0] == tokens[1] == tokens[2]) == (parallel == "tensor")
+    assert all(rank["experts"] == list(range(8)) for rank in document["by_rank"])
+
+
+def test_sliced_experts_say_so_and_write_each_token_once(config: Path, tmp_path: Path) -> None:
+    save_file({"x": torch.randn(30, 32)}, tmp_path / "x.safetensors")
+    given = ("--input", tmp_path / "x.safetensors", "--iterations", 1)
+    written = []
+    for parallel in ("expert", "tensor", "sharded_tokens"):
+        out = tmp_path / f"{parallel}.safetensors"
+        options = (*given, "--output", out, "--parallel", parallel, "--virtual-ranks", 2)
+        code, said, err = invoke(config, *options)
+        assert code == 0, err
+        assert ("with a slice of each expert" in said) == (parallel != "expert")
+        written.append(load_file(out))
+    for other in written[1:]:
+        assert torch.equal(other["x"], written[0]["x"])
+        assert torch.allclose(other["y"], written[0]["y"], atol=1e-5)
+
+
+def test_sizes_that_slices_do_not_divide_are_refused(config: Path) -> None:
+    code, _, err = invoke(config, "--virtual-ranks", 5, "--parallel", "tensor")
+    assert code == 2
+    assert "intermediate is 48; 5 ranks with parallel='tensor'" in err
+    code, _, err = invoke(config, "--parallel", "pipeline")
+    assert code == 2
+    assert "parallel is 'pipeline'" in err
+
+
 def test_virtual_ranks_are_refused_under_a_launcher(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

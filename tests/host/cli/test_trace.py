@@ -211,6 +211,33 @@ def test_the_work_of_each_stage_follows_from_the_rows(config: Path) -> None:
     assert summary_of(config)["to_peers"] == {}
 
 
+def test_a_call_of_sliced_experts_is_traced(config: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "trace.npz"
+    options = ("--ranks", 2, "--tokens", 200, "--parallel", "tensor")
+    summary = summary_of(config, *options, "--save", saved)
+    cfg = summary["config"]
+    hidden, intermediate = cfg["hidden"], cfg["intermediate"]
+    rows = 2 * 200 * 2  # of both ranks: each has half of every expert
+    work = {kind: done["total"] for kind, done in summary["work"].items()}
+    assert work["gemm1"] == 2 * rows * intermediate // 2 * hidden
+    assert work["combine"] == (rows + 3 * 200) * hidden * 4
+    # Partial sums of the other's tokens, and the sums of its own.
+    assert summary["to_peers"]["combine"]["total"] == 2 * 200 * hidden * 4
+    assert [link["kind"] for link in summary["chain"]] == ["combine"]  # no event says more
+    code, out, err = invoke("--load", saved)
+    assert code == 0, err
+    assert "combine" in out
+
+
+def test_a_call_of_sharded_tokens_is_traced(config: Path) -> None:
+    summary = summary_of(config, "--ranks", 2, "--tokens", 60, "--parallel", "sharded_tokens")
+    cfg = summary["config"]
+    rows = 2 * 2 * 60 * 2  # a token has a row for each slice
+    work = {kind: done["total"] for kind, done in summary["work"].items()}
+    assert work["gemm1"] == 2 * rows * cfg["intermediate"] // 2 * cfg["hidden"]
+    assert summary["chain"][0]["kind"] == "combine"
+
+
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_the_work_of_a_layer_of_any_activation_and_router_is_told(
     config: Path, activation: str
