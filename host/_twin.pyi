@@ -98,6 +98,8 @@ class Rank:
         out: int,
         chosen_ids: int,
         chosen_weights: int,
+        saved: int,
+        saved_of_source: int,
     ) -> moeos._runtime.Failure: ...
     def backward(
         self,
@@ -115,6 +117,8 @@ class Rank:
         b1: int,
         w2: int,
         b2: int,
+        saved: int,
+        saved_of_source: int,
         d_x: int,
         d_topk_weights: int,
         d_w1: int,

@@ -36,6 +36,7 @@ GroupScore = Literal["top2_sum", "max"]
 Routing = Literal["layer", "ids", "caller"]
 Clamp = Literal["before", "after"]
 Rounding = Literal["NR-f", "SR-f", "NR-s", "Balance-f", "UP", "DOWN"]
+Save = Literal["nothing", "preactivation"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -151,6 +152,13 @@ class MoEConfig:
         shared_weight_format: how the shared experts' shared_w1 and shared_w2 are held: None, in
             `dtype`; or as `weight_format`, which it then is. Is is such a multiple as H and I. They
             are multiplied as numbers of `dtype`, also with an `activation_format`.
+        save: what a call that has a gradient keeps of the routed experts for its backward.
+            "nothing": the first product is computed again. "preactivation": x w1^T + b1 of the
+            rows that this rank's experts have got, in a tensor that autograd saves. On the twin.
+        saved_rows: with `save="preactivation"` the most rows that a call keeps on a rank, an equal
+            share of each source's; of a call in pieces, each piece. None: 1.25 times the rows that
+            the rank gets where routing is even and all ranks pass as many tokens. What comes beyond
+            is computed again.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -192,6 +200,8 @@ class MoEConfig:
     rounding: Rounding | None = None
     rounding_tile: int = _TILE
     shared_weight_format: WeightFormat | None = None
+    save: Save = "nothing"
+    saved_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -229,6 +239,7 @@ class MoEConfig:
         self._check_activation_format()
         self._check_rounding()
         self._check_shared_weight_format()
+        self._check_save()
 
     @property
     def formula(self) -> Formula:
@@ -614,6 +625,14 @@ class MoEConfig:
         if self.shared_intermediate % multiple != 0:
             said = f"a multiple of {multiple} with shared_weight_format"
             raise self._error("shared_intermediate", f"{said} {self.shared_weight_format!r}")
+
+    def _check_save(self) -> None:
+        self._check_choice("save", get_args(Save))
+        if self.saved_rows is None:
+            return
+        self._check_integer("saved_rows", least=0)
+        if self.save == "nothing":
+            raise self._error("saved_rows", "None where save is 'nothing'")
 
     def _error(self, name: str, allowed: str) -> ValueError:
         return ValueError(_must_be(name, getattr(self, name), allowed))

@@ -265,6 +265,7 @@ class Experts:
                 trained = gradient_operators.call(
                     *(order, self.key, rows, (ids, weights, tokens), own),
                     slots=cfg.slots,
+                    saved_rows=self.engine.saved_rows.of_call(rows.shape[0], pieces),
                     any_ids=caller.any_ids,
                     pieces=pieces,
                 )

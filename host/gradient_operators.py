@@ -28,12 +28,13 @@ from moeos.gradients import How, Kept
 _NAMES = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
 """What `moeos::backward` returns gradients of. Formats have none."""
 custom_op.library.define(
-    f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots) -> "
-    "(Tensor out, Tensor topk_ids, Tensor topk_weights, Tensor tokens)"
+    f"record({custom_op.TENSORS}, {custom_op.HOW}, int slots, SymInt saved_rows=0) -> "
+    "(Tensor out, Tensor topk_ids, Tensor topk_weights, Tensor tokens, Tensor saved)"
 )
 custom_op.library.define(
     "backward(Tensor key, Tensor x, Tensor d_out, Tensor topk_ids, "
-    "Tensor topk_weights, Tensor tokens, Tensor?[] own, Tensor? after, *, bool[] wanted, "
+    "Tensor topk_weights, Tensor tokens, Tensor saved, Tensor?[] own, Tensor? after, *, "
+    "bool[] wanted, "
     "ScalarType? dtype_of_weights=None, int pieces=1) -> "
     f"({', '.join('Tensor' for _ in _NAMES)}, Tensor before)"
 )
@@ -47,13 +48,14 @@ def call(
     own: Sequence[Tensor | None],
     *,
     slots: int,
+    saved_rows: int,
     any_ids: bool,
     pieces: int,
 ) -> Tensor:
     """The output of a call of rows x, as an operator. `routing`: topk_ids, topk_weights and tokens;
-    `slots`: of a token.
+    `slots`: of a token; `saved_rows`: of the engine's in this call.
     """
-    how = {"slots": slots, "any_ids": any_ids, "pieces": pieces}
+    how = {"slots": slots, "saved_rows": saved_rows, "any_ids": any_ids, "pieces": pieces}
     y: Tensor = record(order, key, x, *routing, *own, **how)[0]
     return y
 
@@ -68,6 +70,7 @@ class _Asked(NamedTuple):
     """
 
     slots: int
+    saved_rows: int = 0
     any_ids: bool = False
     pieces: int = 1
 
@@ -80,19 +83,19 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, asked: _Asked, order: Tensor, key: Tensor, x: Tensor, *others: Any
     ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, ids, used, tokens = record(order, key, x, *others, **asked._asdict())
+            out, *kept = record(order, key, x, *others, **asked._asdict())
         _, weights, _, *own = others
-        ctx.mark_non_differentiable(ids, used, tokens)
+        ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
         ctx.pieces = asked.pieces
         ctx.dtype_of_weights = None if weights is None else weights.dtype
-        ctx.save_for_backward(key, x, ids, used, tokens, *own)
-        return out, ids, used, tokens
+        ctx.save_for_backward(key, x, *kept, *own)
+        return out, *kept
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         gradients.check_first_derivative()
-        key, x, ids, used, tokens, *own = ctx.saved_tensors
+        key, x, ids, used, tokens, saved, *own = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[place] for place in _PLACES]
         if ctx.dtype_of_weights is not None:  # then the gate has no part in it
             for number, name in enumerate(_NAMES):
@@ -106,6 +109,7 @@ class _Differentiable(torch.autograd.Function):
                 ids,
                 used,
                 tokens,
+                saved,
                 own,
                 graph and _last.get(graph),
             ),
@@ -136,9 +140,7 @@ def _differentiate(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: A
 
 
 @_disable_dynamo
-def _run(
-    order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> tuple[Tensor, ...]:
     asked = _Asked(**how)
     ids, weights, tokens, *own = others
     out, recording = gradients.record(
@@ -150,7 +152,7 @@ def _run(
         for tensor in (recording.topk_ids, recording.topk_weights)
     )
     count = torch.tensor([recording.tokens], dtype=torch.int32)
-    return out, kept_ids, kept_weights, count
+    return out, kept_ids, kept_weights, count, recording.saved
 
 
 @_disable_dynamo
@@ -161,6 +163,7 @@ def _run_backward(
     ids: Tensor,
     used: Tensor,
     tokens: Tensor,
+    saved: Tensor,
     own: Sequence[Tensor | None],
     after: Tensor | None,
     *,
@@ -168,7 +171,7 @@ def _run_backward(
     dtype_of_weights: torch.dtype | None = None,
     pieces: int = 1,
 ) -> tuple[Tensor, ...]:
-    kept = Kept(x, d_out, ids, used, int(tokens.item()), dtype_of_weights)
+    kept = Kept(x, d_out, ids, used, int(tokens.item()), saved, dtype_of_weights)
     rest = (False,) * (len(own) + 2 - len(wanted))
     with _autograd():
         found = gradients.derive(_how(key, pieces), kept, own, (False, *wanted, *rest))
@@ -203,14 +206,18 @@ def _how(
 
 def _describe(
     order: Tensor, key: Tensor, x: Tensor, *others: Tensor | None, **how: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """What tracing needs to know of a call."""
-    slots = (x.shape[0], _Asked(**how).slots)
+    asked = _Asked(**how)
+    slots = (x.shape[0], asked.slots)
+    w1 = others[custom_op.ROUTING]
+    assert w1 is not None
     return (
         torch.empty_like(x),
         x.new_empty(slots, dtype=torch.int32),
         x.new_empty(slots, dtype=torch.float32),
         x.new_empty(1, dtype=torch.int32),
+        x.new_empty((asked.saved_rows, w1.shape[1])),
     )
 
 
@@ -226,7 +233,7 @@ def _describe_backward(
     **how: Any,
 ) -> tuple[Tensor, ...]:
     """What tracing needs to know of a backward."""
-    _, own, _ = others
+    _, _, own, _ = others
     weights = used.to(dtype_of_weights or used.dtype)
     return (
         *(
@@ -246,10 +253,11 @@ torch.library.register_fake("moeos::backward", _describe_backward, lib=custom_op
 
 record = torch.ops.moeos.record.default
 """The operator: order [1] and the engine's key, then as `moeos.custom_op.forward`. Returns the
-output, and the routing as backward needs it: ids, their weights, and the number of tokens [1].
+output, the routing as backward needs it, which is ids, their weights and the number of tokens [1],
+and what the first product made of `saved_rows` rows.
 """
 backward = torch.ops.moeos.backward.default
-"""The operator: the engine's key, x, the gradient of the output, what `record` has returned of the
-routing, the call's own tensors, and what the backward before in this graph has returned last.
+"""The operator: the engine's key, x, the gradient of the output, what `record` has returned behind
+the output, the call's own tensors, and what the backward before in this graph has returned last.
 """
 effects._register_effectful_op(backward, effects._EffectType.ORDERED)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call that can be differentiated: `torch.autograd.Function` around two calls of an engine.
 
-Forward keeps the caller's tensors and the routing, and no row between: the backward call sends x
-and the gradient of the output to the experts again, whose first product it repeats. What is
-expert-parallel is the engine's; the gate's weights and the shared experts, which each rank has
+Forward keeps the caller's tensors, the routing and what `MoEConfig.save` says: the backward call
+sends x and the gradient of the output to the experts again. What is expert-parallel is the
+engine's; the gate's weights and the shared experts, which each rank has
 whole, are differentiated here by PyTorch. This file knows tensors and an engine, and nothing of
 modules, heaps or how ranks talk.
 """
@@ -55,6 +55,7 @@ class Kept(NamedTuple):
     ids: Tensor
     used: Tensor
     tokens: int
+    saved: Tensor
     dtype_of_weights: torch.dtype | None
 
 
@@ -146,7 +147,7 @@ class _Call(torch.autograd.Function):
         out, recording = record(how, x, weights, own)
         ctx.how, ctx.tokens = how, recording.tokens
         ctx.dtype_of_weights = None if weights is None else weights.dtype
-        ctx.save_for_backward(recording.topk_ids, recording.topk_weights, x, *own)
+        ctx.save_for_backward(recording.topk_ids, recording.topk_weights, recording.saved, x, *own)
         return out
 
     @staticmethod
@@ -154,8 +155,9 @@ class _Call(torch.autograd.Function):
         check_first_derivative()
         wanted = ctx.needs_input_grad
         main = main_grads.found(ctx.with_main)
-        ids, used, x, *own = ctx.saved_tensors
-        kept = Kept(x, received(d_outs[0]), ids, used, ctx.tokens, ctx.dtype_of_weights)
+        ids, used, saved, x, *own = ctx.saved_tensors
+        d_out = received(d_outs[0])
+        kept = Kept(x, d_out, ids, used, ctx.tokens, saved, ctx.dtype_of_weights)
         found: dict[int, Tensor | None] = {**derive(ctx.how, kept, own, wanted, main)}
         for name, main_grad in main.items():
             gradient = found.get(PLACE[name])  # the gate has none where the caller routes
@@ -213,6 +215,7 @@ def _experts(
             b2=named["b2"],
             tokens=kept.tokens,
             pieces=how.pieces,
+            saved=kept.saved,
             d_x=d_x,
             d_topk_weights=d_used,
             d_w1=sums.get("w1"),

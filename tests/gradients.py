@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from moeos import MoELayer, reference
+from moeos import MoELayer, Placement, TwinOptions, World, reference, virtual
 from tests.layers import Call, Weights
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
@@ -31,6 +31,7 @@ _PARAMETERS = {
 }
 """Of a layer, and what `Weights` call them."""
 OF_EXPERTS = ("w1", "w2", "b1", "b2")
+ONE_PROCESSOR = TwinOptions(processors=1)
 
 
 def drawn(call: Call, seed: int) -> Tensor:
@@ -50,6 +51,24 @@ def found_of(call: Call, layer: MoELayer) -> Gradients:
     found = {"x": call.x.grad, "topk_weights": None if call.weights is None else call.weights.grad}
     found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def gradients_of(
+    weights: Weights,
+    calls: Sequence[Call],
+    twin: TwinOptions = ONE_PROCESSOR,
+    ranks_per_node: int | None = None,
+    placement: Placement | None = None,
+) -> list[Gradients]:
+    """What the twin makes of one call of each rank."""
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world, placement=placement).requires_grad_()
+        call = leaves_of(calls[world.rank])
+        call(layer).backward(drawn(call, world.rank))
+        return found_of(call, layer)
+
+    return virtual.run(rank_main, ranks=len(calls), twin=twin, ranks_per_node=ranks_per_node)
 
 
 def expected_of(weights: Weights, calls: Sequence[Call]) -> list[Gradients]:

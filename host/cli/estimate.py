@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 import numpy
+import torch
 
 from moeos import _runtime
 from moeos.call_checks import (
@@ -20,8 +21,9 @@ from moeos.call_checks import (
     expected_shared_scales,
     expected_weights,
 )
-from moeos.config import MoEConfig, RowMap
+from moeos.config import MoEConfig, RowMap, Save
 from moeos.engines.twin import sizes_of
+from moeos.saved_rows import saved_rows
 from moeos.slicing import WHOLE, Slicing
 
 H200_BLOCKS = 132
@@ -150,6 +152,24 @@ def sizes_by_row_map(cfg: MoEConfig, ranks: int, slicing: Slicing = WHOLE) -> di
             tiles=sizes.tiles_max,
             parts=sizes.parts_max,
         )
+    return found
+
+
+def saved_bytes(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) -> dict[str, int]:
+    """By `MoEConfig.save`, what a call with so many tokens keeps for its backward on rank 0: its
+    routing and rows of the first product. Nothing where a layer has no backward.
+    """
+    if cfg.in_numbers() != cfg or slicing.sums:
+        return {}
+    cfg, sources = slicing.cut(cfg), slicing.place(0, ranks)[1]
+    routing = tokens * cfg.slots * (torch.int32.itemsize + torch.float32.itemsize)
+    experts = cfg.experts_per_rank(slicing.holders(ranks))
+    found = {}
+    for save in get_args(Save):
+        rows = cfg.saved_rows if save == "preactivation" else None
+        kept = saved_rows(dataclasses.replace(cfg, save=save, saved_rows=rows), sources, experts)
+        row_bytes = cfg.w1_rows * cfg.dtype.itemsize
+        found[save] = routing + kept.of_call(tokens, 1) * row_bytes
     return found
 
 

@@ -152,6 +152,7 @@ def execute(options: PlanOptions) -> int:
     weights = estimate.weight_bytes_per_rank(cfg, ranks, slicing)
     tokens = cfg.max_tokens if options.tokens is None else options.tokens
     work = estimate.work_of(cfg, ranks, tokens, slicing)
+    saved = estimate.saved_bytes(cfg, ranks, tokens, slicing)
     backend, why = _backend_of(slicing.cut(cfg))
     needed = memory.rank_memory(
         cfg,
@@ -183,13 +184,14 @@ def execute(options: PlanOptions) -> int:
             ],
             "sizes": {row_map: dataclasses.asdict(found) for row_map, found in sizes.items()},
             "call": dataclasses.asdict(work),
+            "saved_bytes": saved,
             "network_bytes": work.bytes_over_network(options.node),
             "floor_seconds": work.floors(options.node, options.network_rate),
         }
         output.write_json(options.json_file, document)
     _print_sizes(cfg, options.config, ranks, weights, sizes, slicing)
     _print_memory(needed, backend, why, options, places)
-    _print_work(work, options.node, slicing)
+    _print_work(work, options.node, saved, slicing)
     _print_floors(work, options)
     if cfg.dtype == torch.float32:
         print("the layer is float32: its GEMMs are slower than the BF16 rate above")
@@ -276,7 +278,9 @@ def _print_memory(
         print(f"{name}: {verdict}, {share}", flush=True)
 
 
-def _print_work(work: Work, node: int, slicing: Slicing = WHOLE) -> None:
+def _print_work(
+    work: Work, node: int, saved: Mapping[str, int], slicing: Slicing = WHOLE
+) -> None:
     made = output.table("a rank")
     made.add_row("pairs sent", output.count(work.pairs_sent))
     made.add_row("pairs received", output.count(work.pairs_received))
@@ -300,6 +304,10 @@ def _print_work(work: Work, node: int, slicing: Slicing = WHOLE) -> None:
     far, all_bytes = work.bytes_over_network(node), sum(work.bytes_by_peer)
     if far > 0:
         made.add_row("over the network", f"{output.size(far)}, {100 * far / all_bytes:.3g} %")
+    if saved:
+        made.add_section()
+    for save, size in saved.items():
+        made.add_row(f"save={save!r}", output.size(size))
     what = (
         "the same on all ranks, and even routing:"
         if slicing.cuts

@@ -13,6 +13,7 @@ from moeos import tensor_memory
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
 from moeos.placement import Placement
+from moeos.saved_rows import SavedRows
 from moeos.slicing import WHOLE, Slicing
 from moeos.tracing import RankTrace
 from moeos.world import SharedMemory, World
@@ -72,9 +73,9 @@ class GradientTensors(NamedTuple):
 
     x [rows, H] and d_out, the gradient of the output, in the layer's dtype; topk_ids int32
     [rows, k] and topk_weights fp32 [rows, k], as the forward call had them (-1 is an unused slot);
-    w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers. What is written: d_x, as
-    x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2 and d_b2, of `Engine.room_for_sums`, or
-    None.
+    w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers; saved, as of `Recording`.
+    What is written: d_x, as x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2 and d_b2, of
+    `Engine.room_for_sums`, or None.
     """
 
     x: torch.Tensor
@@ -87,6 +88,7 @@ class GradientTensors(NamedTuple):
     b2: torch.Tensor | None
     tokens: int
     pieces: int
+    saved: torch.Tensor
     d_x: torch.Tensor
     d_topk_weights: torch.Tensor
     d_w1: torch.Tensor | None
@@ -96,13 +98,15 @@ class GradientTensors(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What backward needs of a forward call: its ids int32 [rows, k], their weights fp32, and its
-    number of tokens.
+    """What backward needs of a forward call: its ids int32 [rows, k], their weights fp32, its
+    number of tokens, and what its first product made: saved [`Engine.saved_rows`, 2I or I] in the
+    layer's dtype.
     """
 
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     tokens: int
+    saved: torch.Tensor
 
 
 _OF_THE_GATE = {
@@ -153,6 +157,10 @@ class Engine(Protocol):
 
     def no_backward(self) -> str | None:
         """Why calls have none, in words that follow "has no backward"; None where they have one."""
+
+    @property
+    def saved_rows(self) -> SavedRows:
+        """Of how many rows `record` keeps what the first product made."""
 
     def record(self, tensors: CallTensors) -> Recording:
         """As `forward`; returns what `backward` needs of it. The first one is a collective of its

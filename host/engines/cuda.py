@@ -39,6 +39,7 @@ from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
 from moeos.placement import Placement
+from moeos.saved_rows import SavedRows
 from moeos.sizes import routed_alone
 from moeos.slicing import WHOLE, Slicing
 from moeos.tracing import RankTrace
@@ -167,6 +168,11 @@ class CudaEngine:
         placed = self._placement is not None
         return cuda_gradients.why_none(self._shape.cfg, placed=placed, remote=remote)
 
+    @property
+    def saved_rows(self) -> SavedRows:
+        """See `Engine.saved_rows`: none yet."""
+        return SavedRows(0)
+
     def room_for_sums(
         self, parameter: torch.Tensor, pieces: int, main_grad: torch.Tensor | None
     ) -> torch.Tensor:
@@ -287,7 +293,7 @@ class CudaEngine:
                 found.append(cuda_gradients.routing_in(tables, self._offsets, here, slots))
                 self._note_more()
         ids, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Recording(ids, weights, tokens)
+        return Recording(ids, weights, tokens, tensors.x.new_empty((0, self._shape.cfg.w1_rows)))
 
     def _backward(self, tensors: GradientTensors) -> None:
         made = self._holdings.gradients

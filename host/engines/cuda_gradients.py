@@ -25,6 +25,8 @@ def why_none(cfg: MoEConfig, *, placed: bool, remote: bool) -> str | None:
         return f" of layers with zero_experts {rest}"
     if cfg.apply_router_weight_on_input:
         return f" of layers with apply_router_weight_on_input {rest}"
+    if cfg.save != "nothing":
+        return f" of layers with save={cfg.save!r} {rest}; or make the layer with save='nothing'"
     if placed:
         return f" of layers with a placement {rest}"
     if remote:

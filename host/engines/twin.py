@@ -9,6 +9,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -23,6 +24,7 @@ from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.formats import exponent_value
 from moeos.placement import Placement, experts_of
+from moeos.saved_rows import SavedRows, saved_rows
 from moeos.sizes import layer_sizes, of_gradients, parts, routed_alone, shared_cut
 from moeos.slicing import WHOLE, Slicing, digest
 from moeos.tracing import EVENT, OS_ACTORS, RankTrace
@@ -99,6 +101,13 @@ def gradient_sizes_of(
     return sizes_of(routed, *place, {**(rows or {}), **of_gradients(sent, kept)})
 
 
+class _Saved(NamedTuple):
+    """Rows of a call: from its first one on, and how many each source has."""
+
+    rows: torch.Tensor
+    of_source: int
+
+
 class TwinEngine:
     """One layer on one rank of the twin. Collective to make.
 
@@ -151,6 +160,8 @@ class TwinEngine:
         world.hold(self, self._holdings)
         self._shape: TwinShape = shared.admit((cfg, places, slicing), sizes, slicing=slicing)
         self._gradients: TwinShape | None = None  # made when they are first asked for
+        own = experts_of(cfg, slicing.holder(world.rank), self._holders, placement)
+        self._saved_rows = saved_rows(cfg, self._holders, len(own))
         self._last = sizes  # of the last call
         self._holdings.hold_records(self._shape.sizes, placement)
 
@@ -190,6 +201,11 @@ class TwinEngine:
             " where several ranks hold an expert, since each would get a part of its gradient: "
             "make the layer with a placement without replicas"
         )
+
+    @property
+    def saved_rows(self) -> SavedRows:
+        """See `Engine.saved_rows`."""
+        return self._saved_rows
 
     def room_for_sums(
         self, parameter: torch.Tensor, pieces: int, main_grad: torch.Tensor | None
@@ -245,10 +261,27 @@ class TwinEngine:
             ids = torch.full(slots, -1, dtype=torch.int32)
             weights = torch.zeros(slots)
             chosen = ids, weights
+        saved = self._room_for_saved(checked.x, checked.pieces)
+        shares = self._shares_of(saved, checked.x, checked.pieces)
         for number, piece in enumerate(pieces_of(checked, self._cfg.max_tokens)):
             first = number * self._cfg.max_tokens
-            self._call(piece, None if chosen is None else (chosen[0][first:], chosen[1][first:]))
-        return Recording(ids, weights, tokens)
+            its = None if chosen is None else (chosen[0][first:], chosen[1][first:])
+            self._call(piece, its, shares[number])
+        return Recording(ids, weights, tokens, saved)
+
+    def _room_for_saved(self, x: torch.Tensor, pieces: int) -> torch.Tensor:
+        rows = self._saved_rows.of_call(x.shape[0], pieces)
+        return torch.empty((rows, self._cfg.w1_rows), dtype=x.dtype)
+
+    def _shares_of(self, saved: torch.Tensor, x: torch.Tensor, pieces: int) -> list[_Saved]:
+        """Of saved rows, each piece's."""
+        each = self._saved_rows.of_pieces(x.shape[0], pieces)
+        found = []
+        first = 0
+        for rows in each:
+            found.append(_Saved(saved[first:], rows))
+            first += self._saved_rows.sources * rows
+        return found
 
     def _backward(self, tensors: GradientTensors) -> None:
         cfg, shape = self._cfg, self._gradients
@@ -257,8 +290,10 @@ class TwinEngine:
         assert shape is not None  # made before the forward call
         rank = shape.rank
         assert rank is not None  # only the end of the workspace ends it
+        self._require_saved(tensors)
+        shares = self._shares_of(tensors.saved, tensors.x, tensors.pieces)
         identity = calls.identity(self._number, tensors.pieces, backward=True)
-        for piece in gradient_pieces_of(tensors, cfg.max_tokens):
+        for number, piece in enumerate(gradient_pieces_of(tensors, cfg.max_tokens)):
             capacity = cfg.capacity(piece.tokens)
             self._faults.before_call()
             self._last = shape.sizes
@@ -276,6 +311,8 @@ class TwinEngine:
                 b1=_address(piece.b1),
                 w2=piece.w2.data_ptr(),
                 b2=_address(piece.b2) if self._slicing.adds_bias(self._world.rank) else 0,
+                saved=shares[number].rows.data_ptr(),
+                saved_of_source=shares[number].of_source,
                 d_x=piece.d_x.data_ptr(),
                 d_topk_weights=piece.d_topk_weights.data_ptr(),
                 d_w1=_address(piece.d_w1),
@@ -286,6 +323,20 @@ class TwinEngine:
             self._require_well(failure, identity)
         tensors.d_x[tensors.tokens :].zero_()
         tensors.d_topk_weights[tensors.tokens :].zero_()
+
+    def _require_saved(self, tensors: GradientTensors) -> None:
+        """Raises `ValueError` for saved rows that are not a forward call's, as a saved-tensor hook
+        may return them.
+        """
+        saved, x = tensors.saved, tensors.x
+        shape = [self._saved_rows.of_call(x.shape[0], tensors.pieces), self._cfg.w1_rows]
+        right = list(saved.shape) == shape and saved.dtype == x.dtype and saved.device == x.device
+        if not (right and saved.is_contiguous()):
+            raise ValueError(
+                f"rank {self._world.rank}: the rows that a forward call has saved are now "
+                f"{saved.dtype} {list(saved.shape)} on {saved.device}; they must be contiguous "
+                f"{x.dtype} {shape} on {x.device}: return from saved-tensor hooks what was packed"
+            )
 
     def _require_well(self, failure: _runtime.Failure, identity: int) -> None:
         """Raises what went wrong in a call, if something did."""
@@ -366,9 +417,14 @@ class TwinEngine:
         )
 
     def _call(
-        self, tensors: CallTensors, chosen: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        tensors: CallTensors,
+        chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+        saved: _Saved | None = None,
     ) -> None:
-        """`chosen`: where the gate's choice is written, if somebody asks."""
+        """`chosen`: where the gate's choice is written, if somebody asks, and `saved`: what the
+        first product makes.
+        """
         cfg = self._cfg
         tokens = values.count_tokens(tensors.tokens, tensors.x.shape[0])
         ids, weights = tensors.topk_ids, tensors.topk_weights
@@ -412,6 +468,8 @@ class TwinEngine:
             out=tensors.out.data_ptr(),
             chosen_ids=0 if chosen is None else chosen[0].data_ptr(),
             chosen_weights=0 if chosen is None else chosen[1].data_ptr(),
+            saved=0 if saved is None else saved.rows.data_ptr(),
+            saved_of_source=0 if saved is None else saved.of_source,
         )
         self._require_well(failure, identity)
         tensors.out[tokens:].zero_()

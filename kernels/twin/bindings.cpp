@@ -216,7 +216,7 @@ NB_MODULE(_twin, module) {
              std::uintptr_t shared_gate, std::uintptr_t shared_w1_scale,
              std::uintptr_t shared_w2_scale, std::uintptr_t shared_w1_scale_2,
              std::uintptr_t shared_w2_scale_2, std::uintptr_t out, std::uintptr_t chosen_ids,
-             std::uintptr_t chosen_weights) {
+             std::uintptr_t chosen_weights, std::uintptr_t saved, u32 saved_of_source) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
                                     reinterpret_cast<const float*>(x_scale),
@@ -243,7 +243,9 @@ NB_MODULE(_twin, module) {
                                     reinterpret_cast<const float*>(shared_w2_scale_2),
                                     reinterpret_cast<void*>(out),
                                     reinterpret_cast<i32*>(chosen_ids),
-                                    reinterpret_cast<float*>(chosen_weights)};
+                                    reinterpret_cast<float*>(chosen_weights),
+                                    reinterpret_cast<void*>(saved),
+                                    saved_of_source};
             return run_call(self, records, operands, tokens, pair_limit, identity, inputs);
           },
           nb::kw_only(), "records"_a, "identity"_a, "inputs"_a, "bfloat16"_a, "tokens"_a,
@@ -251,14 +253,16 @@ NB_MODULE(_twin, module) {
           "expert_scale"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a,
           "w1_scale"_a, "w2_scale"_a, "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a,
           "shared_gate"_a, "shared_w1_scale"_a, "shared_w2_scale"_a, "shared_w1_scale_2"_a,
-          "shared_w2_scale_2"_a, "out"_a, "chosen_ids"_a, "chosen_weights"_a)
+          "shared_w2_scale_2"_a, "out"_a, "chosen_ids"_a, "chosen_weights"_a, "saved"_a,
+          "saved_of_source"_a)
       .def(
           "backward",
           [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,
              u32 pair_limit, std::uintptr_t x, std::uintptr_t d_out, std::uintptr_t topk_ids,
              std::uintptr_t topk_weights, std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2,
-             std::uintptr_t b2, std::uintptr_t d_x, std::uintptr_t d_topk_weights,
-             std::uintptr_t d_w1, std::uintptr_t d_b1, std::uintptr_t d_w2, std::uintptr_t d_b2) {
+             std::uintptr_t b2, std::uintptr_t saved, u32 saved_of_source, std::uintptr_t d_x,
+             std::uintptr_t d_topk_weights, std::uintptr_t d_w1, std::uintptr_t d_b1,
+             std::uintptr_t d_w2, std::uintptr_t d_b2) {
             const GradientOperands gradients{
                 reinterpret_cast<const void*>(d_out), reinterpret_cast<float*>(d_topk_weights),
                 reinterpret_cast<float*>(d_w1),       reinterpret_cast<float*>(d_b1),
@@ -273,12 +277,14 @@ NB_MODULE(_twin, module) {
             operands.w2 = reinterpret_cast<const void*>(w2);
             operands.b2 = reinterpret_cast<const void*>(b2);
             operands.out = reinterpret_cast<void*>(d_x);
+            operands.saved = reinterpret_cast<void*>(saved);
+            operands.saved_of_source = saved_of_source;
             operands.gradients = &gradients;
             return run_call(self, records, operands, tokens, pair_limit, identity);
           },
           nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
-          "d_out"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "d_x"_a,
-          "d_topk_weights"_a, "d_w1"_a, "d_b1"_a, "d_w2"_a, "d_b2"_a)
+          "d_out"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "saved"_a,
+          "saved_of_source"_a, "d_x"_a, "d_topk_weights"_a, "d_w1"_a, "d_b1"_a, "d_w2"_a, "d_b2"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &TwinRank::clear)
       .def_prop_ro("epoch", &TwinRank::epoch);

@@ -4,9 +4,10 @@
 // The same device OS runs it as runs a forward call; what differs is what a row holds and what the
 // two products are. A token's row brings x and the gradient dY of its output, once for a rank that
 // has it. The first product of a tile is dA = dY * W2, beside h = x * W1^T + b1, which is computed
-// again. Its epilogue makes dH, the gradient of h, and the part <dA, A> of the weight's gradient.
-// The second product is dX = dH * W1, whose rows return to the token's owner. Combine adds them up.
-// No row is multiplied by its weight on the way: the owner does that.
+// again where the forward call has not saved it. Its epilogue makes dH, the gradient of h, and the
+// part <dA, A> of the weight's gradient. The second product is dX = dH * W1, whose rows return to
+// the token's owner. Combine adds them up. No row is multiplied by its weight on the way: the owner
+// does that.
 //
 // Satisfies runtime/warp_processor.hpp's Kernels. The gradients of weights come behind the call
 // (weight_gradients.hpp): the first product keeps what they need. May not know: queues, flags, when
@@ -22,6 +23,7 @@
 #include "kernels/twin/gradient_rows.hpp"
 #include "kernels/twin/operands.hpp"
 #include "kernels/twin/route.hpp"
+#include "kernels/twin/saved_rows.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/platform/twin/platform.hpp"
 #include "runtime/rank.hpp"
@@ -48,7 +50,8 @@ class GradientKernels {
         scratch_(scratch),
         more_(more),
         router_(rank.geometry(), shape, operands, rank.memory, rank.rank, scratch),
-        map_(rank.geometry(), rank.memory, call) {
+        map_(rank.geometry(), rank.memory, call),
+        saved_(rank, shape, operands) {
     MOEOS_CHECK(operands.topk_ids != nullptr);
     MOEOS_CHECK(operands.topk_weights != nullptr || call.tokens == 0);
     MOEOS_CHECK(rank.geometry().sent_bytes == rows_.sent_bytes());
@@ -97,13 +100,18 @@ class GradientKernels {
     const u32 stride = blocks * width;
     const u32 panels = task.padded_rows / kPanelRows;
     float* results = more_.results.get();
-    pack_sent(task, 0);
-    multiply(more_.panels.get(), panels, shape_.hidden, w1_of(task, false), first, columns, results,
-             stride);
-    if (shape_.gated()) {
-      multiply(more_.panels.get(), panels, shape_.hidden, w1_of(task, false),
-               shape_.intermediate + first, columns, results + width, stride);
+    if (!saved_.has_all(task)) {
+      make_hidden(task, first, columns, results, stride);
     }
+    saved_.for_each(task, [&](const u8* saved, u32 row) {
+      for (u32 half = 0; half < blocks - 1; ++half) {
+        const ConstElements values(operands_.element, saved);
+        float* to = results + std::size_t{row} * stride + std::size_t{half} * width;
+        for (u32 n = 0; n < columns; ++n) {
+          to[n] = values[u64{half} * shape_.intermediate + first + n];
+        }
+      }
+    });
     pack_sent(task, rows_.d_out_at());
     multiply(more_.panels.get(), panels, shape_.hidden, w2_of(task), first, columns,
              results + std::size_t{blocks - 1} * width, stride);
@@ -229,20 +237,35 @@ class GradientKernels {
     }
   }
 
+  /// h of a tile's rows, gate and up, of some columns.
+  void make_hidden(const Task& task, u32 first, u32 columns, float* results, u32 stride) {
+    const u32 width = gemm0_columns(shape_);
+    const ConstElements b1(operands_.element, operands_.b1);
+    pack_sent(task, 0);
+    for (u32 half = 0; half < (shape_.gated() ? 2U : 1U); ++half) {
+      const u32 row_of_weights = half * shape_.intermediate + first;
+      const u64 bias = u64{task.local_expert} * rows_.w1_rows + row_of_weights;
+      float* to = results + std::size_t{half} * width;
+      multiply(more_.panels.get(), task.padded_rows / kPanelRows, shape_.hidden, w1_of(task, false),
+               row_of_weights, columns, to, stride);
+      for (u32 row = 0; b1 && row < task.padded_rows; ++row) {
+        for (u32 n = 0; n < columns; ++n) {
+          to[std::size_t{row} * stride + n] += b1[bias + n];
+        }
+      }
+    }
+  }
+
   /// Some columns of a row of the tile: keeps its activated values and the gradients before them.
   void derive(const Task& task, u32 row, u32 part, float* results, u32 first, u32 columns) {
     const u32 width = gemm0_columns(shape_);
-    const ConstElements b1(operands_.element, operands_.b1);
-    const u64 bias = u64{task.local_expert} * rows_.w1_rows + first;
     float* gates = results;
     float* ups = results + width;
     float* values = shape_.gated() ? ups + width : ups;  // their gradients, until they are made
     float product = 0.0F;
     for (u32 n = 0; n < columns; ++n) {
-      const float gate = gates[n] + (b1 ? b1[bias + n] : 0.0F);
-      const float up =
-          shape_.gated() ? ups[n] + (b1 ? b1[bias + shape_.intermediate + n] : 0.0F) : 0.0F;
-      const Activated made = activated(shape_.activation, gate, up);
+      const float up = shape_.gated() ? ups[n] : 0.0F;
+      const Activated made = activated(shape_.activation, gates[n], up);
       const float d_value = values[n];
       product += d_value * made.value;
       gates[n] = d_value * made.by_gate;
@@ -310,6 +333,7 @@ class GradientKernels {
   GradientScratch& more_;
   Router router_;
   RoutingMap map_;
+  SavedRows saved_;
 };
 
 }  // namespace moeos::twin

@@ -14,6 +14,7 @@
 #include "kernels/twin/gemm.hpp"
 #include "kernels/twin/operands.hpp"
 #include "kernels/twin/route.hpp"
+#include "kernels/twin/saved_rows.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/platform/twin/platform.hpp"
 #include "runtime/rank.hpp"
@@ -39,7 +40,8 @@ class TwinKernels {
         coded_rows_(coded_rows),
         scratch_(scratch),
         router_(rank.geometry(), shape, operands, rank.memory, rank.rank, scratch),
-        map_(rank.geometry(), rank.memory, call) {}
+        map_(rank.geometry(), rank.memory, call),
+        saved_(rank, shape, operands) {}
 
   u32 route(u32 block) {
     const Geometry& geometry = rank_.geometry();
@@ -104,16 +106,30 @@ class TwinKernels {
                results + width, stride);
     }
     const ConstElements b1(element, mlps.b1);
+    for (u32 row = 0; b1 && row < task.padded_rows; ++row) {
+      float* values = results + std::size_t{row} * stride;
+      for (u32 n = 0; n < columns; ++n) {
+        values[n] += b1[weight_row + n];
+        if (shape_.gated()) {
+          values[width + n] += b1[weight_row + mlps.values + n];
+        }
+      }
+    }
+    if (!is_shared(rank_.geometry(), task)) {
+      saved_.for_each(task, [&](u8* saved, u32 row) {
+        const float* values = results + std::size_t{row} * stride;
+        store(element, values, columns, saved + first * size_of(element));
+        if (shape_.gated()) {
+          store(element, values + width, columns,
+                saved + (shape_.intermediate + first) * size_of(element));
+        }
+      });
+    }
     for (u32 row = 0; row < task.padded_rows; ++row) {
       float* values = results + std::size_t{row} * stride;
       for (u32 n = 0; n < columns; ++n) {
-        const float value = values[n] + (b1 ? b1[weight_row + n] : 0.0F);
-        if (shape_.gated()) {
-          const float up = values[width + n] + (b1 ? b1[weight_row + mlps.values + n] : 0.0F);
-          values[n] = gated(shape_.activation, value, up);
-        } else {
-          values[n] = curve_of(shape_.activation, value);
-        }
+        values[n] = shape_.gated() ? gated(shape_.activation, values[n], values[width + n])
+                                   : curve_of(shape_.activation, values[n]);
       }
       store_between(mlps, task.first_result + row, nth * mlps.values + first, values, columns);
     }
@@ -422,6 +438,7 @@ class TwinKernels {
   Scratch& scratch_;
   Router router_;
   RoutingMap map_;
+  SavedRows saved_;
 };
 
 }  // namespace moeos::twin

@@ -49,9 +49,11 @@ struct Operands {
   const void* shared_w2_scale;
   const float* shared_w1_scale_2;
   const float* shared_w2_scale_2;
-  void* out;                                    // [S, H]; of a call of gradients that of x
-  i32* chosen_ids = nullptr;                    // [S, k]: what the gate chose, is written; or null
-  float* chosen_weights = nullptr;              // [S, k], with chosen_ids
+  void* out;                        // [S, H]; of a call of gradients that of x
+  i32* chosen_ids = nullptr;        // [S, k]: what the gate chose, is written; or null
+  float* chosen_weights = nullptr;  // [S, k], with chosen_ids
+  void* saved = nullptr;    // [sources, saved_of_source, 2I or I]: written, or read by gradients
+  u32 saved_of_source = 0;  // rows of each source, its first ones
   const GradientOperands* gradients = nullptr;  // of a call of gradients
 };
 

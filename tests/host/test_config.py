@@ -57,6 +57,8 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "rounding": None,
         "rounding_tile": 128,
         "shared_weight_format": None,
+        "save": "nothing",
+        "saved_rows": None,
     }
 
 
@@ -103,6 +105,8 @@ def test_counts_must_be_at_least_1(name: str, value: int) -> None:
         ("weight_format", torch.uint8),
         ("activation_format", 8),
         ("shared_weight_format", True),
+        ("save", None),
+        ("saved_rows", 2.5),
         ("swiglu_alpha", "1.702"),
         ("swiglu_clamp", True),
         ("activation", 3),
@@ -243,6 +247,13 @@ def test_factors_must_be_finite_and_positive(name: str, value: float) -> None:
         ({"capacity_factor": 1e-7}, "capacity_factor is 1e-07; it must be at least 1e-06"),
         ({"rounding_tile": 64}, "rounding_tile is 64; it must be 128 where rounding is None"),
         ({"rounding": "UP", "rounding_tile": 0}, "rounding_tile is 0; it must be at least 1"),
+        (
+            {"save": "activation"},
+            "save is 'activation'; it must be one of nothing, preactivation; the nearest valid one "
+            "is 'preactivation'",
+        ),
+        ({"saved_rows": 8}, "saved_rows is 8; it must be None where save is 'nothing'"),
+        ({"save": "preactivation", "saved_rows": -1}, "saved_rows is -1; it must be at least 0"),
         (
             {"rounding": "NR"},
             "rounding is 'NR'; it must be one of NR-f, SR-f, NR-s, Balance-f, UP, DOWN; the "

@@ -38,6 +38,7 @@ def tensors_of(tokens: int, pieces: int = 1) -> GradientTensors:
         b2=None,
         tokens=tokens,
         pieces=pieces,
+        saved=rows.new_empty((0, CFG.w1_rows)),
         d_x=rows.clone(),
         d_topk_weights=choices.clone(),
         d_w1=torch.zeros_like(w1, dtype=sums),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ OTHERS = draw_weights(CFG, 1)
 OF_X = [("eager", True), ("aot_eager", False), ("inductor", True)]
 """Of which each runs always: a backend, and whether x has a gradient."""
 quick_backends = pytest.mark.parametrize("backend", ["eager", "aot_eager", at_night("inductor")])
+
+saves = pytest.mark.parametrize("save", ["nothing", "preactivation"])
 
 Calls = list[tuple[str, int, int]]
 """Direction, number of the layer, rows."""
@@ -77,9 +80,12 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @quick_backends
-def test_a_compiled_model_has_the_gradients_of_the_model(backend: str) -> None:
+@saves
+def test_a_compiled_model_has_the_gradients_of_the_model(save: Any, backend: str) -> None:
+    weights = dataclasses.replace(WEIGHTS, cfg=dataclasses.replace(CFG, save=save))
+
     def rank_main(world: World) -> None:
-        layer = WEIGHTS.layer(world).requires_grad_()
+        layer = weights.layer(world).requires_grad_()
         x = draw_call(CFG, 30 - 20 * world.rank, world.rank).x.requires_grad_()
 
         def program(x: Tensor) -> Tensor:
@@ -276,11 +282,13 @@ def test_a_second_derivative_of_a_graph_is_refused() -> None:
     virtual.run(rank_main, ranks=1)
 
 
-def test_the_operators_are_as_their_schemas_and_fakes_say() -> None:
+@saves
+def test_the_operators_are_as_their_schemas_and_fakes_say(save: Any) -> None:
     given = draw_given_call(CFG, 20, 0)
+    weights = dataclasses.replace(WEIGHTS, cfg=dataclasses.replace(CFG, save=save))
 
     def rank_main(world: World) -> None:
-        layer = WEIGHTS.layer(world)
+        layer = weights.layer(world)
         own = (
             *(layer.w1, layer.b1, layer.w2, layer.b2),
             *(layer.gate.weight, None, layer.gate.bias, None),
@@ -288,13 +296,15 @@ def test_the_operators_are_as_their_schemas_and_fakes_say() -> None:
         )
         key, checks = layer.experts.key, ("test_schema", "test_faketensor")
         asked = (layer._order, key, given.x, given.ids, given.weights, None, *own)
-        how = {"slots": CFG.slots}
+        rows = layer.experts.engine.saved_rows.of_call(20, 1)
+        assert (rows == 0) == (save == "nothing")
+        how = {"slots": CFG.slots, "saved_rows": rows}
         torch.library.opcheck(gradient_operators.record, asked, how, test_utils=checks)
-        y, ids, weights, tokens = gradient_operators.record(*asked, **how)
-        kept = (key, given.x, torch.ones_like(y), ids, weights, tokens, own, None)
+        y, *kept = gradient_operators.record(*asked, **how)
+        given_back = (key, given.x, torch.ones_like(y), *kept, own, None)
         of_gate = [False] * 4  # the caller weighs
         wanted = [True] * 6 + of_gate + [True] * 2 + [False]
         rest = {"wanted": wanted, "dtype_of_weights": torch.float32}
-        torch.library.opcheck(gradient_operators.backward, kept, rest, test_utils=checks)
+        torch.library.opcheck(gradient_operators.backward, given_back, rest, test_utils=checks)
 
     virtual.run(rank_main, ranks=1)

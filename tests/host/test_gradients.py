@@ -32,17 +32,18 @@ from moeos.faults import Fault, FaultPlan
 from moeos.rounded_routing import GateTensors
 from tests.gradients import (
     OF_EXPERTS,
+    ONE_PROCESSOR,
     Gradients,
     assert_match,
     drawn,
     expected_of,
     found_of,
+    gradients_of,
     leaves_of,
 )
 from tests.layers import (
     PREFERENCES,
     Call,
-    Weights,
     config,
     draw_call,
     draw_given_call,
@@ -53,26 +54,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_output")
 
 TOKENS = (77, 0, 128, 5)
 """[rank]"""
-
-ONE_PROCESSOR = TwinOptions(processors=1)
-
-
-def gradients_of(
-    weights: Weights,
-    calls: Sequence[Call],
-    twin: TwinOptions = ONE_PROCESSOR,
-    ranks_per_node: int | None = None,
-    placement: Placement | None = None,
-) -> list[Gradients]:
-    """What the twin makes of one call of each rank."""
-
-    def rank_main(world: World) -> Gradients:
-        layer = weights.layer(world, placement=placement).requires_grad_()
-        call = leaves_of(calls[world.rank])
-        call(layer).backward(drawn(call, world.rank))
-        return found_of(call, layer)
-
-    return virtual.run(rank_main, ranks=len(calls), twin=twin, ranks_per_node=ranks_per_node)
 
 
 def check(

@@ -58,6 +58,23 @@ def test_tokens_and_ranks_can_be_chosen(tmp_path: Path) -> None:
     assert plan["call"]["pairs_sent"] == plan["call"]["pairs_received"] == 32
 
 
+def test_what_a_call_keeps_for_its_backward_is_planned_both_ways(tmp_path: Path) -> None:
+    options = ("--ranks", 1, "--tokens", 8192, "--json", tmp_path / "plan.json")
+    code, out, _ = invoke(QWEN, *options)
+    assert code == 0
+    routing, row = 8192 * 8 * 8, 2 * 768 * 2
+    saved = {"nothing": routing, "preactivation": routing + 8192 * 8 * row}
+    assert json.loads((tmp_path / "plan.json").read_text())["saved_bytes"] == saved
+    assert re.search(r"save='nothing' +│ +512 KiB", out)
+    assert re.search(r"save='preactivation' +│ +192\.5 MiB", out)
+    coded = tmp_path / "coded.toml"
+    coded.write_text('weight_format = "fp8_tensor"\n' + QWEN.read_text())
+    code, out, _ = invoke(coded, *options)
+    assert code == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["saved_bytes"] == {}
+    assert "save=" not in out
+
+
 @pytest.mark.parametrize(
     ("ranks", "held"),
     [
