@@ -278,9 +278,7 @@ def _print_memory(
         print(f"{name}: {verdict}, {share}", flush=True)
 
 
-def _print_work(
-    work: Work, node: int, saved: Mapping[str, int], slicing: Slicing = WHOLE
-) -> None:
+def _print_work(work: Work, node: int, saved: Mapping[str, int], slicing: Slicing = WHOLE) -> None:
     made = output.table("a rank")
     made.add_row("pairs sent", output.count(work.pairs_sent))
     made.add_row("pairs received", output.count(work.pairs_received))

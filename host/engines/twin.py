@@ -160,7 +160,7 @@ class TwinEngine:
         world.hold(self, self._holdings)
         self._shape: TwinShape = shared.admit((cfg, places, slicing), sizes, slicing=slicing)
         self._gradients: TwinShape | None = None  # made when they are first asked for
-        own = experts_of(cfg, slicing.holder(world.rank), self._holders, placement)
+        own = experts_of(cfg, self._place, self._holders, placement)
         self._saved_rows = saved_rows(cfg, self._holders, len(own))
         self._last = sizes  # of the last call
         self._holdings.hold_records(self._shape.sizes, placement)
