@@ -46,7 +46,8 @@ class RecordingLayer:
 
     record: list[str]
 
-    def __init__(self, cfg: moeos.MoEConfig, world: moeos.World) -> None:
+    def __init__(self, cfg: moeos.MoEConfig, world: moeos.World, *, parallel: str) -> None:
+        assert parallel == "expert"
         self.w1 = torch.zeros(0)
 
     def __call__(self, *_: object) -> None:

@@ -198,6 +198,7 @@ def test_memory_is_that_of_the_gpus_kernel() -> None:
         "cells": 8 * places * row_bytes,
         "results": rows * row_bytes,
         "staged": 0,
+        "sums": 0,
     }
     assert plan["memory"] == {
         "queues": sizes.control_bytes + sizes.tables_bytes,
