@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -64,7 +65,7 @@ def test_a_layer_is_traced_without_a_break_and_computes_the_same(backend: str) -
 def test_one_graph_serves_many_token_counts(backend: str) -> None:
     def rank_main(world: World) -> int:
         layer = WEIGHTS.layer(world)
-        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        counter = CompileCounterWithBackend(backend)
         traced = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
         for tokens in (20, 3, 64, 37, 5, 8):
             call = draw_call(CFG, tokens, tokens)
@@ -267,7 +268,7 @@ def test_sixty_one_layers_share_one_graph(backend: str, way: str) -> None:
     call = draw_call(CFG, 20, 0)
 
     def rank_main(world: World) -> int:
-        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        counter = CompileCounterWithBackend(backend)
         options: dict[str, Any] = {"fullgraph": True, "backend": counter}
         one = torch.compile(lambda layer, x: layer(x), **options)
         for weights in all_weights:
@@ -301,7 +302,7 @@ def test_a_model_of_many_layers_is_one_graph_in_which_each_uses_its_own_weights(
 
     def rank_main(world: World) -> int:
         model = torch.nn.ModuleList(weights.layer(world) for weights in all_weights)
-        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        counter = CompileCounterWithBackend(backend)
         program = torch.compile(
             lambda x: [layer(x) for layer in model], fullgraph=True, backend=counter
         )
