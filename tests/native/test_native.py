@@ -305,6 +305,12 @@ def test_tiles_are_handed_out_in_order_and_the_rest_in_halves(tmp_path: Path) ->
     assert_program_passes("test_scheduler.cpp", tmp_path)
 
 
+def test_the_explorers_clock_passes_however_many_look(tmp_path: Path) -> None:
+    sources = [TWIN / "explore" / "schedule.cpp", TESTS / "test_schedule.cpp"]
+    objects = compile_all(PLAIN, sources, tmp_path)
+    assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "schedule")))
+
+
 def test_searches_find_every_answer_at_every_size(tmp_path: Path) -> None:
     objects = compile_all(PLAIN, [TESTS / "test_base.cpp"], tmp_path)
     assert_clean(execute(PLAIN, link(PLAIN, objects, tmp_path / "base")))

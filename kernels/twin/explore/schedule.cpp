@@ -116,14 +116,16 @@ Schedule::Fiber* Schedule::choose() {
       return nullptr;
     }
     if (!candidates_.empty()) {
-      if (draw(random_, 1, wake_one_in_) == 1) {
+      if (early_looks_ < kEarlyLooksMost && draw(random_, 1, wake_one_in_) == 1) {
         fibers_[draw(random_, 0, static_cast<u32>(fibers_.size() - 1))]->resting = false;
+        ++early_looks_;
       }
       return choose_among(candidates_);
     }
     if (!act_devices(true)) {
       now_ns_ += kTickNs;  // all have looked, and nothing has come since
     }
+    early_looks_ = 0;
     for (const auto& fiber : fibers_) {
       fiber->resting = false;
     }

@@ -90,6 +90,9 @@ class Schedule : public Interposer {
   };
 
   static constexpr u64 kTickNs = 2'000;  // every fiber has looked once more
+  /// Looks that fibers are given early, at most, before all must rest. Without a bound, many fibers
+  /// that look often never rest at once, and time stands still.
+  static constexpr u32 kEarlyLooksMost = 1024;
 
   static void enter(u32 low, u32 high);
   bool may_go_on(const Fiber& fiber) const;
@@ -101,8 +104,9 @@ class Schedule : public Interposer {
 
   Random random_;
   Strategy strategy_;
-  u32 switch_one_in_;  // accesses
-  u32 wake_one_in_;    // of those, at which a fiber looks again that had found nothing
+  u32 switch_one_in_;    // accesses
+  u32 wake_one_in_;      // of those, at which a fiber looks again that had found nothing
+  u32 early_looks_ = 0;  // of those, since all rested
   std::vector<std::unique_ptr<Fiber>> fibers_;  // that have not ended, in the order of number
   std::vector<std::unique_ptr<Fiber>> ended_;   // whose stacks can be used again
   std::vector<u64> witnessed_;                  // [number]: of all fibers, for the witness
