@@ -456,8 +456,8 @@ class MoELayer(nn.Module):
         experts = self._bound()
         if self._slicing.cuts:
             raise RuntimeError(
-                "parallel is 'tensor': each rank holds a slice of every expert, and none can move. "
-                "Make the layer with parallel='expert' and a placement"
+                f"parallel is {self._slicing.parallel!r}: each rank holds a slice of every expert, "
+                "and none can move. Make the layer with parallel='expert' and a placement"
             )
         if not experts.can_be_placed:
             raise RuntimeError(

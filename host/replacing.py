@@ -249,8 +249,11 @@ def _told(layer: MoELayer) -> str:
     """A layer in an error."""
     if layer.experts is None:
         return "a layer from a pickle"
-    number = layer.experts.engine.number
-    name = layer.world.layer_names.get(number)
+    return _numbered(layer.world, layer.experts.engine.number)
+
+
+def _numbered(world: World, number: int) -> str:
+    name = world.layer_names.get(number)
     return f"layer {number}" if name is None else f"layer {number}, {name!r}"
 
 
@@ -283,11 +286,8 @@ def _require_same_fellows(world: World, told: list[tuple[set[int], set[int]]]) -
         for other_rank, (_, own) in enumerate(told):
             both = shared & own
             if both:
-                number = min(both)
-                name = world.layer_names.get(number)
-                told_as = f"layer {number}" if name is None else f"layer {number}, {name!r},"
                 raise ConfigMismatch(
-                    f"{told_as} has the weights of this layer on rank {rank}, and others on rank "
-                    f"{other_rank}: let layers share weights on all ranks, or on none, before "
-                    "experts move"
+                    f"{_numbered(world, min(both))} has the weights of this layer on rank {rank}, "
+                    f"and others on rank {other_rank}: let layers share weights on all ranks, or "
+                    "on none, before experts move"
                 )

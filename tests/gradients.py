@@ -46,6 +46,26 @@ def leaves_of(call: Call) -> Call:
     return dataclasses.replace(call, x=call.x.clone().requires_grad_(), weights=weights)
 
 
+def kept_bytes(weights: Weights, call: Call) -> int:
+    """What autograd saves of a call of a rank alone, but for arguments and parameters."""
+    kept = 0
+
+    def rank_main(world: World) -> None:
+        layer, its = weights.layer(world).requires_grad_(), leaves_of(call)
+        given = {its.x.data_ptr(), *(p.data_ptr() for p in layer.parameters())}
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += 0 if tensor.data_ptr() in given else tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            its(layer)
+
+    virtual.run(rank_main, ranks=1)
+    return kept
+
+
 def found_of(call: Call, layer: MoELayer) -> Gradients:
     """The gradients that a call's arguments and its layer's parameters have."""
     found = {"x": call.x.grad, "topk_weights": None if call.weights is None else call.weights.grad}

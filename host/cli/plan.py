@@ -28,7 +28,7 @@ from moeos.cli.memory import RankMemory
 from moeos.commands import failures, machine, output
 from moeos.commands.options import ParallelOption
 from moeos.config import MoEConfig, RowMap
-from moeos.slicing import WHOLE, Slicing, slicing_of
+from moeos.slicing import Slicing, slicing_of
 from moeos.world import Backend
 
 _SIZE_ROWS = (
@@ -278,7 +278,7 @@ def _print_memory(
         print(f"{name}: {verdict}, {share}", flush=True)
 
 
-def _print_work(work: Work, node: int, saved: Mapping[str, int], slicing: Slicing = WHOLE) -> None:
+def _print_work(work: Work, node: int, saved: Mapping[str, int], slicing: Slicing) -> None:
     made = output.table("a rank")
     made.add_row("pairs sent", output.count(work.pairs_sent))
     made.add_row("pairs received", output.count(work.pairs_received))
@@ -295,7 +295,7 @@ def _print_work(work: Work, node: int, saved: Mapping[str, int], slicing: Slicin
     made.add_row("weights read", output.size(work.weight_bytes))
     made.add_section()
     made.add_row("dispatched to peers", output.size(work.dispatch_bytes))
-    sent = "sums of tokens to peers" if slicing.cuts else "returned to peers"
+    sent = "sums of tokens to peers" if slicing.sums else "returned to peers"
     made.add_row(sent, output.size(work.combine_bytes))
     made.add_row("counts to peers", output.size(work.count_bytes))
     made.add_row("flags to peers", output.size(work.flag_bytes))
@@ -308,7 +308,7 @@ def _print_work(work: Work, node: int, saved: Mapping[str, int], slicing: Slicin
         made.add_row(f"save={save!r}", output.size(size))
     what = (
         "the same on all ranks, and even routing:"
-        if slicing.cuts
+        if slicing.sums
         else "a rank and even routing; a token's experts are neighbours,\n"
         "so that the least is dispatched:"
     )

@@ -39,6 +39,7 @@ from tests.gradients import (
     expected_of,
     found_of,
     gradients_of,
+    kept_bytes,
     leaves_of,
 )
 from tests.layers import (
@@ -340,24 +341,8 @@ def test_experts_without_weights_of_their_own() -> None:
 
 def test_a_call_keeps_its_routing_and_no_rows() -> None:
     cfg = config()
-    weights = draw_weights(cfg)
-
-    def rank_main(world: World) -> None:
-        layer = weights.layer(world).requires_grad_()
-        call = leaves_of(draw_call(cfg, 100, 0))
-        given = {call.x.data_ptr(), *(p.data_ptr() for p in layer.parameters())}
-        kept = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal kept
-            kept += 0 if tensor.data_ptr() in given else tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            call(layer)
-        assert kept == 100 * cfg.top_k * 8  # an id and a weight of each slot
-
-    virtual.run(rank_main, ranks=1)
+    # An id and a weight of each slot.
+    assert kept_bytes(draw_weights(cfg), draw_call(cfg, 100, 0)) == 100 * cfg.top_k * 8
 
 
 @pytest.mark.parametrize("megatron", [False, True], ids=["alone", "megatron"])

@@ -25,6 +25,7 @@ from tests.gradients import (
     drawn,
     found_of,
     gradients_of,
+    kept_bytes,
     leaves_of,
 )
 from tests.layers import (
@@ -250,24 +251,8 @@ def test_a_call_keeps_its_routing_and_so_many_rows(
 ) -> None:
     weights = saving(draw_weights(config(dtype=dtype)), rows)
     cfg = weights.cfg
-
-    def rank_main(world: World) -> None:
-        layer = weights.layer(world).requires_grad_()
-        call = leaves_of(draw_call(cfg, 100, 0))
-        given = {call.x.data_ptr(), *(p.data_ptr() for p in layer.parameters())}
-        kept = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal kept
-            kept += 0 if tensor.data_ptr() in given else tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            call(layer)
-        of_row = cfg.w1_rows * dtype.itemsize
-        assert kept == 100 * cfg.top_k * 8 + kept_rows * of_row
-
-    virtual.run(rank_main, ranks=1)
+    kept = kept_bytes(weights, draw_call(cfg, 100, 0))
+    assert kept == 100 * cfg.top_k * 8 + kept_rows * cfg.w1_rows * dtype.itemsize
 
 
 def test_what_was_saved_is_what_backward_reads() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import Experts, MoELayer, TwinOptions, World, virtual
+from moeos import Experts, MoELayer, Placement, TwinOptions, World, virtual
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
 
 SIZES = {"intermediate": 192, "max_tokens": 300, "bias": True}
@@ -242,3 +242,13 @@ def test_what_does_not_work_is_refused() -> None:
 
         with pytest.raises(ValueError, match=match):
             virtual.run(run, 2)
+
+
+def test_slices_cannot_be_moved() -> None:
+    cfg = config()
+
+    def run(world: World) -> None:
+        MoELayer(cfg, world, parallel=PARALLEL).replace(Placement.chunk(cfg.experts, 2))
+
+    with pytest.raises(RuntimeError, match=r"parallel is 'sharded_tokens'.*none can move"):
+        virtual.run(run, 2)

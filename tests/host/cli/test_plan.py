@@ -114,6 +114,13 @@ def test_experts_that_are_sliced_have_a_plan(tmp_path: Path) -> None:
     assert plan["call"]["combine_bytes"] == 2 * cfg.max_tokens * 3 // 4 * cfg.hidden * 2
 
 
+def test_a_plan_of_slices_with_tokens_of_each_ranks_own_has_no_sums() -> None:
+    code, out, err = invoke(QWEN, "--ranks", 4, "--parallel", "sharded_tokens")
+    assert (code, err) == (0, "")
+    assert "returned to peers" in out
+    assert "tokens a rank and even routing" in out
+
+
 def test_a_plan_of_slices_is_that_of_one_node() -> None:
     code, _, err = invoke(QWEN, "--ranks-per-node", 4, "--parallel", "tensor")
     assert code == 2
