@@ -234,11 +234,15 @@ class _Finder:
         if incomplete or not len(steps) or not returned:
             return
         column = self._column
-        combines = [i for i in combines if column["part"][i] < _runtime.TOKENS_OF_SUMS]
         unsent = self._last_stored([i for i in combines if column["place"][i] == NONE])
         first_stored = min(returned, key=column["stored"].__getitem__)
         visible = [column["visible"][i] for i in returned]
-        complete = [i for i in combines if column["place"][i] != NONE]
+        # Of tokens that sent no row, `part` is a block of Route, which may be as large as a sum's.
+        complete = [
+            i
+            for i in combines
+            if column["place"][i] != NONE and column["part"][i] < _runtime.TOKENS_OF_SUMS
+        ]
         # Each subscriber posts parts in the order of its places, so a claim of a later one bounds
         # this one.
         latest = int(numpy.iinfo(numpy.int64).max)
