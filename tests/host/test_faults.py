@@ -449,7 +449,7 @@ def test_a_process_that_is_killed_at_a_stage_is_named_by_the_others(stage: str, 
 PROGRAM = """
 import torch, moeos
 torch.set_num_threads(1)
-with moeos.init("twin", deadline=1.0) as world:
+with moeos.init("twin", deadline=10.0) as world:
     cfg = moeos.MoEConfig(hidden=64, intermediate=64, experts=6, top_k=2, max_tokens=64)
     layer = moeos.MoELayer(cfg, world)
     x = torch.randn(50, 64).bfloat16()
