@@ -882,11 +882,13 @@ class MoELayer(nn.Module):
             if held is not None and held.shape != whole.shape:
                 state[f"{key}.{mine}of{self._slicing.slices}"] = state.pop(key)
 
-    def _join_slices(self, taken: dict[str, Any], prefix: str) -> None:
+    def _join_slices(self, taken: dict[str, Any], prefix: str, errors: list[str]) -> set[str]:
         """Makes of slices, such as w1.0of2 and w1.1of2, a whole w1, where all are there; or takes
-        this rank's own. Others stay, and PyTorch names them.
+        this rank's own. Where neither is there, an error says which slices are. Returns the keys
+        that have such an error.
         """
         slicing, held = self._slicing, self._expected()
+        refused: set[str] = set()
         for name, whole in self._expected_of(self.cfg).items():
             is_cut = held[name].shape != whole.shape
             joined = self._key(prefix, name)
@@ -910,6 +912,30 @@ class MoELayer(nn.Module):
                 for key in filter(None, keys):
                     taken.pop(key, None)
                 break
+            else:
+                if found and joined not in taken:
+                    errors.append(self._told_of_slices(joined, sorted(found)))
+                    for key in found.values():  # neither missing nor unexpected once more
+                        taken.pop(key)
+                    taken[joined] = self._tensor_of(name)
+                    refused.add(joined)
+        return refused
+
+    def _told_of_slices(self, key: str, found: list[tuple[int, ...]]) -> str:
+        """What a rank is told of slices, each a number and of how many, that are not its own and
+        do not make a whole.
+        """
+        there = ", ".join(f"{key}.{number}of{count}" for number, count in found)
+        slicing, rank = self._slicing, self._place[0]
+        count = found[0][1]
+        wanted = f"all of {key}.0of{count} to {key}.{count - 1}of{count}"
+        if slicing.cuts:
+            wanted += f", or {key}.{slicing.slice_of(rank)}of{slicing.slices}"
+        return (
+            f"the state dict has {there}; rank {rank} needs {wanted}: each is in the state dict of "
+            "another rank of the layer that was saved. Load their union, which "
+            "torch.distributed.checkpoint keeps"
+        )
 
     def _cut(self, name: str, given: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole tensor of its experts, or of the shared ones; what has the
@@ -1023,8 +1049,8 @@ class MoELayer(nn.Module):
         if refused:  # and not missing once more
             named = {prefix + name: self._parameters.get(name) for name in self._names}
             taken = {key: kept for key, kept in named.items() if kept is not None} | taken
-        self._join_slices(taken, prefix)
-        joined = self._join_experts(taken, prefix, errors)
+        joined = self._join_slices(taken, prefix, errors)
+        joined |= self._join_experts(taken, prefix, errors)
         for name in wrappers.EXPERTS:
             own, key = self._tensor_of(name), self._key(prefix, name)
             given = taken.get(key)

@@ -88,7 +88,9 @@ def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             raise RuntimeError(_told(optimizer, one))
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> dict[str, Tensor]:
+def state_of(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, name: str, rank: int
+) -> dict[str, Tensor]:
     """What it keeps of experts, of which each has a part: tensors [X, ...] by their names.
 
     Raises `ValueError` for a tensor of another shape, whose parts nobody knows, and `RuntimeError`
@@ -104,7 +106,7 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> 
             found[name] = tensor.detach()
         elif tensor.numel() > 1:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, and this rank {len(parameter)} experts: "
+                f"{name} has shape {list(tensor.shape)}, and rank {rank} {len(parameter)} experts: "
                 "what of it is of which cannot be told. Clear it before experts move "
                 "(optimizer.state.pop(parameter))"
             )

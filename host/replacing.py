@@ -134,7 +134,8 @@ class Family(NamedTuple):
                 held[f"main_grad of {name}"] = main_grad
             for number, optimizer in enumerate(passed):
                 what = f"{name} in optimizers[{number}]"
-                for key, tensor in optimizers.state_of(optimizer, parameter, what).items():
+                kept = optimizers.state_of(optimizer, parameter, what, self.layer.world.rank)
+                for key, tensor in kept.items():
                     held[key] = _writable(key, tensor, parameter)
         return held
 

@@ -243,7 +243,7 @@ def test_an_optimizer_that_was_not_passed_takes_no_step() -> None:
         ("one", TypeError, r"optimizers is an optimizer; it must be a sequence: pass \[optimizer"),
         ([3], TypeError, "optimizers is a list of int; it must be a sequence of torch.optim"),
         (None, TypeError, "optimizers is a NoneType; it must be a sequence of torch.optim"),
-        ("flat", ValueError, r"state of w1 in optimizers\[0\].rows has shape .*, and this rank 3"),
+        ("flat", ValueError, r"state of w1 in optimizers\[0\].rows has shape .*, and rank \d 3"),
         ("meta", ValueError, r"state of w1 in optimizers\[0\].rows is on meta, and its parameter"),
     ],
 )

@@ -315,6 +315,37 @@ def test_state_dicts_have_slices_and_whole_tensors_are_cut() -> None:
         assert_matches(weights, call, y)
 
 
+def test_slices_that_make_no_whole_are_named_with_the_rank_and_the_remedy() -> None:
+    cfg = config(**SIZES, **SHARED)
+    weights = draw_weights(cfg)
+
+    def saved(world: World) -> dict[str, Tensor]:
+        return dict(weights.layer(world, parallel="tensor").state_dict())
+
+    first = virtual.run(saved, 2)[0]
+
+    def refused(world: World, parallel: str) -> str:
+        layer = MoELayer(cfg, world, parallel=parallel)  # type: ignore[arg-type]
+        before = {name: tensor.clone() for name, tensor in layer.named_parameters()}
+        if parallel == "tensor" and world.rank == 0:
+            layer.load_state_dict(first)  # which is its own
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            layer.load_state_dict(first)
+        for name in ("w1", "shared_w1"):
+            assert torch.equal(layer.get_parameter(name), before[name])
+        return str(raised.value)
+
+    whole = "the state dict has w1.0of2; rank 1 needs all of w1.0of2 to w1.1of2: each is in"
+    own = "the state dict has w1.0of2; rank 1 needs all of w1.0of2 to w1.1of2, or w1.1of2: each"
+    for parallel, told in (("expert", whole), ("tensor", own)):
+        words = virtual.run(functools.partial(refused, parallel=parallel), 2, deadline=20)[1]
+        assert told in words
+        assert "Load their union" in words
+        assert "Missing key" not in words
+        assert "Unexpected key" not in words
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"parallel": "pipeline"}, "it must be 'expert' or 'tensor' or 'sharded_tokens'"),
     ({}, {"parallel": "tensor", "output": "summed"}, "'replicated' or 'scattered'"),
