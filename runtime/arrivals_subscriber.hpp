@@ -3,9 +3,8 @@
 // as far as processors wait for them, and else posted to the scheduler. Most calls are planned
 // up front instead (Geometry::plans_up_front): when the counts of all sources are here, all tiles
 // are made and handed out at once, and processors wait for rows themselves (inputs.hpp). Of few
-// rows they make the tiles, too (small_batch_plan.hpp), and of a rank alone they find all parts
-// (single_rank_plan.hpp). If a rank is late, tiles are made as rows arrive, and the rest when its
-// counts are here.
+// rows they make the tiles, too, and of a rank alone they find all parts (counted_rows.hpp). If a
+// rank is late, tiles are made as rows arrive, and the rest when its counts are here.
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -14,15 +13,15 @@
 
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
+#include "runtime/counted_rows.hpp"
 #include "runtime/grace_time.hpp"
 #include "runtime/kept_parts.hpp"
 #include "runtime/known_parts.hpp"
 #include "runtime/memory.hpp"
+#include "runtime/plan.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/ring.hpp"
-#include "runtime/single_rank_plan.hpp"
-#include "runtime/small_batch_plan.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
 #include "runtime/tile_plan.hpp"
@@ -161,7 +160,7 @@ class ArrivalsSubscriber {
     // below; pairs with Processor::claim.
     P::template publish_fence<Scope::device>();
     if (numbers) {
-      hand_out_numbers(SmallBatchPlan<P>::parts(geometry, shape.experts));
+      hand_out_numbers(shape.experts * geometry.one_tile_parts());
     } else {
       hand_out_waves(MOEOS_PLANTED(tiles_are_handed_out_twice) ? 0 : posted_);
     }
@@ -173,8 +172,8 @@ class ArrivalsSubscriber {
   /// Of a rank alone: reserves the slots of the ready ring that stand for the parts that processors
   /// find themselves, before anybody else takes any. False: not yet.
   bool reserve_slots() {
-    SingleRankPlan<P> plan(rank_, call_);
-    if (!plan.look()) {
+    Plan<P, OneSourceRows<P>> plan(OneSourceRows<P>(rank_, call_));
+    if (!plan.rows().look()) {
       return false;
     }
     plan.make();
@@ -339,12 +338,11 @@ class ArrivalsSubscriber {
       const u32 first_tile = turns ? P::first_lane(turn) : owner;
       const u32 tiles_in_turn = turns ? P::count(turn) : 1;
       const u32 of_turn = place - P::broadcast(ends - parts, first_tile);
-      const u32 tile =
-          first_tile + (MOEOS_PLANTED(first_tile_has_all_turns) ? 0 : of_turn % tiles_in_turn);
-      const u32 part = of_turn / tiles_in_turn;
+      const Turn its_turn = turn_at(of_turn, tiles_in_turn);
+      const u32 tile = first_tile + (MOEOS_PLANTED(first_tile_has_all_turns) ? 0 : its_turn.tile);
       const ReadyWord its{P::broadcast(word.sealed(), tile)};
       if (first != kNone && done + P::lane() < all) {
-        fill_ring_slot(rank_, first + place, its.with_part(part));
+        fill_ring_slot(rank_, first + place, its.with_part(its_turn.part));
       }
     }
   }

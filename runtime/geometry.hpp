@@ -246,7 +246,7 @@ struct Geometry {
     return shares() ? ceil_div(tokens, tile_rows) : 0;
   }
   constexpr bool narrow_shared(u32 tokens) const {
-    return align_up(tokens, kSegmentAlign) <= narrow_rows;
+    return is_narrow(align_up(tokens, kSegmentAlign));
   }
   constexpr u32 shared0_parts_of(bool narrow) const {
     return narrow ? shared0_narrow_parts : shared0_parts;
@@ -273,9 +273,9 @@ struct Geometry {
 
   // --- Calls that are planned up front (arrivals_subscriber.hpp) ---
 
-  /// Counts by which a warp plans few rows, and experts of a rank, at most (small_batch_plan.hpp);
-  /// and experts of which it plans any rows (single_rank_plan.hpp): more would take more registers
-  /// than the GPU's fetch warp has.
+  /// Counts by which a warp plans few rows, and experts of a rank, at most (FewRows,
+  /// counted_rows.hpp); and experts of which a rank alone plans any rows: more would take more
+  /// registers than the GPU's fetch warp has.
   static constexpr u32 kPlanCounts = 512;
   static constexpr u32 kPlanFewExperts = 256;
   /// Of a layer with shared experts half as many, whose parts take registers, too.
@@ -300,6 +300,10 @@ struct Geometry {
                       local_experts() * world <= kPlanCounts &&
                       local_experts() <= plan_few_experts() && local_experts() * most <= 0xffff;
     return alike && fits && remote == 0 && !plans_itself() ? most : 0;
+  }
+  /// Parts of both GEMMs of such a tile.
+  constexpr u32 one_tile_parts() const {
+    return gemm0_parts_of(narrow_rows != 0) + gemm1_parts_of(narrow_rows != 0);
   }
   /// Whether processors look at counts, to make such tiles, before they are told that a call is
   /// planned so: where others' come, and in a call that probably is, should each rank have as many
@@ -348,7 +352,7 @@ struct Geometry {
            combine_tokens(tokens) * top_k <= kAwaitedMost;
   }
 
-  // --- Tokens that are read in place (single_rank_plan.hpp) ---
+  // --- Tokens that are read in place (counted_rows.hpp) ---
 
   /// Tokens, and pairs, of a call whose first GEMMs read tokens where the caller left them, at
   /// most: on the GPU a lane loads a row of a tile, and looks at two pairs' choices.
@@ -367,6 +371,7 @@ struct Geometry {
   /// every processor has the same share of them: an expert of few rows has more, smaller parts.
   /// What is left of one with more rows is cut as its other tiles are, and so can be computed by
   /// turns with them, with the same columns of its weights.
+  constexpr bool is_narrow(u32 padded_rows) const { return padded_rows <= narrow_rows; }
   constexpr u32 gemm0_parts_of(bool narrow) const {
     return narrow ? gemm0_narrow_parts : gemm0_parts;
   }

@@ -12,6 +12,7 @@
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
 #include "runtime/geometry.hpp"
+#include "runtime/plan.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos {
@@ -40,21 +41,17 @@ constexpr ReadyWord shared_word(const Geometry& geometry, const Call& call, u32 
 constexpr Task shared_task(const Geometry& geometry, const Call& call, u32 rank, ReadyWord word) {
   const bool narrow = geometry.narrow_shared(call.tokens);
   const bool first = word.kind() == TaskKind::gemm0;
+  const u32 token = (word.task() - geometry.tiles_max()) * geometry.tile_rows;
+  const u32 rows = minimum(geometry.tile_rows, call.tokens - token);
   Task task{};
+  describe_tile(task, geometry, call.epoch, shared_expert(geometry), word.task(), 1, rows,
+                align_up(rows, Geometry::kSegmentAlign), token, narrow);
   task.kind = word.kind();
-  task.segment_count = 1;
   task.parts =
       static_cast<u16>(first ? geometry.shared0_parts_of(narrow) : geometry.gemm1_parts_of(narrow));
-  task.epoch = call.epoch;
-  task.local_expert = shared_expert(geometry);
-  task.tile = word.task();
-  task.first_result = (word.task() - geometry.tiles_max()) * geometry.tile_rows;
-  task.rows = minimum(geometry.tile_rows, call.tokens - task.first_result);
-  task.padded_rows = align_up(task.rows, Geometry::kSegmentAlign);
-  task.narrow = narrow ? 1 : 0;
   task.awaits = 1;
   task.in_place = first ? 1 : 0;
-  task.segments[0] = {task.first_result, static_cast<u16>(rank), static_cast<u16>(task.rows)};
+  task.segments[0] = {token, static_cast<u16>(rank), static_cast<u16>(rows)};
   return task;
 }
 

@@ -6,24 +6,24 @@
 // visible: the next GEMM of a tile, credits to owners. A machine with one warp a processor runs
 // them in turn (warp_processor.hpp); on the GPU a fetch warp claims ahead while other warps
 // compute. A part never waits for another task: it was handed out because its inputs are here. But
-// in a call that is planned up front (single_rank_plan.hpp, small_batch_plan.hpp) they may still be
+// in a call that is planned up front (counted_rows.hpp) they may still be
 // on their way; then await() waits for them, before the part begins (inputs.hpp). May not know:
 // arithmetic, element types.
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/counted_rows.hpp"
 #include "runtime/faults.hpp"
 #include "runtime/inputs.hpp"
 #include "runtime/intact.hpp"
 #include "runtime/known_parts.hpp"
 #include "runtime/mailbox.hpp"
 #include "runtime/packet.hpp"
+#include "runtime/plan.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_finish.hpp"
-#include "runtime/single_rank_plan.hpp"
 #include "runtime/slices.hpp"
-#include "runtime/small_batch_plan.hpp"
 #include "runtime/sums.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
@@ -61,7 +61,7 @@ class Processor : Pace<P> {
         call_(call),
         state_(rank.memory.call(call.epoch)),
         tally_(rank.memory.tallies[index]),
-        plan_(rank, call),
+        plan_(OneSourceRows<P>(rank, call)),
         plan_is_(rank.geometry().plans_itself() ? PlanIs::awaited : PlanIs::none) {}
 
   /// Takes the next ticket, which stands for a part.
@@ -266,7 +266,7 @@ class Processor : Pace<P> {
   static constexpr u32 kLooksForInputs = P::kLanes == 1 ? 1 : 8;
 
   /// How far a processor is with looking up its part of a plan of few rows, if it is not waiting
-  /// for one of SmallBatchPlan::sample's turns: it does not look at counts, or any more; it has
+  /// for one of FewRows::sample's turns: it does not look at counts, or any more; it has
   /// been told. In one number with the turns, since a fetch warp of eight ranks has no register for
   /// two.
   static constexpr u32 kNotAsked = kNone;
@@ -360,15 +360,17 @@ class Processor : Pace<P> {
   /// block does to tell. Of later parts counts are looked at again, while the one before is
   /// computed: registers to keep them in are scarce.
   bool find_planned(u32 number, ReadyWord& word, Task& task, u32& turn) const {
-    using Counts = typename SmallBatchPlan<P>::Counts;
-    SmallBatchPlan<P> plan(rank_, call_);
-    const Counts counts = plan.look();
+    using Counts = typename FewRows<P>::Counts;
+    FewRows<P> rows(rank_, call_);
+    const Counts counts = rows.look();
     if (counts == Counts::here) {
-      word = plan.part(number, task);
+      Plan<P, FewRows<P>> plan(rows);
+      plan.make();
+      word = number < plan.parts() ? plan.part(number, task) : ReadyWord();
       MOEOS_CHECK(turn != kTold || word.epoch() == call_.epoch);
     } else if (turn == kTold) {
       Failure failure = failure_of(rank_, call_, FailureKind::count_damaged, Actor::processor);
-      plan.name_damaged(failure);
+      rows.name_damaged(failure);
       rank_.fail(failure);
       return false;
     }
@@ -397,8 +399,8 @@ class Processor : Pace<P> {
 
   /// Looks at the counts of a rank alone; first, for whom they have not come, at one of them.
   bool are_counts_here(u32 number) {
-    plan_is_ = plan_is_ == PlanIs::awaited && plan_.begun(number) ? PlanIs::begun : plan_is_;
-    return plan_is_ == PlanIs::begun && plan_.look();
+    plan_is_ = plan_is_ == PlanIs::awaited && plan_.rows().begun(number) ? PlanIs::begun : plan_is_;
+    return plan_is_ == PlanIs::begun && plan_.rows().look();
   }
 
   /// Looks at a slot of the ready ring.
@@ -413,11 +415,11 @@ class Processor : Pace<P> {
 
   /// Looks at a slot, and at the count of this turn, if there is one: asked for together.
   bool is_told(u32 ticket, ReadyWord& word, u32 number, u32 turn) const {
-    const SmallBatchPlan<P> plan(rank_, call_);
+    const FewRows<P> rows(rank_, call_);
     // Without one at the slot again. A count publishes nothing but itself.
     const u64 seen = P::template load_relaxed<Scope::system>(
-        turn == kNotAsked ? &rank_.memory.ring[ticket] : plan.sample(number, turn));
-    return is_filled(ticket, word) || (turn != kNotAsked && plan.has_come(agreed<P>(seen)));
+        turn == kNotAsked ? &rank_.memory.ring[ticket] : rows.sample(number, turn));
+    return is_filled(ticket, word) || (turn != kNotAsked && rows.has_come(agreed<P>(seen)));
   }
 
   /// Looks until it is there, `often` times for each look at all else. False: leave.
@@ -461,7 +463,7 @@ class Processor : Pace<P> {
   const Call& call_;
   CallState& state_;
   Tally& tally_;
-  SingleRankPlan<P> plan_;  // of a rank alone
+  Plan<P, OneSourceRows<P>> plan_;  // of a rank alone
   enum class PlanIs : u32 {
     awaited,
     begun,  ///< some of the counts have come that it is made of

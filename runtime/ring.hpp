@@ -5,8 +5,8 @@
 // out takes the next slots and writes its words there: the scheduler those of tiles, which it puts
 // in an order; the arrivals subscriber those of tiles that processors wait for; the returns
 // subscribers those of tokens that are complete, which so go before all that has not been handed
-// out. Slots of parts that processors find themselves (Route's; single_rank_plan.hpp) are left as
-// they are; those of parts that they make hold a number (small_batch_plan.hpp). May not know: what
+// out. Slots of parts that processors find themselves (Route's; those of a rank alone) are left as
+// they are; those of parts that they make hold a number (counted_rows.hpp). May not know: what
 // a task computes.
 #pragma once
 

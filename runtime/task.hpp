@@ -186,7 +186,7 @@ class ReadyWord {
   constexpr bool half_width() const { return kind_bits() == kHalfWidthGemm1; }
   constexpr bool awaited() const { return kind_bits() == kAwaitedCombine; }
   /// Of a part that the processor which finds the word makes by its number in a plan
-  /// (small_batch_plan.hpp).
+  /// (counted_rows.hpp).
   constexpr bool planned() const { return kind_bits() == kPlanned; }
   constexpr u32 part() const { return (bits_ >> kTaskBits) & (kParts - 1); }
   constexpr u32 task() const { return bits_ & (kTasks - 1); }

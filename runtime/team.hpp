@@ -31,12 +31,13 @@ u32 by_one_lane(Atomic atomic) {
 }
 
 /// Of shares that lie one behind the other, lane i's up to `ends` (an inclusive scan): the lane in
-/// whose share `number` lies, which is below the last one's end.
-template <Platform P>
-u32 lane_with(u32 ends, u32 number) {
+/// whose share `number` lies, which is below the last one's end. `L`: a platform's lanes, or
+/// others.
+template <class L>
+constexpr u32 lane_with(u32 ends, u32 number) {
   u32 lane = 0;  // all before it end at or before the number
-  for (u32 step = P::kLanes / 2; step > 0; step /= 2) {
-    const u32 end = P::broadcast(ends, lane + step - 1);
+  for (u32 step = L::kLanes / 2; step > 0; step /= 2) {
+    const u32 end = L::broadcast(ends, lane + step - 1);
     lane += (MOEOS_PLANTED(shares_end_a_number_late) ? end < number : end <= number) ? step : 0;
   }
   return lane;

@@ -24,6 +24,7 @@
 #include "runtime/layout.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/os_memory.hpp"
+#include "runtime/plan.hpp"
 #include "runtime/platform/concept.hpp"
 #include "runtime/task.hpp"
 #include "runtime/team.hpp"
@@ -146,12 +147,6 @@ class TilePlan {
     bool apart = false;    // some source's remainder waits for no other (is_apart)
     bool complete = true;  // all are announced, and here
   };
-  /// What tiles of one expert add up to.
-  struct Extent {
-    u32 tiles = 0;
-    u32 rows = 0;  // padded
-  };
-
   /// Experts with most rows that are here and in no tile: all that have more than so many, and the
   /// first ones of those that have as many.
   struct Fullest {
@@ -238,7 +233,7 @@ class TilePlan {
       as_many += P::count(ties);
       bool merge = complete || (open && (waiting > fullest.more_than || tie));
       bool apart = open && !merge && rows.apart;
-      const bool narrow = rows.padded <= geometry.narrow_rows;
+      const bool narrow = geometry.is_narrow(rows.padded);
       MOEOS_CHECK(rows.full == 0 || !narrow);
       u32 full = open ? rows.full : 0;
       if (geometry.large_experts != 0) {
@@ -367,17 +362,11 @@ class TilePlan {
       const u32 tile = P::broadcast(begin.tiles, owner) + nth;
       const u32 result = P::broadcast(begin.rows, owner) + nth * geometry.tile_rows;
       const u32 expert = first + owner;
-      u32 source = 0;
-      u32 before = 0;  // full tiles of the sources before that one
-      for (u32 s = 0, passed = 0; s + 1 < geometry.world; ++s) {
-        passed += ready(s, expert) / geometry.tile_rows;
-        before = passed <= nth ? passed : before;
-        source += passed <= nth ? 1 : 0;
-      }
+      const FullTile its =
+          full_tile(geometry, nth, [&](u32 source) { return ready(source, expert); });
       if (base + P::lane() < all) {
-        const u32 words =
-            append(expert, tile, 0, source,
-                   taken(source, expert) + (nth - before) * geometry.tile_rows, geometry.tile_rows);
+        const u32 slot = taken(its.source, expert) + its.nth * geometry.tile_rows;
+        const u32 words = append(expert, tile, 0, its.source, slot, geometry.tile_rows);
         close(expert, tile, result, 1, geometry.tile_rows, geometry.tile_rows, false, words);
       }
     }
@@ -388,53 +377,27 @@ class TilePlan {
   /// `apart`: only of those that wait for no other source, each in a tile of its own.
   template <bool kWrite>
   Extent merge_sources(u32 expert, bool apart, bool narrow, u32 tile, u32 result) const {
-    const Geometry& geometry = layout_.geometry();
-    const u32 align = geometry.segment_align_of(narrow);
-    Extent extent;
-    u32 segments = 0;
-    u32 rows = 0;
-    u32 padded = 0;
+    const u32 tile_rows = layout_.geometry().tile_rows;
+    u32 first = 0;  // slot of what is left of a source
     u32 words = 0;
-    const auto finish = [&] {
-      padded = align_up(padded, Geometry::kSegmentAlign);
-      if constexpr (kWrite) {
-        close(expert, tile + extent.tiles, result + extent.rows, segments, rows, padded, narrow,
-              words);
-      }
-      ++extent.tiles;
-      extent.rows += padded;
-      segments = rows = padded = words = 0;
-    };
-    for (u32 source = 0; source < geometry.world; ++source) {
-      if (apart && !is_apart(source, expert)) {
-        continue;
-      }
-      const u32 here = ready(source, expert);
-      u32 slot = taken(source, expert) + here - here % geometry.tile_rows;
-      for (u32 left = here % geometry.tile_rows; left > 0;) {
-        // The room is a multiple of `align`: a cut never adds padding.
-        const u32 fitting = minimum(left, geometry.tile_rows - padded);
-        if (fitting == 0 || segments == geometry.max_segments_of(narrow)) {
-          finish();
-          continue;
-        }
-        if constexpr (kWrite) {
-          words ^= append(expert, tile + extent.tiles, segments, source, slot, fitting);
-        }
-        ++segments;
-        rows += fitting;
-        padded += align_up(fitting, align);
-        slot += fitting;
-        left -= fitting;
-      }
-      if (apart) {
-        finish();
-      }
-    }
-    if (segments > 0) {
-      finish();
-    }
-    return extent;
+    return merge_remainders(
+        layout_.geometry(), narrow, apart,
+        [&](u32 source) {
+          const u32 here = apart && !is_apart(source, expert) ? 0 : ready(source, expert);
+          first = taken(source, expert) + here - here % tile_rows;
+          return here % tile_rows;
+        },
+        [&](u32 nth, u32 segment, u32 source, u32 from, u32 rows) {
+          if constexpr (kWrite) {
+            words ^= append(expert, tile + nth, segment, source, first + from, rows);
+          }
+        },
+        [&](u32 nth, u32 its_result, u32 segments, u32 rows, u32 padded) {
+          if constexpr (kWrite) {
+            close(expert, tile + nth, result + its_result, segments, rows, padded, narrow, words);
+          }
+          words = 0;
+        });
   }
 
   Task& descriptor(u32 tile) const { return memory_.tasks[tile]; }
@@ -457,18 +420,10 @@ class TilePlan {
     }
     os_.tile_facts[tile] = TileFacts(expert, narrow);
     Task& task = descriptor(tile);
-    const u32 parts = layout_.geometry().gemm0_parts_of(narrow);
-    task.kind = TaskKind::gemm0;
-    task.segment_count = static_cast<u8>(segments);
-    task.parts = static_cast<u16>(parts);
-    task.epoch = epoch_;
-    task.local_expert = expert;
-    task.tile = tile;
-    task.rows = rows;
-    task.padded_rows = padded;
-    task.first_result = result;
-    task.narrow = narrow ? 1 : 0;
+    describe_tile(task, layout_.geometry(), epoch_, expert, tile, segments, rows, padded, result,
+                  narrow);
     task.awaits = up_front_ ? 1 : 0;
+    const u32 parts = layout_.geometry().gemm0_parts_of(narrow);
     task.seal = kIntact ^ first_word(TaskKind::gemm0, segments, parts) ^ epoch_ ^ expert ^ tile ^
                 rows ^ padded ^ result ^ task.narrow ^ task.awaits ^ words;
   }

@@ -286,7 +286,7 @@ def test_rows_become_tiles_expert_by_expert_or_as_they_arrive(tmp_path: Path) ->
 
 
 def test_a_rank_alone_plans_every_part_once(tmp_path: Path) -> None:
-    assert_program_passes("test_single_rank_plan.cpp", tmp_path)
+    assert_program_passes("test_one_source_rows.cpp", tmp_path)
 
 
 def test_a_call_is_planned_whole_in_an_order_without_circles(tmp_path: Path) -> None:
@@ -294,7 +294,15 @@ def test_a_call_is_planned_whole_in_an_order_without_circles(tmp_path: Path) -> 
 
 
 def test_tiles_of_few_rows_are_the_same_whoever_makes_them(tmp_path: Path) -> None:
-    assert_program_passes("test_small_batch_plan.cpp", tmp_path)
+    assert_program_passes("test_few_rows.cpp", tmp_path)
+
+
+@pytest.mark.parametrize("matrices", all_but([20_000], [20_000, 1_000_000]))
+def test_numbered_parts_follow_from_counts_of_any_number_of_ranks(
+    matrices: int, tmp_path: Path
+) -> None:
+    objects = compile_all(OPTIMISED, [TESTS / "test_plan.cpp"], tmp_path)
+    assert_clean(execute(OPTIMISED, link(OPTIMISED, objects, tmp_path / "plan"), matrices))
 
 
 def test_parts_that_everyone_knows_are_all_there_once(tmp_path: Path) -> None:

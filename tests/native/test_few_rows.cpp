@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/counted_rows.hpp"
 #include "runtime/packet.hpp"
-#include "runtime/small_batch_plan.hpp"
 #include "runtime/tile_plan.hpp"
 #include "tests/native/lone_rank.hpp"
 
@@ -18,16 +18,18 @@ namespace {
 
 using moeos::count_word;
 using moeos::Failure;
+using moeos::FewRows;
 using moeos::Geometry;
+using moeos::Plan;
 using moeos::ReadyWord;
-using moeos::SmallBatchPlan;
 using moeos::Task;
 using moeos::TaskKind;
 using moeos::TilePlan;
 using moeos::u32;
 using moeos::u64;
 using moeos::twin::Machine;
-using Counts = SmallBatchPlan<Machine>::Counts;
+using Counts = FewRows<Machine>::Counts;
+using Planned = Plan<Machine, FewRows<Machine>>;
 
 constexpr u32 kEpoch = LoneRank::kEpoch;
 constexpr u32 kMost = kNarrowRows;
@@ -64,7 +66,7 @@ class Counted {
     *reinterpret_cast<u64*>(rank_.heaps[0] + rank_.layout.count(kEpoch, source, expert)) =
         count_word(epoch, rows);
   }
-  SmallBatchPlan<Machine> plan() const { return SmallBatchPlan<Machine>(rank_.rank, rank_.call); }
+  FewRows<Machine> rows() const { return FewRows<Machine>(rank_.rank, rank_.call); }
   const Geometry& geometry() const { return rank_.geometry; }
 
   /// What the arrivals subscriber would write down.
@@ -108,11 +110,14 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
   const u32 tiles = static_cast<u32>(written.size());
   const bool narrow = narrow_rows != 0;
   const u32 firsts = tiles * g.gemm0_parts_of(narrow);
-  const u32 parts = SmallBatchPlan<Machine>::parts(g, tiles);
+  const u32 parts = tiles * g.one_tile_parts();
   expect(parts == firsts + tiles * g.gemm1_parts_of(narrow), "both GEMMs of every tile");
   for (u32 number = 0; number < parts; ++number) {
-    SmallBatchPlan<Machine> plan = counted.plan();
-    expect(plan.look() == Counts::here, "all counts are here");
+    FewRows<Machine> here = counted.rows();
+    expect(here.look() == Counts::here, "all counts are here");
+    Planned plan(here);
+    plan.make();
+    expect(plan.parts() == parts, "a processor finds as many as are handed out");
     Task made;
     std::memset(&made, 0xa5, sizeof(made));  // what is not written would be seen
     const ReadyWord word = plan.part(number, made);
@@ -126,23 +131,19 @@ void processors_make_the_tiles_that_would_be_written(const Rows& rows, u32 narro
            "a tile's parts follow each other");
     expect(same_tile(made, written[tile]), "a tile is the one that would be written");
   }
-  SmallBatchPlan<Machine> plan = counted.plan();
-  Task made;
-  expect(plan.look() == Counts::here && plan.part(parts, made).epoch() == 0,
-         "a processor that guesses a number beyond them is told that there is no such part");
 }
 
 void a_count_of_each_source_is_waited_for_in_turn() {
   Counted counted({{1, 2}, {0, 3}, {4, 0}}, kNarrowRows);
-  const SmallBatchPlan<Machine> plan = counted.plan();
+  const FewRows<Machine> counts = counted.rows();
   for (u32 number = 0; number < 7; ++number) {
-    const u64* first = plan.sample(number, 0);
-    const u64* second = plan.sample(number, 1);
-    expect(first != second && first == plan.sample(number, 2), "two sources have turns");
-    expect(plan.has_come(*first) && plan.has_come(*second), "both have come");
+    const u64* first = counts.sample(number, 0);
+    const u64* second = counts.sample(number, 1);
+    expect(first != second && first == counts.sample(number, 2), "two sources have turns");
+    expect(counts.has_come(*first) && counts.has_come(*second), "both have come");
   }
   counted.count(0, 1, kEpoch - 1, 2);
-  expect(!plan.has_come(*plan.sample(2, 0)) && plan.has_come(*plan.sample(2, 1)),
+  expect(!counts.has_come(*counts.sample(2, 0)) && counts.has_come(*counts.sample(2, 1)),
          "one is another call's");
 }
 
@@ -160,14 +161,14 @@ Rows draw_rows(std::mt19937& random, u32 experts, u32 sources) {
 
 void a_count_that_is_overwritten_is_named() {
   Counted counted({{1, 2}, {0, 3}, {4, 0}}, kNarrowRows);
-  expect(counted.plan().look() == Counts::here, "all are here");
+  expect(counted.rows().look() == Counts::here, "all are here");
   for (const auto& [wrong, what] : {std::pair{u64{kEpoch - 2} << 32 | 3, Counts::missing},
                                     std::pair{u64{kEpoch} << 32 | (kMost + 1), Counts::too_many}}) {
     counted.count(1, 1, static_cast<u32>(wrong >> 32), static_cast<u32>(wrong));
-    SmallBatchPlan<Machine> plan = counted.plan();
-    expect(plan.look() == what, "one is another call's, or too large");
+    FewRows<Machine> here = counted.rows();
+    expect(here.look() == what, "one is another call's, or too large");
     Failure failure{};
-    plan.name_damaged(failure);
+    here.name_damaged(failure);
     expect(failure.peer == 1 && failure.expert == 1 && failure.seen == wrong, "which, and what");
   }
 }
@@ -187,6 +188,6 @@ int main() {
   processors_make_the_tiles_that_would_be_written(draw_rows(random, 33, 8), kNarrowRows);
   a_count_of_each_source_is_waited_for_in_turn();
   a_count_that_is_overwritten_is_named();
-  std::printf("test_small_batch_plan: %d failed\n", failed);
+  std::printf("test_few_rows: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }

@@ -8,8 +8,8 @@
 #include <tuple>
 #include <vector>
 
+#include "runtime/counted_rows.hpp"
 #include "runtime/packet.hpp"
-#include "runtime/single_rank_plan.hpp"
 #include "tests/native/lone_rank.hpp"
 
 namespace {
@@ -18,13 +18,15 @@ using moeos::align_up;
 using moeos::ceil_div;
 using moeos::count_word;
 using moeos::Geometry;
+using moeos::OneSourceRows;
+using moeos::Plan;
 using moeos::ReadyWord;
-using moeos::SingleRankPlan;
 using moeos::Task;
 using moeos::TaskKind;
 using moeos::u32;
 using moeos::u64;
 using moeos::twin::Machine;
+using Planned = Plan<Machine, OneSourceRows<Machine>>;
 
 constexpr u32 kEpoch = LoneRank::kEpoch;
 constexpr u32 kTurn = 32;  // tiles of a large expert that go by turns
@@ -48,7 +50,7 @@ class Alone {
   Alone(const std::vector<u32>& rows, u32 large_experts)
       : rows_(rows),
         alone_(geometry_of(static_cast<u32>(rows.size()), large_experts)),
-        plan_(alone_.rank, alone_.call) {}
+        plan_(OneSourceRows<Machine>(alone_.rank, alone_.call)) {}
   Alone(const Alone&) = delete;
   Alone& operator=(const Alone&) = delete;
 
@@ -56,8 +58,8 @@ class Alone {
     *reinterpret_cast<u64*>(alone_.heaps[0] + alone_.layout.count(kEpoch, 0, expert)) =
         count_word(epoch, rows);
   }
-  bool look() { return plan_.look(); }
-  bool begun(u32 expert) const { return plan_.begun(expert); }
+  bool look() { return plan_.rows().look(); }
+  bool begun(u32 expert) { return plan_.rows().begun(expert); }
 
   /// All parts, in their order.
   std::vector<Part> parts() {
@@ -78,7 +80,7 @@ class Alone {
  private:
   std::vector<u32> rows_;
   LoneRank alone_;
-  SingleRankPlan<Machine> plan_;
+  Planned plan_;
 };
 
 constexpr u32 kSmall = 0;
@@ -165,18 +167,18 @@ void choices_make_the_plan_of_few_tokens(u32 limit, const std::vector<u32>& choi
   alone.call.pair_limit = limit;
   alone.call.may_be_unsent = 1;
   expect(g.reads_in_place(alone.call.tokens), "so few tokens are read in place");
-  SingleRankPlan<Machine> plan(alone.rank, alone.call);
+  Planned plan(OneSourceRows<Machine>(alone.rank, alone.call));
   u64* const words = alone.rank.memory.choices;
   for (u32 pair = 0; pair < choices.size(); ++pair) {
-    expect(!plan.begun(pair) && !plan.look(), "not all choices are here");
+    expect(!plan.rows().begun(pair) && !plan.rows().look(), "not all choices are here");
     words[pair] = count_word(kEpoch - 2, choices[pair]);
-    expect(!plan.begun(pair) && !plan.look(), "one is of another call");
+    expect(!plan.rows().begun(pair) && !plan.rows().look(), "one is of another call");
     words[pair] = count_word(kEpoch, kExperts);
-    expect(!plan.look(), "one is no expert");
+    expect(!plan.rows().look(), "one is no expert");
     moeos::tell_choice<Machine>(alone.rank.memory, kEpoch, pair, choices[pair]);
-    expect(plan.begun(pair), "it is here");
+    expect(plan.rows().begun(pair), "it is here");
   }
-  expect(plan.look(), "all choices are here");
+  expect(plan.rows().look(), "all choices are here");
   plan.make();
   std::vector<std::vector<u32>> tokens(kExperts);
   u32 sent = 0;
@@ -250,6 +252,6 @@ int main() {
   choices_make_the_plan_of_few_tokens(1, {0, 5, 5, 0, 3, 5, 6, 5});
   choices_make_the_plan_of_few_tokens(8, {kNone, kNone});
   tiles_of_large_experts_go_by_turns();
-  std::printf("test_single_rank_plan: %d failed\n", failed);
+  std::printf("test_one_source_rows: %d failed\n", failed);
   return failed == 0 ? 0 : 1;
 }
