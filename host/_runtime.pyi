@@ -2,6 +2,7 @@
 """What the device OS is on every machine: sizes, kinds and records."""
 
 import enum
+from collections.abc import Sequence
 
 SEGMENT_ALIGN: int = 8
 
@@ -243,6 +244,9 @@ class Sizes:
     def dispatch_parts(self, chunks: int, rows: int) -> int: ...
     def route_blocks(self, tokens: int) -> int: ...
     def route_parts(self, tokens: int) -> int: ...
+    def plan(
+        self, rows: Sequence[Sequence[int]]
+    ) -> tuple[list[list[tuple[int, list[tuple[int, int, int]]]]], int, int]: ...
     @property
     def tiles_max(self) -> int: ...
     @property

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/rows_in_table.hpp"
 #include "kernels/sizes.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/memory.hpp"
@@ -235,6 +236,37 @@ nb::dict offsets_of(const Sizes& sizes) {
   return offsets;
 }
 
+/// A tile: its padded rows, and its segments: (source, first of its rows for the expert, rows).
+using PlannedTile = std::pair<u32, std::vector<std::tuple<u32, u32, u32>>>;
+
+/// The tiles of each expert of a rank, and parts of all first GEMMs and of all second ones, of a
+/// call that is planned up front. `rows`: of each expert, from each source.
+std::tuple<std::vector<std::vector<PlannedTile>>, u32, u32> plan_of(
+    const Sizes& sizes, const std::vector<std::vector<u32>>& rows) {
+  const Geometry& geometry = sizes.geometry;
+  require(rows.size() == geometry.local_experts(), "rows must be those of each expert of a rank");
+  for (const std::vector<u32>& of_source : rows) {
+    require(of_source.size() == geometry.world, "an expert must have a count of each source");
+  }
+  const auto count = [&rows](u32 source, u32 expert) { return rows[expert][source]; };
+  auto plan = plan_table(geometry, 1, count);
+  const auto& table = plan.rows();
+  std::vector<std::vector<PlannedTile>> tiles(rows.size());
+  for (u32 expert = 0; expert < rows.size(); ++expert) {
+    tiles[expert].resize(table.of(expert).tiles);
+    for (u32 nth = 0; nth < tiles[expert].size(); ++nth) {
+      Task task;
+      const TileRows made = table.tile(expert, expert, nth, 0, task);
+      tiles[expert][nth].first = made.padded;
+      for (u32 s = 0; s < made.segments; ++s) {
+        const Segment& segment = task.segments[s];
+        tiles[expert][nth].second.emplace_back(segment.source, segment.first_row, segment.rows);
+      }
+    }
+  }
+  return {tiles, plan.parts_of(0), plan.parts_of(1)};
+}
+
 // --- Kinds and records ---
 
 std::vector<std::string> task_kinds() {
@@ -394,6 +426,7 @@ NB_MODULE(_runtime, module) {
             return s.geometry.route_blocks_of(tokens) * s.geometry.route_parts_of_block(tokens);
           },
           "tokens"_a)
+      .def("plan", &plan_of, "rows"_a)
       .def_prop_ro("tiles_max", [](const Sizes& s) { return s.geometry.tiles_max(); })
       .def_prop_ro("parts_max", [](const Sizes& s) { return s.geometry.parts_max(); })
       .def(

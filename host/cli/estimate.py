@@ -2,7 +2,7 @@
 """What a layer needs and what one call of it does, from its config alone.
 
 Sizes and bounds come from the runtime's own arithmetic; work is counted for even routing, by the
-rules of the tile plan (runtime/tile_plan.hpp). Nothing is allocated and nothing runs.
+runtime's own plan (runtime/plan.hpp). Nothing is allocated and nothing runs.
 """
 
 from __future__ import annotations
@@ -236,15 +236,16 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
         dispatches = sum(sizes.dispatch_parts(sum(chunks_to_rank), n) for n in to_rank)
     once = [peer for peer in range(1, ranks) if sizes.deduplicates(to_rank[peer])]
 
+    # Of the other ranks only what they send to rank 0: all would be P times E numbers.
+    by_expert = [*zip(*(rows(source, range(local)) for source in range(ranks)), strict=True)]
+    planned, gemm0_parts, gemm1_parts = sizes.plan(by_expert)
     tiles = padding = received = busy_experts = replicated = 0
     flags = [0] * ranks  # of each source
     starts = [0] * ranks
-    # Of the other ranks only what they send to rank 0: all would be P times E numbers.
-    for of_source in zip(*(rows(source, range(local)) for source in range(ranks)), strict=True):
-        packed = pack_tiles(of_source, sizes.tile_rows)
+    for of_source, packed in zip(by_expert, planned, strict=True):
         tiles += len(packed)
-        for source, slot, n in (segment for tile in packed for segment in tile):
-            padding += -n % _runtime.SEGMENT_ALIGN
+        padding += sum(padded for padded, _ in packed) - sum(of_source)
+        for source, slot, n in (segment for _, segments in packed for segment in segments):
             first = starts[source] + slot
             last = first + n - 1
             if source != 0:
@@ -289,8 +290,8 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
             "route": sizes.route_parts(tokens),
             "dispatch": dispatches,
             "replicate": replicated,
-            "gemm0": tiles * sizes.gemm0_parts + shared_tiles * sizes.shared0_parts,
-            "gemm1": (tiles + shared_tiles) * sizes.gemm1_parts,
+            "gemm0": gemm0_parts + shared_tiles * sizes.shared0_parts,
+            "gemm1": gemm1_parts + shared_tiles * sizes.gemm1_parts,
             "combine": -(-complete // sizes.combine_tokens(tokens)) + looks,
         },
         padding_rows=padding,
@@ -362,36 +363,6 @@ def _rows_once(
     of_token = row.min(axis=1)
     later = (of_token >= first_rows) & (of_token < sum(rows))
     return int((row < first_rows).sum() + later.sum())
-
-
-def pack_tiles(rows: Sequence[int], tile_rows: int) -> list[list[tuple[int, int, int]]]:
-    """The row tiles of one expert: lists of segments (source, first slot, rows).
-
-    Full tiles of one source each, then all sources' remainders merged: a segment is padded to 8
-    rows, and a tile closes when it is full or has 8 segments.
-
-    Args:
-        rows: of each source.
-        tile_rows: rows of a full tile.
-    """
-    tiles = [
-        [(source, first, tile_rows)]
-        for source, n in enumerate(rows)
-        for first in range(0, n - tile_rows + 1, tile_rows)
-    ]
-    tile: list[tuple[int, int, int]] = []
-    room = tile_rows
-    for source, n in enumerate(rows):
-        slot = n - n % tile_rows
-        while slot < n:
-            if room == 0 or len(tile) == _runtime.MAX_SEGMENTS:
-                tiles.append(tile)
-                tile, room = [], tile_rows
-            fitting = min(n - slot, room)
-            tile.append((source, slot, fitting))
-            slot += fitting
-            room -= fitting + -fitting % _runtime.SEGMENT_ALIGN
-    return [*tiles, tile] if tile else tiles
 
 
 def _expert_bytes(cfg: MoEConfig) -> int:

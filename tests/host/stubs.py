@@ -20,9 +20,11 @@ STUBS = {module: ROOT / "host" / f"{module}.pyi" for module in ("_runtime", "_tw
 def text_of(module: str) -> str:
     """The stub of a module as it was compiled."""
     with tempfile.TemporaryDirectory() as folder:
+        config = ["--quiet", "--config", str(ROOT / "pyproject.toml"), folder]
         for command in (
             ["nanobind.stubgen", "-q", "-m", f"moeos.{module}", "-O", folder],
-            ["ruff", "format", "--quiet", "--config", str(ROOT / "pyproject.toml"), folder],
+            ["ruff", "check", "--fix", "--select", "I", *config],
+            ["ruff", "format", *config],
         ):
             subprocess.run([sys.executable, "-m", *command], check=True, timeout=120)
         made = Path(folder, f"{module}.pyi").read_text()

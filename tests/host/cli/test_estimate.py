@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moeos import MoEConfig, MoELayer, World, virtual
-from moeos.cli.estimate import even_routing, pack_tiles, weight_bytes_per_rank, work_of
+from moeos.cli.estimate import even_routing, weight_bytes_per_rank, work_of
 from moeos.engines.twin import sizes_of
 from moeos.slicing import Slicing
 from tests.layers import config
@@ -167,16 +167,29 @@ def test_even_routing_gives_experts_equally_many_rows(tokens: int, ranks: int) -
 
 
 def test_remainders_share_a_tile_until_it_is_full() -> None:
-    assert pack_tiles([300, 0, 50, 60], 128) == [
-        [(0, 0, 128)],
-        [(0, 128, 128)],
-        [(0, 256, 44), (2, 0, 50), (3, 0, 24)],
-        [(3, 24, 36)],
+    sizes = sizes_of(config(experts=4, max_tokens=300), 4, processors=1)
+    (tiles,), gemm0_parts, gemm1_parts = sizes.plan([[300, 0, 50, 60]])
+    assert tiles == [
+        (128, [(0, 0, 128)]),
+        (128, [(0, 128, 128)]),
+        (128, [(0, 256, 44), (2, 0, 50), (3, 0, 24)]),
+        (40, [(3, 24, 36)]),
     ]
+    assert gemm0_parts == 4 * sizes.gemm0_parts
+    assert gemm1_parts == 4 * sizes.gemm1_parts
 
 
 def test_a_tile_has_at_most_eight_segments() -> None:
-    assert [len(tile) for tile in pack_tiles([1] * 11, 128)] == [8, 3]
+    (tiles,), *_ = sizes_of(config(experts=11), 11, processors=1).plan([[1] * 11])
+    assert [len(segments) for _, segments in tiles] == [8, 3]
+
+
+def test_a_plan_has_the_counts_of_every_source_and_expert() -> None:
+    sizes = sizes_of(config(experts=4), 2, processors=1)
+    with pytest.raises(ValueError, match="each expert"):
+        sizes.plan([[1, 2]])
+    with pytest.raises(ValueError, match="each source"):
+        sizes.plan([[1, 2], [3]])
 
 
 def test_rows_beyond_the_capacity_are_not_sent() -> None:
