@@ -297,6 +297,10 @@ def test_tiles_of_few_rows_are_the_same_whoever_makes_them(tmp_path: Path) -> No
     assert_program_passes("test_few_rows.cpp", tmp_path)
 
 
+def test_a_warp_of_many_lanes_plans_as_one_lane_does(tmp_path: Path) -> None:
+    assert_program_passes("test_warp_plans.cpp", tmp_path, PLAIN)
+
+
 @pytest.mark.parametrize("matrices", all_but([20_000], [20_000, 1_000_000]))
 def test_numbered_parts_follow_from_counts_of_any_number_of_ranks(
     matrices: int, tmp_path: Path
