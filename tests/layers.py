@@ -53,6 +53,14 @@ class Call:
     weights: Tensor | None = None
     x_scale: Tensor | None = None
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> Call:
+        """The call of what the function makes of each tensor that is given."""
+        return Call(*(None if part is None else function(part) for part in vars(self).values()))
+
+    def first(self, tokens: int) -> Call:
+        """The call with its first tokens alone."""
+        return self.each(lambda part: part[:tokens])
+
     def __call__(self, layer: MoELayer) -> Tensor:
         weigh = self.ids is not None and self.weights is None
         y: Tensor = layer(

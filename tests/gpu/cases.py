@@ -243,7 +243,7 @@ def draw_weights_on_gpu(cfg: MoEConfig, seed: int = 0) -> Weights:
 
 def call_on_gpu(call: Call) -> Call:
     """The same call with its tensors in the GPU's memory."""
-    return Call(*(None if part is None else part.cuda() for part in vars(call).values()))
+    return call.each(Tensor.cuda)
 
 
 class RankLayer:
@@ -421,8 +421,7 @@ def assert_computes(case: Case, weights: Weights, calls_of: Callable[[int], list
         layer = weights.layer(world)
         outputs = []
         for call in calls_of(world.rank):
-            there = Call(*(None if part is None else part.cuda() for part in vars(call).values()))
-            outputs.append(there(layer))
+            outputs.append(call_on_gpu(call)(layer))
         layer.check()
         return [y.cpu() for y in outputs]
 

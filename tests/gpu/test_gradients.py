@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moeos import MoEConfig, World, virtual
-from tests.gpu.cases import DEADLINE, Case, draw_routed_call, why_not
+from tests.gpu.cases import DEADLINE, Case, call_on_gpu, draw_routed_call, why_not
 from tests.gradients import Gradients, assert_match, drawn, found_of, leaves_of
 from tests.layers import (
     PREFERENCES,
@@ -63,9 +63,7 @@ def gradients_of(case: Case, weights: Weights, calls: Sequence[Sequence[Call]]) 
         made = []
         for call in calls[world.rank]:
             layer.zero_grad()
-            there = leaves_of(
-                Call(*(None if part is None else part.cuda() for part in vars(call).values()))
-            )
+            there = leaves_of(call_on_gpu(call))
             there(layer).backward(drawn(call, world.rank).cuda())
             found = found_of(there, layer)
             made.append({name: gradient.cpu() for name, gradient in found.items()})

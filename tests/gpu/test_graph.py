@@ -35,14 +35,9 @@ def on_one_rank(function: Callable[[World], None]) -> None:
     virtual.run(function, ranks=1, backend="cuda", deadline=10.0)
 
 
-def first(call: Call, tokens: int) -> Call:
-    """The call with its first tokens alone."""
-    return Call(*(None if part is None else part[:tokens] for part in vars(call).values()))
-
-
 def assert_is(call: Call, y: Tensor, tokens: int, what: str = "the call") -> None:
     """Asserts that y holds the outputs of the first tokens of a call, and zeros behind them."""
-    assert_matches(on_gpu(WEIGHTS), first(call, tokens), y[:tokens], what)
+    assert_matches(on_gpu(WEIGHTS), call.first(tokens), y[:tokens], what)
     assert not y[tokens:].any(), what
 
 
@@ -61,7 +56,7 @@ def test_a_captured_call_replays_with_other_tokens_routing_and_counts(given: boo
 
     def rank_main(world: World) -> None:
         layer = WEIGHTS.layer(world)
-        static = Call(*(None if part is None else part.clone() for part in vars(calls[0]).values()))
+        static = calls[0].each(Tensor.clone)
         count = torch.zeros(1, dtype=torch.int32, device="cuda")
         graph, y = capture(lambda: layer(static.x, static.ids, static.weights, tokens=count))
         for call, tokens in zip(calls, COUNTS, strict=True):

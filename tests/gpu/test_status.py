@@ -152,10 +152,7 @@ def test_the_capacity_follows_the_count_and_not_the_rows(name: str) -> None:
     padded = [
         call_on_gpu(draw_given_call(case.cfg, rows, rank, unused=0.0)) for rank in range(case.ranks)
     ]
-    calls = [
-        Call(*(part[:tokens] for part in vars(call).values()))
-        for call, tokens in zip(padded, counts, strict=True)
-    ]
+    calls = [call.first(tokens) for call, tokens in zip(padded, counts, strict=True)]
 
     def rank_main(world: World) -> tuple[Tensor, int]:
         layer: MoELayer = weights.layer(world)

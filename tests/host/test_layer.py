@@ -311,10 +311,7 @@ def test_a_count_of_tokens_means_the_first_rows_and_the_others_become_zero(
             if call.ids is not None:
                 call.ids[tokens:] = 99
     calls = [
-        [
-            Call(*(None if part is None else part[:tokens] for part in vars(call).values()))
-            for call, tokens in zip(padded[rank], counts[rank], strict=True)
-        ]
+        [call.first(tokens) for call, tokens in zip(padded[rank], counts[rank], strict=True)]
         for rank in range(2)
     ]
 
