@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moeos.commands import machine
 from moeos.config import MoEConfig
@@ -47,6 +48,7 @@ def started(
     ranks: int,
     multiprocessors: int,
     roots: Sequence[Path] = (),
+    kinds: Sequence[Mapping[str, Any]] = ({},),
 ) -> Iterator[Compilation]:
     """Begins to compile, for GPUs of so many multiprocessors; for the length of a with block.
 
@@ -55,26 +57,30 @@ def started(
         ranks: of the world that runs them, a GPU each.
         roots: source trees, each of which has every layer's kernel compiled; without any, the
             installed one alone.
+        kinds: of the kernels that each layer has: what else `KernelShape` is given.
     """
     if not layers:
         yield Compilation({})
         return
     roots = roots or (include_root(),)
-    workers = min(len(layers) * len(roots), machine.cores())
+    workers = min(len(layers) * len(roots) * len(kinds), machine.cores())
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         try:
             yield Compilation(
                 {
-                    pool.submit(_compile, root, cfg, ranks, multiprocessors - 1): name
+                    pool.submit(_compile, root, cfg, ranks, multiprocessors - 1, kind): name
                     for root in roots
                     for name, cfg in layers
+                    for kind in kinds
                 }
             )
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compile(root: Path, cfg: MoEConfig, ranks: int, processors: int) -> None:
+def _compile(
+    root: Path, cfg: MoEConfig, ranks: int, processors: int, kind: Mapping[str, Any]
+) -> None:
     with sources_in(root):
-        compile_kernel(KernelShape(cfg=cfg, world_size=ranks, processors=processors))
+        compile_kernel(KernelShape(cfg=cfg, world_size=ranks, processors=processors, **kind))

@@ -33,6 +33,7 @@ from moeos.bench.report import (
     reliability_tables,
     straggler_plots,
     straggler_tables,
+    training_tables,
     twin_tables,
 )
 from moeos.bench.report.section import Section
@@ -214,6 +215,8 @@ def _tables_of(results: Mapping[str, Any]) -> _Tables:
         return straggler_tables
     if of_evaluation(results):
         return evaluation_tables
+    if results["benchmark"].startswith(training_tables.PREFIX):
+        return training_tables
     if results["benchmark"] == cost_tables.NAME:
         return cost_tables
     if option_tables.is_one(results["benchmark"]):

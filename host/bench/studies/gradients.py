@@ -17,27 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 import moeos
 from moeos.bench.gpu.in_turn import InTurn
-from moeos.bench.studies import options
+from moeos.bench.studies import grouped, options
 
 TOKENS = (512, 2048, 8192)
 AGREES = 0.03
 """Relative distance that the gradients of both may have: each rounds to BF16 on its way."""
-
-
-def grouped(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """The layer's experts by torch._grouped_mm, of one rank with SwiGLU."""
-    order = ids.flatten().argsort(stable=True)
-    ends = torch.bincount(ids.flatten(), minlength=len(w1)).cumsum(0).to(torch.int32)
-    tokens = order // ids.shape[1]
-    hidden = torch._grouped_mm(x[tokens], w1.transpose(1, 2), offs=ends)
-    gates, ups = hidden.chunk(2, dim=1)
-    made = torch._grouped_mm(silu(gates) * ups, w2.transpose(1, 2), offs=ends)
-    terms = made * weights.flatten()[order].to(made.dtype).unsqueeze(1)
-    return torch.zeros_like(x).index_add(0, tokens, terms)
 
 
 def measure(cfg: moeos.MoEConfig, world: moeos.World, clock: InTurn) -> list[dict[str, Any]]:
@@ -73,7 +60,9 @@ def _measure_tokens(
 
     ways = {"layer": backward_of(ours)}
     if world.size == 1 and cfg.activation == "swiglu" and not cfg.bias:
-        ways["grouped_mm"] = backward_of(lambda: grouped(x, ids, weights, layer.w1, layer.w2))
+        ways["grouped_mm"] = backward_of(
+            lambda: grouped.experts(x, ids, weights, layer.w1, layer.w2)
+        )
     distances = _distances([way() for way in ways.values()])
     if any(distance > AGREES for distance in distances):
         raise ValueError(f"rank {world.rank}: relative distances {distances} at {tokens} tokens")
