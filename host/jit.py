@@ -150,14 +150,15 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
 
 
 @functools.cache
-def compile_file(name: str, arch: str) -> bytes:
+def compile_file(name: str, arch: str, *sizes: tuple[str, int]) -> bytes:
     """The machine code (a cubin) of a file below `include_root()`, for a GPU such as "sm_90".
 
-    Compiled once in a process.
+    Compiled once in a process. `sizes`: its macros, by their names without the prefix MOEOS_.
 
     Raises `RuntimeError` as `compile_kernel` does.
     """
     options = [f"--gpu-architecture={arch}", *_OPTIONS, f"--include-path={include_root()}"]
+    options += [f"-DMOEOS_{size}={value}" for size, value in sizes]
     return _compile(_load_nvrtc(), f'#include "{name}"\n', options)[0]
 
 

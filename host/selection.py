@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best k of each row, where equal ones have an order: what routers choose experts with.
 
-Plain PyTorch, for every device. It knows logits, and nothing of layers, configs or ranks.
+On GPUs a kernel of its own; else, and where PyTorch traces, plain PyTorch. It knows logits, and
+nothing of layers, configs or ranks.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-Softmax = Literal["all", "chosen"]
+from moeos import topk_kernel
+from moeos.topk_kernel import Softmax
 
 MAX_LOGITS = 4096
 MAX_CHOSEN = 32
@@ -34,7 +36,7 @@ def topk(logits: Tensor, k: int, *, softmax: Softmax | None = None) -> TopK:
 
     `torch.topk` leaves open which of equal ones it takes. So ranks, devices and versions may differ
     there; here they do not. 0 and -0 are equal, and NaN is above all numbers. The values can be
-    differentiated.
+    differentiated. On a GPU it is one launch.
 
     Args:
         logits: [..., E], floating point, 1 <= E <= 4096.
@@ -49,6 +51,7 @@ def topk(logits: Tensor, k: int, *, softmax: Softmax | None = None) -> TopK:
     Raises:
         TypeError: logits are no floating point numbers, or k is no integer.
         ValueError: E, k or `softmax` is not as above.
+        RuntimeError: the kernel cannot be compiled for this GPU.
     """
     if not logits.is_floating_point():
         raise TypeError(f"logits have dtype {logits.dtype}; it must be a floating point type")
@@ -63,13 +66,41 @@ def topk(logits: Tensor, k: int, *, softmax: Softmax | None = None) -> TopK:
         raise ValueError(f"k is {k}; of {row} logits it must be 1 to {min(row, MAX_CHOSEN)}")
     if softmax is not None and softmax not in get_args(Softmax):
         raise ValueError(f"softmax is {softmax!r}; it must be None, 'all' or 'chosen'")
+    if topk_kernel.takes(logits):
+        return TopK(*_OnGpu.apply(logits, k, softmax))  # type: ignore[no-untyped-call]
     indices = _best(logits.detach(), k)
+    return TopK(_values(logits, indices, softmax), indices)
+
+
+class _OnGpu(torch.autograd.Function):
+    """What the kernel chooses; its derivative is that of the same values by PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, k: int, softmax: Softmax | None) -> tuple[Tensor, Tensor]:
+        values, indices = topk_kernel.run(logits, k, softmax)
+        ctx.mark_non_differentiable(indices)
+        ctx.save_for_backward(logits, indices)
+        ctx.softmax = softmax
+        return values, indices
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor, None, None]:
+        logits, indices = ctx.saved_tensors
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            values = _values(logits, indices, ctx.softmax)
+        [d_logits] = torch.autograd.grad(values, logits, d_outputs[0], create_graph=again)
+        return d_logits, None, None
+
+
+def _values(logits: Tensor, indices: Tensor, softmax: Softmax | None) -> Tensor:
+    """`TopK.values` of what was chosen."""
     if softmax is None:
-        return TopK(logits.gather(-1, indices), indices)
+        return logits.gather(-1, indices)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if softmax == "all":
-        return TopK(wide.softmax(dim=-1).gather(-1, indices), indices)
-    return TopK(wide.gather(-1, indices).softmax(dim=-1), indices)
+        return wide.softmax(dim=-1).gather(-1, indices)
+    return wide.gather(-1, indices).softmax(dim=-1)
 
 
 def _best(logits: Tensor, k: int) -> Tensor:

@@ -165,6 +165,21 @@ def build(
     return library
 
 
+def build_topk(library: Path, type_: int, kept: int) -> None:
+    """Compiles the kernel of `moeos.topk` with its two macros into a shared library."""
+    options = ["-I", "tests/emulator/shadow", "-O1", *_OPTIONS]
+    options += [f"-DMOEOS_TYPE={type_}", f"-DMOEOS_KEPT={kept}"]
+    options += ["-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
+
+    def make() -> None:
+        with _COMPILING_GPU:
+            _, gpu, _ = _compiled_gpu()
+        inputs = ["-include", _CUDA, "tests/emulator/topk.cpp", str(gpu)]
+        _compile([*options, *inputs, "-o", str(library)])
+
+    keep(library, [*options, "topk"], _INCLUDED, make)
+
+
 def _with_size(geometry: str, name: str, value: int) -> str:
     """A geometry's text in which a size has another value."""
     text, found = re.subn(rf"\.{name}=\d+,", f".{name}={value},", geometry)

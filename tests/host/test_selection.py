@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moeos
+from moeos import selection, topk_kernel
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -86,6 +87,67 @@ def test_values_have_derivatives(softmax: Any) -> None:
         return moeos.topk(numbers, 3, softmax=softmax).values
 
     assert torch.autograd.gradcheck(values, logits)
+
+
+@pytest.fixture
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes everything, in place of the GPU's."""
+
+    def run(logits: Tensor, k: int, softmax: Any) -> tuple[Tensor, Tensor]:
+        assert not torch.is_grad_enabled()  # PyTorch does not see into a kernel
+        indices = selection._best(logits, k)
+        return selection._values(logits, indices, softmax), indices
+
+    monkeypatch.setattr(topk_kernel, "takes", lambda logits: True)
+    monkeypatch.setattr(topk_kernel, "run", run)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("softmax", [None, "all", "chosen"])
+def test_values_of_the_kernel_have_derivatives_twice(softmax: Any) -> None:
+    logits = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+
+    def values(numbers: Tensor) -> Tensor:
+        found = moeos.topk(numbers, 3, softmax=softmax)
+        assert not found.indices.requires_grad
+        return found.values
+
+    assert torch.autograd.gradcheck(values, logits)
+    if softmax is not None:  # or the second derivative is 0 everywhere
+        assert torch.autograd.gradgradcheck(values, logits)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_gradients_of_the_kernel_stop_at_what_was_given() -> None:
+    leaf = torch.randn(4, 9, requires_grad=True)
+    moeos.topk(2 * leaf, 3, softmax="chosen").values[:, 0].sum().backward()
+    by_kernel, leaf.grad = leaf.grad, None
+    logits = 2 * leaf
+    selection._values(logits, selection._best(logits.detach(), 3), "chosen")[:, 0].sum().backward()
+    assert torch.equal(by_kernel, leaf.grad)
+
+
+def test_the_kernel_takes_what_has_memory_on_a_gpu() -> None:
+    assert not topk_kernel.takes(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("count", "k", "kept", "lanes"),
+    [
+        (1, 1, 1, 1),
+        (16, 3, 4, 1),
+        (17, 3, 4, 2),
+        (64, 8, 8, 4),
+        (128, 8, 8, 8),
+        (256, 6, 8, 16),
+        (512, 17, 32, 16),
+        (4096, 32, 32, 32),
+    ],
+)
+def test_rows_are_cut_into_powers_of_two(count: int, k: int, kept: int, lanes: int) -> None:
+    assert topk_kernel.cut(count, k) == (kept, lanes)
+    assert kept >= k
+    assert topk_kernel.THREADS % lanes == 0
 
 
 def test_no_rows_and_other_strides_are_rows_as_any() -> None:

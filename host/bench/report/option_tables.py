@@ -9,7 +9,7 @@ from typing import Any
 from moeos.bench.report.section import Section
 from moeos.commands import output, provenance
 
-STUDIES = ("gradients", "shared-experts", "weight-formats")
+STUDIES = ("gradients", "shared-experts", "topk", "weight-formats")
 """The names of their documents begin with one."""
 
 

@@ -48,7 +48,7 @@ def run(
             results = measure(cfg, world, clock)
             layers[layer] = {"config": json.loads(cfg.digest()), "results": results}
             if world.rank == 0:
-                text = json.dumps(_document(name, world.size, layers), indent=1)
+                text = json.dumps(document(name, world.size, layers), indent=1)
                 chosen.out.write_text(text + "\n")
 
 
@@ -66,7 +66,8 @@ def require_equal(names: str, tokens: int, one: Tensor, other: Tensor, agrees: f
     return distance
 
 
-def _document(name: str, ranks: int, layers: Mapping[str, Any]) -> dict[str, Any]:
+def document(name: str, ranks: int, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """What a study of this name has found on so many ranks, by its layers."""
     return {
         "benchmark": f"{name.replace('_', '-')}-{ranks}",
         "ranks": ranks,

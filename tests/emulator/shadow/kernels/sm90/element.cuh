@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "runtime/base.hpp"
 #include "tests/emulator/cuda.hpp"
 
 namespace moeos::sm90 {

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of moeos.topk compiles wherever NVRTC is."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeos import jit, topk_kernel
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("type_", range(len(topk_kernel.TYPES)))
+@pytest.mark.parametrize("kept", [1, 8, 32])
+def test_the_kernel_compiles_for_every_gpu_that_a_host_may_have(
+    arch: str, type_: int, kept: int
+) -> None:
+    cubin = jit.compile_file("kernels/topk.cu", arch, ("TYPE", type_), ("KEPT", kept))
+    assert b"moeos_topk" in cubin
