@@ -479,11 +479,8 @@ def placement_of(
     Raises `ValueError` for a placement of slices, and what `Slicing.cut` raises.
     """
     slicing.cut(cfg)
-    if placement is not None and slicing.cuts:
-        raise ValueError(
-            f"placement is given, and parallel is {slicing.parallel!r}: each rank holds a slice of "
-            "every expert. Leave it out, or pass parallel='expert'"
-        )
+    if placement is not None:
+        slicing.refuse_placement()
     return placement or slicing.placement(cfg.experts, world.size)
 
 

@@ -229,7 +229,8 @@ class MoELayer(nn.Module):
 
         `state_dict` holds the block's tensors under their Hugging Face names below `prefix`, such
         as "model.layers.0.mlp."; or it is the path of a folder, an index or a file with them. This
-        rank's experts are kept, and of files no others are read. A tensor there that is not used
+        rank's experts are kept, or its slices, and of files no others are read. A tensor there that
+        is not used
         raises, unless its name below `prefix` begins with one of `ignore`: pass
         ("shared_experts.",), and a config without them, where shared experts are computed
         elsewhere. See `moeos.checkpoints.load_block`, which says what it understands and whose
@@ -245,8 +246,8 @@ class MoELayer(nn.Module):
         )
         error: Exception | None = None
         try:
-            holding = layer._holding()
-            block = checkpoints.load_block(cfg, state_dict, prefix, *holding, ignore, placement)
+            where = (*layer._place, ignore, placement, layer._slicing)
+            block = checkpoints.load_block(cfg, state_dict, prefix, *where)
             if placement is not None and not placement.in_order:
                 layer._name_experts(block, "")
             layer.load_state_dict(block)

@@ -132,6 +132,14 @@ class Slicing:
         mine = self.slice_of(rank)
         return range(min(rows, each * mine), min(rows, each * (mine + 1)))
 
+    def refuse_placement(self) -> None:
+        """Raises `ValueError` where experts are cut: a placement has whole ones."""
+        if self.cuts:
+            raise ValueError(
+                f"placement is given, and parallel is {self.parallel!r}: each rank holds a slice "
+                "of every expert. Leave it out, or pass parallel='expert'"
+            )
+
     def require_alike(self, others: Sequence[Slicing]) -> None:
         """Raises `ValueError` unless layers that are cut so may share a workspace with these.
 

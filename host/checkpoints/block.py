@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -30,9 +30,11 @@ from moeos.checkpoints.formats import (
 )
 from moeos.checkpoints.layouts import Layout
 from moeos.checkpoints.shared_names import SharedNames
+from moeos.checkpoints.stored import Cut, Stored
 from moeos.config import MoEConfig
 from moeos.formats import FORMATS, WeightFormat
 from moeos.placement import Placement, experts_of
+from moeos.slicing import WHOLE, Slicing
 
 _GIB = 2**30
 
@@ -45,6 +47,7 @@ def load_block(
     world_size: int,
     ignore: Sequence[str] = (),
     placement: Placement | None = None,
+    slicing: Slicing = WHOLE,
 ) -> dict[str, Tensor]:
     """The weights that `rank` holds of the block under `prefix`, in the layer's own layout.
 
@@ -80,15 +83,19 @@ def load_block(
             ("shared_experts.",), for example. None of them may be the layer's, but where the caller
             routes they may be the router's: then gate.weight is of zeros, and no call reads it.
         placement: where experts lie; None: in order.
+        slicing: how a layer's ranks cut experts, `moeos.slicing.slicing_of` of its arguments. Each
+            rank then has its slice of its experts, and of shared ones where these are cut, too;
+            "b2" is whole. Of files it reads no more of matrices that are not quantised. Others it
+            reads one by one, and keeps its slice.
 
     Returns:
-        contiguous copies in cfg.dtype on the device of the router: "gate.weight" [E, H] in
-        cfg.gate_dtype, "w1" [X, w1_rows, H] with gate rows before up rows, "w2" [X, H, I], or
-        codes and scales as a layer with `weight_format` has them, "w1_mxfp4" and "w1_scale_mxfp4"
-        for example; where the config has them also
-        "b1" [X, w1_rows] and "b2" [X, H], "shared_w1" [n, shared_w1_rows, H], "shared_w2"
-        [n, H, Is], or their codes and scales, and "shared_gate" [H], and in fp32
-        "gate.bias", "gate.selection_bias" and "gate.expert_scale" [E].
+        contiguous copies in cfg.dtype on the device of the router, with I and Is of a slice:
+        "gate.weight" [E, H] in cfg.gate_dtype, "w1" [X, w1_rows, H] with gate rows before up rows,
+        "w2" [X, H, I], or codes and scales as a layer with `weight_format` has them, "w1_mxfp4" and
+        "w1_scale_mxfp4" for example; where the config has them also "b1" [X, w1_rows] and
+        "b2" [X, H], "shared_w1" [n, shared_w1_rows, H], "shared_w2" [n, H, Is], or their codes and
+        scales, and "shared_gate" [H], and in fp32 "gate.bias", "gate.selection_bias" and
+        "gate.expert_scale" [E].
 
     Raises:
         OSError: there is no such file or folder.
@@ -97,8 +104,11 @@ def load_block(
             neither used nor ignored; or `cfg`, `rank`, `world_size` and `placement` do not fit.
     """
     if placement is not None:
+        slicing.refuse_placement()
         placement.require_fits(cfg, world_size)
-    mine = experts_of(cfg, rank, world_size, placement)
+    slicing.cut(cfg)  # or it raises
+    place = slicing.holder(rank), slicing.holders(world_size)
+    mine = experts_of(cfg, *place, placement)
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r}; it must be a string, '' for names without one")
     if prefix and not prefix.endswith("."):
@@ -116,9 +126,9 @@ def load_block(
     else:
         router = _router(cfg, state_dict, prefix, found)
     device = router["gate.weight"].device
-    place = (rank, world_size)
     in_order = placement is None or placement.in_order
-    experts = _Experts(cfg, state_dict, prefix, found, mine, place, in_order, device)
+    slices = (slicing, rank)
+    experts = _Experts(cfg, state_dict, prefix, found, mine, place, in_order, device, slices)
     block = router | experts.block()
     if found.shared is not None:
         block |= experts.shared_block(found.shared)
@@ -166,7 +176,7 @@ def _router(
 def _no_router(cfg: MoEConfig, state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """A gate that no call reads, for a layer whose caller routes by a router of its own."""
     device = torch.device("cpu")
-    if not isinstance(state_dict, files.ByRows):
+    if not isinstance(state_dict, files.ByParts):
         device = next(state_dict[name].device for name in state_dict if name.startswith(prefix))
     has = {
         "bias": cfg.router_bias,
@@ -203,6 +213,7 @@ class _Experts:
         place: tuple[int, int],
         in_order: bool,
         device: torch.device,
+        slices: tuple[Slicing, int],
     ) -> None:
         self._cfg = cfg
         self._state_dict = state_dict
@@ -211,33 +222,56 @@ class _Experts:
         self._formats = found.formats
         self._shared_formats = {} if found.shared is None else found.shared.formats
         self._experts = experts
-        self._place = place  # the rank whose they are, and how many ranks there are
+        self._place = place  # of those that share out experts, whose they are, and how many
         self._in_order = in_order  # as `MoEConfig.experts_of` says
         self._device = device
+        self._slicing, self._rank = slices  # how experts are cut, and who holds them
+        self._part = self._slicing.cut(cfg)  # the config of a slice
         self._stored = 0  # bytes of what was quantised, in the file
         self._held = 0  # and dequantised
 
     def block(self) -> dict[str, Tensor]:
         """Both weights, and biases."""
-        cfg, layout = self._cfg, self._layout
+        cfg, part, layout = self._cfg, self._part, self._layout
         block: dict[str, Tensor] = {}
-        for name, templates, shape, halves, interleaved in (
-            ("w1", layout.first, (cfg.w1_rows, cfg.hidden), cfg.halves, layout.interleaved),
-            ("w2", (layout.second,), (cfg.hidden, cfg.intermediate), 1, False),
+        for name, names_, whole, mine in (
+            ("w1", layout.first, (cfg.w1_rows, cfg.hidden), (part.w1_rows, cfg.hidden)),
+            (
+                "w2",
+                (layout.second,),
+                (cfg.hidden, cfg.intermediate),
+                (cfg.hidden, part.intermediate),
+            ),
         ):
+            stored = self._matrix(names_, whole, mine, gates=name == "w1")
             if cfg.weight_format is None:
-                block[name] = self._matrices(templates, shape, interleaved)
+                block[name] = self._matrices(stored)
             else:
-                block |= self._held_matrices(name, templates, shape, halves, interleaved)
+                block |= self._held_matrices(name, stored)
         if cfg.bias:
             if layout.second_bias is None:
                 raise ValueError(
                     f"bias is True, and the experts under {self._prefix!r} have none: they are "
                     f"stored as {layout.name!r}"
                 )
-            block["b1"] = self._vectors(layout.first_biases, cfg.w1_rows, layout.interleaved)
-            block["b2"] = self._vectors((layout.second_bias,), cfg.hidden)
+            rows = (cfg.w1_rows,), (part.w1_rows,)
+            block["b1"] = self._vectors(self._matrix(layout.first_biases, *rows, gates=True))
+            hidden = (cfg.hidden,)  # whole on each rank: one of them adds it
+            block["b2"] = self._vectors(self._matrix((layout.second_bias,), hidden, hidden))
         return block
+
+    def _matrix(
+        self,
+        names_: tuple[str, ...],
+        whole: tuple[int, ...],
+        mine: tuple[int, ...],
+        *,
+        gates: bool = False,
+    ) -> Stored:
+        """A matrix or bias of these sizes; `gates`: its rows are those of gate and of up."""
+        number = self._slicing.slice_of(self._rank)
+        halves = self._cfg.halves if gates else 1
+        return Stored(names_, whole, mine, number, halves, gates and self._layout.interleaved)
 
     def shared_block(self, found: SharedNames) -> dict[str, Tensor]:
         """Both weights of the shared experts, and what weighs them."""
@@ -261,20 +295,23 @@ class _Experts:
         cfg, layout = self._cfg, found.layout
         n, width = cfg.shared_experts, cfg.shared_intermediate
         halves = cfg.shared_w1_rows // width  # gate and up, or one
-        w1 = torch.empty((n, halves, width, cfg.hidden), dtype=cfg.dtype, device=self._device)
+        own = self._part.shared_intermediate
+        w1 = torch.empty((n, halves, own, cfg.hidden), dtype=cfg.dtype, device=self._device)
         of_each = halves // len(layout.first)
         for number, name in enumerate(layout.first):
             rows = self._whole(found, name, (of_each * n * width, cfg.hidden))
             for half, part in enumerate(rows.view(of_each, n, width, cfg.hidden)):
-                w1[:, number * of_each + half].copy_(part)
-        w2 = torch.empty((n, cfg.hidden, width), dtype=cfg.dtype, device=self._device)
+                into = w1[:, number * of_each + half]
+                into.copy_(self._mine_of(part, into.shape))
+        w2 = torch.empty((n, cfg.hidden, own), dtype=cfg.dtype, device=self._device)
         columns = self._whole(found, layout.second, (cfg.hidden, n * width))
-        w2.copy_(columns.view(cfg.hidden, n, width).transpose(0, 1))
+        every = columns.view(cfg.hidden, n, width).transpose(0, 1)
+        w2.copy_(self._mine_of(every, w2.shape))
         return {"shared_w1": w1.flatten(1, 2), "shared_w2": w2}
 
     def _held_shared(self, found: SharedNames, wanted: WeightFormat) -> dict[str, Tensor]:
         """The same as they are shipped: codes and scales, by their names in the layer."""
-        cfg, layout = self._cfg, found.layout
+        cfg, part, layout = self._cfg, self._part, found.layout
         n, width = cfg.shared_experts, cfg.shared_intermediate
         if n > 1:
             raise ValueError(
@@ -283,11 +320,15 @@ class _Experts:
                 "shared_weight_format=None"
             )
         block: dict[str, Tensor] = {}
-        for name, matrices, shape, halves in (
-            ("shared_w1", layout.first, (cfg.shared_w1_rows, cfg.hidden), cfg.halves),
-            ("shared_w2", (layout.second,), (cfg.hidden, width), 1),
+        own = part.shared_intermediate
+        for name, matrices, shape, mine, halves in (
+            (
+                *("shared_w1", layout.first, (cfg.shared_w1_rows, cfg.hidden)),
+                *((part.shared_w1_rows, cfg.hidden), cfg.halves),
+            ),
+            ("shared_w2", (layout.second,), (cfg.hidden, width), (cfg.hidden, own), 1),
         ):
-            made = self._rooms(1, wanted, shape, halves)
+            made = self._rooms(1, wanted, mine, halves)
             count = len(matrices)
             each = (shape[0] // count, shape[1])
             for number, matrix in enumerate(matrices):
@@ -299,7 +340,9 @@ class _Experts:
                     held = hold(row, parts, each, halves // count, wanted)
                 for into, its in zip(made, held, strict=True):
                     if into is not None and its is not None:
-                        into[0].chunk(count)[number].copy_(its)
+                        room = into.chunk(count, 1)[number]
+                        whole = its.unsqueeze(0)
+                        room.copy_(self._mine_of(whole, room.shape, halves // count))
             block |= _by_name(name, made)
         return block
 
@@ -321,7 +364,8 @@ class _Experts:
         row = row or found.formats[matrix]
         parts = self._whole_parts(found, matrix, row, shape)
         made = _matrix_of(row, parts, shape, lambda part: found.prefix + part_name(matrix, part))
-        self._count(row, parts, shape)
+        share = self._cfg.shared_intermediate // self._part.shared_intermediate
+        self._count(row, parts, math.prod(shape), share)
         return made.contiguous()
 
     def say_what_it_costs(self) -> None:
@@ -338,52 +382,51 @@ class _Experts:
                 stacklevel=4,
             )
 
-    def _matrices(
-        self, templates: tuple[str, ...], shape: tuple[int, int], interleaved: bool = False
-    ) -> Tensor:
-        """[X, *shape]: the rows of all matrices, one after the other."""
-        made = self._empty(shape)
-        rows, columns = shape[0] // len(templates), shape[1]
-        for number, template in enumerate(templates):
-            into = made[:, number * rows : (number + 1) * rows]
+    def _matrices(self, stored: Stored) -> Tensor:
+        """[X, rows, columns]: the rows of all matrices, one after the other."""
+        made = self._empty(stored.mine)
+        for number, template in enumerate(stored.names):
+            into = made.chunk(len(stored.names), 1)[number]
             row = self._formats[template]
-            for local, parts in self._each(template, row, (rows, columns)):
-                matrix = self._dequantise(row, template, parts, (rows, columns), local)
-                into[local].copy_(_in_order(matrix, interleaved))
-                self._count(row, parts, (rows, columns))
+            share = math.prod(stored.whole) // math.prod(stored.mine)
+            read = stored.my_each if row is PLAIN else stored.each
+            for local, parts in self._each(template, row, stored):
+                matrix = self._dequantise(row, template, parts, read, local)
+                ordered = _in_order(matrix, stored.interleaved).unsqueeze(0)
+                room = into[local : local + 1]
+                room.copy_(self._mine_of(ordered, room.shape, stored.halves_of_each))
+                self._count(row, parts, math.prod(stored.each), share)
         return made
 
-    def _held_matrices(
-        self,
-        name: str,
-        templates: tuple[str, ...],
-        shape: tuple[int, int],
-        halves: int,
-        interleaved: bool,
-    ) -> dict[str, Tensor]:
+    def _held_matrices(self, name: str, stored: Stored) -> dict[str, Tensor]:
         """The same in the config's format, as they are shipped: codes and scales, by their names in
         the layer.
         """
         wanted = self._cfg.weight_format
         assert wanted is not None
-        made = self._rooms(len(self._experts), wanted, shape, halves)
-        number_of = len(templates)
-        each = (shape[0] // number_of, shape[1])
-        for number, template in enumerate(templates):
+        made = self._rooms(len(self._experts), wanted, stored.mine, stored.halves)
+        count, halves = len(stored.names), stored.halves_of_each
+        rows, columns = stored.each
+        for number, template in enumerate(stored.names):
             row = self._formats[template]
-            for local, parts in self._each(template, row, each):
-                first = self._part(template, row.parts[0], local)
+            for local, parts in self._each(template, row, stored):
+                first = self._part_name(template, row.parts[0], local)
                 _require_held(row, first, "weight_format", wanted)
-                with _named(lambda part: self._part(template, part, local)):  # noqa: B023
-                    held = hold(row, parts, each, halves // number_of, wanted)
+                with _named(lambda part: self._part_name(template, part, local)):  # noqa: B023
+                    held = hold(row, parts, (rows, columns), halves, wanted)
                 for into, part in zip(made, held, strict=True):
                     if into is not None and part is not None:
-                        its = into[local].chunk(number_of)[number]
-                        its.copy_(_in_order(part, interleaved))
+                        room = into[local : local + 1].chunk(count, 1)[number]
+                        whole = _in_order(part, stored.interleaved).unsqueeze(0)
+                        room.copy_(self._mine_of(whole, room.shape, halves))
         return _by_name(name, made)
 
+    def _mine_of(self, whole: Tensor, mine: torch.Size, halves: int = 1) -> Tensor:
+        """Of what experts have, [X, ...], this rank's slice of that shape; or all of it."""
+        return self._slicing.part(whole, whole.shape, mine, halves, self._rank)
+
     def _rooms(
-        self, number: int, wanted: WeightFormat, shape: tuple[int, int], halves: int
+        self, number: int, wanted: WeightFormat, shape: tuple[int, ...], halves: int
     ) -> list[Tensor | None]:
         """For codes, scales and second scales of so many matrices."""
         kept, (rows, columns) = FORMATS[wanted], shape
@@ -398,26 +441,23 @@ class _Experts:
         ]
         return made if kept.scale_2 else [*made, None]
 
-    def _part(self, template: str, part: str, local: int) -> str:
+    def _part_name(self, template: str, part: str, local: int) -> str:
         """The name of a part of one of these experts' matrices."""
         return self._prefix + part_name(template, part).format(self._experts[local])
 
-    def _count(self, row: Format, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
-        """Adds a matrix to what dequantised ones take."""
-        if row.name != "plain":
-            self._stored += sum(part.nbytes for part in parts.values())
-            self._held += math.prod(shape) * self._cfg.dtype.itemsize
+    def _count(self, row: Format, parts: Mapping[str, Tensor], numbers: int, share: int) -> None:
+        """Adds a matrix of so many to what dequantised ones take; `share`: 1 / what is kept."""
+        if row is not PLAIN:
+            self._stored += sum(part.nbytes for part in parts.values()) // share
+            self._held += numbers * self._cfg.dtype.itemsize // share
 
-    def _vectors(
-        self, templates: tuple[str, ...], length: int, interleaved: bool = False
-    ) -> Tensor:
+    def _vectors(self, stored: Stored) -> Tensor:
         """[X, length]: the same of biases."""
-        made = self._empty((length,))
-        each = length // len(templates)
-        for number, template in enumerate(templates):
-            into = made[:, number * each : (number + 1) * each]
-            for local, parts in self._each(template, PLAIN, (each,)):
-                into[local].copy_(_in_order(parts["weight"], interleaved))
+        made = self._empty(stored.mine)
+        for number, template in enumerate(stored.names):
+            into = made.chunk(len(stored.names), 1)[number]
+            for local, parts in self._each(template, PLAIN, stored):
+                into[local].copy_(_in_order(parts["weight"], stored.interleaved))
         return made
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -430,28 +470,38 @@ class _Experts:
         row: Format,
         template: str,
         parts: Mapping[str, Tensor],
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         local: int,
     ) -> Tensor:
         if self._layout.transposed:
             parts = {name: part.mT for name, part in parts.items()}
-        return _matrix_of(row, parts, shape, lambda part: self._part(template, part, local))
+        rows, columns = shape
+        return _matrix_of(
+            *(row, parts, (rows, columns)), lambda part: self._part_name(template, part, local)
+        )
 
     def _each(
-        self, template: str, row: Format, shape: tuple[int, ...]
+        self, template: str, row: Format, stored: Stored
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The parts of a tensor [*shape] of each of the experts, which are numbered from 0.
+        """The parts of the tensor of one name of each of the experts, which are numbered from 0: of
+        one that is not quantised, what this rank takes of it.
 
         A bias, too, is such a tensor, of one part.
         """
+        shape, cut = stored.each, stored.cut if row is PLAIN else None
         if self._layout.stacked:
-            every = {part: self._slice(part_name(template, part), row, shape) for part in row.parts}
+            if cut is not None and self._layout.transposed and len(shape) == 2:
+                cut = cut.turned()
+            every = {
+                part: self._stacked(part_name(template, part), row, shape, cut)
+                for part in row.parts
+            }
             for local in range(len(self._experts)):
-                yield local, {part: tensor[local] for part, tensor in every.items()}
+                yield local, {part: read(local) for part, read in every.items()}
             return
         names = {part: part_name(template, part) for part in row.parts}
         # A file has no DTensor, and nothing of it is to be read twice.
-        gathered = not isinstance(self._state_dict, files.ByRows) and any(
+        gathered = not isinstance(self._state_dict, files.ByParts) and any(
             sharding.is_cut(self._state_dict.get(self._prefix + name.format(expert)))
             for name in names.values()
             for expert in (self._experts or range(1))[:1]  # who has none gathers with the others
@@ -461,31 +511,42 @@ class _Experts:
             parts = {}
             for part, name in names.items():
                 name = self._prefix + name.format(expert)  # which may have braces of its own
-                tensor = self._one(name, row, shape)
+                tensor = self._one(name, row, shape, cut)
                 if sharding.is_cut(tensor) and not gathered:
                     raise ValueError(
                         f"{name} is a DTensor that is cut into parts, and the first expert's is "
                         "not: pass all experts alike, or whole tensors (DTensor.full_tensor)"
                     )
-                parts[part] = sharding.everything(name, tensor).to(self._device)
+                whole = sharding.everything(name, tensor)
+                if cut is not None and whole.shape == shape:  # which no slice has
+                    whole = cut.of(whole)
+                parts[part] = whole.to(self._device)
             if expert in self._experts:
                 yield self._experts.index(expert), parts
 
-    def _one(self, name: str, row: Format, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of one expert."""
-        if row.name == "plain":
+    def _one(
+        self, name: str, row: Format, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Tensor:
+        """A tensor of one expert; of a file no more than `cut`, where there is one."""
+        if row is PLAIN:
+            if cut is not None and isinstance(self._state_dict, files.ByParts):
+                return _read_cut(self._state_dict, name, shape, cut)
             return _read(self._state_dict, name, shape)
         if name not in self._state_dict:
             raise ValueError(f"{name} is missing; {row.said} needs it")
         return _take(self._state_dict, name)
 
-    def _slice(self, name: str, row: Format, shape: tuple[int, ...]) -> Tensor:
-        """These experts' part of a tensor of all experts."""
+    def _stacked(
+        self, name: str, row: Format, shape: tuple[int, ...], cut: Cut | None
+    ) -> Callable[[int], Tensor]:
+        """What reads, of a tensor of all experts, that of one of these; of it no more than `cut`,
+        where there is one.
+        """
         cfg, layout = self._cfg, self._layout
         padded = layout.zero_experts_padded and not name.startswith(layout.second)
         total = cfg.router_rows if padded else cfg.experts
         name = self._prefix + name
-        each = (shape[::-1] if layout.transposed else shape) if row.name == "plain" else None
+        each = (shape[::-1] if layout.transposed else shape) if row is PLAIN else None
         if name not in self._state_dict:
             needed = f"{row.said} needs it" if each is None else _needed((total, *each))
             raise ValueError(f"{name} is missing; {needed}")
@@ -493,30 +554,25 @@ class _Experts:
         if found[:1] != (total,) or each not in (None, found[1:]):
             wanted = (total, *(found[1:] if each is None else each))
             raise ValueError(f"{name} has shape {list(found)}; this config needs {list(wanted)}")
-        own = self._experts
-        if isinstance(self._state_dict, files.ByRows):
-            of_runs = [self._state_dict.rows(name, *run) for run in _runs(own)]
-            rows = of_runs[0] if len(of_runs) == 1 else torch.cat(of_runs)
-            return rows.to(self._device)
-        tensor = _take(self._state_dict, name)
+        own, tensors = self._experts, self._state_dict
+        if isinstance(tensors, files.ByParts):
+            indices: list[tuple[slice, ...]] = [()] if cut is None else cut.indices(len(shape))
+
+            def read(local: int) -> Tensor:
+                expert = slice(own[local], own[local] + 1)
+                runs = [tensors.part(name, (expert, *index))[0] for index in indices]
+                return (runs[0] if cut is None else cut.joined(runs)).to(self._device)
+
+            return read
+        tensor = _take(tensors, name)
         if total == cfg.experts:
             rest = torch.Size(found[1:])
-            part = sharding.part(
+            rows = sharding.part(
                 name, tensor, own, total, rest, *self._place, in_order=self._in_order
             )
-            return part.to(self._device)
-        return sharding.rows_of(sharding.everything(name, tensor), own).to(self._device)
-
-
-def _runs(experts: Sequence[int]) -> list[tuple[int, int]]:
-    """Where runs of experts that follow each other begin and end; at least one, if of none."""
-    runs: list[tuple[int, int]] = []
-    for expert in experts:
-        if runs and runs[-1][1] == expert:
-            runs[-1] = (runs[-1][0], expert + 1)
         else:
-            runs.append((expert, expert + 1))
-    return runs or [(0, 0)]
+            rows = sharding.rows_of(sharding.everything(name, tensor), own)
+        return lambda local: (rows[local] if cut is None else cut.of(rows[local])).to(self._device)
 
 
 def _by_name(name: str, made: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -563,11 +619,32 @@ def _needed(shape: tuple[int, ...]) -> str:
 
 def _read(state_dict: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
     """A tensor that is not quantised."""
-    if name not in state_dict:
-        raise ValueError(f"{name} is missing; {_needed(shape)}")
+    _require_there(state_dict, name, shape)
     tensor = _take(state_dict, name)
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; this config needs {list(shape)}")
+    _require_fits(name, tuple(tensor.shape), shape)
+    return _require_numbers(name, tensor)
+
+
+def _read_cut(tensors: files.ByParts, name: str, shape: tuple[int, ...], cut: Cut) -> Tensor:
+    """A part of one in a file; nothing else of it is read."""
+    _require_there(tensors, name, shape)
+    _require_fits(name, tensors.shape_of(name), shape)
+    runs = [tensors.part(name, index) for index in cut.indices(len(shape))]
+    return _require_numbers(name, cut.joined(runs))
+
+
+def _require_there(tensors: Container[str], name: str, shape: tuple[int, ...]) -> None:
+    if name not in tensors:
+        raise ValueError(f"{name} is missing; {_needed(shape)}")
+
+
+def _require_fits(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if found != shape:
+        raise ValueError(f"{name} has shape {list(found)}; this config needs {list(shape)}")
+
+
+def _require_numbers(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, unless it is quantised."""
     if tensor.dtype not in LOADABLE:
         raise ValueError(f"{name} is {tensor.dtype}; {HOW_TO_DEQUANTISE}")
     return tensor

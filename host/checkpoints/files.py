@@ -22,19 +22,22 @@ Tensors = Mapping[str, Tensor]
 
 
 @runtime_checkable
-class ByRows(Protocol):
+class ByParts(Protocol):
     """Tensors by name of which a part can be read alone."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a tensor."""
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without its values."""
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Of a tensor's first dimension, what lies between two numbers."""
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """What lies between two numbers of each of a tensor's first dimensions."""
 
 
 def shape_of(tensors: Tensors, name: str) -> tuple[int, ...]:
     """A tensor's shape; of a file nothing else is read."""
-    if isinstance(tensors, ByRows):
+    if isinstance(tensors, ByParts):
         return tensors.shape_of(name)
     return tuple(tensor_memory.require_dense(name, tensors[name]).shape)
 
@@ -69,9 +72,9 @@ class SafetensorsFile(Mapping[str, Tensor]):
             raise KeyError(name)
         return tuple(self.file.get_slice(name).get_shape())
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Of a tensor's first dimension, what lies between two numbers; no more is read."""
-        return self._read(name, lambda: self.file.get_slice(name)[start:stop])
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """What lies between two numbers of each of a tensor's first dimensions; no more is read."""
+        return self._read(name, lambda: self.file.get_slice(name)[index])
 
     def _read(self, name: str, how: Callable[[], Tensor]) -> Tensor:
         if name not in self._names:
@@ -116,9 +119,9 @@ class Shards(Mapping[str, Tensor]):
         """A tensor's shape, without its values."""
         return self._file_of(name).shape_of(name)
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Of a tensor's first dimension, what lies between two numbers; no more is read."""
-        return self._file_of(name).rows(name, start, stop)
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """What lies between two numbers of each of a tensor's first dimensions; no more is read."""
+        return self._file_of(name).part(name, index)
 
     def _file_of(self, name: str) -> SafetensorsFile:
         path = self._files[name]

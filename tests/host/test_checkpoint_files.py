@@ -57,8 +57,8 @@ class _Counted:
         return tensor
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+@pytest.fixture(name="read")
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Bytes that were read of each tensor of any file that is opened in the test."""
     bytes_of: dict[str, int] = {}
     open_file = files.safe_open
