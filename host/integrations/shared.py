@@ -19,6 +19,7 @@ import moeos
 from moeos.activations import Activation
 from moeos.config import MoEConfig
 from moeos.experts import Experts
+from moeos.slicing import Parallel, slicing_of
 from moeos.world import World
 
 NAME = "moeos"
@@ -63,7 +64,7 @@ _making = Exclusive()
 _worlds: dict[
     tuple[int, str, str], tuple[Any, World]
 ] = {}  # with its group, so that no other has its id
-_experts: dict[tuple[int, MoEConfig], Experts] = {}
+_experts: dict[tuple[int, MoEConfig, Parallel], Experts] = {}
 
 
 def missing(library: str, package: str, version: str) -> ImportError:
@@ -118,17 +119,25 @@ def world_of(
     return _making.run(made)
 
 
-def experts_of(cfg: MoEConfig, world: World) -> Experts:
+def experts_of(cfg: MoEConfig, world: World, parallel: Parallel = "expert") -> Experts:
     """The experts that all layers of one shape share. Collective where they are made."""
 
     def made() -> Experts:
-        key = (id(world), cfg)
+        key = (id(world), cfg, parallel)
         found = _experts.get(key)
         if found is None or found.world is not world:
-            found = _experts[key] = Experts(cfg, world)
+            found = _experts[key] = Experts(cfg, world, parallel=parallel)
         return found
 
     return _making.run(made)
+
+
+def require_slices(where: str, cfg: MoEConfig, ranks: int, works: str) -> MoEConfig:
+    """The config of a slice of experts that so many ranks cut; `ValueError` where they cannot."""
+    try:
+        return slicing_of("tensor", "replicated", ranks).cut(cfg)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}: {works}") from None
 
 
 def gate_then_up(interleaved: Tensor, dim: int = -1) -> Tensor:

@@ -2,8 +2,10 @@
 """The adapter for transformers: `set_experts_implementation("moeos")` runs a model's experts.
 
 transformers lets a function take the place of what an experts module computes, and a class the
-place of how ranks that share the experts exchange tokens. `register` names both "moeos". This file
-knows transformers' interfaces of `VERSION` and `moeos.Experts`, and nothing of how ranks talk.
+place of how ranks that share the experts exchange tokens. `register` names both "moeos". Where a
+plan of tensor parallelism cuts experts, a class in the place of transformers' own has moeos add up
+what slices make. This file knows transformers' interfaces of `VERSION` and `moeos.Experts`, and
+nothing of how ranks talk.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import all_gather
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from moeos import call_checks, kernel_shape
 from moeos.config import MoEConfig
@@ -25,6 +27,7 @@ from moeos.engines import twin
 from moeos.experts import Experts
 from moeos.formats import FORMATS, ActivationFormat
 from moeos.integrations import formula_of, shared, transformers_formats, transformers_weights
+from moeos.slicing import Parallel
 
 VERSION = "5.24.0"
 """The version of transformers whose interfaces this was written for."""
@@ -41,6 +44,7 @@ try:
         EPImplementation,
         EPImplementationInterface,
     )
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, MoeExpertsParallel
     from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
     from transformers.integrations.moe import ExpertsInterface
 
@@ -71,6 +75,9 @@ _SAID_IN = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 _DTYPES = {"cpu": twin.DTYPES, "cuda": kernel_shape.DTYPES}
 """What computes on a device has these."""
 
+_OF_SLICES = "moe_tp_experts"
+"""What plans of tensor parallelism call how experts of which ranks hold slices compute."""
+
 _READY = "_moeos_ready"
 """The attribute of a module in which its `_Ready` lies."""
 
@@ -94,12 +101,14 @@ def register(
 
     Then `model.set_experts_implementation("moeos")` has this process alone compute the experts,
     also under a launcher; and `DistributedConfig(..., ep_implementation="moeos")` the ranks of the
-    mesh "ep" together. docs/integrations.md says what is refused. May be called again: the last
-    call counts, from each model's next call on.
+    mesh "ep" together. With the first, `tp_size` without `ep_size` gives each rank a slice of every
+    expert, and moeos adds up what these make. docs/integrations.md says what is refused. May be
+    called again: the last call counts, from each model's next call on.
 
     Args:
         max_tokens: the most tokens that one rank may pass in one call; sizes all buffers. A longer
-            batch is cut into several calls where a process is alone, and refused elsewhere.
+            batch is cut into several calls where a process is alone or ranks have slices, and
+            refused elsewhere.
         deadline: seconds that a rank waits for another one in a call.
         activation_format: of `MoEConfig`. "fp8_group128" rounds tokens, and makes a model whose
             experts are not in FP8 raise in its first call.
@@ -109,6 +118,7 @@ def register(
     ExpertsInterface.register(NAME, experts_forward)
     FP8ExpertsInterface.register(NAME, experts_forward)
     EPImplementationInterface.register(NAME, MoeosEP)
+    ALL_PARALLEL_STYLES.register(_OF_SLICES, MoeosSlices())
     transformers_mxfp4.register()
 
 
@@ -157,6 +167,54 @@ class MoeosEP(EPImplementation):
         )
         whole: Tensor = _Whole.apply(part, mine)  # type: ignore[no-untyped-call]
         return whole
+
+
+class MoeosSlices(MoeExpertsParallel):
+    """Experts of which each rank of the mesh "tp" holds a slice, by transformers' own plan.
+
+    The ranks hold one batch. Where the model's experts are moeos', it adds up what slices make. A
+    call that wants gradients is transformers': each rank computes its slice, and all add up.
+    """
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        by_transformers = super().install_forward(module, mesh).forward
+
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            """[S, H] -> [S, H]. Collective over "tp"."""
+            given = (hidden_states, top_k_index, top_k_weights)
+            if module.config._experts_implementation != NAME:
+                whole: Tensor = by_transformers(*given)
+                return whole
+            _require_slices(module, mesh)
+            if call_checks.wants_gradient(hidden_states, top_k_weights, *module.parameters()):
+                whole = by_transformers(*given)
+                return whole
+            x, ids, weights = (one.to_local() if isinstance(one, DTensor) else one for one in given)
+            with self.context_around_forward(module, mesh):
+                return _call(module, _group_of(mesh), x, ids, weights, "tensor")
+
+        module.forward = forward
+        return module
+
+
+def _group_of(mesh: Any) -> Any:
+    """Of the ranks that have one batch."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
+def _require_slices(module: Any, mesh: Any) -> None:
+    """`ValueError` for slices that cannot be computed with: in a call other tensors stand in the
+    parameters' place, so that nothing can be moved, and transformers leaves scales whole.
+    """
+    kind = None
+    if transformers_weights.scale_names_of(module):
+        kind = "quantised"
+    elif not transformers_weights.is_in_place(module):
+        kind = "transposed or interleaved"
+    if kind is not None:
+        works = "ep_size = tp_size does, with ep_implementation='moeos'"
+        what = f"tp_size beside {kind} experts"
+        raise shared.refusal(_where(module), what, mesh.size(), works)
 
 
 class _Part(NamedTuple):
@@ -234,13 +292,22 @@ def _not_ready() -> None:
     return None
 
 
-def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The experts' weighted sum for each token of x [S, H]. Collective over `group`."""
+def _call(
+    module: Any,
+    group: Any,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    parallel: Parallel = "expert",
+) -> Tensor:
+    """The experts' weighted sum for each token of x [S, H]. Collective over `group`, whose ranks
+    hold experts or slices of them, as `parallel` says.
+    """
     if call_checks.wants_gradient(x, weights, *module.parameters()):
         _require_gradients(module, group)
     own = getattr(module, transformers_weights.names_of(module)[0])
     dtype = x.dtype if transformers_formats.is_coded(own) else own.dtype
-    key = (_options, ids.shape[-1], dtype, own.dtype, own.device)
+    key = (_options, ids.shape[-1], dtype, parallel, own.dtype, own.device)
     if transformers_weights.are_others(module):
         raise ValueError(f"{_where(module)}: {transformers_weights.OTHERS}")
     if not _is_ready(module, key):
@@ -252,7 +319,7 @@ def _call(module: Any, group: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     ready: _Ready = getattr(module, _READY)
     experts = ready.experts
     rows, most = x.shape[:-1].numel(), experts.cfg.max_tokens
-    if group is not None:
+    if group is not None and parallel == "expert":  # whose ranks may have unlike numbers
         _require_room(module, rows)
     pieces = max(1, -(-rows // most))
     with _device_of(x):
@@ -289,8 +356,9 @@ def _make_ready_in_a_call_before_torch_compile(
 
     def prepare() -> None:
         if not _is_ready(module, key):  # which another thread may have made it
-            _, top_k, dtype, *_ = key
-            setattr(module, _READY, _Ready(module, key, _made(module, group, top_k, dtype)))
+            _, top_k, dtype, parallel, *_ = key
+            made = _made(module, group, top_k, dtype, parallel)
+            setattr(module, _READY, _Ready(module, key, made))
 
     shared.preparing.run(prepare)
 
@@ -303,7 +371,7 @@ def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:
     return transformers_weights.is_in_place(module)
 
 
-def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype) -> Experts:
+def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype, parallel: Parallel) -> Experts:
     """The experts of a module's first call, of tokens in `dtype`. Collective over `group`."""
     fields = _refuse(module)
     weight_format = fields["weight_format"]
@@ -328,11 +396,12 @@ def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype) -> Experts:
     codes_of_byte = 1 if weight_format is None else 8 // FORMATS[weight_format].code_bits
     backend = "cuda" if device.type == "cuda" else "twin"
     world = shared.world_of(group, backend, _options.deadline, device)
+    slices = world.size if parallel == "tensor" else 1
     try:
         cfg = MoEConfig(
             hidden=w2.shape[1],
-            intermediate=w2.shape[2] * codes_of_byte,
-            experts=w1.shape[0] * world.size,
+            intermediate=w2.shape[2] * codes_of_byte * slices,
+            experts=w1.shape[0] * (world.size // slices),
             top_k=top_k,
             dtype=dtype,
             max_tokens=_options.max_tokens,
@@ -343,10 +412,12 @@ def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype) -> Experts:
         )
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_where(module)}: {error}") from None
+    works = "ep_size = tp_size, with ep_implementation='moeos', gives each rank whole experts"
+    mine = shared.require_slices(_where(module), cfg, slices, works)
     if weight_format is not None:
-        transformers_formats.check(module, cfg, weights, _where(module))
+        transformers_formats.check(module, mine, weights, _where(module))
     with _device_of(w1):
-        return shared.experts_of(cfg, world)
+        return shared.experts_of(cfg, world, parallel)
 
 
 def _require_room(module: Any, rows: int) -> None:

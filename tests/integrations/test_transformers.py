@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -575,8 +576,12 @@ def test_the_lines_of_the_page_switch_moeos_on() -> None:
 def on_ranks(
     name: str, folder: Path, ranks: int, distinct: bool, ids: Tensor, **how: Any
 ) -> list[dict[str, Any]]:
-    """What a model in `folder` answers on ranks that share its experts."""
-    sizes = {"fsdp_size" if distinct else "tp_size": ranks, "ep_size": ranks}
+    """What a model in `folder` answers on ranks that share its experts, or slices of each."""
+    sliced = how.get("sliced", False)
+    sizes = {
+        "fsdp_size" if distinct else "tp_size": ranks,
+        **({} if sliced else {"ep_size": ranks}),
+    }
     cls = type(make(name, **CHANGES.get(TINY[name].family, {}))[1])
 
     def live(rank: int) -> dict[str, Any]:
@@ -584,7 +589,8 @@ def on_ranks(
         os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
         adapter.register(max_tokens=how.get("max_tokens", MAX_TOKENS), deadline=60.0)
         config = DistributedConfig(ep_implementation="moeos", **sizes)
-        model = cls.from_pretrained(folder, distributed_config=config).eval()
+        alone = {"experts_implementation": "moeos"} if sliced else {}
+        model = cls.from_pretrained(folder, distributed_config=config, **alone).eval()
         mine = ids[rank : rank + 1] if distinct else ids
         logits, tokens = answer(model, mine)
         modules = experts_modules(model)
@@ -592,6 +598,7 @@ def on_ranks(
             "logits": logits.numpy(),
             "tokens": tokens.numpy(),
             "worlds": {module._moeos_ready.experts.world.size for module in modules},
+            "parallel": {module._moeos_ready.experts.slicing.parallel for module in modules},
         }
 
     outcomes = in_processes(live, ranks, 120.0)
@@ -643,25 +650,56 @@ def test_ranks_that_share_the_experts_answer_as_one_does(
         assert outcome["worlds"] == {ranks}
 
 
-@pytest.mark.parametrize("distinct", [False, True])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("qwen3_moe", 2),
+        *(
+            pytest.param(name, 2, marks=pytest.mark.nightly)
+            for name in ("mixtral", "olmoe", "glm4_moe", "minimax_m2", "deepseek_v3")
+        ),
+        pytest.param("qwen3_moe", 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_ranks_that_a_plan_of_tensor_parallelism_gives_slices_answer_as_one_does(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    model, ids = tiny(name, **PARALLEL), prompt(4)
+    model.save_pretrained(tmp_path)
+    logits, tokens = answer(model, ids)
+    # Ranks have the same tokens, so that longer batches may be cut into several calls.
+    how = {"sliced": True, "max_tokens": 8}
+    for outcome in on_ranks(name, tmp_path, ranks, False, ids, **how):
+        ours = torch.from_numpy(outcome["logits"])
+        assert reference.relative_error(ours, logits) <= LIMIT
+        assert torch.equal(torch.from_numpy(outcome["tokens"]), tokens)
+        assert outcome["worlds"] == {ranks}
+        assert outcome["parallel"] == {"tensor"}
+
+
 @pytest.mark.parametrize("rows", [4, at_night(1)])
+@pytest.mark.parametrize("how", ["equal batches", "batches of their own", "slices"])
 def test_ranks_that_share_the_experts_have_the_gradients_of_one(
-    rows: int, distinct: bool, tmp_path: Path
+    rows: int, how: str, tmp_path: Path
 ) -> None:
     """A batch that all have, or of which each has a part: then FSDP takes the mean."""
+    distinct = how == "batches of their own"
     ranks = 2
     model, ids = tiny("qwen3_moe", num_hidden_layers=2, **PARALLEL), prompt(rows * ranks)
     model.save_pretrained(tmp_path)
     cls = type(model)
     model.requires_grad_(True)(input_ids=ids, labels=ids).loss.backward()
-    sizes = {"fsdp_size" if distinct else "tp_size": ranks, "ep_size": ranks}
+    sizes = {"fsdp_size" if distinct else "tp_size": ranks}
+    sizes |= {} if how == "slices" else {"ep_size": ranks}
 
     def live(rank: int) -> dict[str, Any]:
         torch.set_num_threads(1)
         os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
         adapter.register(max_tokens=MAX_TOKENS, deadline=60.0)
         config = DistributedConfig(ep_implementation="moeos", **sizes)
-        model = cls.from_pretrained(tmp_path, distributed_config=config).requires_grad_(True)
+        alone = {"experts_implementation": "moeos"} if how == "slices" else {}
+        made = cls.from_pretrained(tmp_path, distributed_config=config, **alone)
+        model = made.requires_grad_(True)
         mine = ids[rank * rows : (rank + 1) * rows] if distinct else ids
         model(input_ids=mine, labels=mine).loss.backward()
         found: dict[str, Any] = {name: one.grad for name, one in model.named_parameters()}
@@ -675,6 +713,25 @@ def test_ranks_that_share_the_experts_have_the_gradients_of_one(
         for name, weight in model.named_parameters():
             gradient = torch.from_numpy(found[name])
             assert reference.relative_error(gradient, weight.grad) <= LIMIT, name
+
+
+def test_slices_that_cannot_be_computed_are_refused_by_name_and_remedy(tmp_path: Path) -> None:
+    module = gpt_oss()
+    tokens = tokens_for(module)
+    before = module.state_dict()["gate_up_proj"].clone()
+    mesh = types.SimpleNamespace(size=lambda: 2, ndim=1)
+    adapter.MoeosSlices().install_forward(module, mesh)
+    module.config._experts_implementation = "moeos"
+    with pytest.raises(
+        ValueError, match=r"GptOssExperts: tp_size beside transposed or .* is 2, .*ep_size = tp_si"
+    ):
+        module(*tokens)
+    assert torch.equal(module.state_dict()["gate_up_proj"], before)
+    tiny("qwen3_moe", moe_intermediate_size=24, **PARALLEL).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"Experts: intermediate is 24; 2 ranks .* of 16\..*: ep_size = tp_size"
+    ):
+        on_ranks("qwen3_moe", tmp_path, 2, False, prompt(4), sliced=True)
 
 
 def test_ranks_refuse_a_batch_that_is_too_long_alike_and_say_what_works(tmp_path: Path) -> None:

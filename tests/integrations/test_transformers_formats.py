@@ -447,3 +447,13 @@ def test_ranks_share_the_experts_of_a_quantised_checkpoint(
         ours, *of_experts = outcome
         assert of_experts == [2, weight_format]
         assert reference.relative_error(torch.from_numpy(ours), logits) <= LIMIT[torch.float32]
+
+
+def test_slices_of_quantised_experts_are_refused_by_name_and_remedy() -> None:
+    module = fp8_experts("fp8_block128")
+    mesh = types.SimpleNamespace(size=lambda: 2, ndim=1)
+    adapter.MoeosSlices().install_forward(module, mesh)
+    module.config._experts_implementation = "moeos"
+    match = r"FP8Experts: tp_size beside quantised experts is 2, .*; ep_size = tp_size does"
+    with pytest.raises(ValueError, match=match):
+        module(*tokens_for())
