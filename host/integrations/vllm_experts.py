@@ -50,6 +50,9 @@ _log = logging.getLogger("vllm.moeos")  # below vLLM's own, which it sets up
 
 WHERE = "vLLM with --quantization moeos"
 
+WHOLE = "--enable-expert-parallel gives each rank whole experts"
+"""What works where experts cannot be cut."""
+
 ACTIVATIONS = {
     "silu": "swiglu",
     "gelu_tanh": "geglu_tanh",
@@ -97,7 +100,9 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
 
     Tensor-parallel ranks hold equal tokens: each passes its part of them on, and all gather the
     results. Data-parallel ranks, and tensor-parallel ones whose tokens vLLM has split already, pass
-    theirs. So the output is complete on every rank.
+    theirs. Without expert parallelism each tensor-parallel rank holds a slice of every expert, and
+    moeos adds up what they make of equal tokens. So the output is complete on every rank, and
+    `PassThroughPrepareAndFinalize` says so: vLLM adds up nothing.
     """
 
     weight_format: WeightFormat | None = None
@@ -127,7 +132,10 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
-        return bool(moe_parallel_config.tp_size == 1 and moe_parallel_config.pcp_size == 1)
+        sliced = moe_parallel_config.tp_size > 1
+        return bool(
+            moe_parallel_config.pcp_size == 1 and not (sliced and moe_parallel_config.dp_size > 1)
+        )
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -154,11 +162,15 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         require_placement(layer, self.weight_format)
         options = Options.current()
         backend = options.backend or ("twin" if current_platform.is_cpu() else "cuda")
-        world = shared.world_of(get_ep_group().cpu_group, backend, options.deadline)
-        cfg = config_of(self.moe_config, self.weight_format, options.activation_format)
-        self._experts = shared.experts_of(cfg, world)
-        _log.info("%s: experts of rank %d of %d by moeos", layer.layer_name, world.rank, world.size)
         parallel = self.moe_config.moe_parallel_config
+        sliced = parallel.tp_size > 1
+        group = get_tp_group() if sliced else get_ep_group()
+        world = shared.world_of(group.cpu_group, backend, options.deadline)
+        cfg = config_of(self.moe_config, self.weight_format, options.activation_format)
+        self._experts = shared.experts_of(cfg, world, "tensor" if sliced else "expert")
+        what = "slices of experts" if sliced else "experts"
+        place = (world.rank, world.size)
+        _log.info("%s: %s of rank %d of %d by moeos", layer.layer_name, what, *place)
         equal = parallel.use_ep and not parallel.is_sequence_parallel
         self._tp = get_tp_group() if equal and get_tp_group().world_size > 1 else None
 
@@ -183,7 +195,9 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         """Writes the weighted sum of each token's experts into `output` [M, K].
 
         `topk_ids` number the experts of all ranks, so `expert_map`, which says the same of the
-        placement as `require_placement`, has nothing to add. The workspaces have no elements.
+        placement as `require_placement`, has nothing to add. The workspaces have no elements. Of
+        slices the biases of w2 are whole: those of the first rank are added, whatever vLLM's
+        loaders have put in the place of the others'.
         """
         if apply_router_weight_on_input:  # with one expert a token, by vLLM's rule
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
@@ -263,11 +277,12 @@ def config_of(
     weight_format: WeightFormat | None,
     activation_format: ActivationFormat | None = None,
 ) -> MoEConfig:
-    """The config of a layer's experts; `ValueError` for what moeos does not compute."""
+    """The config of a layer's whole experts; `ValueError` for what moeos does not compute."""
+    slices = moe.moe_parallel_config.tp_size
     try:
-        return MoEConfig(
+        cfg = MoEConfig(
             hidden=moe.hidden_dim,
-            intermediate=moe.intermediate_size_per_partition,
+            intermediate=moe.intermediate_size_per_partition * slices,
             experts=moe.num_experts,
             top_k=moe.experts_per_token,
             activation=shared.activation_of(WHERE, moe.activation.value, INTERLEAVED),
@@ -283,6 +298,8 @@ def config_of(
         if activation_format is None:
             raise
         raise type(error)(f"{WHERE}, activation_format of additional_config: {error}") from None
+    shared.require_slices(WHERE, cfg, slices, WHOLE)
+    return cfg
 
 
 def require_placement(layer: Any, weight_format: WeightFormat | None) -> None:
@@ -308,10 +325,14 @@ def refuse_unsupported(moe: FusedMoEConfig, activations: Mapping[str, str]) -> N
     """`ValueError` for what a deployment asks of the experts and moeos does not do."""
     parallel = moe.moe_parallel_config
     vllm_config = get_current_vllm_config()
-    whole = "--enable-expert-parallel gives each rank whole experts"
     swiglu_oai = moe.activation.value == "swigluoai_uninterleave"
     cases: list[tuple[bool, str, object, str]] = [
-        (parallel.tp_size > 1, "tensor_parallel_size of the experts", parallel.tp_size, whole),
+        (
+            parallel.tp_size > 1 and parallel.dp_size > 1,
+            "data_parallel_size beside slices of experts",
+            parallel.dp_size,
+            f"1 does; or {WHOLE}",
+        ),
         (parallel.pcp_size > 1, "prefill_context_parallel_size", parallel.pcp_size, "1 does"),
         (parallel.enable_eplb, "enable_eplb", True, "leave --enable-eplb out"),
         (moe.is_lora_enabled, "enable_lora", True, "merge the adapter into the weights"),

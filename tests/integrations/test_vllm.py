@@ -110,7 +110,7 @@ class Job:
             )
             first = self.parallel.ep_rank * placement.local_num_experts
             mine = slice(first, first + placement.local_num_experts)
-            load(layer, tensors, mine)
+            load(layer, tensors, mine, (self.parallel.tp_rank, self.parallel.tp_size))
             layer.quant_method.process_weights_after_loading(layer)
         return layer
 
@@ -125,8 +125,11 @@ class Job:
         return y
 
 
-def load(layer: Any, tensors: Tensors, mine: slice) -> None:
-    """What vLLM's loaders do with a checkpoint; one in MXFP4 has rows of gate and up in turn."""
+def load(layer: Any, tensors: Tensors, mine: slice, place: tuple[int, int] = (0, 1)) -> None:
+    """What vLLM's loaders do with a checkpoint; one in MXFP4 has rows of gate and up in turn.
+
+    `place`: which slice of how many. The first rank alone has biases of w2 then.
+    """
     parts = {"w13_weight": tensors.w1, "w2_weight": tensors.w2}
     if tensors.b1 is not None and tensors.b2 is not None:
         parts |= {"w13_bias": tensors.b1, "w2_bias": tensors.b2}
@@ -135,10 +138,23 @@ def load(layer: Any, tensors: Tensors, mine: slice) -> None:
         end = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
         parts |= {f"{theirs}_weight": codes, f"{theirs}_{end}": scale}
     for name, tensor in parts.items():
+        tensor = slice_of(tensors.cfg, name, tensor, *place)
         if tensors.cfg.weight_format == "mxfp4" and name.startswith("w13"):
             tensor = shared.interleaved(tensor, 1)
         parameter = getattr(layer, name)
         parameter.data.copy_(tensor[mine].view(parameter.shape))
+
+
+def slice_of(cfg: MoEConfig, name: str, tensor: Tensor, number: int, slices: int) -> Tensor:
+    """Rows of w13, of gate and of up, and columns of w2; a matrix's one scale is whole."""
+    if tensor.dim() == 2 and tensor.shape[1] <= 2:
+        return tensor
+    if name == "w2_bias":
+        return tensor if number == 0 else torch.zeros_like(tensor)
+    bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    dim, halves = (1, cfg.halves) if name.startswith("w13") else (2, 1)
+    parts = [half.chunk(slices, dim)[number] for half in bits.chunk(halves, dim)]
+    return torch.cat(parts, dim).view(tensor.dtype)
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -168,6 +184,37 @@ def test_tensor_parallel_ranks_with_equal_tokens_have_the_whole_result(
         return errors
 
     assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {}),
+        (3, {"dtype": torch.bfloat16, "bias": True}),
+        (2, {"activation": "silu", "bias": True}),
+        (2, {"experts": 7}),
+    ],
+    ids=str,
+)
+def test_tensor_parallel_ranks_without_expert_parallelism_have_slices_of_all_experts(
+    ranks: int, changes: dict[str, Any]
+) -> None:
+    def live(rank: int) -> tuple[list[float], tuple[int, ...], str]:
+        tensors = Tensors(config(**changes))
+        job = Job(rank, tp=ranks, enable_expert_parallel=False)
+        layer = job.layer(tensors)
+        experts = layer.quant_method.moe_kernel.fused_experts._experts
+        errors = []
+        for rows in (MAX_TOKENS, 1, 7):
+            x, (ids, weights) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
+            errors.append(tensors.error(job.forward(layer, x, ids, weights), x, ids, weights))
+        return errors, tuple(layer.w2_weight.shape), experts.slicing.parallel
+
+    experts = changes.get("experts", EXPERTS)
+    for errors, shape, parallel in on_ranks(live, ranks):
+        assert max(errors) <= 1
+        assert shape == (experts, HIDDEN, INTERMEDIATE // ranks)
+        assert parallel == "tensor"
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 4), (2, 2)])
@@ -262,7 +309,11 @@ def test_linear_layers_are_vllm_s_and_all_others_too() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"enable_expert_parallel": False, "tp": 2}, {}, "tensor_parallel_size .* is 2.*expert-parall"),
+    (
+        {"enable_expert_parallel": False, "dp": 2},
+        {},
+        "data_parallel_size beside slices of experts is 2.*1 does; or --enable-expert-parallel",
+    ),
     ({"pcp_size": 2}, {}, "prefill_context_parallel_size is 2"),
     ({"enable_eplb": True}, {}, "enable_eplb is True"),
     ({"enable_dbo": True}, {}, "enable_dbo is True"),
@@ -301,6 +352,16 @@ def test_experts_that_ranks_cannot_share_equally_are_refused() -> None:
         on_ranks(live, 2)
 
 
+def test_experts_that_ranks_cannot_cut_equally_are_refused() -> None:
+    def live(rank: int) -> None:
+        job = Job(rank, tp=2, enable_expert_parallel=False)
+        job.layer(Tensors(config(intermediate=24)))
+
+    match = r"moeos: intermediate is 24; 2 ranks .* a multiple of 16.*: --enable-expert-parallel"
+    with pytest.raises(ValueError, match=match):
+        on_ranks(live, 2)
+
+
 FP8_BLOCKS = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -311,7 +372,7 @@ FP8_MATRIX = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "gpt_oss_mxfp4"}  # as vLLM calls what the checkpoint calls mxfp4
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "whole"), [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize(
     ("checkpoint", "changes", "activation"),
     [
@@ -332,18 +393,20 @@ MXFP4 = {"quant_method": "gpt_oss_mxfp4"}  # as vLLM calls what the checkpoint c
     ids=["blocks", "matrices", "without a gate", "mxfp4"],
 )
 def test_experts_of_a_quantised_checkpoint_are_right_as_they_are_shipped(
-    checkpoint: dict[str, Any], changes: dict[str, Any], activation: str, ranks: int
+    checkpoint: dict[str, Any], changes: dict[str, Any], activation: str, ranks: int, whole: bool
 ) -> None:
     def live(rank: int) -> tuple[list[float], Any, bool]:
-        job = Job(rank, tp=ranks, quantization_config=checkpoint)
+        job = Job(rank, tp=ranks, quantization_config=checkpoint, enable_expert_parallel=whole)
         models = [Tensors(config(intermediate=256, **changes), seed) for seed in range(2)]
         layer = job.layer(models[0], activation=activation)
         codes = layer.w13_weight
         errors = []
         for model in models:
             if model is models[1]:  # weights are loaded again
-                local = EXPERTS // ranks
-                load(layer, model, slice(rank * local, (rank + 1) * local))
+                local = EXPERTS // job.parallel.ep_size
+                first = job.parallel.ep_rank * local
+                place = job.parallel.tp_rank, job.parallel.tp_size
+                load(layer, model, slice(first, first + local), place)
                 layer.quant_method.process_weights_after_loading(layer)
             for rows in (MAX_TOKENS, 3):
                 x, (ids, weights) = model.draw(rows, HIDDEN), model.routing(rows)

@@ -152,9 +152,12 @@ def test_greedy_tokens_are_vllm_s(python: Path, qwen3: Path) -> None:
     assert (none, layers) == (0, LAYERS)
 
 
-def test_greedy_tokens_of_two_tensor_parallel_ranks_are_vllm_s(python: Path, qwen2: Path) -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["whole experts", "slices"])
+def test_greedy_tokens_of_two_tensor_parallel_ranks_are_vllm_s(
+    python: Path, qwen2: Path, whole: bool
+) -> None:
     stock, _ = greedy(python, qwen2, **EAGER)
-    two = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    two = {"tensor_parallel_size": 2, "enable_expert_parallel": whole}
     tokens, layers = greedy(python, qwen2, **EAGER, **MOEOS, **two)
     assert tokens == stock
     assert layers == 2 * LAYERS
