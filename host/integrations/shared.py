@@ -132,10 +132,12 @@ def experts_of(cfg: MoEConfig, world: World, parallel: Parallel = "expert") -> E
     return _making.run(made)
 
 
-def require_slices(where: str, cfg: MoEConfig, ranks: int, works: str) -> MoEConfig:
-    """The config of a slice of experts that so many ranks cut; `ValueError` where they cannot."""
+def require_slices(
+    where: str, cfg: MoEConfig, parallel: Parallel, ranks: int, works: str
+) -> MoEConfig:
+    """The config of what a rank holds of each expert; `ValueError` where so many cannot cut it."""
     try:
-        return slicing_of("tensor", "replicated", ranks).cut(cfg)
+        return slicing_of(parallel, "replicated", ranks).cut(cfg)
     except ValueError as error:
         raise ValueError(f"{where}: {error}: {works}") from None
 

@@ -413,7 +413,7 @@ def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype, parallel: Par
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_where(module)}: {error}") from None
     works = "ep_size = tp_size, with ep_implementation='moeos', gives each rank whole experts"
-    mine = shared.require_slices(_where(module), cfg, slices, works)
+    mine = shared.require_slices(_where(module), cfg, parallel, world.size, works)
     if weight_format is not None:
         transformers_formats.check(module, mine, weights, _where(module))
     with _device_of(w1):

@@ -20,6 +20,7 @@ from moeos.experts import Experts
 from moeos.formats import ActivationFormat, WeightFormat
 from moeos.integrations import shared
 from moeos.integrations.vllm import NAME, VERSION
+from moeos.slicing import Parallel
 
 try:
     from vllm.config import get_current_vllm_config
@@ -100,9 +101,10 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
 
     Tensor-parallel ranks hold equal tokens: each passes its part of them on, and all gather the
     results. Data-parallel ranks, and tensor-parallel ones whose tokens vLLM has split already, pass
-    theirs. Without expert parallelism each tensor-parallel rank holds a slice of every expert, and
-    moeos adds up what they make of equal tokens. So the output is complete on every rank, and
-    `PassThroughPrepareAndFinalize` says so: vLLM adds up nothing.
+    theirs. Without expert parallelism each rank holds a slice of every expert. Where all have equal
+    tokens, moeos adds up what these make; with data parallelism tokens go to all slices. So the
+    output is complete on every rank, and `PassThroughPrepareAndFinalize` says so: vLLM adds up
+    nothing.
     """
 
     weight_format: WeightFormat | None = None
@@ -132,10 +134,7 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
-        sliced = moe_parallel_config.tp_size > 1
-        return bool(
-            moe_parallel_config.pcp_size == 1 and not (sliced and moe_parallel_config.dp_size > 1)
-        )
+        return bool(moe_parallel_config.pcp_size == 1)
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -162,17 +161,16 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         require_placement(layer, self.weight_format)
         options = Options.current()
         backend = options.backend or ("twin" if current_platform.is_cpu() else "cuda")
-        parallel = self.moe_config.moe_parallel_config
-        sliced = parallel.tp_size > 1
-        group = get_tp_group() if sliced else get_ep_group()
-        world = shared.world_of(group.cpu_group, backend, options.deadline)
+        sizes = self.moe_config.moe_parallel_config
+        parallel = parallel_of(sizes)
+        world = shared.world_of(get_ep_group().cpu_group, backend, options.deadline)
         cfg = config_of(self.moe_config, self.weight_format, options.activation_format)
-        self._experts = shared.experts_of(cfg, world, "tensor" if sliced else "expert")
-        what = "slices of experts" if sliced else "experts"
+        self._experts = shared.experts_of(cfg, world, parallel)
+        what = "experts" if parallel == "expert" else "slices of experts"
         place = (world.rank, world.size)
         _log.info("%s: %s of rank %d of %d by moeos", layer.layer_name, what, *place)
-        equal = parallel.use_ep and not parallel.is_sequence_parallel
-        self._tp = get_tp_group() if equal and get_tp_group().world_size > 1 else None
+        shares = parallel != "tensor" and not sizes.is_sequence_parallel
+        self._tp = get_tp_group() if shares and get_tp_group().world_size > 1 else None
 
     def apply(
         self,
@@ -272,17 +270,26 @@ class MoeosMethod(OnMoeos, UnquantizedFusedMoEMethod):
         self.start(moe)
 
 
+def parallel_of(sizes: FusedMoEParallelConfig) -> Parallel:
+    """What a rank holds and passes: vLLM's `tp_size` is that of experts, and counts all ranks
+    without expert parallelism, those with data of their own, too.
+    """
+    if sizes.tp_size == 1:
+        return "expert"
+    return "tensor" if sizes.dp_size == 1 else "sharded_tokens"
+
+
 def config_of(
     moe: FusedMoEConfig,
     weight_format: WeightFormat | None,
     activation_format: ActivationFormat | None = None,
 ) -> MoEConfig:
     """The config of a layer's whole experts; `ValueError` for what moeos does not compute."""
-    slices = moe.moe_parallel_config.tp_size
+    sizes = moe.moe_parallel_config
     try:
         cfg = MoEConfig(
             hidden=moe.hidden_dim,
-            intermediate=moe.intermediate_size_per_partition * slices,
+            intermediate=moe.intermediate_size_per_partition * sizes.tp_size,
             experts=moe.num_experts,
             top_k=moe.experts_per_token,
             activation=shared.activation_of(WHERE, moe.activation.value, INTERLEAVED),
@@ -298,7 +305,7 @@ def config_of(
         if activation_format is None:
             raise
         raise type(error)(f"{WHERE}, activation_format of additional_config: {error}") from None
-    shared.require_slices(WHERE, cfg, slices, WHOLE)
+    shared.require_slices(WHERE, cfg, parallel_of(sizes), sizes.tp_size, WHOLE)
     return cfg
 
 
@@ -327,12 +334,6 @@ def refuse_unsupported(moe: FusedMoEConfig, activations: Mapping[str, str]) -> N
     vllm_config = get_current_vllm_config()
     swiglu_oai = moe.activation.value == "swigluoai_uninterleave"
     cases: list[tuple[bool, str, object, str]] = [
-        (
-            parallel.tp_size > 1 and parallel.dp_size > 1,
-            "data_parallel_size beside slices of experts",
-            parallel.dp_size,
-            f"1 does; or {WHOLE}",
-        ),
         (parallel.pcp_size > 1, "prefill_context_parallel_size", parallel.pcp_size, "1 does"),
         (parallel.enable_eplb, "enable_eplb", True, "leave --enable-eplb out"),
         (moe.is_lora_enabled, "enable_lora", True, "merge the adapter into the weights"),

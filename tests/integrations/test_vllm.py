@@ -217,13 +217,20 @@ def test_tensor_parallel_ranks_without_expert_parallelism_have_slices_of_all_exp
         assert parallel == "tensor"
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 4), (2, 2)])
-def test_data_parallel_ranks_have_the_results_of_their_own_tokens(tp: int, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "dp", "whole"),
+    [(1, 2, True), (1, 4, True), (2, 2, True), (1, 2, False), (1, 3, False)],
+)
+def test_data_parallel_ranks_have_the_results_of_their_own_tokens(
+    tp: int, dp: int, whole: bool
+) -> None:
     def live(rank: int) -> list[float]:
-        tensors = Tensors(config())
+        tensors = Tensors(config(bias=not whole))
         # With both, vLLM has split the tokens among tensor-parallel ranks already.
-        job = Job(rank, tp=tp, dp=dp, sequence_parallel=tp > 1)
+        job = Job(rank, tp=tp, dp=dp, sequence_parallel=tp > 1, enable_expert_parallel=whole)
         layer = job.layer(tensors)
+        experts = layer.quant_method.moe_kernel.fused_experts._experts
+        assert experts.slicing.parallel == ("expert" if whole else "sharded_tokens")
         errors = []
         for step in range(3):
             for source in range(tp * dp):  # drawn alike by all
@@ -235,6 +242,25 @@ def test_data_parallel_ranks_have_the_results_of_their_own_tokens(tp: int, dp: i
         return errors
 
     assert all(error <= 1 for errors in on_ranks(live, tp * dp) for error in errors)
+
+
+def test_slices_of_ranks_of_which_some_have_equal_tokens_have_the_whole_result() -> None:
+    """Both kinds of parallelism, and no expert parallelism, which would split equal tokens."""
+
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config(bias=True))
+        job = Job(rank, tp=2, dp=2, enable_expert_parallel=False)
+        layer = job.layer(tensors)
+        errors = []
+        for rows in (MAX_TOKENS, 1, 7):
+            for replica in range(2):  # drawn alike by all
+                x, (ids, weights) = tensors.draw(rows, HIDDEN), tensors.routing(rows)
+                if replica == rank // 2:
+                    mine = x, ids, weights
+            errors.append(tensors.error(job.forward(layer, *mine), *mine))
+        return errors
+
+    assert all(error <= 1 for errors in on_ranks(live, 4) for error in errors)
 
 
 @pytest.mark.parametrize(
@@ -309,11 +335,6 @@ def test_linear_layers_are_vllm_s_and_all_others_too() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"enable_expert_parallel": False, "dp": 2},
-        {},
-        "data_parallel_size beside slices of experts is 2.*1 does; or --enable-expert-parallel",
-    ),
     ({"pcp_size": 2}, {}, "prefill_context_parallel_size is 2"),
     ({"enable_eplb": True}, {}, "enable_eplb is True"),
     ({"enable_dbo": True}, {}, "enable_dbo is True"),
