@@ -85,8 +85,8 @@ def load_block(
         placement: where experts lie; None: in order.
         slicing: how a layer's ranks cut experts, `moeos.slicing.slicing_of` of its arguments. Each
             rank then has its slice of its experts, and of shared ones where these are cut, too;
-            "b2" is whole. Of files it reads no more of matrices that are not quantised. Others it
-            reads one by one, and keeps its slice.
+            "b2" is whole. Of files it reads no more, but for int4, DeepSeek-V4's scales, and slices
+            that end amid a block: these it reads one by one, and keeps its slice.
 
     Returns:
         contiguous copies in cfg.dtype on the device of the router, with I and Is of a slice:
@@ -364,8 +364,8 @@ class _Experts:
         row = row or found.formats[matrix]
         parts = self._whole_parts(found, matrix, row, shape)
         made = _matrix_of(row, parts, shape, lambda part: found.prefix + part_name(matrix, part))
-        share = self._cfg.shared_intermediate // self._part.shared_intermediate
-        self._count(row, parts, math.prod(shape), share)
+        mine = math.prod(shape) // self._cfg.shared_intermediate * self._part.shared_intermediate
+        self._count(row, parts, math.prod(shape), mine)
         return made.contiguous()
 
     def say_what_it_costs(self) -> None:
@@ -388,14 +388,12 @@ class _Experts:
         for number, template in enumerate(stored.names):
             into = made.chunk(len(stored.names), 1)[number]
             row = self._formats[template]
-            share = math.prod(stored.whole) // math.prod(stored.mine)
-            read = stored.my_each if row is PLAIN else stored.each
-            for local, parts in self._each(template, row, stored):
-                matrix = self._dequantise(row, template, parts, read, local)
+            for local, parts, taken in self._each(template, row, stored):
+                matrix = self._dequantise(row, template, parts, taken, local)
                 ordered = _in_order(matrix, stored.interleaved).unsqueeze(0)
                 room = into[local : local + 1]
                 room.copy_(self._mine_of(ordered, room.shape, stored.halves_of_each))
-                self._count(row, parts, math.prod(stored.each), share)
+                self._count(row, parts, math.prod(taken), math.prod(stored.my_each))
         return made
 
     def _held_matrices(self, name: str, stored: Stored) -> dict[str, Tensor]:
@@ -406,10 +404,9 @@ class _Experts:
         assert wanted is not None
         made = self._rooms(len(self._experts), wanted, stored.mine, stored.halves)
         count, halves = len(stored.names), stored.halves_of_each
-        rows, columns = stored.each
         for number, template in enumerate(stored.names):
             row = self._formats[template]
-            for local, parts in self._each(template, row, stored):
+            for local, parts, (rows, columns) in self._each(template, row, stored):
                 first = self._part_name(template, row.parts[0], local)
                 _require_held(row, first, "weight_format", wanted)
                 with _named(lambda part: self._part_name(template, part, local)):  # noqa: B023
@@ -445,18 +442,20 @@ class _Experts:
         """The name of a part of one of these experts' matrices."""
         return self._prefix + part_name(template, part).format(self._experts[local])
 
-    def _count(self, row: Format, parts: Mapping[str, Tensor], numbers: int, share: int) -> None:
-        """Adds a matrix of so many to what dequantised ones take; `share`: 1 / what is kept."""
+    def _count(self, row: Format, parts: Mapping[str, Tensor], taken: int, kept: int) -> None:
+        """Adds a matrix of which so many numbers were taken, and so many kept, to what dequantised
+        ones take.
+        """
         if row is not PLAIN:
-            self._stored += sum(part.nbytes for part in parts.values()) // share
-            self._held += numbers * self._cfg.dtype.itemsize // share
+            self._stored += sum(part.nbytes for part in parts.values()) * kept // taken
+            self._held += kept * self._cfg.dtype.itemsize
 
     def _vectors(self, stored: Stored) -> Tensor:
         """[X, length]: the same of biases."""
         made = self._empty(stored.mine)
         for number, template in enumerate(stored.names):
             into = made.chunk(len(stored.names), 1)[number]
-            for local, parts in self._each(template, PLAIN, stored):
+            for local, parts, _ in self._each(template, PLAIN, stored):
                 into[local].copy_(_in_order(parts["weight"], stored.interleaved))
         return made
 
@@ -482,22 +481,24 @@ class _Experts:
 
     def _each(
         self, template: str, row: Format, stored: Stored
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The parts of the tensor of one name of each of the experts, which are numbered from 0: of
-        one that is not quantised, what this rank takes of it.
+    ) -> Iterator[tuple[int, dict[str, Tensor], tuple[int, ...]]]:
+        """The parts of the tensor of one name of each of the experts, which are numbered from 0,
+        and its shape: of it what this rank takes, where parts can be cut, or all.
 
         A bias, too, is such a tensor, of one part.
         """
-        shape, cut = stored.each, stored.cut if row is PLAIN else None
+        shape = stored.each
         if self._layout.stacked:
-            if cut is not None and self._layout.transposed and len(shape) == 2:
-                cut = cut.turned()
+            stacked = {part: part_name(template, part) for part in row.parts}
+            cuts = self._cuts(row, stored, stacked, 1)
+            turned = self._layout.transposed and len(shape) == 2
             every = {
-                part: self._stacked(part_name(template, part), row, shape, cut)
-                for part in row.parts
+                part: self._stacked(name, row, shape, _turned(cuts.get(part), turned))
+                for part, name in stacked.items()
             }
             for local in range(len(self._experts)):
-                yield local, {part: read(local) for part, read in every.items()}
+                parts = {part: read(local) for part, read in every.items()}
+                yield local, parts, stored.my_each if cuts else shape
             return
         names = {part: part_name(template, part) for part in row.parts}
         # A file has no DTensor, and nothing of it is to be read twice.
@@ -509,7 +510,9 @@ class _Experts:
         # To gather is collective: then each rank asks for all experts, in the same order.
         for expert in range(self._cfg.experts) if gathered else self._experts:
             parts = {}
+            cuts = self._cuts(row, stored, {p: name.format(expert) for p, name in names.items()})
             for part, name in names.items():
+                cut = cuts.get(part)
                 name = self._prefix + name.format(expert)  # which may have braces of its own
                 tensor = self._one(name, row, shape, cut)
                 if sharding.is_cut(tensor) and not gathered:
@@ -522,7 +525,25 @@ class _Experts:
                     whole = cut.of(whole)
                 parts[part] = whole.to(self._device)
             if expert in self._experts:
-                yield self._experts.index(expert), parts
+                yield self._experts.index(expert), parts, stored.my_each if cuts else shape
+
+    def _cuts(
+        self, row: Format, stored: Stored, names_: Mapping[str, str], dims: int = 0
+    ) -> dict[str, Cut | None]:
+        """What this rank takes of the parts with these names, and None of what it takes all; none
+        where it takes all of each. `dims`: the dimensions before the expert's own.
+        """
+        if row is PLAIN:
+            return {} if stored.cut is None else {"weight": stored.cut}
+        tensors = self._state_dict
+        if not isinstance(tensors, files.ByParts):
+            return {}  # nothing has to be read
+        full = {part: self._prefix + name for part, name in names_.items()}
+        if not all(name in tensors for name in full.values()):
+            return {}  # who reads them tells
+        return stored.cuts(
+            row.grains, {part: tensors.shape_of(name)[dims:] for part, name in full.items()}
+        )
 
     def _one(
         self, name: str, row: Format, shape: tuple[int, ...], cut: Cut | None = None
@@ -534,6 +555,8 @@ class _Experts:
             return _read(self._state_dict, name, shape)
         if name not in self._state_dict:
             raise ValueError(f"{name} is missing; {row.said} needs it")
+        if cut is not None and isinstance(self._state_dict, files.ByParts):
+            return _runs(self._state_dict, name, cut)
         return _take(self._state_dict, name)
 
     def _stacked(
@@ -556,7 +579,8 @@ class _Experts:
             raise ValueError(f"{name} has shape {list(found)}; this config needs {list(wanted)}")
         own, tensors = self._experts, self._state_dict
         if isinstance(tensors, files.ByParts):
-            indices: list[tuple[slice, ...]] = [()] if cut is None else cut.indices(len(shape))
+            dims = len(found) - 1
+            indices: list[tuple[slice, ...]] = [()] if cut is None else cut.indices(dims)
 
             def read(local: int) -> Tensor:
                 expert = slice(own[local], own[local] + 1)
@@ -629,8 +653,17 @@ def _read_cut(tensors: files.ByParts, name: str, shape: tuple[int, ...], cut: Cu
     """A part of one in a file; nothing else of it is read."""
     _require_there(tensors, name, shape)
     _require_fits(name, tensors.shape_of(name), shape)
-    runs = [tensors.part(name, index) for index in cut.indices(len(shape))]
-    return _require_numbers(name, cut.joined(runs))
+    return _require_numbers(name, _runs(tensors, name, cut))
+
+
+def _runs(tensors: files.ByParts, name: str, cut: Cut) -> Tensor:
+    """A part of a tensor in a file; nothing else of it is read."""
+    indices = cut.indices(len(tensors.shape_of(name)))
+    return cut.joined([tensors.part(name, index) for index in indices])
+
+
+def _turned(cut: Cut | None, turned: bool) -> Cut | None:
+    return cut.turned() if cut is not None and turned else cut
 
 
 def _require_there(tensors: Container[str], name: str, shape: tuple[int, ...]) -> None:

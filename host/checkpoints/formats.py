@@ -65,6 +65,9 @@ class Format:
             the dtype of what is not quantised. Raises `Unfit`.
         unused: ends of names that may stand beside them: of what a matrix does not need, such as
             the scales of activations.
+        held_as: the formats of a layer that can be it as it is shipped; see `hold`.
+        grains: of each part the rows and columns of the matrix for which one element stands, 0 for
+            all; none where that depends on more than the part's name.
     """
 
     name: str
@@ -73,7 +76,7 @@ class Format:
     dequantise: Callable[[Parts, tuple[int, int]], Tensor]
     unused: tuple[str, ...] = ()
     held_as: tuple[WeightFormat, ...] = ()
-    """the formats of a layer that can be it as it is shipped; see `hold`"""
+    grains: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 class Held(NamedTuple):
@@ -320,6 +323,7 @@ FORMATS: tuple[Format, ...] = (
         _fp8_blocks,
         ("activation_scale", "input_scale"),
         held_as=("fp8_block128",),
+        grains={"weight": (1, 1), "weight_scale_inv": (BLOCK, BLOCK)},
     ),
     Format(
         "scaled_blocks",
@@ -335,8 +339,16 @@ FORMATS: tuple[Format, ...] = (
         _fp8,
         ("input_scale",),
         held_as=("fp8_channel", "fp8_tensor"),
+        grains={"weight": (1, 1), "weight_scale": (1, 0)},
     ),
-    Format("mxfp4", "MXFP4 (blocks and scales)", ("blocks", "scales"), _mxfp4, held_as=("mxfp4",)),
+    Format(
+        "mxfp4",
+        "MXFP4 (blocks and scales)",
+        ("blocks", "scales"),
+        _mxfp4,
+        held_as=("mxfp4",),
+        grains={"blocks": (1, MX_GROUP), "scales": (1, MX_GROUP)},
+    ),
     Format(
         "nvfp4",
         "NVFP4 (weight_scale and weight_scale_2)",
@@ -344,6 +356,7 @@ FORMATS: tuple[Format, ...] = (
         _nvfp4,
         ("input_scale",),
         held_as=("nvfp4",),
+        grains={"weight": (1, 2), "weight_scale": (1, NV_GROUP), "weight_scale_2": (0, 0)},
     ),
     Format(
         "nvfp4_packed",
@@ -352,6 +365,11 @@ FORMATS: tuple[Format, ...] = (
         _nvfp4_packed,
         ("input_global_scale",),
         held_as=("nvfp4",),
+        grains={
+            "weight_packed": (1, 2),
+            "weight_scale": (1, NV_GROUP),
+            "weight_global_scale": (0, 0),
+        },
     ),
     Format(
         "int4",

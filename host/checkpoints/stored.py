@@ -8,6 +8,8 @@ file.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -41,7 +43,12 @@ class Cut:
 
     def joined(self, runs: list[Tensor]) -> Tensor:
         """What the runs are together."""
-        return runs[0] if len(runs) == 1 else torch.cat(runs, self.dim)
+        if len(runs) == 1:
+            return runs[0]
+        if runs[0].element_size() == 1:  # not all numbers of 8 bits can be joined
+            bits = [run.view(torch.uint8) for run in runs]
+            return torch.cat(bits, self.dim).view(runs[0].dtype)
+        return torch.cat(runs, self.dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,3 +96,29 @@ class Stored:
                 begins = [at * part + self.number * each for at in range(parts)]
                 return Cut(dim, tuple((begin, begin + each) for begin in begins))
         return None
+
+    def cuts(
+        self, grains: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Cut | None]:
+        """The same of each part of such a tensor, by its name in `shapes`.
+
+        None at all where parts have to be taken whole: where their shapes are not those of the
+        matrix's format, or a slice ends amid an element. `grains`: of a part the rows and columns
+        for which an element stands, 0 for all of them.
+        """
+        cut, found = self.cut, dict[str, Cut | None]()
+        if cut is None:
+            return found
+        for part, shape in shapes.items():
+            grain = grains[part][cut.dim] if part in grains else None
+            if grain == 0 or math.prod(shape) == 1:
+                found[part] = None
+                continue
+            ends = [end for run in cut.runs for end in run]
+            if grain is None or len(shape) <= cut.dim or any(end % grain for end in ends):
+                return {}
+            if shape[cut.dim] != -(-self.each[cut.dim] // grain):
+                return {}
+            runs = tuple((begin // grain, end // grain) for begin, end in cut.runs)
+            found[part] = Cut(cut.dim, runs)
+        return found

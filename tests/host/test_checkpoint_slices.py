@@ -188,12 +188,16 @@ QUANTISED = {
     "fp8_rows, in numbers": (fp8_rows, None, 288),
     "nvfp4, in numbers": (nvfp4, None, 288),
 }
-"""How a case is shipped, what a layer holds it as, and I, of which a half may end amid a block."""
+"""How a case is shipped, what a layer holds it as, and I, of which a part may end amid a block."""
+
+WHOLE_READ = ("int4", "fp8_blocks, in numbers")
+"""Of these each rank reads all: words of several codes are told their shape, and slices end amid
+blocks."""
 
 
 @pytest.mark.parametrize("case", QUANTISED)
 def test_slices_of_codes_have_their_scales(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: dict[str, int]
 ) -> None:
     how, weight_format, size = QUANTISED[case]
     monkeypatch.setattr(
@@ -212,6 +216,12 @@ def test_slices_of_codes_have_their_scales(
     for tensors in (names, open_tensors(tmp_path / "x")):
         for rank, mine in enumerate(slices_of(cfg, tensors, quantised.PREFIX, ranks)):
             assert_same(mine, sliced(cfg, whole, rank, ranks))
+    twice = sum(
+        count
+        for name, count in read.items()
+        if name.endswith(("proj.weight", "proj.weight_packed")) and count > names[name].nbytes
+    )
+    assert bool(twice) == (case in WHOLE_READ), "what the ranks read together"
 
 
 @pytest.mark.parametrize(("how", "weight_format"), [(fp8_rows, "fp8_channel"), (fp8_matrix, None)])
@@ -291,3 +301,13 @@ def test_a_tensor_of_another_shape_is_named_with_the_shape_of_whole_experts(tmp_
     for tensors in (block, open_tensors(tmp_path / "x")):
         with pytest.raises(ValueError, match=r"experts\.2\.up_proj.* \[16, 16\]; .* \[24, 16\]"):
             slices_of(cfg, tensors, PREFIX, 3)
+
+
+def test_a_part_of_another_shape_is_named_with_the_shape_of_whole_experts(tmp_path: Path) -> None:
+    names, _, _ = quantised.block(fp8_rows)
+    name = f"{quantised.PREFIX}experts.2.up_proj.weight"
+    names[name] = names[name][:144].contiguous()
+    save_file(names, tmp_path / "x")
+    for tensors in (names, open_tensors(tmp_path / "x")):
+        with pytest.raises(ValueError, match=r"2\.up_proj.* \[144, 160\]; .* \[288, 160\]"):
+            slices_of(quantised.config(), tensors, quantised.PREFIX, 2)
