@@ -6,6 +6,7 @@ It knows process groups and `moeos.Experts`, and nothing of any library that an 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast, get_args
@@ -62,8 +63,8 @@ preparing = Exclusive()
 
 _making = Exclusive()
 _worlds: dict[
-    tuple[int, str, str], tuple[Any, World]
-] = {}  # with its group, so that no other has its id
+    tuple[int, int, str, str], tuple[Any, World]
+] = {}  # of a process, with its group, so that no other has its id
 _experts: dict[tuple[int, MoEConfig, Parallel], Experts] = {}
 
 
@@ -103,7 +104,7 @@ def world_of(
     """
 
     def made() -> World:
-        key = (id(group), backend, str(device))
+        key = (os.getpid(), id(group), backend, str(device))  # a fork has none of its parent's
         _, world = _worlds.get(key, (None, None))
         if world is None or world.closed:
             if group is None:

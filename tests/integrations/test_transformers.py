@@ -734,6 +734,19 @@ def test_slices_that_cannot_be_computed_are_refused_by_name_and_remedy(tmp_path:
         on_ranks("qwen3_moe", tmp_path, 2, False, prompt(4), sliced=True)
 
 
+def test_a_fork_computes_experts_by_a_world_of_its_own() -> None:
+    module = qwen3()
+    tokens = tokens_for(module)
+    expected = by(module, "moeos", *tokens)
+
+    def live(rank: int) -> float:
+        return reference.relative_error(by(qwen3(), "moeos", *tokens), expected)
+
+    (error,) = in_processes(live, 1, 60.0)
+    assert isinstance(error, float), error
+    assert error <= LIMIT
+
+
 def test_ranks_refuse_a_batch_that_is_too_long_alike_and_say_what_works(tmp_path: Path) -> None:
     tiny("qwen3_moe", **PARALLEL).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"tokens of a rank in a call is 14.*max_tokens=14"):
