@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moeos.config import MoEConfig
 from moeos.formats import BLOCK, ActivationFormat, WeightFormat
@@ -60,6 +61,7 @@ ACTIVATIONS = {
 
 _UNQUANTISED = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 _FP8 = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
+_WHOLE = "--ep-size equal to --tp-size gives each rank whole experts"
 _WORKS = "serve the model's FP8 checkpoint, or its bfloat16 or float16 one"
 _LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 _GLOBAL_IDS = "sglang.srt.layers.moe.token_dispatcher.standard._keeps_global_expert_ids"
@@ -71,7 +73,9 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
     """The experts of a layer, on the ranks of SGLang's expert-parallel group.
 
     All of these hold the same tokens and add up what they return. So each computes its part of the
-    tokens with all experts, and returns zeros for the others: the sum gathers the parts.
+    tokens with all experts, and returns zeros for the others: the sum gathers the parts. Without
+    expert parallelism each tensor-parallel rank holds a slice of every expert. Then moeos adds up
+    what these make of all tokens, and each rank returns its part of the sums, and zeros.
     """
 
     name = NAME
@@ -82,15 +86,22 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
         refuse_unsupported(config)
         super().__init__(config)
         parallel, schedule = get_parallel(), get_schedule()
-        ranks = parallel.moe_ep_size
+        sliced = parallel.moe_tp_size > 1
+        ranks = parallel.moe_tp_size if sliced else parallel.moe_ep_size
         tokens = schedule.chunked_prefill_size
         if tokens is None or tokens <= 0:
             tokens = schedule.max_prefill_tokens
-        group = parallel.moe_ep_group.cpu_group if ranks > 1 else None
+        groups = parallel.moe_tp_group if sliced else parallel.moe_ep_group
+        group = groups.cpu_group if ranks > 1 else None
         backend = "cuda" if is_cuda() else "twin"
         world = shared.world_of(group, backend, shared.SERVER_DEADLINE)
-        cfg = config_of(config, max(1, -(-tokens // ranks)), self.activation_format)
-        self._experts = shared.experts_of(cfg, world)
+        most = tokens if sliced else max(1, -(-tokens // ranks))
+        cfg = config_of(config, most, self.activation_format)
+        if sliced:
+            shared.require_slices(WHERE, cfg, "tensor", ranks, _WHOLE)
+            self._experts = shared.experts_of(cfg, world, "tensor", "scattered")
+        else:
+            self._experts = shared.experts_of(cfg, world)
 
     @property
     def runner_backend(self) -> RegisteredMoeRunnerBackend:
@@ -122,19 +133,29 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
         w13_scale, w2_scale = quant_info.w13_scale, quant_info.w2_scale
         if self._experts.cfg.weight_format == "fp8_tensor":
             w2_scale = w2_scale.unsqueeze(1)  # a number for each half of a matrix, of which it is 1
-        world, rows = self._experts.world, x.shape[0]
-        first, end, most = shared.part(rows, world.rank, world.size)
+        world, rows, room = self._experts.world, x.shape[0], self._experts.cfg.max_tokens
         y = torch.zeros_like(x)
-        y[first:end] = self._experts(
-            x[first:end],
-            ids[first:end],
-            weights[first:end],
-            quant_info.w13_weight,
-            quant_info.w2_weight,
-            w1_scale=w13_scale,
-            w2_scale=w2_scale,
-            pieces=max(1, -(-most // self._experts.cfg.max_tokens)),
-        )
+
+        def run(start: int, stop: int, pieces: int = 1) -> Tensor:
+            return self._experts(
+                x[start:stop],
+                ids[start:stop],
+                weights[start:stop],
+                quant_info.w13_weight,
+                quant_info.w2_weight,
+                w1_scale=w13_scale,
+                w2_scale=w2_scale,
+                pieces=pieces,
+            )
+
+        if self._experts.scatters:
+            for start in range(0, rows, room):
+                stop = min(rows, start + room)
+                first, end, _ = shared.part(stop - start, world.rank, world.size)
+                y[start + first : start + end] = run(start, stop)
+        else:
+            first, end, most = shared.part(rows, world.rank, world.size)
+            y[first:end] = run(first, end, max(1, -(-most // room)))
         return StandardCombineInput(hidden_states=y)
 
 
@@ -152,7 +173,7 @@ def config_of(
     try:
         return MoEConfig(
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size_per_partition,
+            intermediate=config.intermediate_size_per_partition * get_parallel().moe_tp_size,
             experts=config.num_experts,
             top_k=config.top_k,
             activation=shared.activation_of(WHERE, _activation(config), ACTIVATIONS),
@@ -217,10 +238,10 @@ def refuse_unsupported(config: MoeRunnerConfig) -> None:
     on_input = config.apply_router_weight_on_input
     cases: list[tuple[bool, str, object, str]] = [
         (
-            parallel.moe_tp_size > 1,
-            "moe_tp_size",
+            parallel.moe_tp_size > 1 and parallel.moe_ep_size > 1,
+            "moe_tp_size beside an --ep-size of several ranks",
             parallel.moe_tp_size,
-            "--ep-size equal to --tp-size gives each rank whole experts",
+            f"{_WHOLE}, and --ep-size 1 slices of all",
         ),
         (
             not get_moe_a2a_backend().is_none(),

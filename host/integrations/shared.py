@@ -20,7 +20,7 @@ import moeos
 from moeos.activations import Activation
 from moeos.config import MoEConfig
 from moeos.experts import Experts
-from moeos.slicing import Parallel, slicing_of
+from moeos.slicing import Output, Parallel, slicing_of
 from moeos.world import World
 
 NAME = "moeos"
@@ -65,7 +65,7 @@ _making = Exclusive()
 _worlds: dict[
     tuple[int, int, str, str], tuple[Any, World]
 ] = {}  # of a process, with its group, so that no other has its id
-_experts: dict[tuple[int, MoEConfig, Parallel], Experts] = {}
+_experts: dict[tuple[int, MoEConfig, Parallel, Output], Experts] = {}
 
 
 def missing(library: str, package: str, version: str) -> ImportError:
@@ -120,14 +120,16 @@ def world_of(
     return _making.run(made)
 
 
-def experts_of(cfg: MoEConfig, world: World, parallel: Parallel = "expert") -> Experts:
+def experts_of(
+    cfg: MoEConfig, world: World, parallel: Parallel = "expert", output: Output = "replicated"
+) -> Experts:
     """The experts that all layers of one shape share. Collective where they are made."""
 
     def made() -> Experts:
-        key = (id(world), cfg, parallel)
+        key = (id(world), cfg, parallel, output)
         found = _experts.get(key)
         if found is None or found.world is not world:
-            found = _experts[key] = Experts(cfg, world, parallel=parallel)
+            found = _experts[key] = Experts(cfg, world, parallel=parallel, output=output)
         return found
 
     return _making.run(made)

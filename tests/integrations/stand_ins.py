@@ -87,3 +87,17 @@ class Tensors:
             return 0.0
         difference = (y.double() - expected).norm() / expected.norm()
         return float(difference) / reference.tolerance_of(self.cfg)
+
+
+def slice_of(cfg: MoEConfig, name: str, tensor: Tensor, number: int, slices: int) -> Tensor:
+    """What a server's loader gives a rank of a parameter of all experts: rows of w13, of gate and
+    of up, and columns of w2. A matrix's one scale is whole; the first rank alone has biases of w2.
+    """
+    if tensor.dim() == 2 and tensor.shape[1] <= 2:
+        return tensor
+    if name == "w2_bias":
+        return tensor if number == 0 else torch.zeros_like(tensor)
+    bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    dim, halves = (1, cfg.halves) if name.startswith("w13") else (2, 1)
+    parts = [half.chunk(slices, dim)[number] for half in bits.chunk(halves, dim)]
+    return torch.cat(parts, dim).view(tensor.dtype)

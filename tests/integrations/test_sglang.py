@@ -12,7 +12,7 @@ from torch import Tensor
 
 import moeos
 from moeos import MoEConfig
-from tests.integrations.stand_ins import Tensors, on_ranks
+from tests.integrations.stand_ins import Tensors, on_ranks, slice_of
 from tests.processes import ROOT
 
 HIDDEN, INTERMEDIATE, EXPERTS, PREFILL = 64, 96, 8, 40
@@ -36,11 +36,15 @@ class Server:
         self.ranks = ranks
         self.group = runtime_context.GroupCoordinator(list(range(ranks)))
         told = runtime_context.CONTEXT
+        sliced = context.pop("sliced", False)
+        tp, ep = (ranks, 1) if sliced else (context.pop("moe_tp_size", 1), ranks)
         told.parallel = runtime_context.ParallelContext(
-            moe_ep_size=ranks,
-            moe_ep_rank=rank,
-            moe_tp_size=context.pop("moe_tp_size", 1),
+            moe_ep_size=context.pop("moe_ep_size", ep),
+            moe_ep_rank=0 if sliced else rank,
+            moe_tp_size=tp,
+            moe_tp_rank=rank if sliced else 0,
             moe_ep_group=self.group,
+            moe_tp_group=self.group,
         )
         told.schedule.chunked_prefill_size = PREFILL
         told.flags.moe.runner_backend = backend
@@ -75,7 +79,8 @@ class Server:
             parts |= {f"{theirs}_weight": codes, f"{theirs}_{end}": scale}
         for name, part in parts.items():
             parameter = getattr(layer, name)
-            parameter.data.copy_(part[mine].view(parameter.shape))
+            own = slice_of(cfg, name, part, get_parallel().moe_tp_rank, get_parallel().moe_tp_size)
+            parameter.data.copy_(own[mine].view(parameter.shape))
         layer.quant_method.process_weights_after_loading(layer)
         return layer
 
@@ -98,14 +103,19 @@ def config(**changes: Any) -> MoEConfig:
     return MoEConfig(**(sizes | changes))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "sliced"), [(1, False), (2, False), (4, False), (2, True), (3, True)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_with_equal_tokens_add_up_to_the_whole_result(ranks: int, dtype: torch.dtype) -> None:
+def test_ranks_with_equal_tokens_add_up_to_the_whole_result(
+    ranks: int, sliced: bool, dtype: torch.dtype
+) -> None:
     def live(rank: int) -> list[float]:
         tensors = Tensors(config(dtype=dtype))
-        server = Server(rank, ranks)
+        server = Server(rank, ranks, sliced=sliced)
         layers = [server.layer(tensors) for _ in range(2)]
-        assert layers[0].quant_method.runner.runner_core is not None
+        core = layers[0].quant_method.runner.runner_core
+        assert core._experts.slicing.parallel == ("tensor" if sliced else "expert")
         errors = []
         # Fewer rows than ranks, none, and more than a chunk of a prefill.
         for turn, rows in enumerate((PREFILL, 1, 3, 7, 3 * PREFILL + 5, 0)):
@@ -170,7 +180,11 @@ def test_another_backend_is_left_as_it_is() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"moe_tp_size": 2}, {}, "moe_tp_size is 2.*--ep-size equal to --tp-size"),
+    (
+        {"moe_tp_size": 2, "moe_ep_size": 2},
+        {},
+        "moe_tp_size beside an --ep-size of .* is 2.*--ep-size equal to --tp-size .* --ep-size 1",
+    ),
     ({"a2a_backend": "deepep"}, {}, "moe_a2a_backend is 'deepep'"),
     ({"enable_eplb": True}, {}, "enable_eplb is True"),
     ({"enable_lora": True}, {}, "enable_lora is True.*merge"),
@@ -199,17 +213,27 @@ def test_what_cannot_be_done_is_refused_by_name_value_and_remedy(
     assert str(raised.value).startswith("SGLang with --moe-runner-backend moeos: ")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_that_ranks_cannot_cut_equally_are_refused() -> None:
+    def live(rank: int) -> None:
+        Server(rank, 2, sliced=True).layer(Tensors(config(intermediate=24)))
+
+    match = r"moeos: intermediate is 24; 2 ranks .* a multiple of 16.*: --ep-size equal to --tp-siz"
+    with pytest.raises(ValueError, match=match):
+        on_ranks(live, 2)
+
+
+@pytest.mark.parametrize(("ranks", "sliced"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("block", [[128, 128], None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_in_fp8_are_right_as_they_are_shipped(
-    dtype: torch.dtype, block: list[int] | None, ranks: int
+    dtype: torch.dtype, block: list[int] | None, ranks: int, sliced: bool
 ) -> None:
     weight_format = "fp8_tensor" if block is None else "fp8_block128"
+    sizes = {"intermediate": 256} if sliced else {}  # a block for each rank
 
     def live(rank: int) -> list[float]:
-        server = Server(rank, ranks)
-        tensors = Tensors(config(dtype=dtype, weight_format=weight_format))
+        server = Server(rank, ranks, sliced=sliced)
+        tensors = Tensors(config(dtype=dtype, weight_format=weight_format, **sizes))
         layer = server.layer(tensors, quant_method=fp8_method(weight_block_size=block))
         assert layer.runner_backend.value == "moeos"
         errors = []

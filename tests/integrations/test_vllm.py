@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeos import MoEConfig
 from moeos.integrations import shared
-from tests.integrations.stand_ins import Tensors, on_ranks
+from tests.integrations.stand_ins import Tensors, on_ranks, slice_of
 
 HIDDEN, INTERMEDIATE, EXPERTS, MAX_TOKENS = 64, 96, 8, 40
 
@@ -143,18 +143,6 @@ def load(layer: Any, tensors: Tensors, mine: slice, place: tuple[int, int] = (0,
             tensor = shared.interleaved(tensor, 1)
         parameter = getattr(layer, name)
         parameter.data.copy_(tensor[mine].view(parameter.shape))
-
-
-def slice_of(cfg: MoEConfig, name: str, tensor: Tensor, number: int, slices: int) -> Tensor:
-    """Rows of w13, of gate and of up, and columns of w2; a matrix's one scale is whole."""
-    if tensor.dim() == 2 and tensor.shape[1] <= 2:
-        return tensor
-    if name == "w2_bias":
-        return tensor if number == 0 else torch.zeros_like(tensor)
-    bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    dim, halves = (1, cfg.halves) if name.startswith("w13") else (2, 1)
-    parts = [half.chunk(slices, dim)[number] for half in bits.chunk(halves, dim)]
-    return torch.cat(parts, dim).view(tensor.dtype)
 
 
 def config(**changes: Any) -> MoEConfig:

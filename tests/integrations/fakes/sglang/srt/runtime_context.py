@@ -30,6 +30,7 @@ class ParallelContext:
     moe_tp_size: int = 1
     moe_tp_rank: int = 0
     moe_ep_group: Any = None
+    moe_tp_group: Any = None
 
 
 CONTEXT = SimpleNamespace(
