@@ -172,19 +172,25 @@ def why_not() -> str:
     return ""
 
 
-def compile_cases(cases: Iterable[Case], blocks: int) -> None:
-    """Puts the kernels of cases into the cache, each compiled by a process of its own."""
-    waiting = list(cases)
+def compile_cases(cases: Iterable[Case], blocks: int, *, gradients: bool = False) -> None:
+    """Puts the kernels of cases into the cache, each compiled by a process of its own: those of
+    forward calls and, where asked for, those of gradients.
+    """
+    waiting = [
+        (case, kind) for case in cases for kind in ((False, True) if gradients else (False,))
+    ]
     workers = min(len(waiting), len(os.sched_getaffinity(0)))
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        for made in [pool.submit(compile_case, case, blocks) for case in waiting]:
+        for made in [pool.submit(compile_case, case, blocks, kind) for case, kind in waiting]:
             made.result()
 
 
-def compile_case(case: Case, blocks: int) -> None:
-    """Puts a case's kernel into the cache, for a GPU of so many blocks."""
-    compile_kernel(shape_of(case, blocks))
+def compile_case(case: Case, blocks: int, gradients: bool = False) -> None:
+    """Puts a case's kernel, or that of its gradients, into the cache, for a GPU of so many
+    blocks.
+    """
+    compile_kernel(dataclasses.replace(shape_of(case, blocks), gradients=gradients))
 
 
 def shape_of(case: Case, blocks: int) -> KernelShape:

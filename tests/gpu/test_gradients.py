@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from moeos import MoEConfig, World, virtual
-from tests.gpu.cases import DEADLINE, Case, call_on_gpu, draw_routed_call, why_not
+from tests.gpu.cases import (
+    DEADLINE,
+    Case,
+    blocks,
+    call_on_gpu,
+    compile_cases,
+    draw_routed_call,
+    why_not,
+)
 from tests.gradients import Gradients, assert_match, drawn, found_of, leaves_of
 from tests.layers import (
     PREFERENCES,
@@ -53,6 +61,18 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
     "three ranks, uneven, biases": ({"bias": True, "activation": "relu2"}, 3),
     "a capacity": ({"capacity_factor": 1.0, "row_map": "capacity"}, 2),
 }
+
+
+def case_of(name: str) -> Case:
+    """A layer of the table."""
+    changes, ranks = LAYERS[name]
+    return Case(ranks, config(**{**_SIZES, **changes}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """All layers' kernels are compiled, side by side, before the first test."""
+    compile_cases([case_of(name) for name in LAYERS], blocks(), gradients=True)
 
 
 def gradients_of(case: Case, weights: Weights, calls: Sequence[Sequence[Call]]) -> list[Any]:
@@ -95,8 +115,7 @@ def check(case: Case, counts: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_the_references(name: str) -> None:
-    changes, ranks = LAYERS[name]
-    check(Case(ranks, config(**{**_SIZES, **changes})), (300, 1, 0, 77))
+    check(case_of(name), (300, 1, 0, 77))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
