@@ -180,7 +180,9 @@ def mpirun(ranks: int, program: str, *arguments: str) -> subprocess.CompletedPro
     return launched(["mpirun", "-n", str(ranks)], program, arguments)
 
 
-def torchrun(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    ranks: int, program: str, *arguments: str, seconds: float = 200.0
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as logs:  # it leaves a folder there in any case
         options = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--no-python"]
-        return launched(["torchrun", *options], program, arguments)
+        return launched(["torchrun", *options], program, arguments, seconds)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.cases import why_not
+from tests.gpu.cases import STARTED, why_not
 from tests.processes import torchrun
 
 GPUS = 0 if why_not() else torch.cuda.device_count()
@@ -19,6 +19,6 @@ pytestmark = [
 
 def test_worlds_come_from_groups_meshes_and_stores() -> None:
     ranks = 4 if GPUS >= 4 else 2
-    ended = torchrun(ranks, "from tests.gpu.groups import main; main()")
+    ended = torchrun(ranks, "from tests.gpu.groups import main; main()", seconds=STARTED)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("  right (") == (7 if ranks == 4 else 6), ended.stdout

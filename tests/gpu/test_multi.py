@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.cases import why_not
+from tests.gpu.cases import STARTED, why_not
 from tests.processes import MOEOS, torchrun
 
 GPUS = 0 if why_not() else torch.cuda.device_count()
@@ -23,7 +23,9 @@ pytestmark = [
 
 
 def test_a_process_for_each_gpu() -> None:
-    ended = torchrun(4 if GPUS >= 4 else 2, "from tests.gpu.multi import main; main()")
+    ended = torchrun(
+        4 if GPUS >= 4 else 2, "from tests.gpu.multi import main; main()", seconds=STARTED
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "10000 calls back to back are right" in ended.stdout
 
@@ -36,7 +38,7 @@ def test_peers_that_are_put_to_by_nvshmem(ranks_per_node: int) -> None:
     """Over NVLink, which stands for the network."""
     arguments = ["--calls", "200", "--ranks-per-node", str(ranks_per_node)]
     program = f"from tests.gpu.multi import main; main({arguments})"
-    ended = torchrun(4 if GPUS >= 4 else 2, program)
+    ended = torchrun(4 if GPUS >= 4 else 2, program, seconds=STARTED)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "200 calls back to back are right" in ended.stdout
 
@@ -49,7 +51,7 @@ def test_a_trace_has_all_gpus_on_one_clock(tmp_path: Path) -> None:
     )
     arguments = ["trace", str(layer), "--backend", "cuda", "--tokens", "1500"]
     program = f"import sys; sys.argv = ['moeos', *{arguments}]; {MOEOS}"
-    ended = torchrun(4 if GPUS >= 4 else 2, program)
+    ended = torchrun(4 if GPUS >= 4 else 2, program, seconds=STARTED)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "what the last Combine waited for" in ended.stdout
     assert "by their clocks" not in ended.stderr
@@ -63,7 +65,7 @@ def test_kernels_of_a_cold_trace_begin_together(tmp_path: Path) -> None:
     )
     arguments = ["trace", str(layer), "--backend", "cuda", "--cold", "--json", str(summary)]
     program = f"import sys; sys.argv = ['moeos', *{arguments}]; {MOEOS}"
-    ended = torchrun(4 if GPUS >= 4 else 2, program)
+    ended = torchrun(4 if GPUS >= 4 else 2, program, seconds=STARTED)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     begins = [rank["first_claimed"] for rank in json.loads(summary.read_text())["by_rank"]]
     assert max(begins) - min(begins) < LARGEST_GAP

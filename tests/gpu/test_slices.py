@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from moeos import World, virtual
-from tests.gpu.cases import DEADLINE, assert_matches, draw_routed_call, draw_weights_on_gpu, why_not
+from tests.gpu.cases import (
+    DEADLINE,
+    STARTED,
+    assert_matches,
+    draw_routed_call,
+    draw_weights_on_gpu,
+    why_not,
+)
 from tests.layers import config
 from tests.processes import torchrun
 
@@ -41,6 +48,8 @@ def test_virtual_ranks_are_right(ranks: int) -> None:
 @pytest.mark.skipif(GPUS < 2, reason=f"this host has {GPUS} GPU")
 @pytest.mark.timeout(600)
 def test_a_process_for_each_gpu() -> None:
-    ended = torchrun(4 if GPUS >= 4 else 2, "from tests.gpu.slices import main; main()")
+    ended = torchrun(
+        4 if GPUS >= 4 else 2, "from tests.gpu.slices import main; main()", seconds=STARTED
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "slices are right" in ended.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.cases import why_not
+from tests.gpu.cases import STARTED, why_not
 from tests.processes import torchrun
 
 GPUS = 0 if why_not() else torch.cuda.device_count()
@@ -24,7 +24,9 @@ def test_calls_are_right_and_a_killed_rank_is_named_in_time(tmp_path: Path) -> N
     out = tmp_path / "soak.json"
     ranks = 4 if GPUS >= 4 else 2
     program = f"from tests.gpu.soak import main; main(['--seconds', '20', '--out', {str(out)!r}])"
-    ended = torchrun(ranks, program)  # whose status is that of the rank that is killed
+    ended = torchrun(
+        ranks, program, seconds=STARTED
+    )  # whose status is that of the rank that is killed
     assert out.exists(), ended.stdout + ended.stderr
     report = json.loads(out.read_text())
     assert report["good"], report
