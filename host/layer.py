@@ -1138,12 +1138,14 @@ class MoELayer(nn.Module):
         return name if cfg is None else state_names.state_name(cfg, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """See `nn.Module.register_parameter`; raises `TypeError` for a DTensor, and `ValueError`
-        for what calls look for in the gate.
+        """See `nn.Module.register_parameter`; raises `TypeError` for experts in a DTensor, and
+        `ValueError` for what calls look for in the gate. Shared experts are DTensors between calls
+        where `fully_shard` has cut them.
         """
         name = self._named(name)
         _require_place(name)
-        if param is not None and sharding.is_dtensor(param):
+        cut = param is not None and sharding.is_dtensor(param)
+        if cut and name in self._names_of_experts():
             raise TypeError(
                 f"{name} would become a DTensor; each rank of a MoELayer holds its own experts as "
                 "a plain tensor: leave the layer out, and shard or replicate the modules around it"

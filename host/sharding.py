@@ -61,6 +61,21 @@ def process_group_place() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
+def ranks_of(known: Group | None, place: tuple[int, int]) -> tuple[int, ...] | None:
+    """The ranks of the default group that make up a world; None if nobody knows.
+
+    Args:
+        known: what the world was made of.
+        place: this process's rank in the world, and the world's size.
+    """
+    if known is not None:
+        return known.ranks
+    here = process_group_place()
+    if here is not None and place == here:
+        return tuple(range(here[1]))
+    return (here[0],) if here is not None and place[1] == 1 else None
+
+
 def default_group() -> ProcessGroup:
     """That of all processes, of a torch.distributed that is initialised."""
     group: ProcessGroup = dist.group.WORLD  # type: ignore[assignment]

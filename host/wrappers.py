@@ -3,37 +3,40 @@
 
 Wrappers make the parameters of all ranks equal, or cut them up, by name. Experts of equal names
 differ by rank, so either would destroy them without a word. This file knows of a layer only which
-of its tensors are experts, and how many ranks share them.
+of its tensors differ by rank, and how many ranks share them.
 
-| wrapper | why it leaves experts alone |
+| wrapper | how it leaves experts alone |
 | --- | --- |
-| `fully_shard`, `FullyShardedDataParallel` | they skip what is marked as `replicate`'s |
-| `DistributedDataParallel`, `replicate` | its constructor is told to ignore them, see `_install` |
+| `fully_shard`, and the `replicate` that is built on it | it does not find them |
+| `FullyShardedDataParallel` | it is told to ignore them |
+| `DistributedDataParallel`, and the `replicate` that is built on it | likewise, by name |
 | `nn.DataParallel` | refused by the layer, which has one device |
 | `ZeroRedundancyOptimizer` | refused in its step, which sends whatever it was given |
 
-`DistributedDataParallel` has no hook for this: its constructor reads a list of names, and only at
-the module that is wrapped, which a layer deep inside does not know. So the constructor is wrapped,
-once, when the first layer is made; it then writes that list, and leaves what stands there already.
+None has a hook for this: each reads what to ignore at the module that is wrapped, which a layer
+deep inside does not know. So functions of theirs are wrapped, once. What stands there is kept.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from moeos import optimizers
+from moeos import optimizers, sharding
 from moeos.optimizers import Held
 
 if TYPE_CHECKING:
     from moeos.layer import MoELayer
+    from moeos.world import World
 
 EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_scale_2")
 """The parameters of a layer that each rank holds for its own experts only."""
@@ -41,7 +44,23 @@ EXPERTS = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_scale_2", "w2_sca
 _SHARED = tuple(f"shared_{name}" for name in EXPERTS if not name.startswith("b"))
 """Those of the shared experts, which have no biases."""
 
+_FSDP = "torch.distributed.fsdp."
+
 _layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()  # by id
+_told: weakref.WeakSet[World] = weakref.WeakSet()
+"""Worlds of whose replicas somebody was warned."""
+
+
+class _Registry(dict[str, Any]):
+    """What composable APIs note at a module, as PyTorch keeps it there.
+
+    `fully_shard` and `FullyShardedDataParallel` look into it before they ask for parameters. They
+    are wrapped then: to import them takes a second, which only those pay who use them.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        _install_fsdp()
+        return super().__contains__(name)
 
 
 def protect(layer: MoELayer) -> None:
@@ -49,12 +68,11 @@ def protect(layer: MoELayer) -> None:
     alone.
     """
     _layers[id(layer)] = layer
-    if not torch.distributed.is_available():
+    if not dist.is_available():
         return
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+    from torch.distributed._composable.contract import REGISTRY_KEY
 
-    registry = layer.__dict__.setdefault(REGISTRY_KEY, {})
-    registry.setdefault("replicate", RegistryItem())
+    layer.__dict__.setdefault(REGISTRY_KEY, _Registry())
     _install()
 
 
@@ -62,7 +80,7 @@ def without_mark(state: dict[str, Any]) -> dict[str, Any]:
     """A module's attributes but for what `protect` and wrappers have noted there, which means
     nothing in another process.
     """
-    if not torch.distributed.is_available():
+    if not dist.is_available():
         return state
     from torch.distributed._composable.contract import REGISTRY_KEY
 
@@ -82,6 +100,7 @@ def _install() -> None:
             names.update(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         original(self, module, *args, **options)
+        _tell_of_replicas("DistributedDataParallel", module, self.process_group)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_zero)
@@ -90,22 +109,125 @@ def _install() -> None:
 
 
 def _names_left_alone(module: nn.Module) -> Iterator[str]:
-    left = {*experts_held(), *_shared_codes()}
+    """By which `DistributedDataParallel` asks for what ranks hold alone, or what gloo cannot send.
+
+    Experts of a world of one rank lie whole on each process, and are as any parameter.
+    """
+    left = _ids_of_experts(layer for layer in layers() if layer._place[1] > 1)
+    left |= _ids_of_experts(layer for layer in layers() if layer.cfg.weight_format is not None)
+    left |= _ids_of_shared(layers())
     for name, tensor in module.named_parameters(remove_duplicate=False):
         if id(tensor) in left:
             yield name
+            if "." not in name:  # its reducer puts the root's name before it, which is empty
+                yield f".{name}"
 
 
-def _shared_codes() -> Iterator[int]:
-    """What shared experts have in a format, by `id`: it is equal on all ranks and never trained,
-    and gloo would not send 8-bit floats.
+def _install_fsdp() -> None:
+    for module in ("_fully_shard._fsdp_init", "_fully_shard._fully_shard"):
+        _wrap(_FSDP + module, "_get_managed_states", _without_experts)
+    _wrap(_FSDP + "_init_utils", "_get_ignored_params", _with_experts)
+    _wrap(_FSDP + "fully_sharded_data_parallel", "_init_param_handle_from_module", _with_views)
+    group = getattr(
+        sys.modules.get(f"{_FSDP}_fully_shard._fsdp_param_group"), "FSDPParamGroup", None
+    )
+    _wrap(group, "__init__", _with_mesh)
+
+
+def _wrap(place: str | type | None, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Wraps a function of a class, or of a module, by its name, that somebody has imported."""
+    where: Any = sys.modules.get(place) if isinstance(place, str) else place
+    function = getattr(where, name, None)
+    if function is not None and not hasattr(function, "__wrapped__"):
+        setattr(where, name, functools.wraps(function)(wrapper(function)))
+
+
+def _without_experts(found: Any) -> Any:
+    """Around what finds the parameters and buffers that `fully_shard` cuts."""
+
+    def find(*args: Any, **options: Any) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        parameters, buffers = found(*args, **options)
+        left = _ids_of_experts(layers()) | _ids_of_shared(layers())
+        return [one for one in parameters if id(one) not in left], buffers
+
+    return find
+
+
+def _with_experts(found: Any) -> Any:
+    """Around what finds the parameters that `FullyShardedDataParallel` ignores."""
+
+    def find(module: nn.Module, *args: Any, **options: Any) -> set[nn.Parameter]:
+        ignored: set[nn.Parameter] = found(module, *args, **options)
+        left = _ids_of_experts(layers()) | _ids_of_shared(layers())
+        return ignored | {one for one in module.parameters() if id(one) in left}
+
+    return find
+
+
+def _with_views(made: Any) -> Any:
+    """Around what makes a flat parameter of those that `FullyShardedDataParallel` found."""
+
+    def make(state: Any, module: nn.Module, *args: Any, **options: Any) -> None:
+        _tell_of_replicas("FullyShardedDataParallel", module, state.process_group)
+        made(state, module, *args, **options)
+
+    return make
+
+
+def _with_mesh(made: Any) -> Any:
+    """Around what `fully_shard` makes of the parameters of modules, and of a mesh."""
+
+    def init(
+        self: Any, parameters: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any
+    ) -> None:
+        made(self, parameters, modules, mesh_info, *args, **options)
+        for module in modules:
+            _tell_of_replicas("fully_shard", module, mesh_info.mesh.mesh.flatten().tolist())
+
+    return init
+
+
+def _tell_of_replicas(wrapper: str, module: nn.Module, group: Any) -> None:
+    """Warns, once a world, of experts that train in several worlds, if the wrapper, which has left
+    them alone, reduces over more ranks than there are in one. `group`: these ranks, or their group.
     """
+    ranks = group if isinstance(group, list) else dist.get_process_group_ranks(group)
+    mine = {id(one) for one in module.parameters() if one.requires_grad}
     for layer in layers():
-        if layer.cfg.shared_weight_format is not None:
-            for name in _SHARED:
-                tensor = layer._tensor_of(name)
-                if tensor is not None:
-                    yield id(tensor)
+        if id(layer._tensor_of("w1")) not in mine or layer.experts is None:
+            continue
+        world = layer.world
+        known = sharding.ranks_of(world.group, layer._place)
+        covers = len(ranks) <= world.size if known is None else set(ranks) <= set(known)
+        reduced = world.size == 1 and wrapper == "DistributedDataParallel"
+        if covers or reduced or world in _told:
+            continue
+        _told.add(world)
+        warnings.warn(
+            f"{wrapper} reduces gradients over {len(ranks)} ranks, but not those of experts in a "
+            f"MoELayer, of which a world of size {world.size} has each once (this is its rank "
+            f"{world.rank}). Other worlds have replicas, which would learn apart: after backward "
+            "call moeos.training.reduce_expert_grads_(model.parameters(), group, world=world), "
+            "with the group of ranks that hold the same experts, such as "
+            'mesh["dp"].get_group()',
+            stacklevel=3,
+        )
+
+
+def _ids_of_experts(some: Iterable[MoELayer]) -> set[int]:
+    held = (layer._tensor_of(name) for layer in some for name in EXPERTS)
+    return {id(tensor) for tensor in held if tensor is not None}
+
+
+def _ids_of_shared(some: Iterable[MoELayer]) -> set[int]:
+    """What shared experts have in a format, which is equal on all ranks and never trained, and
+    gloo would not send 8-bit floats; and slices of them, which differ by rank.
+    """
+    some = [
+        layer for layer in some if layer.cfg.shared_weight_format is not None or layer._slicing.sums
+    ]
+    held = (layer._tensor_of(name) for layer in some for name in _SHARED)
+    return {id(tensor) for tensor in held if tensor is not None}
 
 
 def layers() -> list[MoELayer]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trainer needs beside the layer: small functions in plain PyTorch.
 
-Losses that balance experts, counts and biases, norms of gradients, and the rounding of routing to
-tiles. None of them makes a call of a layer.
+Losses that balance experts, counts and biases, norms of gradients, sums of experts' gradients over
+replicas, and the rounding of routing to tiles. None of them makes a call of a layer.
 """
 
 from moeos.training.balance import (
@@ -14,6 +14,7 @@ from moeos.training.balance import (
     z_loss_func,
 )
 from moeos.training.gradients import clip_grad_norm_, get_total_norm
+from moeos.training.replicas import reduce_expert_grads_
 from moeos.training.rounding import round_tokens
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "get_total_norm",
     "get_updated_expert_bias",
     "load_balancing_loss_func",
+    "reduce_expert_grads_",
     "round_tokens",
     "sequence_load_balancing_loss_func",
     "switch_load_balancing_loss_func",

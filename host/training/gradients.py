@@ -58,32 +58,12 @@ def get_total_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be above 0")
-    ours = {id(one) for one in experts}
-    held = wrappers.experts_held()
+    given = distinct(parameters)
+    ours = ids_of_experts(given, world, experts)
     device = device_of(world)
     own: list[Tensor] = []
     others: dict[Any, list[Tensor]] = {}  # by their meshes; None of plain tensors
-    for parameter in _distinct(parameters):
-        holder = held.get(id(parameter))
-        if holder is not None:
-            if holder.layer.experts is not None and holder.layer.world is not world:
-                raise ValueError(
-                    f"{holder.name} is of a layer of {holder.layer.world}, and world is {world}: "
-                    "pass the world of the layers"
-                )
-            if holder.layer.experts is not None and holder.layer.experts.slicing.cuts:
-                raise ValueError(
-                    f"{holder.name} is of a layer with slices of experts, of whose gradients some "
-                    "are on one rank and others on all: sum them up yourself, or train with "
-                    "parallel='expert'"
-                )
-            if holder.layer.placement.replicated:
-                raise ValueError(
-                    f"{holder.name} is of a layer with replicas of experts, whose gradients are "
-                    "parts that nobody has added up: train with a placement that gives each expert "
-                    "one rank"
-                )
-            ours.add(id(parameter))
+    for parameter in given:
         grad = parameter.grad
         if grad is None:
             continue
@@ -129,7 +109,7 @@ def clip_grad_norm_(
             nothing is scaled.
         ValueError, PeerTimeout: as `get_total_norm`.
     """
-    given = _distinct(parameters)
+    given = distinct(parameters)
     total = get_total_norm(given, norm_type, world=world, experts=experts)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
@@ -147,7 +127,42 @@ def clip_grad_norm_(
     return total
 
 
-def _distinct(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+def ids_of_experts(
+    parameters: Iterable[Tensor], world: World, experts: Iterable[Tensor]
+) -> set[int]:
+    """Those of `parameters` that hold this rank's experts, by `id`; and `experts`.
+
+    Raises `ValueError` as `get_total_norm` does.
+    """
+    ours = {id(one) for one in experts}
+    held = wrappers.experts_held()
+    for parameter in parameters:
+        holder = held.get(id(parameter))
+        if holder is None:
+            continue
+        layer = holder.layer
+        if layer.experts is not None and layer.world is not world:
+            raise ValueError(
+                f"{holder.name} is of a layer of {layer.world}, and world is {world}: "
+                "pass the world of the layers"
+            )
+        if layer.experts is not None and layer.experts.slicing.cuts:
+            raise ValueError(
+                f"{holder.name} is of a layer with slices of experts, of whose gradients some "
+                "are on one rank and others on all: sum them up yourself, or train with "
+                "parallel='expert'"
+            )
+        if layer.placement.replicated:
+            raise ValueError(
+                f"{holder.name} is of a layer with replicas of experts, whose gradients are "
+                "parts that nobody has added up: train with a placement that gives each expert "
+                "one rank"
+            )
+        ours.add(id(parameter))
+    return ours
+
+
+def distinct(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     return list({id(one): one for one in given}.values())
 

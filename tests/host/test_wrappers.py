@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -56,9 +57,21 @@ def experts_are_right(model: nn.Module, world: World) -> None:
     call = draw_call(CFG, 20, world.rank)
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     assert len(layers) == len(ALL_WEIGHTS)
-    for weights, layer in zip(ALL_WEIGHTS, layers, strict=True):
-        with torch.no_grad():
+    with torch.no_grad(), whole(model):
+        for weights, layer in zip(ALL_WEIGHTS, layers, strict=True):
             assert_matches(weights, call, layer(call.x), f"rank {world.rank}")
+
+
+@contextmanager
+def whole(model: nn.Module) -> Iterator[None]:
+    """Layers inside of what FSDP has wrapped may be called by themselves, as any module."""
+    cut = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in cut:
+        module.unshard()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        yield
+    for module in cut:
+        module.reshard()
 
 
 def equal_on_all_ranks(tensor: Tensor) -> bool:
@@ -102,10 +115,10 @@ def test_codes_of_shared_experts_are_left_alone_as_experts_are(
     call = draw_call(weights.cfg, 20, 0)
 
     def rank_main(world: World) -> bool:
-        whole = wrapped(Block(weights.layer(world)))
-        whole(call.x).sum().backward()
-        [layer] = [module for module in whole.modules() if isinstance(module, MoELayer)]
-        with torch.no_grad():
+        model = wrapped(Block(weights.layer(world)))
+        model(call.x).sum().backward()
+        [layer] = [module for module in model.modules() if isinstance(module, MoELayer)]
+        with torch.no_grad(), whole(model):
             assert_matches(weights, call, layer(call.x))
         return True
 
@@ -119,13 +132,13 @@ def test_a_wrapped_model_keeps_each_ranks_experts_and_trains_all_else(
     wrapped: Callable[[nn.Module], nn.Module],
 ) -> None:
     def rank_main(world: World) -> bool:
-        whole = wrapped(Model(world))
-        experts_are_right(whole, world)
+        model = wrapped(Model(world))
+        experts_are_right(model, world)
         x = draw_call(CFG, 20, world.rank).x
         for _ in range(2):
-            whole(x).sum().backward()
-        experts_are_right(whole, world)
-        gradients = [p.grad for p in whole.parameters() if p.grad is not None]
+            model(x).sum().backward()
+        experts_are_right(model, world)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
         assert gradients
         for gradient in gradients:
             if not isinstance(gradient, DTensor) and wrapped is not wrapped_by_fsdp1:
@@ -133,7 +146,7 @@ def test_a_wrapped_model_keeps_each_ranks_experts_and_trains_all_else(
         if wrapped in (wrapped_by_ddp, wrapped_by_replicate):
             assert all(
                 equal_on_all_ranks(parameter)
-                for name, parameter in whole.named_parameters()
+                for name, parameter in model.named_parameters()
                 if "norm" in name
             )
         return True

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapped models whose experts train: gradients are those of one process with all tokens."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import moeos
+from moeos import MoELayer, World, training, wrappers
+from tests.layers import config, draw_call, draw_weights
+from tests.process_group import ranks_of_torch
+
+CFG = config(
+    max_tokens=64,
+    bias=True,
+    router_bias=True,
+    shared_experts=2,
+    shared_intermediate=64,
+    shared_gate=True,
+)
+WEIGHTS = draw_weights(CFG)
+TOKENS = 16
+
+_OF_WRAPPERS = re.compile(r"module\.|_fsdp_wrapped_module\.")
+"""What they put into names."""
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class Block(nn.Module):
+    """A layer deep inside of a model, which trains whole."""
+
+    def __init__(self, world: World, again: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(CFG.hidden, CFG.hidden)
+        self.mlp = WEIGHTS.layer(world).requires_grad_()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y: Tensor = checkpoint(self.mlp, x, use_reentrant=False) if self.again else self.mlp(x)
+        return x + y
+
+
+class Model(nn.Module):
+    def __init__(self, world: World, again: bool = False) -> None:
+        super().__init__()
+        self.block = Block(world, again)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x)
+        return y
+
+
+def whole_layer(world: World) -> MoELayer:
+    return WEIGHTS.layer(world).requires_grad_()
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def static_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, static_graph=True)
+
+
+def searching_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return replicate(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp2_of_layers(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in list(model.modules()):
+        if isinstance(module, MoELayer):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh) if not isinstance(model, MoELayer) else model
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+DDP = [ddp, static_ddp, searching_ddp, replicated]
+FSDP = [fsdp2, fsdp2_of_layers]
+
+
+@contextmanager
+def alone() -> Iterator[World]:
+    """A world of this process alone, whose experts lie whole here."""
+    with moeos.init("twin", rank=0, size=1, store=dist.HashStore()) as world:
+        yield world
+
+
+def x_of(rank: int) -> Tensor:
+    return draw_call(CFG, TOKENS, rank).x
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """By name, whole, of a mean loss that is passed backward twice."""
+    for _ in range(2):
+        model(x).square().mean().backward()
+    return kept_gradients(model)
+
+
+def kept_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
+        for name, parameter in model.named_parameters():
+            grad: Any = parameter.grad
+            assert grad is not None, name
+            found[_OF_WRAPPERS.sub("", name)] = (
+                grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+            )
+    return found
+
+
+def experts_of(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, one in found.items() if name.split(".")[-1] in wrappers.EXPERTS}
+
+
+def assert_close(found: Tensor, expected: Tensor, name: str) -> None:
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error < 1e-6, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("made", [whole_layer, Model], ids=["layer", "model"])
+@pytest.mark.parametrize("wrap", [*DDP, *FSDP])
+def test_gradients_of_experts_are_those_without_a_wrapper(
+    wrap: Wrap, made: Callable[[World], nn.Module]
+) -> None:
+    def rank_main(world: World) -> bool:
+        x = x_of(world.rank)
+        expected = experts_of(gradients(made(world), x))
+        found = experts_of(gradients(wrap(made(world)), x))
+        assert found.keys() == expected.keys()
+        assert len(found) == 4
+        for name, gradient in expected.items():
+            assert torch.equal(found[name], gradient), name
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def of_one_process(made: Callable[[World], nn.Module], ranks: int) -> dict[str, Tensor]:
+    """Gradients of the mean loss of all ranks' tokens, with all experts in one place."""
+    with alone() as world:
+        return gradients(made(world), torch.cat([x_of(rank) for rank in range(ranks)]))
+
+
+def assert_those_of_one_process(
+    found: dict[str, Tensor], expected: dict[str, Tensor], rank: int, ranks: int
+) -> None:
+    """Of experts, those of this of the ranks that share them."""
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        whole = expected[name]
+        if name in experts_of(expected):
+            whole = whole.chunk(ranks)[rank]
+        assert_close(gradient, whole, name)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "again"),
+    [(wrap, again) for wrap in (ddp, replicated, *FSDP) for again in (False, True)]
+    + [(fsdp1, False)],
+)
+def test_a_wrapped_model_has_the_gradients_of_one_process(wrap: Wrap, again: bool) -> None:
+    def made(world: World) -> nn.Module:
+        return Model(world, again)
+
+    def rank_main(world: World) -> bool:
+        model = wrap(made(world))
+        for _ in range(2):
+            gradients(model, x_of(world.rank))
+            model.zero_grad()
+        accumulated = gradients(model, x_of(world.rank))
+        training.reduce_expert_grads_(model.parameters(), world=world)
+        found = accumulated | experts_of(kept_gradients(model))
+        assert_those_of_one_process(found, of_one_process(made, 2), world.rank, 2)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+@pytest.mark.parametrize("wrap", [ddp, replicated, *FSDP])
+def test_steps_of_an_optimizer_are_those_of_one_process(wrap: Wrap) -> None:
+    def stepped(model: nn.Module, x: Tensor, world: World) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            training.reduce_expert_grads_(model.parameters(), world=world)
+            optimizer.step()
+        return {_OF_WRAPPERS.sub("", name): one for name, one in model.named_parameters()}
+
+    def rank_main(world: World) -> bool:
+        found = stepped(wrap(Model(world)), x_of(world.rank), world)
+        with alone() as here:
+            expected = stepped(Model(here), torch.cat([x_of(0), x_of(1)]), here)
+        assert isinstance(found["block.mlp.gate.weight"], DTensor) == (wrap in FSDP)
+        assert isinstance(found["block.mlp.shared_w1"], DTensor) == (wrap in FSDP)
+        values = {
+            name: one.full_tensor() if isinstance(one, DTensor) else one
+            for name, one in found.items()
+        }
+        with torch.no_grad():
+            assert_those_of_one_process(values, expected, world.rank, 2)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+@pytest.mark.parametrize("wrap", [*DDP, fsdp1, *FSDP])
+def test_experts_that_lie_whole_on_each_process_train_as_any_parameter_or_are_told_of(
+    wrap: Wrap,
+) -> None:
+    def rank_main(world: World) -> bool:
+        with alone() as here, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = wrap(Model(here))
+            gradients(model, x_of(world.rank))
+            if wrap not in DDP:
+                assert [str(one.message) for one in told if "MoELayer" in str(one.message)]
+                training.reduce_expert_grads_(model.parameters(), dist.group.WORLD, world=here)
+            else:
+                assert not told
+                training.reduce_expert_grads_(model.parameters(), world=here)
+            found = kept_gradients(model)
+        assert_those_of_one_process(found, of_one_process(Model, 2), 0, 1)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+@pytest.mark.parametrize("wrap", [ddp, replicated, fsdp1, *FSDP])
+def test_replicas_of_experts_are_told_of_once_and_reduced_over_their_group(wrap: Wrap) -> None:
+    def rank_main(world: World) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        replicas, peers = mesh["dp"].get_group(), mesh["ep"].get_group()
+        with (
+            moeos.init("twin", group=peers, deadline=60.0) as part,
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always")
+            model = wrap(nn.Sequential(Model(part), Model(part)))
+            gradients(model, x_of(world.rank))
+            with pytest.raises(ValueError, match="hold other experts"):
+                training.reduce_expert_grads_(model.parameters(), peers, world=part)
+            training.reduce_expert_grads_(model.parameters(), replicas, world=part)
+            found = kept_gradients(model)
+            rank = part.rank
+
+        def made(here: World) -> nn.Module:
+            return nn.Sequential(Model(here), Model(here))
+
+        assert_those_of_one_process(found, of_one_process(made, 4), rank, 2)
+        [text] = [str(one.message) for one in told if "MoELayer" in str(one.message)]
+        assert f"this is its rank {rank}" in text
+        return text
+
+    for text in ranks_of_torch(rank_main, 4):
+        assert "reduces gradients over 4 ranks" in text
+        assert "a world of size 2" in text
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp2])
+def test_nothing_is_told_of_experts_that_are_frozen_or_lie_on_all_ranks(wrap: Wrap) -> None:
+    def rank_main(world: World) -> bool:
+        with alone() as here, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wrap(Model(world))
+            frozen = Model(here)
+            frozen.block.mlp.requires_grad_(False)
+            wrap(frozen)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def test_sums_over_replicas_have_the_bits_of_all_and_leave_all_else_alone() -> None:
+    def rank_main(world: World) -> bool:
+        with alone() as here:
+            layer = whole_layer(here)
+            assert layer.b1 is not None
+            own = {name: torch.randn(one.shape) for name, one in layer.named_parameters()}
+            for name, parameter in layer.named_parameters():
+                parameter.grad = own[name].clone()
+            layer.w1.main_grad = torch.full_like(layer.w1, 2.0)  # type: ignore[attr-defined]
+            layer.w2.grad = own["w2"].mT.contiguous().mT  # not contiguous
+            if world.rank == 1:
+                layer.b1.grad = None
+            layer.b2.requires_grad_(False)  # type: ignore[union-attr]
+            training.reduce_expert_grads_(
+                layer.parameters(), dist.group.WORLD, world=here, average=False
+            )
+            for name, parameter in layer.named_parameters():
+                if name in ("w2", "b1"):
+                    continue
+                assert torch.equal(parameter.grad, own[name]), name  # type: ignore[arg-type]
+            summed = own["w2"].clone()
+            dist.all_reduce(summed)
+            assert torch.equal(layer.w2.grad, summed)
+            assert layer.w1.main_grad.eq(4.0).all()  # type: ignore[attr-defined, operator]
+            assert layer.b1.grad is not None
+            first = layer.b1.grad.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(layer.b1.grad, first)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
