@@ -629,7 +629,8 @@ def _require_dense(name: str, value: object) -> torch.Tensor:
     if not is_dynamo_compiling() and sharding.is_dtensor(tensor):
         raise TypeError(
             f"{name} is a DTensor, and a call takes each rank's own plain tensor: pass "
-            f"{name}.to_local(), or {name}.full_tensor() where this rank needs all of it"
+            f"{name}.to_local(), or {name}.full_tensor() where this rank needs all of it. Where "
+            "fully_shard has cut it, call the module that it wrapped, the layer or one around it"
         )
     return tensor
 

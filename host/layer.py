@@ -116,9 +116,10 @@ class Gate(nn.Module):
     ) -> None:
         taken = dict(state_dict)
         for name in ("weight", "bias", "selection_bias", "expert_scale"):
-            given = state_dict.get(prefix + name)
+            key, own = prefix + name, getattr(self, name, None)
+            given = state_dict.get(key)
             if isinstance(given, torch.Tensor):
-                taken[prefix + name] = sharding.everything(prefix + name, given)
+                taken[key] = sharding.for_parameter(key, given, own)
         super()._load_from_state_dict(taken, prefix, *others)
 
 
@@ -1074,7 +1075,7 @@ class MoELayer(nn.Module):
             given = taken.get(key)
             if not isinstance(given, torch.Tensor):
                 continue
-            whole = sharding.everything(key, given)
+            whole = sharding.for_parameter(key, given, shared)
             cuts = shared is not None and self._slicing.cuts
             taken[key] = self._cut(name, whole) if cuts else whole
             if shared is not None:

@@ -172,6 +172,13 @@ def everything(name: str, tensor: Any) -> Tensor:
     return _gathered(tensor)
 
 
+def for_parameter(name: str, given: Tensor, own: Tensor | None) -> Tensor:
+    """What PyTorch loads into a parameter that all ranks have whole, or that `fully_shard` has cut
+    between calls: of a DTensor `everything`, or itself.
+    """
+    return given if own is not None and is_dtensor(own) else everything(name, given)
+
+
 def _gathered(tensor: Any) -> Tensor:
     """All of a DTensor. As bytes where they are 8-bit floats, which gloo does not send."""
     plain: Tensor

@@ -138,8 +138,10 @@ def _wrap(place: str | type | None, name: str, wrapper: Callable[[Any], Any]) ->
     """Wraps a function of a class, or of a module, by its name, that somebody has imported."""
     where: Any = sys.modules.get(place) if isinstance(place, str) else place
     function = getattr(where, name, None)
-    if function is not None and not hasattr(function, "__wrapped__"):
-        setattr(where, name, functools.wraps(function)(wrapper(function)))
+    if function is not None and not hasattr(function, "spares_experts"):
+        made = functools.wraps(function)(wrapper(function))
+        made.spares_experts = True  # type: ignore[attr-defined]
+        setattr(where, name, made)
 
 
 def _without_experts(found: Any) -> Any:
@@ -168,10 +170,24 @@ def _with_views(made: Any) -> Any:
     """Around what makes a flat parameter of those that `FullyShardedDataParallel` found."""
 
     def make(state: Any, module: nn.Module, *args: Any, **options: Any) -> None:
+        if not state._use_orig_params:
+            _require_parameters(module, state._ignored_params)
         _tell_of_replicas("FullyShardedDataParallel", module, state.process_group)
         made(state, module, *args, **options)
 
     return make
+
+
+def _require_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Raises `ValueError` where views would take the place of a gate's parameters."""
+    gates = (layer._modules.get("gate") for layer in layers())
+    ours = {one for gate in gates if gate is not None for one in gate.parameters()}
+    if (ours - ignored).intersection(module.parameters()):
+        raise ValueError(
+            "FullyShardedDataParallel with use_orig_params=False makes plain tensors of a "
+            "MoELayer's parameters, which its calls would not find: pass use_orig_params=True, "
+            "or use fully_shard"
+        )
 
 
 def _with_mesh(made: Any) -> Any:

@@ -225,7 +225,7 @@ def test_copies_and_pickles_have_them(through: Callable[[MoELayer, World], MoELa
     "wrapped",
     [
         DistributedDataParallel,
-        lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+        lambda model: fully_shard(model[1], mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
     ],
     ids=["ddp", "fsdp2"],
 )

@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed._composable import replicate
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed._composable import replicate, replicate_with_fsdp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -107,6 +117,16 @@ def fsdp2_of_layers(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh) if not isinstance(model, MoELayer) else model
 
 
+def hybrid_fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+def replicated_by_fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
+    return replicate_with_fsdp.replicate(model, mesh=mesh)
+
+
 def fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
@@ -139,9 +159,7 @@ def kept_gradients(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters():
             grad: Any = parameter.grad
             assert grad is not None, name
-            found[_OF_WRAPPERS.sub("", name)] = (
-                grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
-            )
+            found[_OF_WRAPPERS.sub("", name)] = plain_of(grad).clone()
     return found
 
 
@@ -193,7 +211,7 @@ def assert_those_of_one_process(
 @pytest.mark.parametrize(
     ("wrap", "again"),
     [(wrap, again) for wrap in (ddp, replicated, *FSDP) for again in (False, True)]
-    + [(fsdp1, False)],
+    + [(wrap, False) for wrap in (hybrid_fsdp2, replicated_by_fsdp2, fsdp1)],
 )
 def test_a_wrapped_model_has_the_gradients_of_one_process(wrap: Wrap, again: bool) -> None:
     def made(world: World) -> nn.Module:
@@ -230,10 +248,7 @@ def test_steps_of_an_optimizer_are_those_of_one_process(wrap: Wrap) -> None:
             expected = stepped(Model(here), torch.cat([x_of(0), x_of(1)]), here)
         assert isinstance(found["block.mlp.gate.weight"], DTensor) == (wrap in FSDP)
         assert isinstance(found["block.mlp.shared_w1"], DTensor) == (wrap in FSDP)
-        values = {
-            name: one.full_tensor() if isinstance(one, DTensor) else one
-            for name, one in found.items()
-        }
+        values = {name: plain_of(one) for name, one in found.items()}
         with torch.no_grad():
             assert_those_of_one_process(values, expected, world.rank, 2)
         return True
@@ -336,6 +351,130 @@ def test_sums_over_replicas_have_the_bits_of_all_and_leave_all_else_alone() -> N
             first = layer.b1.grad.clone()
             dist.broadcast(first, 0)
             assert torch.equal(layer.b1.grad, first)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def plain_of(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_equal_parameters(one: nn.Module, other: nn.Module) -> None:
+    for (name, found), expected in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(plain_of(found), plain_of(expected)), name
+
+
+def cleared(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+@pytest.mark.parametrize("wrap", [plain, ddp, *FSDP])
+def test_what_fully_shard_has_cut_is_read_by_any_wrapper(wrap: Wrap, tmp_path: Path) -> None:
+    def rank_main(world: World) -> bool:
+        model, other = fsdp2(Model(world)), cleared(wrap(Model(world)))
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / "model")
+        inner = other.module if isinstance(other, DistributedDataParallel) else other
+        state = inner.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path / "model")
+        inner.load_state_dict(state)
+        assert_equal_parameters(other, model)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def test_functions_of_state_dicts_know_what_fully_shard_has_cut(tmp_path: Path) -> None:
+    def rank_main(world: World) -> bool:
+        model, other = fsdp2(Model(world)), cleared(fsdp2(Model(world)))
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        if world.rank == 0:
+            assert torch.equal(full["block.mlp.w1"], WEIGHTS.w1)
+            assert torch.equal(full["block.mlp.shared_w1"], WEIGHTS.shared_w1)
+            assert torch.equal(full["block.mlp.gate.weight"], WEIGHTS.gate)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(other, full, options=options)
+        assert_equal_parameters(other, model)
+
+        adam, adam_of_other = (torch.optim.AdamW(one.parameters()) for one in (model, other))
+        model(x_of(world.rank)).sum().backward()
+        adam.step()
+        saved = get_optimizer_state_dict(model, adam)
+        dcp.save(saved, checkpoint_id=tmp_path / "adam")
+        state = get_optimizer_state_dict(other, adam_of_other)
+        dcp.load(state, checkpoint_id=tmp_path / "adam")
+        set_optimizer_state_dict(other, adam_of_other, state)
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            first, second = adam.state[one]["exp_avg"], adam_of_other.state[two]["exp_avg"]
+            assert torch.equal(plain_of(first), plain_of(second))
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def test_a_layer_whose_weights_come_after_fully_shard_is_right() -> None:
+    def rank_main(world: World) -> bool:
+        with torch.device("meta"):
+            model = Model(world)
+        fsdp2(model).to_empty(device="cpu")
+        expected = Model(world)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        full = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, get_model_state_dict(expected, options=full), options=options)
+        assert torch.equal(model(x_of(world.rank)), expected(x_of(world.rank)))
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+class Mixed(nn.Module):
+    """A layer in bfloat16 amid float32."""
+
+    def __init__(self, world: World, **changes: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(CFG.hidden, CFG.hidden)
+        cfg = dataclasses.replace(CFG, dtype=torch.bfloat16, router_bias=False, **changes)
+        self.mlp = MoELayer(cfg, world).requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.before(x))
+        return y
+
+
+def test_mixed_precision_around_a_layer_is_right_or_refused() -> None:
+    def rank_main(world: World) -> bool:
+        mesh = init_device_mesh("cpu", (2,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        x = x_of(world.rank)
+        model = Mixed(world)
+        fully_shard(model.mlp, mesh=mesh)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        model(x).sum().backward()
+        assert isinstance(model.mlp.gate.weight.grad, DTensor)
+        with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+            fully_shard(Mixed(world), mesh=mesh, mp_policy=policy)(x)
+        with pytest.raises(TypeError, match=r"x has dtype torch\.bfloat16"):
+            fully_shard(Model(world), mesh=mesh, mp_policy=policy)(x)
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
+def test_what_fsdp_cannot_do_with_a_layer_is_refused_by_name() -> None:
+    def rank_main(world: World) -> bool:
+        x, device = x_of(world.rank), torch.device("cpu")
+        with pytest.raises(ValueError, match="pass use_orig_params=True"):
+            FullyShardedDataParallel(Model(world), device_id=device)
+        with pytest.raises(TypeError, match=r"gate\.weight is a Tensor and no parameter"):
+            fsdp1(Model(world, again=True))(x).sum().backward()
+        model = Model(world)
+        fsdp2(model)
+        with pytest.raises(TypeError, match="call the module that it wrapped"):
+            model.block.mlp(x)
         return True
 
     assert all(ranks_of_torch(rank_main, 2))

@@ -184,6 +184,26 @@ def test_a_layer_by_itself_may_be_wrapped() -> None:
     assert all(ranks_of_torch(rank_main, 2))
 
 
+@pytest.mark.parametrize("wrapped", [wrapped_by_ddp, wrapped_by_fsdp1])
+def test_slices_of_shared_experts_are_left_alone(
+    wrapped: Callable[[nn.Module], nn.Module],
+) -> None:
+    cfg = config(shared_experts=1, shared_intermediate=64)
+
+    def rank_main(world: World) -> bool:
+        torch.manual_seed(world.rank)
+        layer = MoELayer(cfg, world, parallel="tensor")
+        names = ("w1", "w2", "shared_w1", "shared_w2")
+        before = {name: getattr(layer, name).clone() for name in names}
+        wrapped(Block(layer))
+        for name, own in before.items():
+            assert torch.equal(getattr(layer, name), own), name
+            assert equal_on_all_ranks(own) == (world.rank == 0), name
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
+
+
 def test_what_ddp_was_told_to_ignore_is_still_ignored() -> None:
     def rank_main(world: World) -> bool:
         model = Model(world)
