@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shlex
 import sys
@@ -154,7 +155,8 @@ def _train(world: moeos.World, options: TrainOptions) -> int:
                     history.references.append(stock.step(step, pieces, SEQUENCES * LENGTH))
                     advance(step, loss, history.references[-1])
                 if options.save is not None and _is_saved(options, step + 1, plan.steps):
-                    saved.save(options.save, history, trained, stock)
+                    write = functools.partial(saved.save, options.save, history, trained, stock)
+                    failures.agree(world, write, "a save of the run")
     close = _conclude(world, plan, options) if speaks else True
     close = world.control.allgather(close, "the verdict of the training")[0]
     return failures.DONE if close else failures.ABOVE_TOLERANCE
@@ -204,6 +206,8 @@ def _prepare(world: moeos.World, options: TrainOptions) -> _Plan:
     history = History(seed, cfg.digest(), len(text))
     if options.resume is not None:
         history = _resumed(options, history, steps)
+    if options.save is not None:
+        options.save.mkdir(parents=True, exist_ok=True)
     return _Plan(cfg, steps, slice(first, end), text, history)
 
 
@@ -264,7 +268,8 @@ def _make(world: moeos.World, plan: _Plan, options: TrainOptions) -> tuple[Train
     trained = Trainer(model, world)
     beside = Trainer(stock.to(device), None) if world.rank == 0 else None
     if options.resume is not None:
-        saved.load(options.resume, plan.history, trained, beside)
+        read = functools.partial(saved.load, options.resume, plan.history, trained, beside)
+        failures.agree(world, read, "the saved run")
     return trained, beside
 
 

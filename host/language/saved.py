@@ -9,19 +9,24 @@ amid a save can go on from the save before. It knows nothing of how a step is ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import pickle
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from moeos import files
+from moeos.held_signals import HeldSignals
 from moeos.language.trainer import Trainer
 
 _COMPLETE = "run.json"
@@ -72,27 +77,37 @@ def read_history(folder: Path) -> History:
 def save(folder: Path, history: History, trained: Trainer, stock: Trainer | None) -> None:
     """Writes a run in place of the one that the folder holds. Collective; `stock` is rank 0's.
 
-    The one before counts until this one is complete, unless it is of the same step.
+    The one before counts until this one is complete, unless it is of the same step. Ctrl-C is
+    heard when it is: ranks that leave amid it get errors of each other's.
+
+    Raises `ValueError` or `OSError` where something cannot be written.
     """
     step = _step_of(folder, history)
-    if stock is not None and not _holds_another(folder, step):
-        (folder / _COMPLETE).unlink(missing_ok=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", f"{_ALONE}|{_AGAIN}")
-        state_dict_saver.save(_state_of(trained), checkpoint_id=step)
-    if stock is not None:
-        torch.save([stock.model.state_dict(), stock.optimizer.state_dict()], step / _STOCK)
-        files.replace(folder / _COMPLETE, json.dumps(dataclasses.asdict(history), indent=1) + "\n")
-        for other in folder.iterdir():
-            if other != step and _STEP.fullmatch(other.name):
-                shutil.rmtree(other)
+    remedy = "make room there, or name another folder with --save"
+    with HeldSignals():
+        if stock is not None and not _holds_another(folder, step):
+            (folder / _COMPLETE).unlink(missing_ok=True)
+        with warnings.catch_warnings(), _told(f"write the run into {step}", remedy):
+            warnings.filterwarnings("ignore", f"{_ALONE}|{_AGAIN}")
+            state_dict_saver.save(_state_of(trained), checkpoint_id=step)
+        if stock is not None:
+            torch.save([stock.model.state_dict(), stock.optimizer.state_dict()], step / _STOCK)
+            known = json.dumps(dataclasses.asdict(history), indent=1)
+            files.replace(folder / _COMPLETE, known + "\n")
+            for other in folder.iterdir():
+                if other != step and _STEP.fullmatch(other.name):
+                    shutil.rmtree(other)
 
 
 def load(folder: Path, history: History, trained: Trainer, stock: Trainer | None) -> None:
-    """Reads what `save` wrote into models and optimizers of the same shapes. Collective."""
+    """Reads what `save` wrote into models and optimizers of the same shapes. Collective.
+
+    Raises `ValueError` where a file is damaged or gone.
+    """
     step = _step_of(folder, history)
     state = _state_of(trained)
-    with warnings.catch_warnings():
+    remedy = "resume another run, or begin anew without --resume"
+    with HeldSignals(), warnings.catch_warnings(), _told(f"read the run in {step}", remedy):
         warnings.filterwarnings("ignore", _ALONE)
         state_dict_loader.load(state, checkpoint_id=step)
     set_state_dict(
@@ -102,9 +117,25 @@ def load(folder: Path, history: History, trained: Trainer, stock: Trainer | None
         optim_state_dict=state["optimizer"],
     )
     if stock is not None:
-        model, optimizer = torch.load(step / _STOCK, map_location="cpu", weights_only=True)
+        with _told(f"read {step / _STOCK}", remedy):
+            model, optimizer = torch.load(step / _STOCK, map_location="cpu", weights_only=True)
         stock.model.load_state_dict(model)
         stock.optimizer.load_state_dict(optimizer)
+
+
+@contextlib.contextmanager
+def _told(failed: str, remedy: str) -> Iterator[None]:
+    """Raises `ValueError` with one line in place of the tracebacks of all ranks."""
+    rank, cause = 0, None
+    try:
+        yield
+    except CheckpointException as error:
+        rank, cause = min((rank, found) for rank, (found, _) in error.failures.items())
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        cause = error
+    if cause is not None:
+        why = str(cause).strip().partition("\n")[0]
+        raise ValueError(f"rank {rank} cannot {failed}: {type(cause).__name__}: {why}; {remedy}")
 
 
 def _holds_another(folder: Path, step: Path) -> bool:

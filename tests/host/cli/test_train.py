@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from moeos.language import saved
 from moeos.language.trainer import Trainer
@@ -141,3 +143,55 @@ def test_saves_amid_a_run_need_a_folder_and_a_distance(config: Path, tmp_path: P
 def test_a_seed_and_a_plot_that_cannot_be_are_refused(config: Path, tmp_path: Path) -> None:
     assert refused(config, "--seed", -1) == "--seed is -1; allowed: 0 to 2147483647"
     assert "--plot" in refused(config, "--plot", tmp_path / "missing" / "loss.png")
+
+
+def _spoil(path: Path) -> None:
+    path.write_bytes(b"no checkpoint")
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, _spoil], ids=["gone", "damaged"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "stock.pt"])
+def test_a_saved_run_that_is_damaged_is_named_in_one_line(
+    config: Path, tmp_path: Path, name: str, spoil: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "run"
+    assert trained(config, "--steps", 1, "--save", folder)[0] == 0
+    spoil(folder / "step-1" / name)
+    said = refused(config, "--steps", 2, "--resume", folder)
+    assert said.startswith("rank 0 cannot read ")
+    assert str(folder / "step-1") in said
+    assert said.endswith("; resume another run, or begin anew without --resume")
+
+
+def test_a_run_that_cannot_be_saved_is_refused_before_it_begins(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refused(config, "--save", config) == f"{config}: File exists"
+    assert refused(config, "--save", config / "run") == f"{config / 'run'}: Not a directory"
+
+    def save(*_: object, checkpoint_id: Path) -> None:
+        whole(*_, checkpoint_id=config / "run")
+
+    whole = state_dict_saver.save
+    monkeypatch.setattr(state_dict_saver, "save", save)
+    code, _, err = trained(config, "--steps", 1, "--save", tmp_path / "run")
+    [line] = err.splitlines()
+    assert code == 2
+    assert line.startswith(f"moeos: rank 0 cannot write the run into {tmp_path / 'run'}")
+    assert line.endswith("; make room there, or name another folder with --save")
+
+
+def test_an_interrupt_amid_a_save_is_heard_behind_it(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    whole = state_dict_saver.save
+
+    def save(*arguments: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(state_dict_saver, "save", save)
+    code, _, err = trained(config, "--steps", 3, "--save", folder, "--save-every", 1)
+    assert (code, err) == (130, "")
+    assert len(saved.read_history(folder).losses) == 1
