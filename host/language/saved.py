@@ -21,9 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from moeos import files
 from moeos.held_signals import HeldSignals
@@ -82,6 +79,8 @@ def save(folder: Path, history: History, trained: Trainer, stock: Trainer | None
 
     Raises `ValueError` or `OSError` where something cannot be written.
     """
+    from torch.distributed.checkpoint import state_dict_saver
+
     step = _step_of(folder, history)
     remedy = "make room there, or name another folder with --save"
     with HeldSignals():
@@ -104,6 +103,9 @@ def load(folder: Path, history: History, trained: Trainer, stock: Trainer | None
 
     Raises `ValueError` where a file is damaged or gone.
     """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
     step = _step_of(folder, history)
     state = _state_of(trained)
     remedy = "resume another run, or begin anew without --resume"
@@ -126,6 +128,8 @@ def load(folder: Path, history: History, trained: Trainer, stock: Trainer | None
 @contextlib.contextmanager
 def _told(failed: str, remedy: str) -> Iterator[None]:
     """Raises `ValueError` with one line in place of the tracebacks of all ranks."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     rank, cause = 0, None
     try:
         yield
@@ -151,5 +155,7 @@ def _step_of(folder: Path, history: History) -> Path:
 
 
 def _state_of(trained: Trainer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     model, optimizer = get_state_dict(trained.model, trained.optimizer)
     return {"model": model, "optimizer": optimizer}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every module can be the first that a program imports; and who imports whom has an order."""
+"""Every module can be the first that a program imports; and who imports whom has an order.
+
+And the command imports nothing that takes long and that one of its subcommands alone needs.
+"""
 
 import re
 import subprocess
@@ -21,6 +24,8 @@ def imported(name):
     if child == 0:
         try:
             importlib.import_module(name)
+            if name == "moeos.cli.app" and "sympy" in sys.modules:
+                raise ImportError("the command starts a second later for what it does not need yet")
             os._exit(0)
         except BaseException:
             traceback.print_exc()
