@@ -8,6 +8,7 @@ all others may run beside them, and give way to them.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 from pathlib import Path
@@ -20,6 +21,9 @@ TESTS = Path(__file__).parent
 # A shell that starts a command in the background has it ignore interrupts, and all that it starts.
 # Tests interrupt what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What is imported stays, and so do the tests: nobody looks for garbage among them.
+gc.disable()
 
 # The store of torch.distributed asks DNS for the name of each peer, and answers nobody meanwhile.
 # A name server that is silent takes 10 s each time by default: longer than the tests' deadlines.
@@ -105,6 +109,11 @@ def below_tests(file: str) -> Path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place_of(file_of(item.nodeid)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

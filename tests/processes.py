@@ -9,6 +9,7 @@ import functools
 import gc
 import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -82,6 +85,17 @@ def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
+def _begin_child() -> None:
+    """What a forked process does first; its parent has stopped the collection of garbage."""
+    # What is here now is never collected in a child: the end of an object with a thread would
+    # wait there for one that only the parent has.
+    gc.freeze()
+    gc.enable()
+    # Not the handlers of who runs the tests, nor what nohup has had it ignore.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class ForkedRanks:
     """`function(rank)` in a forked process for each rank; `ended` collects what came of it.
 
@@ -92,9 +106,7 @@ class ForkedRanks:
     def __init__(self, function: Callable[[int], Any], size: int) -> None:
         self.processes = []
         self._outcomes = []
-        # What is here now is never collected in a child: the end of an object with a thread would
-        # wait there for one that only the parent has.
-        gc.freeze()
+        gc.disable()
         for rank in range(size):
             receiver, sender = _fork.Pipe(duplex=False)
             process = _fork.Process(target=self._live, args=(function, rank, sender), daemon=True)
@@ -102,7 +114,7 @@ class ForkedRanks:
             sender.close()
             self.processes.append(process)
             self._outcomes.append(receiver)
-        gc.unfreeze()
+        gc.enable()
 
     @staticmethod
     def _abort(process: multiprocessing.process.BaseProcess) -> None:
@@ -114,9 +126,7 @@ class ForkedRanks:
 
     @staticmethod
     def _live(function: Callable[[int], Any], rank: int, sender: Any) -> None:
-        # Not the handlers of who runs the tests, nor what nohup has had it ignore.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
+        _begin_child()
         try:
             outcome = function(rank)
         except Exception as error:
@@ -156,6 +166,10 @@ class ForkedRanks:
         return outcomes
 
 
+IMPORTED = "import gc; gc.disable(); import torch; gc.freeze(); gc.enable()\n"
+"""The begin of a program, which starts a quarter sooner: nobody looks through what it imports."""
+
+
 def launched(
     launcher: Sequence[str],
     program: str,
@@ -164,7 +178,8 @@ def launched(
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a Python program under a launcher of this environment, as the scripts in launch/ do."""
-    command = [str(BIN / launcher[0]), *launcher[1:], sys.executable, "-c", program, *arguments]
+    command = [str(BIN / launcher[0]), *launcher[1:], sys.executable, "-c", IMPORTED + program]
+    command += arguments
     shell = 'source "$0" && exec "$@"'
     return subprocess.run(
         ["bash", "-c", shell, str(ROOT / "launch" / "environment.sh"), *command],
@@ -186,3 +201,58 @@ def torchrun(
     with tempfile.TemporaryDirectory() as logs:  # it leaves a folder there in any case
         options = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--no-python"]
         return launched(["torchrun", *options], program, arguments, seconds)
+
+
+def forked(
+    ranks: int, program: str, *arguments: str, seconds: float = 200.0
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program on so many ranks, forked from this one, with torchrun's environment.
+
+    They start at once, with moeos imported; ranks of a launcher take two seconds of a core each.
+    As a launcher does, it tells the first failure, and ends all ranks when one is killed.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def live(rank: int) -> None:
+        _begin_child()
+        os.dup2(out.fileno(), 1)
+        os.dup2(complaints.fileno(), 2)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.argv = ["-c", *arguments]
+        torch.set_num_threads(1)  # those of the parent's that work beside it are not here
+        os.environ.update(torchrun_environment(rank, ranks, store.port))
+        os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+        os.environ.update(TORCHELASTIC_RUN_ID="none", TORCHELASTIC_USE_AGENT_STORE="True")
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as complaints:
+        gc.disable()
+        processes = [_fork.Process(target=live, args=(one,), daemon=True) for one in range(ranks)]
+        for process in processes:
+            process.start()
+        gc.enable()
+        status = _first_failure(processes, seconds)
+        out.seek(0)
+        complaints.seek(0)
+        return subprocess.CompletedProcess(program, status, out.read(), complaints.read())
+
+
+def _first_failure(processes: Sequence[multiprocessing.context.ForkProcess], seconds: float) -> int:
+    """The first exit code of processes that is not 0, when all have ended."""
+    living = {process.sentinel: process for process in processes}
+    status, ends = 0, time.monotonic() + seconds
+    while living:
+        ended = multiprocessing.connection.wait(living, ends - time.monotonic())
+        if not ended:
+            for process in living.values():
+                process.kill()
+            raise AssertionError(f"{len(living)} ranks did not end within {seconds} s")
+        for sentinel in ended:
+            process = living.pop(sentinel)
+            process.join()
+            status = status or process.exitcode or 0
+        if status < 0:
+            for process in living.values():
+                process.terminate()
+    return status

@@ -31,7 +31,14 @@ from moeos.faults import (
 )
 from tests.layers import Call, assert_matches, config, draw_call, draw_given_call, draw_weights
 from tests.nightly import all_but, at_night
-from tests.processes import ForkedRanks, free_port, mpirun, torchrun, torchrun_environment
+from tests.processes import (
+    ForkedRanks,
+    forked,
+    free_port,
+    mpirun,
+    torchrun,
+    torchrun_environment,
+)
 
 DEADLINE = 0.5
 RANKS = 4
@@ -463,7 +470,7 @@ with moeos.init("twin", deadline=10.0) as world:
 """
 
 
-@pytest.mark.parametrize("launch", [torchrun, at_night(mpirun)], ids=["torchrun", "mpirun"])
+@pytest.mark.parametrize("launch", [forked, at_night(torchrun), at_night(mpirun)])
 def test_a_started_program_takes_its_plan_from_the_environment(
     launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

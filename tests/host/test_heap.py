@@ -323,6 +323,7 @@ with moeos.init() as world:
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_of_mpirun_killed_while_it_holds_a_heap_leaves_no_memory_and_no_process() -> None:
     mark = f"moeos-test-{os.getpid()}-{time.monotonic_ns()}"
     before = shared_memory()

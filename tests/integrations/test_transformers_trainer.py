@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.test_transformers import PARALLEL, tiny
-from tests.processes import torchrun
+from tests.processes import forked
 
 RANKS = 2
 
@@ -108,7 +108,7 @@ def test_ranks_that_share_the_experts_have_the_losses_and_norms_of_transformers(
     """Gradients are clipped by the norm over all ranks, as Trainer takes it. With tp_size it
     refuses CPUs."""
     tiny("qwen3_moe", num_hidden_layers=2, **PARALLEL).save_pretrained(tmp_path / "model")
-    ended = torchrun(RANKS, SHARED, str(tmp_path))
+    ended = forked(RANKS, SHARED, str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     every = [json.loads(found) for found in re.findall(r"\[losses (\{.*?\})\]", ended.stdout)]
     assert len(every) >= 1, ended.stdout
@@ -121,7 +121,7 @@ def test_ranks_that_share_the_experts_have_the_losses_and_norms_of_transformers(
 
 @pytest.mark.timeout(300)
 def test_ranks_with_data_of_their_own_have_the_losses_of_eager_experts(tmp_path: Path) -> None:
-    ended = torchrun(RANKS, PROGRAM, str(tmp_path))
+    ended = forked(RANKS, PROGRAM, str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     # Ranks share stdout: what one of them prints may follow the other's on the same line.
     every = [json.loads(found) for found in re.findall(r"\[losses (\{.*?\})\]", ended.stdout)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo under mpirun: some processes, one table, one verdict, and one voice."""
+"""The demo, once under mpirun: some processes, one table, one verdict, and one voice."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.nightly import all_but
-from tests.processes import MOEOS, ROOT, mpirun
+from tests.processes import MOEOS, ROOT, forked, mpirun
 
 DEMO = str(ROOT / "configs" / "demo.toml")
 
@@ -48,13 +48,13 @@ def test_ranks_run_a_layer_on_documents_and_match_the_reference(size: int, tmp_p
 
 
 def test_one_ranks_wrong_output_fails_the_run() -> None:
-    ended = mpirun(2, ONE_WRONG_RANK + MOEOS, "run", DEMO, "--iterations", "2")
+    ended = forked(2, ONE_WRONG_RANK + MOEOS, "run", DEMO, "--iterations", "2")
     assert ended.returncode == 1
     assert "max relative error 5." in ended.stdout
 
 
 def test_what_all_ranks_refuse_is_one_line() -> None:
-    ended = mpirun(2, MOEOS, "run", DEMO, "--tokens", "600")
+    ended = forked(2, MOEOS, "run", DEMO, "--tokens", "600")
     assert ended.returncode == 2
     said = [line for line in ended.stderr.splitlines() if line.startswith("moeos")]
     assert said == ["moeos: tokens is 600; allowed: 0 to max_tokens, 512, of this rank"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of `launch/train` under its launchers: it keeps to stock PyTorch, and can go on."""
+"""The training of `launch/train`: it keeps to stock PyTorch, and can go on; also by launchers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.nightly import all_but
-from tests.processes import MOEOS, ROOT, mpirun, torchrun
+from tests.processes import MOEOS, ROOT, forked, mpirun, torchrun
 
 CONFIG = str(ROOT / "configs" / "train.toml")
 LAST = r"final loss (\d\.\d{4}), reference (\d\.\d{4})"
@@ -68,7 +68,7 @@ def test_ranks_keep_to_stock_pytorch_and_fewer_of_them_go_on(
 ) -> None:
     def trained(ranks: int, name: str, *arguments: object) -> dict[str, Any]:
         path = tmp_path / name
-        ended = mpirun(
+        ended = forked(
             ranks, MOEOS, "train", str(config), *map(str, arguments), "--json", str(path)
         )
         assert ended.returncode == 0, ended.stderr
@@ -98,11 +98,11 @@ def test_ranks_keep_to_stock_pytorch_and_fewer_of_them_go_on(
 def test_a_run_that_is_killed_goes_on_from_its_last_save_on_other_ranks(tmp_path: Path) -> None:
     folder, path = tmp_path / "run", tmp_path / "losses.json"
     asked = ("train", CONFIG, "--steps", "8", "--save", str(folder), "--save-every", "2")
-    ended = mpirun(2, KILLED_AMID_STEP_6 + MOEOS, *asked)
+    ended = forked(2, KILLED_AMID_STEP_6 + MOEOS, *asked)
     assert ended.returncode not in (0, 1, 2)
     saved = told(folder / "run.json")
     assert len(saved["losses"]) == 4
-    ended = mpirun(3, MOEOS, *asked, "--resume", str(folder), "--json", str(path))
+    ended = forked(3, MOEOS, *asked, "--resume", str(folder), "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     rest = told(path)
     assert rest["losses"][:4] == saved["losses"]
@@ -124,7 +124,7 @@ def test_torchrun_trains_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_a_rank_with_wrong_gradients_fails_the_run() -> None:
-    ended = mpirun(2, ONE_WRONG_RANK + MOEOS, "train", CONFIG, "--steps", "8")
+    ended = forked(2, ONE_WRONG_RANK + MOEOS, "train", CONFIG, "--steps", "8")
     assert ended.returncode == 1, ended.stderr
     [found] = re.findall(r"largest difference (\S+) up to step 8 \(tolerance", ended.stdout)
     assert float(found) > 0.02

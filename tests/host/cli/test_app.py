@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import moeos
 from moeos.cli.app import app
-from tests.processes import MOEOS, torchrun
+from tests.processes import MOEOS, forked
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -36,7 +36,7 @@ def test_the_script_and_the_package_start_the_same_command(start: list[str]) -> 
 
 
 def test_help_is_shown_once_by_all_ranks() -> None:
-    ended = torchrun(2, MOEOS, "run", "--help")
+    ended = forked(2, MOEOS, "run", "--help")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("Usage: ") == 1
 

@@ -26,7 +26,7 @@ from moeos.timeline.call import COMBINE, DISPATCH, NONE, ROUTE, CallTrace
 from moeos.tracing import RankTrace
 from tests.host import chrome_format, perfetto_reader
 from tests.host.cli import commands
-from tests.processes import MOEOS, ROOT, mpirun
+from tests.processes import MOEOS, ROOT, forked
 
 CONFIG = """
 hidden = 32
@@ -484,9 +484,9 @@ def test_a_trace_that_is_too_large_for_one_exchange_travels_in_pieces(
         assert arrived.received.tolist() == sent.received.tolist()
 
 
-def test_under_mpirun_rank_0_has_the_traces_of_all(config: Path, tmp_path: Path) -> None:
+def test_of_several_processes_rank_0_has_the_traces_of_all(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
-    ended = mpirun(2, MOEOS, "trace", str(config), "-o", str(out), "--backend", "twin")
+    ended = forked(2, MOEOS, "trace", str(config), "-o", str(out), "--backend", "twin")
     assert (ended.returncode, ended.stderr) == (0, "")
     events = chrome_format.check(json.loads(out.read_text()))
     processes = {event["pid"] for event in events if event.get("cat") == "part"}

@@ -19,7 +19,7 @@ from moeos.bench.studies.evaluate.study import EvaluationOptions
 from moeos.commands import provenance
 from moeos.engines.twin import sizes_of
 from tests.layers import deduplicated_rows
-from tests.processes import launched
+from tests.processes import forked
 
 COMMIT = {"id": "a" * 40, "changed_files": ["README.md"]}
 """Of all runs here, whatever becomes of the tree meanwhile."""
@@ -42,7 +42,7 @@ ROW_BYTES = 32 * 4
 
 
 def evaluate(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return launched(["mpirun", "-n", str(RANKS)], STUDY, ["--out", str(out), *TINY, *arguments])
+    return forked(RANKS, STUDY, "--out", str(out), *TINY, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from moeos.bench.report import report, straggler_plots, straggler_tables
 from moeos.bench.studies.straggler import study
 from moeos.bench.studies.straggler.study import StudyOptions
 from moeos.commands import output
-from tests.processes import ROOT, launched
+from tests.processes import ROOT, forked
 
 TINY = """
 hidden = 32
@@ -39,7 +39,7 @@ Found = tuple[dict[str, Any], str]
 
 
 def run_study(*arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    return launched(["mpirun", "-n", str(ranks)], STUDY, [*map(str, arguments)])
+    return forked(ranks, STUDY, *map(str, arguments))
 
 
 @pytest.fixture(scope="module")
