@@ -21,6 +21,7 @@ from moeos.errors import ConfigMismatch, PeerTimeout
 from moeos.launchers import Launch, detect
 from tests.nightly import at_night
 from tests.processes import (
+    IMPORTED,
     ForkedRanks,
     free_port,
     launched,
@@ -251,7 +252,7 @@ OF_TORCHRUN = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 def test_a_program_that_a_rank_starts_is_that_rank_and_its_start_counts() -> None:
     def child(without: Sequence[str]) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if name not in without}
-        program = [sys.executable, "-c", CHILD]
+        program = [sys.executable, "-c", IMPORTED + CHILD]
         return subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True)
 
     def rank_main(world: moeos.World) -> list[str]:
@@ -377,12 +378,16 @@ def test_an_mpi4py_that_finds_no_mpi_says_what_to_do() -> None:
 
 def test_moeos_and_a_world_need_no_package_of_the_extra_mpi() -> None:
     program = (
-        WITHOUT_MPI4PY + "import moeos\n"
+        IMPORTED + WITHOUT_MPI4PY + "import moeos\n"
         "with moeos.init('twin') as world: print(world.size)\n"
         "assert not [name for name in sys.modules if name.startswith('mpi4py.')]"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", IMPORTED + program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
     required = importlib.metadata.requires("moeos") or []

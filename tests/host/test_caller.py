@@ -15,7 +15,7 @@ import pytest
 
 from moeos import caller
 from moeos.caller import Caller
-from tests.processes import ROOT, ForkedRanks
+from tests.processes import IMPORTED, ROOT, ForkedRanks
 
 
 def fail() -> None:
@@ -111,7 +111,7 @@ def test_the_end_of_a_program_waits_a_while_for_what_was_given_up(
 ) -> None:
     """A thread that came back from C++ while the interpreter ends would end the process."""
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(call=call, patience=patience)],
+        [sys.executable, "-c", IMPORTED + PROGRAM.format(call=call, patience=patience)],
         cwd=ROOT,
         capture_output=True,
         text=True,

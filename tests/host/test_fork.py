@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT, free_port, mpirun, torchrun_environment
+from tests.processes import IMPORTED, ROOT, free_port, mpirun, torchrun_environment
 
 PROGRAM = """
 import gc, os, sys, threading, time
@@ -117,7 +117,7 @@ def started(
 ) -> subprocess.Popen[str]:
     """A rank that forks children which do this and that, also while a thread is in calls."""
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, alone, beside_calls],
+        [sys.executable, "-c", IMPORTED + PROGRAM, alone, beside_calls],
         env={**os.environ, **environment},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -191,7 +191,7 @@ print("done")
 
 def test_a_child_of_a_virtual_rank_is_refused_and_the_ranks_go_on() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", VIRTUAL],
+        [sys.executable, "-c", IMPORTED + VIRTUAL],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -27,7 +27,14 @@ from tests.layers import (
     draw_given_call,
     draw_weights,
 )
-from tests.processes import ROOT, ForkedRanks, free_port, shared_memory, torchrun_environment
+from tests.processes import (
+    IMPORTED,
+    ROOT,
+    ForkedRanks,
+    free_port,
+    shared_memory,
+    torchrun_environment,
+)
 
 DEADLINE = 0.5
 CFG = config(max_tokens=64)
@@ -268,7 +275,7 @@ def test_started_programs_end_with_the_sentence_when_one_never_calls() -> None:
     before, port = shared_memory(), free_port()
     programs = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", IMPORTED + PROGRAM],
             env={**os.environ, **torchrun_environment(rank, 2, port)},
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from tests.nightly import all_but
-from tests.processes import ROOT
+from tests.processes import IMPORTED, ROOT
 
 UNSHARE = ["unshare", "--mount", "--propagation", "private", "sh", "-ec"]
 
@@ -69,7 +69,7 @@ def on(machine: str, program: str, *arguments: str) -> subprocess.CompletedProce
             "sh",
             sys.executable,
             "-c",
-            program,
+            IMPORTED + program,
             *arguments,
         ],
         cwd=ROOT,

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a program does beside a layer: process pools, data loaders, event loops, hooks, exits.
 
-Each is a program of its own, since its children may import it, and ends within a limit.
+Where its children may import it, or it matters how it ends, it is a program of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.nightly import at_night
-from tests.processes import ROOT
+from tests.nightly import all_but, at_night
+from tests.processes import ROOT, forked
 
 HEAD = '''
 import asyncio, atexit, concurrent.futures, multiprocessing, os, signal, sys, threading, time
+import gc
+gc.disable()
 import torch, moeos
 from torch.utils.data import DataLoader, TensorDataset
+gc.freeze()
+gc.enable()
 
 torch.set_num_threads(1)
 cfg = moeos.MoEConfig(hidden=64, intermediate=64, experts=8, top_k=2, max_tokens=64)
@@ -58,8 +63,7 @@ def run(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def assert_ends_well(body: str, folder: Path) -> None:
-    ended = run(body, folder)
+def assert_ends_well(ended: subprocess.CompletedProcess[str]) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
@@ -87,12 +91,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", at_night("forkserver")])
+@pytest.mark.parametrize("method", ["fork", at_night("spawn"), at_night("forkserver")])
 def test_processes_of_a_pool_make_worlds_of_their_own_beside_the_parents(
     method: str, tmp_path: Path
 ) -> None:
     workers = 2 if method == "fork" else 1  # each of the others imports PyTorch for itself
-    assert_ends_well(POOLS.format(method=method, workers=workers), tmp_path)
+    assert_ends_well(run(POOLS.format(method=method, workers=workers), tmp_path))
 
 
 LOADERS = """
@@ -101,7 +105,7 @@ if __name__ == "__main__":
     with moeos.init(deadline=100.0) as world:
         layer = moeos.MoELayer(cfg, world)
         here = [layer(x) for (x,) in DataLoader(data, 50)]
-        loader = DataLoader(data, 50, num_workers=2, multiprocessing_context={method!r},
+        loader = DataLoader(data, 50, num_workers={workers}, multiprocessing_context={method!r},
                             persistent_workers={stays})
         for _ in range(2):
             there = [layer(x) for (x,) in loader]
@@ -114,18 +118,19 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", at_night("spawn"), "forkserver"])
 @pytest.mark.parametrize(
-    "stays",
-    [
-        pytest.param(False, id=""),
-        pytest.param(True, id="persistent", marks=pytest.mark.nightly),
-    ],
+    ("method", "stays"),
+    all_but(
+        [("fork", False), ("forkserver", True)],
+        itertools.product(["fork", "spawn", "forkserver"], [False, True]),
+    ),
 )
 def test_the_workers_of_a_data_loader_work_beside_a_world(
     method: str, stays: bool, tmp_path: Path
 ) -> None:
-    assert_ends_well(LOADERS.format(method=method, stays=stays), tmp_path)
+    workers = 2 if method == "fork" else 1
+    body = LOADERS.format(method=method, stays=stays, workers=workers)
+    assert_ends_well(run(body, tmp_path))
 
 
 LOOPS = """
@@ -158,8 +163,8 @@ print("done")
 """
 
 
-def test_an_event_loop_calls_a_layer_in_its_executor_and_cancels_who_waits(tmp_path: Path) -> None:
-    assert_ends_well(LOOPS, tmp_path)
+def test_an_event_loop_calls_a_layer_in_its_executor_and_cancels_who_waits() -> None:
+    assert_ends_well(forked(1, HEAD + LOOPS))
 
 
 HOOKS = """
@@ -182,10 +187,8 @@ print("done")
 """
 
 
-def test_an_error_of_a_hook_comes_out_of_the_call_and_the_next_call_is_right(
-    tmp_path: Path,
-) -> None:
-    assert_ends_well(HOOKS, tmp_path)
+def test_an_error_of_a_hook_comes_out_of_the_call_and_the_next_call_is_right() -> None:
+    assert_ends_well(forked(1, HEAD + HOOKS))
 
 
 EXITS = """
@@ -207,7 +210,6 @@ def calls():
     except RuntimeError as error:
         assert "closed" in str(error), error
 
-{early}
 world = moeos.init(deadline=100.0)
 layer = moeos.MoELayer(cfg, world)
 x = torch.randn(50, 64).bfloat16()
@@ -218,12 +220,18 @@ threading.Thread(target=calls).start()
 """
 
 
-def test_calls_and_closes_at_exit_work_or_raise_in_any_order(tmp_path: Path) -> None:
-    """A callback that was registered before moeos was imported runs when moeos has ended."""
-    for early, late in (("", "pass"), ("", "atexit.register(closes)"), ("", "closes()")):
-        ended = run(EXITS.format(early=early, late=late), tmp_path)
-        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "at exit True\n", ""), late
-    program = EXITS.format(early="", late="pass")
+@pytest.mark.parametrize(
+    "late", all_but(["atexit.register(closes)"], ["pass", "atexit.register(closes)", "closes()"])
+)
+def test_calls_and_closes_at_exit_work_or_raise_in_any_order(late: str, tmp_path: Path) -> None:
+    ended = run(EXITS.format(late=late), tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "at exit True\n", "")
+
+
+def test_a_callback_at_exit_from_before_moeos_was_imported_runs_behind_its_end(
+    tmp_path: Path,
+) -> None:
+    program = EXITS.format(late="pass")
     before_moeos = 'import atexit\natexit.register(lambda: report("behind moeos"))\n'
     path = tmp_path / "early.py"
     path.write_text(before_moeos + HEAD + program)

@@ -28,7 +28,7 @@ from moeos import MoELayer, PeerTimeout, TwinOptions, World
 from moeos.engines.twin_workspace import TwinWorkspace
 from moeos.held_signals import HeldSignals
 from tests.layers import assert_matches, config, draw_call, draw_weights
-from tests.processes import MOEOS, ROOT, ForkedRanks, free_port, torchrun_environment
+from tests.processes import IMPORTED, MOEOS, ROOT, ForkedRanks, free_port, torchrun_environment
 
 fork = multiprocessing.get_context("fork")
 
@@ -321,7 +321,6 @@ def interrupted(command: list[str], line: str) -> tuple[int, str]:
     ("body", "line", "again"),
     [
         pytest.param(IN_CALLS, "there", True, id="in-calls-again"),
-        pytest.param(WHILE_LAYERS_ARE_MADE, "there", True, id="while-made-again"),
         pytest.param(IN_PYTHON, "there", False, id="in-python"),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.nightly)
@@ -331,6 +330,7 @@ def interrupted(command: list[str], line: str) -> tuple[int, str]:
                 "in-calls": (IN_CALLS, "there", False),
                 "one-waits": (WHILE_ONE_WAITS, "there", False),
                 "one-waits-again": (WHILE_ONE_WAITS, "there", True),
+                "while-made-again": (WHILE_LAYERS_ARE_MADE, "there", True),
                 "while-made": (WHILE_LAYERS_ARE_MADE, "there", False),
                 "in-python-again": (IN_PYTHON, "there", True),
                 "in-destructors": (IN_DESTRUCTORS, "there", False),
@@ -343,7 +343,7 @@ def test_ctrl_c_ends_virtual_ranks_by_keyboard_interrupt_alone(
     body: str, line: str, again: bool
 ) -> None:
     program = PROGRAM.format(body=body, again=again)
-    status, printed = interrupted([sys.executable, "-c", program], line)
+    status, printed = interrupted([sys.executable, "-c", IMPORTED + program], line)
     assert status == -signal.SIGINT, printed  # a shell makes 130 of it
     assert printed.startswith("Traceback (most recent call last):"), printed
     assert printed.endswith("\nKeyboardInterrupt\n"), printed

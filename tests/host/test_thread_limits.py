@@ -21,7 +21,7 @@ import pytest
 import moeos
 from moeos import TwinOptions, World, thread_limits, virtual
 from tests.layers import assert_matches, config, draw_call, draw_weights
-from tests.processes import ROOT, ForkedRanks, free_port, torchrun_environment
+from tests.processes import IMPORTED, ROOT, ForkedRanks, free_port, torchrun_environment
 
 CFG = config(max_tokens=64)
 WEIGHTS = draw_weights(CFG)
@@ -114,7 +114,7 @@ thread.join()
 def test_with_one_openmp_thread_a_layer_needs_no_threads_but_its_own() -> None:
     """With more, libgomp ends a process that gets none, whoever it is that uses PyTorch."""
     ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_OPENMP],
+        [sys.executable, "-c", IMPORTED + WITHOUT_OPENMP],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tests.processes import IMPORTED
+
 LIBRARIES = {
     **dict.fromkeys(("vllm", "vllm_experts", "vllm_formats"), "vllm"),
     "torchtitan": "torchtitan",
@@ -48,7 +50,9 @@ def test_servers_find_the_plugins_by_their_entry_points() -> None:
     ],
 )
 def test_the_adapter_for_transformers_says_what_is_missing_or_too_old(gone: str, said: str) -> None:
-    program = f"import sys; sys.modules[{gone!r}] = None; import moeos.integrations.transformers"
+    program = IMPORTED + (
+        f"import sys; sys.modules[{gone!r}] = None; import moeos.integrations.transformers"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
