@@ -13,6 +13,12 @@ from tests.emulator.emulated import EmulatedLayer, assert_computes, build
 from tests.layers import assert_matches, coded_call, config, draw_given_call, draw_weights
 
 PATIENCE = 80
+SIZES: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "max_tokens": 200,
+    "weight_format": "fp8_block128",
+    "activation_format": "fp8_group128",
+}
 LAYERS: dict[str, tuple[dict[str, Any], int]] = {
     "gated, ranks, blocks that parts share": ({"hidden": 256, "intermediate": 320}, 2),
     "biases and channels": (
@@ -61,7 +67,7 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
     "slots of experts": ({"hidden": 128, "intermediate": 128, "capacity_factor": 4.0}, 2),
 }
 """Of a config, what is not usual, and its ranks."""
-IN_EVERY_RUN = ("gated, ranks, blocks that parts share", "biases and channels")
+IN_EVERY_RUN = ("gated, ranks, blocks that parts share",)
 
 
 @pytest.mark.parametrize(
@@ -73,28 +79,15 @@ IN_EVERY_RUN = ("gated, ranks, blocks that parts share", "biases and channels")
 )
 def test_outputs_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
     changes, ranks = LAYERS[name]
-    sizes = {
-        "dtype": torch.bfloat16,
-        "max_tokens": 200,
-        "weight_format": "fp8_block128",
-        "activation_format": "fp8_group128",
-    }
-    cfg = config(**(sizes | changes))
+    cfg = config(**(SIZES | changes))
     assert_computes(cfg, ranks, tmp_path, PATIENCE)
 
 
 def test_codes_that_the_caller_brings_are_sent_as_they_are(tmp_path: Path) -> None:
-    cfg = config(
-        dtype=torch.bfloat16,
-        hidden=256,
-        intermediate=128,
-        max_tokens=100,
-        weight_format="fp8_block128",
-        activation_format="fp8_group128",
-    )
+    cfg = config(**SIZES, hidden=256, intermediate=320)  # whose kernel the first layer has, too
     weights = draw_weights(cfg)
     emulated = EmulatedLayer(build(cfg, 2, 3, tmp_path), weights, 2, patience=PATIENCE)
-    for number, tokens in enumerate((100, 2)):
+    for number, tokens in enumerate((40, 2)):
         given = [draw_given_call(cfg, tokens - rank, 10 * number + rank) for rank in range(2)]
         calls = [coded_call(call) for call in given]
         outputs = emulated(calls, number)

@@ -167,6 +167,19 @@ LAYERS = {
         intermediate=64,
         ring_rows=1,  # so as few places as may be: those of 160 rows, and a tail
     ),
+    "cells as rings, places in turn": _layer(
+        2,
+        3,
+        6,
+        experts=4,
+        top_k=3,
+        max_tokens=260,
+        intermediate=136,
+        shared_experts=1,
+        shared_intermediate=64,
+        between_rows=1,
+        ring_rows=1,
+    ),
     "an fp32 router": _layer(1, 2, 2, top_k=3, router_dtype=torch.float32),
     "an fp32 router of many experts, in slices": _layer(
         1,
@@ -268,8 +281,7 @@ IN_EVERY_RUN = (
     "second GEMMs in halves",
     "long rows, a router in slices",
     "eight ranks, capacity",
-    "places between the products used in turn",
-    "cells as rings",
+    "cells as rings, places in turn",
     "an fp32 router of float16 tokens, in slices",
     "groups",
 )

@@ -35,13 +35,13 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         1,
     ),
     "two ranks": ({"hidden": 96, "intermediate": 64}, 2),
-    "float16, biases, a limit": (
+    "float16, biases, a limit, parts that are not whole": (
         {
             "dtype": torch.float16,
             "activation": "swigluoai",
             "swiglu_limit": 0.5,
-            "hidden": 64,
-            "intermediate": 64,
+            "hidden": 96,
+            "intermediate": 160,
             "bias": True,
         },
         1,
@@ -125,8 +125,7 @@ def check(
 
 
 IN_EVERY_RUN = (
-    "gated, parts that are not whole",
-    "float16, biases, a limit",
+    "float16, biases, a limit, parts that are not whole",
     "two ranks, a capacity, gelu",
 )
 """Each activation's kind and each type, with biases and without, of one rank and of two."""

@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Slicing]] = {
     ),
 }
 """Of a config, what is not usual."""
-IN_EVERY_RUN = ("two slices", "scattered")
+IN_EVERY_RUN = ("two slices",)
 
 
 @pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))

@@ -57,7 +57,6 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
 }
 """Of a config, what is not usual, and its ranks."""
 IN_EVERY_RUN = (
-    ("fp8_block128", "whole parts that overlap, biases"),
     ("nvfp4", "parts that are not whole, ranks"),
     ("fp8_block128", "shared experts of codes, ranks"),
 )
