@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 
-from moeos import jit, kernel_shape, machine_code
+from moeos import MoEConfig, jit, kernel_shape, machine_code
 from moeos.engines.cuda_arguments import RECORD_BYTES
 from moeos.jit import Kernel, compile_kernel, include_root, macros
 from moeos.kernel_shape import KernelShape, Transport
@@ -31,9 +31,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+LARGEST = KernelShape(
+    cfg=MoEConfig.from_toml(ROOT / "configs" / "deepseek-v3.toml"), world_size=8, processors=131
+)
+"""The kernel with the most code of those of configs/, whose registers are needed most."""
+
+
 @pytest.fixture(scope="module")
 def compilation(cache: Path) -> tuple[Kernel, str]:
-    """The small layer's kernel, compiled into `cache`, and its PTX: it takes a while, so once."""
+    """The largest kernel, compiled into `cache`, and its PTX: it takes a while, so once."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
     texts: list[str] = []
 
@@ -45,13 +51,20 @@ def compilation(cache: Path) -> tuple[Kernel, str]:
     compile_it = jit._compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "_compile", compile_and_note)
-        kernel = compile_kernel(shape(), cache)
+        kernel = compile_kernel(LARGEST, cache)
     return kernel, texts[0]
 
 
 @pytest.fixture(scope="module")
 def compiled(compilation: tuple[Kernel, str]) -> Kernel:
     return compilation[0]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    """The small layer's kernel."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    return compile_kernel(shape(), tmp_path_factory.mktemp("small"))
 
 
 def refuse(*arguments: object) -> Any:
@@ -106,7 +119,7 @@ def test_the_kernel_can_be_asked_for_where_it_lies(compiled: Kernel) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
 def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
-    compiled: Kernel, tmp_path: Path, transport: Transport
+    small: Kernel, tmp_path: Path, transport: Transport
 ) -> None:
     """A call that is not inlined would end that: see nvshmem_transport.hpp."""
     if transport == "nvshmem":
@@ -116,7 +129,7 @@ def test_a_kernel_with_remote_peers_keeps_its_registers_as_any_other(
             pytest.skip(str(error))
     made = compile_kernel(dataclasses.replace(shape(), transport=transport), tmp_path)
     assert made.report.keeps_registers
-    assert made.report.wgmma_instructions == compiled.report.wgmma_instructions
+    assert made.report.wgmma_instructions == small.report.wgmma_instructions
     # What NVSHMEM looks for when it fills in its state.
     for name in (b"nvshmemi_device_state_d", b"nvshmemi_device_lib_version_d"):
         assert (name in made.cubin) == (transport == "nvshmem")
@@ -144,7 +157,7 @@ def test_the_most_experts_and_choices_leave_registers_where_they_are(
     ],
 )
 def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
-    compiled: Kernel,
+    small: Kernel,
     tmp_path: Path,
     transport: Transport,
     once_bytes: int,
@@ -155,8 +168,8 @@ def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
     monkeypatch.setattr(kernel_shape, "DEDUP_TOKENS", 1)
     made = compile_kernel(dataclasses.replace(shape(), transport=transport, faults=True), tmp_path)
     assert made.report.keeps_registers
-    assert made.report.wgmma_instructions == compiled.report.wgmma_instructions
-    assert (b"WithFaults" in made.cubin, b"WithFaults" in compiled.cubin) == (True, False)
+    assert made.report.wgmma_instructions == small.report.wgmma_instructions
+    assert (b"WithFaults" in made.cubin, b"WithFaults" in small.cubin) == (True, False)
 
 
 def test_nvshmem_that_is_not_installed_is_named_with_what_to_install(
@@ -188,6 +201,7 @@ def test_the_report_says_what_the_launch_needs(compiled: Kernel) -> None:
     assert report.threads % 32 == 0
     assert 0 < report.os_bytes < report.shared_bytes <= 227 * 1024
     assert report.wgmma_instructions > 0
+    assert report.keeps_registers
     assert report.code_bytes == len(compiled.cubin)
     assert report.seconds > 0
     assert report.compiler.startswith("NVRTC 13.")
@@ -201,7 +215,7 @@ def test_the_second_time_the_kernel_comes_from_the_cache(
     compiled: Kernel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moeos.jit._compile", refuse)
-    assert compile_kernel(shape(), cache) == dataclasses.replace(compiled, cached=True)
+    assert compile_kernel(LARGEST, cache) == dataclasses.replace(compiled, cached=True)
 
 
 def test_a_kernel_in_a_damaged_file_is_compiled_again(
@@ -212,7 +226,7 @@ def test_a_kernel_in_a_damaged_file_is_compiled_again(
     path.write_bytes(path.read_bytes()[:-7])
     monkeypatch.setattr("moeos.jit._compile", refuse)
     with pytest.raises(AssertionError, match="must not be compiled"):
-        compile_kernel(shape(), copy)
+        compile_kernel(LARGEST, copy)
 
 
 def test_ranks_that_start_together_compile_once(tmp_path: Path) -> None:

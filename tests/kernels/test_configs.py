@@ -2,8 +2,8 @@
 """The GPU's kernel of every config: `moeos compile` makes it, and it keeps its registers.
 
 A register that is spilled, or a stack frame, costs time in every tile, and comes and goes with
-small changes. So some configs are compiled whenever the tests run, and all of them at night, side
-by side.
+small changes. Whenever the tests run, tests/host/test_jit.py compiles the config with the most
+code. All of them are compiled at night, side by side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from tests.host.cli import commands
-from tests.nightly import all_but
 from tests.processes import ROOT
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
@@ -55,8 +54,6 @@ KERNELS = [
     *((name + WITH_FP32_ROUTER, EVERYWHERE) for name in FP32_ROUTERS),
     *((name + WITH_SHARED, ranks) for name in SHARED_EXPERTS for ranks in (1, 2, EVERYWHERE)),
 ]
-IN_EVERY_RUN = (("deepseek-v3", EVERYWHERE),)
-"""The kernel with the most code."""
 SECONDS = 1100
 """For all kernels; one takes 10 to 20 on a core of its own, and others may work beside them."""
 
@@ -113,7 +110,8 @@ def compiled(
         return dict(zip(kernels, made, strict=True))
 
 
-@pytest.mark.parametrize(("name", "ranks"), all_but(IN_EVERY_RUN, KERNELS))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "ranks"), KERNELS)
 def test_the_kernel_neither_spills_nor_has_a_stack_frame(
     name: str, ranks: int, compiled: dict[tuple[str, int], Compiled]
 ) -> None:
@@ -125,6 +123,7 @@ def test_the_kernel_neither_spills_nor_has_a_stack_frame(
     assert report["wgmma_instructions"] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "ranks"), [(name, EVERYWHERE) for name in OF_THE_TWIN])
 def test_a_config_of_the_twin_alone_is_refused(
     name: str, ranks: int, compiled: dict[tuple[str, int], Compiled]
