@@ -463,7 +463,7 @@ FAULTS = {
     "torn_descriptors_are_run": Fault("explorer", "", seed=92),
     "empty_places_have_no_counts": Fault("explorer", "without a fault", seed=13),
     "partial_sums_are_not_awaited": Fault("explorer", "gives a wrong result"),
-    "sums_do_not_await_the_plan": Fault("explorer", ""),
+    "sums_do_not_await_the_plan": Fault("explorer", "", seed=629),
     "calls_end_with_one_list": Fault("two subscribers", "seed", seed=2002, takes_long=True),
 }
 
