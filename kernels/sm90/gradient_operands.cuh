@@ -113,9 +113,12 @@ inline void load_tile(const RankArguments& given, const Layout& layout, const Ta
   if (of_rows) {
     rows = find_gradient_rows(arguments, layout, task, lane - kWeightLanes);
   }
-  const auto fill = [&](u32 first, u32 end, const Box& weights, u32 weight_rows, auto place_at) {
-    fill_stages(Steps{first, end, steps}, (task.padded_rows + weight_rows) * kSwizzleBytes,
-                of_rows ? rows : weights, loader, place_at);
+  const auto fill = [&](u32 first, u32 end, Box box, u32 weight_rows, auto place_at) {
+    if (of_rows) {
+      box = rows;  // a copy: a choice of two would lie in memory
+    }
+    fill_stages(Steps{first, end, steps}, (task.padded_rows + weight_rows) * kSwizzleBytes, box,
+                loader, place_at);
   };
   if (task.kind == TaskKind::gemm0) {
     const u32 turn = steps / 2;

@@ -10,6 +10,7 @@
 #include "kernels/sm90/derivative.cuh"
 #include "kernels/sm90/gradient_operands.cuh"
 #include "kernels/sm90/mainloop.cuh"
+#include "kernels/sm90/ptx/load.cuh"
 #include "kernels/sm90/sinks.cuh"
 
 namespace moeos::sm90 {
@@ -84,30 +85,28 @@ inline void copy_inputs(const GradientRow& row, u32 part) {
   }
 }
 
-/// What h starts from: the biases of its columns, or zeros.
-inline void start_hidden(float (&d)[kFirstSums], const RankArguments& arguments, const Task& task,
-                         u32 part) {
-  const u64 bias = u64{task.local_expert} * kShape.w1_rows();
+/// Adds biases to h, in accumulators from `first` on. Behind the product, of which registers that
+/// wait for memory would take the room.
+inline void add_bias(float (&d)[kFirstSums], const GradientArguments& arguments, const Task& task,
+                     u32 part, u32 first) {
 #pragma unroll
-  for (u32 i = 0; i < kFirstSums; i += 4) {
-    float values[2] = {};
-    if constexpr (kBias) {
-      const u32 column = part * kValueColumns + i % kHalfSums * 2 + Machine::lane() % 4 * 2;
-      if (column < kShape.intermediate) {
-        const u64 at = bias + i / kHalfSums * kShape.intermediate + column;
-        const u32 pair = reinterpret_cast<const u32*>(arguments.b1)[at / 2];
-        values[0] = Element::low(pair);
-        values[1] = Element::high(pair);
-      }
+  for (u32 half = 0; half < kHalves; ++half) {
+    const u64 row = u64{task.local_expert} * kHalves + half;
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) {
+      const u32 i = half * kHalfSums + first + 4 * k;
+      const u32 column = part * kValueColumns + i % kHalfSums / 4 * 8 + Machine::lane() % 4 * 2;
+      const u32 pair = load_number(column < kShape.intermediate,
+                                   arguments.b1 + (row * kShape.intermediate + column) * 2);
+      d[i] += Element::low(pair);
+      d[i + 1] += Element::high(pair);
     }
-    d[i] = d[i + 2] = values[0];
-    d[i + 1] = d[i + 3] = values[1];
   }
 }
 
 /// Keeps activated values and the gradients before them, both times the row's weight, and the
 /// part's share of <dA, A>.
-inline void keep_derived(const float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums / 2],
+inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums / 2],
                          const GradientArguments& arguments, const Task& task, u32 part) {
   constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are 32 columns of two rows
 #pragma unroll
@@ -117,6 +116,9 @@ inline void keep_derived(const float (&d)[kFirstSums], const u32 (&d_values)[kHa
     float product = 0.0F;
 #pragma unroll
     for (u32 first = 2 * lower; first < kHalfSums; first += kGroup) {
+      if constexpr (kBias) {
+        add_bias(d, arguments, task, part, first);
+      }
       u32 values[4];
       u32 gates[4];
       u32 ups[4];
@@ -243,8 +245,7 @@ inline void compute_tile(const RankArguments& given, const Slot& slot, ReadyWord
         d_values[i] = Element::pack(d[2 * i], d[2 * i + 1]);
       }
     }
-    float d[kFirstSums];
-    start_hidden(d, arguments, task, word.part());
+    float d[kFirstSums] = {};
     multiply_tile(d, steps, group, shared, stage, kAsLanded);
     stamp_computed(shared, place);
     keep_derived(d, d_values, arguments, task, slot.word.part());

@@ -18,6 +18,7 @@ import torch
 
 from moeos import MoEConfig, jit, kernel_shape, machine_code
 from moeos.engines.cuda_arguments import RECORD_BYTES
+from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES
 from moeos.jit import Kernel, compile_kernel, include_root, macros
 from moeos.kernel_shape import KernelShape, Transport
 from tests.host.kernel_shapes import shape
@@ -170,6 +171,19 @@ def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
     assert made.report.keeps_registers
     assert made.report.wgmma_instructions == small.report.wgmma_instructions
     assert (b"WithFaults" in made.cubin, b"WithFaults" in small.cubin) == (True, False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kernel_of_gradients_keeps_its_registers_and_takes_what_the_host_packs(
+    ranks: int, bias: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
+    of_gradients = dataclasses.replace(shape(bias=bias), world_size=ranks, gradients=True)
+    made = compile_kernel(of_gradients, tmp_path)
+    assert made.report.keeps_registers
+    assert made.report.argument_bytes == GRADIENT_RECORD_BYTES
 
 
 def test_nvshmem_that_is_not_installed_is_named_with_what_to_install(

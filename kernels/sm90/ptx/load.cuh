@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loads that a condition does not turn into branches. Source: PTX ISA, "ld".
+#pragma once
+
+#include "runtime/base.hpp"
+
+namespace moeos::sm90 {
+
+/// Loads 4 bytes of global memory if `wanted`, else zeros.
+inline u32 load_number(bool wanted, const u8* from) {
+  u32 found;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "@p ld.global.u32 %0, [%2];\n"
+      "}"
+      : "=&r"(found)
+      : "r"(wanted ? 1U : 0U), "l"(from)
+      : "memory");
+  return found;
+}
+
+}  // namespace moeos::sm90
