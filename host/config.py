@@ -154,7 +154,7 @@ class MoEConfig:
             are multiplied as numbers of `dtype`, also with an `activation_format`.
         save: what a call that has a gradient keeps of the routed experts for its backward.
             "nothing": the first product is computed again. "preactivation": x w1^T + b1 of the
-            rows that this rank's experts have got, in a tensor that autograd saves. On the twin.
+            rows that this rank's experts have got, in a tensor that autograd saves.
         saved_rows: with `save="preactivation"` the most rows that a call keeps on a rank, an equal
             share of each source's; of a call in pieces, each piece. None: 1.25 times the rows that
             the rank gets where routing is even and all ranks pass as many tokens. What comes beyond

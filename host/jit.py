@@ -50,6 +50,7 @@ _FACTS = {
     "threads": "moeos::sm90::kThreads",
     "argument_bytes": "sizeof(moeos::sm90::RankArguments)",
 }
+_SAVING_FACTS = {**_FACTS, "argument_bytes": "sizeof(moeos::sm90::SavingArguments)"}
 _BACKWARD_FACTS = {**_FACTS, "argument_bytes": "sizeof(moeos::sm90::GradientArguments)"}
 
 
@@ -117,7 +118,7 @@ def compile_kernel(shape: KernelShape, cache: Path | None = None) -> Kernel:
     nvrtc = _load_nvrtc()
     root = include_root()
     entry = _BACKWARD_ENTRY if shape.gradients else _ENTRY
-    facts = _BACKWARD_FACTS if shape.gradients else _FACTS
+    facts = _BACKWARD_FACTS if shape.gradients else _SAVING_FACTS if shape.saves else _FACTS
     unit = _unit(entry, facts)
     options = [f"--gpu-architecture={shape.arch}", *_OPTIONS]
     options += [f"-DMOEOS_{name}={value}" for name, value in macros(shape).items()]
@@ -233,6 +234,7 @@ def macros(shape: KernelShape) -> dict[str, str]:
         "TRANSPORT": get_args(Transport).index(shape.transport),
         "FAULTS": int(shape.faults),
         "GRADIENTS": int(shape.gradients),
+        "SAVES": int(shape.saves),
     }
     return {name: str(value) for name, value in values.items()}
 

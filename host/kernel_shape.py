@@ -89,6 +89,8 @@ class KernelShape:
             no code for that.
         arch: one of `ARCHITECTURES`.
         gradients: whether its calls are of gradients; `cfg` is the layer's all the same.
+        saves: whether a forward call saves what its first product made, or one of gradients finds
+            it saved.
 
     Raises:
         ValueError: the GPU does not have this layer yet; the message says what it has.
@@ -105,6 +107,7 @@ class KernelShape:
     faults: bool = False
     arch: str = ARCHITECTURES[0]
     gradients: bool = False
+    saves: bool = False
 
     def __post_init__(self) -> None:
         check_supported(self.cfg)

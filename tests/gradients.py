@@ -14,6 +14,9 @@ from tests.layers import Call, Weights
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
 """The largest relative Frobenius error of a gradient."""
+AT_A_LIMIT = 3e-2
+"""The same where what is saved has been rounded, and an activation has a limit that many numbers
+are near: some come to its other side, and have a gradient or lose theirs."""
 
 Gradients = dict[str, Tensor]
 """By the name of a parameter, or of an argument of a call."""
@@ -135,6 +138,10 @@ def assert_match(
 ) -> None:
     """`names`: of the gradients that are looked at; None: all."""
     cfg = weights.cfg
+    rounds = cfg.save == "preactivation" and cfg.dtype is not torch.float32
+    tolerance = TOLERANCE[cfg.dtype]
+    if rounds and cfg.swiglu_limit is not None:
+        tolerance = AT_A_LIMIT
     for call in calls:
         assert weights.sure(call).all(), "draw other tokens: fp32 may route one otherwise"
     for rank, (mine, expected) in enumerate(zip(found, expected_of(weights, calls), strict=True)):
@@ -145,4 +152,4 @@ def assert_match(
                 assert name not in mine  # the caller's routing says nothing of the gate
                 continue
             error = reference.relative_error(mine[name], wanted)
-            assert error <= TOLERANCE[cfg.dtype], f"rank {rank}, {name}: error {error:.2e}"
+            assert error <= tolerance, f"rank {rank}, {name}: error {error:.2e}"

@@ -20,7 +20,14 @@ from moeos import _runtime, calls, cuda_driver, jit, kernel_shape
 from moeos.config import MoEConfig
 from moeos.control import name_ranks, raise_together
 from moeos.counters import CallStats
-from moeos.engines import cuda_chain, cuda_clock, cuda_gradients, cuda_records, cuda_wait
+from moeos.engines import (
+    cuda_chain,
+    cuda_clock,
+    cuda_gradients,
+    cuda_records,
+    cuda_wait,
+    saved_tensors,
+)
 from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory
 from moeos.engines.cuda_arguments import (
     ADDRESS_ALIGNMENT,
@@ -28,8 +35,13 @@ from moeos.engines.cuda_arguments import (
     WEIGHT_TYPES,
     ArgumentPacker,
 )
-from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, GradientPacker
-from moeos.engines.cuda_gradients import CudaGradients
+from moeos.engines.cuda_gradient_arguments import (
+    GRADIENT_RECORD_BYTES,
+    SAVING_RECORD_BYTES,
+    GradientPacker,
+    SavingPacker,
+)
+from moeos.engines.cuda_gradients import CudaGradients, CudaSaving
 from moeos.engines.cuda_kernel import Launch, LoadedKernel
 from moeos.engines.cuda_peers import Peers
 from moeos.engines.cuda_workspace import CudaWorkspace
@@ -38,8 +50,8 @@ from moeos.failure import different_calls, exception_of
 from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
-from moeos.placement import Placement
-from moeos.saved_rows import SavedRows
+from moeos.placement import Placement, experts_of
+from moeos.saved_rows import SavedRows, saved_rows
 from moeos.sizes import routed_alone
 from moeos.slicing import WHOLE, Slicing
 from moeos.tracing import RankTrace
@@ -120,6 +132,9 @@ class CudaEngine:
             self._by_nvshmem = peers.transport == "nvshmem"
             self._shape = self._agree(lambda: self._shape_of(cfg, peers), "the sizes of a layer")
             self._last = self._shape  # of the last call
+            rank, holders = slicing.place(world.rank, world.size)
+            own = experts_of(cfg, rank, holders, placement)
+            self._saved_rows = saved_rows(cfg, holders, len(own))
             # Every rank asks for it, so that all wait for the compiler and none for a rank.
             kernel = self._agree(lambda: jit.compile_kernel(self._shape), "the compiled kernel")
             self.report = kernel.report
@@ -170,8 +185,8 @@ class CudaEngine:
 
     @property
     def saved_rows(self) -> SavedRows:
-        """See `Engine.saved_rows`: none yet."""
-        return SavedRows(0)
+        """See `Engine.saved_rows`."""
+        return self._saved_rows
 
     def room_for_sums(
         self, parameter: torch.Tensor, pieces: int, main_grad: torch.Tensor | None
@@ -251,7 +266,10 @@ class CudaEngine:
             return
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            shape = dataclasses.replace(self._shape, gradients=True)
+            saves = self._shape.cfg.save == "preactivation"
+            if saves and held.saving is None:
+                held.saving = self._make_saving()
+            shape = dataclasses.replace(self._shape, gradients=True, saves=saves)
             kernel = self._agree(lambda: jit.compile_kernel(shape), "the kernel of gradients")
             assert cuda_gradients.sizes_agree(self._shape.sizes, shape.sizes)
             key = (shape.cfg, shape.places, "gradients")
@@ -276,6 +294,23 @@ class CudaEngine:
             held.gradients = made
             torch.cuda.synchronize()
 
+    def _make_saving(self) -> CudaSaving:
+        """Of calls in the layer's own buffers, with another kernel."""
+        shape, mine = dataclasses.replace(self._shape, saves=True), self._mine
+        kernel = self._agree(lambda: jit.compile_kernel(shape), "the kernel that saves rows")
+
+        def make() -> CudaSaving:
+            packer = SavingPacker(self._packer(shape.cfg, shape.sizes))
+            return CudaSaving(shape, packer, self._load(kernel, shape, mine.kernels))
+
+        made = self._agree(make, "the loading of the kernel that saves rows")
+        arguments = made.arguments
+        arguments.use(self._shared.buffers(mine))
+        self._shared.add(made, _nothing, lambda: arguments.use(self._shared.buffers(mine)))
+        if made.kernel is not None:
+            arguments.pack_code(*made.kernel.code)
+        return made
+
     def _record(self, tensors: CallTensors) -> Recording:
         rows, most = tensors.x.shape[0], self._shape.cfg.max_tokens
         tokens = rows
@@ -284,16 +319,19 @@ class CudaEngine:
         slots = self._shape.cfg.slots
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         identity = calls.identity(self._number, tensors.pieces)
+        rule, w1_rows = self._saved_rows, self._shape.cfg.w1_rows
         with torch.cuda.device(self._device):
+            saved = saved_tensors.room_for(rule, w1_rows, tensors.x, tensors.pieces)
+            shares = saved_tensors.shares_of(rule, saved, tensors.x, tensors.pieces)
             readable = self._readable(tensors)
             for number, piece in enumerate(pieces_of(readable, most)):
-                self._piece(piece, identity)
+                self._piece(piece, identity, shares[number])
                 here = min(max(0, rows - number * most), most)
                 tables = self._shared.buffers(self._mine).tables
                 found.append(cuda_gradients.routing_in(tables, self._offsets, here, slots))
                 self._note_more()
         ids, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return Recording(ids, weights, tokens, tensors.x.new_empty((0, self._shape.cfg.w1_rows)))
+        return Recording(ids, weights, tokens, saved)
 
     def _backward(self, tensors: GradientTensors) -> None:
         made = self._holdings.gradients
@@ -303,25 +341,37 @@ class CudaEngine:
         require_memory(tensors)  # which may be gone since the forward call
         if tensors.d_out.data_ptr() % ADDRESS_ALIGNMENT != 0:
             tensors = tensors._replace(d_out=tensors.d_out.clone())
+        if tensors.saved.data_ptr() % ADDRESS_ALIGNMENT != 0:
+            tensors = tensors._replace(saved=tensors.saved.clone())
+        shares = saved_tensors.shares_to_load(
+            self._saved_rows, self._shape.cfg.w1_rows, tensors, self._world.rank
+        )
         identity = calls.identity(self._number, tensors.pieces, backward=True)
         adds = tensors.pieces > 1
         with torch.cuda.device(self._device):
             tensors.d_topk_weights.zero_()
             tensors.d_x[tensors.tokens :].zero_()
-            for piece in gradient_pieces_of(tensors, self._shape.cfg.max_tokens):
+            pieces = gradient_pieces_of(tensors, self._shape.cfg.max_tokens)
+            for piece, share in zip(pieces, shares, strict=True):
                 if adds:
                     piece = cuda_gradients.with_own_weights(piece)
-                self._gradient_piece(made, piece, identity)
+                self._gradient_piece(made, piece, share, identity)
                 if adds:
                     cuda_gradients.add_weights(tensors, piece)
 
-    def _gradient_piece(self, made: CudaGradients, piece: GradientTensors, identity: int) -> None:
+    def _gradient_piece(
+        self,
+        made: CudaGradients,
+        piece: GradientTensors,
+        share: saved_tensors.Share,
+        identity: int,
+    ) -> None:
         if self._faults.late:
             self._faults.before_call()
         self._last = made.shape
         sent_bytes = made.shape.sizes.sent_bytes
         sent = torch.empty((piece.tokens, sent_bytes), dtype=torch.uint8, device=self._device)
-        made.arguments.pack(piece, sent, identity)
+        made.arguments.pack(piece, share, sent, identity)
         self._start(made, identity)
         if cuda_gradients.wants_weights(piece):
             made.make_weights(torch._C._cuda_getCurrentRawStream(self._device.index))
@@ -359,17 +409,26 @@ class CudaEngine:
             self._placement,
         )
 
-    def _piece(self, tensors: CallTensors, identity: int) -> None:
-        """Launches a piece of a call; the engine's device is the current one."""
+    def _piece(
+        self, tensors: CallTensors, identity: int, share: saved_tensors.Share | None = None
+    ) -> None:
+        """Launches a piece of a call; the engine's device is the current one. `share`: where it
+        saves rows, in a layer that does.
+        """
         if self._faults.late:
             self._faults.before_call()
         if not self._adds_bias:
             tensors = self._without_b2(tensors)
         self._last = self._shape
-        self._holdings.arguments.pack(tensors, identity)
-        self._start(self._holdings, identity)
+        saving = self._holdings.saving
+        if share is None or saving is None:
+            self._holdings.arguments.pack(tensors, identity)
+            self._start(self._holdings, identity)
+        else:
+            saving.arguments.pack(tensors, share, identity)
+            self._start(saving, identity)
 
-    def _start(self, held: CudaHoldings | CudaGradients, identity: int) -> None:
+    def _start(self, held: CudaHoldings | CudaSaving | CudaGradients, identity: int) -> None:
         """Launches the call that has been packed; the engine's device is the current one."""
         if self._virtual:
             self._launch_together(held, identity)
@@ -480,7 +539,8 @@ class CudaEngine:
         self, kernel: Kernel, shape: KernelShape, kernels: dict[bytes, LoadedKernel]
     ) -> LoadedKernel | None:
         """The kernel, which layers of one shape share: `kernels` has those of this shape."""
-        record_bytes = GRADIENT_RECORD_BYTES if shape.gradients else RECORD_BYTES
+        record_bytes = SAVING_RECORD_BYTES if shape.saves else RECORD_BYTES
+        record_bytes = GRADIENT_RECORD_BYTES if shape.gradients else record_bytes
         if kernel.report.argument_bytes != record_bytes:
             raise RuntimeError(
                 f"the kernel takes {kernel.report.argument_bytes} bytes of arguments for each rank "
@@ -494,7 +554,9 @@ class CudaEngine:
             kernels[kernel.cubin] = LoadedKernel(kernel, blocks, self._by_nvshmem, name=name)
         return kernels[kernel.cubin]
 
-    def _launch_together(self, held: CudaHoldings | CudaGradients, identity: int) -> None:
+    def _launch_together(
+        self, held: CudaHoldings | CudaSaving | CudaGradients, identity: int
+    ) -> None:
         """Launches the call of all virtual ranks, ordered behind and before each rank's stream.
 
         A failure that any of them has been shown raises on all.
@@ -548,6 +610,8 @@ class CudaHoldings:
             virtual ranks but rank 0.
         captured: whether a call of the layer is part of a graph, which may be replayed.
         gradients: what calls of gradients have; None before the first one is asked for.
+        saving: what forward calls have that save rows for them; None likewise, and in a layer whose
+            calls save nothing.
     """
 
     records: torch.Tensor
@@ -565,6 +629,7 @@ class CudaHoldings:
         self.gate = shared.gate
         self.captured = False
         self.gradients: CudaGradients | None = None
+        self.saving: CudaSaving | None = None
         self._shared = shared
         self._faults = faults
         self._offsets = offsets
@@ -606,6 +671,9 @@ class CudaHoldings:
                 if not self._shared.on_gpu.launches.wait():
                     return False
         self._shared.remove(self)
+        if self.saving is not None:
+            self._shared.remove(self.saving)
+            self.saving = None
         if self.gradients is not None:
             self._shared.remove(self.gradients)
             self.gradients.unload()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that a launch of a call of gradients is given: `GradientArguments` of
-kernels/sm90/gradient_arguments.cuh, for one rank.
+"""The bytes that launches for calls of gradients are given, for one rank: of a forward call that
+saves `SavingArguments` of kernels/sm90/arguments.cuh, and of a call of gradients
+`GradientArguments` of kernels/sm90/gradient_arguments.cuh.
 
 The only file that knows the order of what stands behind `RankArguments`. It launches nothing.
 """
@@ -24,6 +25,7 @@ from moeos.engines.cuda_arguments import (
     Box,
     RankBuffers,
 )
+from moeos.engines.saved_tensors import Share
 from moeos.kernel_shape import DEPTH, ORDERED_ROWS, VALUE_COLUMNS
 
 _MAPS = (
@@ -31,11 +33,47 @@ _MAPS = (
     *("d_hidden",) * len(CELL_BOX_ROWS),
     *("values", "inputs", "w1", "w1_ordered", "w2"),
 )
+_SAVED = struct.Struct("<QI")  # saved, saved_of_source
+SAVING_RECORD_BYTES = RECORD_BYTES + MAP_ALIGNMENT
+"""Of one rank's record of a forward call that saves, and of the begin of every other here."""
 # d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2, blocks
 _CALL = struct.Struct("<7QI")
-_CALL_AT = RECORD_BYTES + len(_MAPS) * MAP_BYTES
+_CALL_AT = SAVING_RECORD_BYTES + len(_MAPS) * MAP_BYTES
 GRADIENT_RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
+
+
+class SavingPacker:
+    """Packs one rank's records of calls that save, or find what was saved.
+
+    Args:
+        of_rank: packs what stands before: of the same layer and sizes, and nobody else's.
+
+    Attributes:
+        record: uint8 [SAVING_RECORD_BYTES], what `pack` has made; the next `pack` changes it.
+    """
+
+    def __init__(self, of_rank: ArgumentPacker) -> None:
+        self._of_rank = of_rank
+        self.record = numpy.zeros(SAVING_RECORD_BYTES, dtype=numpy.uint8)
+        self._bytes = memoryview(self.record)  # type: ignore[arg-type]
+
+    def pack_code(self, address: int, size: int) -> None:
+        """See `ArgumentPacker.pack_code`."""
+        self._of_rank.pack_code(address, size)
+
+    def use(self, buffers: RankBuffers) -> None:
+        """See `ArgumentPacker.use`."""
+        self._of_rank.use(buffers)
+
+    def pack(self, tensors: CallTensors, share: Share, identity: int) -> None:
+        """Makes `record` that of a call; `share`: where its rows are saved.
+
+        Raises what `ArgumentPacker.pack` raises.
+        """
+        self._of_rank.pack(tensors, identity)
+        self._bytes[:RECORD_BYTES] = self._of_rank.record.tobytes()
+        _SAVED.pack_into(self._bytes, RECORD_BYTES, share.rows.data_ptr(), share.of_source)
 
 
 class GradientPacker:
@@ -60,6 +98,7 @@ class GradientPacker:
         self._cfg = cfg
         self._sizes = sizes
         self._of_rank = of_rank
+        self._saving = SavingPacker(of_rank)
         self._blocks = blocks
         self._weights: tuple[int, int] | None = None  # the addresses that are packed
         self.record = numpy.zeros(GRADIENT_RECORD_BYTES, dtype=numpy.uint8)
@@ -93,9 +132,9 @@ class GradientPacker:
             inputs = self._rows(copies, kept, 2 * cfg.hidden, DEPTH, sizes.hidden_bytes)
         self._place(_MAPS.index("inputs"), inputs)
 
-    def pack(self, tensors: GradientTensors, sent: Tensor, identity: int) -> None:
-        """Makes `record` that of a call; `sent`: uint8 [rows, `Sizes.sent_bytes`], memory for the
-        rows that are sent.
+    def pack(self, tensors: GradientTensors, share: Share, sent: Tensor, identity: int) -> None:
+        """Makes `record` that of a call; `share`: what was saved for it; `sent`: uint8
+        [rows, `Sizes.sent_bytes`], memory for the rows that are sent.
 
         Raises what `ArgumentPacker.pack` raises.
         """
@@ -112,8 +151,8 @@ class GradientPacker:
             w2=t.w2,
             b2=t.b2,
         )
-        self._of_rank.pack(call, identity)
-        self._bytes[:RECORD_BYTES] = self._of_rank.record.tobytes()
+        self._saving.pack(call, share, identity)
+        self._bytes[:SAVING_RECORD_BYTES] = self._saving.record.tobytes()
         weights = t.w1.data_ptr(), t.w2.data_ptr()
         if weights != self._weights:
             self._pack_weights(t.w1, t.w2)
@@ -138,5 +177,5 @@ class GradientPacker:
         return self._of_rank.encode("the heap", address, rows, columns, box, row_bytes)
 
     def _place(self, index: int, tensor_map: bytes) -> None:
-        at = RECORD_BYTES + index * MAP_BYTES
+        at = SAVING_RECORD_BYTES + index * MAP_BYTES
         self._bytes[at : at + MAP_BYTES] = tensor_map

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer on a GPU has for calls of gradients: a kernel of its own, its arguments, and the
-launch behind it that makes the gradients of weights.
+launch behind it that makes the gradients of weights. And what it has for forward calls that save
+rows for these.
 
 It knows bytes and kernels, and nothing of ranks or of the order of launches.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 from moeos import _runtime
 from moeos.config import MoEConfig
 from moeos.engines.base import GradientTensors
-from moeos.engines.cuda_gradient_arguments import GradientPacker
+from moeos.engines.cuda_gradient_arguments import GradientPacker, SavingPacker
 from moeos.engines.cuda_kernel import Launch, LoadedKernel
 from moeos.kernel_shape import KernelShape
 
@@ -25,13 +26,26 @@ def why_none(cfg: MoEConfig, *, placed: bool, remote: bool) -> str | None:
         return f" of layers with zero_experts {rest}"
     if cfg.apply_router_weight_on_input:
         return f" of layers with apply_router_weight_on_input {rest}"
-    if cfg.save != "nothing":
-        return f" of layers with save={cfg.save!r} {rest}; or make the layer with save='nothing'"
     if placed:
         return f" of layers with a placement {rest}"
     if remote:
         return f" where a peer is not reached by direct stores {rest}"
     return None
+
+
+class CudaSaving:
+    """One layer's forward calls on one rank that save rows.
+
+    Attributes:
+        arguments, launch, kernel: as those of `CudaHoldings`.
+    """
+
+    def __init__(
+        self, shape: KernelShape, arguments: SavingPacker, kernel: LoadedKernel | None
+    ) -> None:
+        self.arguments = arguments
+        self.kernel = kernel
+        self.launch = Launch.of_ranks(arguments.record, shape.virtual_ranks)
 
 
 class CudaGradients:

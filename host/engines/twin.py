@@ -9,7 +9,6 @@ own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -17,6 +16,7 @@ import torch
 from moeos import _runtime, _twin, calls, counters, tracing, values
 from moeos.config import MoEConfig
 from moeos.counters import CallStats
+from moeos.engines import saved_tensors
 from moeos.engines.base import CallTensors, GradientTensors, Recording, require_memory
 from moeos.engines.pieces import gradient_pieces_of, pieces_of
 from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
@@ -99,13 +99,6 @@ def gradient_sizes_of(
     plain = sizes_of(routed, *place, rows)
     sent, kept = _twin.gradient_row_bytes(plain, cfg.dtype == torch.bfloat16)
     return sizes_of(routed, *place, {**(rows or {}), **of_gradients(sent, kept)})
-
-
-class _Saved(NamedTuple):
-    """Rows of a call: from its first one on, and how many each source has."""
-
-    rows: torch.Tensor
-    of_source: int
 
 
 class TwinEngine:
@@ -261,27 +254,14 @@ class TwinEngine:
             ids = torch.full(slots, -1, dtype=torch.int32)
             weights = torch.zeros(slots)
             chosen = ids, weights
-        saved = self._room_for_saved(checked.x, checked.pieces)
-        shares = self._shares_of(saved, checked.x, checked.pieces)
+        x, pieces, rule = checked.x, checked.pieces, self._saved_rows
+        saved = saved_tensors.room_for(rule, self._cfg.w1_rows, x, pieces)
+        shares = saved_tensors.shares_of(rule, saved, x, pieces)
         for number, piece in enumerate(pieces_of(checked, self._cfg.max_tokens)):
             first = number * self._cfg.max_tokens
             its = None if chosen is None else (chosen[0][first:], chosen[1][first:])
             self._call(piece, its, shares[number])
         return Recording(ids, weights, tokens, saved)
-
-    def _room_for_saved(self, x: torch.Tensor, pieces: int) -> torch.Tensor:
-        rows = self._saved_rows.of_call(x.shape[0], pieces)
-        return torch.empty((rows, self._cfg.w1_rows), dtype=x.dtype)
-
-    def _shares_of(self, saved: torch.Tensor, x: torch.Tensor, pieces: int) -> list[_Saved]:
-        """Of saved rows, each piece's."""
-        each = self._saved_rows.of_pieces(x.shape[0], pieces)
-        found = []
-        first = 0
-        for rows in each:
-            found.append(_Saved(saved[first:], rows))
-            first += self._saved_rows.sources * rows
-        return found
 
     def _backward(self, tensors: GradientTensors) -> None:
         cfg, shape = self._cfg, self._gradients
@@ -290,8 +270,9 @@ class TwinEngine:
         assert shape is not None  # made before the forward call
         rank = shape.rank
         assert rank is not None  # only the end of the workspace ends it
-        self._require_saved(tensors)
-        shares = self._shares_of(tensors.saved, tensors.x, tensors.pieces)
+        shares = saved_tensors.shares_to_load(
+            self._saved_rows, cfg.w1_rows, tensors, self._world.rank
+        )
         identity = calls.identity(self._number, tensors.pieces, backward=True)
         for number, piece in enumerate(gradient_pieces_of(tensors, cfg.max_tokens)):
             capacity = cfg.capacity(piece.tokens)
@@ -323,20 +304,6 @@ class TwinEngine:
             self._require_well(failure, identity)
         tensors.d_x[tensors.tokens :].zero_()
         tensors.d_topk_weights[tensors.tokens :].zero_()
-
-    def _require_saved(self, tensors: GradientTensors) -> None:
-        """Raises `ValueError` for saved rows that are not a forward call's, as a saved-tensor hook
-        may return them.
-        """
-        saved, x = tensors.saved, tensors.x
-        shape = [self._saved_rows.of_call(x.shape[0], tensors.pieces), self._cfg.w1_rows]
-        right = list(saved.shape) == shape and saved.dtype == x.dtype and saved.device == x.device
-        if not (right and saved.is_contiguous()):
-            raise ValueError(
-                f"rank {self._world.rank}: the rows that a forward call has saved are now "
-                f"{saved.dtype} {list(saved.shape)} on {saved.device}; they must be contiguous "
-                f"{x.dtype} {shape} on {x.device}: return from saved-tensor hooks what was packed"
-            )
 
     def _require_well(self, failure: _runtime.Failure, identity: int) -> None:
         """Raises what went wrong in a call, if something did."""
@@ -420,7 +387,7 @@ class TwinEngine:
         self,
         tensors: CallTensors,
         chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
-        saved: _Saved | None = None,
+        saved: saved_tensors.Share | None = None,
     ) -> None:
         """`chosen`: where the gate's choice is written, if somebody asks, and `saved`: what the
         first product makes.

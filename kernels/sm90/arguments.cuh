@@ -102,6 +102,12 @@ struct RankArguments : TensorMaps {
   u32 x_scale_is_exponent;  // 1: they are bytes (e8m0), 0: fp32
 };
 
+/// What stands behind that of a forward call that saves, and of every call of gradients.
+struct SavingArguments : RankArguments {
+  alignas(TensorMap) u8* saved;  // [P * saved_of_source, w1 rows]
+  u32 saved_of_source;           // rows of each source; 0: none
+};
+
 /// The rank that a block works for. Each thread has its own, and each role: so every address in it
 /// is a constant or a register away, and no register is kept from one role to the next. `os`: of an
 /// OS block. `memory`: the rank's.
@@ -133,8 +139,16 @@ inline void prefetch_maps(const TensorMap* maps) {
   }
 }
 
+template <bool kSaving>
+struct ForwardArguments {
+  using Of = RankArguments;
+};
+template <>
+struct ForwardArguments<true> {
+  using Of = SavingArguments;
+};
 struct Arguments {
-  RankArguments ranks[kVirtualRanks];
+  ForwardArguments<kSaves>::Of ranks[kVirtualRanks];
 };
 
 /// The rank, for one look at what there is to do: its tables lie at an address that the compiler

@@ -26,8 +26,6 @@ namespace moeos::sm90 {
 
 static_assert(Platform<Machine>);
 
-// Inlined, however long: a kernel that calls a function has a stack, and keeps registers there.
-#define MOEOS_INLINED __attribute__((always_inline)) inline
 // Where several ranks share a GPU, what the OS block does is a function, and needs no stack.
 // Inlined it would take registers of what processors do, which needs one then.
 #if MOEOS_VIRTUAL_RANKS == 1
@@ -273,8 +271,8 @@ inline void stamp_computing(Shared& shared, u32 slot, const RingPosition<kStages
 }
 
 /// Products, epilogues, Route and the sums of Combine, by two warpgroups.
-inline void run_consumers(const RankArguments& arguments, const Call& call, u32 index,
-                          Shared& shared) {
+MOEOS_INLINED void run_consumers(const RankArguments& arguments, const Call& call, u32 index,
+                                 Shared& shared) {
   const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
   const u32 group = warp / 4;
   RingPosition<kStages> stage;

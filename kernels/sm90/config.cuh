@@ -16,6 +16,9 @@
 #include "runtime/platform/cuda/nvshmem_transport.hpp"
 #endif
 
+// Inlined, however long: a kernel that calls a function has a stack, and keeps registers there.
+#define MOEOS_INLINED __attribute__((always_inline)) inline
+
 namespace moeos::sm90 {
 
 /// How remote peers are reached: there are none, or by stores, or by NVSHMEM.
@@ -52,6 +55,9 @@ inline constexpr u32 kVirtualRanks = MOEOS_VIRTUAL_RANKS;
 
 /// Whether this is the kernel of a call of gradients (backward.cu).
 inline constexpr bool kGradients = MOEOS_GRADIENTS != 0;
+/// Whether a forward call saves values before the activation, or a call of gradients finds them
+/// saved (saved_rows.cuh).
+inline constexpr bool kSaves = MOEOS_SAVES != 0;
 
 #if MOEOS_FLOAT16
 using Element = Float16;

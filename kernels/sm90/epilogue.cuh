@@ -9,6 +9,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
+#include "kernels/sm90/saved_rows.cuh"
 #include "kernels/sm90/sinks.cuh"
 
 namespace moeos::sm90 {
@@ -75,6 +76,34 @@ inline void store_group(bool wanted, u8* row, u32 column, u32 i, Value value) {
   }
   store_number(wanted && Machine::lane() % 4 == 0,
                row + kFirst.columns + column / kHiddenGroup * sizeof(float), scale.scale);
+}
+
+/// Of a first product of experts: stores the rows of d that are saved for a call of gradients.
+template <u32 kRegisters>
+inline void save_rows(const float (&d)[kRegisters], const RankArguments& arguments,
+                      const Task& task, u32 part) {
+  if (!product_of(task).activated || is_shared(task)) {
+    return;
+  }
+  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are as many columns of two rows
+  constexpr u32 kHalf = gemm0_columns(2 * kRegisters) / 2;  // accumulators of gates, or of ups
+  const u32 first = first_column_of(task, part);
+#pragma unroll
+  for (u32 lower = 0; lower < 2; ++lower) {
+    u8* const row = saved_row(arguments, task, tile_row(lower) + Machine::lane() / 4);
+#pragma unroll
+    for (u32 i = 2 * lower; i < kRegisters; i += kGroup) {
+      const u32 column = first + ordered_column(i % kHalf);
+      u32 words[4];
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) {
+        words[k] = Element::pack(d[i + 4 * k], d[i + 4 * k + 1]);
+      }
+      store_vector(row != nullptr && (kWholeParts || column < kShape.intermediate),
+                   row + u64{i / kHalf * kShape.intermediate + column} * 2,
+                   make_uint4(words[0], words[1], words[2], words[3]));
+    }
+  }
 }
 
 /// Takes d, or activation(d) of a first product, to memory. Called by all consumer warps that have

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a launch of a call of gradients is told besides: host/engines/cuda_gradient_arguments.py
-// packs it behind a rank's RankArguments, whose `out` has room for the rows that are sent.
+// packs it behind a rank's SavingArguments, whose `out` has room for the rows that are sent.
 //
 // May not know: who uses it.
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/gradient_rows.cuh"
+#include "kernels/sm90/saved_rows.cuh"
 
 namespace moeos::sm90 {
 
@@ -28,7 +29,7 @@ struct GradientMaps {
   TensorMap w2;                    // [X * H, I], box 64 x 64
 };
 
-struct GradientArguments : RankArguments {
+struct GradientArguments : SavingArguments {
   GradientMaps gradients;
   const u8* d_out;        // [rows, H]
   u8* d_x;                // likewise
@@ -47,11 +48,7 @@ inline const GradientArguments& of_gradients(const RankArguments& arguments) {
 /// The place of a segment's first row among kept ones: its source's rows are in the order of
 /// sending.
 inline u32 first_kept(const RankArguments& arguments, const Task& task, const Segment& segment) {
-  u32 first = segment.first_row;
-  if constexpr (kGeometry.row_map != RowMap::ragged) {
-    first = first_in_order(rank_of(arguments, nullptr), task.local_expert, segment);
-  }
-  return segment.source * kKeptOfSource + first;
+  return segment.source * kKeptOfSource + first_sent(arguments, task, segment);
 }
 
 }  // namespace moeos::sm90

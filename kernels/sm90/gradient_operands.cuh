@@ -3,7 +3,7 @@
 //
 //   product  its rows are              its weights              over
 //   first    gradients of the output   w2, a depth row a row    H
-//            then x                    w1, gate and up rows     H
+//            then x                    w1, gate and up rows     H; no turn where h is saved
 //   second   gradients of h, kept      w1, a depth row a row    its rows: kHalves * kKeptColumns
 //
 // May not know: what is made of them; where results go.
@@ -90,10 +90,16 @@ inline Box find_ordered_w1(const GradientArguments& arguments, const Task& task,
   return box;
 }
 
+/// Steps of a first product's turn over x.
+inline u32 hidden_steps(const RankArguments& arguments, const Task& task) {
+  return task.padded_rows == 0 || saves_all(arguments, task) ? 0 : kHiddenSteps;
+}
 /// Steps of a part; none of a tile of no rows.
-inline u32 gradient_steps(const Task& task) {
-  const u32 steps = task.kind == TaskKind::gemm0 ? 2 * kHiddenSteps : kSecondSteps;
-  return task.padded_rows == 0 ? 0 : steps;
+inline u32 gradient_steps(const RankArguments& arguments, const Task& task) {
+  if (task.padded_rows == 0) {
+    return 0;
+  }
+  return task.kind == TaskKind::gemm0 ? kHiddenSteps + hidden_steps(arguments, task) : kSecondSteps;
 }
 
 /// The load warp, before its first part.
@@ -107,7 +113,7 @@ inline void load_tile(const RankArguments& given, const Layout& layout, const Ta
                       Loader& loader) {
   const GradientArguments& arguments = of_gradients(given);
   const u32 lane = Machine::lane();
-  const u32 steps = gradient_steps(task);
+  const u32 steps = gradient_steps(given, task);
   const bool of_rows = lane >= kWeightLanes;
   Box rows;
   if (of_rows) {
@@ -121,7 +127,7 @@ inline void load_tile(const RankArguments& given, const Layout& layout, const Ta
                 loader, place_at);
   };
   if (task.kind == TaskKind::gemm0) {
-    const u32 turn = steps / 2;
+    const u32 turn = minimum(steps, kHiddenSteps);
     const Box w2 = find_w2(arguments, task, part, lane);
     fill(0, turn, w2, kValueColumns, [&](u32 step) {
       return of_rows ? BoxPlace{rows.row, kShape.hidden + step * kTileDepth}

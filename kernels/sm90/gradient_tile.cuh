@@ -3,14 +3,17 @@
 //
 // The first product of a part is dA = dY w2 of 128 columns, then h = x w1^T of the same: all three
 // accumulators of a gated part would not fit in registers, so dA waits as pairs of two-byte
-// elements. What is made of them is kept (gradient_rows.cuh). The second product's results are
-// their owners', with a weight's gradient behind each. May not know: where operands come from.
+// elements. Rows of h that the forward call has saved are loaded instead. What is made of both is
+// kept (gradient_rows.cuh). The second product's results are their owners', with a weight's
+// gradient behind each. May not know: where operands come from.
 #pragma once
 
 #include "kernels/sm90/derivative.cuh"
 #include "kernels/sm90/gradient_operands.cuh"
 #include "kernels/sm90/mainloop.cuh"
+#include "kernels/sm90/ptx/code.cuh"
 #include "kernels/sm90/ptx/load.cuh"
+#include "kernels/sm90/saved_rows.cuh"
 #include "kernels/sm90/sinks.cuh"
 
 namespace moeos::sm90 {
@@ -33,11 +36,13 @@ inline void multiply_by_columns(float (&d)[kRegisters], u32 steps, u32 group, Sh
   });
 }
 
-/// A row of a tile: where its source's row and its kept row lie; or none, of padding.
+/// A row of a tile: where its source's row and its kept row lie, and its saved one, if there is
+/// one; or none, of padding.
 struct GradientRow {
   bool there = false;
   const u8* sent = nullptr;
   u8* kept = nullptr;
+  const u8* saved = nullptr;
 };
 inline GradientRow gradient_row(const GradientArguments& arguments, const Task& task, u32 row) {
   GradientRow found;
@@ -49,8 +54,12 @@ inline GradientRow gradient_row(const GradientArguments& arguments, const Task& 
       found.there = true;
       found.sent =
           arguments.heap + layout.cell_row(segment.source, segment.first_row + row - first);
+      const u32 number = first_sent(arguments, task, segment) + row - first;
       found.kept = arguments.intermediate_rows +
-                   u64{first_kept(arguments, task, segment) + row - first} * kKeptRowBytes;
+                   u64{segment.source * kKeptOfSource + number} * kKeptRowBytes;
+      if constexpr (kSaves) {
+        found.saved = saved_place(arguments, segment.source, number);
+      }
     }
     first += laid_out_rows(kGeometry, task, s, first);
   }
@@ -104,60 +113,6 @@ inline void add_bias(float (&d)[kFirstSums], const GradientArguments& arguments,
   }
 }
 
-/// Keeps activated values and the gradients before them, both times the row's weight, and the
-/// part's share of <dA, A>.
-inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums / 2],
-                         const GradientArguments& arguments, const Task& task, u32 part) {
-  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are 32 columns of two rows
-#pragma unroll
-  for (u32 lower = 0; lower < 2; ++lower) {
-    const GradientRow row = gradient_row(arguments, task, tile_row(lower) + Machine::lane() / 4);
-    const float weight = weight_of_row(arguments, task, row);
-    float product = 0.0F;
-#pragma unroll
-    for (u32 first = 2 * lower; first < kHalfSums; first += kGroup) {
-      if constexpr (kBias) {
-        add_bias(d, arguments, task, part, first);
-      }
-      u32 values[4];
-      u32 gates[4];
-      u32 ups[4];
-#pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
-        const u32 i = first + 4 * k;
-        const u32 up = kShape.gated() ? kHalfSums + i : i;
-        const Derived made =
-            derive<kActivation>(make_float2(d[i], d[i + 1]), make_float2(d[up], d[up + 1]));
-        const float2 d_value =
-            make_float2(Element::low(d_values[i / 2]), Element::high(d_values[i / 2]));
-        product += d_value.x * made.value.x + d_value.y * made.value.y;
-        values[k] = Element::pack(weight * made.value.x, weight * made.value.y);
-        gates[k] =
-            Element::pack(weight * d_value.x * made.by_gate.x, weight * d_value.y * made.by_gate.y);
-        ups[k] =
-            Element::pack(weight * d_value.x * made.by_up.x, weight * d_value.y * made.by_up.y);
-      }
-      const u32 column =
-          part * kValueColumns + first / kGroup * kOrderedRows + Machine::lane() % 4 * 8;
-      const bool wanted = row.there && column < kKeptColumns;
-      u8* const to = row.kept + u64{column} * 2;
-      store_vector(wanted, to, make_uint4(values[0], values[1], values[2], values[3]));
-      store_vector(wanted, to + kDHiddenAt, make_uint4(gates[0], gates[1], gates[2], gates[3]));
-      if constexpr (kShape.gated()) {
-        store_vector(wanted, to + kDHiddenAt + kKeptColumns * 2,
-                     make_uint4(ups[0], ups[1], ups[2], ups[3]));
-      }
-    }
-    product = sum_of_row(product);
-    const bool wanted = row.there && Machine::lane() % 4 == 0;
-    store_number(wanted, row.kept + kProductsAt + part * sizeof(float), product);
-    store_number(wanted && part == 0, row.kept + kWeightAt, weight);
-    if constexpr (kCopies) {
-      copy_inputs(row, part);
-    }
-  }
-}
-
 /// Of four words, columns 2l + {0, 1} of four eights (l = lane % 4): the eight columns of one.
 inline uint4 eight_columns(u32 (&words)[4]) {
   const bool odd = (Machine::lane() & 1) != 0;
@@ -182,6 +137,109 @@ inline uint4 eight_columns(const float (&d)[kRegisters], u32 i) {
     words[k] = Element::pack(d[i + 4 * k], d[i + 4 * k + 1]);
   }
   return eight_columns(words);
+}
+
+/// Before a part's products: asks for what keep_derived will load, which then waits for a cache
+/// alone.
+inline void prefetch_saved(const RankArguments& arguments, const Task& task, u32 part) {
+  const u32 first = part * kValueColumns;
+  const u32 columns = minimum(kValueColumns, kShape.intermediate - first);
+  const u32 half = Machine::lane() % 4;
+#pragma unroll
+  for (u32 lower = 0; lower < 2; ++lower) {
+    const u8* const row = saved_row(arguments, task, tile_row(lower) + Machine::lane() / 4);
+    if (row != nullptr && half < kHalves) {
+      prefetch_bytes(reinterpret_cast<u64>(row) + u64{half * kShape.intermediate + first} * 2,
+                     columns * 2);
+    }
+  }
+}
+
+/// Eight columns that the forward call has saved of a row, or zeros.
+struct SavedColumns {
+  uint4 halves[kHalves];
+};
+inline SavedColumns load_saved(const u8* row, u32 column) {
+  SavedColumns found;
+#pragma unroll
+  for (u32 half = 0; half < kHalves; ++half) {
+    found.halves[half] = load_vector(row != nullptr && column < kShape.intermediate,
+                                     row + u64{half * kShape.intermediate + column} * 2);
+  }
+  return found;
+}
+/// Puts them in the place of h, in accumulators from `first` on. By a whole warp.
+inline void put_saved(float (&d)[kFirstSums], const SavedColumns& columns, u32 first, bool saved) {
+#pragma unroll
+  for (u32 half = 0; half < kHalves; ++half) {
+    const uint4 eight = columns.halves[half];
+    // Who has eight columns of one gets two of each of four eights: the same exchange.
+    u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
+    eight_columns(words);
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) {
+      const u32 i = half * kHalfSums + first + 4 * k;
+      d[i] = saved ? Element::low(words[k]) : d[i];
+      d[i + 1] = saved ? Element::high(words[k]) : d[i + 1];
+    }
+  }
+}
+
+/// Keeps activated values and the gradients before them, of h or of what is saved, both times the
+/// row's weight, and the part's share of <dA, A>.
+inline void keep_derived(float (&d)[kFirstSums], const u32 (&d_values)[kHalfSums / 2],
+                         const GradientArguments& arguments, const Task& task, u32 part) {
+  constexpr u32 kGroup = kOrderedRows / 2;  // accumulators that are 32 columns of two rows
+#pragma unroll
+  for (u32 lower = 0; lower < 2; ++lower) {
+    const GradientRow row = gradient_row(arguments, task, tile_row(lower) + Machine::lane() / 4);
+    const float weight = weight_of_row(arguments, task, row);
+    if constexpr (kCopies) {
+      copy_inputs(row, part);  // first, so that no register keeps where they are from
+    }
+    float product = 0.0F;
+#pragma unroll
+    for (u32 first = 2 * lower; first < kHalfSums; first += kGroup) {
+      const u32 column =
+          part * kValueColumns + first / kGroup * kOrderedRows + Machine::lane() % 4 * 8;
+      if constexpr (kBias) {
+        add_bias(d, arguments, task, part, first);
+      }
+      if constexpr (kSaves) {
+        put_saved(d, load_saved(row.saved, column), first, row.saved != nullptr);
+      }
+      u32 values[4];
+      u32 gates[4];
+      u32 ups[4];
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) {
+        const u32 i = first + 4 * k;
+        const u32 up = kShape.gated() ? kHalfSums + i : i;
+        const Derived made =
+            derive<kActivation>(make_float2(d[i], d[i + 1]), make_float2(d[up], d[up + 1]));
+        const float2 d_value =
+            make_float2(Element::low(d_values[i / 2]), Element::high(d_values[i / 2]));
+        product += d_value.x * made.value.x + d_value.y * made.value.y;
+        values[k] = Element::pack(weight * made.value.x, weight * made.value.y);
+        gates[k] =
+            Element::pack(weight * d_value.x * made.by_gate.x, weight * d_value.y * made.by_gate.y);
+        ups[k] =
+            Element::pack(weight * d_value.x * made.by_up.x, weight * d_value.y * made.by_up.y);
+      }
+      const bool wanted = row.there && column < kKeptColumns;
+      u8* const to = row.kept + u64{column} * 2;
+      store_vector(wanted, to, make_uint4(values[0], values[1], values[2], values[3]));
+      store_vector(wanted, to + kDHiddenAt, make_uint4(gates[0], gates[1], gates[2], gates[3]));
+      if constexpr (kShape.gated()) {
+        store_vector(wanted, to + kDHiddenAt + kKeptColumns * 2,
+                     make_uint4(ups[0], ups[1], ups[2], ups[3]));
+      }
+    }
+    product = sum_of_row(product);
+    const bool wanted = row.there && Machine::lane() % 4 == 0;
+    store_number(wanted, row.kept + kProductsAt + part * sizeof(float), product);
+    store_number(wanted && part == 0, row.kept + kWeightAt, weight);
+  }
 }
 
 /// <dA, A> of all parts, and <dY, b2>: the gradient of a row's weight, by four lanes.
@@ -227,26 +285,28 @@ inline void return_results(const float (&d)[kSecondSums], const GradientArgument
 }
 
 /// A warpgroup's 64 rows of a part; `word`: what the slot was given; `place`: which slot it is.
-inline void compute_tile(const RankArguments& given, const Slot& slot, ReadyWord word,
-                         const Task& task, u32 group, u32 place, Shared& shared,
-                         RingPosition<kStages>& stage) {
+MOEOS_INLINED void compute_tile(const RankArguments& given, const Slot& slot, ReadyWord word,
+                                const Task& task, u32 group, u32 place, Shared& shared,
+                                RingPosition<kStages>& stage) {
   const GradientArguments& arguments = of_gradients(given);
   const bool rehearses = task.padded_rows == 0;
   if (!rehearses && group * kConsumerRows >= task.padded_rows) {
-    skip_tile(gradient_steps(task), shared, stage, kAsLanded);
+    skip_tile(gradient_steps(arguments, task), shared, stage, kAsLanded);
   } else if (task.kind == TaskKind::gemm0) {
-    const u32 steps = rehearses ? 0 : kHiddenSteps;
+    if constexpr (kSaves) {
+      prefetch_saved(arguments, task, word.part());
+    }
     u32 d_values[kHalfSums / 2];
     {
       float d[kHalfSums] = {};
-      multiply_by_columns(d, steps, group, shared, stage);
+      multiply_by_columns(d, rehearses ? 0 : kHiddenSteps, group, shared, stage);
 #pragma unroll
       for (u32 i = 0; i < kHalfSums / 2; ++i) {
         d_values[i] = Element::pack(d[2 * i], d[2 * i + 1]);
       }
     }
     float d[kFirstSums] = {};
-    multiply_tile(d, steps, group, shared, stage, kAsLanded);
+    multiply_tile(d, hidden_steps(arguments, task), group, shared, stage, kAsLanded);
     stamp_computed(shared, place);
     keep_derived(d, d_values, arguments, task, slot.word.part());
   } else {

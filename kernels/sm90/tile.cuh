@@ -63,12 +63,18 @@ inline void compute_tile(const RankArguments& arguments, const Slot& slot, Ready
       multiply_tile(d, steps_of(task), group, shared, stage, prepare);
     }
     stamp_computed(shared, place);
+    if constexpr (kSaves) {
+      save_rows(d, arguments, task, slot.word.part());
+    }
     finish_tile(d, task, slot, slot.word.part());
   } else {
     float d[kTileColumns / 2];
     start_accumulators(d, arguments, task, word.part());
     multiply_tile(d, steps_of(task), group, shared, stage, prepare);
     stamp_computed(shared, place);
+    if constexpr (kSaves) {
+      save_rows(d, arguments, task, slot.word.part());
+    }
     finish_tile(d, task, slot, slot.word.part());
   }
 }

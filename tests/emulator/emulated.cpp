@@ -36,6 +36,8 @@ struct RankTensors {
   // Of a call of gradients.
   const u8* d_out;
   u8 *d_x, *d_topk_weights, *d_w1, *d_w2, *d_b1, *d_b2;
+  u8* saved;
+  u64 saved_of_source;
   u64 rows;
   u64 any_ids;
   u64 identity, words_at, rows_at, results_at, stride_rows;  // of its own heap: stride_rows is 0
@@ -138,6 +140,13 @@ RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank
   return a;
 }
 
+/// Of a kernel that saves, or finds what was saved.
+void place_saved(SavingArguments& a, const RankTensors& t) {
+  a.saved = t.saved;
+  a.saved_of_source = static_cast<u32>(t.saved_of_source);
+}
+void place_saved(RankArguments&, const RankTensors&) {}
+
 #if MOEOS_GRADIENTS
 using Launch = GradientLaunch;
 
@@ -146,6 +155,7 @@ constexpr u32 kGradientBlocks = 3;
 GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
   GradientArguments a{};
   static_cast<RankArguments&>(a) = rank_arguments_of(t, peers, rank, deadline_ns);
+  place_saved(a, t);
   const Layout layout(kGeometry, a.place);
   const u64 experts = kGeometry.first_expert(rank + 1) - kGeometry.first_expert(rank);
   const u32 columns = 2 * kShape.hidden;
@@ -177,8 +187,13 @@ GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank,
 #else
 using Launch = Arguments;
 
-RankArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
-  return rank_arguments_of(t, peers, rank, deadline_ns);
+using Given = ForwardArguments<kSaves>::Of;
+
+Given arguments_of(const RankTensors& t, u8* const* peers, u32 rank, u64 deadline_ns) {
+  Given a{};
+  static_cast<RankArguments&>(a) = rank_arguments_of(t, peers, rank, deadline_ns);
+  place_saved(a, t);
+  return a;
 }
 #endif
 

@@ -62,7 +62,7 @@ _FIELDS = (
     *("selection_bias", "router_bias", "expert_scale"),
     *("shared_w1", "shared_w2", "shared_gate", "shared_w1_scale", "shared_w2_scale"),
     *("shared_w1_scale_2", "shared_w2_scale_2", "ids", "weights", "token_count", "x_scale", "out"),
-    *("d_out", "d_x", "d_topk_weights", "d_w1", "d_w2", "d_b1", "d_b2"),
+    *("d_out", "d_x", "d_topk_weights", "d_w1", "d_w2", "d_b1", "d_b2", "saved"),
 )
 """Tensors of RankTensors in emulated.cpp."""
 
@@ -118,6 +118,7 @@ def build(
     ring_rows: int | None = None,
     places: int = 0,
     gradients: bool = False,
+    saves: bool = False,
     slicing: Slicing = WHOLE,
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
@@ -126,7 +127,8 @@ def build(
     they are, whatever their size. `plans_up_front`: unless it is false, calls whose counts come in
     time are planned up front. `between_rows`, `ring_rows`: Geometry's, if not the layer's.
     `places`: of a rank, where a table says which experts they have.
-    `gradients`: the kernel of calls of gradients.
+    `gradients`: the kernel of calls of gradients. `saves`: the kernel that saves rows, or finds
+    them saved.
     `slicing`: how experts are cut.
     """
     shape = KernelShape(
@@ -138,6 +140,7 @@ def build(
         slicing=slicing,
         faults=faults,
         gradients=gradients,
+        saves=saves,
     )
     library = folder / "emulated.so"
     values = jit.macros(shape)
@@ -196,6 +199,9 @@ class EmulatedLayer:
 
     Attributes:
         any_ids: of its calls, see `moeos.engines.base.CallTensors`.
+        saved: of each rank, the rows that its kernel saves or finds saved; None of one that does
+            neither.
+        saved_of_source: rows of each source among them.
     """
 
     def __init__(
@@ -211,6 +217,8 @@ class EmulatedLayer:
         self._placement = placement
         self._slicing = slicing
         self.any_ids = False
+        self.saved: list[Tensor | None] = [None] * ranks
+        self.saved_of_source = 0
         self._patience = patience
         self._library = ctypes.CDLL(str(library))
         for name in ("heap", "control", "tables", "records", "intermediate"):
@@ -342,6 +350,7 @@ class EmulatedLayer:
             "weights": call.weights,
             "token_count": None,
             "out": out,
+            "saved": self.saved[rank],
             **self._of_gradients(rank, call),
         }
         record: list[int] = []
@@ -350,7 +359,8 @@ class EmulatedLayer:
             tensor = tensors.get(name)
             assert tensor is None or tensor.is_contiguous()
             record.append(0 if tensor is None else tensor.data_ptr())
-        return [*record, len(call.x), int(self.any_ids), self.identities[rank], *self._place]
+        record += [self.saved_of_source, len(call.x), int(self.any_ids), self.identities[rank]]
+        return [*record, *self._place]
 
     def _of_gradients(self, rank: int, call: Call) -> dict[str, Tensor | None]:
         """The tensors of a call of gradients besides."""

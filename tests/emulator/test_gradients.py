@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of a call of gradients on the emulated GPU: gradients are those of the float64
-reference, whatever lay in memory before.
+reference, whatever lay in memory before, and whatever a forward call has saved.
 """
 
 from __future__ import annotations
@@ -99,26 +99,26 @@ class EmulatedGradients(EmulatedLayer):
         ]
 
 
-def made(cfg: MoEConfig, ranks: int, folder: Path) -> EmulatedGradients:
+def made(cfg: MoEConfig, ranks: int, folder: Path, *, saves: bool = False) -> EmulatedGradients:
     shape = KernelShape(
         cfg=cfg, world_size=ranks, processors=PROCESSORS, virtual_ranks=ranks, gradients=True
     )
-    library = build(cfg, ranks, PROCESSORS, folder, gradients=True)
+    library = build(cfg, ranks, PROCESSORS, folder, gradients=True, saves=saves)
     return EmulatedGradients(library, draw_weights(cfg), ranks, shape.sizes)
 
 
-def check(
-    emulated: EmulatedGradients,
+def draw(
+    cfg: MoEConfig,
     tokens: Sequence[int],
     seed: int,
     preference: Callable[[int, int], Tensor] | None = None,
-) -> None:
+) -> list[Call]:
+    favoured = None if preference is None else preference(cfg.experts, len(tokens))
+    return [draw_given_call(cfg, count, seed + rank, favoured) for rank, count in enumerate(tokens)]
+
+
+def check(emulated: EmulatedGradients, calls: Sequence[Call], seed: int) -> None:
     weights = emulated._weights
-    favoured = None if preference is None else preference(weights.cfg.experts, len(tokens))
-    calls = [
-        draw_given_call(weights.cfg, count, seed + rank, favoured)
-        for rank, count in enumerate(tokens)
-    ]
     found = emulated.gradients(calls, seed)
     wanted = {"x", "topk_weights", *OF_EXPERTS}
     assert_match(weights, calls, found, wanted)
@@ -134,7 +134,60 @@ IN_EVERY_RUN = (
 @pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
 def test_gradients_are_the_references(name: str, tmp_path: Path) -> None:
     changes, ranks = LAYERS[name]
-    emulated = made(config(**{**_SMALL, **changes}), ranks, tmp_path)
+    cfg = config(**{**_SMALL, **changes})
+    emulated = made(cfg, ranks, tmp_path)
     for number, count in enumerate((200, 3, 64, 0)):
-        check(emulated, [max(0, count - 7 * rank) for rank in range(ranks)], 10 * number)
-    check(emulated, [150] * ranks, 90, PREFERENCES["one-expert"])
+        calls = draw(cfg, [max(0, count - 7 * rank) for rank in range(ranks)], 10 * number)
+        check(emulated, calls, 10 * number)
+    check(emulated, draw(cfg, [150] * ranks, 90, PREFERENCES["one-expert"]), 90)
+
+
+def rows_sent(cfg: MoEConfig, call: Call, experts: range) -> int:
+    """Of a call to the rank that has these experts."""
+    assert call.ids is not None
+    most = cfg.capacity(len(call.x))
+    counts = [int((call.ids == expert).sum()) for expert in experts]
+    return sum(count if most is None else min(count, most) for count in counts)
+
+
+SAVED = (
+    "gated, parts that are not whole",
+    "biases, no gate values",
+    "two ranks, a capacity, gelu",
+)
+"""Likewise. One has parts of 128 columns, of which I is no multiple, and one has the capacity map,
+in which rows of a cell are not those in the order of sending."""
+
+
+@pytest.mark.parametrize("name", all_but(SAVED, LAYERS))
+def test_what_a_forward_call_saves_is_found(name: str, tmp_path: Path) -> None:
+    changes, ranks = LAYERS[name]
+    cfg = config(**{**_SMALL, **changes, "save": "preactivation"})
+    folders = tmp_path / "forward", tmp_path / "backward"
+    for folder in folders:
+        folder.mkdir()
+    library = build(cfg, ranks, PROCESSORS, folders[0], saves=True)
+    forward = EmulatedLayer(library, draw_weights(cfg), ranks, patience=PATIENCE)
+    backward = made(cfg, ranks, folders[1], saves=True)
+    every = cfg.max_tokens * cfg.slots
+    one_expert = PREFERENCES["one-expert"]
+    cases = ((200, every, None), (3, every, None), (64, 21, None), (150, 133, one_expert))
+    for number, (count, of_source, preference) in enumerate(cases):
+        calls = draw(cfg, [count - rank for rank in range(ranks)], 10 * number, preference)
+        unsaved = torch.full((ranks, of_source, cfg.w1_rows), torch.nan, dtype=cfg.dtype)
+        forward.saved = [unsaved.clone() for _ in range(ranks)]
+        forward.saved_of_source = backward.saved_of_source = of_source
+        forward(calls, number)
+        for rank, saved in enumerate(forward.saved):
+            assert saved is not None
+            experts = cfg.experts_of(rank, ranks)
+            sent = [min(of_source, rows_sent(cfg, call, experts)) for call in calls]
+            finite = torch.arange(of_source) < torch.tensor(sent)[:, None]
+            assert torch.equal(saved.isfinite().all(dim=2), finite)
+            assert torch.equal(saved.isfinite().any(dim=2), finite)
+        backward.saved = forward.saved
+        check(backward, calls, number)
+        backward.saved = [unsaved.clone() for _ in range(ranks)]
+        for found in backward.gradients(calls, number):
+            # Nothing but saved rows are no numbers: who has used them has none, too.
+            assert found["w2"].isnan().any()

@@ -178,21 +178,26 @@ def compile_cases(cases: Iterable[Case], blocks: int, *, gradients: bool = False
     """Puts the kernels of cases into the cache, each compiled by a process of its own: those of
     forward calls and, where asked for, those of gradients.
     """
-    waiting = [
-        (case, kind) for case in cases for kind in ((False, True) if gradients else (False,))
-    ]
+    waiting: list[tuple[Case, bool, bool]] = []
+    for case in cases:
+        saves = case.cfg.save == "preactivation"
+        waiting.append((case, False, False))
+        if gradients:
+            waiting.append((case, True, saves))
+        if gradients and saves:
+            waiting.append((case, False, True))
     workers = min(len(waiting), len(os.sched_getaffinity(0)))
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        for made in [pool.submit(compile_case, case, blocks, kind) for case, kind in waiting]:
+        for made in [
+            pool.submit(compile_case, one, blocks, back, saves) for one, back, saves in waiting
+        ]:
             made.result()
 
 
-def compile_case(case: Case, blocks: int, gradients: bool = False) -> None:
-    """Puts a case's kernel, or that of its gradients, into the cache, for a GPU of so many
-    blocks.
-    """
-    compile_kernel(dataclasses.replace(shape_of(case, blocks), gradients=gradients))
+def compile_case(case: Case, blocks: int, gradients: bool = False, saves: bool = False) -> None:
+    """Puts a kernel of a case into the cache, for a GPU of so many blocks; see `KernelShape`."""
+    compile_kernel(dataclasses.replace(shape_of(case, blocks), gradients=gradients, saves=saves))
 
 
 def shape_of(case: Case, blocks: int) -> KernelShape:

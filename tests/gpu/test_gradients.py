@@ -63,16 +63,18 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def case_of(name: str) -> Case:
-    """A layer of the table."""
+def case_of(name: str, **saving: object) -> Case:
+    """A layer of the table; `saving`: what its calls save."""
     changes, ranks = LAYERS[name]
-    return Case(ranks, config(**{**_SIZES, **changes}))
+    return Case(ranks, config(**{**_SIZES, **changes, **saving}))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     """All layers' kernels are compiled, side by side, before the first test."""
-    compile_cases([case_of(name) for name in LAYERS], blocks(), gradients=True)
+    saves = ("nothing", "preactivation")
+    cases = [case_of(name, save=save) for name in LAYERS for save in saves]
+    compile_cases(cases, blocks(), gradients=True)
 
 
 def gradients_of(case: Case, weights: Weights, calls: Sequence[Sequence[Call]]) -> list[Any]:
@@ -118,6 +120,12 @@ def test_gradients_are_the_references(name: str) -> None:
     check(case_of(name), (300, 1, 0, 77))
 
 
+@pytest.mark.parametrize("saved_rows", [33, None])
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_a_call_saves_is_found(name: str, saved_rows: int | None) -> None:
+    check(case_of(name, save="preactivation", saved_rows=saved_rows), (300, 1, 0, 77))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_same_call_has_the_same_bits(ranks: int) -> None:
     case = Case(ranks, config(**_SIZES))
@@ -128,8 +136,9 @@ def test_the_same_call_has_the_same_bits(ranks: int) -> None:
             assert all(torch.equal(other[name], gradient) for name, gradient in first.items())
 
 
-def test_a_call_in_pieces() -> None:
-    cfg: MoEConfig = config(**{**_SIZES, "max_tokens": 64})
+@pytest.mark.parametrize("save", ["nothing", "preactivation"])
+def test_a_call_in_pieces(save: str) -> None:
+    cfg: MoEConfig = config(**{**_SIZES, "max_tokens": 64, "save": save})
     weights = draw_weights(cfg)
     whole = dataclasses.replace(cfg, max_tokens=150)
     call = draw_given_call(whole, 150, 3)

@@ -9,11 +9,18 @@ import torch
 from moeos import cuda_driver
 from moeos.engines.base import GradientTensors
 from moeos.engines.cuda_arguments import RECORD_BYTES, ArgumentPacker
-from moeos.engines.cuda_gradient_arguments import _MAPS, GradientPacker
+from moeos.engines.cuda_gradient_arguments import (
+    _MAPS,
+    SAVING_RECORD_BYTES,
+    GradientPacker,
+    SavingPacker,
+)
 from moeos.engines.cuda_gradients import add_weights, with_own_weights
 from moeos.engines.pieces import gradient_pieces_of
+from moeos.engines.saved_tensors import Share
 from moeos.kernel_shape import KernelShape
 from tests.host.test_cuda_arguments import MAP_WORDS, PLACE, RECORDS, Driver, buffers_of
+from tests.host.test_cuda_arguments import tensors_of as call_of
 from tests.layers import config
 
 CFG = config(dtype=torch.bfloat16, hidden=256, intermediate=160, experts=4, top_k=2)
@@ -61,8 +68,11 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
     packer.use(buffers)
     tensors = tensors_of(3)
     sent = torch.zeros(3, sizes.sent_bytes, dtype=torch.uint8)
-    packer.pack(tensors, sent, 77)
-    words = packer.record[RECORD_BYTES:].view("<u8")
+    saved = torch.zeros(10, CFG.w1_rows, dtype=CFG.dtype)
+    packer.pack(tensors, Share(saved[4:], 3), sent, 77)
+    of_saved = packer.record[RECORD_BYTES:SAVING_RECORD_BYTES].view("<u8")
+    assert of_saved.tolist() == [saved[4:].data_ptr(), 3, 0, 0, 0, 0, 0, 0]
+    words = packer.record[SAVING_RECORD_BYTES:].view("<u8")
     maps = words[: len(_MAPS) * MAP_WORDS].reshape(-1, MAP_WORDS)[:, :4].tolist()
     cells = buffers.heap.data_ptr() + PLACE.rows_at
     between = buffers.between.data_ptr()
@@ -83,6 +93,25 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
     named = (tensors.d_out, tensors.d_x, tensors.d_topk_weights, tensors.d_w1, tensors.d_w2)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in named]
     assert words[len(_MAPS) * MAP_WORDS :][:8].tolist() == [*addresses, 0, 0, BLOCKS]
+
+
+def test_a_forward_call_that_saves_is_told_where_behind_all_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    sizes = KernelShape(cfg=CFG, world_size=2, processors=4, saves=True).sizes
+    packers = [ArgumentPacker(CFG, sizes, 0, 1.0, 0, RECORDS) for _ in range(2)]
+    plain, saving = packers[0], SavingPacker(packers[1])
+    buffers, tensors = buffers_of(), call_of(CFG, torch.zeros(3, CFG.hidden, dtype=CFG.dtype))
+    for packer in (plain, saving):
+        packer.use(buffers)
+        packer.pack_code(4096, 512)
+    plain.pack(tensors, 77)
+    saved = torch.zeros(10, CFG.w1_rows, dtype=CFG.dtype)
+    saving.pack(tensors, Share(saved[4:], 3), 77)
+    assert saving.record[:RECORD_BYTES].tolist() == plain.record.tolist()
+    words = saving.record[RECORD_BYTES:].view("<u8").tolist()
+    assert words == [saved[4:].data_ptr(), 3, 0, 0, 0, 0, 0, 0]
 
 
 def test_pieces_are_added_up() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from moeos import MoEConfig, jit, kernel_shape, machine_code
 from moeos.engines.cuda_arguments import RECORD_BYTES
-from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES
+from moeos.engines.cuda_gradient_arguments import GRADIENT_RECORD_BYTES, SAVING_RECORD_BYTES
 from moeos.jit import Kernel, compile_kernel, include_root, macros
 from moeos.kernel_shape import KernelShape, Transport
 from tests.host.kernel_shapes import shape
@@ -174,16 +174,29 @@ def test_a_kernel_with_faults_keeps_its_registers_and_is_another(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_kernel_of_gradients_keeps_its_registers_and_takes_what_the_host_packs(
-    ranks: int, bias: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "bias", "record_bytes"),
+    [
+        pytest.param({"saves": True}, False, SAVING_RECORD_BYTES, id="saves"),
+        pytest.param({"gradients": True}, False, GRADIENT_RECORD_BYTES, id="gradients"),
+        pytest.param({"gradients": True}, True, GRADIENT_RECORD_BYTES, id="gradients, biases"),
+        pytest.param(
+            {"gradients": True, "saves": True},
+            False,
+            GRADIENT_RECORD_BYTES,
+            id="gradients of what is saved",
+        ),
+    ],
+)
+def test_kernels_of_training_keep_their_registers_and_take_what_the_host_packs(
+    ranks: int, kind: dict[str, bool], bias: bool, record_bytes: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="install the test extra for NVRTC")
-    of_gradients = dataclasses.replace(shape(bias=bias), world_size=ranks, gradients=True)
-    made = compile_kernel(of_gradients, tmp_path)
+    of_training = dataclasses.replace(shape(bias=bias), world_size=ranks, **kind)
+    made = compile_kernel(of_training, tmp_path)
     assert made.report.keeps_registers
-    assert made.report.argument_bytes == GRADIENT_RECORD_BYTES
+    assert made.report.argument_bytes == record_bytes
 
 
 def test_nvshmem_that_is_not_installed_is_named_with_what_to_install(

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from moeos import MoEConfig, Placement, TwinOptions, World, virtual
 from moeos.activations import Activation
-from moeos.engines import cuda_gradients
 from moeos.saved_rows import saved_rows
 from tests.gradients import (
     ONE_PROCESSOR,
@@ -322,14 +321,6 @@ def test_ranks_that_save_otherwise_are_told_so() -> None:
             mine.layer(world)
 
     virtual.run(rank_main, ranks=2)
-
-
-def test_the_gpu_has_no_backward_of_it_yet_and_says_what_to_do() -> None:
-    why = cuda_gradients.why_none(config(save="preactivation"), placed=False, remote=False)
-    assert why is not None
-    assert "save='preactivation' on the GPU" in why
-    assert "make the layer with save='nothing'" in why
-    assert cuda_gradients.why_none(config(), placed=False, remote=False) is None
 
 
 # --- How many rows ------------------------------------------------------------------------------

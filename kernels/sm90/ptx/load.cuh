@@ -6,7 +6,26 @@
 
 namespace moeos::sm90 {
 
-/// Loads 4 bytes of global memory if `wanted`, else zeros.
+/// Loads 16 bytes of global memory if `wanted`, else zeros.
+inline uint4 load_vector(bool wanted, const u8* from) {
+  uint4 found;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %4, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "mov.u32 %2, 0;\n"
+      "mov.u32 %3, 0;\n"
+      "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%5];\n"
+      "}"
+      : "=&r"(found.x), "=&r"(found.y), "=&r"(found.z), "=&r"(found.w)
+      : "r"(wanted ? 1U : 0U), "l"(from)
+      : "memory");
+  return found;
+}
+
+/// The same of 4 bytes.
 inline u32 load_number(bool wanted, const u8* from) {
   u32 found;
   asm volatile(
