@@ -44,7 +44,12 @@ TRACE_EVENTS = 256
 """Of each actor: the first ones, which those of Route are."""
 
 _DEADLINE = 100.0  # seconds; what the compiler takes counts
-_KINDS: tuple[Mapping[str, Any], ...] = ({}, {"gradients": True})
+_KINDS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"saves": True},
+    {"gradients": True},
+    {"gradients": True, "saves": True},
+)
 _LEFT_OUT = (ValueError, RuntimeError, MemoryError)  # PyTorch's of too little memory is the second
 _NARROW = 128  # of a layer that routes, and does little else
 
