@@ -141,7 +141,7 @@ class MoEConfig:
             codes with an fp32 scale for 128 elements, and what lies between their two products with
             one for 64. Products are then of FP8 by FP8, and their sums fp32. `weight_format` is one
             of FP8, H a multiple of 128 and I of 64. The router, shared and zero experts read x as
-            it is, and results return in `dtype`.
+            it is.
         rounding: how each expert's tokens of a call become a whole number of tiles, in training
             mode: "NR-f", "SR-f", "NR-s", "Balance-f", "UP" or "DOWN", as
             `moeos.training.round_tokens` has them. None: they do not. Each rank rounds its own
@@ -159,6 +159,11 @@ class MoEConfig:
             share of each source's; of a call in pieces, each piece. None: 1.25 times the rows that
             the rank gets where routing is even and all ranks pass as many tokens. What comes beyond
             is computed again.
+        result_format: how a token's results return from its experts, to be weighed and added up in
+            fp32. None: in `dtype`. "fp8_group128": as e4m3 codes with an fp32 scale for 128
+            elements, in about half the bytes; it needs an `activation_format`. A rank's own results
+            do so, too: outputs are the same for any number of ranks. Those of shared and zero
+            experts are not sent, and stay as they are.
 
     Raises:
         TypeError: an argument has the wrong type (a bool is not an int).
@@ -202,6 +207,7 @@ class MoEConfig:
     shared_weight_format: WeightFormat | None = None
     save: Save = "nothing"
     saved_rows: int | None = None
+    result_format: ActivationFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate"):
@@ -240,6 +246,7 @@ class MoEConfig:
         self._check_rounding()
         self._check_shared_weight_format()
         self._check_save()
+        self._check_result_format()
 
     @property
     def formula(self) -> Formula:
@@ -257,8 +264,8 @@ class MoEConfig:
         return 2 if self.gated else 1
 
     def in_numbers(self) -> MoEConfig:
-        """The same layer without formats: weights and tokens are in `dtype`."""
-        fields = ("weight_format", "activation_format", "shared_weight_format")
+        """The same layer without formats: weights, tokens and results are in `dtype`."""
+        fields = ("weight_format", "activation_format", "shared_weight_format", "result_format")
         numbers: dict[str, Any] = dict.fromkeys(fields)
         return dataclasses.replace(self, **numbers)
 
@@ -633,6 +640,14 @@ class MoEConfig:
         self._check_integer("saved_rows", least=0)
         if self.save == "nothing":
             raise self._error("saved_rows", "None where save is 'nothing'")
+
+    def _check_result_format(self) -> None:
+        if self.result_format is None:
+            return
+        self._check_choice("result_format", ACTIVATION_NAMES)
+        if self.activation_format is None:
+            said = f"with result_format {self.result_format!r}, or result_format None"
+            raise self._error("activation_format", f"one of {', '.join(ACTIVATION_NAMES)} {said}")
 
     def _error(self, name: str, allowed: str) -> ValueError:
         return ValueError(_must_be(name, getattr(self, name), allowed))

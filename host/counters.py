@@ -141,7 +141,7 @@ def read(
     received: Sequence[Sequence[int]],
     experts: int,
     sent_bytes: int,
-    row_bytes: int,
+    returned_bytes: int,
 ) -> CallStats:
     """A rank's counters out of its memory.
 
@@ -155,7 +155,7 @@ def read(
         received: [P][X] rows from each rank for each place of an expert.
         experts: of this rank, which have the first places.
         sent_bytes: of a row that is sent.
-        row_bytes: of a result.
+        returned_bytes: of a result that returns.
     """
     of_call = record[0]
     begin = int(of_call["begin_ns"])
@@ -182,7 +182,7 @@ def read(
         tasks={kind: tasks[kind] for kind in STAGES},
         row_bytes_to_peers=int(tallies["row_bytes_to_peers"].sum()),
         row_bytes_by_peer=[
-            0 if peer == rank else sent_bytes * rows_there + row_bytes * rows_back
+            0 if peer == rank else sent_bytes * rows_there + returned_bytes * rows_back
             for peer, (rows_there, rows_back) in enumerate(
                 zip(rows_sent, pairs_received, strict=True)
             )

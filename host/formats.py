@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formats in which a layer holds its experts' weights: codes of 8 or 4 bits, and scales. And
-the one in which it sends tokens and multiplies them.
+the one in which it sends tokens, multiplies them and returns results.
 
 A number is its code times its scale, or scales. One table says what the tensors of weights are
 like; the two functions behind it turn numbers into them and back. Two more do so for rows of
@@ -38,9 +38,10 @@ BLOCK = 128
 MX_GROUP, NV_GROUP, INT4_GROUP = 32, 16, 32
 """Columns of a row that share a scale."""
 
-TOKEN_GROUP, HIDDEN_GROUP = 128, 64
-"""Elements of a token, and of a row between the two products, that share a scale. Of the latter
-fewer: a part of a gated first product makes 64 of them, and must know its groups alone."""
+TOKEN_GROUP, HIDDEN_GROUP, RESULT_GROUP = 128, 64, 128
+"""Elements of a token, of a row between the two products, and of a result, that share a scale. Of
+the second fewer: a part of a gated first product makes 64 of them, and must know its groups alone.
+"""
 
 _E4M3_MOST = 448.0
 _LEAST_DIVISOR = 2.0**-100
@@ -171,15 +172,17 @@ def quantize_rows(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     The largest magnitude of a group becomes 448, the largest code. What lies between two codes
     becomes the nearer one, and the even one of two that are as near. Each step is one of fp32, so
-    that all machines make the same codes of the same numbers. A NaN or an infinity makes its whole
-    group NaN.
+    that all machines make the same codes of the same numbers. A NaN stays one, and does not count
+    for the largest magnitude. An infinity makes its whole group NaN.
 
     Args:
         values: of any floating dtype; float64 is rounded to fp32 first.
         group: elements that share a scale; n is a multiple of it.
     """
     groups = values.float().unflatten(-1, (-1, group))
-    divisor = groups.abs().amax(-1, keepdim=True).clamp(min=_LEAST_DIVISOR)
+    sizes = groups.abs()
+    sizes = sizes.masked_fill(sizes.isnan(), 0.0)
+    divisor = sizes.amax(-1, keepdim=True).clamp(min=_LEAST_DIVISOR)
     most = torch.full_like(divisor, _E4M3_MOST)
     scale = divisor * most.reciprocal()
     codes = (groups * (most / divisor)).clamp(-_E4M3_MOST, _E4M3_MOST).to(torch.float8_e4m3fn)

@@ -20,6 +20,7 @@ def quantize(
     weight_format: WeightFormat,
     activation_format: ActivationFormat | None = None,
     shared_weight_format: WeightFormat | None = None,
+    result_format: ActivationFormat | None = None,
 ) -> MoELayer:
     """A layer of the same world and workspace with the weights of `layer` in a format.
 
@@ -30,12 +31,12 @@ def quantize(
 
     Args:
         layer: one without a format, and with weights that have values.
-        weight_format, activation_format, shared_weight_format: as of `MoEConfig`.
+        weight_format, activation_format, shared_weight_format, result_format: as of `MoEConfig`.
 
     Raises:
         TypeError: `layer` is no MoELayer, or of a class that extends it.
         ValueError: it has a format, or a weight that is not as the layer was made, or
-            `weight_format` is none, or one of the three does not fit the sizes or the others.
+            `weight_format` is none, or one of the four does not fit the sizes or the others.
         RuntimeError: the layer was read from a pickle, and has no world yet.
         ConfigMismatch: the ranks' formats differ; the same error on all of them.
     """
@@ -61,6 +62,7 @@ def quantize(
         weight_format=weight_format,
         activation_format=activation_format,
         shared_weight_format=shared_weight_format,
+        result_format=result_format,
     )
     if layer.experts is None:
         raise RuntimeError(

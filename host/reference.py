@@ -22,7 +22,14 @@ from torch.nn import functional
 
 from moeos.activations import Curve
 from moeos.config import MoEConfig
-from moeos.formats import HIDDEN_GROUP, TOKEN_GROUP, dequantize_rows, quantize_rows
+from moeos.formats import (
+    HIDDEN_GROUP,
+    RESULT_GROUP,
+    TOKEN_GROUP,
+    ActivationFormat,
+    dequantize_rows,
+    quantize_rows,
+)
 
 _FP32_ROUTER_ERROR = 0.5e-6
 """Of the largest logit or score of a token: what those of an fp32 router err at most."""
@@ -226,7 +233,8 @@ def moe(
 
     With `activation_format` x, and what lies between the two products of an expert, are what their
     codes and scales stand for, by `moeos.formats.quantize_rows` in fp32. The router, shared and
-    zero experts read x as it is.
+    zero experts read x as it is. With `result_format` an expert's result is so, too, before it is
+    weighed.
 
     Args:
         x: [S, H], any floating dtype.
@@ -301,21 +309,23 @@ def moe(
     x, topk_weights = x.double(), topk_weights.double()
     of_zero = topk_weights.masked_fill(topk_ids < cfg.experts, 0.0).sum(dim=1, keepdim=True)
     kept = ~dropped(topk_ids, cfg)
+    coded = cfg.activation_format
     y = of_zero * x if cfg.zero_experts > 0 else torch.zeros_like(x)
     for expert in range(cfg.experts):
         token, j = (kept & (topk_ids == expert)).nonzero(as_tuple=True)
         if len(token) == 0:
             continue
         weight = topk_weights[token, j, None]
-        rows = x[token] if x_scale is not None else _as_sent(x[token], cfg, TOKEN_GROUP)
+        rows = x[token] if x_scale is not None else _as_sent(x[token], coded, TOKEN_GROUP)
         if cfg.apply_router_weight_on_input:
             rows = weight * rows
         rows = rows @ w1[expert].double().T
         if b1 is not None:
             rows = rows + b1[expert].double()
-        rows = _as_sent(activate(rows, cfg), cfg, HIDDEN_GROUP) @ w2[expert].double().T
+        rows = _as_sent(activate(rows, cfg), coded, HIDDEN_GROUP) @ w2[expert].double().T
         if b2 is not None:
             rows = rows + b2[expert].double()
+        rows = _as_sent(rows, cfg.result_format, RESULT_GROUP)
         y = y.index_add(0, token, rows if cfg.apply_router_weight_on_input else weight * rows)
     if shared_w1 is None or shared_w2 is None:
         return y
@@ -390,9 +400,9 @@ def activate(rows: Tensor, cfg: MoEConfig) -> Tensor:
     return gate * (up + cfg.formula.up_offset)
 
 
-def _as_sent(rows: Tensor, cfg: MoEConfig, group: int) -> Tensor:
+def _as_sent(rows: Tensor, form: ActivationFormat | None, group: int) -> Tensor:
     """What the codes and scales of rows [n, columns] stand for; the rows, where there are none."""
-    if cfg.activation_format is None:
+    if form is None:
         return rows
     return dequantize_rows(*quantize_rows(rows, group))
 

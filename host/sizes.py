@@ -17,13 +17,21 @@ import torch
 from moeos import _runtime
 from moeos.activations import Curve
 from moeos.config import GroupScore, MoEConfig, Scoring
-from moeos.formats import ACTIVATION_NAMES, FORMATS, HIDDEN_GROUP, NAMES, TOKEN_GROUP
+from moeos.formats import (
+    ACTIVATION_NAMES,
+    FORMATS,
+    HIDDEN_GROUP,
+    NAMES,
+    RESULT_GROUP,
+    TOKEN_GROUP,
+)
 
 CHUNK_ROWS = 32
 """Of every machine: rows of one transfer and of one arrival flag."""
 MAX_RANKS = 2**16 - 1
 """Of a world: the runtime numbers a row's source in 16 bits."""
 _MOST_BYTES = 2**32 - 1  # of a row: the runtime counts them in 32 bits
+_RESULT_ALIGNMENT = 128  # a cache line, as coded_result_bytes of kernels/formats.hpp
 _BETWEEN_SHARES = 2  # of even routing, that have places between the GEMMs
 _RING_SHARES = 2  # of even routing, that have places in a cell
 _RING_TILES = 4  # at least so many
@@ -46,6 +54,7 @@ def of_gradients(sent: int, kept: int) -> dict[str, int]:
     return {
         "row_bytes": sent,
         "sent_bytes": sent,
+        "returned_bytes": sent,
         "hidden_bytes": kept,
         "window_rows": _runtime.WINDOW_BYTES // sent,
         "alters_rows": 1,
@@ -95,6 +104,7 @@ def layer_sizes(
             "max_tokens": cfg.max_tokens,
             "row_bytes": row_bytes,
             "sent_bytes": sent_bytes(cfg),
+            "returned_bytes": returned_bytes(cfg),
             "hidden_bytes": _between_bytes(cfg),
             "row_map": int(cfg.resolved_row_map == "capacity"),
             "capacity": cfg.max_tokens if capacity is None else capacity,
@@ -128,6 +138,13 @@ def sent_row_bytes(hidden: int, dtype: torch.dtype, activation_format: str | Non
     return _coded_bytes(hidden, TOKEN_GROUP)
 
 
+def returned_bytes(cfg: MoEConfig) -> int:
+    """Of a result of a token as it returns."""
+    if cfg.result_format is None:
+        return cfg.hidden * cfg.dtype.itemsize
+    return _coded_bytes(cfg.hidden, RESULT_GROUP, _RESULT_ALIGNMENT)
+
+
 def _between_bytes(cfg: MoEConfig) -> int:
     """Of a row between the two products."""
     if cfg.activation_format is None:
@@ -135,9 +152,9 @@ def _between_bytes(cfg: MoEConfig) -> int:
     return _coded_bytes(cfg.intermediate, HIDDEN_GROUP)
 
 
-def _coded_bytes(values: int, group: int) -> int:
+def _coded_bytes(values: int, group: int, multiple: int = 16) -> int:
     """As coded_row_bytes of kernels/formats.hpp."""
-    return -(-(values + values // group * 4) // 16) * 16
+    return -(-(values + values // group * 4) // multiple) * multiple
 
 
 def _bits_of_a_weight(cfg: MoEConfig) -> int:
@@ -213,6 +230,7 @@ def _layer_shape(cfg: MoEConfig) -> dict[str, object]:
         "weight_format": _number_of(NAMES, cfg.weight_format),
         "activation_format": _number_of(ACTIVATION_NAMES, cfg.activation_format),
         "shared_weight_format": _number_of(NAMES, cfg.shared_weight_format),
+        "result_format": _number_of(ACTIVATION_NAMES, cfg.result_format),
     }
 
 

@@ -188,7 +188,7 @@ class Slicing:
         """
         if not self.cuts:
             return cfg
-        for name, unlike in (("zero_experts", 0), ("rounding", None)):
+        for name, unlike in (("zero_experts", 0), ("rounding", None), ("result_format", None)):
             value = getattr(cfg, name)
             if value != unlike:
                 raise ValueError(

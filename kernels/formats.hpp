@@ -18,8 +18,8 @@
 // (blocks).
 //
 // Tokens may be e4m3 with fp32 scales, too: fp8_group128, in groups of kTokenGroup. What lies
-// between two products then is so as well, in groups of kHiddenGroup. May not know: what is
-// multiplied, and where weights lie.
+// between two products then is so as well, in groups of kHiddenGroup, and results of experts may
+// be, in groups of kResultGroup. May not know: what is multiplied, and where weights lie.
 #pragma once
 
 #include "runtime/base.hpp"
@@ -45,6 +45,8 @@ inline constexpr u32 kScaleBlock = 128;
 /// first product makes kHiddenGroup of them at least, so it knows its groups alone.
 inline constexpr u32 kTokenGroup = 128;
 inline constexpr u32 kHiddenGroup = 64;
+/// And of an expert's result. A part of a second product makes whole groups.
+inline constexpr u32 kResultGroup = 128;
 /// The largest number of an e4m3 code.
 inline constexpr float kE4m3Most = 448.0F;
 /// What the largest magnitude of a group of a row counts for at least, 2^-100. So neither scales
@@ -137,8 +139,14 @@ constexpr GroupScale group_scale(float largest) {
   return {divisor * (1.0F / kE4m3Most), kE4m3Most / divisor};
 }
 /// Bytes of a row of so many codes, and of their scales behind them, padded.
-constexpr u32 coded_row_bytes(u32 values, u32 group) {
-  return align_up(values + values / group * static_cast<u32>(sizeof(float)), 16U);
+constexpr u32 coded_row_bytes(u32 values, u32 group, u32 multiple = 16) {
+  return align_up(values + values / group * static_cast<u32>(sizeof(float)), multiple);
+}
+/// Of a result of so many. The codes of a group are a cache line, because links carry whole lines
+/// faster (docs/log/0048-whole-lines-for-links.md).
+constexpr u32 coded_result_bytes(u32 values) {
+  static_assert(kResultGroup == kCacheLine);
+  return coded_row_bytes(values, kResultGroup, kCacheLine);
 }
 
 /// Of an e2m1 code, its lower 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with a sign.

@@ -397,12 +397,12 @@ NB_MODULE(_runtime, module) {
       .def_prop_ro("os_memory_bytes", [](const Sizes& s) { return OsMemory::bytes(s.geometry); })
       .def_prop_ro("offsets", &offsets_of, nb::sig("def offsets(self) -> dict[str, int]"))
       .def_prop_ro("first_cell", [](const Sizes& s) { return Layout(s.geometry).first_cell(); })
-      .def_prop_ro(
-          "result_bytes",
-          [](const Sizes& s) { return u64{Layout(s.geometry).results()} * s.geometry.row_bytes; })
-      .def_prop_ro(
-          "staged_bytes",
-          [](const Sizes& s) { return u64{s.geometry.staged_results()} * s.geometry.row_bytes; })
+      .def_prop_ro("result_bytes",
+                   [](const Sizes& s) { return Layout(s.geometry).results_bytes(); })
+      .def_prop_ro("staged_bytes",
+                   [](const Sizes& s) {
+                     return u64{s.geometry.staged_results()} * s.geometry.returned_bytes;
+                   })
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

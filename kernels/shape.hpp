@@ -43,6 +43,8 @@ struct LayerShape {
   constexpr bool gated() const { return activation.is_gated; }
   /// Whether rows are codes where they are sent, and between the two products.
   constexpr bool codes_rows() const { return activation_format != ActivationFormat::plain; }
+  /// Whether experts' results are codes where they return; rows then are, too.
+  constexpr bool codes_results() const { return result_format != ActivationFormat::plain; }
   /// Rows of w1: gate rows, then up rows, when gated.
   constexpr u32 w1_rows() const { return w1_rows_of(intermediate); }
   /// The same of an MLP with so many values between its two products.

@@ -91,7 +91,7 @@ inline u64 result_bytes_to(const Geometry& geometry, const Task& task, u32 peer)
   for (u32 s = 0; task.kind == TaskKind::gemm1 && s < task.segment_count; ++s) {
     rows += task.segments[s].source == peer ? task.segments[s].rows : 0;
   }
-  return rows * geometry.row_bytes / task.parts;
+  return rows * geometry.returned_bytes / task.parts;
 }
 
 /// Before a part is begun that brings bytes_to(peer) bytes to a peer: a slow link lets them through

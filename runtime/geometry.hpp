@@ -158,7 +158,7 @@ struct Geometry {
 
   /// Whether a result for a remote peer is too long for the place of its row. It is staged in a
   /// place of its own then.
-  constexpr bool stages_apart() const { return remote != 0 && sent_bytes < row_bytes; }
+  constexpr bool stages_apart() const { return remote != 0 && sent_bytes < returned_bytes; }
   constexpr u32 staged_results() const { return stages_apart() ? world * cell_places() : 0; }
 
   // --- Tokens that are sent once (landings_subscriber.hpp) ---
@@ -259,7 +259,7 @@ struct Geometry {
   constexpr u32 shared_parts_max() const {
     return maximum(shared_parts(max_tokens), shared_parts(minimum(max_tokens, narrow_rows)));
   }
-  /// Their results, one a token, which lie behind all others.
+  /// Their results, one a token, which lie behind all others, as x does.
   constexpr u32 shared_results() const { return shares() ? max_tokens : 0; }
   /// Rows between the two products, a whole number of tiles' halves.
   constexpr u64 shared_between_bytes() const {

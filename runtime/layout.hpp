@@ -9,7 +9,8 @@
 // lie side by side (result()). And what is staged in one round (B = 0) lies where something arrives
 // in the other (B = 1): a row for a remote peer in the place of its own result, and that result, at
 // the peer, in the place of the row. What is replaced has been read by then. Where rows are sent in
-// fewer bytes than results have, results are staged behind all others.
+// fewer bytes than results have, results are staged behind the others. Those of shared experts are
+// behind all of them.
 //
 // Layers of several shapes share one heap: [header][words of shape 1][words of shape 2]...[cells]
 // [results]. The header depends on the world alone. Words of a shape lie where no other shape
@@ -79,7 +80,9 @@ class Layout {
     return place;
   }
 
-  constexpr u64 bytes() const { return align_up(result(results()), u64{kCacheLine}); }
+  constexpr u64 bytes() const {
+    return align_up(place_.results_at + results_bytes(), u64{kCacheLine});
+  }
   /// Of the words that all shapes of a world share.
   constexpr u64 header_bytes() const { return header_; }
   /// Of this shape's own words, with its sums of slices.
@@ -203,16 +206,21 @@ class Layout {
   /// The first byte of one of a rank's results. Those that rank p computes are the rows of its cell
   /// (row()), from first_result(p) on.
   constexpr u64 result(u32 index) const {
-    return place_.results_at + u64{index} * geometry().row_bytes;
-  }
-  /// Of a rank's own token, what the shared experts make of it.
-  constexpr u32 shared_result(u32 token) const {
-    MOEOS_CHECK(token < geometry().shared_results());
-    return geometry().result_rows() + token;
+    return place_.results_at + u64{index} * geometry().returned_bytes;
   }
   /// All of a rank's results, with those of others that are staged apart.
-  constexpr u32 results() const {
-    return geometry().result_rows() + geometry().shared_results() + geometry().staged_results();
+  constexpr u32 results() const { return geometry().result_rows() + geometry().staged_results(); }
+  /// Of a rank's own token, the first byte of what the shared experts make of it.
+  constexpr u64 shared_result(u32 token) const {
+    MOEOS_CHECK(token < geometry().shared_results());
+    const bool alike = geometry().returned_bytes == geometry().row_bytes;
+    return alike ? result(results() + token)
+                 : result(results()) + u64{token} * geometry().row_bytes;
+  }
+  /// Of all results, these among them.
+  constexpr u64 results_bytes() const {
+    return u64{results()} * geometry().returned_bytes +
+           u64{geometry().shared_results()} * geometry().row_bytes;
   }
   /// The first byte of a row for a remote peer until it is put: in the place of its own result, the
   /// peer's results beginning at `first`. Rows that are shorter stand close where a chunk's begins,

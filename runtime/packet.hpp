@@ -96,7 +96,7 @@ u8* outgoing_result(const Rank<P>& rank, u32 owner, u32 first, u32 row) {
 template <Platform P>
 u8* outgoing_results(const Rank<P>& rank, const Task& task, const Segment& segment) {
   if (is_shared(rank.geometry(), task)) {
-    return rank.heap + rank.layout.result(rank.layout.shared_result(segment.first_row));
+    return rank.heap + rank.layout.shared_result(segment.first_row);
   }
   const u32 first = first_result_at(rank, task.epoch, segment.source);
   return outgoing_result(rank, segment.source, first, segment.first_row);
@@ -373,7 +373,7 @@ Returned return_rows(const Rank<P>& rank, const Call& call, const Task& task, Re
         P::template publish_add<Scope::system>(reinterpret_cast<u32*>(direct + credit), seal(rows));
       }
       if (owner != rank.rank) {
-        returned.row_bytes += u64{rows} * rank.geometry().row_bytes;
+        returned.row_bytes += u64{rows} * rank.geometry().returned_bytes;
         returned.flag_bytes += flag_bytes<P>(direct);
       }
     });
@@ -393,8 +393,8 @@ void put_results(const Rank<P>& rank, u32 epoch, u32 local_expert, const Segment
   const u8* staged = rank.heap + rank.layout.staged_result(owner, segment.first_row);
   for_each_run(rank, local_expert, segment, [&](u32 offset, u32 chunk, u32 rows) {
     rank.platform.put_signal(owner, rank.layout.result(first + segment.first_row + offset),
-                             staged + u64{offset} * rank.geometry().row_bytes,
-                             u64{rows} * rank.geometry().row_bytes,
+                             staged + u64{offset} * rank.geometry().returned_bytes,
+                             u64{rows} * rank.geometry().returned_bytes,
                              rank.layout.returned(rank.rank, chunk), SignalOp::add, seal(rows));
   });
 }

@@ -78,8 +78,9 @@ class Work:
         weight_bytes: weights of the experts that have rows, read once.
         dispatch_bytes: rows to other ranks, each as long as it is sent (`moeos.sizes.sent_bytes`);
             of a token, one to each rank where a call has many for it.
-        combine_bytes: result rows returned to other ranks; where experts are sliced, partial sums
-            of other ranks' tokens, and the sums of this rank's to all.
+        combine_bytes: result rows returned to other ranks, likewise (`returned_bytes`); where
+            experts are sliced, partial sums of other ranks' tokens, and the sums of this rank's
+            to all.
         count_bytes: to each other rank 8 for each of its X places of an expert, for which call the
             rank makes, and, if it has tokens, for where results go. Where experts are sliced, 8 for
             which call it is and 8 for of what.
@@ -263,7 +264,6 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
 
     shared_tiles = -(-tokens // sizes.tile_rows) if cfg.shared_experts > 0 else 0
     tells_bases = int(cfg.resolved_row_map == "ragged" and tokens > 0)
-    row_bytes = cfg.hidden * cfg.dtype.itemsize
     peers = range(1, ranks)
     dispatched = [
         _rows_once(cfg, sizes, held[peer], sent, tokens) if peer in once else to_rank[peer]
@@ -271,7 +271,7 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
     ]
     # Of each of them the other way: `starts` are now what it has sent to rank 0.
     dispatch_bytes = [rows * sizes.sent_bytes for rows in dispatched]
-    combine_bytes = [starts[peer] * row_bytes for peer in peers]
+    combine_bytes = [starts[peer] * sizes.returned_bytes for peer in peers]
     flag_bytes = [4 * (chunks_to_rank[peer] + flags[peer] + origins[peer]) for peer in peers]
     count_bytes = 8 * (local + 1 + tells_bases)
     # Where pairs may be dropped, the runtime looks for tokens that sent nothing; but not where

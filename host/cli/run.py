@@ -394,6 +394,8 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
         stored += ", shared ones too"
     if cfg.activation_format is not None:
         stored += f", tokens in {cfg.activation_format}"
+    if cfg.result_format is not None:
+        stored += f", results in {cfg.result_format}"
     sliced = ", with a slice of each expert" if plan.slicing.cuts else ""
     print(
         f"{ranks} on the {world.backend}, {processors} each{sliced}\n"

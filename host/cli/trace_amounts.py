@@ -20,7 +20,7 @@ from moeos.cli.estimate import (
     expert_rate,
 )
 from moeos.config import DTYPES, MoEConfig
-from moeos.sizes import sent_bytes
+from moeos.sizes import returned_bytes, sent_bytes
 from moeos.slicing import WHOLE, Slicing, slicing_of
 from moeos.timeline import weights
 from moeos.timeline.call import COURIERS, DISPATCH, GEMM0, GEMM1, CallTrace, kind_name
@@ -97,7 +97,8 @@ def work_of(
         "gemm0": products(cfg.w1_rows, first),
         "gemm1": products(cfg.intermediate, n * cfg.shared_intermediate),
         "combine": (
-            (rows + tokens * shared + _sums_read(about, len(call.ranks))) * row_bytes,
+            rows * returned_bytes(cfg)
+            + (tokens * shared + _sums_read(about, len(call.ranks))) * row_bytes,
             "B",
             H200_MEMORY_BYTES,
         ),
@@ -134,8 +135,11 @@ def to_peers_of(
         parts = call.parts
         there = (parts["kind"] == DISPATCH) & (parts["peer"] != parts["rank"])
         rows["dispatch"] = int(parts["carried"][there].sum())
-    result = cfg.hidden * cfg.dtype.itemsize
-    row_bytes = {"dispatch": sent_bytes(cfg), "gemm1": result, "combine": result}
+    row_bytes = {
+        "dispatch": sent_bytes(cfg),
+        "gemm1": returned_bytes(cfg),
+        "combine": cfg.hidden * cfg.dtype.itemsize,
+    }
     return {
         stage.kind: _amount(
             rows[stage.kind] * row_bytes[stage.kind],

@@ -128,7 +128,7 @@ def stats_of(
         received.diff(dim=1).tolist(),
         len(experts_of(shape.cfg, place, shape.world_size, placement)),
         shape.sizes.sent_bytes,
-        shape.sizes.row_bytes,
+        shape.sizes.returned_bytes,
     )
     return counters.of_slices(stats, slicing, rank, ranks, shape.sizes.row_bytes)
 

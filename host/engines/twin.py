@@ -338,7 +338,7 @@ class TwinEngine:
             [records.rows_received(source) for source in range(self._holders)],
             len(experts_of(self._cfg, self._place, self._holders, self._placement)),
             self._last.sent_bytes,
-            self._last.row_bytes,
+            self._last.returned_bytes,
         )
         world = self._world
         return counters.of_slices(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of e4m3 codes with their fp32 scales behind them (kernels/formats.hpp): made of fp32
-// numbers, and packed for a product as the numbers that they stand for.
+// numbers, packed for a product as the numbers that they stand for, and added up as these.
 //
 // May not know: where rows lie, and what they are multiplied by.
 #pragma once
@@ -44,6 +44,17 @@ inline void pack_codes(const u8* first_row, std::size_t row_stride_bytes, u32 ro
       for (u32 k = first; k < first + group; ++k) {
         panel[std::size_t{k} * kPanelRows + r] = r < rows ? e4m3(codes[k]) * scale : 0.0F;
       }
+    }
+  }
+}
+
+/// sum += weight times a row of `count` codes.
+inline void add_codes(const u8* codes, u32 count, u32 group, float weight, float* sum) {
+  for (u32 first = 0; first < count; first += group) {
+    float scale = 0.0F;
+    std::memcpy(&scale, codes + count + first / group * sizeof(float), sizeof(float));
+    for (u32 n = first; n < first + group; ++n) {
+      sum[n] += weight * (e4m3(codes[n]) * scale);
     }
   }
 }

@@ -139,7 +139,7 @@ class TwinKernels {
   void gemm1(const Task& task, u32 part) {
     const Element element = operands_.element;
     const Mlps mlps = mlps_of(task);
-    const u32 width = has_narrow_parts(task) ? kNarrowColumns : kPlainColumns;
+    const u32 width = has_narrow_parts(task) ? gemm1_narrow_columns(shape_) : kPlainColumns;
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.hidden - first);
     const u64 weight_row = u64{mlps.first} * shape_.hidden + first;
@@ -155,13 +155,13 @@ class TwinKernels {
     u32 tile_row = 0;
     for (u32 s = 0; s < task.segment_count; ++s) {
       const Segment& segment = task.segments[s];
-      u8* destination = outgoing_results(rank_, task, segment) + first * size_of(element);
+      u8* destination = outgoing_results(rank_, task, segment);
       for (u32 i = 0; i < segment.rows; ++i) {
         float* values = results + std::size_t{tile_row + i} * width;
         for (u32 n = 0; b2 && n < columns; ++n) {
           values[n] += b2[weight_row + n];
         }
-        store(element, values, columns, destination + u64{i} * rank_.geometry().row_bytes);
+        store_result(mlps, destination + u64{i} * mlps.result_bytes, first, values, columns);
       }
       tile_row += laid_out_rows(rank_.geometry(), task, s, tile_row);
     }
@@ -179,16 +179,19 @@ class TwinKernels {
         add_own_row(pair, sum);
         continue;
       }
-      const ConstElements values(operands_.element,
-                                 rank_.heap + rank_.layout.result(rank_.memory.pair_row[pair]));
+      const u8* result = rank_.heap + rank_.layout.result(rank_.memory.pair_row[pair]);
       const float weight = shape_.weight_on_input ? 1.0F : rank_.memory.pair_weight[pair];
+      if (shape_.codes_results()) {
+        add_codes(result, shape_.hidden, kResultGroup, weight, sum);
+        continue;
+      }
+      const ConstElements values(operands_.element, result);
       for (u32 n = 0; n < shape_.hidden; ++n) {
         sum[n] += weight * values[n];
       }
     }
     if (geometry.shares()) {
-      const ConstElements values(
-          operands_.element, rank_.heap + rank_.layout.result(rank_.layout.shared_result(token)));
+      const ConstElements values(operands_.element, rank_.heap + rank_.layout.shared_result(token));
       const float weight = shape_.shared_gate ? rank_.memory.shared_weight[token] : 1.0F;
       for (u32 n = 0; n < shape_.hidden; ++n) {
         sum[n] += weight * values[n];
@@ -260,6 +263,8 @@ class TwinKernels {
     u64 between_at;
     u32 between_bytes;  // of a row
     bool coded;         // its rows are, and those between
+    u32 result_bytes;   // of a row
+    bool codes_results;
   };
   Mlps mlps_of(const Task& task) const {
     if (is_shared(rank_.geometry(), task)) {
@@ -275,6 +280,8 @@ class TwinKernels {
               shape_.shared_intermediate,
               rank_.geometry().shared_between_at(),
               rank_.geometry().shared_bytes,
+              false,
+              rank_.geometry().row_bytes,
               false};
     }
     const WeightFormat format = shape_.weight_format;
@@ -289,7 +296,9 @@ class TwinKernels {
             shape_.intermediate,
             0,
             rank_.geometry().hidden_bytes,
-            shape_.codes_rows()};
+            shape_.codes_rows(),
+            rank_.geometry().returned_bytes,
+            shape_.codes_results()};
   }
 
   /// sums = the tile's rows of one MLP times its w2, of some columns.
@@ -424,6 +433,16 @@ class TwinKernels {
     if (mlps.coded) {
       u8* scales = to + mlps.values + column / kHiddenGroup * sizeof(float);
       code_numbers(values, columns, kHiddenGroup, 1.0F, to + column, scales);
+    } else {
+      store(operands_.element, values, columns, to + u64{column} * size_of(operands_.element));
+    }
+  }
+
+  /// Writes some columns of a result, from `column` on.
+  void store_result(const Mlps& mlps, u8* to, u32 column, const float* values, u32 columns) const {
+    if (mlps.codes_results) {
+      u8* scales = to + shape_.hidden + column / kResultGroup * sizeof(float);
+      code_numbers(values, columns, kResultGroup, 1.0F, to + column, scales);
     } else {
       store(operands_.element, values, columns, to + u64{column} * size_of(operands_.element));
     }

@@ -70,7 +70,11 @@ constexpr u32 gemm0_columns(const LayerShape& shape) {
 constexpr u32 gemm0_narrow_columns(const LayerShape& shape) {
   return shape.codes_rows() ? kHiddenGroup : kNarrowColumns;
 }
-static_assert(kGatedColumns % kHiddenGroup == 0 && kPlainColumns % kHiddenGroup == 0);
+constexpr u32 gemm1_narrow_columns(const LayerShape& shape) {
+  return shape.codes_results() ? kResultGroup : kNarrowColumns;
+}
+static_assert(kGatedColumns % kHiddenGroup == 0 && kPlainColumns % kHiddenGroup == 0 &&
+              kPlainColumns % kResultGroup == 0);
 
 /// Sized for the largest task at construction; never grows.
 class Scratch {

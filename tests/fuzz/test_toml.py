@@ -54,6 +54,7 @@ CONFIG = {
     "weight_format": '"fp8_block128"',
     "activation_format": '"fp8_group128"',
     "shared_weight_format": '"fp8_block128"',
+    "result_format": '"fp8_group128"',
 }
 RUN = {"tokens": "7", "iterations": "3", "vary_tokens": "true", "text": '["*.md"]'}
 SUITE = {
@@ -145,6 +146,7 @@ PARTNERS |= {
     "shared_experts": ["shared_intermediate is", "shared_gate is"],
     "weight_format": ["hidden is", "intermediate is"],
     "activation_format": ["weight_format is", "hidden is", "intermediate is"],
+    "result_format": ["activation_format is"],
 }
 
 

@@ -59,6 +59,7 @@ def test_defaults_are_those_of_the_documented_layer() -> None:
         "shared_weight_format": None,
         "save": "nothing",
         "saved_rows": None,
+        "result_format": None,
     }
 
 
@@ -107,6 +108,7 @@ def test_counts_must_be_at_least_1(name: str, value: int) -> None:
         ("shared_weight_format", True),
         ("save", None),
         ("saved_rows", 2.5),
+        ("result_format", 1),
         ("swiglu_alpha", "1.702"),
         ("swiglu_clamp", True),
         ("activation", 3),
@@ -537,6 +539,23 @@ def test_an_activation_format_needs_fp8_weights_and_sizes_of_whole_groups() -> N
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             config(**{**coded, **changes})
+
+
+def test_a_result_format_needs_an_activation_format() -> None:
+    coded = {"weight_format": "fp8_channel", "activation_format": "fp8_group128"}
+    cfg = config(**coded, result_format="fp8_group128")
+    assert digest_differences(cfg.digest(), config(**coded).digest()).keys() == {"result_format"}
+    assert cfg.in_numbers() == config()
+    said = "with result_format 'fp8_group128', or result_format None"
+    for changes, message in (
+        (
+            {"activation_format": None},
+            f"activation_format is None; it must be one of fp8_group128 {said}",
+        ),
+        ({"result_format": "bf16"}, "result_format is 'bf16'; it must be one of fp8_group128"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            config(**{**coded, "result_format": "fp8_group128", **changes})
 
 
 def test_shared_experts_have_the_format_of_the_others_or_none() -> None:

@@ -625,8 +625,12 @@ def test_experts_on_several_ranks_have_no_backward() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"weight_format": "mxfp4"}, {"activation_format": "fp8_group128"}],
-    ids=["weights", "activations"],
+    [
+        {"weight_format": "mxfp4"},
+        {"activation_format": "fp8_group128"},
+        {"activation_format": "fp8_group128", "result_format": "fp8_group128"},
+    ],
+    ids=["weights", "activations", "results"],
 )
 def test_a_layer_of_codes_has_no_backward(field: dict[str, Any]) -> None:
     formats = {"weight_format": "fp8_block128"} | field

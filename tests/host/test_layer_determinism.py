@@ -41,6 +41,16 @@ CASES = {
         weight_format="fp8_block128",
         activation_format="fp8_group128",
     ),
+    "codes of results": config(
+        hidden=128,
+        intermediate=64,
+        experts=16,
+        top_k=4,
+        max_tokens=256,
+        weight_format="fp8_channel",
+        activation_format="fp8_group128",
+        result_format="fp8_group128",
+    ),
 }
 
 

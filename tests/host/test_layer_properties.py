@@ -93,6 +93,7 @@ def layers(draw: st.DrawFn) -> tuple[MoEConfig, int]:
         shared_gate=shared > 0 and draw(st.booleans()),
         weight_format=weight_format,
         activation_format="fp8_group128" if codes else None,
+        result_format="fp8_group128" if codes and draw(st.booleans()) else None,
         shared_weight_format=weight_format if shares_format else None,
     )
     return cfg, ranks

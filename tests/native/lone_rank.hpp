@@ -21,7 +21,7 @@ inline moeos::Geometry small_geometry(moeos::u32 world, moeos::u32 experts, moeo
   g.experts = experts;
   g.top_k = 2;
   g.max_tokens = max_tokens;
-  g.row_bytes = g.sent_bytes = g.hidden_bytes = 16;
+  g.row_bytes = g.sent_bytes = g.returned_bytes = g.hidden_bytes = 16;
   g.row_map = moeos::RowMap::ragged;
   g.capacity = g.max_tokens;
   g.chunk_rows = 32;

@@ -52,7 +52,7 @@ Geometry make_geometry(RowMap row_map) {
   g.experts = kExperts;
   g.top_k = kTopK;
   g.max_tokens = kTokens;
-  g.row_bytes = g.sent_bytes = kHidden * sizeof(float);
+  g.row_bytes = g.sent_bytes = g.returned_bytes = kHidden * sizeof(float);
   g.hidden_bytes = kHidden * sizeof(float);
   g.row_map = row_map;
   g.capacity = kTokens;

@@ -91,6 +91,8 @@ void rows_of_codes_are_padded() {
   static_assert(moeos::coded_row_bytes(128, 128) == 144);
   static_assert(moeos::coded_row_bytes(7168, 128) == 7392);
   static_assert(moeos::coded_row_bytes(192, 64) == 208);
+  static_assert(moeos::coded_result_bytes(128) == 256);
+  static_assert(moeos::coded_result_bytes(7168) == 7424);
 }
 
 void exponents_are_powers_of_two() {

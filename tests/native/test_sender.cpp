@@ -53,7 +53,7 @@ Geometry make_geometry() {
   g.experts = kWorld;
   g.top_k = 1;
   g.max_tokens = kTokens;
-  g.row_bytes = g.sent_bytes = kRowBytes;
+  g.row_bytes = g.sent_bytes = g.returned_bytes = kRowBytes;
   g.hidden_bytes = kRowBytes;
   g.row_map = RowMap::ragged;
   g.capacity = kTokens;

@@ -49,7 +49,7 @@ struct Plan {
       wide = std::max<u64>(wide, g.sent_bytes);
       stride = std::max<u64>(stride, u64{g.cell_places()} * g.sent_bytes);
       tail = std::max<u64>(tail, u64{g.tile_rows} * g.sent_bytes);
-      results = std::max<u64>(results, u64{Layout(g).results()} * g.row_bytes);
+      results = std::max<u64>(results, Layout(g).results_bytes());
       between = std::max(between, g.between_bytes());
     }
     const u32 cells = Layout(shapes[0].geometry).cells();

@@ -42,7 +42,7 @@ from moeos.commands.device_reader import FLUSH_BYTES
 from moeos.commands.routing import draw_routing, parse_pattern
 from moeos.config import MoEConfig
 from moeos.quantization import numbers_of
-from moeos.sizes import sent_bytes
+from moeos.sizes import returned_bytes, sent_bytes
 
 LARGEST_ERROR = 1.2e-2
 """Of the difference between two bfloat16 results: each is within 8e-3 of the exact one."""
@@ -321,7 +321,9 @@ def coded_and_plain(plain: moeos.MoELayer, cfg: MoEConfig) -> dict[str, moeos.Mo
     """
     if cfg.weight_format is None:
         return {"moeos": plain}
-    layer = moeos.quantize(plain, cfg.weight_format, cfg.activation_format)
+    layer = moeos.quantize(
+        plain, cfg.weight_format, cfg.activation_format, result_format=cfg.result_format
+    )
     with torch.no_grad():
         for name in ("w1", "w2"):
             for expert, matrix in enumerate(getattr(plain, name)):
@@ -347,8 +349,9 @@ def limits(
     stored = (*call_checks.expected_weights(cfg, 1), *call_checks.expected_scales(cfg, 1))
     of_expert = sum(one.shape.numel() * one.dtype.itemsize for one in stored if one is not None)
     touched = max(of["experts"] for of in load) * of_expert
-    result_bytes = cfg.hidden * cfg.dtype.itemsize
-    link = max(of["to_peers"] * sent_bytes(cfg) + of["from_peers"] * result_bytes for of in load)
+    link = max(
+        of["to_peers"] * sent_bytes(cfg) + of["from_peers"] * returned_bytes(cfg) for of in load
+    )
     dense, read, store = rates["F"], rates["W"], rates["N"]
     assert dense is not None
     assert read is not None

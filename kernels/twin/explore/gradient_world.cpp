@@ -74,13 +74,13 @@ void make_gradient_world(RandomWorld& world) {
   LayerShape& shape = world.shape;
   Geometry& g = world.geometry;
   shape.weight_format = WeightFormat::plain;
-  shape.activation_format = ActivationFormat::plain;
+  shape.activation_format = shape.result_format = ActivationFormat::plain;
   shape.shared_experts = shape.shared_intermediate = 0;
   shape.shared_gate = false;
   g.shared_bytes = g.shared0_parts = g.shared0_narrow_parts = 0;
   g.narrow_rows = g.gemm0_narrow_parts = g.gemm1_narrow_parts = 0;
   const GradientRows rows(g, shape, Element::kFloat32);
-  g.row_bytes = g.sent_bytes = rows.sent_bytes();
+  g.row_bytes = g.sent_bytes = g.returned_bytes = rows.sent_bytes();
   g.hidden_bytes = rows.kept_bytes();
   g.alters_rows = 1;
   g.between_rows = 0;

@@ -79,22 +79,27 @@ Codes draw_codes(Random& random, WeightFormat format, u64 matrices, u32 rows, u3
 }
 
 /// Numbers become what their codes stand for. Where one is near a tie it may become another code,
-/// as sums in fp32 do not end alike: `doubts` says by how much that may be off. Near: `unsure` of
-/// itself and of the largest.
+/// as sums in fp32 do not end alike: `doubts` says by how much a number may be off, before and then
+/// after. Near: as that, and `unsure` of itself and of the largest. A largest number that is off
+/// changes all scales of its group.
 void round_to_codes(std::vector<double>& numbers, u32 group, double unsure,
                     std::vector<double>& doubts) {
   for (u32 first = 0; first < numbers.size(); first += group) {
     double largest = 0.0;
+    double off = 0.0;
     for (u32 i = first; i < first + group; ++i) {
       largest = std::fmax(largest, std::fabs(numbers[i]));
+      off = std::fmax(off, doubts[i]);
     }
+    off = largest > 0.0 ? off / largest : 0.0;
     const GroupScale scale = group_scale(static_cast<float>(largest));
     const auto rounded = [&scale](double number) {
       return double{e4m3(to_e4m3(static_cast<float>(number) * scale.inverse))} * scale.scale;
     };
     for (u32 i = first; i < first + group; ++i) {
-      const double near = unsure * (std::fabs(numbers[i]) + largest);
-      doubts[i] = rounded(numbers[i] + near) - rounded(numbers[i] - near);
+      const double size = std::fabs(numbers[i]);
+      const double near = doubts[i] + off * size + unsure * (size + largest);
+      doubts[i] = rounded(numbers[i] + near) - rounded(numbers[i] - near) + off * size;
       numbers[i] = rounded(numbers[i]);
     }
   }
@@ -110,6 +115,8 @@ void add_mlp(const LayerShape& shape, const std::vector<float>& w1, const std::v
   std::vector<double> x(row, row + hidden);
   std::vector<double> inside(inner);
   std::vector<double> doubts(maximum(hidden, inner), 0.0);
+  std::vector<double> results(hidden);
+  std::vector<double> off(hidden, 0.0);
   if (coded) {
     round_to_codes(x, kTokenGroup, 0.0, doubts);
   }
@@ -130,9 +137,16 @@ void add_mlp(const LayerShape& shape, const std::vector<float>& w1, const std::v
     for (u32 i = 0; i < inner; ++i) {
       const float factor = w2[(u64{hidden} * mlp + h) * inner + i];
       value += inside[i] * factor;
-      doubt[h] += coded ? std::fabs(doubts[i] * factor * weight) : 0.0;
+      off[h] += coded ? std::fabs(doubts[i] * factor) : 0.0;
     }
-    sum[h] += value * weight;
+    results[h] = value;
+  }
+  if (coded && shape.codes_results()) {
+    round_to_codes(results, kResultGroup, 1e-5, off);
+  }
+  for (u32 h = 0; h < hidden; ++h) {
+    sum[h] += results[h] * weight;
+    doubt[h] += off[h] * std::fabs(weight);
   }
 }
 
@@ -143,11 +157,12 @@ void size_rows(const LayerShape& shape, Geometry& g) {
   g.sent_bytes = coded ? coded_row_bytes(shape.hidden, kTokenGroup) : g.row_bytes;
   g.hidden_bytes = coded ? coded_row_bytes(shape.intermediate, kHiddenGroup)
                          : shape.intermediate * sizeof(float);
+  g.returned_bytes = shape.codes_results() ? coded_result_bytes(shape.hidden) : g.row_bytes;
   g.alters_rows = coded ? 1 : 0;
   g.gemm0_parts = ceil_div(shape.intermediate, gemm0_columns(shape));
   g.gemm1_parts = ceil_div(shape.hidden, kPlainColumns);
   g.gemm0_narrow_parts = ceil_div(shape.intermediate, gemm0_narrow_columns(shape));
-  g.gemm1_narrow_parts = ceil_div(shape.hidden, kNarrowColumns);
+  g.gemm1_narrow_parts = ceil_div(shape.hidden, gemm1_narrow_columns(shape));
   if (shape.shared_experts > 0) {
     const auto first_parts = [&shape](u32 columns) {
       return shape.shared_experts * ceil_div(shape.shared_intermediate, columns) +
@@ -250,7 +265,8 @@ RandomWorld draw_world(Random& random, Extent extent) {
                            false,
                            WeightFormat::plain,
                            ActivationFormat::plain,
-                           WeightFormat::plain};
+                           WeightFormat::plain,
+                           ActivationFormat::plain};
   g.row_map = draw(random, 0, 1) == 0 ? RowMap::ragged : RowMap::capacity;
   g.capacity = draw(random, 0, 2) == 0 ? draw(random, 1, g.max_tokens) : g.max_tokens;
   g.chunk_rows = small ? 4 * draw(random, 1, 3) : 32;
@@ -293,6 +309,10 @@ RandomWorld draw_world(Random& random, Extent extent) {
   }
   if (world.shape.shared_experts > 0 && draw(aside, 0, 1) == 0) {
     world.shape.shared_weight_format = world.shape.weight_format;
+  }
+  Random last = aside;
+  if (world.shape.codes_rows() && draw(last, 0, 1) == 0) {
+    world.shape.result_format = ActivationFormat::fp8_group128;
   }
   size_rows(world.shape, g);
   world.settings =

@@ -222,6 +222,9 @@ def test_products_of_codes_have_a_rate_and_rows_a_size_of_their_own() -> None:
     assert coded.combine_bytes == other.combine_bytes
     row = 256 + 2 * 4
     assert coded.dispatch_bytes * 2 * 256 == other.dispatch_bytes * -(-row // 16) * 16
+    returned = work_of(dataclasses.replace(cfg, result_format="fp8_group128"), 8, 128)
+    assert returned.dispatch_bytes == coded.dispatch_bytes
+    assert returned.combine_bytes * 2 * 256 == coded.combine_bytes * (256 + 128)
     plain_flops = coded.router_flops + coded.shared_flops
     expected = plain_flops / 806e12 + coded.expert_flops / 1476e12
     assert coded.floors(8)["compute"] == pytest.approx(expected)

@@ -112,11 +112,14 @@ def test_a_layer_whose_tokens_are_codes_passes_the_check(dtype: str, tmp_path: P
     path = tmp_path / "layer.toml"
     sizes = CONFIG.replace("32\n", "128\n", 1).replace("48", "64").replace("float32", dtype)
     codes = 'weight_format = "fp8_channel"\nactivation_format = "fp8_group128"\n'
+    codes += 'result_format = "fp8_group128"\n'
     path.write_text(sizes + codes + "[run]\ntokens = 40\n")
     document = results(path, "--virtual-ranks", 2)
     assert document["max_relative_error"] <= document["tolerance"] == 1e-2
     _, out, _ = invoke(path, "--no-check")
-    assert "experts in fp8_channel, tokens in fp8_group128" in " ".join(out.split())
+    assert "in fp8_channel, tokens in fp8_group128, results in fp8_group128" in " ".join(
+        out.split()
+    )
 
 
 def test_the_json_tells_what_ran_where(config: Path) -> None:

@@ -250,13 +250,17 @@ def test_the_work_of_a_layer_of_any_activation_and_router_is_told(
     assert work["route"]["total"] == 2 * 40 * 8 * 32
 
 
-def test_rows_of_codes_are_counted_as_they_are_sent(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of_results", "result"), [("", 128 * 4), ("result_format", 256)])
+def test_rows_of_codes_are_counted_as_they_are_sent(
+    of_results: str, result: int, config: Path, tmp_path: Path
+) -> None:
     codes = 'weight_format = "fp8_tensor"\nactivation_format = "fp8_group128"\n'
+    codes += f'{of_results} = "fp8_group128"\n' if of_results else ""
     sizes = CONFIG.replace("hidden = 32", "hidden = 128").replace("= 48", "= 64")
     config.write_text(sizes.replace("[run]", f"{codes}[run]"))
     out = tmp_path / "trace.json"
     summary = summary_of(config, "--ranks", 2, "--tokens", 290, "-o", out)
-    rows, sent, result = 2 * 290 * 2, 128 + 4 + 12, 128 * 4
+    rows, sent = 2 * 290 * 2, 128 + 4 + 12
     work, to_peers = summary["work"], summary["to_peers"]
     assert work["dispatch"]["total"] + work["replicate"]["total"] == rows * sent
     assert work["combine"]["total"] == rows * result

@@ -48,6 +48,10 @@ def test_codes_are_read_as_they_are_stored_and_multiplied_at_twice_the_rate() ->
     assert found["W"] == pytest.approx(4 * (3 * 128 * 64 + scales) / 1e8)
     # Of rank 1: a row there is 128 codes and a scale, padded, and a result 128 numbers of 2 bytes.
     assert found["N"] == pytest.approx((5 * 144 + 11 * 256) / 1e7)
+    wide = dataclasses.replace(coded, hidden=256)
+    returned = dataclasses.replace(wide, result_format="fp8_group128")
+    links = [limits(each, 16, of_ranks, RATES)["N"] for each in (wide, returned)]
+    assert links == pytest.approx([(5 * 272 + 11 * size) / 1e7 for size in (512, 384)])
 
 
 @pytest.mark.parametrize(
