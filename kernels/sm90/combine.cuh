@@ -9,6 +9,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/gradient_arguments.cuh"
+#include "kernels/sm90/ptx/decode.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/planted.hpp"
 #include "runtime/row_tasks.hpp"
@@ -17,15 +18,30 @@
 namespace moeos::sm90 {
 
 // Tokens pass through the stages in pieces, each of the same columns of all of a token's rows; a
-// stage carries several tokens when their rows are short, or a piece of one when they are long.
+// stage carries several tokens when their rows are short, or a piece of one when they are long. A
+// piece has so many bytes of the output. Of a row of codes it is half as many, and all scales of
+// the row behind them.
 inline constexpr u32 kVectorBytes = 16;
-inline constexpr u32 kPieceLimit =
+inline constexpr u32 kPieceAlign = kCodedResults ? 2 * kVectorBytes : kVectorBytes;
+inline constexpr u32 kScalesBytes = align_up(kShape.hidden / kResultGroup * 4, kVectorBytes);
+/// Whether some rows that are added up are codes and others are not.
+inline constexpr bool kMixed = kCodedResults && (kShares || kShape.zero_experts > 0);
+/// Bytes that a row's piece of so many takes in a stage.
+constexpr u32 place_bytes(u32 piece) {
+  const u32 codes = piece / 2 + kScalesBytes;
+  return !kCodedResults ? piece : kMixed ? maximum(piece, codes) : codes;
+}
+inline constexpr u32 kPlaceLimit =
     static_cast<u32>(sizeof(Stage)) / kSummands / kVectorBytes * kVectorBytes;
+inline constexpr u32 kPieceLimit =
+    (kCodedResults && !kMixed ? 2 * (kPlaceLimit - kScalesBytes) : kPlaceLimit) / kPieceAlign *
+    kPieceAlign;
 inline constexpr u32 kPieces = ceil_div(kOutputBytes, kPieceLimit);
-inline constexpr u32 kPieceBytes = align_up(ceil_div(kOutputBytes, kPieces), kVectorBytes);
+inline constexpr u32 kPieceBytes = align_up(ceil_div(kOutputBytes, kPieces), kPieceAlign);
+inline constexpr u32 kPlaceBytes = place_bytes(kPieceBytes);
 inline constexpr u32 kPiecesInStage = minimum(
-    Machine::kLanes / kSummands, static_cast<u32>(sizeof(Stage)) / (kSummands * kPieceBytes));
-static_assert(kPieceBytes <= kPieceLimit && kPiecesInStage > 0);
+    Machine::kLanes / kSummands, static_cast<u32>(sizeof(Stage)) / (kSummands * kPlaceBytes));
+static_assert(kPieceBytes <= kPieceLimit && kPlaceBytes <= kPlaceLimit && kPiecesInStage > 0);
 static_assert(kSummands <= Machine::kLanes, "a lane loads a row's piece");
 
 /// A part's pieces from `first` on that a stage carries, one behind the other. The load warp and
@@ -57,10 +73,20 @@ inline PairRow summand_of(const Rank<Machine>& rank, u32 pair, u32 row) {
   return {row, weight};
 }
 
-/// What the shared experts add to it.
+/// What the shared experts add to it. Their rows follow the others, but of codes: then a token's
+/// has its number.
 inline PairRow shared_summand_of(const Rank<Machine>& rank, u32 token) {
   const float weight = kShape.shared_gate ? rank.memory.shared_weight[token] : 1.0F;
-  return {rank.layout.shared_result(token), weight};
+  return {kCodedResults ? token : rank.layout.results() + token, weight};
+}
+/// Whether the nth row that is added up for a token is theirs; and whether it is codes.
+inline bool is_of_shared(u32 nth) { return kShares && nth == kGeometry.top_k; }
+inline bool is_of_codes(u32 nth, u32 row) {
+  return kCodedResults && !is_of_shared(nth) && !(kShape.zero_experts > 0 && row == kOwnRow);
+}
+/// Where it lies, unless it is the token itself.
+inline u64 result_at(const Layout& layout, u32 nth, u32 row) {
+  return kCodedResults && is_of_shared(nth) ? layout.shared_result(row) : layout.result(row);
 }
 
 /// The fetch warp, of a part's tokens that it has looked up: notes where their partial sums go, and
@@ -197,7 +223,9 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
     const u32 row = there ? slot.rows.row[summand].row : kNone;
     const u32 first_byte = MOEOS_PLANTED(pieces_are_the_first) ? 0 : piece % kPieces * kPieceBytes;
     const u32 bytes = row == kNone ? 0 : minimum(kPieceBytes, kOutputBytes - first_byte);
-    const u32 all_bytes = __reduce_add_sync(~0U, bytes);
+    const u32 nth = lane % kSummands;
+    const bool coded = row != kNone && is_of_codes(nth, row);
+    const u32 all_bytes = __reduce_add_sync(~0U, coded ? bytes / 2 + kScalesBytes : bytes);
     Barrier& full = loader.full();
     if (lane == 0) {
       loader.wait();
@@ -206,12 +234,18 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
     __syncwarp();
     if (row != kNone) {
       const bool of_slices = summands_of(kGeometry, task) != Summands::pairs;
-      const u8* from = rank.heap + (of_slices ? rank.layout.sum_at(row) : rank.layout.result(row));
+      const u8* from =
+          rank.heap + (of_slices ? rank.layout.sum_at(row) : result_at(rank.layout, nth, row));
       if (kShape.zero_experts > 0 && row == kOwnRow) {
         from = arguments.x_rows + u64{slot.rows.token[piece / kPieces]} * kOutputBytes;
       }
-      load_bytes(from + first_byte, reinterpret_cast<u8*>(&loader.stage()) + lane * kPieceBytes,
-                 bytes, full);
+      u8* const to = reinterpret_cast<u8*>(&loader.stage()) + lane * kPlaceBytes;
+      if (coded) {
+        load_bytes(from + first_byte / 2, to, bytes / 2, full);
+        load_bytes(from + kShape.hidden, to + kPieceBytes / 2, kScalesBytes, full);
+      } else {
+        load_bytes(from + first_byte, to, bytes, full);
+      }
     }
     loader.advance();
   }
@@ -234,6 +268,21 @@ inline void add_weighted(float (&sum)[8], float weight, const u8* elements) {
   for (u32 n = 0; n < 4; ++n) {
     sum[2 * n] += weight * Element::low(packed[n]);
     sum[2 * n + 1] += weight * Element::high(packed[n]);
+  }
+}
+/// The same of eight codes of a piece, from its `nth` one on, that are a row's from `column` on: a
+/// piece may reach beyond its row.
+inline void add_weighted_codes(float (&sum)[8], float weight, const u8* piece, u32 nth,
+                               u32 column) {
+  const auto* scales = reinterpret_cast<const float*>(piece + kPieceBytes / 2);
+  weight *= scales[minimum(column, kShape.hidden - 1) / kResultGroup];
+  const uint2 value = *reinterpret_cast<const uint2*>(piece + nth);
+  const u32 packed[4] = {value.x, value.x >> 16, value.y, value.y >> 16};
+#pragma unroll
+  for (u32 n = 0; n < 4; ++n) {
+    const float2 pair = from_e4m3(packed[n]);
+    sum[2 * n] += weight * pair.x;
+    sum[2 * n + 1] += weight * pair.y;
   }
 }
 inline uint4 packed(const float (&sum)[8]) {
@@ -259,8 +308,8 @@ inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) 
   }
   if constexpr (kShares) {
     const PairRow shared = shared_summand_of(rank_of(arguments, nullptr), token);
-    add_weighted(sum, shared.weight,
-                 arguments.heap + Layout(kGeometry, arguments.place).result(shared.row) + byte);
+    const u64 at = result_at(Layout(kGeometry, arguments.place), kGeometry.top_k, shared.row);
+    add_weighted(sum, shared.weight, arguments.heap + at + byte);
   }
   return packed(sum);
 }
@@ -346,13 +395,18 @@ inline void sum_tokens(const RankArguments& arguments, const Call& call, const T
       const u32 token = (first + nth) / kPieces;
       const PairRow* summands = &rows.row[token * kSummands];
       const u8* from = reinterpret_cast<const u8*>(&shared.stages[stage.index]) +
-                       nth * kSummands * kPieceBytes + at;
+                       nth * kSummands * kPlaceBytes + at;
       float sum[8] = {};
 #pragma unroll
       for (u32 j = 0; j < kSummands; ++j) {
         const PairRow summand = summands[j];
         if (summand.row != kNone) {
-          add_weighted(sum, summand.weight, from + j * kPieceBytes);
+          if (is_of_codes(j, summand.row)) {
+            const u32 column = ((first + nth) % kPieces * kPieceBytes + at) / 2;
+            add_weighted_codes(sum, summand.weight, from + j * kPlaceBytes - at, at / 2, column);
+          } else {
+            add_weighted(sum, summand.weight, from + j * kPlaceBytes);
+          }
         }
       }
       const u32 byte = (first + nth) % kPieces * kPieceBytes + at;

@@ -67,6 +67,9 @@ using Element = Bfloat16;
 
 /// Whether rows and weights are multiplied as codes (coded_products.cuh).
 inline constexpr bool kCoded = kShape.codes_rows();
+/// Whether experts' results return as codes.
+inline constexpr bool kCodedResults = kShape.codes_results();
+static_assert(!kCodedResults || kCoded);
 
 // The tile: 128 rows, 256 columns, 64 deep; each of two consumer warpgroups computes 64 x 256. Of
 // codes half as many columns, of twice the depth: sums of one scale group need registers, too.
@@ -97,12 +100,14 @@ constexpr u32 gemm0_columns(u32 tile_columns) {
 /// Whether Route makes the rows that are sent (sent_rows.cuh).
 inline constexpr bool kAltersRows = kCoded || kShape.weight_on_input || kGradients;
 static_assert((kGeometry.alters_rows != 0) == kAltersRows);
-/// Bytes of a token's row of the output, and of each row that is added up for it.
+/// Bytes of a token's row of the output, and of each row of numbers that is added up for it.
 inline constexpr u32 kOutputBytes = kGradients ? kShape.hidden * 2 : kGeometry.row_bytes;
+static_assert(!kCodedResults || kGeometry.returned_bytes == coded_result_bytes(kShape.hidden));
 inline constexpr bool kShares = kShape.shared_experts > 0;
 /// Whether ranks hold slices of experts, so that Combine adds up what several make of a token.
 inline constexpr bool kSliced = kGeometry.sliced();
 static_assert(!kSliced || kShape.zero_experts == 0, "each slice would add the token itself");
+static_assert(!kSliced || !kCodedResults, "each slice would round its part of a result");
 /// How w1 and w2 lie in memory, and whether they are decoded on their way (stored_weights.cuh);
 /// and whether the shared experts' are.
 inline constexpr WeightFormat kFormat = kShape.weight_format;

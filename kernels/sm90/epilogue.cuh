@@ -106,6 +106,35 @@ inline void save_rows(const float (&d)[kRegisters], const RankArguments& argumen
   }
 }
 
+/// Stores a row's part of a result as codes: a scale group, of which four lanes have 32 values
+/// each.
+template <u32 kRegisters>
+inline void store_coded_result(const float (&d)[kRegisters], const ResultRows& rows,
+                               const Slot& slot, u32 column, u32 lower) {
+  constexpr u32 kEights = kResultGroup / kOrderedRows;  // of a lane
+  static_assert(2 * kRegisters == kResultGroup);
+  float values[kEights][8];
+  float largest = 0.0F;
+#pragma unroll
+  for (u32 eight = 0; eight < kEights; ++eight) {
+#pragma unroll
+    for (u32 k = 0; k < 8; ++k) {
+      values[eight][k] = d[eight * kOrderedRows / 2 + 2 * lower + k / 2 * 4 + k % 2];
+      largest = fmaxf(largest, fabsf(values[eight][k]));
+    }
+  }
+  largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1U));
+  largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 2U));
+  const GroupScale scale = group_scale(largest);
+  uint2 codes[kEights];
+#pragma unroll
+  for (u32 eight = 0; eight < kEights; ++eight) {
+    codes[eight] = eight_codes(values[eight], scale.inverse);
+  }
+  rows.store_codes(slot, column, codes);
+  rows.store_scale(slot, column, scale.scale);
+}
+
 /// Takes d, or activation(d) of a first product, to memory. Called by all consumer warps that have
 /// products of the tile. Of a tile of no rows: does the same, and stores nothing.
 template <u32 kRegisters>
@@ -123,6 +152,16 @@ inline void finish_tile(const float (&d)[kRegisters], const Task& task, const Sl
   };
   const auto pair_of = [&](u32 i) { return make_float2(d[i], d[i + 1]); };
   if (!product_of(task).activated) {
+    if constexpr (kCodedResults) {
+      if (is_coded(task)) {
+#pragma unroll
+        for (u32 lower = 0; lower < 2; ++lower) {
+          store_coded_result(d, ResultRows(task, lower), slot,
+                             first_column(part, kTile, kShape.hidden), lower);
+        }
+        return;
+      }
+    }
 #pragma unroll
     for (u32 lower = 0; lower < 2; ++lower) {
       const ResultRows rows(task, lower);

@@ -80,10 +80,50 @@ class ResultRows {
   /// ordered_column(0) on, and eight kOrderedRows further; or what it has for them in exchange. By
   /// a whole warp.
   void store(const Slot& slot, u32 column, uint4 first, uint4 second) const {
-    u32 first_column = column + ordered_column(0);
-    u32 second_column = first_column + kOrderedRows;
+    store_halves<kOrderedRows, 2, kGeometry.row_bytes>(slot, column + ordered_column(0), first,
+                                                       second);
+  }
+
+  /// The same of the codes of a group, of which a thread has eight columns in each 32, side by side
+  /// with those of three lanes. Two lanes exchange halves first, so that each has 16 side by side.
+  void store_codes(const Slot& slot, u32 column, const uint2 (&codes)[4]) const {
+    const u32 odd = Machine::lane() % 2;
+    uint4 both[2];
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      const uint2 even = codes[2 * half];
+      const uint2 next = codes[2 * half + 1];
+      const uint2 got = make_uint2(__shfl_xor_sync(~0U, odd != 0 ? even.x : next.x, 1U),
+                                   __shfl_xor_sync(~0U, odd != 0 ? even.y : next.y, 1U));
+      both[half] = odd != 0 ? make_uint4(got.x, got.y, next.x, next.y)
+                            : make_uint4(even.x, even.y, got.x, got.y);
+    }
+    store_halves<2 * kOrderedRows, 1, kGeometry.returned_bytes>(
+        slot, column + kOrderedRows * odd + Machine::lane() % 4 / 2 * 16, both[0], both[1]);
+  }
+
+  /// And their scale.
+  void store_scale(const Slot& slot, u32 column, float scale) const {
+    const u32 place = kWholeLines && has_odd_row() ? second_ : first_;
+    store_number(place != kNowhere && Machine::lane() % 4 == 0,
+                 result_row(slot, place, kGeometry.returned_bytes) + kShape.hidden +
+                     column / kResultGroup * sizeof(float),
+                 scale);
+  }
+
+ private:
+  static constexpr bool kWholeLines = kGeometry.world > 1;
+  static constexpr u32 kNeighbour = 4;  // lanes further
+
+  static bool has_odd_row() { return (Machine::lane() & kNeighbour) != 0; }
+
+  /// Stores 16 bytes from `first_column` on, and 16 that lie kApart columns further, or what there
+  /// is for them in exchange. kSize: bytes of a column.
+  template <u32 kApart, u32 kSize, u32 kRowBytes>
+  void store_halves(const Slot& slot, u32 first_column, uint4 first, uint4 second) const {
+    u32 second_column = first_column + kApart;
     if constexpr (kWholeLines) {
-      const bool odd = (Machine::lane() & kNeighbour) != 0;
+      const bool odd = has_odd_row();
       const auto exchanged = [](u32 value) { return __shfl_xor_sync(~0U, value, kNeighbour); };
       const uint4 sent = odd != MOEOS_PLANTED(neighbours_keep_their_halves) ? first : second;
       const uint4 got =
@@ -94,15 +134,11 @@ class ResultRows {
     }
     const auto store_at = [&](u32 place, u32 at, uint4 value) {
       store_vector(place != kNowhere && (kWholeParts || at < kShape.hidden),
-                   result_row(slot, place, kGeometry.row_bytes) + u64{at} * 2, value);
+                   result_row(slot, place, kRowBytes) + u64{at} * kSize, value);
     };
     store_at(first_, first_column, first);
     store_at(second_, second_column, second);
   }
-
- private:
-  static constexpr bool kWholeLines = kGeometry.world > 1;
-  static constexpr u32 kNeighbour = 4;  // lanes further
 
   u32 first_;  // result_place()
   u32 second_;

@@ -64,10 +64,37 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         {"hidden": 256, "intermediate": 128, "top_k": 1, "apply_router_weight_on_input": True},
         2,
     ),
+    "results of codes, two ranks": (
+        {"hidden": 384, "intermediate": 192, "result_format": "fp8_group128"},
+        2,
+    ),
+    "results of codes beside shared and zero experts": (
+        {
+            "hidden": 256,
+            "intermediate": 64,
+            "shared_experts": 1,
+            "shared_intermediate": 72,
+            "zero_experts": 2,
+            "bias": True,
+            "result_format": "fp8_group128",
+        },
+        1,
+    ),
+    "results of codes in pieces": (
+        {
+            "hidden": 1152,
+            "intermediate": 64,
+            "experts": 24,
+            "top_k": 24,
+            "zero_experts": 1,
+            "result_format": "fp8_group128",
+        },
+        2,
+    ),
     "slots of experts": ({"hidden": 128, "intermediate": 128, "capacity_factor": 4.0}, 2),
 }
 """Of a config, what is not usual, and its ranks."""
-IN_EVERY_RUN = ("gated, ranks, blocks that parts share",)
+IN_EVERY_RUN = ("gated, ranks, blocks that parts share", "results of codes, two ranks")
 
 
 @pytest.mark.parametrize(

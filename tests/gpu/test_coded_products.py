@@ -62,6 +62,33 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         },
         2,
     ),
+    "results of codes": (
+        {"hidden": 512, "intermediate": 384, "result_format": "fp8_group128"},
+        2,
+    ),
+    "results of codes beside others, float16": (
+        {
+            "hidden": 384,
+            "intermediate": 128,
+            "bias": True,
+            "zero_experts": 2,
+            "shared_experts": 1,
+            "shared_intermediate": 192,
+            "result_format": "fp8_group128",
+            "dtype": torch.float16,
+        },
+        1,
+    ),
+    "long results of codes": (
+        {
+            "hidden": 7168,
+            "intermediate": 128,
+            "experts": 16,
+            "top_k": 8,
+            "result_format": "fp8_group128",
+        },
+        2,
+    ),
     "experts of many rows": ({"hidden": 256, "intermediate": 128, "experts": 2, "top_k": 1}, 2),
 }
 CASES = {
@@ -82,7 +109,7 @@ def test_products_of_codes_are_the_references(name: str) -> None:
 
     def calls_of(rank: int) -> list[Call]:
         calls = given_and_routed(weights, (1, 8, 0, 600, 77))(rank)
-        if case.cfg.shared_experts == 0:
+        if case.cfg.shared_experts + case.cfg.zero_experts == 0:
             calls += [coded_call(given) for given in calls[::2]]
         return calls
 
