@@ -287,13 +287,7 @@ def test_sixty_one_layers_share_one_graph(backend: str, way: str) -> None:
     assert virtual.run(rank_main, ranks=1) == [1]
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("eager", "aot_eager")),
-        "inductor",
-    ],
-)
+@pytest.mark.parametrize("backend", all_but(["aot_eager"], ["eager", "aot_eager", "inductor"]))
 def test_a_model_of_many_layers_is_one_graph_in_which_each_uses_its_own_weights(
     backend: str,
 ) -> None:
