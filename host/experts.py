@@ -70,7 +70,7 @@ class Experts:
     `placement` says, in order by default: see `moeos.Placement`.
 
     With `parallel="tensor"` each rank has a slice of every expert, and all pass the same tokens
-    and routing: see `MoELayer`.
+    and routing; `parallel`, `output` and `tensor_ranks` are as of `MoELayer`.
 
     Raises:
         ConfigMismatch: the ranks' configs or placements differ; the same error on all of them.
@@ -87,6 +87,7 @@ class Experts:
         placement: Placement | None = None,
         parallel: Parallel = "expert",
         output: Output = "replicated",
+        tensor_ranks: int | None = None,
     ) -> None:
         agreement.require_config(cfg)
         agreement.require_placement(placement)
@@ -105,7 +106,7 @@ class Experts:
         agreement.require_world(world)
         require_workspace(workspace, world)
         # Layers are made one after the other, whichever threads make them.
-        slicing = slicing_of(parallel, output, world.size)
+        slicing = slicing_of(parallel, output, world.size, tensor_ranks)
         placed = placement is not None
         placement = placement_of(cfg, world, placement, slicing)
         world.gate.run(lambda: self._make(cfg, world, workspace, placement, slicing, placed))
@@ -160,8 +161,9 @@ class Experts:
                 `cfg.experts_of(rank, P)`, or of `placement.ranks[rank]`. A rank without experts
                 passes a tensor of none.
             w2: [X, H, I], likewise.
-            b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise. With `parallel="tensor"` X is
-                E and I is I / P, as `MoELayer` has them, and b2 is whole: it is added once.
+            b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise. Where experts are cut, they
+                are those of `experts.placement`, and I is that of a slice, as `MoELayer` has them;
+                b2 is whole, and added once.
             w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
                 and w2, which then are codes, as `MoELayer` has them.
             x_scale, tokens, out, pieces: as of `MoELayer.forward`.

@@ -127,13 +127,13 @@ class KernelShape:
         if pairs > MAX_TOP_K and self.slicing.apart:
             raise ValueError(
                 f"a token has {pairs} rows, of {self.slicing.slices} slices of each of its experts "
-                f"and of shared ones; on the GPU at most {MAX_TOP_K} are allowed: use fewer ranks, "
-                "or parallel='expert'"
+                f"and of shared ones; on the GPU at most {MAX_TOP_K} are allowed: lower "
+                "tensor_ranks, or use parallel='expert'"
             )
         if self.slicing.slices > MAX_TOP_K:
             raise ValueError(
                 f"{self.slicing.slices} ranks hold slices of the same experts; on the GPU at most "
-                f"{MAX_TOP_K} are allowed: use fewer ranks, or parallel='expert'"
+                f"{MAX_TOP_K} are allowed: lower tensor_ranks, or use parallel='expert'"
             )
         if self.slicing.sums and self.transport != "none":
             raise ValueError(
@@ -144,7 +144,7 @@ class KernelShape:
         if places > MAX_EXPERTS:
             apart = self.slicing.apart
             what, remedy = (
-                ("slices of experts have", "use fewer ranks, or parallel='expert'")
+                ("slices of experts have", "lower tensor_ranks, or use parallel='expert'")
                 if apart
                 else ("placement has", "give the fullest rank fewer experts")
             )

@@ -59,6 +59,10 @@ _EQUAL = (*call_checks.SHARED, *call_checks.SHARED_SCALES)
 _SMALL_FLOATS = (torch.float8_e4m3fn,)
 _SLICE = re.compile(r"([0-9]+)of([0-9]+)")
 """Behind a tensor's name in a state dict: which slice of it, of how many."""
+_EXPERT = re.compile(rf"([0-9]+)(\.{_SLICE.pattern})?")
+"""The same of which expert, or of which slice of it."""
+_PART = re.compile(rf"{_EXPERT.pattern}|{_SLICE.pattern}")
+"""Any of these."""
 _HALVED = ("w1", "b1", "shared_w1")
 """What names of tensors begin with that have a gate's rows and up rows."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -177,7 +181,9 @@ class MoELayer(nn.Module):
     `output="replicated"` each rank returns all tokens, with the same bits; with "scattered" its
     part of the rows, by the rule of `torch.chunk`. With `parallel="sharded_tokens"` each rank has
     tokens of its own, and returns these; experts are cut in the same way, and shared experts are
-    not. docs/tensor_parallel.md has more.
+    not. There `tensor_ranks=T` makes groups of T ranks, of which rank r is in group r // T. Groups
+    share out the experts, by the rule of `cfg.experts_of(group, P / T)`, and the ranks of a group
+    have slices of theirs, of I / T. docs/tensor_parallel.md has more.
 
     Raises:
         ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of
@@ -198,6 +204,7 @@ class MoELayer(nn.Module):
         placement: Placement | None = None,
         parallel: Parallel = "expert",
         output: Output = "replicated",
+        tensor_ranks: int | None = None,
     ) -> None:
         super().__init__()
         agreement.require_config(cfg)
@@ -205,7 +212,7 @@ class MoELayer(nn.Module):
         agreement.require_world(world)
         require_workspace(workspace, world)
         self._place = (world.rank, world.size)
-        self._slicing = slicing_of(parallel, output, world.size)
+        self._slicing = slicing_of(parallel, output, world.size, tensor_ranks)
         self._placed = placement is not None
         self._given = replacing.Given()
         self._placement = placement_of(cfg, world, placement, self._slicing)
@@ -225,6 +232,7 @@ class MoELayer(nn.Module):
         placement: Placement | None = None,
         parallel: Parallel = "expert",
         output: Output = "replicated",
+        tensor_ranks: int | None = None,
     ) -> MoELayer:
         """A layer with the weights of a block of a Hugging Face model, such as Mixtral's.
 
@@ -244,6 +252,7 @@ class MoELayer(nn.Module):
             placement=placement,
             parallel=parallel,
             output=output,
+            tensor_ranks=tensor_ranks,
         )
         error: Exception | None = None
         try:
@@ -458,8 +467,8 @@ class MoELayer(nn.Module):
         experts = self._bound()
         if self._slicing.cuts:
             raise RuntimeError(
-                f"parallel is {self._slicing.parallel!r}: each rank holds a slice of every expert, "
-                "and none can move. Make the layer with parallel='expert' and a placement"
+                f"parallel is {self._slicing.parallel!r}: slices of experts lie in order, and none "
+                "can move. Make the layer with parallel='expert' and a placement"
             )
         if not experts.can_be_placed:
             raise RuntimeError(
@@ -874,56 +883,97 @@ class MoELayer(nn.Module):
 
     def _name_slices(self, state: dict[str, Any], prefix: str) -> None:
         """Gives this rank's slices in a state dict names of their own, such as w1.0of2 for w1.
+        Where groups of ranks share out the experts, each expert has its own, such as w1.3.0of2, and
+        so has what is not cut of it, such as b2.3.
 
         So a checkpoint has the slices of all ranks. What is equal on all ranks keeps its name.
         """
-        mine = self._slicing.slice_of(self._place[0])
+        mine, (_, groups) = self._slicing.slice_of(self._place[0]), self._holding()
         for name, whole in self._expected_of(self.cfg).items():
             key = self._key(prefix, name)
             held = state.get(key)
-            if held is not None and held.shape != whole.shape:
-                state[f"{key}.{mine}of{self._slicing.slices}"] = state.pop(key)
+            if held is None:
+                continue
+            end = "" if held.shape == whole.shape else f".{mine}of{self._slicing.slices}"
+            if groups > 1 and name in wrappers.EXPERTS:
+                del state[key]
+                for local, expert in enumerate(self._own()):
+                    state[f"{key}.{expert}{end}"] = held[local]
+            elif end:
+                state[key + end] = state.pop(key)
 
     def _join_slices(self, taken: dict[str, Any], prefix: str, errors: list[str]) -> set[str]:
         """Makes of slices, such as w1.0of2 and w1.1of2, a whole w1, where all are there; or takes
-        this rank's own. Where neither is there, an error says which slices are. Returns the keys
-        that have such an error.
+        this rank's own. So it makes of w1.3.0of2 and w1.3.1of2 a w1.3, for each expert of this
+        rank. Where neither is there, an error says which slices are. Returns the keys that have
+        such an error.
         """
-        slicing, held = self._slicing, self._expected()
+        found: dict[str, dict[tuple[int, int], str]] = {}  # by what they are slices of
+        for key in taken:
+            joined, _, end = key.rpartition(".")
+            if match := _SLICE.fullmatch(end):
+                number, count = map(int, match.groups())
+                found.setdefault(joined, {})[number, count] = key
+        held = self._expected()
         refused: set[str] = set()
         for name, whole in self._expected_of(self.cfg).items():
-            is_cut = held[name].shape != whole.shape
             joined = self._key(prefix, name)
-            begin = joined + "."
-            found = {
-                tuple(map(int, match.groups())): key
-                for key in taken
-                if key.startswith(begin) and (match := _SLICE.fullmatch(key[len(begin) :]))
-            }
-            for count in sorted({of for _, of in found}):
-                keys = [found.get((number, count)) for number in range(count)]
-                own = keys[slicing.slice_of(self._place[0])] if count == slicing.slices else None
-                if own is not None and is_cut:
-                    taken[joined] = taken[own]
-                elif None not in keys:
-                    parts = [sharding.everything(key, taken[key]) for key in keys if key]
-                    every = torch.Size((parts[0].shape[0], *whole.shape[1:]))  # of all experts
-                    taken[joined] = slicing.joined(parts, every, self._halves(name))
-                else:
+            how = (self._halves(name), held[name].shape != whole.shape)
+            for key in (joined, *(f"{joined}.{expert}" for expert in self._own())):
+                if key not in found:
                     continue
-                for key in filter(None, keys):
-                    taken.pop(key, None)
+                made = self._join_slices_of(key, found[key], whole.shape, *how, taken)
+                if made or joined in taken or key in taken:
+                    continue
+                errors.append(self._told_of_slices(key, sorted(found[key])))
+                for part in self._parts_of(joined, taken):  # neither missing nor unexpected
+                    del taken[part]
+                taken[joined] = self._tensor_of(name)
+                refused.add(joined)
                 break
-            else:
-                if found and joined not in taken:
-                    errors.append(self._told_of_slices(joined, sorted(found)))
-                    for key in found.values():  # neither missing nor unexpected once more
-                        taken.pop(key)
-                    taken[joined] = self._tensor_of(name)
-                    refused.add(joined)
         return refused
 
-    def _told_of_slices(self, key: str, found: list[tuple[int, ...]]) -> str:
+    def _join_slices_of(
+        self,
+        joined: str,
+        found: Mapping[tuple[int, int], str],
+        whole: torch.Size,
+        halves: int,
+        is_cut: bool,
+        taken: dict[str, Any],
+    ) -> bool:
+        """The same of one tensor, called `joined`: of experts of the shape `whole`, or of a single
+        one. `found`: the keys of its slices, by number and count; `is_cut`: whether ranks of this
+        layer have slices of it. Returns whether it is there now.
+        """
+        slicing = self._slicing
+        for count in sorted({of for _, of in found}):
+            keys = [found.get((number, count)) for number in range(count)]
+            own = keys[slicing.slice_of(self._place[0])] if count == slicing.slices else None
+            if own is not None and is_cut:
+                taken[joined] = taken[own]
+            elif None not in keys:
+                parts = [sharding.everything(key, taken[key]) for key in keys if key]
+                single = parts[0].dim() < len(whole)
+                parts = [part.unsqueeze(0) for part in parts] if single else parts
+                every = torch.Size((parts[0].shape[0], *whole[1:]))  # of all experts
+                made = slicing.joined(parts, every, halves)
+                taken[joined] = made[0] if single else made
+            else:
+                continue
+            for key in filter(None, keys):
+                taken.pop(key, None)
+            return True
+        return False
+
+    def _parts_of(self, joined: str, taken: Mapping[str, Any]) -> list[str]:
+        """The keys of a tensor's slices, of single experts' parts of it, and of slices of these."""
+        begin = joined + "."
+        return [
+            key for key in taken if key.startswith(begin) and _PART.fullmatch(key[len(begin) :])
+        ]
+
+    def _told_of_slices(self, key: str, found: list[tuple[int, int]]) -> str:
         """What a rank is told of slices, each a number and of how many, that are not its own and
         do not make a whole.
         """
@@ -970,31 +1020,53 @@ class MoELayer(nn.Module):
         them. Returns the keys of the tensors that it has made.
         """
         joined = set()
-        for name in self._names_of_experts():
-            own = self._parameters.get(name)
-            begin = f"{prefix}{name}."
-            there = {f"{begin}{expert}" for expert in range(self.cfg.experts)} & taken.keys()
+        whole, part = self._expected_of(self.cfg), self._expected()
+        for name, kept in zip(wrappers.EXPERTS, self._names_of_experts(), strict=True):
+            own = self._parameters.get(kept)
+            begin = f"{prefix}{kept}."
+            there = {
+                key
+                for key in taken
+                if key.startswith(begin)
+                and (match := _EXPERT.fullmatch(key[len(begin) :]))
+                and int(match[1]) < self.cfg.experts
+            }
             wanted = [f"{begin}{expert}" for expert in self._own()]
-            if own is None or prefix + name in taken or not there.issuperset(wanted):
+            if own is None or prefix + kept in taken or not there.issuperset(wanted):
                 continue
-            if not there and self.placement.in_order:
+            if not there and self.placement.in_order and not self._slicing.cuts:
                 continue  # of a rank without experts, whose w1 is missing
             try:
-                single = [sharding.everything(key, taken[key]) for key in wanted]
-                for key, tensor in zip(wanted, single, strict=True):
-                    if tensor.shape != own.shape[1:]:
-                        raise ValueError(
-                            f"{key} has shape {list(tensor.shape)}; an expert needs "
-                            f"{list(own.shape[1:])}"
-                        )
-                taken[prefix + name] = _stacked(single) if single else own.detach()
+                shapes = whole[name].shape[1:], part[name].shape[1:]
+                single = [self._single(key, name, taken[key], *shapes) for key in wanted]
+                taken[prefix + kept] = _stacked(single) if single else own.detach()
             except ValueError as error:
                 errors.append(str(error))
-                taken[prefix + name] = own
+                taken[prefix + kept] = own
             for key in there:
                 del taken[key]
-            joined.add(prefix + name)
+            joined.add(prefix + kept)
         return joined
+
+    def _single(
+        self, key: str, name: str, given: Any, whole: torch.Size, part: torch.Size
+    ) -> torch.Tensor:
+        """What this rank holds of one expert's tensor, which a state dict has under `key`, and a
+        call as a part of `name`: of shape `part`, or cut from a `whole` one. Raises `ValueError`
+        for others.
+        """
+        single = sharding.everything(key, given)
+        if single.shape not in (whole, part):
+            raise ValueError(
+                f"{key} has shape {list(single.shape)}; an expert needs {list(part)}"
+                + ("" if whole == part else f", or whole {list(whole)}")
+            )
+        if single.shape != part:
+            one = torch.Size((1, *whole)), torch.Size((1, *part))
+            halves, rank = self._halves(name), self._place[0]
+            cut = self._slicing.part(single.unsqueeze(0), *one, halves, rank)
+            return cut[0]
+        return single
 
     def _of_all_ranks(self, local: torch.Tensor) -> torch.Tensor:
         """The DTensor [E, ...] of which this rank's part is `local` [X, ...]; `local` itself where
@@ -1003,10 +1075,14 @@ class MoELayer(nn.Module):
         Raises `RuntimeError` where experts do not lie in order, which a DTensor cannot say.
         """
         if not self.placement.in_order:
+            what, remedy = (
+                ("of slices of experts", "with parallel='expert'")
+                if self._slicing.cuts
+                else ("of experts that a placement puts elsewhere", "without one")
+            )
             raise RuntimeError(
-                "the state of an optimizer of experts that a placement puts elsewhere cannot be "
-                "told from another's: make the layer without one, or give the optimizer the "
-                "model's other parameters"
+                f"the state of an optimizer {what} cannot be told from another's: make the layer "
+                f"{remedy}, or give the optimizer the model's other parameters"
             )
         group = self._group()
         if group is None:
@@ -1029,7 +1105,7 @@ class MoELayer(nn.Module):
             self.cfg.experts,
             each,
             *self._holding(),
-            in_order=self.placement.in_order,
+            in_order=self._slicing.cuts or self.placement.in_order,
         )
 
     def _mine_of(self, key: str, name: str, given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

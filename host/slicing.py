@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import torch
 
@@ -33,12 +33,22 @@ _CUT = {"intermediate": "weight_format", "shared_intermediate": "shared_weight_f
 those of shared experts, which are whole then."""
 
 
+class Arguments(TypedDict):
+    """How experts are cut, as a layer is told."""
+
+    parallel: Parallel
+    tensor_ranks: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Into how many slices the experts of a layer are cut, one for each rank.
+    """Into how many slices the experts of a layer are cut.
+
+    As many ranks hold an expert, a slice each: those of a group. Rank r has slice r % slices, and
+    is of group r // slices. Groups share out the experts.
 
     Attributes:
-        slices: 1: experts are whole, and ranks hold different ones.
+        slices: T, which divides P. 1: experts are whole.
         everywhere: whether each rank returns all tokens that it has been given.
         apart: whether the ranks have tokens of their own.
     """
@@ -60,17 +70,18 @@ class Slicing:
     @property
     def name(self) -> str:
         """What errors and agreements call a layer that is cut so."""
+        cut = f"parallel={self.parallel!r}, tensor_ranks={self.slices}"
         if self.apart:
-            return f"parallel={self.parallel!r}"
+            return cut
         output = "replicated" if self.everywhere else "scattered"
-        return f"parallel={self.parallel!r}, output={output!r}"
+        return f"{cut}, output={output!r}"
 
     def holders(self, ranks: int) -> int:
-        """Of so many ranks, those that hold all experts of one slice together."""
+        """Of so many ranks, those that hold one slice of all experts: one of each group."""
         return ranks // self.slices
 
     def holder(self, rank: int) -> int:
-        """Which of them a rank is."""
+        """Which of them a rank is: the number of its group."""
         return rank // self.slices
 
     def slice_of(self, rank: int) -> int:
@@ -136,8 +147,8 @@ class Slicing:
         """Raises `ValueError` where experts are cut: a placement has whole ones."""
         if self.cuts:
             raise ValueError(
-                f"placement is given, and parallel is {self.parallel!r}: each rank holds a slice "
-                "of every expert. Leave it out, or pass parallel='expert'"
+                f"placement is given, and parallel is {self.parallel!r}: slices of experts lie in "
+                "order. Leave it out, or pass parallel='expert'"
             )
 
     def require_alike(self, others: Sequence[Slicing]) -> None:
@@ -164,6 +175,11 @@ class Slicing:
         if not self.cuts:
             return "expert"
         return "sharded_tokens" if self.apart else "tensor"
+
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments of a layer that say it, but `output`."""
+        return {"parallel": self.parallel, "tensor_ranks": self.slices}
 
     def adds_bias(self, rank: int) -> bool:
         """Whether a rank adds b2, which all have whole: one does, to its partial sums."""
@@ -206,7 +222,7 @@ class Slicing:
                 raise ValueError(
                     f"{name} is {size}; {self.slices} ranks with parallel={self.parallel!r} take "
                     f"equal slices of it{blocks}: it must be a multiple of {self.slices * block}. "
-                    "Use as many ranks as divide it, or parallel='expert'"
+                    "Pass tensor_ranks that divide it so, or parallel='expert'"
                 )
             sizes[name] = size // self.slices
         return dataclasses.replace(cfg, **sizes)
@@ -252,8 +268,11 @@ WHOLE = Slicing()
 """Of a layer whose ranks hold whole experts."""
 
 
-def slicing_of(parallel: object, output: object, ranks: int) -> Slicing:
-    """What a layer's arguments say, of a world of so many ranks.
+def slicing_of(
+    parallel: object, output: object, ranks: int, tensor_ranks: object = None
+) -> Slicing:
+    """What a layer's arguments say, of a world of so many ranks. `tensor_ranks`: of them, those
+    that hold slices of the same experts; None: all.
 
     Raises `ValueError` for others than are known.
     """
@@ -267,9 +286,33 @@ def slicing_of(parallel: object, output: object, ranks: int) -> Slicing:
             f"output is {output!r}; with parallel={parallel!r} each rank returns its own tokens: "
             "leave it out, or pass parallel='tensor'"
         )
-    if parallel == "expert" or ranks == 1:
+    slices = 1 if parallel == "expert" else ranks
+    if tensor_ranks is not None:
+        slices = _require_slices(tensor_ranks, ranks, parallel)
+    if slices == 1:
         return Slicing(everywhere=output == "replicated")
-    return Slicing(ranks, everywhere=output == "replicated", apart=parallel == "sharded_tokens")
+    return Slicing(slices, everywhere=output == "replicated", apart=parallel == "sharded_tokens")
+
+
+def _require_slices(tensor_ranks: object, ranks: int, parallel: object) -> int:
+    """Raises `ValueError` unless as many ranks can hold slices of the same experts."""
+    if type(tensor_ranks) is not int or tensor_ranks < 1 or ranks % tensor_ranks != 0:
+        raise ValueError(
+            f"tensor_ranks is {tensor_ranks!r}; it must be a number that divides the "
+            f"{ranks} ranks of the world: as many hold an expert, a slice each"
+        )
+    if parallel == "expert" and tensor_ranks > 1:
+        raise ValueError(
+            f"tensor_ranks is {tensor_ranks}; with parallel='expert' an expert is whole on a rank: "
+            "leave it out, or pass parallel='sharded_tokens'"
+        )
+    if parallel == "tensor" and tensor_ranks not in (1, ranks):
+        raise ValueError(
+            f"tensor_ranks is {tensor_ranks}, and the world has {ranks} ranks; with "
+            "parallel='tensor' all hold slices of the same experts: leave it out, or pass "
+            "parallel='sharded_tokens'"
+        )
+    return tensor_ranks
 
 
 def digest(tensors: Mapping[str, torch.Tensor | None]) -> int:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig, MoELayer, Placement, TwinOptions, World, reference, virtual
+from moeos.slicing import WHOLE, Slicing
 from tests.layers import Call, Weights
+from tests.layers import expected_of as weights_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 4e-3}
 """The largest relative Frobenius error of a gradient."""
@@ -85,11 +87,12 @@ def gradients_of(
     twin: TwinOptions = ONE_PROCESSOR,
     ranks_per_node: int | None = None,
     placement: Placement | None = None,
+    slicing: Slicing = WHOLE,
 ) -> list[Gradients]:
     """What the twin makes of one call of each rank."""
 
     def rank_main(world: World) -> Gradients:
-        layer = weights.layer(world, placement=placement).requires_grad_()
+        layer = weights.layer(world, placement=placement, **slicing.arguments).requires_grad_()
         call = leaves_of(calls[world.rank])
         call(layer).backward(drawn(call, world.rank))
         return found_of(call, layer)
@@ -97,9 +100,15 @@ def gradients_of(
     return virtual.run(rank_main, ranks=len(calls), twin=twin, ranks_per_node=ranks_per_node)
 
 
-def expected_of(weights: Weights, calls: Sequence[Call]) -> list[Gradients]:
+def expected_of(
+    weights: Weights, calls: Sequence[Call], slicing: Slicing = WHOLE
+) -> list[Gradients]:
     """The same of the float64 reference: experts have all ranks' tokens, all else a rank's own."""
     ranks = len(calls)
+    wholes, parts = (
+        {wanted.name: wanted.shape for wanted in weights_of(cfg) if wanted is not None}
+        for cfg in (weights.cfg, slicing.cut(weights.cfg))
+    )
     every: list[Gradients] = []
     for rank, call in enumerate(calls):
         leaves = {
@@ -119,12 +128,14 @@ def expected_of(weights: Weights, calls: Sequence[Call]) -> list[Gradients]:
         every.append({name: zeros_if_none(leaf) for name, leaf in leaves.items()})
     result = []
     for rank in range(ranks):
-        own = weights.cfg.experts_of(rank, ranks)
-        of_experts = {
-            name: torch.stack([one[name] for one in every]).sum(dim=0)[own.start : own.stop]
-            for name in OF_EXPERTS
-            if name in every[0]
-        }
+        own = weights.cfg.experts_of(slicing.holder(rank), slicing.holders(ranks))
+        of_experts = {}
+        for name in OF_EXPERTS:
+            if name in every[0]:
+                total = torch.stack([one[name] for one in every]).sum(dim=0)
+                halves = weights.cfg.halves if name in ("w1", "b1") else 1
+                mine = slicing.part(total, wholes[name], parts[name], halves, rank)
+                of_experts[name] = mine[own.start : own.stop]
         result.append(every[rank] | of_experts)
     return result
 
@@ -138,11 +149,13 @@ def assert_match(
     calls: Sequence[Call],
     found: Sequence[Gradients],
     names: Collection[str] | None = None,
+    slicing: Slicing = WHOLE,
 ) -> None:
     """`names`: of the gradients that are looked at; None: all."""
     for call in calls:
         assert weights.sure(call).all(), "draw other tokens: fp32 may route one otherwise"
-    for rank, (mine, expected) in enumerate(zip(found, expected_of(weights, calls), strict=True)):
+    every = expected_of(weights, calls, slicing)
+    for rank, (mine, expected) in enumerate(zip(found, every, strict=True)):
         for name, wanted in expected.items():
             if names is not None and name not in names:
                 continue

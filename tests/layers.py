@@ -113,8 +113,8 @@ class Weights:
             **{name: None if part is None else part[mine] for name, part in self.scales().items()},
         )
 
-    def of_slice(self, slicing: Slicing, rank: int) -> Weights:
-        """One rank's slices of all experts, and of the shared ones; b2 where the rank adds it."""
+    def of_slice(self, slicing: Slicing, rank: int, ranks: int) -> Weights:
+        """One rank's slices of its experts, and of the shared ones; b2 where the rank adds it."""
         cut = slicing.cut(self.cfg)
         expected = [
             {wanted.name: wanted.shape for wanted in expected_of(cfg) if wanted is not None}
@@ -127,7 +127,8 @@ class Weights:
             mine[name] = part.contiguous()
         if self.b2 is not None and not slicing.adds_bias(rank):
             mine["b2"] = torch.zeros_like(self.b2)
-        return dataclasses.replace(self, cfg=cut, **mine)
+        every = dataclasses.replace(self, cfg=cut, **mine)
+        return every.of_rank(slicing.holder(rank), slicing.holders(ranks))
 
     def scales(self) -> dict[str, Tensor | None]:
         """Of w1 and w2 that are codes."""
@@ -155,10 +156,15 @@ class Weights:
         placement: Placement | None = None,
         parallel: Parallel = "expert",
         output: Output = "replicated",
+        tensor_ranks: int | None = None,
     ) -> MoELayer:
         """A layer of `world` with this rank's part of the weights. Collective."""
         layer = MoELayer(
-            self.cfg, world, workspace, placement=placement, parallel=parallel, output=output
+            *(self.cfg, world, workspace),
+            placement=placement,
+            parallel=parallel,
+            output=output,
+            tensor_ranks=tensor_ranks,
         )
         whole = placement is not None or parallel != "expert"
         mine = self if whole else self.of_rank(world.rank, world.size)

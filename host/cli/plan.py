@@ -26,7 +26,7 @@ from moeos.cli.estimate import (
 )
 from moeos.cli.memory import RankMemory
 from moeos.commands import failures, machine, output
-from moeos.commands.options import ParallelOption
+from moeos.commands.options import ParallelOption, TensorRanks
 from moeos.config import MoEConfig, RowMap
 from moeos.slicing import Slicing, slicing_of
 from moeos.world import Backend
@@ -57,6 +57,7 @@ def plan(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer.")],
     ranks: Annotated[int, typer.Option(help="Ranks of the world.")] = 8,
     parallel: ParallelOption = "expert",
+    tensor_ranks: TensorRanks = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens of each rank in a call; else max_tokens.")
     ] = None,
@@ -80,6 +81,7 @@ def plan(
         config=config,
         ranks=ranks,
         parallel=parallel,
+        tensor_ranks=tensor_ranks,
         tokens=tokens,
         layers=layers,
         ranks_per_node=ranks_per_node,
@@ -96,6 +98,7 @@ class PlanOptions:
     config: Path
     ranks: int = 8
     parallel: str = "expert"
+    tensor_ranks: int | None = None
     tokens: int | None = None
     layers: int = 1
     ranks_per_node: int | None = None
@@ -142,8 +145,8 @@ def execute(options: PlanOptions) -> int:
             )
         if not 0 < options.network < math.inf:
             raise ValueError(f"--network is {options.network:g}; it must be GB/s, above 0")
-    slicing = slicing_of(options.parallel, "replicated", ranks)
-    if slicing.cuts and options.node < ranks:
+    slicing = slicing_of(options.parallel, "replicated", ranks, options.tensor_ranks)
+    if slicing.sums and options.node < ranks:
         raise ValueError(
             f"--ranks-per-node is {options.node}, and --parallel {options.parallel} has no peers "
             "over a network: leave it out, or plan --parallel expert"
@@ -168,7 +171,7 @@ def execute(options: PlanOptions) -> int:
         document = {
             "config": json.loads(cfg.digest()),
             "ranks": ranks,
-            "parallel": slicing.parallel,
+            **slicing.arguments,
             "ranks_per_node": options.ranks_per_node,
             "layers": layers,
             "backend": backend,
@@ -228,13 +231,16 @@ def _print_sizes(
 
 def _holders(cfg: MoEConfig, ranks: int, slicing: Slicing) -> str:
     """How many experts ranks hold, in words."""
-    if slicing.cuts:
+    holders = slicing.holders(ranks)
+    if holders == 1 and slicing.cuts:
         return f"{ranks} ranks with a slice of each of {cfg.experts} experts"
-    held = collections.Counter(len(cfg.experts_of(rank, ranks)) for rank in range(ranks))
+    who = f"{holders} groups of {slicing.slices} ranks" if slicing.cuts else f"{ranks} ranks"
+    slices_of = "slices of " if slicing.cuts else ""
+    held = collections.Counter(len(cfg.experts_of(one, holders)) for one in range(holders))
     if len(held) == 1:
-        return f"{ranks} ranks with {max(held)} of {cfg.experts} experts each"
+        return f"{who} with {slices_of}{max(held)} of {cfg.experts} experts each"
     each = ", ".join(f"{number} with {experts}" for experts, number in held.items())
-    return f"{ranks} ranks with at most {max(held)} of {cfg.experts} experts ({each})"
+    return f"{who} with {slices_of}at most {max(held)} of {cfg.experts} experts ({each})"
 
 
 def _print_memory(

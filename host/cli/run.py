@@ -32,7 +32,7 @@ from moeos.cli.text import read_documents
 from moeos.cli.totals import Totals
 from moeos.cli.workload import GivenTokens, RandomTokens, TextTokens, Workload, generator_of
 from moeos.commands import failures, machine, output
-from moeos.commands.options import Backend, Deadline, ParallelOption, VirtualRanks
+from moeos.commands.options import Backend, Deadline, ParallelOption, TensorRanks, VirtualRanks
 from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.commands.settings import RunSettings, check_tokens, read_settings
 from moeos.metrics import Metrics
@@ -50,6 +50,7 @@ class RunOptions:
 
     config: Path
     parallel: str = "expert"
+    tensor_ranks: int | None = None
     tokens: int | None = None
     iterations: int | None = None
     routing: str | None = None
@@ -97,6 +98,7 @@ class _Plan:
 def run(
     config: Annotated[Path, typer.Argument(help="TOML file of the layer, with a table [run].")],
     parallel: ParallelOption = "expert",
+    tensor_ranks: TensorRanks = None,
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -160,6 +162,7 @@ def run(
     options = RunOptions(
         config=config,
         parallel=parallel,
+        tensor_ranks=tensor_ranks,
         tokens=tokens,
         iterations=iterations,
         routing=routing,
@@ -244,7 +247,7 @@ def _run(world: moeos.World, options: RunOptions) -> int:
 
 def _prepare(world: moeos.World, options: RunOptions) -> _Plan:
     cfg = moeos.MoEConfig.from_toml(options.config)
-    slicing = slicing_of(options.parallel, "replicated", world.size)
+    slicing = slicing_of(options.parallel, "replicated", world.size, options.tensor_ranks)
     slicing.cut(cfg)  # which raises where a size does not divide
     settings = read_settings(options.config)
     output.check_writable(options.json_file)
@@ -329,11 +332,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _make_layer(plan: _Plan, world: moeos.World, options: RunOptions) -> moeos.MoELayer:
-    parallel = plan.slicing.parallel
+    cut = plan.slicing.arguments
     if plan.weights is None:
-        return moeos.MoELayer(plan.cfg, world, parallel=parallel)
+        return moeos.MoELayer(plan.cfg, world, **cut)
     return moeos.MoELayer.from_hf(
-        *(plan.cfg, world, plan.weights, options.prefix, options.ignore), parallel=parallel
+        *(plan.cfg, world, plan.weights, options.prefix, options.ignore), **cut
     )
 
 
@@ -396,7 +399,11 @@ def _introduce(world: moeos.World, plan: _Plan) -> None:
         stored += f", tokens in {cfg.activation_format}"
     if cfg.result_format is not None:
         stored += f", results in {cfg.result_format}"
-    sliced = ", with a slice of each expert" if plan.slicing.cuts else ""
+    sliced = ""
+    if plan.slicing.holders(world.size) == 1 and plan.slicing.cuts:
+        sliced = ", with a slice of each expert"
+    elif plan.slicing.cuts:
+        sliced = f", {plan.slicing.slices} with slices of the same experts"
     print(
         f"{ranks} on the {world.backend}, {processors} each{sliced}\n"
         f"{cfg.experts} experts, top {cfg.top_k}, hidden {cfg.hidden}, intermediate "
@@ -432,7 +439,7 @@ def _conclude(
             "config": json.loads(plan.cfg.digest()),
             "backend": world.backend,
             "ranks": world.size,
-            "parallel": plan.slicing.parallel,
+            **plan.slicing.arguments,
             "processors": machine.processors_of(world),
             "source": plan.source,
             "calls": plan.calls,

@@ -23,10 +23,10 @@ from moeos.cli import trace_report, worlds
 from moeos.cli.cold_start import ColdStart
 from moeos.cli.workload import Batch, RandomTokens, generator_of
 from moeos.commands import failures, machine, output, provenance
-from moeos.commands.options import Backend, Deadline, ParallelOption, VirtualRanks
+from moeos.commands.options import Backend, Deadline, ParallelOption, TensorRanks, VirtualRanks
 from moeos.commands.routing import PATTERNS, check_pattern, parse_pattern
 from moeos.commands.settings import check_tokens, read_settings
-from moeos.slicing import slicing_of
+from moeos.slicing import Slicing, slicing_of
 from moeos.timeline import causes, chrome, files, gathering, picture
 from moeos.timeline.call import CallTrace
 from moeos.tracing import MAX_EVENTS, RankTrace
@@ -50,6 +50,7 @@ class TraceOptions:
     experts: int | None = None
     ranks: int | None = None
     parallel: str = "expert"
+    tensor_ranks: int | None = None
     backend: str = "auto"
     calls: int = 3
     cold: bool = False
@@ -84,6 +85,7 @@ def trace(
     ] = None,
     ranks: VirtualRanks = None,
     parallel: ParallelOption = "expert",
+    tensor_ranks: TensorRanks = None,
     backend: Backend = "auto",
     calls: Annotated[
         int, typer.Option(help="Calls with the same tokens before the one that is traced.")
@@ -114,6 +116,7 @@ def trace(
         experts=experts,
         ranks=ranks,
         parallel=parallel,
+        tensor_ranks=tensor_ranks,
         backend=backend,
         calls=calls,
         cold=cold,
@@ -152,10 +155,8 @@ def execute(options: TraceOptions) -> int:
 def _run(world: moeos.World, options: TraceOptions) -> int:
     cfg, batch = failures.agree(world, lambda: _prepare(world, options), "the input of the call")
     torch.manual_seed(options.seed)
-    parallel = slicing_of(options.parallel, "replicated", world.size).parallel
-    layer = failures.agree(
-        world, lambda: moeos.MoELayer(cfg, world, parallel=parallel), "the layer"
-    )
+    cut = _slicing_of(world, options).arguments
+    layer = failures.agree(world, lambda: moeos.MoELayer(cfg, world, **cut), "the layer")
     given = batch.on(layer.w1.device)
     cold_start = ColdStart(world) if options.cold else None
     for _ in range(options.calls):
@@ -186,7 +187,7 @@ def _about(
         "commit": provenance.commit(),
         "config": json.loads(cfg.digest()),
         "backend": world.backend,
-        "parallel": options.parallel,
+        **_slicing_of(world, options).arguments,
         "tokens": tokens,
         "calls_before": options.calls,
         "cold": options.cold,
@@ -194,6 +195,10 @@ def _about(
         "seed": options.seed,
         "versions": machine.versions(),
     }
+
+
+def _slicing_of(world: moeos.World, options: TraceOptions) -> Slicing:
+    return slicing_of(options.parallel, "replicated", world.size, options.tensor_ranks)
 
 
 def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig, Batch]:
@@ -208,7 +213,7 @@ def _prepare(world: moeos.World, options: TraceOptions) -> tuple[moeos.MoEConfig
     if options.cold and world.backend != "cuda":
         raise ValueError(f"--cold empties a GPU's L2 cache, which backend {world.backend} lacks")
     pattern = parse_pattern(options.routing)
-    slicing = slicing_of(options.parallel, "replicated", world.size)
+    slicing = _slicing_of(world, options)
     slicing.cut(cfg)  # which raises where a size does not divide
     place, places = slicing.place(world.rank, world.size)
     check_pattern(pattern, cfg, places)

@@ -171,7 +171,8 @@ def weights_of(call: CallTrace, about: Mapping[str, Any]) -> dict[str, Weights]:
 
 def _slicing_of(about: Mapping[str, Any], ranks: int) -> Slicing:
     """Who wrote before experts were sliced did not say how."""
-    return slicing_of(about.get("parallel", WHOLE.parallel), "replicated", ranks)
+    parallel = about.get("parallel", WHOLE.parallel)
+    return slicing_of(parallel, "replicated", ranks, about.get("tensor_ranks"))
 
 
 def _sums_read(about: Mapping[str, Any], ranks: int) -> int:

@@ -18,6 +18,13 @@ ParallelOption = Annotated[
         help=f"What ranks share out, whole experts or slices of each: {', '.join(PARALLELS)}.",
     ),
 ]
+TensorRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-ranks",
+        help="Of the ranks, those with slices of the same experts, which divides them; else all.",
+    ),
+]
 Deadline = Annotated[float, typer.Option(help="Seconds after which a wait for another rank fails.")]
 VirtualRanks = Annotated[
     int | None, typer.Option(help="Ranks of this one process, on its cores or its GPU.")

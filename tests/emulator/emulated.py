@@ -320,7 +320,7 @@ class EmulatedLayer:
         """RankTensors of a rank's launch; `kept` must live as long as it runs."""
         w = self._weights.of_rank(rank, self._ranks, self._placement)
         if self._slicing.cuts:
-            w = self._weights.of_slice(self._slicing, rank)
+            w = self._weights.of_slice(self._slicing, rank, self._ranks)
         tensors = {
             "heap": self._heaps[rank],
             "control": self._control[rank],

@@ -15,35 +15,37 @@ from tests.layers import assert_matches, config, draw_call, draw_given_call, dra
 from tests.nightly import all_but
 
 PROCESSORS = 3
-LAYERS: dict[str, tuple[dict[str, Any], int]] = {
-    "two slices": ({}, 2),
-    "three slices": ({"renormalize": False, "scoring": "sigmoid"}, 3),
-    "one choice": ({"top_k": 1, "apply_router_weight_on_input": True}, 2),
+LAYERS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "two slices": ({}, 2, 2),
+    "three slices": ({"renormalize": False, "scoring": "sigmoid"}, 3, 3),
+    "one choice": ({"top_k": 1, "apply_router_weight_on_input": True}, 2, 2),
     "shared experts": (
         {"shared_experts": 1, "shared_intermediate": 96, "shared_gate": True},
-        2,
+        *(2, 2),
     ),
+    "two groups": ({"experts": 7}, 4, 2),
+    "an empty group": ({"experts": 4}, 6, 2),
     "codes": (
         {
             **{"weight_format": "fp8_block128", "activation_format": "fp8_group128"},
             **{"hidden": 256, "intermediate": 256, "bias": False},
         },
-        2,
+        *(2, 2),
     ),
 }
-"""Of a config, what is not usual; and of how many ranks."""
-IN_EVERY_RUN = ("two slices",)
+"""Of a config, what is not usual; how many ranks; and how many have slices of the same experts."""
+IN_EVERY_RUN = ("two slices", "two groups")
 
 
 @pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
 def test_outputs_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
-    changes, ranks = LAYERS[name]
+    changes, ranks, slices = LAYERS[name]
     sizes = {
         **{"hidden": 128, "intermediate": 192, "experts": 6, "top_k": 3, "max_tokens": 300},
         **{"dtype": torch.bfloat16, "bias": True},
     }
     cfg = config(**(sizes | changes))
-    slicing = Slicing(ranks, apart=True)
+    slicing = Slicing(slices, apart=True)
     placement = slicing.placement(cfg.experts, ranks)
     weights = draw_weights(cfg)
     library = build(cfg, ranks, PROCESSORS, tmp_path, slicing=slicing, places=placement.most)

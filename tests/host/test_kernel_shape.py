@@ -65,7 +65,7 @@ def test_the_gpu_has_1024_experts_and_32_choices(changes: dict[str, Any]) -> Non
         ({"places": 513}, "placement has 1026 places, 513 on each of 2 ranks; .* at most 1024"),
         (
             {"places": 513, "slicing": Slicing(2, apart=True)},
-            "slices of experts have 1026 places, .* use fewer ranks",
+            "slices of experts have 1026 places, .* lower tensor_ranks",
         ),
         (
             {"world_size": 33, "slicing": Slicing(33, apart=True)},

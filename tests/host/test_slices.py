@@ -136,7 +136,7 @@ def test_experts_take_slices_and_a_whole_b2() -> None:
 
     def run(world: World) -> Tensor:
         experts = Experts(cfg, world, parallel="tensor")
-        mine = weights.of_slice(experts.slicing, world.rank)
+        mine = weights.of_slice(experts.slicing, world.rank, world.size)
         return experts(call.x, call.ids, call.weights, mine.w1, mine.w2, mine.b1, weights.b2)
 
     for y in virtual.run(run, 2):

@@ -46,8 +46,10 @@ class RecordingLayer:
 
     record: list[str]
 
-    def __init__(self, cfg: moeos.MoEConfig, world: moeos.World, *, parallel: str) -> None:
-        assert parallel == "expert"
+    def __init__(
+        self, cfg: moeos.MoEConfig, world: moeos.World, *, parallel: str, tensor_ranks: int
+    ) -> None:
+        assert (parallel, tensor_ranks) == ("expert", 1)
         self.w1 = torch.zeros(0)
 
     def __call__(self, *_: object) -> None:

@@ -112,19 +112,22 @@ def test_a_rank_with_slices_does_what_the_estimate_says(
 
 
 @pytest.mark.parametrize("tokens", [0, 5, 100])
-def test_a_rank_with_slices_and_its_own_tokens_does_what_the_estimate_says(tokens: int) -> None:
-    cfg, slicing = config(), Slicing(3, apart=True)
-    pairs = torch.arange(3 * tokens * cfg.top_k) % cfg.experts
-    ids = pairs.view(3, tokens, cfg.top_k)
+@pytest.mark.parametrize(("ranks", "slices"), [(3, 3), (4, 2), (6, 3)])
+def test_a_rank_with_slices_and_its_own_tokens_does_what_the_estimate_says(
+    tokens: int, ranks: int, slices: int
+) -> None:
+    cfg, slicing = config(), Slicing(slices, apart=True)
+    pairs = torch.arange(ranks * tokens * cfg.top_k) % cfg.experts
+    ids = pairs.view(ranks, tokens, cfg.top_k)
 
     def run(world: World) -> SimpleNamespace:
-        layer = MoELayer(cfg, world, parallel="sharded_tokens")
+        layer = MoELayer(cfg, world, **slicing.arguments)
         x, weights = torch.zeros(tokens, cfg.hidden), torch.ones(tokens, cfg.top_k)
         layer(x, ids[world.rank], weights)
         return SimpleNamespace(**layer.stats())
 
-    stats, work = virtual.run(run, 3)[0], work_of(cfg, 3, tokens, slicing)
-    assert work.pairs_sent == sum(stats.pairs_sent) == 3 * tokens * cfg.top_k
+    stats, work = virtual.run(run, ranks)[0], work_of(cfg, ranks, tokens, slicing)
+    assert work.pairs_sent == sum(stats.pairs_sent) == slices * tokens * cfg.top_k
     assert work.pairs_received == sum(stats.pairs_received)
     assert work.dispatch_bytes + work.combine_bytes == stats.row_bytes_to_peers
     assert work.count_bytes == stats.count_bytes_to_peers

@@ -121,6 +121,40 @@ def test_a_plan_of_slices_with_tokens_of_each_ranks_own_has_no_sums() -> None:
     assert "tokens a rank and even routing" in out
 
 
+@pytest.mark.parametrize(
+    ("ranks", "slices", "held"),
+    [
+        (8, 2, "4 groups of 2 ranks with slices of 32 of 128 experts each"),
+        (12, 4, "3 groups of 4 ranks with slices of at most 43 of 128 experts (2 with 43, 1 with"),
+    ],
+)
+def test_groups_of_ranks_have_a_plan(ranks: int, slices: int, held: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    options = ("--ranks", ranks, "--parallel", "sharded_tokens", "--tensor-ranks", slices)
+    code, out, err = invoke(QWEN, *options, "--json", path)
+    assert (code, err) == (0, "")
+    assert held in " ".join(out.split())
+    plan = json.loads(path.read_text())
+    assert (plan["parallel"], plan["tensor_ranks"]) == ("sharded_tokens", slices)
+    cfg = MoEConfig.from_toml(QWEN)
+    slicing = Slicing(slices, apart=True)
+    shape = KernelShape(
+        cfg=slicing.cut(cfg),
+        world_size=ranks,
+        processors=131,
+        places=slicing.placement(cfg.experts, ranks).most,
+        slicing=slicing,
+    )
+    assert plan["memory"]["heap"] == SharedHeap().with_shape(shape.sizes).size
+
+
+def test_slices_with_tokens_of_each_ranks_own_have_peers_over_a_network() -> None:
+    options = ("--ranks-per-node", 4, "--parallel", "sharded_tokens", "--tensor-ranks", 4)
+    code, out, err = invoke(QWEN, *options)
+    assert (code, err) == (0, "")
+    assert "over the network" in out
+
+
 def test_a_plan_of_slices_is_that_of_one_node() -> None:
     code, _, err = invoke(QWEN, "--ranks-per-node", 4, "--parallel", "tensor")
     assert code == 2

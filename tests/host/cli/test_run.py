@@ -159,6 +159,23 @@ def test_experts_may_be_sliced(rules: str, parallel: str, tmp_path: Path) -> Non
     assert all(rank["experts"] == list(range(8)) for rank in document["by_rank"])
 
 
+def test_groups_of_ranks_have_slices_of_their_experts(tmp_path: Path) -> None:
+    path = tmp_path / "layer.toml"
+    path.write_text(CONFIG + "bias = true\n[run]\ntokens = 40\nvary_tokens = true\n")
+    options = ("--virtual-ranks", 4, "--parallel", "sharded_tokens", "--tensor-ranks", 2)
+    document = results(path, *options)
+    assert document["max_relative_error"] <= document["tolerance"]
+    assert (document["parallel"], document["tensor_ranks"]) == ("sharded_tokens", 2)
+    held = [rank["experts"] for rank in document["by_rank"]]
+    assert held == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
+    code, said, err = invoke(path, *options)
+    assert code == 0, err
+    assert "each, 2 with slices of the same experts" in said
+    code, _, err = invoke(path, *options[:-1], 3)
+    assert code == 2
+    assert "tensor_ranks is 3; it must be a number that divides the 4 ranks" in err
+
+
 def test_sliced_experts_say_so_and_write_each_token_once(config: Path, tmp_path: Path) -> None:
     save_file({"x": torch.randn(30, 32)}, tmp_path / "x.safetensors")
     given = ("--input", tmp_path / "x.safetensors", "--iterations", 1)

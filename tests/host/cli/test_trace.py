@@ -238,6 +238,19 @@ def test_a_call_of_sharded_tokens_is_traced(config: Path) -> None:
     assert summary["chain"][0]["kind"] == "combine"
 
 
+def test_a_call_of_groups_of_ranks_is_traced(config: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "trace.npz"
+    options = ("--tokens", 60, "--parallel", "sharded_tokens", "--tensor-ranks", 2)
+    summary = summary_of(config, "--ranks", 4, *options, "--save", saved)
+    cfg = summary["config"]
+    rows = 2 * 4 * 60 * 2
+    work = {kind: done["total"] for kind, done in summary["work"].items()}
+    assert work["gemm1"] == 2 * rows * cfg["intermediate"] // 2 * cfg["hidden"]
+    code, out, err = invoke("--load", saved)
+    assert code == 0, err
+    assert "combine" in out
+
+
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_the_work_of_a_layer_of_any_activation_and_router_is_told(
     config: Path, activation: str
