@@ -69,8 +69,8 @@ class Experts:
     its calls write belongs to `workspace`, the world's own by default. Experts lie where
     `placement` says, in order by default: see `moeos.Placement`.
 
-    With `parallel="tensor"` each rank has a slice of every expert, and all pass the same tokens
-    and routing; `parallel`, `output` and `tensor_ranks` are as of `MoELayer`.
+    With `parallel="tensor"` ranks have slices of the same experts, and pass the same tokens and
+    routing; `parallel`, `output` and `tensor_ranks` are as of `MoELayer`.
 
     Raises:
         ConfigMismatch: the ranks' configs or placements differ; the same error on all of them.
@@ -161,9 +161,8 @@ class Experts:
                 `cfg.experts_of(rank, P)`, or of `placement.ranks[rank]`. A rank without experts
                 passes a tensor of none.
             w2: [X, H, I], likewise.
-            b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise. Where experts are cut, they
-                are those of `experts.placement`, and I is that of a slice, as `MoELayer` has them;
-                b2 is whole, and added once.
+            b1, b2: [X, 2I or I] and [X, H] with `cfg.bias`, likewise. Where experts are cut, X and
+                I are those of a rank's slices, as `MoELayer` has them; b2 is whole, and added once.
             w1_scale, w2_scale, w1_scale_2, w2_scale_2: with `cfg.weight_format` the scales of w1
                 and w2, which then are codes, as `MoELayer` has them.
             x_scale, tokens, out, pieces: as of `MoELayer.forward`.
@@ -343,12 +342,15 @@ class Experts:
         equal = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, **(gate or {})}
         mine = digest({name: None if one is None else one.cpu() for name, one in equal.items()})
         told = self.world.control.allgather(mine, "the comparison of the ranks' inputs")
-        unlike = [rank for rank, other in enumerate(told) if other != told[0]]
-        if unlike:
-            raise ValueError(
-                f"x, the routing or the gate of {name_ranks(unlike)} differ from those of rank 0; "
-                "with parallel='tensor' they must be equal on all ranks"
-            )
+        each = self.slicing.slices if self.slicing.sums else len(told)
+        for first in range(0, len(told), each):
+            unlike = [rank for rank in range(first, first + each) if told[rank] != told[first]]
+            if unlike:
+                raise ValueError(
+                    f"x, the routing or the gate of {name_ranks(unlike)} differ from those of rank "
+                    f"{first}; with parallel='tensor' they must be equal on the {each} ranks with "
+                    "slices of the same experts"
+                )
 
     def stats(self) -> dict[str, Any]:
         """As `MoELayer.stats`: of the last call of these experts, whoever has made it."""
@@ -440,13 +442,14 @@ class Experts:
         cut = slicing.cut(cfg)
         with torch.device("cpu"):  # and not that of the caller, such as meta
             self.device = torch.empty(0, device=device_of(world)).device
-            table = placement if placed or not placement.in_order else None
+            # The ranks of one slice have its experts in order.
+            table = placement if placed or not (placement.in_order or slicing.sums) else None
             self.can_be_placed = placed
             self.engine: Engine = engine_class(world)(
                 cut, world, self.workspace.shared, table, slicing
             )
             self.key = custom_op.register(self.engine, self.device)
-        local = len(placement.experts_of(slicing.place(world.rank, world.size)[0]))
+        local = len(placement.experts_of(world.rank))
         weights = call_checks.expected_weights(cut, local)
         scales = call_checks.expected_scales(cut, local)
         self._order = custom_op.order_on(self.device)

@@ -181,9 +181,10 @@ class MoELayer(nn.Module):
     `output="replicated"` each rank returns all tokens, with the same bits; with "scattered" its
     part of the rows, by the rule of `torch.chunk`. With `parallel="sharded_tokens"` each rank has
     tokens of its own, and returns these; experts are cut in the same way, and shared experts are
-    not. There `tensor_ranks=T` makes groups of T ranks, of which rank r is in group r // T. Groups
-    share out the experts, by the rule of `cfg.experts_of(group, P / T)`, and the ranks of a group
-    have slices of theirs, of I / T. docs/tensor_parallel.md has more.
+    not. With `tensor_ranks=T`, below P, ranks form groups of T, of which rank r is in group r // T.
+    Groups share out the experts, by the rule of `cfg.experts_of(group, P / T)`, and the ranks of a
+    group have slices of theirs, of I / T. With "tensor" they have the same tokens, and the ranks of
+    other groups have others. docs/tensor_parallel.md has more.
 
     Raises:
         ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of
@@ -518,7 +519,7 @@ class MoELayer(nn.Module):
 
     @property
     def placement(self) -> Placement:
-        """Which ranks hold which experts."""
+        """Which ranks hold which experts, or slices of them."""
         return self._placement if self.experts is None else self.experts.placement
 
     def check_inputs(
@@ -527,11 +528,11 @@ class MoELayer(nn.Module):
         topk_ids: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
     ) -> None:
-        """With `parallel="tensor"`: compares what must be equal on all ranks, the gate too.
-        Collective, and no call. It waits for these tensors, and is meant for a search: the twin
-        compares them in each call.
+        """With `parallel="tensor"`: compares what must be equal on all ranks with slices of the
+        same experts, the gate too. Collective, and no call. It waits for these tensors, and is
+        meant for a search: the twin compares them in each call.
 
-        Raises `ValueError`, on all ranks, with those that differ from rank 0.
+        Raises `ValueError`, on all ranks, with those that differ from the first of theirs.
         """
         self._bound().check_inputs(x, topk_ids, topk_weights, self.gate.state_dict())
 
@@ -868,7 +869,7 @@ class MoELayer(nn.Module):
 
     def _own(self) -> Sequence[int]:
         """This rank's experts."""
-        return self.placement.experts_of(self._slicing.place(*self._place)[0])
+        return self.placement.experts_of(self._place[0])
 
     def _name_experts(self, state: dict[str, Any], prefix: str) -> None:
         """Gives each expert in a state dict tensors of its own, such as w1.3 in place of w1.
@@ -1034,7 +1035,7 @@ class MoELayer(nn.Module):
             wanted = [f"{begin}{expert}" for expert in self._own()]
             if own is None or prefix + kept in taken or not there.issuperset(wanted):
                 continue
-            if not there and self.placement.in_order and not self._slicing.cuts:
+            if not there and self.placement.in_order:
                 continue  # of a rank without experts, whose w1 is missing
             try:
                 shapes = whole[name].shape[1:], part[name].shape[1:]

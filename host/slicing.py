@@ -70,11 +70,15 @@ class Slicing:
     @property
     def name(self) -> str:
         """What errors and agreements call a layer that is cut so."""
-        cut = f"parallel={self.parallel!r}, tensor_ranks={self.slices}"
         if self.apart:
-            return cut
+            return self._kind
         output = "replicated" if self.everywhere else "scattered"
-        return f"{cut}, output={output!r}"
+        return f"{self._kind}, output={output!r}"
+
+    @property
+    def _kind(self) -> str:
+        cut = f", tensor_ranks={self.slices}" if self.cuts else ""
+        return f"parallel={self.parallel!r}{cut}"
 
     def holders(self, ranks: int) -> int:
         """Of so many ranks, those that hold one slice of all experts: one of each group."""
@@ -95,27 +99,16 @@ class Slicing:
         return self.holder(rank), self.holders(ranks)
 
     def placement(self, experts: int, ranks: int) -> Placement:
-        """Where experts, or their slices, lie among the ranks that have tokens of their own."""
+        """Of whose experts ranks have some, or slices: those of a group have slices of the same."""
         whole = Placement.chunk(experts, self.holders(ranks))
-        if not self.apart:
-            return whole
         return Placement(tuple(whole.ranks[self.holder(rank)] for rank in range(ranks)))
 
     def peers(self, rank: int, ranks: int) -> list[int]:
         """All ranks as the runtime counts them from this one on: first those of its slice."""
         if not self.sums:
             return []
-        holders = self.holders(ranks)
-        numbers = [(self.slice_of(rank) * holders + peer) % ranks for peer in range(ranks)]
-        return [number % holders * self.slices + number // holders for number in numbers]
-
-    def number(self, rank: int, ranks: int) -> int:
-        """A rank's number as the runtime has it: ranks with one slice follow each other, where they
-        have the same tokens as others.
-        """
-        if not self.sums:
-            return rank
-        return self.slice_of(rank) * self.holders(ranks) + self.holder(rank)
+        slices = [(self.slice_of(rank) + behind) % self.slices for behind in range(self.slices)]
+        return [peer for number in slices for peer in self.same_slice(number, ranks)]
 
     def same_slice(self, rank: int, ranks: int) -> list[int]:
         """The ranks with which this one shares out the experts: those of its slice, in order."""
@@ -159,9 +152,8 @@ class Slicing:
         for other in others:
             if (other.sums, other.sums and other.slices) != (self.sums, self.sums and self.slices):
                 raise ValueError(
-                    f"the workspace has layers with parallel={other.parallel!r}, and this one has "
-                    f"parallel={self.parallel!r}: pass workspace=moeos.Workspace(world), which "
-                    "layers of one kind share"
+                    f"the workspace has layers with {other._kind}, and this one has {self._kind}: "
+                    "pass workspace=moeos.Workspace(world), which layers of one kind share"
                 )
 
     @property
@@ -305,12 +297,6 @@ def _require_slices(tensor_ranks: object, ranks: int, parallel: object) -> int:
         raise ValueError(
             f"tensor_ranks is {tensor_ranks}; with parallel='expert' an expert is whole on a rank: "
             "leave it out, or pass parallel='sharded_tokens'"
-        )
-    if parallel == "tensor" and tensor_ranks not in (1, ranks):
-        raise ValueError(
-            f"tensor_ranks is {tensor_ranks}, and the world has {ranks} ranks; with "
-            "parallel='tensor' all hold slices of the same experts: leave it out, or pass "
-            "parallel='sharded_tokens'"
         )
     return tensor_ranks
 

@@ -41,14 +41,15 @@ struct Rank {
     return chunk >= geometry().dedup_after && deduplicates(peer, rows);
   }
 
-  // Where experts are sliced, `world` ranks hold each slice: those of slice s have the numbers from
-  // s * world on in the world. `rank` and all that is called a peer count from this rank's slice
-  // on: the ranks of its slice come first, and so dispatch knows of no others.
+  // Where experts are sliced, `slices` ranks that follow each other in the world hold an expert, a
+  // slice each, and `world` ranks hold each slice. `rank` and all that is called a peer count from
+  // this rank's slice on: the ranks of its slice come first, and so dispatch knows of no others.
 
   /// The number of a peer in the whole world.
   u32 everywhere(u32 peer) const {
     const Geometry& all = geometry();
-    return all.sliced() ? (slice * all.world + peer) % all.ranks() : peer;
+    return all.sliced() ? peer % all.world * all.slices + (slice + peer / all.world) % all.slices
+                        : peer;
   }
   /// The peer that holds the nth slice behind this rank's of what this rank holds a slice of.
   u32 peer_behind(u32 nth) const { return nth * geometry().world + rank; }

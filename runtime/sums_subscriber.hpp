@@ -55,12 +55,15 @@ class SumsSubscriber {
   }
 
   /// By one lane. A slice that has not sent a sum may wait for another's partial sums of it; one
-  /// that has not made this call, for either in the call before. Of two ranks there is nobody else.
+  /// that has not made this call, for either in the call before. One that shares out experts with
+  /// other ranks may wait for their counts (CountsSubscriber::answer). Of two ranks there is nobody
+  /// else.
   Answer answer(Failure& failure) {
+    const Geometry& geometry = rank_.geometry();
     const bool silent = names_silent(failure);
     const bool late = silent || names_late(failure);
-    const u32 links = silent ? 3 : failure.seen == kSums ? 2 : 1;
-    return grace_time_.answer(late, rank_.geometry().ranks() <= 2 ? 0 : links, rank_.deadline_ns);
+    const u32 links = (silent ? 3 : failure.seen == kSums ? 2 : 1) + (geometry.world > 1 ? 4 : 0);
+    return grace_time_.answer(late, geometry.ranks() <= 2 ? 0 : links, rank_.deadline_ns);
   }
 
  private:

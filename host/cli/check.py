@@ -172,7 +172,7 @@ def _write_own(layer: MoELayer, name: str, every: Tensor) -> None:
     slicing, world = layer.experts.slicing, layer.world
     own: Sequence[int] = range(len(every))  # shared experts, which all ranks have
     if name not in call_checks.SHARED:
-        own = layer.placement.experts_of(slicing.place(world.rank, world.size)[0])
+        own = layer.placement.experts_of(world.rank)
     for local, expert in enumerate(own):
         mine = _numbers(layer, name, local).unsqueeze(0)
         slicing.write_part(mine, every[expert : expert + 1], layer._halves(name), world.rank)

@@ -79,14 +79,14 @@ class Work:
         dispatch_bytes: rows to other ranks, each as long as it is sent (`moeos.sizes.sent_bytes`);
             of a token, one to each rank where a call has many for it.
         combine_bytes: result rows returned to other ranks, likewise (`returned_bytes`); where
-            experts are sliced, partial sums of other ranks' tokens, and the sums of this rank's
-            to all.
+            experts are sliced, partial sums of other ranks' tokens, too, and the sums of this
+            rank's to all with the same ones.
         count_bytes: to each other rank 8 for each of its X places of an expert, for which call the
-            rank makes, and, if it has tokens, for where results go. Where experts are sliced, 8 for
-            which call it is and 8 for of what.
+            rank makes, and, if it has tokens, for where results go. To one with the same tokens, 8
+            for which call it is and 8 for of what.
         flag_bytes: 4 for each chunk sent to another rank, for each chunk that a tile's segment of
             another rank's rows touches, and for each pair sent to a rank that gets tokens once.
-            Where experts are sliced, for each group of tokens whose sums are sent.
+            To one with the same tokens, for each group of them whose sums are sent.
         bytes_by_peer: all four to each rank, and 0 to rank 0 itself.
     """
 
@@ -315,21 +315,28 @@ def work_of(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing = WHOLE) -
 
 
 def _work_of_slice(cfg: MoEConfig, ranks: int, tokens: int, slicing: Slicing) -> Work:
-    """Of a rank with a slice of each expert: it does what a rank alone does, and sends sums."""
-    cut = slicing.cut(cfg)
-    alone = work_of(cut, slicing.holders(ranks), tokens)
+    """Of a rank with slices of experts: it does what a rank does that shares out experts with those
+    of its slice, and sends sums to the others of its group, which come first.
+    """
+    cut, others = slicing.cut(cfg), slicing.slices - 1
+    whole = work_of(cut, slicing.holders(ranks), tokens)
     sizes = _sizes_of(cut, ranks, slicing)
-    groups = [sizes.sum_groups(tokens, owner) for owner in range(ranks)]
+    groups = [sizes.sum_groups(tokens, owner) for owner in range(slicing.slices)]
     rows = [n * cfg.hidden * cfg.dtype.itemsize for n in slicing.sums_sent(0, ranks, tokens)]
     flags = [0, *(4 * (groups[0] + its) for its in groups[1:])]
-    counts = [0] + [2 * 8] * (ranks - 1)
+    counts = [0] + [2 * 8] * others
+    by_peer = [0] * ranks
+    for peer, size in zip(slicing.same_slice(0, ranks), whole.bytes_by_peer, strict=True):
+        by_peer[peer] = size
+    for peer, kinds in enumerate(zip(rows[: slicing.slices], counts, flags, strict=True)):
+        by_peer[peer] += sum(kinds)
     return dataclasses.replace(
-        alone,
-        tasks={**alone.tasks, "combine": alone.tasks["combine"] + sum(groups)},
-        combine_bytes=sum(rows),
-        count_bytes=sum(counts),
-        flag_bytes=sum(flags),
-        bytes_by_peer=tuple(map(sum, zip(rows, counts, flags, strict=True))),
+        whole,
+        tasks={**whole.tasks, "combine": whole.tasks["combine"] + sum(groups)},
+        combine_bytes=whole.combine_bytes + sum(rows),
+        count_bytes=whole.count_bytes + sum(counts),
+        flag_bytes=whole.flag_bytes + sum(flags),
+        bytes_by_peer=tuple(by_peer),
     )
 
 

@@ -205,8 +205,7 @@ def _run(world: moeos.World, options: RunOptions) -> int:
     torch.manual_seed(options.seed)
     layer = failures.agree(world, lambda: _make_layer(plan, world, options), "the layer")
 
-    place, _ = plan.slicing.place(world.rank, world.size)
-    totals = Totals(layer.placement.experts_of(place))
+    totals = Totals(layer.placement.experts_of(world.rank))
     metrics = None if options.prometheus is None else Metrics(world.rank)
     checker = Checker(layer, plan.calls) if options.check else None
     outputs = None

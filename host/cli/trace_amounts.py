@@ -130,7 +130,9 @@ def to_peers_of(
     slicing = _slicing_of(about, ranks)
     if slicing.sums:
         sent = [slicing.sums_sent(rank, ranks, about["tokens"]) for rank in range(ranks)]
-        rows = {"combine": sum(map(sum, sent))}
+        rows["combine"] = sum(map(sum, sent))
+    if slicing.sums and slicing.holders(ranks) == 1:
+        del rows["gemm1"]
     elif call.planned_up_front:
         parts = call.parts
         there = (parts["kind"] == DISPATCH) & (parts["peer"] != parts["rank"])
@@ -177,7 +179,9 @@ def _slicing_of(about: Mapping[str, Any], ranks: int) -> Slicing:
 
 def _sums_read(about: Mapping[str, Any], ranks: int) -> int:
     """Rows of partial sums that all owners add up, and of sums that all others copy."""
-    return about["tokens"] * (2 * ranks - 1) if _slicing_of(about, ranks).sums else 0
+    slicing = _slicing_of(about, ranks)
+    of_group = about["tokens"] * (2 * slicing.slices - 1)
+    return slicing.holders(ranks) * of_group if slicing.sums else 0
 
 
 def _config_of(about: Mapping[str, Any], ranks: int) -> MoEConfig | None:

@@ -529,7 +529,7 @@ class CudaEngine:
         return ArgumentPacker(
             cfg,
             sizes,
-            self._slicing.number(world.rank, world.size),
+            world.rank,
             world.deadline,
             self._shared.failure.address,
             self._holdings.records,

@@ -118,9 +118,9 @@ inline Rank<Machine> rank_of(const RankArguments& mine, const OsMemory* os,
           RankMemory(kGeometry, memory),
           os,
           mine.heap,
-          kSliced ? mine.rank % kGeometry.world : mine.rank,
+          kSliced ? mine.rank / kGeometry.slices % kGeometry.world : mine.rank,  // of one, 0
           mine.deadline_ns,
-          kSliced ? mine.rank / kGeometry.world : 0};
+          kSliced ? mine.rank % kGeometry.slices : 0};
 }
 inline RankMemory rank_memory(const RankArguments& mine) {
   return RankMemory(kGeometry, mine.memory);

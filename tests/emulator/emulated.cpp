@@ -79,7 +79,7 @@ RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank
   const HeapPlace shared{t.words_at, t.rows_at, t.results_at, static_cast<u32>(t.stride_rows)};
   const HeapPlace place = t.stride_rows == 0 ? Layout::alone(kGeometry) : shared;
   const Layout layout(kGeometry, place);
-  const u32 holder = rank % kGeometry.world;
+  const u32 holder = rank / maximum(1U, kGeometry.slices) % kGeometry.world;
   const u64 experts = kGeometry.first_expert(holder + 1) - kGeometry.first_expert(holder);
   RankArguments a{};
   if (t.rows > 0) {
@@ -257,9 +257,13 @@ int emulated_call(const RankTensors* ranks, u64 launches, u64 apart_ns, u64 seed
   // Of each rank, as it counts its peers: from the first with its slice on (Rank::everywhere).
   std::vector<u8*> heaps[kVirtualRanks];
   for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
-    const u32 first = kSliced ? rank / kGeometry.world * kGeometry.world : 0;
     for (u32 peer = 0; peer < 2 * kVirtualRanks; ++peer) {
-      heaps[rank].push_back(ranks[(first + peer) % kVirtualRanks].heap);
+      u32 number = peer;
+      if constexpr (kSliced) {
+        number = peer % kGeometry.world * kGeometry.slices +
+                 (rank + peer / kGeometry.world) % kGeometry.slices;
+      }
+      heaps[rank].push_back(ranks[number % kVirtualRanks].heap);
     }
   }
   const auto arguments = std::make_unique<Launch[]>(launches);

@@ -15,8 +15,17 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moeos import ConfigMismatch, Experts, MoEConfig, MoELayer, TwinOptions, World, virtual
-from moeos.slicing import Slicing, slicing_of
+from moeos import (
+    ConfigMismatch,
+    Experts,
+    MoEConfig,
+    MoELayer,
+    PeerTimeout,
+    TwinOptions,
+    World,
+    virtual,
+)
+from moeos.slicing import Output, Slicing, slicing_of
 from tests.gradients import assert_match, gradients_of
 from tests.host.test_checkpoint import PREFIX, split_names
 from tests.host.test_checkpoint import config as hf_config
@@ -230,11 +239,204 @@ def test_each_rank_starts_with_its_part_of_the_layer_that_one_rank_has() -> None
     assert parts[3]["b2"].shape == (3, cfg.hidden)
 
 
+# --- The same tokens on the ranks of a group ------------------------------------------------------
+
+
+def tensor_outputs_of(
+    weights: Weights, ranks: int, slices: int, output: Output, **way: Any
+) -> list[tuple[Call, Tensor]]:
+    """All calls of all groups, of which each has tokens of its own, with what its ranks return."""
+    calls = calls_of(weights.cfg, ranks // slices)
+
+    def run(world: World) -> list[Tensor]:
+        how: dict[str, Any] = {"parallel": "tensor", "tensor_ranks": slices, "output": output}
+        layer = weights.layer(world, **how)
+        return [of_groups[world.rank // slices](layer) for of_groups in calls]
+
+    outputs = virtual.run(run, ranks, **way)
+    found = []
+    for number, of_groups in enumerate(calls):
+        for group, call in enumerate(of_groups):
+            mine = [of[number] for of in outputs[group * slices : (group + 1) * slices]]
+            if output == "replicated":
+                assert all(torch.equal(y, mine[0]) for y in mine)
+            found.append((call, mine[0] if output == "replicated" else torch.cat(mine)))
+    return found
+
+
+@pytest.mark.parametrize("parallel", ["tensor", PARALLEL])
+def test_a_placement_says_of_whose_experts_ranks_have_slices(parallel: Any) -> None:
+    def run(world: World) -> tuple[tuple[int, ...], ...]:
+        return MoELayer(config(experts=5), world, parallel=parallel, tensor_ranks=2).placement.ranks
+
+    assert virtual.run(run, 4)[3] == ((0, 1, 2), (0, 1, 2), (3, 4), (3, 4))
+
+
+@pytest.mark.parametrize("output", ["replicated", "scattered"])
+@pytest.mark.parametrize(("ranks", "slices"), MESHES)
+def test_a_group_returns_its_tokens(ranks: int, slices: int, output: Output) -> None:
+    cfg = config(
+        **{"intermediate": 24 * slices, "experts": 9, "top_k": 3},
+        **{"max_tokens": 40, "bias": True},
+    )
+    weights = draw_weights(cfg)
+    for call, y in tensor_outputs_of(weights, ranks, slices, output):
+        assert_matches(weights, call, y)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.bfloat16, **SHARED},
+        {"row_map": "capacity"},
+        {"hidden": 128, "intermediate": 256, "weight_format": "fp8_block128"},
+        {"router_dtype": torch.float32, "selection_bias": True, "scoring": "sigmoid"},
+    ],
+    ids=str,
+)
+def test_groups_compute_layers_of_all_kinds(changes: dict[str, Any]) -> None:
+    cfg = config(**{"intermediate": 192, "experts": 7, "top_k": 3, "max_tokens": 40, **changes})
+    weights = draw_weights(cfg)
+    for call, y in tensor_outputs_of(weights, 4, 2, "replicated"):
+        assert_matches(weights, call, y)
+
+
+def test_calls_of_many_tokens_of_a_group_are_right() -> None:
+    cfg = config(experts=7, top_k=3, max_tokens=300, bias=True)
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, 300 - group, group) for group in range(2)]
+
+    def run(world: World) -> list[Tensor]:
+        layer = weights.layer(world, parallel="tensor", tensor_ranks=2)
+        return [calls[world.rank // 2](layer) for _ in range(2)]
+
+    for rank, outputs in enumerate(virtual.run(run, 4)):
+        for y in outputs:
+            assert_matches(weights, calls[rank // 2], y, f"rank {rank}")
+
+
+def test_bits_of_a_group_do_not_depend_on_processors_or_timing() -> None:
+    cfg = config(experts=7, top_k=3, max_tokens=40, bias=True, **SHARED)
+    weights = draw_weights(cfg)
+    found = []
+    for processors, split, jitter in ((1, False, 0.0), (3, True, 0.0), (2, True, 200.0)):
+        options = TwinOptions(processors=processors, split_os=split, jitter_us=jitter)
+        found.append([y for _, y in tensor_outputs_of(weights, 6, 2, "replicated", twin=options)])
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
+def test_a_group_has_the_bits_of_whole_experts_and_of_slices_of_all() -> None:
+    cfg = config(experts=9, top_k=3, max_tokens=40, bias=True)
+    weights, calls = draw_weights(cfg), calls_of(cfg, 2)
+    same = [[of_ranks[0]] * 2 for of_ranks in calls]
+    for slices, drawn, how in ((1, calls, {}), (2, same, {"parallel": "tensor"})):
+        mesh = {"parallel": "tensor", "tensor_ranks": slices}
+        wanted = outputs_of(weights, drawn, how)
+        for mine, its in zip(outputs_of(weights, drawn, mesh), wanted, strict=True):
+            assert all(map(torch.equal, mine, its))
+
+
+def test_a_rank_of_a_group_counts_what_it_sends_to_all() -> None:
+    cfg = config(experts=8, top_k=2, max_tokens=40)
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, 20, group) for group in range(3)]
+
+    def run(world: World) -> dict[str, Any]:
+        layer = weights.layer(world, parallel="tensor", tensor_ranks=2, output="scattered")
+        layer(calls[world.rank // 2].x)
+        return layer.stats()
+
+    every = virtual.run(run, 6)
+    ids = torch.cat([weights.routing(call) for call in calls])
+    for rank, stats in enumerate(every):
+        its = [peer for peer in range(6) if peer % 2 == rank % 2]
+        assert sum(stats["pairs_sent"]) == sum(stats["pairs_sent"][peer] for peer in its) == 40
+        assert stats["pairs_received"] == [of["pairs_sent"][rank] for of in every]
+        own = cfg.experts_of(rank // 2, 3)
+        assert stats["expert_pairs"] == [int((ids == expert).sum()) for expert in own]
+        partner = rank ^ 1
+        assert stats["row_bytes_by_peer"][partner] == 10 * cfg.hidden * 4
+
+
+@pytest.mark.parametrize("what", ["x", "tokens", "gate"])
+def test_ranks_of_a_group_whose_tokens_differ_are_named(what: str) -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+    calls = [draw_call(cfg, 20, group) for group in range(3)]
+
+    def run(world: World) -> None:
+        layer = weights.layer(world, parallel="tensor", tensor_ranks=2)
+        x = calls[world.rank // 2].x.clone()
+        layer.check_inputs(x)
+        if world.rank == 3:
+            if what == "x":
+                x[3, 5] += 1
+            elif what == "tokens":
+                x = x[:-1]
+            else:
+                layer.gate.weight.data[0, 0] += 1
+        with pytest.raises(ValueError, match="of rank 3 differ from those of rank 2"):
+            layer.check_inputs(x)
+        layer(x)
+
+    with pytest.raises(ValueError, match=r"rank [23] differ from those on rank [23] in call 1"):
+        virtual.run(run, 6)
+
+
+def test_a_late_rank_of_a_group_is_named() -> None:
+    cfg = config()
+    weights = draw_weights(cfg)
+
+    def run(world: World) -> None:
+        layer = weights.layer(world, parallel="tensor", tensor_ranks=2)
+        x = draw_call(cfg, 20, world.rank // 2).x
+        layer(x)
+        if world.rank != 3:
+            layer(x)
+
+    with pytest.raises(PeerTimeout, match="for rank 3, which"):
+        virtual.run(run, 4, deadline=2.0)
+
+
+def test_layers_of_all_meshes_alternate_in_one_world() -> None:
+    cfg = config(intermediate=192, experts=7)
+    weights = draw_weights(cfg)
+    own = [draw_call(cfg, 9 * rank, rank) for rank in range(4)]
+
+    def run(world: World) -> list[Tensor]:
+        ways: list[dict[str, Any]] = [
+            {"parallel": "tensor", "tensor_ranks": 2},
+            {"parallel": PARALLEL, "tensor_ranks": 2},
+            {"parallel": PARALLEL},
+            {},
+        ]
+        layers = [weights.layer(world, **how) for how in ways]
+        calls = [own[world.rank // 2], *[own[world.rank]] * 3]
+        pairs = list(zip(layers, calls, strict=True))
+        return [call(layer) for _ in range(3) for layer, call in pairs]
+
+    for rank, outputs in enumerate(virtual.run(run, 4)):
+        for number, y in enumerate(outputs):
+            assert_matches(weights, own[rank // 2 if number % 4 == 0 else rank], y)
+
+
+def test_a_workspace_has_layers_of_one_kind_of_groups() -> None:
+    cfg = config(intermediate=192)
+
+    def run(world: World) -> None:
+        MoELayer(cfg, world, parallel="tensor", tensor_ranks=2)
+        MoELayer(cfg, world, parallel="tensor")
+
+    with pytest.raises(ValueError, match=r"tensor_ranks=2, and this one has .*tensor_ranks=4"):
+        virtual.run(run, 4)
+
+
 # --- Weights that come and go ---------------------------------------------------------------------
 
 WAYS: list[tuple[int, dict[str, Any]]] = [
     (4, {"parallel": PARALLEL, "tensor_ranks": 2}),
-    (6, {"parallel": PARALLEL, "tensor_ranks": 3}),
+    (6, {"parallel": "tensor", "tensor_ranks": 3}),
     (8, {"parallel": PARALLEL, "tensor_ranks": 2}),  # whose last group has no expert
     (2, {"parallel": PARALLEL}),
     (2, {"parallel": "tensor"}),
@@ -363,7 +565,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"tensor_ranks": 2.0}, "tensor_ranks is 2.0; it must be a number that divides"),
     ({}, {"tensor_ranks": 8}, "tensor_ranks is 8; it must be a number that divides the 4 ranks"),
     ({}, {"parallel": "expert", "tensor_ranks": 2}, "with parallel='expert' an expert is whole"),
-    ({}, {"parallel": "tensor", "tensor_ranks": 2}, "with parallel='tensor' all hold slices"),
     ({"intermediate": 104}, {"tensor_ranks": 2}, "2 ranks with .* a multiple of 16.*tensor_ranks"),
     ({"zero_experts": 2}, {"tensor_ranks": 2}, "a layer with parallel='sharded_tokens' has none"),
     ({}, {"tensor_ranks": 2, "output": "scattered"}, "each rank returns its own tokens"),

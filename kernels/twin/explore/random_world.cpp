@@ -355,14 +355,15 @@ void draw_slices(const Random& random, RandomWorld& world, u32 holders_most) {
   world.settings.ranks_per_node = g.ranks();
 }
 
-u32 holder_of(const RandomWorld& world, u32 rank) { return rank % world.geometry.world; }
+u32 holder_of(const RandomWorld& world, u32 rank) { return rank / slices_of(world); }
 
 TwinSettings settings_of(const RandomWorld& world, u32 rank) {
   const Geometry& g = world.geometry;
   TwinSettings settings = world.settings;
-  settings.slice = rank / g.world;
-  for (u32 peer = 0; g.sliced() && peer < g.ranks(); ++peer) {
-    settings.peers.push_back((settings.slice * g.world + peer) % g.ranks());
+  settings.slice = rank % slices_of(world);
+  for (u32 peer = 0; g.sliced() && peer < g.ranks(); ++peer) {  // as Rank::everywhere
+    settings.peers.push_back(peer % g.world * g.slices +
+                             (settings.slice + peer / g.world) % g.slices);
   }
   return settings;
 }
@@ -430,11 +431,12 @@ RankCall draw_call(Random& random, const RandomWorld& world) {
 std::vector<std::vector<RankCall>> draw_calls(Random& random, const RandomWorld& world, u32 calls) {
   std::vector<std::vector<RankCall>> drawn(world.geometry.ranks());
   for (u32 rank = 0; rank < drawn.size(); ++rank) {
-    for (u32 call = 0; call < calls && rank < world.geometry.world; ++call) {
+    const u32 slice = rank % slices_of(world);
+    for (u32 call = 0; call < calls && slice == 0; ++call) {
       drawn[rank].push_back(draw_call(random, world));
     }
-    if (rank >= world.geometry.world) {
-      drawn[rank] = drawn[holder_of(world, rank)];
+    if (slice != 0) {
+      drawn[rank] = drawn[rank - slice];
     }
   }
   return drawn;
@@ -445,10 +447,11 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
   const LayerShape& shape = world.shape;
   // Of what experts have, the part of this rank's.
   const Geometry& g = world.geometry;
-  const auto own = [&g, rank](const auto& all) {
-    return all.data() + all.size() / g.ranks() * rank;
+  const u32 slice = rank % slices_of(world);
+  const u32 place = slice * g.world + holder_of(world, rank);
+  const auto own = [&g, place](const auto& all) {
+    return all.data() + all.size() / g.ranks() * place;
   };
-  const u32 slice = rank / g.world;
   const auto of_slice = [&](const auto& all) {
     return all.data() + all.size() / slices_of(world) * slice;
   };
@@ -490,7 +493,7 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
   double worst = 0.0;
   const bool scatters = g.sliced() && g.sums_everywhere == 0;
   const TokenRange own =
-      scatters ? tokens_owned(g, call.tokens, rank / g.world) : TokenRange{0, call.tokens};
+      scatters ? tokens_owned(g, call.tokens, rank % slices_of(world)) : TokenRange{0, call.tokens};
   for (u32 token = 0; token < own.end; ++token) {
     const float* x = &call.x[u64{token} * hidden];
     std::vector<double> sum(hidden, 0.0);

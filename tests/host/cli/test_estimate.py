@@ -86,6 +86,29 @@ def test_a_call_does_what_the_estimate_says(
     assert len(work.bytes_by_peer) == ranks
 
 
+def test_a_rank_of_a_group_with_the_same_tokens_does_what_the_estimate_says() -> None:
+    cfg, slicing, tokens = config(experts=6), Slicing(2), 100
+    pairs = torch.arange(3 * tokens * cfg.top_k) % cfg.experts
+    ids = pairs.view(3, tokens, cfg.top_k)
+
+    def run(world: World) -> SimpleNamespace:
+        layer = MoELayer(cfg, world, **slicing.arguments)
+        x, weights = torch.zeros(tokens, cfg.hidden), torch.ones(tokens, cfg.top_k)
+        layer(x, ids[world.rank // 2], weights)
+        return SimpleNamespace(**layer.stats())
+
+    stats, work = virtual.run(run, 6)[0], work_of(cfg, 6, tokens, slicing)
+    assert work.pairs_sent == sum(stats.pairs_sent) == tokens * cfg.top_k
+    assert work.pairs_received == sum(stats.pairs_received)
+    assert work.dispatch_bytes + work.combine_bytes == sum(stats.row_bytes_by_peer)
+    assert sum(work.bytes_by_peer) == (
+        work.dispatch_bytes + work.combine_bytes + work.count_bytes + work.flag_bytes
+    )
+    assert [size > 0 for size in work.bytes_by_peer] == [False, True, True, False, True, False]
+    for kind in ("gemm0", "gemm1", "combine"):
+        assert work.tasks[kind] <= stats.tasks[kind]
+
+
 @pytest.mark.parametrize("tokens", [0, 5, 100])
 @pytest.mark.parametrize("changes", [{}, {"shared_experts": 2, "shared_intermediate": 48}], ids=str)
 def test_a_rank_with_slices_does_what_the_estimate_says(

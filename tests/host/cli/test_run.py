@@ -159,13 +159,17 @@ def test_experts_may_be_sliced(rules: str, parallel: str, tmp_path: Path) -> Non
     assert all(rank["experts"] == list(range(8)) for rank in document["by_rank"])
 
 
-def test_groups_of_ranks_have_slices_of_their_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", ["tensor", "sharded_tokens"])
+def test_groups_of_ranks_have_slices_of_their_experts(parallel: str, tmp_path: Path) -> None:
     path = tmp_path / "layer.toml"
     path.write_text(CONFIG + "bias = true\n[run]\ntokens = 40\nvary_tokens = true\n")
-    options = ("--virtual-ranks", 4, "--parallel", "sharded_tokens", "--tensor-ranks", 2)
+    options = ("--virtual-ranks", 4, "--parallel", parallel, "--tensor-ranks", 2)
     document = results(path, *options)
     assert document["max_relative_error"] <= document["tolerance"]
-    assert (document["parallel"], document["tensor_ranks"]) == ("sharded_tokens", 2)
+    assert (document["parallel"], document["tensor_ranks"]) == (parallel, 2)
+    tokens = [rank["tokens"] for rank in document["by_rank"]]
+    assert tokens[0] != tokens[2]
+    assert (tokens[0] == tokens[1]) == (tokens[2] == tokens[3]) == (parallel == "tensor")
     held = [rank["experts"] for rank in document["by_rank"]]
     assert held == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
     code, said, err = invoke(path, *options)

@@ -238,14 +238,23 @@ def test_a_call_of_sharded_tokens_is_traced(config: Path) -> None:
     assert summary["chain"][0]["kind"] == "combine"
 
 
-def test_a_call_of_groups_of_ranks_is_traced(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("parallel", "pairs"), [("tensor", 1), ("sharded_tokens", 2)])
+def test_a_call_of_groups_of_ranks_is_traced(
+    parallel: str, pairs: int, config: Path, tmp_path: Path
+) -> None:
     saved = tmp_path / "trace.npz"
-    options = ("--tokens", 60, "--parallel", "sharded_tokens", "--tensor-ranks", 2)
+    options = ("--tokens", 60, "--parallel", parallel, "--tensor-ranks", 2)
     summary = summary_of(config, "--ranks", 4, *options, "--save", saved)
     cfg = summary["config"]
-    rows = 2 * 4 * 60 * 2
+    hidden = cfg["hidden"]
+    rows = pairs * 4 * 60 * 2
     work = {kind: done["total"] for kind, done in summary["work"].items()}
-    assert work["gemm1"] == 2 * rows * cfg["intermediate"] // 2 * cfg["hidden"]
+    assert work["gemm1"] == 2 * rows * cfg["intermediate"] // 2 * hidden
+    assert summary["to_peers"]["gemm1"]["total"] > 0
+    sums = 60 * 3 if parallel == "tensor" else 0  # of a group: partial ones, and whole ones
+    assert work["combine"] == (rows + 2 * sums) * hidden * 4
+    if parallel == "tensor":  # of each rank, half of its tokens' partial sums, and of its sums
+        assert summary["to_peers"]["combine"]["total"] == 4 * 60 * hidden * 4
     code, out, err = invoke("--load", saved)
     assert code == 0, err
     assert "combine" in out
