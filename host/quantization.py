@@ -36,7 +36,8 @@ def quantize(
     Raises:
         TypeError: `layer` is no MoELayer, or of a class that extends it.
         ValueError: it has a format, or a weight that is not as the layer was made, or
-            `weight_format` is none, or one of the four does not fit the sizes or the others.
+            `weight_format` is none, or one of the four does not fit the sizes or the others; or it
+            has slices of experts.
         RuntimeError: the layer was read from a pickle, and has no world yet.
         ConfigMismatch: the ranks' formats differ; the same error on all of them.
     """
@@ -67,6 +68,13 @@ def quantize(
     if layer.experts is None:
         raise RuntimeError(
             "the layer was read from a pickle and has no world: call layer.bind(world) first"
+        )
+    slicing = layer.experts.slicing
+    if slicing.cuts:
+        raise ValueError(
+            f"the layer has slices of experts, parallel={slicing.parallel!r}, and codes of slices "
+            "would not be those of whole matrices: quantize a layer with parallel='expert', and "
+            "load its state dict into one with slices"
         )
     _require_values(layer, layer.experts.device)
     placement = layer.placement if layer.experts.can_be_placed else None

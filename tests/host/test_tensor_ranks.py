@@ -23,6 +23,7 @@ from moeos import (
     PeerTimeout,
     TwinOptions,
     World,
+    quantize,
     virtual,
 )
 from moeos.slicing import Output, Slicing, slicing_of
@@ -578,6 +579,16 @@ def test_what_does_not_work_is_refused(
     cfg = config(**changes)
     with pytest.raises(ValueError, match=match):
         virtual.run(lambda world: MoELayer(cfg, world, **({"parallel": PARALLEL} | arguments)), 4)
+
+
+@pytest.mark.parametrize("parallel", ["tensor", PARALLEL])
+def test_slices_are_not_quantized(parallel: Any) -> None:
+    def run(world: World) -> None:
+        layer = MoELayer(config(), world, parallel=parallel, tensor_ranks=2)
+        with pytest.raises(ValueError, match=rf"parallel='{parallel}', and codes of slices"):
+            quantize(layer, "fp8_channel")
+
+    virtual.run(run, 4)
 
 
 def test_ranks_must_agree_on_the_slices() -> None:
