@@ -62,18 +62,19 @@ class ControlPlane(Protocol):
     def shares_memory(self) -> bool:
         """Whether all ranks live in one address space; objects are then exchanged by reference."""
 
-    def allgather(self, value: Value, what: str = "an exchange") -> list[Value]:
+    def allgather(
+        self, value: Value, what: str = "an exchange", *, beyond: float = 0.0
+    ) -> list[Value]:
         """Every rank's value, in rank order; `what` names the exchange, alike on all ranks.
 
-        Raises `PeerTimeout` naming the ranks that did not take part before the deadline or the rank
-        that aborted, and `ValueError` if `value` takes more than `MAX_PAYLOAD_BYTES`. Where ranks
-        are in exchanges of different names it raises `ConfigMismatch`, the same on all of them.
+        It waits until the deadline, and `beyond` seconds more. Raises `PeerTimeout` naming the
+        ranks that did not take part before that or the rank that aborted, and `ValueError` if
+        `value` takes more than `MAX_PAYLOAD_BYTES`. Where ranks are in exchanges of different names
+        it raises `ConfigMismatch`, the same on all of them.
         """
 
     def barrier(self, what: str = "a barrier", *, beyond: float = 0.0) -> None:
-        """Returns when all ranks have called it; raises as `allgather` does, but waits `beyond`
-        seconds beyond the deadline.
-        """
+        """Returns when all ranks have called it; waits and raises as `allgather` does."""
 
     def abort(self, reason: str) -> None:
         """Ends the waits of all ranks with a `PeerTimeout` that tells the reason."""
@@ -162,7 +163,9 @@ class SoloControl:
     def __init__(self) -> None:
         self._home = Home()
 
-    def allgather(self, value: Value, what: str = "an exchange") -> list[Value]:
+    def allgather(
+        self, value: Value, what: str = "an exchange", *, beyond: float = 0.0
+    ) -> list[Value]:
         self._home.require(f"the control plane of rank {self.rank}")
         return [value]
 
@@ -194,11 +197,13 @@ class _PolledControl:
         self._failure: str | None = None
         self._closed = False
 
-    def allgather(self, value: Value, what: str = "an exchange") -> list[Value]:
-        return self._exchange(value, what, self._deadline)
+    def allgather(
+        self, value: Value, what: str = "an exchange", *, beyond: float = 0.0
+    ) -> list[Value]:
+        return self._exchange(value, what, self._deadline + beyond)
 
     def barrier(self, what: str = "a barrier", *, beyond: float = 0.0) -> None:
-        self._exchange(None, what, self._deadline + beyond)
+        self.allgather(None, what, beyond=beyond)
 
     def abort(self, reason: str) -> None:
         """See `ControlPlane.abort`."""

@@ -32,6 +32,7 @@ from moeos import (
 from moeos.config import MoEConfig
 from moeos.experts import Caller, Experts, check_supported, device_of, placement_of
 from moeos.formats import quantize_matrix
+from moeos.held_signals import HeldSignals
 from moeos.placement import Placement
 from moeos.slicing import Output, Parallel, slicing_of
 from moeos.tracing import RankTrace
@@ -438,6 +439,9 @@ class MoELayer(nn.Module):
         tensors move, too. What a state dict has of experts gets memory of its own, so that it
         stays as it was.
 
+        What a signal's handler raises while experts are on their way, such as KeyboardInterrupt,
+        comes out when they have moved on all ranks, or on none: `placement` says which.
+
         Raises:
             TypeError: it is no placement, or `optimizers` no sequence of them.
             ConfigMismatch: ranks pass different ones, or have unlike gradients or states; the same
@@ -447,6 +451,9 @@ class MoELayer(nn.Module):
                 layer that cannot move with this one.
             RuntimeError: the layer was made without a placement, has no world, or its processes
                 have no process group.
+            PeerTimeout: a rank was interrupted, or did not come, send or take its experts before
+                the world's deadline and 5 s; nothing has changed on this rank. Where it is not
+                known of all ranks, the world is aborted.
         """
         self._bound()
         agreement.require_placement(placement)
@@ -463,15 +470,29 @@ class MoELayer(nn.Module):
         passed: Sequence[torch.optim.Optimizer],
     ) -> None:
         """Collective, in the gates of the world and of the workspaces: nobody makes a call."""
+        world = self.world
+        signals = HeldSignals()
+        try:
+            agreement.agree(self.cfg, world, self._place, "MoELayer.replace", placement)
+            self._require_movable(placement)
+            with signals:  # from here on what a handler raises is told to the others
+                self._move(placement, family, passed, signals)
+        except Exception:
+            raise
+        except BaseException as error:
+            if error is not signals.raised:
+                world.control.abort(f"{type(error).__name__} in MoELayer.replace")
+            raise
+
+    def _require_movable(self, placement: Placement) -> None:
+        """Raises, alike on all ranks, unless experts can move to this placement."""
         world, old = self.world, self.placement
-        agreement.agree(self.cfg, world, self._place, "MoELayer.replace", placement)
-        experts = self._bound()
         if self._slicing.cuts:
             raise RuntimeError(
                 f"parallel is {self._slicing.parallel!r}: slices of experts lie in order, and none "
                 "can move. Make the layer with parallel='expert' and a placement"
             )
-        if not experts.can_be_placed:
+        if not self._bound().can_be_placed:
             raise RuntimeError(
                 "the layer was made without a placement, and its kernel knows no other place of "
                 "its experts than their order: make it with MoELayer(cfg, world, placement=...), "
@@ -485,8 +506,17 @@ class MoELayer(nn.Module):
                     "propose one with as many slots"
                 )
         moving.require_way(world)
+
+    def _move(
+        self,
+        placement: Placement,
+        family: replacing.Family,
+        passed: Sequence[torch.optim.Optimizer],
+        signals: HeldSignals,
+    ) -> None:
+        """Collective. All ranks have moved their experts, or none has, but where one is lost."""
+        world, old, experts = self.world, self.placement, self._bound()
         error: Exception | None = None
-        what = "the experts of its new placement"
         held: dict[str, torch.Tensor] = {}
         made: dict[str, torch.Tensor] = {}
         apart: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -497,17 +527,18 @@ class MoELayer(nn.Module):
                 held = family.held(passed)
                 made = moving.room(held)
                 apart = [(one, one.clone()) for one in family.given(held)]
-            except Exception as raised:  # what does not fit, no memory
+                experts.settle()
+            except Exception as raised:  # what does not fit, no memory, a call that failed
                 error = raised
-            agreement.require_on_all(world, error, what)
+            replacing.require_on_all(world, error, signals.raised)
             together = family.agreed(held)
             try:
-                experts.settle()
                 moving.fill(made, held, old, placement, world)
                 experts.settle()  # others may be copying from here
             except Exception as raised:  # a lost peer
                 error = raised
-            agreement.require_on_all(world, error, what)
+            # Ranks whose experts never came leave `fill` at the deadline.
+            replacing.require_on_all(world, error, signals.raised, last=True)
             for given, its in apart:
                 given.data = its
             for name, tensor in made.items():

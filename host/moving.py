@@ -6,16 +6,30 @@ It knows tensors of experts [X, ...] and worlds, and nothing of layers or of cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import concurrent.futures
+import contextlib
+import datetime
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moeos import sharding
+from moeos.caller import Caller
+from moeos.control import name_ranks
+from moeos.errors import PeerTimeout, in_job
 from moeos.placement import Placement
 from moeos.world import World
+
+_LOOK = 1e-4  # seconds between two looks at an operation of the GPU
+_SHORTEST = 1e-3  # seconds that a wait for an operation has at least
+_EARLY = 0.01  # seconds by which a library may find too soon that the time is up
+_LEEWAY = 1.0  # seconds beyond the deadline in which operations that are given up must end
+
+_unfinished: list[object] = []  # what operations that never ended may still write
 
 
 class Move(NamedTuple):
@@ -65,7 +79,10 @@ def fill(
     """Writes to `made` this rank's experts as `new` has them. Collective.
 
     `held`: [X, ...] by name, as `old` has them, of the same names on all ranks with experts. Nobody
-    may change them until all ranks are back.
+    may change them until all ranks are back. The GPU has done what was launched, and no signal's
+    handler may raise here: what a rank leaves half sent, another takes for something else.
+
+    Raises `PeerTimeout` where a rank does not send or take its experts before the world's deadline.
     """
     rank = world.rank
     before, own = old.ranks[rank], new.ranks[rank]
@@ -84,20 +101,89 @@ def fill(
     group = _group_of(world)
     assert group is not None  # require_way
     operations: list[dist.P2POp] = []
+    peers: list[int] = []  # of each operation, by its rank in the world
     for move in moves(old, new):
         if rank not in (move.source, move.receiver):
             continue
         sends = rank == move.source
-        peer = dist.get_global_rank(group, move.receiver if sends else move.source)
+        peer = move.receiver if sends else move.source
         tensors, places = (held, before) if sends else (made, own)
         for name in held:
             its = tensors[name][places.index(move.expert)]
             its = its.reshape(-1).view(torch.uint8)  # 8-bit floats cannot be sent everywhere
             what: Any = dist.isend if sends else dist.irecv
-            operations.append(dist.P2POp(what, its, peer, group))
+            operations.append(dist.P2POp(what, its, dist.get_global_rank(group, peer), group))
+            peers.append(peer)
     if operations:
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()
+        _exchange(operations, peers, world)
+
+
+def _exchange(operations: list[dist.P2POp], peers: list[int], world: World) -> None:
+    """Sends and receives. Raises `PeerTimeout` at the world's deadline, whatever the library does,
+    and the library's error, with the peers, where it gives one.
+    """
+    device = operations[0].tensor.device
+    ends = time.monotonic() + world.deadline
+
+    def exchange() -> None:
+        # Streams and the current device are a thread's own.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            requests = dist.batch_isend_irecv(operations)
+            late: list[int] = []
+            error: Exception | None = None
+            for number, request in enumerate(requests):
+                # A library may have one request of all operations.
+                its = peers if len(requests) < len(peers) else [peers[number]]
+                try:
+                    arrived = _arrives(request, ends, polled=device.type == "cuda")
+                except Exception as raised:
+                    # The others go on: their peers wait for what is sent to them.
+                    arrived = False
+                    if time.monotonic() < ends - _EARLY:  # else it says that the time is up
+                        error = error or raised
+                late += [] if arrived else its
+            if late:
+                _unfinished.append((operations, requests))
+                _fail(world, late, error)
+
+    caller = Caller("moeos-moves")
+    try:
+        caller.result(exchange, ends - time.monotonic() + _LEEWAY)
+    except concurrent.futures.TimeoutError:
+        _fail(world, peers, None)
+    finally:
+        caller.close()
+
+
+def _arrives(request: Any, ends: float, *, polled: bool) -> bool:
+    """Whether an operation has ended by then. `polled`: its own wait would only be the stream's."""
+    if not polled:
+        # At least something: 0 means no limit.
+        left = max(ends - time.monotonic(), _SHORTEST)
+        return bool(request.wait(datetime.timedelta(seconds=left)))
+    while not request.is_completed():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(_LOOK)
+    request.wait()
+    return True
+
+
+def _fail(world: World, peers: Iterable[int], error: Exception | None) -> NoReturn:
+    """`error`: of the library; None: the deadline has passed."""
+    who = name_ranks(sorted(set(peers)))
+    job = in_job(
+        [world.rank, *sorted(set(peers))], () if world.group is None else world.group.ranks
+    )
+    if error is not None:
+        raise RuntimeError(
+            f"rank {world.rank} lost its way to {who} as experts moved: {error}{job}"
+        ) from error
+    raise PeerTimeout(
+        f"rank {world.rank} of {world.size} waited {world.deadline:g} s for experts from or to "
+        f"{who}: ended, stuck, or slower than the deadline, which moeos.init(deadline=...) "
+        f"sets{job}"
+    )
 
 
 def _group_of(world: World) -> dist.ProcessGroup | None:

@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from moeos import call_checks, main_grads, optimizers, tensor_memory, wrappers
-from moeos.errors import ConfigMismatch
+from moeos.errors import ConfigMismatch, PeerTimeout, in_job, said
 from moeos.experts import Experts
 from moeos.placement import Placement
 from moeos.workspace import Workspace
-from moeos.world import World
+from moeos.world import MARGIN, World
 
 if TYPE_CHECKING:
     from moeos.layer import MoELayer
+
+_MAX_TOLD = 2000  # characters of a rank's error that the others are told
 
 
 class Given:
@@ -180,6 +182,53 @@ class Family(NamedTuple):
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name if number is None else f"{name} of layer {number}", parameter
+
+
+def require_on_all(
+    world: World, error: Exception | None, interrupted: BaseException | None, *, last: bool = False
+) -> None:
+    """Raises on all ranks where one has an error or is interrupted: then no expert has moved.
+    Collective.
+
+    `interrupted`: what a signal's handler has raised here. `last`: behind it ranks change what they
+    have, and before it some may have waited until the deadline. A rank that cannot know whether the
+    others have changed theirs aborts the world.
+
+    Raises what there is here; else `PeerTimeout` for a rank that was late, is gone, or was
+    interrupted, and `ValueError` with the text of any other error.
+    """
+    what = "the experts of its new placement"
+    told: tuple[str, str] | None = None
+    if interrupted is not None:
+        told = "interrupted", type(interrupted).__name__
+    elif error is not None:
+        told = "late" if isinstance(error, PeerTimeout) else "failed", said(error)[:_MAX_TOLD]
+    try:
+        every = world.control.allgather(told, what, beyond=MARGIN if last else 0.0)
+    except PeerTimeout as timeout:
+        if not last:
+            raise error or timeout from None
+        world.abort(said(timeout))
+        raise PeerTimeout(
+            f"{timeout}. Rank {world.rank} has its experts as before, and others may have moved "
+            "theirs: make a world and its layers again on all ranks, and load a checkpoint"
+        ) from error
+    if interrupted is not None:
+        raise interrupted
+    job = () if world.group is None else world.group.ranks
+    for rank, one in enumerate(every):
+        if one is not None and one[0] == "interrupted":
+            raise PeerTimeout(
+                f"rank {rank} was interrupted by a signal in MoELayer.replace ({one[1]}), and with "
+                f"it rank {world.rank}: no expert has moved. All ranks may call reset() and go on"
+                f"{in_job([rank, world.rank], job)}"
+            )
+    if error is not None:
+        raise error
+    for rank, one in enumerate(every):
+        if one is not None:
+            kind = PeerTimeout if one[0] == "late" else ValueError
+            raise kind(f"rank {rank} cannot take {what}: {one[1]}")
 
 
 def require_optimizers(given: object) -> Sequence[Optimizer]:

@@ -195,10 +195,10 @@ class OfferedWrongly(StoreControl):
 
     wrong: Callable[[Any], Any]
 
-    def allgather(self, value: Any, what: str = "an exchange") -> list[Any]:
+    def allgather(self, value: Any, what: str = "an exchange", *, beyond: float = 0.0) -> list[Any]:
         if what == "the addresses of a heap" and self.rank == 1:
             value = type(self).wrong(value)
-        return super().allgather(value, what)
+        return super().allgather(value, what, beyond=beyond)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ class OneOfTwo(SoloControl):
     size = 2
     shares_memory = False
 
-    def allgather(self, value: Value, what: str = "an exchange") -> list[Value]:
+    def allgather(
+        self, value: Value, what: str = "an exchange", *, beyond: float = 0.0
+    ) -> list[Value]:
         return [value, value]
 
 
