@@ -37,8 +37,9 @@ def get_total_norm(
     so sum or average them over the ranks first, as data parallelism does. DTensors, such as those
     of `fully_shard`, count as what they are whole.
 
-    With a world of a process group the sum over ranks is made on the device, and no host waits.
-    Other worlds send numbers through the host.
+    On GPUs, with a world of a process group, the sum over ranks is made on the device, and no host
+    waits: a rank that does not come ends it by the group's timeout. Elsewhere numbers go through
+    the host, which waits until the world's deadline.
 
     Args:
         parameters: of the model. Those without a gradient count as zeros, so that ranks may differ
@@ -54,7 +55,7 @@ def get_total_norm(
     Raises:
         ValueError: p is not above 0, or a parameter is an expert of a layer of another world, or of
             one with replicas of experts.
-        PeerTimeout: a rank did not make the call before the world's deadline.
+        PeerTimeout: a rank did not make the call before the world's deadline, where hosts wait.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be above 0")
@@ -190,7 +191,8 @@ def _over_ranks(world: World, mine: Tensor, p: float) -> Tensor:
     """The sum, or the greatest, of what all ranks of the world have. Collective."""
     if world.size == 1:
         return mine
-    group = None if world.group is None else sharding.found_again(world.group)
+    known = world.group if mine.is_cuda else None
+    group = None if known is None else sharding.found_again(known)
     if group is not None:
         dist.all_reduce(mine, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group)
         return mine

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import moeos
-from moeos import MoELayer, World, training, virtual
+from moeos import MoELayer, PeerTimeout, World, training, virtual
 from tests.layers import config
 from tests.process_group import ranks_of_torch
 
@@ -115,6 +115,19 @@ def test_a_world_of_processes_has_the_same_norm(grouped: bool) -> None:
 
     wanted = whole_norm(2, 2.0)
     assert ranks_of_torch(rank_main, 2) == [pytest.approx(wanted, rel=1e-5)] * 2
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_worlds_deadline() -> None:
+    def rank_main(world: World) -> bool:
+        with moeos.init("twin", group=dist.group.WORLD, deadline=1.0) as other:
+            layer = MoELayer(CFG, other).requires_grad_(True)
+            if world.rank == 0:
+                with pytest.raises(PeerTimeout, match=r"1 s for the norm .* rank 1 did not"):
+                    training.clip_grad_norm_(layer.parameters(), 1.0, world=other)
+            world.control.barrier()
+        return True
+
+    assert all(ranks_of_torch(rank_main, 2))
 
 
 def test_what_fsdp_has_cut_counts_whole_and_is_scaled() -> None:
