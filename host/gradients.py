@@ -144,6 +144,9 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, how: How, x: Tensor, weights: Tensor | None, *own: Tensor) -> Tensor:
         # Looked at before anything is sent, and again in backward. Saved tensors may be copies.
         ctx.with_main = {name: own[PLACE[name] - _OWN] for name in how.with_main}
+        # Autograd counts tensors alone.
+        tensors = [n for n, one in enumerate((how, x, weights, *own)) if isinstance(one, Tensor)]
+        ctx.edges = {name: tensors.index(PLACE[name]) for name in how.with_main}
         out, recording = record(how, x, weights, own)
         ctx.how, ctx.tokens = how, recording.tokens
         ctx.dtype_of_weights = None if weights is None else weights.dtype
@@ -154,7 +157,11 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         wanted = ctx.needs_input_grad
-        main = main_grads.found(ctx.with_main)
+        main = {
+            name: main_grad
+            for name, main_grad in main_grads.found(ctx.with_main).items()
+            if main_grads.asked(ctx.next_functions[ctx.edges[name]][0])
+        }
         ids, used, saved, x, *own = ctx.saved_tensors
         d_out = received(d_outs[0])
         kept = Kept(x, d_out, ids, used, ctx.tokens, saved, ctx.dtype_of_weights)

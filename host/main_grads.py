@@ -8,6 +8,7 @@ nothing of calls or engines.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,18 @@ def found(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
             check(f"main_grad of {name}", main_grad, parameter)
             kept[name] = main_grad
     return kept
+
+
+def asked(accumulator: Any) -> bool:
+    """Whether the backward that runs adds to a parameter, whose node this is. One for chosen
+    inputs may end before it, and `torch.autograd.grad` returns a gradient and adds it nowhere.
+    """
+    if torch._C._current_graph_task_id() < 0:  # no engine of autograd runs: all is asked for
+        return True
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+        return False
 
 
 def add(parameter: Tensor, main_grad: Tensor, gradient: Tensor) -> Tensor | None:

@@ -389,6 +389,37 @@ def test_gradients_are_added_to_main_grad(
     assert_match(weights, calls, found)
 
 
+def test_only_what_autograd_asks_for_is_added_to_main_grad() -> None:
+    cfg = config(max_tokens=32, bias=True)
+    weights = draw_weights(cfg)
+
+    def rank_main(world: World) -> None:
+        layer = weights.layer(world).requires_grad_(True)
+        x = draw_call(cfg, 20, world.rank).x.requires_grad_(True)
+        layer(x).square().sum().backward()
+        right = {name: one.grad for name, one in layer.named_parameters()}
+        named = dict(layer.named_parameters())
+        for parameter in named.values():
+            parameter.grad, parameter.main_grad = None, torch.zeros(parameter.shape)
+
+        def loss() -> Tensor:
+            return layer(x).square().sum()
+
+        torch.autograd.grad(loss(), [x])
+        loss().backward(inputs=[x])
+        returned = torch.autograd.grad(loss(), [layer.w1, layer.gate.weight])
+        assert torch.equal(returned[0], right["w1"])
+        assert torch.equal(returned[1], right["gate.weight"])
+        assert all(one.main_grad.count_nonzero() == 0 for one in named.values())
+        loss().backward(inputs=[layer.w2])
+        for name, parameter in named.items():
+            assert parameter.grad is None
+            expected = right[name] if name == "w2" else torch.zeros(parameter.shape)
+            assert torch.equal(parameter.main_grad, expected), name
+
+    virtual.run(rank_main, ranks=2)
+
+
 def test_fp32_sums_are_not_rounded_on_their_way_to_main_grad() -> None:
     """A gradient in bfloat16 loses what an fp32 `main_grad` keeps."""
     cfg = config(dtype=torch.bfloat16)
