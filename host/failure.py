@@ -91,7 +91,10 @@ def _error_of(f: Failure, rank: int) -> Exception:
             "no puts. If its kernel does not end by itself, restart its process"
         )
     if f.kind == FailureKind.HOST_ABORT:
-        return PeerTimeout(f"rank {f.rank} gave up, and with it the layer's call on rank {rank}")
+        return PeerTimeout(
+            f"rank {f.rank} gave up, and with it the layer's call on rank {rank}. Look for the "
+            f"error of rank {f.rank}; then make a world and its layers again on all ranks"
+        )
     if f.kind == FailureKind.INTERRUPTED:
         return PeerTimeout(
             f"rank {f.rank} was interrupted by a signal in call {f.epoch}, and with it the layer's "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer needs beside the layer: small functions in plain PyTorch.
+"""What a trainer needs beside the layer: small things in plain PyTorch.
 
-Losses that balance experts, counts and biases, norms of gradients, sums of experts' gradients over
-replicas, and the rounding of routing to tiles. None of them makes a call of a layer.
+Losses that balance experts, counts and biases, norms and scales of gradients, sums of experts'
+gradients over replicas, and the rounding of routing to tiles. None of them makes a call of a layer.
 """
 
 from moeos.training.balance import (
@@ -16,8 +16,10 @@ from moeos.training.balance import (
 from moeos.training.gradients import clip_grad_norm_, get_total_norm
 from moeos.training.replicas import reduce_expert_grads_
 from moeos.training.rounding import round_tokens
+from moeos.training.scaling import GradScaler
 
 __all__ = [
+    "GradScaler",
     "clip_grad_norm_",
     "get_total_norm",
     "get_updated_expert_bias",

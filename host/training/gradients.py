@@ -74,7 +74,7 @@ def get_total_norm(
             mesh = grad.device_mesh if sharding.is_dtensor(grad) else None  # type: ignore[attr-defined]
             others.setdefault(mesh, []).append(grad)
     with torch.no_grad():
-        total = _over_ranks(world, _powers(own, norm_type, device), norm_type)
+        total = over_ranks(world, _powers(own, norm_type, device), norm_type)
         for mesh, grads in others.items():
             if mesh is None:
                 part = _powers(grads, norm_type, device)
@@ -187,7 +187,7 @@ def _added(first: Tensor, second: Tensor, p: float) -> Tensor:
     return torch.maximum(first, second) if math.isinf(p) else first + second
 
 
-def _over_ranks(world: World, mine: Tensor, p: float) -> Tensor:
+def over_ranks(world: World, mine: Tensor, p: float) -> Tensor:
     """The sum, or the greatest, of what all ranks of the world have. Collective."""
     if world.size == 1:
         return mine

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that scale losses skip a step together, or none does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moeos import MoELayer, World, training, virtual
+from tests.layers import config
+
+CFG = config(experts=4, max_tokens=32)
+SCALE = 1024.0
+
+
+def in_turn(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def at_once(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("step", [in_turn, at_once])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_all_ranks_skip_a_step_where_one_has_an_infinity(
+    step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None], fused: bool, value: float
+) -> None:
+    def rank_main(world: World) -> list[bool]:
+        layer = MoELayer(CFG, world).requires_grad_(True)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, fused=fused)
+        scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
+        stepped = []
+        for bad in (False, True, False):
+            before = layer.gate.weight.detach().clone()
+            for parameter in layer.parameters():
+                parameter.grad = torch.full_like(parameter, SCALE)
+            if bad and world.rank == 1:
+                layer.w2.grad[0, 0, 0] = value
+            scaler.scale(torch.zeros(()))  # which begins a scaler
+            step(scaler, optimizer)
+            scaler.update()
+            stepped.append(not torch.equal(layer.gate.weight, before))
+        assert scaler.get_scale() == SCALE / 2
+        return stepped
+
+    assert virtual.run(rank_main, ranks=2) == [[True, False, True]] * 2
