@@ -72,6 +72,9 @@ class Experts:
     With `parallel="tensor"` ranks have slices of the same experts, and pass the same tokens and
     routing; `parallel`, `output` and `tensor_ranks` are as of `MoELayer`.
 
+    A wrapper for data parallelism takes the weights for what all ranks have alike. Tell it to leave
+    them alone, as docs/training.md says.
+
     Raises:
         ConfigMismatch: the ranks' configs or placements differ; the same error on all of them.
         ValueError: a size does not fit, or the config has shared experts or rounding, which a
