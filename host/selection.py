@@ -36,7 +36,8 @@ def topk(logits: Tensor, k: int, *, softmax: Softmax | None = None) -> TopK:
 
     `torch.topk` leaves open which of equal ones it takes. So ranks, devices and versions may differ
     there; here they do not. 0 and -0 are equal, and NaN is above all numbers. The values can be
-    differentiated. On a GPU it is one launch.
+    differentiated. On a GPU it is one launch, of logits that lie side by
+    side and have at most 32 bits.
 
     Args:
         logits: [..., E], floating point, 1 <= E <= 4096.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-
-from moeos import cuda_driver, jit
+from torch.autograd import forward_ad
 
 Softmax = Literal["all", "chosen"]
 """As `moeos.topk` takes it."""
@@ -34,14 +34,30 @@ _ARGUMENTS = (
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether the kernel can be given these: tensors with memory, which nobody traces."""
+    """Whether the kernel can be given these: tensors with memory, which nobody traces, and without
+    a forward derivative; and whether there is a compiler for it.
+    """
     return (
         logits.is_cuda
         and logits.dtype in TYPES
         and type(logits) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.is_functorch_wrapped_tensor(logits)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and forward_ad.unpack_dual(logits).tangent is None
+        and _can_compile()
     )
+
+
+@functools.cache
+def _can_compile() -> bool:
+    """Whether what `moeos[cuda]` installs is here, for PyTorch's own kind of GPU."""
+    if torch.version.hip is not None:
+        return False
+    try:
+        return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def cut(count: int, k: int) -> tuple[int, int]:
@@ -60,6 +76,8 @@ def run(logits: Tensor, k: int, softmax: Softmax | None) -> tuple[Tensor, Tensor
 
     Raises `RuntimeError` if the kernel cannot be compiled for this GPU.
     """
+    from moeos import cuda_driver
+
     rows = logits.detach().contiguous()
     *leading, count = rows.shape
     with torch.cuda.device(rows.device):
@@ -90,6 +108,8 @@ def run(logits: Tensor, k: int, softmax: Softmax | None) -> tuple[Tensor, Tensor
 @functools.cache
 def _loaded(device: torch.device, type_: int, kept: int) -> tuple[Any, Any]:
     """The device's context, and the kernel in it; the device is the current one."""
+    from moeos import cuda_driver, jit  # which bring what reads machine code
+
     major, minor = torch.cuda.get_device_capability()
     cubin = jit.compile_file(_SOURCE, f"sm_{major}{minor}", ("TYPE", type_), ("KEPT", kept))
     driver = cuda_driver.load()

@@ -83,14 +83,22 @@ def save(folder: Path, history: History, trained: Trainer, stock: Trainer | None
 
     step = _step_of(folder, history)
     remedy = "make room there, or name another folder with --save"
+    failed: OSError | None = None
     with HeldSignals():
-        if stock is not None and not _holds_another(folder, step):
-            (folder / _COMPLETE).unlink(missing_ok=True)
+        if stock is not None:
+            try:
+                if not _holds_another(folder, step):
+                    (folder / _COMPLETE).unlink(missing_ok=True)
+            except OSError as error:
+                failed = error  # told behind what all ranks do together
         with warnings.catch_warnings(), _told(f"write the run into {step}", remedy):
             warnings.filterwarnings("ignore", f"{_ALONE}|{_AGAIN}")
             state_dict_saver.save(_state_of(trained), checkpoint_id=step)
+        if failed is not None:
+            raise failed
         if stock is not None:
-            torch.save([stock.model.state_dict(), stock.optimizer.state_dict()], step / _STOCK)
+            with _told(f"write {step / _STOCK}", remedy):
+                torch.save([stock.model.state_dict(), stock.optimizer.state_dict()], step / _STOCK)
             known = json.dumps(dataclasses.asdict(history), indent=1)
             files.replace(folder / _COMPLETE, known + "\n")
             for other in folder.iterdir():

@@ -13,6 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import moeos
 from moeos import topk_kernel
+from tests.gpu.cases import why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "runs")
 
 FLOATS = [*topk_kernel.TYPES, torch.float64]
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 2.0**-20, -(2.0**-20))

@@ -72,6 +72,7 @@ class StandInEngine(CudaEngine):
                 gate=world.gate,
                 arguments=test_cuda_arguments.packer_of(cfg),
                 launch=None,
+                saving=None,
                 kernel=SimpleNamespace(launch=lambda stream, launch: self.launches.append(stream)),
             ),
         )

@@ -19,6 +19,7 @@ PROGRAM = """
 import gc, importlib, os, sys, traceback
 gc.disable()  # each child would write to all that has been imported
 import matplotlib, mpi4py, moeos, rich, torch, typer
+assert "elftools" not in sys.modules, "moeos itself imports what reads machine code"
 
 def imported(name, without=None):
     child = os.fork()

@@ -570,7 +570,9 @@ def test_weights_without_values_do_not_move() -> None:
 def test_slices_of_experts_do_not_move() -> None:
     def rank_main(world: World) -> None:
         layer = MoELayer(CFG, world, parallel="tensor")
-        with pytest.raises(RuntimeError, match="parallel is 'tensor': slices of experts lie in order"):
+        with pytest.raises(
+            RuntimeError, match="parallel is 'tensor': slices of experts lie in order"
+        ):
             layer.replace(SHUFFLED)
 
     in_virtual_ranks(rank_main)
