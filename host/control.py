@@ -214,7 +214,10 @@ class _PolledControl:
         if self._closed:
             raise RuntimeError(f"rank {self.rank} cannot begin {what}: its world is closed")
         if self._failure is not None:
-            raise PeerTimeout(f"rank {self.rank} cannot begin {what}: {self._failure}")
+            raise PeerTimeout(
+                f"rank {self.rank} cannot begin {what}: {self._failure}. Ranks of this world agree "
+                "on nothing any more: close it on all of them, and make it and its layers again"
+            )
         self._sequence += 1
         values = [value] * self.size
         names = [what] * self.size

@@ -33,6 +33,8 @@ def get_total_norm(
 ) -> Tensor:
     """The norm of all gradients of a model whose experts lie on the ranks of `world`. Collective.
 
+    A parameter's gradient is its `main_grad` where it has one, else its `grad`.
+
     Gradients of experts count on each rank, and all others once: they must be equal on all ranks,
     so sum or average them over the ranks first, as data parallelism does. DTensors, such as those
     of `fully_shard`, count as what they are whole.
@@ -65,7 +67,7 @@ def get_total_norm(
     own: list[Tensor] = []
     others: dict[Any, list[Tensor]] = {}  # by their meshes; None of plain tensors
     for parameter in given:
-        grad = parameter.grad
+        grad = gradient_of(parameter)
         if grad is None:
             continue
         if id(parameter) in ours:
@@ -120,7 +122,7 @@ def clip_grad_norm_(
     factor = (max_norm / (total + _APART_FROM_ZERO)).clamp(max=1.0)
     with torch.no_grad():
         for parameter in given:
-            grad: Any = parameter.grad
+            grad: Any = gradient_of(parameter)
             if grad is not None:
                 # PyTorch multiplies no lists of DTensors and others. What lies here shares memory.
                 local = grad.to_local() if sharding.is_dtensor(grad) else grad
@@ -161,6 +163,12 @@ def ids_of_experts(
             )
         ours.add(id(parameter))
     return ours
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """What a trainer has for a parameter: its `main_grad` where it has one, else its `grad`."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
 
 
 def distinct(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -39,9 +39,19 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, **settings)
         self._world = world
 
-    def _unscale_grads_(self, *arguments: Any, **named: Any) -> dict[torch.device, Tensor]:
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any
+    ) -> dict[torch.device, Tensor]:
         # All ways of PyTorch's to look for infinities end here.
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(*arguments, **named)
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if getattr(parameter, "main_grad", None) is not None:
+                    raise RuntimeError(
+                        f"rank {self._world.rank}: group {number} of the optimizer has a parameter "
+                        f"{list(parameter.shape)} with a main_grad, which a GradScaler does not "
+                        "unscale: train in bfloat16, or without main_grad"
+                    )
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *arguments, **named)
         device = device_of(self._world)
         mine = torch.zeros((), dtype=torch.float64, device=device)
         for flag in found.values():

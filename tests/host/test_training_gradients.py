@@ -220,3 +220,22 @@ def test_experts_of_a_layer_without_a_world_count_on_each_rank() -> None:
         return float(training.get_total_norm(layer.parameters(), world=world))
 
     assert virtual.run(rank_main, ranks=2) == [5.0, 5.0]
+
+
+def test_what_is_added_up_in_main_grad_counts_and_is_clipped() -> None:
+    def rank_main(world: World) -> None:
+        plain, main = with_gradients(world), with_gradients(world)
+        for parameter in main.parameters():
+            if parameter.grad is not None:
+                parameter.main_grad = parameter.grad.float()
+                parameter.grad = torch.full_like(parameter, math.nan)  # of a trainer's hooks
+        norms = [
+            training.clip_grad_norm_(one.parameters(), 0.5, world=world, experts=[one.own])
+            for one in (plain, main)
+        ]
+        assert torch.equal(*norms)
+        for one, other in zip(plain.parameters(), main.parameters(), strict=True):
+            if one.grad is not None:
+                assert torch.equal(one.grad, other.main_grad)
+
+    virtual.run(rank_main, ranks=2)

@@ -50,3 +50,18 @@ def test_all_ranks_skip_a_step_where_one_has_an_infinity(
         return stepped
 
     assert virtual.run(rank_main, ranks=2) == [[True, False, True]] * 2
+
+
+def test_a_main_grad_is_refused_by_name() -> None:
+    def rank_main(world: World) -> None:
+        layer = MoELayer(CFG, world).requires_grad_(True)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        layer.w2.main_grad = torch.ones_like(layer.w2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
+        scaler.scale(torch.zeros(()))
+        with pytest.raises(RuntimeError, match=r"rank \d: group 0 .* with a main_grad"):
+            scaler.unscale_(optimizer)
+
+    virtual.run(rank_main, ranks=2)
