@@ -57,11 +57,20 @@ class Exclusive:
         finally:
             self._here.inside = False
 
+    def free(self) -> None:
+        """In a child that a fork has made: another thread may have held the lock, and is not there.
+
+        The thread that forked is still inside if it was, and releases the lock that it took.
+        """
+        self._lock = threading.Lock()
+
 
 preparing = Exclusive()
 """Of who moves a module's weights and makes its experts."""
 
 _making = Exclusive()
+os.register_at_fork(after_in_child=preparing.free)
+os.register_at_fork(after_in_child=_making.free)
 _worlds: dict[
     tuple[int, int, str, str], tuple[Any, World]
 ] = {}  # of a process, with its group, so that no other has its id

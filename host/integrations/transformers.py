@@ -27,6 +27,7 @@ from moeos.engines import twin
 from moeos.experts import Experts
 from moeos.formats import FORMATS, ActivationFormat
 from moeos.integrations import formula_of, shared, transformers_formats, transformers_weights
+from moeos.process import Home
 from moeos.slicing import Parallel
 
 VERSION = "5.24.0"
@@ -271,11 +272,12 @@ class _Whole(torch.autograd.Function):
 
 
 class _Ready:
-    """A module's experts, and for what they were made: a key, and the module's activation, told by
-    identity. A pickle has none of it."""
+    """A module's experts, and for what they were made: a key, the module's activation, told by
+    identity, and a process. A pickle has none of it."""
 
     def __init__(self, module: Any, key: tuple[Any, ...], experts: Experts) -> None:
         self.key = key
+        self.home = Home()
         self.act_fn = getattr(module, "act_fn", None)
         self.experts = experts
         self.widened = transformers_formats.widen(module, experts.cfg.weight_format)
@@ -355,6 +357,9 @@ def _make_ready_in_a_call_before_torch_compile(
     """Gives a module what its calls need. Collective over `group`."""
 
     def prepare() -> None:
+        ready: _Ready | None = getattr(module, _READY, None)
+        if ready is not None and group is not None:  # whose connections a fork has not
+            ready.home.require(f"{_where(module)}: the world of rank {ready.experts.world.rank}")
         if not _is_ready(module, key):  # which another thread may have made it
             _, top_k, dtype, parallel, *_ = key
             made = _made(module, group, top_k, dtype, parallel)
@@ -368,7 +373,7 @@ def _is_ready(module: Any, key: tuple[Any, ...]) -> bool:
     ready = getattr(module, _READY, None)
     if ready is None or ready.key != key or ready.act_fn is not getattr(module, "act_fn", None):
         return False
-    return transformers_weights.is_in_place(module)
+    return ready.home.here and transformers_weights.is_in_place(module)
 
 
 def _made(module: Any, group: Any, top_k: int, dtype: torch.dtype, parallel: Parallel) -> Experts:

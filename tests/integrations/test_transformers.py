@@ -734,15 +734,69 @@ def test_slices_that_cannot_be_computed_are_refused_by_name_and_remedy(tmp_path:
         on_ranks("qwen3_moe", tmp_path, 2, False, prompt(4), sliced=True)
 
 
-def test_a_fork_computes_experts_by_a_world_of_its_own() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_fork_computes_experts_by_a_world_of_its_own(compiled: bool) -> None:
     module = qwen3()
     tokens = tokens_for(module)
     expected = by(module, "moeos", *tokens)
+    ready = module._moeos_ready
+    called = torch.compile(module, backend="eager") if compiled else module
+    with torch.no_grad():
+        assert torch.equal(called(*tokens), expected)
+    assert module._moeos_ready is ready
+
+    def live(rank: int) -> list[float]:
+        with torch.no_grad():
+            found = [called(*tokens) for _ in range(2)]
+        found.append(by(qwen3(), "moeos", *tokens))
+        return [reference.relative_error(one, expected) for one in found]
+
+    (errors,) = in_processes(live, 1, 60.0)
+    assert isinstance(errors, list), errors
+    assert max(errors) <= LIMIT
+    assert torch.equal(by(module, "moeos", *tokens), expected)
+    assert module._moeos_ready is ready
+
+
+def test_a_fork_refuses_experts_that_ranks_of_its_parent_share() -> None:
+    module = qwen3()
+    tokens = tokens_for(module)
+    by(module, "moeos", *tokens)
+    key = module._moeos_ready.key
+
+    def live(rank: int) -> str:
+        with pytest.raises(RuntimeError, match="make a world after the fork") as error:
+            adapter._make_ready_in_a_call_before_torch_compile(module, object(), key)
+        return str(error.value)
+
+    (text,) = in_processes(live, 1, 60.0)
+    assert "Qwen3MoeExperts: the world of rank 0 belongs to process" in text
+
+
+def test_a_fork_amid_another_threads_first_call_waits_for_nobody() -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def amid() -> None:
+        begun.set()
+        done.wait(60.0)
+
+    module = qwen3()
+    tokens = tokens_for(module)
+    expected = by(qwen3(), "moeos", *tokens)
+    other = threading.Thread(
+        target=lambda: shared.preparing.run(lambda: shared._making.run(amid)), daemon=True
+    )
+    other.start()
+    begun.wait(60.0)
 
     def live(rank: int) -> float:
-        return reference.relative_error(by(qwen3(), "moeos", *tokens), expected)
+        return reference.relative_error(by(module, "moeos", *tokens), expected)
 
-    (error,) = in_processes(live, 1, 60.0)
+    try:
+        (error,) = in_processes(live, 1, 60.0)
+    finally:
+        done.set()
+        other.join(60.0)
     assert isinstance(error, float), error
     assert error <= LIMIT
 
