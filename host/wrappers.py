@@ -20,6 +20,7 @@ deep inside does not know. So functions of theirs are wrapped, once. What stands
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 import weakref
@@ -100,7 +101,8 @@ def _install() -> None:
             names.update(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         original(self, module, *args, **options)
-        _tell_of_replicas("DistributedDataParallel", module, self.process_group)
+        ranks = dist.get_process_group_ranks(self.process_group)
+        _tell_of_replicas("DistributedDataParallel", module, ranks)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_zero)
@@ -124,21 +126,42 @@ def _names_left_alone(module: nn.Module) -> Iterator[str]:
 
 
 def _install_fsdp() -> None:
-    for module in ("_fully_shard._fsdp_init", "_fully_shard._fully_shard"):
-        _wrap(_FSDP + module, "_get_managed_states", _without_experts)
-    _wrap(_FSDP + "_init_utils", "_get_ignored_params", _with_experts)
-    _wrap(_FSDP + "fully_sharded_data_parallel", "_init_param_handle_from_module", _with_views)
-    group = getattr(
-        sys.modules.get(f"{_FSDP}_fully_shard._fsdp_param_group"), "FSDPParamGroup", None
-    )
-    _wrap(group, "__init__", _with_mesh)
+    fully = ("_fully_shard._fsdp_init", "_fully_shard._fully_shard")  # by version
+    for where in _having("_get_managed_states", *fully):
+        _wrap(where, "_get_managed_states", _without_experts)
+    for where in _having("_get_ignored_params", "_init_utils"):
+        _wrap(where, "_get_ignored_params", _with_experts)
+    for where in _having("_init_param_handle_from_module", "fully_sharded_data_parallel"):
+        _wrap(where, "_init_param_handle_from_module", _with_views)
+    for where in _having("FSDPParamGroup", "_fully_shard._fsdp_param_group"):
+        _wrap(where.FSDPParamGroup, "__init__", _with_mesh)
 
 
-def _wrap(place: str | type | None, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Wraps a function of a class, or of a module, by its name, that somebody has imported."""
-    where: Any = sys.modules.get(place) if isinstance(place, str) else place
-    function = getattr(where, name, None)
-    if function is not None and not hasattr(function, "spares_experts"):
+def _having(name: str, *places: str) -> list[Any]:
+    """Those of the modules in `_FSDP` that have `name`. Raises `RuntimeError` if none has, and
+    somebody has imported one.
+    """
+    found = [sys.modules.get(_FSDP + place) for place in places]
+    there = [one for one in found if one is not None and not _is_being_imported(one)]
+    having = [one for one in there if hasattr(one, name)]
+    if there and not having:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {name} in {_FSDP}{places[0]}, by which moeos keeps "
+            "FullyShardedDataParallel and fully_shard from cutting up experts: use a torch or a "
+            "moeos of another version, or DistributedDataParallel"
+        )
+    return having
+
+
+def _is_being_imported(module: Any) -> bool:
+    """Whether another thread is amid it: whoever wraps has what it asks for behind that."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _wrap(where: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Wraps a function of a class, or of a module, by its name."""
+    function = getattr(where, name)
+    if not hasattr(function, "spares_experts"):
         made = functools.wraps(function)(wrapper(function))
         made.spares_experts = True  # type: ignore[attr-defined]
         setattr(where, name, made)
@@ -172,16 +195,21 @@ def _with_views(made: Any) -> Any:
     def make(state: Any, module: nn.Module, *args: Any, **options: Any) -> None:
         if not state._use_orig_params:
             _require_parameters(module, state._ignored_params)
-        _tell_of_replicas("FullyShardedDataParallel", module, state.process_group)
+        groups = [state.process_group]
+        if "HYBRID" in state.sharding_strategy.name:  # which reduces over both
+            groups.append(state._inter_node_pg)
+        ranks = [dist.get_process_group_ranks(group) for group in groups]
+        _tell_of_replicas("FullyShardedDataParallel", module, *ranks)
         made(state, module, *args, **options)
 
     return make
 
 
 def _require_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Raises `ValueError` where views would take the place of a gate's parameters."""
-    gates = (layer._modules.get("gate") for layer in layers())
-    ours = {one for gate in gates if gate is not None for one in gate.parameters()}
+    """Raises `ValueError` where views would take the place of a layer's parameters, such as those
+    of its gate or of shared experts.
+    """
+    ours = {one for layer in layers() for one in layer.parameters()}
     if (ours - ignored).intersection(module.parameters()):
         raise ValueError(
             "FullyShardedDataParallel with use_orig_params=False makes plain tensors of a "
@@ -203,31 +231,51 @@ def _with_mesh(made: Any) -> Any:
     return init
 
 
-def _tell_of_replicas(wrapper: str, module: nn.Module, group: Any) -> None:
+def _tell_of_replicas(wrapper: str, module: nn.Module, *axes: list[int]) -> None:
     """Warns, once a world, of experts that train in several worlds, if the wrapper, which has left
-    them alone, reduces over more ranks than there are in one. `group`: these ranks, or their group.
+    them alone, reduces over more ranks than there are in one. `axes`: these ranks; or, where it
+    reduces over one group after another, this rank's in each.
     """
-    ranks = group if isinstance(group, list) else dist.get_process_group_ranks(group)
+    ranks, count = set().union(*axes), math.prod(map(len, axes))
     mine = {id(one) for one in module.parameters() if one.requires_grad}
     for layer in layers():
-        if id(layer._tensor_of("w1")) not in mine or layer.experts is None:
+        if layer.experts is None or mine.isdisjoint(_ids_of_experts([layer])):
             continue
         world = layer.world
         known = sharding.ranks_of(world.group, layer._place)
-        covers = len(ranks) <= world.size if known is None else set(ranks) <= set(known)
+        covers = count <= world.size and (known is None or ranks <= set(known))
         reduced = world.size == 1 and wrapper == "DistributedDataParallel"
         if covers or reduced or world in _told:
             continue
         _told.add(world)
         warnings.warn(
-            f"{wrapper} reduces gradients over {len(ranks)} ranks, but not those of experts in a "
+            f"{wrapper} reduces gradients over {count} ranks, but not those of experts in a "
             f"MoELayer, of which a world of size {world.size} has each once (this is its rank "
-            f"{world.rank}). Other worlds have replicas, which would learn apart: after backward "
-            "call moeos.training.reduce_expert_grads_(model.parameters(), group, world=world), "
-            "with the group of ranks that hold the same experts, such as "
-            'mesh["dp"].get_group()',
+            f"{world.rank}). Other worlds have replicas, which would learn apart: {_remedy(layer)}",
             stacklevel=3,
         )
+
+
+def _remedy(layer: MoELayer) -> str:
+    """What makes replicas in other worlds learn alike. `reduce_expert_grads_` refuses some layers:
+    see `training.gradients.ids_of_experts`.
+    """
+    if layer._slicing.cuts:
+        return (
+            "these are slices of experts, so sum up their gradients after backward yourself, with "
+            "torch.distributed.all_reduce over the ranks that hold the same slices, or make the "
+            "layer with parallel='expert' and call moeos.training.reduce_expert_grads_"
+        )
+    if layer.placement.replicated:
+        return (
+            "its placement has replicas of experts in this world too, so make the layer with one "
+            "that gives each expert one rank, and call moeos.training.reduce_expert_grads_"
+        )
+    return (
+        "after backward call moeos.training.reduce_expert_grads_(model.parameters(), group, "
+        "world=world), with the group of ranks that hold the same experts, such as "
+        'mesh["dp"].get_group()'
+    )
 
 
 def _ids_of_experts(some: Iterable[MoELayer]) -> set[int]:

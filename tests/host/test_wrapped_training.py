@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -278,7 +284,18 @@ def test_experts_that_lie_whole_on_each_process_train_as_any_parameter_or_are_to
     assert all(ranks_of_torch(rank_main, 2))
 
 
-@pytest.mark.parametrize("wrap", [ddp, replicated, fsdp1, *FSDP])
+def hybrid_fsdp1(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return FullyShardedDataParallel(
+        model,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=mesh,
+    )
+
+
+@pytest.mark.parametrize("wrap", [ddp, replicated, fsdp1, hybrid_fsdp1, *FSDP])
 def test_replicas_of_experts_are_told_of_once_and_reduced_over_their_group(wrap: Wrap) -> None:
     def rank_main(world: World) -> str:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -307,6 +324,57 @@ def test_replicas_of_experts_are_told_of_once_and_reduced_over_their_group(wrap:
     for text in ranks_of_torch(rank_main, 4):
         assert "reduces gradients over 4 ranks" in text
         assert "a world of size 2" in text
+
+
+@pytest.mark.parametrize("kind", ["slices", "replicas", "w2 alone"])
+def test_what_is_told_of_replicas_works_for_the_layer(kind: str) -> None:
+    cfg = config(max_tokens=64)
+    twice = moeos.Placement([[0, 1, 2, 3, 4], [4, 5, 6, 7]])
+    works = {
+        "slices": "parallel='expert'",
+        "replicas": "gives each expert one rank",
+        "w2 alone": "after backward call",
+    }
+
+    def rank_main(world: World) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        with (
+            moeos.init("twin", group=mesh["ep"].get_group(), deadline=60.0) as part,
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always")
+            if kind == "slices":
+                layer = MoELayer(cfg, part, parallel="tensor")
+            else:
+                layer = MoELayer(cfg, part, placement=twice if kind == "replicas" else None)
+            layer.requires_grad_()
+            layer.w1.requires_grad_(kind != "w2 alone")
+            DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), layer))
+        [text] = [str(one.message) for one in told if "MoELayer" in str(one.message)]
+        return text
+
+    for text in ranks_of_torch(rank_main, 4):
+        assert works[kind] in text
+        assert ("after backward call" in text) == (kind == "w2 alone")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("_init_utils", "_get_ignored_params"),
+        ("fully_sharded_data_parallel", "_init_param_handle_from_module"),
+        ("_fully_shard._fsdp_init", "_get_managed_states"),
+        ("_fully_shard._fsdp_param_group", "FSDPParamGroup"),
+    ],
+)
+def test_names_that_torch_has_no_more_are_told_of(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsdp = "torch.distributed.fsdp."
+    for where in {module, "_fully_shard._fully_shard"}:
+        monkeypatch.delattr(sys.modules[fsdp + where], name, raising=False)
+    with pytest.raises(RuntimeError, match=rf"torch \S+ has no {name} in {fsdp}{module}"):
+        wrappers._install_fsdp()
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
@@ -469,6 +537,10 @@ def test_what_fsdp_cannot_do_with_a_layer_is_refused_by_name() -> None:
         x, device = x_of(world.rank), torch.device("cpu")
         with pytest.raises(ValueError, match="pass use_orig_params=True"):
             FullyShardedDataParallel(Model(world), device_id=device)
+        model = Model(world)
+        gate = list(model.block.mlp.gate.parameters())
+        with pytest.raises(ValueError, match="pass use_orig_params=True"):
+            FullyShardedDataParallel(model, device_id=device, ignored_states=gate)
         with pytest.raises(TypeError, match=r"gate\.weight is a Tensor and no parameter"):
             fsdp1(Model(world, again=True))(x).sum().backward()
         model = Model(world)
