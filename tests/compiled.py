@@ -18,15 +18,21 @@ from moeos import kernel_cache
 from tests.processes import ROOT
 
 KEPT = ROOT / "build" / "tests"
+PARTS = KEPT / "parts"
 SUFFIXES = {".hpp", ".cpp", ".cuh", ".cu", ".def"}
 
 
 def keep(
-    output: Path, made_of: Sequence[object], folders: Sequence[str], make: Callable[[], None]
+    output: Path,
+    made_of: Sequence[object],
+    folders: Sequence[str],
+    make: Callable[[], None],
+    kept: Path = KEPT,
 ) -> None:
     """Has `output` written by `make`, or from what was kept.
 
-    made_of: all that it depends on beside the compiler and the sources of `folders`.
+    made_of: all that it depends on beside the compiler and the sources of `folders`. `kept`: where.
+    Names share locks there: what is made while something else is made takes `PARTS`.
     """
     parts = [compiler(), *map(str, made_of), *map(digest, folders)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -35,7 +41,7 @@ def keep(
         make()
         return output.read_bytes()
 
-    content, found = kernel_cache.get_or_make(key, make_and_read, KEPT)
+    content, found = kernel_cache.get_or_make(key, make_and_read, kept)
     if found:
         output.write_bytes(content)
 

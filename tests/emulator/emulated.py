@@ -27,7 +27,7 @@ from moeos.engines import cuda_records
 from moeos.kernel_shape import KernelShape
 from moeos.shared_heap import SharedHeap
 from moeos.slicing import WHOLE, Slicing
-from tests.compiled import keep
+from tests.compiled import PARTS, keep
 from tests.layers import (
     Call,
     Weights,
@@ -99,7 +99,8 @@ def _compiled_gpu() -> tuple[tempfile.TemporaryDirectory[str], Path, Path]:
     folder = tempfile.TemporaryDirectory(prefix="moeos-emulator-")
     gpu, cuda = Path(folder.name) / "gpu.o", Path(folder.name) / "cuda.hpp"
     arguments = ["-O2", *_OPTIONS, "-c", "tests/emulator/gpu.cpp", "-o", str(gpu)]
-    keep(gpu, [*_OPTIONS, "gpu"], ["tests/emulator"], functools.partial(_compile, arguments))
+    make = functools.partial(_compile, arguments)  # amid the making of a library
+    keep(gpu, [*_OPTIONS, "gpu"], ["tests/emulator"], make, PARTS)
     # Only cuda.hpp.gch is there, so that one which does not fit is an error.
     _compile([*_LAYER_OPTIONS, "-x", "c++-header", _CUDA, "-o", f"{cuda}.gch"])
     return folder, gpu, cuda
