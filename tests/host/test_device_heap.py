@@ -228,8 +228,8 @@ def test_a_message_of_a_process_that_is_no_rank_is_not_taken(driver: Driver) -> 
     def live(control: ControlPlane) -> Any:
         real = control.allgather
 
-        def intrude(value: Any, what: str = "") -> Any:
-            values = real(value, what)
+        def intrude(value: Any, what: str = "", *, beyond: float = 0.0) -> Any:
+            values = real(value, what, beyond=beyond)
             if what == "the sockets of the ranks":
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
                     stranger.connect(values[control.rank][1])
