@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeos import sharding
-from moeos.training.gradients import distinct, ids_of_experts
+from moeos.training.gradients import distinct, gradient_of, ids_of_experts
 from moeos.world import World
 
 if TYPE_CHECKING:
@@ -62,10 +62,9 @@ def reduce_expert_grads_(
         for parameter in given:
             if id(parameter) not in ours or not parameter.requires_grad:
                 continue
-            main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-            if main_grad is None and parameter.grad is None:
+            if gradient_of(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad if main_grad is None else main_grad
+            gradient = gradient_of(parameter)
             assert gradient is not None
             if replicas > 1:
                 summed = gradient.contiguous()
