@@ -131,6 +131,7 @@ class CountsSubscriber {
 
   /// Notes which sources of a group, one a lane, make our call; one that makes another ends it.
   void compare_calls(u32 group, u64 said) {
+    P::sync_lanes();  // behind every lane's look at these words in the step before (decode)
     const u32 source = group + P::lane();
     const u32 epoch = static_cast<u32>(said >> 32);
     if (said != 0 && epoch >= call_.epoch) {

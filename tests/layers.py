@@ -455,7 +455,9 @@ def assert_matches(weights: Weights, call: Call, y: Tensor, what: str = "") -> N
     assert near_ties <= allowed, f"{what}: {near_ties} of {len(sure)} tokens are near ties"
     expected = weights.expected(call)
     error = reference.relative_error(y[sure], expected[sure])
-    assert error <= reference.tolerance_of(cfg), f"{what}: relative error {error:.2e}"
+    # The twin's numbers between GEMMs are so near that results next to no tie become other codes.
+    tolerance = reference.tolerance_of(dataclasses.replace(cfg, result_format=None))
+    assert error <= tolerance, f"{what}: relative error {error:.2e}"
 
 
 def assert_all_match(
