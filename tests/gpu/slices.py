@@ -11,6 +11,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 import moeos
 from moeos import MoEConfig, World
@@ -25,6 +26,7 @@ from tests.gpu.cases import (
 from tests.layers import Call, Weights, config, draw_given_call
 
 CALLS = 300
+ROWS_AT_ONCE = 128
 CFG = config(
     **{"dtype": torch.bfloat16, "hidden": 1024, "intermediate": 1024, "experts": 32, "top_k": 4},
     **{"max_tokens": 2048, "bias": True},
@@ -73,7 +75,7 @@ def check(name: str, cfg: MoEConfig, world: World) -> None:
             mine = slicing.tokens_of(world.rank, len(call.x))
             what = f"{name}, {output}, {len(call.x)} tokens"
             assert y.shape == (len(mine), cfg.hidden), what
-            every = world.control.allgather(y.cpu(), what)
+            every = gathered(world, y, len(call.x), what)
             if output == "replicated":
                 assert all(torch.equal(other, every[0]) for other in every), what
                 every = every[:1]
@@ -87,6 +89,15 @@ def check(name: str, cfg: MoEConfig, world: World) -> None:
         assert torch.equal(again, first), f"{name}, {output}"
     with pytest.raises(ValueError, match="differ from those of rank 0"):
         layer.check_inputs(calls[0].x + world.rank)
+
+
+def gathered(world: World, y: Tensor, most: int, what: str) -> list[Tensor]:
+    """The outputs of all ranks, of up to `most` rows, in pieces that the control plane takes."""
+    pieces = [
+        world.control.allgather(y[first : first + ROWS_AT_ONCE].cpu(), what)
+        for first in range(0, max(1, most), ROWS_AT_ONCE)
+    ]
+    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
 
 def check_graphs(world: World) -> None:

@@ -45,9 +45,9 @@ HAZARD = re.compile(
 
 HAND_OVERS = {
     frozenset({"load_bytes", "sum_tokens"}),  # Combine's rows, by stage_empty
-    frozenset({"list_unsent", "write_zeros"}),  # its lists, by stage_full and stage_empty
+    frozenset({"list_unsent", "write_unsent"}),  # its lists, by stage_full and stage_empty
     frozenset({"list_unsent", "sum_tokens"}),  # by stage_empty
-    frozenset({"load_bytes", "write_zeros"}),  # likewise
+    frozenset({"load_bytes", "write_unsent"}),  # likewise
 }
 """Functions of two warps between which one lane arrives, or waits, for its warp."""
 
