@@ -34,6 +34,10 @@ MAX_PAYLOAD_BYTES = 1 << 20
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3  # seconds between two looks at what has arrived
 _GRACE = 5.0  # seconds that a rank which leaves waits for peers that should be leaving as well
 _MAX_REASON = 2000  # characters of an abort's reason that the peers are told
+REMEDY = (
+    "Ranks of this world agree on nothing any more: close it on all of them, and make it and its "
+    "layers again"
+)
 
 
 class _Post(NamedTuple):
@@ -187,11 +191,19 @@ class _PolledControl:
 
     shares_memory = False
 
-    def __init__(self, rank: int, size: int, deadline: float, job: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        deadline: float,
+        job: Sequence[int] = (),
+        remedy: str = REMEDY,
+    ) -> None:
         self.rank = rank
         self.size = size
         self._deadline = deadline
         self._job = job
+        self._remedy = remedy
         self._home = Home()
         self._sequence = -1  # the number of the exchange that began last
         self._failure: str | None = None
@@ -215,8 +227,7 @@ class _PolledControl:
             raise RuntimeError(f"rank {self.rank} cannot begin {what}: its world is closed")
         if self._failure is not None:
             raise PeerTimeout(
-                f"rank {self.rank} cannot begin {what}: {self._failure}. Ranks of this world agree "
-                "on nothing any more: close it on all of them, and make it and its layers again"
+                f"rank {self.rank} cannot begin {what}: {self._failure}. {self._remedy}"
             )
         self._sequence += 1
         values = [value] * self.size
@@ -233,8 +244,10 @@ class _PolledControl:
             self._post(_Post(what, value))
             peers = [peer for peer in range(self.size) if peer != self.rank]
             self._wait(arrived, what, peers, seconds)
-        except PeerTimeout:
-            raise
+        except PeerTimeout as error:
+            text = str(error)  # a peer's may have the remedy
+            told = text if self._remedy in text else f"{text}. {self._remedy}"
+            raise PeerTimeout(told) from error.__cause__
         except BaseException as error:
             # A signal's handler, say. The peers may be in the next exchange already, so this one
             # cannot be made again: nobody may take a later one of theirs for it.
@@ -353,6 +366,7 @@ class StoreControl(_PolledControl):
         where: what an error calls the store.
         serves: whether the store ends with this process. Then `close` waits for the peers.
         job: what errors call the ranks beside their numbers, as of `moeos.errors.in_job`.
+        remedy: what errors say of going on.
 
     The n-th control plane of a rank on a store meets the n-th of every other rank.
 
@@ -372,8 +386,9 @@ class StoreControl(_PolledControl):
         where: str,
         serves: bool = False,
         job: Sequence[int] = (),
+        remedy: str = REMEDY,
     ) -> None:
-        super().__init__(rank, size, deadline, job)
+        super().__init__(rank, size, deadline, job, remedy)
         self._where = where
         self._given = store  # which may be the one that is served
         self._serves = serves

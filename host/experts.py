@@ -112,7 +112,10 @@ class Experts:
         slicing = slicing_of(parallel, output, world.size, tensor_ranks)
         placed = placement is not None
         placement = placement_of(cfg, world, placement, slicing)
-        world.gate.run(lambda: self._make(cfg, world, workspace, placement, slicing, placed))
+        world.together(
+            "the making of Experts",
+            lambda: self._make(cfg, world, workspace, placement, slicing, placed),
+        )
 
     @classmethod
     def agreed(
@@ -343,6 +346,10 @@ class Experts:
     ) -> None:
         """As `MoELayer.check_inputs`; `gate`: the router's tensors by their names."""
         equal = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, **(gate or {})}
+        self.world.together("the comparison of inputs", lambda: self._compare(equal))
+
+    def _compare(self, equal: Mapping[str, torch.Tensor | None]) -> None:
+        """Collective, in the world's gate. Raises as `check_inputs` does."""
         mine = digest({name: None if one is None else one.cpu() for name, one in equal.items()})
         told = self.world.control.allgather(mine, "the comparison of the ranks' inputs")
         each = self.slicing.slices if self.slicing.sums else len(told)

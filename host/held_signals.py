@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what the handlers of signals raise until a piece of work has come to its end.
+"""Keeps or notes what the handlers of signals raise amid a piece of work.
 
 It knows nothing of what the work is.
 """
@@ -53,6 +53,10 @@ class HeldSignals:
         traceback: TracebackType | None,
     ) -> None:
         self._release()
+        self._come_out()
+
+    def _come_out(self) -> None:
+        """What was kept is raised."""
         if self.raised is not None:
             raise self.raised
 
@@ -69,7 +73,25 @@ class HeldSignals:
         except BaseException as error:
             if not (self._held and self._home.here):
                 raise
-            if self.raised is None:
-                if error.__context__ is handled:
-                    error.__context__ = None  # which has nothing to do with it
-                self.raised = error
+            self._take(error, handled)
+
+    def _take(self, error: BaseException, handled: BaseException | None) -> None:
+        if self.raised is None:
+            if error.__context__ is handled:
+                error.__context__ = None  # which has nothing to do with it
+            self.raised = error
+
+
+class NotedSignals(HeldSignals):
+    """The same, but handlers raise when their signals come: `raised` tells that from other errors.
+
+    Attributes:
+        raised: what the last handler to raise has raised, or None.
+    """
+
+    def _take(self, error: BaseException, handled: BaseException | None) -> None:
+        self.raised = error
+        raise error
+
+    def _come_out(self) -> None:
+        """It has been raised."""

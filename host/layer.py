@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +22,7 @@ from moeos import (
     call_checks,
     checkpoints,
     custom_op,
+    interruption,
     moving,
     replacing,
     rounded_routing,
@@ -220,7 +222,7 @@ class MoELayer(nn.Module):
         self._placement = placement_of(cfg, world, placement, self._slicing)
         self.experts = None
         # Layers are made one after the other, whichever threads make them.
-        world.gate.run(lambda: self._make(cfg, world, workspace, init))
+        world.together("the making of a MoELayer", lambda: self._make(cfg, world, workspace, init))
 
     @classmethod
     def from_hf(
@@ -248,28 +250,43 @@ class MoELayer(nn.Module):
         errors it raises. Where only another rank cannot read its experts, `ValueError` names it.
         Errors of calls name the layer by `prefix`.
         """
-        layer = cls(
-            *(cfg, world, workspace),
-            init=False,
-            placement=placement,
-            parallel=parallel,
-            output=output,
-            tensor_ranks=tensor_ranks,
-        )
+        agreement.require_world(world)
+
+        def make() -> MoELayer:
+            layer = cls(
+                *(cfg, world, workspace),
+                init=False,
+                placement=placement,
+                parallel=parallel,
+                output=output,
+                tensor_ranks=tensor_ranks,
+            )
+            layer._load_hf(world, state_dict, prefix, ignore, placement)
+            return layer
+
+        return interruption.told(world.control, "MoELayer.from_hf", make)
+
+    def _load_hf(
+        self,
+        world: World,
+        state_dict: Mapping[str, torch.Tensor] | str | os.PathLike[str],
+        prefix: str,
+        ignore: Sequence[str],
+        placement: Placement | None,
+    ) -> None:
+        """Takes the weights of `from_hf`. Collective."""
         error: Exception | None = None
         try:
-            where = (*layer._place, ignore, placement, layer._slicing)
-            block = checkpoints.load_block(cfg, state_dict, prefix, *where)
+            where = (*self._place, ignore, placement, self._slicing)
+            block = checkpoints.load_block(self.cfg, state_dict, prefix, *where)
             if placement is not None and not placement.in_order:
-                layer._name_experts(block, "")
-            layer.load_state_dict(block)
+                self._name_experts(block, "")
+            self.load_state_dict(block)
         except Exception as raised:
             error = raised
         what = f"the weights under {prefix!r}"
         world.gate.run(lambda: agreement.require_on_all(world, error, what))
-        assert layer.experts is not None  # made in a world
-        world.layer_names[layer.experts.engine.number] = prefix.rstrip(".")
-        return layer
+        world.layer_names[self._bound().engine.number] = prefix.rstrip(".")
 
     def forward(
         self,
@@ -420,7 +437,8 @@ class MoELayer(nn.Module):
                 f"the layer has a world, {self.world}; only one from a pickle has none"
             )
         agreement.require_world(world)
-        world.gate.run(lambda: self._agree_and_use(world, "MoELayer.bind", None))
+        kind = "MoELayer.bind"
+        world.together(kind, lambda: self._agree_and_use(world, kind, None))
         return self
 
     def replace(
@@ -456,33 +474,33 @@ class MoELayer(nn.Module):
                 known of all ranks, the world is aborted.
         """
         self._bound()
-        agreement.require_placement(placement)
-        if placement is None:
-            raise TypeError("placement is None; it must be a moeos.Placement")
-        passed = replacing.require_optimizers(optimizers)
-        family = replacing.Family.of(self)
-        in_gates(self.world, family.workspaces, lambda: self._replace(placement, family, passed))
+        held = HeldSignals()  # amid the move, of which the others hear by themselves
+
+        def replace() -> None:
+            agreement.require_placement(placement)
+            if placement is None:
+                raise TypeError("placement is None; it must be a moeos.Placement")
+            passed = replacing.require_optimizers(optimizers)
+            family = replacing.Family.of(self)
+            in_gates(
+                *(self.world, family.workspaces),
+                lambda: self._replace(placement, family, passed, held),
+            )
+
+        interruption.told(self.world.control, "MoELayer.replace", replace, held)
 
     def _replace(
         self,
         placement: Placement,
         family: replacing.Family,
         passed: Sequence[torch.optim.Optimizer],
+        signals: HeldSignals,
     ) -> None:
         """Collective, in the gates of the world and of the workspaces: nobody makes a call."""
-        world = self.world
-        signals = HeldSignals()
-        try:
-            agreement.agree(self.cfg, world, self._place, "MoELayer.replace", placement)
-            self._require_movable(placement)
-            with signals:  # from here on what a handler raises is told to the others
-                self._move(placement, family, passed, signals)
-        except Exception:
-            raise
-        except BaseException as error:
-            if error is not signals.raised:
-                world.control.abort(f"{type(error).__name__} in MoELayer.replace")
-            raise
+        agreement.agree(self.cfg, self.world, self._place, "MoELayer.replace", placement)
+        self._require_movable(placement)
+        with signals:
+            self._move(placement, family, passed, signals)
 
     def _require_movable(self, placement: Placement) -> None:
         """Raises, alike on all ranks, unless experts can move to this placement."""
@@ -532,13 +550,13 @@ class MoELayer(nn.Module):
                 error = raised
             replacing.require_on_all(world, error, signals.raised)
             together = family.agreed(held)
+            begun = time.monotonic()
             try:
                 moving.fill(made, held, old, placement, world)
                 experts.settle()  # others may be copying from here
             except Exception as raised:  # a lost peer
                 error = raised
-            # Ranks whose experts never came leave `fill` at the deadline.
-            replacing.require_on_all(world, error, signals.raised, last=True)
+            replacing.require_on_all(world, error, signals.raised, since=begun)
             for given, its in apart:
                 given.data = its
             for name, tensor in made.items():
@@ -614,11 +632,17 @@ class MoELayer(nn.Module):
         """A layer of the same world with weights of its own. Collective, as making one is."""
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self._state(), memo))
-        if self.experts is not None:
-            world, workspace = self.world, self.experts.workspace
-            kind = "a copy of a MoELayer"
+        if self.experts is None:
+            twin.__setstate__(copy.deepcopy(self._state(), memo))
+            return twin
+        world, workspace = self.world, self.experts.workspace
+        kind = "a copy of a MoELayer"
+
+        def make() -> None:
+            twin.__setstate__(copy.deepcopy(self._state(), memo))
             world.gate.run(lambda: twin._agree_and_use(world, kind, workspace))
+
+        interruption.told(world.control, kind, make)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

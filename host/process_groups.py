@@ -74,7 +74,7 @@ def _no_member(what: str) -> str:
     if dist.is_initialized():
         where = f", rank {dist.get_rank()} of {dist.get_world_size()},"
     return (
-        f"{what}: this process{where} is no member of it; call moeos.init only where the group's "
+        f"{what}: this process{where} is no member of it; make the call only where the group's "
         "ranks are"
     )
 

@@ -8,6 +8,7 @@ engines, or of how tensors get to other ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,7 @@ from moeos.world import MARGIN, World
 if TYPE_CHECKING:
     from moeos.layer import MoELayer
 
+_AT_LEAST = 1.0  # seconds that the last exchange waits, however long a rank's experts took
 _MAX_TOLD = 2000  # characters of a rank's error that the others are told
 
 
@@ -185,14 +187,19 @@ class Family(NamedTuple):
 
 
 def require_on_all(
-    world: World, error: Exception | None, interrupted: BaseException | None, *, last: bool = False
+    world: World,
+    error: Exception | None,
+    interrupted: BaseException | None,
+    *,
+    since: float | None = None,
 ) -> None:
     """Raises on all ranks where one has an error or is interrupted: then no expert has moved.
     Collective.
 
-    `interrupted`: what a signal's handler has raised here. `last`: behind it ranks change what they
-    have, and before it some may have waited until the deadline. A rank that cannot know whether the
-    others have changed theirs aborts the world.
+    `interrupted`: what a signal's handler has raised here. `since`: when experts began to be sent,
+    of `time.monotonic()`; behind this exchange ranks change what they have. One that got no experts
+    comes here at the deadline from then on, and all wait for it `MARGIN` more, and no longer. A
+    rank that cannot know whether the others have changed theirs aborts the world.
 
     Raises what there is here; else `PeerTimeout` for a rank that was late, is gone, or was
     interrupted, and `ValueError` with the text of any other error.
@@ -204,14 +211,18 @@ def require_on_all(
     elif error is not None:
         told = "late" if isinstance(error, PeerTimeout) else "failed", said(error)[:_MAX_TOLD]
     try:
-        every = world.control.allgather(told, what, beyond=MARGIN if last else 0.0)
+        beyond = 0.0
+        if since is not None:
+            left = round(MARGIN - (time.monotonic() - since), 1)
+            beyond = max(left, _AT_LEAST - world.deadline)
+        every = world.control.allgather(told, what, beyond=beyond)
     except PeerTimeout as timeout:
-        if not last:
+        if since is None:
             raise error or timeout from None
         world.abort(said(timeout))
         raise PeerTimeout(
-            f"{timeout}. Rank {world.rank} has its experts as before, and others may have moved "
-            "theirs: make a world and its layers again on all ranks, and load a checkpoint"
+            f"{timeout}. Load a checkpoint then: rank {world.rank} has its experts as before, and "
+            "others may have moved theirs"
         ) from error
     if interrupted is not None:
         raise interrupted

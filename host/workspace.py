@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import NoReturn
 
-from moeos import agreement
+from moeos import agreement, interruption
 from moeos.engines.twin_workspace import TwinWorkspace
 from moeos.held_signals import HeldSignals
 from moeos.world import MARGIN, SharedMemory, World
@@ -50,7 +50,11 @@ class Workspace:
         """
         if self.shared.gate.held_here:
             raise RuntimeError("a workspace cannot be closed within a call of one of its layers")
-        in_gates(self.world, [self], self._close)
+        interruption.told(
+            self.world.control,
+            "the end of a workspace",
+            lambda: in_gates(self.world, [self], self._close),
+        )
         self.world.release(self.shared)
 
     def _close(self) -> None:
@@ -99,7 +103,7 @@ def reset(world: World, workspaces: list[Workspace]) -> None:
                 workspace.shared.clear()
         world.control.barrier("the end of reset")  # all heaps are clean before anyone writes there
 
-    in_gates(world, workspaces, settle_and_clear)
+    interruption.told(world.control, "reset", lambda: in_gates(world, workspaces, settle_and_clear))
 
 
 def in_gates(world: World, workspaces: list[Workspace], do: Callable[[], None]) -> None:

@@ -15,13 +15,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 
-from moeos import program_end
+from moeos import interruption, program_end
 from moeos.call_gate import CallGate, stop_at_the_end
 from moeos.control import ControlPlane
 from moeos.errors import said
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from moeos.workspace import Workspace
 
 Backend = Literal["twin", "cuda"]
+Value = TypeVar("Value")
 
 MAX_DEADLINE = 86_400.0
 """The longest deadline, in seconds."""
@@ -143,6 +144,7 @@ class World:
         group: the process group that it was made of, or None.
         gate: what goes through it has the control plane for itself, one thread at a time.
         layer_names: of layers that have one, by their numbers.
+        beside: control planes with ranks of other worlds, by a name; they end with this world.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class World:
         self._heaps: dict[int, SymmetricHeap] = {}
         self._layers = 0
         self.layer_names: dict[int, str] = {}
+        self.beside: dict[object, ControlPlane] = {}
         self._own_workspaces: dict[bool, Workspace] = {}  # of layers in slices, and of others
         self._workspaces: list[weakref.ref[Workspace]] = []
         self._closed = False
@@ -251,6 +254,12 @@ class World:
         """The number of a workspace that is being made: 0 for this world's first."""
         self._workspaces.append(weakref.ref(workspace))
         return len(self._workspaces) - 1
+
+    def together(self, what: str, do: Callable[[], Value]) -> Value:
+        """What `do()` returns or raises, in the gate. Collective, as `do` is; `what` names it where
+        a signal comes amid it: see `moeos.interruption.told`.
+        """
+        return interruption.told(self.control, what, lambda: self.gate.run(do))
 
     def reset(self) -> None:
         """Makes all layers usable after a failed call. Collective; no rank may be in a call.
@@ -385,6 +394,8 @@ class World:
             ends = time.monotonic() + self.deadline + MARGIN
             gates = self._make_leave("its world was closed during a call")
             last_first.callback(self.control.close)
+            while self.beside:
+                last_first.callback(self.beside.popitem()[1].close)
             if not _left(gates, ends):
                 _stuck.append((self._holdings, self._heaps))
                 raise RuntimeError(

@@ -200,7 +200,7 @@ class CudaEngine:
         """See `Engine.record`. Waits for a number of tokens that the device knows."""
         self.require_open()
         if self._holdings.gradients is None:
-            self._world.gate.run(self._make_gradients)
+            self._world.together("the first backward of a layer", self._make_gradients)
         return self._holdings.gate.run(lambda: self._record(tensors))
 
     def backward(self, tensors: GradientTensors) -> None:

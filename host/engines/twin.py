@@ -170,7 +170,7 @@ class TwinEngine:
         """See `Engine.record`."""
         self.require_open()
         if self._gradients is None:
-            self._world.gate.run(self._make_gradients)
+            self._world.together("the first backward of a layer", self._make_gradients)
         return self._holdings.gate.run(lambda: self._record(tensors))
 
     def backward(self, tensors: GradientTensors) -> None:

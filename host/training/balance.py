@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeos.process_groups import membership
 from moeos.selection import topk as best
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def tokens_per_expert(topk_ids: Tensor, num_experts: int, mask: Tensor | None = None) -> Tensor:
@@ -207,7 +209,7 @@ def get_updated_expert_bias(
     tokens_per_expert: Tensor,
     expert_bias: Tensor,
     expert_bias_update_rate: float,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """The selection bias of the next step, by DeepSeek-V3's rule without an auxiliary loss.
 
@@ -220,8 +222,8 @@ def get_updated_expert_bias(
         tokens_per_expert: [..., E], of all tokens since the last update.
         expert_bias: [..., E], floating point.
         expert_bias_update_rate: what is added or taken.
-        group: its ranks' counts are summed first, on the device; collective over it. None: the
-            counts are those of all ranks already.
+        group: its ranks' counts are summed first, on the device; collective over it. A DeviceMesh
+            of one dimension will do. None: the counts are those of all ranks already.
 
     Returns:
         as `expert_bias`, a new tensor.
@@ -234,7 +236,7 @@ def get_updated_expert_bias(
         counts = tokens_per_expert
         if group is not None:
             counts = counts.clone()
-            dist.all_reduce(counts, group=group)
+            dist.all_reduce(counts, group=membership(group).group)
         # Whole numbers: a mean would be rounded.
         missing = counts.sum(dim=-1, keepdim=True) - counts * counts.shape[-1]
         return expert_bias + missing.sign().to(expert_bias.dtype) * expert_bias_update_rate

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeos import sharding, wrappers
+from moeos import interruption, sharding, wrappers
 from moeos.experts import device_of
 from moeos.world import World
 
@@ -59,6 +59,14 @@ def get_total_norm(
             one with replicas of experts.
         PeerTimeout: a rank did not make the call before the world's deadline, where hosts wait.
     """
+    return interruption.told(
+        world.control, "get_total_norm", lambda: _total_norm(parameters, norm_type, world, experts)
+    )
+
+
+def _total_norm(
+    parameters: Tensor | Iterable[Tensor], norm_type: float, world: World, experts: Iterable[Tensor]
+) -> Tensor:
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be above 0")
     given = distinct(parameters)

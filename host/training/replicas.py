@@ -8,6 +8,7 @@ which parameters are experts, and nothing of wrappers or of how a layer computes
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -15,17 +16,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeos import sharding
+from moeos import interruption, process_groups, sharding, wrappers
+from moeos.control import ControlPlane, StoreControl
+from moeos.errors import ConfigMismatch, PeerTimeout, said
+from moeos.process_groups import Membership
 from moeos.training.gradients import distinct, gradient_of, ids_of_experts
 from moeos.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WHAT = "the comparison of experts whose gradients are added up"
+_REMEDY = (
+    "Nothing has been added up here: call moeos.training.reduce_expert_grads_ on all ranks of the "
+    "group again, or end the program on all"
+)
+_MAX_TOLD = 2000  # characters of a rank's error that the others are told
 
 
 def reduce_expert_grads_(
     parameters: Tensor | Iterable[Tensor],
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
     *,
     world: World,
     average: bool = True,
@@ -35,15 +47,16 @@ def reduce_expert_grads_(
     for the ranks of `group`, if there is one.
 
     Call it once a step, behind the last backward and before gradients are clipped. Each process of
-    `group` gets the same bits, in every run. No host waits for a device.
+    `group` gets the same bits, in every run. No host waits for a device. Hosts compare first what
+    they hold, by the group's store, and wait for each other until the world's deadline.
 
     Args:
         parameters: of the model, the same on all ranks of `group`. Those that are no experts, or
             frozen, are left alone. An expert without a gradient counts as zeros, and gets one.
             Where it has a `main_grad`, that is its gradient.
         group: the processes that hold the same experts, such as `mesh["dp"].get_group()` where the
-            world is of `mesh["ep"]`. Gradients are added up over it. None: each expert lies on one
-            process.
+            world is of `mesh["ep"]`, or a DeviceMesh of one dimension, such as `mesh["dp"]`.
+            Gradients are added up over it. None: each expert lies on one process.
         world: of the layers.
         average: whether to divide by the number of all ranks, those of the world times those of the
             group, as `DistributedDataParallel` and `fully_shard` do: for a loss that is the mean of
@@ -51,17 +64,34 @@ def reduce_expert_grads_(
         experts: as of `get_total_norm`.
 
     Raises:
-        ValueError: ranks of `group` are of the same world, which hold other experts; or as
-            `get_total_norm` says.
+        ConfigMismatch: ranks of `group` hold other experts, or tensors of another shape or dtype;
+            the same error on all of them, which names both, and no gradient has changed.
+        TypeError: `group` is no group.
+        ValueError: ranks of `group` are of the same world, which hold other experts; it is a mesh
+            of several dimensions, or has not this process; or as `get_total_norm` says. Where only
+            another rank has such an error, it is named.
+        PeerTimeout: a rank of `group` did not make the call before the world's deadline.
     """
+    member = None if group is None else process_groups.membership(group)
+    replicas = 1 if member is None else member.size
     given = distinct(parameters)
-    ours = ids_of_experts(given, world, experts)
-    replicas = 1 if group is None else _replicas(group, world)
+    trained: list[Tensor] = []
+    error: Exception | None = None
+    try:
+        ours = ids_of_experts(given, world, experts)
+        trained = [one for one in given if id(one) in ours and one.requires_grad]
+        if member is not None:
+            _require_apart(member.group, world)
+    except (TypeError, ValueError) as raised:
+        error = raised
+    if member is not None and replicas > 1:
+        _require_alike(member, world, trained, error)
+    if error is not None:
+        raise error
+    group = None if member is None else member.group
     ranks = world.size * replicas if average else 1
     with torch.no_grad():
-        for parameter in given:
-            if id(parameter) not in ours or not parameter.requires_grad:
-                continue
+        for parameter in trained:
             if gradient_of(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = gradient_of(parameter)
@@ -75,8 +105,8 @@ def reduce_expert_grads_(
                 gradient.div_(ranks)
 
 
-def _replicas(group: ProcessGroup, world: World) -> int:
-    """How many ranks the group has. Raises `ValueError` if some are peers of this one's world."""
+def _require_apart(group: ProcessGroup, world: World) -> None:
+    """Raises `ValueError` if some ranks of the group are peers of this one's world."""
     ranks = dist.get_process_group_ranks(group)
     peers = sharding.ranks_of(world.group, (world.rank, world.size)) or ()
     others = [rank for rank in ranks if rank in peers and rank != dist.get_rank()]
@@ -86,4 +116,97 @@ def _replicas(group: ProcessGroup, world: World) -> int:
             "same world and hold other experts: pass the group of ranks that hold the same, such "
             'as mesh["dp"].get_group() beside a world of mesh["ep"], or None'
         )
-    return len(ranks)
+
+
+def _require_alike(
+    member: Membership, world: World, trained: list[Tensor], error: Exception | None
+) -> None:
+    """Raises, on all ranks of the group, unless they hold the same experts and none has an error.
+
+    Collective. All ranks make the same exchanges, whatever each of them holds: which ones follow
+    the first depends on what all have told there.
+    """
+    held = [] if error is not None else _held(trained, world)
+    hashes = [hashlib.sha256(one.encode()).digest()[:8] for one in held]
+    mine = hashlib.sha256(b"".join(hashes)).digest()
+    wrong = None if error is None else said(error)[:_MAX_TOLD]
+
+    def compare() -> list[tuple[str, str]]:
+        told = control.allgather((mine, wrong), _WHAT)
+        if any(text is not None for _, text in told):
+            return [("", text or "") for _, text in told]
+        if all(its == mine for its, _ in told):
+            # A rank that comes when others have given up finds what they told, and not this.
+            control.barrier(_WHAT)
+            return []
+        every = control.allgather(hashes, _WHAT)
+        # The first that differs from another rank's; one that some have not is behind all others.
+        least, most = min(map(len, every)), max(map(len, every))
+        differ = [n for n in range(least) if len({its[n] for its in every}) > 1]
+        at = differ[0] if differ else least
+        text = held[at] if at < len(held) else f"only {len(held)} of {most} such parameters"
+        return [(one, "") for one in control.allgather(text, _WHAT)]
+
+    control = _control_of(member, world)
+    told: list[tuple[str, str]] | None = None
+    try:
+        told = interruption.told(control, "reduce_expert_grads_", compare)
+    except PeerTimeout as timeout:
+        control.abort(said(timeout))
+        raise
+    finally:
+        if told != []:  # a later call begins anew, on all ranks
+            world.beside.pop(_key(member), None)
+            control.close()
+    ranks = dist.get_process_group_ranks(member.group)
+    for rank, (_, text) in zip(ranks, told, strict=False):
+        if text and error is None:
+            raise ValueError(
+                f"rank {rank} of torch.distributed cannot add up gradients of experts: {text}"
+            )
+    for rank, (its, _) in zip(ranks, told, strict=False):
+        if its != told[0][0]:
+            raise ConfigMismatch(
+                "ranks of group must hold the same experts where gradients are added up: rank "
+                f"{ranks[0]} of torch.distributed has {told[0][0]}, and rank {rank} has {its}. "
+                "Pass the group of ranks that hold the same, and let layer.replace move experts "
+                "alike in all worlds"
+            )
+
+
+def _held(trained: list[Tensor], world: World) -> list[str]:
+    """Of each parameter, what must be equal on all ranks that have replicas of it."""
+    holders = wrappers.experts_held()
+    found = []
+    for parameter in trained:
+        gradient = gradient_of(parameter)
+        dtype = parameter.dtype if gradient is None else gradient.dtype
+        holder = holders.get(id(parameter))
+        name, which = "a parameter", "by number"
+        if holder is not None:
+            placement = holder.layer.placement
+            own = list(placement.ranks[world.rank])
+            name = holder.name
+            which = f"of experts {own} by the placement {placement.digest()}"
+        found.append(f"{name} {list(parameter.shape)}, its gradient in {dtype}, {which}")
+    return found
+
+
+def _key(member: Membership) -> tuple[str, int]:
+    """Of a group in `World.beside`: another one may get the name of one that was destroyed."""
+    return member.group.group_name, id(member.group)
+
+
+def _control_of(member: Membership, world: World) -> ControlPlane:
+    """A control plane over the ranks of a group, made with the first call. Collective there."""
+    key = _key(member)
+    if key not in world.beside:
+        meeting = process_groups.meet(member, world.deadline, world.device)
+        world.beside[key] = StoreControl(
+            *(member.rank, member.size, world.deadline, meeting.store),
+            where=meeting.where,
+            serves=meeting.serves,
+            job=tuple(dist.get_process_group_ranks(member.group)),
+            remedy=_REMEDY,
+        )
+    return world.beside[key]

@@ -38,7 +38,11 @@ def ranks_of_gloo(rank_main: Callable[[World], Any], deadline: float) -> list[An
             "gloo", init_method=f"tcp://127.0.0.1:{store}", rank=rank, world_size=RANKS
         )
         # Not by `with`: a rank's error is no abort, and others are to find it out.
-        return rank_main(moeos.init("twin", deadline=deadline))
+        world = moeos.init("twin", deadline=deadline)
+        try:
+            return rank_main(world)
+        finally:
+            world.close()  # and whoever serves the store waits for the others
 
     return ForkedRanks(live, RANKS).ended(120.0)
 
@@ -105,9 +109,9 @@ def test_an_interrupt_behind_the_last_word_comes_when_experts_have_moved(
 ) -> None:
     really = replacing.require_on_all
 
-    def require(world: World, *given: Any, last: bool = False) -> None:
-        really(world, *given, last=last)
-        if last and world.rank == 0:
+    def require(world: World, *given: Any, since: float | None = None) -> None:
+        really(world, *given, since=since)
+        if since is not None and world.rank == 0:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(replacing, "require_on_all", require)

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from moeos import MoELayer, World, training, virtual
+from moeos.sharding import local_part
 from tests.layers import config
+from tests.process_group import ranks_of_torch
 
 CFG = config(experts=4, max_tokens=32)
 SCALE = 1024.0
@@ -65,3 +71,31 @@ def test_a_main_grad_is_refused_by_name() -> None:
             scaler.unscale_(optimizer)
 
     virtual.run(rank_main, ranks=2)
+
+
+@pytest.mark.parametrize("step", [in_turn, at_once])
+def test_one_optimizer_has_dtensors_of_fully_shard_beside_plain_experts(
+    step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None],
+) -> None:
+    def rank_main(world: World) -> list[list[float]]:
+        layer = MoELayer(CFG, world).requires_grad_(True)
+        other = fully_shard(nn.Linear(4, 4, bias=False))
+        parameters: list[Any] = [other.weight, layer.w1]
+        assert [isinstance(one, DTensor) for one in parameters] == [True, False]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        scaler = training.GradScaler("cpu", world=world, init_scale=SCALE)
+        steps = []
+        for bad in (None, layer.w1, other.weight):
+            before = [local_part(one).clone() for one in parameters]
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, scaler.get_scale() if steps else SCALE)
+                if parameter is bad and world.rank == 1:
+                    local_part(parameter.grad).fill_(math.inf)
+            scaler.scale(torch.zeros(()))
+            step(scaler, optimizer)
+            scaler.update()
+            changes = [was - local_part(one) for was, one in zip(before, parameters, strict=True)]
+            steps.append([round(float(one.mean()), 3) for one in changes])
+        return steps
+
+    assert ranks_of_torch(rank_main, 2) == [[[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]] * 2
