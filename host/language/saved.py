@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import pickle
 import re
 import shutil
@@ -117,7 +118,12 @@ def load(folder: Path, history: History, trained: Trainer, stock: Trainer | None
     step = _step_of(folder, history)
     state = _state_of(trained)
     remedy = "resume another run, or begin anew without --resume"
-    with HeldSignals(), warnings.catch_warnings(), _told(f"read the run in {step}", remedy):
+    with (
+        HeldSignals(),
+        warnings.catch_warnings(),
+        _without_tracebacks(),
+        _told(f"read the run in {step}", remedy),
+    ):
         warnings.filterwarnings("ignore", _ALONE)
         state_dict_loader.load(state, checkpoint_id=step)
     set_state_dict(
@@ -131,6 +137,21 @@ def load(folder: Path, history: History, trained: Trainer, stock: Trainer | None
             model, optimizer = torch.load(step / _STOCK, map_location="cpu", weights_only=True)
         stock.model.load_state_dict(model)
         stock.optimizer.load_state_dict(optimizer)
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keeps PyTorch's loader from logging, with a traceback, what it raises as well."""
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or record.module != "state_dict_loader"
+
+    logger = logging.getLogger()  # to which it logs
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
 
 
 @contextlib.contextmanager

@@ -152,12 +152,18 @@ def _spoil(path: Path) -> None:
 @pytest.mark.parametrize("spoil", [Path.unlink, _spoil], ids=["gone", "damaged"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "stock.pt"])
 def test_a_saved_run_that_is_damaged_is_named_in_one_line(
-    config: Path, tmp_path: Path, name: str, spoil: Callable[[Path], None]
+    config: Path,
+    tmp_path: Path,
+    name: str,
+    spoil: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "run"
     assert trained(config, "--steps", 1, "--save", folder)[0] == 0
     spoil(folder / "step-1" / name)
     said = refused(config, "--steps", 2, "--resume", folder)
+    # What a program without handlers of its own prints.
+    assert [one for one in caplog.records if (one.name, one.levelname) == ("root", "WARNING")] == []
     assert said.startswith("rank 0 cannot read ")
     assert str(folder / "step-1") in said
     assert said.endswith("; resume another run, or begin anew without --resume")
