@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moeos.config import MoEConfig
+from moeos.experts import Experts
 from moeos.formats import BLOCK, ActivationFormat, WeightFormat
 from moeos.integrations import shared
 
@@ -94,14 +95,17 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
         groups = parallel.moe_tp_group if sliced else parallel.moe_ep_group
         group = groups.cpu_group if ranks > 1 else None
         backend = "cuda" if is_cuda() else "twin"
-        world = shared.world_of(group, backend, shared.SERVER_DEADLINE)
         most = tokens if sliced else max(1, -(-tokens // ranks))
-        cfg = config_of(config, most, self.activation_format)
-        if sliced:
-            shared.require_slices(WHERE, cfg, "tensor", ranks, _WHOLE)
-            self._experts = shared.experts_of(cfg, world, "tensor", "scattered")
-        else:
-            self._experts = shared.experts_of(cfg, world)
+
+        def make() -> Experts:
+            world = shared.world_of(group, backend, shared.SERVER_DEADLINE)
+            cfg = config_of(config, most, self.activation_format)
+            if sliced:
+                shared.require_slices(WHERE, cfg, "tensor", ranks, _WHOLE)
+                return shared.experts_of(cfg, world, "tensor", "scattered")
+            return shared.experts_of(cfg, world)
+
+        self._made = shared.OfProcess(make)
 
     @property
     def runner_backend(self) -> RegisteredMoeRunnerBackend:
@@ -131,13 +135,14 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
         if runner_config.routed_scaling_factor is not None:
             weights = weights * runner_config.routed_scaling_factor
         w13_scale, w2_scale = quant_info.w13_scale, quant_info.w2_scale
-        if self._experts.cfg.weight_format == "fp8_tensor":
+        experts = self._made.here()
+        if experts.cfg.weight_format == "fp8_tensor":
             w2_scale = w2_scale.unsqueeze(1)  # a number for each half of a matrix, of which it is 1
-        world, rows, room = self._experts.world, x.shape[0], self._experts.cfg.max_tokens
+        world, rows, room = experts.world, x.shape[0], experts.cfg.max_tokens
         y = torch.zeros_like(x)
 
         def run(start: int, stop: int, pieces: int = 1) -> Tensor:
-            return self._experts(
+            return experts(
                 x[start:stop],
                 ids[start:stop],
                 weights[start:stop],
@@ -148,7 +153,7 @@ class MoeosRunnerCore(DispatchMoeRunnerCore):
                 pieces=pieces,
             )
 
-        if self._experts.scatters:
+        if experts.scatters:
             for start in range(0, rows, room):
                 stop = min(rows, start + room)
                 first, end, _ = shared.part(stop - start, world.rank, world.size)

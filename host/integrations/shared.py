@@ -20,6 +20,7 @@ import moeos
 from moeos.activations import Activation
 from moeos.config import MoEConfig
 from moeos.experts import Experts
+from moeos.process import Home
 from moeos.slicing import Output, Parallel, slicing_of
 from moeos.world import World
 
@@ -142,6 +143,35 @@ def experts_of(
         return found
 
     return _making.run(made)
+
+
+class OfProcess:
+    """Experts that a child which a fork has made makes again, where their ranks are it alone.
+
+    Attributes:
+        made: those of the process that has asked for them last.
+    """
+
+    def __init__(self, make: Callable[[], Experts]) -> None:
+        self._make = make
+        self._home = Home()
+        self.made = make()
+
+    @property
+    def ready(self) -> bool:
+        """Whether they are this process's."""
+        return self._home.here
+
+    def here(self) -> Experts:
+        """This process's. Raises `RuntimeError` where ranks of a parent share them: their
+        connections are not the child's.
+        """
+        if not self._home.here:
+            if self.made.world.size > 1:
+                self._home.require(f"the world of rank {self.made.world.rank}")
+            self.made = self._make()
+            self._home = Home()
+        return self.made
 
 
 def require_slices(

@@ -67,7 +67,7 @@ class MoeosRoutedExperts(RoutedExperts):
         super().__init__(config)
         self._config = config
         self._ep_group: Any = None
-        self._experts: Experts | None = None
+        self._experts: shared.OfProcess | None = None
         self._w13: torch.Tensor | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
@@ -96,9 +96,10 @@ class MoeosRoutedExperts(RoutedExperts):
                     WHERE, "the first call", "exported", "a call before torch.export does"
                 )
             self._make_ready_in_a_call_before_torch_compile(x_BLD, topk_expert_ids_BLK.shape[-1])
-        experts, w13, inner = self._experts, self._w13, self.inner_experts
-        assert experts is not None
+        of_process, w13, inner = self._experts, self._w13, self.inner_experts
+        assert of_process is not None
         assert w13 is not None
+        experts = of_process.made
         rows, most = x_BLD.shape[:-1].numel(), experts.cfg.max_tokens
         if rows > most and experts.world.size > 1:
             raise shared.refusal(
@@ -116,7 +117,7 @@ class MoeosRoutedExperts(RoutedExperts):
     def _is_ready(self) -> bool:
         """Whether there are experts, and the parameters are still halves of `_w13`."""
         packed = self._w13
-        if packed is None or self._experts is None:
+        if packed is None or self._experts is None or not self._experts.ready:
             return False
         inner = self.inner_experts
         w1, w3 = _local(inner.w1_EFD), _local(inner.w3_EFD)
@@ -133,12 +134,14 @@ class MoeosRoutedExperts(RoutedExperts):
             if self._is_ready():  # another thread has done it
                 return
             self._require_whole(x)
-            self._experts = self._experts or self._made(x, top_k)
+            if self._experts is None:
+                self._experts = self._made(x, top_k)
+            self._experts.here()
             self._pack()
 
         shared.preparing.run(prepare)
 
-    def _made(self, x: torch.Tensor, top_k: int) -> Experts:
+    def _made(self, x: torch.Tensor, top_k: int) -> shared.OfProcess:
         """The experts of a first call. Collective over "ep"."""
         inner = self._config.inner_experts
         cfg = MoEConfig(
@@ -153,8 +156,12 @@ class MoeosRoutedExperts(RoutedExperts):
         backend = self._config.backend
         if backend == "auto" and x.device.type == "cpu":
             backend = "twin"
-        world = shared.world_of(self._ep_group, backend, self._config.deadline)
-        return shared.experts_of(cfg, world)
+
+        def make() -> Experts:
+            world = shared.world_of(self._ep_group, backend, self._config.deadline)
+            return shared.experts_of(cfg, world)
+
+        return shared.OfProcess(make)
 
     def _pack(self) -> None:
         """Makes the parameters w1 and w3 halves of one [X, 2I, D], and keeps that. A half that an

@@ -110,7 +110,7 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
     weight_format: WeightFormat | None = None
     """Of the layer's weights; who makes these sets it."""
 
-    _experts: Experts
+    _made: shared.OfProcess
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -163,9 +163,14 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
         backend = options.backend or ("twin" if current_platform.is_cpu() else "cuda")
         sizes = self.moe_config.moe_parallel_config
         parallel = parallel_of(sizes)
-        world = shared.world_of(get_ep_group().cpu_group, backend, options.deadline)
         cfg = config_of(self.moe_config, self.weight_format, options.activation_format)
-        self._experts = shared.experts_of(cfg, world, parallel)
+
+        def make() -> Experts:
+            world = shared.world_of(get_ep_group().cpu_group, backend, options.deadline)
+            return shared.experts_of(cfg, world, parallel)
+
+        self._made = shared.OfProcess(make)
+        world = self._made.made.world
         what = "experts" if parallel == "expert" else "slices of experts"
         place = (world.rank, world.size)
         _log.info("%s: %s of rank %d of %d by moeos", layer.layer_name, what, *place)
@@ -201,13 +206,14 @@ class MoeosExperts(mk.FusedMoEExpertsModular):
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
             topk_weights = torch.ones_like(topk_weights)
         weights = (w1, w2, self.w1_bias, self.w2_bias, self.w1_scale, self.w2_scale)
+        experts = self._made.here()
         if self._tp is None:
-            self._experts(hidden_states, topk_ids, topk_weights, *weights, out=output)
+            experts(hidden_states, topk_ids, topk_weights, *weights, out=output)
             return
         rows = hidden_states.shape[0]
         first, end, most = shared.part(rows, self._tp.rank_in_group, self._tp.world_size)
         mine = output.new_zeros(most, output.shape[1])
-        mine[: end - first] = self._experts(
+        mine[: end - first] = experts(
             hidden_states[first:end], topk_ids[first:end], topk_weights[first:end], *weights
         )
         output.copy_(self._tp.all_gather(mine, dim=0)[:rows])

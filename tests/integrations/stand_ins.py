@@ -7,6 +7,9 @@ a library is installed, the same tests run with it.
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +42,29 @@ def on_ranks(function: Callable[[int], Any], ranks: int, seconds: float = 120.0)
         if isinstance(outcome, Exception):
             raise outcome
     return outcomes
+
+
+def in_fork(function: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What it returns, or the error that it raises, in a child of this process."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(int(seconds))  # ends it
+            try:
+                outcome = function()
+            except Exception as error:
+                outcome = error
+            os.write(sender, pickle.dumps(outcome))
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(sender)
+    with os.fdopen(receiver, "rb") as told:
+        outcome = told.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return pickle.loads(outcome)
 
 
 class Tensors:

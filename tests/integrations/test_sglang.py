@@ -12,7 +12,7 @@ from torch import Tensor
 
 import moeos
 from moeos import MoEConfig
-from tests.integrations.stand_ins import Tensors, on_ranks, slice_of
+from tests.integrations.stand_ins import Tensors, in_fork, on_ranks, slice_of
 from tests.processes import ROOT
 
 HIDDEN, INTERMEDIATE, EXPERTS, PREFILL = 64, 96, 8, 40
@@ -115,7 +115,7 @@ def test_ranks_with_equal_tokens_add_up_to_the_whole_result(
         server = Server(rank, ranks, sliced=sliced)
         layers = [server.layer(tensors) for _ in range(2)]
         core = layers[0].quant_method.runner.runner_core
-        assert core._experts.slicing.parallel == ("tensor" if sliced else "expert")
+        assert core._made.made.slicing.parallel == ("tensor" if sliced else "expert")
         errors = []
         # Fewer rows than ranks, none, and more than a chunk of a prefill.
         for turn, rows in enumerate((PREFILL, 1, 3, 7, 3 * PREFILL + 5, 0)):
@@ -125,6 +125,27 @@ def test_ranks_with_equal_tokens_add_up_to_the_whole_result(
         return errors
 
     assert all(error <= 1 for errors in on_ranks(live, ranks) for error in errors)
+
+
+def test_a_fork_of_one_rank_computes_by_a_world_of_its_own_and_one_of_several_is_refused() -> None:
+    def live(rank: int, ranks: int) -> list[float] | str:
+        tensors = Tensors(config())
+        server = Server(rank, ranks)
+        layer = server.layer(tensors)
+        x, (ids, weights) = tensors.draw(5, HIDDEN), tensors.routing(5)
+
+        def call() -> float:
+            return tensors.error(server.forward(layer, x, ids, weights), x, ids, weights)
+
+        first = call()
+        forked = in_fork(call)
+        return str(forked) if ranks > 1 else [first, forked, call()]
+
+    [errors] = on_ranks(lambda rank: live(rank, 1), 1)
+    assert len(errors) == 3
+    assert all(error <= 1 for error in errors)
+    for rank, said in enumerate(on_ranks(lambda rank: live(rank, 2), 2)):
+        assert said.startswith(f"the world of rank {rank} belongs to process")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moeos import MoEConfig, reference
-from tests.integrations.stand_ins import Tensors, on_ranks
+from tests.integrations.stand_ins import Tensors, in_fork, on_ranks
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 96, 8, 2
 OVERRIDE = "moeos.integrations.torchtitan.routed_experts"
@@ -119,6 +119,24 @@ def test_routed_experts_of_one_rank_are_right_and_long_batches_are_cut(dtype: to
         return errors
 
     assert all(error <= 1 for error in on_ranks(live, 1)[0])
+
+
+def test_a_fork_computes_by_a_world_of_its_own() -> None:
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config())
+        experts = built(tensors, {})
+        x, (ids, scores) = tensors.draw(5, HIDDEN), tensors.routing(5)
+
+        def one_call() -> float:
+            with torch.inference_mode():
+                return tensors.error(call(experts, x, ids, scores), x, ids, scores)
+
+        first = one_call()
+        forked = in_fork(one_call)
+        return [first, forked, one_call()]
+
+    [errors] = on_ranks(live, 1)
+    assert all(error <= 1 for error in errors), errors
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])  # of three the last has fewer, of five none

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeos import MoEConfig
 from moeos.integrations import shared
-from tests.integrations.stand_ins import Tensors, on_ranks, slice_of
+from tests.integrations.stand_ins import Tensors, in_fork, on_ranks, slice_of
 
 HIDDEN, INTERMEDIATE, EXPERTS, MAX_TOKENS = 64, 96, 8, 40
 
@@ -154,6 +154,24 @@ def config(**changes: Any) -> MoEConfig:
         "dtype": torch.float32,
     }
     return MoEConfig(**(sizes | changes))
+
+
+def test_a_fork_of_one_rank_computes_by_a_world_of_its_own() -> None:
+    def live(rank: int) -> list[float]:
+        tensors = Tensors(config())
+        job = Job(rank)
+        layer = job.layer(tensors)
+        x, (ids, weights) = tensors.draw(5, HIDDEN), tensors.routing(5)
+
+        def call() -> float:
+            return tensors.error(job.forward(layer, x, ids, weights), x, ids, weights)
+
+        first = call()
+        forked = in_fork(call)
+        return [first, forked, call()]
+
+    [errors] = on_ranks(live, 1)
+    assert all(error <= 1 for error in errors), errors
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
