@@ -20,6 +20,7 @@ from moeos import (
     gradients,
     main_grads,
     tensor_memory,
+    wrappers,
 )
 from moeos.call_checks import Expected
 from moeos.config import MoEConfig
@@ -261,6 +262,8 @@ class Experts:
         call_checks.check_tangents(caller.name, x, x_scale, topk_weights, out, *own)
         routing = (ids, weights, tokens, x_scale)
         if trains:
+            if at_once and holder is None:
+                wrappers.warn_of_averaged(self, own)
             with_main = tuple(main_grads.found(dict(zip(call_checks.OWN, own, strict=True))))
             if at_once or with_main or not isinstance(self.engine, TwinEngine):
                 call_checks.check_memory(rows, routing, own)
@@ -431,6 +434,13 @@ class Experts:
         agreement.agree(cfg, world, (world.rank, world.size), kind, placement, slicing)
         check_supported(slicing.cut(cfg), world)
         self._start(cfg, world, workspace, placement, slicing, placed)
+        wrappers.watch(self)
+
+    @property
+    def own_matrices(self) -> list[call_checks.Expected]:
+        """What w1 and w2 of a rank must be."""
+        w1, _, w2, _ = self._caller.expected[:4]
+        return [one for one in (w1, w2) if one is not None]
 
     def _start(
         self,

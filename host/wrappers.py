@@ -13,29 +13,35 @@ of its tensors differ by rank, and how many ranks share them.
 | `nn.DataParallel` | refused by the layer, which has one device |
 | `ZeroRedundancyOptimizer` | refused in its step, which sends whatever it was given |
 
+Of weights that a module passes to `Experts` by itself nobody knows before a call. A wrapper that
+takes tensors of their shape warns, and so does a call with what a wrapper averages.
+
 None has a hook for this: each reads what to ignore at the module that is wrapped, which a layer
 deep inside does not know. So functions of theirs are wrapped, once. What stands there is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moeos import optimizers, sharding
 from moeos.optimizers import Held
 
 if TYPE_CHECKING:
+    from moeos.experts import Experts
     from moeos.layer import MoELayer
     from moeos.world import World
 
@@ -50,6 +56,12 @@ _FSDP = "torch.distributed.fsdp."
 _layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()  # by id
 _told: weakref.WeakSet[World] = weakref.WeakSet()
 """Worlds of whose replicas somebody was warned."""
+
+_watched: weakref.WeakSet[Experts] = weakref.WeakSet()
+"""Those with weights of the caller's, of which somebody may yet have to be warned."""
+
+_averaged = WeakIdKeyDictionary()
+"""The parameters that a `DistributedDataParallel` makes equal, and on which ranks."""
 
 
 class _Registry(dict[str, Any]):
@@ -77,6 +89,23 @@ def protect(layer: MoELayer) -> None:
     _install()
 
 
+def watch(experts: Experts) -> None:
+    """Makes wrappers that are made from now on warn of weights that a module passes to these."""
+    if dist.is_available() and experts.world.size > 1:
+        _watched.add(experts)
+        _install()
+        with contextlib.suppress(RuntimeError):  # which who has layers is told
+            _install_fsdp()
+
+
+def warn_of_averaged(experts: Experts, weights: Iterable[torch.Tensor | None]) -> None:
+    """Warns, once, where a wrapper averages weights of a call over ranks with other experts."""
+    if experts not in _watched:
+        return
+    if any(one is not None and _mixes(experts, _averaged.get(one, ())) for one in weights):
+        _warn_of_own("DistributedDataParallel", experts, "weights that are passed to Experts")
+
+
 def without_mark(state: dict[str, Any]) -> dict[str, Any]:
     """A module's attributes but for what `protect` and wrappers have noted there, which means
     nothing in another process.
@@ -100,8 +129,12 @@ def _install() -> None:
         if names:
             names.update(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        taken = {name: one for name, one in module.named_parameters() if name not in ignored}
         original(self, module, *args, **options)
         ranks = dist.get_process_group_ranks(self.process_group)
+        _averaged.update(dict.fromkeys(taken.values(), tuple(ranks)))
+        _look_for_own("DistributedDataParallel", [module], taken, ranks)
         _tell_of_replicas("DistributedDataParallel", module, ranks)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
@@ -200,6 +233,8 @@ def _with_views(made: Any) -> Any:
             groups.append(state._inter_node_pg)
         ranks = [dist.get_process_group_ranks(group) for group in groups]
         _tell_of_replicas("FullyShardedDataParallel", module, *ranks)
+        taken = _named([module], set(module.parameters()) - state._ignored_params)
+        _look_for_own("FullyShardedDataParallel", [module], taken, set().union(*ranks))
         made(state, module, *args, **options)
 
     return make
@@ -224,11 +259,66 @@ def _with_mesh(made: Any) -> Any:
     def init(
         self: Any, parameters: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any
     ) -> None:
+        ranks = mesh_info.mesh.mesh.flatten().tolist()
+        _look_for_own("fully_shard", modules, _named(modules, parameters), ranks)
         made(self, parameters, modules, mesh_info, *args, **options)
         for module in modules:
-            _tell_of_replicas("fully_shard", module, mesh_info.mesh.mesh.flatten().tolist())
+            _tell_of_replicas("fully_shard", module, ranks)
 
     return init
+
+
+def _named(
+    modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Those parameters by the names that modules have for them."""
+    ours = {id(one) for one in parameters}
+    every = (pair for module in modules for pair in module.named_parameters())
+    return {name: one for name, one in every if id(one) in ours}
+
+
+def _mixes(experts: Experts, ranks: Iterable[int]) -> bool:
+    """Whether ranks of torch.distributed have unlike weights of these experts, as far as known."""
+    world = experts.world
+    peers = sharding.ranks_of(world.group, (world.rank, world.size))
+    return len(set(ranks) if peers is None else set(ranks).intersection(peers)) > 1
+
+
+def _look_for_own(
+    wrapper: str,
+    modules: Iterable[nn.Module],
+    taken: Mapping[str, torch.Tensor],
+    ranks: Iterable[int],
+) -> None:
+    """Warns of parameters that a wrapper has `taken`, and makes equal on these ranks, where
+    `Experts` in these modules compute with weights of that shape.
+    """
+    layers_own = _ids_of_experts(layers())
+    inside = [part for module in modules for part in module.modules()]
+    for experts in list(_watched):
+        if not _mixes(experts, ranks):
+            continue
+        if not any(value is experts for part in inside for value in vars(part).values()):
+            continue
+        shapes = [(one.shape, one.dtype) for one in experts.own_matrices]
+        alike = [
+            name
+            for name, one in taken.items()
+            if (one.shape, one.dtype) in shapes and id(one) not in layers_own
+        ]
+        if alike:
+            _warn_of_own(wrapper, experts, ", ".join(alike))
+
+
+def _warn_of_own(wrapper: str, experts: Experts, what: str) -> None:
+    _watched.discard(experts)
+    warnings.warn(
+        f"{wrapper} takes {what} for what all ranks have alike, and makes it so. But of weights of "
+        f"{experts!r} each rank has its own, and would get a mixture of different experts: tell "
+        "the wrapper to leave them alone, as docs/training.md says "
+        "(_set_params_and_buffers_to_ignore_for_model, ignored_params, ignored_states)",
+        stacklevel=4,
+    )
 
 
 def _tell_of_replicas(wrapper: str, module: nn.Module, *axes: list[int]) -> None:

@@ -4,6 +4,8 @@ told to leave these alone."""
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import moeos
 from moeos import Experts, World
 from tests.layers import config
 from tests.process_group import ranks_of_torch
@@ -96,3 +100,90 @@ def test_a_wrapper_that_is_told_so_leaves_experts_of_a_module_alone(
         return True
 
     assert all(ranks_of_torch(rank_main, 2))
+
+
+class Passed(nn.Module):
+    """A module that does not show what it passes its weights to."""
+
+    def __init__(self, mlp: Mlp) -> None:
+        super().__init__()
+        self.w1, self.w2 = mlp.w1, mlp.w2
+        self.call = lambda *arguments: mlp.experts(*arguments)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        y: Tensor = self.call(x, ids, weights, self.w1, self.w2)
+        return y
+
+
+def untold_ddp(model: Model) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def untold_fully_shard(model: Model) -> nn.Module:
+    return fully_shard(model)
+
+
+def untold_fsdp(model: Model) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def of_experts(told: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in told if "mixture of different experts" in str(one.message)]
+
+
+@pytest.mark.parametrize("wrapped", [untold_ddp, untold_fully_shard, untold_fsdp])
+def test_a_wrapper_that_is_told_nothing_warns_of_experts_of_a_module_by_name(
+    wrapped: Callable[[Model], nn.Module],
+) -> None:
+    def rank_main(world: World) -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            wrapped(Model(world))
+        return of_experts(told)
+
+    for [said] in ranks_of_torch(rank_main, 2):
+        assert "takes mlp.w1, mlp.w2 for what all ranks have alike" in said
+
+
+@pytest.mark.parametrize("wrapped", [by_ddp, by_ddp_of_itself, by_fully_shard, by_fsdp])
+def test_a_wrapper_that_is_told_so_does_not_warn(wrapped: Callable[[Model], nn.Module]) -> None:
+    def rank_main(world: World) -> list[str]:
+        x = torch.randn(20, CFG.hidden)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            wrapped(Model(world))(x).square().sum().backward()
+        return of_experts(told)
+
+    assert ranks_of_torch(rank_main, 2) == [[], []]
+
+
+def test_a_call_with_weights_that_a_wrapper_averages_warns_once() -> None:
+    def rank_main(world: World) -> int:
+        routing = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+        mlp = Mlp(world)
+        mlp.experts = Experts(dataclasses.replace(CFG, top_k=1), world)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = DistributedDataParallel(Passed(mlp))
+            assert of_experts(told) == []
+            for _ in range(2):
+                model(torch.randn(4, CFG.hidden), *routing).sum().backward()
+        return len(of_experts(told))
+
+    assert ranks_of_torch(rank_main, 2) == [1, 1]
+
+
+def test_a_wrapper_over_ranks_that_hold_the_same_experts_does_not_warn() -> None:
+    def rank_main(world: World) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        x = torch.randn(20, CFG.hidden)
+        with (
+            moeos.init("twin", group=mesh["ep"], deadline=60.0) as part,
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always")
+            model = DistributedDataParallel(Model(part), process_group=mesh["dp"].get_group())
+            model(x).square().sum().backward()
+        return of_experts(told)
+
+    assert ranks_of_torch(rank_main, 4) == [[]] * 4

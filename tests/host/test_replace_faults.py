@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 import moeos
 from moeos import MoELayer, PeerTimeout, World, moving, replacing
+from moeos.control import SoloControl
+from moeos.world import MARGIN
 from tests.host.test_placement import COPIES, MOVED, WEIGHTS, right
 from tests.processes import ForkedRanks, free_port, torchrun_environment
 
@@ -153,6 +155,27 @@ def test_a_killed_rank_is_named_at_the_deadline_and_no_layer_goes_on(
     for sentence in outcomes:
         assert re.match(f"PeerTimeout: .*{named}", sentence), sentence
         assert "has its experts as before, and others may have moved theirs" in sentence
+
+
+def test_all_of_a_move_has_one_deadline_and_five_seconds() -> None:
+    """However long a rank's experts took, which others may have waited for meanwhile."""
+    waits: list[float] = []
+
+    class Control(SoloControl):
+        def allgather(self, value: Any, what: str = "", *, beyond: float = 0.0) -> list[Any]:
+            waits.append(beyond)
+            return [value]
+
+    with moeos.init("twin", deadline=SOON) as world:
+        world.control = Control()
+        for took in (0.0, 2.0, SOON, 60.0):
+            replacing.require_on_all(world, None, None, since=time.monotonic() - took)
+        replacing.require_on_all(world, None, None)
+    for took, beyond in zip((0.0, 2.0, SOON), waits, strict=False):
+        assert took + SOON + beyond <= SOON + MARGIN + 0.1
+    at_least, before = waits[3:]
+    assert SOON + at_least == 1.0  # and others find what it has told
+    assert before == 0.0
 
 
 def test_a_rank_that_is_stuck_is_named_at_the_deadline_and_nothing_moves(
