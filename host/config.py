@@ -139,9 +139,9 @@ class MoEConfig:
             it, and shared experts unless `shared_weight_format` says otherwise.
         activation_format: how experts get their tokens. None: in `dtype`. "fp8_group128": as e4m3
             codes with an fp32 scale for 128 elements, and what lies between their two products with
-            one for 64. Products are then of FP8 by FP8, and their sums fp32. `weight_format` is one
-            of FP8, H a multiple of 128 and I of 64. The router, shared and zero experts read x as
-            it is.
+            one for 64. Products are then of FP8 by FP8, weights of 4 bits being e4m3 codes exactly,
+            and their sums fp32. It needs a `weight_format`, H a multiple of 128 and I of 64. The
+            router, shared and zero experts read x as it is.
         rounding: how each expert's tokens of a call become a whole number of tiles, in training
             mode: "NR-f", "SR-f", "NR-s", "Balance-f", "UP" or "DOWN", as
             `moeos.training.round_tokens` has them. None: they do not. Each rank rounds its own
@@ -587,11 +587,10 @@ class MoEConfig:
         if self.activation_format is None:
             return
         self._check_choice("activation_format", ACTIVATION_NAMES)
-        fp8 = [name for name in NAMES if FORMATS[name].code_dtype == torch.float8_e4m3fn]
         said = f"with activation_format {self.activation_format!r}"
-        if self.weight_format not in fp8:
+        if self.weight_format is None:
             raise self._error(
-                "weight_format", f"one of {', '.join(fp8)} {said}, or activation_format None"
+                "weight_format", f"one of {', '.join(NAMES)} {said}, or activation_format None"
             )
         for name, multiple in (("hidden", TOKEN_GROUP), ("intermediate", HIDDEN_GROUP)):
             if getattr(self, name) % multiple != 0:

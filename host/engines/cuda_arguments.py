@@ -342,7 +342,8 @@ class ArgumentPacker:
         if stored is not None:  # a map's elements are bytes
             bits = FORMATS[stored].code_bits
             decoded = prefix == "shared_" or self._cfg.activation_format is None
-            row_bytes = _BOX_COLUMNS * bits // 8 if decoded else _BOX_BYTES
+            codes = _BOX_COLUMNS if decoded else _BOX_BYTES  # of a row, kCodedDepth
+            row_bytes = codes * bits // 8
             wide = Box(rows, torch.uint8, row_bytes, ordered=True)
             depths = (depths[0] * bits // 8, depths[1] * bits // 8)
         narrow = wide._replace(rows=min(rows, kernel_shape.narrow_gemm0_columns(self._cfg)))

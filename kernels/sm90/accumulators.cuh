@@ -23,6 +23,12 @@ inline u32 ordered_column(u32 i) {
   return j / 4 * kOrderedRows + Machine::lane() % 4 * 8 + j % 4 * 2;
 }
 
+/// The row, of those in a box of weights, that lies at a place: load_weights in tma.cuh.
+inline u32 ordered_row(u32 place) {
+  const u32 within = place % kOrderedRows;
+  return place - within + within / 2 % 4 * 8 + within / 8 * 2 + within % 2;
+}
+
 /// The first of the 8 rows of a tile that a warp's accumulators 2 lower + {0, 1, 4, 5, ...} are of.
 inline u32 tile_row(u32 lower) {
   return (threadIdx.x / 32 - kFirstConsumerWarp) * kWarpRows + 8 * lower;

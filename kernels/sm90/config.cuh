@@ -67,6 +67,8 @@ using Element = Bfloat16;
 
 /// Whether rows and weights are multiplied as codes (coded_products.cuh).
 inline constexpr bool kCoded = kShape.codes_rows();
+/// Whether such weights have 4 bits. Tokens are the columns of products then (token_columns.cuh).
+inline constexpr bool kTokensAreColumns = kCoded && !is_fp8(kShape.weight_format);
 /// Whether experts' results return as codes.
 inline constexpr bool kCodedResults = kShape.codes_results();
 static_assert(!kCodedResults || kCoded);
@@ -117,7 +119,9 @@ static_assert(!kDecodesShared || (kShares && kShape.shared_weight_format == kFor
 inline constexpr bool kDecodes = kDecodesExperts || kDecodesShared;
 /// Bytes of a row of weights in a stage, as it lands.
 inline constexpr u32 kCodeBytes = kDecodes ? kTileDepth * code_bits(kFormat) / 8 : kSwizzleBytes;
-static_assert(!kCoded || (is_fp8(kFormat) && kShape.hidden % kTokenGroup == 0 &&
+/// The same of weights that meet rows of codes.
+inline constexpr u32 kCodedRowBytes = kCodedDepth * code_bits(kFormat) / 8;
+static_assert(!kCoded || (kFormat != WeightFormat::plain && kShape.hidden % kTokenGroup == 0 &&
                           kShape.intermediate % kHiddenGroup == 0));
 static_assert(kGeometry.shares() == kShares);
 

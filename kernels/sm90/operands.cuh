@@ -85,10 +85,12 @@ inline u32 weight_boxes_of(const Task& task, u32 part) {
 /// Bytes of a row of them as it lands in a stage, and where a column lies in its matrix, as the map
 /// counts.
 inline u32 weight_row_bytes_of(const Task& task, u32 part) {
-  return is_decoded(task, part) ? kCodeBytes : kSwizzleBytes;
+  return is_decoded(task, part) ? kCodeBytes : is_coded(task) ? kCodedRowBytes : kSwizzleBytes;
 }
 inline u32 weight_column(const Task& task, u32 part, u32 column) {
-  return is_decoded(task, part) ? column / kTileDepth * kCodeBytes : column;
+  return is_decoded(task, part) ? column / kTileDepth * kCodeBytes
+         : is_coded(task)       ? column / kCodedDepth * kCodedRowBytes
+                                : column;
 }
 
 /// Box `index` of them. A gated part's gate rows come before its up rows.

@@ -10,12 +10,58 @@
 // what is multiplied.
 #pragma once
 
+#include "kernels/sm90/accumulators.cuh"
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
 
 namespace moeos::sm90 {
+
+/// A row of weights: of which matrix, and which one there.
+struct WeightRow {
+  u32 matrix;
+  u32 row;
+};
+/// The row that lies at a place in the stages of a part, which is of an MLP.
+inline WeightRow weight_row_at(const Task& task, u32 part, u32 mlp, u32 place) {
+  const Product product = product_of(task);
+  const u32 columns = columns_of(task);
+  const u32 of_part = ordered_row(place);
+  const bool up = of_part >= columns;
+  // A tile may reach beyond its matrix. Results of such rows are nobody's.
+  return {mlp * (kShape.gated() && product.activated ? 2 : 1) + up,
+          minimum(first_column_of(task, part) + of_part - (up ? columns : 0), product.columns - 1)};
+}
+/// Where its scales begin, of `all`.
+inline const u8* scales_of(const WeightRow& at, const Product& product, const u8* all) {
+  const u64 row =
+      u64{at.matrix} * scale_rows(kFormat, product.columns) + scale_row(kFormat, at.row);
+  return all + row * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
+}
+/// A scale of a row, as it is stored.
+inline u32 stored_scale(const u8* scales, u32 index) {
+  if constexpr (scale_bytes(kFormat) == 4) {
+    return reinterpret_cast<const u32*>(scales)[index];
+  } else if constexpr (scale_bytes(kFormat) == 2) {
+    return reinterpret_cast<const u16*>(scales)[index];
+  } else {
+    return scales[index];
+  }
+}
+/// What it means. `of_matrix`: the scale of the row's matrix, where the format has one.
+inline float scale_of(u32 stored, float of_matrix) {
+  switch (kFormat) {
+    case WeightFormat::mxfp4:
+      return e8m0(static_cast<u8>(stored));
+    case WeightFormat::nvfp4:
+      return from_e4m3(stored).x * of_matrix;
+    case WeightFormat::int4_group32:
+      return bf16(static_cast<u16>(stored));
+    default:
+      return __uint_as_float(stored);
+  }
+}
 
 /// A consumer thread's row of a part's weights. What the part's task says is read again in each
 /// step: registers are few beside the accumulators.
@@ -34,27 +80,19 @@ class StoredRow {
         }
       }
       const Product product = product_of(task);
-      const u32 columns = columns_of(task);
-      const u32 of_part = ordered_row(consumer_thread() % weight_rows_of(task));
-      const bool up = of_part >= columns;
       const bool shared = kDecodesShared && is_shared(task);
       const u32 mlp = shared ? mlp_of(task, part) : task.local_expert;
-      const u32 matrix = mlp * (kShape.gated() && product.activated ? 2 : 1) + up;
-      // A tile may reach beyond its matrix. Results of such rows are nobody's.
-      const u32 row =
-          minimum(first_column_of(task, part) + of_part - (up ? columns : 0), product.columns - 1);
-      const u64 row_of_scales =
-          u64{matrix} * scale_rows(kFormat, product.columns) + scale_row(kFormat, row);
+      const WeightRow row =
+          weight_row_at(task, part, mlp, consumer_thread() % weight_rows_of(task));
       const u8* scales = product.activated ? arguments.w1_scale : arguments.w2_scale;
       const float* scales_2 = product.activated ? arguments.w1_scale_2 : arguments.w2_scale_2;
       if (shared) {
         scales = product.activated ? arguments.shared_w1_scale : arguments.shared_w2_scale;
         scales_2 = product.activated ? arguments.shared_w1_scale_2 : arguments.shared_w2_scale_2;
       }
-      scales_ =
-          scales + row_of_scales * scales_of_row(kFormat, product.depth) * scale_bytes(kFormat);
+      scales_ = scales_of(row, product, scales);
       if constexpr (kFormat == WeightFormat::nvfp4) {
-        of_matrices_ = scales_2 + matrix;
+        of_matrices_ = scales_2 + row.matrix;
         of_matrix_ = *of_matrices_;
       }
       load_scales(task, consumer_thread() / weight_rows_of(task), 0);
@@ -103,8 +141,7 @@ class StoredRow {
   static constexpr u32 kVectorCodes = sizeof(uint4) * 8 / code_bits(kFormat);
   /// Scales of a row in a stage; of a format with fewer: one.
   static constexpr u32 kScaleColumns = minimum(scale_columns(kFormat, kTileDepth), kTileDepth);
-  static constexpr u32 kScales = kTileDepth / kScaleColumns;
-  static_assert(kDecodes || kScales == 1);
+  static constexpr u32 kScales = kDecodes ? kTileDepth / kScaleColumns : 1;
 
   /// Whether its part's weights are codes.
   bool decodes(const Task& task) const {
@@ -117,12 +154,6 @@ class StoredRow {
   /// A step's boxes of weights along the depth. Threads beyond them have no row in it.
   static u32 boxes_of(const Task& task) { return task.narrow != 0 ? kNarrowDepth : 1; }
   static u32 consumer_thread() { return threadIdx.x - kFirstConsumerWarp * 32; }
-
-  /// The row, of those in a box of weights, that lies at a place: load_weights in tma.cuh.
-  static u32 ordered_row(u32 place) {
-    const u32 within = place % kOrderedRows;
-    return place - within + within / 2 % 4 * 8 + within / 8 * 2 + within % 2;
-  }
 
   /// A row's codes, which TMA has swizzled within 128 bytes as the box is wide.
   static void read(const u8* box, u32 place, uint4 (&codes)[kVectors]) {
@@ -141,7 +172,7 @@ class StoredRow {
 #pragma unroll
     for (u32 v = 0; v < kTileDepth / 8; ++v) {
       if (v * 8 % kScaleColumns == 0) {
-        scale = scale_of(next_[v * 8 / kScaleColumns]);
+        scale = scale_of(next_[v * 8 / kScaleColumns], of_matrix_);
       }
       float values[8];
       decode_eight(codes[v * 8 / kVectorCodes], v * 8 % kVectorCodes, values);
@@ -194,32 +225,13 @@ class StoredRow {
       const u32 column = (step * boxes_of(task) + nth) * kTileDepth + s * kScaleColumns;
       const u32 index = before + column / scale_columns(kFormat, depth);
       const bool is_there = there && column < depth;
-      if constexpr (scale_bytes(kFormat) == 4) {
-        next_[s] = is_there ? reinterpret_cast<const u32*>(scales_)[index] : 0;
-      } else if constexpr (scale_bytes(kFormat) == 2) {
-        next_[s] = is_there ? reinterpret_cast<const u16*>(scales_)[index] : 0;
-      } else {
-        next_[s] = is_there ? scales_[index] : 0;
-      }
-    }
-  }
-
-  float scale_of(u32 stored) const {
-    switch (kFormat) {
-      case WeightFormat::mxfp4:
-        return e8m0(static_cast<u8>(stored));
-      case WeightFormat::nvfp4:
-        return from_e4m3(stored).x * of_matrix_;
-      case WeightFormat::int4_group32:
-        return bf16(static_cast<u16>(stored));
-      default:
-        return __uint_as_float(stored);
+      next_[s] = is_there ? stored_scale(scales_, index) : 0;
     }
   }
 
   const u8* scales_;
   const float* of_matrices_;  // from the part's first matrix on, where the format has them
-  float of_matrix_;
+  float of_matrix_ = 1.0F;
   u32 next_[kScales];  // scales of the step that comes
 };
 

@@ -10,6 +10,7 @@
 #include "kernels/sm90/mainloop.cuh"
 #include "kernels/sm90/products.cuh"
 #include "kernels/sm90/stored_weights.cuh"
+#include "kernels/sm90/token_columns.cuh"
 #include "runtime/planted.hpp"
 
 namespace moeos::sm90 {
@@ -33,12 +34,52 @@ inline void compute_coded(const RankArguments& arguments, const Slot& slot, Read
   finish_tile(d, task, slot, slot.word.part());
 }
 
+/// The same, with tokens as columns. By both warpgroups, also of a tile of 64 rows or fewer.
+/// `kUsed`: whether a kernel has such parts.
+template <bool kUsed>
+inline void compute_columns(const RankArguments& arguments, const Slot& slot, ReadyWord word,
+                            const Task& task, u32 group, u32 place, Shared& shared,
+                            RingPosition<kStages>& stage) {
+  if constexpr (kUsed) {
+    float sums[kColumnHalves][kColumnSums] = {};
+    if (product_of(task).activated) {
+      if (task.narrow != 0) {
+        multiply_by_columns<kFirst, 1>(sums, arguments, task, word.part(), group, shared, stage);
+      } else {
+        multiply_by_columns<kFirst, 2>(sums, arguments, task, word.part(), group, shared, stage);
+      }
+    } else if (task.narrow != 0) {
+      multiply_by_columns<kSecond, 1>(sums, arguments, task, word.part(), group, shared, stage);
+    } else {
+      multiply_by_columns<kSecond, 2>(sums, arguments, task, word.part(), group, shared, stage);
+    }
+    stamp_computed(shared, place);
+    float d[kCodedSums] = {};
+    exchange_sums(d, sums, task.padded_rows, group, shared);
+    if (task.padded_rows == 0 || group * kConsumerRows < task.padded_rows) {
+      float biased[kCodedSums];
+      start_accumulators(biased, arguments, task, slot.word.part());
+#pragma unroll
+      for (u32 i = 0; i < kCodedSums; ++i) {
+        biased[i] += d[i];
+      }
+      finish_tile(biased, task, slot, slot.word.part());
+    }
+  }
+}
+
 /// A warpgroup's 64 rows of a part: of a tile, of a wide tile that is cut into narrow parts, or of
 /// a narrow tile, of which there is one. `word`: what the slot was given;
 /// `place`: which slot it is.
 inline void compute_tile(const RankArguments& arguments, const Slot& slot, ReadyWord word,
                          const Task& task, u32 group, u32 place, Shared& shared,
                          RingPosition<kStages>& stage) {
+  if constexpr (kTokensAreColumns) {
+    if (is_coded(task)) {
+      compute_columns<kTokensAreColumns>(arguments, slot, word, task, group, place, shared, stage);
+      return;
+    }
+  }
   StoredRow row(arguments, task, word.part());
   const auto prepare = [&](Stage& of, u32 step) { row.decode(of, task, step); };
   if (task.padded_rows != 0 && group * kConsumerRows >= task.padded_rows) {
@@ -46,7 +87,7 @@ inline void compute_tile(const RankArguments& arguments, const Slot& slot, Ready
       skip_tile(steps_of(task), shared, stage, prepare);
     }
   } else if (is_coded(task)) {
-    if constexpr (kCoded) {
+    if constexpr (kCoded && !kTokensAreColumns) {
       if (product_of(task).activated) {
         compute_coded<kFirst>(arguments, slot, word, task, group, place, shared, stage);
       } else {

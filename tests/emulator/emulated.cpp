@@ -67,8 +67,8 @@ WeightMaps maps_of(const Product& first, const Product& second, u64 mlps, bool s
                    const u8* w1, const u8* w2) {
   const auto map = [&](const u8* base, const Product& product, u32 box_rows) {
     const u64 rows = mlps * weight_rows(product);
-    const u64 bytes = decoded ? u64{product.depth} * kCodeBytes / kTileDepth : product.depth;
-    return stored ? map_of(base, rows, bytes, box_rows, 1, decoded ? kCodeBytes : kSwizzleBytes)
+    const u64 bytes = u64{product.depth} * code_bits(kFormat) / 8;
+    return stored ? map_of(base, rows, bytes, box_rows, 1, decoded ? kCodeBytes : kCodedRowBytes)
                   : map_of(base, rows, product.depth, box_rows);
   };
   const u32 box_rows = MOEOS_PLANTED(weight_boxes_end_beyond_the_matrix) ? 128 : kWeightBoxRows;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and weights that are both codes on the emulated GPU: products of FP8 by FP8."""
+"""Rows and weights that are both codes on the emulated GPU: products of FP8 by FP8, and by 4 bits."""
 
 from __future__ import annotations
 
@@ -91,10 +91,63 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         },
         2,
     ),
+    "weights of 4 bits, ranks": ({"hidden": 256, "intermediate": 320, "weight_format": "mxfp4"}, 2),
+    "weights of 4 bits that have two scales": (
+        {"hidden": 256, "intermediate": 192, "weight_format": "nvfp4", "experts": 4},
+        1,
+    ),
+    "weights of 4 bits, no gate values, biases, parts that overlap": (
+        {
+            "activation": "relu2",
+            "hidden": 384,
+            "intermediate": 192,
+            "bias": True,
+            "weight_format": "int4_group32",
+        },
+        1,
+    ),
+    "weights of 4 bits, a part that is not whole, results of codes": (
+        {
+            "activation": "relu2",
+            "hidden": 128,
+            "intermediate": 64,
+            "weight_format": "nvfp4",
+            "result_format": "fp8_group128",
+        },
+        2,
+    ),
+    "weights of 4 bits beside shared experts' of 4 bits": (
+        {
+            "hidden": 256,
+            "intermediate": 64,
+            "weight_format": "int4_group32",
+            "shared_experts": 2,
+            "shared_intermediate": 160,
+            "shared_gate": True,
+            "shared_weight_format": "int4_group32",
+        },
+        2,
+    ),
+    "weights of 4 bits beside shared experts, weights on inputs": (
+        {
+            "hidden": 256,
+            "intermediate": 128,
+            "top_k": 1,
+            "apply_router_weight_on_input": True,
+            "weight_format": "mxfp4",
+            "shared_experts": 1,
+            "shared_intermediate": 72,
+        },
+        1,
+    ),
     "slots of experts": ({"hidden": 128, "intermediate": 128, "capacity_factor": 4.0}, 2),
 }
 """Of a config, what is not usual, and its ranks."""
-IN_EVERY_RUN = ("gated, ranks, blocks that parts share", "results of codes, two ranks")
+IN_EVERY_RUN = (
+    "gated, ranks, blocks that parts share",
+    "results of codes, two ranks",
+    "weights of 4 bits, ranks",
+)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and weights that are both codes on the GPU: products of FP8 by FP8 are the reference's."""
+"""Rows and weights that are both codes on the GPU: products of FP8 by FP8, and by 4 bits, are the
+reference's.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +88,49 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
             "experts": 16,
             "top_k": 8,
             "result_format": "fp8_group128",
+        },
+        2,
+    ),
+    "4 bits": ({"hidden": 512, "intermediate": 384, "weight_format": "mxfp4"}, 2),
+    "4 bits with two scales, float16": (
+        {
+            "hidden": 384,
+            "intermediate": 320,
+            "bias": True,
+            "weight_format": "nvfp4",
+            "dtype": torch.float16,
+        },
+        1,
+    ),
+    "integers of 4 bits, relu2, a part that is not whole": (
+        {
+            "activation": "relu2",
+            "hidden": 128,
+            "intermediate": 64,
+            "weight_format": "int4_group32",
+            "result_format": "fp8_group128",
+        },
+        2,
+    ),
+    "4 bits beside shared experts' of 4 bits": (
+        {
+            "hidden": 512,
+            "intermediate": 128,
+            "weight_format": "nvfp4",
+            "shared_experts": 2,
+            "shared_intermediate": 192,
+            "shared_gate": True,
+            "shared_weight_format": "nvfp4",
+        },
+        2,
+    ),
+    "4 bits, experts of many rows": (
+        {
+            "hidden": 256,
+            "intermediate": 128,
+            "experts": 2,
+            "top_k": 1,
+            "weight_format": "int4_group32",
         },
         2,
     ),

@@ -36,7 +36,6 @@ from tests.nightly import covering
 
 pytestmark = pytest.mark.usefixtures("poisoned_output")
 
-FP8 = ("fp8_block128", "fp8_channel", "fp8_tensor")
 CODED: dict[str, Any] = {
     "hidden": 256,
     "intermediate": 192,
@@ -82,7 +81,7 @@ def by_caller(x: Tensor, cfg: moeos.MoEConfig = WEIGHTS.cfg) -> Call:
 RANKS = [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("name", "rule", "world"), covering(FP8, RULES, RANKS))
+@pytest.mark.parametrize(("name", "rule", "world"), covering(formats.NAMES, RULES, RANKS))
 def test_every_token_has_what_the_reference_makes_of_the_codes(
     name: str, rule: str, world: tuple[int, torch.dtype]
 ) -> None:
@@ -267,7 +266,7 @@ def test_codes_take_less_of_the_heap_and_of_what_lies_between() -> None:
     assert far.result_bytes == ours.result_bytes + 4 * ours.cell_places * ours.row_bytes
 
 
-@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("name", formats.NAMES)
 def test_quantize_makes_a_layer_of_codes_and_nothing_is_stored_for_it(name: Any) -> None:
     plain = draw_weights(config(hidden=256, intermediate=192, bias=True))
     call = draw_given_call(plain.cfg, 40, 0)
@@ -285,8 +284,6 @@ def test_quantize_makes_a_layer_of_codes_and_nothing_is_stored_for_it(name: Any)
         assert not torch.equal(y, call(without))
         assert torch.equal(y, call(copy.deepcopy(coded)))
         assert torch.equal(y, call(pickle.loads(pickle.dumps(coded)).bind(world)))
-        with pytest.raises(ValueError, match=r"^weight_format is 'mxfp4'; it must be one of fp8"):
-            moeos.quantize(layer, "mxfp4", activation_format="fp8_group128")
 
     virtual.run(rank_main, ranks=2)
 

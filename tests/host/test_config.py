@@ -515,7 +515,7 @@ def test_a_format_is_part_of_the_digest_and_says_what_sizes_it_needs() -> None:
         config(weight_format="fp8")
 
 
-def test_an_activation_format_needs_fp8_weights_and_sizes_of_whole_groups() -> None:
+def test_an_activation_format_needs_weights_in_codes_and_sizes_of_whole_groups() -> None:
     coded = {"weight_format": "fp8_channel", "activation_format": "fp8_group128"}
     cfg = config(**coded, hidden=384, intermediate=192)
     assert digest_differences(cfg.digest(), config(**coded).digest()).keys() == {
@@ -526,10 +526,9 @@ def test_an_activation_format_needs_fp8_weights_and_sizes_of_whole_groups() -> N
         config(**coded).digest(), config(weight_format="fp8_channel").digest()
     )
     said = "with activation_format 'fp8_group128'"
-    fp8 = "one of fp8_block128, fp8_channel, fp8_tensor"
+    names = "one of fp8_block128, fp8_channel, fp8_tensor, mxfp4, nvfp4, int4_group32"
     for changes, message in (
-        ({"weight_format": None}, f"weight_format is None; it must be {fp8} {said}, or "),
-        ({"weight_format": "mxfp4"}, f"weight_format is 'mxfp4'; it must be {fp8} {said}, or "),
+        ({"weight_format": None}, f"weight_format is None; it must be {names} {said}, or "),
         ({"hidden": 192}, f"hidden is 192; it must be a multiple of 128 {said}"),
         ({"intermediate": 96}, f"intermediate is 96; it must be a multiple of 64 {said}"),
         (

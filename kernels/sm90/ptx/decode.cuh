@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Codes as numbers, two at a time, and numbers as e4m3 codes; kernels/formats.hpp says what each
 // means.
-// Source: PTX ISA, "cvt"; OCP Microscaling Formats 1.0.
+// Source: PTX ISA, "cvt" and "prmt"; OCP Microscaling Formats 1.0.
 #pragma once
 
 #include "kernels/sm90/element.cuh"
@@ -31,6 +31,14 @@ inline float2 from_int4(u32 codes) {
   u32 pair = (codes & 0x000F000FU) | 0x64006400U;
   asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kAdded));
   return make_float2(Float16::low(pair), Float16::high(pair));
+}
+
+/// Four bytes out of the eight of `low` and `high`, each by four bits of `which`: its number, and
+/// above it whether the byte's first bit is to fill the byte.
+inline u32 permute_bytes(u32 low, u32 high, u32 which) {
+  u32 bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));
+  return bytes;
 }
 
 /// The e4m3 codes of two numbers: the nearest, and none beyond the largest.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warpgroup matrix multiply-accumulate: 64 x N += (64 x 16) * (N x 16)^T for N of 64, 128 and 256,
 // both operands in shared memory, or the rows in registers, fp32 accumulators in registers; and of
-// e4m3 codes 64 x 128 += (64 x 32) * (128 x 32)^T. Source:
-// PTX ISA, "wgmma.mma_async" and its matrix descriptors.
+// e4m3 codes 64 x N += (64 x 32) * (N x 32)^T for N of 128, or of 64 with the rows in registers.
+// Source: PTX ISA, "wgmma.mma_async" and its matrix descriptors.
 #pragma once
 
 #include "kernels/sm90/ptx/barrier.cuh"
@@ -172,6 +172,27 @@ inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
       : "l"(a), "l"(b), "n"(kAdds ? 1 : 0));
+}
+
+/// The same for 64 columns, with the rows in registers: of each 16 codes, a lane has four from
+/// 4 (lane % 4) on, of row lane / 4 of its warp's 16, of the row eight below, and then of the
+/// second 16 codes of both.
+template <bool kAdds>
+inline void multiply_codes(float (&d)[32], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3"
+      " {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, %37, 1, 1;\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds ? 1 : 0));
 }
 
 /// d += a * b^T for 64 rows and 256 columns.

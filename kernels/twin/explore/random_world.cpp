@@ -311,6 +311,12 @@ RandomWorld draw_world(Random& random, Extent extent) {
     world.shape.shared_weight_format = world.shape.weight_format;
   }
   Random last = aside;
+  if (world.shape.weight_format != WeightFormat::plain && !is_fp8(world.shape.weight_format) &&
+      draw(last, 0, 1) == 0) {
+    world.shape.activation_format = ActivationFormat::fp8_group128;
+    world.shape.hidden = kTokenGroup;
+    world.shape.intermediate = kHiddenGroup;
+  }
   if (world.shape.codes_rows() && draw(last, 0, 1) == 0) {
     world.shape.result_format = ActivationFormat::fp8_group128;
   }

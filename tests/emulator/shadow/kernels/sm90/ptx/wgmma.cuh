@@ -100,6 +100,34 @@ inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
 }
 
 /// The same with the rows in registers, of which each lane has a quarter of two.
+template <bool kAdds>
+inline void multiply_codes(float (&d)[32], const u32 (&a)[4], u64 b) {
+  const u32 lane = threadIdx.x % 32;
+  float rows[2][32];
+  for (u32 half = 0; half < 2; ++half) {
+    const auto* words = emulator::exchange("a product", a[2 * half] | u64{a[2 * half + 1]} << 32);
+    for (u32 other = 0; other < 4; ++other) {
+      for (u32 byte = 0; byte < 8; ++byte) {
+        rows[byte / 4][half * 16 + other * 4 + byte % 4] =
+            e4m3(static_cast<u8>(words[lane / 4 * 4 + other] >> 8 * byte));
+      }
+    }
+  }
+  for (u32 j = 0; j < 8; ++j) {
+    for (u32 i = 0; i < 2; ++i) {
+      u8* const column = reinterpret_cast<u8*>(b) + (8 * j + lane % 4 * 2 + i) * 128;
+      for (u32 lower = 0; lower < 2; ++lower) {
+        float sum = kAdds ? d[4 * j + 2 * lower + i] : 0.0F;
+        for (u32 k = 0; k < 32; ++k) {
+          sum += rows[lower][k] * e4m3(*swizzled(column + k));
+        }
+        d[4 * j + 2 * lower + i] = sum;
+      }
+    }
+  }
+}
+
+/// The same of numbers.
 template <bool kFloat16>
 inline void multiply_accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
   using Type = std::conditional_t<kFloat16, Float16, Bfloat16>;
