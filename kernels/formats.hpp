@@ -17,6 +17,8 @@
 // Microscaling Formats 1.0 (e4m3, e2m1, e8m0, MXFP4); DeepSeek-V3, arXiv:2412.19437, section 3.3
 // (blocks).
 //
+// All numbers of 4-bit codes are e4m3 numbers, too, so such weights meet tokens of e4m3 exactly.
+//
 // Tokens may be e4m3 with fp32 scales, too: fp8_group128, in groups of kTokenGroup. What lies
 // between two products then is so as well, in groups of kHiddenGroup, and results of experts may
 // be, in groups of kResultGroup. May not know: what is multiplied, and where weights lie.

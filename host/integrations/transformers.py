@@ -112,7 +112,7 @@ def register(
             refused elsewhere.
         deadline: seconds that a rank waits for another one in a call.
         activation_format: of `MoEConfig`. "fp8_group128" rounds tokens, and makes a model whose
-            experts are not in FP8 raise in its first call.
+            experts are in no format raise in its first call.
     """
     global _options
     _options = _Options(max_tokens, deadline, activation_format)

@@ -76,7 +76,7 @@ class Options:
     Attributes:
         backend: as of `moeos.init`; None is "twin" where vLLM computes on CPUs, or else "cuda".
         deadline: seconds that a rank waits for another one in a call.
-        activation_format: of `MoEConfig`. "fp8_group128" rounds tokens, and needs experts in FP8.
+        activation_format: of `MoEConfig`. "fp8_group128" rounds tokens of experts in a format.
     """
 
     backend: str | None = None

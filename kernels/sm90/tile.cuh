@@ -44,12 +44,12 @@ inline void compute_columns(const RankArguments& arguments, const Slot& slot, Re
     float sums[kColumnHalves][kColumnSums] = {};
     if (product_of(task).activated) {
       if (task.narrow != 0) {
-        multiply_by_columns<kFirst, 1>(sums, arguments, task, word.part(), group, shared, stage);
+        multiply_narrow_columns<kFirst>(sums, arguments, task, word.part(), group, shared, stage);
       } else {
         multiply_by_columns<kFirst, 2>(sums, arguments, task, word.part(), group, shared, stage);
       }
     } else if (task.narrow != 0) {
-      multiply_by_columns<kSecond, 1>(sums, arguments, task, word.part(), group, shared, stage);
+      multiply_narrow_columns<kSecond>(sums, arguments, task, word.part(), group, shared, stage);
     } else {
       multiply_by_columns<kSecond, 2>(sums, arguments, task, word.part(), group, shared, stage);
     }

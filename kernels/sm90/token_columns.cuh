@@ -4,11 +4,12 @@
 //
 // So wgmma takes weights out of registers, where each thread makes e4m3 codes of its own: all
 // numbers of 4 bits have one. Each warpgroup has half of the part's weights and all of its tokens,
-// 64 at a time. A thread's weights are of two rows, hence of two scales. Their products are added
-// up in fp32, scale by scale: a weight's once for 32 or 16 columns, a token's once for its group.
-// Scales of tokens, a column each, pass through Route's memory. So do sums, in the end: from there
-// each warpgroup takes the tokens that are its rows in every other tile, and the epilogue is the
-// same. May not know: where results go.
+// 64 at a time, or 16 where there are no more: adding up takes instructions for each column. A
+// thread's weights are of two rows, hence of two scales. Their products are added up in fp32, scale
+// by scale: a weight's once for 32 or 16 columns, a token's once for its group. Scales of tokens, a
+// column each, pass through Route's memory. So do sums, in the end: from there each warpgroup takes
+// the tokens that are its rows in every other tile, and the epilogue is the same. May not know:
+// where results go.
 #pragma once
 
 #include "kernels/sm90/coded_products.cuh"
@@ -16,7 +17,8 @@
 
 namespace moeos::sm90 {
 
-inline constexpr u32 kColumnTokens = kConsumerRows;  // of a product
+inline constexpr u32 kColumnTokens = kConsumerRows;  // of a product, at most
+inline constexpr u32 kFewTokens = 16;                // or so many
 inline constexpr u32 kColumnHalves = kTileRows / kColumnTokens;
 inline constexpr u32 kColumnWeights = kConsumerRows;   // rows of a warpgroup's
 inline constexpr u32 kColumnSums = kColumnTokens / 2;  // of a thread
@@ -123,8 +125,9 @@ inline void decode_codes(u32 (&codes)[4], const u8* row, u32 nth, u32 turn) {
   }
 }
 
-/// sums = the warpgroup's weights times 64 tokens, which begin at `tokens`.
-inline void multiply_by_tokens(float (&sums)[kColumnSums], u32 (&weights)[4], const u8* tokens) {
+/// sums = the warpgroup's weights times tokens, which begin at `tokens`.
+template <u32 kSums>
+inline void multiply_by_tokens(float (&sums)[kSums], u32 (&weights)[4], const u8* tokens) {
   hold(sums);
   wgmma_fence();
   multiply_codes<false>(sums, weights, matrix_descriptor(tokens));
@@ -135,12 +138,13 @@ inline void multiply_by_tokens(float (&sums)[kColumnSums], u32 (&weights)[4], co
 }
 
 /// d += the warpgroup's 64 rows of a part's weights times a tile's tokens. `kHalves`: of a tile, of
-/// 64 tokens each.
-template <const Product& kProduct, u32 kHalves>
+/// 64 tokens each; `kTokens`: of a product.
+template <const Product& kProduct, u32 kHalves, u32 kTokens = kColumnTokens>
 inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
                                 const RankArguments& arguments, const Task& task, u32 part,
                                 u32 group, Shared& shared, RingPosition<kStages>& stage) {
-  constexpr u32 kColumns = kHalves * kColumnTokens;
+  constexpr u32 kColumns = kHalves * kTokens;
+  constexpr u32 kSums = kTokens / 2;  // of a thread
   constexpr u32 kBoxes = kHalves == 1 ? kNarrowDepth : 1;
   using Scales = ColumnScales<kProduct, kColumns, kBoxes>;
   constexpr u32 kProducts = kCodedDepth / kProductCodes;    // in a box
@@ -153,8 +157,8 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
   auto* const of_tokens = reinterpret_cast<float*>(shared.route);
   const u32 row = group * kColumnWeights + threadIdx.x / 32 % 4 * kWarpRows + Machine::lane() / 4;
   const u32 turn = row / (kSwizzleBytes / kCodedRowBytes) % kProducts;
-  float sums[kColumnSums] = {};
-  // Others may still read what the part before has left there.
+  float sums[kSums] = {};
+  // Others may still read what Route has there.
   named_barrier(kConsumersBarrier, kConsumerThreads);
 #pragma unroll 1
   for (u32 step = 0; step < steps; ++step, stage.advance()) {
@@ -184,7 +188,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
             continue;
           }
           const u8* const tokens = from.rows + (box + half) * kColumnTokens * kSwizzleBytes;
-          float of_group[kColumnSums] = {};
+          float of_group[kSums] = {};
 #pragma unroll
           for (u32 k = 0; k < kOfGroup; ++k) {
             const u32 product = nth * kOfGroup + k;
@@ -200,7 +204,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
               const float of_row[2] = {scales.of_weights(0, box, product * kPieces + piece),
                                        scales.of_weights(1, box, product * kPieces + piece)};
 #pragma unroll
-              for (u32 i = 0; i < kColumnSums; ++i) {
+              for (u32 i = 0; i < kSums; ++i) {
                 of_group[i] += sums[i] * of_row[i / 2 % 2];
               }
             }
@@ -208,7 +212,7 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
           const auto* const of_columns =
               published + (box * Scales::kGroups + nth) * kColumns + half * kColumnTokens;
 #pragma unroll
-          for (u32 i = 0; i < kColumnSums; i += 4) {
+          for (u32 i = 0; i < kSums; i += 4) {
             const auto two =
                 *reinterpret_cast<const float2*>(of_columns + 2 * i + Machine::lane() % 4 * 2);
 #pragma unroll
@@ -222,6 +226,18 @@ inline void multiply_by_columns(float (&d)[kColumnHalves][kColumnSums],
     }
     release_read_stage(shared, stage.index);
     scales = next;
+  }
+}
+
+/// The same of a narrow tile.
+template <const Product& kProduct>
+inline void multiply_narrow_columns(float (&d)[kColumnHalves][kColumnSums],
+                                    const RankArguments& arguments, const Task& task, u32 part,
+                                    u32 group, Shared& shared, RingPosition<kStages>& stage) {
+  if (task.padded_rows <= kFewTokens) {
+    multiply_by_columns<kProduct, 1, kFewTokens>(d, arguments, task, part, group, shared, stage);
+  } else {
+    multiply_by_columns<kProduct, 1>(d, arguments, task, part, group, shared, stage);
   }
 }
 

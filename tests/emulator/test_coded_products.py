@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and weights that are both codes on the emulated GPU: products of FP8 by FP8, and by 4 bits."""
+"""Rows and weights that are both codes on the emulated GPU: FP8 by FP8, and 4 bits by FP8."""
 
 from __future__ import annotations
 

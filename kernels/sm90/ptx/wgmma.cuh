@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warpgroup matrix multiply-accumulate: 64 x N += (64 x 16) * (N x 16)^T for N of 64, 128 and 256,
 // both operands in shared memory, or the rows in registers, fp32 accumulators in registers; and of
-// e4m3 codes 64 x N += (64 x 32) * (N x 32)^T for N of 128, or of 64 with the rows in registers.
+// e4m3 codes 64 x N += (64 x 32) * (N x 32)^T for N of 128, or of 16 and 64 with the rows in
+// registers.
 // Source: PTX ISA, "wgmma.mma_async" and its matrix descriptors.
 #pragma once
 
@@ -174,9 +175,20 @@ inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
       : "l"(a), "l"(b), "n"(kAdds ? 1 : 0));
 }
 
-/// The same for 64 columns, with the rows in registers: of each 16 codes, a lane has four from
-/// 4 (lane % 4) on, of row lane / 4 of its warp's 16, of the row eight below, and then of the
+/// The same for 16 or 64 columns, with the rows in registers: of each 16 codes, a lane has four
+/// from 4 (lane % 4) on, of row lane / 4 of its warp's 16, of the row eight below, and then of the
 /// second 16 codes of both.
+template <bool kAdds>
+inline void multiply_codes(float (&d)[8], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"
+      " {"
+      "%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, %13, 1, 1;\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds ? 1 : 0));
+}
 template <bool kAdds>
 inline void multiply_codes(float (&d)[32], const u32 (&a)[4], u64 b) {
   asm volatile(

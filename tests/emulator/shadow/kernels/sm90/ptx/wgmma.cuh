@@ -100,8 +100,8 @@ inline void multiply_codes(float (&d)[64], u64 a, u64 b) {
 }
 
 /// The same with the rows in registers, of which each lane has a quarter of two.
-template <bool kAdds>
-inline void multiply_codes(float (&d)[32], const u32 (&a)[4], u64 b) {
+template <bool kAdds, u32 kRegisters>
+inline void multiply_codes(float (&d)[kRegisters], const u32 (&a)[4], u64 b) {
   const u32 lane = threadIdx.x % 32;
   float rows[2][32];
   for (u32 half = 0; half < 2; ++half) {
@@ -113,7 +113,7 @@ inline void multiply_codes(float (&d)[32], const u32 (&a)[4], u64 b) {
       }
     }
   }
-  for (u32 j = 0; j < 8; ++j) {
+  for (u32 j = 0; j < kRegisters / 4; ++j) {
     for (u32 i = 0; i < 2; ++i) {
       u8* const column = reinterpret_cast<u8*>(b) + (8 * j + lane % 4 * 2 + i) * 128;
       for (u32 lower = 0; lower < 2; ++lower) {
