@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 SEGMENT_ALIGN: int = 8
 
+IN_PLACE_TOKENS: int = 8
+
 MAX_SEGMENTS: int = 8
 
 WINDOW_BYTES: int = 1048576
@@ -180,6 +182,8 @@ class Sizes:
     @property
     def trace_events(self) -> int: ...
     @property
+    def in_place_tokens(self) -> int: ...
+    @property
     def alters_rows(self) -> int: ...
     @property
     def shared_bytes(self) -> int: ...
@@ -229,6 +233,11 @@ class Sizes:
     def result_bytes(self) -> int: ...
     @property
     def staged_bytes(self) -> int: ...
+    def reads_in_place(self, tokens: int) -> bool:
+        """
+        Whether a call of so many tokens reads them where the caller left them.
+        """
+
     @property
     def cells(self) -> int: ...
     @property

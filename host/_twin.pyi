@@ -100,6 +100,7 @@ class Rank:
         chosen_weights: int,
         saved: int,
         saved_of_source: int,
+        leaves_partials: bool,
     ) -> moeos._runtime.Failure: ...
     def backward(
         self,

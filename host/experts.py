@@ -29,6 +29,7 @@ from moeos.engines.base import Engine
 from moeos.engines.twin import TwinEngine
 from moeos.known_tensors import KnownTensors
 from moeos.placement import Placement
+from moeos.policies import Layout, Reduce
 from moeos.slicing import Output, Parallel, Slicing, digest, slicing_of
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, require_workspace
@@ -71,7 +72,7 @@ class Experts:
     `placement` says, in order by default: see `moeos.Placement`.
 
     With `parallel="tensor"` ranks have slices of the same experts, and pass the same tokens and
-    routing; `parallel`, `output` and `tensor_ranks` are as of `MoELayer`.
+    routing; `parallel`, `output`, `tensor_ranks`, `layout` and `reduce` are as of `MoELayer`.
 
     A wrapper for data parallelism takes the weights for what all ranks have alike. Tell it to leave
     them alone, as docs/training.md says.
@@ -92,6 +93,8 @@ class Experts:
         parallel: Parallel = "expert",
         output: Output = "replicated",
         tensor_ranks: int | None = None,
+        layout: Layout = "auto",
+        reduce: Reduce = "auto",
     ) -> None:
         agreement.require_config(cfg)
         agreement.require_placement(placement)
@@ -110,7 +113,7 @@ class Experts:
         agreement.require_world(world)
         require_workspace(workspace, world)
         # Layers are made one after the other, whichever threads make them.
-        slicing = slicing_of(parallel, output, world.size, tensor_ranks)
+        slicing = slicing_of(parallel, output, world.size, tensor_ranks, layout, reduce)
         placed = placement is not None
         placement = placement_of(cfg, world, placement, slicing)
         world.together(

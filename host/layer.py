@@ -36,6 +36,7 @@ from moeos.experts import Caller, Experts, check_supported, device_of, placement
 from moeos.formats import quantize_matrix
 from moeos.held_signals import HeldSignals
 from moeos.placement import Placement
+from moeos.policies import Layout, Reduce
 from moeos.slicing import Output, Parallel, slicing_of
 from moeos.tracing import RankTrace
 from moeos.workspace import Workspace, in_gates, require_workspace
@@ -187,7 +188,10 @@ class MoELayer(nn.Module):
     not. With `tensor_ranks=T`, below P, ranks form groups of T, of which rank r is in group r // T.
     Groups share out the experts, by the rule of `cfg.experts_of(group, P / T)`, and the ranks of a
     group have slices of theirs, of I / T. With "tensor" they have the same tokens, and the ranks of
-    other groups have others. docs/tensor_parallel.md has more.
+    other groups have others. With "tensor" `layout` says where first products read rows, and
+    `reduce` who adds up what slices make: "fused", the kernel, or "after", torch.distributed behind
+    it. "auto" takes what costs less by the model of `moeos.policies`. docs/tensor_parallel.md has
+    more.
 
     Raises:
         ConfigMismatch: the ranks' configs, placements, or `init`, differ; the same error on all of
@@ -209,6 +213,8 @@ class MoELayer(nn.Module):
         parallel: Parallel = "expert",
         output: Output = "replicated",
         tensor_ranks: int | None = None,
+        layout: Layout = "auto",
+        reduce: Reduce = "auto",
     ) -> None:
         super().__init__()
         agreement.require_config(cfg)
@@ -216,7 +222,7 @@ class MoELayer(nn.Module):
         agreement.require_world(world)
         require_workspace(workspace, world)
         self._place = (world.rank, world.size)
-        self._slicing = slicing_of(parallel, output, world.size, tensor_ranks)
+        self._slicing = slicing_of(parallel, output, world.size, tensor_ranks, layout, reduce)
         self._placed = placement is not None
         self._given = replacing.Given()
         self._placement = placement_of(cfg, world, placement, self._slicing)
@@ -237,6 +243,8 @@ class MoELayer(nn.Module):
         parallel: Parallel = "expert",
         output: Output = "replicated",
         tensor_ranks: int | None = None,
+        layout: Layout = "auto",
+        reduce: Reduce = "auto",
     ) -> MoELayer:
         """A layer with the weights of a block of a Hugging Face model, such as Mixtral's.
 
@@ -260,6 +268,8 @@ class MoELayer(nn.Module):
                 parallel=parallel,
                 output=output,
                 tensor_ranks=tensor_ranks,
+                layout=layout,
+                reduce=reduce,
             )
             layer._load_hf(world, state_dict, prefix, ignore, placement)
             return layer

@@ -116,6 +116,7 @@ def layer_sizes(
             "couriers": couriers,
             "remote": int(remote),
             "window_rows": _runtime.WINDOW_BYTES // row_bytes,
+            "in_place_tokens": _runtime.IN_PLACE_TOKENS,
             "trace_events": trace_events,
             "alters_rows": int(
                 cfg.apply_router_weight_on_input or cfg.activation_format is not None

@@ -18,6 +18,7 @@ import torch
 from moeos.config import MoEConfig
 from moeos.formats import FORMATS, HIDDEN_GROUP
 from moeos.placement import Placement
+from moeos.policies import AUTO, Policy, reduces_after, require_policy
 
 Parallel = Literal["expert", "tensor", "sharded_tokens"]
 """What ranks share out: whole experts, or slices of each. With "tensor" they have the same tokens.
@@ -51,11 +52,13 @@ class Slicing:
         slices: T, which divides P. 1: experts are whole.
         everywhere: whether each rank returns all tokens that it has been given.
         apart: whether the ranks have tokens of their own.
+        policy: how calls are computed.
     """
 
     slices: int = 1
     everywhere: bool = True
     apart: bool = False
+    policy: Policy = AUTO
 
     @property
     def cuts(self) -> bool:
@@ -73,7 +76,7 @@ class Slicing:
         if self.apart:
             return self._kind
         output = "replicated" if self.everywhere else "scattered"
-        return f"{self._kind}, output={output!r}"
+        return f"{self._kind}, output={output!r}{self.policy.name}"
 
     @property
     def _kind(self) -> str:
@@ -170,7 +173,7 @@ class Slicing:
 
     @property
     def arguments(self) -> Arguments:
-        """The arguments of a layer that say it, but `output`."""
+        """The arguments of a layer that say it, but `output` and the policy."""
         return {"parallel": self.parallel, "tensor_ranks": self.slices}
 
     def adds_bias(self, rank: int) -> bool:
@@ -183,11 +186,31 @@ class Slicing:
 
     def sizes(self, cfg: MoEConfig) -> dict[str, int]:
         """Fields of runtime/geometry.def that differ from those of whole experts."""
-        if not self.cuts:
-            return {}
         if self.apart:
             return {"pair_slices": self.slices, "top_k": self.pairs(cfg)}
-        return {"slices": self.slices, "sums_everywhere": int(self.everywhere)}
+        own = {"in_place_tokens": self.policy.in_place_tokens(cfg)}
+        if not self.cuts:
+            return own
+        return {**own, "slices": self.slices, "sums_everywhere": int(self.everywhere)}
+
+    def may_leave_partials(self, cfg: MoEConfig) -> bool:
+        """Whether some call does, of the config of a slice."""
+        if self.policy.reduce == "after":
+            return self.sums
+        most = cfg.max_tokens
+        counts = [most, *(1 << bit for bit in range(most.bit_length()))]
+        return any(self.leaves_partials(cfg, rows, counted=False) for rows in counts)
+
+    def leaves_partials(self, cfg: MoEConfig, rows: int, *, counted: bool) -> bool:
+        """Whether a call of so many rows leaves its partial sums to who adds them up behind it.
+        `counted`: whether the device knows how many of the rows are tokens; hosts may pass unlike
+        numbers of rows then.
+        """
+        if not self.sums:
+            return False
+        if self.policy.reduce != "auto":
+            return self.policy.reduce == "after"
+        return self.everywhere and not counted and reduces_after(cfg, rows, self.slices)
 
     def cut(self, cfg: MoEConfig) -> MoEConfig:
         """The config of one slice, as an engine has it.
@@ -261,13 +284,19 @@ WHOLE = Slicing()
 
 
 def slicing_of(
-    parallel: object, output: object, ranks: int, tensor_ranks: object = None
+    parallel: object,
+    output: object,
+    ranks: int,
+    tensor_ranks: object = None,
+    layout: object = "auto",
+    reduce: object = "auto",
 ) -> Slicing:
     """What a layer's arguments say, of a world of so many ranks. `tensor_ranks`: of them, those
-    that hold slices of the same experts; None: all.
+    that hold slices of the same experts; None: all. `layout`, `reduce`: how calls are computed.
 
     Raises `ValueError` for others than are known.
     """
+    policy = require_policy(layout, reduce)
     if parallel not in PARALLELS:
         allowed = " or ".join(map(repr, PARALLELS))
         raise ValueError(f"parallel is {parallel!r}; it must be {allowed}")
@@ -278,12 +307,23 @@ def slicing_of(
             f"output is {output!r}; with parallel={parallel!r} each rank returns its own tokens: "
             "leave it out, or pass parallel='tensor'"
         )
+    if parallel != "tensor" and policy != AUTO:
+        raise ValueError(
+            f"parallel is {parallel!r}{policy.name}; layout and reduce say how ranks with the same "
+            "tokens compute: leave them out, or pass parallel='tensor'"
+        )
+    if policy.reduce == "after" and output != "replicated":
+        raise ValueError(
+            f"reduce is 'after', and output is {output!r}: what adds up behind the kernel returns "
+            "all tokens. Pass output='replicated', or reduce='fused'"
+        )
     slices = 1 if parallel == "expert" else ranks
     if tensor_ranks is not None:
         slices = _require_slices(tensor_ranks, ranks, parallel)
+    everywhere, apart = output == "replicated", parallel == "sharded_tokens"
     if slices == 1:
-        return Slicing(everywhere=output == "replicated")
-    return Slicing(slices, everywhere=output == "replicated", apart=parallel == "sharded_tokens")
+        return Slicing(everywhere=everywhere, policy=policy)
+    return Slicing(slices, everywhere=everywhere, apart=apart, policy=policy)
 
 
 def _require_slices(tensor_ranks: object, ranks: int, parallel: object) -> int:

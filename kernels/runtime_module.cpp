@@ -182,6 +182,7 @@ void check_fits(const Geometry& geometry) {
           "a tile's rows must lie in fewer chunks");
   limit(u64{world} * geometry.chunks(), SentChunk::kNumbers, "the number of chunks of rows");
   static_assert(u64{SentChunk::kNumbers} * Geometry::kQuartersOfChunk * 2 <= ReadyWord::kNumbers);
+  limit(geometry.in_place_tokens, Geometry::kInPlaceTokens, "in_place_tokens", "it");
   limit(geometry.chunks(), ReadyWord::kTasks, "the number of a peer's chunks");
   if (geometry.sliced()) {
     require(geometry.remote == 0, "no rank that holds a slice of an expert has remote peers");
@@ -341,6 +342,7 @@ NB_MODULE(_runtime, module) {
   made = true;
   module.doc() = "What the device OS is on every machine: sizes, kinds and records.";
   module.attr("SEGMENT_ALIGN") = Geometry::kSegmentAlign;
+  module.attr("IN_PLACE_TOKENS") = Geometry::kInPlaceTokens;
   module.attr("MAX_SEGMENTS") = Geometry::kMaxSegments;
   module.attr("WINDOW_BYTES") = Geometry::kWindowBytes;
   module.attr("TOKENS_OF_SUMS") = kTokensOfSums;
@@ -403,6 +405,10 @@ NB_MODULE(_runtime, module) {
                    [](const Sizes& s) {
                      return u64{s.geometry.staged_results()} * s.geometry.returned_bytes;
                    })
+      .def(
+          "reads_in_place",
+          [](const Sizes& s, u32 tokens) { return s.geometry.reads_in_place(tokens); }, "tokens"_a,
+          "Whether a call of so many tokens reads them where the caller left them.")
       .def_prop_ro("cells", [](const Sizes& s) { return Layout(s.geometry).cells(); })
       .def_prop_ro("intermediate_rows",
                    [](const Sizes& s) { return s.geometry.intermediate_rows_max(); })

@@ -20,6 +20,8 @@ struct Call {
   u32 identity;  // what the host says of this call; equal on all ranks, or the call fails. 0 where
                  // nobody has said
   u32 inputs = 0;  // what it says of x and the routing; equal on all that hold slices (slices.hpp)
+  u32 leaves_partials = 0;  // 1: each slice's partial sums are its output, and the caller adds them
+                            // up
 };
 
 /// Whether the call has a Combine of tokens that sent no row, before all others.

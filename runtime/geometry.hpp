@@ -361,7 +361,7 @@ struct Geometry {
   /// Whether a call's do: few tokens of a rank that is alone, which go nowhere. Nothing is
   /// dispatched then, and processors plan by the experts that are chosen, before rows are counted.
   constexpr bool reads_in_place(u32 tokens) const {
-    return plans_itself() && may_await(tokens) && alters_rows == 0 && tokens <= kInPlaceTokens &&
+    return plans_itself() && may_await(tokens) && alters_rows == 0 && tokens <= in_place_tokens &&
            tokens * top_k <= kInPlacePairs;
   }
 

@@ -51,16 +51,25 @@ constexpr u32 group_of_token(const Geometry& geometry, u32 tokens, u32 token) {
   return (token - tokens_owned(geometry, tokens, owner).first) / sum_group_tokens(geometry, tokens);
 }
 
+/// Whether a call adds up the partial sums of slices.
+constexpr bool adds_slices(const Geometry& geometry, const Call& call) {
+  return geometry.sliced() && call.leaves_partials == 0;
+}
+
 /// What a call counts before it may end (CallState::tokens_combined): its tokens; of slices the
 /// tokens whose sums are written here, too, and 1 when all slices have said that they make it.
 constexpr u32 combines_of(const Geometry& geometry, const Call& call, u32 slice) {
-  if (!geometry.sliced()) {
-    return call.tokens;
+  if (!adds_slices(geometry, call)) {
+    return call.tokens + (geometry.sliced() ? 1 : 0);
   }
   const TokenRange owned = tokens_owned(geometry, call.tokens, slice);
   const u32 sums = geometry.sums_everywhere != 0 ? call.tokens : owned.end - owned.first;
   return call.tokens + sums + 1;
 }
+
+/// Of a call whose partial sums the caller adds up, a host may say its rows: so many times as many
+/// are no number of tokens.
+inline constexpr u32 kRowsApart = 65'537;
 
 /// What slices tell each other of a call's inputs, which must be equal: what the host says of them,
 /// and their number of tokens.

@@ -35,7 +35,8 @@ template <Platform P>
 u64 announce_sums(const Rank<P>& rank, const Call& call, const Task& task, u32 combined) {
   const Geometry& geometry = rank.geometry();
   const Summands summands = summands_of(geometry, task);
-  if (summands == Summands::total || (summands == Summands::slices && !geometry.sums_everywhere)) {
+  if (!adds_slices(geometry, call) || summands == Summands::total ||
+      (summands == Summands::slices && !geometry.sums_everywhere)) {
     return 0;
   }
   order_rows<P>(true);  // each lane: it counts tokens

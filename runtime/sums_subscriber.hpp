@@ -35,7 +35,8 @@ class SumsSubscriber {
     // The others' groups first: their owners have begun with them, as this rank does with its own.
     for (u32 turn = 1; turn <= geometry.slices; ++turn) {
       const u32 owner = (rank.slice + turn) % geometry.slices;
-      const bool here = owner == rank.slice || geometry.sums_everywhere != 0;
+      const bool here =
+          adds_slices(geometry, call) && (owner == rank.slice || geometry.sums_everywhere != 0);
       const u32 groups = here ? sum_groups(geometry, call.tokens, owner) : 0;
       for (u32 group = P::lane(); group < groups; group += P::kLanes) {
         rank.os->sums_awaited[awaited_ + group] = SumGroup(owner, group);

@@ -18,6 +18,7 @@ from torch import Tensor
 from moeos import MoEConfig, MoELayer, Placement, Workspace, World, call_checks, reference
 from moeos.call_checks import Expected
 from moeos.formats import TOKEN_GROUP, WeightFormat, dequantize, quantize_matrix, quantize_rows
+from moeos.policies import Layout, Reduce
 from moeos.slicing import Output, Parallel, Slicing
 from moeos.state_names import state_name
 
@@ -157,6 +158,8 @@ class Weights:
         parallel: Parallel = "expert",
         output: Output = "replicated",
         tensor_ranks: int | None = None,
+        layout: Layout = "auto",
+        reduce: Reduce = "auto",
     ) -> MoELayer:
         """A layer of `world` with this rank's part of the weights. Collective."""
         layer = MoELayer(
@@ -165,6 +168,8 @@ class Weights:
             parallel=parallel,
             output=output,
             tensor_ranks=tensor_ranks,
+            layout=layout,
+            reduce=reduce,
         )
         whole = placement is not None or parallel != "expert"
         mine = self if whole else self.of_rank(world.rank, world.size)

@@ -51,6 +51,7 @@ from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
 from moeos.placement import Placement, experts_of
+from moeos.reducing import Reduction
 from moeos.saved_rows import SavedRows, saved_rows
 from moeos.sizes import routed_alone
 from moeos.slicing import WHOLE, Slicing
@@ -131,6 +132,7 @@ class CudaEngine:
             peers = self._peers = Peers.find(world, self._device)
             self._by_nvshmem = peers.transport == "nvshmem"
             self._shape = self._agree(lambda: self._shape_of(cfg, peers), "the sizes of a layer")
+            slicing.policy.require_fits(cfg, self._shape.sizes)
             self._last = self._shape  # of the last call
             rank, holders = slicing.place(world.rank, world.size)
             own = experts_of(cfg, rank, holders, placement)
@@ -142,6 +144,8 @@ class CudaEngine:
             self._offsets = sizes.offsets
             key = (cfg, self._shape.places, slicing)
             mine = self._mine = shared.admit(key, sizes, peers, self._device, slicing)
+            self._reduction = Reduction(cfg, world, shared, slicing)
+            self._left = False  # whether the last call left its partial sums
             self._launches = shared.on_gpu.launches
             held = self._holdings = CudaHoldings(shared, self._faults, self._offsets, placement)
             world.hold(self, held)
@@ -241,6 +245,16 @@ class CudaEngine:
                 self._forward(tensors)
             return
         tensors = self._readable(tensors)
+        if self._slicing.sums:
+            rows, counted = tensors.x.shape[0], tensors.tokens is not None
+            self._left = self._reduction.leaves_partials(rows, counted=counted)
+        self._pieces(tensors)
+        if self._left:
+            self._reduction.add_up(tensors.out)
+            self._note_more()
+
+    def _pieces(self, tensors: CallTensors) -> None:
+        """Launches a call."""
         if tensors.pieces == 1:
             self._piece(tensors, self._identity)
             return
@@ -390,7 +404,9 @@ class CudaEngine:
     def _stats(self) -> CallStats:
         cuda_wait.synchronize(self._device)
         return cuda_records.stats_of(
-            self._world.rank, self._holdings.records, self._offsets, self._last, self._placement
+            *(self._world.rank, self._holdings.records, self._offsets, self._last),
+            self._placement,
+            left=self._left,
         )
 
     def _trace(self) -> RankTrace:
@@ -422,7 +438,7 @@ class CudaEngine:
         self._last = self._shape
         saving = self._holdings.saving
         if share is None or saving is None:
-            self._holdings.arguments.pack(tensors, identity)
+            self._holdings.arguments.pack(tensors, identity, self._left)
             self._start(self._holdings, identity)
         else:
             saving.arguments.pack(tensors, share, identity)

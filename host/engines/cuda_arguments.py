@@ -60,8 +60,8 @@ _CODE = struct.Struct("<2Q")  # code, code_bytes
 # the last four of the shared experts
 _PARAMETERS = struct.Struct("<13Q")
 # x_rows, out, topk_ids, topk_weights, token_count, x_scale; rows, ids_wide, weight_type, any_ids,
-# identity, x_scale_is_exponent
-_CALL = struct.Struct("<6Q6I")
+# identity, x_scale_is_exponent, leaves_partials
+_CALL = struct.Struct("<6Q7I")
 
 _X_AT = _MAPS.index("x") * MAP_BYTES  # that map and the next
 _GATE_AT = _MAPS.index("gate") * MAP_BYTES
@@ -212,8 +212,9 @@ class ArgumentPacker:
         """Says in `record` where the kernel's instructions lie, and how many bytes they are."""
         _CODE.pack_into(self._bytes, _CODE_AT, address, size)
 
-    def pack(self, tensors: CallTensors, identity: int) -> None:
-        """Makes `record` that of a call; `identity`: see `moeos.calls`.
+    def pack(self, tensors: CallTensors, identity: int, leaves_partials: bool = False) -> None:
+        """Makes `record` that of a call; `identity`: see `moeos.calls`; `leaves_partials`: see
+        runtime/call.hpp.
 
         Routing must be contiguous, and its weights of 16 or 32 bits. Raises `ValueError` if a
         tensor lies on another device, at an address that tensor maps cannot have, or has not all of
@@ -284,6 +285,7 @@ class ArgumentPacker:
             any_ids,
             identity,
             0 if x_scale is None else x_scale.dtype == torch.uint8,
+            leaves_partials,
         )
 
     def _pack_x(self, x: Tensor, place: tuple[int, int, bool]) -> None:

@@ -103,9 +103,11 @@ def stats_of(
     offsets: dict[str, int],
     shape: KernelShape,
     placement: Placement | None = None,
+    *,
+    left: bool = False,
 ) -> CallStats:
     """What a rank did in a layer's last call, from the layer's records. Waits for the current
-    stream.
+    stream. `left`: the call left its partial sums, and sent none.
     """
 
     def noted(name: str, kind: numpy.dtype[numpy.void], count: int) -> NDArray[numpy.void]:
@@ -130,7 +132,8 @@ def stats_of(
         shape.sizes.sent_bytes,
         shape.sizes.returned_bytes,
     )
-    return counters.of_slices(stats, slicing, rank, ranks, shape.sizes.row_bytes)
+    row_bytes = 0 if left else shape.sizes.row_bytes
+    return counters.of_slices(stats, slicing, rank, ranks, row_bytes)
 
 
 def trace_of(

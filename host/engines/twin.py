@@ -24,6 +24,7 @@ from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.formats import exponent_value
 from moeos.placement import Placement, experts_of
+from moeos.reducing import Reduction
 from moeos.saved_rows import SavedRows, saved_rows
 from moeos.sizes import layer_sizes, of_gradients, parts, routed_alone, shared_cut
 from moeos.slicing import WHOLE, Slicing, digest
@@ -143,6 +144,7 @@ class TwinEngine:
         sizes = sizes_of(
             cfg, self._holders, world.processors, remote, world.trace_events, places, rows
         )
+        slicing.policy.require_fits(cfg, sizes)
         self._sizes = sizes
         self._number = world.number_layer()
         self._faults = LayerFaults(
@@ -152,6 +154,8 @@ class TwinEngine:
         self._holdings = TwinHoldings(shared, self._faults)
         world.hold(self, self._holdings)
         self._shape: TwinShape = shared.admit((cfg, places, slicing), sizes, slicing=slicing)
+        self._reduction = Reduction(cfg, world, shared, slicing)
+        self._left = False  # whether the last call left its partial sums
         self._gradients: TwinShape | None = None  # made when they are first asked for
         own = experts_of(cfg, self._place, self._holders, placement)
         self._saved_rows = saved_rows(cfg, self._holders, len(own))
@@ -229,8 +233,12 @@ class TwinEngine:
 
     def _forward(self, tensors: CallTensors) -> None:
         checked = self._checked(tensors)  # all of it, before anything is sent
+        rows, counted = checked.x.shape[0], checked.tokens is not None
+        self._left = self._reduction.leaves_partials(rows, counted=counted)
         for piece in pieces_of(checked, self._cfg.max_tokens):
             self._call(piece)
+        if self._left:
+            self._reduction.add_up(checked.out)
 
     def _make_gradients(self) -> None:
         if self._gradients is None:
@@ -321,6 +329,8 @@ class TwinEngine:
             name: None if tensor is None else tensor[:tokens]
             for name, tensor in zip(names, given, strict=True)
         }
+        if self._left:  # who adds up all rows needs as many of each slice
+            equal["rows"] = torch.tensor(tensors.x.shape[0])
         for name in ("gate", "selection_bias", "router_bias", "expert_scale"):
             equal[name] = getattr(tensors, name)
         return digest(equal)
@@ -342,7 +352,7 @@ class TwinEngine:
         )
         world = self._world
         return counters.of_slices(
-            stats, self._slicing, world.rank, world.size, self._last.row_bytes
+            stats, self._slicing, world.rank, world.size, 0 if self._left else self._last.row_bytes
         )
 
     def _trace(self) -> RankTrace:
@@ -437,6 +447,7 @@ class TwinEngine:
             chosen_weights=0 if chosen is None else chosen[1].data_ptr(),
             saved=0 if saved is None else saved.rows.data_ptr(),
             saved_of_source=0 if saved is None else saved.of_source,
+            leaves_partials=self._left,
         )
         self._require_well(failure, identity)
         tensors.out[tokens:].zero_()

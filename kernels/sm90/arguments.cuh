@@ -100,6 +100,7 @@ struct RankArguments : TensorMaps {
   u32 any_ids;              // 1: an id that is no expert is an unused slot, 0: only -1 is
   u32 identity;             // Call::identity
   u32 x_scale_is_exponent;  // 1: they are bytes (e8m0), 0: fp32
+  u32 leaves_partials;      // Call::leaves_partials
 };
 
 /// What stands behind that of a forward call that saves, and of every call of gradients.

@@ -364,7 +364,13 @@ inline Call call_of(const RankArguments& mine) {
   const u32 pair_limit = pair_limit_of(tokens);
   const bool may_be_unsent =
       mine.topk_ids != nullptr || pair_limit < kGeometry.max_tokens || kShape.zero_experts > 0;
-  return {*rank_memory(mine).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U, mine.identity};
+  Call call{*rank_memory(mine).epoch, tokens, pair_limit, may_be_unsent ? 1U : 0U, mine.identity};
+  if constexpr (kSliced) {
+    call.leaves_partials = mine.leaves_partials;
+    // Who adds up all rows needs as many of each slice.
+    call.inputs = mine.leaves_partials * (mine.rows + 1) * kRowsApart;
+  }
+  return call;
 }
 
 /// The call, as thread 0 of a processor finds it: none if this block's launch is not alone. The OS

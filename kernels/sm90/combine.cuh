@@ -89,8 +89,8 @@ inline u64 result_at(const Layout& layout, u32 nth, u32 row) {
   return kCodedResults && is_of_shared(nth) ? layout.shared_result(row) : layout.result(row);
 }
 
-/// The fetch warp, of a part's tokens that it has looked up: notes where their partial sums go, and
-/// that slices add no rows to these.
+/// The fetch warp, of a part's tokens that it has looked up: notes where their partial sums go, if
+/// that is not the output, and that slices add no rows to these.
 inline void note_partials(const RankArguments& arguments, const Call& call, const Task& task,
                           CombineRows& rows) {
   static_assert(CombineRows::kTokens <= Machine::kLanes);
@@ -104,7 +104,7 @@ inline void note_partials(const RankArguments& arguments, const Call& call, cons
   its.tokens = Machine::opaque(call.tokens);
   if (Machine::lane() < task.rows) {
     u32& token = rows.token[Machine::lane()];
-    token = place_of_partial(here, its, token);
+    token = adds_slices(kGeometry, its) ? place_of_partial(here, its, token) : token;
 #pragma unroll 1
     for (u32 j = kExpertSummands; j < kSummands; ++j) {
       rows.row[Machine::lane() * kSummands + j] = {kNone, 0.0F};
@@ -316,7 +316,7 @@ inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) 
 
 /// A byte of where the sum of a token goes that has no rows.
 inline uint4* unsent_at(const RankArguments& arguments, const Call& call, u32 token, u32 byte) {
-  if constexpr (kSliced) {
+  if (adds_slices(kGeometry, call)) {
     const Rank<Machine> rank = rank_of(arguments, nullptr);
     u8* row = outgoing_partial(rank, place_of_partial(rank, call, token));
     return reinterpret_cast<uint4*>(row + byte);
@@ -330,7 +330,7 @@ inline void store_sum(const RankArguments& arguments, const Task& task, const Co
   if constexpr (kSliced) {
     const Summands summands = summands_of(kGeometry, task);
     const Rank<Machine> rank = rank_of(arguments, nullptr);
-    if (summands == Summands::pairs) {
+    if (summands == Summands::pairs && arguments.leaves_partials == 0) {
       *reinterpret_cast<uint4*>(outgoing_partial(rank, rows.token[nth]) + byte) = sum;
       return;
     }

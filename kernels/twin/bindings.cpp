@@ -216,7 +216,8 @@ NB_MODULE(_twin, module) {
              std::uintptr_t shared_gate, std::uintptr_t shared_w1_scale,
              std::uintptr_t shared_w2_scale, std::uintptr_t shared_w1_scale_2,
              std::uintptr_t shared_w2_scale_2, std::uintptr_t out, std::uintptr_t chosen_ids,
-             std::uintptr_t chosen_weights, std::uintptr_t saved, u32 saved_of_source) {
+             std::uintptr_t chosen_weights, std::uintptr_t saved, u32 saved_of_source,
+             bool leaves_partials) {
             const Operands operands{bfloat16 ? Element::kBfloat16 : Element::kFloat32,
                                     reinterpret_cast<const void*>(x),
                                     reinterpret_cast<const float*>(x_scale),
@@ -245,7 +246,8 @@ NB_MODULE(_twin, module) {
                                     reinterpret_cast<i32*>(chosen_ids),
                                     reinterpret_cast<float*>(chosen_weights),
                                     reinterpret_cast<void*>(saved),
-                                    saved_of_source};
+                                    saved_of_source,
+                                    leaves_partials};
             return run_call(self, records, operands, tokens, pair_limit, identity, inputs);
           },
           nb::kw_only(), "records"_a, "identity"_a, "inputs"_a, "bfloat16"_a, "tokens"_a,
@@ -254,7 +256,7 @@ NB_MODULE(_twin, module) {
           "w1_scale"_a, "w2_scale"_a, "w1_scale_2"_a, "w2_scale_2"_a, "shared_w1"_a, "shared_w2"_a,
           "shared_gate"_a, "shared_w1_scale"_a, "shared_w2_scale"_a, "shared_w1_scale_2"_a,
           "shared_w2_scale_2"_a, "out"_a, "chosen_ids"_a, "chosen_weights"_a, "saved"_a,
-          "saved_of_source"_a)
+          "saved_of_source"_a, "leaves_partials"_a)
       .def(
           "backward",
           [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,

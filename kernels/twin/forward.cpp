@@ -303,8 +303,13 @@ Failure TwinRank::forward(TwinRecords& records, const Operands& operands, u32 to
   }
   const bool may_be_unsent =
       operands.topk_ids != nullptr || pair_limit < geometry.max_tokens || shape_.zero_experts > 0;
-  const Call call{*mine.memory.epoch,      tokens,   pair_limit,
-                  may_be_unsent ? 1U : 0U, identity, inputs};
+  const Call call{*mine.memory.epoch,
+                  tokens,
+                  pair_limit,
+                  may_be_unsent ? 1U : 0U,
+                  identity,
+                  inputs,
+                  operands.leaves_partials ? 1U : 0U};
   begin_call(mine, call);
   in_flight_ = CallInFlight{mine, call, &operands};
   shared_->share_ = [this](u32 worker) { do_share(worker); };

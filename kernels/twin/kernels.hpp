@@ -198,8 +198,9 @@ class TwinKernels {
       }
     }
     store(operands_.element, sum, shape_.hidden,
-          geometry.sliced() ? outgoing_partial(rank_, place_of_partial(rank_, call_, token))
-                            : output_row(token));
+          adds_slices(geometry, call_)
+              ? outgoing_partial(rank_, place_of_partial(rank_, call_, token))
+              : output_row(token));
   }
 
   /// The token's sums over slices, added up in their order in fp32, rounded once: to this rank's

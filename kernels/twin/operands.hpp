@@ -54,6 +54,7 @@ struct Operands {
   float* chosen_weights = nullptr;  // [S, k], with chosen_ids
   void* saved = nullptr;    // [sources, saved_of_source, 2I or I]: written, or read by gradients
   u32 saved_of_source = 0;  // rows of each source, its first ones
+  bool leaves_partials = false;                 // Call::leaves_partials
   const GradientOperands* gradients = nullptr;  // of a call of gradients
 };
 

@@ -40,6 +40,7 @@ struct RankTensors {
   u64 saved_of_source;
   u64 rows;
   u64 any_ids;
+  u64 leaves_partials;
   u64 identity, words_at, rows_at, results_at, stride_rows;  // of its own heap: stride_rows is 0
 };
 
@@ -109,6 +110,7 @@ RankArguments rank_arguments_of(const RankTensors& t, u8* const* peers, u32 rank
   a.memory = {t.control, t.tables, t.records};
   a.place = place;
   a.identity = static_cast<u32>(t.identity);
+  a.leaves_partials = static_cast<u32>(t.leaves_partials);
   a.peers = peers;
   a.intermediate_rows = t.intermediate;
   a.host_failure = reinterpret_cast<Failure*>(t.host_failure);

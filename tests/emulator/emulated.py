@@ -200,6 +200,7 @@ class EmulatedLayer:
 
     Attributes:
         any_ids: of its calls, see `moeos.engines.base.CallTensors`.
+        leaves_partials: whether its calls leave partial sums, see runtime/call.hpp.
         saved: of each rank, the rows that its kernel saves or finds saved; None of one that does
             neither.
         saved_of_source: rows of each source among them.
@@ -218,6 +219,7 @@ class EmulatedLayer:
         self._placement = placement
         self._slicing = slicing
         self.any_ids = False
+        self.leaves_partials = False
         self.saved: list[Tensor | None] = [None] * ranks
         self.saved_of_source = 0
         self._patience = patience
@@ -360,8 +362,8 @@ class EmulatedLayer:
             tensor = tensors.get(name)
             assert tensor is None or tensor.is_contiguous()
             record.append(0 if tensor is None else tensor.data_ptr())
-        record += [self.saved_of_source, len(call.x), int(self.any_ids), self.identities[rank]]
-        return [*record, *self._place]
+        record += [self.saved_of_source, len(call.x), int(self.any_ids), int(self.leaves_partials)]
+        return [*record, self.identities[rank], *self._place]
 
     def _of_gradients(self, rank: int, call: Call) -> dict[str, Tensor | None]:
         """The tensors of a call of gradients besides."""

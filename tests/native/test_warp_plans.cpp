@@ -126,6 +126,7 @@ bool of_few_rows(Random& random, bool narrow) {
 void of_tokens_in_place(Random& random, bool narrow) {
   Geometry g = geometry_of(1, 1 + random() % 80, narrow, 0);
   g.dispatch_tokens = 4;
+  g.in_place_tokens = Geometry::kInPlaceTokens;
   LoneRank lone(g);
   lone.call.tokens = 1 + random() % Geometry::kInPlaceTokens;
   lone.call.pair_limit = 8;

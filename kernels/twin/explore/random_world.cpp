@@ -329,6 +329,7 @@ RandomWorld draw_world(Random& random, Extent extent) {
   }
   g.between_rows = draw(aside, 0, 1) == 0 ? 0 : draw(aside, 1, small ? 100 : 400);
   g.ring_rows = draw(aside, 0, 1) == 0 ? 0 : draw(aside, 1, small ? 20 : 200);
+  g.in_place_tokens = draw(aside, 0, 3) == 0 ? 0 : Geometry::kInPlaceTokens;
   return world;
 }
 
@@ -418,6 +419,8 @@ RankCall draw_call(Random& random, const RandomWorld& world) {
   call.x = draw_floats(random, u64{call.tokens} * world.shape.hidden, 1.0F);
   call.weights = draw_floats(random, u64{call.tokens} * g.top_k, 1.0F);
   call.out.assign(u64{call.tokens} * world.shape.hidden, NAN);
+  Random aside = random;
+  call.leaves_partials = g.sliced() && draw(aside, 0, 3) == 0;
   const bool hot = draw(random, 0, 2) == 0;  // the same few experts for everyone
   for (u32 token = 0; token < call.tokens; ++token) {
     std::vector<i32> experts(g.routed_experts());
@@ -487,7 +490,8 @@ Operands operands_of(const RandomWorld& world, const Experts& experts, u32 rank,
                   .shared_w2_scale = of_slice(experts.shared_w2_codes.scales),
                   .shared_w1_scale_2 = of_slice(experts.shared_w1_codes.scales_2),
                   .shared_w2_scale_2 = of_slice(experts.shared_w2_codes.scales_2),
-                  .out = call.out.data()};
+                  .out = call.out.data(),
+                  .leaves_partials = call.leaves_partials};
 }
 
 /// The layer's definition, in double precision, one pair at a time.
@@ -497,9 +501,12 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
   const u32 hidden = world.shape.hidden;
   std::vector<u32> used(g.routed_experts(), 0);
   double worst = 0.0;
-  const bool scatters = g.sliced() && g.sums_everywhere == 0;
+  const bool scatters = g.sliced() && g.sums_everywhere == 0 && !call.leaves_partials;
   const TokenRange own =
       scatters ? tokens_owned(g, call.tokens, rank % slices_of(world)) : TokenRange{0, call.tokens};
+  // The slices of which a rank's output is the sum.
+  const u32 first = call.leaves_partials ? rank % slices_of(world) : 0;
+  const u32 end = call.leaves_partials ? first + 1 : slices_of(world);
   for (u32 token = 0; token < own.end; ++token) {
     const float* x = &call.x[u64{token} * hidden];
     std::vector<double> sum(hidden, 0.0);
@@ -509,7 +516,7 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
       if (expert < 0 || used[expert]++ >= g.capacity) {
         continue;
       }
-      for (u32 slice = 0; slice < slices_of(world); ++slice) {
+      for (u32 slice = first; slice < end; ++slice) {
         add_mlp(world.shape, experts.w1, experts.w2,
                 slice * g.routed_experts() + static_cast<u32>(expert), world.shape.intermediate,
                 world.shape.codes_rows(), call.weights[token * g.top_k + j], x, sum, doubt);
@@ -520,7 +527,7 @@ double largest_error(const RandomWorld& world, const Experts& experts, const Ran
       logit += double{x[h]} * experts.shared_gate[h];
     }
     const double weight = world.shape.shared_gate ? 1.0 / (1.0 + std::exp(-logit)) : 1.0;
-    for (u32 n = 0; n < slices_of(world) * world.shape.shared_experts; ++n) {
+    for (u32 n = first * world.shape.shared_experts; n < end * world.shape.shared_experts; ++n) {
       add_mlp(world.shape, experts.shared_w1, experts.shared_w2, n, world.shape.shared_intermediate,
               false, weight, x, sum, doubt);
     }

@@ -63,6 +63,7 @@ Experts draw_experts(Random& random, const RandomWorld& world);
 /// One call of one rank.
 struct RankCall {
   u32 tokens = 0;
+  bool leaves_partials = false;
   std::vector<float> x, weights, out;
   std::vector<i32> ids;
 };

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call of a layer whose ranks have the same tokens is computed: where rows of the first
+products are read (`layout`), and who adds up the partial sums of slices (`reduce`).
+
+The names are those of the paper on layouts under tensor parallelism. `docs/tensor_parallel.md` says
+what each is here, and what the costs are made of. This file knows configs and rates, and nothing of
+engines or of how ranks talk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal, get_args
+
+from moeos import _runtime
+from moeos.config import MoEConfig
+
+Layout = Literal["auto", "expert_major", "expert_major_persistent", "token_major", "gathered"]
+"""Where first products read rows."""
+
+Reduce = Literal["auto", "fused", "after"]
+"""Who adds up partial sums: the kernel, or torch.distributed behind it."""
+
+_NOT_BUILT: dict[str, str] = {
+    "expert_major": "starts a kernel for each product, and moeos has one kernel, which is "
+    "persistent: pass layout='expert_major_persistent'",
+    "token_major": "keeps rows between the products in the order of tokens, and this kernel's "
+    "tiles have theirs by expert: pass layout='gathered' for up to "
+    f"{_runtime.IN_PLACE_TOKENS} tokens, or layout='auto'",
+}
+
+FLOPS = 806e12
+"""A dense product of BF16 on one H200, FLOP/s (docs/performance.md)."""
+MEMORY_BYTES = 4.6e12
+"""What one H200 reads from its memory, bytes/s (docs/performance/gpu-2.md)."""
+LINK_BYTES = 365e9
+"""What one H200 stores to peers over NVLink, bytes/s (the same)."""
+ALL_REDUCE_BYTES = {2: 365e9, 4: 368e9, 8: 470e9}
+"""What NCCL's all-reduce sends from each rank, bytes/s, by the ranks. With 4 and 8 from the paper's
+Tables 1 and 2b, that is from other machines; with 2 at most what the link takes."""
+LAUNCH = 20e-6
+"""One more kernel on all ranks, NCCL's, from its launch until its first byte has come."""
+DISPATCH = 5e-6
+"""Sorting, counting and copying before the first product, of few tokens (docs/log/0079)."""
+BOX = 35e-9
+"""A row that is loaded by a box of its own (docs/log/0056)."""
+STEP = 0.7e-6
+"""A step of a first product, beside which its rows are loaded (the same)."""
+STEP_BYTES = 128
+"""Of a row, in a step."""
+PROCESSORS = 131
+"""Blocks of an H200 that compute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What a layer's caller wants; "auto" leaves it to the costs.
+
+    Attributes:
+        layout: where first products read rows.
+        reduce: who adds up partial sums.
+    """
+
+    layout: Layout = "auto"
+    reduce: Reduce = "auto"
+
+    @property
+    def name(self) -> str:
+        """The arguments that say it, as errors and agreements have them; "" where none does."""
+        given = (("layout", self.layout), ("reduce", self.reduce))
+        return "".join(f", {name}={value!r}" for name, value in given if value != "auto")
+
+    def in_place_tokens(self, cfg: MoEConfig) -> int:
+        """In calls of up to so many tokens a rank alone reads tokens where the caller left them
+        (Geometry's `in_place_tokens`). `cfg`: of a slice.
+        """
+        if self.layout == "expert_major_persistent":
+            return 0
+        if self.layout == "gathered":
+            return int(_runtime.IN_PLACE_TOKENS)
+        tokens = 0
+        while tokens < _runtime.IN_PLACE_TOKENS and gathers(cfg, tokens + 1):
+            tokens += 1
+        return tokens
+
+    def require_fits(self, cfg: MoEConfig, sizes: _runtime.Sizes) -> None:
+        """Raises `ValueError` where a call of the layer cannot be computed as the caller wants."""
+        if self.layout != "gathered":
+            return
+        for tokens in range(1, cfg.max_tokens + 1):
+            if not sizes.reads_in_place(tokens):
+                raise ValueError(
+                    f"layout is 'gathered', and a call of {tokens} tokens of this layer reads rows "
+                    f"that have been copied: with max_tokens up to {_runtime.IN_PLACE_TOKENS}, "
+                    "few pairs, plain tokens, and all experts on each rank no call does. Lower "
+                    f"max_tokens, which is {cfg.max_tokens}, or pass layout='auto'"
+                )
+
+
+AUTO = Policy()
+"""Whose calls follow the costs."""
+
+
+def require_policy(layout: object, reduce: object) -> Policy:
+    """What a layer's arguments say. Raises `ValueError` for others than there are."""
+    if layout not in get_args(Layout):
+        allowed = " or ".join(map(repr, get_args(Layout)))
+        raise ValueError(f"layout is {layout!r}; it must be {allowed}")
+    if reduce not in get_args(Reduce):
+        allowed = " or ".join(map(repr, get_args(Reduce)))
+        raise ValueError(f"reduce is {reduce!r}; it must be {allowed}")
+    if layout in _NOT_BUILT:
+        raise ValueError(f"layout is {layout!r}, which {_NOT_BUILT[str(layout)]}")
+    return Policy(layout, reduce)  # type: ignore[arg-type]
+
+
+# --- What calls cost: seconds of one rank of H200s ---
+
+
+def products(cfg: MoEConfig, tokens: int) -> float:
+    """Both products of a slice: arithmetic, or the weights of the experts that have tokens."""
+    weights = (cfg.w1_rows + cfg.intermediate) * cfg.hidden
+    pairs = tokens * cfg.slots
+    touched = cfg.experts * (1.0 - float((1.0 - 1.0 / cfg.experts) ** pairs))
+    return max(2.0 * pairs * weights / FLOPS, touched * weights * cfg.dtype.itemsize / MEMORY_BYTES)
+
+
+def copies(cfg: MoEConfig, tokens: int) -> float:
+    """Rows that are copied before first products read them: each is written and read once more."""
+    moved = 2 * tokens * cfg.slots * cfg.hidden * cfg.dtype.itemsize
+    return DISPATCH + moved / MEMORY_BYTES
+
+
+def boxes(cfg: MoEConfig, tokens: int) -> float:
+    """Rows that are read where they are: what their boxes take beyond a step, of each part that a
+    processor has. A tile of few tokens may have all of them.
+    """
+    steps = -(-cfg.hidden * cfg.dtype.itemsize // STEP_BYTES)
+    beyond = max(0.0, tokens * BOX - STEP)
+    parts = min(cfg.experts, tokens * cfg.slots) * -(-cfg.w1_rows // 128)
+    return steps * beyond * -(-parts // PROCESSORS)
+
+
+def gathers(cfg: MoEConfig, tokens: int) -> bool:
+    """Whether rows are better read where they are."""
+    return boxes(cfg, tokens) <= copies(cfg, tokens)
+
+
+def fused(cfg: MoEConfig, tokens: int, slices: int) -> float:
+    """Products, and sums that leave as they are made.
+
+    A token's sum is complete when the last of its k experts is: of the products' time, the share u
+    completes a share u^k of the tokens. So the links end when the last that they had to wait for is
+    sent: the largest of G u + (1 - u^k) L over u.
+    """
+    compute, links = products(cfg, tokens), _sums_bytes(cfg, tokens, slices) / LINK_BYTES
+    k = cfg.slots
+    if k * links <= compute:
+        return compute
+    if k == 1:
+        return links
+    u = (compute / (k * links)) ** (1 / (k - 1))
+    return compute * u + (1.0 - u**k) * links
+
+
+def after(cfg: MoEConfig, tokens: int, slices: int) -> float:
+    """Products, and an all-reduce behind them."""
+    known = max((ranks for ranks in ALL_REDUCE_BYTES if ranks <= slices), default=2)
+    rate = ALL_REDUCE_BYTES[known]
+    return products(cfg, tokens) + LAUNCH + _sums_bytes(cfg, tokens, slices) / rate
+
+
+@functools.lru_cache(maxsize=4096)
+def reduces_after(cfg: MoEConfig, tokens: int, slices: int) -> bool:
+    """Whether an all-reduce behind the kernel takes less time than sums within. `cfg`: a slice's.
+
+    All ranks find the same: it follows from what they have agreed upon.
+    """
+    return after(cfg, tokens, slices) < fused(cfg, tokens, slices)
+
+
+def _sums_bytes(cfg: MoEConfig, tokens: int, slices: int) -> float:
+    """Of partial sums and of sums that a rank sends: a reduce-scatter and an all-gather."""
+    return 2.0 * tokens * (slices - 1) / slices * cfg.hidden * cfg.dtype.itemsize
