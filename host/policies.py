@@ -160,8 +160,8 @@ def fused(cfg: MoEConfig, tokens: int, slices: int) -> float:
         return compute
     if k == 1:
         return links
-    u = (compute / (k * links)) ** (1 / (k - 1))
-    return compute * u + (1.0 - u**k) * links
+    u = float((compute / (k * links)) ** (1 / (k - 1)))
+    return compute * u + (1.0 - float(u**k)) * links
 
 
 def after(cfg: MoEConfig, tokens: int, slices: int) -> float:

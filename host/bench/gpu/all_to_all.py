@@ -44,7 +44,7 @@ def fp32_logits(x: Tensor, gate: Tensor) -> Tensor:
     return torch.mm(x, gate.t(), out_dtype=torch.float32)
 
 
-def _weighted_sum(results: Tensor, place: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum(results: Tensor, place: Tensor, weights: Tensor) -> Tensor:
     """results [n, H] at place [S, k], times weights [S, k], added over k: [S, H]."""
     y = results[place[:, 0]].float() * weights[:, :1]
     for j in range(1, weights.shape[1]):
@@ -58,7 +58,7 @@ def _swiglu(hidden: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def _any_length(tensor: Tensor) -> Tensor:
+def any_length(tensor: Tensor) -> Tensor:
     """The tensor, for whose first size nothing is compiled anew."""
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
@@ -156,7 +156,7 @@ class AllToAllLayer:
     # The compiler takes seconds to be imported, and few tokens do without it.
     @functools.cached_property
     def _weighted_sum(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        return torch.compile(_weighted_sum)
+        return torch.compile(weighted_sum)
 
     @functools.cached_property
     def _swiglu(self) -> Callable[[Tensor], Tensor]:
@@ -185,7 +185,7 @@ class AllToAllLayer:
         place = place.view(-1, cfg.top_k)
         y: Tensor
         if len(x) > FEW_TOKENS:
-            y = self._weighted_sum(*map(_any_length, (results, place, weights)))
+            y = self._weighted_sum(*map(any_length, (results, place, weights)))
         else:
             scale = weights.to(cfg.dtype)
             y = functional.embedding_bag(place, results, mode="sum", per_sample_weights=scale)
@@ -275,7 +275,7 @@ class AllToAllLayer:
         match self._cfg.activation:
             case "swiglu":
                 if len(hidden) > FEW_TOKENS * self._cfg.top_k:
-                    return self._swiglu(_any_length(hidden))
+                    return self._swiglu(any_length(hidden))
                 gate, up = hidden.chunk(2, dim=1)
                 return functional.silu(gate).mul_(up)
             case "gelu":

@@ -33,6 +33,7 @@ from moeos.bench.report import (
     reliability_tables,
     straggler_plots,
     straggler_tables,
+    tensor_tables,
     training_tables,
     twin_tables,
 )
@@ -217,6 +218,8 @@ def _tables_of(results: Mapping[str, Any]) -> _Tables:
         return evaluation_tables
     if results["benchmark"].startswith(training_tables.PREFIX):
         return training_tables
+    if results["benchmark"].startswith(tensor_tables.PREFIX):
+        return tensor_tables
     if results["benchmark"] == cost_tables.NAME:
         return cost_tables
     if option_tables.is_one(results["benchmark"]):
