@@ -15,6 +15,7 @@ from torch import Tensor
 
 import moeos
 from moeos import MoEConfig, World
+from moeos.commands import process_group
 from moeos.slicing import Output, Slicing
 from tests.gpu.cases import (
     DEADLINE,
@@ -49,6 +50,8 @@ def main() -> None:
         for name, cfg in LAYERS.items():
             check(name, cfg, world)
         check_graphs(world)
+        with process_group.over(world):
+            check_policies(world)
         if world.rank == 0:
             print("slices are right", flush=True)
 
@@ -98,6 +101,41 @@ def gathered(world: World, y: Tensor, most: int, what: str) -> list[Tensor]:
         for first in range(0, max(1, most), ROWS_AT_ONCE)
     ]
     return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+
+
+def check_policies(world: World) -> None:
+    """Sums are right that torch.distributed adds up, also in a graph; layouts have equal bits."""
+    weights = draw_weights_on_gpu(CFG)
+    after = weights.layer(world, parallel="tensor", reduce="after")
+    fused = weights.layer(world, parallel="tensor", reduce="fused")
+    copied = weights.layer(world, parallel="tensor", layout="expert_major_persistent")
+    for call in calls_of(weights):
+        given = (call.x, call.ids, call.weights)
+        y, z = after(*given), fused(*given)
+        after.check()
+        what = f"after, {len(call.x)} tokens"
+        every = gathered(world, y, len(call.x), what)
+        assert all(torch.equal(other, every[0]) for other in every), what
+        assert_matches(weights, call, y, what)
+        assert torch.equal(copied(*given), z), f"layouts, {len(call.x)} tokens"
+    call, other = (draw_routed_call(weights, 64, seed) for seed in (1, 2))
+    x = call.x.clone()
+    after(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = after(x)
+    for drawn in (other, call):
+        x.copy_(drawn.x)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_matches(weights, drawn, y, "a replay of a call and its all-reduce")
+    small = dataclasses.replace(CFG, max_tokens=8)
+    few = draw_weights_on_gpu(small)
+    in_place = few.layer(world, parallel="tensor", layout="gathered")
+    for tokens in (8, 1, 0):
+        call = draw_routed_call(few, tokens, tokens)
+        assert_matches(few, call, in_place(call.x), f"gathered, {tokens} tokens")
 
 
 def check_graphs(world: World) -> None:

@@ -95,6 +95,24 @@ def test_where_the_code_lies_stands_behind_the_deadline(monkeypatch: pytest.Monk
     assert words[behind : behind + 2].tolist() == [0x7F00_1234_5680, 304_640]
 
 
+def test_a_call_says_last_whether_it_leaves_its_partial_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As RankArguments of kernels/sm90/arguments.cuh have it, behind x_scale_is_exponent."""
+    monkeypatch.setattr(cuda_driver, "load", Driver)
+    cfg = config(dtype=torch.bfloat16, hidden=256, intermediate=128)
+    packer = packer_of(cfg, deadline=3.0)
+    call = tensors_of(cfg, torch.zeros(3, cfg.hidden, dtype=cfg.dtype))
+    packer.pack(call, 77)
+    before = packer.record.view("<u4").copy()
+    packer.pack(call, 77, leaves_partials=True)
+    (changed,) = (packer.record.view("<u4") != before).nonzero()
+    assert len(changed) == 1
+    assert packer.record.view("<u4")[changed[0] - 2 : changed[0] + 1].tolist() == [77, 0, 1]
+    packer.pack(call, 77)
+    assert (packer.record.view("<u4") == before).all()
+
+
 def test_a_layer_whose_workspace_has_grown_is_told_where_its_rows_lie_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
