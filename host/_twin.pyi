@@ -107,6 +107,7 @@ class Rank:
         *,
         records: Records,
         identity: int,
+        inputs: int,
         bfloat16: bool,
         tokens: int,
         pair_limit: int,
@@ -126,6 +127,8 @@ class Rank:
         d_b1: int,
         d_w2: int,
         d_b2: int,
+        d_x_added: int,
+        d_shared: int,
     ) -> moeos._runtime.Failure: ...
     def abort(self) -> None: ...
     def clear(self) -> None: ...

@@ -179,7 +179,10 @@ def _wrong_input(f: Failure) -> str | None:
             "may appear only once in a row),"
         )
     if f.kind == FailureKind.INPUTS_DIFFER:
-        return f"x, the routing or the number of tokens of rank {f.peer} differ from those"
+        of_output = ", the gradient of the output" if calls.is_backward(f.identity) else ""
+        return (
+            f"x{of_output}, the routing or the number of tokens of rank {f.peer} differ from those"
+        )
     if f.kind == FailureKind.TOKEN_COUNT_WRONG:
         return f"tokens is {value}, which is not from 0 to {f.expected}, the rows of x,"
     return None

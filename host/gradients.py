@@ -3,9 +3,10 @@
 
 Forward keeps the caller's tensors, the routing and what `MoEConfig.save` says: the backward call
 sends x and the gradient of the output to the experts again. What is expert-parallel is the
-engine's; the gate's weights and the shared experts, which each rank has
-whole, are differentiated here by PyTorch. This file knows tensors and an engine, and nothing of
-modules, heaps or how ranks talk.
+engine's; the gate's weights and the shared experts, which each rank has, are differentiated here by
+PyTorch. Where ranks with slices of experts have the same tokens, each makes its part of the
+gradients of tokens, and the engine's call adds them up: so they are equal on these ranks. This file
+knows tensors and an engine, and nothing of modules, heaps or how ranks talk.
 """
 
 from __future__ import annotations
@@ -57,6 +58,16 @@ class Kept(NamedTuple):
     tokens: int
     saved: Tensor
     dtype_of_weights: torch.dtype | None
+
+
+class _OfSlice(NamedTuple):
+    """What this rank's slice adds to sums over slices; see `GradientTensors`."""
+
+    d_x_added: Tensor | None
+    d_shared: Tensor | None
+
+
+_NOTHING_OF_SLICE = _OfSlice(None, None)
 
 
 def no_backward(engine: Engine) -> str | None:
@@ -115,9 +126,14 @@ def derive(
     """The gradients of the inputs of `_Call.forward` that are wanted, by their places. Collective.
     `main`: of a call's own tensors what an fp32 sum may be added to in place, and then is found.
     """
-    cfg, x, tokens = how.cfg, kept.x, kept.tokens
+    cfg, x, tokens, slicing = how.cfg, kept.x, kept.tokens, how.engine.slicing
     found: dict[int, Tensor] = {}
-    d_x, d_used = _experts(how, kept, own, wanted, main, found)
+    if slicing.sums and not slicing.everywhere:
+        kept = kept._replace(d_out=_gathered(how, kept, own))
+    of_slice = _NOTHING_OF_SLICE
+    if slicing.sums and cfg.shared_experts > 0:
+        of_slice = _slices_of_shared(cfg, kept, own, wanted, found)
+    d_x, d_used = _experts(how, kept, own, wanted, main, found, of_slice)
     of_x = [d_x]
 
     def add(function: Callable[..., Tensor], d_made: Tensor, *names: str) -> None:
@@ -132,7 +148,9 @@ def derive(
     else:
         gate = ("gate.weight", "gate.bias", "gate.expert_scale")
         add(functools.partial(_weights_of, cfg, kept.ids[:tokens].long()), d_used, *gate)
-    if cfg.shared_experts > 0:
+    if of_slice.d_shared is not None:
+        add(_weights_of_shared, of_slice.d_shared, "shared_gate")
+    if cfg.shared_experts > 0 and not slicing.sums:
         add(functools.partial(_shared_experts, cfg), kept.d_out, *call_checks.SHARED)
     if wanted[X]:
         found[X] = _added(of_x, tokens)
@@ -198,6 +216,7 @@ def _experts(
     wanted: Sequence[bool],
     main: Mapping[str, Tensor],
     found: dict[int, Tensor],
+    of_slice: _OfSlice,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weights of its experts, as the engine makes them; those of its
     experts' parameters go into `found`, if they are wanted. Collective.
@@ -229,12 +248,53 @@ def _experts(
             d_b1=sums.get("b1"),
             d_w2=sums.get("w2"),
             d_b2=sums.get("b2"),
+            **of_slice._asdict(),
         )
     )
     found.update(
         (PLACE[name], total if name in main else total.to(x.dtype)) for name, total in sums.items()
     )
     return d_x, d_used
+
+
+def _gathered(how: How, kept: Kept, own: Sequence[Tensor]) -> Tensor:
+    """The gradients of all tokens' outputs, of which each rank has those of its own tokens, and
+    zeros. A call of gradients adds them up: of tokens that have chosen no expert. Collective.
+    """
+    of_none = kept._replace(
+        d_out=torch.zeros_like(kept.x),
+        ids=torch.full_like(kept.ids, -1),
+        used=torch.zeros_like(kept.used),
+    )
+    nothing_else = (False,) * (_OWN + len(own))
+    brought = _OfSlice(kept.d_out.float(), None)
+    return _experts(how, of_none, own, nothing_else, {}, {}, brought)[0]
+
+
+def _slices_of_shared(
+    cfg: MoEConfig,
+    kept: Kept,
+    own: Sequence[Tensor],
+    wanted: Sequence[bool],
+    found: dict[int, Tensor],
+) -> _OfSlice:
+    """What this rank's slices of the shared experts add to gradients of tokens; those of their
+    parameters go into `found`, if they are wanted. Sums need it, whatever is wanted on this rank.
+    """
+    tokens = kept.tokens
+    x, d_out = kept.x[:tokens], kept.d_out[:tokens].double()
+    w1, w2, gate = (own[PLACE[name] - _OWN] for name in call_checks.SHARED)
+    mlps = functools.partial(_shared_mlps, cfg)
+    d_shared, d_made = None, d_out
+    if gate is not None:
+        made = mlps(x.double(), w1.double(), w2.double())
+        d_shared = (d_out * made).sum(dim=1).float()
+        d_made = d_out * _weights_of_shared(x.double(), gate.double()).unsqueeze(1)
+    inputs = {X: x, PLACE["shared_w1"]: w1, PLACE["shared_w2"]: w2}
+    derived = _derive(mlps, inputs, [place == X or one for place, one in enumerate(wanted)], d_made)
+    d_x = derived.pop(X).float()
+    found.update(derived)
+    return _OfSlice(d_x, d_shared)
 
 
 def _derive(
@@ -319,10 +379,19 @@ def _shared_experts(
     cfg: MoEConfig, x: Tensor, w1: Tensor, w2: Tensor, gate: Tensor | None
 ) -> Tensor:
     """What the shared experts add to the output of x."""
+    made = _shared_mlps(cfg, x, w1, w2)
+    return made if gate is None else made * _weights_of_shared(x, gate).unsqueeze(1)
+
+
+def _shared_mlps(cfg: MoEConfig, x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     made = torch.zeros_like(x)
     for first, second in zip(w1, w2, strict=True):
         made = made + _activate(cfg, x @ first.T) @ second.T
-    return made if gate is None else made * (x @ gate).sigmoid().unsqueeze(1)
+    return made
+
+
+def _weights_of_shared(x: Tensor, gate: Tensor) -> Tensor:
+    return (x @ gate).sigmoid()
 
 
 def _activate(cfg: MoEConfig, values: Tensor) -> Tensor:

@@ -161,8 +161,8 @@ class Slicing:
 
     @property
     def no_backward(self) -> str:
-        """Why a layer that is cut so has none, behind "has no backward"."""
-        return f" with parallel={self.parallel!r}, but with parallel='expert'"
+        """Why a layer that is cut so has none on a GPU, behind "has no backward"."""
+        return f" on a GPU with parallel={self.parallel!r}, but with parallel='expert'"
 
     @property
     def parallel(self) -> Parallel:

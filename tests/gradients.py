@@ -90,9 +90,12 @@ def gradients_of(
     """What the twin makes of one call of each rank."""
 
     def rank_main(world: World) -> Gradients:
-        layer = weights.layer(world, placement=placement, **slicing.arguments).requires_grad_()
+        output = {} if slicing.everywhere else {"output": "scattered"}
+        layer = weights.layer(world, placement=placement, **slicing.arguments, **output)
         call = leaves_of(calls[world.rank])
-        call(layer).backward(drawn(call, world.rank))
+        mine = slicing.tokens_of(world.rank, len(call.x))
+        d_out = drawn(call, _source(slicing, world.rank))[mine.start : mine.stop]
+        call(layer.requires_grad_()).backward(d_out)
         return found_of(call, layer)
 
     return virtual.run(rank_main, ranks=len(calls), twin=twin, ranks_per_node=ranks_per_node)
@@ -101,7 +104,9 @@ def gradients_of(
 def expected_of(
     weights: Weights, calls: Sequence[Call], slicing: Slicing = WHOLE
 ) -> list[Gradients]:
-    """The same of the float64 reference: experts have all ranks' tokens, all else a rank's own."""
+    """The same of the float64 reference: experts have all ranks' tokens, all else a rank's own. The
+    calls of ranks with the same tokens are equal.
+    """
     ranks = len(calls)
     wholes, parts = (
         {wanted.name: wanted.shape for wanted in weights_of(cfg) if wanted is not None}
@@ -122,20 +127,33 @@ def expected_of(
             Call(leaves["x"], call.ids, leaves.get("topk_weights"))
         )
         if y.requires_grad:  # a call without tokens reads nothing
-            y.backward(drawn(call, rank).double())
+            y.backward(drawn(call, _source(slicing, rank)).double())
         every.append({name: zeros_if_none(leaf) for name, leaf in leaves.items()})
     result = []
+    sources = sorted({_source(slicing, rank) for rank in range(ranks)})
     for rank in range(ranks):
         own = weights.cfg.experts_of(slicing.holder(rank), slicing.holders(ranks))
         of_experts = {}
         for name in OF_EXPERTS:
             if name in every[0]:
-                total = torch.stack([one[name] for one in every]).sum(dim=0)
+                total = torch.stack([every[source][name] for source in sources]).sum(dim=0)
                 halves = weights.cfg.halves if name in ("w1", "b1") else 1
                 mine = slicing.part(total, wholes[name], parts[name], halves, rank)
                 of_experts[name] = mine[own.start : own.stop]
-        result.append(every[rank] | of_experts)
+        of_shared = {
+            name: slicing.part(
+                every[rank][name], wholes[name], parts[name], weights.cfg.halves, rank
+            )
+            for name in ("shared_w1", "shared_w2")
+            if name in every[rank]
+        }
+        result.append(every[rank] | of_experts | of_shared)
     return result
+
+
+def _source(slicing: Slicing, rank: int) -> int:
+    """The first of the ranks that have the same tokens as this one."""
+    return rank - slicing.slice_of(rank) if slicing.sums else rank
 
 
 def zeros_if_none(leaf: Tensor) -> Tensor:

@@ -76,6 +76,10 @@ class GradientTensors(NamedTuple):
     w1, b1, w2 and b2 as in `CallTensors`; tokens and pieces, the numbers; saved, as of `Recording`.
     What is written: d_x, as x; d_topk_weights fp32 [rows, k]; and d_w1, d_b1, d_w2 and d_b2, of
     `Engine.room_for_sums`, or None.
+
+    Where slices are summed (`Slicing.sums`), d_out is of all tokens, and two more are fp32, or
+    None: d_x_added [tokens, H], which is added to this slice's part of d_x; and d_shared [tokens],
+    this slice's gradients of the shared experts' weights, over which their sums are written.
     """
 
     x: torch.Tensor
@@ -95,6 +99,8 @@ class GradientTensors(NamedTuple):
     d_b1: torch.Tensor | None
     d_w2: torch.Tensor | None
     d_b2: torch.Tensor | None
+    d_x_added: torch.Tensor | None = None
+    d_shared: torch.Tensor | None = None
 
 
 class Recording(NamedTuple):
@@ -154,6 +160,10 @@ class Engine(Protocol):
 
     def require_open(self) -> None:
         """Raises `RuntimeError` where no call can be made: the world is closed, or a parent's."""
+
+    @property
+    def slicing(self) -> Slicing:
+        """How the layer's experts are cut."""
 
     def no_backward(self) -> str | None:
         """Why calls have none, in words that follow "has no backward"; None where they have one."""

@@ -179,6 +179,11 @@ class CudaEngine:
         """
         self._holdings.gate.run(lambda: self._forward(tensors))
 
+    @property
+    def slicing(self) -> Slicing:
+        """See `Engine.slicing`."""
+        return self._slicing
+
     def no_backward(self) -> str | None:
         """See `Engine.no_backward`."""
         if self._slicing.cuts:

@@ -51,6 +51,8 @@ def gradient_pieces_of(tensors: GradientTensors, most: int) -> Iterator[Gradient
             tokens=end - first,
             d_x=tensors.d_x[first:end],
             d_topk_weights=tensors.d_topk_weights[first:end],
+            d_x_added=None if tensors.d_x_added is None else tensors.d_x_added[first:end],
+            d_shared=None if tensors.d_shared is None else tensors.d_shared[first:end],
         )
 
 

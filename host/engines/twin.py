@@ -8,6 +8,7 @@ own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy
@@ -92,14 +93,17 @@ def gradient_sizes_of(
     remote: bool = False,
     trace_events: int = 0,
     places: int = 0,
-    rows: Mapping[str, int] | None = None,
+    slicing: Slicing = WHOLE,
 ) -> _runtime.Sizes:
-    """The same of its calls of gradients, which are of routed experts alone."""
+    """The same of its calls of gradients, which are of routed experts alone. Of slices each rank
+    gets all sums.
+    """
     routed = routed_alone(cfg)
     place = (world_size, processors, remote, trace_events, places)
+    rows = dataclasses.replace(slicing, everywhere=True).sizes(cfg)
     plain = sizes_of(routed, *place, rows)
     sent, kept = _twin.gradient_row_bytes(plain, cfg.dtype == torch.bfloat16)
-    return sizes_of(routed, *place, {**(rows or {}), **of_gradients(sent, kept)})
+    return sizes_of(routed, *place, {**rows, **of_gradients(sent, kept)})
 
 
 class TwinEngine:
@@ -186,10 +190,13 @@ class TwinEngine:
         """The layer's config."""
         return self._cfg
 
+    @property
+    def slicing(self) -> Slicing:
+        """See `Engine.slicing`."""
+        return self._slicing
+
     def no_backward(self) -> str | None:
         """See `Engine.no_backward`."""
-        if self._slicing.sums:
-            return self._slicing.no_backward
         if self._slicing.cuts:
             return None
         if self._placement is None or not self._placement.replicated:
@@ -242,18 +249,17 @@ class TwinEngine:
 
     def _make_gradients(self) -> None:
         if self._gradients is None:
-            world = self._world
+            cfg, slicing, world = self._cfg, self._slicing, self._world
             remote = bool(self._sizes.remote)
             places = 0 if self._placement is None else self._placement.most
-            rows = self._slicing.sizes(self._cfg)
-            sizes = gradient_sizes_of(
-                *(self._cfg, world.size, world.processors, remote, world.trace_events, places, rows)
-            )
-            key = (self._cfg, places, self._slicing)
-            self._gradients = self._shared.admit(key, sizes, gradients=True)
+            machine = (world.processors, remote, world.trace_events)
+            sizes = gradient_sizes_of(cfg, self._holders, *machine, places, slicing)
+            key = (cfg, places, slicing)
+            self._gradients = self._shared.admit(key, sizes, gradients=True, slicing=slicing)
 
     def _record(self, tensors: CallTensors) -> Recording:
         checked = self._checked(tensors)
+        self._left = False
         tokens = values.count_tokens(checked.tokens, checked.x.shape[0])
         ids, weights = checked.topk_ids, checked.topk_weights
         chosen: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -289,6 +295,13 @@ class TwinEngine:
             failure = rank.backward(
                 records=records,
                 identity=identity,
+                inputs=self._inputs(
+                    piece.tokens,
+                    x=piece.x,
+                    topk_ids=piece.topk_ids,
+                    topk_weights=piece.topk_weights,
+                    d_out=piece.d_out,
+                ),
                 bfloat16=cfg.dtype == torch.bfloat16,
                 tokens=piece.tokens,
                 pair_limit=cfg.max_tokens if capacity is None else capacity,
@@ -308,6 +321,8 @@ class TwinEngine:
                 d_b1=_address(piece.d_b1),
                 d_w2=_address(piece.d_w2),
                 d_b2=_address(piece.d_b2),
+                d_x_added=_address(piece.d_x_added),
+                d_shared=_address(piece.d_shared),
             )
             self._require_well(failure, identity)
         tensors.d_x[tensors.tokens :].zero_()
@@ -319,21 +334,18 @@ class TwinEngine:
             world = self._world
             raise exception_of(failure, world.rank, identity, world.layer_names, world.group)
 
-    def _inputs(self, tensors: CallTensors, tokens: int) -> int:
-        """What ranks with slices of the same experts compare: a digest of what must be equal."""
+    def _inputs(
+        self, tokens: int, *of_all: torch.Tensor | None, **of_tokens: torch.Tensor | None
+    ) -> int:
+        """What ranks with slices of the same experts compare: a digest of what must be equal, of
+        tensors with a row a token and of others.
+        """
         if not self._slicing.sums:
             return 0
-        given = (tensors.x, tensors.x_scale, tensors.topk_ids, tensors.topk_weights)
-        names = ("x", "x_scale", "topk_ids", "topk_weights")
-        equal = {
-            name: None if tensor is None else tensor[:tokens]
-            for name, tensor in zip(names, given, strict=True)
+        rows = {
+            name: None if tensor is None else tensor[:tokens] for name, tensor in of_tokens.items()
         }
-        if self._left:  # who adds up all rows needs as many of each slice
-            equal["rows"] = torch.tensor(tensors.x.shape[0])
-        for name in ("gate", "selection_bias", "router_bias", "expert_scale"):
-            equal[name] = getattr(tensors, name)
-        return digest(equal)
+        return digest({**rows, **{str(n): tensor for n, tensor in enumerate(of_all)}})
 
     def _stats(self) -> CallStats:
         records = self._live()
@@ -415,7 +427,16 @@ class TwinEngine:
         failure = rank.forward(
             records=records,
             identity=identity,
-            inputs=self._inputs(tensors, tokens),
+            inputs=self._inputs(
+                *(tokens, tensors.gate, tensors.selection_bias),
+                *(tensors.router_bias, tensors.expert_scale),
+                # Who adds up all rows needs as many of each slice.
+                torch.tensor(tensors.x.shape[0]) if self._left else None,
+                x=tensors.x,
+                x_scale=tensors.x_scale,
+                topk_ids=ids,
+                topk_weights=weights,
+            ),
             bfloat16=cfg.dtype == torch.bfloat16,
             tokens=tokens,
             pair_limit=cfg.max_tokens if capacity is None else capacity,

@@ -82,7 +82,7 @@ class Signals {
 
 /// A call of a rank; raises what a signal's handler has raised meanwhile.
 Failure run_call(TwinRank& rank, TwinRecords& records, const Operands& operands, u32 tokens,
-                 u32 pair_limit, u32 identity, u32 inputs = 0) {
+                 u32 pair_limit, u32 identity, u32 inputs) {
   Signals signals;
   std::function<bool()> must_leave;
   if (Signals::come_to_this_thread()) {
@@ -259,16 +259,21 @@ NB_MODULE(_twin, module) {
           "saved_of_source"_a, "leaves_partials"_a)
       .def(
           "backward",
-          [](TwinRank& self, TwinRecords& records, u32 identity, bool bfloat16, u32 tokens,
-             u32 pair_limit, std::uintptr_t x, std::uintptr_t d_out, std::uintptr_t topk_ids,
-             std::uintptr_t topk_weights, std::uintptr_t w1, std::uintptr_t b1, std::uintptr_t w2,
-             std::uintptr_t b2, std::uintptr_t saved, u32 saved_of_source, std::uintptr_t d_x,
-             std::uintptr_t d_topk_weights, std::uintptr_t d_w1, std::uintptr_t d_b1,
-             std::uintptr_t d_w2, std::uintptr_t d_b2) {
-            const GradientOperands gradients{
-                reinterpret_cast<const void*>(d_out), reinterpret_cast<float*>(d_topk_weights),
-                reinterpret_cast<float*>(d_w1),       reinterpret_cast<float*>(d_b1),
-                reinterpret_cast<float*>(d_w2),       reinterpret_cast<float*>(d_b2)};
+          [](TwinRank& self, TwinRecords& records, u32 identity, u32 inputs, bool bfloat16,
+             u32 tokens, u32 pair_limit, std::uintptr_t x, std::uintptr_t d_out,
+             std::uintptr_t topk_ids, std::uintptr_t topk_weights, std::uintptr_t w1,
+             std::uintptr_t b1, std::uintptr_t w2, std::uintptr_t b2, std::uintptr_t saved,
+             u32 saved_of_source, std::uintptr_t d_x, std::uintptr_t d_topk_weights,
+             std::uintptr_t d_w1, std::uintptr_t d_b1, std::uintptr_t d_w2, std::uintptr_t d_b2,
+             std::uintptr_t d_x_added, std::uintptr_t d_shared) {
+            const GradientOperands gradients{reinterpret_cast<const void*>(d_out),
+                                             reinterpret_cast<float*>(d_topk_weights),
+                                             reinterpret_cast<float*>(d_w1),
+                                             reinterpret_cast<float*>(d_b1),
+                                             reinterpret_cast<float*>(d_w2),
+                                             reinterpret_cast<float*>(d_b2),
+                                             reinterpret_cast<const float*>(d_x_added),
+                                             reinterpret_cast<float*>(d_shared)};
             Operands operands{};
             operands.element = bfloat16 ? Element::kBfloat16 : Element::kFloat32;
             operands.x = reinterpret_cast<const void*>(x);
@@ -282,11 +287,12 @@ NB_MODULE(_twin, module) {
             operands.saved = reinterpret_cast<void*>(saved);
             operands.saved_of_source = saved_of_source;
             operands.gradients = &gradients;
-            return run_call(self, records, operands, tokens, pair_limit, identity);
+            return run_call(self, records, operands, tokens, pair_limit, identity, inputs);
           },
-          nb::kw_only(), "records"_a, "identity"_a, "bfloat16"_a, "tokens"_a, "pair_limit"_a, "x"_a,
-          "d_out"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a, "b2"_a, "saved"_a,
-          "saved_of_source"_a, "d_x"_a, "d_topk_weights"_a, "d_w1"_a, "d_b1"_a, "d_w2"_a, "d_b2"_a)
+          nb::kw_only(), "records"_a, "identity"_a, "inputs"_a, "bfloat16"_a, "tokens"_a,
+          "pair_limit"_a, "x"_a, "d_out"_a, "topk_ids"_a, "topk_weights"_a, "w1"_a, "b1"_a, "w2"_a,
+          "b2"_a, "saved"_a, "saved_of_source"_a, "d_x"_a, "d_topk_weights"_a, "d_w1"_a, "d_b1"_a,
+          "d_w2"_a, "d_b2"_a, "d_x_added"_a, "d_shared"_a)
       .def("abort", &TwinRank::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &TwinRank::clear)
       .def_prop_ro("epoch", &TwinRank::epoch);

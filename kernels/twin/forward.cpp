@@ -22,6 +22,7 @@ namespace moeos::twin {
 static_assert(Platform<Machine>);
 static_assert(Kernels<TwinKernels>);
 static_assert(Kernels<GradientKernels>);
+static_assert(SlicedKernels<TwinKernels> && SlicedKernels<GradientKernels>);
 
 namespace {
 

@@ -21,20 +21,24 @@ struct SentChoice {
 
 /// Offsets in bytes. A row is sent as [x][gradient of the output][choices], comes back as
 /// [gradient of x][gradient of the weight], and is kept as [x][gradient of the output][activated
-/// values][gradients before the activation][a product a part][weight].
+/// values][gradients before the activation][a product a part][weight]. What is added up of a token
+/// is [gradient of x][gradient of each choice's weight][gradient of the shared experts' weight], in
+/// fp32: a row of sums over slices has it all.
 struct GradientRows {
   u32 hidden;
   u32 intermediate;
   u32 w1_rows;
   u32 top_k;
-  u32 parts;  // of the first products
-  u32 size;   // of an element
+  u32 choices;  // of a token, which may be fewer than its pairs
+  u32 parts;    // of the first products
+  u32 size;     // of an element
 
   GradientRows(const Geometry& geometry, const LayerShape& shape, Element element)
       : hidden(shape.hidden),
         intermediate(shape.intermediate),
         w1_rows(shape.w1_rows()),
         top_k(geometry.top_k),
+        choices(geometry.choices()),
         parts(geometry.gemm0_parts),
         size(static_cast<u32>(size_of(element))) {}
 
@@ -43,6 +47,9 @@ struct GradientRows {
   u32 sent_bytes() const { return align_up(choices_at() + top_k * u32{sizeof(SentChoice)}, 16U); }
 
   u32 d_weight_at() const { return hidden * size; }
+
+  u32 sums() const { return hidden + choices + 1; }
+  u32 sums_bytes() const { return sums() * u32{sizeof(float)}; }
 
   u32 values_at() const { return 2 * hidden * size; }
   u32 d_hidden_at() const { return values_at() + intermediate * size; }
@@ -65,7 +72,8 @@ struct GradientScratch {
         left(Scratch::allocate(std::size_t{kLeft} * kDepth)),
         right(Scratch::allocate(std::size_t{kDepth} * kRight)),
         products(Scratch::allocate(std::size_t{kLeft} * kRight)),
-        sums(Scratch::allocate(std::size_t{kLeft} * kRight)) {}
+        sums(Scratch::allocate(std::size_t{kLeft} * kRight)),
+        token(Scratch::allocate(GradientRows(geometry, shape, Element::kFloat32).sums())) {}
 
   Scratch::Floats panels;    // packed rows of a tile
   Scratch::Floats results;   // of a part: gate, up, gradient of the activated value
@@ -73,6 +81,7 @@ struct GradientScratch {
   Scratch::Floats right;     // rows of the right one
   Scratch::Floats products;  // of these
   Scratch::Floats sums;      // of all of an expert's rows so far
+  Scratch::Floats token;     // what is added up of one
   std::vector<u32> rows;     // of one expert, in the order in which they are added up
 };
 

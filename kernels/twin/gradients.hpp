@@ -7,7 +7,8 @@
 // again where the forward call has not saved it. Its epilogue makes dH, the gradient of h, and the
 // part <dA, A> of the weight's gradient. The second product is dX = dH * W1, whose rows return to
 // the token's owner. Combine adds them up. No row is multiplied by its weight on the way: the owner
-// does that.
+// does that. Where experts are sliced, a token's sums are added up over slices as its outputs are,
+// and each slice gets them: fp32 in rows that are long enough, so they are rounded once.
 //
 // Satisfies runtime/warp_processor.hpp's Kernels. The gradients of weights come behind the call
 // (weight_gradients.hpp): the first product keeps what they need. May not know: queues, flags, when
@@ -28,6 +29,7 @@
 #include "runtime/platform/twin/platform.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"
+#include "runtime/slices.hpp"
 #include "runtime/task.hpp"
 
 namespace moeos::twin {
@@ -56,6 +58,8 @@ class GradientKernels {
     MOEOS_CHECK(operands.topk_weights != nullptr || call.tokens == 0);
     MOEOS_CHECK(rank.geometry().sent_bytes == rows_.sent_bytes());
     MOEOS_CHECK(rank.geometry().hidden_bytes == rows_.kept_bytes());
+    MOEOS_CHECK(!rank.geometry().sliced() || (rank.geometry().sums_everywhere != 0 &&
+                                              rows_.sums_bytes() <= rank.geometry().row_bytes));
   }
 
   /// The routing is the caller's, so no logits are wrong.
@@ -152,14 +156,12 @@ class GradientKernels {
   void combine(u32 token) {
     const u64 first = u64{token} * shape_.hidden;
     const ConstElements x(operands_.element, operands_.x);
-    float* sum = scratch_.row.get();
-    std::fill(sum, sum + shape_.hidden, 0.0F);
+    float* sum = begin_sums(token);
     for (u32 j = 0; j < rows_.top_k; ++j) {
       const u32 pair = token * rows_.top_k + j;
       const float weight = rank_.memory.pair_weight[pair];
       const u32 pairs = rank_.geometry().pairs_of_choice();
-      float& d_weight = gradients_.d_topk_weights[pair / pairs];
-      d_weight = j % pairs == 0 ? 0.0F : d_weight;
+      float& d_weight = sum[shape_.hidden + j / pairs];
       if (!map_.sent(pair)) {
         // Of a zero expert, whose output is the token; else of nothing.
         const i32 expert = operands_.topk_ids[pair / pairs];
@@ -185,12 +187,61 @@ class GradientKernels {
         d_weight += x[first + n] * d_x[n];
       }
     }
-    store(operands_.element, sum, shape_.hidden,
-          static_cast<u8*>(operands_.out) + first * rows_.size);
+    if (rank_.geometry().sliced()) {
+      std::memcpy(outgoing_partial(rank_, place_of_partial(rank_, call_, token)), sum,
+                  rows_.sums_bytes());
+    } else {
+      write_sums(token, sum);
+    }
+  }
+
+  /// A token's sums over slices, in their order: to what this rank writes and, if they were not its
+  /// owner's, to all others.
+  void add_slices(const Task& task, u32 token) {
+    const Geometry& geometry = rank_.geometry();
+    const Summands summands = summands_of(geometry, task);
+    float* sum = more_.token.get();
+    std::fill(sum, sum + rows_.sums(), 0.0F);
+    for (u32 nth = 0; nth < sums_of(geometry, summands); ++nth) {
+      const float* values = reinterpret_cast<const float*>(
+          rank_.heap + rank_.layout.sum_at(sum_row(rank_, call_, summands, token, nth)));
+      for (u32 n = 0; n < rows_.sums(); ++n) {
+        sum[n] += values[n];
+      }
+    }
+    write_sums(token, sum);
+    for (u32 nth = 1; summands == Summands::slices && nth < geometry.slices; ++nth) {
+      std::memcpy(outgoing_total(rank_, nth, token), sum, rows_.sums_bytes());
+    }
   }
 
  private:
   ConstElements d_out() const { return {operands_.element, gradients_.d_out}; }
+
+  /// What a token's rows are added to (GradientRows::sums); of this processor until the next.
+  float* begin_sums(u32 token) {
+    float* sum = more_.token.get();
+    std::fill(sum, sum + rows_.sums(), 0.0F);
+    if (gradients_.d_x_added != nullptr) {
+      std::memcpy(sum, gradients_.d_x_added + u64{token} * shape_.hidden,
+                  shape_.hidden * sizeof(float));
+    }
+    if (gradients_.d_shared != nullptr) {
+      sum[shape_.hidden + rows_.choices] = gradients_.d_shared[token];
+    }
+    return sum;
+  }
+  /// Over what a slice has added: its sums are there, so that has been read.
+  void write_sums(u32 token, const float* sum) {
+    store(operands_.element, sum, shape_.hidden,
+          static_cast<u8*>(operands_.out) + u64{token} * shape_.hidden * rows_.size);
+    std::memcpy(gradients_.d_topk_weights + u64{token} * rows_.choices, sum + shape_.hidden,
+                rows_.choices * sizeof(float));
+    if (gradients_.d_shared != nullptr) {
+      gradients_.d_shared[token] = sum[shape_.hidden + rows_.choices];
+    }
+  }
+
   u8* kept_row(u32 row) const { return kept_ + u64{row} * rows_.kept_bytes(); }
 
   Weights w1_of(const Task& task, bool depth_first) const {

@@ -21,6 +21,9 @@ struct GradientOperands {
   float* d_b1;            // [X, 2I or I]
   float* d_w2;            // [X, H, I]
   float* d_b2;            // [X, H]
+  const float* d_x_added = nullptr;  // [S, H]: what else is added to the gradient of x; or null
+  float* d_shared = nullptr;  // [S]: this slice's gradients of what weighs the shared experts, of
+                              // which it becomes the sum over slices; or null
 };
 
 /// Addresses of contiguous row-major tensors; null where the call has none.

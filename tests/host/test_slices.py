@@ -397,17 +397,6 @@ def test_a_scattered_call_refuses(name: str) -> None:
         virtual.run(run, 2)
 
 
-def test_there_is_no_backward() -> None:
-    cfg = config(**SIZES)
-
-    def run(world: World) -> None:
-        layer = MoELayer(cfg, world, parallel="tensor")
-        layer(torch.zeros(4, cfg.hidden, requires_grad=True))
-
-    with pytest.raises(RuntimeError, match="with parallel='tensor', but with parallel='expert'"):
-        virtual.run(run, 2)
-
-
 def test_few_of_the_rows_are_tokens() -> None:
     cfg = config(**SIZES)
     weights = draw_weights(cfg)
