@@ -2,6 +2,21 @@
 // What follows from a Combine's end where experts are sliced: its sums are announced to whoever
 // adds them up, or writes them.
 //
+// Memory order, from a row to who reads it, in another rank's memory:
+//  1. The warps of a part have written rows, and this warp has met them. Each of its lanes fences
+//     (order_rows): so what a lane counts or announces below is behind all rows of the part.
+//  2. Parts of other processors count tokens of the same group in one counter, acquire-release on
+//     this device. Who counts the last one has acquired their rows, of which the fences of step 1
+//     are of the system: causality goes on over scopes. It fences again, for these.
+//  3. It raises the group's flag at the owner, whose subscriber polls it, acquires for all lanes
+//  and
+//     publishes to its processors (SumsSubscriber::hand_out).
+// A row is written again in a later call. Its reader has ended its part by then. Where all ranks
+// get totals, the group's total says so, and its order is the one above: reads come before that
+// fence, too. Where owners alone add up, the word of the next call does (SumsSubscriber::tell_all),
+// and the call after it has the row. The end of a kernel orders counts that are relaxed.
+// tests/model/sums.pml has all of this, and what goes wrong without it.
+//
 // May not know: how sums are made, who waits for them.
 #pragma once
 

@@ -113,10 +113,15 @@ READS_NO_RESULT = "assertion violated (result[...]==call)"
 OVERWRITES_PLACE = "assertion violated ((reader[...]==255)||(reader[...]==tile))"  # NONE
 REPLACES_ROW = "assertion violated  !(needed[...])"
 READS_OLD_ROW = "assertion violated (at[...]==(1+row))"
+READS_WRONG_PARTIAL = "assertion violated (seen[...]==epoch[_pid])"
+READS_WRONG_TOTAL = "assertion violated (total_seen[...]==epoch[_pid])"
+OVERWRITES_PARTIAL = "assertion violated  !(needed[...])"
+OVERWRITES_TOTAL = "assertion violated  !(total_needed[...])"
 BEYOND_WINDOW = "assertion violated (...bytes_under_way[...<=1)"
 
 THREE_CALLS = ("RANKS=2", "EPOCHS=3")
 ONCE = ("RANKS=2", "ROWS=2", "ONCE")
+ONE_GROUP = ("RANKS=2", "OWNERS=1", "TOKENS=2")  # of two tokens; rank 1 owns none
 NODES = ("NODE_RANKS=2", "FAILURES=1")  # ranks 0 and 1 are of one node, 2 of another
 
 # The slowest first, because they run beside each other.
@@ -194,6 +199,39 @@ WORLDS = [
     world("a pool of two rows, a processor, parts", "pool", 300_000, "PROCESSORS=1"),
     world("a pool of two rows, four tiles", "pool", 200_000, "TILES=4", "PARTS=1"),
     world("a pool of two rows, three tiles", "pool", 50_000, "PARTS=1"),
+    world(
+        "2 ranks, 2 calls, sums of groups of two tokens, for all",
+        "sums",
+        600_000,
+        *("RANKS=2", "EPOCHS=2", "TOKENS=2", "EVERYWHERE"),
+    ),
+    world(
+        "3 ranks, 2 calls, sums of one owner, for all",
+        "sums",
+        400_000,
+        *("RANKS=3", "EPOCHS=2", "OWNERS=1", "EVERYWHERE"),
+    ),
+    world(
+        "3 ranks, 2 calls, sums of one owner",
+        "sums",
+        250_000,
+        *("RANKS=3", "EPOCHS=2", "OWNERS=1"),
+    ),
+    world("2 ranks, 3 calls, sums for all", "sums", 30_000, "RANKS=2", "EVERYWHERE"),
+    world("2 ranks, 3 calls, sums", "sums", 20_000, "RANKS=2"),
+    world("2 ranks, 3 calls, sums of a group of two tokens", "sums", 12_000, *ONE_GROUP),
+    world(
+        "2 ranks, 3 calls, sums of a group of two tokens, for all",
+        "sums",
+        12_000,
+        *(*ONE_GROUP, "EVERYWHERE"),
+    ),
+    world(
+        "2 ranks, 3 calls, sums of two groups of one owner",
+        "sums",
+        25_000,
+        *("RANKS=2", "OWNERS=1", "GROUPS=2"),
+    ),
     world("2 ranks, rings of two rows", "rings", 100_000),
     world("2 ranks, rings of two rows, two couriers", "rings", 1_000_000, "COURIERS=2", "COARSE"),
     world("3 ranks, two failures", "abort", 400_000, "FAILURES=2"),
@@ -482,6 +520,62 @@ MUTATIONS = [
     ),
     mutation("an echo that waits for a put", "windows", DEADLOCK, "ECHO_WAITS_FOR_ROOM"),
     mutation("an echo forgotten between calls", "windows", DEADLOCK, "ECHO_FORGOTTEN"),
+    mutation(
+        "partial sums flagged without a release",
+        "sums",
+        READS_WRONG_PARTIAL,
+        "PARTIALS_FLAGGED_RELAXED",
+    ),
+    mutation(
+        "partial sums counted relaxed",
+        "sums",
+        READS_WRONG_PARTIAL,
+        *("PARTIALS_COUNTED_RELAXED", *ONE_GROUP),
+    ),
+    mutation(
+        "a group announced by its first token",
+        "sums",
+        READS_WRONG_PARTIAL,
+        *("FIRST_TOKEN_ANNOUNCES", *ONE_GROUP),
+    ),
+    mutation("sums that are not acquired", "sums", READS_WRONG_PARTIAL, "FLAGS_NOT_ACQUIRED"),
+    mutation("partial sums of one slice", "sums", READS_WRONG_PARTIAL, "ONE_SLICE_AWAITED"),
+    mutation("partial sums of any call", "sums", READS_WRONG_PARTIAL, "ANY_CALLS_FLAG"),
+    mutation(
+        "totals flagged without a release",
+        "sums",
+        READS_WRONG_TOTAL,
+        *("TOTALS_FLAGGED_RELAXED", "EVERYWHERE"),
+    ),
+    mutation(
+        "a call that ends when its tokens are combined",
+        "sums",
+        OVERWRITES_PARTIAL,
+        "ENDS_WITHOUT_SUMS",
+    ),
+    mutation(
+        "a call that ends without other owners' totals",
+        "sums",
+        OVERWRITES_TOTAL,
+        *("ENDS_WITHOUT_TOTALS", "EVERYWHERE"),
+    ),
+    mutation(
+        "a call that ends before all slices are heard",
+        "sums",
+        SKEW,
+        *("ENDS_UNHEARD", "OWNERS=1"),
+    ),
+    mutation(
+        "a call that is told before it begins",
+        "sums",
+        SKEW,
+        *("TOLD_BEFORE_THE_CALL", "OWNERS=1"),
+    ),
+    mutation(
+        "one row for partial sums of two calls", "sums", OVERWRITES_PARTIAL, "ONE_ROUND_OF_ROWS"
+    ),
+    mutation("flags of sums in one parity", "sums", DEADLOCK, "FLAGS_IN_ONE_PARITY"),
+    mutation("words of calls in one parity", "sums", DEADLOCK, "WORDS_IN_ONE_PARITY"),
     mutation("an abort told to no peer", "abort", SOMEONE_STAYS, "TOLD_TO_NO_PEER"),
     mutation(
         "an abort told to no peer, under fairness",
