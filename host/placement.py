@@ -213,6 +213,16 @@ def experts_of(
     return cfg.experts_of(rank, world_size) if placement is None else placement.experts_of(rank)
 
 
+def why_no_backward(placement: Placement | None) -> str | None:
+    """Why its layers have no backward, in words that follow "has no backward"; None: they have."""
+    if placement is None or not placement.replicated:
+        return None
+    return (
+        " where several ranks hold an expert, since each would get a part of its gradient: "
+        "make the layer with a placement without replicas"
+    )
+
+
 def differences(first: str, other: str) -> str:
     """What two digests say of experts that lie elsewhere; empty where they are the same."""
     if first == other:

@@ -211,7 +211,8 @@ Sizes make_sizes(const nb::typed<nb::dict, nb::str, nb::int_>& of_geometry,
 }
 
 /// Where the host finds what it reads of a rank on the GPU: byte offsets in its heap, in its
-/// control ("epoch"), in its tables ("pair_expert", "pair_weight") and in a layer's records.
+/// control ("epoch"), in its tables ("pair_expert", "pair_weight", "pair_row") and in a layer's
+/// records.
 nb::dict offsets_of(const Sizes& sizes) {
   const Layout layout(sizes.geometry);
   const RankMemory memory(sizes.geometry, MemoryParts<u8*>{});
@@ -234,6 +235,7 @@ nb::dict offsets_of(const Sizes& sizes) {
   offsets["places"] = offset(memory.places);
   offsets["pair_expert"] = offset(memory.pair_expert);
   offsets["pair_weight"] = offset(memory.pair_weight);
+  offsets["pair_row"] = offset(memory.pair_row);
   return offsets;
 }
 

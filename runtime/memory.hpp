@@ -202,7 +202,8 @@ class RankMemory {
   u32* block_base = nullptr;   // [block][expert]: pairs of the expert in this block, then (last
                                // Route part) before it
   u32* row_pair = nullptr;     // [peer][row in the order of sending]: the pair that it carries
-  u32* pair_row = nullptr;     // [pair]: where its result comes back, as Layout::result counts
+  u32* pair_row = nullptr;     // [pair]: where its result comes back, as Layout::result counts; on
+                               // the GPU, of a pair without a place, its zero expert or kNone
   u32* result_first =
       nullptr;                // [peer]: where the results that it computes begin, if others do too
   u32* token_rows = nullptr;  // [token]: rows that it has sent, where they are not top_k for all

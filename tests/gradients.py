@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeos import MoEConfig, MoELayer, Placement, TwinOptions, World, reference, virtual
+from moeos.placement import experts_of
 from moeos.slicing import WHOLE, Slicing
 from tests.layers import Call, Weights
 from tests.layers import expected_of as weights_of
@@ -102,7 +103,10 @@ def gradients_of(
 
 
 def expected_of(
-    weights: Weights, calls: Sequence[Call], slicing: Slicing = WHOLE
+    weights: Weights,
+    calls: Sequence[Call],
+    slicing: Slicing = WHOLE,
+    placement: Placement | None = None,
 ) -> list[Gradients]:
     """The same of the float64 reference: experts have all ranks' tokens, all else a rank's own. The
     calls of ranks with the same tokens are equal.
@@ -132,14 +136,14 @@ def expected_of(
     result = []
     sources = sorted({_source(slicing, rank) for rank in range(ranks)})
     for rank in range(ranks):
-        own = weights.cfg.experts_of(slicing.holder(rank), slicing.holders(ranks))
+        own = experts_of(weights.cfg, slicing.holder(rank), slicing.holders(ranks), placement)
         of_experts = {}
         for name in OF_EXPERTS:
             if name in every[0]:
                 total = torch.stack([every[source][name] for source in sources]).sum(dim=0)
                 halves = weights.cfg.halves if name in ("w1", "b1") else 1
                 mine = slicing.part(total, wholes[name], parts[name], halves, rank)
-                of_experts[name] = mine[own.start : own.stop]
+                of_experts[name] = mine[list(own)]
         of_shared = {
             name: slicing.part(
                 every[rank][name], wholes[name], parts[name], weights.cfg.halves, rank
@@ -166,11 +170,12 @@ def assert_match(
     found: Sequence[Gradients],
     names: Collection[str] | None = None,
     slicing: Slicing = WHOLE,
+    placement: Placement | None = None,
 ) -> None:
     """`names`: of the gradients that are looked at; None: all."""
     for call in calls:
         assert weights.sure(call).all(), "draw other tokens: fp32 may route one otherwise"
-    every = expected_of(weights, calls, slicing)
+    every = expected_of(weights, calls, slicing, placement)
     for rank, (mine, expected) in enumerate(zip(found, every, strict=True)):
         for name, wanted in expected.items():
             if names is not None and name not in names:

@@ -50,7 +50,7 @@ from moeos.failure import different_calls, exception_of
 from moeos.faults import LayerFaults
 from moeos.jit import Kernel
 from moeos.kernel_shape import KernelShape
-from moeos.placement import Placement, experts_of
+from moeos.placement import Placement, experts_of, why_no_backward
 from moeos.reducing import Reduction
 from moeos.saved_rows import SavedRows, saved_rows
 from moeos.sizes import routed_alone
@@ -188,9 +188,7 @@ class CudaEngine:
         """See `Engine.no_backward`."""
         if self._slicing.cuts:
             return self._slicing.no_backward
-        remote = self._shape.transport != "none"
-        placed = self._placement is not None
-        return cuda_gradients.why_none(self._shape.cfg, placed=placed, remote=remote)
+        return why_no_backward(self._placement)
 
     @property
     def saved_rows(self) -> SavedRows:
@@ -347,7 +345,16 @@ class CudaEngine:
                 self._piece(piece, identity, shares[number])
                 here = min(max(0, rows - number * most), most)
                 tables = self._shared.buffers(self._mine).tables
-                found.append(cuda_gradients.routing_in(tables, self._offsets, here, slots))
+                found.append(
+                    cuda_gradients.routing_in(
+                        tables,
+                        self._offsets,
+                        here,
+                        slots,
+                        zero_experts=self._shape.cfg.zero_experts > 0,
+                        expert_at=self._holdings.expert_at,
+                    )
+                )
                 self._note_more()
         ids, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
         return Recording(ids, weights, tokens, saved)
@@ -630,6 +637,7 @@ class CudaHoldings:
         records, arguments, launch, kernel: as they are made; gone after the end. No kernel on
             virtual ranks but rank 0.
         captured: whether a call of the layer is part of a graph, which may be replayed.
+        expert_at: see `cuda_records.experts_at`; None where no table says where experts lie.
         gradients: what calls of gradients have; None before the first one is asked for.
         saving: what forward calls have that save rows for them; None likewise, and in a layer whose
             calls save nothing.
@@ -649,6 +657,7 @@ class CudaHoldings:
     ) -> None:
         self.gate = shared.gate
         self.captured = False
+        self.expert_at: torch.Tensor | None = None
         self.gradients: CudaGradients | None = None
         self.saving: CudaSaving | None = None
         self._shared = shared
@@ -669,6 +678,7 @@ class CudaHoldings:
         """Says where experts lie, on the current stream."""
         self._placement = placement
         cuda_records.write_table(self.records, self._offsets, placement)
+        self.expert_at = cuda_records.experts_at(placement, self.records.device)
 
     def interrupt(self, reason: str) -> None:
         """The workspace ends the call."""

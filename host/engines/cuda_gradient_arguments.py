@@ -36,8 +36,8 @@ _MAPS = (
 _SAVED = struct.Struct("<QI")  # saved, saved_of_source
 SAVING_RECORD_BYTES = RECORD_BYTES + MAP_ALIGNMENT
 """Of one rank's record of a forward call that saves, and of the begin of every other here."""
-# d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2, blocks
-_CALL = struct.Struct("<7QI")
+# d_out, d_x, d_topk_weights, d_w1, d_w2, d_b1, d_b2; blocks, experts
+_CALL = struct.Struct("<7Q2I")
 _CALL_AT = SAVING_RECORD_BYTES + len(_MAPS) * MAP_BYTES
 GRADIENT_RECORD_BYTES = -(-(_CALL_AT + _CALL.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 """Of one rank's record; a launch of virtual ranks is given one for each, in rank order."""
@@ -159,7 +159,7 @@ class GradientPacker:
             self._weights = weights
         written = (t.d_out, t.d_x, t.d_topk_weights, t.d_w1, t.d_w2, t.d_b1, t.d_b2)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in written]
-        _CALL.pack_into(self._bytes, _CALL_AT, *addresses, self._blocks)
+        _CALL.pack_into(self._bytes, _CALL_AT, *addresses, self._blocks, len(t.w1))
 
     def _pack_weights(self, w1: Tensor, w2: Tensor) -> None:
         cfg, packer = self._cfg, self._of_rank

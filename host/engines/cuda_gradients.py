@@ -12,25 +12,10 @@ import torch
 from torch import Tensor
 
 from moeos import _runtime
-from moeos.config import MoEConfig
 from moeos.engines.base import GradientTensors
 from moeos.engines.cuda_gradient_arguments import GradientPacker, SavingPacker
 from moeos.engines.cuda_kernel import Launch, LoadedKernel
 from moeos.kernel_shape import KernelShape
-
-
-def why_none(cfg: MoEConfig, *, placed: bool, remote: bool) -> str | None:
-    """What of a layer has no gradients on the GPU yet, in words that follow "has no backward"."""
-    rest = "on the GPU, but on the twin alone (moeos.init(backend='twin'))"
-    if cfg.zero_experts > 0:
-        return f" of layers with zero_experts {rest}"
-    if cfg.apply_router_weight_on_input:
-        return f" of layers with apply_router_weight_on_input {rest}"
-    if placed:
-        return f" of layers with a placement {rest}"
-    if remote:
-        return f" where a peer is not reached by direct stores {rest}"
-    return None
 
 
 class CudaSaving:
@@ -116,15 +101,34 @@ def add_weights(tensors: GradientTensors, piece: GradientTensors) -> None:
 
 
 def routing_in(
-    tables: Tensor, offsets: dict[str, int], rows: int, slots: int
+    tables: Tensor,
+    offsets: dict[str, int],
+    rows: int,
+    slots: int,
+    *,
+    zero_experts: bool,
+    expert_at: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Copies of the routing that the last call of a shape has left in its tables."""
-    found = []
-    for name, dtype in (("pair_expert", torch.int32), ("pair_weight", torch.float32)):
+    """Copies of the routing that the last call of a shape has left in its tables.
+
+    `zero_experts`: whether a pair without a place may have one of these, which the tables name
+    where another pair's row would lie. `expert_at`: int32, of each place its expert; None: a place
+    has its expert's number.
+    """
+
+    def of_call(name: str, dtype: torch.dtype) -> Tensor:
         begin = offsets[name]
-        of_call = tables[begin : begin + rows * slots * dtype.itemsize]
-        found.append(of_call.view(dtype).view(rows, slots).clone())
-    return found[0], found[1]
+        return tables[begin : begin + rows * slots * dtype.itemsize].view(dtype).view(rows, slots)
+
+    places, weights = of_call("pair_expert", torch.int32), of_call("pair_weight", torch.float32)
+    ids = places
+    if expert_at is not None:
+        # Of tokens that a call does not have the tables may say anything.
+        ids = expert_at[places.clamp(0, len(expert_at) - 1)]
+    if zero_experts or expert_at is not None:
+        unplaced = of_call("pair_row", torch.int32) if zero_experts else -1
+        ids = torch.where(places >= 0, ids, unplaced)
+    return ids.clone() if ids is places else ids, weights.clone()
 
 
 def sizes_agree(forward: _runtime.Sizes, gradients: _runtime.Sizes) -> bool:

@@ -175,6 +175,15 @@ def write_table(records: Tensor, offsets: dict[str, int], placement: Placement) 
         _words(records, offsets[name], len(words)).copy_(words)
 
 
+def experts_at(placement: Placement, device: torch.device) -> Tensor:
+    """int32 [places of all ranks]: of each place its expert; -1 of one without."""
+    made = [-1] * (placement.world_size * placement.most)
+    for rank, own in enumerate(placement.ranks):
+        first = rank * placement.most
+        made[first : first + len(own)] = own
+    return torch.tensor(made, dtype=torch.int32).to(device)
+
+
 def _starts(records: Tensor, offset: int, shape: KernelShape) -> Tensor:
     """int32 [P, X + 1]: of each rank, where each place's rows start, and the last one's end."""
     starts = shape.local_experts + 1

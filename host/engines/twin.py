@@ -24,7 +24,7 @@ from moeos.engines.twin_workspace import TwinShape, TwinWorkspace
 from moeos.failure import exception_of
 from moeos.faults import LayerFaults
 from moeos.formats import exponent_value
-from moeos.placement import Placement, experts_of
+from moeos.placement import Placement, experts_of, why_no_backward
 from moeos.reducing import Reduction
 from moeos.saved_rows import SavedRows, saved_rows
 from moeos.sizes import layer_sizes, of_gradients, parts, routed_alone, shared_cut
@@ -199,12 +199,7 @@ class TwinEngine:
         """See `Engine.no_backward`."""
         if self._slicing.cuts:
             return None
-        if self._placement is None or not self._placement.replicated:
-            return None
-        return (
-            " where several ranks hold an expert, since each would get a part of its gradient: "
-            "make the layer with a placement without replicas"
-        )
+        return why_no_backward(self._placement)
 
     @property
     def saved_rows(self) -> SavedRows:

@@ -11,6 +11,7 @@
 #include "kernels/sm90/gradient_arguments.cuh"
 #include "kernels/sm90/ptx/decode.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
+#include "kernels/sm90/routing_rules.cuh"
 #include "runtime/planted.hpp"
 #include "runtime/row_tasks.hpp"
 #include "runtime/slices.hpp"
@@ -58,19 +59,29 @@ struct Unsent {
 static_assert(sizeof(Unsent) <= sizeof(Stage));
 inline Unsent& unsent_of(Stage& stage) { return *reinterpret_cast<Unsent*>(&stage); }
 
-/// In place of a row: the token itself, whose pair is with a zero expert.
+/// In place of a row: the token itself, whose pair is with a zero expert; of gradients that of its
+/// output.
 inline constexpr u32 kOwnRow = kNone - 1;
+inline const u8* own_row(const RankArguments& arguments, u32 token) {
+  const u8* const rows = kGradients ? of_gradients(arguments).d_out : arguments.x_rows;
+  return rows + u64{token} * kOutputBytes;
+}
+/// Whether a row has been multiplied by its weight when it is back: as a token before it was sent,
+/// or as gradients where they were made. A weight on the input multiplies gradients of that here.
+inline constexpr bool kWeighedRows = kShape.weight_on_input != kGradients;
 /// What a pair adds to its token's sum. `row`: where its row lies, or kNone: it was not sent.
 inline PairRow summand_of(const Rank<Machine>& rank, u32 pair, u32 row) {
   const float weight = rank.memory.pair_weight[pair];
-  if constexpr (kShape.weight_on_input || kGradients) {
-    return {row, 1.0F};  // it has been multiplied by its weight
+  if constexpr (kGradients && kShape.zero_experts > 0) {
+    if (row == kNone && has_zero_expert(rank.memory, pair)) {
+      return {kOwnRow, weight};
+    }
   } else if constexpr (kShape.zero_experts > 0) {
     // Pairs beyond a capacity have an expert, and unused slots no weight.
     const bool zero = rank.memory.pair_expert[pair] == kNone && weight != 0.0F;
-    return {row == kNone && zero ? kOwnRow : row, weight};
+    return {row == kNone && zero ? kOwnRow : row, kWeighedRows ? 1.0F : weight};
   }
-  return {row, weight};
+  return {row, kWeighedRows ? 1.0F : weight};
 }
 
 /// What the shared experts add to it. Their rows follow the others, but of codes: then a token's
@@ -237,7 +248,7 @@ inline void load_tokens(const RankArguments& arguments, const Rank<Machine>& ran
       const u8* from =
           rank.heap + (of_slices ? rank.layout.sum_at(row) : result_at(rank.layout, nth, row));
       if (kShape.zero_experts > 0 && row == kOwnRow) {
-        from = arguments.x_rows + u64{slot.rows.token[piece / kPieces]} * kOutputBytes;
+        from = own_row(arguments, slot.rows.token[piece / kPieces]);
       }
       u8* const to = reinterpret_cast<u8*>(&loader.stage()) + lane * kPlaceBytes;
       if (coded) {
@@ -303,7 +314,7 @@ inline uint4 unsent_output(const RankArguments& arguments, u32 token, u32 byte) 
       weight += memory.pair_expert[pair] == kNone ? memory.pair_weight[pair] : 0.0F;
     }
     if (weight != 0.0F) {
-      add_weighted(sum, weight, arguments.x_rows + u64{token} * kOutputBytes + byte);
+      add_weighted(sum, weight, own_row(arguments, token) + byte);
     }
   }
   if constexpr (kShares) {
@@ -343,6 +354,43 @@ inline void store_sum(const RankArguments& arguments, const Task& task, const Co
   *output_at(arguments, rows.token[nth], byte) = sum;
 }
 
+/// Whether gradients of some weights are made where the token is: the products of x and what its
+/// weight multiplies, or of x and gradients of what was sent in its place.
+inline constexpr bool kMultipliesTokens =
+    kGradients && (kShape.zero_experts > 0 || kShape.weight_on_input);
+
+/// Writes the gradient of a pair's weight: <x, row>. By a warp.
+inline void multiply_token(const RankArguments& arguments, u32 token, u32 nth, const u8* row) {
+  const auto* const one =
+      reinterpret_cast<const u32*>(arguments.x_rows + u64{token} * kOutputBytes);
+  const auto* const other = reinterpret_cast<const u32*>(row);
+  float sum = 0.0F;
+#pragma unroll 1
+  for (u32 i = Machine::lane(); i < kOutputBytes / sizeof(u32); i += Machine::kLanes) {
+    sum += Element::low(one[i]) * Element::low(other[i]) +
+           Element::high(one[i]) * Element::high(other[i]);
+  }
+  sum = sum_of_lanes(sum);
+  if (Machine::lane() == 0) {
+    of_gradients(arguments).d_topk_weights[u64{token} * kGeometry.top_k + nth] = sum;
+  }
+}
+
+/// The consumers' side of a call of gradients, of weights of zero experts that a token without rows
+/// has.
+inline void multiply_unsent(const RankArguments& arguments, const Unsent& list) {
+  const RankMemory memory = rank_memory(arguments);
+  const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
+#pragma unroll 1
+  for (u32 i = warp; i < list.count * kGeometry.top_k; i += kConsumerWarps) {
+    const u32 token = list.token[i / kGeometry.top_k];
+    const u32 nth = i % kGeometry.top_k;
+    if (has_zero_expert(memory, token * kGeometry.top_k + nth)) {
+      multiply_token(arguments, token, nth, own_row(arguments, token));
+    }
+  }
+}
+
 /// The consumers' side, of tokens that have no rows.
 inline void write_unsent(const RankArguments& arguments, const Call& call, Shared& shared,
                          RingPosition<kStages>& stage) {
@@ -355,18 +403,38 @@ inline void write_unsent(const RankArguments& arguments, const Call& call, Share
     const u32 byte = i % kVectors * kVectorBytes;
     *unsent_at(arguments, call, token, byte) = unsent_output(arguments, token, byte);
   }
+  if constexpr (kMultipliesTokens) {
+    multiply_unsent(arguments, list);
+  }
   release_read_stage(shared, stage.index);
   stage.advance();
 }
 
-/// The consumers' side of a call of gradients: what is behind each row is its weight's.
+/// The consumers' side of a call of gradients: what is behind each row is its weight's, if that
+/// multiplied what the expert made.
 inline void take_weight_gradients(const RankArguments& arguments, const Task& task,
                                   const CombineRows& rows) {
   const Layout layout(kGeometry, arguments.place);
+  if constexpr (kMultipliesTokens) {
+    const u32 warp = threadIdx.x / 32 - kFirstConsumerWarp;
+#pragma unroll 1
+    for (u32 i = warp; i < task.rows * kGeometry.top_k; i += kConsumerWarps) {
+      const u32 row = rows.row[i].row;
+      const u32 token = rows.token[i / kGeometry.top_k];
+      if (row == kOwnRow) {
+        multiply_token(arguments, token, i % kGeometry.top_k, own_row(arguments, token));
+      } else if (kShape.weight_on_input && row != kNone) {
+        multiply_token(arguments, token, i % kGeometry.top_k, arguments.heap + layout.result(row));
+      }
+    }
+  }
+  if constexpr (kShape.weight_on_input) {
+    return;
+  }
   for (u32 i = threadIdx.x - kFirstConsumerWarp * 32; i < task.rows * kGeometry.top_k;
        i += kConsumerThreads) {
     const u32 row = rows.row[i].row;
-    if (row != kNone) {
+    if (row != kNone && !(kMultipliesTokens && row == kOwnRow)) {
       const u32 token = rows.token[i / kGeometry.top_k];
       of_gradients(arguments).d_topk_weights[u64{token} * kGeometry.top_k + i % kGeometry.top_k] =
           *reinterpret_cast<const float*>(arguments.heap + layout.result(row) + kDWeightAt);

@@ -57,6 +57,9 @@ inline void copy_given_routing(const RankArguments& arguments, const RankMemory&
     const u32 expert = wrong || id < 0 ? kNone : static_cast<u32>(id);
     const bool weighed = !kWeighsGiven || arguments.topk_weights != nullptr;
     memory.pair_expert[pair] = weighed ? place_of(arguments, memory, pair, expert) : expert;
+    if constexpr (kShape.zero_experts > 0) {
+      note_placeless(memory, pair, place_of(arguments, memory, pair, expert), expert);
+    }
     if (kGeometry.plans_itself() && told != 0) {
       tell_choice<Machine>(memory, told, pair, place_of(arguments, memory, pair, expert));
     }

@@ -38,7 +38,8 @@ struct GradientArguments : SavingArguments {
   u8* d_w2;
   u8* d_b1;
   u8* d_b2;
-  u32 blocks;  // of the launch that makes them
+  u32 blocks;   // of the launch that makes them
+  u32 experts;  // of this rank: a table of places may give it fewer than there are places
 };
 
 inline const GradientArguments& of_gradients(const RankArguments& arguments) {

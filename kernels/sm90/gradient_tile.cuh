@@ -72,9 +72,12 @@ inline float sum_of_row(float value) {
   return value + __shfl_xor_sync(~0U, value, 2U);
 }
 
-/// What a row's own expert weighs.
+/// What a row's own expert weighs; 1 where the token has been multiplied before it was sent.
 inline float weight_of_row(const GradientArguments& arguments, const Task& task,
                            const GradientRow& row) {
+  if constexpr (kShape.weight_on_input) {
+    return 1.0F;
+  }
   const u32 expert = kGeometry.first_expert(arguments.rank) + task.local_expert;
   float weight = 0.0F;
   for (u32 j = Machine::lane() % 4; row.there && j < kGeometry.top_k; j += 4) {

@@ -93,9 +93,9 @@ inline void choose_experts(const float (&d)[kRouteSums], Logits& logits,
 }
 
 /// Whether Route multiplies: not when the caller has routed. Where the gate may weigh a caller's
-/// ids, there always are ids.
+/// ids, there always are ids. A call of gradients has the forward call's routing.
 inline bool gate_routes(const RankArguments& arguments) {
-  return (kWeighsGiven ? arguments.topk_weights : arguments.topk_ids) == nullptr;
+  return !kGradients && (kWeighsGiven ? arguments.topk_weights : arguments.topk_ids) == nullptr;
 }
 
 /// Route: slices of a block's products, and all the rest of it by whoever has the last ones. By all

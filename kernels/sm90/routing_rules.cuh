@@ -38,6 +38,21 @@ inline u32 place_of(const RankArguments& arguments, const RankMemory& memory, u3
   return real_expert(expert);
 }
 
+/// Notes which zero expert a pair has, or that it has none, where a pair with a place has its row:
+/// no row of this one comes back. For who looks at the routing behind the call, and for gradients.
+inline void note_placeless(const RankMemory& memory, u32 pair, u32 place, u32 expert) {
+  if constexpr (kShape.zero_experts > 0) {
+    if (place == kNone) {
+      memory.pair_row[pair] = expert;
+    }
+  }
+}
+/// Whether that is a zero expert.
+inline bool has_zero_expert(const RankMemory& memory, u32 pair) {
+  return kShape.zero_experts > 0 && memory.pair_expert[pair] == kNone &&
+         memory.pair_row[pair] != kNone;
+}
+
 /// A number in the order of floats, of both zeros the same; kChosen is below that of every float.
 inline u32 ordered(float value) {
   const u32 bits = __builtin_bit_cast(u32, value + 0.0F);
@@ -231,7 +246,9 @@ class Token {
       if constexpr (kExpertScale) {
         factor *= arguments.expert_scale[expert];
       }
-      memory.pair_expert[pair] = place_of(arguments, memory, pair, expert);
+      const u32 place = place_of(arguments, memory, pair, expert);
+      memory.pair_expert[pair] = place;
+      note_placeless(memory, pair, place, expert);
       memory.pair_weight[pair] = weight * factor;
     }
   }

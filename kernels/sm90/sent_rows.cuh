@@ -34,6 +34,19 @@ inline void read_eight(const u8* from, float (&values)[8]) {
   }
 }
 
+/// Eight elements of a token, times its weight.
+inline uint4 weighed_vector(const RankArguments& arguments, const RankMemory& memory, u32 token,
+                            u32 vector) {
+  constexpr u32 kVectors = kOutputBytes / sizeof(uint4);
+  float values[8];
+  read_eight(arguments.x_rows + (u64{token} * kVectors + vector) * sizeof(uint4), values);
+  const float weight = weight_on_input(memory, token);
+  const auto pair = [&](u32 k) {
+    return Element::pack(weight * values[k], weight * values[k + 1]);
+  };
+  return make_uint4(pair(0), pair(2), pair(4), pair(6));
+}
+
 /// Multiplies the tokens of a block by their weights.
 inline void weigh_rows(const RankArguments& arguments, const RankMemory& memory, u32 first,
                        u32 end) {
@@ -42,14 +55,8 @@ inline void weigh_rows(const RankArguments& arguments, const RankMemory& memory,
   for (u32 i = threadIdx.x % kConsumerThreads; i < (end - first) * kVectors;
        i += kConsumerThreads) {
     const u32 token = first + i / kVectors;
-    const u64 at = u64{token} * kGeometry.row_bytes + i % kVectors * sizeof(uint4);
-    float values[8];
-    read_eight(arguments.x_rows + at, values);
-    const float weight = weight_on_input(memory, token);
-    const auto pair = [&](u32 k) {
-      return Element::pack(weight * values[k], weight * values[k + 1]);
-    };
-    *reinterpret_cast<uint4*>(arguments.out + at) = make_uint4(pair(0), pair(2), pair(4), pair(6));
+    reinterpret_cast<uint4*>(arguments.out)[u64{first} * kVectors + i] =
+        weighed_vector(arguments, memory, token, i % kVectors);
   }
 }
 
@@ -123,7 +130,9 @@ inline void join_rows(const RankArguments& arguments, const RankMemory& memory, 
     const u32 token = first + i / kVectors;
     const u32 vector = i % kVectors;
     uint4 value;
-    if (vector < 2 * kOfX) {
+    if (kShape.weight_on_input && vector < kOfX) {
+      value = weighed_vector(arguments, memory, token, vector);
+    } else if (vector < 2 * kOfX) {
       value = (vector < kOfX ? x : d_out)[u64{token} * kOfX + vector % kOfX];
     } else {
       const auto choice = [&](u32 j) {

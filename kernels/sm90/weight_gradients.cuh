@@ -54,10 +54,6 @@ struct GradientTile {
   }
 };
 
-inline u32 experts_here(const GradientArguments& arguments) {
-  return kGeometry.first_expert(arguments.rank + 1) - kGeometry.first_expert(arguments.rank);
-}
-
 /// A source's rows of an expert: where the first lies among kept rows, and among those of `inputs`.
 struct SourceRows {
   u32 count;
@@ -89,7 +85,7 @@ inline u32 steps_of_expert(const GradientArguments& arguments, u32 expert) {
 /// Calls visit(tile) for each tile that is this block's.
 template <class Visit>
 inline void for_each_gradient(const GradientArguments& arguments, Visit visit) {
-  const u32 all = experts_here(arguments) * GradientTile::each_of(arguments);
+  const u32 all = arguments.experts * GradientTile::each_of(arguments);
   for (u32 number = blockIdx.x; number < all; number += arguments.blocks) {
     visit(GradientTile(arguments, number));
   }
@@ -258,7 +254,7 @@ inline void add_biases(const GradientArguments& arguments) {
     return Element::low(reinterpret_cast<const u16*>(row)[column]);
   };
   const Layout layout(kGeometry, arguments.place);
-  for (u32 expert = blockIdx.x; expert < experts_here(arguments); expert += arguments.blocks) {
+  for (u32 expert = blockIdx.x; expert < arguments.experts; expert += arguments.blocks) {
     const u32 first = threadIdx.x % kConsumerThreads;
     for (u32 n = first; arguments.d_b1 != nullptr && n < kShape.w1_rows(); n += kConsumerThreads) {
       const u32 half = n / kShape.intermediate;

@@ -37,6 +37,7 @@ struct RankTensors {
   const u8* d_out;
   u8 *d_x, *d_topk_weights, *d_w1, *d_w2, *d_b1, *d_b2;
   u8* saved;
+  u64 experts;
   u64 saved_of_source;
   u64 rows;
   u64 any_ids;
@@ -159,7 +160,7 @@ GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank,
   static_cast<RankArguments&>(a) = rank_arguments_of(t, peers, rank, deadline_ns);
   place_saved(a, t);
   const Layout layout(kGeometry, a.place);
-  const u64 experts = kGeometry.first_expert(rank + 1) - kGeometry.first_expert(rank);
+  const u64 experts = t.experts;
   const u32 columns = 2 * kShape.hidden;
   GradientMaps& maps = a.gradients;
   for (u32 box = 0; box < kCellBoxes; ++box) {
@@ -184,6 +185,7 @@ GradientArguments arguments_of(const RankTensors& t, u8* const* peers, u32 rank,
   a.d_b1 = t.d_b1;
   a.d_b2 = t.d_b2;
   a.blocks = kGradientBlocks;
+  a.experts = static_cast<u32>(t.experts);
   return a;
 }
 #else
@@ -259,13 +261,15 @@ int emulated_call(const RankTensors* ranks, u64 launches, u64 apart_ns, u64 seed
   // Of each rank, as it counts its peers: from the first with its slice on (Rank::everywhere).
   std::vector<u8*> heaps[kVirtualRanks];
   for (u32 rank = 0; rank < kVirtualRanks; ++rank) {
+    // Behind them: where puts go. With remote peers each rank is a node.
     for (u32 peer = 0; peer < 2 * kVirtualRanks; ++peer) {
       u32 number = peer;
       if constexpr (kSliced) {
         number = peer % kGeometry.world * kGeometry.slices +
                  (rank + peer / kGeometry.world) % kGeometry.slices;
       }
-      heaps[rank].push_back(ranks[number % kVirtualRanks].heap);
+      const bool remote = kGeometry.remote != 0 && peer < kVirtualRanks && peer != rank;
+      heaps[rank].push_back(remote ? nullptr : ranks[number % kVirtualRanks].heap);
     }
   }
   const auto arguments = std::make_unique<Launch[]>(launches);

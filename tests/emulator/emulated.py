@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moeos import MoEConfig, Placement, _runtime, jit
 from moeos.counters import CallStats
-from moeos.engines import cuda_records
+from moeos.engines import cuda_gradients, cuda_records
 from moeos.kernel_shape import KernelShape
 from moeos.shared_heap import SharedHeap
 from moeos.slicing import WHOLE, Slicing
@@ -121,6 +121,7 @@ def build(
     gradients: bool = False,
     saves: bool = False,
     slicing: Slicing = WHOLE,
+    remote: bool = False,
 ) -> Path:
     """Compiles the kernel of `ranks` virtual ranks; the shared library in `folder`.
 
@@ -130,7 +131,7 @@ def build(
     `places`: of a rank, where a table says which experts they have.
     `gradients`: the kernel of calls of gradients. `saves`: the kernel that saves rows, or finds
     them saved.
-    `slicing`: how experts are cut.
+    `slicing`: how experts are cut. `remote`: each rank reaches all others by puts.
     """
     shape = KernelShape(
         cfg=slicing.cut(cfg),
@@ -139,6 +140,7 @@ def build(
         virtual_ranks=ranks,
         places=places,
         slicing=slicing,
+        transport="mapped" if remote else "none",
         faults=faults,
         gradients=gradients,
         saves=saves,
@@ -362,8 +364,9 @@ class EmulatedLayer:
             tensor = tensors.get(name)
             assert tensor is None or tensor.is_contiguous()
             record.append(0 if tensor is None else tensor.data_ptr())
-        record += [self.saved_of_source, len(call.x), int(self.any_ids), int(self.leaves_partials)]
-        return [*record, self.identities[rank], *self._place]
+        record += [len(w.w1), self.saved_of_source, len(call.x), int(self.any_ids)]
+        record += [int(self.leaves_partials), self.identities[rank]]
+        return [*record, *self._place]
 
     def _of_gradients(self, rank: int, call: Call) -> dict[str, Tensor | None]:
         """The tensors of a call of gradients besides."""
@@ -371,16 +374,30 @@ class EmulatedLayer:
 
     def stats(self, rank: int, processors: int) -> CallStats:
         """What a rank counted in the last call; `processors`: that the kernel was built with."""
-        shape = KernelShape(
+        shape = self._shape(processors)
+        return cuda_records.stats_of(
+            rank, self._records[rank], shape.sizes.offsets, shape, self._placement
+        )
+
+    def routing(self, rank: int, processors: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """How the last call of a rank routed, as a call that keeps a gradient finds it."""
+        cfg, placed, offsets = self._weights.cfg, None, self._shape(processors).sizes.offsets
+        if self._placement is not None:
+            placed = cuda_records.experts_at(self._placement, torch.device("cpu"))
+        zero = cfg.zero_experts > 0
+        tables = self._tables[rank]
+        return cuda_gradients.routing_in(
+            tables, offsets, tokens, cfg.slots, zero_experts=zero, expert_at=placed
+        )
+
+    def _shape(self, processors: int) -> KernelShape:
+        return KernelShape(
             cfg=self._slicing.cut(self._weights.cfg),
             world_size=self._slicing.place(0, self._ranks)[1],
             processors=processors,
             virtual_ranks=self._ranks,
             slicing=self._slicing,
             places=0 if self._placement is None else self._placement.most,
-        )
-        return cuda_records.stats_of(
-            rank, self._records[rank], shape.sizes.offsets, shape, self._placement
         )
 
     def _with_names(self, said: str) -> str:

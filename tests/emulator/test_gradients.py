@@ -13,18 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, _runtime
+from moeos import MoEConfig, Placement, _runtime
 from moeos.kernel_shape import KernelShape
+from moeos.placement import experts_of
 from tests.emulator.emulated import EmulatedLayer, build
 from tests.gradients import FAR_LIMIT, OF_EXPERTS, Gradients, assert_match, drawn
-from tests.layers import PREFERENCES, Call, Weights, config, draw_given_call, draw_weights
+from tests.layers import PREFERENCES, Call, config, draw_given_call, draw_weights
 from tests.nightly import all_but
 
 PROCESSORS = 3
 PATIENCE = 40
 
+_ON_INPUT = {
+    "apply_router_weight_on_input": True,
+    "top_k": 1,
+    "scoring": "sigmoid",
+    "renormalize": False,
+}
 _SMALL: dict[str, Any] = {"dtype": torch.bfloat16, "max_tokens": 300}
-LAYERS: dict[str, tuple[dict[str, Any], int]] = {
+LAYERS: dict[str, tuple[dict[str, Any], int | Placement]] = {
     "gated, parts that are not whole": ({"hidden": 96, "intermediate": 160}, 1),
     "gated, whole parts, experts that no token chooses": (
         {"hidden": 256, "intermediate": 128, "experts": 24},
@@ -46,18 +53,34 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
         },
         1,
     ),
-    "two ranks, a capacity, gelu": (
+    "a capacity, experts anywhere, zero experts, gelu": (
         {
             "activation": "gelu",
             "hidden": 64,
             "intermediate": 64,
             "capacity_factor": 1.0,
             "row_map": "capacity",
+            "zero_experts": 3,
+            "top_k": 3,
         },
-        2,
+        Placement([[6, 1, 3], [0, 7, 4, 2, 5]]),  # type: ignore[arg-type]
     ),
+    "weights on inputs": ({"hidden": 64, "intermediate": 64, "bias": True, **_ON_INPUT}, 2),
+    "weights on inputs, one rank, zero experts": (
+        {"hidden": 96, "intermediate": 64, "zero_experts": 2, **_ON_INPUT},
+        1,
+    ),
+    "experts anywhere, a rank without one": (
+        {"hidden": 96, "intermediate": 64, "bias": True},
+        Placement([[4, 0, 6, 2], [], [1, 7, 3, 5]]),  # type: ignore[arg-type]
+    ),
+    "two nodes, biases": ({"hidden": 64, "intermediate": 40, "bias": True}, 2),
     "three ranks, biases": ({"hidden": 64, "intermediate": 72, "bias": True}, 3),
 }
+
+
+REMOTE = ("two nodes, biases",)
+"""Of these: each rank reaches the others by puts."""
 
 
 class EmulatedGradients(EmulatedLayer):
@@ -67,8 +90,11 @@ class EmulatedGradients(EmulatedLayer):
         found: of each rank, what the last call made.
     """
 
-    def __init__(self, library: Path, weights: Weights, ranks: int, sizes: _runtime.Sizes) -> None:
-        super().__init__(library, weights, ranks, patience=PATIENCE)
+    def __init__(
+        self, library: Path, cfg: MoEConfig, where: int | Placement, sizes: _runtime.Sizes
+    ) -> None:
+        weights, (ranks, placement) = draw_weights(cfg), parted(where)
+        super().__init__(library, weights, ranks, patience=PATIENCE, placement=placement)
         self._sizes = sizes
         self.found: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
         for heap, between in zip(self._heaps, self._between, strict=True):
@@ -77,7 +103,7 @@ class EmulatedGradients(EmulatedLayer):
 
     def _of_gradients(self, rank: int, call: Call) -> dict[str, Tensor | None]:
         cfg = self._weights.cfg
-        mine = self._weights.of_rank(rank, self._ranks)
+        mine = self._weights.of_rank(rank, self._ranks, self._placement)
         parts = {
             f"d_{name}": torch.full_like(part, torch.nan)
             for name in OF_EXPERTS
@@ -99,12 +125,45 @@ class EmulatedGradients(EmulatedLayer):
         ]
 
 
-def made(cfg: MoEConfig, ranks: int, folder: Path, *, saves: bool = False) -> EmulatedGradients:
+def parted(where: int | Placement) -> tuple[int, Placement | None]:
+    """How many ranks there are, and where experts lie, unless in order."""
+    return (where.world_size, where) if isinstance(where, Placement) else (where, None)
+
+
+def places_of(where: int | Placement) -> int:
+    """The most experts of a rank, where a table says which."""
+    return where.most if isinstance(where, Placement) else 0
+
+
+def made(
+    cfg: MoEConfig,
+    where: int | Placement,
+    folder: Path,
+    *,
+    saves: bool = False,
+    remote: bool = False,
+) -> EmulatedGradients:
+    ranks, places = parted(where)[0], places_of(where)
     shape = KernelShape(
-        cfg=cfg, world_size=ranks, processors=PROCESSORS, virtual_ranks=ranks, gradients=True
+        cfg=cfg,
+        world_size=ranks,
+        processors=PROCESSORS,
+        virtual_ranks=ranks,
+        transport="mapped" if remote else "none",
+        places=places,
+        gradients=True,
     )
-    library = build(cfg, ranks, PROCESSORS, folder, gradients=True, saves=saves)
-    return EmulatedGradients(library, draw_weights(cfg), ranks, shape.sizes)
+    library = build(
+        cfg,
+        ranks,
+        PROCESSORS,
+        folder,
+        places=places,
+        gradients=True,
+        saves=saves,
+        remote=remote,
+    )
+    return EmulatedGradients(library, cfg, where, shape.sizes)
 
 
 def draw(
@@ -121,28 +180,29 @@ def check(emulated: EmulatedGradients, calls: Sequence[Call], seed: int) -> None
     weights = emulated._weights
     found = emulated.gradients(calls, seed)
     wanted = {"x", "topk_weights", *OF_EXPERTS}
-    assert_match(weights, calls, found, wanted)
+    assert_match(weights, calls, found, wanted, placement=emulated._placement)
 
 
 IN_EVERY_RUN = (
     "float16, biases, a limit, parts that are not whole",
-    "two ranks, a capacity, gelu",
+    "a capacity, experts anywhere, zero experts, gelu",
+    "weights on inputs",
 )
 """Each activation's kind and each type, with biases and without, of one rank and of two."""
 
 
 @pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
 def test_gradients_are_the_references(name: str, tmp_path: Path) -> None:
-    changes, ranks = LAYERS[name]
-    cfg = config(**{**_SMALL, **changes})
-    emulated = made(cfg, ranks, tmp_path)
+    changes, where = LAYERS[name]
+    cfg, ranks = config(**{**_SMALL, **changes}), parted(where)[0]
+    emulated = made(cfg, where, tmp_path, remote=name in REMOTE)
     for number, count in enumerate((200, 3, 64, 0)):
         calls = draw(cfg, [max(0, count - 7 * rank) for rank in range(ranks)], 10 * number)
         check(emulated, calls, 10 * number)
     check(emulated, draw(cfg, [150] * ranks, 90, PREFERENCES["one-expert"]), 90)
 
 
-def rows_sent(cfg: MoEConfig, call: Call, experts: range) -> int:
+def rows_sent(cfg: MoEConfig, call: Call, experts: Sequence[int]) -> int:
     """Of a call to the rank that has these experts."""
     assert call.ids is not None
     most = cfg.capacity(len(call.x))
@@ -153,23 +213,30 @@ def rows_sent(cfg: MoEConfig, call: Call, experts: range) -> int:
 SAVED = (
     "gated, parts that are not whole",
     "biases, no gate values",
-    "two ranks, a capacity, gelu",
+    "a capacity, experts anywhere, zero experts, gelu",
 )
 """Likewise. One has parts of 128 columns, of which I is no multiple, and one has the capacity map,
-in which rows of a cell are not those in the order of sending."""
+in which rows of a cell are not those in the order of sending. There tokens also have zero experts,
+and pairs that are dropped, of which these must be told apart."""
 
 
 @pytest.mark.parametrize("name", all_but(SAVED, LAYERS))
 def test_what_a_forward_call_saves_is_found(name: str, tmp_path: Path) -> None:
-    changes, ranks = LAYERS[name]
+    changes, where = LAYERS[name]
+    ranks, placement = parted(where)
     limit = {"swiglu_limit": FAR_LIMIT} if "swiglu_limit" in changes else {}
     cfg = config(**{**_SMALL, **changes, **limit, "save": "preactivation"})
     folders = tmp_path / "forward", tmp_path / "backward"
     for folder in folders:
         folder.mkdir()
-    library = build(cfg, ranks, PROCESSORS, folders[0], saves=True)
-    forward = EmulatedLayer(library, draw_weights(cfg), ranks, patience=PATIENCE)
-    backward = made(cfg, ranks, folders[1], saves=True)
+    remote = name in REMOTE
+    library = build(
+        cfg, ranks, PROCESSORS, folders[0], places=places_of(where), saves=True, remote=remote
+    )
+    forward = EmulatedLayer(
+        library, draw_weights(cfg), ranks, patience=PATIENCE, placement=placement
+    )
+    backward = made(cfg, where, folders[1], saves=True, remote=remote)
     every = cfg.max_tokens * cfg.slots
     one_expert = PREFERENCES["one-expert"]
     cases = ((200, every, None), (3, every, None), (64, 21, None), (150, 133, one_expert))
@@ -181,7 +248,7 @@ def test_what_a_forward_call_saves_is_found(name: str, tmp_path: Path) -> None:
         forward(calls, number)
         for rank, saved in enumerate(forward.saved):
             assert saved is not None
-            experts = cfg.experts_of(rank, ranks)
+            experts = experts_of(cfg, rank, ranks, placement)
             sent = [min(of_source, rows_sent(cfg, call, experts)) for call in calls]
             finite = torch.arange(of_source) < torch.tensor(sent)[:, None]
             assert torch.equal(saved.isfinite().all(dim=2), finite)

@@ -8,16 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from moeos import Placement
+from moeos import Placement, reference
 from tests.emulator.emulated import EmulatedLayer, build
-from tests.layers import assert_matches, config, draw_call, draw_given_call, draw_weights
+from tests.layers import (
+    Call,
+    Weights,
+    assert_matches,
+    config,
+    draw_call,
+    draw_given_call,
+    draw_weights,
+)
 from tests.nightly import all_but
 
 PROCESSORS = 3
 COPIES = Placement([[6, 1, 3, 0], [0, 8, 4, 1], [7, 2, 5, 0]])  # type: ignore[arg-type]
 LAYERS: dict[str, tuple[dict[str, Any], Placement]] = {
-    "replicas": ({}, COPIES),
+    "replicas, zero experts": ({"zero_experts": 3, "top_k": 4}, COPIES),
     "zero experts, groups": (
         {"zero_experts": 3, "top_k": 4},
         Placement([[4, 0, 8, 2], [], [1, 7, 6, 3, 5]]),  # type: ignore[arg-type]
@@ -30,7 +39,20 @@ LAYERS: dict[str, tuple[dict[str, Any], Placement]] = {
     ),
 }
 """Of a config, what is not usual."""
-IN_EVERY_RUN = ("replicas",)
+IN_EVERY_RUN = ("replicas, zero experts",)
+
+
+def assert_routing_is_told(weights: Weights, call: Call, ids: Tensor, factors: Tensor) -> None:
+    """A call that keeps a gradient learns experts, not places, and which zero experts."""
+    if call.ids is None:
+        routed, sure = weights.routed(call), weights.sure(call)
+        assert torch.equal(ids[sure].long(), routed.ids[sure])
+        assert reference.relative_error(factors[sure], routed.weights[sure]) < 1e-2
+    else:
+        assert call.weights is not None
+        assert torch.equal(ids.long(), call.ids)
+        used = ids >= 0
+        assert torch.equal(factors[used], call.weights[used])
 
 
 @pytest.mark.parametrize("name", all_but(IN_EVERY_RUN, LAYERS))
@@ -53,6 +75,8 @@ def test_outputs_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
         ]
         for call, y in zip(calls, emulated(calls, number), strict=True):
             assert_matches(weights, call, y, f"call {number}")
+        for rank, call in enumerate(calls):
+            assert_routing_is_told(weights, call, *emulated.routing(rank, PROCESSORS, len(call.x)))
         stats = [emulated.stats(rank, PROCESSORS) for rank in range(ranks)]
         for rank, of in enumerate(stats):
             assert len(of.expert_pairs) == len(placement.ranks[rank])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from moeos import MoEConfig, World, kernel_shape, reference, virtual
+from moeos import MoEConfig, Placement, World, kernel_shape, reference, virtual
 from moeos.engines.base import CallStats, CallTensors
 from moeos.engines.cuda import CAPABILITY, CudaEngine
 from moeos.jit import compile_kernel
@@ -49,13 +49,15 @@ _REDRAWS = 20
 class Case:
     """A layer, how many virtual ranks run it, and how many of them make a node.
 
-    `faults`: its kernel is the one that does what fault plans say.
+    `faults`: its kernel is the one that does what fault plans say. `placement`: where experts lie,
+    unless in order.
     """
 
     ranks: int
     cfg: MoEConfig
     ranks_per_node: int | None = None
     faults: bool = False
+    placement: Placement | None = None
 
 
 def _case(ranks: int, **changes: object) -> Case:
@@ -209,6 +211,7 @@ def shape_of(case: Case, blocks: int) -> KernelShape:
         virtual_ranks=case.ranks,
         transport="none" if case.ranks_per_node is None else "mapped",
         faults=case.faults,
+        places=0 if case.placement is None else case.placement.most,
     )
 
 

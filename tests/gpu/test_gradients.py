@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeos import MoEConfig, World, virtual
+from moeos import MoEConfig, Placement, World, virtual
 from tests.gpu.cases import (
     DEADLINE,
     Case,
@@ -43,6 +43,12 @@ _SIZES: dict[str, Any] = {
     "top_k": 4,
     "max_tokens": 300,
 }
+_ON_INPUT = {
+    "apply_router_weight_on_input": True,
+    "top_k": 1,
+    "scoring": "sigmoid",
+    "renormalize": False,
+}
 LAYERS: dict[str, tuple[dict[str, Any], int]] = {
     "gated": ({}, 1),
     "gated, parts that are not whole, biases": (
@@ -60,7 +66,22 @@ LAYERS: dict[str, tuple[dict[str, Any], int]] = {
     "two ranks": ({}, 2),
     "three ranks, uneven, biases": ({"bias": True, "activation": "relu2"}, 3),
     "a capacity": ({"capacity_factor": 1.0, "row_map": "capacity"}, 2),
+    "zero experts": ({"zero_experts": 6}, 1),
+    "weights on inputs, biases": ({"bias": True, **_ON_INPUT}, 2),
+    "weights on inputs, zero experts": ({"zero_experts": 3, **_ON_INPUT}, 1),
+    "experts anywhere, a rank without one": ({}, 3),
+    "experts anywhere, a capacity, zero experts": ({"zero_experts": 4, "capacity_factor": 1.0}, 2),
+    "two nodes, biases": ({"bias": True}, 2),
 }
+PLACED = {
+    "experts anywhere, a rank without one": Placement(
+        [[9, 0, 14, 3, 7, 1], [], [15, 2, 4, 5, 6, 8, 10, 11, 12, 13]]  # type: ignore[arg-type]
+    ),
+    "experts anywhere, a capacity, zero experts": Placement(
+        [[15, 0, 14, 3, 7], [1, 2, 4, 5, 6, 8, 9, 10, 11, 12, 13]]  # type: ignore[arg-type]
+    ),
+}
+RANKS_PER_NODE = {"two nodes, biases": 1}
 
 
 def case_of(name: str, **saving: object) -> Case:
@@ -68,7 +89,9 @@ def case_of(name: str, **saving: object) -> Case:
     changes, ranks = LAYERS[name]
     if saving.get("save") == "preactivation" and "swiglu_limit" in changes:
         saving = {**saving, "swiglu_limit": FAR_LIMIT}
-    return Case(ranks, config(**{**_SIZES, **changes, **saving}))
+    cfg = config(**{**_SIZES, **changes, **saving})
+    nodes, placement = RANKS_PER_NODE.get(name), PLACED.get(name)
+    return Case(ranks, cfg, ranks_per_node=nodes, placement=placement)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,7 +106,7 @@ def gradients_of(case: Case, weights: Weights, calls: Sequence[Sequence[Call]]) 
     """What calls [rank][call] have, [rank][call], on the CPU."""
 
     def rank_main(world: World) -> list[Gradients]:
-        layer = weights.layer(world).requires_grad_()
+        layer = weights.layer(world, placement=case.placement).requires_grad_()
         made = []
         for call in calls[world.rank]:
             layer.zero_grad()
@@ -94,7 +117,13 @@ def gradients_of(case: Case, weights: Weights, calls: Sequence[Sequence[Call]]) 
         layer.check()
         return made
 
-    return virtual.run(rank_main, ranks=case.ranks, backend="cuda", deadline=DEADLINE)
+    return virtual.run(
+        rank_main,
+        ranks=case.ranks,
+        backend="cuda",
+        deadline=DEADLINE,
+        ranks_per_node=case.ranks_per_node,
+    )
 
 
 def check(case: Case, counts: Sequence[int]) -> None:
@@ -114,7 +143,8 @@ def check(case: Case, counts: Sequence[int]) -> None:
     found = gradients_of(case, weights, calls)
     for number in range(len(calls[0])):
         mine = [calls[rank][number] for rank in range(case.ranks)]
-        assert_match(weights, mine, [found[rank][number] for rank in range(case.ranks)])
+        its = [found[rank][number] for rank in range(case.ranks)]
+        assert_match(weights, mine, its, placement=case.placement)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -172,12 +202,35 @@ def test_shared_experts() -> None:
 
 
 def test_what_has_none_says_so() -> None:
-    cfg = config(**_SIZES, zero_experts=2)
+    cfg = config(**{**_SIZES, "experts": 4, "top_k": 2})
     weights = draw_weights(cfg)
+    copies = Placement([[0, 1, 2], [2, 3, 0]])  # type: ignore[arg-type]
 
     def rank_main(world: World) -> None:
-        layer = weights.layer(world).requires_grad_()
-        with pytest.raises(RuntimeError, match="no backward of layers with zero_experts"):
+        layer = weights.layer(world, placement=copies).requires_grad_()
+        with pytest.raises(RuntimeError, match="no backward where several ranks hold an expert"):
             layer(draw_call(cfg, 8, 0).x.cuda())
 
-    virtual.run(rank_main, ranks=1, backend="cuda", deadline=DEADLINE)
+    virtual.run(rank_main, ranks=2, backend="cuda", deadline=DEADLINE)
+
+
+def test_experts_that_move_take_their_gradients_along() -> None:
+    """A call behind a `replace` learns experts, not the places that they had."""
+    cfg = config(**_SIZES, zero_experts=2)
+    weights = draw_weights(cfg, seed=1)
+    first = Placement([range(8), range(8, 16)])  # type: ignore[arg-type]
+    then = Placement([range(0, 16, 2), range(1, 16, 2)])  # type: ignore[arg-type]
+    calls = [draw_routed_call(weights, 100, rank) for rank in range(2)]
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world, placement=first).requires_grad_()
+        for placement in (None, then):
+            if placement is not None:
+                layer.replace(placement)
+            layer.zero_grad()
+            there = leaves_of(call_on_gpu(calls[world.rank]))
+            there(layer).backward(drawn(calls[world.rank], world.rank).cuda())
+        return {name: gradient.cpu() for name, gradient in found_of(there, layer).items()}
+
+    found = virtual.run(rank_main, ranks=2, backend="cuda", deadline=DEADLINE)
+    assert_match(weights, calls, found, placement=then)

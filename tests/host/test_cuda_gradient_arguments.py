@@ -92,7 +92,10 @@ def test_maps_and_addresses_lie_where_the_kernel_reads_them(
     ]
     named = (tensors.d_out, tensors.d_x, tensors.d_topk_weights, tensors.d_w1, tensors.d_w2)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in named]
-    assert words[len(_MAPS) * MAP_WORDS :][:8].tolist() == [*addresses, 0, 0, BLOCKS]
+    assert words[len(_MAPS) * MAP_WORDS :][:8].tolist() == [
+        *addresses,
+        *(0, 0, BLOCKS | CFG.experts << 32),
+    ]
 
 
 def test_a_forward_call_that_saves_is_told_where_behind_all_else(

@@ -2,6 +2,8 @@
 // The emulator's machine, in place of runtime/platform/cuda/platform.hpp: all accesses are ordered.
 #pragma once
 
+#include <cstring>
+
 #include "runtime/base.hpp"
 #include "runtime/platform/concept.hpp"
 #include "tests/emulator/cuda.hpp"
@@ -18,8 +20,8 @@ class Machine {
  public:
   static constexpr u32 kLanes = 32;
   static constexpr bool kRemotePeers = Transport::kExists;
-  static constexpr u32 kSenders = 0;
-  static constexpr u32 kReturnsSubscribers = 4;
+  static constexpr u32 kSenders = kRemotePeers ? 8 : 0;
+  static constexpr u32 kReturnsSubscribers = kRemotePeers ? 1 : 4;
   static constexpr bool has_faults() { return false; }
 
   explicit Machine(u8* const* peers) : peers_(peers) {}
@@ -129,10 +131,28 @@ class Machine {
   static void rest(u32&) {}
 
   u8* peer(u32 rank) const { return peers_[rank]; }
-  void put(u32, u64, const void*, u64) const {}
-  void put_signal(u32, u64, const void*, u64, u64, SignalOp, u32) const {}
-  void put_word(u32, u64, u64) const {}
-  void add_word(u32, u64, u32) const {}
+  /// Puts are stores of one lane, which all others wait for; the next turn is another actor's.
+  void put(u32 rank, u64 offset, const void* source, u64 bytes) const {
+    sync_lanes();
+    if (lane() == 0) {
+      std::memcpy(peers_[kWorld + rank] + offset, source, bytes);
+    }
+    sync_lanes();
+  }
+  void put_signal(u32 rank, u64 offset, const void* source, u64 bytes, u64 signal, SignalOp op,
+                  u32 value) const {
+    put(rank, offset, source, bytes);
+    if (lane() == 0) {
+      u32& word = *reinterpret_cast<u32*>(peers_[kWorld + rank] + signal);
+      word = op == SignalOp::set ? value : word + value;
+    }
+  }
+  void put_word(u32 rank, u64 offset, u64 value) const {
+    *reinterpret_cast<u64*>(peers_[kWorld + rank] + offset) = value;
+  }
+  void add_word(u32 rank, u64 offset, u32 value) const {
+    *reinterpret_cast<u32*>(peers_[kWorld + rank] + offset) += value;
+  }
   void order_puts() const {}
 
  private:
