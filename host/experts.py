@@ -268,7 +268,7 @@ class Experts:
             if at_once and holder is None:
                 wrappers.warn_of_averaged(self, own)
             with_main = tuple(main_grads.found(dict(zip(call_checks.OWN, own, strict=True))))
-            if at_once or with_main or not isinstance(self.engine, TwinEngine):
+            if at_once or with_main:
                 call_checks.check_memory(rows, routing, own)
                 asked = gradients.How(
                     *(self.engine, cfg, ids, tokens, caller.any_ids, pieces, with_main)

@@ -22,7 +22,6 @@ from torch._compile import _disable_dynamo
 from torch._higher_order_ops import effects
 
 from moeos import call_checks, custom_op, gradients
-from moeos.engines.twin import TwinEngine
 from moeos.gradients import How, Kept
 
 _NAMES = ("x", "topk_weights", *call_checks.WEIGHTS, *call_checks.ROUTER, *call_checks.SHARED)
@@ -59,6 +58,10 @@ def call(
     y: Tensor = record(order, key, x, *routing, *own, **how)[0]
     return y
 
+
+_OF_COUNT = torch.device("cpu")
+"""Where the number of tokens lies between a call and its backward, whatever the layer's device: the
+host reads it in the backward, and must not wait for a GPU there."""
 
 _last: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 """By the mode under which AOTAutograd traces a graph: what its last `moeos::backward` returned."""
@@ -151,7 +154,7 @@ def _run(order: Tensor, key: Tensor, x: Tensor, *others: Any, **how: Any) -> tup
         tensor.clone() if any(tensor is one for one in (ids, weights)) else tensor
         for tensor in (recording.topk_ids, recording.topk_weights)
     )
-    count = torch.tensor([recording.tokens], dtype=torch.int32)
+    count = torch.tensor([recording.tokens], dtype=torch.int32, device=_OF_COUNT)
     return out, kept_ids, kept_weights, count, recording.saved
 
 
@@ -200,7 +203,6 @@ def _how(
     any_ids: bool = False,
 ) -> How:
     engine = custom_op.engine_of(key)
-    assert isinstance(engine, TwinEngine)  # else there is no backward
     return How(engine, engine.cfg, ids, tokens, any_ids, pieces)
 
 
@@ -216,7 +218,7 @@ def _describe(
         torch.empty_like(x),
         x.new_empty(slots, dtype=torch.int32),
         x.new_empty(slots, dtype=torch.float32),
-        x.new_empty(1, dtype=torch.int32),
+        x.new_empty(1, dtype=torch.int32, device=_OF_COUNT),
         x.new_empty((asked.saved_rows, w1.shape[1])),
     )
 
@@ -244,9 +246,9 @@ def _describe_backward(
     )
 
 
-# Of the twin alone: calls on a GPU break the graph (Experts.run).
-custom_op.library.impl("record", _run, "CPU")
-custom_op.library.impl("backward", _run_backward, "CPU")
+for _device in ("CPU", "CUDA"):
+    custom_op.library.impl("record", _run, _device)
+    custom_op.library.impl("backward", _run_backward, _device)
 custom_op.library.impl("record", _differentiate, "Autograd")
 torch.library.register_fake("moeos::record", _describe, lib=custom_op.library)
 torch.library.register_fake("moeos::backward", _describe_backward, lib=custom_op.library)

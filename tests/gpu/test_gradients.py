@@ -201,6 +201,27 @@ def test_shared_experts() -> None:
     assert_match(weights, [call], found)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_model_has_the_gradients_of_the_model_in_one_graph(backend: str) -> None:
+    cfg = config(**_SIZES, bias=True)
+    weights = draw_weights(cfg)
+    call = draw_routed_call(weights, 200, 5)
+
+    def rank_main(world: World) -> Gradients:
+        layer = weights.layer(world).requires_grad_()
+        there = leaves_of(Call(call.x.cuda()))
+        compiled = torch.compile(lambda x: 1.0 * layer(x), fullgraph=True, backend=backend)
+        for _ in range(2):
+            layer.zero_grad()
+            there.x.grad = None
+            compiled(there.x).backward(drawn(call, 0).cuda())
+        return {name: gradient.cpu() for name, gradient in found_of(there, layer).items()}
+
+    torch._dynamo.reset()
+    found = virtual.run(rank_main, ranks=1, backend="cuda", deadline=DEADLINE)
+    assert_match(weights, [call], found)
+
+
 def test_what_has_none_says_so() -> None:
     cfg = config(**{**_SIZES, "experts": 4, "top_k": 2})
     weights = draw_weights(cfg)

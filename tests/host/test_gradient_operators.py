@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeos import MoELayer, World, gradient_operators, reference, virtual
+from moeos import MoELayer, World, call_checks, gradient_operators, reference, virtual
 from moeos.engines.base import CallTensors, GradientTensors, Recording
 from moeos.engines.twin import TwinEngine
 from tests.layers import config, draw_call, draw_given_call, draw_weights
@@ -280,6 +281,22 @@ def test_a_second_derivative_of_a_graph_is_refused() -> None:
             torch.autograd.grad(y, x, create_graph=True)
 
     virtual.run(rank_main, ranks=1)
+
+
+def test_a_backward_on_a_gpu_need_not_wait_for_a_number_of_tokens() -> None:
+    """Of a graph on a GPU that number alone lies where the host reads it."""
+    with FakeTensorMode():
+        device = torch.device("cuda", 0)
+        order, key = (torch.empty(1, dtype=d, device=device) for d in (torch.int32, torch.int64))
+        x = torch.empty(5, CFG.hidden, device=device)
+        w1 = torch.empty(CFG.experts, CFG.w1_rows, CFG.hidden, device=device)
+        w2 = torch.empty(CFG.experts, CFG.hidden, CFG.intermediate, device=device)
+        own = (w1, None, w2, *(None,) * (len(call_checks.OWN) - 3))
+        y, ids, weights, tokens, saved = gradient_operators.record(
+            *(order, key, x, None, None, None, *own), slots=CFG.slots, saved_rows=3
+        )
+    assert {one.device for one in (y, ids, weights, saved)} == {device}
+    assert tokens.device == torch.device("cpu")
 
 
 @saves
