@@ -292,9 +292,9 @@ class ArrivalsSubscriber {
                          : align_up(ceil_div(2 * geometry.processors, geometry.gemm0_parts), kWave);
     const bool swapped = MOEOS_PLANTED(second_gemms_come_first);
     for (u32 first = begin; first < end + lag; first += kWave) {
-      hand_out_wave(swapped ? TaskKind::gemm1 : TaskKind::gemm0, first);
+      hand_out_wave(product_kind(swapped ? 1 : 0), first);
       if (first >= begin + lag) {
-        hand_out_wave(swapped ? TaskKind::gemm0 : TaskKind::gemm1, first - lag);
+        hand_out_wave(product_kind(swapped ? 0 : 1), first - lag);
       }
     }
   }
@@ -307,14 +307,13 @@ class ArrivalsSubscriber {
     if (first >= tiles) {
       return;
     }
-    const u32 in_halves = kind == TaskKind::gemm1 ? geometry.tiles_in_halves(tiles) : 0;
+    const u32 in_halves = kind == kSecondProduct.kind ? geometry.tiles_in_halves(tiles) : 0;
     const u32 left = minimum(tiles - first, kWave);
     const u32 tile = first + minimum(P::lane(), left - 1);
     const bool narrow = rank_.os->tile_facts[tile].narrow();
     const bool half_width = !narrow && tile + in_halves >= tiles;
     const ReadyWord word(call_.epoch, kind, tile, 0);
-    const u32 parts = kind == TaskKind::gemm0 ? geometry.gemm0_parts_of(narrow)
-                                              : geometry.gemm1_parts_of(narrow || half_width);
+    const u32 parts = parts_of(geometry, kind, narrow || half_width);
     const u32 ends = P::inclusive_scan(P::lane() < left ? parts : 0);
     const u32 expert = rank_.os->tile_facts[tile].local_expert();
     const u32 together = P::alike(P::lane() < left ? expert << 1 | (half_width ? 1U : 0U) : kNone);
@@ -409,18 +408,18 @@ class ArrivalsSubscriber {
     while (posted_ < planned) {
       const u32 tiles = minimum(planned - posted_, P::kLanes);
       // By whichever lane planned it.
-      const u32 parts =
-          P::lane() < tiles
-              ? rank_.geometry().gemm0_parts_of(rank_.os->tile_facts[posted_ + P::lane()].narrow())
-              : 0;
+      const u32 parts = P::lane() < tiles
+                            ? parts_of(rank_.geometry(), kFirstProduct.kind,
+                                       rank_.os->tile_facts[posted_ + P::lane()].narrow())
+                            : 0;
       const u32 handed = hand_out_first(parts, tiles, wanted);
       if (P::lane() >= handed && P::lane() < tiles) {
         const u32 slot = in_mailbox_ + P::lane() - handed;
-        const MailboxView mailbox = rank_.memory.mailbox(TaskKind::gemm0);
+        const MailboxView mailbox = rank_.memory.mailbox(kFirstProduct.kind);
         MOEOS_CHECK(slot < mailbox.capacity);
         P::template publish<Scope::device>(
             &mailbox.words[slot],
-            ReadyWord(call_.epoch, TaskKind::gemm0, posted_ + P::lane(), parts).sealed());
+            ReadyWord(call_.epoch, kFirstProduct.kind, posted_ + P::lane(), parts).sealed());
       }
       note_first_tile();
       in_mailbox_ += tiles - handed;
@@ -438,8 +437,9 @@ class ArrivalsSubscriber {
     const u32 handed = rank_.geometry().large_experts != 0 ? 0 : P::count(P::ballot(fits));
     wanted = handed < tiles ? 0 : wanted - P::broadcast(ends, handed - 1);
     if (handed > 0) {
-      hand_out(ReadyWord(call_.epoch, TaskKind::gemm0, posted_ + minimum(P::lane(), tiles - 1), 0),
-               parts, ends, handed, 0);
+      hand_out(
+          ReadyWord(call_.epoch, kFirstProduct.kind, posted_ + minimum(P::lane(), tiles - 1), 0),
+          parts, ends, handed, 0);
     }
     return handed;
   }

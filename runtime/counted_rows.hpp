@@ -94,7 +94,7 @@ class OneSourceRows {
     }
     tokens = P::exclusive_or(tokens);  // of no two lanes the same bits
     if (P::lane() == 0) {
-      task.in_place = 1;
+      task.from = RowsIn::listed_tokens;
       task.tokens = tokens;
     }
     P::sync_lanes();

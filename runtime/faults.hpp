@@ -88,7 +88,7 @@ bool is_held_back(const Rank<P>& rank, Stage stage) {
 inline u64 result_bytes_to(const Geometry& geometry, const Task& task, u32 peer) {
   u64 rows = 0;
 #pragma unroll 1
-  for (u32 s = 0; task.kind == TaskKind::gemm1 && s < task.segment_count; ++s) {
+  for (u32 s = 0; product_of(geometry, task).sink == Sink::owners && s < task.segment_count; ++s) {
     rows += task.segments[s].source == peer ? task.segments[s].rows : 0;
   }
   return rows * geometry.returned_bytes / task.parts;

@@ -31,15 +31,15 @@ class Inputs {
   template <class Found>
   Inputs(const Rank<P>& rank, const Call& call, const RoutingMap& map, const Task& task,
          Found found) {
-    if (task.kind == TaskKind::gemm0) {
-      find_rows(rank, call, task);
-    } else if (task.kind == TaskKind::gemm1) {
+    if (!is_product(task.kind)) {
+      find_results(rank, map, task, found);
+    } else if (awaits_of(task.from) == Awaits::product) {
       for (u32 i = 0; i < kOfALane; ++i) {
         word_[i] = &rank.memory.gemm0_parts_done[task.tile];
         wanted_[i] = first_parts_of(rank.geometry(), task);
       }
     } else {
-      find_results(rank, map, task, found);
+      find_rows(rank, call, task);
     }
   }
 

@@ -24,33 +24,33 @@ constexpr u32 known_parts(const Geometry& geometry, const Call& call) {
 /// The word of part `number` of the shared experts.
 constexpr ReadyWord shared_word(const Geometry& geometry, const Call& call, u32 number) {
   const bool narrow = geometry.narrow_shared(call.tokens);
-  const u32 firsts = geometry.shared_tiles(call.tokens) * geometry.shared0_parts_of(narrow);
+  const u32 firsts =
+      geometry.shared_tiles(call.tokens) * parts_of(geometry, kSharedFirstProduct, narrow);
   const auto part = [&](TaskKind kind, u32 nth, u32 of_tile) {
     return ReadyWord(call.epoch, kind, geometry.tiles_max() + nth / of_tile, nth % of_tile);
   };
   // Of each kind apart, so that a compiler that knows the geometry divides by a constant.
   if (number < firsts) {
-    return narrow ? part(TaskKind::gemm0, number, geometry.shared0_narrow_parts)
-                  : part(TaskKind::gemm0, number, geometry.shared0_parts);
+    return narrow ? part(kSharedFirstProduct.kind, number, geometry.shared0_narrow_parts)
+                  : part(kSharedFirstProduct.kind, number, geometry.shared0_parts);
   }
-  return narrow ? part(TaskKind::gemm1, number - firsts, geometry.gemm1_narrow_parts)
-                : part(TaskKind::gemm1, number - firsts, geometry.gemm1_parts);
+  return narrow ? part(kSharedSecondProduct.kind, number - firsts, geometry.gemm1_narrow_parts)
+                : part(kSharedSecondProduct.kind, number - firsts, geometry.gemm1_parts);
 }
 
 /// And its descriptor, on rank `rank`: a tile of tokens that follow each other.
 constexpr Task shared_task(const Geometry& geometry, const Call& call, u32 rank, ReadyWord word) {
   const bool narrow = geometry.narrow_shared(call.tokens);
-  const bool first = word.kind() == TaskKind::gemm0;
+  const Product product = product_of(word.kind(), true);
   const u32 token = (word.task() - geometry.tiles_max()) * geometry.tile_rows;
   const u32 rows = minimum(geometry.tile_rows, call.tokens - token);
   Task task{};
   describe_tile(task, geometry, call.epoch, shared_expert(geometry), word.task(), 1, rows,
                 align_up(rows, Geometry::kSegmentAlign), token, narrow);
-  task.kind = word.kind();
-  task.parts =
-      static_cast<u16>(first ? geometry.shared0_parts_of(narrow) : geometry.gemm1_parts_of(narrow));
+  task.kind = product.kind;
+  task.parts = static_cast<u16>(parts_of(geometry, product, narrow));
   task.awaits = 1;
-  task.in_place = first ? 1 : 0;
+  task.from = product.rows;
   task.segments[0] = {token, static_cast<u16>(rank), static_cast<u16>(rows)};
   return task;
 }

@@ -16,18 +16,18 @@
 
 namespace moeos {
 
-/// Posts a Gemm1, from any processor, in the next slot that no other has taken. `task`: its tile's
-/// descriptor.
+/// Posts a product that follows another one, from any processor, in the next slot that no other has
+/// taken. `task`: its tile's descriptor.
 template <Platform P>
-void post_gemm1(const Rank<P>& rank, const Call& call, u32 task, u32 parts) {
-  const MailboxView mailbox = rank.memory.mailbox(TaskKind::gemm1);
+void post_next(const Rank<P>& rank, const Call& call, TaskKind kind, u32 task, u32 parts) {
+  const MailboxView mailbox = rank.memory.mailbox(kind);
   const u32 slot = take_slots(rank, call, Actor::processor,
                               &rank.memory.call(call.epoch).gemm1_posted.value, mailbox.capacity);
   if (slot != kNone) {
     // Publishes what this actor has acquired or done before, the tile's descriptor and the rows
     // between the GEMMs, to the scheduler; pairs with its poll of the mailbox.
-    P::template store_release<Scope::device>(
-        &mailbox.words[slot], ReadyWord(call.epoch, TaskKind::gemm1, task, parts).sealed());
+    P::template store_release<Scope::device>(&mailbox.words[slot],
+                                             ReadyWord(call.epoch, kind, task, parts).sealed());
   }
 }
 

@@ -264,9 +264,8 @@ class RankMemory {
     take(ring, ring_slots());
     for (u32 kind = 0; kind < kTaskKinds; ++kind) {
       // Only tiles wait for the scheduler; all others are handed out by whoever knows them.
-      const auto its = static_cast<TaskKind>(kind);
-      const bool tile = its == TaskKind::gemm0 || its == TaskKind::gemm1;
-      mailbox_capacities_[kind] = tile ? geometry.tiles_max() : 0;
+      const bool of_tiles = is_product(static_cast<TaskKind>(kind));
+      mailbox_capacities_[kind] = of_tiles ? geometry.tiles_max() : 0;
       take(mailbox_words_[kind], mailbox_capacities_[kind]);
     }
     take(dispatch_list, geometry.dispatch_parts_max());

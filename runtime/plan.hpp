@@ -103,9 +103,9 @@ constexpr Turn turn_at(u32 place, u32 tiles) { return {place % tiles, place / ti
 /// Fills a descriptor of a tile's first GEMM but for its segments and its seal.
 constexpr void describe_tile(Task& task, const Geometry& geometry, u32 epoch, u32 expert, u32 tile,
                              u32 segments, u32 rows, u32 padded, u32 result, bool narrow) {
-  task.kind = TaskKind::gemm0;
+  task.kind = kFirstProduct.kind;
   task.segment_count = static_cast<u8>(segments);
-  task.parts = static_cast<u16>(geometry.gemm0_parts_of(narrow));
+  task.parts = static_cast<u16>(parts_of(geometry, kFirstProduct.kind, narrow));
   task.epoch = epoch;
   task.local_expert = expert;
   task.tile = tile;
@@ -151,19 +151,19 @@ class Plan {
     first_tile_ = tile_ends - its.tiles;
     first_result_ = L::inclusive_scan(its.rows) - its.rows;
     uncut_tiles_ = tiles_ - rows_.geometry().tiles_in_halves(tiles_);
-    for (u32 gemm = 0; gemm < 2; ++gemm) {
-      ends_[gemm] = Rows::kOneTileEach ? tile_ends * parts_of_tile(gemm == 1)
-                                       : L::inclusive_scan(parts_of_lane(gemm == 1));
+    for (u32 nth = 0; nth < kProductsOfTile; ++nth) {
+      ends_[nth] = Rows::kOneTileEach ? tile_ends * parts_of_tile(nth == 1)
+                                      : L::inclusive_scan(parts_of_lane(nth == 1));
     }
   }
 
   constexpr Rows& rows() { return rows_; }
 
-  /// Parts of both GEMMs of all tiles; and of the first one (0), or the second one.
+  /// Parts of all products of all tiles; and of the first one (0), or the second one.
   constexpr u32 parts() const { return parts_of(0) + parts_of(1); }
-  constexpr u32 parts_of(u32 gemm) const {
-    return Rows::kOneTileEach ? tiles_ * parts_of_tile(gemm == 1)
-                              : L::broadcast(ends_[gemm], L::kLanes - 1);
+  constexpr u32 parts_of(u32 nth) const {
+    return Rows::kOneTileEach ? tiles_ * parts_of_tile(nth == 1)
+                              : L::broadcast(ends_[nth], L::kLanes - 1);
   }
 
   /// Part `number` of them: returns its word, and makes `task`, which all lanes see, its tile's
@@ -173,16 +173,16 @@ class Plan {
     const u32 epoch = rows_.epoch();
     const u32 first_parts = parts_of(0);
     const bool second = number >= first_parts;
-    const u32 of_gemm = second ? number - first_parts : number;
+    const u32 of_product = second ? number - first_parts : number;
     const u32 ends = second ? ends_[1] : ends_[0];
-    const u32 owner = lane_with<L>(ends, of_gemm);
+    const u32 owner = lane_with<L>(ends, of_product);
     const u32 begin =
         Rows::kOneTileEach ? first_tile_ * parts_of_tile(second) : ends - parts_of_lane(second);
     Found found{rows_.first()};
     // Only its experts have the part. Where all tiles are cut alike, the others find what harms
     // nobody, and a condition would cost more.
     if (Rows::kOneTileEach || L::lane() == owner) {
-      find(second, of_gemm - begin, found);
+      find(second, of_product - begin, found);
     }
     const TileRows tile = rows_.tile(found.expert, found.at, found.nth, owner, task);
     if (L::lane() == owner) {
@@ -190,9 +190,9 @@ class Plan {
                     tile.padded, found.result + tile.result, found.narrow);
       task.half_width = 0;
       task.awaits = 1;
-      task.in_place = 0;
+      task.from = kFirstProduct.rows;
       if (second) {
-        become_gemm1(task, geometry, found.in_halves);
+        become_second(task, geometry, found.in_halves);
       }
     }
     const u32 part = L::broadcast(found.part, owner);
@@ -201,8 +201,7 @@ class Plan {
     if (!second) {
       rows_.note_tokens(task);
     }
-    const TaskKind kind = second ? TaskKind::gemm1 : TaskKind::gemm0;
-    const ReadyWord word(epoch, kind, task.tile, part);
+    const ReadyWord word(epoch, product_kind(second ? 1 : 0), task.tile, part);
     return !Rows::kOneTileEach && task.half_width != 0 ? word.cut_in_halves() : word;
   }
 
@@ -227,18 +226,18 @@ class Plan {
       return {its.tiles, parts_of_tile(second), 0, 0};
     }
     if (!second || its.narrow) {
-      return {its.tiles,
-              second ? geometry.gemm1_parts_of(true) : geometry.gemm0_parts_of(its.narrow), 0, 0};
+      return {its.tiles, moeos::parts_of(geometry, product_kind(second ? 1 : 0), its.narrow), 0, 0};
     }
     const u32 uncut = minimum(its.tiles, maximum(uncut_tiles_, tile) - tile);
-    return {uncut, geometry.gemm1_parts_of(false), its.tiles - uncut,
-            geometry.gemm1_parts_of(!MOEOS_PLANTED(half_of_the_halves_is_missing))};
+    return {uncut, moeos::parts_of(geometry, kSecondProduct.kind, false), its.tiles - uncut,
+            moeos::parts_of(geometry, kSecondProduct.kind,
+                            !MOEOS_PLANTED(half_of_the_halves_is_missing))};
   }
   /// Where each expert has one tile, and all are cut alike.
   constexpr u32 parts_of_tile(bool second) const {
     const Geometry& geometry = rows_.geometry();
     const bool narrow = geometry.narrow_rows != 0;
-    return second ? geometry.gemm1_parts_of(narrow) : geometry.gemm0_parts_of(narrow);
+    return moeos::parts_of(geometry, product_kind(second ? 1 : 0), narrow);
   }
   constexpr u32 parts_of_lane(bool second) const {
     u32 parts = 0;
@@ -301,11 +300,11 @@ class Plan {
   }
 
   Rows rows_;
-  u32 tiles_ = 0;         // of all experts
-  u32 first_tile_ = 0;    // of this lane's experts,
-  u32 first_result_ = 0;  // and where their rows begin
-  u32 uncut_tiles_ = 0;   // of all tiles, those whose second GEMM is not cut in halves
-  u32 ends_[2]{};         // of each GEMM: parts up to this lane's last one
+  u32 tiles_ = 0;                // of all experts
+  u32 first_tile_ = 0;           // of this lane's experts,
+  u32 first_result_ = 0;         // and where their rows begin
+  u32 uncut_tiles_ = 0;          // of all tiles, those whose second GEMM is not cut in halves
+  u32 ends_[kProductsOfTile]{};  // of each: parts up to this lane's last one
 };
 
 }  // namespace moeos

@@ -36,16 +36,15 @@ namespace moeos {
 template <Platform P>
 bool get_task(const Rank<P>& rank, const Call& call, ReadyWord word, Task& to) {
   const TaskKind kind = word.kind();
-  const bool copied = kind == TaskKind::gemm0 || kind == TaskKind::gemm1;
-  if (copied && !copy_intact<P>(rank.memory.tasks[word.task()], to)) {
+  if (is_product(kind) && !copy_intact<P>(rank.memory.tasks[word.task()], to)) {
     reject_damaged(rank, call, FailureKind::task_damaged, Actor::processor, word.task(), 0);
     return false;
   }
   if (P::lane() == 0) {
     if (kind == TaskKind::combine) {
       to = rank.geometry().sliced() ? combine_task_of_slices(word) : combine_task(word);
-    } else if (kind == TaskKind::gemm1) {
-      become_gemm1(to, rank.geometry(), word.half_width());
+    } else if (kind == kSecondProduct.kind) {
+      become_second(to, rank.geometry(), word.half_width());
     }
   }
   P::sync_lanes();
@@ -191,44 +190,8 @@ class Processor : Pace<P> {
     }
     switch (task.kind) {
       case TaskKind::gemm0:
-        if (task.awaits != 0) {
-          // Publishes the part's results to the processors that wait for all of the tile's, which
-          // poll this counter and fence (inputs.hpp): the last part's sum is made of all parts'.
-          P::sync_lanes();
-          if (P::lane() == 0) {
-            P::template add_release<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 1U);
-          }
-        } else if (completes<P>(&rank_.memory.gemm0_parts_done[task.tile], task.parts) &&
-                   P::lane() == 0) {
-          post_gemm1(rank_, call_, word.task(), rank_.geometry().gemm1_parts_of(task.narrow != 0));
-        }
-        break;
       case TaskKind::gemm1:
-        if (is_shared(rank_.geometry(), task)) {
-          if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts)) {
-            end_shared_tile(task);
-          }
-        } else if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts) &&
-                   P::lane() == 0) {
-          const Returned returned = return_rows(rank_, call_, task, word);
-          // Relaxed: the scheduler compares a number; the rows themselves were published to their
-          // owners. A sender counts those that it puts.
-          P::template count_relaxed<Scope::device>(&state_.rows_returned.value, returned.rows);
-          if (task.awaits != 0) {
-            // For the next call. Relaxed: all who waited for it have ended their parts.
-            P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
-          }
-          if (rank_.geometry().reuses_places() && !MOEOS_PLANTED(places_stay_taken)) {
-            // Publishes that all parts have read the tile's rows between the GEMMs, which this warp
-            // has acquired by the counter, to the arrivals subscriber, which polls this word and
-            // fences (TilePlan::find_free_places).
-            P::template store_release<Scope::device>(&rank_.memory.tiles_multiplied[task.tile],
-                                                     seal(call_.epoch));
-          }
-          note<P>(tally_.row_bytes_to_peers, returned.row_bytes);
-          note<P>(tally_.flag_bytes_to_peers, returned.flag_bytes);
-          note<P>(tally_.padding_rows, task.padded_rows - task.rows);
-        }
+        complete_product(task, word);
         break;
       case TaskKind::combine:
         P::sync_lanes();
@@ -272,7 +235,60 @@ class Processor : Pace<P> {
   static constexpr u32 kNotAsked = kNone;
   static constexpr u32 kTold = kNone - 1;
 
-  /// Of a tile whose results are all in memory. One warp.
+  /// Counts a part of a tile's product; who has counted the last one does what follows. One warp.
+  void complete_product(const Task& task, ReadyWord word) {
+    switch (product_of(rank_.geometry(), task).then) {
+      case Then::next:
+        if (task.awaits != 0) {
+          // Publishes the part's results to the processors that wait for all of the tile's, which
+          // poll this counter and fence (inputs.hpp): the last part's sum is made of all parts'.
+          P::sync_lanes();
+          if (P::lane() == 0) {
+            P::template add_release<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 1U);
+          }
+        } else if (completes<P>(&rank_.memory.gemm0_parts_done[task.tile], task.parts) &&
+                   P::lane() == 0) {
+          const TaskKind next = kSecondProduct.kind;
+          post_next(rank_, call_, next, word.task(),
+                    parts_of(rank_.geometry(), next, task.narrow != 0));
+        }
+        break;
+      case Then::credits:
+        if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts) && P::lane() == 0) {
+          end_tile(task, word);
+        }
+        break;
+      case Then::shared_results:
+        if (completes<P>(&rank_.memory.gemm1_parts_done[task.tile], task.parts)) {
+          end_shared_tile(task);
+        }
+        break;
+    }
+  }
+
+  /// Of a tile whose results lie with their owners. One lane.
+  void end_tile(const Task& task, ReadyWord word) {
+    const Returned returned = return_rows(rank_, call_, task, word);
+    // Relaxed: the scheduler compares a number; the rows themselves were published to their owners.
+    // A sender counts those that it puts.
+    P::template count_relaxed<Scope::device>(&state_.rows_returned.value, returned.rows);
+    if (task.awaits != 0) {
+      // For the next call. Relaxed: all who waited for it have ended their parts.
+      P::template store_relaxed<Scope::device>(&rank_.memory.gemm0_parts_done[task.tile], 0U);
+    }
+    if (rank_.geometry().reuses_places() && !MOEOS_PLANTED(places_stay_taken)) {
+      // Publishes that all parts have read the tile's rows between the GEMMs, which this warp has
+      // acquired by the counter, to the arrivals subscriber, which polls this word and fences
+      // (TilePlan::find_free_places).
+      P::template store_release<Scope::device>(&rank_.memory.tiles_multiplied[task.tile],
+                                               seal(call_.epoch));
+    }
+    note<P>(tally_.row_bytes_to_peers, returned.row_bytes);
+    note<P>(tally_.flag_bytes_to_peers, returned.flag_bytes);
+    note<P>(tally_.padding_rows, task.padded_rows - task.rows);
+  }
+
+  /// Of a tile of tokens whose results are all in memory. One warp.
   void end_shared_tile(const Task& task) {
     if (P::lane() == 0) {
       // For the next call. Relaxed: all who waited for it have ended their parts.

@@ -167,8 +167,8 @@ class Scheduler {
   /// indexed and lives in registers.
   template <class Visit>
   void for_each_batch(Visit visit) {
-    visit(TaskKind::gemm1, gemm1_);
-    visit(TaskKind::gemm0, gemm0_);
+    visit(kSecondProduct.kind, second_);
+    visit(kFirstProduct.kind, first_);
   }
 
   /// Refills the batches that are used up.
@@ -196,15 +196,14 @@ class Scheduler {
       read |= batch.size > 0 ? 1U << static_cast<u32>(kind) : 0;
     });
     if (read != 0) {
-      // Pairs with post_gemm1 and post_new_tiles: what they published is ordered before what
+      // Pairs with post_next and post_new_tiles: what they published is ordered before what
       // publish_up_to publishes.
       P::template relay_fence<Scope::device>();
-      if ((read >> static_cast<u32>(TaskKind::gemm1) & 1U) != 0) {
-        find_experts(gemm1_, rank_.geometry().gemm1_parts);
-      }
-      if ((read >> static_cast<u32>(TaskKind::gemm0) & 1U) != 0) {
-        find_experts(gemm0_, rank_.geometry().gemm0_parts);
-      }
+      for_each_batch([&](TaskKind kind, Batch& batch) {
+        if ((read >> static_cast<u32>(kind) & 1U) != 0) {
+          find_experts(batch, parts_of(rank_.geometry(), kind, false));
+        }
+      });
     }
   }
 
@@ -255,7 +254,7 @@ class Scheduler {
     const ReadyWord word{P::broadcast(batch.word, batch.next)};
     batch.together = minimum(end - batch.next, kTilesTogether);
     batch.half_width = false;
-    if (word.kind() == TaskKind::gemm0) {
+    if (word.kind() == kFirstProduct.kind) {
       first_gemms_ += batch.together;
     } else {
       const u32 whole = narrow ? kNone : second_gemms_before_halves();
@@ -263,7 +262,7 @@ class Scheduler {
       batch.together = minimum(batch.together, batch.half_width ? kNone : whole);
       second_gemms_ += batch.together;
     }
-    const u32 each = batch.half_width ? rank_.geometry().gemm1_narrow_parts : word.part();
+    const u32 each = batch.half_width ? parts_of(rank_.geometry(), word.kind(), true) : word.part();
     batch.by_turns = !narrow;
     batch.row = narrow ? each : batch.together;
     batch.parts = batch.together * each;
@@ -346,8 +345,8 @@ class Scheduler {
   /// sent, unless these are few: what a second one returns would compete with them for the links.
   /// Then they have turns.
   TaskKind next_kind() {
-    const bool second = gemm0_.empty() || (!gemm1_.empty() && may_return() && second_in_turn());
-    return second ? TaskKind::gemm1 : TaskKind::gemm0;
+    const bool second = first_.empty() || (!second_.empty() && may_return() && second_in_turn());
+    return product_kind(second ? 1 : 0);
   }
 
   /// Whose turn it is when both GEMMs are ready. Of small experts, each has as much of the
@@ -358,7 +357,7 @@ class Scheduler {
   /// (docs/log/0026-first-and-second-gemms-by-turns.md,
   /// docs/log/0031-an-expert-at-a-time.md, docs/log/0066-first-gemms-first.md).
   bool second_in_turn() const {
-    const bool amid_turns = gemm0_.together != 0 && gemm0_.by_turns;
+    const bool amid_turns = first_.together != 0 && first_.by_turns;
     const Geometry& geometry = rank_.geometry();
     return geometry.large_experts != 0 ? !amid_turns : second_gemms_ahead_ <= 0;
   }
@@ -372,7 +371,7 @@ class Scheduler {
     // them.
     while (published_ < limit && anything_ready()) {
       const TaskKind kind = next_kind();
-      const bool both = !gemm0_.empty() && !gemm1_.empty();
+      const bool both = !first_.empty() && !second_.empty();
       // A copy, so that there is one piece of code for all kinds.
       Batch batch;
       for_each_batch([&](TaskKind its, Batch& found) { batch.become(its == kind, found); });
@@ -381,7 +380,7 @@ class Scheduler {
       const Geometry& geometry = rank_.geometry();
       if (geometry.large_experts == 0 && both && may_return()) {
         // A part takes about as long as its input's rows are.
-        second_gemms_ahead_ += kind == TaskKind::gemm1
+        second_gemms_ahead_ += kind == kSecondProduct.kind
                                    ? static_cast<i32>(handed * geometry.hidden_bytes)
                                    : -static_cast<i32>(handed * geometry.sent_bytes);
       }
@@ -420,8 +419,8 @@ class Scheduler {
   const Rank<P>& rank_;
   const Call& call_;
   CallState& state_;
-  Batch gemm0_;
-  Batch gemm1_;
+  Batch first_;  // of first products
+  Batch second_;
   u32 sweeps_ = 0;
   u32 waiting_most_ = 0;  // words published and not claimed, at most
   // Processors' time that second GEMMs have had more than first ones, while they alternated, as

@@ -11,22 +11,10 @@
 #include "runtime/base.hpp"
 #include "runtime/geometry.hpp"
 #include "runtime/planted.hpp"
+#include "runtime/products.hpp"
 #include "runtime/sealed.hpp"
 
 namespace moeos {
-
-/// What there is to do in a call. The scheduler has the order of the two GEMMs' parts alone.
-///
-/// A tile's descriptor stands for both of its GEMMs, and lies in memory as the first one's; the
-/// word that hands out a part says of which it is (become_gemm1).
-enum class TaskKind : u8 {
-#define KIND(name) name,
-#include "runtime/task_kinds.def"
-};
-inline constexpr u32 kTaskKinds = 0
-#define KIND(name) +1
-#include "runtime/task_kinds.def"
-    ;
 
 /// Consecutive rows of one source's cell inside a tile; see laid_out_rows().
 struct Segment {
@@ -55,10 +43,8 @@ struct alignas(kCacheLine) Task {
   u32 half_width;    // of a copy for a second GEMM: 1 when a wide tile is cut into narrow N-tiles
   u32 awaits;        // GEMMs, combine: 1 when parts are handed out before their inputs are here, so
                      // that processors wait for these (inputs.hpp)
-  u32 in_place;      // of a copy for a first GEMM: 1 when its rows are tokens where the caller left
-                     // them, and not in a cell,
-  u32 tokens;        // and four bits for each row then: which token it is; a shared expert's follow
-                     // each other
+  RowsIn from;       // GEMMs: where its rows lie; in memory, a first GEMM's
+  u32 tokens;        // of a copy whose rows are listed tokens: four bits for each row, which it is
   Segment segments[Geometry::kMaxSegments];
 };
 static_assert(sizeof(Task) == 128 && alignof(Task) == 128,
@@ -95,10 +81,14 @@ constexpr u32 shared_expert(const Geometry& geometry) { return geometry.local_ex
 constexpr bool is_shared(const Geometry& geometry, const Task& task) {
   return geometry.shares() && task.local_expert == shared_expert(geometry);
 }
+/// The product that a part of a tile is of.
+constexpr Product product_of(const Geometry& geometry, const Task& task) {
+  return product_of(task.kind, is_shared(geometry, task));
+}
 /// Parts of a tile's first GEMM.
 constexpr u32 first_parts_of(const Geometry& geometry, const Task& task) {
-  return is_shared(geometry, task) ? geometry.shared0_parts_of(task.narrow != 0)
-                                   : geometry.gemm0_parts_of(task.narrow != 0);
+  const Product first = product_of(kFirstProduct.kind, is_shared(geometry, task));
+  return parts_of(geometry, first, task.narrow != 0);
 }
 
 /// Whether a copy's parts are narrow N-tiles.
@@ -107,9 +97,11 @@ constexpr bool has_narrow_parts(const Task& task) {
 }
 
 /// Whether whoever has claimed a part must wait for what it needs.
-constexpr bool waits_for_inputs(const Task& task) { return task.awaits != 0 && task.in_place == 0; }
+constexpr bool waits_for_inputs(const Task& task) {
+  return task.awaits != 0 && awaits_of(task.from) != Awaits::nothing;
+}
 
-/// The token that is row `row` of a tile whose rows are read in place; and as Task::tokens has it.
+/// The token that is row `row` of a tile whose rows are listed; and as Task::tokens has it.
 inline constexpr u32 kTokenBits = 4;
 static_assert(Geometry::kInPlaceTokens * kTokenBits <= 32 &&
               Geometry::kInPlaceTokens <= 1U << kTokenBits);
@@ -120,11 +112,11 @@ constexpr u32 as_row(u32 token, u32 row) { return token << row * kTokenBits; }
 
 /// Makes one's own copy of a tile's descriptor that of its second GEMM: the same rows. Nobody looks
 /// at a copy's seal.
-constexpr void become_gemm1(Task& task, const Geometry& geometry, bool half_width) {
-  task.kind = TaskKind::gemm1;
-  task.in_place = 0;
+constexpr void become_second(Task& task, const Geometry& geometry, bool half_width) {
+  task.kind = kSecondProduct.kind;
+  task.from = kSecondProduct.rows;
   task.half_width = half_width ? 1 : 0;
-  task.parts = static_cast<u16>(geometry.gemm1_parts_of(has_narrow_parts(task)));
+  task.parts = static_cast<u16>(parts_of(geometry, kSecondProduct.kind, has_narrow_parts(task)));
 }
 
 /// Whether a descriptor is what its poster has written.
@@ -179,7 +171,7 @@ class ReadyWord {
   constexpr u64 sealed() const { return seal(bits_); }
   constexpr u32 epoch() const { return static_cast<u32>(bits_ >> 32); }
   constexpr TaskKind kind() const {
-    return half_width() ? TaskKind::gemm1
+    return half_width() ? kSecondProduct.kind
            : awaited()  ? TaskKind::combine
                         : static_cast<TaskKind>(kind_bits());
   }

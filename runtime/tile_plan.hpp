@@ -423,8 +423,8 @@ class TilePlan {
     describe_tile(task, layout_.geometry(), epoch_, expert, tile, segments, rows, padded, result,
                   narrow);
     task.awaits = up_front_ ? 1 : 0;
-    const u32 parts = layout_.geometry().gemm0_parts_of(narrow);
-    task.seal = kIntact ^ first_word(TaskKind::gemm0, segments, parts) ^ epoch_ ^ expert ^ tile ^
+    const u32 parts = parts_of(layout_.geometry(), kFirstProduct.kind, narrow);
+    task.seal = kIntact ^ first_word(kFirstProduct.kind, segments, parts) ^ epoch_ ^ expert ^ tile ^
                 rows ^ padded ^ result ^ task.narrow ^ task.awaits ^ words;
   }
 

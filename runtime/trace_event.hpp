@@ -38,7 +38,7 @@ constexpr TraceEvent event_of(const Geometry& geometry, const Task& task, ReadyW
   event.part = word.part();
   event.peer = event.expert = kNone;
   event.awaited = task.awaits;
-  if (task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1) {
+  if (is_product(task.kind)) {
     event.expert = task.local_expert;
     event.place = task.tile;
     event.rows = task.rows;

@@ -32,8 +32,7 @@ concept Kernels = requires(K& kernels, const Task& task, u32 index, const u8* fr
   kernels.combine(index);
   // block of tokens -> first token with logits that are not finite, or kNone
   { kernels.route(index) } -> SameAs<u32>;
-  kernels.gemm0(task, index);  // tile, N-part
-  kernels.gemm1(task, index);
+  kernels.product(task, index);  // tile, N-part
 };
 
 /// And where experts are sliced.
@@ -236,10 +235,8 @@ void run_processor(const Rank<P>& rank, const Call& call, K& kernels, u32 index)
       if (processor.count_block(task)) {
         processor.finish_routing(Team{0, 1}, NobodyElse{});
       }
-    } else if (task.kind == TaskKind::gemm0) {
-      kernels.gemm0(task, word.part());
-    } else if (task.kind == TaskKind::gemm1) {
-      kernels.gemm1(task, word.part());
+    } else if (is_product(task.kind)) {
+      kernels.product(task, word.part());
     } else {
       combined = combine_tokens(rank, call, map, kernels, task);
     }

@@ -186,7 +186,7 @@ inline void run_load(const RankArguments& arguments, const Rank<Machine>& rank, 
     // reads them through the async proxy.
     fence_proxy_async();
     loader.begin_part(place);
-    if (task.kind == TaskKind::gemm0 || task.kind == TaskKind::gemm1) {
+    if (is_product(task.kind)) {
       knows_tiles = true;
       load_tile(arguments, rank.layout, task, word.part(), loader);
     } else if (task.kind == TaskKind::route && gate_routes(arguments)) {
@@ -293,7 +293,7 @@ MOEOS_INLINED void run_consumers(const RankArguments& arguments, const Call& cal
     if (!rehearses && (kind != TaskKind::route || gate_routes(arguments))) {
       stamp_computing(shared, at.index, stage);
     }
-    if (kind == TaskKind::gemm0 || kind == TaskKind::gemm1) {
+    if (is_product(kind)) {
       knows_tiles = true;
       compute_tile(arguments, slot, word, task, group, place, shared, stage);
       if (task.padded_rows == 0) {
@@ -407,8 +407,8 @@ MOEOS_INLINED void run_processor_block(const RankArguments& mine, u32 index, Sha
   if (threadIdx.x == 0 && shared.call.epoch != 0) {
     const Rank<Machine> rank = rank_of(mine, nullptr);
     shared.tasks[kSlots] = Task{};
-    shared.tasks[kSlots].kind = TaskKind::gemm0;
-    shared.slots[kSlots].word = ReadyWord(shared.call.epoch, TaskKind::gemm0, 0, 0);
+    shared.tasks[kSlots].kind = kFirstProduct.kind;
+    shared.slots[kSlots].word = ReadyWord(shared.call.epoch, kFirstProduct.kind, 0, 0);
     forget_last_call(rank, index);
     forget_last_call(rank, kGeometry.processors + index);  // the courier
     for (u32 i = 0; i < kStages; ++i) {

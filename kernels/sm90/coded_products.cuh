@@ -20,7 +20,7 @@ inline constexpr u32 kCodedSums = kNarrowColumns / 2;  // of a thread
 
 /// A row of a tile: where its codes begin. Of one beyond the tile's rows: where others do.
 inline const u8* coded_row(const RankArguments& arguments, const Task& task, u32 row) {
-  if (product_of(task).rows == Rows::between) {
+  if (task.from == RowsIn::between) {
     const u32 nth = task.first_result + minimum(row, u32{task.padded_rows} - 1);
     return arguments.intermediate_rows + u64{nth} * kGeometry.hidden_bytes;
   }

@@ -26,25 +26,24 @@ static_assert(Geometry::kInPlaceTokens + kNarrowColumns / kNarrowBoxRows <=
 /// Rows of a tile that are loaded. What lies beyond a tile's tokens is of products before, or other
 /// rows: its results are nobody's.
 inline u32 loaded_rows_of(const Task& task) {
-  return is_shared(task)      ? align_up(task.padded_rows, kTokenBoxRows)
-         : task.in_place != 0 ? task.rows
-                              : task.padded_rows;
+  return is_shared(task)   ? align_up(task.padded_rows, kTokenBoxRows)
+         : is_listed(task) ? task.rows
+                           : task.padded_rows;
 }
 
 /// Box `index` of a tile's rows: tokens, segments of cells, or what the first product left.
 inline void find_rows(const RankArguments& arguments, const Layout& layout, const Task& task,
                       u32 index, u32 place, Box& box) {
-  const Rows from = product_of(task).rows;
-  if (from == Rows::tokens || from == Rows::tokens_between) {
+  if (is_shared(task)) {
     if (index < loaded_rows_of(task) / kTokenBoxRows) {
-      box.map = from == Rows::tokens ? &arguments.x : &arguments.shared_between;
+      box.map = task.from == RowsIn::tokens ? &arguments.x : &arguments.shared_between;
       box.row = (MOEOS_PLANTED(shared_rows_are_of_the_first_tile) ? 0 : task.first_result) +
                 index * kTokenBoxRows;
       box.place = place + index * kTokenBoxRows * kSwizzleBytes;
     }
     return;
   }
-  if (task.in_place != 0) {
+  if (is_listed(task)) {
     if (index < task.rows) {
       box.map = &arguments.x_row;
       box.row = token_of_row(task, index);
@@ -60,7 +59,7 @@ inline void find_rows(const RankArguments& arguments, const Layout& layout, cons
     index -= boxes;  // once found: beyond all that follow
     place += rows * kSwizzleBytes;
   };
-  if (from == Rows::between) {
+  if (task.from == RowsIn::between) {
     visit(arguments.intermediate, task.first_result, task.padded_rows);
     return;
   }
@@ -147,7 +146,7 @@ inline void load_tile(const RankArguments& arguments, const Layout& layout, cons
   const u32 lost = MOEOS_PLANTED(a_copy_never_lands) ? 16 : 0;
   fill_stages(steps_of(task), depth * (bytes + lost), box, loader, [&](u32 step) {
     if constexpr (kSharedSecond.mlps > 1) {
-      if (is_shared(task) && task.kind == TaskKind::gemm1) {
+      if (is_shared(task) && task.kind == kSecondProduct.kind) {
         const u32 mlp = step / steps_of_each(task);
         const u32 column = box.column + (step - mlp * steps_of_each(task)) * depth * kTileDepth;
         return box.of_weights

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a forward call multiplies: the products of a tile's rows, as data.
 //
-//   product        its rows are              its weights   then        its results are
-//   first          sources' rows in cells    w1            activation  rows between the products
-//   second         rows between              w2                        their owners' results
-//   shared first   this rank's tokens        shared_w1     activation  tokens' rows between
-//   shared second  tokens' rows between      shared_w2                 this rank's results
-//   shared gate    this rank's tokens        shared_gate   sigmoid     weights of shared results
+//   product        its weights   then
+//   first          w1            activation
+//   second         w2
+//   shared first   shared_w1     activation
+//   shared second  shared_w2
+//   shared gate    shared_gate   sigmoid, which are weights of shared results
 //
-// Each is cut into parts of some columns, and a part runs through four files:
+// Where rows and results lie, what a product awaits and what follows is said for all machines in
+// runtime/products.hpp. Each is cut into parts of some columns, and a part runs through four files:
 //
 //   operands.cuh   the load warp brings boxes of rows and of weights into the stages
 //   mainloop.cuh   the consumers multiply stage by stage: d += rows * weights^T
@@ -30,39 +31,29 @@
 
 namespace moeos::sm90 {
 
-/// Where a tile's rows lie.
-enum class Rows : u32 { cells, between, tokens, tokens_between };
-/// Where its results go.
-enum class Sink : u32 { between, owners, tokens_between, here };
-
 struct Product {
-  Rows rows;
-  Sink sink;
+  moeos::Product line;
   bool activated;
   u32 mlps;     // side by side in a first product's columns, and in a second one's depth
   u32 depth;    // elements of a row, of each MLP
   u32 columns;  // of a result, of each MLP
 };
-inline constexpr Product kFirst{.rows = Rows::cells,
-                                .sink = Sink::between,
+inline constexpr Product kFirst{.line = kFirstProduct,
                                 .activated = true,
                                 .mlps = 1,
                                 .depth = kShape.hidden,
                                 .columns = kShape.intermediate};
-inline constexpr Product kSecond{.rows = Rows::between,
-                                 .sink = Sink::owners,
+inline constexpr Product kSecond{.line = kSecondProduct,
                                  .activated = false,
                                  .mlps = 1,
                                  .depth = kShape.intermediate,
                                  .columns = kShape.hidden};
-inline constexpr Product kSharedFirst{.rows = Rows::tokens,
-                                      .sink = Sink::tokens_between,
+inline constexpr Product kSharedFirst{.line = kSharedFirstProduct,
                                       .activated = true,
                                       .mlps = kShape.shared_experts,
                                       .depth = kShape.hidden,
                                       .columns = kShape.shared_intermediate};
-inline constexpr Product kSharedSecond{.rows = Rows::tokens_between,
-                                       .sink = Sink::here,
+inline constexpr Product kSharedSecond{.line = kSharedSecondProduct,
                                        .activated = false,
                                        .mlps = kShape.shared_experts,
                                        .depth = kShape.shared_intermediate,
@@ -70,15 +61,19 @@ inline constexpr Product kSharedSecond{.rows = Rows::tokens_between,
 inline constexpr u32 kGateParts = kShape.shared_gate ? 1 : 0;
 
 inline bool is_shared(const Task& task) { return kShares && moeos::is_shared(kGeometry, task); }
+/// Whether its rows are tokens that it lists: not where a rank has peers.
+inline bool is_listed(const Task& task) {
+  return kGeometry.plans_itself() && task.from == RowsIn::listed_tokens;
+}
 /// Whether its rows and weights are codes.
 inline bool is_coded(const Task& task) { return kCoded && !is_shared(task); }
 /// The product of a task.
 inline Product product_of(const Task& task) {
-  const bool second = task.kind == TaskKind::gemm1;
+  const bool first = task.kind == kFirstProduct.kind;
   if (is_shared(task)) {
-    return second ? kSharedSecond : kSharedFirst;
+    return first ? kSharedFirst : kSharedSecond;
   }
-  return second ? kSecond : kFirst;
+  return first ? kFirst : kSecond;
 }
 
 /// Rows of weights of one MLP. A gated first product has its gate rows, then its up rows.
@@ -123,7 +118,7 @@ inline u32 columns_of(const Task& task) {
 }
 /// Which of a first product's MLPs it is of; their number: of their gate.
 inline u32 mlp_of(const Task& task, u32 part) {
-  return is_shared(task) && task.kind == TaskKind::gemm0
+  return is_shared(task) && task.kind == kFirstProduct.kind
              ? part / parts_of_each(kSharedFirst, weight_rows_of(task))
              : 0;
 }

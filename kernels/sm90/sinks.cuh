@@ -20,11 +20,11 @@ namespace moeos::sm90 {
 inline void find_results(const RankArguments& arguments, const Rank<Machine>& rank,
                          const Task& task, Slot& slot) {
   const u32 lane = Machine::lane();
-  if (task.kind == TaskKind::gemm1 && lane < task.segment_count) {
+  if (task.kind == kSecondProduct.kind && lane < task.segment_count) {
     slot.results[lane] = outgoing_results(rank, task, task.segments[lane]);
-  } else if (task.kind == TaskKind::gemm0 && lane == 0) {
+  } else if (task.kind == kFirstProduct.kind && lane == 0) {
     slot.results[0] = arguments.intermediate_rows + u64{task.first_result} * kGeometry.hidden_bytes;
-    if (product_of(task).sink == Sink::tokens_between) {
+    if (product_of(task).line.sink == Sink::tokens_between) {
       slot.results[0] = arguments.intermediate_rows + kGeometry.shared_between_at() +
                         u64{task.first_result} * kGeometry.shared_bytes;
       slot.results[1] = reinterpret_cast<u8*>(&rank.memory.shared_weight[task.first_result]);
@@ -38,7 +38,7 @@ inline void find_results(const RankArguments& arguments, const Rank<Machine>& ra
 inline constexpr u32 kNowhere = 0xFFFF;
 static_assert(Geometry::kMaxSegments * kTileRows < kNowhere);
 inline u32 result_place(const Task& task, u32 row) {
-  const Sink sink = product_of(task).sink;
+  const Sink sink = product_of(task).line.sink;
   if (sink == Sink::between || sink == Sink::tokens_between) {
     const u32 rows =
         sink == Sink::tokens_between ? align_up(task.padded_rows, kTokenBoxRows) : task.padded_rows;

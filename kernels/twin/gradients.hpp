@@ -94,9 +94,18 @@ class GradientKernels {
     std::memcpy(destination, source, rows_.sent_bytes());
   }
 
+  /// One N-tile of a product.
+  void product(const Task& task, u32 part) {
+    if (task.kind == kFirstProduct.kind) {
+      first_product(task, part);
+    } else {
+      second_product(task, part);
+    }
+  }
+
   /// One N-tile of h and of dA = dY * W2, of which A, dH and a part of <dA, A> are kept.
-  void gemm0(const Task& task, u32 part) {
-    MOEOS_CHECK(task.narrow == 0 && task.in_place == 0);
+  void first_product(const Task& task, u32 part) {
+    MOEOS_CHECK(task.narrow == 0 && task.from == RowsIn::cells);
     const u32 width = gemm0_columns(shape_);
     const u32 first = part * width;
     const u32 columns = minimum(width, shape_.intermediate - first);
@@ -129,7 +138,7 @@ class GradientKernels {
 
   /// One N-tile of dX = dH * W1, each row written where its owner will combine it; with the first
   /// one goes the gradient of the row's weight.
-  void gemm1(const Task& task, u32 part) {
+  void second_product(const Task& task, u32 part) {
     MOEOS_CHECK(!has_narrow_parts(task));
     const u32 first = part * kPlainColumns;
     const u32 columns = minimum(kPlainColumns, shape_.hidden - first);

@@ -77,9 +77,18 @@ class TwinKernels {
     std::memcpy(destination, source, rank_.geometry().sent_bytes);
   }
 
+  /// One N-tile of a product.
+  void product(const Task& task, u32 part) {
+    if (task.kind == kFirstProduct.kind) {
+      first_product(task, part);
+    } else {
+      second_product(task, part);
+    }
+  }
+
   /// One N-tile of activation(A * W1^T + b1), written to the intermediate rows of the tile; or, of
   /// tokens, the weights of their shared results.
-  void gemm0(const Task& task, u32 part) {
+  void first_product(const Task& task, u32 part) {
     const Element element = operands_.element;
     const Mlps mlps = mlps_of(task);
     const u32 width = task.narrow != 0 ? gemm0_narrow_columns(shape_) : gemm0_columns(shape_);
@@ -136,7 +145,7 @@ class TwinKernels {
   }
 
   /// One N-tile of the second GEMM, each row written where its owner will combine it.
-  void gemm1(const Task& task, u32 part) {
+  void second_product(const Task& task, u32 part) {
     const Element element = operands_.element;
     const Mlps mlps = mlps_of(task);
     const u32 width = has_narrow_parts(task) ? gemm1_narrow_columns(shape_) : kPlainColumns;
@@ -359,7 +368,7 @@ class TwinKernels {
       }
       return;
     }
-    if (task.in_place != 0) {
+    if (task.from == RowsIn::listed_tokens) {
       static_assert(Geometry::kInPlaceTokens <= kPanelRows);
       for (u32 row = 0; row < task.rows; ++row) {
         copy_row(token_of_row(task, row), scratch_.tokens.get() + row * rank_.geometry().row_bytes);

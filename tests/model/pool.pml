@@ -11,7 +11,7 @@
  *                  order and as early as it can
  *   claim          a ticket, then the wait for its slot        processor.hpp claim
  *   gemm0          a part of a tile's first GEMM; the last     processor.hpp complete,
- *                  posts the second one                        mailbox.hpp post_gemm1
+ *                  posts the second one                        mailbox.hpp post_next
  *   gemm1          a part of its second; the last says that    processor.hpp complete
  *                  the tile is multiplied
  *

@@ -95,7 +95,8 @@ bool same_tile(const Task& made, const Task& written) {
               made.local_expert == written.local_expert && made.tile == written.tile &&
               made.rows == written.rows && made.padded_rows == written.padded_rows &&
               made.first_result == written.first_result && made.narrow == written.narrow &&
-              made.awaits == 1 && written.awaits == 1 && made.half_width == 0 && made.in_place == 0;
+              made.awaits == 1 && written.awaits == 1 && made.half_width == 0 &&
+              made.from == product_of(made.kind, false).rows;
   for (u32 s = 0; same && s < made.segment_count; ++s) {
     same = std::memcmp(&made.segments[s], &written.segments[s], sizeof(moeos::Segment)) == 0;
   }

@@ -315,6 +315,10 @@ def test_numbered_parts_follow_from_counts_of_any_number_of_ranks(
     assert_clean(execute(OPTIMISED, link(OPTIMISED, objects, tmp_path / "plan"), matrices))
 
 
+def test_products_follow_each_other_and_parts_say_where_their_rows_lie(tmp_path: Path) -> None:
+    assert_program_passes("test_products.cpp", tmp_path)
+
+
 def test_parts_that_everyone_knows_are_all_there_once(tmp_path: Path) -> None:
     assert_program_passes("test_known_parts.cpp", tmp_path)
 

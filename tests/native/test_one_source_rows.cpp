@@ -21,6 +21,7 @@ using moeos::Geometry;
 using moeos::OneSourceRows;
 using moeos::Plan;
 using moeos::ReadyWord;
+using moeos::RowsIn;
 using moeos::Task;
 using moeos::TaskKind;
 using moeos::u32;
@@ -198,7 +199,8 @@ void choices_make_the_plan_of_few_tokens(u32 limit, const std::vector<u32>& choi
     Task task;
     const ReadyWord word = plan.part(number, task);
     const bool first = word.kind() == TaskKind::gemm0;
-    expect(first == (task.in_place != 0), "first GEMMs read tokens in place");
+    expect(task.from == (first ? RowsIn::listed_tokens : RowsIn::between),
+           "first GEMMs read tokens in place");
     expect(first != moeos::waits_for_inputs(task), "and wait for nothing");
     if (first && word.part() == 0) {
       const std::vector<u32>& its = tokens[task.local_expert];

@@ -173,7 +173,8 @@ bool is_tile(const Task& made, const Tile& tile, const Geometry& g) {
   bool same = made.segment_count == tile.segments.size() && made.local_expert == tile.expert &&
               (made.narrow != 0) == tile.narrow && made.first_result == tile.result &&
               made.padded_rows == align_up(laid_out(tile, exact ? 1 : 8), 8U) &&
-              made.epoch == kEpoch && made.awaits == 1 && made.in_place == 0;
+              made.epoch == kEpoch && made.awaits == 1 &&
+              made.from == product_of(made.kind, false).rows;
   for (u32 s = 0; same && s < made.segment_count; ++s) {
     same = std::memcmp(&made.segments[s], &tile.segments[s], sizeof(Segment)) == 0;
     rows += tile.segments[s].rows;
