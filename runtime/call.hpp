@@ -34,13 +34,6 @@ constexpr u32 route_blocks(const Geometry& geometry, const Call& call) {
   return geometry.route_blocks_of(call.tokens);
 }
 
-/// Parts of that Combine, a block's each, which processors of a rank alone find themselves, behind
-/// Route's. Others are handed out; where processors wait for all tokens' rows there are none.
-constexpr u32 own_unsent_parts(const Geometry& geometry, const Call& call) {
-  const bool own = geometry.plans_itself() && !geometry.may_await(call.tokens);
-  return own && combines_unsent(call) ? route_blocks(geometry, call) : 0;
-}
-
 /// Tokens from `first` to before `end`.
 struct TokenRange {
   u32 first;

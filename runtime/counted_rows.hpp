@@ -23,6 +23,14 @@
 
 namespace moeos {
 
+/// Tells this rank's processors which expert is chosen for a pair of a token that is read in place;
+/// kNone: none is.
+template <Platform P>
+void tell_choice(const RankMemory& memory, u32 epoch, u32 pair, u32 expert) {
+  // As of a count: the word carries its own epoch and publishes nothing but itself.
+  P::template store_relaxed<Scope::device>(&memory.choices[pair], count_word(epoch, expert));
+}
+
 /// The rows of a rank that is alone. Every function by all lanes of a warp. A lane has experts that
 /// follow each other, and keeps their rows in registers: loops over them are unrolled where sizes
 /// are constants.

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/courier_part.hpp"
 #include "runtime/faults.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/planted.hpp"

@@ -7,6 +7,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/call.hpp"
+#include "runtime/courier_part.hpp"
 #include "runtime/os_memory.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/sealed.hpp"

@@ -17,6 +17,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/chunk_flags.hpp"
+#include "runtime/courier_part.hpp"
 #include "runtime/grace_time.hpp"
 #include "runtime/kept_parts.hpp"
 #include "runtime/planted.hpp"

@@ -198,14 +198,6 @@ void send_base(const Rank<P>& rank, const Call& call, u32 peer, u32 first) {
   send_word(rank, peer, rank.layout.base(call.epoch, rank.rank), count_word(call.epoch, first));
 }
 
-/// Tells this rank's processors which expert is chosen for a pair of a token that is read in place;
-/// kNone: none is.
-template <Platform P>
-void tell_choice(const RankMemory& memory, u32 epoch, u32 pair, u32 expert) {
-  // As of a count: the word carries its own epoch and publishes nothing but itself.
-  P::template store_relaxed<Scope::device>(&memory.choices[pair], count_word(epoch, expert));
-}
-
 /// Orders rows, or results, that are where they go before the words that announce them, which are
 /// sent behind it: flags (send_chunk, send_partials, send_totals), credits (return_rows), requests
 /// (post_request). Pairs with whoever polls these and fences. `elsewhere`: some are at other ranks;
@@ -217,6 +209,11 @@ void order_rows(bool elsewhere) {
   } else {
     P::template publish_fence<Scope::device>();
   }
+}
+
+/// The word by which a sender is asked to put a chunk to the peer whose outbox it lies in.
+constexpr ReadyWord chunk_word(u32 epoch, u32 chunk) {
+  return ReadyWord(epoch, TaskKind::dispatch, chunk, 0);
 }
 
 /// Asks a sender to put staged rows to a remote peer: a chunk (chunk_word), or a tile's segment, as

@@ -13,6 +13,7 @@
 #include "runtime/call.hpp"
 #include "runtime/grace_time.hpp"
 #include "runtime/kept_parts.hpp"
+#include "runtime/known_parts.hpp"
 #include "runtime/os_memory.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/rank.hpp"

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/courier_part.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/rank.hpp"
 #include "runtime/routing_map.hpp"

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "runtime/base.hpp"
+#include "runtime/courier_part.hpp"
 #include "runtime/records.hpp"
 #include "runtime/slices.hpp"
 #include "runtime/task.hpp"

@@ -8,6 +8,7 @@
 
 #include "runtime/base.hpp"
 #include "runtime/courier.hpp"
+#include "runtime/courier_part.hpp"
 #include "runtime/inputs.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/planted.hpp"

@@ -15,6 +15,7 @@
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/ptx/tma.cuh"
 #include "runtime/courier.hpp"
+#include "runtime/courier_part.hpp"
 #include "runtime/planted.hpp"
 #include "runtime/row_tasks.hpp"
 #include "runtime/token_dispatch.hpp"

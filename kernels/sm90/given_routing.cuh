@@ -8,6 +8,7 @@
 #include "kernels/sm90/arguments.cuh"
 #include "kernels/sm90/block.cuh"
 #include "kernels/sm90/routing_rules.cuh"
+#include "runtime/counted_rows.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/processor.hpp"

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels/sm90/arguments.cuh"
+#include "runtime/counted_rows.hpp"
 #include "runtime/memory.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/placement.hpp"

@@ -15,6 +15,7 @@
 #include "kernels/twin/operands.hpp"
 #include "kernels/twin/route.hpp"
 #include "kernels/twin/saved_rows.hpp"
+#include "runtime/counted_rows.hpp"
 #include "runtime/packet.hpp"
 #include "runtime/platform/twin/platform.hpp"
 #include "runtime/rank.hpp"

@@ -7,6 +7,7 @@
 
 #include "kernels/twin/explore/schedule.hpp"
 #include "runtime/courier.hpp"
+#include "runtime/courier_part.hpp"
 #include "tests/native/lone_rank.hpp"
 
 namespace {

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "runtime/courier_part.hpp"
 #include "runtime/geometry.hpp"
 #include "runtime/os_memory.hpp"
 #include "runtime/task.hpp"
