@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), handed out as Gemm0
-// as far as processors wait for them, and else posted to the scheduler. Most calls are planned
-// up front instead (Geometry::plans_up_front): when the counts of all sources are here, all tiles
-// are made and handed out at once, and processors wait for rows themselves (inputs.hpp). Of few
-// rows they make the tiles, too, and of a rank alone they find all parts (counted_rows.hpp). If a
-// rank is late, tiles are made as rows arrive, and the rest when its counts are here.
+// The subscriber of chunk flags: arrived rows become row tiles (tile_plan.hpp), which it posts to
+// the scheduler. Most calls are planned up front instead (Geometry::plans_up_front): when the
+// counts of all sources are here, all tiles are made and handed out at once, and processors wait
+// for rows themselves (inputs.hpp). Of few rows they make the tiles, too, and of a rank alone they
+// find all parts (counted_rows.hpp). If a rank is late, tiles are made as rows arrive, and the rest
+// when its counts are here.
 //
 // One of the warps of Algorithm 2 that watch what peers write: step() looks once at its words and
 // returns whether anything was new, and answer() says what it still waits for. May not know: what a
@@ -100,12 +100,7 @@ class ArrivalsSubscriber {
     const bool planned = plan_.advance(news, wanted, early);
     if (planned) {
       decide(Planned::by_arrival);
-      post_new_tiles(wanted);
-    }
-    if ((news || planned) && plan_.complete() && P::lane() == 0) {
-      // Relaxed: numbers by which the scheduler chooses how parts are cut.
-      P::template store_relaxed<Scope::block>(rank_.os->tiles_made, 1 + posted_);
-      P::template store_relaxed<Scope::block>(rank_.os->tiles_posted, 1 + in_mailbox_);
+      post_new_tiles();
     }
     return news || planned;
   }
@@ -398,50 +393,27 @@ class ArrivalsSubscriber {
     return experts;
   }
 
-  /// Posts the tiles that were planned since the last time. This warp alone posts Gemm0, and
-  /// numbers its slots in the mailbox. `wanted`: so many parts processors wait for.
-  void post_new_tiles(u32 wanted) {
+  /// Posts the tiles that were planned since the last time. This warp alone posts Gemm0: a tile's
+  /// slot in the mailbox has its number.
+  void post_new_tiles() {
     const u32 planned = plan_.tiles();
     // Orders the descriptors, and the rows acquired above, before the words below; pairs with the
-    // scheduler's poll of the mailbox, or with Processor::claim.
+    // scheduler's poll of the mailbox.
     P::template publish_fence<Scope::device>();
     while (posted_ < planned) {
       const u32 tiles = minimum(planned - posted_, P::kLanes);
-      // By whichever lane planned it.
-      const u32 parts = P::lane() < tiles
-                            ? parts_of(rank_.geometry(), kFirstProduct.kind,
-                                       rank_.os->tile_facts[posted_ + P::lane()].narrow())
-                            : 0;
-      const u32 handed = hand_out_first(parts, tiles, wanted);
-      if (P::lane() >= handed && P::lane() < tiles) {
-        const u32 slot = in_mailbox_ + P::lane() - handed;
+      if (P::lane() < tiles) {
+        const u32 tile = posted_ + P::lane();
         const MailboxView mailbox = rank_.memory.mailbox(kFirstProduct.kind);
-        MOEOS_CHECK(slot < mailbox.capacity);
+        MOEOS_CHECK(tile < mailbox.capacity);
+        const bool narrow = rank_.os->tile_facts[tile].narrow();  // by whichever lane planned it
+        const u32 parts = parts_of(rank_.geometry(), kFirstProduct.kind, narrow);
         P::template publish<Scope::device>(
-            &mailbox.words[slot],
-            ReadyWord(call_.epoch, kFirstProduct.kind, posted_ + P::lane(), parts).sealed());
+            &mailbox.words[tile], ReadyWord(call_.epoch, kFirstProduct.kind, tile, parts).sealed());
       }
       note_first_tile();
-      in_mailbox_ += tiles - handed;
       posted_ += tiles;
     }
-  }
-
-  /// Hands out the first of some tiles itself, as many as processors wait for: they need no order
-  /// then, and the scheduler's sweep would come a microsecond or two later. Not of large experts,
-  /// whose tiles are to be computed by turns. Lane i has the parts of the i-th tile; returns how
-  /// many tiles, and leaves in `wanted` what tiles behind them may have.
-  u32 hand_out_first(u32 parts, u32 tiles, u32& wanted) const {
-    const u32 ends = P::inclusive_scan(parts);
-    const bool fits = P::lane() < tiles && ends <= wanted;
-    const u32 handed = rank_.geometry().large_experts != 0 ? 0 : P::count(P::ballot(fits));
-    wanted = handed < tiles ? 0 : wanted - P::broadcast(ends, handed - 1);
-    if (handed > 0) {
-      hand_out(
-          ReadyWord(call_.epoch, kFirstProduct.kind, posted_ + minimum(P::lane(), tiles - 1), 0),
-          parts, ends, handed, 0);
-    }
-    return handed;
   }
 
   const Rank<P>& rank_;
@@ -451,9 +423,8 @@ class ArrivalsSubscriber {
   bool in_place_;                       // no rows come
   Planned planned_ = Planned::unknown;  // what others have been told
   Left left_ = Left::open;
-  u32 posted_ = 0;      // tiles
-  u32 in_mailbox_ = 0;  // of these; the others have been handed out
-  bool news_ = false;   // rows have come since tiles were made
+  u32 posted_ = 0;     // tiles
+  bool news_ = false;  // rows have come since tiles were made
   GraceTime<P> grace_time_;
   u64 counted_since_ = 0;  // when this rank's own counts were seen here
   u64 starving_since_ = 0;

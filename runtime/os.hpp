@@ -56,8 +56,6 @@ void begin_call(const Rank<P>& rank, const Call& call) {
     *rank.os->returns_ready = 0;
     *rank.os->returns_listed = 0;
     *rank.os->planned = static_cast<u32>(Planned::unknown);
-    *rank.os->tiles_made = 0;
-    *rank.os->tiles_posted = 0;
     // Processors know the first parts without being told.
     *rank.os->published =
         known_parts(rank.geometry(), call) + own_unsent_parts(rank.geometry(), call);

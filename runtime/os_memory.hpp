@@ -94,8 +94,6 @@ class OsMemory {
     take(returns_listed, 1);
     take(published, 1);
     take(planned, 1);
-    take(tiles_made, 1);
-    take(tiles_posted, 1);
     take(tile_facts, geometry.tiles_max());
     take(receive_start, world * (local + 1));
     take(counts_known, world);
@@ -141,8 +139,6 @@ class OsMemory {
   u32* returns_listed = nullptr;  // and those that have listed the chunks that they wait for
   u32* published = nullptr;       // slots of the ready ring that hold this call's parts
   u32* planned = nullptr;         // how this call's tiles are made, as Planned
-  u32* tiles_made = nullptr;      // 0, or 1 and the tiles of this call: there will be no more;
-  u32* tiles_posted = nullptr;    // and of these, those whose first GEMM the scheduler hands out
   TileFacts* tile_facts = nullptr;  // [tile]: of this call
   u32* receive_start = nullptr;     // [source][X + 1]: as RankMemory's, which processors read
   u32* counts_known = nullptr;      // [source]: the epoch whose counts are decoded

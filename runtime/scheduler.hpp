@@ -137,12 +137,11 @@ class Scheduler {
     u32 next = 0;      // first word not handed out completely
     u32 together = 0;  // words from there on that are handed out together; 0: not chosen yet
     bool by_turns = false;
-    bool half_width = false;  // these words' parts are
-    u32 parts = 0;            // of all of these words
-    u32 part = 0;             // the first of them that is not handed out
-    u32 row = 1;              // parts that have the same columns, or that are of the same tile
-    u32 cursor = 0;           // slots of the mailbox that have been read
-    bool more = false;        // the next one holds a word, which waits for others of its expert
+    u32 parts = 0;      // of all of these words
+    u32 part = 0;       // the first of them that is not handed out
+    u32 row = 1;        // parts that have the same columns, or that are of the same tile
+    u32 cursor = 0;     // slots of the mailbox that have been read
+    bool more = false;  // the next one holds a word, which waits for others of its expert
     bool empty() const { return next == size; }
     /// Becomes the other one, if so. Field by field, or the compiler would choose between addresses
     /// and keep all batches in memory.
@@ -154,7 +153,6 @@ class Scheduler {
       next = so ? other.next : next;
       together = so ? other.together : together;
       by_turns = so ? other.by_turns : by_turns;
-      half_width = so ? other.half_width : half_width;
       parts = so ? other.parts : parts;
       part = so ? other.part : part;
       row = so ? other.row : row;
@@ -253,36 +251,11 @@ class Scheduler {
     const u32 end = others == 0 ? batch.size : P::first_lane(others);
     const ReadyWord word{P::broadcast(batch.word, batch.next)};
     batch.together = minimum(end - batch.next, kTilesTogether);
-    batch.half_width = false;
-    if (word.kind() == kFirstProduct.kind) {
-      first_gemms_ += batch.together;
-    } else {
-      const u32 whole = narrow ? kNone : second_gemms_before_halves();
-      batch.half_width = whole == 0;
-      batch.together = minimum(batch.together, batch.half_width ? kNone : whole);
-      second_gemms_ += batch.together;
-    }
-    const u32 each = batch.half_width ? parts_of(rank_.geometry(), word.kind(), true) : word.part();
+    const u32 each = word.part();
     batch.by_turns = !narrow;
     batch.row = narrow ? each : batch.together;
     batch.parts = batch.together * each;
     batch.part = 0;
-  }
-
-  /// How many tiles' second GEMMs are to be handed out before those whose parts are cut in halves
-  /// (Geometry::tiles_in_halves). kNone: as far as is known, none is.
-  u32 second_gemms_before_halves() {
-    // Relaxed: numbers that speak for themselves, 0 until they are known.
-    const u32 made = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->tiles_made));
-    const u32 posted = agreed<P>(P::template load_relaxed<Scope::block>(rank_.os->tiles_posted));
-    if (made == 0 || posted != first_gemms_ + 1) {
-      return kNone;
-    }
-    const u32 left = made - 1 - second_gemms_;
-    if (in_halves_ == kNone) {
-      in_halves_ = rank_.geometry().tiles_in_halves(left);
-    }
-    return left > in_halves_ ? left - in_halves_ : 0;
   }
 
   bool anything_ready() {
@@ -404,8 +377,7 @@ class Scheduler {
         batch.word, batch.next + (MOEOS_PLANTED(parts_are_of_the_first_tile) ? 0 : tile))};
     if (first != kNone && P::lane() < handed) {
       const u32 of_tile = batch.by_turns ? quotient : rest;
-      fill_ring_slot(rank_, first + P::lane(),
-                     (batch.half_width ? word.cut_in_halves() : word).with_part(of_tile));
+      fill_ring_slot(rank_, first + P::lane(), word.with_part(of_tile));
     }
     published_ += handed;
     batch.part += handed;
@@ -426,10 +398,6 @@ class Scheduler {
   // Processors' time that second GEMMs have had more than first ones, while they alternated, as
   // bytes of their inputs' rows; what is handed out at once keeps it small.
   i32 second_gemms_ahead_ = 0;
-  // Tiles whose first GEMM, and whose second one, this warp has handed out or begun to.
-  u32 first_gemms_ = 0;
-  u32 second_gemms_ = 0;
-  u32 in_halves_ = kNone;  // of these, the last so many are cut in halves; kNone: not known yet
   // Of the last sweep.
   u32 published_ = 0;  // words of the ring, and those published since
   u32 claimed_ = 0;

@@ -69,10 +69,10 @@ constexpr u32 words_of(const Segment& segment) {
 
 /// Rows that segment `index` takes inside the tile, from row `first` of it on. The last one takes
 /// what is left.
-constexpr u32 laid_out_rows(const Geometry& geometry, const Task& gemm, u32 index, u32 first) {
-  return index + 1 == gemm.segment_count ? gemm.padded_rows - first
-                                         : align_up(u32{gemm.segments[index].rows},
-                                                    geometry.segment_align_of(gemm.narrow != 0));
+constexpr u32 laid_out_rows(const Geometry& geometry, const Task& task, u32 index, u32 first) {
+  return index + 1 == task.segment_count ? task.padded_rows - first
+                                         : align_up(u32{task.segments[index].rows},
+                                                    geometry.segment_align_of(task.narrow != 0));
 }
 
 /// The expert behind those of this rank: all shared experts, in one.
