@@ -107,9 +107,9 @@ class Fault(_Entry):
         rank: whose.
         call: of each layer, counted from 1 since it was made. Forgotten when the layer is reset.
         stage: what the rank is about to begin: "start" (the call's first part), or a part of
-            "route", "dispatch", "replicate", "gemm0", "gemm1" or "combine". A rank without such a
-            part in that call is not held; but one without tokens is at "start" and "route", before
-            its row counts.
+            "route", "dispatch", "replicate", "gemm0", "gemm1" or "combine". A rank without
+            such a part in that call is not held; but one without tokens is at "start" and "route",
+            before its row counts.
         seconds: of a delay; up to a day.
         layer: of the world's layers, in the order in which they were made, from 0; None: each.
     """

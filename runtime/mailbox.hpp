@@ -2,12 +2,12 @@
 // How a tile's descriptor reaches the scheduler: a mailbox for each of the two GEMMs, one reader in
 // order.
 //
-// Gemm0 has one writer, who numbers its slots; those of Gemm1, which any processor may post, are
-// given out by ticket. The reader consumes slots in order and recognises a filled one by its epoch.
-// Slots are never reused within a call, so there is nothing to acknowledge. Other tasks have no
-// mailbox: processors and couriers find those of Route and Dispatch themselves, and the returns
-// subscribers hand those of Combine out; nor have tiles that processors wait for (ring.hpp). May
-// not know: what a task does.
+// Gemm0 has one writer, and a tile's slot has its number; those of Gemm1, which any processor may
+// post, are given out by ticket. The reader consumes slots in order and recognises a filled one by
+// its epoch. Slots are never reused within a call, so there is nothing to acknowledge. Other tasks
+// have no mailbox: processors and couriers find those of Route and Dispatch themselves, and the
+// returns subscribers hand those of Combine out; nor have tiles that processors wait for
+// (ring.hpp). May not know: what a task does.
 #pragma once
 
 #include "runtime/base.hpp"

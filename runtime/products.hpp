@@ -91,14 +91,14 @@ inline constexpr Product kSharedSecondProduct{.kind = TaskKind::gemm1,
                                               .then = Then::shared_results,
                                               .sink = Sink::here};
 
-/// Products that a tile goes through, one after the other; their kinds follow each other.
+/// Products that a tile goes through, one after the other; their kinds' numbers fall by one.
 inline constexpr u32 kProductsOfTile = 2;
 constexpr TaskKind product_kind(u32 nth) {
-  return static_cast<TaskKind>(static_cast<u32>(kFirstProduct.kind) + nth);
+  return static_cast<TaskKind>(static_cast<u32>(kFirstProduct.kind) - nth);
 }
 static_assert(product_kind(kProductsOfTile - 1) == kSecondProduct.kind);
 constexpr bool is_product(TaskKind kind) {
-  return static_cast<u32>(kind) - static_cast<u32>(kFirstProduct.kind) < kProductsOfTile;
+  return static_cast<u32>(kFirstProduct.kind) - static_cast<u32>(kind) < kProductsOfTile;
 }
 
 /// The line of a product. Choices between constants, which a compiler sees through where a table

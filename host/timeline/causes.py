@@ -52,13 +52,13 @@ class Causes:
 def find(call: CallTrace) -> Causes:
     """The causes of all parts; of none, if events are missing: it could be any of those.
 
-    * Dispatch, and Combine of tokens without rows: the last Route part of its rank. So is Gemm0 of
-      a call whose tokens are read in place, which has no Dispatch: it may begin when experts have
-      been chosen, while that part still sorts and counts.
+    * Dispatch, and Combine of tokens without rows: the last Route part of its rank. So is Gemm0
+      of a call whose tokens are read in place, which has no Dispatch: it may begin when experts
+      have been chosen, while that part still sorts and counts.
     * Replicate of a chunk: the Dispatch part with which the chunk had arrived. A chunk has arrived
       when those before it, of its source, have.
-    * Gemm0 of a tile: the part of the chunk with which as many rows of its expert were here as its
-      tiles, up to this one, hold. A chunk is here when it has arrived; one that is replicated, when
+    * Gemm0 of a tile: the part of the chunk with which as many rows of its expert were here as
+      its tiles, up to this one, hold. A chunk is here when it has arrived; one that is replicated, when
       it and those before it have been.
       Of a tile whose processors waited for its rows themselves, in a call that is planned up front:
       the last of these chunks that was here when they had them. Its rows may be in others, so it

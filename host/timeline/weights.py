@@ -35,9 +35,9 @@ class Weights:
 
 
 def replay(call: CallTrace, expert_bytes: Mapping[int, int], cache: int) -> dict[str, Weights]:
-    """Of Gemm0 and of Gemm1: replays each rank's parts in the order of their first operands through
-    a cache that drops what was used longest ago, and that holds weights alone. Of routed experts:
-    what shared ones ask for is left out.
+    """Of Gemm0 and of Gemm1: replays each rank's parts in the order of their first operands
+    through a cache that drops what was used longest ago, and that holds weights alone. Of routed
+    experts: what shared ones ask for is left out.
 
     Args:
         expert_bytes: of an expert's weights, by kind, `GEMM0` and `GEMM1`.

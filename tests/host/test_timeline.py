@@ -409,7 +409,8 @@ def test_the_chain_leads_back_to_the_rank_that_was_late() -> None:
         ("route", 1, 0),
     ]
     assert [link.waited for link in chain] == [60, 20, 30, 10, None]
-    # Rank 0 did nothing between the first tile's Gemm1, which ended at 70, and the second's Gemm0.
+    # Rank 0 did nothing between the first tile's Gemm1, which ended at 70, and the second's
+    # Gemm0.
     assert chain[2].idle == 430
     assert chain[2].busy == 0.0
 
